@@ -1,0 +1,1 @@
+"""What every Headrace service shares: errors, configuration, gRPC bootstrap, telemetry, deadlines."""

@@ -1,0 +1,1 @@
+"""Engines: the interface, a verifiable simulation and vLLM."""

@@ -1,0 +1,139 @@
+"""What the prefill and decode services ask of an engine."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from headrace_kv.layout import KvDescriptor
+from headrace_kv.transfer import LayerSent, Reservation, TransferTarget
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to choose tokens, every default filled in. Units and ranges as in sampling.proto."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    max_tokens: int = 1
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillWork:
+    """Compute `token_ids` (the prompt without its last token) and hand [target.start_token, target.end_token) over."""
+
+    token_ids: tuple[int, ...]
+    target: TransferTarget
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillOutcome:
+    """What a prefill did. `layers` holds what every rank sent; times are nanoseconds since the Unix epoch."""
+
+    cached_tokens: int
+    compute_start_unix_ns: int
+    compute_end_unix_ns: int
+    layers: tuple[tuple[int, LayerSent], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeWork:
+    """Generate from `token_ids`. With `remote_kv` all but the last token's KV comes over the data plane."""
+
+    transfer_id: str
+    token_ids: tuple[int, ...]
+    sampling: Sampling
+    remote_kv: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probability of a token and its likeliest alternatives as (token id, log probability)."""
+
+    logprob: float
+    alternatives: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTokens:
+    """New tokens, with one entry of logprobs each if they were asked for."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = field(default=())
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeEnded:
+    """The end of generation. `stopped` is True for a stop token, False for max_tokens or the end of the context."""
+
+    stopped: bool
+    cached_tokens: int
+
+
+DecodeEvent = Reservation | DecodeTokens | DecodeEnded
+
+
+@dataclass(frozen=True, slots=True)
+class EngineUsage:
+    """Requests that an engine holds."""
+
+    running_requests: int
+    waiting_requests: int
+
+
+class Engine(ABC):
+    """One model on one worker: all its ranks. Its methods are called on one event loop, except `start`.
+
+    A prefill engine is only asked for `prefill`, a decode engine for the rest.
+    """
+
+    descriptor: KvDescriptor
+    context_tokens: int
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Loads the model and registers the KV memory; afterwards `descriptor` and `context_tokens` are set.
+
+        Raises ConfigError with one line that says what to do.
+        """
+
+    @abstractmethod
+    async def prefill(self, work: PrefillWork) -> PrefillOutcome:
+        """Computes and sends. Returns when every rank's sender is quiet (I2), and so does its cancellation.
+
+        Raises TransferFailed, TransferTimeout, StaleIncarnation, LayoutMismatch or InternalError.
+        """
+
+    @abstractmethod
+    def decode(self, work: DecodeWork) -> AsyncIterator[DecodeEvent]:
+        """Yields, with `remote_kv`, the Reservation once blocks are held; then tokens; then DecodeEnded.
+
+        When the reservation is not empty, no token is computed before `arrived`. Closing the iterator aborts the
+        request, but the reservation's blocks stay held until `arrived` or `released` was called (I1). An empty
+        reservation (start_token == end_token) needs neither.
+        """
+
+    @abstractmethod
+    def arrived(self, transfer_id: str) -> None:
+        """The KV cache is whole: the request may run."""
+
+    @abstractmethod
+    def released(self, transfer_id: str) -> None:
+        """Nothing writes into the reservation any more, and it is not whole: its blocks may be reused."""
+
+    @abstractmethod
+    def usage(self) -> EngineUsage:
+        """What the engine is doing now."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Ends everything; returns when all processes and threads of the engine are gone."""

@@ -1,0 +1,1 @@
+"""Transports: how KV bytes move from one rank's memory into another's."""
