@@ -1,0 +1,79 @@
+"""Channels to other services: kept alive, with room for large messages, never through a proxy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc
+import grpc.aio
+
+from headrace_common.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headrace_common.config import ServiceConfig
+
+MESSAGE_BYTES_MAX = 64 * 1024 * 1024
+METADATA_BYTES_MAX = 64 * 1024
+
+# The server allows a ping every 5 s (server.py), so a dead peer is noticed within 15 s.
+CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_metadata_size", METADATA_BYTES_MAX),
+    ("grpc.absolute_max_metadata_size", 2 * METADATA_BYTES_MAX),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.enable_http_proxy", 0),
+)
+
+
+def open_channel(endpoint: str, config: ServiceConfig | None = None) -> grpc.aio.Channel:
+    """Opens a channel to "host:port", with mutual TLS when `config` names the files.
+
+    It connects on first use.
+    """
+    credentials = channel_credentials(config)
+    if credentials is None:
+        return grpc.aio.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
+    return grpc.aio.secure_channel(endpoint, credentials, options=CHANNEL_OPTIONS)
+
+
+def open_blocking_channel(endpoint: str, config: ServiceConfig | None = None) -> grpc.Channel:
+    """The same for threads."""
+    credentials = channel_credentials(config)
+    if credentials is None:
+        return grpc.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
+    return grpc.secure_channel(endpoint, credentials, options=CHANNEL_OPTIONS)
+
+
+def channel_credentials(config: ServiceConfig | None) -> grpc.ChannelCredentials | None:
+    """What a client shows and trusts; None for plaintext. Raises as read_tls_files does."""
+    if config is None or not config.tls_certificate_file:
+        return None
+    certificate, key, authority = read_tls_files(config)
+    return grpc.ssl_channel_credentials(authority, key, certificate)
+
+
+def read_tls_files(config: ServiceConfig) -> tuple[bytes, bytes, bytes]:
+    """Certificate, key and authority in PEM.
+
+    Raises ConfigError that names every file which cannot be read.
+    """
+    contents: list[bytes] = []
+    problems: dict[str, str] = {}
+    for field in ("tls_certificate_file", "tls_key_file", "tls_authority_file"):
+        path: str = getattr(config, field)
+        try:
+            contents.append(Path(path).read_bytes())
+        except OSError as error:
+            problems[field] = f"cannot read {path}: {error.strerror}"
+    if problems:
+        detail = "; ".join(f"{field}: {problem}" for field, problem in problems.items())
+        raise ConfigError(f"{detail}; name files that this user can read", metadata=problems)
+    return contents[0], contents[1], contents[2]

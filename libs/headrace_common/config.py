@@ -1,0 +1,335 @@
+"""Settings of a service: read once, checked as a whole, then frozen.
+
+A service derives its own settings from ServiceConfig, one field each, and calls `load_config`:
+
+    class RouterConfig(ServiceConfig):
+        queue_tasks_max: PositiveCount = Field(default=256, description="Prompts that may wait.")
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import re
+import sys
+import textwrap
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
+
+from headrace_common.errors import ConfigError
+from headrace_common.identity import is_worker_id
+
+_WILDCARD_HOSTS = ("0.0.0.0", "[::]", "::")
+_HOST_PORT = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})")
+_MISSING = "\0missing"
+# Kubernetes puts these beside every container of a namespace that has a Service named like ours.
+_KUBERNETES_LINK = re.compile(
+    r"SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?"
+)
+_URL_USER = re.compile(r"(?<=://)[^/@]+@")
+
+
+def split_host_port(text: str) -> tuple[str, int]:
+    """Splits "host:port"; raises ValueError that says how it should look."""
+    match = _HOST_PORT.fullmatch(text)
+    if match is None or int(match["port"]) > 65_535:
+        raise ValueError("write it as host:port, such as 127.0.0.1:7000, with a port of 0 to 65535")
+    return match["host"], int(match["port"])
+
+
+def _check_host_port(text: str) -> str:
+    split_host_port(text)
+    return text
+
+
+def _check_endpoint(text: str) -> str:
+    if split_host_port(text)[1] == 0:
+        raise ValueError("name the port, such as 127.0.0.1:7000: 0 cannot be called")
+    return text
+
+
+def _check_optional_host_port(text: str) -> str:
+    return _check_host_port(text) if text else text
+
+
+def _check_otlp_endpoint(text: str) -> str:
+    if text:
+        _check_endpoint(_URL_USER.sub("", text).removeprefix("http://").removeprefix("https://"))
+    return text
+
+
+def _check_worker_id(text: str) -> str:
+    if not is_worker_id(text):
+        raise ValueError("use 1 to 63 characters of a-z, 0-9, '.', '_' and '-'")
+    return text
+
+
+HostPort = Annotated[str, AfterValidator(_check_host_port)]
+"""An address to listen on; port 0 takes any."""
+Endpoint = Annotated[str, AfterValidator(_check_endpoint)]
+"""An address to call."""
+OptionalHostPort = Annotated[str, AfterValidator(_check_optional_host_port)]
+OtlpEndpoint = Annotated[str, AfterValidator(_check_otlp_endpoint)]
+WorkerId = Annotated[str, AfterValidator(_check_worker_id)]
+PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeSeconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+PositiveCount = Annotated[int, Field(gt=0)]
+NonNegativeCount = Annotated[int, Field(ge=0)]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+class ServiceConfig(BaseModel):
+    """What every service can be told."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    listen: HostPort = Field(
+        default="127.0.0.1:0", description="host:port to serve on; port 0 takes any free port."
+    )
+    advertise: OptionalHostPort = Field(
+        default="",
+        description="host:port by which others reach this process; port 0 means the port served "
+        "on; empty means the address served on.",
+    )
+    registry: Endpoint = Field(default="127.0.0.1:7001", description="host:port of the registry.")
+    log_level: LogLevel = Field(
+        default="info", description="Least level that is logged: debug, info, warning or error."
+    )
+    otlp_endpoint: OtlpEndpoint = Field(
+        default="",
+        description="OTLP/gRPC collector that gets every span, such as http://127.0.0.1:4317; "
+        "empty means none.",
+    )
+    drain_grace_s: NonNegativeSeconds = Field(
+        default=20.0, description="Seconds that requests in flight may take to end after SIGTERM."
+    )
+    port_file: str = Field(
+        default="",
+        description="File to write the host:port served on to, once serving; empty means none.",
+    )
+    tls_certificate_file: str = Field(
+        default="", description="PEM certificate of this process; empty means plaintext."
+    )
+    tls_key_file: str = Field(default="", description="PEM private key of tls_certificate_file.")
+    tls_authority_file: str = Field(
+        default="", description="PEM certificates that every peer's own must be signed by."
+    )
+
+    @model_validator(mode="after")
+    def _check_together(self) -> ServiceConfig:
+        problems: list[str] = []
+        tls = (self.tls_certificate_file, self.tls_key_file, self.tls_authority_file)
+        if any(tls) and not all(tls):
+            problems.append(
+                "set tls_certificate_file, tls_key_file and tls_authority_file together, or none"
+            )
+        host, _ = split_host_port(self.listen)
+        if host in _WILDCARD_HOSTS and not self.advertise:
+            problems.append(
+                f"listen on {host} needs advertise: set it to the host:port by which others "
+                "reach this process"
+            )
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+
+Config = TypeVar("Config", bound=ServiceConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    """One value as it was given, and where."""
+
+    value: object
+    source: str
+
+
+def load_config(
+    cls: type[Config], argv: Sequence[str] | None, *, prog: str, env_prefix: str
+) -> Config:
+    """Reads the settings: file (--config FILE.toml) below environment below flags.
+
+    `argv` excludes the program's name; None means the process's own. `env_prefix` is such as
+    "HEADRACE_ROUTER_".
+    Raises ConfigError that lists every wrong setting at once, each with its source and remedy.
+    `--help` prints the help and exits.
+    """
+    prefix = env_prefix.rstrip("_") + "_"
+    problems: dict[str, str] = {}
+    flags, config_flag = _read_flags(
+        cls, sys.argv[1:] if argv is None else argv, prog, prefix, problems
+    )
+    environment = _read_environment(cls, os.environ, prefix, problems)
+    path = config_flag or os.environ.get(f"{prefix}CONFIG", "")
+    settings = {**_read_file(cls, path, problems), **environment, **flags}
+    config: Config | None = None
+    try:
+        config = cls.model_validate({name: setting.value for name, setting in settings.items()})
+    except ValidationError as error:
+        problems.update(_explain(cls, error, settings, prefix))
+    if problems or config is None:
+        detail = "; ".join(f"{name}{problem}" for name, problem in problems.items())
+        raise ConfigError(
+            detail.replace("\n", " "), metadata={n: p.lstrip(": ") for n, p in problems.items()}
+        )
+    return config
+
+
+def redacted(config: ServiceConfig) -> dict[str, Any]:
+    """The settings as plain values for logs, with secrets and the users of URLs struck out."""
+    plain: dict[str, Any] = {}
+    for name in type(config).model_fields:
+        value = getattr(config, name)
+        if isinstance(value, SecretStr):
+            plain[name] = "***" if value.get_secret_value() else ""
+        else:
+            plain[name] = _URL_USER.sub("***@", value) if isinstance(value, str) else value
+    return plain
+
+
+def _is_secret(field: FieldInfo) -> bool:
+    return field.annotation is SecretStr or SecretStr in get_args(field.annotation)
+
+
+def _flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _suggestion(name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]}?" if close else "remove it, or see --help for the names"
+
+
+def _read_flags(
+    cls: type[ServiceConfig], argv: Sequence[str], prog: str, prefix: str, problems: dict[str, str]
+) -> tuple[dict[str, _Setting], str]:
+    parser = _parser(cls, prog, prefix)
+    given, unknown = parser.parse_known_args(list(argv))
+    flags: dict[str, _Setting] = {}
+    for name, value in vars(given).items():
+        if value == _MISSING:
+            problems[_flag_of(name)] = ": needs a value, as in " + f"{_flag_of(name)} VALUE"
+        elif value is not None:
+            flags[name] = _Setting(value, f"flag {_flag_of(name)}")
+    known = [_flag_of(name) for name in (*cls.model_fields, "config")]
+    for flag in (text.partition("=")[0] for text in unknown):
+        kind = "unknown flag" if flag.startswith("-") else "unexpected argument"
+        problems[flag] = f": {kind}: {_suggestion(flag, known)}"
+    config_file = flags.pop("config", None)
+    return flags, str(config_file.value) if config_file else ""
+
+
+def _parser(cls: type[ServiceConfig], prog: str, prefix: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description=textwrap.dedent(cls.__doc__ or "").strip().split("\n\n")[0],
+        epilog=f"Flags win over environment variables ({prefix}*), which win over the file. "
+        f'A file holds lines such as listen = "127.0.0.1:7000".',
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--config",
+        metavar="FILE.toml",
+        nargs="?",
+        const=_MISSING,
+        help=f"File of settings by the names below, in TOML. [env: {prefix}CONFIG]",
+    )
+    for name, field in cls.model_fields.items():
+        notes = f"[env: {prefix}{name.upper()}; {_default_of(field)}]"
+        parser.add_argument(
+            _flag_of(name),
+            dest=name,
+            nargs="?",
+            const="true" if field.annotation is bool else _MISSING,
+            metavar=name.upper(),
+            help=f"{field.description or ''} {notes}".strip().replace("%", "%%"),
+        )
+    return parser
+
+
+def _default_of(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    default = field.get_default(call_default_factory=True, validated_data={})
+    if isinstance(default, SecretStr):
+        return "default: none"
+    return f"default: {default!r}" if default in ("", None) else f"default: {default}"
+
+
+def _read_environment(
+    cls: type[ServiceConfig], environ: Mapping[str, str], prefix: str, problems: dict[str, str]
+) -> dict[str, _Setting]:
+    known = {f"{prefix}{name.upper()}": name for name in cls.model_fields}
+    settings: dict[str, _Setting] = {}
+    for variable, value in environ.items():
+        if not variable.startswith(prefix) or variable == f"{prefix}CONFIG":
+            continue
+        if variable in known:
+            settings[known[variable]] = _Setting(value, f"environment {variable}")
+        elif not _KUBERNETES_LINK.fullmatch(variable.removeprefix(prefix)):
+            problems[variable] = (
+                f": unknown environment variable: {_suggestion(variable, list(known))}"
+            )
+    return settings
+
+
+def _read_file(
+    cls: type[ServiceConfig], path: str, problems: dict[str, str]
+) -> dict[str, _Setting]:
+    if not path:
+        return {}
+    try:
+        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        problems["--config"] = f": cannot read {path}: {error.strerror}: name a file that exists"
+        return {}
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        problems["--config"] = f": {path} is not TOML: {error}"
+        return {}
+    settings: dict[str, _Setting] = {}
+    for name, value in table.items():
+        if name in cls.model_fields:
+            settings[name] = _Setting(value, f"file {path}")
+        else:
+            problems[name] = (
+                f" (file {path}): unknown key: {_suggestion(name, list(cls.model_fields))}"
+            )
+    return settings
+
+
+def _explain(
+    cls: type[ServiceConfig], error: ValidationError, settings: Mapping[str, _Setting], prefix: str
+) -> dict[str, str]:
+    problems: dict[str, str] = {}
+    for item in error.errors(include_url=False):
+        remedy = item["msg"].removeprefix("Value error, ")
+        name = str(item["loc"][0]) if item["loc"] else ""
+        setting = settings.get(name)
+        if setting is not None:
+            secret = _is_secret(cls.model_fields[name])
+            shown = "***" if secret else repr(setting.value)
+            problems[name] = f" = {shown} ({setting.source}): {remedy}"
+        elif item["type"] == "missing":
+            variable = f"{prefix}{name.upper()}"
+            problems[name] = (
+                f": is required: set {_flag_of(name)}, {variable} or {name} in the file"
+            )
+        else:
+            problems[name or "settings"] = f": {remedy}"
+    return problems

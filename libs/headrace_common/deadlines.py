@@ -1,0 +1,49 @@
+"""Points in time after which work is worthless."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from headrace_common.errors import DeadlineExceeded
+
+if TYPE_CHECKING:
+    import grpc.aio
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """A moment in seconds since the Unix epoch, so that it can travel in a message."""
+
+    unix_s: float
+
+    @classmethod
+    def after(cls, seconds: float) -> Deadline:
+        """The moment `seconds` from now."""
+        return cls(time.time() + seconds)
+
+    @classmethod
+    def from_context(
+        cls, context: grpc.aio.ServicerContext[Any, Any], default_s: float
+    ) -> Deadline:
+        """The RPC's own deadline, or `default_s` from now for a caller that set none."""
+        # None for a caller without a deadline, though the stubs say otherwise.
+        remaining_s: Any = context.time_remaining()
+        return cls.after(default_s if remaining_s is None else remaining_s)
+
+    def remaining_s(self) -> float:
+        """Seconds left, never negative."""
+        return max(0.0, self.unix_s - time.time())
+
+    @property
+    def expired(self) -> bool:
+        """Whether the moment has come."""
+        return time.time() >= self.unix_s
+
+    def check(self, what: str) -> None:
+        """Raises DeadlineExceeded, naming `what` was waited for, once the moment has come."""
+        if self.expired:
+            raise DeadlineExceeded(
+                f"the deadline passed while waiting for {what}", metadata={"waited_for": what}
+            )

@@ -1,0 +1,79 @@
+"""Wraps the handlers of a grpc.aio server, of all four shapes, in one context manager."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any, TypeAlias
+
+import grpc
+import grpc.aio
+
+Continuation: TypeAlias = Callable[[grpc.HandlerCallDetails], Awaitable["Handler | None"]]
+"""Finds the handler of an RPC; there is none for an unknown method."""
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Guard: TypeAlias = Callable[["Context"], AbstractAsyncContextManager[None]]
+"""Makes what surrounds one RPC, from its context."""
+Prepare: TypeAlias = Callable[[Any], Any]
+"""Checks a request, or an iterator of requests, before the handler sees it."""
+
+
+def guarded(
+    handler: Handler,
+    guard: Guard,
+    prepare: Prepare | None = None,
+    deserializer: Prepare | None = None,
+) -> Handler:
+    """The same handler, run inside `guard(context)`.
+
+    `prepare` runs inside the guard too; `deserializer` replaces the handler's own. Handlers must
+    be coroutine functions or asynchronous generators.
+    """
+    behaviour: Any = (
+        handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+    )
+    wrap = _wrap_generator if inspect.isasyncgenfunction(behaviour) else _wrap_coroutine
+    wrapped = wrap(behaviour, guard, prepare or _same)
+    make = _maker(handler)
+    return make(wrapped, deserializer or handler.request_deserializer, handler.response_serializer)
+
+
+def _maker(handler: Handler) -> Callable[..., Handler]:
+    if handler.request_streaming:
+        return (
+            grpc.stream_stream_rpc_method_handler
+            if handler.response_streaming
+            else grpc.stream_unary_rpc_method_handler
+        )
+    return (
+        grpc.unary_stream_rpc_method_handler
+        if handler.response_streaming
+        else grpc.unary_unary_rpc_method_handler
+    )
+
+
+def _same(request: Any) -> Any:
+    return request
+
+
+def _wrap_generator(
+    behaviour: Callable[..., Any], guard: Guard, prepare: Prepare
+) -> Callable[..., Any]:
+    async def wrapped(request: Any, context: Context) -> AsyncIterator[Any]:
+        async with guard(context):
+            async for response in behaviour(prepare(request), context):
+                yield response
+
+    return wrapped
+
+
+def _wrap_coroutine(
+    behaviour: Callable[..., Any], guard: Guard, prepare: Prepare
+) -> Callable[..., Any]:
+    async def wrapped(request: Any, context: Context) -> Any:
+        async with guard(context):
+            return await behaviour(prepare(request), context)
+
+    return wrapped

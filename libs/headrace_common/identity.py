@@ -1,0 +1,23 @@
+"""Names of workers, of their incarnations and of transfers."""
+
+from __future__ import annotations
+
+import re
+import secrets
+
+_WORKER_ID = re.compile(r"[a-z0-9._-]{1,63}")
+
+
+def new_incarnation() -> str:
+    """Mints the id of one start of a worker: 16 hex characters."""
+    return secrets.token_hex(8)
+
+
+def new_transfer_id() -> str:
+    """Mints the id of one transfer: "x" and 32 hex characters."""
+    return "x" + secrets.token_hex(16)
+
+
+def is_worker_id(text: str) -> bool:
+    """Whether `text` may name a worker: 1 to 63 of a-z, 0-9, dot, underscore and hyphen."""
+    return _WORKER_ID.fullmatch(text) is not None

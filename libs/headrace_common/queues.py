@@ -1,0 +1,56 @@
+"""Queues that refuse rather than grow."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Generic, TypeVar
+
+from headrace_common.deadlines import Deadline
+from headrace_common.errors import DeadlineExceeded, QueueFull
+
+T = TypeVar("T")
+
+
+class BoundedQueue(Generic[T]):
+    """A first-in first-out queue of one event loop. Its name appears in errors and metrics."""
+
+    def __init__(self, name: str, maxsize: int) -> None:
+        if maxsize < 1:
+            raise ValueError(f"queue {name}: maxsize must be 1 or more, not {maxsize}")
+        self.name = name
+        self.maxsize = maxsize
+        self._items: asyncio.Queue[T] = asyncio.Queue(maxsize)
+
+    @property
+    def depth(self) -> int:
+        """Items waiting."""
+        return self._items.qsize()
+
+    def put_nowait(self, item: T) -> None:
+        """Adds an item, or raises QueueFull."""
+        try:
+            self._items.put_nowait(item)
+        except asyncio.QueueFull:
+            raise QueueFull(
+                f"queue {self.name} holds its {self.maxsize} items already",
+                metadata={"queue": self.name, "maxsize": str(self.maxsize)},
+            ) from None
+
+    async def put(self, item: T, deadline: Deadline) -> None:
+        """Adds an item once there is room, or raises DeadlineExceeded."""
+        try:
+            async with asyncio.timeout(deadline.remaining_s()):
+                await self._items.put(item)
+        except TimeoutError:
+            what = f"room in queue {self.name}"
+            raise DeadlineExceeded(
+                f"the deadline passed while waiting for {what}", metadata={"waited_for": what}
+            ) from None
+
+    async def get(self) -> T:
+        """Takes the oldest item, waiting for one. The caller's own loop bounds the wait."""
+        return await self._items.get()
+
+    def take_all(self) -> list[T]:
+        """Takes every item that is there, oldest first, without waiting."""
+        return [self._items.get_nowait() for _ in range(self._items.qsize())]

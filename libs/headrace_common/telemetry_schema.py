@@ -1,0 +1,112 @@
+"""Every name that Headrace's telemetry uses. Nothing else spells one: a test checks it."""
+
+from __future__ import annotations
+
+from typing import Final
+
+# Root: one Generate call, from arrival to its end.
+SPAN_REQUEST: Final = "headrace.request"
+# Chat template and tokenizer.
+SPAN_TOKENIZE: Final = "headrace.tokenize"
+# Choice of a decode worker.
+SPAN_ROUTE: Final = "headrace.route"
+# One try, with one transfer id; parent of both workers' spans.
+SPAN_ATTEMPT: Final = "headrace.attempt"
+# From asking the decode worker to its reservation.
+SPAN_RESERVE: Final = "headrace.reserve"
+# From joining the prefill queue to being pulled.
+SPAN_QUEUE: Final = "headrace.queue"
+# From arrival to the first token.
+SPAN_FIRST_TOKEN: Final = "headrace.first_token"
+# From the first token to the last.
+SPAN_STREAM: Final = "headrace.stream"
+
+# One task, from being pulled to its end.
+SPAN_PREFILL: Final = "headrace.prefill"
+# The engine's forward passes.
+SPAN_PREFILL_COMPUTE: Final = "headrace.prefill.compute"
+# One layer's write to one decode rank.
+SPAN_TRANSFER_LAYER: Final = "headrace.transfer.layer"
+
+# One Generate call on the decode worker.
+SPAN_DECODE: Final = "headrace.decode"
+# Reservation of blocks.
+SPAN_DECODE_RESERVE: Final = "headrace.decode.reserve"
+# From the reservation to the last expected key.
+SPAN_DECODE_KV_WAIT: Final = "headrace.decode.kv_wait"
+# From complete KV to the first token.
+SPAN_DECODE_FIRST_TOKEN: Final = "headrace.decode.first_token"
+# From the first token to the last.
+SPAN_DECODE_GENERATE: Final = "headrace.decode.generate"
+
+# The client's or the router's name for the request.
+ATTRIBUTE_REQUEST_ID: Final = "headrace.request_id"
+# The transfer of an attempt.
+ATTRIBUTE_TRANSFER_ID: Final = "headrace.transfer_id"
+# Name of the model.
+ATTRIBUTE_MODEL: Final = "headrace.model"
+# Tokens of the prompt.
+ATTRIBUTE_PROMPT_TOKENS: Final = "headrace.prompt_tokens"
+# Tokens generated.
+ATTRIBUTE_COMPLETION_TOKENS: Final = "headrace.completion_tokens"
+# "stop" or "length".
+ATTRIBUTE_FINISH_REASON: Final = "headrace.finish_reason"
+# Which try this is, from 1.
+ATTRIBUTE_ATTEMPT: Final = "headrace.attempt.number"
+# Where the prompt is prefilled: "remote" or "local".
+ATTRIBUTE_PLACEMENT: Final = "headrace.placement"
+# Why a decode worker was chosen.
+ATTRIBUTE_EXPLANATION: Final = "headrace.explanation"
+# Prompts ahead on joining the prefill queue.
+ATTRIBUTE_QUEUE_DEPTH: Final = "headrace.queue.depth"
+# Reason from the error tree.
+ATTRIBUTE_ERROR_REASON: Final = "headrace.error.reason"
+
+# Worker that prefilled.
+ATTRIBUTE_PREFILL_WORKER_ID: Final = "headrace.prefill.worker_id"
+# Worker that decoded.
+ATTRIBUTE_DECODE_WORKER_ID: Final = "headrace.decode.worker_id"
+# Incarnation of the process that made the span.
+ATTRIBUTE_INCARNATION: Final = "headrace.incarnation"
+# Prompt tokens that a worker's prefix cache held.
+ATTRIBUTE_CACHED_TOKENS: Final = "headrace.cached_tokens"
+# Prompt tokens whose KV was transferred.
+ATTRIBUTE_TRANSFERRED_TOKENS: Final = "headrace.transferred_tokens"
+# KV blocks reserved.
+ATTRIBUTE_BLOCKS: Final = "headrace.blocks"
+
+# Layer, from 0.
+ATTRIBUTE_LAYER: Final = "headrace.layer"
+# Tensor-parallel rank that sent.
+ATTRIBUTE_SOURCE_RANK: Final = "headrace.source_rank"
+# Tensor-parallel rank that received.
+ATTRIBUTE_DESTINATION_RANK: Final = "headrace.destination_rank"
+# Tokens in the piece.
+ATTRIBUTE_TOKENS: Final = "headrace.tokens"
+# First token of the piece.
+ATTRIBUTE_START_TOKEN: Final = "headrace.start_token"
+# Bytes of KV moved.
+ATTRIBUTE_PAYLOAD_BYTES: Final = "headrace.payload_bytes"
+# Contiguous runs written.
+ATTRIBUTE_RUNS: Final = "headrace.runs"
+# Milliseconds from ready to the write's start.
+ATTRIBUTE_SEND_WAIT_MS: Final = "headrace.send_wait_ms"
+# Keys (source rank, destination rank, layer) to count.
+ATTRIBUTE_EXPECTED_KEYS: Final = "headrace.expected_keys"
+# Milliseconds from prefill's last layer being ready to its arrival.
+ATTRIBUTE_EXPOSED_MS: Final = "headrace.exposed_ms"
+
+# Items in a bounded queue, by its name.
+METRIC_QUEUE_DEPTH: Final = "headrace.queue.depth.current"
+# Requests ended, by finish reason or error reason.
+METRIC_REQUESTS: Final = "headrace.requests"
+# Arrival to first token.
+METRIC_TIME_TO_FIRST_TOKEN_MS: Final = "headrace.time_to_first_token_ms"
+# Transfers ended, by outcome.
+METRIC_TRANSFERS: Final = "headrace.transfers"
+# Bytes of KV handed over.
+METRIC_TRANSFER_BYTES: Final = "headrace.transfer.bytes"
+# KV blocks promised to requests.
+METRIC_BLOCKS_RESERVED: Final = "headrace.blocks.reserved"
+# KV blocks not to be reused yet.
+METRIC_BLOCKS_QUARANTINED: Final = "headrace.blocks.quarantined"

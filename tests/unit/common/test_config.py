@@ -1,0 +1,218 @@
+"""Settings: precedence of the sources, every error at once, secrets kept."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import Field, SecretStr, ValidationError
+
+from headrace_common.config import (
+    NonNegativeCount,
+    PositiveCount,
+    ServiceConfig,
+    WorkerId,
+    load_config,
+    redacted,
+)
+from headrace_common.errors import ConfigError
+
+
+class KilnConfig(ServiceConfig):
+    """Settings of a service made up for these tests."""
+
+    bricks_max: PositiveCount = Field(default=8, description="Bricks fired at once.")
+    spare_bricks: NonNegativeCount = Field(default=0, description="Bricks kept, 100% dry.")
+    quick: bool = Field(default=False, description="Fires hotter.")
+    worker_id: WorkerId = Field(default="kiln-0", description="Name of this kiln.")
+    ticket_key: SecretStr = Field(default=SecretStr(""), description="Signs tickets.")
+
+
+class NeedyConfig(ServiceConfig):
+    """Has a setting without a default."""
+
+    model: str = Field(description="Folder of the model.")
+
+
+def load(argv: Sequence[str] = (), environment: dict[str, str] | None = None) -> KilnConfig:
+    with patch.dict(os.environ, environment or {}):
+        return load_config(
+            KilnConfig, list(argv), prog="headrace-kiln", env_prefix="HEADRACE_KILN_"
+        )
+
+
+def problems_of(argv: Sequence[str] = (), environment: dict[str, str] | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(argv, environment)
+    assert "\n" not in caught.value.detail
+    return caught.value.detail
+
+
+def test_defaults_alone_are_valid() -> None:
+    config = load()
+    assert config.listen == "127.0.0.1:0"
+    assert config.drain_grace_s == 20.0
+    assert config.bricks_max == 8
+
+
+SOURCES = st.fixed_dictionaries(
+    {},
+    optional={
+        "file": st.integers(1, 10**6),
+        "environment": st.integers(1, 10**6),
+        "flag": st.integers(1, 10**6),
+    },
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(bricks=SOURCES, grace=SOURCES)
+def test_flags_win_over_environment_over_file_field_by_field(
+    tmp_path: Path, bricks: dict[str, int], grace: dict[str, int]
+) -> None:
+    given_values = {"bricks_max": bricks, "drain_grace_s": grace}
+    path = tmp_path / "kiln.toml"
+    path.write_text(
+        "".join(f"{name} = {v['file']}\n" for name, v in given_values.items() if "file" in v)
+    )
+    environment = {
+        f"HEADRACE_KILN_{name.upper()}": str(values["environment"])
+        for name, values in given_values.items()
+        if "environment" in values
+    }
+    argv = [f"--config={path}"]
+    for name, values in given_values.items():
+        if "flag" in values:
+            argv += ["--" + name.replace("_", "-"), str(values["flag"])]
+    config = load(argv, environment)
+
+    def expected(values: dict[str, int], default: int) -> int:
+        return values.get("flag", values.get("environment", values.get("file", default)))
+
+    assert config.bricks_max == expected(bricks, 8)
+    assert config.drain_grace_s == expected(grace, 20)
+
+
+def test_file_can_be_named_by_the_environment(tmp_path: Path) -> None:
+    path = tmp_path / "kiln.toml"
+    path.write_text('listen = "127.0.0.1:7003"\nquick = true\n')
+    config = load(environment={"HEADRACE_KILN_CONFIG": str(path)})
+    assert (config.listen, config.quick) == ("127.0.0.1:7003", True)
+
+
+def test_every_wrong_setting_is_listed_with_its_source_and_remedy(tmp_path: Path) -> None:
+    path = tmp_path / "kiln.toml"
+    path.write_text('bricks_max = -1\nbricks_mx = 3\nregistry = "localhost"\n')
+    detail = problems_of(
+        [f"--config={path}", "--drain-grace-s", "-2", "--drain-grace", "5", "stray"],
+        {"HEADRACE_KILN_LOG_LEVEL": "loud", "HEADRACE_KILN_QUICKLY": "1"},
+    )
+    assert f"bricks_max = -1 (file {path}): Input should be greater than 0" in detail
+    assert f"bricks_mx (file {path}): unknown key: did you mean bricks_max?" in detail
+    assert f"registry = 'localhost' (file {path}): write it as host:port" in detail
+    assert "drain_grace_s = '-2' (flag --drain-grace-s): Input should be greater" in detail
+    assert "--drain-grace: unknown flag: did you mean --drain-grace-s?" in detail
+    assert "stray: unexpected argument" in detail
+    assert "log_level = 'loud' (environment HEADRACE_KILN_LOG_LEVEL)" in detail
+    assert "HEADRACE_KILN_QUICKLY: unknown environment variable" in detail
+    assert "HEADRACE_KILN_QUICK?" in detail
+
+
+def test_a_flag_without_its_value_is_said_to_need_one() -> None:
+    assert "--bricks-max: needs a value" in problems_of(["--bricks-max"])
+
+
+def test_missing_file_and_wrong_toml_are_told_apart(tmp_path: Path) -> None:
+    assert "No such file" in problems_of(["--config", str(tmp_path / "none.toml")])
+    path = tmp_path / "wrong.toml"
+    path.write_text("listen = ")
+    assert "is not TOML" in problems_of(["--config", str(path)])
+
+
+def test_a_required_setting_names_all_the_ways_to_set_it() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(NeedyConfig, [], prog="headrace-needy", env_prefix="HEADRACE_NEEDY_")
+    assert "model: is required: set --model, HEADRACE_NEEDY_MODEL or" in caught.value.detail
+
+
+def test_variables_that_kubernetes_adds_are_not_mistakes() -> None:
+    load(
+        environment={
+            "HEADRACE_KILN_SERVICE_HOST": "10.0.0.1",
+            "HEADRACE_KILN_SERVICE_PORT_GRPC": "7000",
+            "HEADRACE_KILN_PORT": "tcp://10.0.0.1:7000",
+            "HEADRACE_KILN_PORT_7000_TCP_ADDR": "10.0.0.1",
+        }
+    )
+
+
+@pytest.mark.parametrize("flag", [["--quick"], ["--quick=true"], ["--quick", "yes"]])
+def test_switches(flag: list[str]) -> None:
+    assert load(flag).quick
+    assert not load(["--quick=false"]).quick
+
+
+@pytest.mark.parametrize(
+    "text", ["localhost", "localhost:", ":7000", "localhost:70000", "a b:1", "http://a:1", "::1:7"]
+)
+def test_addresses_that_are_not_host_port(text: str) -> None:
+    assert "host:port" in problems_of([f"--listen={text}"])
+
+
+@pytest.mark.parametrize("text", ["localhost:0", "127.0.0.1:7000", "[::1]:7000", "a.b-c_d:65535"])
+def test_addresses_that_are(text: str) -> None:
+    assert load([f"--listen={text}"]).listen == text
+
+
+@pytest.mark.parametrize("text", ["kiln", "http://kiln", "grpc://kiln:4317", "http://kiln:0"])
+def test_otlp_endpoints_that_cannot_be_called(text: str) -> None:
+    assert "otlp_endpoint" in problems_of([f"--otlp-endpoint={text}"])
+
+
+def test_an_endpoint_needs_a_port() -> None:
+    assert "name the port" in problems_of(["--registry=127.0.0.1:0"])
+
+
+def test_settings_that_belong_together() -> None:
+    assert "together" in problems_of(["--tls-key-file=key.pem"])
+    assert "needs advertise" in problems_of(["--listen=0.0.0.0:7000"])
+    load(["--listen=0.0.0.0:7000", "--advertise=router:7000"])
+
+
+def test_settings_are_frozen() -> None:
+    config = load()
+    with pytest.raises(ValidationError, match="frozen"):
+        config.listen = "127.0.0.1:1"
+
+
+def test_secrets_show_nowhere() -> None:
+    config = load(
+        ["--otlp-endpoint=http://me:hunter2@collector:4317"],
+        {"HEADRACE_KILN_TICKET_KEY": "hunter2"},
+    )
+    assert config.ticket_key.get_secret_value() == "hunter2"
+    shown = redacted(config)
+    assert "hunter2" not in repr(shown)
+    assert "hunter2" not in repr(config.ticket_key)
+    assert shown["ticket_key"] == "***"
+    assert shown["otlp_endpoint"] == "http://***@collector:4317"
+    assert shown["bricks_max"] == 8
+
+
+def test_help_names_every_setting_with_default_and_variable(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        load(["--help"])
+    assert caught.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Settings of a service made up for these tests." in shown
+    for name in KilnConfig.model_fields:
+        assert f"--{name.replace('_', '-')}" in shown
+        assert f"HEADRACE_KILN_{name.upper()}" in shown
+    assert "Bricks kept, 100% dry. [env: HEADRACE_KILN_SPARE_BRICKS; default: 0]" in shown

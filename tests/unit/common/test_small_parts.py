@@ -1,0 +1,76 @@
+"""Deadlines, identities and queues."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace_common.deadlines import Deadline
+from headrace_common.errors import DeadlineExceeded, QueueFull
+from headrace_common.identity import is_worker_id, new_incarnation, new_transfer_id
+from headrace_common.queues import BoundedQueue
+
+
+@given(st.floats(0.5, 1e6))
+def test_deadline_counts_down_from_what_was_asked(seconds: float) -> None:
+    deadline = Deadline.after(seconds)
+    assert 0 < deadline.remaining_s() <= seconds + 1e-3
+    assert not deadline.expired
+    deadline.check("anything")
+
+
+def test_expired_deadline_names_what_was_waited_for() -> None:
+    deadline = Deadline(time.time() - 5)
+    assert deadline.expired
+    assert deadline.remaining_s() == 0
+    with pytest.raises(DeadlineExceeded, match="layer 3 of rank 0") as caught:
+        deadline.check("layer 3 of rank 0")
+    assert caught.value.metadata == {"waited_for": "layer 3 of rank 0"}
+
+
+def test_ids_have_their_documented_form_and_differ() -> None:
+    incarnations = {new_incarnation() for _ in range(100)}
+    assert len(incarnations) == 100
+    assert all(len(text) == 16 and int(text, 16) >= 0 for text in incarnations)
+    transfers = {new_transfer_id() for _ in range(100)}
+    assert len(transfers) == 100
+    assert all(text[0] == "x" and len(text) == 33 and int(text[1:], 16) >= 0 for text in transfers)
+
+
+@given(st.text(alphabet="abcxyz0189._-", min_size=1, max_size=63))
+def test_worker_ids_of_the_allowed_characters(text: str) -> None:
+    assert is_worker_id(text)
+
+
+@pytest.mark.parametrize("text", ["", "a" * 64, "Decode-0", "a b", "a/b", "décode", "a\n"])
+def test_other_worker_ids_are_refused(text: str) -> None:
+    assert not is_worker_id(text)
+
+
+async def test_queue_keeps_order_and_refuses_beyond_its_bound() -> None:
+    queue: BoundedQueue[int] = BoundedQueue("prefill", 3)
+    for item in range(3):
+        queue.put_nowait(item)
+    assert queue.depth == 3
+    with pytest.raises(QueueFull, match="queue prefill holds its 3 items") as caught:
+        queue.put_nowait(3)
+    assert caught.value.metadata == {"queue": "prefill", "maxsize": "3"}
+    assert await queue.get() == 0
+    assert queue.take_all() == [1, 2]
+    assert queue.depth == 0
+
+
+async def test_put_waits_for_room_until_its_deadline() -> None:
+    queue: BoundedQueue[int] = BoundedQueue("prefill", 1)
+    await queue.put(1, Deadline.after(1))
+    with pytest.raises(DeadlineExceeded, match="room in queue prefill"):
+        await queue.put(2, Deadline.after(0.02))
+    assert queue.take_all() == [1]
+
+
+def test_queue_without_room_is_a_mistake() -> None:
+    with pytest.raises(ValueError, match="maxsize"):
+        BoundedQueue[int]("prefill", 0)
