@@ -29,7 +29,7 @@ from headrace_common.errors import (
     StaleIncarnation,
     WatchExpired,
 )
-from headrace_common.registry_link import BACKOFF_MIN_S, RegistryLink
+from headrace_common.registry_link import BACKOFF_MIN_S, RegistryLink, end_task, run_forever
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class Membership:
         deadline = Deadline.after(timeout_s)
         while True:
             try:
-                await self._register()
+                await self._register(min(_CALL_TIMEOUT_S, max(0.1, deadline.remaining_s())))
                 break
             except RegistryUnavailable as error:
                 if deadline.expired:
@@ -82,11 +82,11 @@ class Membership:
                 await self._link.back_off(error)
         self._link.succeeded()
         name = f"membership-{self._member.worker_id}"
-        self._keeper = asyncio.create_task(self._keep(), name=name)
+        self._keeper = run_forever(self._keep(), name)
 
     async def stop(self) -> None:
         """Leaves the registry, at once if it can be reached and by expiry otherwise."""
-        await _end(self._keeper)
+        await end_task(self._keeper)
         self._keeper = None
         if self._lease_id:
             request = registry_pb2.DeregisterRequest(lease_id=self._lease_id)
@@ -110,10 +110,10 @@ class Membership:
             except HeadraceError as error:
                 await self._link.back_off(error)
 
-    async def _register(self) -> None:
+    async def _register(self, timeout_s: float = _CALL_TIMEOUT_S) -> None:
         request = registry_pb2.RegisterRequest(member=self._member, ttl=self._ttl)
         with self._link.errors():
-            granted = await self._link.stub.Register(request, timeout=_CALL_TIMEOUT_S)
+            granted = await self._link.stub.Register(request, timeout=timeout_s)
             if self._descriptor is not None:
                 reference = registry_pb2.MemberRef(
                     worker_id=self._member.worker_id, incarnation=self._member.incarnation
@@ -121,7 +121,7 @@ class Membership:
                 put = registry_pb2.PutKvDescriptorRequest(
                     lease_id=granted.lease_id, member=reference, descriptor=self._descriptor
                 )
-                await self._link.stub.PutKvDescriptor(put, timeout=_CALL_TIMEOUT_S)
+                await self._link.stub.PutKvDescriptor(put, timeout=timeout_s)
         self._lease_id = granted.lease_id
 
     async def _keep_alive(self) -> None:
@@ -152,7 +152,8 @@ class RegistryView:
     """Who is there and the policy in force, as last heard from the registry.
 
     While the registry is away the view stays as it was. When it comes back without its memory,
-    members that it does not list stay for `grace_s`, in which they register again.
+    members that it does not list stay for `grace_s`, in which they register again. `on_change` is
+    called by the event loop soon after each change of members, policy or connection.
     """
 
     def __init__(
@@ -195,7 +196,7 @@ class RegistryView:
 
     async def start(self, timeout_s: float = 15.0) -> None:
         """Waits for the first view. Raises RegistryUnavailable when none comes in time."""
-        self._follower = asyncio.create_task(self._follow(), name="registry-view")
+        self._follower = run_forever(self._follow(), "registry-view")
         try:
             async with asyncio.timeout(timeout_s):
                 await self._current.wait()
@@ -205,7 +206,7 @@ class RegistryView:
 
     async def stop(self) -> None:
         """Stops following. The last view stays readable."""
-        await _end(self._follower)
+        await end_task(self._follower)
         self._follower = None
         self._connected = False
         if self._grace is not None:
@@ -342,7 +343,7 @@ class DescriptorCache:
     async def close(self) -> None:
         """Gives up what is being asked for."""
         for fetch in tuple(self._fetches.values()):
-            await _end(fetch)
+            await end_task(fetch)
         await self._link.close()
 
     async def _fetch(self, key: tuple[str, str], deadline: Deadline) -> layout_pb2.KvDescriptor:
@@ -366,10 +367,3 @@ class DescriptorCache:
         if len(self._known) > _DESCRIPTORS_MAX:
             self._known.popitem(last=False)
         return response.descriptor
-
-
-async def _end(task: asyncio.Task[layout_pb2.KvDescriptor] | asyncio.Task[None] | None) -> None:
-    """Cancels a task and waits for its end."""
-    if task is not None:
-        task.cancel()
-        await asyncio.wait([task])

@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Coroutine, Iterator
+from typing import Any, Final, TypeVar
 
 import grpc.aio
 
@@ -26,7 +26,8 @@ from headrace_common.status import error_from_rpc
 _log = logging.getLogger(__name__)
 
 BACKOFF_MIN_S: Final = 0.1
-_BACKOFF_MAX_S: Final = 2.0
+_BACKOFF_MAX_S: Final = 1.0
+_Result = TypeVar("_Result")
 _AWAY = (WorkerGone, Draining, DeadlineExceeded, Cancelled, RegistryUnavailable)
 
 
@@ -81,3 +82,22 @@ class RegistryLink:
     async def close(self) -> None:
         if self._owned:
             await self._channel.close()
+
+
+def run_forever(loop: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    """Starts a task that should end only when cancelled. If it fails all the same, the log says so."""
+    task = asyncio.create_task(loop, name=name)
+    task.add_done_callback(_report)
+    return task
+
+
+def _report(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        _log.critical("%s ended by a bug", task.get_name(), exc_info=task.exception())
+
+
+async def end_task(task: asyncio.Task[_Result] | None) -> None:
+    """Cancels a task and waits for its end."""
+    if task is not None:
+        task.cancel()
+        await asyncio.wait([task])

@@ -1,0 +1,25 @@
+# The registry: no numpy, torch, vllm or mooncake inside.
+# From the repository's root: docker build -f docker/registry.Dockerfile .
+ARG PYTHON_IMAGE=docker.io/library/python:3.11-slim-bookworm
+
+FROM ${PYTHON_IMAGE} AS build
+ARG PIP_ARGS=""
+WORKDIR /src
+RUN python -m venv /opt/tools && python -m venv /opt/headrace
+COPY requirements/build.txt requirements/registry.txt requirements/
+RUN /opt/tools/bin/pip install --no-cache-dir --no-deps ${PIP_ARGS} -r requirements/build.txt
+RUN /opt/headrace/bin/pip install --no-cache-dir --no-deps ${PIP_ARGS} -r requirements/registry.txt
+COPY pyproject.toml README.md LICENSE ./
+COPY scripts/generate_stubs.sh scripts/
+COPY protos/ protos/
+COPY libs/ libs/
+COPY services/ services/
+RUN scripts/generate_stubs.sh /opt/tools/bin/python \
+    && /opt/tools/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /dist . \
+    && /opt/headrace/bin/pip install --no-cache-dir --no-deps --no-index /dist/*.whl
+
+FROM ${PYTHON_IMAGE}
+COPY --from=build /opt/headrace /opt/headrace
+USER 10001:10001
+ENV PYTHONUNBUFFERED=1
+ENTRYPOINT ["/opt/headrace/bin/headrace-registry"]

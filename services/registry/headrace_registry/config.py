@@ -1,0 +1,69 @@
+"""Settings of the registry."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from headrace_common.config import (
+    HostPort,
+    PositiveCount,
+    PositiveSeconds,
+    ServiceConfig,
+    split_host_port,
+)
+
+MEMORY_STORE = "memory"
+_ETCD_SCHEME = "etcd://"
+
+
+def _check_store(text: str) -> str:
+    if text != MEMORY_STORE:
+        scheme, address = text[: len(_ETCD_SCHEME)], text[len(_ETCD_SCHEME) :]
+        try:
+            port = split_host_port(address)[1]
+        except ValueError:
+            port = 0
+        if scheme != _ETCD_SCHEME or port == 0:
+            raise ValueError('write "memory", or an address such as etcd://127.0.0.1:2379')
+    return text
+
+
+def _check_prefix(text: str) -> str:
+    if len(text) < 2 or not text.endswith("/") or not text.isascii() or not text.isprintable():
+        raise ValueError(
+            'write a prefix of printable ASCII that ends with "/", such as /headrace/v1/'
+        )
+    return text
+
+
+class RegistryConfig(ServiceConfig):
+    """Keeps who is there, where their KV memory lies, and the run-time policy."""
+
+    listen: HostPort = Field(
+        "127.0.0.1:7001", description="host:port to serve on; port 0 takes any free port."
+    )
+    store: Annotated[str, AfterValidator(_check_store)] = Field(
+        MEMORY_STORE,
+        description='Where the records live: "memory" (after a restart members register again and '
+        "the policy is the default) or etcd://host:port (several registries may share one).",
+    )
+    store_prefix: Annotated[str, AfterValidator(_check_prefix)] = Field(
+        "/headrace/v1/", description="Prefix of every etcd key; one per deployment."
+    )
+    store_timeout_s: PositiveSeconds = Field(
+        2.0, description="Seconds that one etcd call may take before etcd counts as away."
+    )
+    store_start_timeout_s: PositiveSeconds = Field(
+        5.0, description="Seconds that etcd may take to answer at the start."
+    )
+    history_size: PositiveCount = Field(
+        4096, description="Changes kept for watchers that come back or lag behind."
+    )
+    max_members: PositiveCount = Field(10_000, description="Most members registered at once.")
+
+    @property
+    def etcd_address(self) -> tuple[str, int]:
+        """Host and port of the etcd that `store` names."""
+        return split_host_port(self.store.removeprefix(_ETCD_SCHEME))

@@ -1,0 +1,62 @@
+"""Makes the `etcd3` package importable with a current protobuf.
+
+Its generated modules predate protobuf 4 and are refused by it. The descriptors inside them are
+still good: they are read out of the source without running it, and modules built from them take the
+generated ones' places.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import sys
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from google.protobuf import descriptor_pool, message_factory
+
+# In the order of their imports of each other.
+_GENERATED = ("kv_pb2", "auth_pb2", "rpc_pb2")
+
+
+@cache
+def load_etcd3() -> Any:
+    """The `etcd3` package, untyped. ImportError when it is missing or not as expected."""
+    specification = importlib.util.find_spec("etcd3")
+    if specification is None or specification.origin is None:
+        raise ImportError("the etcd store needs the package etcd3: pip install etcd3", name="etcd3")
+    folder = Path(specification.origin).parent / "etcdrpc"
+    # A pool of its own: another package may have registered files called rpc.proto or kv.proto.
+    pool = descriptor_pool.DescriptorPool()
+    for name in _GENERATED:
+        file = pool.AddSerializedFile(_serialized_descriptor(folder / f"{name}.py"))
+        qualified_name = f"etcd3.etcdrpc.{name}"
+        sys.modules[qualified_name] = _module_of(qualified_name, file)
+    return importlib.import_module("etcd3")
+
+
+def _serialized_descriptor(path: Path) -> bytes:
+    """The FileDescriptorProto, in wire format, that a generated module passes to its file
+    descriptor.
+    """
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.keyword) and node.arg == "serialized_pb":
+            # Code for both Pythons wraps the text as _b('...').
+            literal = node.value.args[0] if isinstance(node.value, ast.Call) else node.value
+            value = ast.literal_eval(literal)
+            return value if isinstance(value, bytes) else str(value).encode("latin-1")
+    raise ImportError(f"{path} holds no serialized descriptor", path=str(path))
+
+
+def _module_of(qualified_name: str, file: Any) -> ModuleType:
+    module = ModuleType(qualified_name)
+    module.__dict__["DESCRIPTOR"] = file
+    for name, descriptor in file.message_types_by_name.items():
+        module.__dict__[name] = message_factory.GetMessageClass(descriptor)
+    for enumeration in file.enum_types_by_name.values():
+        for value in enumeration.values:
+            module.__dict__[value.name] = value.number
+    return module

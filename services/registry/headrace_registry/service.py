@@ -1,0 +1,145 @@
+"""RegistryService over a store: checks requests, then asks the store."""
+
+# gRPC names the methods.
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator
+from typing import Any, TypeAlias
+
+import grpc.aio
+from google.protobuf.duration_pb2 import Duration
+
+from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
+from headrace_common.errors import QueueFull
+from headrace_common.identity import is_worker_id
+from headrace_registry import validation
+from headrace_registry.feed import DEFAULT_RETRY_BUDGET
+from headrace_registry.store import Store
+
+_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
+    """The gRPC side of a store. Raises errors of headrace_common; the server's interceptor maps
+    them.
+    """
+
+    def __init__(self, store: Store, max_members: int) -> None:
+        self._store = store
+        self._max_members = max_members
+
+    async def Register(
+        self, request: registry_pb2.RegisterRequest, context: _Context
+    ) -> registry_pb2.RegisterResponse:
+        validation.require(
+            {
+                **validation.member_violations(request.member, "member"),
+                **validation.ttl_violations(request.ttl, "ttl"),
+            }
+        )
+        known = self._store.members
+        if request.member.worker_id not in known and len(known) >= self._max_members:
+            raise QueueFull(
+                f"the registry holds {self._max_members} members, its most: raise its max_members",
+                metadata={"max_members": str(self._max_members)},
+            )
+        ttl_s = math.ceil(request.ttl.seconds + request.ttl.nanos / 1e9)
+        registration = await self._store.register(request.member, ttl_s)
+        return registry_pb2.RegisterResponse(
+            lease_id=registration.lease_id,
+            ttl=_duration(registration.ttl_s),
+            revision=registration.revision,
+        )
+
+    async def KeepAlive(
+        self, request_iterator: AsyncIterator[registry_pb2.KeepAliveRequest], context: _Context
+    ) -> AsyncIterator[registry_pb2.KeepAliveResponse]:
+        async for request in request_iterator:
+            ttl_s = await self._store.keep_alive(request.lease_id)
+            ttl = None if ttl_s is None else _duration(ttl_s)
+            yield registry_pb2.KeepAliveResponse(lease_id=request.lease_id, ttl=ttl)
+
+    async def Deregister(
+        self, request: registry_pb2.DeregisterRequest, context: _Context
+    ) -> registry_pb2.DeregisterResponse:
+        await self._store.deregister(request.lease_id)
+        return registry_pb2.DeregisterResponse()
+
+    async def Watch(
+        self, request: registry_pb2.WatchRequest, context: _Context
+    ) -> AsyncIterator[registry_pb2.WatchResponse]:
+        async for response in self._store.watch(request.start_revision):
+            yield response
+
+    async def ListMembers(
+        self, request: registry_pb2.ListMembersRequest, context: _Context
+    ) -> registry_pb2.ListMembersResponse:
+        violations: dict[str, str] = {}
+        if request.page_size > validation.PAGE_MAX:
+            violations["page_size"] = f"give 1 to {validation.PAGE_MAX}, or 0 for the most"
+        if request.page_token and not is_worker_id(request.page_token):
+            violations["page_token"] = "give the next_page_token of a previous response, or nothing"
+        if request.role not in registry_pb2.Member.Role.values():
+            violations["role"] = "give a known role, or none for all"
+        validation.require(violations)
+        page_size = request.page_size or validation.PAGE_MAX
+        matching = [
+            member
+            for worker_id, member in sorted(self._store.members.items())
+            if worker_id > request.page_token and request.role in (0, member.role)
+        ]
+        page = matching[:page_size]
+        return registry_pb2.ListMembersResponse(
+            members=page,
+            next_page_token=page[-1].worker_id if len(matching) > page_size else "",
+            revision=self._store.feed.revision,
+        )
+
+    async def PutKvDescriptor(
+        self, request: registry_pb2.PutKvDescriptorRequest, context: _Context
+    ) -> registry_pb2.PutKvDescriptorResponse:
+        violations = {
+            **validation.reference_violations(request.member, "member"),
+            **validation.descriptor_violations(request.descriptor, "descriptor"),
+        }
+        if not request.lease_id:
+            violations["lease_id"] = "give the lease that Register granted"
+        validation.require(violations)
+        revision = await self._store.put_descriptor(
+            request.lease_id, request.member, request.descriptor
+        )
+        return registry_pb2.PutKvDescriptorResponse(revision=revision)
+
+    async def GetKvDescriptor(
+        self, request: registry_pb2.GetKvDescriptorRequest, context: _Context
+    ) -> registry_pb2.GetKvDescriptorResponse:
+        validation.require(validation.reference_violations(request.member, "member"))
+        descriptor = await self._store.get_descriptor(request.member)
+        return registry_pb2.GetKvDescriptorResponse(descriptor=descriptor)
+
+    async def GetPolicy(
+        self, request: registry_pb2.GetPolicyRequest, context: _Context
+    ) -> registry_pb2.GetPolicyResponse:
+        record = self._store.policy
+        return registry_pb2.GetPolicyResponse(policy=record.policy, revision=record.revision)
+
+    async def SetPolicy(
+        self, request: registry_pb2.SetPolicyRequest, context: _Context
+    ) -> registry_pb2.SetPolicyResponse:
+        if not request.HasField("policy"):
+            validation.require({"policy": "give the whole policy"})
+        validation.require(validation.policy_violations(request.policy, "policy"))
+        policy = registry_pb2.Policy()
+        policy.CopyFrom(request.policy)
+        if not policy.HasField("retry_budget"):
+            policy.retry_budget = DEFAULT_RETRY_BUDGET
+        revision = await self._store.set_policy(policy, request.expected_revision)
+        return registry_pb2.SetPolicyResponse(revision=revision)
+
+
+def _duration(seconds: float) -> Duration:
+    duration = Duration()
+    duration.FromNanoseconds(round(seconds * 1e9))
+    return duration

@@ -1,0 +1,223 @@
+"""Real parts for the registry's tests: an etcd server, a registry in this process, records."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc.aio
+
+from headrace.kv.v1 import layout_pb2
+from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
+from headrace_common.channel import open_channel
+from headrace_common.server import GrpcServer
+from headrace_registry.config import RegistryConfig
+from headrace_registry.etcd_store import EtcdStore
+from headrace_registry.main import SERVICE, open_store
+from headrace_registry.service import RegistryServicer
+from headrace_registry.store import Store
+
+ETCD = Path("/usr/bin/etcd")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+async def until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+    """Waits for a condition; fails naming it."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"not within {timeout_s} s: {what}"
+        await asyncio.sleep(0.02)
+
+
+@dataclass
+class EtcdServer:
+    """One etcd on loopback, with its data in a folder that outlives its process."""
+
+    folder: Path
+    port: int = field(default_factory=free_port)
+    peer_port: int = field(default_factory=free_port)
+    process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        client = f"http://127.0.0.1:{self.port}"
+        peer = f"http://127.0.0.1:{self.peer_port}"
+        command = [str(ETCD), "--name", "test", "--data-dir", str(self.folder)]
+        command += ["--listen-client-urls", client, "--advertise-client-urls", client]
+        command += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
+        command += ["--initial-cluster", f"test={peer}", "--log-level", "error", "--logger", "zap"]
+        with (self.folder.parent / "etcd.log").open("ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+        deadline_s = time.monotonic() + 20
+        while not self._answers():
+            assert self.process.poll() is None, "etcd ended at its start"
+            assert time.monotonic() < deadline_s, "etcd does not answer"
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        if self.process is not None:
+            os.kill(self.process.pid, signal.SIGKILL)
+            self.process.wait(10)
+            self.process = None
+
+    def pause(self) -> None:
+        assert self.process is not None
+        os.kill(self.process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        assert self.process is not None
+        os.kill(self.process.pid, signal.SIGCONT)
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 0.2):
+            return True
+        return False
+
+    def store(self, prefix: str = "/headrace/v1/", **changes: object) -> EtcdStore:
+        """A store over this etcd, not yet started."""
+        config = RegistryConfig.model_validate(
+            {"store": f"etcd://127.0.0.1:{self.port}", "store_prefix": prefix, **changes}
+        )
+        store = open_store(config)
+        assert isinstance(store, EtcdStore)
+        return store
+
+
+@contextlib.contextmanager
+def running_etcd(folder: Path) -> Iterator[EtcdServer]:
+    server = EtcdServer(folder / "data")
+    try:
+        server.start()
+        yield server
+    finally:
+        server.kill()
+
+
+@dataclass
+class Registry:
+    """A registry in this process. It may be stopped and started anew on the same port."""
+
+    settings: dict[str, object]
+    endpoint: str = ""
+    store: Store | None = None
+    server: GrpcServer | None = None
+
+    async def start(self) -> None:
+        listen = self.endpoint or "127.0.0.1:0"
+        config = RegistryConfig.model_validate({**self.settings, "listen": listen})
+        self.store = open_store(config)
+        await self.store.start()
+        self.server = GrpcServer(config, [SERVICE])
+        registry_pb2_grpc.add_RegistryServiceServicer_to_server(
+            RegistryServicer(self.store, config.max_members), self.server.server
+        )
+        self.endpoint = await self.server.start()
+
+    async def stop(self) -> None:
+        if self.server is not None and self.store is not None:
+            await self.server.server.stop(None)
+            await self.store.close()
+        self.server = self.store = None
+
+
+@contextlib.asynccontextmanager
+async def running_registry(**settings: object) -> AsyncIterator[Registry]:
+    registry = Registry(settings)
+    try:
+        await registry.start()
+        yield registry
+    finally:
+        await registry.stop()
+
+
+@contextlib.asynccontextmanager
+async def registry_process(
+    folder: Path, *arguments: str
+) -> AsyncIterator[tuple[subprocess.Popen[bytes], str]]:
+    """A registry in a process of its own, and its host:port."""
+    port_file = folder / "port"
+    command = [sys.executable, "-m", "headrace_registry", "--listen", "127.0.0.1:0"]
+    command += ["--port-file", str(port_file), *arguments]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    with (folder / "registry.log").open("wb") as log:
+        process = await asyncio.to_thread(
+            subprocess.Popen, command, env=environment, stdout=log, stderr=log
+        )
+    try:
+        await until(port_file.exists, 30, "the registry's port")
+        yield process, port_file.read_text().strip()
+    finally:
+        process.kill()
+        await asyncio.to_thread(process.wait, 10)
+
+
+@contextlib.asynccontextmanager
+async def registry_stub(
+    endpoint: str,
+) -> AsyncIterator[registry_pb2_grpc.RegistryServiceAsyncStub]:
+    channel: grpc.aio.Channel = open_channel(endpoint)
+    async with channel:
+        yield registry_pb2_grpc.RegistryServiceStub(channel)
+
+
+def kv_layout(tensor_parallel_size: int = 1) -> layout_pb2.KvLayout:
+    return layout_pb2.KvLayout(
+        model="sim",
+        dtype="float32",
+        layer_count=2,
+        kv_head_count=2,
+        tensor_parallel_size=tensor_parallel_size,
+        block_tokens=16,
+        block_head_bytes=1024,
+        interior="token_outer",
+    )
+
+
+def kv_descriptor(base_address: int = 4096) -> layout_pb2.KvDescriptor:
+    region = layout_pb2.Region(layer=0, part="kv", block_stride_bytes=2048, head_bytes=1024)
+    memory = layout_pb2.RankMemory(
+        transport="in_memory",
+        session="s0",
+        base_address=base_address,
+        arena_bytes=1 << 20,
+        block_count=8,
+        regions=[region],
+    )
+    return layout_pb2.KvDescriptor(layout=kv_layout(), ranks=[memory])
+
+
+def worker(
+    worker_id: str = "decode-0",
+    generation: int = 1,
+    role: registry_pb2.Member.Role.ValueType = registry_pb2.Member.ROLE_DECODE,
+) -> registry_pb2.Member:
+    """The record of one incarnation; a greater generation is a newer one."""
+    return registry_pb2.Member(
+        worker_id=worker_id,
+        incarnation=f"{generation:016x}",
+        role=role,
+        endpoint="127.0.0.1:7100",
+        model="sim",
+        context_tokens=2048,
+        layout=kv_layout(),
+        max_requests=8,
+        start_unix_ns=1_700_000_000_000_000_000 + generation,
+    )
+
+
+def reference(member: registry_pb2.Member) -> registry_pb2.MemberRef:
+    return registry_pb2.MemberRef(worker_id=member.worker_id, incarnation=member.incarnation)

@@ -1,0 +1,96 @@
+"""The registry starts and serves where no engine, transport or numpy is installed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace.registry.v1 import registry_pb2
+from tests.component.registry.harness import EtcdServer, free_port, registry_stub
+
+_REFUSING = """
+import sys
+from importlib.abc import MetaPathFinder
+
+class Refuse(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"torch", "vllm", "mooncake", "numpy", "transformers"}:
+            raise ModuleNotFoundError(f"{name} is refused")
+        return None
+
+sys.meta_path.insert(0, Refuse())
+from headrace_registry.main import main
+main()
+"""
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    return subprocess.Popen(
+        [sys.executable, "-c", _REFUSING, *arguments],
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def test_help_names_the_settings() -> None:
+    output, errors = start("--help").communicate(timeout=30)
+    assert "--store" in output, errors
+    assert "etcd://" in output
+
+
+@pytest.mark.parametrize("kind", ["memory", pytest.param("etcd", marks=pytest.mark.etcd)])
+async def test_it_serves_and_ends_at_once_on_sigterm(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    store = "memory"
+    if kind == "etcd":
+        etcd: EtcdServer = request.getfixturevalue("shared_etcd")
+        store = f"etcd://127.0.0.1:{etcd.port}"
+    port_file = tmp_path / "port"
+    process = start("--listen", "127.0.0.1:0", "--port-file", str(port_file), "--store", store)
+    try:
+        for _ in range(300):
+            if port_file.exists():
+                break
+            assert process.poll() is None, process.communicate()[1]
+            await asyncio.sleep(0.1)
+        async with registry_stub(port_file.read_text().strip()) as stub:
+            watch = stub.Watch(registry_pb2.WatchRequest())
+            response = await asyncio.wait_for(watch.read(), 10)
+            assert isinstance(response, registry_pb2.WatchResponse)
+            os.kill(process.pid, signal.SIGTERM)
+            assert await asyncio.to_thread(process.wait, 10) == 0
+            watch.cancel()
+    finally:
+        process.kill()
+        errors = process.communicate()[1]
+    assert "Traceback" not in errors
+
+
+def test_without_etcd_it_says_so_in_one_line() -> None:
+    process = start("--store", f"etcd://127.0.0.1:{free_port()}", "--store-start-timeout-s", "0.5")
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 2
+    lines = [line for line in errors.splitlines() if line.startswith("headrace-registry:")]
+    assert len(lines) == 1
+    assert "store: etcd at" in lines[0]
+    assert "--store memory" in lines[0]
+    assert errors.strip() == lines[0]
+
+
+@pytest.mark.parametrize("store", ["redis://x:1", "etcd://", "etcd://host", "etcd://host:0"])
+def test_a_wrong_store_is_named(store: str) -> None:
+    process = start("--store", store)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 2
+    assert "store" in errors
+    assert "etcd://127.0.0.1:2379" in errors

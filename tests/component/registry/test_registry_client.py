@@ -1,0 +1,280 @@
+"""The client's half, through registries that come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from headrace.registry.v1 import registry_pb2
+from headrace_common.deadlines import Deadline
+from headrace_common.errors import (
+    Conflict,
+    InvalidRequest,
+    RegistryUnavailable,
+    StaleIncarnation,
+)
+from headrace_common.registry_client import DescriptorCache, Membership, RegistryView
+from tests.component.registry.harness import (
+    EtcdServer,
+    free_port,
+    kv_descriptor,
+    reference,
+    registry_process,
+    registry_stub,
+    running_registry,
+    until,
+    worker,
+)
+
+
+async def test_a_member_comes_stays_and_leaves() -> None:
+    async with running_registry() as registry:
+        changes: list[int] = []
+        view = RegistryView(registry.endpoint, lambda view: changes.append(len(view.members)))
+        await view.start(5)
+        membership = Membership(registry.endpoint, worker(), 1.0, kv_descriptor())
+        await membership.start(5)
+        assert membership.registered
+        await until(lambda: "decode-0" in view.members, 2, "the member in the view")
+        # Far beyond its time to live.
+        await asyncio.sleep(2.5)
+        assert list(view.members) == ["decode-0"]
+        assert [member.worker_id for member in view.of_role(worker().role)] == ["decode-0"]
+        assert view.of_role(registry_pb2.Member.ROLE_ROUTER) == ()
+        before = view.members
+        await membership.stop()
+        await until(lambda: changes[-1] == 0, 1, "an empty view told")
+        assert not view.members
+        assert list(before) == ["decode-0"]
+        assert changes == [0, 1, 0]
+        await view.stop()
+
+
+async def test_a_view_outlives_a_registry_that_comes_back_empty() -> None:
+    async with running_registry() as registry:
+        view = RegistryView(registry.endpoint, grace_s=3.0)
+        stays = Membership(registry.endpoint, worker("decode-0"), 2.0, kv_descriptor())
+        leaves = Membership(registry.endpoint, worker("decode-1"), 2.0)
+        await stays.start(5)
+        await leaves.start(5)
+        await view.start(5)
+        assert len(view.members) == 2
+        await registry.stop()
+        await until(lambda: not view.connected, 2, "the registry missed")
+        assert leaves._keeper is not None
+        leaves._keeper.cancel()
+        await asyncio.sleep(1)
+        assert sorted(view.members) == ["decode-0", "decode-1"]
+        await registry.start()
+        assert registry.store is not None
+        assert not registry.store.members
+        seen_s = time.monotonic()
+        store = registry.store
+        await until(lambda: "decode-0" in store.members, 4, "registered again")
+        assert time.monotonic() - seen_s < 3.0
+        await until(lambda: view.connected, 4, "connected again")
+        # In its grace the one that is gone is still there; no view in between lacked the other.
+        assert sorted(view.members) == ["decode-0", "decode-1"]
+        await until(lambda: list(view.members) == ["decode-0"], 5, "the other dropped")
+        cache = DescriptorCache(registry.endpoint)
+        ref = reference(worker("decode-0"))
+        got = await cache.get(ref.worker_id, ref.incarnation, Deadline.after(2))
+        assert got == kv_descriptor()
+        await cache.close()
+        await leaves.stop()
+        await stays.stop()
+        await view.stop()
+
+
+async def test_a_view_goes_on_where_it_was_after_a_broken_connection() -> None:
+    async with running_registry() as registry, registry_stub(registry.endpoint) as stub:
+        view = RegistryView(registry.endpoint, grace_s=60.0)
+        membership = Membership(registry.endpoint, worker(), 30.0)
+        await membership.start(5)
+        await view.start(5)
+        await view._link._channel.close()
+        await until(lambda: not view.connected, 2, "the closed channel noticed")
+        assert list(view.members) == ["decode-0"]
+        assert view._follower is not None
+        assert not view._follower.done()
+        await membership.stop()
+        await view.stop()
+        listed = await stub.ListMembers(registry_pb2.ListMembersRequest())
+        assert not listed.members
+
+
+async def test_policies_reach_the_view() -> None:
+    async with running_registry() as registry, registry_stub(registry.endpoint) as stub:
+        view = RegistryView(registry.endpoint)
+        assert view.policy.retry_budget == 2
+        await view.start(5)
+        policy = registry_pb2.Policy(local_prefill_max_tokens=9, retry_budget=0)
+        await stub.SetPolicy(registry_pb2.SetPolicyRequest(policy=policy))
+        await until(lambda: view.policy == policy, 2, "the policy")
+        await view.stop()
+
+
+async def test_a_callback_that_fails_does_not_end_the_view(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def broken(_: RegistryView) -> None:
+        raise ValueError("broken callback")
+
+    async with running_registry() as registry:
+        view = RegistryView(registry.endpoint, broken)
+        await view.start(5)
+        membership = Membership(registry.endpoint, worker(), 5.0)
+        await membership.start(5)
+        await until(lambda: "decode-0" in view.members, 2, "the member")
+        assert view.connected
+        assert "broken callback" in caplog.text
+        await membership.stop()
+        await view.stop()
+
+
+async def test_no_registry_at_the_start() -> None:
+    nowhere = f"127.0.0.1:{free_port()}"
+    view, membership = RegistryView(nowhere), Membership(nowhere, worker())
+    started_s = time.monotonic()
+    with pytest.raises(RegistryUnavailable, match=nowhere):
+        await view.start(0.5)
+    with pytest.raises(RegistryUnavailable, match=nowhere):
+        await membership.start(0.5)
+    assert time.monotonic() - started_s < 4
+    await membership.stop()
+
+
+async def test_a_registry_that_starts_late_is_waited_for() -> None:
+    async with running_registry() as registry:
+        await registry.stop()
+        view, membership = RegistryView(registry.endpoint), Membership(registry.endpoint, worker())
+        starting = asyncio.gather(view.start(10), membership.start(10))
+        await asyncio.sleep(0.7)
+        await registry.start()
+        await starting
+        await until(lambda: "decode-0" in view.members, 2, "the member")
+        await membership.stop()
+        await view.stop()
+
+
+async def test_a_record_that_is_refused_ends_the_start() -> None:
+    async with running_registry() as registry:
+        wrong = worker()
+        wrong.endpoint = ""
+        refused = Membership(registry.endpoint, wrong)
+        with pytest.raises(InvalidRequest):
+            await refused.start(5)
+        await refused.stop()
+        newer = Membership(registry.endpoint, worker(generation=2))
+        await newer.start(5)
+        older = Membership(registry.endpoint, worker(generation=1))
+        with pytest.raises(Conflict):
+            await older.start(5)
+        await older.stop()
+        await newer.stop()
+
+
+async def test_descriptors_are_asked_for_once() -> None:
+    async with running_registry() as registry:
+        membership = Membership(registry.endpoint, worker(), 10.0, kv_descriptor())
+        await membership.start(5)
+        cache = DescriptorCache(registry.endpoint)
+        ref = reference(worker())
+        got = await asyncio.gather(
+            *(cache.get(ref.worker_id, ref.incarnation, Deadline.after(5)) for _ in range(20))
+        )
+        assert all(descriptor is got[0] for descriptor in got)
+        with pytest.raises(StaleIncarnation):
+            await cache.get(ref.worker_id, "f" * 16, Deadline.after(5))
+        await membership.stop()
+        await registry.stop()
+        assert await cache.get(ref.worker_id, ref.incarnation, Deadline.after(1)) is got[0]
+        started_s = time.monotonic()
+        with pytest.raises(RegistryUnavailable):
+            await cache.get("decode-1", ref.incarnation, Deadline.after(0.5))
+        assert time.monotonic() - started_s < 2
+        await cache.close()
+
+
+async def test_a_descriptor_that_comes_a_moment_later_is_found() -> None:
+    async with running_registry() as registry:
+        cache = DescriptorCache(registry.endpoint)
+        ref = reference(worker())
+        waiting = asyncio.ensure_future(
+            cache.get(ref.worker_id, ref.incarnation, Deadline.after(5))
+        )
+        await asyncio.sleep(0.1)
+        membership = Membership(registry.endpoint, worker(), 10.0, kv_descriptor())
+        await membership.start(5)
+        assert await waiting == kv_descriptor()
+        await membership.stop()
+        await cache.close()
+
+
+async def test_one_callers_cancellation_leaves_the_others_waiting() -> None:
+    async with running_registry() as registry:
+        membership = Membership(registry.endpoint, worker(), 10.0, kv_descriptor())
+        await membership.start(5)
+        cache = DescriptorCache(registry.endpoint)
+        ref = reference(worker())
+        first, second = (
+            asyncio.ensure_future(cache.get(ref.worker_id, ref.incarnation, Deadline.after(5)))
+            for _ in range(2)
+        )
+        await asyncio.sleep(0)
+        first.cancel()
+        assert await second == kv_descriptor()
+        assert first.cancelled() or first.done()
+        await membership.stop()
+        await cache.close()
+
+
+async def test_a_registry_that_stood_still_takes_nobody_for_dead(tmp_path: Path) -> None:
+    async with registry_process(tmp_path) as (process, endpoint):
+        views: list[frozenset[str]] = []
+        membership = Membership(endpoint, worker(), 1.5)
+        await membership.start(10)
+        view = RegistryView(endpoint, lambda view: views.append(frozenset(view.members)))
+        await view.start(10)
+        os.kill(process.pid, signal.SIGSTOP)
+        await asyncio.sleep(4)
+        os.kill(process.pid, signal.SIGCONT)
+        await asyncio.sleep(2.5)
+        assert list(view.members) == ["decode-0"]
+        assert membership.registered
+        assert set(views) == {frozenset({"decode-0"})}
+        await membership.stop()
+        await view.stop()
+
+
+@pytest.mark.etcd
+async def test_members_and_view_live_through_an_outage_of_etcd(etcd: EtcdServer) -> None:
+    async with running_registry(store=f"etcd://127.0.0.1:{etcd.port}") as registry:
+        gone: list[frozenset[str]] = []
+        view = RegistryView(registry.endpoint, lambda view: gone.append(frozenset(view.members)))
+        memberships = [
+            Membership(registry.endpoint, worker(f"decode-{n}"), 10.0, kv_descriptor())
+            for n in range(3)
+        ]
+        for membership in memberships:
+            await membership.start(5)
+        await view.start(5)
+        everyone = frozenset(view.members)
+        etcd.kill()
+        await asyncio.sleep(5)
+        assert frozenset(view.members) == everyone
+        await asyncio.to_thread(etcd.start)
+        late = Membership(registry.endpoint, worker("decode-9"), 10.0)
+        await late.start(10)
+        await until(lambda: "decode-9" in view.members, 5, "the watch going on")
+        await asyncio.sleep(3)
+        assert frozenset(view.members) == everyone | {"decode-9"}
+        assert all(everyone <= members for members in gone)
+        for membership in [*memberships, late]:
+            await membership.stop()
+        await view.stop()

@@ -1,0 +1,225 @@
+"""RegistryService over gRPC, as a client in any language meets it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import grpc.aio
+import pytest
+from google.protobuf.duration_pb2 import Duration
+
+from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
+from headrace_common.errors import (
+    Conflict,
+    InvalidRequest,
+    NotFound,
+    QueueFull,
+    RegistryUnavailable,
+    WatchExpired,
+)
+from headrace_common.status import error_from_rpc
+from tests.component.registry.harness import (
+    EtcdServer,
+    kv_descriptor,
+    reference,
+    registry_stub,
+    running_registry,
+    worker,
+)
+
+
+def register(member: registry_pb2.Member, ttl_s: float = 10) -> registry_pb2.RegisterRequest:
+    ttl = Duration()
+    ttl.FromNanoseconds(round(ttl_s * 1e9))
+    return registry_pb2.RegisterRequest(member=member, ttl=ttl)
+
+
+async def read_to_end(
+    watch: grpc.aio.UnaryStreamCall[registry_pb2.WatchRequest, registry_pb2.WatchResponse],
+) -> None:
+    while await watch.read() is not grpc.aio.EOF:
+        pass
+
+
+async def test_a_worker_from_registration_to_leave() -> None:
+    async with running_registry() as registry, registry_stub(registry.endpoint) as stub:
+        member = worker()
+        granted = await stub.Register(register(member, 1.5))
+        assert granted.ttl.seconds == 2
+        await stub.PutKvDescriptor(
+            registry_pb2.PutKvDescriptorRequest(
+                lease_id=granted.lease_id, member=reference(member), descriptor=kv_descriptor()
+            )
+        )
+        call = stub.KeepAlive()
+        await call.write(registry_pb2.KeepAliveRequest(lease_id=granted.lease_id))
+        response = await call.read()
+        assert isinstance(response, registry_pb2.KeepAliveResponse)
+        assert (response.lease_id, response.ttl.seconds) == (granted.lease_id, 2)
+        await call.write(registry_pb2.KeepAliveRequest(lease_id="unknown"))
+        response = await call.read()
+        assert isinstance(response, registry_pb2.KeepAliveResponse)
+        assert not response.HasField("ttl")
+        call.cancel()
+        got = await stub.GetKvDescriptor(
+            registry_pb2.GetKvDescriptorRequest(member=reference(member))
+        )
+        assert got.descriptor == kv_descriptor()
+        await stub.Deregister(registry_pb2.DeregisterRequest(lease_id=granted.lease_id))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.GetKvDescriptor(
+                registry_pb2.GetKvDescriptorRequest(member=reference(member))
+            )
+        assert isinstance(error_from_rpc(caught.value), NotFound)
+
+
+async def test_a_registration_that_is_wrong_names_every_field() -> None:
+    bad = worker("Not OK")
+    bad.incarnation = "xyz"
+    bad.endpoint = "nowhere"
+    bad.start_unix_ns = 0
+    bad.ClearField("layout")
+    async with running_registry() as registry, registry_stub(registry.endpoint) as stub:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Register(register(bad, 301))
+    error = error_from_rpc(caught.value)
+    assert isinstance(error, InvalidRequest)
+    assert set(error.violations) == {
+        "member.worker_id",
+        "member.incarnation",
+        "member.endpoint",
+        "member.start_unix_ns",
+        "member.layout",
+        "ttl",
+    }
+
+
+async def test_members_come_by_pages_and_roles() -> None:
+    async with running_registry() as registry, registry_stub(registry.endpoint) as stub:
+        for number in range(5):
+            await stub.Register(register(worker(f"decode-{number}")))
+        router = registry_pb2.Member.ROLE_ROUTER
+        await stub.Register(register(worker("router-0", role=router)))
+        seen: list[str] = []
+        token = ""
+        for expected_size in (2, 2, 2):
+            page = await stub.ListMembers(
+                registry_pb2.ListMembersRequest(page_size=2, page_token=token)
+            )
+            assert len(page.members) == expected_size
+            seen += [member.worker_id for member in page.members]
+            token = page.next_page_token
+        assert token == ""
+        assert seen == [f"decode-{number}" for number in range(5)] + ["router-0"]
+        routers = await stub.ListMembers(registry_pb2.ListMembersRequest(role=router))
+        assert [member.worker_id for member in routers.members] == ["router-0"]
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.ListMembers(
+                registry_pb2.ListMembersRequest(page_size=1001, page_token="No!")
+            )
+        error = error_from_rpc(caught.value)
+        assert isinstance(error, InvalidRequest)
+        assert set(error.violations) == {"page_size", "page_token"}
+
+
+async def test_the_policy_over_the_wire() -> None:
+    async with running_registry() as registry, registry_stub(registry.endpoint) as stub:
+        default = await stub.GetPolicy(registry_pb2.GetPolicyRequest())
+        assert default.revision == 0
+        assert default.policy == registry_pb2.Policy(retry_budget=2)
+        policy = registry_pb2.Policy(local_prefill_max_tokens=7)
+        put = await stub.SetPolicy(registry_pb2.SetPolicyRequest(policy=policy))
+        got = await stub.GetPolicy(registry_pb2.GetPolicyRequest())
+        assert got.revision == put.revision
+        assert (got.policy.local_prefill_max_tokens, got.policy.retry_budget) == (7, 2)
+        for request, kind in (
+            (registry_pb2.SetPolicyRequest(policy=policy, expected_revision=1), Conflict),
+            (registry_pb2.SetPolicyRequest(), InvalidRequest),
+            (
+                registry_pb2.SetPolicyRequest(policy=registry_pb2.Policy(retry_budget=11)),
+                InvalidRequest,
+            ),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.SetPolicy(request)
+            assert isinstance(error_from_rpc(caught.value), kind)
+
+
+async def test_a_full_registry_refuses_newcomers_only() -> None:
+    async with (
+        running_registry(max_members=1) as registry,
+        registry_stub(registry.endpoint) as stub,
+    ):
+        await stub.Register(register(worker()))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Register(register(worker("decode-1")))
+        assert isinstance(error_from_rpc(caught.value), QueueFull)
+        await stub.Register(register(worker(generation=2)))
+
+
+async def test_a_watcher_that_does_not_read_is_ended_and_holds_up_nobody() -> None:
+    # Without probing for more, a connection takes 64 KiB that nobody reads.
+    small = [("grpc.http2.bdp_probe", 0), ("grpc.enable_http_proxy", 0)]
+    async with (
+        running_registry(history_size=4) as registry,
+        registry_stub(registry.endpoint) as stub,
+        grpc.aio.insecure_channel(registry.endpoint, options=small) as channel,
+    ):
+        slow = registry_pb2_grpc.RegistryServiceStub(channel).Watch(registry_pb2.WatchRequest())
+        fast = stub.Watch(registry_pb2.WatchRequest())
+        await slow.read()
+        await fast.read()
+        for number in range(400):
+            member = worker(f"decode-{number}")
+            member.layout.model = "m" * 250
+            member.model = "n" * 250
+            await stub.Register(register(member, 300))
+            response = await asyncio.wait_for(fast.read(), 5)
+            assert isinstance(response, registry_pb2.WatchResponse)
+            assert response.changes[0].member_put == member
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await asyncio.wait_for(read_to_end(slow), 5)
+        assert isinstance(error_from_rpc(caught.value), WatchExpired)
+        fast.cancel()
+
+
+async def test_a_revision_from_before_a_restart_has_expired() -> None:
+    async with running_registry() as registry:
+        async with registry_stub(registry.endpoint) as stub:
+            granted = await stub.Register(register(worker()))
+        await registry.stop()
+        await registry.start()
+        async with registry_stub(registry.endpoint) as stub:
+            for number in range(3):
+                await stub.Register(register(worker(f"decode-{number + 1}")))
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Watch(registry_pb2.WatchRequest(start_revision=granted.revision)).read()
+            assert isinstance(error_from_rpc(caught.value), WatchExpired)
+
+
+@pytest.mark.etcd
+async def test_without_etcd_writes_fail_and_reads_go_on(etcd: EtcdServer) -> None:
+    async with (
+        running_registry(store=f"etcd://127.0.0.1:{etcd.port}") as registry,
+        registry_stub(registry.endpoint) as stub,
+    ):
+        granted = await stub.Register(register(worker()))
+        call = stub.KeepAlive()
+        await call.write(registry_pb2.KeepAliveRequest(lease_id=granted.lease_id))
+        assert isinstance(await call.read(), registry_pb2.KeepAliveResponse)
+        etcd.kill()
+        await call.write(registry_pb2.KeepAliveRequest(lease_id=granted.lease_id))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await asyncio.wait_for(call.read(), 3)
+        assert isinstance(error_from_rpc(caught.value), RegistryUnavailable)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Register(register(worker("decode-1")), timeout=3)
+        assert isinstance(error_from_rpc(caught.value), RegistryUnavailable)
+        listed = await stub.ListMembers(registry_pb2.ListMembersRequest(), timeout=1)
+        assert [member.worker_id for member in listed.members] == ["decode-0"]
+        watch = stub.Watch(registry_pb2.WatchRequest())
+        response = await asyncio.wait_for(watch.read(), 1)
+        assert isinstance(response, registry_pb2.WatchResponse)
+        assert len(response.snapshot.members) == 1
+        watch.cancel()

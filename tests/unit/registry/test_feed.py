@@ -1,0 +1,150 @@
+"""The feed against a model: whoever follows it, from wherever, ends up with what is registered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.registry.v1 import registry_pb2
+from headrace_common.errors import WatchExpired
+from headrace_registry.feed import ChangeFeed, PolicyRecord, default_policy
+
+Edits = dict[str, int | None]
+
+
+def member(worker_id: str, generation: int) -> registry_pb2.Member:
+    return registry_pb2.Member(worker_id=worker_id, incarnation=f"{generation:016x}")
+
+
+def records(edits: Edits) -> dict[str, registry_pb2.Member | None]:
+    return {
+        worker_id: None if generation is None else member(worker_id, generation)
+        for worker_id, generation in edits.items()
+    }
+
+
+def follow(
+    members: dict[str, registry_pb2.Member], response: registry_pb2.WatchResponse
+) -> dict[str, registry_pb2.Member]:
+    """A watcher that checks what it is told against what it knows."""
+    if response.HasField("snapshot"):
+        return {entry.worker_id: entry for entry in response.snapshot.members}
+    members = dict(members)
+    for change in response.changes:
+        if change.HasField("member_put"):
+            members[change.member_put.worker_id] = change.member_put
+        elif change.HasField("member_gone"):
+            gone = members.pop(change.member_gone.worker_id)
+            assert gone.incarnation == change.member_gone.incarnation
+    return members
+
+
+edits = st.dictionaries(st.sampled_from("abc"), st.none() | st.integers(1, 3), max_size=3)
+
+
+@given(history=st.lists(edits, min_size=1, max_size=20), join_at=st.integers(0, 20))
+def test_every_watcher_converges(history: list[Edits], join_at: int) -> None:
+    async def scenario() -> None:
+        feed = ChangeFeed(history_size=100, revision=10)
+        watch = feed.watch(0)
+        seen = follow({}, await anext(watch))
+        resumed: AsyncIterator[registry_pb2.WatchResponse] | None = None
+        resumed_seen: dict[str, registry_pb2.Member] = {}
+        for step, edit in enumerate(history):
+            if step == join_at:
+                resumed_seen = dict(feed.members)
+                resumed = feed.watch(feed.revision)
+            feed.apply(11 + step, records(edit))
+        late = feed.watch(10)
+        assert follow({}, await anext(late)) == feed.members
+        if len(feed._history) > 0:
+            assert follow(seen, await anext(watch)) == feed.members
+        if resumed is not None:
+            assert follow(resumed_seen, await anext(resumed)) == feed.members
+
+    asyncio.run(scenario())
+
+
+@given(before=edits, after=edits)
+def test_a_listing_becomes_the_changes_that_lead_to_it(before: Edits, after: Edits) -> None:
+    async def scenario() -> None:
+        feed = ChangeFeed(history_size=10, revision=1)
+        feed.apply(2, records(before))
+        known = dict(feed.members)
+        listing = {name: entry for name, entry in records(after).items() if entry is not None}
+        feed.replace(7, listing, PolicyRecord(default_policy(), 0))
+        assert feed.members == listing
+        response = await anext(feed.watch(2))
+        assert response.revision == 7
+        assert follow(known, response) == listing
+        if known == listing:
+            assert not response.changes
+
+    asyncio.run(scenario())
+
+
+async def test_the_history_is_bounded_and_its_floor_exact() -> None:
+    feed = ChangeFeed(history_size=3, revision=1)
+    for revision in range(2, 8):
+        feed.apply(revision, {"a": member("a", revision)})
+    assert len((await anext(feed.watch(4))).changes) == 6
+    with pytest.raises(WatchExpired) as caught:
+        await anext(feed.watch(3))
+    assert caught.value.metadata == {"start_revision": "3", "kept_since_revision": "4"}
+
+
+async def test_revisions_without_a_change_use_up_no_history() -> None:
+    feed = ChangeFeed(history_size=2, revision=1)
+    feed.apply(2, {"a": member("a", 1)})
+    for revision in range(3, 50):
+        feed.apply(revision, {"a": member("a", 1)})
+    response = await anext(feed.watch(1))
+    assert response.revision == 49
+    assert len(response.changes) == 1
+
+
+async def test_a_start_beyond_the_feed_needs_leave() -> None:
+    feed = ChangeFeed(history_size=2, revision=5)
+    with pytest.raises(WatchExpired):
+        await anext(feed.watch(6))
+    watch = feed.watch(6, ahead=True)
+    assert (await anext(watch)).revision == 6
+    feed.apply(6, {"a": member("a", 1)})
+    feed.apply(7, {"b": member("b", 1)})
+    response = await anext(watch)
+    assert [change.member_put.worker_id for change in response.changes] == ["b"]
+
+
+async def test_a_restart_ends_every_watch() -> None:
+    feed = ChangeFeed(history_size=10, revision=5)
+    watch = feed.watch(0)
+    await anext(watch)
+    waiting = asyncio.ensure_future(anext(watch))
+    await asyncio.sleep(0)
+    feed.restart(9, {}, PolicyRecord(default_policy(), 0))
+    with pytest.raises(WatchExpired):
+        await asyncio.wait_for(waiting, 1)
+
+
+async def test_waiting_for_a_revision() -> None:
+    feed = ChangeFeed(history_size=10, revision=5)
+    assert await feed.wait_for(5, 0.01)
+    assert not await feed.wait_for(6, 0.01)
+    waiting = asyncio.ensure_future(feed.wait_for(7, 1))
+    await asyncio.sleep(0)
+    feed.apply(6, {})
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    feed.apply(8, {})
+    assert await waiting
+
+
+async def test_a_policy_set_to_what_it_was_tells_nobody_but_moves_its_revision() -> None:
+    feed = ChangeFeed(history_size=10, revision=5)
+    feed.apply(6, {}, PolicyRecord(default_policy(), 6))
+    assert feed.policy.revision == 6
+    assert not (await anext(feed.watch(5))).changes

@@ -1,0 +1,110 @@
+"""Which records the registry takes, and what it says of the others."""
+
+from __future__ import annotations
+
+import pytest
+from google.protobuf.duration_pb2 import Duration
+
+from headrace.kv.v1 import layout_pb2
+from headrace.registry.v1 import registry_pb2
+from headrace_common.errors import InvalidRequest
+from headrace_registry import validation
+from tests.component.registry.harness import kv_descriptor, kv_layout, worker
+
+
+def test_a_good_record_has_no_violations() -> None:
+    assert validation.member_violations(worker(), "member") == {}
+    router = registry_pb2.Member(
+        worker_id="r",
+        incarnation="0" * 16,
+        role=registry_pb2.Member.ROLE_ROUTER,
+        endpoint="[::1]:7000",
+        start_unix_ns=1,
+    )
+    assert validation.member_violations(router, "member") == {}
+    assert validation.descriptor_violations(kv_descriptor(), "descriptor") == {}
+
+
+@pytest.mark.parametrize(
+    "field,value",
+    [
+        ("worker_id", ""),
+        ("worker_id", "x" * 64),
+        ("worker_id", "a/b"),
+        ("worker_id", "Ä"),
+        ("incarnation", "0" * 15),
+        ("incarnation", "G" * 16),
+        ("role", registry_pb2.Member.ROLE_UNSPECIFIED),
+        ("role", 17),
+        ("endpoint", "host"),
+        ("endpoint", "host:0"),
+        ("endpoint", "host:70000"),
+        ("endpoint", "a b:1"),
+        ("model", ""),
+        ("model", "m" * 256),
+        ("context_tokens", 0),
+        ("max_requests", 0),
+        ("start_unix_ns", 0),
+    ],
+)
+def test_each_wrong_field_is_named(field: str, value: str | int) -> None:
+    member = worker()
+    setattr(member, field, value)
+    assert set(validation.member_violations(member, "member")) == {f"member.{field}"}
+
+
+def test_a_workers_layout_is_checked() -> None:
+    member = worker()
+    member.layout.CopyFrom(layout_pb2.KvLayout(model="m", dtype="float32", interior="x"))
+    assert set(validation.member_violations(member, "member")) == {
+        f"member.layout.{name}"
+        for name in (
+            "layer_count",
+            "kv_head_count",
+            "tensor_parallel_size",
+            "block_tokens",
+            "block_head_bytes",
+        )
+    }
+
+
+def test_a_descriptor_needs_every_rank_in_order() -> None:
+    descriptor = kv_descriptor()
+    descriptor.layout.CopyFrom(kv_layout(tensor_parallel_size=2))
+    assert "descriptor.ranks" in validation.descriptor_violations(descriptor, "descriptor")
+    descriptor.ranks.add().CopyFrom(descriptor.ranks[0])
+    descriptor.ranks[1].rank = 1
+    assert validation.descriptor_violations(descriptor, "descriptor") == {}
+    del descriptor.ranks[0].regions[:]
+    descriptor.ranks[1].session = ""
+    assert set(validation.descriptor_violations(descriptor, "descriptor")) == {
+        "descriptor.ranks[0].regions",
+        "descriptor.ranks[1].session",
+    }
+
+
+def test_a_descriptor_has_a_size_limit() -> None:
+    descriptor = kv_descriptor()
+    descriptor.ranks[0].session = "s" * validation.DESCRIPTOR_BYTES_MAX
+    assert "descriptor" in validation.descriptor_violations(descriptor, "descriptor")
+
+
+@pytest.mark.parametrize(
+    "seconds,nanos,good",
+    [(1, 0, True), (300, 0, True), (0, 999_999_999, False), (300, 1, False), (-5, 0, False)],
+)
+def test_times_to_live(seconds: int, nanos: int, good: bool) -> None:
+    ttl = Duration(seconds=seconds, nanos=nanos)
+    assert (validation.ttl_violations(ttl, "ttl") == {}) is good
+
+
+def test_the_retry_budget_is_bounded() -> None:
+    assert validation.policy_violations(registry_pb2.Policy(retry_budget=10), "policy") == {}
+    wrong = validation.policy_violations(registry_pb2.Policy(retry_budget=11), "policy")
+    assert set(wrong) == {"policy.retry_budget"}
+
+
+def test_violations_become_one_error() -> None:
+    validation.require({})
+    with pytest.raises(InvalidRequest, match="a: one; b: two"):
+        validation.require({"a": "one", "b": "two"})
