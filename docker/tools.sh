@@ -65,6 +65,6 @@ fetch_wheels() {
   local stamp="$CACHE/wheels/.$(basename "$requirements").$(sha256sum "$requirements" requirements/build.txt | sha256sum | cut -c1-16)"
   [ -e "$stamp" ] && return
   say "fetching the wheels of $requirements"
-  .venv/bin/pip wheel --quiet --no-deps --wheel-dir "$CACHE/wheels" -r "$requirements" -r requirements/build.txt
+  "${PIP:-.venv/bin/pip}" wheel --quiet --no-deps --wheel-dir "$CACHE/wheels" -r "$requirements" -r requirements/build.txt
   touch "$stamp"
 }
