@@ -1,0 +1,224 @@
+"""One transfer as decode sees it: its state, who may write, and how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from headrace.kv.v1 import handoff_pb2
+from headrace_common.errors import (
+    Cancelled,
+    HeadraceError,
+    InternalError,
+    LayoutMismatch,
+    ProtocolViolation,
+    TransferFailed,
+    TransferTimeout,
+)
+from headrace_kv.layout import KvLayout, WorkerRef
+from headrace_kv.leases import Quarantine
+from headrace_kv.ledger import Ledger
+from headrace_kv.transfer import Reservation
+
+_log = logging.getLogger(__name__)
+
+
+class TransferState(Enum):
+    """Where a transfer is. Its blocks belong to it until FREE."""
+
+    RESERVED = "reserved"
+    OPEN = "open"
+    RECEIVING = "receiving"
+    COMPLETE = "complete"
+    FAILED = "failed"
+    DRAINING = "draining"
+    FREE = "free"
+
+
+_S = TransferState
+_NEXT: dict[TransferState, frozenset[TransferState]] = {
+    _S.RESERVED: frozenset({_S.OPEN, _S.FAILED}),
+    _S.OPEN: frozenset({_S.RECEIVING, _S.FAILED}),
+    _S.RECEIVING: frozenset({_S.COMPLETE, _S.FAILED}),
+    _S.COMPLETE: frozenset({_S.FREE}),
+    _S.FAILED: frozenset({_S.DRAINING}),
+    _S.DRAINING: frozenset({_S.FREE}),
+    _S.FREE: frozenset(),
+}
+ACTIVE_STATES = frozenset({_S.RESERVED, _S.OPEN, _S.RECEIVING})
+
+
+@dataclass(eq=False, slots=True)
+class PrefillPeer:
+    """One prefill rank's stream.
+
+    `send` queues a message to it; `end` ends the stream with an error. `transfers` are those in which it may write.
+    """
+
+    ref: WorkerRef
+    rank: int
+    layout: KvLayout
+    send: Callable[[handoff_pb2.HandoffResponse], None]
+    end: Callable[[HeadraceError], None]
+    transfers: dict[str, Transfer] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.ref}"
+
+
+@dataclass(frozen=True, slots=True)
+class TransferSummary:
+    """What a whole transfer took. `acknowledgement_count` counts landed pieces, duplicates apart."""
+
+    acknowledgement_count: int
+    payload_bytes: int
+    prefill: WorkerRef
+    first_ack_unix_ns: int
+    complete_unix_ns: int
+
+
+class Transfer:
+    """A reservation being filled. The receiver owns it; others only wait for it and look at it."""
+
+    def __init__(self, reservation: Reservation, layout: KvLayout) -> None:
+        self.reservation = reservation
+        self.state = TransferState.RESERVED
+        self.transitions: list[tuple[TransferState, int]] = [(self.state, time.time_ns())]
+        self.ledger: Ledger | None = None
+        self.prefill: WorkerRef | None = None
+        self.error: HeadraceError | None = None
+        self.timer: asyncio.TimerHandle | None = None
+        self.failed_s = 0.0
+        self.writers: set[PrefillPeer] = set()
+        self.quarantines: list[Quarantine] = []
+        self._layout = layout
+        self._ended = asyncio.Event()
+        self._first_ack_unix_ns = 0
+
+    @property
+    def transfer_id(self) -> str:
+        return self.reservation.transfer_id
+
+    @property
+    def active(self) -> bool:
+        """Whether it may still become whole."""
+        return self.state in ACTIVE_STATES
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing writes into the blocks any more."""
+        return not self.writers and not self.quarantines
+
+    async def wait(self) -> TransferSummary:
+        """Returns when every expected key has landed.
+
+        Raises TransferFailed, TransferTimeout naming the missing (rank, layer) keys, LayoutMismatch, or Cancelled.
+        The transfer's own deadline bounds the wait.
+        """
+        await self._ended.wait()
+        if self.error is not None:
+            raise self.error
+        if self.ledger is None or self.prefill is None:
+            raise InternalError(f"transfer {self.transfer_id} ended without a sender")
+        return TransferSummary(
+            acknowledgement_count=self.ledger.ack_count,
+            payload_bytes=self.ledger.payload_bytes,
+            prefill=self.prefill,
+            first_ack_unix_ns=self._first_ack_unix_ns,
+            complete_unix_ns=self.entered_unix_ns(TransferState.COMPLETE),
+        )
+
+    def entered_unix_ns(self, state: TransferState) -> int:
+        """When the transfer entered a state, 0 if it has not."""
+        return next((unix_ns for entered, unix_ns in self.transitions if entered is state), 0)
+
+    def admit(self, peer: PrefillPeer) -> None:
+        """Lets a rank write. Raises ProtocolViolation when it has no part in the transfer."""
+        if self.prefill is not None and self.prefill != peer.ref:
+            raise ProtocolViolation(
+                f"transfer {self.transfer_id} is being sent by {self.prefill}, not {peer.ref}"
+            )
+        if any(writer.rank == peer.rank for writer in self.writers):
+            raise ProtocolViolation(f"{peer} has opened transfer {self.transfer_id} already")
+        ledger = self.ledger
+        if ledger is None:
+            ledger = Ledger(self._layout, peer.layout.tensor_parallel_size, self.reservation)
+        if peer.rank not in ledger.source_ranks or ledger.source_complete(peer.rank):
+            raise ProtocolViolation(f"{peer} has nothing to send for {self.transfer_id}")
+        self.ledger, self.prefill = ledger, peer.ref
+        self.writers.add(peer)
+        if self.state is TransferState.RESERVED:
+            self._enter(TransferState.OPEN)
+
+    def land(self, peer: PrefillPeer, layer: handoff_pb2.LayerDone) -> bool:
+        """Counts a landed piece; True when the transfer is whole now. Raises as Ledger.land does."""
+        if self.ledger is None:
+            raise ProtocolViolation(f"{peer} has not opened {self.transfer_id}")
+        key = (peer.rank, layer.destination_rank, layer.layer)
+        self.ledger.land(key, layer.start_token, layer.end_token, layer.payload_bytes)
+        if self.state is TransferState.OPEN:
+            self._first_ack_unix_ns = time.time_ns()
+            self._enter(TransferState.RECEIVING)
+        return self.ledger.complete
+
+    def check_commit(self, peer: PrefillPeer, payload_bytes: int) -> None:
+        """Raises ProtocolViolation when a rank claims to be ready but has not landed everything."""
+        if self.ledger is None or not self.ledger.source_complete(peer.rank):
+            raise ProtocolViolation(
+                f"{peer} committed transfer {self.transfer_id} although {self.missing()} are missing"
+            )
+        landed_bytes = self.ledger.bytes_from(peer.rank)
+        if payload_bytes != landed_bytes:
+            raise ProtocolViolation(
+                f"{peer} committed {payload_bytes} bytes of {self.transfer_id} but acknowledged {landed_bytes}"
+            )
+
+    def missing(self) -> str:
+        """What has not landed, for people."""
+        if self.ledger is None:
+            return "all layers, because no prefill rank opened it"
+        return self.ledger.missing()
+
+    def complete(self) -> None:
+        """All has landed."""
+        self._enter(TransferState.COMPLETE)
+        self._end()
+
+    def fail(self, error: HeadraceError, now_s: float) -> None:
+        """It will not become whole; the blocks stay its own until it is quiet."""
+        self.error = error
+        self.failed_s = now_s
+        self._enter(TransferState.FAILED)
+        self._end()
+        self._enter(TransferState.DRAINING)
+
+    def free(self) -> None:
+        """The blocks are nobody's target any more."""
+        self._enter(TransferState.FREE)
+
+    def _end(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+        self._ended.set()
+
+    def _enter(self, state: TransferState) -> None:
+        if state not in _NEXT[self.state]:
+            raise InternalError(f"{self.transfer_id} cannot go from {self.state} to {state}")
+        _log.debug("transfer %s: %s -> %s", self.transfer_id, self.state.value, state.value)
+        self.state = state
+        self.transitions.append((state, time.time_ns()))
+
+
+_BY_REASON: dict[str, type[HeadraceError]] = {
+    kind.reason: kind for kind in (Cancelled, LayoutMismatch, TransferFailed, TransferTimeout)
+}
+
+
+def ended_error(reason: str, detail: str, what: str) -> HeadraceError:
+    """The error of a transfer that was ended for a reason: a TransferFailed unless the reason has a better class."""
+    kind = _BY_REASON.get(reason, TransferFailed)
+    return kind(f"{what}: {detail}" if detail else what, metadata={"reason": reason})

@@ -1,0 +1,113 @@
+"""Sends one prefill rank's KV, layer by layer, and is the only user of its transport."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from headrace_common.errors import QueueFull
+from headrace_kv.handoff_client import DescriptorSource
+from headrace_kv.layout import KvLayout, RankMemory, WorkerRef
+from headrace_kv.send_loop import SenderParts, SendLoop
+from headrace_kv.sender_inbox import SenderInbox
+from headrace_kv.transfer import LayerPiece, SendReport, TransferTarget
+from headrace_kv.transport.base import KvTransport
+
+__all__ = ["DescriptorSource", "RankSender", "SenderLimits"]
+
+
+@dataclass(frozen=True, slots=True)
+class SenderLimits:
+    """Bounds of one rank's sender.
+
+    `transfers` open at a time; `pieces` waiting over all of them; seconds for a handshake with a decode worker.
+    """
+
+    transfers: int = 1024
+    pieces: int = 65_536
+    handshake_timeout_s: float = 10.0
+
+
+class RankSender:
+    """One thread that writes, and one handoff stream per decode worker on `loop`.
+
+    Every method may be called from any thread and does not block. `on_quiet` is called once for each opened transfer,
+    on the sender's thread, when nothing of it is or will be written.
+    """
+
+    def __init__(
+        self,
+        *,
+        ref: WorkerRef,
+        rank: int,
+        layout: KvLayout,
+        memory: RankMemory,
+        transport: KvTransport,
+        descriptors: DescriptorSource,
+        loop: asyncio.AbstractEventLoop,
+        on_quiet: Callable[[SendReport], None],
+        limits: SenderLimits | None = None,
+    ) -> None:
+        self.closed: concurrent.futures.Future[None] = concurrent.futures.Future()
+        limits = limits or SenderLimits()
+        parts = SenderParts(
+            ref=ref,
+            rank=rank,
+            layout=layout,
+            memory=memory,
+            transport=transport,
+            descriptors=descriptors,
+            loop=loop,
+            on_quiet=on_quiet,
+            handshake_timeout_s=limits.handshake_timeout_s,
+        )
+        self._inbox = SenderInbox(limits.transfers, limits.pieces)
+        self._loop = SendLoop(parts, self._inbox)
+        self._thread = threading.Thread(
+            target=self._run, name=f"kv-sender-{ref.worker_id}-{rank}", daemon=True
+        )
+        self._thread.start()
+
+    def open(self, target: TransferTarget) -> None:
+        """Starts a transfer; the handshake goes on beside the computation.
+
+        Raises DuplicateTransfer, QueueFull for too many transfers, or Draining after `close`.
+        """
+        self._inbox.admit(target.transfer_id, self._loop.open, target)
+
+    def push(self, piece: LayerPiece) -> None:
+        """Hands over a piece that is in this rank's cache. Too many waiting pieces fail the transfer."""
+        if not self._inbox.admit_piece(piece.transfer_id, self._loop.push, piece):
+            self.stop(piece.transfer_id, QueueFull.reason, "too many pieces wait to be sent")
+
+    def finish(self, transfer_id: str) -> None:
+        """The engine will push no more: the transfer fails if something is still missing then."""
+        self._inbox.post(self._loop.finish, transfer_id)
+
+    def stop(self, transfer_id: str, reason: str, detail: str) -> None:
+        """Ends a transfer; `on_quiet` follows unless it has been called."""
+        self._inbox.post(self._loop.stop, transfer_id, reason, detail)
+
+    def is_active(self, transfer_id: str) -> bool:
+        """Whether the transfer was opened and is not quiet yet: its source blocks are still read."""
+        return self._inbox.is_active(transfer_id)
+
+    def active_transfers(self) -> frozenset[str]:
+        """The transfers that are not quiet yet."""
+        return self._inbox.active()
+
+    def close(self) -> None:
+        """Ends every transfer, then the streams and the thread; `closed` is done when all are gone.
+
+        The streams need `loop` to run until then.
+        """
+        self._inbox.close(self._loop.stop_all)
+
+    def _run(self) -> None:
+        try:
+            self._loop.run()
+        finally:
+            self.closed.set_result(None)

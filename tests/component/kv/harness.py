@@ -1,0 +1,335 @@
+"""Real senders, a real receiver and real gRPC between them, in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+import grpc.aio
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.kv.v1 import handoff_pb2_grpc
+from headrace_common.deadlines import Deadline
+from headrace_common.errors import StaleIncarnation
+from headrace_common.identity import new_transfer_id
+from headrace_common.status import ErrorInterceptor
+from headrace_kv.block_map import Runs
+from headrace_kv.handoff_server import HandoffServicer
+from headrace_kv.layout import KvDescriptor, KvLayout, RankMemory, Region, WorkerRef
+from headrace_kv.receiver import Receiver, ReceiverLimits, Transfer
+from headrace_kv.sender import RankSender, SenderLimits
+from headrace_kv.transfer import LayerPiece, Reservation, SendReport, TransferTarget
+from headrace_kv.transport.base import KvTransport
+from headrace_kv.transport.in_memory import FaultPlan, InMemoryTransport, MemoryFabric
+
+BLOCK_TOKENS = 4
+HEAD_BYTES = 24
+PARTS = ("k", "v")
+
+
+def make_layout(tensor_parallel_size: int, heads: int = 4, layers: int = 6) -> KvLayout:
+    return KvLayout(
+        model="kiln-1b:abc",
+        dtype="float32",
+        layer_count=layers,
+        kv_head_count=heads,
+        tensor_parallel_size=tensor_parallel_size,
+        block_tokens=BLOCK_TOKENS,
+        block_head_bytes=HEAD_BYTES * len(PARTS),
+        interior="token_outer",
+    )
+
+
+class LentTransport(KvTransport):
+    """A transport that outlives one rig, with a registered buffer: closing Mooncake takes up to a second."""
+
+    def __init__(self, lender: KvTransport, buffer_bytes: int = 1 << 20) -> None:
+        self.name = lender.name
+        self.quiet_after_failure_s = lender.quiet_after_failure_s
+        self.buffer = np.zeros(buffer_bytes, dtype=np.uint8)
+        self._lender = lender
+        lender.register(self.buffer.ctypes.data, self.buffer.nbytes)
+
+    @property
+    def session(self) -> str:
+        return self._lender.session
+
+    def register(self, base_address: int, nbytes: int) -> None:
+        assert base_address == self.buffer.ctypes.data
+        assert nbytes <= self.buffer.nbytes
+
+    def write(self, session: str, runs: Runs, timeout_s: float) -> None:
+        self._lender.write(session, runs, timeout_s)
+
+    def close(self) -> None:
+        pass
+
+    def close_lender(self) -> None:
+        self._lender.close()
+
+
+class Arena:
+    """One rank's memory: [layer][part][block][head][bytes], registered with its transport."""
+
+    def __init__(
+        self, layout: KvLayout, rank: int, transport: KvTransport, block_count: int
+    ) -> None:
+        heads = layout.heads_per_rank
+        shape = (layout.layer_count, len(PARTS), block_count, heads, HEAD_BYTES)
+        self.cells: NDArray[np.uint8] = np.zeros(shape, dtype=np.uint8)
+        if isinstance(transport, LentTransport):
+            self.cells = transport.buffer[: self.cells.nbytes].reshape(shape)
+            self.cells[:] = 0
+        part_bytes = block_count * heads * HEAD_BYTES
+        regions = tuple(
+            Region(
+                layer=layer,
+                part=part,
+                offset_bytes=(layer * len(PARTS) + index) * part_bytes,
+                block_stride_bytes=heads * HEAD_BYTES,
+                head_stride_bytes=HEAD_BYTES,
+                head_bytes=HEAD_BYTES,
+            )
+            for layer in range(layout.layer_count)
+            for index, part in enumerate(PARTS)
+        )
+        transport.register(self.cells.ctypes.data, self.cells.nbytes)
+        self.memory = RankMemory(
+            rank=rank,
+            transport=transport.name,
+            session=transport.session,
+            base_address=self.cells.ctypes.data,
+            arena_bytes=self.cells.nbytes,
+            block_count=block_count,
+            regions=regions,
+        )
+
+
+def heads_of(layout: KvLayout, rank: int) -> slice:
+    """The model's heads that a rank holds."""
+    copies = max(1, layout.tensor_parallel_size // layout.kv_head_count)
+    first = rank // copies * layout.heads_per_rank
+    return slice(first, first + layout.heads_per_rank)
+
+
+@dataclass
+class Rig:
+    """A prefill worker and a decode worker. `reports` has what the prefill ranks said, by transfer."""
+
+    prefill: KvLayout
+    decode: KvLayout
+    prefill_ref: WorkerRef
+    decode_ref: WorkerRef
+    endpoint: str
+    server: grpc.aio.Server
+    receiver: Receiver
+    sources: list[Arena]
+    destinations: list[Arena]
+    senders: list[RankSender]
+    transports: list[KvTransport]
+    released: list[tuple[str, float]]
+    reports: list[SendReport] = field(default_factory=list)
+    _ids: itertools.count[int] = field(default_factory=itertools.count)
+
+    def reserve(
+        self,
+        token_count: int,
+        *,
+        start_token: int = 0,
+        timeout_s: float = 20.0,
+        transfer_id: str | None = None,
+        first_block: int = 30,
+    ) -> Transfer:
+        blocks = -(-token_count // BLOCK_TOKENS) - start_token // BLOCK_TOKENS
+        ids = tuple(first_block - index for index in range(blocks))
+        reservation = Reservation(transfer_id or new_transfer_id(), ids, start_token, token_count)
+        return self.receiver.reserve(reservation, Deadline.after(timeout_s))
+
+    def target(self, transfer: Transfer, *, timeout_s: float = 20.0) -> TransferTarget:
+        return TransferTarget(
+            transfer_id=transfer.transfer_id,
+            decode=self.decode_ref,
+            handoff_endpoint=self.endpoint,
+            start_token=transfer.reservation.start_token,
+            end_token=transfer.reservation.end_token,
+            deadline_unix_s=time.time() + timeout_s,
+        )
+
+    def fill(self, block_ids: tuple[int, ...], seed: int) -> NDArray[np.uint8]:
+        """Writes random truth of shape [layer, part, block, head, bytes] into every prefill rank."""
+        shape = (
+            self.prefill.layer_count,
+            len(PARTS),
+            len(block_ids),
+            self.prefill.kv_head_count,
+            HEAD_BYTES,
+        )
+        truth = np.random.default_rng(seed).integers(1, 256, shape, dtype=np.uint8)
+        for rank, arena in enumerate(self.sources):
+            held = truth[:, :, :, heads_of(self.prefill, rank), :]
+            arena.cells[:, :, list(block_ids), :, :] = held
+        return truth
+
+    def open(self, target: TransferTarget) -> None:
+        for sender in self.senders:
+            sender.open(target)
+
+    def push(
+        self,
+        transfer_id: str,
+        block_ids: tuple[int, ...],
+        start_token: int,
+        end_token: int,
+        layers: range | None = None,
+    ) -> None:
+        for layer in layers or range(self.prefill.layer_count):
+            piece = LayerPiece(
+                transfer_id, layer, start_token, end_token, block_ids, time.time_ns()
+            )
+            for sender in self.senders:
+                sender.push(piece)
+
+    def finish(self, transfer_id: str) -> None:
+        for sender in self.senders:
+            sender.finish(transfer_id)
+
+    def check_bytes(
+        self, truth: NDArray[np.uint8], reservation: Reservation, first_block: int = 0
+    ) -> None:
+        """Every decode rank holds the truth of its heads in the reserved blocks, from logical block `first_block`."""
+        ids = list(reservation.block_ids)
+        for rank, arena in enumerate(self.destinations):
+            expected = truth[:, :, first_block:, heads_of(self.decode, rank), :]
+            actual = arena.cells[:, :, ids, :, :]
+            assert np.array_equal(actual, expected[:, :, : len(ids)]), f"decode rank {rank}"
+
+    async def quiet(self, transfer_id: str, timeout_s: float = 10.0) -> list[SendReport]:
+        """The reports of all prefill ranks for one transfer."""
+        await until(
+            lambda: (
+                len([r for r in self.reports if r.transfer_id == transfer_id]) == len(self.senders)
+            ),
+            timeout_s,
+        )
+        return [report for report in self.reports if report.transfer_id == transfer_id]
+
+    def released_ids(self) -> list[str]:
+        return [transfer_id for transfer_id, _ in self.released]
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    """Waits for a condition, or fails the test."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        await asyncio.sleep(0.002)
+
+
+TransportSource = Callable[[str, int], KvTransport]
+"""Makes the transport of ("prefill" | "decode", rank)."""
+
+
+def memory_transports(
+    faults: FaultPlan | None = None, quiet_after_failure_s: float = 0.0
+) -> TransportSource:
+    """In-memory transports that reach only each other; the faults are the prefill ranks'."""
+    fabric = MemoryFabric()
+
+    def make(role: str, rank: int) -> KvTransport:
+        return InMemoryTransport(
+            faults if role == "prefill" else None,
+            fabric=fabric,
+            quiet_after_failure_s=quiet_after_failure_s,
+        )
+
+    return make
+
+
+@asynccontextmanager
+async def running(
+    prefill: KvLayout,
+    decode: KvLayout,
+    transports: TransportSource,
+    *,
+    lease_ttl_s: float = 5.0,
+    quarantine_s: float = 1.0,
+    claimed_decode: WorkerRef | None = None,
+    receiver_limits: ReceiverLimits | None = None,
+    sender_limits: SenderLimits | None = None,
+    block_count: int = 40,
+) -> AsyncIterator[Rig]:
+    """Starts both workers. `claimed_decode` is whom the senders believe to reach."""
+    loop = asyncio.get_running_loop()
+    decode_ref = WorkerRef("decode-0", "d" * 16)
+    prefill_ref = WorkerRef("prefill-0", "a" * 16)
+    reports: list[SendReport] = []
+    released: list[tuple[str, float]] = []
+    receiver = Receiver(
+        ref=decode_ref,
+        layout=decode,
+        lease_ttl_s=lease_ttl_s,
+        on_released=lambda transfer_id: released.append((transfer_id, time.monotonic())),
+        quarantine_s=quarantine_s,
+        limits=receiver_limits,
+    )
+    server = grpc.aio.server(interceptors=[ErrorInterceptor()])
+    handoff_pb2_grpc.add_HandoffServiceServicer_to_server(HandoffServicer(receiver), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    decode_transports = [transports("decode", r) for r in range(decode.tensor_parallel_size)]
+    prefill_transports = [transports("prefill", r) for r in range(prefill.tensor_parallel_size)]
+    destinations = [Arena(decode, r, t, block_count) for r, t in enumerate(decode_transports)]
+    sources = [Arena(prefill, r, t, block_count) for r, t in enumerate(prefill_transports)]
+    # The senders' engine speaks only of layouts that it was told of: a foreign one is decode's to refuse.
+    told = replace(prefill, tensor_parallel_size=decode.tensor_parallel_size)
+    descriptor = KvDescriptor(told, tuple(arena.memory for arena in destinations))
+
+    async def descriptors(ref: WorkerRef, deadline: Deadline) -> KvDescriptor:
+        if claimed_decode is None and ref != decode_ref:
+            raise StaleIncarnation(f"{ref} is gone")
+        return descriptor
+
+    senders = [
+        RankSender(
+            ref=prefill_ref,
+            rank=rank,
+            layout=prefill,
+            memory=arena.memory,
+            transport=transport,
+            descriptors=descriptors,
+            loop=loop,
+            on_quiet=reports.append,
+            limits=sender_limits,
+        )
+        for rank, (arena, transport) in enumerate(zip(sources, prefill_transports, strict=True))
+    ]
+    rig = Rig(
+        prefill=prefill,
+        decode=decode,
+        prefill_ref=prefill_ref,
+        decode_ref=claimed_decode or decode_ref,
+        endpoint=f"127.0.0.1:{port}",
+        server=server,
+        receiver=receiver,
+        sources=sources,
+        destinations=destinations,
+        senders=senders,
+        transports=[*prefill_transports, *decode_transports],
+        released=released,
+        reports=reports,
+    )
+    try:
+        yield rig
+    finally:
+        for sender in senders:
+            sender.close()
+        await asyncio.gather(*(asyncio.wrap_future(sender.closed) for sender in senders))
+        receiver.close()
+        await server.stop(1.0)
+        for transport in rig.transports:
+            transport.close()

@@ -1,0 +1,139 @@
+"""Completion is counted over the plan, whatever the peer says and however often."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from headrace_common.errors import ProtocolViolation
+from headrace_kv.layout import KvLayout
+from headrace_kv.ledger import Ledger
+from headrace_kv.shard_map import edges, expected_keys
+from headrace_kv.transfer import Reservation
+
+BLOCK_TOKENS = 4
+
+
+def make_layout(decode_tp: int, layers: int, heads: int = 4) -> KvLayout:
+    return KvLayout("m", "float32", layers, heads, decode_tp, BLOCK_TOKENS, 100, "token_outer")
+
+
+def make_ledger(
+    prefill_tp: int, decode_tp: int, layers: int, heads: int = 4, end_token: int = 10
+) -> Ledger:
+    reservation = Reservation("x1", (1, 2, 3), 0, end_token)
+    return Ledger(make_layout(decode_tp, layers, heads), prefill_tp, reservation)
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Any order of right, repeated and wrong acknowledgements, against a model of covered tokens."""
+
+    @initialize(
+        sizes=st.sampled_from([(1, 1), (2, 1), (1, 4), (4, 2), (8, 2)]), start=st.integers(0, 2)
+    )
+    def begin(self, sizes: tuple[int, int], start: int) -> None:
+        self.prefill_tp, self.decode_tp = sizes
+        self.start, self.end = start * BLOCK_TOKENS, 22
+        layout = make_layout(self.decode_tp, 3)
+        self.ledger = Ledger(
+            layout, self.prefill_tp, Reservation("x1", (1,) * 6, self.start, self.end)
+        )
+        self.heads = {
+            (edge.source_rank, edge.destination_rank, layer): edge.head_count
+            for layer in range(3)
+            for edge in edges(self.prefill_tp, self.decode_tp, 4, layer, "x1")
+        }
+        self.covered = dict.fromkeys(self.heads, self.start)
+        self.bytes = 0
+
+    def size(self, key: tuple[int, int, int], start: int, end: int) -> int:
+        return (-(-end // BLOCK_TOKENS) - start // BLOCK_TOKENS) * self.heads[key] * 100
+
+    @rule(pick=st.integers(0, 1000), first=st.integers(0, 5), blocks=st.integers(1, 6))
+    def acknowledge(self, pick: int, first: int, blocks: int) -> None:
+        key = sorted(self.heads)[pick % len(self.heads)]
+        start = first * BLOCK_TOKENS
+        end = min(start + blocks * BLOCK_TOKENS, self.end)
+        size = self.size(key, start, end)
+        if start < self.start or (start > self.covered[key] and end > self.covered[key]):
+            with pytest.raises(ProtocolViolation):
+                self.ledger.land(key, start, end, size)
+        elif end <= self.covered[key]:
+            assert not self.ledger.land(key, start, end, size)
+        else:
+            assert self.ledger.land(key, start, end, size)
+            self.covered[key] = end
+            self.bytes += size
+
+    @rule(source=st.integers(0, 9), destination=st.integers(0, 9), layer=st.integers(0, 9))
+    def acknowledge_foreign(self, source: int, destination: int, layer: int) -> None:
+        key = (source, destination, layer)
+        if key not in self.heads:
+            with pytest.raises(ProtocolViolation, match=f"layer {layer} from rank {source} to"):
+                self.ledger.land(key, self.start, self.end, 0)
+
+    @rule(pick=st.integers(0, 1000))
+    def finish_key(self, pick: int) -> None:
+        key = sorted(self.heads)[pick % len(self.heads)]
+        start = self.covered[key]
+        if start < self.end:
+            size = self.size(key, start, self.end)
+            self.ledger.land(key, start, self.end, size)
+            self.covered[key] = self.end
+            self.bytes += size
+
+    @invariant()
+    def agrees(self) -> None:
+        assert self.ledger.complete == all(end == self.end for end in self.covered.values())
+        assert self.ledger.payload_bytes == self.bytes
+        assert (self.ledger.missing() == "") == self.ledger.complete
+        for source in self.ledger.source_ranks:
+            done = all(self.covered[key] == self.end for key in self.heads if key[0] == source)
+            assert self.ledger.source_complete(source) == done
+
+
+TestLedger = LedgerMachine.TestCase
+TestLedger.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+def test_missing_is_compact() -> None:
+    ledger = make_ledger(1, 1, 30)
+    for layer in range(30):
+        if layer not in (3, *range(17, 30)):
+            ledger.land((0, 0, layer), 0, 10, 3 * 4 * 100)
+    assert ledger.missing() == "layers 3, 17-29 from rank 0"
+
+
+def test_missing_names_the_decode_rank_where_only_one_lacks() -> None:
+    ledger = make_ledger(1, 2, 2)
+    ledger.land((0, 0, 1), 0, 10, 3 * 2 * 100)
+    assert ledger.missing() == "layer 0 from rank 0; layer 1 from rank 0 to rank 1"
+
+
+def test_effective_count_is_not_the_rank_count() -> None:
+    """P TP=4, D TP=2, one head: two keys per layer complete it, though four ranks hold the head."""
+    ledger = make_ledger(4, 2, 5, heads=1)
+    keys = expected_keys(4, 2, 1, 5, "x1")
+    assert len(keys) == 10
+    for key in sorted(keys):
+        assert not ledger.complete
+        ledger.land(key, 0, 10, 3 * 100)
+    assert ledger.complete
+
+
+@pytest.mark.parametrize(
+    "start, end, size, why",
+    [
+        (4, 10, 800, "skips tokens"),
+        (0, 11, 1200, "outside the reserved"),
+        (0, 0, 0, "outside the reserved"),
+        (0, 10, 1199, "1199 bytes"),
+    ],
+)
+def test_wrong_acknowledgements(start: int, end: int, size: int, why: str) -> None:
+    ledger = make_ledger(1, 1, 1)
+    with pytest.raises(ProtocolViolation, match=why):
+        ledger.land((0, 0, 0), start, end, size)
+    assert ledger.ack_count == 0
