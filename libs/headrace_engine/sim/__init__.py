@@ -1,0 +1,1 @@
+"""A continuous-batching engine with real KV memory and a model whose output can be checked."""

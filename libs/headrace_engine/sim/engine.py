@@ -1,0 +1,382 @@
+"""The sim engine: admission, the step loop, and the ends of requests."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from headrace_common.errors import (
+    DecodeFull,
+    Draining,
+    DuplicateTransfer,
+    HeadraceError,
+    InternalError,
+    InvalidRequest,
+    QueueFull,
+    TransferFailed,
+)
+from headrace_engine.interface import (
+    DecodeEnded,
+    DecodeEvent,
+    DecodeWork,
+    Engine,
+    EngineUsage,
+    PrefillOutcome,
+    PrefillWork,
+)
+from headrace_engine.sim.blocks import BlockPool
+from headrace_engine.sim.faults import SimFaults
+from headrace_engine.sim.handover import Handover
+from headrace_engine.sim.memory import SimMemory
+from headrace_engine.sim.model import SimModel
+from headrace_engine.sim.schedule import plan_step
+from headrace_engine.sim.sequence import Sequence, decode_sequence, prefill_sequence
+from headrace_engine.sim.settings import plan_shape
+from headrace_engine.sim.stepper import Stepper
+from headrace_kv.layout import KvDescriptor
+from headrace_kv.sender import RankSender, SenderLimits
+from headrace_kv.transfer import Reservation, SendReport
+from headrace_kv.transport.factory import open_transport
+
+if TYPE_CHECKING:
+    from headrace_engine.factory import EngineConfig
+    from headrace_kv.sender import DescriptorSource
+    from headrace_kv.transport.base import KvTransport
+
+_logger = logging.getLogger(__name__)
+_SENDERS_END_S = 40.0
+_WAITING_PER_RUNNING = 4
+_WAITING_LEAST = 64
+
+
+class SimEngine(Engine):
+    """Runs in the caller's process: one task, and one thread per rank of a prefill engine for its
+    sender.
+
+    `transports` opens one transport per rank; `faults` and it are for tests.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        descriptors: DescriptorSource,
+        *,
+        faults: SimFaults | None = None,
+        transports: Callable[[], KvTransport] | None = None,
+    ) -> None:
+        """Raises ConfigError naming the wrong field."""
+        self._config = config
+        self._descriptors = descriptors
+        self._faults = faults or SimFaults()
+        self._open_transport = transports or (lambda: open_transport(config.transport, config.host))
+        self._shape = plan_shape(config)
+        settings = self._shape.settings
+        self.model = SimModel(
+            settings.layers, settings.heads, settings.head_bytes, settings.vocabulary
+        )
+        self._random = random.Random(config.seed)
+        self._waiting: deque[Sequence] = deque()
+        self._running: deque[Sequence] = deque()
+        self._active: dict[str, Sequence] = {}
+        self._transports: list[KvTransport] = []
+        self._senders: list[RankSender] = []
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._closing = False
+
+    async def start(self) -> None:
+        shape, config = self._shape, self._config
+        self._memory = SimMemory(self.model, shape, hash(config.ref))
+        self._pool = BlockPool(shape.block_count, self._memory.fill_guard)
+        self._stepper = Stepper(self.model, self._memory, self._pool, shape, self._faults)
+        layout = self._memory.layout()
+        ranks = []
+        for rank in range(shape.tensor_parallel_size):
+            transport = await asyncio.to_thread(self._open_transport)
+            self._transports.append(transport)
+            await asyncio.to_thread(
+                transport.register, self._memory.address(rank), self._memory.arena_bytes(rank)
+            )
+            ranks.append(self._memory.rank_memory(rank, transport.name, transport.session))
+        self.descriptor = KvDescriptor(layout, tuple(ranks))
+        self.context_tokens = shape.context_tokens
+        if config.role == "prefill":
+            self._senders = [self._new_sender(rank) for rank in range(len(ranks))]
+        self._task = asyncio.create_task(self._run(), name=f"sim engine {config.ref}")
+
+    def _new_sender(self, rank: int) -> RankSender:
+        loop = asyncio.get_running_loop()
+        return RankSender(
+            ref=self._config.ref,
+            rank=rank,
+            layout=self.descriptor.layout,
+            memory=self.descriptor.ranks[rank],
+            transport=self._transports[rank],
+            descriptors=self._descriptors,
+            loop=loop,
+            on_quiet=lambda report: _call_soon(loop, self._report, report),
+            limits=SenderLimits(),
+        )
+
+    async def prefill(self, work: PrefillWork) -> PrefillOutcome:
+        self._check_prefill(work)
+        handover = Handover(work.target, self._senders)
+        sequence = prefill_sequence(work, self.model, handover)
+        self._enqueue(sequence, QueueFull)
+        try:
+            try:
+                handover.open()
+            except HeadraceError as exc:
+                handover.fail(exc)
+            await handover.run()
+        finally:
+            sequence.ended = True
+            self._settle(sequence)
+        return PrefillOutcome(
+            cached_tokens=sequence.cached,
+            compute_start_unix_ns=sequence.compute_start_unix_ns,
+            compute_end_unix_ns=sequence.compute_end_unix_ns,
+            layers=handover.layers_sent(),
+        )
+
+    def _check_prefill(self, work: PrefillWork) -> None:
+        target, count = work.target, len(work.token_ids)
+        violations = {}
+        if not 0 < count < self.context_tokens:
+            violations["token_ids"] = f"give 1 to {self.context_tokens - 1} tokens"
+        if not 0 <= target.start_token < target.end_token == count:
+            violations["target.end_token"] = "it is the number of tokens, beyond start_token"
+        if target.start_token % self._shape.block_tokens:
+            violations["target.start_token"] = f"take a multiple of {self._shape.block_tokens}"
+        if violations:
+            raise InvalidRequest(violations)
+        if not self._senders:
+            raise InternalError("this engine was not started for prefill")
+
+    async def decode(self, work: DecodeWork) -> AsyncIterator[DecodeEvent]:
+        sequence = self._enter_decode(work)
+        assert sequence.generation is not None
+        try:
+            while True:
+                for event in await sequence.generation.mailbox.take():
+                    yield event
+                    if isinstance(event, DecodeEnded):
+                        return
+        finally:
+            sequence.ended = True
+            # Nobody can announce the end of a reservation that nobody has seen.
+            if sequence.generation.mailbox.has_reservation:
+                sequence.receiving = False
+            self._settle(sequence)
+
+    def _enter_decode(self, work: DecodeWork) -> Sequence:
+        if not 0 < len(work.token_ids) < self.context_tokens:
+            raise InvalidRequest({"token_ids": f"give 1 to {self.context_tokens - 1} tokens"})
+        if work.sampling.max_tokens < 1:
+            raise InvalidRequest({"sampling.max_tokens": "take 1 or more"})
+        sampling = work.sampling
+        if sampling.temperature > 0 and sampling.seed is None:
+            sampling = replace(sampling, seed=self._random.getrandbits(63))
+        sequence = decode_sequence(work, sampling, self.model, self.context_tokens)
+        self._enqueue(sequence, DecodeFull)
+        return sequence
+
+    def _enqueue(self, sequence: Sequence, full: type[HeadraceError]) -> None:
+        if self._closing or self._task is None:
+            raise Draining("the engine is not running")
+        if sequence.transfer_id in self._active:
+            raise DuplicateTransfer(
+                f"transfer {sequence.transfer_id} is already being worked on",
+                metadata={"transfer_id": sequence.transfer_id},
+            )
+        if len(self._waiting) >= max(
+            _WAITING_LEAST, _WAITING_PER_RUNNING * self._shape.max_requests
+        ):
+            raise full(f"{len(self._waiting)} requests are waiting already")
+        self._active[sequence.transfer_id] = sequence
+        self._waiting.append(sequence)
+        self._wake.set()
+
+    def arrived(self, transfer_id: str) -> None:
+        sequence = self._receiving(transfer_id)
+        if sequence is None:
+            return
+        sequence.receiving = False
+        end = sequence.prompt_count - 1
+        self._corrupt(sequence)
+        self._stepper.publish(sequence, sequence.computed, end)
+        sequence.computed = end
+        self._settle(sequence)
+        self._wake.set()
+
+    def released(self, transfer_id: str) -> None:
+        sequence = self._receiving(transfer_id)
+        if sequence is None:
+            return
+        sequence.receiving = False
+        self._fail(sequence, TransferFailed("the KV cache did not arrive"))
+
+    def _receiving(self, transfer_id: str) -> Sequence | None:
+        """The request that waits for this transfer; None for one that is over, which may be told
+        late.
+        """
+        sequence = self._active.get(transfer_id)
+        return sequence if sequence is not None and sequence.receiving else None
+
+    def _corrupt(self, sequence: Sequence) -> None:
+        fault = self._faults.corrupt
+        if fault is None:
+            return
+        index, token = divmod(fault.token, self._shape.block_tokens)
+        self._memory.invert_byte(
+            fault.rank, fault.layer, sequence.block_ids[index], fault.head, token, fault.byte
+        )
+
+    def usage(self) -> EngineUsage:
+        return EngineUsage(running_requests=len(self._running), waiting_requests=len(self._waiting))
+
+    def free_block_count(self) -> int:
+        """Blocks that no request holds; those that keep a prefix for later count as free."""
+        return self._pool.available_count
+
+    def guard_violations(self) -> tuple[int, ...]:
+        """Empty blocks that somebody wrote to: always none, unless I1 was broken."""
+        return self._memory.guard_violations(self._pool.free_ids())
+
+    async def close(self) -> None:
+        self._closing = True
+        for sequence in tuple(self._active.values()):
+            self._fail(sequence, Draining("the engine is closing"))
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        for sequence in tuple(self._active.values()):
+            self._settle(sequence)
+        for sender in self._senders:
+            sender.close()
+        if self._senders:
+            ends = [asyncio.wrap_future(sender.closed) for sender in self._senders]
+            _, late = await asyncio.wait(ends, timeout=_SENDERS_END_S)
+            if late:
+                _logger.warning("%d senders of %s still write", len(late), self._config.ref)
+        await asyncio.gather(*(asyncio.to_thread(one.close) for one in self._transports))
+        self._senders, self._transports = [], []
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                if not await self._turn():
+                    self._wake.clear()
+                    await self._wake.wait()
+            except Exception:
+                _logger.exception("a step of the sim engine failed")
+                for sequence in tuple(self._active.values()):
+                    self._fail(sequence, InternalError("a step of the sim engine failed"))
+            await asyncio.sleep(0)
+
+    async def _turn(self) -> bool:
+        """Admits and computes; False when there is nothing to do."""
+        self._admit()
+        ready = [sequence for sequence in self._running if _is_ready(sequence)]
+        shape = self._shape
+        chunks = plan_step(ready, shape.max_batched_tokens, shape.block_tokens)
+        if not chunks:
+            return False
+        for chunk in chunks:
+            if not chunk.sequence.chunk_count:
+                chunk.sequence.compute_start_unix_ns = time.time_ns()
+        try:
+            await self._stepper.run(chunks)
+        except InternalError as exc:
+            for chunk in chunks:
+                self._fail(chunk.sequence, exc)
+        for chunk in chunks:
+            self._settle(chunk.sequence)
+        self._running.rotate(-1)
+        return True
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self._shape.max_requests:
+            sequence = self._waiting[0]
+            if not self._place(sequence):
+                return
+            self._waiting.popleft()
+            self._running.append(sequence)
+            if sequence.handover is not None:
+                self._stepper.push_cached(sequence)
+            elif sequence.generation is not None and sequence.generation.remote_kv:
+                self._reserve(sequence)
+
+    def _place(self, sequence: Sequence) -> bool:
+        size = self._shape.block_tokens
+        held = self._pool.cached(sequence.reusable_prefixes(size))
+        self._pool.hold(held)
+        fresh = self._pool.take(-(-sequence.capacity // size) - len(held))
+        if fresh is None:
+            self._pool.release(held)
+            return False
+        sequence.block_ids = (*held, *fresh)
+        sequence.block_table = np.asarray(sequence.block_ids, np.uint64)
+        sequence.cached = sequence.computed = len(held) * size
+        return True
+
+    def _reserve(self, sequence: Sequence) -> None:
+        start, end = sequence.cached, sequence.prompt_count - 1
+        size = self._shape.block_tokens
+        blocks = sequence.block_ids[start // size : -(-end // size)]
+        assert sequence.generation is not None
+        sequence.generation.mailbox.put_reservation(
+            Reservation(sequence.transfer_id, blocks, start, end)
+        )
+        sequence.receiving = start < end
+
+    def _report(self, report: SendReport) -> None:
+        sequence = self._active.get(report.transfer_id)
+        if sequence is not None and sequence.handover is not None:
+            sequence.handover.report(report)
+            self._settle(sequence)
+
+    def _fail(self, sequence: Sequence, failure: HeadraceError) -> None:
+        if sequence.handover is not None:
+            sequence.handover.fail(failure)
+        if sequence.generation is not None and not sequence.ended:
+            sequence.generation.mailbox.put_failure(failure)
+            sequence.ended = True
+        self._settle(sequence)
+
+    def _settle(self, sequence: Sequence) -> None:
+        """Gives an ended sequence's blocks back, unless somebody still reads or writes them."""
+        if not sequence.ended or sequence.in_step or sequence.receiving:
+            return
+        if sequence.handover is not None and not sequence.handover.quiet.is_set():
+            return
+        if self._active.get(sequence.transfer_id) is not sequence:
+            return
+        del self._active[sequence.transfer_id]
+        for queue in (self._waiting, self._running):
+            if sequence in queue:
+                queue.remove(sequence)
+        self._pool.release(sequence.block_ids)
+        self._wake.set()
+
+
+def _is_ready(sequence: Sequence) -> bool:
+    if sequence.ended or sequence.receiving:
+        return False
+    return sequence.handover is None or not sequence.handover.failed
+
+
+def _call_soon(
+    loop: asyncio.AbstractEventLoop, call: Callable[[SendReport], None], report: SendReport
+) -> None:
+    # A loop that is gone has nobody left who waits for the report.
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(call, report)

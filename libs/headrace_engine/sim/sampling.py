@@ -1,0 +1,121 @@
+"""Chooses a token from the digest of a KV cache. Pure: the same digest, sampling and history give
+the same token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from headrace_engine.interface import Sampling, TokenLogprobs
+from headrace_engine.sim.mix import mix_int
+
+_CANDIDATES = 32
+_TOP_SCORE = 16.0
+_WORD = float(1 << 64)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A token, and its logprobs if they were asked for."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None
+
+
+def choose_token(
+    digest: int, vocabulary: int, sampling: Sampling, prompt: Sequence[int], answer: Sequence[int]
+) -> Choice:
+    """The token after `prompt` and `answer`, whose KV cache has `digest`.
+
+    With a temperature, `sampling.seed` must be set. Logprobs are those of the model, before
+    penalties and temperature.
+    """
+    tokens = _candidates(digest, vocabulary)
+    if not _needs_scores(sampling):
+        return Choice(tokens[0], None)
+    scores = _scores(digest, len(tokens))
+    penalized = _penalized(tokens, scores, sampling, prompt, answer)
+    order = sorted(range(len(tokens)), key=lambda index: -penalized[index])
+    chosen = order[0]
+    if sampling.temperature > 0:
+        assert sampling.seed is not None
+        counter = mix_int(sampling.seed) ^ mix_int(len(prompt) + len(answer))
+        chosen = _drawn(order, penalized, sampling, mix_int(digest ^ counter) / _WORD)
+    if sampling.logprobs is None:
+        return Choice(tokens[chosen], None)
+    logprobs = _log_softmax(scores)
+    alternatives = tuple(zip(tokens, logprobs, strict=True))[: sampling.logprobs]
+    return Choice(tokens[chosen], TokenLogprobs(logprobs[chosen], alternatives))
+
+
+def _needs_scores(sampling: Sampling) -> bool:
+    return (
+        sampling.temperature > 0
+        or sampling.logprobs is not None
+        or sampling.presence_penalty != 0
+        or sampling.frequency_penalty != 0
+        or sampling.repetition_penalty != 1
+    )
+
+
+def _candidates(digest: int, vocabulary: int) -> list[int]:
+    count = min(_CANDIDATES, vocabulary)
+    first = mix_int(digest)
+    step = 1 + mix_int(first) % (vocabulary // count)
+    return [(first + index * step) % vocabulary for index in range(count)]
+
+
+def _scores(digest: int, count: int) -> list[float]:
+    slope = 0.25 + mix_int(digest ^ 1) / _WORD
+    return [_TOP_SCORE - slope * index for index in range(count)]
+
+
+def _penalized(
+    tokens: list[int],
+    scores: list[float],
+    sampling: Sampling,
+    prompt: Sequence[int],
+    answer: Sequence[int],
+) -> list[float]:
+    penalized = list(scores)
+    repeats = sampling.repetition_penalty != 1
+    seen = {*prompt, *answer} if repeats else set(answer)
+    for index, token in enumerate(tokens):
+        if token not in seen:
+            continue
+        if repeats:
+            score = penalized[index]
+            factor = sampling.repetition_penalty
+            penalized[index] = score / factor if score > 0 else score * factor
+        times = answer.count(token)
+        penalized[index] -= times * sampling.frequency_penalty
+        penalized[index] -= (times > 0) * sampling.presence_penalty
+    return penalized
+
+
+def _drawn(order: list[int], scores: list[float], sampling: Sampling, share: float) -> int:
+    if sampling.top_k:
+        order = order[: sampling.top_k]
+    top = scores[order[0]]
+    weights = [math.exp((scores[index] - top) / sampling.temperature) for index in order]
+    total = sum(weights)
+    kept, mass = 0, 0.0
+    for weight in weights:
+        if kept and (mass >= sampling.top_p * total or weight < sampling.min_p):
+            break
+        mass += weight
+        kept += 1
+    mark, passed = share * mass, 0.0
+    for index, weight in zip(order[:kept], weights, strict=False):
+        passed += weight
+        if mark < passed:
+            return index
+    return order[kept - 1]
+
+
+def _log_softmax(scores: list[float]) -> list[float]:
+    top = max(scores)
+    total = math.log(sum(math.exp(score - top) for score in scores))
+    return [score - top - total for score in scores]

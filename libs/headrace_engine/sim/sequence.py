@@ -1,0 +1,125 @@
+"""One request inside a sim engine."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from headrace_engine.interface import DecodeWork, PrefillWork, Sampling
+from headrace_engine.sim.handover import Handover
+from headrace_engine.sim.mailbox import Mailbox
+from headrace_engine.sim.mix import U64Array, mix_words
+from headrace_engine.sim.model import SimModel
+
+
+@dataclass(slots=True, eq=False)
+class Generation:
+    """What a decode request has beyond its tokens."""
+
+    sampling: Sampling
+    remote_kv: bool
+    mailbox: Mailbox = field(default_factory=Mailbox)
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A prompt and its answer so far; `computed` tokens have their KV in `block_ids`.
+
+    `hashes` has room for every position that will be computed; those of `tokens` are filled in.
+    Exactly one of `handover` (prefill) and `generation` (decode) is set. `ended` forbids any
+    further work; the blocks are given back when no step works on the sequence and nothing outside
+    reads or writes them.
+    """
+
+    transfer_id: str
+    tokens: list[int]
+    prompt_count: int
+    hashes: U64Array
+    hash_sum: int
+    handover: Handover | None = None
+    generation: Generation | None = None
+    block_ids: tuple[int, ...] = ()
+    block_table: U64Array = field(default_factory=lambda: np.empty(0, np.uint64))
+    cached: int = 0
+    computed: int = 0
+    pushed: int = 0
+    chunk_count: int = 0
+    ended: bool = False
+    in_step: bool = False
+    receiving: bool = False
+    compute_start_unix_ns: int = 0
+    compute_end_unix_ns: int = 0
+
+    @property
+    def capacity(self) -> int:
+        """Positions whose KV the sequence will need at most."""
+        return len(self.hashes)
+
+    @property
+    def pending(self) -> int:
+        """Tokens whose KV is still to be computed."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def prompt(self) -> list[int]:
+        """The tokens that were given."""
+        return self.tokens[: self.prompt_count]
+
+    @property
+    def answer(self) -> list[int]:
+        """The tokens that were generated."""
+        return self.tokens[self.prompt_count :]
+
+    def reusable_prefixes(self, block_tokens: int) -> list[int]:
+        """Prefix hashes of the prompt's full blocks. A token that is to be answered is never among
+        them.
+        """
+        needed = 1 if self.generation is not None else 0
+        full = (self.prompt_count - needed) // block_tokens
+        ends: U64Array = self.hashes[block_tokens - 1 : full * block_tokens : block_tokens]
+        return [int(value) for value in ends]
+
+    def append(self, token_id: int, model: SimModel) -> None:
+        """Adds a generated token, and its prefix hash if its KV will be needed."""
+        position = len(self.tokens)
+        self.tokens.append(token_id)
+        if position < self.capacity:
+            sums = model.prefix_sums([token_id], position, self.hash_sum)
+            self.hash_sum = int(sums[0])
+            self.hashes[position] = mix_words(sums)[0]
+
+
+def prefill_sequence(work: PrefillWork, model: SimModel, handover: Handover) -> Sequence:
+    """A prompt that is computed and handed over."""
+    sequence = _sequence(work.target.transfer_id, work.token_ids, len(work.token_ids), model)
+    sequence.handover = handover
+    sequence.pushed = work.target.start_token
+    return sequence
+
+
+def decode_sequence(
+    work: DecodeWork, sampling: Sampling, model: SimModel, context_tokens: int
+) -> Sequence:
+    """A prompt that is answered. The last token of the answer needs no KV."""
+    total = min(len(work.token_ids) + sampling.max_tokens, context_tokens)
+    sequence = _sequence(work.transfer_id, work.token_ids, total - 1, model)
+    sequence.generation = Generation(sampling, work.remote_kv)
+    return sequence
+
+
+def _sequence(
+    transfer_id: str, token_ids: tuple[int, ...], capacity: int, model: SimModel
+) -> Sequence:
+    sums = model.prefix_sums(token_ids)
+    hashes = np.empty(capacity, np.uint64)
+    hashes[: len(token_ids)] = mix_words(sums)
+    return Sequence(
+        transfer_id=transfer_id,
+        tokens=list(token_ids),
+        prompt_count=len(token_ids),
+        hashes=hashes,
+        hash_sum=int(sums[-1]),
+        compute_start_unix_ns=time.time_ns(),
+    )

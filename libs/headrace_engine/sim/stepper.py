@@ -1,0 +1,150 @@
+"""Carries out one step: writes KV layer by layer, hands it over, and makes tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence as Items
+
+import numpy as np
+
+from headrace_common.errors import InternalError
+from headrace_engine.interface import DecodeEnded
+from headrace_engine.sim.blocks import BlockPool
+from headrace_engine.sim.faults import SimFaults
+from headrace_engine.sim.memory import SimMemory
+from headrace_engine.sim.model import SimModel
+from headrace_engine.sim.sampling import choose_token
+from headrace_engine.sim.schedule import Chunk
+from headrace_engine.sim.sequence import Generation, Sequence
+from headrace_engine.sim.settings import SimSettings, SimShape
+
+
+class Stepper:
+    """Computes chunks; knows nothing of queues. Between its awaits, `in_step` keeps the chunks'
+    blocks held.
+    """
+
+    def __init__(
+        self,
+        model: SimModel,
+        memory: SimMemory,
+        pool: BlockPool,
+        shape: SimShape,
+        faults: SimFaults,
+    ) -> None:
+        self._model = model
+        self._memory = memory
+        self._pool = pool
+        self._settings = shape.settings
+        self._block_tokens = shape.block_tokens
+        self._faults = faults
+
+    async def run(self, chunks: Items[Chunk]) -> None:
+        """Computes the chunks. Raises InternalError where a fault asks for it."""
+        for chunk in chunks:
+            chunk.sequence.in_step = True
+        try:
+            self._raise_fault(chunks)
+            await self._compute(chunks)
+            for chunk in chunks:
+                self._advance(chunk)
+        finally:
+            for chunk in chunks:
+                chunk.sequence.in_step = False
+
+    def push_cached(self, sequence: Sequence) -> None:
+        """Hands a prompt's cached beginning over."""
+        handover = sequence.handover
+        assert handover is not None
+        if sequence.computed > sequence.pushed:
+            for layer in range(self._model.layers):
+                handover.push(layer, sequence.pushed, sequence.computed, sequence.block_ids)
+            sequence.pushed = sequence.computed
+        if not sequence.pending:
+            sequence.compute_end_unix_ns = time.time_ns()
+            handover.finish()
+
+    def _raise_fault(self, chunks: Items[Chunk]) -> None:
+        for chunk in chunks:
+            if not chunk.is_decode and chunk.sequence.chunk_count == self._faults.fail_chunk:
+                raise InternalError(f"chunk {self._faults.fail_chunk} was told to fail")
+
+    async def _compute(self, chunks: Items[Chunk]) -> None:
+        positions = np.concatenate([np.arange(c.start, c.end, dtype=np.uint64) for c in chunks])
+        hashes = np.concatenate([c.sequence.hashes[c.start : c.end] for c in chunks])
+        blocks = np.concatenate(
+            [
+                c.sequence.block_table[np.arange(c.start, c.end) // self._block_tokens]
+                for c in chunks
+            ]
+        )
+        layer_s = step_layer_s(chunks, self._settings)
+        layers = self._model.layers
+        stalls = self._faults.stall_layer is not None and not all(c.is_decode for c in chunks)
+        if not layer_s and not stalls and all(c.sequence.handover is None for c in chunks):
+            self._memory.write(slice(0, layers), hashes, positions, blocks)
+            return
+        due_s = time.monotonic()
+        for layer in range(layers):
+            self._memory.write(slice(layer, layer + 1), hashes, positions, blocks)
+            due_s += layer_s
+            if stalls and layer == self._faults.stall_layer:
+                due_s += self._faults.stall_s
+            await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+            for chunk in chunks:
+                self._push(chunk, layer)
+
+    def _push_end(self, chunk: Chunk) -> int:
+        if chunk.end == len(chunk.sequence.tokens):
+            return chunk.end
+        return chunk.end // self._block_tokens * self._block_tokens
+
+    def _push(self, chunk: Chunk, layer: int) -> None:
+        sequence = chunk.sequence
+        end = self._push_end(chunk)
+        if sequence.handover is not None and end > sequence.pushed:
+            sequence.handover.push(layer, sequence.pushed, end, sequence.block_ids)
+
+    def _advance(self, chunk: Chunk) -> None:
+        sequence = chunk.sequence
+        sequence.computed = chunk.end
+        sequence.chunk_count += 1
+        self.publish(sequence, chunk.start, chunk.end)
+        if sequence.handover is not None:
+            sequence.pushed = max(sequence.pushed, self._push_end(chunk))
+            if not sequence.pending:
+                sequence.compute_end_unix_ns = time.time_ns()
+                sequence.handover.finish()
+        elif not sequence.pending and not sequence.ended:
+            assert sequence.generation is not None
+            self._generate(sequence, sequence.generation)
+
+    def publish(self, sequence: Sequence, start: int, end: int) -> None:
+        """Makes the blocks findable that tokens [start, end) completed."""
+        size = self._block_tokens
+        for index in range(start // size, end // size):
+            self._pool.publish(
+                sequence.block_ids[index], int(sequence.hashes[(index + 1) * size - 1])
+            )
+
+    def _generate(self, sequence: Sequence, generation: Generation) -> None:
+        sampling = generation.sampling
+        digest = self._memory.digest(sequence.block_ids, sequence.computed)
+        answer = sequence.answer
+        choice = choose_token(digest, self._model.vocabulary, sampling, sequence.prompt, answer)
+        generation.mailbox.put_token(choice.token_id, choice.logprobs)
+        sequence.append(choice.token_id, self._model)
+        stopped = choice.token_id in sampling.stop_token_ids
+        if stopped or len(sequence.tokens) > sequence.capacity:
+            sequence.ended = True
+            generation.mailbox.put_end(DecodeEnded(stopped, sequence.cached))
+
+
+def step_layer_s(chunks: Items[Chunk], settings: SimSettings) -> float:
+    """Time that one layer of a step with these chunks takes."""
+    prompt_tokens = sum(chunk.end - chunk.start for chunk in chunks if not chunk.is_decode)
+    step_s = prompt_tokens * settings.prefill_s_per_token
+    if any(chunk.is_decode for chunk in chunks):
+        step_s += settings.decode_step_s
+    return step_s / settings.layers + settings.layer_s

@@ -1,0 +1,239 @@
+"""Sim engines for tests, and what they should answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import grpc.aio
+
+from headrace.kv.v1 import handoff_pb2_grpc
+from headrace_common.deadlines import Deadline
+from headrace_common.errors import Cancelled, NotFound
+from headrace_engine.factory import EngineConfig
+from headrace_engine.interface import (
+    DecodeEnded,
+    DecodeEvent,
+    DecodeTokens,
+    DecodeWork,
+    PrefillOutcome,
+    PrefillWork,
+    Sampling,
+)
+from headrace_engine.sim.engine import SimEngine
+from headrace_engine.sim.faults import SimFaults
+from headrace_kv.handoff_server import HandoffServicer
+from headrace_kv.incoming import TransferState, TransferSummary
+from headrace_kv.layout import KvDescriptor, WorkerRef
+from headrace_kv.receiver import Receiver
+from headrace_kv.transfer import Reservation, TransferTarget
+from headrace_kv.transport.base import KvTransport
+
+GREEDY = Sampling(temperature=0.0, max_tokens=6)
+
+
+def engine_config(role: Literal["prefill", "decode"], **changes: Any) -> EngineConfig:
+    """A small engine: blocks of 8 tokens, in-memory transport."""
+    values: dict[str, Any] = {
+        "engine": "sim",
+        "model": "sim:context=512",
+        "role": role,
+        "ref": WorkerRef(f"{role}-1", "0123456789abcdef"),
+        "transport": "in_memory",
+        "max_requests": 8,
+        "block_tokens": 8,
+        "block_count": 64,
+        "max_batched_tokens": 64,
+    }
+    return EngineConfig(**(values | changes))
+
+
+async def no_descriptors(ref: WorkerRef, deadline: Deadline) -> KvDescriptor:
+    """For engines that hand nothing over."""
+    raise NotFound(f"{ref} is unknown")
+
+
+@asynccontextmanager
+async def decode_engine(
+    faults: SimFaults | None = None, **changes: Any
+) -> AsyncIterator[SimEngine]:
+    """A started decode engine; when all is over it must have lost no block."""
+    engine = SimEngine(engine_config("decode", **changes), no_descriptors, faults=faults)
+    await engine.start()
+    blocks = engine.free_block_count()
+    try:
+        yield engine
+        await until(lambda: engine.free_block_count() == blocks)
+        assert engine.guard_violations() == ()
+        assert engine.usage().running_requests == engine.usage().waiting_requests == 0
+    finally:
+        await engine.close()
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """Waits until the condition holds."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+def decode_work(
+    prompt: list[int],
+    sampling: Sampling = GREEDY,
+    *,
+    transfer_id: str = "x1",
+    remote_kv: bool = False,
+) -> DecodeWork:
+    """A decode request, local unless told otherwise."""
+    return DecodeWork(transfer_id, tuple(prompt), sampling, remote_kv)
+
+
+async def answer_of(
+    engine: SimEngine, work: DecodeWork
+) -> tuple[tuple[int, ...], DecodeEnded, list[DecodeEvent]]:
+    """Reads a request to its end: tokens, end, and all events."""
+    tokens: list[int] = []
+    events: list[DecodeEvent] = []
+    async for event in engine.decode(work):
+        events.append(event)
+        if isinstance(event, DecodeTokens):
+            tokens.extend(event.token_ids)
+    end = events[-1]
+    assert isinstance(end, DecodeEnded)
+    return tuple(tokens), end, events
+
+
+@dataclass(frozen=True, slots=True)
+class Handed:
+    """What one handed-over request did."""
+
+    tokens: tuple[int, ...]
+    end: DecodeEnded
+    reservation: Reservation
+    outcome: PrefillOutcome | None
+    summary: TransferSummary | None
+
+
+@dataclass(slots=True)
+class Pair:
+    """A prefill engine and a decode engine, with decode's half of the control plane around the
+    latter.
+    """
+
+    prefill: SimEngine
+    decode: SimEngine
+    receiver: Receiver
+    endpoint: str
+
+    def target(self, reservation: Reservation, timeout_s: float = 20.0) -> TransferTarget:
+        """What the router would tell the prefill worker."""
+        return TransferTarget(
+            transfer_id=reservation.transfer_id,
+            decode=DECODE_REF,
+            handoff_endpoint=self.endpoint,
+            start_token=reservation.start_token,
+            end_token=reservation.end_token,
+            deadline_unix_s=time.time() + timeout_s,
+        )
+
+    async def generate(
+        self, prompt: list[int], sampling: Sampling = GREEDY, transfer_id: str = "x1"
+    ) -> Handed:
+        """One request, as the router and both services would run it."""
+        work = decode_work(prompt, sampling, transfer_id=transfer_id, remote_kv=True)
+        reader = self.decode.decode(work)
+        try:
+            return await self._generate(prompt, reader)
+        finally:
+            await reader.aclose()  # type: ignore[attr-defined]
+
+    async def _generate(self, prompt: list[int], reader: AsyncIterator[DecodeEvent]) -> Handed:
+        reservation = await anext(reader)
+        assert isinstance(reservation, Reservation)
+        outcome = summary = None
+        if reservation.start_token < reservation.end_token:
+            transfer = self.receiver.reserve(reservation, Deadline.after(20.0))
+            prefill = PrefillWork(tuple(prompt[:-1]), self.target(reservation))
+            task = asyncio.create_task(self.prefill.prefill(prefill))
+            try:
+                summary = await transfer.wait()
+                self.decode.arrived(reservation.transfer_id)
+                outcome = await task
+            finally:
+                task.cancel()
+                # A wait may be given up at the moment in which the transfer becomes whole.
+                if transfer.entered_unix_ns(TransferState.COMPLETE):
+                    self.decode.arrived(reservation.transfer_id)
+                else:
+                    self.receiver.cancel(
+                        reservation.transfer_id, Cancelled.reason, "the request was given up"
+                    )
+        tokens: list[int] = []
+        async for event in reader:
+            if isinstance(event, DecodeTokens):
+                tokens.extend(event.token_ids)
+            elif isinstance(event, DecodeEnded):
+                return Handed(tuple(tokens), event, reservation, outcome, summary)
+        raise AssertionError("the answer has no end")
+
+
+DECODE_REF = WorkerRef("decode-1", "0123456789abcdef")
+
+
+@asynccontextmanager
+async def pair(
+    *,
+    prefill: dict[str, Any] | None = None,
+    decode: dict[str, Any] | None = None,
+    prefill_faults: SimFaults | None = None,
+    decode_faults: SimFaults | None = None,
+    prefill_transports: Callable[[], KvTransport] | None = None,
+    decode_transports: Callable[[], KvTransport] | None = None,
+    **both: Any,
+) -> AsyncIterator[Pair]:
+    """Two started engines that can reach each other; when all is over neither has lost a block."""
+    decode_side = SimEngine(
+        engine_config("decode", **(both | (decode or {}))),
+        no_descriptors,
+        faults=decode_faults,
+        transports=decode_transports,
+    )
+
+    async def descriptors(ref: WorkerRef, deadline: Deadline) -> KvDescriptor:
+        assert ref == DECODE_REF
+        return decode_side.descriptor
+
+    prefill_side = SimEngine(
+        engine_config("prefill", **(both | (prefill or {}))),
+        descriptors,
+        faults=prefill_faults,
+        transports=prefill_transports,
+    )
+    server = grpc.aio.server()
+    try:
+        await decode_side.start()
+        await prefill_side.start()
+        receiver = Receiver(
+            ref=DECODE_REF,
+            layout=decode_side.descriptor.layout,
+            lease_ttl_s=2.0,
+            on_released=decode_side.released,
+            quarantine_s=0.1,
+        )
+        handoff_pb2_grpc.add_HandoffServiceServicer_to_server(HandoffServicer(receiver), server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        free = (prefill_side.free_block_count(), decode_side.free_block_count())
+        yield Pair(prefill_side, decode_side, receiver, f"127.0.0.1:{port}")
+        await until(
+            lambda: (prefill_side.free_block_count(), decode_side.free_block_count()) == free
+        )
+        assert prefill_side.guard_violations() == decode_side.guard_violations() == ()
+    finally:
+        await prefill_side.close()
+        await server.stop(0.5)
+        await decode_side.close()

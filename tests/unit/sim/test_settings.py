@@ -1,0 +1,82 @@
+"""Settings of the sim engine."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from headrace_common.errors import ConfigError
+from headrace_engine.factory import EngineConfig, build_engine
+from headrace_engine.sim.settings import SimSettings, parse_settings, plan_shape
+from headrace_kv.layout import WorkerRef
+
+CONFIG = EngineConfig(engine="sim", model="sim", role="decode", ref=WorkerRef("w", "1" * 16))
+
+
+def test_the_plain_name_takes_the_defaults() -> None:
+    assert parse_settings("sim") == SimSettings()
+
+
+def test_every_setting_can_be_given() -> None:
+    text = "sim:layers=4,heads=8,head_bytes=32,vocabulary=50,context=64,layer_s=0.5"
+    expected = SimSettings(4, 8, 32, 50, 64, layer_s=0.5)
+    assert parse_settings(text) == expected
+
+
+@pytest.mark.parametrize(
+    "model, field",
+    [
+        ("llama", "model"),
+        ("simple", "model"),
+        ("sim:layers=0", "model.layers"),
+        ("sim:layers=two", "model.layers"),
+        ("sim:layers", "model.layers"),
+        ("sim:colour=4", "model.colour"),
+        ("sim:heads=2,heads=2", "model.heads"),
+        ("sim:head_bytes=12", "model.head_bytes"),
+        ("sim:layer_s=nan", "model.layer_s"),
+        ("sim:decode_step_s=-1", "model.decode_step_s"),
+    ],
+)
+def test_wrong_settings_are_named(model: str, field: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse_settings(model)
+    assert raised.value.metadata["field"] == field
+    assert raised.value.detail.startswith(field)
+
+
+@pytest.mark.parametrize(
+    "changes, field",
+    [
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size"),
+        ({"block_tokens": 0}, "block_tokens"),
+        ({"max_requests": 0}, "max_requests"),
+        ({"max_batched_tokens": 8}, "max_batched_tokens"),
+        ({"block_count": -1}, "block_count"),
+        ({"kv_cache_gib": 0.0}, "kv_cache_gib"),
+        ({"context_tokens": -1}, "context_tokens"),
+        ({"context_tokens": 500, "block_count": 4}, "context_tokens"),
+    ],
+)
+def test_wrong_fields_of_the_configuration_are_named(changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        plan_shape(replace(CONFIG, **changes))
+    assert raised.value.metadata["field"] == field
+
+
+def test_blocks_come_from_memory_but_not_more_than_requests_can_use() -> None:
+    shape = plan_shape(replace(CONFIG, max_requests=2, context_tokens=100))
+    assert shape.block_count == 2 * 4
+    block_bytes = 2 * 2 * 16 * 32
+    shape = plan_shape(replace(CONFIG, kv_cache_gib=10 * block_bytes / (1 << 30)))
+    assert shape.block_count == 10
+    assert shape.context_tokens == 320
+
+
+def test_an_unknown_engine_is_refused() -> None:
+    async def descriptors(*_: object) -> None:
+        return None
+
+    with pytest.raises(ConfigError, match="unknown"):
+        build_engine(replace(CONFIG, engine="tgi"), descriptors)  # type: ignore[arg-type]
