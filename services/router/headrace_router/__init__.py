@@ -1,0 +1,1 @@
+"""The router: takes requests, places them and streams the answers."""

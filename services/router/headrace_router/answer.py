@@ -1,0 +1,138 @@
+"""The answer on its way to the client: text made from tokens, stop texts found, tokens coalesced.
+
+A producer adds tokens, a consumer takes messages. What arrives while the consumer is writing shares
+its next message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+from headrace.decode.v1 import decode_pb2
+from headrace.inference.v1 import inference_pb2, sampling_pb2
+from headrace_router.detokenize import TextStream
+from headrace_router.stops import StopScanner
+from headrace_router.validate import PreparedRequest
+
+PENDING_TOKENS_MAX = 1_024
+
+
+@dataclass(slots=True)
+class _Pending:
+    """What the client has not been sent yet."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[sampling_pb2.TokenLogprobs] = field(default_factory=list)
+
+
+class Answer:
+    """One request's answer.
+
+    Tokens of several attempts never meet in it: an attempt is final once it added one.
+    """
+
+    def __init__(self, request: PreparedRequest, trace_id: str) -> None:
+        self._request = request
+        self._trace_id = trace_id
+        self._stream = TextStream(request.codec.decode, request.token_ids)
+        self._stops = StopScanner(request.stop_texts)
+        self._stop_token_ids = frozenset(request.stop_token_ids)
+        self._pending = _Pending()
+        self._last: inference_pb2.GenerateResponse | None = None
+        self._failure: Exception | None = None
+        self._ended = False
+        self.finish_reason: sampling_pb2.FinishReason.ValueType = (
+            sampling_pb2.FINISH_REASON_UNSPECIFIED
+        )
+        self._first_message = True
+        self._ready = asyncio.Event()
+        self._drained = asyncio.Event()
+        self.completion_tokens = 0
+        self.first_token_unix_ns = 0
+        self.last_token_unix_ns = 0
+
+    @property
+    def started(self) -> bool:
+        """Whether a token has come, after which no other attempt may be made."""
+        return self.completion_tokens > 0
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop text is complete; tokens added after that are ignored."""
+        return self._stops.stopped
+
+    async def add(self, tokens: decode_pb2.Tokens) -> None:
+        """Takes tokens from the decode worker; waits while the client is too far behind."""
+        now_unix_ns = time.time_ns()
+        for index, token_id in enumerate(tokens.token_ids):
+            if self.stopped:
+                break
+            if not self.started:
+                self.first_token_unix_ns = now_unix_ns
+            self.last_token_unix_ns = now_unix_ns
+            self.completion_tokens += 1
+            self._pending.token_ids.append(token_id)
+            self._pending.logprobs.extend(tokens.logprobs[index : index + 1])
+            # A stop token ends the answer and is no part of its text.
+            if token_id not in self._stop_token_ids:
+                self._pending.text.append(self._stops.push(self._stream.push(token_id)))
+        self._ready.set()
+        while len(self._pending.token_ids) > PENDING_TOKENS_MAX:
+            self._drained.clear()
+            await self._drained.wait()
+
+    def finish(
+        self,
+        reason: sampling_pb2.FinishReason.ValueType,
+        usage: inference_pb2.Usage,
+        timing: inference_pb2.Timing,
+    ) -> None:
+        """Ends the answer: the next message taken is the last."""
+        if not self.stopped:
+            self._pending.text.append(self._stops.push(self._stream.finish()))
+        self._pending.text.append(self._stops.finish())
+        # A stop text can come to light in the last characters only.
+        self.finish_reason = sampling_pb2.FINISH_REASON_STOP if self.stopped else reason
+        self._last = inference_pb2.GenerateResponse(
+            finish_reason=self.finish_reason, usage=usage, timing=timing
+        )
+        self._ended = True
+        self._ready.set()
+
+    def fail(self, error: Exception) -> None:
+        """Ends the answer with an error, after what has come is taken."""
+        self._failure = error
+        self._ended = True
+        self._ready.set()
+
+    async def take(self) -> inference_pb2.GenerateResponse | None:
+        """The next message, with all that has come; None after the last.
+
+        Raises what the answer failed with.
+        """
+        while True:
+            await self._ready.wait()
+            if self._pending.token_ids or self._last is not None:
+                return self._next_message()
+            if self._failure is not None:
+                raise self._failure
+            if self._ended:
+                return None
+            self._ready.clear()
+
+    def _next_message(self) -> inference_pb2.GenerateResponse:
+        response = self._last or inference_pb2.GenerateResponse()
+        self._last = None
+        pending, self._pending = self._pending, _Pending()
+        self._drained.set()
+        response.request_id = self._request.request_id
+        response.text = "".join(pending.text)
+        response.token_ids.extend(pending.token_ids)
+        response.logprobs.extend(pending.logprobs)
+        if self._first_message:
+            response.trace_id = self._trace_id
+            self._first_message = False
+        return response

@@ -1,0 +1,307 @@
+"""One attempt at one request: reserve on decode, have the prompt computed, stream the tokens.
+
+Both legs are watched together. Whichever fails first ends the other, and so does giving the attempt
+up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.timestamp_pb2 import Timestamp
+from opentelemetry import trace
+from opentelemetry.trace import Span, Status, StatusCode
+
+from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
+from headrace.inference.v1 import sampling_pb2
+from headrace.prefill.v1 import prefill_pb2
+from headrace_common import telemetry_schema as schema
+from headrace_common.deadlines import Deadline
+from headrace_common.errors import (
+    DeadlineExceeded,
+    HeadraceError,
+    ProtocolViolation,
+    WorkerGone,
+)
+from headrace_common.identity import new_transfer_id
+from headrace_common.status import error_from_rpc
+from headrace_common.telemetry import Telemetry, metadata_with_trace, traceparent
+from headrace_kv.layout import WorkerRef
+from headrace_router.answer import Answer
+from headrace_router.placement import Decision
+from headrace_router.prefill_queue import PrefillQueue, QueuedTask
+from headrace_router.validate import PreparedRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request on its way: what is asked, where the answer goes, and until when."""
+
+    request: PreparedRequest
+    answer: Answer
+    root: Span
+    deadline: Deadline
+    arrival_unix_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptOutcome:
+    """How a successful attempt ended."""
+
+    reason: sampling_pb2.FinishReason.ValueType
+    cached_tokens: int
+    transferred_tokens: int
+
+
+class Attempt:
+    """Runs once. After a failure, `prefill_failed` and `prefill_worker` say which leg it was."""
+
+    def __init__(
+        self,
+        job: Job,
+        decision: Decision,
+        *,
+        number: int,
+        avoid: frozenset[WorkerRef],
+        channel: grpc.aio.Channel,
+        queue: PrefillQueue,
+        telemetry: Telemetry,
+    ) -> None:
+        self._request = job.request
+        self._answer = job.answer
+        self._decision = decision
+        self._deadline = job.deadline
+        self._avoid = avoid
+        self._queue = queue
+        self._telemetry = telemetry
+        self._stub = decode_pb2_grpc.DecodeServiceStub(channel)
+        self.transfer_id = new_transfer_id()
+        self._span = telemetry.tracer.start_span(
+            schema.SPAN_ATTEMPT,
+            context=trace.set_span_in_context(job.root),
+            attributes=self._attributes(number),
+        )
+        self._context = trace.set_span_in_context(self._span)
+        self._reserved = decode_pb2.Reserved()
+        self._queued: QueuedTask | None = None
+        self._decode_worker = f"decode worker {decision.worker.ref.worker_id}"
+        self._waited_for = f"a reservation on {self._decode_worker}"
+        self.prefill_failed = False
+
+    @property
+    def prefill_worker(self) -> WorkerRef | None:
+        """The prefill worker that pulled the task."""
+        return self._queued.worker if self._queued is not None else None
+
+    async def run(self) -> AttemptOutcome:
+        """Adds the tokens to the answer as they come. Raises what the attempt failed with."""
+        call = self._open()
+        succeeded = False
+        try:
+            await self._reserve(call)
+            self._enqueue()
+            outcome = await self._stream(call)
+            succeeded = True
+            return outcome
+        except HeadraceError as error:
+            _mark_failed(self._span, error)
+            raise
+        finally:
+            call.cancel()
+            self._end(succeeded)
+
+    def _open(self) -> Any:
+        worker, request = self._decision.worker, self._request
+        return self._stub.Generate(
+            decode_pb2.GenerateRequest(
+                request_id=request.request_id,
+                transfer_id=self.transfer_id,
+                incarnation=worker.ref.incarnation,
+                token_ids=request.token_ids,
+                sampling=request.sampling,
+                stop_token_ids=request.stop_token_ids,
+                remote_prefill=self._decision.remote,
+            ),
+            timeout=self._deadline.remaining_s(),
+            metadata=metadata_with_trace(context=self._context),
+        )
+
+    async def _reserve(self, call: Any) -> None:
+        start_unix_ns = time.time_ns()
+        problem = ""
+        try:
+            first = await self._read(call)
+            if first.WhichOneof("event") != "reserved":
+                raise ProtocolViolation(f"{self._decision.worker.ref} did not begin with Reserved")
+            self._reserved = first.reserved
+        except HeadraceError as error:
+            problem = error.detail
+            raise
+        finally:
+            self._record(schema.SPAN_RESERVE, start_unix_ns, time.time_ns(), {}, problem)
+
+    def _enqueue(self) -> None:
+        worker = self._decision.worker
+        if not self._decision.remote or self._reserved.start_token >= self._reserved.end_token:
+            self._waited_for = f"the first token from {self._decode_worker}"
+            return
+        deadline_time = Timestamp()
+        deadline_time.FromNanoseconds(int(self._deadline.unix_s * 1e9))
+        task = prefill_pb2.PrefillTask(
+            transfer_id=self.transfer_id,
+            request_id=self._request.request_id,
+            token_ids=self._request.token_ids[:-1],
+            start_token=self._reserved.start_token,
+            decode_worker_id=worker.ref.worker_id,
+            decode_incarnation=worker.ref.incarnation,
+            decode_endpoint=worker.endpoint,
+            deadline_time=deadline_time,
+            traceparent=traceparent(self._span),
+        )
+        try:
+            self._queued = self._queue.enqueue(
+                task,
+                layout=worker.layout,
+                deadline_unix_s=self._deadline.unix_s,
+                avoid=self._avoid,
+            )
+        except WorkerGone:
+            self.prefill_failed = True
+            raise
+
+    async def _stream(self, call: Any) -> AttemptOutcome:
+        answer = self._answer
+        while True:
+            event = await self._next(call)
+            kind = event.WhichOneof("event")
+            if kind == "tokens":
+                await answer.add(event.tokens)
+                if answer.stopped:
+                    return self._stopped_outcome()
+                if answer.started:
+                    self._waited_for = f"the next token from {self._decode_worker}"
+            elif kind == "finished":
+                finished = event.finished
+                return AttemptOutcome(
+                    finished.reason, finished.cached_tokens, finished.transferred_tokens
+                )
+            else:
+                raise ProtocolViolation(
+                    f"{self._decision.worker.ref} sent {kind or 'nothing'} within its answer"
+                )
+
+    def _stopped_outcome(self) -> AttemptOutcome:
+        """The router ends the attempt here, so decode's own count never comes; the reservation says as much."""
+        if not self._decision.remote:
+            return AttemptOutcome(sampling_pb2.FINISH_REASON_STOP, 0, 0)
+        return AttemptOutcome(
+            sampling_pb2.FINISH_REASON_STOP,
+            self._reserved.start_token,
+            self._reserved.end_token - self._reserved.start_token,
+        )
+
+    async def _next(self, call: Any) -> decode_pb2.GenerateResponse:
+        """The next event of the decode worker; until the first token, a failed prefill comes first."""
+        queued = self._queued
+        if queued is None or self._answer.started:
+            return await self._read(call)
+        read = asyncio.create_task(self._read(call))
+        try:
+            both: set[asyncio.Future[Any]] = {read, queued.outcome}
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if not read.done():
+                error = queued.outcome.result().error
+                if error is not None:
+                    self.prefill_failed = True
+                    raise error
+            return await read
+        finally:
+            if not read.done():
+                read.cancel()
+                await asyncio.wait({read})
+
+    async def _read(self, call: Any) -> decode_pb2.GenerateResponse:
+        try:
+            event = await call.read()
+        except grpc.aio.AioRpcError as error:
+            raise self._named(error_from_rpc(error)) from error
+        if event is grpc.aio.EOF:
+            worker = self._decision.worker.ref
+            raise WorkerGone(
+                f"decode worker {worker} ended its stream too early",
+                metadata={"worker_id": worker.worker_id},
+            )
+        return event  # type: ignore[no-any-return]
+
+    def _named(self, error: HeadraceError) -> HeadraceError:
+        """gRPC's own deadline does not say what was waited for, nor a broken connection to whom."""
+        if isinstance(error, DeadlineExceeded) and "waited_for" not in error.metadata:
+            what = self._waiting()
+            return DeadlineExceeded(
+                f"the deadline passed while waiting for {what}", metadata={"waited_for": what}
+            )
+        if isinstance(error, WorkerGone) and "worker_id" not in error.metadata:
+            worker = self._decision.worker.ref
+            return WorkerGone(
+                f"decode worker {worker} vanished: {error.detail}",
+                metadata={**error.metadata, "worker_id": worker.worker_id},
+            )
+        return error
+
+    def _waiting(self) -> str:
+        queued = self._queued
+        if queued is None or self._waited_for.startswith("the next token"):
+            return self._waited_for
+        if queued.worker is None:
+            return f"a prefill worker to pull the prompt, {queued.tasks_ahead} were ahead of it"
+        if queued.outcome.done():
+            return f"the first token from {self._decode_worker}"
+        source = f"prefill worker {queued.worker.worker_id}"
+        return f"the KV cache from {source} to {self._decode_worker}"
+
+    def _end(self, succeeded: bool) -> None:
+        queued = self._queued
+        if queued is not None:
+            self._record_queue_span(queued)
+            if queued.worker is not None:
+                self._span.set_attribute(
+                    schema.ATTRIBUTE_PREFILL_WORKER_ID, queued.worker.worker_id
+                )
+            # After a success the worker's TaskDone is on its way: there is nothing left to stop.
+            if not succeeded:
+                queued.cancel()
+        self._span.end()
+
+    def _record_queue_span(self, queued: QueuedTask) -> None:
+        self._record(
+            schema.SPAN_QUEUE,
+            queued.queued_unix_ns,
+            queued.pulled_unix_ns or time.time_ns(),
+            {schema.ATTRIBUTE_QUEUE_DEPTH: queued.tasks_ahead},
+            "" if queued.pulled_unix_ns else "never pulled",
+        )
+
+    def _record(
+        self, name: str, start_ns: int, end_ns: int, attributes: Mapping[str, int], error: str
+    ) -> None:
+        self._telemetry.record_span(name, self._context, start_ns, end_ns, attributes, error)
+
+    def _attributes(self, number: int) -> dict[str, str | int]:
+        return {
+            schema.ATTRIBUTE_ATTEMPT: number,
+            schema.ATTRIBUTE_TRANSFER_ID: self.transfer_id,
+            schema.ATTRIBUTE_REQUEST_ID: self._request.request_id,
+            schema.ATTRIBUTE_DECODE_WORKER_ID: self._decision.worker.ref.worker_id,
+            schema.ATTRIBUTE_PLACEMENT: "remote" if self._decision.remote else "local",
+        }
+
+
+def _mark_failed(span: Span, error: HeadraceError) -> None:
+    span.set_status(Status(StatusCode.ERROR, error.detail))
+    span.set_attribute(schema.ATTRIBUTE_ERROR_REASON, error.reason)

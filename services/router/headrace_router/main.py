@@ -1,0 +1,114 @@
+"""Starts and stops the router."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from typing import NoReturn
+
+from headrace.registry.v1 import registry_pb2
+from headrace_common.channel import open_channel
+from headrace_common.config import load_config, redacted, split_host_port
+from headrace_common.identity import new_incarnation
+from headrace_common.logs import setup_logging
+from headrace_common.registry_client import Membership, RegistryView
+from headrace_common.run import run_service
+from headrace_common.server import GrpcServer
+from headrace_common.telemetry import init_telemetry
+from headrace_router.assembly import SERVICES, Router, assemble
+from headrace_router.config import RouterConfig
+from headrace_router.text.load import load_codecs
+
+_LOG = logging.getLogger(__name__)
+
+PROG = "headrace-router"
+_MODEL_FLAG = "--model"
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Runs the router until a signal comes."""
+
+    async def serve() -> None:
+        arguments = join_models(sys.argv[1:] if argv is None else argv)
+        await serve_router(
+            load_config(RouterConfig, arguments, prog=PROG, env_prefix="HEADRACE_ROUTER_")
+        )
+
+    run_service(PROG, serve)
+
+
+def join_models(arguments: Sequence[str]) -> list[str]:
+    """Makes one --model A,B of repeated --model A --model B."""
+    models: list[str] = []
+    others: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        flag, equals, value = argument.partition("=")
+        if flag != _MODEL_FLAG:
+            others.append(argument)
+        elif equals:
+            models.append(value)
+        else:
+            models.append(next(rest, ""))
+    return [*others, _MODEL_FLAG, ",".join(models)] if models else others
+
+
+async def serve_router(config: RouterConfig) -> None:
+    """Serves until a signal comes.
+
+    Raises ConfigError or RegistryUnavailable when it cannot start.
+    """
+    incarnation = new_incarnation()
+    router_id = config.router_id or _id_from_address(config, incarnation)
+    setup_logging(config.log_level, "router", router_id)
+    _LOG.info("settings: %s", redacted(config))
+    codecs = await asyncio.to_thread(load_codecs, config.models)
+    async with AsyncExitStack() as stack:
+        telemetry = init_telemetry("router", router_id, config)
+        stack.push_async_callback(asyncio.to_thread, telemetry.shutdown)
+        registry = open_channel(config.registry, config)
+        stack.push_async_callback(registry.close)
+        members = RegistryView(
+            registry, on_change=lambda view: router.workers.update(view.members.values())
+        )
+        router = assemble(config, codecs, telemetry, members)
+        stack.push_async_callback(router.workers.close)
+        stack.push_async_callback(members.stop)
+        await members.start()
+        server = GrpcServer(config, SERVICES)
+        router.add_to(server.server)
+        stack.push_async_callback(server.server.stop, None)
+        endpoint = await server.start()
+        membership = Membership(registry, _member(router_id, incarnation, endpoint))
+        stack.push_async_callback(membership.stop)
+        await membership.start()
+        _LOG.info("%s serves %s on %s", router_id, ", ".join(codecs), endpoint)
+        await server.serve_until_signal(lambda: _drain(router, membership))
+
+
+async def _drain(router: Router, membership: Membership) -> None:
+    router.inference.drain()
+    await membership.stop()
+
+
+def _member(router_id: str, incarnation: str, endpoint: str) -> registry_pb2.Member:
+    return registry_pb2.Member(
+        worker_id=router_id,
+        incarnation=incarnation,
+        role=registry_pb2.Member.ROLE_ROUTER,
+        endpoint=endpoint,
+        start_unix_ns=time.time_ns(),
+    )
+
+
+def _id_from_address(config: RouterConfig, incarnation: str) -> str:
+    """Stays over restarts where the port is fixed; where it is not, there is nothing to know by."""
+    address = config.advertise or config.listen
+    _, port = split_host_port(address)
+    suffix = re.sub(r"[^a-z0-9.-]+", "-", address.lower()) if port else incarnation
+    return f"router-{suffix}"[:63]

@@ -1,0 +1,80 @@
+"""Sampling parameters: ranges, defaults, and what is left for the decode worker. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.inference.v1 import sampling_pb2
+
+STOP_TEXTS_MAX = 16
+LOGPROBS_MAX = 20
+SEED_MAX = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    low: float
+    high: float
+    default: float
+    low_included: bool = True
+
+    def holds(self, value: float) -> bool:
+        """False for NaN and infinities too."""
+        return (self.low <= value if self.low_included else self.low < value) and value <= self.high
+
+    def __str__(self) -> str:
+        return f"{'from' if self.low_included else 'above'} {self.low:g} to {self.high:g}"
+
+
+_RANGES = {
+    "temperature": _Range(0, 2, 1),
+    "top_p": _Range(0, 1, 1, low_included=False),
+    "min_p": _Range(0, 1, 0),
+    "presence_penalty": _Range(-2, 2, 0),
+    "frequency_penalty": _Range(-2, 2, 0),
+    "repetition_penalty": _Range(0, 2, 1, low_included=False),
+}
+
+
+def sampling_violations(sampling: sampling_pb2.SamplingParams) -> dict[str, str]:
+    """What is wrong without knowing the model: path of each field at fault -> remedy."""
+    violations: dict[str, str] = {}
+    for name, allowed in _RANGES.items():
+        value = getattr(sampling, name)
+        if sampling.HasField(name) and not allowed.holds(value):  # type: ignore[arg-type]
+            violations[f"sampling.{name}"] = f"must be {allowed}, not {value:g}"
+    if sampling.seed > SEED_MAX:
+        violations["sampling.seed"] = f"must be from 0 to {SEED_MAX}, not {sampling.seed}"
+    if sampling.HasField("max_tokens") and sampling.max_tokens < 1:
+        violations["sampling.max_tokens"] = (
+            "must be 1 or more; leave it out for what the context leaves"
+        )
+    if sampling.logprobs > LOGPROBS_MAX:
+        violations["sampling.logprobs"] = (
+            f"must be from 0 to {LOGPROBS_MAX}, not {sampling.logprobs}"
+        )
+    if len(sampling.stop) > STOP_TEXTS_MAX:
+        violations["sampling.stop"] = (
+            f"must hold at most {STOP_TEXTS_MAX} texts, not {len(sampling.stop)}"
+        )
+    for index, stop in enumerate(sampling.stop[:STOP_TEXTS_MAX]):
+        if not stop:
+            violations[f"sampling.stop[{index}]"] = "must not be empty; leave it out"
+    return violations
+
+
+def with_defaults(
+    sampling: sampling_pb2.SamplingParams, max_tokens: int
+) -> sampling_pb2.SamplingParams:
+    """What the decode worker gets: defaults filled in, without the stops, which travel apart or stay here."""
+    filled = sampling_pb2.SamplingParams()
+    filled.CopyFrom(sampling)
+    for name, allowed in _RANGES.items():
+        if not filled.HasField(name):  # type: ignore[arg-type]
+            setattr(filled, name, allowed.default)
+    if not filled.HasField("top_k"):
+        filled.top_k = 0
+    filled.max_tokens = max_tokens
+    filled.ClearField("stop")
+    filled.ClearField("stop_token_ids")
+    return filled

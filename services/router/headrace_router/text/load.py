@@ -1,0 +1,23 @@
+"""From the router's settings to the models it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from headrace_router.text.bytes import ByteCodec
+from headrace_router.text.codec import TextCodec
+from headrace_router.text.hf import HuggingFaceCodec
+
+SIMULATED_MODEL = "sim"
+
+
+def load_codecs(models: Mapping[str, str]) -> dict[str, TextCodec]:
+    """Reads every served model's text side, by served name.
+
+    Raises ConfigError naming the folder at fault.
+    """
+    return {
+        name: ByteCodec() if folder == SIMULATED_MODEL else HuggingFaceCodec(Path(folder))
+        for name, folder in models.items()
+    }

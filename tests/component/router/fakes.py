@@ -1,0 +1,348 @@
+"""Scripted decode and prefill workers on real gRPC, and a router between them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
+from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
+from headrace.prefill.v1 import prefill_pb2, prefill_pb2_grpc
+from headrace.registry.v1 import registry_pb2
+from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
+from headrace_common.channel import open_channel
+from headrace_common.config import ServiceConfig
+from headrace_common.errors import DecodeFull
+from headrace_common.identity import new_incarnation
+from headrace_common.server import GrpcServer
+from headrace_common.telemetry import Telemetry, init_telemetry
+from headrace_kv.layout import KvLayout, layout_to_proto
+from headrace_router.assembly import SERVICES, Router, assemble
+from headrace_router.config import RouterConfig
+from headrace_router.text.bytes import ByteCodec
+
+LAYOUT = KvLayout("sim", "float32", 4, 2, 1, 16, 1_024, "token_outer")
+CONTEXT_TOKENS = 1_024
+
+
+async def eventually(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    """Waits until `condition` holds; fails the test when it never does."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+class Handoff:
+    """Stands in for the data plane: which transfers are whole."""
+
+    def __init__(self) -> None:
+        self._events: dict[str, asyncio.Event] = {}
+
+    def of(self, transfer_id: str) -> asyncio.Event:
+        return self._events.setdefault(transfer_id, asyncio.Event())
+
+
+Script = Callable[["FakeDecode", decode_pb2.GenerateRequest], AsyncIterator[Any]]
+
+
+class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerServiceServicer):
+    """A decode worker that follows `script`."""
+
+    def __init__(self, worker_id: str, handoff: Handoff, script: Script) -> None:
+        self.handoff = handoff
+        self.script = script
+        self.requests: list[decode_pb2.GenerateRequest] = []
+        self.metadata: list[dict[str, Any]] = []
+        self.cancelled: set[str] = set()
+        self.running_requests = 0
+        self.background: list[asyncio.Task[None]] = []
+        self.member = registry_pb2.Member(
+            worker_id=worker_id,
+            incarnation=new_incarnation(),
+            role=registry_pb2.Member.ROLE_DECODE,
+            model="sim",
+            context_tokens=CONTEXT_TOKENS,
+            layout=layout_to_proto(LAYOUT),
+            max_requests=8,
+            start_unix_ns=time.time_ns(),
+        )
+        self._server = GrpcServer(ServiceConfig(), ())
+        decode_pb2_grpc.add_DecodeServiceServicer_to_server(self, self._server.server)
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server.server)
+
+    async def start(self) -> FakeDecode:
+        self.member.endpoint = await self._server.start()
+        return self
+
+    async def kill(self) -> None:
+        """Ends the process, as it were: every connection breaks."""
+        await self._server.server.stop(0)
+
+    async def Generate(
+        self, request: decode_pb2.GenerateRequest, context: Any
+    ) -> AsyncIterator[decode_pb2.GenerateResponse]:
+        self.requests.append(request)
+        self.metadata.append(dict(context.invocation_metadata()))
+        try:
+            async for event in self.script(self, request):
+                yield event
+        except (asyncio.CancelledError, GeneratorExit):
+            self.cancelled.add(request.transfer_id)
+            raise
+
+    async def WatchStatus(
+        self, request: worker_pb2.WatchStatusRequest, context: Any
+    ) -> AsyncIterator[worker_pb2.WatchStatusResponse]:
+        while True:
+            yield worker_pb2.WatchStatusResponse(
+                worker_id=self.member.worker_id,
+                incarnation=self.member.incarnation,
+                state=worker_pb2.WatchStatusResponse.STATE_SERVING,
+                running_requests=self.running_requests,
+                total_blocks=100,
+            )
+            await asyncio.sleep(0.05)
+
+
+def reserved(request: decode_pb2.GenerateRequest, start: int = 0) -> decode_pb2.GenerateResponse:
+    end = len(request.token_ids) - 1 if request.remote_prefill else start
+    return decode_pb2.GenerateResponse(
+        reserved=decode_pb2.Reserved(start_token=start, end_token=end)
+    )
+
+
+def tokens(text: str) -> decode_pb2.GenerateResponse:
+    return decode_pb2.GenerateResponse(tokens=decode_pb2.Tokens(token_ids=text.encode()))
+
+
+def finished(request: decode_pb2.GenerateRequest) -> decode_pb2.GenerateResponse:
+    transferred = len(request.token_ids) - 1 if request.remote_prefill else 0
+    return decode_pb2.GenerateResponse(
+        finished=decode_pb2.Finished(
+            reason=sampling_pb2.FINISH_REASON_LENGTH, transferred_tokens=transferred
+        )
+    )
+
+
+def say(text: str) -> Script:
+    """Waits for the KV cache if it is to come, then says `text`, a token at a time."""
+
+    async def script(
+        worker: FakeDecode, request: decode_pb2.GenerateRequest
+    ) -> AsyncIterator[decode_pb2.GenerateResponse]:
+        yield reserved(request)
+        if request.remote_prefill:
+            await worker.handoff.of(request.transfer_id).wait()
+        for letter in text:
+            yield tokens(letter)
+        yield finished(request)
+
+    return script
+
+
+async def full(worker: FakeDecode, request: decode_pb2.GenerateRequest) -> AsyncIterator[Any]:
+    raise DecodeFull("no room", retry_after_s=0.25)
+    yield  # type: ignore[unreachable]
+
+
+async def hang(worker: FakeDecode, request: decode_pb2.GenerateRequest) -> AsyncIterator[Any]:
+    yield reserved(request)
+    await asyncio.sleep(60)
+
+
+def die_after(text: str) -> Script:
+    """Says `text`, then the process dies."""
+
+    async def script(
+        worker: FakeDecode, request: decode_pb2.GenerateRequest
+    ) -> AsyncIterator[decode_pb2.GenerateResponse]:
+        yield reserved(request)
+        if text:
+            if request.remote_prefill:
+                await worker.handoff.of(request.transfer_id).wait()
+            yield tokens(text)
+            await asyncio.sleep(0.1)
+        worker.background.append(asyncio.create_task(worker.kill()))
+        await asyncio.sleep(60)
+
+    return script
+
+
+Behaviour = Callable[["FakePrefill", prefill_pb2.PrefillTask], Awaitable[None]]
+
+
+class FakePrefill:
+    """A prefill worker that pulls and follows `behaviour`."""
+
+    def __init__(
+        self, worker_id: str, handoff: Handoff, behaviour: Behaviour, layout: KvLayout = LAYOUT
+    ) -> None:
+        self.worker_id = worker_id
+        self.incarnation = new_incarnation()
+        self.handoff = handoff
+        self.behaviour = behaviour
+        self.layout = layout
+        self.tasks: list[prefill_pb2.PrefillTask] = []
+        self.cancels: list[str] = []
+        self.ended = asyncio.Event()
+        self.error: grpc.aio.AioRpcError | None = None
+        self.hello = prefill_pb2.PullRequest()
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def start(self, endpoint: str, credit: int = 4) -> FakePrefill:
+        self._channel = open_channel(endpoint)
+        self._call: Any = prefill_pb2_grpc.PrefillQueueServiceStub(self._channel).Pull()
+        if not self.hello.ByteSize():
+            self.hello.hello.CopyFrom(
+                prefill_pb2.Hello(
+                    worker_id=self.worker_id,
+                    incarnation=self.incarnation,
+                    model="sim",
+                    layout=layout_to_proto(self.layout),
+                )
+            )
+        await self.send(self.hello)
+        if credit:
+            await self.give_credit(credit)
+        self._reader = asyncio.create_task(self._read())
+        return self
+
+    async def send(self, request: prefill_pb2.PullRequest) -> None:
+        await self._call.write(request)
+
+    async def give_credit(self, count: int) -> None:
+        await self.send(prefill_pb2.PullRequest(credit=prefill_pb2.Credit(task_count=count)))
+
+    async def done(self, transfer_id: str, reason: str = "", detail: str = "") -> None:
+        await self.send(
+            prefill_pb2.PullRequest(
+                done=prefill_pb2.TaskDone(transfer_id=transfer_id, reason=reason, detail=detail)
+            )
+        )
+
+    async def die(self) -> None:
+        """Breaks the stream, as a killed process does."""
+        self._call.cancel()
+
+    async def close(self) -> None:
+        for task in (*self._running, self._reader):
+            task.cancel()
+        await asyncio.gather(*self._running, self._reader, return_exceptions=True)
+        await self._channel.close()
+
+    async def _read(self) -> None:
+        try:
+            while (message := await self._call.read()) is not grpc.aio.EOF:
+                if message.HasField("cancel"):
+                    self.cancels.append(message.cancel.transfer_id)
+                    continue
+                self.tasks.append(message.task)
+                running = asyncio.ensure_future(self.behaviour(self, message.task))
+                self._running.add(running)
+        except grpc.aio.AioRpcError as error:
+            self.error = error
+        finally:
+            self.ended.set()
+
+
+async def hand_over(worker: FakePrefill, task: prefill_pb2.PrefillTask) -> None:
+    worker.handoff.of(task.transfer_id).set()
+    await worker.done(task.transfer_id)
+    await worker.give_credit(1)
+
+
+def fail(reason: str) -> Behaviour:
+    async def behaviour(worker: FakePrefill, task: prefill_pb2.PrefillTask) -> None:
+        await worker.done(task.transfer_id, reason, "as scripted")
+        await worker.give_credit(1)
+
+    return behaviour
+
+
+async def die(worker: FakePrefill, task: prefill_pb2.PrefillTask) -> None:
+    await worker.die()
+
+
+async def stall(worker: FakePrefill, task: prefill_pb2.PrefillTask) -> None:
+    return None
+
+
+@dataclass
+class FixedPolicy:
+    """The run-time policy that a test sets."""
+
+    policy: registry_pb2.Policy = field(default_factory=registry_pb2.Policy)
+
+
+class Rig:
+    """A router on a real port, with the workers that a test adds."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.config = RouterConfig(model=("sim",), **settings)
+        self.handoff = Handoff()
+        self.policy = FixedPolicy()
+        self.decodes: list[FakeDecode] = []
+        self.prefills: list[FakePrefill] = []
+
+    async def start(self) -> Rig:
+        self.telemetry: Telemetry = init_telemetry("router", "router-0", self.config)
+        self.router: Router = assemble(
+            self.config, {"sim": ByteCodec()}, self.telemetry, self.policy
+        )
+        self._server = GrpcServer(self.config, SERVICES)
+        self.router.add_to(self._server.server)
+        self.endpoint = await self._server.start()
+        self.channel = open_channel(self.endpoint)
+        self.stub: Any = inference_pb2_grpc.InferenceServiceStub(self.channel)
+        return self
+
+    async def add_decode(self, script: Script) -> FakeDecode:
+        worker = await FakeDecode(f"d{len(self.decodes)}", self.handoff, script).start()
+        self.decodes.append(worker)
+        self.refresh()
+        reachable = {load.worker.ref.worker_id for load in self.router.workers.loads("sim")}
+        assert worker.member.worker_id in reachable
+        await eventually(lambda: all(load.reachable for load in self.router.workers.loads("sim")))
+        return worker
+
+    def refresh(self) -> None:
+        self.router.workers.update([worker.member for worker in self.decodes])
+
+    async def add_prefill(
+        self, behaviour: Behaviour, credit: int = 4, layout: KvLayout = LAYOUT
+    ) -> FakePrefill:
+        worker = FakePrefill(f"p{len(self.prefills)}", self.handoff, behaviour, layout)
+        await worker.start(self.endpoint, credit)
+        self.prefills.append(worker)
+        pulling = {"p": worker.worker_id}
+        await eventually(
+            lambda: pulling["p"] in {c.ref.worker_id for c in self.router.queue.candidates()}
+        )
+        return worker
+
+    async def ask(
+        self, text: str = "a prompt", timeout_s: float = 10.0, **fields: Any
+    ) -> list[inference_pb2.GenerateResponse]:
+        """Every message of the answer."""
+        request = inference_pb2.GenerateRequest(text=text, **fields)
+        return [response async for response in self.stub.Generate(request, timeout=timeout_s)]
+
+    async def close(self) -> None:
+        await asyncio.gather(*(worker.close() for worker in self.prefills))
+        await self.channel.close()
+        await self._server.server.stop(0)
+        await self.router.workers.close()
+        for worker in self.decodes:
+            await asyncio.gather(*worker.background)
+            await worker.kill()
+        await asyncio.to_thread(self.telemetry.shutdown)
+
+
+def text_of(responses: list[inference_pb2.GenerateResponse]) -> str:
+    return "".join(response.text for response in responses)

@@ -1,0 +1,135 @@
+"""The router as a process, with a real registry beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
+
+from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
+from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
+from headrace_common.channel import open_channel
+from headrace_common.registry_client import Membership
+from tests.component.router.fakes import FakeDecode, FakePrefill, Handoff, hand_over, say, text_of
+
+
+class Processes:
+    """Starts services and ends those that a test leaves behind."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._started: list[asyncio.subprocess.Process] = []
+
+    async def start(self, module: str, *arguments: str) -> tuple[asyncio.subprocess.Process, str]:
+        """The process and the address it serves on; the address is empty when it ended first."""
+        port_file = self._folder / f"{len(self._started)}.port"
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            module,
+            *arguments,
+            "--port-file",
+            str(port_file),
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            stderr=asyncio.subprocess.PIPE,
+        )
+        self._started.append(process)
+        async with asyncio.timeout(30):
+            while not port_file.exists() and process.returncode is None:
+                await asyncio.sleep(0.05)
+        return process, port_file.read_text() if port_file.exists() else ""
+
+    async def close(self) -> None:
+        for process in self._started:
+            if process.returncode is None:
+                process.kill()
+            await process.communicate()
+
+
+@pytest.fixture
+async def processes(tmp_path: Path) -> AsyncIterator[Processes]:
+    processes = Processes(tmp_path)
+    yield processes
+    await processes.close()
+
+
+async def _registry(processes: Processes) -> str:
+    return (await processes.start("headrace_registry", "--listen", "127.0.0.1:0"))[1]
+
+
+async def test_a_router_joins_the_registry_serves_and_leaves(processes: Processes) -> None:
+    registry = await _registry(processes)
+    router, endpoint = await processes.start(
+        "headrace_router", "--model", "sim", "--registry", registry, "--router-id", "router-0"
+    )
+    handoff = Handoff()
+    stack = AsyncExitStack()
+    decode = await FakeDecode("d0", handoff, say("ok")).start()
+    stack.push_async_callback(decode.kill)
+    membership = Membership(registry, decode.member)
+    stack.push_async_callback(membership.stop)
+    await membership.start()
+    prefill = await FakePrefill("p0", handoff, hand_over).start(endpoint)
+    stack.push_async_callback(prefill.close)
+    async with stack, open_channel(endpoint) as channel, open_channel(registry) as to_registry:
+        stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+        async with asyncio.timeout(10):
+            while True:
+                listed = await stub.ListModels(inference_pb2.ListModelsRequest())
+                if listed.models and listed.models[0].prefill_worker_count:
+                    break
+                await asyncio.sleep(0.05)
+        request = inference_pb2.GenerateRequest(text="a prompt")
+        answer = [response async for response in stub.Generate(request, timeout=10)]
+        assert text_of(answer) == "ok"
+        assert answer[-1].timing.prefill_worker_id == "p0"
+        health: Any = health_pb2_grpc.HealthStub(channel)
+        name = "headrace.prefill.v1.PrefillQueueService"
+        state = await health.Check(health_pb2.HealthCheckRequest(service=name), timeout=5)
+        assert state.status == health_pb2.HealthCheckResponse.SERVING
+        members: Any = registry_pb2_grpc.RegistryServiceStub(to_registry)
+        routers = registry_pb2.ListMembersRequest(role=registry_pb2.Member.ROLE_ROUTER)
+        (member,) = (await members.ListMembers(routers, timeout=5)).members
+        assert (member.worker_id, member.endpoint) == ("router-0", endpoint)
+        router.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(10):
+            assert await router.wait() == 0
+        assert not (await members.ListMembers(routers, timeout=5)).members
+
+
+async def test_what_is_wrong_at_the_start_is_one_line_and_status_2(
+    processes: Processes, tmp_path: Path
+) -> None:
+    registry = await _registry(processes)
+    (tmp_path / "config.json").write_text(json.dumps({}))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        cases = {
+            "cannot listen on": ["--model", "sim", "--listen", f"127.0.0.1:{port}"],
+            "has no tokenizer.json": ["--model", f"m={tmp_path}"],
+            "does not exist": ["--model", f"m={tmp_path / 'absent'}"],
+            "model: is required": [],
+        }
+        for words, arguments in cases.items():
+            process, endpoint = await processes.start(
+                "headrace_router", "--registry", registry, "--log-level", "error", *arguments
+            )
+            assert endpoint == ""
+            assert process.stderr is not None
+            lines = (await process.stderr.read()).decode().splitlines()
+            assert await process.wait() == 2
+            assert len(lines) == 1
+            assert lines[0].startswith("headrace-router: ")
+            assert words in lines[0]

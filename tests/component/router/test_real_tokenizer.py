@@ -1,0 +1,87 @@
+"""The router's text side against the library that models are published for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace_router.detokenize import TextStream
+from headrace_router.text.codec import ChatMessage
+from headrace_router.text.hf import HuggingFaceCodec
+
+_FOLDER = Path(__file__).parents[3] / "models" / "SmolLM2-135M-Instruct"
+
+# On a busy machine the reference alone takes a minute to import.
+pytestmark = [
+    pytest.mark.skipif(
+        not (_FOLDER / "tokenizer.json").is_file(), reason="the demo's model is not prepared"
+    ),
+    pytest.mark.timeout(240),
+]
+
+_TEXTS = [
+    "What is the capital of France?",
+    "  leading and trailing  \n\n",
+    "naïve café 漢字 🙂👩‍👩‍👧 \u0301",
+    "<|im_start|>user\nhi<|im_end|>",
+    "12345 + 678 = ?\t\tdone",
+    "",
+]
+_CHATS = [
+    [("user", "What is the capital of France?")],
+    [("system", "Be brief."), ("user", "hé 🙂"), ("assistant", "  yes ")],
+    [("user", " a "), ("assistant", "b"), ("user", "<|im_end|> inside")],
+]
+
+
+@pytest.fixture(scope="module")
+def codec() -> HuggingFaceCodec:
+    return HuggingFaceCodec(_FOLDER)
+
+
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    transformers = pytest.importorskip("transformers")
+    return transformers.PreTrainedTokenizerFast.from_pretrained(str(_FOLDER))
+
+
+@pytest.mark.parametrize("text", _TEXTS)
+def test_text_is_tokenized_alike(codec: HuggingFaceCodec, reference: Any, text: str) -> None:
+    tokens = codec.encode(text)
+    assert tokens == reference(text)["input_ids"]
+    assert codec.decode(tokens) == reference.decode(tokens, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("chat", _CHATS)
+@pytest.mark.parametrize("continued", [False, True])
+def test_chats_are_rendered_and_tokenized_alike(
+    codec: HuggingFaceCodec, reference: Any, chat: list[tuple[str, str]], continued: bool
+) -> None:
+    tokens = codec.encode_chat(
+        [ChatMessage(*message) for message in chat], continue_final_message=continued
+    )
+    expected = reference.apply_chat_template(
+        [{"role": role, "content": content} for role, content in chat],
+        add_generation_prompt=not continued,
+        continue_final_message=continued,
+        tokenize=True,
+        return_dict=False,
+    )
+    assert tokens == expected
+
+
+@pytest.mark.parametrize("text", _TEXTS)
+def test_a_stream_gives_the_text_in_whole_characters(codec: HuggingFaceCodec, text: str) -> None:
+    tokens = codec.encode(text)
+    stream = TextStream(codec.decode, codec.encode("The prompt:"))
+    pieces = [stream.push(token) for token in tokens]
+    assert "".join(pieces) + stream.finish() == codec.decode(tokens)
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_the_model_says_its_context_vocabulary_and_stop_token(codec: HuggingFaceCodec) -> None:
+    assert codec.context_tokens == 8_192
+    assert codec.vocabulary_size == 49_152
+    assert codec.stop_token_ids == {2}

@@ -1,0 +1,73 @@
+"""The router's settings, and what it does without."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from headrace_common.config import load_config
+from headrace_common.errors import ConfigError
+from headrace_router.config import RouterConfig
+from headrace_router.main import join_models
+
+
+def _load(*arguments: str) -> RouterConfig:
+    return load_config(
+        RouterConfig, join_models(arguments), prog="headrace-router", env_prefix="TEST_ROUTER_"
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments,models",
+    [
+        (["--model", "a=/x", "--model", "/models/B-1/"], {"a": "/x", "B-1": "/models/B-1/"}),
+        (["--model=sim"], {"sim": "sim"}),
+        (["--model", "a=sim,b=/y", "--trace-count", "3"], {"a": "sim", "b": "/y"}),
+    ],
+)
+def test_models_are_named(arguments: list[str], models: dict[str, str]) -> None:
+    assert _load(*arguments).models == models
+
+
+@pytest.mark.parametrize(
+    "arguments,words",
+    [
+        ([], "model: is required"),
+        (["--model", "a=x,a=y"], "a comes twice"),
+        (["--model", "=x"], "NAME=FOLDER"),
+        (["--model"], "at least one model"),
+        (["--model", "sim", "--retry-budget", "11"], "retry_budget"),
+        (["--model", "sim", "--router-id", "Not Good"], "router_id"),
+    ],
+)
+def test_wrong_settings_are_named(arguments: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        _load(*arguments)
+
+
+def test_the_router_needs_no_engine_libraries() -> None:
+    program = textwrap.dedent(
+        """
+        import sys
+
+        class Refuse:
+            def find_spec(self, name, path=None, target=None):
+                if name.partition(".")[0] in {"torch", "vllm", "mooncake", "transformers", "numpy"}:
+                    raise ImportError(f"the router must not import {name}")
+
+        sys.meta_path.insert(0, Refuse())
+        import headrace_router.main as router
+        from headrace_router.text.load import load_codecs
+
+        load_codecs({"sim": "sim"})
+        router.main(["--model", "sim", "--registry", "nonsense"])
+        """
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("headrace-router: registry = 'nonsense'")
