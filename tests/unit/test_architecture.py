@@ -36,7 +36,13 @@ def defined_names(tree: ast.Module) -> set[str]:
 
 def test_the_document_follows_a_request_through_every_part() -> None:
     files = {file for file, _ in references()}
-    for part in ("headrace_router", "headrace_decode", "headrace_prefill", "headrace_kv", "headrace_engine"):
+    for part in (
+        "headrace_router",
+        "headrace_decode",
+        "headrace_prefill",
+        "headrace_kv",
+        "headrace_engine",
+    ):
         assert any(part in file for file in files), f"ARCHITECTURE.md names no function of {part}"
 
 
@@ -54,5 +60,7 @@ def test_a_wrong_name_would_be_noticed() -> None:
 
 def test_every_path_in_the_tree_section_exists() -> None:
     """The tree of folders in ARCHITECTURE.md is the tree on disk."""
-    for path in re.findall(r"^\| `([\w/.-]+/)` \|", DOCUMENT.read_text(encoding="utf-8"), re.MULTILINE):
+    for path in re.findall(
+        r"^\| `([\w/.-]+/)` \|", DOCUMENT.read_text(encoding="utf-8"), re.MULTILINE
+    ):
         assert (ROOT / path).is_dir(), f"ARCHITECTURE.md names {path}, which is not there"

@@ -93,7 +93,7 @@ async def receiver() -> AsyncIterator[tuple[Receiver, str]]:
 
 async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
     async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 - spans arrive from threads
+        while not condition():
             await asyncio.sleep(0.02)
 
 

@@ -1,0 +1,153 @@
+"""The services' RPCs, as the command line uses them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import grpc.aio
+
+from headrace.inference.v1 import (
+    inference_pb2,
+    inference_pb2_grpc,
+    sampling_pb2,
+    trace_pb2,
+    trace_pb2_grpc,
+)
+from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
+from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
+from headrace_common.channel import open_channel
+from headrace_common.deadlines import Deadline
+from headrace_common.errors import NotFound, WorkerGone
+from headrace_common.status import error_from_rpc
+
+CALL_TIMEOUT_S = 5.0
+TRACE_POLL_S = 0.1
+LISTED_MEMBERS_MAX = 1_000
+
+
+@contextmanager
+def rpc_errors(what: str) -> Iterator[None]:
+    """Raises Headrace's own error for an RPC that failed, saying what was called when nobody
+    answered.
+    """
+    try:
+        yield
+    except grpc.aio.AioRpcError as rpc_error:
+        error = error_from_rpc(rpc_error)
+        if isinstance(error, WorkerGone) and rpc_error.code() is grpc.StatusCode.UNAVAILABLE:
+            raise WorkerGone(
+                f"{what} does not answer ({error.detail}): is it running? `headrace up` starts it",
+                metadata={"called": what},
+            ) from rpc_error
+        raise error from rpc_error
+
+
+class RouterClient:
+    """Calls one router. Use `open_router`."""
+
+    def __init__(self, endpoint: str, channel: grpc.aio.Channel) -> None:
+        self.endpoint = endpoint
+        self._inference = inference_pb2_grpc.InferenceServiceStub(channel)
+        self._traces = trace_pb2_grpc.TraceServiceStub(channel)
+
+    async def generate(
+        self, request: inference_pb2.GenerateRequest, timeout_s: float
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        """Streams the answer."""
+        with rpc_errors(f"the router on {self.endpoint}"):
+            async for response in self._inference.Generate(request, timeout=timeout_s):
+                yield response
+
+    async def models(self) -> list[inference_pb2.Model]:
+        """The models served."""
+        with rpc_errors(f"the router on {self.endpoint}"):
+            response = await self._inference.ListModels(
+                inference_pb2.ListModelsRequest(), timeout=CALL_TIMEOUT_S
+            )
+        return list(response.models)
+
+    async def trace(self, trace_id: str, wait_s: float) -> trace_pb2.Trace:
+        """The trace, waiting up to `wait_s` for its last spans. Raises NotFound."""
+        deadline = Deadline.after(wait_s)
+        found: trace_pb2.Trace | None = None
+        while True:
+            try:
+                with rpc_errors(f"the router on {self.endpoint}"):
+                    response = await self._traces.GetTrace(
+                        trace_pb2.GetTraceRequest(id=trace_id), timeout=CALL_TIMEOUT_S
+                    )
+                found = response.trace
+            except NotFound:
+                if deadline.expired:
+                    raise
+            if found is not None and (found.complete or deadline.expired):
+                return found
+            await asyncio.sleep(TRACE_POLL_S)
+
+    async def traces(self, count: int) -> list[trace_pb2.Trace]:
+        """The newest traces, without their spans."""
+        with rpc_errors(f"the router on {self.endpoint}"):
+            response = await self._traces.ListTraces(
+                trace_pb2.ListTracesRequest(page_size=count), timeout=CALL_TIMEOUT_S
+            )
+        return list(response.traces)
+
+
+@asynccontextmanager
+async def open_router(endpoint: str) -> AsyncIterator[RouterClient]:
+    """A client of the router at "host:port"."""
+    async with open_channel(endpoint) as channel:
+        yield RouterClient(endpoint, channel)
+
+
+async def list_members(registry: str) -> list[registry_pb2.Member]:
+    """Who is registered, by worker id."""
+    async with open_channel(registry) as channel:
+        with rpc_errors(f"the registry on {registry}"):
+            response = await registry_pb2_grpc.RegistryServiceStub(channel).ListMembers(
+                registry_pb2.ListMembersRequest(page_size=LISTED_MEMBERS_MAX),
+                timeout=CALL_TIMEOUT_S,
+            )
+    return list(response.members)
+
+
+async def worker_status(endpoint: str) -> worker_pb2.WatchStatusResponse:
+    """A worker's state now."""
+    async with open_channel(endpoint) as channel:
+        with rpc_errors(f"the worker on {endpoint}"):
+            call = worker_pb2_grpc.WorkerServiceStub(channel).WatchStatus(
+                worker_pb2.WatchStatusRequest(), timeout=CALL_TIMEOUT_S
+            )
+            async for status in call:
+                call.cancel()
+                return status
+    raise WorkerGone(f"the worker on {endpoint} said nothing")
+
+
+def chat_request(
+    messages: list[tuple[str, str]],
+    *,
+    model: str = "",
+    max_tokens: int = 0,
+    temperature: float | None = None,
+    seed: int | None = None,
+) -> inference_pb2.GenerateRequest:
+    """A conversation of (role, content), oldest first. 0 tokens means what the context leaves."""
+    sampling = sampling_pb2.SamplingParams()
+    if max_tokens:
+        sampling.max_tokens = max_tokens
+    if temperature is not None:
+        sampling.temperature = temperature
+    if seed is not None:
+        sampling.seed = seed
+    return inference_pb2.GenerateRequest(
+        model=model,
+        chat=inference_pb2.Chat(
+            messages=[
+                inference_pb2.ChatMessage(role=role, content=content) for role, content in messages
+            ]
+        ),
+        sampling=sampling,
+    )

@@ -1,0 +1,155 @@
+"""Which processes `headrace up` starts, and with which flags. Pure."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from headrace_common.errors import ConfigError
+
+SERVICES = ("registry", "router", "prefill", "decode")
+DEFAULT_PORT = 7050
+SIM = "sim"
+VLLM = "vllm"
+# The context that fits small machines; the models' own are several times longer.
+VLLM_CONTEXT_TOKENS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """What the user asked for. `settings` holds further flags as (service, field, value)."""
+
+    engine: str = VLLM
+    model: str = ""
+    prefill_count: int = 1
+    decode_count: int = 1
+    port: int = DEFAULT_PORT
+    store: str = "memory"
+    prefill_tensor_parallel: int = 1
+    decode_tensor_parallel: int = 1
+    cpu_threads: int = 1
+    log_level: str = "info"
+    settings: tuple[tuple[str, str, str], ...] = field(default=())
+
+    @property
+    def model_name(self) -> str:
+        """The name that clients use."""
+        return SIM if self.engine == SIM else Path(self.model).resolve().name
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """One process. Its "host:port" appears in `port_file` once it serves."""
+
+    name: str
+    service: str
+    arguments: tuple[str, ...]
+    port_file: Path
+    log_file: Path
+    environment: Mapping[str, str]
+
+
+def check_topology(topology: Topology) -> None:
+    """Raises ConfigError that says what to do."""
+    if topology.engine not in (SIM, VLLM):
+        raise ConfigError(f"engine {topology.engine!r} is unknown: choose vllm or sim")
+    if topology.engine == VLLM and not topology.model:
+        raise ConfigError(
+            "no model folder: give --model FOLDER, run `make setup` for the small one, "
+            "or try --engine sim"
+        )
+    if topology.engine == VLLM and not (Path(topology.model) / "config.json").is_file():
+        raise ConfigError(
+            f"{topology.model} is not a model folder: it has no config.json; give another --model"
+        )
+    if topology.decode_count < 1 or topology.prefill_count < 0:
+        raise ConfigError("at least one decode worker is needed: give --decode 1 or more")
+
+
+def parse_setting(text: str) -> tuple[str, str, str]:
+    """Reads "decode.max_requests=4". Raises ConfigError."""
+    name, equals, value = text.partition("=")
+    service, dot, setting = name.partition(".")
+    if not equals or not dot or service not in SERVICES or not setting:
+        raise ConfigError(
+            f"--set {text!r} is wrong: write SERVICE.FIELD=VALUE, such as decode.max_requests=4; "
+            f"services are {', '.join(SERVICES)}"
+        )
+    return service, setting, value
+
+
+def registry_spec(topology: Topology, folder: Path) -> ProcessSpec:
+    """The registry, on a free port."""
+    return _spec(
+        topology,
+        folder,
+        "registry",
+        "registry",
+        ["--listen=127.0.0.1:0", f"--store={topology.store}"],
+    )
+
+
+def router_spec(topology: Topology, folder: Path, registry: str) -> ProcessSpec:
+    """The router, on the port that clients use."""
+    model = SIM if topology.engine == SIM else f"{topology.model_name}={topology.model}"
+    return _spec(
+        topology,
+        folder,
+        "router",
+        "router",
+        [
+            f"--listen=127.0.0.1:{topology.port}",
+            f"--registry={registry}",
+            f"--model={model}",
+            "--router-id=router-0",
+        ],
+    )
+
+
+def worker_specs(topology: Topology, folder: Path, registry: str) -> list[ProcessSpec]:
+    """Every prefill and decode worker, each on a free port."""
+    counts = {"prefill": topology.prefill_count, "decode": topology.decode_count}
+    ranks = {
+        "prefill": topology.prefill_tensor_parallel,
+        "decode": topology.decode_tensor_parallel,
+    }
+    specs: list[ProcessSpec] = []
+    for service, count in counts.items():
+        for index in range(count):
+            name = f"{service}-{index}"
+            flags = [
+                "--listen=127.0.0.1:0",
+                f"--registry={registry}",
+                f"--worker-id={name}",
+                f"--engine={topology.engine}",
+                f"--model={topology.model or SIM}",
+                f"--served-model={topology.model_name}",
+                f"--tensor-parallel-size={ranks[service]}",
+            ]
+            if topology.engine == VLLM:
+                flags.append(f"--context-tokens={VLLM_CONTEXT_TOKENS}")
+            specs.append(_spec(topology, folder, name, service, flags))
+    return specs
+
+
+def _spec(
+    topology: Topology, folder: Path, name: str, service: str, flags: list[str]
+) -> ProcessSpec:
+    port_file = folder / f"{name}.port"
+    chosen = {flag.partition("=")[0]: flag for flag in flags}
+    chosen["--port-file"] = f"--port-file={port_file}"
+    chosen["--log-level"] = f"--log-level={topology.log_level}"
+    for target, setting, value in topology.settings:
+        if target == service:
+            flag = "--" + setting.replace("_", "-")
+            chosen[flag] = f"{flag}={value}"
+    return ProcessSpec(
+        name=name,
+        service=service,
+        arguments=(sys.executable, "-m", f"headrace_{service}", *chosen.values()),
+        port_file=port_file,
+        log_file=folder / f"{name}.log",
+        environment={"OMP_NUM_THREADS": str(topology.cpu_threads), "PYTHONUNBUFFERED": "1"},
+    )

@@ -1,0 +1,118 @@
+"""Settings that prefill and decode workers share, and what follows from them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from headrace.registry.v1 import registry_pb2
+from headrace_common.config import (
+    NonNegativeCount,
+    PositiveCount,
+    PositiveSeconds,
+    ServiceConfig,
+    WorkerId,
+    split_host_port,
+)
+from headrace_engine.factory import EngineConfig
+from headrace_engine.interface import Engine
+from headrace_kv.layout import WorkerRef, layout_to_proto
+
+
+class WorkerConfig(ServiceConfig):
+    """What every worker can be told."""
+
+    worker_id: WorkerId = Field(description="Name that stays the same over restarts.")
+    engine: Literal["vllm", "sim"] = Field(
+        "vllm", description="What computes: vllm for real models, sim for the simulated one."
+    )
+    model: str = Field(
+        "sim", description="Folder of the model in the Hugging Face layout; sim needs none."
+    )
+    served_model: str = Field(
+        "", description="Name that clients call the model by; empty means the engine's own."
+    )
+    transport: Literal["mooncake", "in_memory"] = Field(
+        "mooncake", description="What moves KV bytes; in_memory only reaches the same process."
+    )
+    tensor_parallel_size: PositiveCount = Field(1, description="Ranks the model is spread over.")
+    context_tokens: NonNegativeCount = Field(
+        0, description="Most tokens of prompt and answer together; 0 means the model's own."
+    )
+    max_requests: PositiveCount = Field(64, description="Most requests worked on at once.")
+    dtype: str = Field(
+        "auto", description="Type of weights and KV cache: auto, float32, bfloat16 or float16."
+    )
+    block_count: NonNegativeCount = Field(
+        0, description="KV blocks on each rank; 0 means as many as kv_cache_gib holds."
+    )
+    kv_cache_gib: float = Field(1.0, gt=0, description="Memory for KV blocks on each rank, in GiB.")
+    max_batched_tokens: PositiveCount = Field(
+        2048, description="Most tokens of one engine step, which is the size of a prefill chunk."
+    )
+    block_tokens: PositiveCount = Field(32, description="Tokens of one KV block.")
+    seed: NonNegativeCount = Field(0, description="Seed of the engine.")
+    registration_timeout_s: PositiveSeconds = Field(
+        30.0, description="Seconds that the registry may take to answer at start."
+    )
+    member_ttl_s: PositiveSeconds = Field(
+        10.0, description="Seconds after which a silent worker is struck from the registry."
+    )
+
+
+def engine_config(
+    config: WorkerConfig, *, role: Literal["prefill", "decode"], ref: WorkerRef
+) -> EngineConfig:
+    """What the worker's settings mean to its engine."""
+    host, _ = split_host_port(config.advertise or config.listen)
+    return EngineConfig(
+        engine=config.engine,
+        model=config.model,
+        role=role,
+        ref=ref,
+        host=host,
+        transport=config.transport,
+        tensor_parallel_size=config.tensor_parallel_size,
+        context_tokens=config.context_tokens,
+        max_requests=config.max_requests,
+        dtype=config.dtype,
+        block_count=config.block_count,
+        kv_cache_gib=config.kv_cache_gib,
+        max_batched_tokens=config.max_batched_tokens,
+        block_tokens=config.block_tokens,
+        seed=config.seed,
+    )
+
+
+def worker_member(
+    config: WorkerConfig,
+    *,
+    role: registry_pb2.Member.Role.ValueType,
+    ref: WorkerRef,
+    endpoint: str,
+    engine: Engine,
+    start_unix_ns: int,
+) -> registry_pb2.Member:
+    """The worker's record in the registry, once its engine has started."""
+    layout = engine.descriptor.layout
+    return registry_pb2.Member(
+        worker_id=ref.worker_id,
+        incarnation=ref.incarnation,
+        role=role,
+        endpoint=endpoint,
+        model=served_model(config, engine),
+        context_tokens=engine.context_tokens,
+        layout=layout_to_proto(layout),
+        max_requests=config.max_requests,
+        start_unix_ns=start_unix_ns,
+    )
+
+
+def served_model(config: WorkerConfig, engine: Engine) -> str:
+    """The name clients call the model by: as configured, else the model folder's own name."""
+    if config.served_model:
+        return config.served_model
+    if config.engine == "sim":
+        return "sim"
+    return config.model.rstrip("/").rpartition("/")[2] or engine.descriptor.layout.model

@@ -1,0 +1,61 @@
+"""WorkerService, the same for prefill and decode workers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+
+from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
+from headrace_common.errors import InvalidRequest
+
+DEFAULT_INTERVAL_S = 1.0
+SHORTEST_INTERVAL_S = 0.1
+LONGEST_INTERVAL_S = 60.0
+POLL_S = 0.05
+
+
+class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
+    """Streams what `snapshot` says: at once, on every change, and at least once per interval.
+
+    Changes are found by looking again every `POLL_S`, so that nothing that holds requests has to
+    know its watchers,
+    and a burst of changes is one message.
+    """
+
+    def __init__(self, snapshot: Callable[[], worker_pb2.WatchStatusResponse]) -> None:
+        self._snapshot = snapshot
+
+    async def WatchStatus(
+        self,
+        request: worker_pb2.WatchStatusRequest,
+        context: grpc.aio.ServicerContext[
+            worker_pb2.WatchStatusRequest, worker_pb2.WatchStatusResponse
+        ],
+    ) -> AsyncIterator[worker_pb2.WatchStatusResponse]:
+        interval_s = watch_interval_s(request)
+        loop = asyncio.get_running_loop()
+        while True:
+            sent = self._snapshot()
+            yield sent
+            send_by = loop.time() + interval_s
+            while loop.time() < send_by:
+                await asyncio.sleep(min(POLL_S, max(0.0, send_by - loop.time())))
+                if self._snapshot() != sent:
+                    break
+
+
+def watch_interval_s(request: worker_pb2.WatchStatusRequest) -> float:
+    """The longest silence that the caller wants. Raises InvalidRequest when it is out of range."""
+    if not request.HasField("max_interval"):
+        return DEFAULT_INTERVAL_S
+    interval_s = request.max_interval.seconds + request.max_interval.nanos / 1e9
+    if not SHORTEST_INTERVAL_S <= interval_s <= LONGEST_INTERVAL_S:
+        raise InvalidRequest(
+            {
+                "max_interval": f"must be {SHORTEST_INTERVAL_S:g} s to {LONGEST_INTERVAL_S:g} s, "
+                f"not {interval_s:g} s"
+            }
+        )
+    return interval_s

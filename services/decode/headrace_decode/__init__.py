@@ -1,0 +1,1 @@
+"""The decode service: receives KV caches and generates tokens."""

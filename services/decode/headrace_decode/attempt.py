@@ -1,0 +1,213 @@
+"""One attempt at one request on this worker, from admission to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from google.protobuf import duration_pb2
+
+from headrace.decode.v1 import decode_pb2
+from headrace.inference.v1 import sampling_pb2
+from headrace_common.deadlines import Deadline
+from headrace_common.errors import HeadraceError, InternalError
+from headrace_decode.event_buffer import EventBuffer
+from headrace_decode.words import tokens_to_proto
+from headrace_engine.interface import DecodeEnded, DecodeEvent, DecodeTokens, DecodeWork, Engine
+from headrace_kv.receiver import Receiver, TransferSummary
+from headrace_kv.transfer import Reservation
+
+log = logging.getLogger(__name__)
+
+# The transfer's own deadline ends this long before the request's, so that the client still hears
+# which keys are missing.
+TELL_MARGIN_S = 0.5
+TELL_MARGIN_SHARE = 0.1
+SETTLE_TIMEOUT_S = 5.0
+
+
+@dataclass(slots=True)
+class Milestones:
+    """When an attempt got where, in Unix nanoseconds; 0 for what has not happened."""
+
+    start_unix_ns: int = 0
+    reserved_unix_ns: int = 0
+    arrived_unix_ns: int = 0
+    first_token_unix_ns: int = 0
+    last_token_unix_ns: int = 0
+    end_unix_ns: int = 0
+
+
+class Attempt:
+    """Owns everything that one attempt holds, and gives all of it back in `close`."""
+
+    def __init__(
+        self,
+        work: DecodeWork,
+        *,
+        engine: Engine,
+        receiver: Receiver,
+        deadline: Deadline,
+        on_settled: Callable[[], None],
+    ) -> None:
+        self.work = work
+        self.milestones = Milestones(start_unix_ns=time.time_ns())
+        self.reservation: Reservation | None = None
+        self.summary: TransferSummary | None = None
+        self.generated_tokens = 0
+        self.cached_tokens = 0
+        self._engine = engine
+        self._receiver = receiver
+        self._deadline = deadline
+        self._on_settled = on_settled
+        self._events: EventBuffer | None = None
+        self._arrival: asyncio.Task[TransferSummary] | None = None
+        self._closed = False
+
+    @property
+    def awaits_kv(self) -> bool:
+        """Whether a transfer was opened for it."""
+        return self._arrival is not None
+
+    async def responses(self) -> AsyncIterator[decode_pb2.GenerateResponse]:
+        """The attempt's stream. Raises HeadraceError; `close` must be called afterwards whatever
+        happened.
+        """
+        transfer_id = self.work.transfer_id
+        self._events = EventBuffer(self._engine.decode(self.work), f"request {transfer_id}")
+        if self.work.remote_kv:
+            reservation = await self._reserve(self._events)
+            yield decode_pb2.GenerateResponse(
+                reserved=decode_pb2.Reserved(
+                    start_token=reservation.start_token, end_token=reservation.end_token
+                )
+            )
+            if self._arrival is not None:
+                await self._await_kv(self._events, self._arrival)
+        else:
+            self.milestones.reserved_unix_ns = time.time_ns()
+            yield decode_pb2.GenerateResponse(reserved=decode_pb2.Reserved())
+        while True:
+            tokens, ended = self._take(await self._events.take(self._deadline))
+            if tokens:
+                yield decode_pb2.GenerateResponse(tokens=tokens_to_proto(tokens))
+            if ended is not None:
+                yield decode_pb2.GenerateResponse(finished=self._finished(ended))
+                return
+
+    async def _reserve(self, events: EventBuffer) -> Reservation:
+        """Waits for the engine's blocks and opens the transfer into them."""
+        first = await events.take_first(self._deadline)
+        if not isinstance(first, Reservation):
+            raise InternalError("the engine spoke before it had reserved blocks")
+        self.reservation = first
+        self.milestones.reserved_unix_ns = time.time_ns()
+        if first.start_token < first.end_token:
+            transfer = self._receiver.reserve(first, transfer_deadline(self._deadline))
+            self._arrival = asyncio.create_task(
+                transfer.wait(), name=f"transfer {self.work.transfer_id}"
+            )
+        return first
+
+    async def _await_kv(self, events: EventBuffer, arrival: asyncio.Task[TransferSummary]) -> None:
+        """Waits until every expected key is counted, and only then lets the engine run (I3)."""
+        spoken = asyncio.create_task(events.spoken())
+        try:
+            await asyncio.wait({arrival, spoken}, return_when=asyncio.FIRST_COMPLETED)
+            if spoken.done():
+                # Only an error of the engine is in order here; take raises it.
+                await events.take(self._deadline)
+                raise InternalError("the engine generated before the KV cache was there")
+        finally:
+            spoken.cancel()
+        self.summary = arrival.result()
+        self.milestones.arrived_unix_ns = time.time_ns()
+        self._engine.arrived(self.work.transfer_id)
+
+    def _take(self, events: list[DecodeEvent]) -> tuple[list[DecodeTokens], DecodeEnded | None]:
+        tokens: list[DecodeTokens] = []
+        ended: DecodeEnded | None = None
+        for event in events:
+            if isinstance(event, DecodeTokens):
+                tokens.append(event)
+            elif isinstance(event, DecodeEnded):
+                ended = event
+            else:
+                raise InternalError("the engine reserved blocks twice")
+        if tokens:
+            now = time.time_ns()
+            self.milestones.first_token_unix_ns = self.milestones.first_token_unix_ns or now
+            self.milestones.last_token_unix_ns = now
+            self.generated_tokens += sum(len(piece.token_ids) for piece in tokens)
+        return tokens, ended
+
+    def _finished(self, ended: DecodeEnded) -> decode_pb2.Finished:
+        self.cached_tokens = ended.cached_tokens
+        finished = decode_pb2.Finished(
+            reason=sampling_pb2.FINISH_REASON_STOP
+            if ended.stopped
+            else sampling_pb2.FINISH_REASON_LENGTH,
+            cached_tokens=ended.cached_tokens,
+        )
+        if self.reservation is not None:
+            finished.transferred_tokens = self.reservation.end_token - self.reservation.start_token
+        if self.summary is not None:
+            finished.acknowledgement_count = self.summary.acknowledgement_count
+            finished.payload_bytes = self.summary.payload_bytes
+            waited_ns = self.milestones.arrived_unix_ns - self.milestones.reserved_unix_ns
+            finished.transfer_wait.CopyFrom(
+                duration_pb2.Duration(seconds=waited_ns // 10**9, nanos=waited_ns % 10**9)
+            )
+        return finished
+
+    def begin_close(self) -> bool:
+        """True for the first caller, who must call `close`."""
+        first, self._closed = not self._closed, True
+        if first:
+            self.milestones.end_unix_ns = time.time_ns()
+        return first
+
+    async def close(self, error: HeadraceError | None) -> None:
+        """Gives back whatever the attempt holds; `error` says why when it did not end by itself."""
+        transfer_id = self.work.transfer_id
+        reason = "CANCELLED" if error is None else error.reason
+        detail = "the request has ended" if error is None else error.detail
+        try:
+            if self._arrival is not None and self.summary is None:
+                self._receiver.cancel(transfer_id, reason, detail)
+            if self._events is not None and not await self._events.close():
+                log.error("the engine did not abort %s within its time", transfer_id)
+            await self._settle_transfer()
+        finally:
+            self._on_settled()
+
+    async def _settle_transfer(self) -> None:
+        """Tells the engine about blocks that the receiver will not speak of again."""
+        transfer_id = self.work.transfer_id
+        if not self.work.remote_kv or self.summary is not None:
+            return
+        if self._arrival is None:
+            if (
+                self.reservation is None
+                or self.reservation.start_token < self.reservation.end_token
+            ):
+                self._engine.released(transfer_id)
+            return
+        await asyncio.wait({self._arrival}, timeout=SETTLE_TIMEOUT_S)
+        if not self._arrival.done():
+            log.error(
+                "transfer %s did not end within %g s of its cancel", transfer_id, SETTLE_TIMEOUT_S
+            )
+            self._arrival.cancel()
+        elif not self._arrival.cancelled() and self._arrival.exception() is None:
+            # It became whole while the request was given up: the receiver's part is over.
+            self._engine.arrived(transfer_id)
+
+
+def transfer_deadline(deadline: Deadline) -> Deadline:
+    """The transfer's end: early enough to tell the client which keys are missing."""
+    margin_s = min(TELL_MARGIN_S, TELL_MARGIN_SHARE * deadline.remaining_s())
+    return Deadline(deadline.unix_s - margin_s)

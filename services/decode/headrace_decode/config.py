@@ -1,0 +1,25 @@
+"""Settings of a decode worker."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from headrace_common.config import PositiveSeconds
+from headrace_engine.worker_config import WorkerConfig
+
+
+class DecodeConfig(WorkerConfig):
+    """A decode worker: receives KV caches and generates tokens."""
+
+    lease_ttl_s: PositiveSeconds = Field(
+        5.0,
+        description="Seconds that a prefill rank may write without hearing from this worker.",
+    )
+    quarantine_s: PositiveSeconds = Field(
+        15.0,
+        description="Seconds that blocks of a broken transfer rest after the lease; "
+        "longer than the transport's own timeout.",
+    )
+    request_timeout_s: PositiveSeconds = Field(
+        600.0, description="Deadline of requests whose caller set none."
+    )

@@ -1,0 +1,171 @@
+"""DecodeService: admits an attempt, runs it, and tells its trace."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+
+import grpc
+import grpc.aio
+from opentelemetry import context as otel_context
+from opentelemetry.trace import Span
+
+from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
+from headrace.worker.v1 import worker_pb2
+from headrace_common.deadlines import Deadline
+from headrace_common.errors import (
+    Cancelled,
+    Draining,
+    HeadraceError,
+    InternalError,
+    StaleIncarnation,
+)
+from headrace_common.telemetry import Telemetry
+from headrace_common.telemetry_schema import SPAN_DECODE
+from headrace_decode.admission import Admission, SeenTransfers
+from headrace_decode.attempt import Attempt
+from headrace_decode.spans import describe_attempt, start_attributes
+from headrace_decode.words import work_from_proto
+from headrace_engine.interface import Engine
+from headrace_kv.layout import WorkerRef
+from headrace_kv.receiver import Receiver
+
+log = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[decode_pb2.GenerateRequest, decode_pb2.GenerateResponse]
+
+
+class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
+    """Owns the attempts under way on this worker."""
+
+    def __init__(
+        self,
+        *,
+        ref: WorkerRef,
+        engine: Engine,
+        receiver: Receiver,
+        admission: Admission,
+        telemetry: Telemetry,
+        request_timeout_s: float,
+    ) -> None:
+        self._ref = ref
+        self._engine = engine
+        self._receiver = receiver
+        self._admission = admission
+        self._telemetry = telemetry
+        self._request_timeout_s = request_timeout_s
+        self._seen = SeenTransfers()
+        self._closing: set[asyncio.Task[None]] = set()
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def Generate(
+        self, request: decode_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[decode_pb2.GenerateResponse]:
+        """See decode.proto."""
+        attempt = self._admit(request, Deadline.from_context(context, self._request_timeout_s))
+        span = self._telemetry.tracer.start_span(
+            SPAN_DECODE,
+            context=otel_context.get_current(),
+            start_time=attempt.milestones.start_unix_ns,
+            attributes=start_attributes(request.request_id, attempt.work, self._ref),
+        )
+        error: HeadraceError | None = Cancelled("the caller went away")
+
+        # gRPC may drop a suspended generator without closing it, so its end is also heard from the
+        # RPC itself.
+        def note_rpc_end(context: Context) -> None:
+            self._end(attempt, span, error)
+
+        # The stubs' callback type is a plain class, which no function can be.
+        context.add_done_callback(note_rpc_end)  # type: ignore[arg-type]
+        try:
+            async for response in attempt.responses():
+                yield response
+            error = None
+        except HeadraceError as failure:
+            error = failure
+            raise
+        except Exception as failure:
+            error = InternalError(f"{type(failure).__name__}: {failure}")
+            raise
+        finally:
+            self._end(attempt, span, error)
+
+    def _admit(self, request: decode_pb2.GenerateRequest, deadline: Deadline) -> Attempt:
+        """Refuses whatever can be refused before anything is spent."""
+        if self._draining:
+            raise Draining(f"{self._ref.worker_id} is shutting down")
+        if request.incarnation != self._ref.incarnation:
+            raise StaleIncarnation(
+                f"the request is meant for incarnation {request.incarnation or '(none)'} of "
+                f"{self._ref.worker_id}, this is {self._ref.incarnation}",
+                metadata={"meant": request.incarnation, "actual": self._ref.incarnation},
+            )
+        work = work_from_proto(request)
+        self._seen.check(work.transfer_id)
+        deadline.check("admission")
+        self._admission.admit(
+            work.transfer_id,
+            prompt_tokens=len(work.token_ids),
+            max_tokens=work.sampling.max_tokens,
+            quarantined_blocks=self._receiver.quarantined_blocks,
+        )
+        self._seen.remember(work.transfer_id)
+        self._idle.clear()
+        return Attempt(
+            work,
+            engine=self._engine,
+            receiver=self._receiver,
+            deadline=deadline,
+            on_settled=lambda: self._settle(work.transfer_id),
+        )
+
+    def _end(self, attempt: Attempt, span: Span, error: HeadraceError | None) -> None:
+        """Starts giving back what the attempt holds; only the first call counts."""
+        if not attempt.begin_close():
+            return
+        task = asyncio.get_running_loop().create_task(self._close(attempt, span, error))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _close(self, attempt: Attempt, span: Span, error: HeadraceError | None) -> None:
+        try:
+            await attempt.close(error)
+        except Exception:
+            log.exception("closing %s failed", attempt.work.transfer_id)
+        finally:
+            describe_attempt(self._telemetry, span, attempt, error)
+
+    def _settle(self, transfer_id: str) -> None:
+        self._admission.settle(transfer_id)
+        if self._admission.request_count == 0:
+            self._idle.set()
+
+    def begin_drain(self) -> None:
+        """Refuses every new attempt from now on."""
+        self._draining = True
+
+    async def wait_idle(self) -> None:
+        """Returns once no attempt is under way. The caller bounds the wait."""
+        await self._idle.wait()
+        while self._closing:
+            await asyncio.wait(set(self._closing))
+
+    def status(self) -> worker_pb2.WatchStatusResponse:
+        """What WatchStatus says now."""
+        usage = self._engine.usage()
+        states = worker_pb2.WatchStatusResponse
+        return worker_pb2.WatchStatusResponse(
+            worker_id=self._ref.worker_id,
+            incarnation=self._ref.incarnation,
+            state=states.STATE_DRAINING if self._draining else states.STATE_SERVING,
+            running_requests=usage.running_requests,
+            waiting_requests=usage.waiting_requests,
+            total_blocks=self._engine.descriptor.ranks[0].block_count,
+            reserved_blocks=self._admission.reserved_blocks,
+            quarantined_blocks=self._receiver.quarantined_blocks,
+            active_transfers=self._receiver.active_count,
+        )

@@ -1,0 +1,83 @@
+"""What a decode worker adds to a request's trace."""
+
+from __future__ import annotations
+
+from opentelemetry.trace import Span, Status, StatusCode, set_span_in_context
+
+from headrace_common import telemetry_schema as schema
+from headrace_common.errors import HeadraceError
+from headrace_common.telemetry import Telemetry
+from headrace_decode.attempt import Attempt
+from headrace_engine.interface import DecodeWork
+from headrace_kv.layout import WorkerRef
+
+
+def start_attributes(request_id: str, work: DecodeWork, ref: WorkerRef) -> dict[str, str | int]:
+    """What is known of an attempt when it begins."""
+    return {
+        schema.ATTRIBUTE_REQUEST_ID: request_id,
+        schema.ATTRIBUTE_TRANSFER_ID: work.transfer_id,
+        schema.ATTRIBUTE_PROMPT_TOKENS: len(work.token_ids),
+        schema.ATTRIBUTE_PLACEMENT: "remote" if work.remote_kv else "local",
+        schema.ATTRIBUTE_DECODE_WORKER_ID: ref.worker_id,
+        schema.ATTRIBUTE_INCARNATION: ref.incarnation,
+    }
+
+
+def describe_attempt(
+    telemetry: Telemetry, span: Span, attempt: Attempt, error: HeadraceError | None
+) -> None:
+    """Records the steps that the attempt got through, each once, and ends its span."""
+    times = attempt.milestones
+    parent = set_span_in_context(span)
+
+    def step(
+        name: str, start_ns: int, end_ns: int, attributes: dict[str, str | int | float]
+    ) -> None:
+        failed = error.detail if error is not None and not end_ns else ""
+        telemetry.record_span(
+            name, parent, start_ns, end_ns or times.end_unix_ns, attributes, error=failed
+        )
+
+    step(schema.SPAN_DECODE_RESERVE, times.start_unix_ns, times.reserved_unix_ns, _reserve(attempt))
+    ready_ns = times.reserved_unix_ns
+    if attempt.awaits_kv:
+        ready_ns = times.arrived_unix_ns
+        step(schema.SPAN_DECODE_KV_WAIT, times.reserved_unix_ns, ready_ns, _kv_wait(attempt))
+    if ready_ns:
+        step(schema.SPAN_DECODE_FIRST_TOKEN, ready_ns, times.first_token_unix_ns, {})
+    if times.first_token_unix_ns:
+        step(
+            schema.SPAN_DECODE_GENERATE,
+            times.first_token_unix_ns,
+            times.last_token_unix_ns if error is None else 0,
+            {schema.ATTRIBUTE_COMPLETION_TOKENS: attempt.generated_tokens},
+        )
+    span.set_attribute(schema.ATTRIBUTE_COMPLETION_TOKENS, attempt.generated_tokens)
+    span.set_attribute(schema.ATTRIBUTE_CACHED_TOKENS, attempt.cached_tokens)
+    if error is not None:
+        span.set_attribute(schema.ATTRIBUTE_ERROR_REASON, error.reason)
+        span.set_status(Status(StatusCode.ERROR, error.detail))
+    span.end(times.end_unix_ns)
+
+
+def _reserve(attempt: Attempt) -> dict[str, str | int | float]:
+    reservation = attempt.reservation
+    if reservation is None:
+        return {}
+    return {
+        schema.ATTRIBUTE_BLOCKS: len(reservation.block_ids),
+        schema.ATTRIBUTE_START_TOKEN: reservation.start_token,
+        schema.ATTRIBUTE_TRANSFERRED_TOKENS: reservation.end_token - reservation.start_token,
+    }
+
+
+def _kv_wait(attempt: Attempt) -> dict[str, str | int | float]:
+    summary = attempt.summary
+    if summary is None:
+        return {}
+    return {
+        schema.ATTRIBUTE_EXPECTED_KEYS: summary.acknowledgement_count,
+        schema.ATTRIBUTE_PAYLOAD_BYTES: summary.payload_bytes,
+        schema.ATTRIBUTE_PREFILL_WORKER_ID: summary.prefill.worker_id,
+    }

@@ -1,0 +1,155 @@
+"""Runs prefill tasks, a bounded number at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from google.protobuf import duration_pb2
+
+from headrace.prefill.v1 import prefill_pb2
+from headrace.worker.v1 import worker_pb2
+from headrace_common.deadlines import Deadline
+from headrace_common.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    HeadraceError,
+    InternalError,
+    InvalidRequest,
+)
+from headrace_common.telemetry import Telemetry
+from headrace_engine.interface import Engine, PrefillOutcome, PrefillWork
+from headrace_kv.layout import WorkerRef
+from headrace_kv.transfer import TransferTarget
+from headrace_prefill.spans import record_task
+
+log = logging.getLogger(__name__)
+
+
+class PrefillWorker:
+    """Owns the worker's slots. A task waits here only while more routers handed tasks out than
+    there are slots.
+    """
+
+    def __init__(
+        self,
+        *,
+        ref: WorkerRef,
+        engine: Engine,
+        telemetry: Telemetry,
+        slot_count: int,
+        task_timeout_s: float,
+    ) -> None:
+        self.ref = ref
+        self.slot_count = slot_count
+        self.draining = False
+        self._engine = engine
+        self._telemetry = telemetry
+        self._task_timeout_s = task_timeout_s
+        self._slots = asyncio.Semaphore(slot_count)
+        self._held = 0
+        self._running = 0
+
+    async def run(self, task: prefill_pb2.PrefillTask) -> prefill_pb2.TaskDone:
+        """Does the task and says how it ended; never raises for the task's own faults.
+
+        Cancelled, it stops the engine's work first and then reports CANCELLED.
+        """
+        start_ns = time.time_ns()
+        outcome: PrefillOutcome | None = None
+        error: HeadraceError | None = None
+        self._held += 1
+        try:
+            outcome = await self._prefill(task)
+        except asyncio.CancelledError:
+            error = Cancelled("the router gave the task up")
+            current = asyncio.current_task()
+            if current is not None:
+                current.uncancel()
+        except HeadraceError as failure:
+            error = failure
+        except Exception as failure:
+            log.exception("prefill of %s failed", task.transfer_id)
+            error = InternalError(f"{type(failure).__name__}: {failure}")
+        finally:
+            self._held -= 1
+        end_ns = time.time_ns()
+        record_task(self._telemetry, self.ref, task, outcome, error, start_ns, end_ns)
+        return _done(task, outcome, error, end_ns - start_ns)
+
+    async def _prefill(self, task: prefill_pb2.PrefillTask) -> PrefillOutcome:
+        deadline = self._deadline(task)
+        work = _work(task, deadline)
+        try:
+            async with asyncio.timeout(deadline.remaining_s()), self._slots:
+                self._running += 1
+                try:
+                    return await self._engine.prefill(work)
+                finally:
+                    self._running -= 1
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the deadline passed while prefilling {len(work.token_ids)} tokens",
+                metadata={"waited_for": "prefill"},
+            ) from None
+
+    def _deadline(self, task: prefill_pb2.PrefillTask) -> Deadline:
+        if not task.HasField("deadline_time"):
+            return Deadline.after(self._task_timeout_s)
+        return Deadline(task.deadline_time.seconds + task.deadline_time.nanos / 1e9)
+
+    def status(self) -> worker_pb2.WatchStatusResponse:
+        """What WatchStatus says now."""
+        states = worker_pb2.WatchStatusResponse
+        return worker_pb2.WatchStatusResponse(
+            worker_id=self.ref.worker_id,
+            incarnation=self.ref.incarnation,
+            state=states.STATE_DRAINING if self.draining else states.STATE_SERVING,
+            running_requests=self._running,
+            waiting_requests=self._held - self._running,
+            total_blocks=self._engine.descriptor.ranks[0].block_count,
+            active_transfers=self._running,
+        )
+
+
+def _work(task: prefill_pb2.PrefillTask, deadline: Deadline) -> PrefillWork:
+    """Raises InvalidRequest naming what the router got wrong."""
+    violations: dict[str, str] = {}
+    if not task.transfer_id:
+        violations["transfer_id"] = "must not be empty"
+    if not task.token_ids:
+        violations["token_ids"] = "must hold at least one token"
+    if task.start_token >= max(1, len(task.token_ids)):
+        violations["start_token"] = f"must be below the {len(task.token_ids)} tokens to compute"
+    if violations:
+        raise InvalidRequest(violations)
+    return PrefillWork(
+        token_ids=tuple(task.token_ids),
+        target=TransferTarget(
+            transfer_id=task.transfer_id,
+            decode=WorkerRef(task.decode_worker_id, task.decode_incarnation),
+            handoff_endpoint=task.decode_endpoint,
+            start_token=task.start_token,
+            end_token=len(task.token_ids),
+            deadline_unix_s=deadline.unix_s,
+        ),
+    )
+
+
+def _done(
+    task: prefill_pb2.PrefillTask,
+    outcome: PrefillOutcome | None,
+    error: HeadraceError | None,
+    duration_ns: int,
+) -> prefill_pb2.TaskDone:
+    done = prefill_pb2.TaskDone(
+        transfer_id=task.transfer_id,
+        duration=duration_pb2.Duration(seconds=duration_ns // 10**9, nanos=duration_ns % 10**9),
+    )
+    if error is not None:
+        done.reason, done.detail = error.reason, error.detail
+    if outcome is not None:
+        done.cached_tokens = outcome.cached_tokens
+        done.payload_bytes = sum(sent.payload_bytes for _, sent in outcome.layers)
+    return done

@@ -1,0 +1,101 @@
+"""A decode service with a scripted engine, a real receiver and real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc.aio
+import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
+from headrace.inference.v1 import sampling_pb2
+from headrace.kv.v1 import handoff_pb2_grpc
+from headrace.worker.v1 import worker_pb2_grpc
+from headrace_common.channel import open_channel
+from headrace_common.config import ServiceConfig
+from headrace_common.server import GrpcServer
+from headrace_common.telemetry import Telemetry, init_telemetry
+from headrace_decode.admission import Admission, Capacity
+from headrace_decode.service import DecodeService
+from headrace_engine.worker_status import WorkerStatusServicer
+from headrace_kv.handoff_server import HandoffServicer
+from headrace_kv.layout import WorkerRef
+from headrace_kv.receiver import Receiver
+from tests.component.decode.scripted_engine import ScriptedEngine
+
+REF = WorkerRef("decode-0", "00112233445566ff")
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The service and what a test needs to poke at it."""
+
+    engine: ScriptedEngine
+    receiver: Receiver
+    service: DecodeService
+    telemetry: Telemetry
+    spans: InMemorySpanExporter
+    channel: grpc.aio.Channel
+
+    @property
+    def decode(self) -> decode_pb2_grpc.DecodeServiceAsyncStub:
+        return decode_pb2_grpc.DecodeServiceStub(self.channel)
+
+    @property
+    def handoff(self) -> handoff_pb2_grpc.HandoffServiceAsyncStub:
+        return handoff_pb2_grpc.HandoffServiceStub(self.channel)
+
+    @property
+    def worker(self) -> worker_pb2_grpc.WorkerServiceAsyncStub:
+        return worker_pb2_grpc.WorkerServiceStub(self.channel)
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Served]:
+    engine = ScriptedEngine()
+    spans = InMemorySpanExporter()
+    telemetry = init_telemetry("decode", REF.worker_id, ServiceConfig())
+    telemetry.add_exporter(spans)
+    receiver = Receiver(
+        ref=REF,
+        layout=engine.descriptor.layout,
+        on_released=engine.released,
+        lease_ttl_s=0.3,
+        quarantine_s=0.3,
+    )
+    service = DecodeService(
+        ref=REF,
+        engine=engine,
+        receiver=receiver,
+        admission=Admission(Capacity(32, 16, 256, 2)),
+        telemetry=telemetry,
+        request_timeout_s=10,
+    )
+    server = GrpcServer(ServiceConfig(), ["headrace.decode.v1.DecodeService"])
+    decode_pb2_grpc.add_DecodeServiceServicer_to_server(service, server.server)
+    handoff_pb2_grpc.add_HandoffServiceServicer_to_server(HandoffServicer(receiver), server.server)
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(
+        WorkerStatusServicer(service.status), server.server
+    )
+    endpoint = await server.start()
+    async with open_channel(endpoint) as channel:
+        yield Served(engine, receiver, service, telemetry, spans, channel)
+    receiver.close()
+    await server.server.stop(None)
+    await asyncio.to_thread(telemetry.shutdown)
+
+
+def request(name: str = "x1", /, **changes: Any) -> decode_pb2.GenerateRequest:
+    fields: dict[str, Any] = {
+        "request_id": "r",
+        "transfer_id": name,
+        "incarnation": REF.incarnation,
+        "token_ids": list(range(40)),
+        "sampling": sampling_pb2.SamplingParams(max_tokens=8),
+        "remote_prefill": True,
+    }
+    return decode_pb2.GenerateRequest(**{**fields, **changes})

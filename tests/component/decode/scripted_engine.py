@@ -1,0 +1,61 @@
+"""An engine that says what a test tells it to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from headrace_engine.interface import (
+    DecodeEvent,
+    DecodeWork,
+    Engine,
+    EngineUsage,
+    PrefillOutcome,
+    PrefillWork,
+)
+from headrace_kv.layout import KvDescriptor, KvLayout, RankMemory
+
+LAYOUT = KvLayout("m", "float32", 2, 2, 1, 16, 64, "token_outer")
+
+
+class ScriptedEngine(Engine):
+    """Events put into `script` are yielded; an exception is raised."""
+
+    def __init__(self) -> None:
+        memory = RankMemory(0, "in_memory", "s", 0, 1 << 20, 33, ())
+        self.descriptor = KvDescriptor(LAYOUT, (memory,))
+        self.context_tokens = 256
+        self.script: asyncio.Queue[DecodeEvent | Exception] = asyncio.Queue()
+        self.works: list[DecodeWork] = []
+        self.arrived_ids: list[str] = []
+        self.released_ids: list[str] = []
+        self.closed = 0
+
+    async def start(self) -> None:
+        """Nothing to load."""
+
+    async def prefill(self, work: PrefillWork) -> PrefillOutcome:
+        raise AssertionError("a decode engine is not asked to prefill")
+
+    async def decode(self, work: DecodeWork) -> AsyncIterator[DecodeEvent]:
+        self.works.append(work)
+        try:
+            while True:
+                event = await self.script.get()
+                if isinstance(event, Exception):
+                    raise event
+                yield event
+        finally:
+            self.closed += 1
+
+    def arrived(self, transfer_id: str) -> None:
+        self.arrived_ids.append(transfer_id)
+
+    def released(self, transfer_id: str) -> None:
+        self.released_ids.append(transfer_id)
+
+    def usage(self) -> EngineUsage:
+        return EngineUsage(len(self.works) - self.closed, 0)
+
+    async def close(self) -> None:
+        """Nothing to end."""

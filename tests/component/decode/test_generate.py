@@ -1,0 +1,351 @@
+"""DecodeService.Generate keeps its promises over a real connection."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from headrace.decode.v1 import decode_pb2
+from headrace.inference.v1 import sampling_pb2
+from headrace.kv.v1 import handoff_pb2
+from headrace.worker.v1 import worker_pb2
+from headrace_common import telemetry_schema as schema
+from headrace_common.errors import HeadraceError, TransferFailed
+from headrace_common.status import error_from_rpc
+from headrace_engine.interface import DecodeEnded, DecodeTokens
+from headrace_kv.layout import layout_to_proto
+from headrace_kv.transfer import Reservation
+from tests.component.decode.conftest import REF, Served, request
+from tests.component.decode.scripted_engine import LAYOUT
+
+RESERVATION = Reservation("x1", (3, 4, 5), 0, 39)
+# Whole blocks travel: 3 of 2 heads.
+PIECE_BYTES = 3 * 2 * LAYOUT.block_head_bytes
+
+
+async def until(check: object, what: str, timeout_s: float = 5.0) -> None:
+    assert callable(check)
+    try:
+        async with asyncio.timeout(timeout_s):
+            while not check():
+                await asyncio.sleep(0.01)
+    except TimeoutError:
+        pytest.fail(f"waited in vain for {what}")
+
+
+async def failure_of(call: grpc.aio.UnaryStreamCall) -> HeadraceError:  # type: ignore[type-arg]
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        async for _ in call:
+            pass
+    return error_from_rpc(raised.value)
+
+
+async def next_event(call: AsyncIterator[decode_pb2.GenerateResponse]) -> str:
+    response = await asyncio.wait_for(anext(call), 5)
+    return str(response.WhichOneof("event"))
+
+
+class PrefillRank:
+    """Speaks the handoff stream as a prefill rank would, without moving bytes."""
+
+    def __init__(self, served: Served) -> None:
+        self._say: asyncio.Queue[handoff_pb2.HandoffRequest] = asyncio.Queue()
+        self._call = served.handoff.Handoff(self._requests())
+        hello = handoff_pb2.Hello(
+            worker_id="prefill-0",
+            incarnation="ab" * 8,
+            layout=layout_to_proto(LAYOUT),
+            decode_worker_id=REF.worker_id,
+            decode_incarnation=REF.incarnation,
+        )
+        self.say(hello=hello)
+
+    async def _requests(self) -> AsyncIterator[handoff_pb2.HandoffRequest]:
+        while True:
+            yield await self._say.get()
+
+    def say(self, **message: object) -> None:
+        self._say.put_nowait(handoff_pb2.HandoffRequest(**message))  # type: ignore[arg-type]
+
+    async def hear(self, kind: str) -> handoff_pb2.HandoffResponse:
+        async with asyncio.timeout(5):
+            async for response in self._call:
+                if response.WhichOneof("message") == kind:
+                    return response
+        raise AssertionError(f"the stream ended before {kind}")
+
+    async def open(self, name: str = "x1") -> None:
+        self.say(open=handoff_pb2.Open(transfer_id=name))
+        await self.hear("reservation")
+
+    def land(self, *layers: int, name: str = "x1") -> None:
+        done = [
+            handoff_pb2.LayerDone(
+                transfer_id=name,
+                layer=layer,
+                start_token=0,
+                end_token=39,
+                payload_bytes=PIECE_BYTES,
+            )
+            for layer in layers
+        ]
+        self.say(layers_done=handoff_pb2.LayersDone(layers=done))
+
+    def leave(self) -> None:
+        self._call.cancel()
+
+
+async def test_no_token_comes_before_every_layer_is_counted(served: Served) -> None:
+    call = served.decode.Generate(request())
+    served.engine.script.put_nowait(RESERVATION)
+    first = await anext(aiter(call))
+    assert (first.reserved.start_token, first.reserved.end_token) == (0, 39)
+    rank = PrefillRank(served)
+    await rank.open()
+    rank.land(0)
+    await asyncio.sleep(0.1)
+    assert served.engine.arrived_ids == []
+    rank.land(1)
+    await until(lambda: served.engine.arrived_ids == ["x1"], "arrival")
+    for event in (DecodeTokens((7, 8)), DecodeTokens((9,)), DecodeEnded(True, 0)):
+        served.engine.script.put_nowait(event)
+    tokens: list[int] = []
+    finished = decode_pb2.Finished()
+    async for response in call:
+        tokens += response.tokens.token_ids
+        finished = response.finished
+    assert tokens == [7, 8, 9]
+    assert finished.reason == sampling_pb2.FINISH_REASON_STOP
+    assert (finished.transferred_tokens, finished.acknowledgement_count) == (39, 2)
+    assert finished.payload_bytes == 2 * PIECE_BYTES
+    assert finished.transfer_wait.ToNanoseconds() > 0
+    await until(lambda: served.service.status().reserved_blocks == 0, "the blocks")
+    assert served.engine.released_ids == []
+    rank.leave()
+
+
+async def test_an_engine_that_generates_too_early_is_stopped(served: Served) -> None:
+    call = served.decode.Generate(request())
+    served.engine.script.put_nowait(RESERVATION)
+    assert await next_event(aiter(call)) == "reserved"
+    served.engine.script.put_nowait(DecodeTokens((1,)))
+    error = await failure_of(call)
+    assert error.reason == "INTERNAL"
+    assert "before the KV cache" in error.detail
+    await until(lambda: served.engine.released_ids == ["x1"], "release")
+
+
+async def test_a_prefill_rank_that_vanishes_fails_the_request_with_what_is_missing(
+    served: Served,
+) -> None:
+    call = served.decode.Generate(request())
+    served.engine.script.put_nowait(RESERVATION)
+    assert await next_event(aiter(call)) == "reserved"
+    rank = PrefillRank(served)
+    await rank.open()
+    rank.land(0)
+    rank.leave()
+    error = await failure_of(call)
+    assert error.reason == "TRANSFER_FAILED"
+    assert "missing" in error.detail
+    assert served.engine.closed == 1
+    # Not before the lease and the quarantine are over (I1).
+    assert served.engine.released_ids == []
+    assert served.service.status().quarantined_blocks == 3
+    await until(lambda: served.engine.released_ids == ["x1"], "release")
+    assert served.service.status().quarantined_blocks == 0
+
+
+async def test_the_deadline_names_what_is_missing(served: Served) -> None:
+    served.engine.script.put_nowait(RESERVATION)
+    error = await failure_of(served.decode.Generate(request(), timeout=0.5))
+    assert error.reason == "TRANSFER_TIMEOUT"
+    assert "no prefill rank opened it" in error.detail
+    await until(lambda: served.engine.released_ids == ["x1"], "release")
+
+
+async def test_a_cancelled_call_stops_the_sender_within_a_second(served: Served) -> None:
+    call = served.decode.Generate(request())
+    served.engine.script.put_nowait(RESERVATION)
+    assert await next_event(aiter(call)) == "reserved"
+    rank = PrefillRank(served)
+    await rank.open()
+    started = time.monotonic()
+    call.cancel()
+    cancel = await rank.hear("cancel")
+    assert time.monotonic() - started < 1
+    assert cancel.cancel.reason == "CANCELLED"
+    await until(lambda: served.engine.closed == 1, "the engine's abort")
+    assert served.engine.released_ids == []
+    rank.say(quiesced=handoff_pb2.Quiesced(transfer_id="x1"))
+    await until(lambda: served.engine.released_ids == ["x1"], "release")
+    status = served.service.status()
+    assert (status.reserved_blocks, status.quarantined_blocks, status.active_transfers) == (0, 0, 0)
+    rank.leave()
+
+
+async def test_a_call_cancelled_while_generating_aborts_the_engine(served: Served) -> None:
+    call = served.decode.Generate(request(remote_prefill=False))
+    served.engine.script.put_nowait(DecodeTokens((1,)))
+    stream = aiter(call)
+    assert [await next_event(stream), await next_event(stream)] == ["reserved", "tokens"]
+    call.cancel()
+    await until(lambda: served.engine.closed == 1, "the engine's abort")
+    await until(lambda: served.service.status().reserved_blocks == 0, "the blocks")
+    assert served.engine.released_ids == served.engine.arrived_ids == []
+
+
+async def test_a_local_prefill_needs_no_transfer(served: Served) -> None:
+    for event in (DecodeTokens((1,)), DecodeEnded(False, 16)):
+        served.engine.script.put_nowait(event)
+    responses = [r async for r in served.decode.Generate(request(remote_prefill=False))]
+    assert responses[0].WhichOneof("event") == "reserved"
+    finished = responses[-1].finished
+    assert (finished.reason, finished.cached_tokens, finished.transferred_tokens) == (
+        sampling_pb2.FINISH_REASON_LENGTH,
+        16,
+        0,
+    )
+    assert not served.engine.works[0].remote_kv
+
+
+async def test_an_empty_reservation_waits_for_nothing(served: Served) -> None:
+    for event in (Reservation("x1", (), 32, 32), DecodeTokens((1,)), DecodeEnded(True, 32)):
+        served.engine.script.put_nowait(event)
+    responses = [r async for r in served.decode.Generate(request())]
+    assert responses[0].reserved.start_token == responses[0].reserved.end_token == 32
+    assert responses[-1].finished.cached_tokens == 32
+    assert served.engine.arrived_ids == served.engine.released_ids == []
+
+
+@pytest.mark.parametrize(
+    "changes,reason",
+    [
+        ({"incarnation": "ffffffffffffffff"}, "STALE_INCARNATION"),
+        ({"incarnation": ""}, "STALE_INCARNATION"),
+        ({"token_ids": []}, "INVALID_FIELD"),
+        ({"token_ids": [1] * 256}, "INVALID_FIELD"),
+        ({"sampling": sampling_pb2.SamplingParams()}, "INVALID_FIELD"),
+    ],
+)
+async def test_what_can_be_refused_is_refused_before_the_engine_hears_of_it(
+    served: Served, changes: dict[str, Any], reason: str
+) -> None:
+    error = await failure_of(served.decode.Generate(request(**changes)))
+    assert error.reason == reason
+    assert served.engine.works == []
+
+
+async def test_a_transfer_id_works_once(served: Served) -> None:
+    for event in (DecodeTokens((1,)), DecodeEnded(True, 0)):
+        served.engine.script.put_nowait(event)
+    assert [r async for r in served.decode.Generate(request(remote_prefill=False))]
+    error = await failure_of(served.decode.Generate(request()))
+    assert error.reason == "DUPLICATE_TRANSFER"
+
+
+async def test_a_full_worker_refuses_with_a_time_to_come_back(served: Served) -> None:
+    calls = [served.decode.Generate(request(f"y{n}", remote_prefill=False)) for n in range(2)]
+    for call in calls:
+        assert await next_event(aiter(call)) == "reserved"
+    error = await failure_of(served.decode.Generate(request("y3")))
+    assert error.reason == "DECODE_FULL"
+    assert error.retry_after_s is not None
+    for call in calls:
+        call.cancel()
+    await until(lambda: served.service.status().reserved_blocks == 0, "room")
+    for event in (DecodeTokens((1,)), DecodeEnded(True, 0)):
+        served.engine.script.put_nowait(event)
+    # An id that was refused before anything was spent may be used again.
+    assert [r async for r in served.decode.Generate(request("y3", remote_prefill=False))]
+
+
+async def test_an_engines_failure_is_the_requests(served: Served) -> None:
+    call = served.decode.Generate(request())
+    served.engine.script.put_nowait(RESERVATION)
+    assert await next_event(aiter(call)) == "reserved"
+    served.engine.script.put_nowait(TransferFailed("the engine lost it"))
+    assert (await failure_of(call)).reason == "TRANSFER_FAILED"
+    await until(lambda: served.engine.released_ids == ["x1"], "release")
+
+
+async def test_a_draining_worker_refuses_and_finishes(served: Served) -> None:
+    call = served.decode.Generate(request(remote_prefill=False))
+    assert await next_event(aiter(call)) == "reserved"
+    served.service.begin_drain()
+    assert (await failure_of(served.decode.Generate(request("y1")))).reason == "DRAINING"
+    waiting = asyncio.create_task(served.service.wait_idle())
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    for event in (DecodeTokens((1,)), DecodeEnded(True, 0)):
+        served.engine.script.put_nowait(event)
+    assert [r.WhichOneof("event") async for r in call][-1] == "finished"
+    await asyncio.wait_for(waiting, 5)
+
+
+async def test_tokens_that_come_fast_share_messages(served: Served) -> None:
+    count = 400
+    for number in range(count):
+        served.engine.script.put_nowait(DecodeTokens((number,)))
+    served.engine.script.put_nowait(DecodeEnded(True, 0))
+    responses = [r async for r in served.decode.Generate(request(remote_prefill=False))]
+    tokens = [token for r in responses for token in r.tokens.token_ids]
+    assert tokens == list(range(count))
+    assert len(responses) < count / 2
+
+
+async def test_spans_of_a_failed_attempt_say_where_it_failed(served: Served) -> None:
+    served.engine.script.put_nowait(RESERVATION)
+    await failure_of(served.decode.Generate(request(), timeout=0.5))
+    await until(lambda: served.engine.released_ids == ["x1"], "release")
+    await asyncio.sleep(0.05)
+    served.telemetry.force_flush()
+    spans = {span.name: span for span in served.spans.get_finished_spans()}
+    assert set(spans) == {
+        schema.SPAN_DECODE,
+        schema.SPAN_DECODE_RESERVE,
+        schema.SPAN_DECODE_KV_WAIT,
+    }
+    assert (
+        spans[schema.SPAN_DECODE_RESERVE].status.is_ok
+        or not spans[schema.SPAN_DECODE_RESERVE].status.description
+    )
+    assert "missing" in (spans[schema.SPAN_DECODE_KV_WAIT].status.description or "")
+    attributes = spans[schema.SPAN_DECODE].attributes or {}
+    assert attributes[schema.ATTRIBUTE_ERROR_REASON] == "TRANSFER_TIMEOUT"
+
+
+async def test_status_is_told_at_once_on_change_and_in_silence(served: Served) -> None:
+    watch = served.worker.WatchStatus(worker_pb2.WatchStatusRequest())
+    stream = aiter(watch)
+    first = await asyncio.wait_for(anext(stream), 1)
+    assert (first.worker_id, first.state, first.total_blocks) == (
+        "decode-0",
+        worker_pb2.WatchStatusResponse.STATE_SERVING,
+        33,
+    )
+    call = served.decode.Generate(request(remote_prefill=False))
+    changed = await asyncio.wait_for(anext(stream), 0.8)
+    assert changed.reserved_blocks == 3
+    call.cancel()
+    async with asyncio.timeout(2):
+        async for status in stream:
+            if status.reserved_blocks == 0 and status.running_requests == 0:
+                break
+    # Nothing changes any more, and still it speaks.
+    await asyncio.wait_for(anext(stream), 1.5)
+    watch.cancel()
+
+
+@pytest.mark.parametrize("interval_ms", [0, 99, 60_001])
+async def test_an_impossible_interval_is_refused_by_name(served: Served, interval_ms: int) -> None:
+    message = worker_pb2.WatchStatusRequest()
+    message.max_interval.FromMilliseconds(interval_ms)
+    error = await failure_of(served.worker.WatchStatus(message))
+    assert error.reason == "INVALID_FIELD"
+    assert "max_interval" in error.detail

@@ -1,0 +1,227 @@
+"""The puller against routers that really serve PrefillQueueService."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc.aio
+import pytest
+
+from headrace.kv.v1 import layout_pb2
+from headrace.prefill.v1 import prefill_pb2, prefill_pb2_grpc
+from headrace.registry.v1 import registry_pb2
+from headrace_common.config import ServiceConfig
+from headrace_kv.layout import WorkerRef
+from headrace_prefill.puller import Puller
+
+REF = WorkerRef("prefill-0", "00112233445566ff")
+LAYOUT = layout_pb2.KvLayout(model="m", layer_count=2)
+
+
+class ScriptedWorker:
+    """Stands in for the engine behind PrefillWorker: tasks last until they are let go."""
+
+    def __init__(self, slot_count: int) -> None:
+        self.ref = REF
+        self.slot_count = slot_count
+        self.draining = False
+        self.running: dict[str, asyncio.Event] = {}
+        self.cancelled: list[str] = []
+
+    async def run(self, task: prefill_pb2.PrefillTask) -> prefill_pb2.TaskDone:
+        done = prefill_pb2.TaskDone(transfer_id=task.transfer_id)
+        self.running[task.transfer_id] = asyncio.Event()
+        try:
+            await self.running[task.transfer_id].wait()
+        except asyncio.CancelledError:
+            self.cancelled.append(task.transfer_id)
+            done.reason = "CANCELLED"
+        finally:
+            del self.running[task.transfer_id]
+        return done
+
+
+class RouterQueue(prefill_pb2_grpc.PrefillQueueServiceServicer):
+    """Hands out what the test says, and notes what it is told."""
+
+    def __init__(self) -> None:
+        self.hellos: list[prefill_pb2.Hello] = []
+        self.credit = 0
+        self.done: list[prefill_pb2.TaskDone] = []
+        self.to_say: asyncio.Queue[prefill_pb2.PullResponse] = asyncio.Queue()
+        self.refuse = False
+
+    async def Pull(
+        self, request_iterator: AsyncIterator[prefill_pb2.PullRequest], context: object
+    ) -> AsyncIterator[prefill_pb2.PullResponse]:
+        self.credit = 0
+        listening = asyncio.create_task(self._listen(request_iterator))
+        try:
+            while True:
+                yield await self.to_say.get()
+        finally:
+            listening.cancel()
+
+    async def _listen(self, requests: AsyncIterator[prefill_pb2.PullRequest]) -> None:
+        async for request in requests:
+            match request.WhichOneof("message"):
+                case "hello":
+                    self.hellos.append(request.hello)
+                case "credit":
+                    self.credit += request.credit.task_count
+                case "done":
+                    self.done.append(request.done)
+
+    def hand_out(self, name: str) -> None:
+        self.credit -= 1
+        task = prefill_pb2.PrefillTask(transfer_id=name, token_ids=[1, 2])
+        self.to_say.put_nowait(prefill_pb2.PullResponse(task=task))
+
+    def cancel(self, name: str) -> None:
+        cancel = prefill_pb2.CancelTask(transfer_id=name)
+        self.to_say.put_nowait(prefill_pb2.PullResponse(cancel=cancel))
+
+
+class ServedRouter:
+    """A RouterQueue on a port."""
+
+    def __init__(self) -> None:
+        self.queue = RouterQueue()
+        self.port = 0
+
+    async def start(self) -> None:
+        self.server = grpc.aio.server()
+        prefill_pb2_grpc.add_PrefillQueueServiceServicer_to_server(self.queue, self.server)
+        self.port = self.server.add_insecure_port(f"127.0.0.1:{self.port}")
+        await self.server.start()
+
+    def member(self, name: str, incarnation: str = "a" * 16) -> registry_pb2.Member:
+        return registry_pb2.Member(
+            worker_id=name, incarnation=incarnation, endpoint=f"127.0.0.1:{self.port}"
+        )
+
+
+@pytest.fixture
+async def routers() -> AsyncIterator[list[ServedRouter]]:
+    served = [ServedRouter(), ServedRouter()]
+    for router in served:
+        await router.start()
+    yield served
+    for router in served:
+        await router.server.stop(None)
+
+
+@pytest.fixture
+async def worker() -> ScriptedWorker:
+    return ScriptedWorker(4)
+
+
+@pytest.fixture
+async def puller(worker: ScriptedWorker) -> AsyncIterator[Puller]:
+    puller = Puller(ServiceConfig(), worker, model="m", layout=LAYOUT)  # type: ignore[arg-type]
+    yield puller
+    await puller.close()
+
+
+async def until(check: object, what: str, timeout_s: float = 5.0) -> None:
+    assert callable(check)
+    try:
+        async with asyncio.timeout(timeout_s):
+            while not check():
+                await asyncio.sleep(0.01)
+    except TimeoutError:
+        pytest.fail(f"waited in vain for {what}")
+
+
+async def test_it_says_hello_and_gives_credit_for_every_slot(
+    puller: Puller, routers: list[ServedRouter]
+) -> None:
+    queue = routers[0].queue
+    puller.set_routers([routers[0].member("r0")])
+    await until(lambda: queue.credit == 4, "credit")
+    assert [(hello.worker_id, hello.incarnation, hello.model) for hello in queue.hellos] == [
+        ("prefill-0", REF.incarnation, "m")
+    ]
+    assert queue.hellos[0].layout == LAYOUT
+
+
+async def test_a_task_that_ends_gives_its_credit_back(
+    puller: Puller, routers: list[ServedRouter], worker: ScriptedWorker
+) -> None:
+    queue = routers[0].queue
+    puller.set_routers([routers[0].member("r0")])
+    await until(lambda: queue.credit == 4, "credit")
+    queue.hand_out("x1")
+    await until(lambda: "x1" in worker.running, "the task")
+    assert queue.credit == 3
+    worker.running["x1"].set()
+    await until(lambda: len(queue.done) == 1 and queue.credit == 4, "its end")
+    assert queue.done[0].reason == ""
+
+
+async def test_a_cancelled_task_is_reported_too(
+    puller: Puller, routers: list[ServedRouter], worker: ScriptedWorker
+) -> None:
+    queue = routers[0].queue
+    puller.set_routers([routers[0].member("r0")])
+    queue.hand_out("x1")
+    await until(lambda: "x1" in worker.running, "the task")
+    queue.cancel("x1")
+    queue.cancel("unknown")
+    await until(lambda: len(queue.done) == 1, "its end")
+    assert queue.done[0].reason == "CANCELLED"
+
+
+async def test_routers_share_the_slots(puller: Puller, routers: list[ServedRouter]) -> None:
+    puller.set_routers([router.member(f"r{i}") for i, router in enumerate(routers)])
+    await until(lambda: all(router.queue.credit == 2 for router in routers), "equal shares")
+    puller.set_routers([routers[0].member("r0")])
+    await until(lambda: routers[0].queue.credit == 4, "the other's share")
+
+
+async def test_a_router_that_comes_back_is_pulled_from_again(
+    puller: Puller, routers: list[ServedRouter], worker: ScriptedWorker
+) -> None:
+    router = routers[0]
+    puller.set_routers([router.member("r0")])
+    router.queue.hand_out("x1")
+    await until(lambda: "x1" in worker.running, "the task")
+    await router.server.stop(None)
+    await until(lambda: worker.cancelled == ["x1"], "the task to be stopped")
+    router.queue = RouterQueue()
+    await router.start()
+    await until(lambda: router.queue.credit == 4, "credit anew")
+
+
+async def test_draining_gives_new_tasks_back_and_waits_for_the_old(
+    puller: Puller, routers: list[ServedRouter], worker: ScriptedWorker
+) -> None:
+    queue = routers[0].queue
+    puller.set_routers([routers[0].member("r0")])
+    await until(lambda: queue.credit == 4, "credit")
+    queue.hand_out("x1")
+    await until(lambda: "x1" in worker.running, "the task")
+    draining = asyncio.create_task(puller.drain())
+    await asyncio.sleep(0.05)
+    queue.hand_out("x2")
+    await until(lambda: len(queue.done) == 1, "the refusal")
+    assert (queue.done[0].transfer_id, queue.done[0].reason) == ("x2", "DRAINING")
+    assert not draining.done()
+    worker.running["x1"].set()
+    await asyncio.wait_for(draining, 5)
+    await until(lambda: len(queue.done) == 2, "the last report")
+    assert queue.credit == 2
+
+
+async def test_a_router_that_breaks_its_credit_is_refused(
+    puller: Puller, routers: list[ServedRouter], worker: ScriptedWorker
+) -> None:
+    queue = routers[0].queue
+    puller.set_routers([routers[0].member("r0")])
+    await until(lambda: queue.credit == 4, "credit")
+    for number in range(5):
+        queue.hand_out(f"x{number}")
+    await until(lambda: len(queue.done) == 1, "the refusal")
+    assert queue.done[0].reason == "QUEUE_FULL"
+    assert len(worker.running) == 4

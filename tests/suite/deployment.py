@@ -1,0 +1,190 @@
+"""Whole deployments for tests: real processes, the sim engine, Mooncake over TCP on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc.aio
+from rich.console import Console
+
+from headrace.inference.v1 import (
+    inference_pb2,
+    inference_pb2_grpc,
+    sampling_pb2,
+    trace_pb2,
+    trace_pb2_grpc,
+)
+from headrace.worker.v1 import worker_pb2
+from headrace_cli.client import RouterClient, worker_status
+from headrace_cli.supervisor import Child
+from headrace_cli.topology import ProcessSpec, Topology
+from headrace_cli.up import Deployment, Signals, deployed
+from headrace_common.channel import open_channel
+from headrace_common.status import error_from_rpc
+from headrace_engine.sim.model import SimModel
+
+VOCABULARY = 32_000
+# The router's text side of the sim model knows fewer tokens than the model makes.
+PROMPT_VOCABULARY = 512
+DEADLINE_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One request's answer."""
+
+    token_ids: tuple[int, ...]
+    trace_id: str
+    last: inference_pb2.GenerateResponse
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """A running deployment and the means to use it."""
+
+    deployment: Deployment
+    channel: grpc.aio.Channel
+    model: SimModel
+
+    @property
+    def client(self) -> RouterClient:
+        return RouterClient(self.deployment.router, self.channel)
+
+    def child(self, name: str) -> Child:
+        return next(child for child in self.deployment.children if child.spec.name == name)
+
+    async def generate(
+        self,
+        prompt: Sequence[int],
+        count: int,
+        *,
+        placement: inference_pb2.PrefillPlacement.ValueType = (
+            inference_pb2.PREFILL_PLACEMENT_UNSPECIFIED
+        ),
+        request_id: str = "",
+        timeout_s: float = DEADLINE_S,
+    ) -> Outcome:
+        """Greedy, `count` tokens exactly. Raises HeadraceError."""
+        request = greedy(prompt, count, placement, request_id)
+        stub = inference_pb2_grpc.InferenceServiceStub(self.channel)
+        tokens: list[int] = []
+        trace_id = ""
+        last = inference_pb2.GenerateResponse()
+        try:
+            async for response in stub.Generate(request, timeout=timeout_s):
+                tokens += response.token_ids
+                trace_id = trace_id or response.trace_id
+                last = response
+        except grpc.aio.AioRpcError as rpc_error:
+            raise error_from_rpc(rpc_error) from rpc_error
+        return Outcome(tuple(tokens), trace_id, last)
+
+    def expected(self, prompt: Sequence[int], count: int) -> tuple[int, ...]:
+        return self.model.expected_tokens(prompt, count)
+
+    async def trace(self, trace_id: str, wait_s: float = 5.0) -> trace_pb2.Trace:
+        return await self.client.trace(trace_id, wait_s)
+
+    async def raw_trace(self, trace_id: str) -> trace_pb2.Trace:
+        stub = trace_pb2_grpc.TraceServiceStub(self.channel)
+        return (await stub.GetTrace(trace_pb2.GetTraceRequest(id=trace_id), timeout=5)).trace
+
+    async def status(self, name: str) -> worker_pb2.WatchStatusResponse:
+        return await worker_status(self.child(name).endpoint)
+
+    async def wait_empty(self, name: str, timeout_s: float = 10.0) -> None:
+        """Until a worker holds nothing: no request, block, quarantine or transfer."""
+        give_up = time.monotonic() + timeout_s
+        while True:
+            status = await self.status(name)
+            held = (
+                status.running_requests,
+                status.waiting_requests,
+                status.reserved_blocks,
+                status.quarantined_blocks,
+                status.active_transfers,
+            )
+            if not any(held):
+                return
+            assert time.monotonic() < give_up, f"{name} still holds {status}"
+            await asyncio.sleep(0.05)
+
+    def kill(self, name: str) -> None:
+        """kill -9; the suite does not expect the process to end well any more."""
+        child = self.child(name)
+        self.deployment.supervisor.children.remove(child)
+        os.kill(child.process.pid, signal.SIGKILL)
+
+    async def terminate(self, name: str, timeout_s: float = 30.0) -> int:
+        """SIGTERM; the exit status."""
+        child = self.child(name)
+        child.stopping = True
+        child.process.send_signal(signal.SIGTERM)
+        return await asyncio.wait_for(child.process.wait(), timeout_s)
+
+    async def restart(self, name: str, *extra: str) -> Child:
+        """Starts a process that has ended again, on the address that it had."""
+        old = self.child(name)
+        arguments = [text for text in old.spec.arguments if not text.startswith("--listen=")]
+        spec = ProcessSpec(
+            name=old.spec.name,
+            service=old.spec.service,
+            arguments=(*arguments, f"--listen={old.endpoint}", *extra),
+            port_file=old.spec.port_file,
+            log_file=old.spec.log_file.with_suffix(".again.log"),
+            environment=old.spec.environment,
+        )
+        child = await self.deployment.supervisor.start(spec)
+        give_up = time.monotonic() + 15
+        while not spec.port_file.exists():
+            assert child.running, spec.log_file.read_text()
+            assert time.monotonic() < give_up
+            await asyncio.sleep(0.02)
+        return child
+
+
+@asynccontextmanager
+async def suite(
+    folder: Path, *, model: SimModel | None = None, **topology: object
+) -> AsyncIterator[Suite]:
+    """Starts a deployment with the sim engine; at the end, every process must end well."""
+    wanted = Topology(engine="sim", port=0, **topology)  # type: ignore[arg-type]
+    with (folder / "console.log").open("w") as log, Signals() as signals:
+        async with (
+            deployed(wanted, folder, Console(file=log), signals) as deployment,
+            open_channel(deployment.router) as channel,
+        ):
+            yield Suite(deployment, channel, model or default_model())
+
+
+def default_model() -> SimModel:
+    """What the sim engine computes when it is told nothing."""
+    return SimModel(layers=2, heads=2, head_bytes=16, vocabulary=VOCABULARY)
+
+
+def greedy(
+    prompt: Sequence[int],
+    count: int,
+    placement: inference_pb2.PrefillPlacement.ValueType = inference_pb2.PREFILL_PLACEMENT_UNSPECIFIED,
+    request_id: str = "",
+) -> inference_pb2.GenerateRequest:
+    return inference_pb2.GenerateRequest(
+        tokens=inference_pb2.TokenIds(ids=prompt),
+        sampling=sampling_pb2.SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True),
+        prefill_placement=placement,
+        request_id=request_id,
+    )
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    """A prompt that shares no prefix with those of other seeds."""
+    generator = random.Random(seed)
+    return [generator.randrange(PROMPT_VOCABULARY) for _ in range(length)]

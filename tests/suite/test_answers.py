@@ -1,0 +1,80 @@
+"""Answers equal the closed form of the model, however the ranks lie."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from headrace.inference.v1 import inference_pb2
+from tests.suite.deployment import prompt_of, suite
+
+BLOCK = 32
+
+
+@pytest.mark.parametrize(
+    "prefill_ranks,decode_ranks", [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4)]
+)
+async def test_answers_are_right_for_every_pair_of_ranks(
+    tmp_path: Path, prefill_ranks: int, decode_ranks: int
+) -> None:
+    async with suite(
+        tmp_path,
+        prefill_tensor_parallel=prefill_ranks,
+        decode_tensor_parallel=decode_ranks,
+        settings=(("prefill", "max_batched_tokens", "64"),),
+    ) as it:
+        for length in (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, BLOCK + 2, 64, 65, 66, 300):
+            prompt = prompt_of(length, length)
+            outcome = await it.generate(prompt, 12)
+            assert outcome.token_ids == it.expected(prompt, 12), length
+            usage = outcome.last.usage
+            assert (usage.prompt_tokens, usage.completion_tokens) == (length, 12)
+            assert usage.transferred_tokens == length - 1
+        await it.wait_empty("decode-0")
+        await it.wait_empty("prefill-0")
+
+
+async def test_a_shared_prefix_is_not_transferred_again(tmp_path: Path) -> None:
+    async with suite(tmp_path) as it:
+        shared = prompt_of(4 * BLOCK, 1)
+        for seed in (2, 3):
+            prompt = shared + prompt_of(40, seed)
+            outcome = await it.generate(prompt, 4)
+            assert outcome.token_ids == it.expected(prompt, 4)
+            cached = 0 if seed == 2 else 4 * BLOCK
+            assert outcome.last.usage.decode_cached_tokens == cached
+            assert outcome.last.usage.transferred_tokens == len(prompt) - 1 - cached
+        # All but the last token is there: nothing is left to transfer.
+        exact = shared + prompt_of(1, 4)
+        outcome = await it.generate(exact, 4)
+        assert outcome.token_ids == it.expected(exact, 4)
+        assert outcome.last.usage.transferred_tokens == 0
+
+
+async def test_a_local_prefill_answers_the_same(tmp_path: Path) -> None:
+    async with suite(tmp_path) as it:
+        prompt = prompt_of(100, 7)
+        outcome = await it.generate(prompt, 8, placement=inference_pb2.PREFILL_PLACEMENT_LOCAL)
+        assert outcome.token_ids == it.expected(prompt, 8)
+        assert outcome.last.usage.transferred_tokens == 0
+        assert not outcome.last.timing.prefill_worker_id
+
+
+async def test_many_requests_at_once_over_several_workers(tmp_path: Path) -> None:
+    async with suite(tmp_path, prefill_count=2, decode_count=2) as it:
+        prompts = [prompt_of(1 + 13 * number % 190, number) for number in range(60)]
+        outcomes = await asyncio.gather(*(it.generate(prompt, 10) for prompt in prompts))
+        for prompt, outcome in zip(prompts, outcomes, strict=True):
+            assert outcome.token_ids == it.expected(prompt, 10)
+        assert {outcome.last.timing.decode_worker_id for outcome in outcomes} == {
+            "decode-0",
+            "decode-1",
+        }
+        assert {outcome.last.timing.prefill_worker_id for outcome in outcomes} >= {
+            "prefill-0",
+            "prefill-1",
+        }
+        for name in ("prefill-0", "prefill-1", "decode-0", "decode-1"):
+            await it.wait_empty(name)

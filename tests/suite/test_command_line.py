@@ -1,0 +1,223 @@
+"""The `headrace` command, as a person uses it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+COMMAND = (sys.executable, "-m", "headrace_cli")
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A command that has ended."""
+
+    status: int
+    out: str
+    err: str
+
+
+async def headrace(*arguments: str, stdin: str = "", timeout_s: float = 50.0) -> Finished:
+    process = await asyncio.create_subprocess_exec(
+        *COMMAND,
+        *arguments,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        out, err = await asyncio.wait_for(process.communicate(stdin.encode()), timeout_s)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    return Finished(process.returncode or 0, out.decode(), err.decode())
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def processes_in(folder: Path, what: str = "") -> list[int]:
+    """Processes that were started to work in a folder, and do `what`."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            command = (entry / "cmdline").read_text() if entry.name.isdecimal() else ""
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+        if str(folder) in command and what in command:
+            found.append(int(entry.name))
+    return found
+
+
+async def wait_none_in(folder: Path, timeout_s: float = 20.0) -> None:
+    give_up = time.monotonic() + timeout_s
+    while left := processes_in(folder):
+        assert time.monotonic() < give_up, f"{left} still run"
+        await asyncio.sleep(0.1)
+
+
+@asynccontextmanager
+async def up(folder: Path, *arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """`headrace up`, ready; the caller ends it."""
+    process = await asyncio.create_subprocess_exec(
+        *COMMAND,
+        *("up", "--engine", "sim", "--logs", str(folder), *arguments),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stderr is not None
+    try:
+        async with asyncio.timeout(30):
+            while b"Ctrl-C" not in (line := await process.stderr.readline()):
+                assert line, "it ended before it was ready"
+        yield process
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            await asyncio.wait_for(process.wait(), 40)
+        await process.stderr.read()
+
+
+async def test_the_demo_answers_shows_the_waterfall_and_leaves_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "logs"
+    shown = await headrace(
+        "demo", "--engine", "sim", "--logs", str(folder), "--max-tokens", "6",
+        "--set", "prefill.model=sim:layers=5", "--set", "decode.model=sim:layers=5",
+    )  # fmt: skip
+    assert shown.status == 0, shown.err
+    answer, _, waterfall = shown.out.partition("trace ")
+    assert answer.strip()
+    for layer in range(5):
+        assert f"layer {layer} " in waterfall
+    for step in ("request", "queue", "reserve", "kv wait", "first token", "generate", "compute"):
+        assert step in waterfall
+    assert "5 layers in 5 writes" in waterfall
+    assert "\x1b" not in shown.out + shown.err
+    for name in ("registry", "router", "prefill-0", "decode-0"):
+        assert name in shown.err
+    assert processes_in(folder) == []
+
+
+async def test_chat_workers_and_trace_find_what_up_started(tmp_path: Path) -> None:
+    port = free_port()
+    router = f"127.0.0.1:{port}"
+    async with up(tmp_path / "logs", "--port", str(port), "--decode", "2") as process:
+        once = await headrace("chat", "Hello", "--router", router, "--max-tokens", "5")
+        assert once.status == 0, once.err
+        assert once.out.strip()
+        talk = await headrace(
+            "chat", "--router", router, "--max-tokens", "5", stdin="one\n\ntwo\n/exit\n"
+        )
+        assert talk.status == 0, talk.err
+        assert len(talk.out.splitlines()) >= 2
+        listed = await headrace("workers", "--router", router)
+        assert listed.status == 0, listed.err
+        for name in ("router-0", "prefill-0", "decode-0", "decode-1"):
+            assert name in listed.out
+        assert listed.out.count("serving") == 3
+        newest = await headrace("trace", "--router", router)
+        assert newest.status == 0, newest.err
+        assert "layer 1 " in newest.out
+        trace_id = newest.out.split()[1]
+        folded = await headrace("trace", trace_id, "--no-layers", "--router", router)
+        assert folded.status == 0, folded.err
+        assert trace_id in folded.out
+        assert "2 layers" in folded.out
+        assert "layer 1 " not in folded.out
+        many = await headrace("trace", "--list", "5", "--router", router)
+        assert trace_id in many.out
+        unknown = await headrace("trace", "nobody", "--router", router, "--wait", "0")
+        assert unknown.status == 1
+        assert len(unknown.err.splitlines()) == 1
+        process.send_signal(signal.SIGINT)
+        assert await asyncio.wait_for(process.wait(), 40) == 0
+    assert processes_in(tmp_path / "logs") == []
+
+
+async def test_killing_up_takes_everything_with_it(tmp_path: Path) -> None:
+    folder = tmp_path / "logs"
+    async with up(folder, "--port", "0") as process:
+        assert len(processes_in(folder)) == 5
+        process.kill()
+        await process.wait()
+        await wait_none_in(folder)
+
+
+async def test_a_worker_that_dies_ends_everything_with_its_log(tmp_path: Path) -> None:
+    folder = tmp_path / "logs"
+    process = await asyncio.create_subprocess_exec(
+        *COMMAND, "up", "--engine", "sim", "--port", "0", "--logs", str(folder),
+        stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stderr is not None
+    async with asyncio.timeout(30):
+        while b"Ctrl-C" not in (line := await process.stderr.readline()):
+            assert line, "it ended before it was ready"
+    os.kill(processes_in(folder, "headrace_decode")[0], signal.SIGKILL)
+    told = (await asyncio.wait_for(process.stderr.read(), 40)).decode()
+    assert await process.wait() == 1
+    assert "decode-0 was killed by signal 9" in told
+    assert "Traceback" not in told
+    await wait_none_in(folder)
+
+
+@pytest.mark.parametrize(
+    "arguments,remedy",
+    [
+        (("up", "--engine", "magic"), "choose vllm or sim"),
+        (("up", "--engine", "sim", "--set", "decode=1"), "SERVICE.FIELD=VALUE"),
+        (("up", "--engine", "sim", "--tensor-parallel", "x"), "write N"),
+        (("up", "--engine", "sim", "--port", "0", "--set", "decode.model=sim:layers=0"), "layers"),
+        (("up", "--engine", "sim", "--port", "0", "--set", "router.nonsense=1"), "nonsense"),
+        (("up", "--model", "/nowhere"), "not a model folder"),
+    ],
+)
+async def test_what_cannot_start_says_why_in_one_line_and_exits_2(
+    tmp_path: Path, arguments: tuple[str, ...], remedy: str
+) -> None:
+    ended = await headrace(*arguments, "--logs", str(tmp_path / "logs"))
+    assert ended.status == 2, ended.err
+    last = ended.err.splitlines()[-1]
+    assert remedy in last
+    assert "Traceback" not in ended.err
+    assert processes_in(tmp_path / "logs") == []
+
+
+async def test_a_taken_port_is_named(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        ended = await headrace(
+            "up", "--engine", "sim", "--port", str(port), "--logs", str(tmp_path / "logs")
+        )
+    assert ended.status == 2, ended.err
+    assert str(port) in ended.err.splitlines()[-1]
+
+
+async def test_nobody_at_home_is_one_line() -> None:
+    ended = await headrace("chat", "hi", "--router", f"127.0.0.1:{free_port()}")
+    assert ended.status == 1
+    assert len(ended.err.splitlines()) == 1
+    assert "headrace up" in ended.err
+
+
+@pytest.mark.parametrize("command", ["up", "demo", "chat", "workers", "trace"])
+async def test_every_command_has_help_with_examples(command: str) -> None:
+    shown = await headrace(command, "--help")
+    assert shown.status == 0
+    assert "Examples:" in shown.out
+    assert f"headrace {command}" in shown.out.replace("\n", " ")

@@ -1,0 +1,133 @@
+"""Processes die and come back: every request ends in a right answer or a named error, in time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+from headrace_common.errors import DeadlineExceeded, HeadraceError, InternalError
+from tests.suite.deployment import Outcome, Suite, prompt_of, suite
+
+DEADLINE_S = 15.0
+# Each prompt token takes this long, so that requests are in flight when something dies.
+SLOW_PREFILL = ("prefill", "model", "sim:prefill_s_per_token=0.004")
+SLOW_DECODE = ("decode", "model", "sim:decode_step_s=0.02")
+
+
+async def ended(it: Suite, prompt: list[int], count: int) -> Outcome | HeadraceError:
+    """The answer or its error; never later than the deadline and a little."""
+    started = time.monotonic()
+    try:
+        return await it.generate(prompt, count, timeout_s=DEADLINE_S)
+    except HeadraceError as error:
+        return error
+    finally:
+        assert time.monotonic() - started < DEADLINE_S + 3
+
+
+async def test_a_killed_prefill_worker_costs_no_answer_while_another_lives(tmp_path: Path) -> None:
+    async with suite(tmp_path, prefill_count=2, settings=(SLOW_PREFILL,)) as it:
+        prompts = [prompt_of(150, number) for number in range(8)]
+        running = [asyncio.create_task(ended(it, prompt, 6)) for prompt in prompts]
+        await asyncio.sleep(0.5)
+        it.kill("prefill-0")
+        for prompt, outcome in zip(prompts, await asyncio.gather(*running), strict=True):
+            assert isinstance(outcome, Outcome), outcome
+            assert outcome.token_ids == it.expected(prompt, 6)
+
+
+async def test_the_only_prefill_worker_killed_ends_in_answers_or_named_errors(
+    tmp_path: Path,
+) -> None:
+    async with suite(tmp_path, settings=(SLOW_PREFILL,)) as it:
+        prompts = [prompt_of(150, number) for number in range(6)]
+        running = [asyncio.create_task(ended(it, prompt, 6)) for prompt in prompts]
+        await asyncio.sleep(0.5)
+        it.kill("prefill-0")
+        for prompt, outcome in zip(prompts, await asyncio.gather(*running), strict=True):
+            if isinstance(outcome, Outcome):
+                assert outcome.token_ids == it.expected(prompt, 6)
+            else:
+                assert not isinstance(outcome, InternalError | DeadlineExceeded), outcome
+                assert outcome.detail
+        # Afterwards prompts are prefilled on the decode worker.
+        prompt = prompt_of(80, 99)
+        outcome = await it.generate(prompt, 6)
+        assert outcome.token_ids == it.expected(prompt, 6)
+        assert not outcome.last.timing.prefill_worker_id
+
+
+async def test_a_killed_decode_worker_is_named_and_the_other_serves(tmp_path: Path) -> None:
+    async with suite(tmp_path, decode_count=2, settings=(SLOW_DECODE,)) as it:
+        prompts = [prompt_of(40, number) for number in range(6)]
+        running = [asyncio.create_task(ended(it, prompt, 60)) for prompt in prompts]
+        await asyncio.sleep(0.6)
+        it.kill("decode-0")
+        right = 0
+        for prompt, outcome in zip(prompts, await asyncio.gather(*running), strict=True):
+            if isinstance(outcome, Outcome):
+                assert outcome.token_ids == it.expected(prompt, 60)
+                right += 1
+            else:
+                assert not isinstance(outcome, InternalError | DeadlineExceeded), outcome
+        assert right >= 1
+        prompt = prompt_of(40, 77)
+        outcome = await it.generate(prompt, 4)
+        assert outcome.token_ids == it.expected(prompt, 4)
+        assert outcome.last.timing.decode_worker_id == "decode-1"
+
+
+async def test_no_request_fails_while_the_registry_is_away_and_comes_back(tmp_path: Path) -> None:
+    async with suite(tmp_path, prefill_count=2, settings=(SLOW_DECODE,)) as it:
+        stop = asyncio.Event()
+        right = 0
+
+        async def load(seed: int) -> None:
+            nonlocal right
+            while not stop.is_set():
+                seed += 100
+                prompt = prompt_of(40, seed)
+                outcome = await it.generate(prompt, 5)
+                assert outcome.token_ids == it.expected(prompt, 5)
+                right += 1
+
+        load_tasks = [asyncio.create_task(load(number)) for number in range(3)]
+        try:
+            await asyncio.sleep(1)
+            it.kill("registry")
+            await asyncio.sleep(4)
+            during = right
+            await it.restart("registry")
+            await asyncio.sleep(4)
+        finally:
+            stop.set()
+            await asyncio.gather(*load_tasks)
+        assert during > 5
+        assert right > during
+        models = await it.client.models()
+        assert [(model.prefill_worker_count, model.decode_worker_count) for model in models] == [
+            (2, 1)
+        ]
+
+
+async def test_a_decode_worker_that_drains_finishes_what_it_has(tmp_path: Path) -> None:
+    async with suite(tmp_path, decode_count=2, settings=(SLOW_DECODE,)) as it:
+        prompts = [prompt_of(40, number) for number in range(6)]
+        running = [asyncio.create_task(it.generate(prompt, 50)) for prompt in prompts]
+        await asyncio.sleep(0.5)
+        assert await it.terminate("decode-0") == 0
+        for prompt, outcome in zip(prompts, await asyncio.gather(*running), strict=True):
+            assert outcome.token_ids == it.expected(prompt, 50)
+        late = await it.generate(prompts[0], 3)
+        assert late.last.timing.decode_worker_id == "decode-1"
+
+
+async def test_a_prefill_worker_that_drains_gives_its_tasks_back(tmp_path: Path) -> None:
+    async with suite(tmp_path, prefill_count=2, settings=(SLOW_PREFILL,)) as it:
+        prompts = [prompt_of(120, number) for number in range(12)]
+        running = [asyncio.create_task(it.generate(prompt, 4)) for prompt in prompts]
+        await asyncio.sleep(0.5)
+        assert await it.terminate("prefill-0") == 0
+        for prompt, outcome in zip(prompts, await asyncio.gather(*running), strict=True):
+            assert outcome.token_ids == it.expected(prompt, 4)

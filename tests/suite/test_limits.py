@@ -1,0 +1,88 @@
+"""What does not fit is refused, and what is given up is given back."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from headrace.inference.v1 import inference_pb2_grpc
+from headrace_common.errors import DecodeFull, InvalidRequest
+from tests.suite.deployment import greedy, prompt_of, suite
+
+SLOW_DECODE = ("decode", "model", "sim:decode_step_s=0.02")
+
+
+async def test_a_full_decode_worker_says_when_to_come_back(tmp_path: Path) -> None:
+    settings = (("decode", "max_requests", "2"), SLOW_DECODE)
+    async with suite(tmp_path, settings=settings) as it:
+        prompts = [prompt_of(20, number) for number in range(2)]
+        running = [asyncio.create_task(it.generate(prompt, 150)) for prompt in prompts]
+        await asyncio.sleep(0.5)
+        with pytest.raises(DecodeFull) as refused:
+            await it.generate(prompt_of(20, 9), 5)
+        # By the number of requests ahead, so it must have travelled.
+        assert refused.value.retry_after_s == pytest.approx(0.2)
+        for prompt, outcome in zip(prompts, await asyncio.gather(*running), strict=True):
+            assert outcome.token_ids == it.expected(prompt, 150)
+        again = await it.generate(prompts[0], 5)
+        assert again.token_ids == it.expected(prompts[0], 5)
+
+
+async def test_blocks_bound_what_is_admitted(tmp_path: Path) -> None:
+    # 20 blocks of 32 tokens hold two such requests, with the block that engines keep for themselves.
+    settings = (("decode", "block_count", "20"), SLOW_DECODE)
+    async with suite(tmp_path, settings=settings) as it:
+        running = [
+            asyncio.create_task(it.generate(prompt_of(200, number), 60)) for number in range(2)
+        ]
+        await asyncio.sleep(0.5)
+        with pytest.raises(DecodeFull, match="blocks"):
+            await it.generate(prompt_of(200, 5), 60)
+        await asyncio.gather(*running)
+        with pytest.raises(InvalidRequest):
+            await it.generate(prompt_of(1_000, 6), 60)
+        await it.wait_empty("decode-0")
+
+
+async def test_without_a_prefill_worker_decode_prefills(tmp_path: Path) -> None:
+    async with suite(tmp_path, prefill_count=0) as it:
+        prompt = prompt_of(100, 1)
+        outcome = await it.generate(prompt, 6)
+        assert outcome.token_ids == it.expected(prompt, 6)
+        assert outcome.last.usage.transferred_tokens == 0
+
+
+async def test_workers_whose_layouts_differ_are_never_brought_together(tmp_path: Path) -> None:
+    async with suite(tmp_path, settings=(("prefill", "block_tokens", "16"),)) as it:
+        for number in range(4):
+            prompt = prompt_of(100, number)
+            outcome = await it.generate(prompt, 6)
+            assert outcome.token_ids == it.expected(prompt, 6)
+            assert not outcome.last.timing.prefill_worker_id
+        log = it.child("decode-0").spec.log_file.read_text()
+        assert "LAYOUT_MISMATCH" not in log
+
+
+async def test_a_client_that_goes_away_leaves_nothing_behind(tmp_path: Path) -> None:
+    settings = (SLOW_DECODE, ("prefill", "model", "sim:prefill_s_per_token=0.005"))
+    async with suite(tmp_path, settings=settings) as it:
+        stub = inference_pb2_grpc.InferenceServiceStub(it.channel)
+        calls = [stub.Generate(greedy(prompt_of(150, n), 500), timeout=30) for n in range(6)]
+        readers = [asyncio.create_task(call.read()) for call in calls]
+        # Some generate, some wait for their KV cache, some for a prefill slot.
+        await asyncio.sleep(1.2)
+        before = await it.status("decode-0")
+        assert before.reserved_blocks > 0
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+        await asyncio.sleep(1.0)
+        status = await it.status("decode-0")
+        assert (status.running_requests, status.active_transfers) == (0, 0)
+        await it.wait_empty("decode-0")
+        await it.wait_empty("prefill-0")
+        prompt = prompt_of(60, 42)
+        outcome = await it.generate(prompt, 6)
+        assert outcome.token_ids == it.expected(prompt, 6)

@@ -1,0 +1,114 @@
+"""One trace per request, whole, across all processes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+
+from headrace.inference.v1 import inference_pb2, trace_pb2
+from headrace_common import telemetry_schema as schema
+from tests.suite.deployment import prompt_of, suite
+
+LAYERS = 7
+REMOTE_SPANS = (
+    schema.SPAN_REQUEST,
+    schema.SPAN_TOKENIZE,
+    schema.SPAN_ROUTE,
+    schema.SPAN_ATTEMPT,
+    schema.SPAN_RESERVE,
+    schema.SPAN_QUEUE,
+    schema.SPAN_FIRST_TOKEN,
+    schema.SPAN_STREAM,
+    schema.SPAN_PREFILL,
+    schema.SPAN_PREFILL_COMPUTE,
+    schema.SPAN_DECODE,
+    schema.SPAN_DECODE_RESERVE,
+    schema.SPAN_DECODE_KV_WAIT,
+    schema.SPAN_DECODE_FIRST_TOKEN,
+    schema.SPAN_DECODE_GENERATE,
+)
+MODEL = (
+    ("prefill", "model", f"sim:layers={LAYERS}"),
+    ("decode", "model", f"sim:layers={LAYERS}"),
+)
+
+
+def start_ns(span: trace_pb2.Span) -> int:
+    return span.start_time.ToNanoseconds()
+
+
+def end_ns(span: trace_pb2.Span) -> int:
+    return start_ns(span) + span.duration.ToNanoseconds()
+
+
+async def test_every_step_of_a_request_is_in_its_trace_once(tmp_path: Path) -> None:
+    async with suite(tmp_path, settings=MODEL) as it:
+        for number in range(2):
+            outcome = await it.generate(prompt_of(50, number), 6, request_id=f"mine-{number}")
+            trace = await it.trace(outcome.trace_id)
+            assert trace.complete
+            assert trace.request_id == f"mine-{number}"
+            names = Counter(span.name for span in trace.spans)
+            assert names.pop(schema.SPAN_TRANSFER_LAYER) == LAYERS
+            assert names == dict.fromkeys(REMOTE_SPANS, 1)
+            layers = [s for s in trace.spans if s.name == schema.SPAN_TRANSFER_LAYER]
+            assert sorted(int(span.attributes[schema.ATTRIBUTE_LAYER]) for span in layers) == list(
+                range(LAYERS)
+            )
+            # 49 tokens take two whole blocks, of 32 tokens of two heads of 16 bytes each.
+            sizes = {int(span.attributes[schema.ATTRIBUTE_PAYLOAD_BYTES]) for span in layers}
+            assert sizes == {2 * 32 * 2 * 16}
+            assert not any(span.error for span in trace.spans)
+        assert (await it.trace("mine-0")).request_id == "mine-0"
+
+
+async def test_spans_hang_together_over_processes(tmp_path: Path) -> None:
+    async with suite(tmp_path) as it:
+        outcome = await it.generate(prompt_of(50, 1), 6)
+        trace = await it.trace(outcome.trace_id)
+        by_id = {span.span_id: span for span in trace.spans}
+        roots = [span.name for span in trace.spans if span.parent_span_id not in by_id]
+        assert roots == [schema.SPAN_REQUEST]
+        edges = {
+            (by_id[span.parent_span_id].service, span.service)
+            for span in trace.spans
+            if span.parent_span_id in by_id and by_id[span.parent_span_id].service != span.service
+        }
+        assert edges == {("router", "prefill"), ("router", "decode")}
+        workers = {(span.service, span.worker_id) for span in trace.spans}
+        assert {("prefill", "prefill-0"), ("decode", "decode-0")} <= workers
+        named = {span.name: span for span in trace.spans}
+        wait, compute = named[schema.SPAN_DECODE_KV_WAIT], named[schema.SPAN_PREFILL_COMPUTE]
+        assert start_ns(wait) <= start_ns(compute) <= end_ns(compute) <= end_ns(wait)
+        assert end_ns(wait) <= end_ns(named[schema.SPAN_DECODE_FIRST_TOKEN])
+        for child in trace.spans:
+            if child.service == "decode" and child.name != schema.SPAN_DECODE:
+                assert child.parent_span_id == named[schema.SPAN_DECODE].span_id
+
+
+async def test_a_local_request_has_no_transfer_in_its_trace(tmp_path: Path) -> None:
+    async with suite(tmp_path) as it:
+        outcome = await it.generate(
+            prompt_of(50, 1), 6, placement=inference_pb2.PREFILL_PLACEMENT_LOCAL
+        )
+        trace = await it.trace(outcome.trace_id)
+        assert trace.complete
+        names = Counter(span.name for span in trace.spans)
+        assert schema.SPAN_TRANSFER_LAYER not in names
+        assert schema.SPAN_DECODE_KV_WAIT not in names
+        assert {span.service for span in trace.spans} == {"router", "decode"}
+
+
+async def test_concurrent_requests_have_traces_of_their_own(tmp_path: Path) -> None:
+    async with suite(tmp_path, prefill_count=2) as it:
+        outcomes = await asyncio.gather(
+            *(it.generate(prompt_of(40, number), 4) for number in range(10))
+        )
+        assert len({outcome.trace_id for outcome in outcomes}) == 10
+        for outcome in outcomes:
+            trace = await it.trace(outcome.trace_id)
+            assert trace.complete
+            names = Counter(span.name for span in trace.spans)
+            assert names[schema.SPAN_TRANSFER_LAYER] == 2
+            assert names[schema.SPAN_PREFILL] == names[schema.SPAN_DECODE] == 1

@@ -1,0 +1,107 @@
+"""Nothing is promised that is not there, and everything promised comes back."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace_common.errors import DecodeFull, DuplicateTransfer, InvalidRequest
+from headrace_decode.admission import Admission, Capacity, SeenTransfers
+
+CAPACITY = Capacity(usable_blocks=10, block_tokens=16, context_tokens=96, max_requests=3)
+
+
+def admit(
+    admission: Admission, transfer_id: str, prompt: int, answer: int, quarantined: int = 0
+) -> None:
+    admission.admit(
+        transfer_id, prompt_tokens=prompt, max_tokens=answer, quarantined_blocks=quarantined
+    )
+
+
+@pytest.mark.parametrize(
+    "prompt,answer,blocks",
+    [(1, 1, 1), (15, 1, 1), (16, 1, 2), (16, 16, 2), (16, 17, 3), (95, 1000, 6), (1, 10**6, 6)],
+)
+def test_blocks_cover_prompt_and_growth_up_to_the_context(
+    prompt: int, answer: int, blocks: int
+) -> None:
+    assert CAPACITY.blocks_for(prompt, answer) == blocks
+
+
+def test_full_of_requests_says_when_to_come_back() -> None:
+    admission = Admission(CAPACITY)
+    for name in ("a", "b", "c"):
+        admit(admission, name, 1, 1)
+    with pytest.raises(DecodeFull, match="3 request slots") as refused:
+        admit(admission, "d", 1, 1)
+    assert refused.value.retry_after_s is not None
+    assert 0 < refused.value.retry_after_s <= 5
+    assert admission.request_count == 3
+
+
+def test_quarantined_blocks_are_not_promised() -> None:
+    admission = Admission(CAPACITY)
+    admit(admission, "a", 80, 16)
+    with pytest.raises(DecodeFull, match="4 blocks are needed and 3 are free"):
+        admit(admission, "b", 48, 16, quarantined=1)
+    admit(admission, "b", 48, 16, quarantined=0)
+    assert admission.reserved_blocks == 10
+
+
+def test_a_prompt_that_can_never_fit_is_not_told_to_come_back() -> None:
+    small = Capacity(usable_blocks=2, block_tokens=16, context_tokens=96, max_requests=3)
+    with pytest.raises(InvalidRequest, match="token_ids"):
+        admit(Admission(small), "a", 40, 1)
+    with pytest.raises(InvalidRequest, match="shorter than the context"):
+        admit(Admission(CAPACITY), "a", 96, 1)
+    with pytest.raises(InvalidRequest, match="at least one"):
+        admit(Admission(CAPACITY), "a", 0, 1)
+
+
+def test_settling_twice_gives_back_once() -> None:
+    admission = Admission(CAPACITY)
+    admit(admission, "a", 16, 16)
+    admit(admission, "b", 16, 16)
+    admission.settle("a")
+    admission.settle("a")
+    assert (admission.request_count, admission.reserved_blocks) == (1, 2)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 9), st.integers(1, 95), st.integers(1, 95), st.integers(0, 10)),
+        max_size=40,
+    )
+)
+def test_promises_never_exceed_what_is_there(steps: list[tuple[int, int, int, int]]) -> None:
+    admission = Admission(CAPACITY)
+    held: dict[str, int] = {}
+    for number, prompt, answer, quarantined in steps:
+        name = str(number)
+        if name in held:
+            admission.settle(name)
+            del held[name]
+            continue
+        before = admission.reserved_blocks
+        try:
+            admit(admission, name, prompt, answer, quarantined)
+        except DecodeFull:
+            assert admission.reserved_blocks == before
+            continue
+        held[name] = CAPACITY.blocks_for(prompt, answer)
+        assert admission.reserved_blocks + quarantined <= CAPACITY.usable_blocks
+        assert admission.reserved_blocks == sum(held.values())
+        assert admission.request_count == len(held) <= CAPACITY.max_requests
+
+
+def test_seen_transfers_are_refused_and_bounded() -> None:
+    seen = SeenTransfers(limit=3)
+    for name in ("a", "b", "c", "d"):
+        seen.check(name)
+        seen.remember(name)
+    assert len(seen) == 3
+    seen.check("a")
+    with pytest.raises(DuplicateTransfer, match="d"):
+        seen.check("d")

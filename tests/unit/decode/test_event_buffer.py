@@ -1,0 +1,72 @@
+"""Events keep their order, coalesce, and end in what the engine ended in."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from headrace_common.deadlines import Deadline
+from headrace_common.errors import DeadlineExceeded, InternalError, TransferFailed
+from headrace_decode.event_buffer import EventBuffer
+from headrace_engine.interface import DecodeEnded, DecodeEvent, DecodeTokens
+
+
+async def saying(
+    *events: DecodeEvent, error: Exception | None = None
+) -> AsyncIterator[DecodeEvent]:
+    for event in events:
+        yield event
+        await asyncio.sleep(0)
+    if error is not None:
+        raise error
+
+
+async def test_what_came_meanwhile_is_taken_at_once() -> None:
+    tokens = [DecodeTokens((number,)) for number in range(5)]
+    buffer = EventBuffer(saying(*tokens, DecodeEnded(True, 0)), "r")
+    await asyncio.sleep(0.05)
+    assert await buffer.take_first(Deadline.after(1)) == tokens[0]
+    assert await buffer.take(Deadline.after(1)) == [*tokens[1:], DecodeEnded(True, 0)]
+
+
+async def test_an_error_comes_after_the_events_before_it() -> None:
+    buffer = EventBuffer(saying(DecodeTokens((1,)), error=TransferFailed("gone")), "r")
+    await asyncio.sleep(0.05)
+    assert await buffer.take(Deadline.after(1)) == [DecodeTokens((1,))]
+    with pytest.raises(TransferFailed):
+        await buffer.take(Deadline.after(1))
+
+
+async def test_an_end_without_a_word_is_an_error() -> None:
+    buffer = EventBuffer(saying(), "r")
+    with pytest.raises(InternalError, match="without saying why"):
+        await buffer.take(Deadline.after(1))
+
+
+async def test_waiting_ends_at_the_deadline() -> None:
+    async def silent() -> AsyncIterator[DecodeEvent]:
+        await asyncio.Event().wait()
+        yield DecodeTokens((1,))
+
+    buffer = EventBuffer(silent(), "r")
+    with pytest.raises(DeadlineExceeded):
+        await buffer.take(Deadline.after(0.05))
+    assert await buffer.close()
+
+
+async def test_closing_closes_the_engines_iterator() -> None:
+    closed = asyncio.Event()
+
+    async def held() -> AsyncIterator[DecodeEvent]:
+        try:
+            yield DecodeTokens((1,))
+            await asyncio.Event().wait()
+        finally:
+            closed.set()
+
+    buffer = EventBuffer(held(), "r")
+    await buffer.take(Deadline.after(1))
+    assert await buffer.close()
+    assert closed.is_set()

@@ -1,0 +1,228 @@
+"""A task ends in one TaskDone, whatever happens to it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from headrace.prefill.v1 import prefill_pb2
+from headrace_common import telemetry_schema as schema
+from headrace_common.config import ServiceConfig
+from headrace_common.errors import InternalError, TransferFailed
+from headrace_common.telemetry import Telemetry, init_telemetry
+from headrace_engine.interface import (
+    DecodeEvent,
+    DecodeWork,
+    Engine,
+    EngineUsage,
+    PrefillOutcome,
+    PrefillWork,
+)
+from headrace_kv.layout import WorkerRef
+from headrace_kv.transfer import LayerSent
+from headrace_prefill.worker import PrefillWorker
+
+REF = WorkerRef("prefill-0", "00112233445566ff")
+LAYERS = tuple(
+    (0, LayerSent(layer, 0, 0, 3, 100, 1, 1_000 * layer, 1_500 * layer, 2_000))
+    for layer in range(4)
+)
+OUTCOME = PrefillOutcome(2, 500, 4_000, LAYERS)
+Behaviour = Callable[[PrefillWork], Awaitable[PrefillOutcome]]
+
+
+class ScriptedEngine(Engine):
+    """Prefills as told."""
+
+    def __init__(self, behaviour: Behaviour) -> None:
+        self._behaviour = behaviour
+
+    async def start(self) -> None:
+        raise AssertionError("not asked for")
+
+    async def prefill(self, work: PrefillWork) -> PrefillOutcome:
+        return await self._behaviour(work)
+
+    def decode(self, work: DecodeWork) -> AsyncIterator[DecodeEvent]:
+        raise AssertionError("not asked for")
+
+    def arrived(self, transfer_id: str) -> None:
+        raise AssertionError("not asked for")
+
+    def released(self, transfer_id: str) -> None:
+        raise AssertionError("not asked for")
+
+    def usage(self) -> EngineUsage:
+        return EngineUsage(0, 0)
+
+    async def close(self) -> None:
+        raise AssertionError("not asked for")
+
+
+@pytest.fixture
+def exporter() -> InMemorySpanExporter:
+    return InMemorySpanExporter()
+
+
+@pytest.fixture
+async def telemetry(exporter: InMemorySpanExporter) -> AsyncIterator[Telemetry]:
+    telemetry = init_telemetry("prefill", "prefill-0", ServiceConfig())
+    telemetry.add_exporter(exporter)
+    yield telemetry
+    await asyncio.to_thread(telemetry.shutdown)
+
+
+def worker_of(behaviour: Behaviour, telemetry: Telemetry, slots: int = 2) -> PrefillWorker:
+    return PrefillWorker(
+        ref=REF,
+        engine=ScriptedEngine(behaviour),
+        telemetry=telemetry,
+        slot_count=slots,
+        task_timeout_s=30,
+    )
+
+
+def task(name: str = "x1", seconds: float = 30, **changes: object) -> prefill_pb2.PrefillTask:
+    fields: dict[str, object] = {
+        "transfer_id": name,
+        "request_id": "r",
+        "token_ids": [1, 2, 3],
+        "decode_worker_id": "decode-0",
+        "decode_incarnation": "ff",
+        "decode_endpoint": "127.0.0.1:1",
+        "traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
+    }
+    message = prefill_pb2.PrefillTask(**{**fields, **changes})  # type: ignore[arg-type]
+    message.deadline_time.FromNanoseconds(int((time.time() + seconds) * 1e9))
+    return message
+
+
+async def good(work: PrefillWork) -> PrefillOutcome:
+    return OUTCOME
+
+
+async def test_a_good_task_reports_bytes_and_leaves_its_spans(
+    telemetry: Telemetry, exporter: InMemorySpanExporter
+) -> None:
+    done = await worker_of(good, telemetry).run(task())
+    assert (done.reason, done.cached_tokens, done.payload_bytes) == ("", 2, 400)
+    telemetry.force_flush()
+    spans = exporter.get_finished_spans()
+    assert sorted(span.name for span in spans) == sorted(
+        [schema.SPAN_PREFILL, schema.SPAN_PREFILL_COMPUTE, *[schema.SPAN_TRANSFER_LAYER] * 4]
+    )
+    root = next(span for span in spans if span.name == schema.SPAN_PREFILL)
+    assert root.parent is not None
+    assert f"{root.parent.span_id:016x}" == "00f067aa0ba902b7"
+    assert f"{root.context.trace_id:032x}" == "4bf92f3577b34da6a3ce929d0e0e4736"
+    children = [span for span in spans if span is not root]
+    assert {span.parent.span_id for span in children if span.parent} == {root.context.span_id}
+    assert {
+        span.attributes[schema.ATTRIBUTE_LAYER]
+        for span in spans
+        if span.attributes and span.name == schema.SPAN_TRANSFER_LAYER
+    } == {0, 1, 2, 3}
+
+
+async def test_the_engine_is_told_where_the_kv_goes(telemetry: Telemetry) -> None:
+    told: list[PrefillWork] = []
+
+    async def note(work: PrefillWork) -> PrefillOutcome:
+        told.append(work)
+        return OUTCOME
+
+    await worker_of(note, telemetry).run(task(token_ids=[1] * 9, start_token=4))
+    target = told[0].target
+    assert (target.start_token, target.end_token) == (4, 9)
+    assert target.decode == WorkerRef("decode-0", "ff")
+    assert target.handoff_endpoint == "127.0.0.1:1"
+
+
+@pytest.mark.parametrize(
+    "failure,reason",
+    [
+        (TransferFailed("the peer is gone"), "TRANSFER_FAILED"),
+        (InternalError("oops"), "INTERNAL"),
+        (ValueError("oops"), "INTERNAL"),
+    ],
+)
+async def test_a_failure_is_reported_by_reason(
+    telemetry: Telemetry, failure: Exception, reason: str
+) -> None:
+    async def fail(work: PrefillWork) -> PrefillOutcome:
+        raise failure
+
+    done = await worker_of(fail, telemetry).run(task())
+    assert (done.transfer_id, done.reason, bool(done.detail)) == ("x1", reason, True)
+
+
+async def test_the_deadline_ends_a_task_and_the_engines_work(telemetry: Telemetry) -> None:
+    quiet = asyncio.Event()
+
+    async def slow(work: PrefillWork) -> PrefillOutcome:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            quiet.set()
+        return OUTCOME
+
+    done = await worker_of(slow, telemetry).run(task(seconds=0.05))
+    assert done.reason == "DEADLINE_EXCEEDED"
+    assert quiet.is_set()
+
+
+async def test_cancelling_reports_only_after_the_engine_is_quiet(telemetry: Telemetry) -> None:
+    order: list[str] = []
+
+    async def slow(work: PrefillWork) -> PrefillOutcome:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.05)
+            order.append("quiet")
+        return OUTCOME
+
+    running = asyncio.create_task(worker_of(slow, telemetry).run(task()))
+    await asyncio.sleep(0.02)
+    running.cancel()
+    done = await running
+    order.append("done")
+    assert (done.reason, order) == ("CANCELLED", ["quiet", "done"])
+
+
+async def test_no_more_tasks_run_than_there_are_slots(telemetry: Telemetry) -> None:
+    running = 0
+    most = 0
+
+    async def count(work: PrefillWork) -> PrefillOutcome:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.01)
+        running -= 1
+        return OUTCOME
+
+    worker = worker_of(count, telemetry, slots=2)
+    done = await asyncio.gather(*(worker.run(task(f"x{number}")) for number in range(7)))
+    assert [entry.reason for entry in done] == [""] * 7
+    assert most == 2
+
+
+@pytest.mark.parametrize(
+    "changes,field",
+    [
+        ({"token_ids": []}, "token_ids"),
+        ({"transfer_id": ""}, "transfer_id"),
+        ({"start_token": 3}, "start_token"),
+    ],
+)
+async def test_nonsense_is_refused_by_field(
+    telemetry: Telemetry, changes: dict[str, object], field: str
+) -> None:
+    done = await worker_of(good, telemetry).run(task(**changes))  # type: ignore[arg-type]
+    assert done.reason == "INVALID_FIELD"
+    assert field in done.detail
