@@ -32,7 +32,7 @@ trap finish EXIT
 compose up -d >"$CACHE/up.log" 2>&1 || { tail -n 20 "$CACHE/up.log" >&2; exit 1; }
 say "started; waiting for one prefill and one decode worker"
 for ((second = 0; second < READY_TIMEOUT_S; second++)); do
-  workers=$(.venv/bin/headrace workers --router 127.0.0.1:7050 2>/dev/null || true)
+  workers=$(.venv/bin/headrace workers --registry 127.0.0.1:7051 2>/dev/null || true)
   [[ $workers == *prefill-0* && $workers == *decode-0* ]] && break
   sleep 1
 done

@@ -16,10 +16,15 @@ if TYPE_CHECKING:
 MESSAGE_BYTES_MAX = 64 * 1024 * 1024
 METADATA_BYTES_MAX = 64 * 1024
 
-# The server allows a ping every 5 s (server.py), so a dead peer is noticed within 15 s.
-CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
+# For both ends of a Unix socket: no pings, because the kernel says at once that a peer is gone.
+LOCAL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+)
+
+# The server allows a ping every 5 s (server.py), so a dead peer is noticed within 15 s.
+CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
+    *LOCAL_OPTIONS,
     ("grpc.max_metadata_size", METADATA_BYTES_MAX),
     ("grpc.absolute_max_metadata_size", 2 * METADATA_BYTES_MAX),
     ("grpc.keepalive_time_ms", 10_000),

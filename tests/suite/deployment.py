@@ -153,16 +153,16 @@ class Suite:
 
 @asynccontextmanager
 async def suite(
-    folder: Path, *, model: SimModel | None = None, **topology: object
+    folder: Path, *, sim: SimModel | None = None, **topology: object
 ) -> AsyncIterator[Suite]:
-    """Starts a deployment with the sim engine; at the end, every process must end well."""
-    wanted = Topology(engine="sim", port=0, **topology)  # type: ignore[arg-type]
+    """Starts a deployment, with the sim engine unless told otherwise; at the end, every process must end well."""
+    wanted = Topology(**{"engine": "sim", "port": 0, **topology})  # type: ignore[arg-type]
     with (folder / "console.log").open("w") as log, Signals() as signals:
         async with (
             deployed(wanted, folder, Console(file=log), signals) as deployment,
             open_channel(deployment.router) as channel,
         ):
-            yield Suite(deployment, channel, model or default_model())
+            yield Suite(deployment, channel, sim or default_model())
 
 
 def default_model() -> SimModel:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc

@@ -1,0 +1,89 @@
+# Everything a person or CI runs. `make demo`, `up`, `test` and `lint` do their own set-up.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-builtin-rules --no-print-directory
+
+BIN := .venv/bin
+BUF := node_modules/.bin/buf
+MODEL := models/SmolLM2-135M-Instruct
+TINY_MODEL := models/tiny-llama
+BASELINE := protos/baseline.binpb
+PYTEST := $(BIN)/python -m pytest
+
+# `headrace demo` reads it from the environment, where neither make nor a shell expands it again.
+ifdef PROMPT
+override PROMPT := $(value PROMPT)
+export PROMPT
+endif
+
+.PHONY: help
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' \
+		| while IFS=$$'\t' read -r name text; do printf '  make %-16s %s\n' "$$name" "$$text"; done
+
+.PHONY: runtime setup model protos demo up
+runtime: # what running needs
+	@scripts/setup.sh runtime
+
+setup: ## prepare everything: .venv, Debian packages, stubs, linters, Node tools
+	@scripts/setup.sh dev
+
+protos: runtime ## generate libs/headrace from protos/ (set-up does it as well)
+
+model: runtime $(MODEL)/config.json ## prepare SmolLM2-135M-Instruct
+
+$(MODEL)/config.json: | runtime
+	@$(BIN)/python scripts/prepare_model.py
+
+$(TINY_MODEL)/config.json: | runtime
+	@$(BIN)/python scripts/make_tiny_model.py
+
+demo: runtime $(MODEL)/config.json ## ask one question through four processes (PROMPT="..." overrides it)
+	@$(BIN)/headrace demo
+
+up: runtime $(MODEL)/config.json ## start the four services on loopback until Ctrl-C
+	@$(BIN)/headrace up
+
+.PHONY: test test-fast test-vllm lint format type
+# Two runs: vLLM forks its engine, which must happen before anything in the process has used gRPC.
+test: test-vllm test-fast ## all tests
+
+test-fast: setup ## the tests that need no vLLM
+	@$(PYTEST) -m 'not vllm' $(ARGS)
+
+test-vllm: setup $(MODEL)/config.json $(TINY_MODEL)/config.json ## only the tests with vLLM
+	@$(PYTEST) -m vllm $(ARGS)
+
+lint: setup ## format, style, types, import directions, protos, requirements
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BUF) lint protos
+	$(BUF) format --diff --exit-code protos
+	$(BUF) breaking protos --against $(BASELINE)
+	$(BIN)/python scripts/lock_requirements.py --check
+
+format: setup ## rewrite the code and the protos in the project's format
+	$(BIN)/ruff check --fix-only --exit-zero .
+	$(BIN)/ruff format .
+	$(BUF) format --write protos
+
+type: setup ## types only
+	$(BIN)/mypy
+
+.PHONY: lock protos-baseline images clean
+lock: setup ## rewrite requirements/ from pyproject.toml and what is installed in .venv
+	@$(BIN)/python scripts/lock_requirements.py
+
+protos-baseline: setup ## take the protos as they are for the released contract (only when releasing)
+	$(BUF) build protos --exclude-source-info --output $(BASELINE)
+
+images: ## build and try the container images
+	@docker/build.sh
+
+clean: ## remove everything that set-up and tests wrote, the models too
+	rm -rf .venv .cache libs/headrace models node_modules tests/clients/node/node_modules build
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find libs services scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +

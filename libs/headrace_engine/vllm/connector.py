@@ -1,0 +1,199 @@
+"""vLLM's connector: forwards each hook to the scheduler's or the rank's side, and knows nothing else."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+
+from headrace.engine.v1 import link_pb2
+from headrace_common.errors import ConfigError, HeadraceError
+from headrace_engine.vllm.failure_note import write_failure
+from headrace_engine.vllm.link_client import Link
+from headrace_engine.vllm.link_words import reservation_to_proto
+from headrace_engine.vllm.rank import Rank
+from headrace_engine.vllm.scheduler import ScheduledRequest, SchedulerSide
+from headrace_engine.vllm.settings import ConnectorSettings
+from headrace_engine.vllm.step import StepPlan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class HeadraceMetadata(KVConnectorMetadata):
+    """Carries a step's plan from the scheduler to the ranks."""
+
+    plan: StepPlan
+
+
+class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
+    """One for the engine's scheduler and one per rank; vLLM says which by `role`."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        self._settings = ConnectorSettings.from_extra_config(extra)
+        self._rank: Rank | None = None
+        self._scheduler: SchedulerSide | None = None
+        self._link: Link | None = None
+        try:
+            if len(kv_cache_config.kv_cache_groups) != 1:
+                raise ConfigError(
+                    "the layers of this model keep their KV in different ways, which Headrace cannot "
+                    "hand over: serve a model whose layers are all alike",
+                    metadata={"field": "model"},
+                )
+            if role == KVConnectorRole.SCHEDULER:
+                self._start_scheduler(vllm_config)
+            else:
+                self._rank = Rank(self._settings, vllm_config)
+        except HeadraceError as exc:
+            write_failure(Path(self._settings.link_path), exc)
+            raise
+
+    def _start_scheduler(self, vllm_config: VllmConfig) -> None:
+        scheduler = SchedulerSide(
+            vllm_config.cache_config.block_size,
+            lambda reservation: link.send(
+                link_pb2.AttachRequest(reserved=reservation_to_proto(reservation))
+            ),
+        )
+
+        def hear(response: link_pb2.AttachResponse) -> None:
+            if response.HasField("arrived"):
+                scheduler.settle(response.arrived.transfer_id, whole=True)
+            elif response.HasField("released"):
+                scheduler.settle(response.released.transfer_id, whole=False)
+
+        link = Link(Path(self._settings.link_path), link_pb2.Attachment(scheduler=True), hear)
+        self._scheduler, self._link = scheduler, link
+
+    # On a rank.
+
+    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
+        try:
+            self._require_rank().register(kv_caches)
+        except HeadraceError as exc:
+            write_failure(Path(self._settings.link_path), exc)
+            raise
+
+    def handle_preemptions(self, kv_connector_metadata: HeadraceMetadata) -> None:
+        self._require_rank().side.preempt(kv_connector_metadata.plan)
+
+    def bind_connector_metadata(self, connector_metadata: HeadraceMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._require_rank().side.begin_step(connector_metadata.plan)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Nothing to load: prefill writes into the cache."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: requests run once their cache is whole."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
+    ) -> None:
+        self._require_rank().layer_written(layer_name)
+
+    def wait_for_save(self) -> None:
+        """Nothing to wait for: blocks are freed only when their transfer is quiet."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        sent, received, failed = self._require_rank().side.end_step()
+        return KVConnectorTransferResults(
+            finished_sending=sent, finished_recving=received, failed_recving=failed
+        )
+
+    # On the scheduler.
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        missing = self._require_scheduler().missing_tokens(
+            request.kv_transfer_params, request.num_prompt_tokens, num_computed_tokens
+        )
+        return missing, missing > 0
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        self._require_scheduler().allocated(
+            request.request_id,
+            request.kv_transfer_params,
+            blocks.get_block_ids()[0],
+            request.num_prompt_tokens,
+            num_external_tokens,
+        )
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> HeadraceMetadata:
+        plan = self._require_scheduler().plan_step(
+            scheduled_requests(scheduler_output), scheduler_output.preempted_req_ids or ()
+        )
+        return HeadraceMetadata(plan)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        times = self._require_scheduler().finished(request.request_id)
+        return (False, None) if times is None else (True, times.to_params())
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def shutdown(self) -> None:
+        if self._rank is not None:
+            self._rank.close()
+        if self._link is not None:
+            self._link.close()
+
+    def _require_rank(self) -> Rank:
+        assert self._rank is not None, "a rank's hook was called on the scheduler's connector"
+        return self._rank
+
+    def _require_scheduler(self) -> SchedulerSide:
+        assert self._scheduler is not None, "the scheduler's hook was called on a rank's connector"
+        return self._scheduler
+
+
+def scheduled_requests(output: SchedulerOutput) -> Iterator[ScheduledRequest]:
+    """The step's requests in our words."""
+    steps = output.num_scheduled_tokens
+    for new in output.scheduled_new_reqs:
+        yield ScheduledRequest(
+            new.req_id, new.num_computed_tokens, steps[new.req_id], tuple(new.block_ids[0]), True
+        )
+    cached = output.scheduled_cached_reqs
+    for request_id, computed, block_ids in zip(
+        cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
+    ):
+        yield ScheduledRequest(
+            request_id,
+            computed,
+            steps[request_id],
+            tuple(block_ids[0]) if block_ids else (),
+            request_id in cached.resumed_req_ids,
+        )

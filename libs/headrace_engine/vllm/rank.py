@@ -1,0 +1,119 @@
+"""One rank of the engine: its memory, its transport, its sender and its link."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
+
+from headrace.engine.v1 import link_pb2
+from headrace_engine.vllm.link_client import Link
+from headrace_engine.vllm.link_words import report_to_proto
+from headrace_engine.vllm.memory import BlockShape, describe_arena, layout_of, rank_memory
+from headrace_engine.vllm.settings import ConnectorSettings
+from headrace_engine.vllm.worker import RankSide
+from headrace_kv.layout import layout_to_proto, rank_memory_to_proto
+from headrace_kv.sender import RankSender
+from headrace_kv.transfer import SendReport
+from headrace_kv.transport.base import KvTransport
+from headrace_kv.transport.factory import open_transport
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from vllm.config import VllmConfig
+
+log = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 5.0
+
+
+class Rank:
+    """Starts in two steps: vLLM makes it before it has KV memory, and registers that once."""
+
+    def __init__(self, settings: ConnectorSettings, vllm_config: VllmConfig) -> None:
+        self._settings = settings
+        self._rank: int = get_tensor_model_parallel_rank()
+        self._tensor_parallel_size: int = vllm_config.parallel_config.tensor_parallel_size
+        self._kv_head_count: int = vllm_config.model_config.get_total_num_kv_heads()
+        self._layer_numbers: dict[str, int] = {}
+        self._transport: KvTransport | None = None
+        self._sender: RankSender | None = None
+        self._link: Link | None = None
+        self.side = RankSide(self._rank, self._report)
+
+    def register(self, kv_caches: Mapping[str, Tensor]) -> None:
+        """Registers the memory with the transport and attaches to the service."""
+        names = sorted(kv_caches, key=extract_layer_index)
+        arena, shape = describe_arena(kv_caches, names)
+        self._layer_numbers = {name: number for number, name in enumerate(names)}
+        layout = layout_of(
+            arena,
+            shape,
+            fingerprint=self._settings.fingerprint,
+            kv_head_count=self._kv_head_count,
+            tensor_parallel_size=self._tensor_parallel_size,
+            interior=_interior(kv_caches[names[0]], shape),
+        )
+        transport = open_transport(self._settings.transport, self._settings.host)
+        self._transport = transport
+        transport.register(arena.base_address, arena.arena_bytes)
+        memory = rank_memory(
+            arena, rank=self._rank, transport=transport.name, session=transport.session
+        )
+        attachment = link_pb2.Attachment(
+            rank=self._rank, layout=layout_to_proto(layout), memory=rank_memory_to_proto(memory)
+        )
+        link = Link(Path(self._settings.link_path), attachment, self._hear)
+        self._link = link
+        if self._settings.role == "prefill":
+            self._sender = RankSender(
+                ref=self._settings.ref,
+                rank=self._rank,
+                layout=layout,
+                memory=memory,
+                transport=transport,
+                descriptors=link.find_descriptor,
+                loop=link.loop,
+                on_quiet=self.side.quiet,
+            )
+            self.side.start(self._sender, len(names))
+
+    def layer_written(self, layer_name: str) -> None:
+        """The forward pass has written this step's KV of a layer."""
+        self.side.layer_written(self._layer_numbers[layer_name])
+
+    def close(self) -> None:
+        """Ends sending, then the transport."""
+        if self._sender is not None:
+            self._sender.close()
+            try:
+                self._sender.closed.result(CLOSE_TIMEOUT_S)
+            except TimeoutError:
+                log.error("the sender of rank %d did not end in %g s", self._rank, CLOSE_TIMEOUT_S)
+        if self._link is not None:
+            self._link.close()
+        if self._transport is not None:
+            self._transport.close()
+
+    def _report(self, report: SendReport) -> None:
+        if self._link is not None:
+            self._link.send(link_pb2.AttachRequest(report=report_to_proto(report)))
+
+    def _hear(self, response: link_pb2.AttachResponse) -> None:
+        if response.HasField("stop"):
+            self.side.stop(response.stop.transfer_id)
+
+
+def _interior(tensor: Tensor, shape: BlockShape) -> str:
+    """How the attention kernels pack a block: it depends on the processor, and is nothing to take apart."""
+    if not current_platform.is_cpu():
+        return f"vllm-{current_platform.device_name}"
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    head_dim = tensor.shape[3] // 2
+    return f"vllm-cpu-{_get_attn_isa(tensor.dtype, shape.block_tokens, head_dim)}"

@@ -1,0 +1,145 @@
+"""The scheduler's side: which blocks a transfer fills or leaves from, and when vLLM may go on. Knows no vLLM types."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from headrace_engine.vllm.settings import (
+    Incoming,
+    PrefillTimes,
+    consume_params,
+    read_params,
+)
+from headrace_engine.vllm.step import StepPlan, TokenSpan
+from headrace_kv.transfer import Reservation, TransferTarget
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """A request's part of a step: computes [computed_tokens, computed_tokens + step_tokens).
+
+    `block_ids` replace the known ones when `replaces_blocks`, else they are appended.
+    """
+
+    request_id: str
+    computed_tokens: int
+    step_tokens: int
+    block_ids: tuple[int, ...]
+    replaces_blocks: bool
+
+
+@dataclass(slots=True)
+class _Send:
+    target: TransferTarget
+    handed_tokens: int
+    cached_tokens: int = 0
+    start_unix_ns: int = 0
+    block_ids: list[int] = field(default_factory=list)
+
+    @property
+    def opened(self) -> bool:
+        return self.start_unix_ns > 0
+
+
+class SchedulerSide:
+    """Called on the engine's scheduling thread, except `settle`, which any thread may call.
+
+    `on_reserved` gets the blocks of every incoming transfer, an empty Reservation when nothing is missing.
+    """
+
+    def __init__(self, block_tokens: int, on_reserved: Callable[[Reservation], None]) -> None:
+        self._block_tokens = block_tokens
+        self._on_reserved = on_reserved
+        self._sends: dict[str, _Send] = {}
+        self._receives: dict[str, str] = {}
+        self._settled: deque[tuple[str, bool]] = deque()
+        self._finished_sends: dict[str, str] = {}
+
+    def missing_tokens(
+        self, params: MutableMapping[str, Any] | None, prompt_tokens: int, cached_tokens: int
+    ) -> int:
+        """Tokens after the cached ones that come over the data plane. The last one is always computed here."""
+        if not isinstance(read_params(params), Incoming):
+            return 0
+        return max(0, prompt_tokens - 1 - cached_tokens)
+
+    def allocated(
+        self,
+        request_id: str,
+        params: MutableMapping[str, Any] | None,
+        block_ids: Sequence[int],
+        prompt_tokens: int,
+        missing_tokens: int,
+    ) -> None:
+        """The request has blocks for its prompt."""
+        said = consume_params(params)
+        if isinstance(said, TransferTarget):
+            self._sends[request_id] = _Send(said, handed_tokens=said.start_token)
+        elif said is not None:
+            end = prompt_tokens - 1
+            start = end - missing_tokens
+            if missing_tokens:
+                self._receives[said.transfer_id] = request_id
+            filled = block_ids[start // self._block_tokens : -(-end // self._block_tokens)]
+            self._on_reserved(
+                Reservation(said.transfer_id, tuple(filled) if missing_tokens else (), start, end)
+            )
+
+    def settle(self, transfer_id: str, whole: bool) -> None:
+        """An incoming transfer is over: nothing writes into its blocks any more."""
+        self._settled.append((transfer_id, whole))
+
+    def plan_step(
+        self, scheduled: Iterable[ScheduledRequest], preempted_request_ids: Iterable[str]
+    ) -> StepPlan:
+        """What the ranks must know before the step."""
+        plan = StepPlan(finished_sends=self._finished_sends)
+        self._finished_sends = {}
+        for request_id in preempted_request_ids:
+            send = self._sends.pop(request_id, None)
+            if send is not None and send.opened:
+                plan.preempted.append(send.target.transfer_id)
+        for request in scheduled:
+            send = self._sends.get(request.request_id)
+            if send is not None:
+                self._plan_send(plan, send, request)
+        while self._settled:
+            transfer_id, whole = self._settled.popleft()
+            receiver = self._receives.pop(transfer_id, None)
+            if receiver is not None:
+                (plan.received if whole else plan.failed).append(receiver)
+        return plan
+
+    def _plan_send(self, plan: StepPlan, send: _Send, request: ScheduledRequest) -> None:
+        if request.replaces_blocks:
+            send.block_ids.clear()
+        send.block_ids.extend(request.block_ids)
+        if not send.opened:
+            send.start_unix_ns = time.time_ns()
+            send.cached_tokens = request.computed_tokens
+            plan.opened.append(send.target)
+            self._hand_over(plan.cached, send, request.computed_tokens)
+        self._hand_over(plan.computed, send, request.computed_tokens + request.step_tokens)
+
+    def _hand_over(self, spans: list[TokenSpan], send: _Send, known_tokens: int) -> None:
+        """Adds the tokens up to `known_tokens` that are not handed over yet, whole blocks only but for the last."""
+        end = send.target.end_token
+        if known_tokens < end:
+            end = known_tokens - known_tokens % self._block_tokens
+        if end > send.handed_tokens:
+            spans.append(
+                TokenSpan(send.target.transfer_id, send.handed_tokens, end, tuple(send.block_ids))
+            )
+            send.handed_tokens = end
+
+    def finished(self, request_id: str) -> PrefillTimes | None:
+        """The request is over. When it was sending, its blocks stay until the ranks say that they are quiet."""
+        send = self._sends.pop(request_id, None)
+        if send is None or not send.opened:
+            return None
+        self._finished_sends[request_id] = send.target.transfer_id
+        return PrefillTimes(send.cached_tokens, send.start_unix_ns, time.time_ns())

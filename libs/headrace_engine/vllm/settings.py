@@ -1,0 +1,97 @@
+"""What the service tells its engine processes, and how: plain values inside vLLM's own configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+from headrace_kv.layout import WorkerRef
+from headrace_kv.transfer import TransferTarget
+
+PARAMS_KEY = "headrace"
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorSettings:
+    """Settings of one worker's connectors. `fingerprint` is the model's identity; `link_path` the link's socket."""
+
+    role: Literal["prefill", "decode"]
+    worker_id: str
+    incarnation: str
+    host: str
+    transport: Literal["mooncake", "in_memory"]
+    fingerprint: str
+    link_path: str
+
+    @property
+    def ref(self) -> WorkerRef:
+        """The worker that the connectors belong to."""
+        return WorkerRef(self.worker_id, self.incarnation)
+
+    def to_extra_config(self) -> dict[str, Any]:
+        """For vLLM's kv_connector_extra_config."""
+        return asdict(self)
+
+    @classmethod
+    def from_extra_config(cls, values: Mapping[str, Any]) -> ConnectorSettings:
+        """From vLLM's kv_connector_extra_config."""
+        return cls(**{field.name: values[field.name] for field in fields(cls)})
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """A decode request whose KV comes over the data plane."""
+
+    transfer_id: str
+
+
+def incoming_params(transfer_id: str) -> dict[str, Any]:
+    """kv_transfer_params of a decode request that waits for its KV."""
+    return {PARAMS_KEY: {"incoming": transfer_id}}
+
+
+def outgoing_params(target: TransferTarget) -> dict[str, Any]:
+    """kv_transfer_params of a prefill request."""
+    values = asdict(target)
+    values["decode"] = [target.decode.worker_id, target.decode.incarnation]
+    return {PARAMS_KEY: {"outgoing": values}}
+
+
+def read_params(params: Mapping[str, Any] | None) -> Incoming | TransferTarget | None:
+    """What a request's kv_transfer_params say; None when they do not concern Headrace, or did already."""
+    ours = (params or {}).get(PARAMS_KEY)
+    if not ours:
+        return None
+    if "incoming" in ours:
+        return Incoming(ours["incoming"])
+    values = dict(ours["outgoing"])
+    values["decode"] = WorkerRef(*values["decode"])
+    return TransferTarget(**values)
+
+
+def consume_params(params: MutableMapping[str, Any] | None) -> Incoming | TransferTarget | None:
+    """Reads once: after a preemption vLLM asks again, and the request must then be computed here."""
+    said = read_params(params)
+    if params is not None:
+        params.pop(PARAMS_KEY, None)
+    return said
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTimes:
+    """What prefill's scheduler knows of a finished request; nanoseconds since the Unix epoch."""
+
+    cached_tokens: int
+    compute_start_unix_ns: int
+    compute_end_unix_ns: int
+
+    def to_params(self) -> dict[str, Any]:
+        """For the kv_transfer_params of the request's last output."""
+        return {PARAMS_KEY: asdict(self)}
+
+    @classmethod
+    def from_params(cls, params: Mapping[str, Any] | None) -> PrefillTimes | None:
+        """None when the request ended without them."""
+        ours = (params or {}).get(PARAMS_KEY)
+        return cls(**ours) if ours else None

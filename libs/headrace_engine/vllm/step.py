@@ -1,0 +1,36 @@
+"""What the scheduler tells every rank before a step. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from headrace_kv.transfer import TransferTarget
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSpan:
+    """Tokens [start_token, end_token) of one transfer, of every layer. `block_ids` are in token order from token 0."""
+
+    transfer_id: str
+    start_token: int
+    end_token: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step's news. Request ids are vLLM's, transfer ids ours.
+
+    `opened`: transfers that begin. `cached`: tokens that the prefix cache had, ready before the step. `computed`:
+    tokens that this step's forward pass completes. `preempted`: transfers whose blocks are about to be overwritten.
+    `finished_sends`: requests that are done computing, with their transfer; their blocks are freed once it is quiet.
+    `received` and `failed`: requests whose incoming transfer is whole, or will never be.
+    """
+
+    opened: list[TransferTarget] = field(default_factory=list)
+    cached: list[TokenSpan] = field(default_factory=list)
+    computed: list[TokenSpan] = field(default_factory=list)
+    preempted: list[str] = field(default_factory=list)
+    finished_sends: dict[str, str] = field(default_factory=dict)
+    received: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)

@@ -1,0 +1,153 @@
+"""Write models/tiny-llama: a random Llama small enough for tests, at milliseconds a token.
+
+Always the same bytes: the weights come from a seeded generator and the vocabulary from the text
+below. Its layout is a big model's in small: 4 layers, 8 heads over 4 KV heads of 32 channels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from model_files import (
+    CHAT_TURNS,
+    FloatArray,
+    is_complete,
+    new_directory,
+    write_generation_config,
+    write_json,
+    write_tokenizer,
+    write_weights,
+)
+
+DEFAULT_TARGET = Path(__file__).resolve().parent.parent / "models" / "tiny-llama"
+SEED = 20_240_607
+LAYERS = 4
+HEADS = 8
+KV_HEADS = 4
+HEAD_DIM = 32
+HIDDEN = HEADS * HEAD_DIM
+INTERMEDIATE = 512
+VOCABULARY = 512
+POSITIONS = 2_048
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+TEXT = """
+A headrace is the channel that carries water from the reservoir down to the turbine. When the gate
+opens, the water runs along it layer over layer, and the wheel below begins to turn long before the
+reservoir has settled. Every day the keeper walks the whole length, reads the level at each mark
+and writes the numbers in a book: which gate was open, how much water went through, and when.
+What is the capital of France? Why is the sky blue? How many people live in the city, and where did
+they come from? The user asks a question, the system reads it once, and the assistant answers word
+by word. Nothing that was read is read again; what has been written stays where it is until nobody
+needs it any more. Some questions are short. Others are long, with several paragraphs, a table, two
+lists and a piece of code that returns another piece of code. Please explain it in your own words.
+"""
+
+
+def model_config(tokenizer: Tokenizer) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": tokenizer.token_to_id("<|im_start|>"),
+        "eos_token_id": tokenizer.token_to_id("<|im_end|>"),
+        "pad_token_id": tokenizer.token_to_id("<|im_end|>"),
+        "hidden_act": "silu",
+        "hidden_size": HIDDEN,
+        "head_dim": HEAD_DIM,
+        "intermediate_size": INTERMEDIATE,
+        "max_position_embeddings": POSITIONS,
+        "mlp_bias": False,
+        "num_attention_heads": HEADS,
+        "num_hidden_layers": LAYERS,
+        "num_key_value_heads": KV_HEADS,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 10_000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "use_cache": True,
+        "vocab_size": VOCABULARY,
+    }
+
+
+def random_weights() -> dict[str, FloatArray]:
+    """Every matrix keeps its input's scale, so that the next token depends on the whole prompt."""
+    generator = np.random.default_rng(SEED)
+
+    def matrix(rows: int, columns: int, gain: float = 1.0) -> FloatArray:
+        values = generator.standard_normal((rows, columns)) * (gain / math.sqrt(columns))
+        return values.astype(np.float32)
+
+    ones = np.ones(HIDDEN, dtype=np.float32)
+    embedding = generator.standard_normal((VOCABULARY, HIDDEN)).astype(np.float32)
+    weights = {"model.embed_tokens.weight": embedding}
+    for layer in range(LAYERS):
+        prefix = f"model.layers.{layer}"
+        weights |= {
+            f"{prefix}.input_layernorm.weight": ones,
+            f"{prefix}.self_attn.q_proj.weight": matrix(HEADS * HEAD_DIM, HIDDEN),
+            f"{prefix}.self_attn.k_proj.weight": matrix(KV_HEADS * HEAD_DIM, HIDDEN),
+            f"{prefix}.self_attn.v_proj.weight": matrix(KV_HEADS * HEAD_DIM, HIDDEN),
+            f"{prefix}.self_attn.o_proj.weight": matrix(HIDDEN, HEADS * HEAD_DIM),
+            f"{prefix}.post_attention_layernorm.weight": ones,
+            f"{prefix}.mlp.gate_proj.weight": matrix(INTERMEDIATE, HIDDEN),
+            f"{prefix}.mlp.up_proj.weight": matrix(INTERMEDIATE, HIDDEN),
+            f"{prefix}.mlp.down_proj.weight": matrix(HIDDEN, INTERMEDIATE),
+        }
+    weights["model.norm.weight"] = ones
+    # A larger scale keeps logits apart, so that greedy decoding does not hang on rounding.
+    weights["lm_head.weight"] = matrix(VOCABULARY, HIDDEN, gain=4.0)
+    return weights
+
+
+def build_tokenizer() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        special_tokens=SPECIAL_TOKENS,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([TEXT], trainer)
+    return tokenizer
+
+
+def write_model(target: Path) -> None:
+    tokenizer = build_tokenizer()
+    with new_directory(target) as directory:
+        write_tokenizer(
+            directory,
+            tokenizer,
+            special_tokens=SPECIAL_TOKENS,
+            chat_template=CHAT_TURNS,
+            max_length_tokens=POSITIONS,
+        )
+        write_weights(directory, random_weights(), dtype="F32")
+        write_generation_config(directory, tokenizer)
+        write_json(directory / "config.json", model_config(tokenizer))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--target", type=Path, default=DEFAULT_TARGET, help="model directory to write"
+    )
+    target = parser.parse_args().target
+    if not is_complete(target):
+        write_model(target)
+    print(f"[model] {target} is ready")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

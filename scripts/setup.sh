@@ -1,0 +1,184 @@
+#!/usr/bin/env bash
+# Makes this checkout ready to run: Debian libraries, .venv, Python packages, stubs, console scripts.
+#   scripts/setup.sh runtime    what `make demo` and `make up` need
+#   scripts/setup.sh dev        that, and what `make lint` and `make test` need
+# Does again only what changed; several may run at once. Exit 2: something only you can do is missing.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+level=${1:-runtime}
+case $level in
+    runtime) requirement_sets=(worker router registry model build) ;;
+    dev) requirement_sets=(worker router registry model build dev) ;;
+    *) echo "usage: scripts/setup.sh [runtime|dev]" >&2; exit 2 ;;
+esac
+requirement_files=("${requirement_sets[@]/#/requirements/}")
+requirement_files=("${requirement_files[@]/%/.txt}")
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore PIP_NO_INPUT=1
+free_kib_needed=$((6 * 1024 * 1024))
+log=.cache/setup.log
+
+say() { printf '[setup] %s\n' "$*"; }
+refuse() { printf 'setup: %s\n' "$*" >&2; exit 2; }
+
+# --- the machine -------------------------------------------------------------------------------
+
+usable_python() {
+    "$1" -c 'import sys, ctypes, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
+}
+
+find_python() {
+    local candidate
+    for candidate in ${HEADRACE_PYTHON:+"$HEADRACE_PYTHON"} python3.11 python3 python3.12 python3.13; do
+        if command -v "$candidate" >/dev/null && usable_python "$candidate"; then
+            "$candidate" -c 'import sys; print(sys.executable)'
+            return
+        fi
+    done
+}
+
+# Prints the Debian packages that are missing; libraries are tried by loading them, so that other
+# distributions and hand-built libraries count as well.
+missing_packages() {
+    local python=$1
+    [[ -n $python ]] || { echo python3 python3-venv; python=$(command -v python3 || true); }
+    if [[ -n $python ]]; then
+        "$python" - <<'PYTHON'
+import ctypes
+
+# The first three are what mooncake's engine links to and does not bring; numa is vLLM's as well.
+for package, library in (
+    ("libibverbs1", "libibverbs.so.1"),
+    ("libcurl4", "libcurl.so.4"),
+    ("libnuma1", "libnuma.so.1"),
+    ("libstdc++6", "libstdc++.so.6"),
+):
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        print(package)
+PYTHON
+    else
+        echo libibverbs1 libcurl4 libnuma1 libstdc++6
+    fi
+    if [[ $level == dev ]]; then
+        command -v etcd >/dev/null || echo etcd-server
+        command -v node >/dev/null || echo nodejs
+        command -v npm >/dev/null || echo npm
+    fi
+}
+
+install_packages() {
+    local packages=("$@")
+    local install="apt-get install -y --no-install-recommends ${packages[*]}"
+    command -v apt-get >/dev/null ||
+        refuse "install what Debian calls ${packages[*]} with your system's package manager, then run this again"
+    [[ $(id -u) == 0 ]] ||
+        refuse "Debian packages are missing; run: sudo sh -c 'apt-get update && $install'"
+    say "installing Debian packages: ${packages[*]}"
+    # shellcheck disable=SC2086
+    { apt-get update && DEBIAN_FRONTEND=noninteractive $install; } </dev/null >"$log" 2>&1 ||
+        { tail -n 15 "$log" >&2; refuse "apt-get failed; see $log"; }
+}
+
+prepare_machine() {
+    local missing
+    python=$(find_python)
+    mapfile -t missing < <(missing_packages "$python" | tr ' ' '\n')
+    if ((${#missing[@]})); then
+        install_packages "${missing[@]}"
+        python=$(find_python)
+        [[ -n $python ]] || refuse "no Python 3.11 or newer with its venv module: set HEADRACE_PYTHON"
+        mapfile -t missing < <(missing_packages "$python" | tr ' ' '\n')
+        ((${#missing[@]} == 0)) || refuse "still missing after the installation: ${missing[*]}"
+    fi
+}
+
+# --- the virtual environment -------------------------------------------------------------------
+
+follow_pip() {
+    local pid=$1 total=$2 started_s=$SECONDS fetched
+    while kill -0 "$pid" 2>/dev/null; do
+        sleep 1
+        (((SECONDS - started_s) % 5 == 0)) || continue
+        fetched=$(grep -cE '^(Collecting|Requirement already)' "$log" || true)
+        if grep -q '^Installing collected' "$log"; then
+            say "Python packages: unpacking into .venv ($((SECONDS - started_s)) s)"
+        else
+            say "Python packages: $fetched of $total fetched ($((SECONDS - started_s)) s)"
+        fi
+    done
+}
+
+install_python_packages() {
+    local total
+    total=$(grep -hE '^[^#]' "${requirement_files[@]}" | sort -u | wc -l)
+    if (($(df --output=avail -k . | tail -n 1) < free_kib_needed)); then
+        refuse "the Python packages need 6 GB of free disk here"
+    fi
+    say "installing $total Python packages into .venv (a few minutes the first time)"
+    .venv/bin/python -m pip install --no-deps --no-compile --progress-bar off "${requirement_files[@]/#/--requirement=}" \
+        </dev/null >"$log" 2>&1 &
+    local pip_pid=$!
+    follow_pip "$pip_pid" "$total"
+    if wait "$pip_pid"; then
+        say "compiling them on $(nproc) cores"
+        # pip would do it on one. Packages carry files for other Pythons, which do not compile here.
+        .venv/bin/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1 || true
+        return
+    fi
+    tail -n 15 "$log" >&2
+    if grep -q 'No matching distribution found for torch' "$log"; then
+        refuse "pip's index has no CPU build of torch: set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU builds"
+    fi
+    refuse "pip failed; see $log"
+}
+
+prepare_environment() {
+    local wanted stamp=.venv/.headrace-$level
+    if [[ ! -x .venv/bin/python ]]; then
+        say "creating .venv with $python"
+        "$python" -m venv .venv
+    fi
+    wanted=$({ pwd; cat requirements/*.txt; } | sha256sum)
+    [[ -f $stamp && $(<"$stamp") == "$wanted" ]] && return
+    [[ $level == runtime && -f .venv/.headrace-dev && $(<.venv/.headrace-dev) == "$wanted" ]] && return
+    install_python_packages
+    printf '%s\n' "$wanted" >"$stamp"
+}
+
+link_project() {
+    local wanted stamp=.venv/.headrace-link
+    wanted=$({ pwd; cat pyproject.toml scripts/link_project.py; } | sha256sum)
+    [[ -f $stamp && $(<"$stamp") == "$wanted" ]] && return
+    .venv/bin/python scripts/link_project.py
+    printf '%s\n' "$wanted" >"$stamp"
+}
+
+# --- Node, for buf and for the Node client's test ----------------------------------------------
+
+install_node_packages() {
+    local folder wanted stamp
+    for folder in . tests/clients/node; do
+        [[ -f $folder/package-lock.json ]] || continue
+        stamp=$folder/node_modules/.headrace
+        wanted=$(sha256sum <"$folder/package-lock.json")
+        [[ -f $stamp && $(<"$stamp") == "$wanted" ]] && continue
+        say "installing Node packages in $folder"
+        # Not `npm ci`: it refuses a lock file without the platforms that an index does not carry.
+        (cd "$folder" && npm install --no-save --ignore-scripts --no-audit --no-fund) </dev/null >"$log" 2>&1 ||
+            { grep "npm error" "$log" | head -n 5 >&2; refuse "npm failed; see $log"; }
+        printf '%s\n' "$wanted" >"$stamp"
+    done
+}
+
+mkdir -p .cache
+exec 9>.cache/setup.lock
+flock -n 9 || { say "waiting for another set-up of this checkout"; flock 9; }
+started_s=$SECONDS
+prepare_machine
+prepare_environment
+scripts/generate_stubs.sh .venv/bin/python
+link_project
+[[ $level == runtime ]] || install_node_packages
+say "$level is ready ($((SECONDS - started_s)) s)"

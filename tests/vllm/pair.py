@@ -1,0 +1,200 @@
+"""A prefill and a decode engine side by side, joined as the services join them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc.aio
+
+from headrace.kv.v1 import handoff_pb2_grpc
+from headrace_common.deadlines import Deadline
+from headrace_common.errors import StaleIncarnation
+from headrace_engine.factory import EngineConfig
+from headrace_engine.interface import (
+    DecodeEnded,
+    DecodeEvent,
+    DecodeTokens,
+    DecodeWork,
+    PrefillOutcome,
+    PrefillWork,
+    Sampling,
+    TokenLogprobs,
+)
+from headrace_engine.vllm.engine import VllmEngine
+from headrace_kv.handoff_server import HandoffServicer
+from headrace_kv.layout import KvDescriptor, WorkerRef
+from headrace_kv.receiver import Receiver, TransferSummary
+from headrace_kv.transfer import Reservation, TransferTarget
+
+MODEL = Path(os.environ.get("HEADRACE_TEST_MODEL", "models/SmolLM2-135M-Instruct"))
+BLOCK_TOKENS = 32
+CHUNK_TOKENS = 512
+LAYER_COUNT = 30
+TIMEOUT_S = 60.0
+GREEDY = Sampling(temperature=0.0, max_tokens=16)
+
+
+@dataclass(slots=True)
+class Answer:
+    """What came of one request."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    reservation: Reservation | None = None
+    end: DecodeEnded | None = None
+    summary: TransferSummary | None = None
+    prefill: PrefillOutcome | None = None
+
+    def take(self, event: DecodeEvent) -> None:
+        """Adds an event."""
+        if isinstance(event, DecodeTokens):
+            self.token_ids.extend(event.token_ids)
+            self.logprobs.extend(event.logprobs)
+        elif isinstance(event, DecodeEnded):
+            self.end = event
+        else:
+            self.reservation = event
+
+
+def engine_config(role: str, **changes: object) -> EngineConfig:
+    """Small, exact, and on loopback."""
+    values: dict[str, object] = {
+        "engine": "vllm",
+        "model": str(MODEL),
+        "role": role,
+        "ref": WorkerRef(role, f"{role[0]}{time.time_ns():015x}"[:16]),
+        "dtype": "float32",
+        "block_count": 128,
+        "block_tokens": BLOCK_TOKENS,
+        "max_requests": 8,
+        "max_batched_tokens": CHUNK_TOKENS,
+    }
+    return EngineConfig(**(values | changes))  # type: ignore[arg-type]
+
+
+class Pair:
+    """Both engines, the receiver, and the handoff service between them."""
+
+    def __init__(self, prefill: VllmEngine, decode: VllmEngine, refs: dict[str, WorkerRef]) -> None:
+        self.prefill = prefill
+        self.decode = decode
+        self.refs = refs
+        self.receiver: Receiver
+        self.endpoint = ""
+        self.released: list[str] = []
+        self._numbers = 0
+
+    def new_transfer_id(self) -> str:
+        """Never used before."""
+        self._numbers += 1
+        return f"x{time.time_ns():020d}{self._numbers:012d}"
+
+    def release(self, transfer_id: str) -> None:
+        """As the decode service does."""
+        self.released.append(transfer_id)
+        self.decode.released(transfer_id)
+
+    async def reset(self) -> None:
+        """Forgets both prefix caches."""
+        for engine in (self.prefill, self.decode):
+            await reset(engine)
+
+    def target(self, reservation: Reservation, timeout_s: float = TIMEOUT_S) -> TransferTarget:
+        """Where prefill sends a reservation's tokens."""
+        return TransferTarget(
+            transfer_id=reservation.transfer_id,
+            decode=self.refs["decode"],
+            handoff_endpoint=self.endpoint,
+            start_token=reservation.start_token,
+            end_token=reservation.end_token,
+            deadline_unix_s=time.time() + timeout_s,
+        )
+
+    async def plain(self, prompt: Sequence[int], sampling: Sampling = GREEDY) -> Answer:
+        """The decode engine alone."""
+        answer = Answer()
+        work = DecodeWork(self.new_transfer_id(), tuple(prompt), sampling, remote_kv=False)
+        async with asyncio.timeout(TIMEOUT_S):
+            async for event in self.decode.decode(work):
+                answer.take(event)
+        return answer
+
+    async def split(self, prompt: Sequence[int], sampling: Sampling = GREEDY) -> Answer:
+        """Prefill on one engine, decode on the other."""
+        answer = Answer()
+        work = DecodeWork(self.new_transfer_id(), tuple(prompt), sampling, remote_kv=True)
+        async with asyncio.timeout(TIMEOUT_S):
+            async for event in self.decode.decode(work):
+                answer.take(event)
+                if isinstance(event, Reservation) and event.start_token < event.end_token:
+                    answer.prefill, answer.summary = await self.hand_over(prompt, event)
+                    self.decode.arrived(work.transfer_id)
+        return answer
+
+    async def hand_over(
+        self, prompt: Sequence[int], reservation: Reservation
+    ) -> tuple[PrefillOutcome, TransferSummary]:
+        """Fills a reservation. Starts with the transfer's bookkeeping, as the services do."""
+        transfer = self.receiver.reserve(reservation, Deadline.after(TIMEOUT_S))
+        work = PrefillWork(tuple(prompt[:-1]), self.target(reservation))
+        outcome, summary = await asyncio.gather(self.prefill.prefill(work), transfer.wait())
+        return outcome, summary
+
+
+async def reset(engine: VllmEngine) -> None:
+    """Empties an engine's prefix cache, once its last requests have given their blocks back."""
+    assert engine._llm is not None
+    async with asyncio.timeout(10):
+        while not await engine._llm.reset_prefix_cache():
+            await asyncio.sleep(0.02)
+
+
+async def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """Polls."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def running_pair(**changes: dict[str, object]) -> AsyncIterator[Pair]:
+    """Starts both engines before anything of gRPC exists in this process. `changes`: by role."""
+    configs = {role: engine_config(role, **changes.get(role, {})) for role in ("prefill", "decode")}
+    refs = {role: config.ref for role, config in configs.items()}
+
+    async def descriptors(ref: WorkerRef, deadline: Deadline) -> KvDescriptor:
+        if ref != refs["decode"]:
+            raise StaleIncarnation(f"{ref} is gone")
+        return decode.descriptor
+
+    decode = VllmEngine(configs["decode"], descriptors)
+    prefill = VllmEngine(configs["prefill"], descriptors)
+    pair = Pair(prefill, decode, refs)
+    server: grpc.aio.Server | None = None
+    try:
+        decode.launch()
+        prefill.launch()
+        await decode.attach()
+        await prefill.attach()
+        pair.receiver = Receiver(
+            ref=refs["decode"], layout=decode.descriptor.layout, on_released=pair.release
+        )
+        server = grpc.aio.server()
+        handoff_pb2_grpc.add_HandoffServiceServicer_to_server(
+            HandoffServicer(pair.receiver), server
+        )
+        pair.endpoint = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        yield pair
+    finally:
+        await prefill.close()
+        if server is not None:
+            await pair.receiver.drain(5)
+            await server.stop(1)
+        await decode.close()

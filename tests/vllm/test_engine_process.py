@@ -1,0 +1,91 @@
+"""The engine's own processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.vllm.pair import MODEL
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(180)]
+
+SERVICE = """
+import asyncio
+from tests.vllm.pair import engine_config
+from headrace_engine.vllm.engine import VllmEngine
+
+async def nobody(ref, deadline):
+    raise AssertionError(ref)
+
+async def main():
+    engine = VllmEngine(engine_config("decode", block_count=16), nobody)
+    await engine.start()
+    print("started", flush=True)
+    await asyncio.sleep(100)
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> subprocess.Popen[str]:
+    """A process with an engine, once that has started."""
+    if not MODEL.is_dir():
+        pytest.skip(f"the model folder {MODEL} is missing; scripts/prepare_model.py makes it")
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "TMPDIR": str(tmp_path),
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVICE],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.strip() == "started":
+            break
+    assert process.poll() is None, "the engine did not start"
+    return process
+
+
+def wait_gone(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Those that are still there."""
+    end_s = time.monotonic() + timeout_s
+    while time.monotonic() < end_s and any(process.is_running() for process in processes):
+        processes = [
+            process
+            for process in processes
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        ]
+        time.sleep(0.05)
+    return processes
+
+
+def test_no_engine_process_outlives_its_service(service: subprocess.Popen[str]) -> None:
+    with service:
+        engines = psutil.Process(service.pid).children(recursive=True)
+        try:
+            assert engines
+            assert all(os.getsid(engine.pid) != os.getsid(service.pid) for engine in engines)
+        finally:
+            service.send_signal(signal.SIGKILL)
+    assert wait_gone(engines, 5.0) == []
+
+
+def test_a_service_whose_engine_died_terminates(service: subprocess.Popen[str]) -> None:
+    with service:
+        for engine in psutil.Process(service.pid).children(recursive=True):
+            engine.kill()
+        try:
+            assert service.wait(20) == -signal.SIGTERM
+        finally:
+            service.kill()

@@ -1,0 +1,179 @@
+"""What goes wrong between two vLLM engines leaves no wrong token and no lost block."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from headrace_common.deadlines import Deadline
+from headrace_common.errors import Cancelled, HeadraceError, TransferFailed, TransferTimeout
+from headrace_engine.interface import DecodeWork, PrefillWork
+from headrace_kv.transfer import Reservation
+from tests.vllm.pair import GREEDY, Pair, reset, wait_until
+from tests.vllm.test_handover import prompt_of
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.timeout(180),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+def remote_work(pair: Pair, prompt: list[int]) -> DecodeWork:
+    return DecodeWork(pair.new_transfer_id(), tuple(prompt), GREEDY, remote_kv=True)
+
+
+async def blocks_are_held(pair: Pair) -> bool:
+    assert pair.decode._llm is not None
+    return not await pair.decode._llm.reset_prefix_cache()
+
+
+async def test_blocks_of_an_aborted_request_stay_until_released(pair: Pair) -> None:
+    work = remote_work(pair, prompt_of(200))
+    events = pair.decode.decode(work)
+    reservation = await anext(events)
+    assert isinstance(reservation, Reservation)
+    assert len(reservation.block_ids) == 7
+    await events.aclose()
+    for _ in range(5):
+        assert await blocks_are_held(pair)
+        await asyncio.sleep(0.1)
+    pair.decode.released(work.transfer_id)
+    await reset(pair.decode)
+
+
+async def test_blocks_of_an_aborted_request_are_freed_when_its_cache_arrives(pair: Pair) -> None:
+    prompt = prompt_of(201)
+    work = remote_work(pair, prompt)
+    events = pair.decode.decode(work)
+    reservation = await anext(events)
+    await events.aclose()
+    assert isinstance(reservation, Reservation)
+    await pair.hand_over(prompt, reservation)
+    assert await blocks_are_held(pair)
+    pair.decode.arrived(work.transfer_id)
+    await pair.reset()
+
+
+async def test_a_request_given_up_before_its_reservation_leaves_nothing(pair: Pair) -> None:
+    for delay_s in (0.0, 0.001, 0.01):
+        events = pair.decode.decode(remote_work(pair, prompt_of(202)))
+        first = asyncio.ensure_future(anext(events))
+        await asyncio.sleep(delay_s)
+        first.cancel()
+        done = await asyncio.gather(first, return_exceptions=True)
+        await events.aclose()
+        if isinstance(done[0], Reservation):
+            pair.decode.released(done[0].transfer_id)
+    await reset(pair.decode)
+
+
+async def test_a_released_transfer_yields_no_token_and_poisons_no_cache(pair: Pair) -> None:
+    prompt = prompt_of(203)
+    plain = await pair.plain(prompt)
+    await pair.reset()
+    work = remote_work(pair, prompt)
+    events = pair.decode.decode(work)
+    assert isinstance(await anext(events), Reservation)
+    pair.decode.released(work.transfer_id)
+    with pytest.raises(TransferFailed):
+        await anext(events)
+    after = await pair.plain(prompt)
+    await pair.reset()
+    assert after.end is not None
+    assert after.end.cached_tokens == 0
+    assert after.token_ids == plain.token_ids
+
+
+async def test_a_transfer_out_of_time_fails_on_both_sides(pair: Pair) -> None:
+    prompt = prompt_of(1400)
+    events = pair.decode.decode(remote_work(pair, prompt))
+    reservation = await anext(events)
+    assert isinstance(reservation, Reservation)
+    transfer = pair.receiver.reserve(reservation, Deadline.after(30))
+    waiting = asyncio.ensure_future(transfer.wait())
+    target = pair.target(reservation, timeout_s=0.4)
+    with pytest.raises((TransferTimeout, TransferFailed)):
+        await pair.prefill.prefill(PrefillWork(tuple(prompt[:-1]), target))
+    # Prefill is quiet, so its blocks are free.
+    await reset(pair.prefill)
+    with pytest.raises(HeadraceError):
+        await waiting
+    with pytest.raises(TransferFailed):
+        await anext(events)
+    assert pair.released[-1] == reservation.transfer_id
+    await reset(pair.decode)
+    again = await pair.split(prompt)
+    await pair.reset()
+    plain = await pair.plain(prompt)
+    await pair.reset()
+    assert again.token_ids == plain.token_ids
+
+
+async def test_a_cancelled_prefill_is_quiet_when_it_returns(pair: Pair) -> None:
+    prompt = prompt_of(1401)
+    events = pair.decode.decode(remote_work(pair, prompt))
+    reservation = await anext(events)
+    assert isinstance(reservation, Reservation)
+    transfer = pair.receiver.reserve(reservation, Deadline.after(30))
+    waiting = asyncio.ensure_future(transfer.wait())
+    work = PrefillWork(tuple(prompt[:-1]), pair.target(reservation))
+    prefill = asyncio.ensure_future(pair.prefill.prefill(work))
+    await asyncio.sleep(0.3)
+    start_s = time.monotonic()
+    prefill.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await prefill
+    assert time.monotonic() - start_s < 10
+    assert pair.prefill.usage().running_requests == 0
+    with pytest.raises(HeadraceError):
+        await waiting
+    await wait_until(lambda: pair.released[-1:] == [reservation.transfer_id])
+    with pytest.raises(TransferFailed):
+        await anext(events)
+    await pair.reset()
+
+
+async def test_a_prefill_cancelled_before_it_runs_ends_at_once(pair: Pair) -> None:
+    prompt = prompt_of(90)
+    target = pair.target(Reservation(pair.new_transfer_id(), (1, 2, 3), 0, 89))
+    prefill = asyncio.ensure_future(pair.prefill.prefill(PrefillWork(tuple(prompt[:-1]), target)))
+    await asyncio.sleep(0)
+    start_s = time.monotonic()
+    prefill.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await prefill
+    assert time.monotonic() - start_s < 10
+    await reset(pair.prefill)
+
+
+async def test_a_decode_that_gives_up_ends_the_prefill(pair: Pair) -> None:
+    prompt = prompt_of(1402)
+    events = pair.decode.decode(remote_work(pair, prompt))
+    reservation = await anext(events)
+    assert isinstance(reservation, Reservation)
+    transfer = pair.receiver.reserve(reservation, Deadline.after(30))
+    waiting = asyncio.ensure_future(transfer.wait())
+    work = PrefillWork(tuple(prompt[:-1]), pair.target(reservation))
+    prefill = asyncio.ensure_future(pair.prefill.prefill(work))
+    await asyncio.sleep(0.3)
+    pair.receiver.cancel(reservation.transfer_id, "CANCELLED", "the client went away")
+    await events.aclose()
+    with pytest.raises(Cancelled):
+        await prefill
+    with pytest.raises(HeadraceError):
+        await waiting
+    await wait_until(lambda: pair.released[-1:] == [reservation.transfer_id])
+    await pair.reset()
+
+
+async def test_requests_side_by_side_get_their_own_caches(pair: Pair) -> None:
+    prompts = [prompt_of(length, seed=5) for length in (60, 129, 300, 520)]
+    plain = [await pair.plain(prompt) for prompt in prompts]
+    await pair.reset()
+    split = await asyncio.gather(*(pair.split(prompt) for prompt in prompts))
+    await pair.reset()
+    assert [answer.token_ids for answer in split] == [answer.token_ids for answer in plain]

@@ -1,0 +1,182 @@
+"""Prefill on one vLLM, decode on another, compared with vLLM alone."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from headrace_engine.interface import Sampling
+from tests.vllm.pair import (
+    BLOCK_TOKENS,
+    CHUNK_TOKENS,
+    GREEDY,
+    LAYER_COUNT,
+    Pair,
+    reset,
+)
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.timeout(180),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+LENGTHS = (1, 2, 33, 127, 128, 129, 255, 256, 257, 511, 1000, 1500)
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    """Random tokens of the ordinary vocabulary."""
+    numbers = random.Random(f"{length}/{seed}")
+    return [numbers.randrange(100, 40_000) for _ in range(length)]
+
+
+def layer_block_bytes(pair: Pair) -> int:
+    layout = pair.decode.descriptor.layout
+    return layout.kv_head_count * layout.block_head_bytes
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+async def test_greedy_tokens_equal_plain_vllm(pair: Pair, length: int) -> None:
+    prompt = prompt_of(length)
+    plain = await pair.plain(prompt)
+    await pair.reset()
+    split = await pair.split(prompt)
+    await pair.reset()
+    assert split.token_ids == plain.token_ids
+    assert len(split.token_ids) == GREEDY.max_tokens
+    assert split.end is not None
+    assert not split.end.stopped
+    assert split.end.cached_tokens == 0
+    assert split.reservation is not None
+    assert (split.reservation.start_token, split.reservation.end_token) == (0, length - 1)
+    if length == 1:
+        assert split.summary is None
+        return
+    assert split.summary is not None
+    assert split.prefill is not None
+    blocks = -(-(length - 1) // BLOCK_TOKENS)
+    assert split.summary.payload_bytes == blocks * LAYER_COUNT * layer_block_bytes(pair)
+
+
+async def test_seeded_sampling_equals_plain_vllm(pair: Pair) -> None:
+    prompt = prompt_of(300)
+    sampling = Sampling(
+        temperature=0.9,
+        top_p=0.95,
+        top_k=50,
+        min_p=0.01,
+        presence_penalty=0.2,
+        frequency_penalty=0.1,
+        repetition_penalty=1.1,
+        seed=1234,
+        max_tokens=24,
+    )
+    first = await pair.plain(prompt, sampling)
+    await pair.reset()
+    again = await pair.plain(prompt, sampling)
+    await pair.reset()
+    assert again.token_ids == first.token_ids, "vLLM itself does not repeat this"
+    split = await pair.split(prompt, sampling)
+    await pair.reset()
+    assert split.token_ids == first.token_ids
+
+
+async def test_logprobs_and_stop_tokens(pair: Pair) -> None:
+    prompt = prompt_of(40)
+    plain = await pair.plain(prompt)
+    await pair.reset()
+    stop = plain.token_ids[5]
+    first_stop = plain.token_ids.index(stop)
+    split = await pair.split(prompt, replace(GREEDY, stop_token_ids=(stop,), logprobs=3))
+    await pair.reset()
+    assert split.end is not None
+    assert split.end.stopped
+    assert split.token_ids == plain.token_ids[: first_stop + 1]
+    assert len(split.logprobs) == len(split.token_ids)
+    for token_id, entry in zip(split.token_ids, split.logprobs, strict=True):
+        assert len(entry.alternatives) == 3
+        assert entry.alternatives[0] == (token_id, entry.logprob)
+
+
+async def test_chunks_are_sent_while_later_chunks_are_computed(pair: Pair) -> None:
+    length = 1501
+    split = await pair.split(prompt_of(length))
+    await pair.reset()
+    assert split.summary is not None
+    assert split.prefill is not None
+    chunk_count = -(-(length - 1) // CHUNK_TOKENS)
+    assert split.summary.acknowledgement_count == LAYER_COUNT * chunk_count
+    # The last chunk starts after the last layer of the chunk before it.
+    last_chunk_start_ns = max(
+        sent.ready_unix_ns
+        for _, sent in split.prefill.layers
+        if sent.end_token <= CHUNK_TOKENS * (chunk_count - 1)
+    )
+    assert split.summary.first_ack_unix_ns < last_chunk_start_ns
+    first_chunk = [sent for _, sent in split.prefill.layers if sent.start_token == 0]
+    assert len(first_chunk) == LAYER_COUNT
+    assert all(sent.end_token == CHUNK_TOKENS for sent in first_chunk)
+    outcome = split.prefill
+    assert outcome.compute_start_unix_ns < last_chunk_start_ns < outcome.compute_end_unix_ns
+
+
+async def test_layers_are_sent_before_the_forward_pass_ends(pair: Pair) -> None:
+    split = await pair.split(prompt_of(500))
+    await pair.reset()
+    assert split.summary is not None
+    assert split.prefill is not None
+    assert split.summary.first_ack_unix_ns < split.prefill.compute_end_unix_ns
+    ready = [sent.ready_unix_ns for _, sent in split.prefill.layers]
+    assert ready == sorted(ready)
+    assert ready[0] < ready[-1]
+
+
+async def test_shared_prefix_transfers_only_what_decode_lacks(pair: Pair) -> None:
+    shared = prompt_of(512)
+    await pair.split(shared + prompt_of(100, seed=1))
+    second = shared + prompt_of(130, seed=2)
+    split = await pair.split(second)
+    assert split.reservation is not None
+    assert split.summary is not None
+    assert split.reservation.start_token == 512
+    assert split.end is not None
+    assert split.end.cached_tokens == 512
+    assert split.prefill is not None
+    assert split.prefill.cached_tokens == 512
+    missing_blocks = -(-(len(second) - 1 - 512) // BLOCK_TOKENS)
+    expected = missing_blocks * LAYER_COUNT * layer_block_bytes(pair)
+    assert split.summary.payload_bytes == expected
+    await pair.reset()
+    plain = await pair.plain(second)
+    await pair.reset()
+    assert split.token_ids == plain.token_ids
+
+
+async def test_nothing_is_transferred_when_decode_has_everything(pair: Pair) -> None:
+    prompt = prompt_of(4 * BLOCK_TOKENS + 1)
+    first = await pair.split(prompt)
+    again = await pair.split(prompt)
+    await pair.reset()
+    assert again.reservation is not None
+    assert again.summary is None
+    assert again.reservation.block_ids == ()
+    assert again.reservation.start_token == again.reservation.end_token == 4 * BLOCK_TOKENS
+    assert again.token_ids == first.token_ids
+
+
+async def test_prefill_pushes_what_it_had_cached(pair: Pair) -> None:
+    prompt = prompt_of(700)
+    first = await pair.split(prompt)
+    await reset(pair.decode)
+    again = await pair.split(prompt)
+    await pair.reset()
+    assert again.prefill is not None
+    assert again.summary is not None
+    assert first.summary is not None
+    # Of the 699 tokens that prefill computes, whole blocks were cached.
+    assert again.prefill.cached_tokens == 699 // BLOCK_TOKENS * BLOCK_TOKENS
+    assert again.summary.payload_bytes == first.summary.payload_bytes
+    assert again.token_ids == first.token_ids

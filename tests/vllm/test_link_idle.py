@@ -1,0 +1,27 @@
+"""The link outlives idleness. Named to run last here: it starts gRPC, and engines fork before that."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from headrace.engine.v1 import link_pb2
+from headrace_engine.vllm.link_words import reservation_to_proto
+from tests.unit.vllm.test_link import RESERVATION, attached, until
+
+# gRPC ends a connection over pings that its server did not allow at the fourth, 10 s apart.
+IDLE_S = 50.0
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(90)
+async def test_an_idle_link_lives(tmp_path: Path) -> None:
+    async with attached(tmp_path / "link") as ends:
+        await asyncio.sleep(IDLE_S)
+        assert not ends.lost
+        ends.links["scheduler"].send(
+            link_pb2.AttachRequest(reserved=reservation_to_proto(RESERVATION))
+        )
+        await until(lambda: ends.reserved == [RESERVATION])
