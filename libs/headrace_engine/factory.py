@@ -32,7 +32,7 @@ class EngineConfig:
     role: Literal["prefill", "decode"]
     ref: WorkerRef
     host: str = "127.0.0.1"
-    transport: Literal["mooncake", "in_memory"] = "mooncake"
+    transport: Literal["auto", "mooncake", "same_host", "in_memory"] = "mooncake"
     tensor_parallel_size: int = 1
     context_tokens: int = 0
     max_requests: int = 64

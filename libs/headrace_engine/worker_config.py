@@ -33,8 +33,10 @@ class WorkerConfig(ServiceConfig):
     served_model: str = Field(
         "", description="Name that clients call the model by; empty means the engine's own."
     )
-    transport: Literal["mooncake", "in_memory"] = Field(
-        "mooncake", description="What moves KV bytes; in_memory only reaches the same process."
+    transport: Literal["auto", "mooncake", "same_host", "in_memory"] = Field(
+        "mooncake",
+        description="What moves KV bytes; auto takes same_host for peers of this host and mooncake for others, "
+        "in_memory only reaches the same process.",
     )
     tensor_parallel_size: PositiveCount = Field(1, description="Ranks the model is spread over.")
     context_tokens: NonNegativeCount = Field(

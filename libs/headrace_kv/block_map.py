@@ -1,77 +1,51 @@
-"""From (edge, layer, block lists) to the longest contiguous byte runs. Pure, vectorised."""
+"""From (edge, layer, tokens, block lists) to the longest contiguous byte runs. Pure, vectorised."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from headrace_common.errors import LayoutMismatch, ProtocolViolation
 from headrace_kv.layout import RankMemory, Region
+from headrace_kv.runs import Int64Array, Runs, concatenate
 from headrace_kv.shard_map import Edge
+from headrace_kv.strided_copy import Axis, PairedPart, Segments, pair_parts, plan_part
 
-Int64Array = NDArray[np.int64]
+__all__ = ["CopyPlanner", "Int64Array", "Runs", "Span", "plan_runs"]
 
 _PLANS_REMEMBERED = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Runs:
-    """Copies of `lengths` bytes; three int64 arrays of shape [run]."""
+@dataclass(frozen=True, eq=False, slots=True)
+class Span:
+    """Tokens [start_token, end_token) and the blocks that hold them on either side.
 
-    source_addresses: Int64Array
-    destination_addresses: Int64Array
-    lengths: Int64Array
+    `source_blocks[i]` holds tokens from source_first_token + i * the source's block_tokens on, and likewise on the
+    destination; neither array is changed afterwards. A state's block lists have one page each.
+    """
 
-    def __len__(self) -> int:
-        return len(self.lengths)
+    start_token: int
+    end_token: int
+    source_blocks: Int64Array
+    source_first_token: int
+    destination_blocks: Int64Array
+    destination_first_token: int
+    segments: dict[tuple[int, int, bool], Segments] = field(default_factory=dict, init=False)
+    """By block sizes: the planners of several ranks cut one span alike."""
 
-    @property
-    def payload_bytes(self) -> int:
-        """Bytes of all runs together."""
-        return int(self.lengths.sum())
-
-    def batches(self, entry_limit: int, byte_limit: int) -> Iterator[Runs]:
-        """Cuts into parts of at most `entry_limit` runs and `byte_limit` bytes each; long runs are split."""
-        if len(self) <= entry_limit and self.payload_bytes <= byte_limit:
-            if len(self):
-                yield self
-            return
-        whole = self._split(byte_limit)
-        ends = np.cumsum(whole.lengths)
-        start = 0
-        while start < len(whole):
-            sent = int(ends[start - 1]) if start else 0
-            stop = int(np.searchsorted(ends, sent + byte_limit, side="right"))
-            stop = min(stop, start + entry_limit)
-            yield Runs(
-                whole.source_addresses[start:stop],
-                whole.destination_addresses[start:stop],
-                whole.lengths[start:stop],
-            )
-            start = stop
-
-    def _split(self, byte_limit: int) -> Runs:
-        pieces = -(-self.lengths // byte_limit)
-        if not np.any(pieces > 1):
-            return self
-        run = np.repeat(np.arange(len(self)), pieces)
-        offset = (np.arange(len(run)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * byte_limit
-        return Runs(
-            self.source_addresses[run] + offset,
-            self.destination_addresses[run] + offset,
-            np.minimum(self.lengths[run] - offset, byte_limit),
-        )
+    def covers(self, start_token: int, end_token: int) -> bool:
+        """Whether these are its tokens."""
+        return self.start_token == start_token and self.end_token == end_token
 
 
 class CopyPlanner:
     """Plans copies from one rank's memory into another's; made once per pair and reused.
 
-    Layers mostly differ by where they start: then a plan for the same block arrays (the very same objects) is moved
-    instead of made again. Raises LayoutMismatch when the two memories' regions do not pair up.
+    Layers mostly differ by where they start: then a plan for the same span (the very same object) is moved instead of
+    made again. Layers that only one side holds are no copies. Raises LayoutMismatch when the regions of a shared layer
+    do not pair up.
     """
 
     def __init__(self, source: RankMemory, destination: RankMemory) -> None:
@@ -80,74 +54,52 @@ class CopyPlanner:
         self._layers = _pair_regions(source, destination)
         self._recent: OrderedDict[tuple[Edge, int, int], _Plan] = OrderedDict()
 
-    def plan(
-        self, edge: Edge, layer: int, source_blocks: Int64Array, destination_blocks: Int64Array
-    ) -> Runs:
-        """Runs that copy the edge's heads of `source_blocks[i]` to `destination_blocks[i]` in every part of a layer.
+    def plan(self, edge: Edge, layer: int, span: Span) -> Runs:
+        """Runs that copy the edge's heads of the span's tokens in every part of a layer.
 
-        Both arrays have shape [block] and are not changed afterwards. Raises ProtocolViolation when a block or head
-        lies outside its arena.
+        Raises ProtocolViolation when a block, head or token lies outside its region.
         """
         found = self._layers.get(layer)
         if found is None:
-            raise LayoutMismatch(f"layer {layer} has no region", metadata={"layer": str(layer)})
-        # A remembered plan holds its arrays, so no other object can have their ids.
-        key = (edge, id(source_blocks), id(destination_blocks))
+            raise LayoutMismatch(
+                f"ranks {self._source.rank} and {self._destination.rank} do not both hold layer {layer}",
+                metadata={"layer": str(layer)},
+            )
+        # A remembered plan holds its span, so no other object can have its id.
+        key = (edge, id(span), found.shape)
         plan = self._recent.get(key)
-        if plan is None or not plan.fits(found):
-            plan = self._plan_anew(edge, found, source_blocks, destination_blocks)
+        if plan is None:
+            bases = (self._source.base_address, self._destination.base_address)
+            plan = _Plan(found, span, _plan_layer(found, bases, edge, span))
             self._recent[key] = plan
             if len(self._recent) > _PLANS_REMEMBERED:
                 self._recent.popitem(last=False)
-        return plan.at(found, self._source, self._destination)
-
-    def _plan_anew(
-        self, edge: Edge, layer: _Layer, source_blocks: Int64Array, destination_blocks: Int64Array
-    ) -> _Plan:
-        if len(source_blocks) != len(destination_blocks):
-            raise ProtocolViolation(
-                f"{len(source_blocks)} source blocks cannot be paired with {len(destination_blocks)} of decode"
-            )
-        _check_blocks(source_blocks, self._source, "source")
-        _check_blocks(destination_blocks, self._destination, "destination")
-        bases = (self._source.base_address, self._destination.base_address)
-        planned = [
-            _plan_part(bases, pair, edge, source_blocks, destination_blocks) for pair in layer.pairs
-        ]
-        runs = planned[0] if len(planned) == 1 else _concatenate(planned)
-        return _Plan(layer, source_blocks, destination_blocks, _merge(runs))
+        return plan.at(found)
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """A layer's (source, destination) regions by part. Equal `geometry` means: the same but for the offsets."""
+    """A layer's parts on both sides. Layers of equal `shape` are the same but for the offsets."""
 
-    pairs: tuple[tuple[Region, Region], ...]
-    geometry: tuple[int, ...]
+    parts: tuple[PairedPart, ...]
+    shape: int
     source_offset: int
     destination_offset: int
 
 
 class _Plan:
-    """Runs of one layer that can be moved to another of the same geometry."""
+    """Runs of one layer that can be moved to another of the same shape."""
 
-    def __init__(
-        self, layer: _Layer, source_blocks: Int64Array, destination_blocks: Int64Array, runs: Runs
-    ) -> None:
+    def __init__(self, layer: _Layer, span: Span, runs: Runs) -> None:
         self._layer = layer
-        self._blocks = (source_blocks, destination_blocks)
+        self._span = span
         self._runs = runs
-        self._source_span = _span(runs.source_addresses, runs.lengths)
-        self._destination_span = _span(runs.destination_addresses, runs.lengths)
 
-    def fits(self, layer: _Layer) -> bool:
-        return self._layer is layer or self._layer.geometry == layer.geometry
-
-    def at(self, layer: _Layer, source: RankMemory, destination: RankMemory) -> Runs:
+    def at(self, layer: _Layer) -> Runs:
         source_move = layer.source_offset - self._layer.source_offset
         destination_move = layer.destination_offset - self._layer.destination_offset
-        _check_inside(self._source_span, source_move, source, "source")
-        _check_inside(self._destination_span, destination_move, destination, "destination")
+        if not source_move and not destination_move:
+            return self._runs
         return Runs(
             self._runs.source_addresses + source_move,
             self._runs.destination_addresses + destination_move,
@@ -156,138 +108,186 @@ class _Plan:
 
 
 def plan_runs(
-    source: RankMemory,
-    destination: RankMemory,
-    edge: Edge,
-    layer: int,
-    source_block_ids: Sequence[int],
-    destination_block_ids: Sequence[int],
+    source: RankMemory, destination: RankMemory, edge: Edge, layer: int, span: Span
 ) -> Runs:
     """CopyPlanner.plan for a single use."""
-    return CopyPlanner(source, destination).plan(
-        edge,
-        layer,
-        np.asarray(source_block_ids, dtype=np.int64),
-        np.asarray(destination_block_ids, dtype=np.int64),
-    )
+    return CopyPlanner(source, destination).plan(edge, layer, span)
 
 
 def _pair_regions(source: RankMemory, destination: RankMemory) -> dict[int, _Layer]:
-    ours = {(region.layer, region.part): region for region in source.regions}
-    theirs = {(region.layer, region.part): region for region in destination.regions}
-    if ours.keys() != theirs.keys():
-        odd = sorted(ours.keys() ^ theirs.keys())[:4]
-        named = ", ".join(f"layer {layer} part {part}" for layer, part in odd)
-        raise LayoutMismatch(f"only one side's memory has {named}", metadata={"regions": named})
-    pairs: dict[int, list[tuple[Region, Region]]] = {}
-    for (layer, part), region in sorted(ours.items()):
-        other = theirs[layer, part]
-        if region.head_bytes != other.head_bytes:
-            difference = f"{region.head_bytes} != {other.head_bytes}"
-            raise LayoutMismatch(
-                f"head_bytes of layer {layer} part {part} differ: {difference}",
-                metadata={"head_bytes": difference},
+    ours, theirs = _by_layer(source, "source"), _by_layer(destination, "destination")
+    shapes: dict[tuple[PairedPart, ...], int] = {}
+    layers: dict[int, _Layer] = {}
+    for layer in sorted(ours.keys() & theirs.keys()):
+        odd = sorted(ours[layer].keys() ^ theirs[layer].keys())
+        if odd:
+            named = ", ".join(f"layer {layer} part {part}" for part in odd)
+            raise LayoutMismatch(f"only one side's memory has {named}", metadata={"regions": named})
+        pairs = [(region, theirs[layer][part]) for part, region in ours[layer].items()]
+        for pair in pairs:
+            _check_pair(*pair)
+        parts = pair_parts(pairs)
+        offsets = (parts[0].source.offset_bytes, parts[0].destination.offset_bytes)
+        shape = tuple(_moved(part, offsets) for part in parts)
+        layers[layer] = _Layer(parts, shapes.setdefault(shape, len(shapes)), *offsets)
+    return layers
+
+
+def _by_layer(memory: RankMemory, side: str) -> dict[int, dict[str, Region]]:
+    found: dict[int, dict[str, Region]] = {}
+    for region in memory.regions:
+        if region.end_bytes > memory.arena_bytes:
+            raise ProtocolViolation(
+                f"layer {region.layer} part {region.part} would leave the {side} arena of rank {memory.rank}: "
+                "its regions do not fit its arena_bytes",
+                metadata={"side": side, "rank": str(memory.rank)},
             )
-        pairs.setdefault(layer, []).append((region, other))
-    return {layer: _describe(tuple(found)) for layer, found in pairs.items()}
+        found.setdefault(region.layer, {})[region.part] = region
+    return found
 
 
-def _describe(pairs: tuple[tuple[Region, Region], ...]) -> _Layer:
-    firsts = pairs[0]
-    geometry: list[int] = []
-    for pair in pairs:
-        for region, first in zip(pair, firsts, strict=True):
-            geometry += (
-                region.offset_bytes - first.offset_bytes,
-                region.block_stride_bytes,
-                region.head_stride_bytes,
-                region.head_bytes,
+def _check_pair(ours: Region, theirs: Region) -> None:
+    """Raises LayoutMismatch when two regions do not hold the same kind of thing."""
+    differences = {
+        name: f"{left} != {right}"
+        for name, left, right in (
+            ("unit_bytes", ours.unit_bytes, theirs.unit_bytes),
+            ("token_addressable", ours.token_addressable, theirs.token_addressable),
+        )
+        if left != right
+    }
+    if not ours.token_addressable and ours.block_tokens != theirs.block_tokens:
+        differences["block_tokens"] = f"{ours.block_tokens} != {theirs.block_tokens}"
+    if differences:
+        named = ", ".join(f"{name} ({values})" for name, values in differences.items())
+        raise LayoutMismatch(
+            f"layer {ours.layer} part {ours.part} differs in {named}", metadata=differences
+        )
+
+
+def _moved(part: PairedPart, offsets: tuple[int, int]) -> PairedPart:
+    source, destination = part.source, part.destination
+    return replace(
+        part,
+        source=replace(source, layer=0, offset_bytes=source.offset_bytes - offsets[0]),
+        destination=replace(
+            destination, layer=0, offset_bytes=destination.offset_bytes - offsets[1]
+        ),
+    )
+
+
+def _plan_layer(layer: _Layer, bases: tuple[int, int], edge: Edge, span: Span) -> Runs:
+    planned = []
+    for part in layer.parts:
+        source, destination = part.source, part.destination
+        _check_heads(edge.source_head, edge.head_count, source, "source")
+        _check_heads(edge.destination_head, edge.head_count, destination, "destination")
+        segments = _segments(source, destination, span)
+        _check_blocks(segments.source_blocks, source, "source")
+        _check_blocks(segments.destination_blocks, destination, "destination")
+        source_head = edge.source_head * source.head_stride_bytes
+        destination_head = edge.destination_head * destination.head_stride_bytes
+        heads = Axis(edge.head_count, source.head_stride_bytes, destination.head_stride_bytes)
+        planned.append(
+            plan_part(
+                part,
+                bases[0] + source.offset_bytes + source_head,
+                bases[1] + destination.offset_bytes + destination_head,
+                heads,
+                segments,
             )
-    return _Layer(pairs, tuple(geometry), firsts[0].offset_bytes, firsts[1].offset_bytes)
+        )
+    return concatenate(planned).tidied()
 
 
-def _plan_part(
-    bases: tuple[int, int],
-    pair: tuple[Region, Region],
-    edge: Edge,
-    source_blocks: Int64Array,
-    destination_blocks: Int64Array,
-) -> Runs:
-    source, destination = pair
-    starts = _starts(bases[0], source, edge.source_head, source_blocks)
-    targets = _starts(bases[1], destination, edge.destination_head, destination_blocks)
-    length = source.head_bytes
-    count = edge.head_count
-    if count > 1:
-        if source.head_stride_bytes == length and destination.head_stride_bytes == length:
-            length *= count
-        else:
-            heads = np.arange(count, dtype=np.int64)
-            # With heads outermost, blocks of one head follow each other and can merge; else heads of one block can.
-            outer = source.head_stride_bytes > source.block_stride_bytes
-            starts = _spread(starts, heads * source.head_stride_bytes, outer)
-            targets = _spread(targets, heads * destination.head_stride_bytes, outer)
-    return Runs(starts, targets, np.full(len(starts), length, dtype=np.int64))
+def _segments(source: Region, destination: Region, span: Span) -> Segments:
+    """Cuts the span's tokens at the borders of both sides' blocks, or takes them from an equal cut before."""
+    key = (source.block_tokens, destination.block_tokens, source.token_addressable)
+    found = span.segments.get(key)
+    if found is None:
+        whole = not source.token_addressable
+        found = _whole_blocks(source, span) if whole else _cut(source, destination, span)
+        span.segments[key] = found
+    return found
 
 
-def _starts(base_address: int, region: Region, head: int, blocks: Int64Array) -> Int64Array:
-    first = base_address + region.offset_bytes + head * region.head_stride_bytes
-    return blocks * region.block_stride_bytes + first
-
-
-def _spread(starts: Int64Array, head_offsets: Int64Array, heads_outer: bool) -> Int64Array:
-    if heads_outer:
-        return (head_offsets[:, None] + starts[None, :]).ravel()
-    return (starts[:, None] + head_offsets[None, :]).ravel()
-
-
-def _concatenate(parts: list[Runs]) -> Runs:
-    return Runs(
-        np.concatenate([part.source_addresses for part in parts]),
-        np.concatenate([part.destination_addresses for part in parts]),
-        np.concatenate([part.lengths for part in parts]),
+def _cut(source: Region, destination: Region, span: Span) -> Segments:
+    start, end = span.start_token, span.end_token
+    grids = {
+        (first % tokens, tokens)
+        for first, tokens in (
+            (span.source_first_token, source.block_tokens),
+            (span.destination_first_token, destination.block_tokens),
+        )
+    }
+    inner = [
+        np.arange(start + 1 + (phase - start - 1) % tokens, end, tokens, dtype=np.int64)
+        for phase, tokens in grids
+    ]
+    borders = inner[0] if len(inner) == 1 else np.union1d(*inner)
+    cuts = np.concatenate(([start], borders, [end]))
+    starts = cuts[:-1]
+    source_index, source_tokens = np.divmod(starts - span.source_first_token, source.block_tokens)
+    destination_index, destination_tokens = np.divmod(
+        starts - span.destination_first_token, destination.block_tokens
+    )
+    return Segments(
+        _pick(span.source_blocks, source_index, "source"),
+        source_tokens,
+        _pick(span.destination_blocks, destination_index, "destination"),
+        destination_tokens,
+        np.diff(cuts),
     )
 
 
-def _merge(runs: Runs) -> Runs:
-    """Joins neighbours in the list that are also neighbours in memory, on both sides."""
-    if len(runs) < 2:
-        return runs
-    lengths = runs.lengths[:-1]
-    breaks = (np.diff(runs.source_addresses) != lengths) | (
-        np.diff(runs.destination_addresses) != lengths
-    )
-    firsts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
-    if len(firsts) == len(runs):
-        return runs
-    return Runs(
-        runs.source_addresses[firsts],
-        runs.destination_addresses[firsts],
-        np.add.reduceat(runs.lengths, firsts),
+def _whole_blocks(region: Region, span: Span) -> Segments:
+    """Each block, or the page of a state, as one unit."""
+    source_first = destination_first = 0
+    count = min(1, span.end_token - span.start_token)
+    if region.block_tokens:
+        source_first, rest = divmod(span.start_token - span.source_first_token, region.block_tokens)
+        destination_first, other = divmod(
+            span.start_token - span.destination_first_token, region.block_tokens
+        )
+        if rest or other:
+            raise ProtocolViolation(
+                f"tokens from {span.start_token} on start inside a block of {region.block_tokens}, "
+                "which may only be copied whole"
+            )
+        count = -(-(span.end_token - span.start_token) // region.block_tokens)
+    index = np.arange(count, dtype=np.int64)
+    zeros = np.zeros_like(index)
+    return Segments(
+        _pick(span.source_blocks, source_first + index, "source"),
+        zeros,
+        _pick(span.destination_blocks, destination_first + index, "destination"),
+        zeros,
+        np.ones_like(index),
     )
 
 
-def _check_blocks(blocks: Int64Array, memory: RankMemory, side: str) -> None:
-    if len(blocks) and (blocks.min() < 0 or blocks.max() >= memory.block_count):
-        wrong = blocks[(blocks < 0) | (blocks >= memory.block_count)][0]
+def _pick(blocks: Int64Array, index: Int64Array, side: str) -> Int64Array:
+    if len(index) and (index[0] < 0 or index[-1] >= len(blocks)):
         raise ProtocolViolation(
-            f"{side} block {wrong} is not one of the {memory.block_count} blocks of rank {memory.rank}",
+            f"{len(blocks)} {side} blocks do not hold the tokens to be copied",
+            metadata={"side": side},
+        )
+    return blocks[index]
+
+
+def _check_blocks(blocks: Int64Array, region: Region, side: str) -> None:
+    if len(blocks) and (blocks.min() < 0 or blocks.max() >= region.block_count):
+        wrong = blocks[(blocks < 0) | (blocks >= region.block_count)][0]
+        raise ProtocolViolation(
+            f"{side} block {wrong} is not one of the {region.block_count} blocks of layer {region.layer}",
             metadata={"block": str(wrong), "side": side},
         )
 
 
-def _span(addresses: Int64Array, lengths: Int64Array) -> tuple[int, int] | None:
-    if not len(addresses):
-        return None
-    return int(addresses.min()), int((addresses + lengths).max())
-
-
-def _check_inside(span: tuple[int, int] | None, move: int, memory: RankMemory, side: str) -> None:
-    if span is None:
-        return
-    low, high = span[0] + move, span[1] + move
-    if low < memory.base_address or high > memory.base_address + memory.arena_bytes:
-        raise ProtocolViolation(
-            f"a copy would leave the {side} arena of rank {memory.rank}: its regions do not fit its arena_bytes",
-            metadata={"side": side, "rank": str(memory.rank)},
+def _check_heads(first: int, count: int, region: Region, side: str) -> None:
+    if first < 0 or first + count > region.head_count:
+        raise LayoutMismatch(
+            f"{side} heads {first} to {first + count - 1} are not all among the {region.head_count} that layer "
+            f"{region.layer} part {region.part} has on this rank",
+            metadata={"side": side, "head_count": str(region.head_count)},
         )

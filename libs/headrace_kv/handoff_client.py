@@ -236,7 +236,11 @@ class HandoffLink:
             case "reservation":
                 said = response.reservation
                 reservation = Reservation(
-                    said.transfer_id, tuple(said.block_ids), said.start_token, said.end_token
+                    said.transfer_id,
+                    tuple(said.block_ids),
+                    said.start_token,
+                    said.end_token,
+                    tuple(tuple(group.block_ids) for group in said.further_block_ids),
                 )
                 self._events.link_reserved(self, reservation)
             case "renewal":

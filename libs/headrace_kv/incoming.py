@@ -146,7 +146,7 @@ class Transfer:
             raise ProtocolViolation(f"{peer} has opened transfer {self.transfer_id} already")
         ledger = self.ledger
         if ledger is None:
-            ledger = Ledger(self._layout, peer.layout.tensor_parallel_size, self.reservation)
+            ledger = Ledger(self._layout, peer.layout, self.reservation)
         if peer.rank not in ledger.source_ranks or ledger.source_complete(peer.rank):
             raise ProtocolViolation(f"{peer} has nothing to send for {self.transfer_id}")
         self.ledger, self.prefill = ledger, peer.ref

@@ -5,30 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from headrace_common.errors import ProtocolViolation
-from headrace_kv.layout import KvLayout
+from headrace_kv.layout import STATE, KvLayout, count_spans
 from headrace_kv.shard_map import Key, edges
 from headrace_kv.transfer import Reservation
 
 
 class Ledger:
-    """Counts the effective (source rank, destination rank, layer) keys of one transfer.
+    """Counts the effective (source rank, destination rank, layer) keys of one transfer into `layout`'s worker.
 
-    Raises LayoutMismatch when `prefill_tp` cannot hold the layout's heads.
+    Raises LayoutMismatch when there are no ranks to hold the heads.
     """
 
-    def __init__(self, layout: KvLayout, prefill_tp: int, reservation: Reservation) -> None:
+    def __init__(self, layout: KvLayout, prefill: KvLayout, reservation: Reservation) -> None:
         self._layout = layout
         self._reservation = reservation
         self._heads: dict[Key, int] = {
             (edge.source_rank, edge.destination_rank, layer): edge.head_count
             for layer in range(layout.layer_count)
-            for edge in edges(
-                prefill_tp,
-                layout.tensor_parallel_size,
-                layout.kv_head_count,
-                layer,
-                reservation.transfer_id,
-            )
+            for edge in edges(prefill, layout, layer, reservation.transfer_id)
         }
         self._covered = dict.fromkeys(self._heads, reservation.start_token)
         empty = reservation.start_token >= reservation.end_token
@@ -89,13 +83,16 @@ class Ledger:
                 f"has tokens [{start_token}, {end_token}) outside the reserved "
                 f"[{self._reservation.start_token}, {self._reservation.end_token})",
             )
+        group = self._layout.group_of(key[2])
+        if group.kind == STATE and end_token != self._reservation.end_token:
+            raise self._violation(key, f"is a state of token {end_token}, not of the last")
         covered = self._covered[key]
         if end_token <= covered:
             self.duplicate_count += 1
             return False
         if start_token > covered:
             raise self._violation(key, f"skips tokens [{covered}, {start_token})")
-        expected_bytes = self._bytes_of(start_token, end_token, heads)
+        expected_bytes = group.bytes_between(start_token, end_token, heads)
         if payload_bytes != expected_bytes:
             raise self._violation(
                 key,
@@ -129,11 +126,6 @@ class Ledger:
             for (source, named), layers in sorted(groups.items())
         )
 
-    def _bytes_of(self, start_token: int, end_token: int, heads: int) -> int:
-        first = start_token // self._layout.block_tokens
-        blocks = self._layout.blocks_for(end_token) - first
-        return blocks * heads * self._layout.block_head_bytes
-
     def _violation(self, key: Key, what: str) -> ProtocolViolation:
         source, destination, layer = key
         transfer_id = self._reservation.transfer_id
@@ -150,12 +142,5 @@ class Ledger:
 
 def _count(numbers: Iterable[int], noun: str) -> str:
     """ "layers 3, 17-29" for {3, 17, 18, ..., 29}."""
-    ordered = sorted(numbers)
-    spans: list[list[int]] = []
-    for number in ordered:
-        if spans and spans[-1][1] + 1 == number:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    text = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
-    return f"{noun}{'s' if len(ordered) > 1 else ''} {text}"
+    held = tuple(numbers)
+    return f"{noun}{'s' if len(held) > 1 else ''} {count_spans(held)}"

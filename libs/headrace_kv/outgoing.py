@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from headrace_common.errors import InternalError, ProtocolViolation
-from headrace_kv.block_map import Int64Array
-from headrace_kv.layout import KvLayout
+from headrace_kv.block_map import Int64Array, Span
+from headrace_kv.layout import STATE, CacheGroup, KvLayout
 from headrace_kv.shard_map import Edge, edges_from
 from headrace_kv.transfer import LayerPiece, LayerSent, Reservation, SendReport, TransferTarget
 
 
 @dataclass(frozen=True, slots=True)
 class PieceCopy:
-    """What one edge of a piece needs: tokens [start_token, end_token) and the blocks that hold them, paired."""
+    """What one edge of a piece needs: the tokens and blocks of `span`, which acknowledge up to `end_token`."""
 
     edge: Edge
-    start_token: int
-    end_token: int
-    source_blocks: Int64Array
-    destination_blocks: Int64Array
+    span: Span
+
+    @property
+    def start_token(self) -> int:
+        return self.span.start_token
+
+    @property
+    def end_token(self) -> int:
+        return self.span.end_token
 
 
 class Outgoing:
@@ -41,13 +46,13 @@ class Outgoing:
         self.detail = ""
         self.quiet_s: float | None = None
         self.reservation: Reservation | None = None
-        self._block_tokens = 1
-        self._destination_blocks: Int64Array = np.empty(0, dtype=np.int64)
+        self._layout: KvLayout | None = None
+        self._decode_layout: KvLayout | None = None
+        self._destination_blocks: tuple[Int64Array, ...] = ()
         self._edges: tuple[tuple[Edge, ...], ...] | None = None
         self._covered: dict[tuple[int, int], int] = {}
         self._open_edges = 0
-        self._sliced: tuple[tuple[int, ...], int, int] = ((), 0, 0)
-        self._slices = (self._destination_blocks, self._destination_blocks)
+        self._spans: dict[int, tuple[tuple[int, ...], Span]] = {}
 
     @property
     def transfer_id(self) -> str:
@@ -79,31 +84,25 @@ class Outgoing:
         return sum(sent.payload_bytes for sent in self.sent)
 
     def plan(self, rank: int, layout: KvLayout, decode_layout: KvLayout) -> None:
-        """Finds the rank's edges. Raises LayoutMismatch when the heads do not divide."""
-        self._block_tokens = layout.block_tokens
+        """Finds the rank's edges. Raises LayoutMismatch when there are no ranks to hold the heads."""
+        self._layout, self._decode_layout = layout, decode_layout
         self._edges = tuple(
-            edges_from(
-                rank,
-                layout.tensor_parallel_size,
-                decode_layout.tensor_parallel_size,
-                layout.kv_head_count,
-                layer,
-                self.transfer_id,
-            )
+            edges_from(rank, layout, decode_layout, layer, self.transfer_id)
             for layer in range(layout.layer_count)
         )
 
     def reserve(self, reservation: Reservation) -> None:
         """Takes decode's blocks. Raises ProtocolViolation when they do not hold the tokens."""
+        if self._decode_layout is None:
+            raise InternalError(f"{self.transfer_id} has no plan yet")
         start, end = reservation.start_token, reservation.end_token
-        needed = -(-end // self._block_tokens) - start // self._block_tokens
-        if start % self._block_tokens or end < start or len(reservation.block_ids) < needed:
-            raise ProtocolViolation(
-                f"the reservation of {self.transfer_id} has {len(reservation.block_ids)} blocks "
-                f"for tokens [{start}, {end})"
-            )
+        fault = reservation.find_fault(self._decode_layout)
+        if fault:
+            raise ProtocolViolation(f"the reservation of {self.transfer_id} {fault}")
         self.reservation = reservation
-        self._destination_blocks = np.asarray(reservation.block_ids, dtype=np.int64)
+        self._destination_blocks = tuple(
+            np.asarray(block_ids, dtype=np.int64) for block_ids in reservation.block_ids_by_group
+        )
         self._covered = {
             (layer, edge.destination_rank): start
             for layer, edges in enumerate(self._edges or ())
@@ -114,12 +113,14 @@ class Outgoing:
     def copies(self, piece: LayerPiece) -> list[PieceCopy]:
         """What of a piece is still to be copied, clamped to the reservation.
 
-        Raises InternalError when the engine skipped tokens, cut a block or gave too few blocks.
+        Raises InternalError when the engine skipped tokens, cut a block, gave too few blocks or an unfinished state.
         """
         if self.reservation is None or self._edges is None:
             raise InternalError(f"{self.transfer_id} has no reservation yet")
         if not 0 <= piece.layer < len(self._edges):
             raise InternalError(f"{self.transfer_id}: the engine pushed layer {piece.layer}")
+        if self.group_of(piece.layer).kind == STATE:
+            piece = self._whole_state(piece)
         low = max(piece.start_token, self.reservation.start_token)
         end = min(piece.end_token, self.reservation.end_token)
         found = []
@@ -132,7 +133,7 @@ class Outgoing:
                 raise InternalError(
                     f"{self.transfer_id}: the engine skipped tokens [{covered}, {start}) of layer {piece.layer}"
                 )
-            found.append(self._copy(edge, piece, start, end))
+            found.append(PieceCopy(edge, self._span(piece, start, end)))
         return found
 
     def landed(self, copy: PieceCopy, sent: LayerSent) -> None:
@@ -156,29 +157,54 @@ class Outgoing:
         """What the rank did."""
         return SendReport(self.transfer_id, rank, self.reason, self.detail, tuple(self.sent))
 
-    def _copy(self, edge: Edge, piece: LayerPiece, start: int, end: int) -> PieceCopy:
+    def group_of(self, layer: int) -> CacheGroup:
+        """The cache group of a layer. Raises InternalError before the plan."""
+        if self._layout is None:
+            raise InternalError(f"{self.transfer_id} has no plan yet")
+        return self._layout.group_of(layer)
+
+    def _whole_state(self, piece: LayerPiece) -> LayerPiece:
+        """A state stands for all tokens. Raises InternalError for one that is not final."""
         assert self.reservation is not None
-        size = self._block_tokens
-        if start % size or (end % size and end != self.reservation.end_token):
+        if piece.end_token < self.reservation.end_token:
+            raise InternalError(
+                f"{self.transfer_id}: the engine pushed the state of layer {piece.layer} at token {piece.end_token}"
+            )
+        return replace(piece, start_token=0)
+
+    def _span(self, piece: LayerPiece, start: int, end: int) -> Span:
+        """The tokens and their blocks. The same object comes back for the same chunk's other layers of a group.
+
+        Raises InternalError when the engine cut a block that must be whole, or gave too few.
+        """
+        assert self.reservation is not None
+        assert self._layout is not None
+        assert self._decode_layout is not None
+        index = self._layout.group_index(piece.layer)
+        block_ids, span = self._spans.get(index, ((), None))
+        if span is not None and block_ids is piece.block_ids and span.covers(start, end):
+            return span
+        group, decode_group = self._layout.groups[index], self._decode_layout.groups[index]
+        size = group.block_tokens
+        cut = start % size or (end % size and end != self.reservation.end_token) if size else 0
+        if cut and not group.token_addressable:
             raise InternalError(
                 f"{self.transfer_id}: tokens [{start}, {end}) of layer {piece.layer} cut a block of {size}"
             )
-        first, last = start // size, -(-end // size)
+        first = start // size if size else 0
+        last = first + group.blocks_between(start, end)
         if len(piece.block_ids) < last:
             raise InternalError(
                 f"{self.transfer_id}: {len(piece.block_ids)} source blocks do not hold {end} tokens"
             )
-        source_blocks, destination_blocks = self._slice(piece.block_ids, first, last)
-        return PieceCopy(edge, start, end, source_blocks, destination_blocks)
-
-    def _slice(self, ids: tuple[int, ...], first: int, last: int) -> tuple[Int64Array, Int64Array]:
-        """Blocks [first, last) of both sides. The same arrays come back for the same chunk's other layers."""
-        assert self.reservation is not None
-        if self._sliced[0] is not ids or self._sliced[1:] != (first, last):
-            base = self.reservation.start_token // self._block_tokens
-            self._sliced = (ids, first, last)
-            self._slices = (
-                np.asarray(ids[first:last], dtype=np.int64),
-                self._destination_blocks[first - base : last - base],
-            )
-        return self._slices
+        reserved = self.reservation.start_token
+        span = Span(
+            start_token=start,
+            end_token=end,
+            source_blocks=np.asarray(piece.block_ids[first:last], dtype=np.int64),
+            source_first_token=first * size,
+            destination_blocks=self._destination_blocks[index],
+            destination_first_token=reserved - reserved % max(1, decode_group.block_tokens),
+        )
+        self._spans[index] = (piece.block_ids, span)
+        return span

@@ -90,7 +90,7 @@ class Receiver:
     def quarantined_blocks(self) -> int:
         """Blocks of transfers that failed but may still be written into."""
         return sum(
-            len(transfer.reservation.block_ids)
+            sum(map(len, transfer.reservation.block_ids_by_group))
             for transfer in self._transfers.values()
             if not transfer.active
         )
@@ -175,13 +175,14 @@ class Receiver:
             )
         layout = layout_from_proto(hello.layout)
         require_compatible(self._layout, layout)
-        shards(layout.tensor_parallel_size, layout.kv_head_count)
+        for group in layout.groups:
+            shards(layout.tensor_parallel_size, group.head_count)
         ref = WorkerRef(hello.worker_id, hello.incarnation)
         if not hello.worker_id or not hello.incarnation:
             raise ProtocolViolation("the Hello names no worker and incarnation")
-        if hello.rank >= layout.tensor_parallel_size:
+        if hello.rank >= layout.rank_count:
             raise ProtocolViolation(
-                f"{ref} has no rank {hello.rank}: its tensor_parallel_size is {layout.tensor_parallel_size}"
+                f"{ref} has no rank {hello.rank}: its layout has {layout.rank_count} ranks"
             )
         peer = PrefillPeer(ref, hello.rank, layout, send, end)
         self._peers.add(peer)
@@ -247,6 +248,10 @@ class Receiver:
                     block_ids=reservation.block_ids,
                     start_token=reservation.start_token,
                     end_token=reservation.end_token,
+                    further_block_ids=[
+                        handoff_pb2.BlockList(block_ids=block_ids)
+                        for block_ids in reservation.further_block_ids
+                    ],
                 )
             )
         )
@@ -363,13 +368,10 @@ class Receiver:
         _refuse(peer, transfer_id, "NOT_FOUND", f"{self._ref} has no reservation for it")
 
     def _check(self, reservation: Reservation) -> None:
-        size = self._layout.block_tokens
-        start, end = reservation.start_token, reservation.end_token
-        needed = self._layout.blocks_for(end) - start // size
-        if start % size or not 0 <= start < end or len(reservation.block_ids) < needed:
+        fault = reservation.find_fault(self._layout)
+        if fault or reservation.start_token == reservation.end_token:
             raise InternalError(
-                f"{len(reservation.block_ids)} blocks cannot hold tokens [{start}, {end}) "
-                f"of transfer {reservation.transfer_id}"
+                f"the reservation of transfer {reservation.transfer_id} {fault or 'has no tokens'}"
             )
 
     @staticmethod

@@ -245,7 +245,7 @@ class SendLoop:
         edge = copy.edge
         start_unix_ns, start_ns = time.time_ns(), time.perf_counter_ns()
         planner = peer.planner(self._parts.memory, edge.destination_rank)
-        runs = planner.plan(edge, piece.layer, copy.source_blocks, copy.destination_blocks)
+        runs = planner.plan(edge, piece.layer, copy.span)
         payload_bytes = runs.payload_bytes
         self._write(transfer, peer, peer.memory(edge.destination_rank).session, runs)
         sent = LayerSent(

@@ -1,8 +1,9 @@
 """Which prefill rank writes which heads to which decode rank. Pure, and the same on both sides.
 
-A head is held by `min(tensor_parallel_size, kv_head_count)` distinct shards; ranks beyond that hold copies. Where
-copies exist the writer is chosen by (transfer, layer), so that one transfer uses every copy's network card while both
-sides still know, without talking, who writes what.
+Any two numbers of ranks and heads go together. Of `t` tensor-parallel ranks, rank r holds the heads from
+`r * heads // t` to the next rank's first, and one at least: beyond the head count, neighbouring ranks hold copies.
+Where copies exist the writer is chosen by (transfer, layer), so that one transfer uses every copy's network card while
+both sides still know, without talking, who writes what. A pipeline stage takes part in its own layers only.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
+from math import lcm
 
 from headrace_common.errors import LayoutMismatch
+from headrace_kv.layout import KvLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,98 +32,136 @@ Key = tuple[int, int, int]
 """(source rank, destination rank, layer): what the ledger counts."""
 
 
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Heads `heads`, held alike by the `copies` tensor-parallel ranks from `first_rank` on."""
+
+    heads: range
+    first_rank: int
+    copies: int
+
+
 @lru_cache(maxsize=4096)
 def transfer_seed(transfer_id: str) -> int:
     """A number that every process derives alike from a transfer's id."""
     return int.from_bytes(blake2b(transfer_id.encode(), digest_size=8).digest(), "little")
 
 
-def shards(tensor_parallel_size: int, kv_head_count: int) -> tuple[int, int]:
-    """Distinct shards of the heads, and the copies of each.
+def heads_held(tp_rank: int, tensor_parallel_size: int, head_count: int) -> range:
+    """The model's heads that a rank of a stage holds."""
+    first = tp_rank * head_count // tensor_parallel_size
+    end = (tp_rank + 1) * head_count // tensor_parallel_size
+    return range(first, max(end, first + 1))
 
-    Raises LayoutMismatch when the ranks cannot share the heads evenly.
-    """
-    shard_count = min(tensor_parallel_size, kv_head_count)
-    if shard_count < 1 or tensor_parallel_size % shard_count or kv_head_count % shard_count:
+
+@lru_cache(maxsize=1024)
+def shards(tensor_parallel_size: int, head_count: int) -> tuple[Shard, ...]:
+    """The distinct shares of the heads, by head. Raises LayoutMismatch when there are no ranks or no heads."""
+    if tensor_parallel_size < 1 or head_count < 1:
         raise LayoutMismatch(
-            f"tensor_parallel_size {tensor_parallel_size} and kv_head_count {kv_head_count} do not divide evenly: "
-            "choose a tensor_parallel_size that divides the KV heads or is a multiple of them",
+            f"{tensor_parallel_size} ranks cannot share {head_count} heads: give 1 or more of each",
             metadata={
                 "tensor_parallel_size": str(tensor_parallel_size),
-                "kv_head_count": str(kv_head_count),
+                "head_count": str(head_count),
             },
         )
-    return shard_count, tensor_parallel_size // shard_count
+    found: list[Shard] = []
+    for rank in range(tensor_parallel_size):
+        heads = heads_held(rank, tensor_parallel_size, head_count)
+        if found and found[-1].heads == heads:
+            found[-1] = Shard(heads, found[-1].first_rank, found[-1].copies + 1)
+        else:
+            found.append(Shard(heads, rank, 1))
+    return tuple(found)
 
 
-def edges(
-    prefill_tp: int, decode_tp: int, kv_head_count: int, layer: int, transfer_id: str
-) -> tuple[Edge, ...]:
+def edges(prefill: KvLayout, decode: KvLayout, layer: int, transfer_id: str) -> tuple[Edge, ...]:
     """Every edge of one layer, by destination rank and head.
 
     Raises LayoutMismatch as `shards` does.
     """
-    _, copies = shards(prefill_tp, kv_head_count)
-    turn = (transfer_seed(transfer_id) + layer) % copies
-    return _edges_of_turn(prefill_tp, decode_tp, kv_head_count, turn)
-
-
-def edges_from(
-    source_rank: int,
-    prefill_tp: int,
-    decode_tp: int,
-    kv_head_count: int,
-    layer: int,
-    transfer_id: str,
-) -> tuple[Edge, ...]:
-    """The edges of one layer that leave one prefill rank."""
-    _, copies = shards(prefill_tp, kv_head_count)
-    turn = (transfer_seed(transfer_id) + layer) % copies
-    return _edges_of_source(prefill_tp, decode_tp, kv_head_count, turn, source_rank)
-
-
-def expected_keys(
-    prefill_tp: int, decode_tp: int, kv_head_count: int, layer_count: int, transfer_id: str
-) -> frozenset[Key]:
-    """The effective transfers of a whole prompt: what must land before decode may run."""
-    return frozenset(
-        (edge.source_rank, edge.destination_rank, layer)
-        for layer in range(layer_count)
-        for edge in edges(prefill_tp, decode_tp, kv_head_count, layer, transfer_id)
+    return _edges_of_turn(
+        *_shape(prefill, decode, layer), _turn(prefill, decode, layer, transfer_id)
     )
 
 
-@lru_cache(maxsize=1024)
-def _edges_of_turn(
-    prefill_tp: int, decode_tp: int, kv_head_count: int, turn: int
+def edges_from(
+    source_rank: int, prefill: KvLayout, decode: KvLayout, layer: int, transfer_id: str
 ) -> tuple[Edge, ...]:
-    source_shards, source_copies = shards(prefill_tp, kv_head_count)
-    destination_shards, destination_copies = shards(decode_tp, kv_head_count)
-    source_heads = kv_head_count // source_shards
-    destination_heads = kv_head_count // destination_shards
+    """The edges of one layer that leave one prefill rank."""
+    turn = _turn(prefill, decode, layer, transfer_id)
+    return _edges_of_source(*_shape(prefill, decode, layer), turn, source_rank)
+
+
+def expected_keys(prefill: KvLayout, decode: KvLayout, transfer_id: str) -> frozenset[Key]:
+    """The effective transfers of a whole prompt: what must land before decode may run."""
+    return frozenset(
+        (edge.source_rank, edge.destination_rank, layer)
+        for layer in range(decode.layer_count)
+        for edge in edges(prefill, decode, layer, transfer_id)
+    )
+
+
+def _shape(prefill: KvLayout, decode: KvLayout, layer: int) -> tuple[int, int, int, int, int]:
+    return (
+        prefill.tensor_parallel_size,
+        prefill.stage_of(layer),
+        decode.tensor_parallel_size,
+        decode.stage_of(layer),
+        decode.group_of(layer).head_count,
+    )
+
+
+def _turn(prefill: KvLayout, decode: KvLayout, layer: int, transfer_id: str) -> int:
+    cycle = _cycle(prefill.tensor_parallel_size, decode.group_of(layer).head_count)
+    return (transfer_seed(transfer_id) + layer) % cycle
+
+
+@lru_cache(maxsize=1024)
+def _cycle(prefill_tp: int, head_count: int) -> int:
+    """After how many layers the same copies write again."""
+    return lcm(*(shard.copies for shard in shards(prefill_tp, head_count)))
+
+
+@lru_cache(maxsize=4096)
+def _edges_of_turn(
+    prefill_tp: int,
+    prefill_stage: int,
+    decode_tp: int,
+    decode_stage: int,
+    head_count: int,
+    turn: int,
+) -> tuple[Edge, ...]:
     found = []
-    for rank in range(decode_tp):
-        first = (rank // destination_copies) * destination_heads
-        end = first + destination_heads
-        copy = (turn + rank % destination_copies) % source_copies
-        for shard in range(first // source_heads, (end - 1) // source_heads + 1):
-            low = max(first, shard * source_heads)
-            high = min(end, (shard + 1) * source_heads)
-            found.append(
-                Edge(
-                    source_rank=shard * source_copies + copy,
-                    destination_rank=rank,
-                    source_head=low - shard * source_heads,
-                    destination_head=low - first,
-                    head_count=high - low,
+    for wanted in shards(decode_tp, head_count):
+        for copy in range(wanted.copies):
+            for held in shards(prefill_tp, head_count):
+                low = max(wanted.heads.start, held.heads.start)
+                high = min(wanted.heads.stop, held.heads.stop)
+                if low >= high:
+                    continue
+                source = held.first_rank + (turn + copy) % held.copies
+                found.append(
+                    Edge(
+                        source_rank=prefill_stage * prefill_tp + source,
+                        destination_rank=decode_stage * decode_tp + wanted.first_rank + copy,
+                        source_head=low - held.heads.start,
+                        destination_head=low - wanted.heads.start,
+                        head_count=high - low,
+                    )
                 )
-            )
     return tuple(found)
 
 
-@lru_cache(maxsize=8192)
+@lru_cache(maxsize=16_384)
 def _edges_of_source(
-    prefill_tp: int, decode_tp: int, kv_head_count: int, turn: int, source_rank: int
+    prefill_tp: int,
+    prefill_stage: int,
+    decode_tp: int,
+    decode_stage: int,
+    head_count: int,
+    turn: int,
+    source_rank: int,
 ) -> tuple[Edge, ...]:
-    every = _edges_of_turn(prefill_tp, decode_tp, kv_head_count, turn)
+    every = _edges_of_turn(prefill_tp, prefill_stage, decode_tp, decode_stage, head_count, turn)
     return tuple(edge for edge in every if edge.source_rank == source_rank)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headrace_kv.layout import WorkerRef
+from headrace_kv.layout import TOKENS, KvLayout, WorkerRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,22 +27,46 @@ class TransferTarget:
 class Reservation:
     """Decode's blocks for one transfer, the same on every decode rank.
 
-    Block i of `block_ids` holds tokens from (start_token // block_tokens + i) * block_tokens; start_token is a multiple
-    of block_tokens.
+    `block_ids` are of the layout's first cache group, `further_block_ids` of the others. Block i of a list holds tokens
+    from (start_token // block_tokens + i) * block_tokens, by decode's block_tokens of the group; a state group has one
+    page. Where a group's tokens are not addressable, start_token is a multiple of its block_tokens.
     """
 
     transfer_id: str
     block_ids: tuple[int, ...]
     start_token: int
     end_token: int
+    further_block_ids: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def block_ids_by_group(self) -> tuple[tuple[int, ...], ...]:
+        """Block lists in the order of the layout's groups."""
+        return (self.block_ids, *self.further_block_ids)
+
+    def find_fault(self, layout: KvLayout) -> str:
+        """Why the blocks cannot hold the tokens in decode's `layout`; empty when they can."""
+        start, end = self.start_token, self.end_token
+        if not 0 <= start <= end:
+            return f"has tokens [{start}, {end})"
+        lists = self.block_ids_by_group
+        if len(lists) != len(layout.groups):
+            return f"has blocks of {len(lists)} cache groups instead of {len(layout.groups)}"
+        for group, block_ids in zip(layout.groups, lists, strict=True):
+            if len(block_ids) < group.blocks_between(start, end):
+                return f"has {len(block_ids)} blocks of {group.name} for tokens [{start}, {end})"
+            if group.kind == TOKENS and not group.token_addressable and start % group.block_tokens:
+                return f"starts at token {start}, inside a block of {group.block_tokens}"
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPiece:
     """Tokens [start_token, end_token) of one layer, written to prefill's cache and ready to be sent.
 
-    `block_ids` are the request's source blocks in token order from token 0. start_token is a multiple of block_tokens;
-    so is end_token unless it is the transfer's last. `ready_unix_ns` is when the engine handed the piece over.
+    `block_ids` are the request's source blocks of the layer's cache group, in token order from token 0. Where tokens
+    are not addressable, start_token is a multiple of block_tokens, and so is end_token unless it is the transfer's
+    last. A state is pushed once, when it is final: end_token is the transfer's, and block_ids is its page.
+    `ready_unix_ns` is when the engine handed the piece over.
     """
 
     transfer_id: str

@@ -55,7 +55,7 @@ async def test_without_a_prefill_worker_decode_prefills(tmp_path: Path) -> None:
 
 
 async def test_workers_whose_layouts_differ_are_never_brought_together(tmp_path: Path) -> None:
-    async with suite(tmp_path, settings=(("prefill", "block_tokens", "16"),)) as it:
+    async with suite(tmp_path, settings=(("prefill", "model", "sim:head_bytes=32"),)) as it:
         for number in range(4):
             prompt = prompt_of(100, number)
             outcome = await it.generate(prompt, 6)

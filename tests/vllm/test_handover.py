@@ -35,7 +35,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 def layer_block_bytes(pair: Pair) -> int:
     layout = pair.decode.descriptor.layout
-    return layout.kv_head_count * layout.block_head_bytes
+    return layout.groups[0].bytes_between(0, layout.block_tokens, layout.kv_head_count)
 
 
 @pytest.mark.parametrize("length", LENGTHS)

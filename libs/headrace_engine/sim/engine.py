@@ -154,8 +154,6 @@ class SimEngine(Engine):
             violations["token_ids"] = f"give 1 to {self.context_tokens - 1} tokens"
         if not 0 <= target.start_token < target.end_token == count:
             violations["target.end_token"] = "it is the number of tokens, beyond start_token"
-        if target.start_token % self._shape.block_tokens:
-            violations["target.start_token"] = f"take a multiple of {self._shape.block_tokens}"
         if violations:
             raise InvalidRequest(violations)
         if not self._senders:

@@ -11,9 +11,9 @@ import numpy as np
 from headrace_engine.sim.mix import WORD_MASK, U64Array, mix_int
 from headrace_engine.sim.model import SimModel
 from headrace_engine.sim.settings import SimShape
-from headrace_kv.layout import KvLayout, RankMemory, Region
-
-_ALIGNMENT_BYTES = 4096
+from headrace_kv.arena import allocate_arena, suited_alignment_bytes
+from headrace_kv.layout import KvLayout, RankMemory
+from headrace_kv.region_plan import place_regions
 
 
 class SimMemory:
@@ -41,11 +41,9 @@ class SimMemory:
             self._block_tokens,
             model.word_count,
         )
-        words = int(np.prod(shape))
-        padding = _ALIGNMENT_BYTES // 8
-        raw = np.empty(words + padding, np.uint64)
-        skipped = -raw.ctypes.data % _ALIGNMENT_BYTES // 8
-        arena: U64Array = raw[skipped : skipped + words].reshape(shape)
+        nbytes = 8 * int(np.prod(shape))
+        raw = allocate_arena(nbytes, suited_alignment_bytes(nbytes))
+        arena: U64Array = raw.view(np.uint64).reshape(shape)
         arena[...] = self._guard
         return arena
 
@@ -56,15 +54,14 @@ class SimMemory:
 
     def layout(self) -> KvLayout:
         """How the memory lies, for peers."""
-        return KvLayout(
+        return KvLayout.attention(
             model=self._model.name(),
             dtype="uint8",
             layer_count=self._model.layers,
             kv_head_count=self._model.heads,
             tensor_parallel_size=self._ranks,
             block_tokens=self._block_tokens,
-            block_head_bytes=self._block_tokens * self._model.head_bytes,
-            interior="token_outer",
+            parts={"kv": self._model.head_bytes},
         )
 
     def address(self, rank: int) -> int:
@@ -77,26 +74,14 @@ class SimMemory:
 
     def rank_memory(self, rank: int, transport: str, session: str) -> RankMemory:
         """A rank's arena as peers need it."""
-        head_bytes = self._block_tokens * self._model.head_bytes
-        block_bytes = self.heads_per_rank * head_bytes
+        placed = place_regions(self.layout(), rank, (self._block_count,))
         return RankMemory(
             rank=rank,
             transport=transport,
             session=session,
             base_address=self.address(rank),
-            arena_bytes=self.arena_bytes(rank),
-            block_count=self._block_count,
-            regions=tuple(
-                Region(
-                    layer=layer,
-                    part="kv",
-                    offset_bytes=layer * self._block_count * block_bytes,
-                    block_stride_bytes=block_bytes,
-                    head_stride_bytes=head_bytes,
-                    head_bytes=head_bytes,
-                )
-                for layer in range(self._model.layers)
-            ),
+            arena_bytes=placed.arena_bytes,
+            regions=placed.regions,
         )
 
     def write(

@@ -37,7 +37,7 @@ class BlockShape:
 def describe_arena(
     kv_caches: Mapping[str, Tensor], layer_names: Sequence[str]
 ) -> tuple[Arena, BlockShape]:
-    """Takes tensors of shape [blocks, heads, tokens, channels], channels holding K and V.
+    """Takes tensors of shape [blocks, heads, tokens, channels]; how K and V share a head is the kernels' matter.
 
     Raises ConfigError when they are anything else, or do not share one allocation.
     """
@@ -57,9 +57,13 @@ def describe_arena(
             layer=layer,
             part="kv",
             offset_bytes=tensor.data_ptr() - base,
+            block_count=tensor.shape[0],
+            head_count=tensor.shape[1],
+            block_tokens=tensor.shape[2],
+            unit_bytes=tensor.shape[2] * tensor.shape[3] * tensor.element_size(),
             block_stride_bytes=tensor.stride(0) * tensor.element_size(),
             head_stride_bytes=tensor.stride(1) * tensor.element_size(),
-            head_bytes=tensor.shape[2] * tensor.shape[3] * tensor.element_size(),
+            token_stride_bytes=0,
         )
         for layer, tensor in enumerate(tensors)
     )
@@ -98,14 +102,14 @@ def layout_of(
     interior: str,
 ) -> KvLayout:
     """The worker's layout as a rank sees it: the same on every rank."""
-    return KvLayout(
+    return KvLayout.attention(
         model=fingerprint,
         dtype=shape.dtype,
         layer_count=len(arena.layer_names),
         kv_head_count=kv_head_count,
         tensor_parallel_size=tensor_parallel_size,
         block_tokens=shape.block_tokens,
-        block_head_bytes=shape.head_bytes,
+        parts={"kv": shape.head_bytes},
         interior=interior,
     )
 
@@ -118,6 +122,5 @@ def rank_memory(arena: Arena, *, rank: int, transport: str, session: str) -> Ran
         session=session,
         base_address=arena.base_address,
         arena_bytes=arena.arena_bytes,
-        block_count=arena.block_count,
         regions=arena.regions,
     )

@@ -20,7 +20,7 @@ class ConnectorSettings:
     worker_id: str
     incarnation: str
     host: str
-    transport: Literal["mooncake", "in_memory"]
+    transport: Literal["auto", "mooncake", "same_host", "in_memory"]
     fingerprint: str
     link_path: str
 

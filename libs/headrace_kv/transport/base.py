@@ -42,6 +42,10 @@ class KvTransport(ABC):
         A transport may take longer than `timeout_s` where its library cannot be interrupted.
         """
 
+    def route(self, session: str) -> str:
+        """Name of the transport that carries writes to `session`; empty when that is not decided yet."""
+        return self.name
+
     @abstractmethod
     def close(self) -> None:
         """Ends the transport; afterwards nothing lands any more. May be called twice."""

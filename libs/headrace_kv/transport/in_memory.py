@@ -12,6 +12,7 @@ from enum import Enum
 from headrace_common.errors import ConfigError, TransferFailed
 from headrace_kv.block_map import Runs
 from headrace_kv.transport.base import KvTransport
+from headrace_kv.transport.sessions import session_of
 
 
 class FaultKind(Enum):
@@ -119,6 +120,9 @@ class InMemoryTransport(KvTransport):
     def write(self, session: str, runs: Runs, timeout_s: float) -> None:
         if self._closed:
             raise TransferFailed("the transport is closed")
+        session = session_of(self.name, session) or session
+        if timeout_s <= 0.0:
+            raise TransferFailed("no time is left for this write")
         self.write_count += 1
         fault = self._faults.fault_of(self.write_count)
         if not self._fabric.covers(self._session, runs, "source_addresses"):

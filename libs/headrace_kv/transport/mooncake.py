@@ -18,6 +18,8 @@ from typing import Any
 from headrace_common.errors import ConfigError, TransferFailed
 from headrace_kv.block_map import Runs
 from headrace_kv.transport.base import KvTransport
+from headrace_kv.transport.ranges import MemoryRanges
+from headrace_kv.transport.sessions import session_of
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +71,7 @@ class MooncakeTransport(KvTransport):
         self.protocol = configure_environment(protocol)
         self._engine_type = _load_engine_type()
         self._lock = threading.Lock()
-        self._memory: list[tuple[int, int]] = []
+        self._memory = MemoryRanges()
         self._receiving: Any = None
         self._session = ""
         self._sending: Any = None
@@ -88,14 +90,21 @@ class MooncakeTransport(KvTransport):
 
     def register(self, base_address: int, nbytes: int) -> None:
         with self._lock:
-            self._memory.append((base_address, nbytes))
+            if nbytes <= 0:
+                raise ConfigError(f"cannot register {nbytes} bytes of KV memory")
+            self._memory.add(base_address, nbytes)
             for engine in (self._receiving, self._sending):
                 if engine is not None:
                     _register(engine, base_address, nbytes)
 
     def write(self, session: str, runs: Runs, timeout_s: float) -> None:
+        # A peer that offers several transports names them all.
+        session = session_of(self.name, session) or session
         with self._lock:
             self._check_rested(session)
+            # Over TCP, Mooncake itself would read any memory.
+            if not self._memory.covers(runs.source_addresses, runs.lengths):
+                raise TransferFailed("a source address is not registered")
             deadline_s = time.monotonic() + timeout_s
             for batch in runs.batches(self.entry_limit, self.byte_limit):
                 if time.monotonic() >= deadline_s:
@@ -153,8 +162,8 @@ class MooncakeTransport(KvTransport):
                 f"Mooncake cannot start over {self.protocol} on {self._host} (code {code}): check that the address is "
                 "this machine's and that ports from 15000 to 17000 are free"
             )
-        for base_address, nbytes in self._memory:
-            _register(engine, base_address, nbytes)
+        for start, end in self._memory.spans:
+            _register(engine, start, end - start)
         return engine
 
 

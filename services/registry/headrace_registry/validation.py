@@ -6,6 +6,7 @@ import re
 from typing import Final
 
 from google.protobuf import duration_pb2
+from google.protobuf.message import Message
 
 from headrace.kv.v1 import layout_pb2
 from headrace.registry.v1 import registry_pb2
@@ -22,13 +23,6 @@ DESCRIPTOR_BYTES_MAX: Final = 1024 * 1024
 _TEXT_MAX: Final = 255
 
 _INCARNATION = re.compile(r"[0-9a-f]{16}")
-_LAYOUT_COUNTS: Final = (
-    "layer_count",
-    "kv_head_count",
-    "tensor_parallel_size",
-    "block_tokens",
-    "block_head_bytes",
-)
 
 
 def require(violations: dict[str, str]) -> None:
@@ -63,24 +57,56 @@ def member_violations(member: registry_pb2.Member, path: str) -> dict[str, str]:
 
 
 def layout_violations(layout: layout_pb2.KvLayout, path: str) -> dict[str, str]:
-    violations: dict[str, str] = {}
-    for name in ("model", "dtype", "interior"):
-        if not 0 < len(getattr(layout, name)) <= _TEXT_MAX:
-            violations[f"{path}.{name}"] = f"give 1 to {_TEXT_MAX} characters"
-    for name in _LAYOUT_COUNTS:
-        if getattr(layout, name) == 0:
-            violations[f"{path}.{name}"] = "give a number above 0"
+    violations = _text_violations(layout, ("model",), path)
+    if layout.tensor_parallel_size == 0:
+        violations[f"{path}.tensor_parallel_size"] = "give a number above 0"
+    layers = sorted(layer for group in layout.groups for layer in group.layers)
+    if not layers or layers != list(range(len(layers))):
+        violations[f"{path}.groups"] = "give groups that hold every layer from 0 on once"
+    starts = list(layout.stage_starts)
+    ascending = starts == sorted(set(starts)) and starts[:1] == [0]
+    if not ascending or (layers and starts[-1] > layers[-1]):
+        violations[f"{path}.stage_starts"] = "give the first layer of each stage, ascending from 0"
+    for index, group in enumerate(layout.groups):
+        violations.update(_group_violations(group, f"{path}.groups[{index}]"))
     return violations
+
+
+def _group_violations(group: layout_pb2.CacheGroup, path: str) -> dict[str, str]:
+    violations = _text_violations(group, ("name",), path)
+    if group.head_count == 0:
+        violations[f"{path}.head_count"] = "give a number above 0"
+    if group.kind not in (layout_pb2.CacheGroup.KIND_TOKENS, layout_pb2.CacheGroup.KIND_STATE):
+        violations[f"{path}.kind"] = "give KIND_TOKENS or KIND_STATE"
+    elif (group.block_tokens > 0) != (group.kind == layout_pb2.CacheGroup.KIND_TOKENS):
+        violations[f"{path}.block_tokens"] = "give a number above 0 for tokens, 0 for a state"
+    if not group.parts:
+        violations[f"{path}.parts"] = "give at least one part"
+    for index, part in enumerate(group.parts):
+        where = f"{path}.parts[{index}]"
+        violations.update(_text_violations(part, ("name", "dtype", "interior"), where))
+        if part.unit_bytes == 0:
+            violations[f"{where}.unit_bytes"] = "give a number above 0"
+    return violations
+
+
+def _text_violations(message: Message, names: tuple[str, ...], path: str) -> dict[str, str]:
+    return {
+        f"{path}.{name}": f"give 1 to {_TEXT_MAX} characters"
+        for name in names
+        if not 0 < len(getattr(message, name)) <= _TEXT_MAX
+    }
 
 
 def descriptor_violations(descriptor: layout_pb2.KvDescriptor, path: str) -> dict[str, str]:
     violations = layout_violations(descriptor.layout, f"{path}.layout")
-    expected = list(range(descriptor.layout.tensor_parallel_size))
+    layout = descriptor.layout
+    expected = list(range(layout.tensor_parallel_size * len(layout.stage_starts)))
     if [memory.rank for memory in descriptor.ranks] != expected:
-        violations[f"{path}.ranks"] = "give one entry per tensor-parallel rank, by rank"
+        violations[f"{path}.ranks"] = "give one entry per rank, by rank"
     for index, memory in enumerate(descriptor.ranks):
         where = f"{path}.ranks[{index}]"
-        for name in ("transport", "session", "arena_bytes", "block_count", "regions"):
+        for name in ("transport", "session", "arena_bytes", "regions"):
             if not getattr(memory, name):
                 violations[f"{where}.{name}"] = "must be set"
     if descriptor.ByteSize() > DESCRIPTOR_BYTES_MAX:

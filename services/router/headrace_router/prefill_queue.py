@@ -13,7 +13,7 @@ import bisect
 import itertools
 import logging
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.errors import (
@@ -27,7 +27,7 @@ from headrace_common.errors import (
     WorkerGone,
 )
 from headrace_common.queues import BoundedQueue
-from headrace_kv.layout import KvLayout, WorkerRef
+from headrace_kv.layout import KvLayout, WorkerRef, fingerprint
 from headrace_router.placement import PrefillCandidate
 
 _LOG = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class QueuedTask:
     ) -> None:
         self._queue = queue
         self.task = task
-        self.group = _group_of(layout)
+        self.group = fingerprint(layout)
         self.avoid = avoid
         self.order = order
         self.tasks_ahead = tasks_ahead
@@ -88,11 +88,11 @@ class Puller:
     credits: int = 0
     last_task_monotonic_s: float = 0.0
     tasks: dict[str, QueuedTask] = field(default_factory=dict)
+    group: KvLayout = field(init=False)
+    """Workers of one group can hand over to each other."""
 
-    @property
-    def group(self) -> KvLayout:
-        """Layouts of one group can hand over to each other."""
-        return _group_of(self.layout)
+    def __post_init__(self) -> None:
+        self.group = fingerprint(self.layout)
 
     def may_take(self, queued: QueuedTask) -> bool:
         """Whether the task fits this worker, whatever room it has."""
@@ -253,10 +253,6 @@ class PrefillQueue:
         queued.worker = puller.ref
         queued.pulled_unix_ns = time.time_ns()
         puller.outbox.put_nowait(prefill_pb2.PullResponse(task=queued.task))
-
-
-def _group_of(layout: KvLayout) -> KvLayout:
-    return replace(layout, tensor_parallel_size=0)
 
 
 def _no_taker(transfer_id: str) -> WorkerGone:

@@ -14,15 +14,20 @@ from headrace_engine.interface import (
     PrefillWork,
 )
 from headrace_kv.layout import KvDescriptor, KvLayout, RankMemory
+from headrace_kv.region_plan import place_regions
 
-LAYOUT = KvLayout("m", "float32", 2, 2, 1, 16, 64, "token_outer")
+LAYOUT = KvLayout.attention(
+    model="m", dtype="float32", layer_count=2, kv_head_count=2, block_tokens=16, parts={"kv": 4}
+)
 
 
 class ScriptedEngine(Engine):
     """Events put into `script` are yielded; an exception is raised."""
 
     def __init__(self) -> None:
-        memory = RankMemory(0, "in_memory", "s", 0, 1 << 20, 33, ())
+        memory = RankMemory(
+            0, "in_memory", "s", 0, 1 << 20, place_regions(LAYOUT, 0, (33,)).regions
+        )
         self.descriptor = KvDescriptor(LAYOUT, (memory,))
         self.context_tokens = 256
         self.script: asyncio.Queue[DecodeEvent | Exception] = asyncio.Queue()

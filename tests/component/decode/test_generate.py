@@ -24,8 +24,7 @@ from tests.component.decode.conftest import REF, Served, request
 from tests.component.decode.scripted_engine import LAYOUT
 
 RESERVATION = Reservation("x1", (3, 4, 5), 0, 39)
-# Whole blocks travel: 3 of 2 heads.
-PIECE_BYTES = 3 * 2 * LAYOUT.block_head_bytes
+PIECE_BYTES = LAYOUT.groups[0].bytes_between(0, 39, heads=2)
 
 
 async def until(check: object, what: str, timeout_s: float = 5.0) -> None:

@@ -20,28 +20,30 @@ from headrace_common.identity import new_transfer_id
 from headrace_common.status import ErrorInterceptor
 from headrace_kv.block_map import Runs
 from headrace_kv.handoff_server import HandoffServicer
-from headrace_kv.layout import KvDescriptor, KvLayout, RankMemory, Region, WorkerRef
+from headrace_kv.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
 from headrace_kv.receiver import Receiver, ReceiverLimits, Transfer
+from headrace_kv.region_plan import place_regions
 from headrace_kv.sender import RankSender, SenderLimits
+from headrace_kv.shard_map import heads_held
 from headrace_kv.transfer import LayerPiece, Reservation, SendReport, TransferTarget
 from headrace_kv.transport.base import KvTransport
 from headrace_kv.transport.in_memory import FaultPlan, InMemoryTransport, MemoryFabric
 
 BLOCK_TOKENS = 4
-HEAD_BYTES = 24
+TOKEN_BYTES = 6
+HEAD_BYTES = BLOCK_TOKENS * TOKEN_BYTES
 PARTS = ("k", "v")
 
 
 def make_layout(tensor_parallel_size: int, heads: int = 4, layers: int = 6) -> KvLayout:
-    return KvLayout(
+    return KvLayout.attention(
         model="kiln-1b:abc",
         dtype="float32",
         layer_count=layers,
         kv_head_count=heads,
         tensor_parallel_size=tensor_parallel_size,
         block_tokens=BLOCK_TOKENS,
-        block_head_bytes=HEAD_BYTES * len(PARTS),
-        interior="token_outer",
+        parts=dict.fromkeys(PARTS, TOKEN_BYTES),
     )
 
 
@@ -79,25 +81,12 @@ class Arena:
     def __init__(
         self, layout: KvLayout, rank: int, transport: KvTransport, block_count: int
     ) -> None:
-        heads = layout.heads_per_rank
+        heads = len(heads_of(layout, rank))
         shape = (layout.layer_count, len(PARTS), block_count, heads, HEAD_BYTES)
         self.cells: NDArray[np.uint8] = np.zeros(shape, dtype=np.uint8)
         if isinstance(transport, LentTransport):
             self.cells = transport.buffer[: self.cells.nbytes].reshape(shape)
             self.cells[:] = 0
-        part_bytes = block_count * heads * HEAD_BYTES
-        regions = tuple(
-            Region(
-                layer=layer,
-                part=part,
-                offset_bytes=(layer * len(PARTS) + index) * part_bytes,
-                block_stride_bytes=heads * HEAD_BYTES,
-                head_stride_bytes=HEAD_BYTES,
-                head_bytes=HEAD_BYTES,
-            )
-            for layer in range(layout.layer_count)
-            for index, part in enumerate(PARTS)
-        )
         transport.register(self.cells.ctypes.data, self.cells.nbytes)
         self.memory = RankMemory(
             rank=rank,
@@ -105,16 +94,13 @@ class Arena:
             session=transport.session,
             base_address=self.cells.ctypes.data,
             arena_bytes=self.cells.nbytes,
-            block_count=block_count,
-            regions=regions,
+            regions=place_regions(layout, rank, (block_count,)).regions,
         )
 
 
-def heads_of(layout: KvLayout, rank: int) -> slice:
+def heads_of(layout: KvLayout, rank: int) -> range:
     """The model's heads that a rank holds."""
-    copies = max(1, layout.tensor_parallel_size // layout.kv_head_count)
-    first = rank // copies * layout.heads_per_rank
-    return slice(first, first + layout.heads_per_rank)
+    return heads_held(rank, layout.tensor_parallel_size, layout.kv_head_count)
 
 
 @dataclass
@@ -201,12 +187,20 @@ class Rig:
     def check_bytes(
         self, truth: NDArray[np.uint8], reservation: Reservation, first_block: int = 0
     ) -> None:
-        """Every decode rank holds the truth of its heads in the reserved blocks, from logical block `first_block`."""
+        """Every decode rank holds the truth of its heads in the reserved blocks, from logical block `first_block`.
+
+        Of the last block, only the reserved tokens count.
+        """
         ids = list(reservation.block_ids)
+        spare_tokens = -reservation.end_token % BLOCK_TOKENS
+        last_bytes = HEAD_BYTES - spare_tokens * TOKEN_BYTES
         for rank, arena in enumerate(self.destinations):
             expected = truth[:, :, first_block:, heads_of(self.decode, rank), :]
+            expected = expected[:, :, : len(ids)].copy()
             actual = arena.cells[:, :, ids, :, :]
-            assert np.array_equal(actual, expected[:, :, : len(ids)]), f"decode rank {rank}"
+            for cells in (expected, actual):
+                cells[:, :, -1, :, last_bytes:] = 0
+            assert np.array_equal(actual, expected), f"decode rank {rank}"
 
     async def quiet(self, transfer_id: str, timeout_s: float = 10.0) -> list[SendReport]:
         """The reports of all prefill ranks for one transfer."""

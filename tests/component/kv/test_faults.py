@@ -300,14 +300,18 @@ async def test_stale_incarnation_is_refused() -> None:
 
 
 async def test_layout_mismatch_names_the_fields() -> None:
-    prefill = replace(make_layout(1), dtype="bfloat16", block_tokens=8)
+    (group,) = make_layout(1).groups
+    parts = tuple(replace(part, dtype="bfloat16") for part in group.parts)
+    other = replace(group, head_count=8, block_tokens=8, parts=parts)
+    prefill = replace(make_layout(1), groups=(other,))
     async with running(prefill, make_layout(1), memory_transports()) as rig:
         transfer = rig.reserve(TOKENS)
         rig.open(rig.target(transfer))
         (report,) = await rig.quiet(transfer.transfer_id)
         assert report.reason == "LAYOUT_MISMATCH"
-        assert "dtype" in report.detail
-        assert "block_tokens" in report.detail
+        assert "attention.k.dtype (float32 != bfloat16)" in report.detail
+        assert "attention.head_count" in report.detail
+        assert "block_tokens" not in report.detail
 
 
 async def test_unreachable_decode_worker_fails_the_transfer() -> None:
@@ -422,13 +426,16 @@ async def test_hello_is_checked() -> None:
         stale = hello(rig, "b" * 16)
         stale.hello.decode_incarnation = "0" * 16
         foreign = hello(rig, "b" * 16)
-        foreign.hello.layout.dtype = "bfloat16"
-        uneven = hello(rig, "b" * 16)
-        uneven.hello.layout.tensor_parallel_size = 3
+        foreign.hello.layout.groups[0].parts[0].dtype = "bfloat16"
+        empty = hello(rig, "b" * 16)
+        empty.hello.layout.tensor_parallel_size = 0
+        stageless = hello(rig, "b" * 16)
+        stageless.hello.layout.stage_starts[:] = [2]
         cases = [
             (stale, StaleIncarnation, "decode-0@0000"),
             (foreign, LayoutMismatch, "dtype"),
-            (uneven, LayoutMismatch, "tensor_parallel_size 3"),
+            (empty, LayoutMismatch, "0 ranks cannot share 4 heads"),
+            (stageless, LayoutMismatch, "stages from layers 2"),
             (hello(rig, "b" * 16, rank=2), ProtocolViolation, "no rank 2"),
             (opened("x"), ProtocolViolation, "Hello"),
         ]

@@ -72,7 +72,7 @@ async def send_one(
         summary = await transfer.wait()
         rig.check_bytes(truth, transfer.reservation)
         reports = await rig.quiet(transfer.transfer_id)
-        keys = expected_keys(prefill_tp, decode_tp, heads, 6, transfer.transfer_id)
+        keys = expected_keys(rig.prefill, rig.decode, transfer.transfer_id)
         assert summary.acknowledgement_count == len(keys)
         assert summary.prefill == rig.prefill_ref
         assert summary.first_ack_unix_ns <= summary.complete_unix_ns
@@ -135,7 +135,7 @@ async def test_chunks_arrive_before_the_next_is_computed(prefill_tp: int, decode
         truth = rig.fill(blocks, seed=3)
         transfer = rig.reserve(token_count)
         rig.open(rig.target(transfer))
-        edges = len(expected_keys(prefill_tp, decode_tp, 4, 6, transfer.transfer_id))
+        edges = len(expected_keys(rig.prefill, rig.decode, transfer.transfer_id))
         for chunk, (start, end) in enumerate(((0, 8), (8, 20), (20, token_count)), start=1):
             rig.push(transfer.transfer_id, blocks[: -(-end // BLOCK_TOKENS)], start, end)
             await until(
@@ -161,8 +161,9 @@ async def test_only_what_decode_lacks_is_sent() -> None:
         rig.push(transfer.transfer_id, blocks, 3 * BLOCK_TOKENS, token_count + 1)
         summary = await transfer.wait()
         rig.check_bytes(truth, transfer.reservation, first_block=2)
-        whole_block_bytes = rig.decode.block_head_bytes * 4
-        assert summary.payload_bytes == 6 * 2 * whole_block_bytes
+        group = rig.decode.groups[0]
+        lacking = group.bytes_between(2 * BLOCK_TOKENS, token_count, heads=4)
+        assert summary.payload_bytes == 6 * lacking
 
 
 async def test_pieces_pushed_again_are_sent_once() -> None:
@@ -176,7 +177,8 @@ async def test_pieces_pushed_again_are_sent_once() -> None:
         rig.push(transfer.transfer_id, blocks, 0, 2 * BLOCK_TOKENS)
         summary = await transfer.wait()
         assert summary.acknowledgement_count == 12
-        assert summary.payload_bytes == 6 * 2 * 4 * rig.decode.block_head_bytes
+        whole = rig.decode.groups[0].bytes_between(0, 2 * BLOCK_TOKENS, heads=4)
+        assert summary.payload_bytes == 6 * whole
 
 
 async def test_open_may_come_before_the_reservation() -> None:

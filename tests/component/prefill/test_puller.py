@@ -16,7 +16,7 @@ from headrace_kv.layout import WorkerRef
 from headrace_prefill.puller import Puller
 
 REF = WorkerRef("prefill-0", "00112233445566ff")
-LAYOUT = layout_pb2.KvLayout(model="m", layer_count=2)
+LAYOUT = layout_pb2.KvLayout(model="m", tensor_parallel_size=2)
 
 
 class ScriptedWorker:

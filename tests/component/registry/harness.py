@@ -175,26 +175,31 @@ async def registry_stub(
 
 
 def kv_layout(tensor_parallel_size: int = 1) -> layout_pb2.KvLayout:
+    group = layout_pb2.CacheGroup(
+        name="attention",
+        layers=[0, 1],
+        kind=layout_pb2.CacheGroup.KIND_TOKENS,
+        head_count=2,
+        block_tokens=16,
+        parts=[layout_pb2.Part(name="kv", dtype="float32", unit_bytes=64, interior="token_outer")],
+    )
     return layout_pb2.KvLayout(
         model="sim",
-        dtype="float32",
-        layer_count=2,
-        kv_head_count=2,
         tensor_parallel_size=tensor_parallel_size,
-        block_tokens=16,
-        block_head_bytes=1024,
-        interior="token_outer",
+        stage_starts=[0],
+        groups=[group],
     )
 
 
 def kv_descriptor(base_address: int = 4096) -> layout_pb2.KvDescriptor:
-    region = layout_pb2.Region(layer=0, part="kv", block_stride_bytes=2048, head_bytes=1024)
+    region = layout_pb2.Region(
+        layer=0, part="kv", block_count=8, block_stride_bytes=2048, unit_bytes=64
+    )
     memory = layout_pb2.RankMemory(
         transport="in_memory",
         session="s0",
         base_address=base_address,
         arena_bytes=1 << 20,
-        block_count=8,
         regions=[region],
     )
     return layout_pb2.KvDescriptor(layout=kv_layout(), ranks=[memory])

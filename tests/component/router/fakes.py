@@ -27,7 +27,9 @@ from headrace_router.assembly import SERVICES, Router, assemble
 from headrace_router.config import RouterConfig
 from headrace_router.text.bytes import ByteCodec
 
-LAYOUT = KvLayout("sim", "float32", 4, 2, 1, 16, 1_024, "token_outer")
+LAYOUT = KvLayout.attention(
+    model="sim", dtype="float32", layer_count=4, kv_head_count=2, block_tokens=16, parts={"kv": 64}
+)
 CONTEXT_TOKENS = 1_024
 
 

@@ -56,7 +56,7 @@ async def test_a_task_waits_for_the_worker_that_has_room_first(rig: Rig) -> None
 
 
 async def test_a_worker_with_a_foreign_layout_pulls_in_vain(rig: Rig) -> None:
-    foreign = await rig.add_prefill(stall, layout=replace(LAYOUT, dtype="bfloat16"))
+    foreign = await rig.add_prefill(stall, layout=replace(LAYOUT, model="other"))
     with pytest.raises(WorkerGone):
         _enqueue(rig, "a")
     assert not foreign.tasks

@@ -40,14 +40,14 @@ async def check_pairing(heads: int, prefill_tp: int, decode_tp: int, **transport
     ) as both:
         handed = await both.generate(PROMPT)
         assert handed.tokens == both.decode.model.expected_tokens(PROMPT, 6)
-        keys = expected_keys(prefill_tp, decode_tp, heads, LAYERS, "x1")
+        prefill_layout = both.prefill.descriptor.layout
+        keys = expected_keys(prefill_layout, both.decode.descriptor.layout, "x1")
         # 49 tokens in chunks of 16.
         assert len(sent_layers(handed)) == 4 * len(keys)
         assert handed.summary is not None
         assert handed.summary.acknowledgement_count == 4 * len(keys)
-        # Blocks of 8 tokens are sent whole, also the one that holds a single token.
         copies = max(1, decode_tp // heads)
-        assert handed.summary.payload_bytes == 56 * LAYERS * heads * copies * TOKEN_BYTES
+        assert handed.summary.payload_bytes == 49 * LAYERS * heads * copies * TOKEN_BYTES
         return both
 
 
@@ -156,8 +156,24 @@ async def test_only_missing_blocks_are_transferred_for_a_shared_prefix() -> None
         assert second.outcome.cached_tokens == 24
         assert first.summary is not None
         assert second.summary is not None
-        # 7 blocks against 4, of 8 tokens each.
-        assert second.summary.payload_bytes * 7 == first.summary.payload_bytes * 4
+        # 49 tokens against those from 24 on.
+        assert second.summary.payload_bytes * 49 == first.summary.payload_bytes * 25
+
+
+@pytest.mark.parametrize("prefill_tokens, decode_tokens", [(16, 8), (8, 12), (5, 8)])
+async def test_block_sizes_may_differ(prefill_tokens: int, decode_tokens: int) -> None:
+    """The shared prefix that decode keeps ends inside a block of prefill's."""
+    async with pair(
+        prefill={"block_tokens": prefill_tokens, "tensor_parallel_size": 2},
+        decode={"block_tokens": decode_tokens},
+        model=f"sim:layers={LAYERS},heads=2,context=480",
+        max_batched_tokens=32,
+    ) as both:
+        await both.generate(PROMPT)
+        other = [*PROMPT[:30], *range(500, 530)]
+        handed = await both.generate(other, transfer_id="x2")
+        assert handed.tokens == both.decode.model.expected_tokens(other, 6)
+        assert handed.reservation.start_token == 30 // decode_tokens * decode_tokens
 
 
 async def test_prefixes_cached_on_the_prefill_side_are_sent_at_once() -> None:

@@ -1,163 +1,207 @@
-"""Planned runs against a naive copy over real memory, with random layouts."""
+"""Planned runs of chosen cases: how few they are, and what is refused."""
 
 from __future__ import annotations
 
-import ctypes
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from headrace_common.errors import LayoutMismatch, ProtocolViolation
-from headrace_kv.block_map import CopyPlanner, Runs, plan_runs
-from headrace_kv.layout import RankMemory, Region
-from headrace_kv.shard_map import Edge, edges, shards
+from headrace_kv.block_map import CopyPlanner, Runs, Span, plan_runs
+from headrace_kv.layout import KvLayout, RankMemory
+from headrace_kv.region_plan import HEAD_OUTER, TOKENS_OUTER, Dimension, place_regions
+from headrace_kv.shard_map import Edge
 
-BLOCKS = 9
-
-
-@dataclass
-class Side:
-    arena: NDArray[np.uint8]
-    memory: RankMemory
-
-    def cell(self, region: Region, block: int, head: int) -> slice:
-        start = (
-            region.offset_bytes
-            + block * region.block_stride_bytes
-            + head * region.head_stride_bytes
-        )
-        return slice(start, start + region.head_bytes)
+BLOCK_TOKENS = 4
+UNIT = 10
+TOGETHER: tuple[Dimension, ...] = ("layer", "block", "part", "head", "token")
+INTERLEAVED: tuple[Dimension, ...] = ("layer", "block", "head", "token", "part")
+BLOCK_MAJOR: tuple[Dimension, ...] = ("block", "layer", "part", "head", "token")
 
 
-def make_side(rank: int, heads: int, parts: dict[str, int], data: st.DataObject) -> Side:
-    """One rank with a region per part, blocks or heads outermost, with gaps or without."""
-    regions = []
-    offset = 0
-    for part, head_bytes in parts.items():
-        gap = data.draw(st.sampled_from([0, 0, 5]))
-        padding = data.draw(st.sampled_from([0, 0, 3]))
-        if data.draw(st.booleans()):
-            head_stride = head_bytes + gap
-            block_stride = heads * head_stride + padding
-            size = BLOCKS * block_stride
-        else:
-            block_stride = head_bytes + gap
-            head_stride = BLOCKS * block_stride + padding
-            size = heads * head_stride
-        regions.append(Region(0, part, offset, block_stride, head_stride, head_bytes))
-        offset += size + data.draw(st.sampled_from([0, 7]))
-    arena = np.zeros(offset, dtype=np.uint8)
-    memory = RankMemory(rank, "in_memory", "s", arena.ctypes.data, offset, BLOCKS, tuple(regions))
-    return Side(arena, memory)
-
-
-def copy(runs: Runs) -> None:
-    for source, destination, length in zip(
-        runs.source_addresses, runs.destination_addresses, runs.lengths, strict=True
-    ):
-        ctypes.memmove(int(destination), int(source), int(length))
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.data())
-def test_runs_copy_what_a_naive_loop_copies(data: st.DataObject) -> None:
-    heads = data.draw(st.sampled_from([1, 2, 4, 6]))
-    sizes = [size for size in (1, 2, 3, 4, 6, 12) if size % heads == 0 or heads % size == 0]
-    prefill_tp, decode_tp = data.draw(st.sampled_from(sizes)), data.draw(st.sampled_from(sizes))
-    parts = data.draw(st.sampled_from([{"kv": 16}, {"k": 8, "v": 8}, {"k": 4, "v": 12}]))
-    count = data.draw(st.integers(0, BLOCKS))
-    ids = st.permutations(range(BLOCKS)) if data.draw(st.booleans()) else st.just(range(BLOCKS))
-    source_ids = list(data.draw(ids))[:count]
-    destination_ids = list(data.draw(ids))[:count]
-    sources, destinations = (
-        [make_side(rank, heads // shards(tp, heads)[0], parts, data) for rank in range(tp)]
-        for tp in (prefill_tp, decode_tp)
+def memory(
+    heads: int = 4,
+    order: tuple[Dimension, ...] = HEAD_OUTER,
+    *,
+    blocks: int = 8,
+    block_tokens: int = BLOCK_TOKENS,
+    parts: dict[str, int] | None = None,
+    interior: str = "token_outer",
+    layers: int = 1,
+) -> RankMemory:
+    layout = KvLayout.attention(
+        model="m",
+        dtype="uint8",
+        layer_count=layers,
+        kv_head_count=heads,
+        block_tokens=block_tokens,
+        parts=parts or {"k": UNIT, "v": UNIT},
+        interior=interior,
     )
-    rng = np.random.default_rng(1)
-    for side in sources:
-        side.arena[:] = rng.integers(1, 256, side.arena.shape, dtype=np.uint8)
-    expected = [side.arena.copy() for side in destinations]
-    for edge in edges(prefill_tp, decode_tp, heads, 0, "x"):
-        source, destination = sources[edge.source_rank], destinations[edge.destination_rank]
-        for ours, theirs in zip(source.memory.regions, destination.memory.regions, strict=True):
-            for from_block, to_block in zip(source_ids, destination_ids, strict=True):
-                for index in range(edge.head_count):
-                    to_cell = destination.cell(theirs, to_block, edge.destination_head + index)
-                    from_cell = source.cell(ours, from_block, edge.source_head + index)
-                    expected[edge.destination_rank][to_cell] = source.arena[from_cell]
-        runs = plan_runs(source.memory, destination.memory, edge, 0, source_ids, destination_ids)
-        assert runs.payload_bytes == count * edge.head_count * sum(parts.values())
-        for batch in runs.batches(entry_limit=3, byte_limit=50):
-            assert len(batch) <= 3
-            assert batch.payload_bytes <= 50
-            copy(batch)
-    for side, whole in zip(destinations, expected, strict=True):
-        assert np.array_equal(side.arena, whole)
+    placed = place_regions(layout, 0, (blocks,), order)
+    return RankMemory(0, "in_memory", "s", 1000, placed.arena_bytes, placed.regions)
 
 
-def packed(heads: int, blocks: int = 8, head_bytes: int = 10) -> RankMemory:
-    stride = heads * head_bytes
-    regions = tuple(
-        Region(0, part, index * blocks * stride, stride, head_bytes, head_bytes)
-        for index, part in enumerate(("k", "v"))
-    )
-    return RankMemory(0, "in_memory", "s", 1000, 2 * blocks * stride, blocks, regions)
+def span(source: list[int], destination: list[int], start: int = 0, end: int | None = None) -> Span:
+    """Blocks from the one that holds `start` on, with equal block sizes."""
+    first = start - start % BLOCK_TOKENS
+    end = first + len(source) * BLOCK_TOKENS if end is None else end
+    arrays = (np.array(source, dtype=np.int64), np.array(destination, dtype=np.int64))
+    return Span(start, end, arrays[0], first, arrays[1], first)
+
+
+def lengths(source: RankMemory, destination: RankMemory, edge: Edge, chosen: Span) -> list[int]:
+    return list(map(int, plan_runs(source, destination, edge, 0, chosen).lengths))
+
+
+WHOLE = Edge(0, 0, 0, 0, 4)
+HEAD = BLOCK_TOKENS * UNIT
 
 
 def test_neighbours_are_merged() -> None:
-    whole = Edge(0, 0, 0, 0, 4)
-    runs = plan_runs(packed(4), packed(4), whole, 0, [1, 2, 3, 5], [4, 5, 6, 7])
-    assert runs.lengths.tolist() == [120, 40, 120, 40]
-    half = plan_runs(packed(4), packed(4), Edge(0, 0, 2, 0, 2), 0, [1, 2], [1, 2])
-    assert half.lengths.tolist() == [20] * 4
+    scattered = span([1, 2, 3, 5], [4, 5, 6, 7])
+    assert lengths(memory(), memory(), WHOLE, scattered) == [12 * HEAD, 4 * HEAD] * 2
+    half = Edge(0, 0, 2, 0, 2)
+    assert lengths(memory(), memory(), half, span([1, 2], [1, 2])) == [2 * HEAD] * 4
     # All blocks of k end where those of v begin.
-    everything = plan_runs(packed(4), packed(4), whole, 0, range(8), range(8))
-    assert everything.lengths.tolist() == [640]
+    everything = span(list(range(8)), list(range(8)))
+    assert lengths(memory(), memory(), WHOLE, everything) == [64 * HEAD]
+
+
+def test_partial_blocks_are_cut_by_head() -> None:
+    """Tokens [1, 14) of four blocks: the two whole ones join their heads, their neighbours' nearest heads with them."""
+    found = sorted(lengths(memory(), memory(), WHOLE, span([1, 2, 3, 4], [1, 2, 3, 4], 1, 14)))
+    assert found == [2 * UNIT] * 6 + [3 * UNIT] * 6 + [5 * UNIT + 8 * HEAD] * 2
+
+
+def test_token_outer_blocks_need_no_cut() -> None:
+    one = memory(order=TOKENS_OUTER)
+    assert lengths(one, one, WHOLE, span([1, 2, 3, 4], [1, 2, 3, 4], 1, 14)) == [13 * 4 * UNIT] * 2
+    half = Edge(0, 0, 2, 0, 2)
+    assert lengths(one, one, half, span([1], [1])) == [2 * UNIT] * 8
+
+
+def test_between_token_outer_and_head_outer_every_token_is_a_run() -> None:
+    source, destination = memory(order=TOKENS_OUTER), memory()
+    found = lengths(source, destination, WHOLE, span([1, 2], [1, 5]))
+    assert found == [UNIT] * (2 * 8 * 4)
+    one_head = memory(1), memory(1, TOKENS_OUTER)
+    assert lengths(*one_head, Edge(0, 0, 0, 0, 1), span([1, 2], [1, 2])) == [8 * UNIT] * 2
+
+
+@pytest.mark.parametrize("order", [TOGETHER, INTERLEAVED])
+def test_keys_and_values_together(order: tuple[Dimension, ...]) -> None:
+    one = memory(order=order)
+    assert lengths(one, one, WHOLE, span([1, 2, 4], [1, 2, 5])) == [16 * HEAD, 8 * HEAD]
+
+
+def test_merged_and_apart_latents_talk() -> None:
+    """nope and rope in one latent are one run per stretch of tokens; apart, one each per token."""
+    parts = {"nope": 16, "rope": 2}
+    merged, apart = memory(1, INTERLEAVED, parts=parts), memory(1, parts=parts)
+    edge = Edge(0, 0, 0, 0, 1)
+    assert lengths(merged, merged, edge, span([1, 2], [4, 5])) == [8 * 18]
+    assert sorted(lengths(apart, apart, edge, span([1, 2], [4, 5]))) == [8 * 2, 8 * 16]
+    assert sorted(lengths(merged, apart, edge, span([1], [4]))) == [2] * 4 + [16] * 4
+
+
+def test_block_sizes_may_differ() -> None:
+    """Blocks of 4 into blocks of 6 from a prefix of 5 on, one head: as many runs as borders."""
+    source, destination = memory(1), memory(1, block_tokens=6)
+    chosen = Span(5, 21, np.array([7, 0, 2, 4, 6]), 4, np.array([5, 3, 1, 0]), 0)
+    # Source borders at 8, 12, 16, 20 and destination borders at 6, 12, 18 make 7 pieces per part.
+    assert len(plan_runs(source, destination, Edge(0, 0, 0, 0, 1), 0, chosen)) == 14
+
+
+def test_runs_grow_with_fragments_not_tokens() -> None:
+    for blocks in (8, 64, 512):
+        one = memory(1, blocks=blocks)
+        everything = span(list(range(blocks)), list(range(blocks)), 1)
+        assert len(plan_runs(one, one, Edge(0, 0, 0, 0, 1), 0, everything)) == 2
 
 
 def test_a_plan_moves_between_layers() -> None:
-    """Layer 1 lies elsewhere, layer 2 in another order of parts, layer 3 outside the arena."""
+    """Layer 1 lies elsewhere, layer 2 has its parts in another order."""
 
-    def memory(base: int, order: tuple[int, ...]) -> RankMemory:
+    def shifted(base: int, last: tuple[int, int]) -> RankMemory:
+        pairs = ((0, 320), (1000, 1320), last)
         regions = tuple(
-            Region(layer, part, offset, 20, 10, 10)
-            for layer, pair in enumerate(((0, 100), (300, 400), order, (900, 1000)))
-            for part, offset in zip(("k", "v"), pair, strict=True)
+            replace(region, layer=layer, offset_bytes=offset)
+            for layer, pair in enumerate(pairs)
+            for region, offset in zip(memory(1).regions, pair, strict=True)
         )
-        return RankMemory(0, "in_memory", "s", base, 1000, 5, regions)
+        return RankMemory(0, "in_memory", "s", base, 4000, regions)
 
-    source, destination = memory(5000, (700, 600)), memory(9000, (500, 750))
+    source, destination = shifted(5000, (3000, 2000)), shifted(9000, (2500, 3500))
     planner = CopyPlanner(source, destination)
-    edge = Edge(0, 0, 1, 0, 1)
-    source_blocks, destination_blocks = np.array([1, 4]), np.array([0, 3])
+    edge, chosen = Edge(0, 0, 0, 0, 1), span([1, 4], [0, 3])
     for layer in (0, 1, 2, 0):
-        runs = planner.plan(edge, layer, source_blocks, destination_blocks)
-        fresh = plan_runs(source, destination, edge, layer, [1, 4], [0, 3])
+        runs = planner.plan(edge, layer, chosen)
+        fresh = plan_runs(source, destination, edge, layer, chosen)
         assert runs.source_addresses.tolist() == fresh.source_addresses.tolist()
         assert runs.destination_addresses.tolist() == fresh.destination_addresses.tolist()
         assert runs.lengths.tolist() == fresh.lengths.tolist()
-    with pytest.raises(ProtocolViolation, match="leave the source arena"):
-        planner.plan(edge, 3, source_blocks, destination_blocks)
+
+
+def test_only_shared_layers_are_planned() -> None:
+    both = memory(layers=3)
+    first = replace(both, regions=both.regions[:4])
+    last = replace(both, regions=both.regions[2:])
+    planner = CopyPlanner(first, last)
+    assert len(planner.plan(WHOLE, 1, span([1], [1])))
+    for layer in (0, 2, 3):
+        with pytest.raises(LayoutMismatch, match=f"do not both hold layer {layer}"):
+            planner.plan(WHOLE, layer, span([1], [1]))
 
 
 def test_impossible_copies_are_refused() -> None:
-    edge = Edge(0, 0, 0, 0, 4)
+    one = memory()
     with pytest.raises(ProtocolViolation, match="destination block 8"):
-        plan_runs(packed(4), packed(4), edge, 0, [1], [8])
+        plan_runs(one, one, WHOLE, 0, span([1], [8]))
     with pytest.raises(ProtocolViolation, match="source block -1"):
-        plan_runs(packed(4), packed(4), edge, 0, [-1], [1])
+        plan_runs(one, one, WHOLE, 0, span([-1], [1]))
     with pytest.raises(ProtocolViolation, match="leave the destination arena"):
-        plan_runs(packed(4), replace(packed(4), arena_bytes=600), edge, 0, [7], [7])
-    with pytest.raises(ProtocolViolation, match="cannot be paired"):
-        plan_runs(packed(4), packed(4), edge, 0, [1, 2], [1])
-    with pytest.raises(LayoutMismatch, match="head_bytes"):
-        plan_runs(packed(4), packed(4, head_bytes=8), edge, 0, [1], [1])
-    partless = replace(packed(4), regions=packed(4).regions[:1])
+        plan_runs(one, replace(one, arena_bytes=600), WHOLE, 0, span([7], [7]))
+    with pytest.raises(ProtocolViolation, match="1 destination blocks do not hold"):
+        plan_runs(one, one, WHOLE, 0, span([1, 2], [1]))
+    with pytest.raises(LayoutMismatch, match=r"unit_bytes \(10 != 8\)"):
+        plan_runs(one, memory(parts={"k": 8, "v": 8}), WHOLE, 0, span([1], [1]))
+    partless = replace(one, regions=one.regions[:1])
     with pytest.raises(LayoutMismatch, match="layer 0 part v"):
-        plan_runs(packed(4), partless, edge, 0, [1], [1])
-    with pytest.raises(LayoutMismatch, match="layer 3 has no region"):
-        plan_runs(packed(4), packed(4), edge, 3, [1], [1])
+        plan_runs(one, partless, WHOLE, 0, span([1], [1]))
+    with pytest.raises(LayoutMismatch, match="heads 2 to 5"):
+        plan_runs(one, one, Edge(0, 0, 2, 0, 4), 0, span([1], [1]))
+    opaque = memory(interior="packed")
+    with pytest.raises(LayoutMismatch, match="token_addressable"):
+        plan_runs(one, opaque, WHOLE, 0, span([1], [1]))
+    with pytest.raises(LayoutMismatch, match=r"block_tokens \(4 != 8\)"):
+        plan_runs(opaque, memory(interior="packed", block_tokens=8), WHOLE, 0, span([1], [1]))
+    with pytest.raises(ProtocolViolation, match="start inside a block of 4"):
+        plan_runs(opaque, opaque, WHOLE, 0, span([1, 2], [1, 2], 1))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 500), st.integers(1, 90)), max_size=12),
+    st.integers(1, 5),
+    st.integers(1, 40),
+)
+def test_batches_keep_every_byte_and_both_limits(
+    sizes: list[tuple[int, int]], entry_limit: int, byte_limit: int
+) -> None:
+    sources = np.array([source for source, _ in sizes], dtype=np.int64)
+    runs = Runs(sources, sources + 7, np.array([size for _, size in sizes], dtype=np.int64))
+    copied: list[tuple[int, int]] = []
+    for batch in runs.batches(entry_limit, byte_limit):
+        assert 0 < len(batch) <= entry_limit
+        assert batch.payload_bytes <= byte_limit
+        for source, destination, length in zip(
+            batch.source_addresses, batch.destination_addresses, batch.lengths, strict=True
+        ):
+            copied += [(source + at, destination + at) for at in range(length)]
+    assert copied == [
+        (source + at, source + 7 + at) for source, size in sizes for at in range(size)
+    ]

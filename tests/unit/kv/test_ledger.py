@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from headrace_common.errors import ProtocolViolation
-from headrace_kv.layout import KvLayout
+from headrace_kv.layout import STATE, CacheGroup, KvLayout, Part
 from headrace_kv.ledger import Ledger
 from headrace_kv.shard_map import edges, expected_keys
 from headrace_kv.transfer import Reservation
@@ -17,14 +19,23 @@ BLOCK_TOKENS = 4
 
 
 def make_layout(decode_tp: int, layers: int, heads: int = 4) -> KvLayout:
-    return KvLayout("m", "float32", layers, heads, decode_tp, BLOCK_TOKENS, 100, "token_outer")
+    return KvLayout.attention(
+        model="m",
+        dtype="float32",
+        layer_count=layers,
+        kv_head_count=heads,
+        tensor_parallel_size=decode_tp,
+        block_tokens=BLOCK_TOKENS,
+        parts={"k": 60, "v": 40},
+    )
 
 
 def make_ledger(
     prefill_tp: int, decode_tp: int, layers: int, heads: int = 4, end_token: int = 10
 ) -> Ledger:
     reservation = Reservation("x1", (1, 2, 3), 0, end_token)
-    return Ledger(make_layout(decode_tp, layers, heads), prefill_tp, reservation)
+    layout = make_layout(decode_tp, layers, heads)
+    return Ledger(layout, replace(layout, tensor_parallel_size=prefill_tp), reservation)
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -37,19 +48,18 @@ class LedgerMachine(RuleBasedStateMachine):
         self.prefill_tp, self.decode_tp = sizes
         self.start, self.end = start * BLOCK_TOKENS, 22
         layout = make_layout(self.decode_tp, 3)
-        self.ledger = Ledger(
-            layout, self.prefill_tp, Reservation("x1", (1,) * 6, self.start, self.end)
-        )
+        prefill = make_layout(self.prefill_tp, 3)
+        self.ledger = Ledger(layout, prefill, Reservation("x1", (1,) * 6, self.start, self.end))
         self.heads = {
             (edge.source_rank, edge.destination_rank, layer): edge.head_count
             for layer in range(3)
-            for edge in edges(self.prefill_tp, self.decode_tp, 4, layer, "x1")
+            for edge in edges(prefill, layout, layer, "x1")
         }
         self.covered = dict.fromkeys(self.heads, self.start)
         self.bytes = 0
 
     def size(self, key: tuple[int, int, int], start: int, end: int) -> int:
-        return (-(-end // BLOCK_TOKENS) - start // BLOCK_TOKENS) * self.heads[key] * 100
+        return (end - start) * self.heads[key] * 100
 
     @rule(pick=st.integers(0, 1000), first=st.integers(0, 5), blocks=st.integers(1, 6))
     def acknowledge(self, pick: int, first: int, blocks: int) -> None:
@@ -102,24 +112,24 @@ def test_missing_is_compact() -> None:
     ledger = make_ledger(1, 1, 30)
     for layer in range(30):
         if layer not in (3, *range(17, 30)):
-            ledger.land((0, 0, layer), 0, 10, 3 * 4 * 100)
+            ledger.land((0, 0, layer), 0, 10, 10 * 4 * 100)
     assert ledger.missing() == "layers 3, 17-29 from rank 0"
 
 
 def test_missing_names_the_decode_rank_where_only_one_lacks() -> None:
     ledger = make_ledger(1, 2, 2)
-    ledger.land((0, 0, 1), 0, 10, 3 * 2 * 100)
+    ledger.land((0, 0, 1), 0, 10, 10 * 2 * 100)
     assert ledger.missing() == "layer 0 from rank 0; layer 1 from rank 0 to rank 1"
 
 
 def test_effective_count_is_not_the_rank_count() -> None:
     """P TP=4, D TP=2, one head: two keys per layer complete it, though four ranks hold the head."""
     ledger = make_ledger(4, 2, 5, heads=1)
-    keys = expected_keys(4, 2, 1, 5, "x1")
+    keys = expected_keys(make_layout(4, 5, 1), make_layout(2, 5, 1), "x1")
     assert len(keys) == 10
     for key in sorted(keys):
         assert not ledger.complete
-        ledger.land(key, 0, 10, 3 * 100)
+        ledger.land(key, 0, 10, 10 * 100)
     assert ledger.complete
 
 
@@ -129,7 +139,7 @@ def test_effective_count_is_not_the_rank_count() -> None:
         (4, 10, 800, "skips tokens"),
         (0, 11, 1200, "outside the reserved"),
         (0, 0, 0, "outside the reserved"),
-        (0, 10, 1199, "1199 bytes"),
+        (0, 10, 3999, "3999 bytes for tokens"),
     ],
 )
 def test_wrong_acknowledgements(start: int, end: int, size: int, why: str) -> None:
@@ -137,3 +147,32 @@ def test_wrong_acknowledgements(start: int, end: int, size: int, why: str) -> No
     with pytest.raises(ProtocolViolation, match=why):
         ledger.land((0, 0, 0), start, end, size)
     assert ledger.ack_count == 0
+
+
+def test_opaque_blocks_and_states_are_counted_whole() -> None:
+    """Layer 1 is attention with opaque blocks, layer 0 a state that stands for every token."""
+    state = CacheGroup("state", (0,), STATE, 2, 0, (Part("ssm", "float32", 500),))
+    parts = (Part("kv", "int8", 96, "packed"), Part("k_scale", "float32", 4))
+    attention = CacheGroup("attention", (1,), "tokens", 2, BLOCK_TOKENS, parts)
+    layout = KvLayout("m", 1, (attention, state))
+    ledger = Ledger(layout, layout, Reservation("x1", (1, 2, 3), 0, 10, ((7,),)))
+    with pytest.raises(ProtocolViolation, match="a state of token 8"):
+        ledger.land((0, 0, 0), 0, 8, 2 * 500)
+    assert ledger.land((0, 0, 1), 0, 10, 2 * (3 * 96 + 10 * 4))
+    assert not ledger.complete
+    assert ledger.land((0, 0, 0), 0, 10, 2 * 500)
+    assert not ledger.land((0, 0, 0), 0, 10, 2 * 500)
+    assert ledger.complete
+
+
+def test_stages_land_their_own_layers() -> None:
+    decode = replace(make_layout(2, 6, heads=1), stage_starts=(0, 4))
+    prefill = replace(make_layout(1, 6, heads=1), stage_starts=(0, 2))
+    ledger = Ledger(decode, prefill, Reservation("x1", (1, 2, 3), 0, 10))
+    pairs = {(0, 0, 1), (0, 1, 1), (1, 0, 2), (1, 1, 3), (1, 2, 4), (1, 3, 5)}
+    assert pairs <= ledger.expected_keys
+    assert len(ledger.expected_keys) == 12
+    ledger.land((1, 3, 5), 0, 10, 10 * 100)
+    assert ledger.missing() == (
+        "layers 0-1 from rank 0; layers 2-4 from rank 1; layer 5 from rank 1 to rank 2"
+    )

@@ -55,17 +55,37 @@ def test_each_wrong_field_is_named(field: str, value: str | int) -> None:
 
 def test_a_workers_layout_is_checked() -> None:
     member = worker()
-    member.layout.CopyFrom(layout_pb2.KvLayout(model="m", dtype="float32", interior="x"))
+    group = layout_pb2.CacheGroup(
+        name="g",
+        layers=[1],
+        kind=layout_pb2.CacheGroup.KIND_STATE,
+        block_tokens=3,
+        parts=[layout_pb2.Part(name="ssm", interior="token_outer")],
+    )
+    layout = layout_pb2.KvLayout(model="m", groups=[group, layout_pb2.CacheGroup()])
+    member.layout.CopyFrom(layout)
+    first, second = "member.layout.groups[0]", "member.layout.groups[1]"
     assert set(validation.member_violations(member, "member")) == {
-        f"member.layout.{name}"
-        for name in (
-            "layer_count",
-            "kv_head_count",
-            "tensor_parallel_size",
-            "block_tokens",
-            "block_head_bytes",
-        )
+        "member.layout.tensor_parallel_size",
+        "member.layout.stage_starts",
+        "member.layout.groups",
+        f"{first}.head_count",
+        f"{first}.block_tokens",
+        f"{first}.parts[0].dtype",
+        f"{first}.parts[0].unit_bytes",
+        f"{second}.name",
+        f"{second}.head_count",
+        f"{second}.kind",
+        f"{second}.parts",
     }
+
+
+@pytest.mark.parametrize("starts", [[0, 2], [1], [0, 1, 1], [0, 5]])
+def test_stages_hold_some_layers_each(starts: list[int]) -> None:
+    layout = kv_layout()
+    del layout.stage_starts[:]
+    layout.stage_starts.extend(starts)
+    assert set(validation.layout_violations(layout, "layout")) == {"layout.stage_starts"}
 
 
 def test_a_descriptor_needs_every_rank_in_order() -> None:

@@ -17,7 +17,9 @@ from headrace_router.placement import (
 )
 from headrace_router.view import Worker, WorkerLoad
 
-_LAYOUT = KvLayout("sim", "float32", 4, 2, 1, 16, 1_024, "token_outer")
+_LAYOUT = KvLayout.attention(
+    model="sim", dtype="float32", layer_count=4, kv_head_count=2, block_tokens=16, parts={"kv": 64}
+)
 _PREFILL = PrefillCandidate(WorkerRef("p0", "a"), replace(_LAYOUT, tensor_parallel_size=2))
 _REQUEST = PlacementRequest("sim", 100, inference_pb2.PREFILL_PLACEMENT_UNSPECIFIED, 0)
 
@@ -59,7 +61,7 @@ def test_failed_workers_are_never_chosen_and_suspects_only_alone() -> None:
 
 
 def test_only_matching_layouts_are_paired() -> None:
-    other = replace(_LAYOUT, block_tokens=32)
+    other = replace(_LAYOUT, model="other")
     name, remote, _ = _choose(
         _REQUEST, _load("d0", layout=other), _load("d1", 9), prefill=(_PREFILL,)
     )

@@ -17,7 +17,9 @@ from headrace_common.errors import (
 from headrace_kv.layout import KvLayout, WorkerRef
 from headrace_router.prefill_queue import CREDITS_MAX, PrefillQueue, Puller, QueuedTask
 
-_LAYOUT = KvLayout("sim", "float32", 4, 2, 1, 16, 1_024, "token_outer")
+_LAYOUT = KvLayout.attention(
+    model="sim", dtype="float32", layer_count=4, kv_head_count=2, block_tokens=16, parts={"kv": 64}
+)
 
 
 def _join(queue: PrefillQueue, name: str = "p0", layout: KvLayout = _LAYOUT) -> Puller:
@@ -73,7 +75,7 @@ async def test_the_worker_with_the_most_room_gets_the_task_at_the_last_moment() 
 
 async def test_only_matching_layouts_get_a_task_whatever_their_parallelism() -> None:
     queue = PrefillQueue(10)
-    other = _join(queue, "p0", replace(_LAYOUT, block_tokens=32))
+    other = _join(queue, "p0", replace(_LAYOUT, model="other"))
     wide = _join(queue, "p1", replace(_LAYOUT, tensor_parallel_size=2))
     queue.add_credits(other, 5)
     task = _add(queue, "a")

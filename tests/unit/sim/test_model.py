@@ -188,4 +188,4 @@ def test_regions_lie_where_the_bytes_are() -> None:
     last = region.offset_bytes + BLOCK_COUNT * region.block_stride_bytes
     assert last == described.arena_bytes == memory.arena_bytes(1)
     assert region.block_stride_bytes == 2 * region.head_stride_bytes == 2 * BLOCK_TOKENS * 16
-    assert region.head_bytes == memory.layout().block_head_bytes
+    assert region.unit_bytes == memory.layout().groups[0].parts[0].unit_bytes

@@ -33,13 +33,22 @@ from headrace_kv.layout import (
 )
 from headrace_kv.transfer import LayerSent, Reservation, SendReport
 
-LAYOUT = KvLayout("m:1", "float32", 2, 4, 2, 32, 4096, "vllm-cpu-vec")
+LAYOUT = KvLayout.attention(
+    model="m:1",
+    dtype="float32",
+    layer_count=2,
+    kv_head_count=4,
+    tensor_parallel_size=2,
+    block_tokens=32,
+    parts={"kv": 4096},
+    interior="vllm-cpu-vec",
+)
 REPORT = SendReport("x1", 1, "", "", (LayerSent(1, 0, 0, 32, 8192, 2, 10**18 + 7, 10**18, 2500),))
 RESERVATION = Reservation("x1", (4, 2), 32, 70)
 
 
 def memory(rank: int) -> RankMemory:
-    return RankMemory(rank, "mooncake", f"h:{rank}", 4096, 8192, 1, ())
+    return RankMemory(rank, "mooncake", f"h:{rank}", 4096, 8192, ())
 
 
 def rank_attachment(rank: int) -> link_pb2.Attachment:

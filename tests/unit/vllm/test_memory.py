@@ -70,7 +70,7 @@ def test_regions_lie_where_the_tensors_do() -> None:
     assert [region.offset_bytes for region in arena.regions] == [0, 8 * 3 * 4096 * 4]
     region = arena.regions[1]
     assert (region.layer, region.block_stride_bytes) == (1, 3 * 4096 * 4)
-    assert (region.head_stride_bytes, region.head_bytes) == (4096 * 4, 32 * 128 * 4)
+    assert (region.head_stride_bytes, region.unit_bytes) == (4096 * 4, 32 * 128 * 4)
     layout = layout_of(
         arena,
         shape,
@@ -80,7 +80,7 @@ def test_regions_lie_where_the_tensors_do() -> None:
         interior="vllm-cpu-vec",
     )
     assert (layout.dtype, layout.layer_count, layout.block_tokens) == ("float32", 2, 32)
-    assert layout.block_head_bytes == region.head_bytes
+    assert layout.groups[0].parts[0].unit_bytes == region.unit_bytes
     memory = rank_memory(arena, rank=1, transport="mooncake", session="h:1")
     assert (memory.rank, memory.regions) == (1, arena.regions)
 

@@ -1,0 +1,103 @@
+"""Lists of byte copies. Pure, vectorised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int64Array = NDArray[np.int64]
+
+_SORTED_RUNS_MAX = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Copies of `lengths` bytes; three int64 arrays of shape [run]."""
+
+    source_addresses: Int64Array
+    destination_addresses: Int64Array
+    lengths: Int64Array
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of all runs together."""
+        return int(self.lengths.sum())
+
+    def batches(self, entry_limit: int, byte_limit: int) -> Iterator[Runs]:
+        """Cuts into parts of at most `entry_limit` runs and `byte_limit` bytes each; long runs are split."""
+        if len(self) <= entry_limit and self.payload_bytes <= byte_limit:
+            if len(self):
+                yield self
+            return
+        whole = self._split(byte_limit)
+        ends = np.cumsum(whole.lengths)
+        start = 0
+        while start < len(whole):
+            sent = int(ends[start - 1]) if start else 0
+            stop = int(np.searchsorted(ends, sent + byte_limit, side="right"))
+            stop = min(stop, start + entry_limit)
+            yield Runs(
+                whole.source_addresses[start:stop],
+                whole.destination_addresses[start:stop],
+                whole.lengths[start:stop],
+            )
+            start = stop
+
+    def _split(self, byte_limit: int) -> Runs:
+        pieces = -(-self.lengths // byte_limit)
+        if not np.any(pieces > 1):
+            return self
+        run = np.repeat(np.arange(len(self)), pieces)
+        offset = (np.arange(len(run)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * byte_limit
+        return Runs(
+            self.source_addresses[run] + offset,
+            self.destination_addresses[run] + offset,
+            np.minimum(self.lengths[run] - offset, byte_limit),
+        )
+
+    def merged(self) -> Runs:
+        """Joins neighbours in the list that are also neighbours in memory, on both sides."""
+        if len(self) < 2:
+            return self
+        lengths = self.lengths[:-1]
+        breaks = (np.diff(self.source_addresses) != lengths) | (
+            np.diff(self.destination_addresses) != lengths
+        )
+        firsts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
+        if len(firsts) == len(self):
+            return self
+        return Runs(
+            self.source_addresses[firsts],
+            self.destination_addresses[firsts],
+            np.add.reduceat(self.lengths, firsts),
+        )
+
+    def tidied(self) -> Runs:
+        """By source address, with neighbours joined wherever they stand in the list.
+
+        Very long lists, which are single tokens that nothing joins, keep their order.
+        """
+        ordered = len(self) < 2 or bool((np.diff(self.source_addresses) >= 0).all())
+        if ordered or len(self) > _SORTED_RUNS_MAX:
+            return self.merged()
+        order = np.argsort(self.source_addresses)
+        return Runs(
+            self.source_addresses[order], self.destination_addresses[order], self.lengths[order]
+        ).merged()
+
+
+def concatenate(parts: Sequence[Runs]) -> Runs:
+    """One list after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    return Runs(
+        np.concatenate([part.source_addresses for part in parts]),
+        np.concatenate([part.destination_addresses for part in parts]),
+        np.concatenate([part.lengths for part in parts]),
+    )

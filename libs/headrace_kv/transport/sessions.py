@@ -1,0 +1,27 @@
+"""One session that names the same memory for several transports. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_PART = ";"
+_NAME = "="
+
+
+def join_sessions(sessions: Mapping[str, str]) -> str:
+    """One text for a session per transport name, in order of preference. A session with parts keeps its own names."""
+    return _PART.join(
+        session if _NAME in session else f"{name}{_NAME}{session}"
+        for name, session in sessions.items()
+    )
+
+
+def session_of(name: str, session: str) -> str | None:
+    """The part of transport `name`, the session itself when it has no parts, or None when it is not among them."""
+    if _NAME not in session:
+        return session
+    for part in session.split(_PART):
+        found, _, value = part.partition(_NAME)
+        if found == name:
+            return value
+    return None
