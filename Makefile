@@ -80,8 +80,9 @@ lock: setup ## rewrite requirements/ from pyproject.toml and what is installed i
 protos-baseline: setup ## take the protos as they are for the released contract (only when releasing)
 	$(BUF) build protos --exclude-source-info --output $(BASELINE)
 
-images: ## build and try the container images
+images: runtime $(MODEL)/config.json ## build the container images and ask them a question
 	@docker/build.sh
+	@docker/try.sh
 
 clean: ## remove everything that set-up and tests wrote, the models too
 	rm -rf .venv .cache libs/headrace models node_modules tests/clients/node/node_modules build

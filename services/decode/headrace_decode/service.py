@@ -83,8 +83,10 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         context.add_done_callback(note_rpc_end)  # type: ignore[arg-type]
         try:
             async for response in attempt.responses():
+                if response.HasField("finished"):
+                    # The caller may hang up as soon as it has read this.
+                    error = None
                 yield response
-            error = None
         except HeadraceError as failure:
             error = failure
             raise
