@@ -63,6 +63,7 @@ async def test_a_registry_that_lags_takes_a_watcher_from_one_that_is_ahead(
     await ahead.start()
     await other.start()
     # Progress reports of etcd may let the other catch up at any moment: take a change that it has not heard of.
+    revision = 0
     for number in range(50):
         revision = (await ahead.register(worker(f"decode-{number + 10}"), 30)).revision
         if other.feed.revision < revision:
