@@ -56,9 +56,9 @@ async def test_every_step_of_a_request_is_in_its_trace_once(tmp_path: Path) -> N
             assert sorted(int(span.attributes[schema.ATTRIBUTE_LAYER]) for span in layers) == list(
                 range(LAYERS)
             )
-            # 49 tokens take two whole blocks, of 32 tokens of two heads of 16 bytes each.
+            # 49 tokens of two heads of 16 bytes each.
             sizes = {int(span.attributes[schema.ATTRIBUTE_PAYLOAD_BYTES]) for span in layers}
-            assert sizes == {2 * 32 * 2 * 16}
+            assert sizes == {49 * 2 * 16}
             assert not any(span.error for span in trace.spans)
         assert (await it.trace("mine-0")).request_id == "mine-0"
 
