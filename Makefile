@@ -45,7 +45,7 @@ demo: runtime $(MODEL)/config.json ## ask one question through four processes (P
 up: runtime $(MODEL)/config.json ## start the four services on loopback until Ctrl-C
 	@$(BIN)/headrace up
 
-.PHONY: test test-fast test-vllm lint format type
+.PHONY: test test-fast test-vllm test-rdma lint format type
 # Two runs: vLLM forks its engine, which must happen before anything in the process has used gRPC.
 test: test-vllm test-fast ## all tests
 
@@ -54,6 +54,9 @@ test-fast: setup ## the tests that need no vLLM
 
 test-vllm: setup $(MODEL)/config.json $(TINY_MODEL)/config.json ## only the tests with vLLM
 	@$(PYTEST) -m vllm $(ARGS)
+
+test-rdma: setup ## the KV data plane on real RDMA verbs, in small virtual machines (installs QEMU)
+	@$(BIN)/python scripts/rdma_vm.py $(ARGS)
 
 lint: setup ## format, style, types, import directions, protos, requirements
 	$(BIN)/ruff format --check .

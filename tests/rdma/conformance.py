@@ -300,11 +300,11 @@ def dead_peer(harness: Harness) -> None:
     harness.write(victim, runs)
     harness.check(victim, runs)
     victim.end()
-    start_s = time.monotonic()
     for _ in range(2):
+        start_s = time.monotonic()
         with fails():
             harness.write(victim, runs)
-    assert time.monotonic() - start_s < 15.0, "the failure came late"
+        assert time.monotonic() - start_s < 15.0, "the failure came late"
     good = harness.scattered(other, 20, 5000)
     harness.write(other, good)
     harness.check(other, good)

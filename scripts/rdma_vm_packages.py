@@ -1,0 +1,65 @@
+"""Copies the installed Python packages that the RDMA test's virtual machine needs, without vLLM and torch.
+
+python scripts/rdma_vm_packages.py FOLDER
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path
+
+_REQUIREMENTS = ("registry.txt", "router.txt")
+# Workers' requirements hold vLLM and torch: of those, only what the sim engine and its transports use; and pytest.
+_MORE = (
+    "mooncake-transfer-engine-non-cuda",
+    "numpy",
+    "xxhash",
+    "hypothesis",
+    "iniconfig",
+    "packaging",
+    "pluggy",
+    "psutil",
+    "pytest",
+    "pytest-asyncio",
+    "pytest-timeout",
+    "sortedcontainers",
+)
+_PINNED = re.compile(r"^([A-Za-z0-9._-]+)==")
+# Mooncake's programs and its store are 80 MB that an engine does not load.
+_LEFT_OUT = re.compile(
+    r"^mooncake/(?!([^/]*\.py|engine[^/]*\.so|lib[^/]*\.so|_fast_copy[^/]*\.so)$)"
+    r"|(^|/)tests?/|\.pyi$|^\.\./"
+)
+
+
+def main() -> None:
+    """Writes into the folder that the command line names."""
+    target = Path(sys.argv[1])
+    for name in sorted({*_pinned(), *_MORE}):
+        try:
+            _copy(distribution(name), target)
+        except PackageNotFoundError:
+            sys.exit(f"{name} is not installed: run make setup")
+
+
+def _pinned() -> set[str]:
+    folder = Path(__file__).resolve().parents[1] / "requirements"
+    lines = [line for name in _REQUIREMENTS for line in (folder / name).read_text().splitlines()]
+    return {match[1] for line in lines if (match := _PINNED.match(line))}
+
+
+def _copy(package: Distribution, target: Path) -> None:
+    for file in package.files or ():
+        source = Path(str(file.locate()))
+        if _LEFT_OUT.search(file.as_posix()) or not source.is_file():
+            continue
+        destination = target / file
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(source, destination)
+
+
+if __name__ == "__main__":
+    main()

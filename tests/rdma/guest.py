@@ -1,0 +1,168 @@
+"""What runs inside the virtual machines. Results go to the console, see report.py.
+
+python -m tests.rdma.guest      HEADRACE_RDMA_HOST says which of several machines this is, empty for one alone
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from functools import partial
+
+from tests.rdma.cases import BETWEEN_HOSTS, CONTROL, LANES, WRITES, WRITES_MOVED, Group
+from tests.rdma.conformance import CASES, Harness, large_runs
+from tests.rdma.device import Traffic, check_moved_by_rdma, traffic
+from tests.rdma.peers import PeerSettings
+from tests.rdma.processes import Forked, fork, import_services
+from tests.rdma.report import LOGS, Result, run_case, show_logs, tell
+from tests.rdma.serving import (
+    Site,
+    ask_and_report,
+    center,
+    check_engines,
+    check_moved_between,
+    payload_bytes,
+    running,
+    serve_lane,
+    start_worker,
+)
+
+FIRST_HOST = "10.99.0.1"
+SECOND_HOST = "10.99.0.2"
+_WELL = "ended well"
+_LANE_TIMEOUT_S = 300.0
+_WRITES_TIMEOUT_S = 240.0
+_CONTROL_TIMEOUT_S = 60.0
+_MEET_PORT = 7999
+_MEET_TIMEOUT_S = 60.0
+_LARGE_BYTES = 26 << 20
+_LINK_BYTES = 1500
+
+
+def main() -> None:
+    """Runs everything that this machine is for."""
+    # Its engines' own words say which transport they use.
+    os.environ["MC_LOG_LEVEL"] = "INFO"
+    LOGS.mkdir(exist_ok=True)
+    started_s = time.monotonic()
+    import_services()
+    print(f"the services are imported after {time.monotonic() - started_s:.1f} s", flush=True)
+    match os.environ.get("HEADRACE_RDMA_HOST", ""):
+        case "1":
+            first_host()
+        case "2":
+            second_host()
+        case _:
+            alone()
+
+
+def alone() -> None:
+    """One machine: the matrix through the services, then the transport by itself."""
+    site = Site(FIRST_HOST, FIRST_HOST)
+    with center(site):
+        # One after the other: engines that wait cost time as well, where every instruction is emulated.
+        for layout, groups in LANES.items():
+            lane = fork(layout, partial(serve_lane, groups, site))
+            finish(f"lane: {layout}", lane, _LANE_TIMEOUT_S)
+    finish(WRITES_MOVED, fork("writes", conformance), _WRITES_TIMEOUT_S)
+    finish(CONTROL, fork("control", partial(run_case, CONTROL, control)), _CONTROL_TIMEOUT_S)
+
+
+def finish(name: str, process: Forked, timeout_s: float) -> None:
+    """Waits for a process that reports cases itself; reports it when it does not end well."""
+    try:
+        status = process.wait(timeout_s)
+        note = f"its process ended with status {status}" if status else ""
+    except TimeoutError as error:
+        note = str(error)
+    if note:
+        show_logs("*.log")
+        tell(Result(name, passed=False, duration_s=0.0, note=note))
+
+
+def conformance() -> None:
+    """The transport conformance suite, over RDMA."""
+    before = traffic()
+    harness = Harness(PeerSettings("mooncake", FIRST_HOST, "rdma"))
+
+    def run(case: Callable[[Harness], None]) -> str:
+        case(harness)
+        return (case.__doc__ or "").strip()
+
+    for case in CASES:
+        run_case(WRITES[case.__name__], partial(run, case))
+    run_case(WRITES_MOVED, lambda: check_moved_by_rdma(traffic() - before, _LARGE_BYTES))
+    harness.close()
+
+
+def control() -> str:
+    """Bytes that go by TCP show up where the other cases look for them: their proof can fail."""
+    harness = Harness(PeerSettings("mooncake", FIRST_HOST, "tcp"))
+    before = traffic()
+    large_runs(harness)
+    counted = traffic() - before
+    harness.close()
+    assert counted.rdma_packets_sent == 0, f"{counted.rdma_packets_sent} RDMA packets were sent"
+    assert counted.ip_bytes >= _LARGE_BYTES, f"only {counted.ip_bytes} bytes went by IP"
+    return f"{_LARGE_BYTES} bytes, {counted.ip_bytes} bytes by IP"
+
+
+def first_host() -> None:
+    """Registry, router and decode workers; the second host's prefill workers join."""
+    site = Site(FIRST_HOST, FIRST_HOST)
+    with socket.create_server((FIRST_HOST, _MEET_PORT)) as server, center(site):
+        server.settimeout(_MEET_TIMEOUT_S)
+        other, _ = server.accept()
+        with other, other.makefile("rw") as line:
+            other.settimeout(_MEET_TIMEOUT_S)
+            for group in BETWEEN_HOSTS:
+                workers = [start_worker("decode", group, n, site) for n in group.decode_ranks]
+                with running(workers):
+                    client = fork("client", partial(ask_and_report, group, site, between))
+                    finish(group.pair_name(group.decode_ranks[0]), client, _LANE_TIMEOUT_S)
+                    print("answered", file=line, flush=True)
+                    note = line.readline().strip()
+                if note != _WELL:
+                    name = group.pair_name(group.decode_ranks[0])
+                    tell(Result(name, passed=False, duration_s=0.0, note=f"second host: {note}"))
+
+
+def between(group: Group, counted: Traffic) -> str:
+    """How it is known that the payload crossed by RDMA."""
+    return check_moved_between(counted, payload_bytes(group), _LINK_BYTES)
+
+
+def second_host() -> None:
+    """Runs the first host's prefill workers, each until its requests are answered."""
+    site = Site(FIRST_HOST, SECOND_HOST)
+    with meet() as connection, connection.makefile("rw") as line:
+        connection.settimeout(_LANE_TIMEOUT_S)
+        for group in BETWEEN_HOSTS:
+            note = _WELL
+            worker = start_worker("prefill", group, group.prefill_ranks, site)
+            try:
+                with running([worker]):
+                    assert line.readline().strip() == "answered", "the first host is gone"
+                    check_engines(worker.name)
+            except (AssertionError, TimeoutError) as error:
+                note = " ".join(str(error).split())
+                show_logs("*.log")
+            print(note, file=line, flush=True)
+
+
+def meet() -> socket.socket:
+    """A connection to the first host, once it is up."""
+    give_up_s = time.monotonic() + _MEET_TIMEOUT_S
+    while True:
+        try:
+            return socket.create_connection((FIRST_HOST, _MEET_PORT), timeout=2.0)
+        except OSError:
+            if time.monotonic() > give_up_s:
+                raise
+            time.sleep(0.2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Results, as lines on the machine's console."""
+
+from __future__ import annotations
+
+import json
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+LOGS = Path("/tmp/logs")
+MARK = "HEADRACE-RDMA "
+_LOG_LINES = 25
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One case's outcome; `note` says how it is known, or what went wrong."""
+
+    name: str
+    passed: bool
+    duration_s: float
+    note: str
+
+
+def tell(result: Result) -> None:
+    """Writes one line."""
+    print(f"\n{MARK}{json.dumps(asdict(result))}", flush=True)
+
+
+def parse(line: str) -> Result | None:
+    """The result in a console's line, if it holds one."""
+    _, mark, text = line.partition(MARK)
+    try:
+        return Result(**json.loads(text)) if mark else None
+    except (ValueError, TypeError):
+        return None
+
+
+def run_case(name: str, case: Callable[[], str]) -> None:
+    """Runs and reports one case, which returns its note."""
+    started_s = time.monotonic()
+    try:
+        note, passed = case(), True
+    # Whatever a case raises is its result.
+    except Exception as error:  # noqa: BLE001
+        traceback.print_exc()
+        note, passed = " ".join(f"{type(error).__name__}: {error}".split()), False
+    tell(Result(name, passed, time.monotonic() - started_s, note))
+
+
+def show_logs(*patterns: str) -> None:
+    """Puts the last lines of services' logs on the console."""
+    for log in sorted({path for pattern in patterns for path in LOGS.glob(pattern)}):
+        print(f"--- {log.name}")
+        print("\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:]), flush=True)

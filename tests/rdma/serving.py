@@ -1,0 +1,249 @@
+"""Requests through real services: registry, router, a prefill worker and a decode worker, the KV cache by RDMA."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import random
+import re
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from headrace.inference.v1 import inference_pb2, sampling_pb2
+from headrace_engine.sim.model import SimModel
+from headrace_engine.sim.settings import parse_settings
+from tests.rdma.cases import MODELS, Group
+from tests.rdma.device import PACKET_BYTES, Traffic, check_moved_by_rdma, traffic
+from tests.rdma.processes import Forked, fork, log_of, start_service, stop, wait_serving
+from tests.rdma.report import LOGS, Result, show_logs, tell
+
+if TYPE_CHECKING:
+    from headrace_cli.client import RouterClient
+
+REGISTRY_PORT = 7001
+ROUTER_PORT = 7050
+PROMPT_TOKENS = 300
+ANSWER_TOKENS = 4
+_BLOCK_TOKENS = 16
+_PROMPT_VOCABULARY = 512
+_REQUEST_TIMEOUT_S = 60.0
+_CLIENT_TIMEOUT_S = 150.0
+_ROUNDS_MAX = 4
+_JOIN_TIMEOUT_S = 30.0
+_INSTALLED = re.compile(r"installTransport, type=(\w+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Addresses: where the registry and the router are, and of this machine."""
+
+    center: str
+    here: str
+
+    @property
+    def registry(self) -> str:
+        return f"{self.center}:{REGISTRY_PORT}"
+
+    @property
+    def router(self) -> str:
+        return f"{self.center}:{ROUTER_PORT}"
+
+
+@contextmanager
+def center(site: Site) -> Iterator[None]:
+    """A registry and a router that serves a model for each layout."""
+    models = ",".join(f"{layout}=sim" for layout in MODELS)
+    started = [start_service("registry", "registry", [f"--listen={site.registry}"])]
+    try:
+        wait_serving(started)
+        flags = [f"--listen={site.router}", f"--registry={site.registry}", f"--model={models}"]
+        started.append(start_service("router", "router", [*flags, "--router-id=router-0"]))
+        wait_serving(started)
+        yield
+        for service in reversed(started):
+            stop([service])
+    finally:
+        for service in started:
+            service.kill()
+
+
+def start_worker(role: str, group: Group, ranks: int, site: Site) -> Forked:
+    """A prefill or decode worker of the group, on this machine."""
+    worker_id = group.prefill_id if role == "prefill" else group.decode_id(ranks)
+    flags = {
+        "listen": f"{site.here}:0",
+        "registry": site.registry,
+        "worker-id": worker_id,
+        "engine": "sim",
+        "model": group.model,
+        "served-model": group.layout,
+        "transport": "mooncake",
+        "tensor-parallel-size": ranks,
+        "block-tokens": _BLOCK_TOKENS,
+        "block-count": 128,
+        "max-requests": 4,
+        # Two chunks of the prompt.
+        "max-batched-tokens": 160,
+        # Under emulation on a busy machine, everybody is late.
+        "member-ttl-s": 60,
+    }
+    return start_service(role, worker_id, [f"--{name}={value}" for name, value in flags.items()])
+
+
+@contextmanager
+def running(workers: list[Forked]) -> Iterator[None]:
+    """The workers serve; they must end well."""
+    try:
+        wait_serving(workers)
+        yield
+        stop(workers)
+    finally:
+        for worker in workers:
+            worker.kill()
+
+
+def serve_lane(groups: Sequence[Group], site: Site) -> None:
+    """All groups of one layout, one after the other, on the same decode workers; reports every pair."""
+    first = groups[0]
+    with running([start_worker("decode", first, ranks, site) for ranks in first.decode_ranks]):
+        for group in groups:
+            with running([start_worker("prefill", group, group.prefill_ranks, site)]):
+                # What uses gRPC must not fork, so requests come from a process of their own.
+                client = fork(group.prefill_id, partial(ask_and_report, group, site, _inside))
+                assert client.wait(_CLIENT_TIMEOUT_S) == 0, f"no requests to {group.prefill_id}"
+
+
+def ask_and_report(group: Group, site: Site, moved: Callable[[Group, Traffic], str]) -> None:
+    """Sends the group's requests and reports each pair; `moved` says how RDMA is known to have carried them."""
+    started_s = time.monotonic()
+    seen: set[int] = set()
+    try:
+        counted, rounds = asyncio.run(_ask_all(group, site, seen))
+        for ranks in group.decode_ranks:
+            check_engines(group.decode_id(ranks))
+        note = f"{moved(group, counted)}, {rounds} round(s)"
+        passed = True
+    # Whatever goes wrong is the result.
+    except Exception as error:  # noqa: BLE001
+        traceback.print_exc()
+        show_logs(f"*-{group.layout}-*.log", "router.log")
+        note, passed = " ".join(f"{type(error).__name__}: {error}".split()), False
+    for ranks in group.decode_ranks:
+        duration_s = time.monotonic() - started_s
+        tell(Result(group.pair_name(ranks), passed, duration_s, note))
+
+
+def _inside(group: Group, counted: Traffic) -> str:
+    check_engines(group.prefill_id)
+    return check_moved_by_rdma(counted, payload_bytes(group))
+
+
+async def _ask_all(group: Group, site: Site, seen: set[int]) -> tuple[Traffic, int]:
+    """Rounds of requests until every decode worker has answered one whose prompt came by RDMA.
+
+    The router gives requests that come together to different workers. An emulated machine can be so late that the
+    router falls back to a local prefill: that is right, but no case of ours, and asked again.
+    """
+    # Loads gRPC's threads, so only after the forks.
+    from headrace_cli.client import open_router
+
+    async with open_router(site.router) as router:
+        await _joined(router, group)
+        with alone_on_the_device():
+            start = traffic()
+            for number in range(1, _ROUNDS_MAX + 1):
+                prompts = [_prompt(group, number, ranks) for ranks in group.decode_ranks]
+                answers = await asyncio.gather(*(_ask(router, group, prompt) for prompt in prompts))
+                seen |= {ranks for ranks in group.decode_ranks if group.decode_id(ranks) in answers}
+                if seen == set(group.decode_ranks):
+                    return traffic() - start, number
+    raise AssertionError(
+        f"in {_ROUNDS_MAX} rounds only decode workers of {sorted(seen)} ranks got KV"
+    )
+
+
+async def _ask(router: RouterClient, group: Group, prompt: list[int]) -> str:
+    """One request, whose answer must be the closed form. Returns the decode worker, or "" after a local prefill."""
+    tokens: list[int] = []
+    last = inference_pb2.GenerateResponse()
+    async for response in router.generate(_greedy(group, prompt), _REQUEST_TIMEOUT_S):
+        tokens += response.token_ids
+        last = response
+    expected = sim_model(group).expected_tokens(prompt, ANSWER_TOKENS)
+    assert tuple(tokens) == expected, f"the answer is {tokens}, not {expected}"
+    remote = last.timing.prefill_worker_id == group.prefill_id
+    if not remote or last.usage.transferred_tokens != PROMPT_TOKENS - 1:
+        return ""
+    return last.timing.decode_worker_id
+
+
+@contextmanager
+def alone_on_the_device() -> Iterator[None]:
+    """One request at a time, so that what the device counts is its own."""
+    with (LOGS / "device.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def payload_bytes(group: Group) -> int:
+    """KV of the prompts' tokens but the last, for each decode worker once."""
+    settings = parse_settings(group.model)
+    token_bytes = settings.layers * settings.heads * settings.head_bytes
+    return (PROMPT_TOKENS - 1) * token_bytes * len(group.decode_ranks)
+
+
+def check_moved_between(counted: Traffic, payload: int, link_bytes: int) -> str:
+    """As check_moved_by_rdma, on a machine whose RoCE packets and TCP segments leave by the same interface."""
+    packets = counted.rdma_packets_sent + counted.rdma_packets_received
+    assert packets * PACKET_BYTES >= payload, f"{packets} RDMA packets cannot hold {payload} bytes"
+    assert packets * link_bytes >= payload, f"{packets} RDMA packets of the link are too few"
+    tcp_bytes = counted.tcp_segments * link_bytes
+    assert tcp_bytes < payload, f"{counted.tcp_segments} TCP segments could hold {payload} bytes"
+    return f"{payload} bytes, {packets} RDMA packets, at most {tcp_bytes} bytes sent by TCP"
+
+
+def check_engines(worker: str) -> None:
+    """Every Mooncake engine of the worker says that RDMA, and nothing else, is what it uses."""
+    kinds = _INSTALLED.findall(log_of(worker).read_text(errors="replace"))
+    assert kinds, f"{worker}'s log names no transport"
+    assert set(kinds) == {"rdma"}, f"{worker}'s engines use {kinds}"
+
+
+def sim_model(group: Group) -> SimModel:
+    """The closed form of the group's model."""
+    settings = parse_settings(group.model)
+    return SimModel(settings.layers, settings.heads, settings.head_bytes, settings.vocabulary)
+
+
+def _prompt(group: Group, *numbers: int) -> list[int]:
+    generator = random.Random(f"{group.prefill_id} {numbers}")
+    return [generator.randrange(_PROMPT_VOCABULARY) for _ in range(PROMPT_TOKENS)]
+
+
+def _greedy(group: Group, prompt: list[int]) -> inference_pb2.GenerateRequest:
+    return inference_pb2.GenerateRequest(
+        model=group.layout,
+        tokens=inference_pb2.TokenIds(ids=prompt),
+        sampling=sampling_pb2.SamplingParams(
+            temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True
+        ),
+        prefill_placement=inference_pb2.PREFILL_PLACEMENT_REMOTE,
+    )
+
+
+async def _joined(router: RouterClient, group: Group) -> None:
+    give_up_s = time.monotonic() + _JOIN_TIMEOUT_S
+    wanted = (group.layout, 1, len(group.decode_ranks))
+    while True:
+        known = [
+            (m.name, m.prefill_worker_count, m.decode_worker_count) for m in await router.models()
+        ]
+        if wanted in known:
+            return
+        assert time.monotonic() < give_up_s, f"the router knows {known}, not {wanted}"
+        await asyncio.sleep(0.05)
