@@ -2,411 +2,38 @@
 
     python bench/data_plane.py [--rounds 7] [--mebibytes 64] [--kinds same_host,mooncake,...] [--output bench/results]
 
-Blocks lie in shuffled order on both sides. Ours is measured at `KvTransport.write`, planning excluded. Every round
+Blocks lie in shuffled order on both sides. Ours is measured at `KvTransport.submit`, planning excluded. Every round
 takes each way once, so that a busy moment hits all alike; a cell is the best round in GB/s. The raw packed way gathers,
-writes 1 MiB pieces and scatters one after the other; its bracket is the writing alone.
+writes 1 MiB pieces and scatters one after the other; raw_mooncake_staged is the writing alone.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
-import hashlib
 import importlib.util
 import json
 import os
-import socket
 import statistics
-import subprocess
 import sys
-import threading
-import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from data_plane_report import draw, ratio_table, table
+from data_plane_ways import KIB, KINDS, MIB, WAYS, Ours
 
-from headrace_kv.block_map import Runs
-from headrace_kv.transport.factory import open_transport
-from headrace_kv.transport.mooncake import configure_environment
-
-Bytes = NDArray[np.uint8]
-Indices = NDArray[np.int64]
-
-KIB, MIB = 1024, 1024 * 1024
 BLOCK_BYTES = [KIB, 4 * KIB, 16 * KIB, 64 * KIB, 144 * KIB, 256 * KIB, MIB, 2 * MIB]
-PIECE_BYTES = MIB
-TIMEOUT_S = 60.0
-OURS = ("same_host", "mooncake", "auto")
-KINDS = (*OURS, "raw_mooncake", "raw_tcp", "raw_process_vm", "nixl_auto", "nixl_tcp")
-HOST = "127.0.0.1"
 
 
-def block_orders(total: int, block: int) -> tuple[Indices, Indices]:
-    """Source and destination block of each copy; both sides derive the same."""
-    count = total // block
-    random = np.random.default_rng(block)
-    return random.permutation(count), random.permutation(count)
-
-
-def digest_of(data: Bytes) -> str:
-    return hashlib.blake2b(data.data, digest_size=16).hexdigest()
-
-
-# The receiving processes.
-
-
-def serve_raw_tcp(memory: Bytes, staging: Bytes) -> dict[str, Any]:
-    listener = socket.create_server((HOST, 0))
-
-    def serve() -> None:
-        connection, _ = listener.accept()
-        with connection:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            while head := connection.recv(16, socket.MSG_WAITALL):
-                block = int(head)
-                _, destinations = block_orders(len(memory), block)
-                view = memory.data
-                pieces = [view[i * block : (i + 1) * block] for i in destinations.tolist()]
-                move_vectors(connection.recvmsg_into, pieces)
-                connection.sendall(b"k")
-
-    threading.Thread(target=serve, daemon=True).start()
-    return {"port": listener.getsockname()[1]}
-
-
-def serve_raw_mooncake(memory: Bytes, staging: Bytes) -> dict[str, Any]:
-    engine = new_mooncake(memory, staging)
-    KEPT.append(engine)
-    return {"session": f"{HOST}:{engine.get_rpc_port()}"}
-
-
-def serve_ours(kind: str, memory: Bytes) -> dict[str, Any]:
-    transport = open_transport(kind, HOST, "tcp")
-    transport.register(memory.ctypes.data, memory.nbytes)
-    KEPT.append(transport)
-    return {"session": transport.session}
-
-
-def serve_nixl(memory: Bytes) -> dict[str, Any]:
-    agent = new_nixl("receiver", memory)
-    KEPT.append(agent)
-    return {"metadata": agent.get_agent_metadata().hex()}
-
-
-KEPT: list[Any] = []
-"""What a receiving process holds until it ends."""
-
-
-def receive(kind: str, total: int) -> None:
-    """Prints where the memory is, then answers commands from standard input."""
-    memory, staging = np.ones(total, np.uint8), np.ones(total, np.uint8)
-    if kind in OURS:
-        facts = serve_ours(kind, memory)
-    elif kind.startswith("nixl"):
-        facts = serve_nixl(memory)
-    elif kind == "raw_process_vm":
-        facts = {"pid": os.getpid()}
-    else:
-        facts = {"raw_tcp": serve_raw_tcp, "raw_mooncake": serve_raw_mooncake}[kind](
-            memory, staging
-        )
-    say(facts | {"memory": memory.ctypes.data, "staging": staging.ctypes.data})
-    for line in sys.stdin:
-        match line.split():
-            case ["scatter", block]:
-                _, destinations = block_orders(total, int(block))
-                size = len(destinations) * int(block)
-                start_s = time.perf_counter()
-                rows = memory[:size].reshape(-1, int(block))
-                rows[destinations] = staging[:size].reshape(-1, int(block))
-                say(time.perf_counter() - start_s)
-            case ["zero"]:
-                memory[:] = 0
-                say("done")
-            case ["digest"]:
-                say(digest_of(memory))
-    os._exit(0)
-
-
-def say(value: object) -> None:
-    print("say", json.dumps(value), flush=True)
-
-
-# The sending side.
-
-
-class Receiver:
-    """A receiving process."""
-
-    def __init__(self, kind: str, total: int) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, "--receive", kind, "--bytes", str(total)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )
-        self.facts = self._hear()
-
-    def ask(self, command: str) -> Any:
-        assert self.process.stdin is not None
-        print(command, file=self.process.stdin, flush=True)
-        return self._hear()
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def _hear(self) -> Any:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith("say "):
-                return json.loads(line.removeprefix("say "))
-        raise RuntimeError("a receiving process has ended")
-
-
-class Way(ABC):
-    """One way to move the bytes. `measure` returns seconds by column."""
-
-    def __init__(self, kind: str, source: Bytes) -> None:
-        self.kind = kind
-        self.source = source
-        self.receiver = Receiver(kind, len(source))
-        self.facts = self.receiver.facts
-
-    def runs(self, block: int) -> Runs:
-        sources, destinations = block_orders(len(self.source), block)
-        return Runs(
-            self.source.ctypes.data + sources * block,
-            self.facts["memory"] + destinations * block,
-            np.full(len(sources), block, np.int64),
-        )
-
-    @abstractmethod
-    def prepare(self, block: int) -> None:
-        """Gets ready for blocks of this size, outside the time measured."""
-
-    @abstractmethod
-    def write(self) -> None:
-        """Moves everything once."""
-
-    def measure(self, block: int) -> dict[str, float]:
-        start_s = time.perf_counter()
-        self.write()
-        return {self.kind: time.perf_counter() - start_s}
-
-    def check(self, block: int) -> None:
-        """Writes once and compares all bytes."""
-        self.receiver.ask("zero")
-        self.write()
-        sources, destinations = block_orders(len(self.source), block)
-        size = len(sources) * block
-        expected = np.zeros(len(self.source), np.uint8)
-        rows = expected[:size].reshape(-1, block)
-        rows[destinations] = self.source[:size].reshape(-1, block)[sources]
-        if self.receiver.ask("digest") != digest_of(expected):
-            raise RuntimeError(f"{self.kind}: bytes differ at {block} bytes")
-
-
-class Ours(Way):
-    """KvTransport.write, in the parts that a sender would cut."""
-
-    def __init__(self, kind: str, source: Bytes) -> None:
-        super().__init__(kind, source)
-        self.transport = open_transport(kind, HOST, "tcp")
-        self.transport.register(source.ctypes.data, source.nbytes)
-
-    def prepare(self, block: int) -> None:
-        self.planned = self.runs(block)
-
-    def write(self) -> None:
-        for part in self.planned.batches(self.transport.entry_limit, self.transport.byte_limit):
-            self.transport.write(self.facts["session"], part, TIMEOUT_S)
-
-
-class RawMooncake(Way):
-    """The engine as it is: run by run, and packed by hand."""
-
-    def __init__(self, kind: str, source: Bytes) -> None:
-        super().__init__(kind, source)
-        self.staging = np.ones(len(source), np.uint8)
-        self.engine = new_mooncake(source, self.staging)
-
-    def prepare(self, block: int) -> None:
-        planned = self.runs(block)
-        self.lists = [
-            (
-                part.source_addresses.tolist(),
-                part.destination_addresses.tolist(),
-                part.lengths.tolist(),
-            )
-            for part in planned.batches(1000, 1 << 40)
-        ]
-        size = planned.payload_bytes
-        offsets = range(0, size, PIECE_BYTES)
-        self.pieces = (
-            [self.staging.ctypes.data + offset for offset in offsets],
-            [self.facts["staging"] + offset for offset in offsets],
-            [min(PIECE_BYTES, size - offset) for offset in offsets],
-        )
-
-    def write(self) -> None:
-        for part in self.lists:
-            self._call(part)
-
-    def measure(self, block: int) -> dict[str, float]:
-        measured = super().measure(block)
-        sources, _ = block_orders(len(self.source), block)
-        size = len(sources) * block
-        start_s = time.perf_counter()
-        rows = self.source[:size].reshape(-1, block)
-        np.take(rows, sources, axis=0, out=self.staging[:size].reshape(-1, block), mode="clip")
-        staged_s = time.perf_counter()
-        self._call(self.pieces)
-        sent_s = time.perf_counter()
-        scatter_s = self.receiver.ask(f"scatter {block}")
-        measured["raw_mooncake_packed"] = sent_s - start_s + scatter_s
-        measured["raw_mooncake_staged"] = sent_s - staged_s
-        return measured
-
-    def _call(self, lists: tuple[list[int], list[int], list[int]]) -> None:
-        code = self.engine.batch_transfer_sync_write(self.facts["session"], *lists)
-        if code:
-            raise RuntimeError(f"Mooncake returned {code}")
-
-
-class RawTcp(Way):
-    """One socket, vectored on both sides, straight from and into the blocks."""
-
-    def __init__(self, kind: str, source: Bytes) -> None:
-        super().__init__(kind, source)
-        self.socket = socket.create_connection((HOST, self.facts["port"]))
-        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def prepare(self, block: int) -> None:
-        sources, _ = block_orders(len(self.source), block)
-        view = self.source.data
-        self.block = block
-        self.vectors = [view[i * block : (i + 1) * block] for i in sources.tolist()]
-
-    def write(self) -> None:
-        self.socket.sendall(str(self.block).encode().ljust(16))
-        move_vectors(self.socket.sendmsg, self.vectors)
-        self.socket.recv(1)
-
-
-class RawProcessVm(Way):
-    """The system call and nothing else, vectors prepared."""
-
-    def prepare(self, block: int) -> None:
-        planned = self.runs(block)
-        self.local, self.remote = (
-            np.ascontiguousarray(np.stack([addresses, planned.lengths], axis=1))
-            for addresses in (planned.source_addresses, planned.destination_addresses)
-        )
-        self.call = ctypes.CDLL(None, use_errno=True).process_vm_writev
-        pointer, count = ctypes.c_void_p, ctypes.c_ulong
-        self.call.argtypes = [ctypes.c_int, pointer, count, pointer, count, count]
-        self.call.restype = ctypes.c_ssize_t
-
-    def write(self) -> None:
-        for first in range(0, len(self.local), 1024):
-            count = min(1024, len(self.local) - first)
-            local, remote = (array.ctypes.data + 16 * first for array in (self.local, self.remote))
-            done = self.call(self.facts["pid"], local, count, remote, count, 0)
-            if done != int(self.local[first : first + count, 1].sum()):
-                raise RuntimeError(f"process_vm_writev returned {done}")
-
-
-class Nixl(Way):
-    """NIXL over UCX; UCX_TLS decides how."""
-
-    def __init__(self, kind: str, source: Bytes) -> None:
-        super().__init__(kind, source)
-        self.agent = new_nixl("sender", source)
-        self.peer = self.agent.add_remote_agent(bytes.fromhex(self.facts["metadata"]))
-
-    def prepare(self, block: int) -> None:
-        planned = self.runs(block)
-        zeros = np.zeros(len(planned), np.int64)
-        self.local, self.remote = (
-            np.stack([addresses, planned.lengths, zeros], axis=1).astype(np.uint64)
-            for addresses in (planned.source_addresses, planned.destination_addresses)
-        )
-
-    def write(self) -> None:
-        local = self.agent.get_xfer_descs(self.local, "DRAM")
-        remote = self.agent.get_xfer_descs(self.remote, "DRAM")
-        handle = self.agent.initialize_xfer("WRITE", local, remote, self.peer, b"")
-        state = self.agent.transfer(handle)
-        deadline_s = time.monotonic() + TIMEOUT_S
-        while state != "DONE":
-            if state == "ERR" or time.monotonic() > deadline_s:
-                raise RuntimeError(f"NIXL is in state {state}")
-            state = self.agent.check_xfer_state(handle)
-        self.agent.release_xfer_handle(handle)
-
-
-def move_vectors(call: Callable[[list[memoryview]], Any], vectors: list[memoryview]) -> None:
-    """Sends or receives vectors by a socket's call until all are done."""
-    position = 0
-    while position < len(vectors):
-        part = list(vectors[position : position + 512])
-        position += len(part)
-        while part:
-            done = call(part)
-            count = done if isinstance(done, int) else done[0]
-            if not count:
-                raise RuntimeError("the connection has ended")
-            while part and count >= len(part[0]):
-                count -= len(part.pop(0))
-            if part and count:
-                part[0] = part[0][count:]
-
-
-def new_mooncake(*memories: Bytes) -> Any:
-    configure_environment("tcp")
-    from mooncake.engine import TransferEngine
-
-    engine = TransferEngine()
-    if engine.initialize(HOST, "P2PHANDSHAKE", "tcp", ""):
-        raise RuntimeError("Mooncake does not start")
-    for memory in memories:
-        if engine.register_memory(memory.ctypes.data, memory.nbytes):
-            raise RuntimeError("Mooncake does not register")
-    return engine
-
-
-def new_nixl(name: str, memory: Bytes) -> Any:
-    from nixl_cu12._api import nixl_agent, nixl_agent_config
-
-    agent = nixl_agent(name, nixl_agent_config(backends=["UCX"]))
-    agent.register_memory([(memory.ctypes.data, memory.nbytes, 0, "")], "DRAM")
-    return agent
-
-
-WAYS: dict[str, type[Way]] = {
-    **dict.fromkeys(OURS, Ours),
-    "raw_mooncake": RawMooncake,
-    "raw_tcp": RawTcp,
-    "raw_process_vm": RawProcessVm,
-    "nixl_auto": Nixl,
-    "nixl_tcp": Nixl,
-}
-
-
-def run(kinds: list[str], total: int, rounds: int) -> dict[int, dict[str, list[float]]]:
+def run(
+    kinds: list[str], blocks: list[int], total: int, rounds: int
+) -> dict[int, dict[str, list[float]]]:
     """Seconds of every round, by block size and column."""
     source = np.random.default_rng(0).integers(0, 256, total, np.uint8)
     ways = [WAYS[kind](kind, source) for kind in kinds]
     seconds: dict[int, dict[str, list[float]]] = {}
     try:
-        for block in BLOCK_BYTES:
+        for block in blocks:
             columns = seconds.setdefault(block, {})
             for way in ways:
                 way.prepare(block)
@@ -417,7 +44,10 @@ def run(kinds: list[str], total: int, rounds: int) -> dict[int, dict[str, list[f
                         columns.setdefault(column, []).append(taken_s)
             best = rates({block: columns}, total, min)[block]
             cells = ", ".join(f"{name} {rate:.2f}" for name, rate in best.items())
-            print(f"{block // KIB} KiB: {cells} GB/s", file=sys.stderr, flush=True)
+            how = "; ".join(
+                f"{w.kind}: {', '.join(sorted(w.how))}" for w in ways if isinstance(w, Ours)
+            )
+            print(f"{block // KIB} KiB: {cells} GB/s ({how})", file=sys.stderr, flush=True)
     finally:
         for way in ways:
             way.receiver.end()
@@ -434,57 +64,6 @@ def rates(
     }
 
 
-def table(best: dict[int, dict[str, float]]) -> str:
-    columns = list(next(iter(best.values())))
-    lines = ["| block | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
-    for block, row in best.items():
-        cells = " | ".join(f"{row[name]:.2f}" for name in columns)
-        lines.append(f"| {block // KIB} KiB | {cells} |")
-    return "\n".join(lines)
-
-
-RATIOS = {
-    "mooncake / better raw": ("mooncake", ("raw_mooncake", "raw_mooncake_packed"), 1.0),
-    "mooncake / staged": ("mooncake", ("raw_mooncake_staged",), 0.9),
-    "same_host / raw": ("same_host", ("raw_process_vm",), 0.8),
-    "same_host / nixl_auto": ("same_host", ("nixl_auto",), 1.0),
-    "auto / same_host": ("auto", ("same_host",), 0.9),
-}
-"""Column over the best of others, and what it should reach at every block size. Staged means 1 MiB writes."""
-
-
-def ratio_table(best: dict[int, dict[str, float]]) -> str:
-    present = next(iter(best.values())).keys()
-    shown = {
-        title: (ours, others, target)
-        for title, (ours, others, target) in RATIOS.items()
-        if ours in present and all(other in present for other in others)
-    }
-    heads = [f"{title} (target {target:g})" for title, (_, _, target) in shown.items()]
-    lines = ["| block | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
-    for block, row in best.items():
-        cells = []
-        for ours, others, target in shown.values():
-            ratio = row[ours] / max(row[other] for other in others)
-            cells.append(f"{ratio:.2f}{'' if ratio >= target else ' below'}")
-        lines.append(f"| {block // KIB} KiB | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def draw(best: dict[int, dict[str, float]], path: Path) -> None:
-    """A picture of the table."""
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(9, 5))
-    for name in next(iter(best.values())):
-        axes.plot(
-            [block / KIB for block in best], [row[name] for row in best.values()], "o-", label=name
-        )
-    axes.set(xscale="log", yscale="log", xlabel="block, KiB", ylabel="GB/s", title="Data plane")
-    axes.legend(fontsize="small")
-    figure.savefig(path, dpi=120)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=7)
@@ -493,17 +72,19 @@ def main() -> None:
     parser.add_argument(
         "--output", type=Path, help="folder for the table, the figures and a picture"
     )
-    parser.add_argument("--receive", choices=KINDS, help=argparse.SUPPRESS)
-    parser.add_argument("--bytes", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--blocks", default="", help="KiB, default all")
+    parser.add_argument(
+        "--piece", type=int, default=4096, help="KiB of payload that ours submits at once"
+    )
     options = parser.parse_args()
-    if options.receive:
-        receive(options.receive, options.bytes)
+    Ours.submitted_bytes = options.piece * KIB
+    blocks = [int(b) * KIB for b in options.blocks.split(",")] if options.blocks else BLOCK_BYTES
     has_nixl = importlib.util.find_spec("nixl_cu12") is not None
     # UCX reads its environment once, so that only one of its ways fits into a run.
     nixl = ["nixl_tcp" if "tcp" in os.environ.get("UCX_TLS", "") else "nixl_auto"]
     kinds = options.kinds.split(",") if options.kinds else [*KINDS[:6], *nixl * has_nixl]
     total = options.mebibytes * MIB
-    seconds = run(kinds, total, options.rounds)
+    seconds = run(kinds, blocks, total, options.rounds)
     best = rates(seconds, total, min)
     text = "\n\n".join(
         [
@@ -519,8 +100,7 @@ def main() -> None:
         options.output.mkdir(parents=True, exist_ok=True)
         (options.output / "data_plane.md").write_text(text + "\n")
         (options.output / "data_plane.json").write_text(json.dumps(seconds))
-        if importlib.util.find_spec("matplotlib"):
-            draw(best, options.output / "data_plane.png")
+        (options.output / "data_plane.svg").write_text(draw(best))
     sys.stdout.flush()
     os._exit(0)
 

@@ -158,7 +158,9 @@ def plan(
                 destination = copy.edge.destination_rank
                 runs = to_ranks[destination].plan(copy.edge, layer, copy.span)
                 nbytes = runs.payload_bytes
-                sent = LayerSent(layer, destination, 0, tokens, nbytes, len(runs), 0, 0, 0)
+                sent = LayerSent(
+                    layer, destination, 0, tokens, nbytes, len(runs), 0, 0, 0, "", "", 0
+                )
                 outgoing.landed(copy, sent)
                 ledger.land((rank, destination, layer), 0, tokens, nbytes)
                 payload_bytes += nbytes

@@ -34,15 +34,22 @@ from tests.rdma.peers import (
 )
 
 TIMEOUT_S = 20.0
+# A write to a peer that is gone must fail within this on a real machine.
+FAILURE_LIMIT_S = 15.0
 _RETRY_S = 6.0
 _REST_S = 1.2
 
 
 class Harness:
-    """A sender with registered memory, and receivers on demand. Receivers of `in_memory` live in this process."""
+    """A sender with registered memory, and receivers on demand. Receivers of `in_memory` live in this process.
 
-    def __init__(self, settings: PeerSettings) -> None:
+    `slowness`: how many times slower than real this machine may be, because it is emulated.
+    """
+
+    def __init__(self, settings: PeerSettings, slowness: float = 1.0) -> None:
         self.settings = settings
+        self.failure_limit_s = FAILURE_LIMIT_S * slowness
+        self._retry_s = _RETRY_S * slowness
         self.crosses_processes = settings.transport != "in_memory"
         self.allocate = ALLOCATORS[settings.memory]
         self._memories: list[Memory] = []
@@ -100,7 +107,7 @@ class Harness:
 
     def write_patiently(self, peer: Peer, runs: Runs) -> None:
         """Writes again for a while: after a failure a transport may rest."""
-        deadline_s = time.monotonic() + _RETRY_S
+        deadline_s = time.monotonic() + self._retry_s
         while True:
             try:
                 self.write(peer, runs)
@@ -268,7 +275,7 @@ def unknown_peer(harness: Harness) -> None:
     start_s = time.monotonic()
     with fails():
         harness.transport.write("127.0.0.1:9", harness.scattered(harness.peer, 2, 10), TIMEOUT_S)
-    assert time.monotonic() - start_s < 15.0, "the failure came late"
+    assert time.monotonic() - start_s < harness.failure_limit_s, "the failure came late"
 
 
 def no_time_left(harness: Harness) -> None:
@@ -304,7 +311,7 @@ def dead_peer(harness: Harness) -> None:
         start_s = time.monotonic()
         with fails():
             harness.write(victim, runs)
-        assert time.monotonic() - start_s < 15.0, "the failure came late"
+        assert time.monotonic() - start_s < harness.failure_limit_s, "the failure came late"
     good = harness.scattered(other, 20, 5000)
     harness.write(other, good)
     harness.check(other, good)
@@ -341,7 +348,7 @@ def peer_stands_still(harness: Harness) -> None:
         kept = harness.memory.get(0, 24 << 20)
         harness.memory.put(0, np.zeros(24 << 20, np.uint8))
         peer.resume()
-    assert time.monotonic() - start_s < 15.0, "the write took too long"
+    assert time.monotonic() - start_s < harness.failure_limit_s, "the write took too long"
     time.sleep(harness.transport.quiet_after_failure_s)
     after = peer.digest()
     time.sleep(0.3)
@@ -381,12 +388,105 @@ def closing(harness: Harness) -> None:
     harness.check(peer, harness.runs(peer, [], [], []))
 
 
+def rearranged(harness: Harness) -> None:
+    """Runs that touch in the peer's order, in this side's order, or in neither: token-outer to head-outer and back."""
+    peer = harness.peer
+    token, head = (index.ravel() for index in np.indices((512, 24)))
+    by_token, by_head = token * 24 + head, head * 512 + token
+    for source, destination in (
+        (by_token * 400, by_head * 256),
+        (by_head * 256, by_token * 400),
+        (by_token * 256, by_head * 256),
+        (by_token * 400, by_head * 400),
+    ):
+        runs = harness.runs(peer, source.tolist(), destination.tolist(), [256] * len(token))
+        harness.write(peer, runs)
+        harness.check(peer, runs)
+        peer.zero()
+
+
+def _pieces(runs: Runs, count: int) -> list[Runs]:
+    cuts = [slice(number, None, count) for number in range(count)]
+    return [
+        Runs(runs.source_addresses[cut], runs.destination_addresses[cut], runs.lengths[cut])
+        for cut in cuts
+    ]
+
+
+def many_at_once(harness: Harness) -> None:
+    """Writes that are submitted without waiting all land, short and long ones, and say what carried them."""
+    peer = harness.peer
+    short, long = harness.scattered(peer, 4000, 900), harness.scattered(peer, 20, 1 << 20)
+    for runs in (short, long):
+        peer.zero()
+        futures = [
+            harness.transport.submit(peer.session, piece, TIMEOUT_S) for piece in _pieces(runs, 10)
+        ]
+        names = {future.result(TIMEOUT_S).transport.partition("/")[0] for future in futures}
+        harness.check(peer, runs)
+        assert names == {harness.transport.route(peer.session).partition("/")[0]}, names
+
+
+def failure_among_many(harness: Harness) -> None:
+    """A bad write among others: every future ends, none that failed lands later, and good writes go on."""
+    peer = harness.new_peer()
+    good = _pieces(harness.scattered(peer, 600, 3000), 6)
+    bad = Runs(
+        np.array([harness.memory.address]), np.array([peer.hidden_address]), np.array([4096])
+    )
+    submit = harness.transport.submit
+    before = [submit(peer.session, piece, TIMEOUT_S) for piece in good[:3]]
+    wrong = submit(peer.session, bad, TIMEOUT_S)
+    after = [submit(peer.session, piece, TIMEOUT_S) for piece in good[3:]]
+    with fails():
+        wrong.result(harness.failure_limit_s)
+    for future in (*before, *after):
+        # Either is right: a failure may take others to the same peer with it.
+        with contextlib.suppress(TransferFailed):
+            future.result(harness.failure_limit_s)
+    time.sleep(harness.transport.quiet_after_failure_s)
+    landed = peer.digest()
+    time.sleep(0.3)
+    assert peer.digest() == landed, "bytes landed after the quiet time"
+    peer.zero()
+    again = harness.scattered(peer, 30, 3000)
+    harness.write_patiently(peer, again)
+    harness.check(peer, again)
+
+
+def deadline_while_under_way(harness: Harness) -> None:
+    """Writes to a receiver that stands still end soon after their time, all of them, and nothing lands afterwards."""
+    if not harness.crosses_processes:
+        return
+    peer = harness.new_peer()
+    assert isinstance(peer, ProcessPeer)
+    runs = harness.scattered(peer, 8000, 1500)
+    harness.write(peer, runs)
+    peer.pause()
+    start_s = time.monotonic()
+    try:
+        futures = [harness.transport.submit(peer.session, p, 2.0) for p in _pieces(runs, 6)]
+        for future in futures:
+            with contextlib.suppress(TransferFailed):
+                future.result(harness.failure_limit_s)
+    finally:
+        peer.resume()
+    assert time.monotonic() - start_s < harness.failure_limit_s, "the writes took too long"
+    time.sleep(harness.transport.quiet_after_failure_s)
+    peer.zero()
+    time.sleep(0.3)
+    if any(future.exception() for future in futures):
+        harness.check(peer, harness.runs(peer, [], [], []))
+
+
 CASES: tuple[Callable[[Harness], None], ...] = (
     small_runs,
     more_runs_than_any_limit,
     large_runs,
     mixed_lengths,
     adjacent_runs,
+    rearranged,
+    many_at_once,
     no_runs,
     quiet_at_return,
     memory_registered_late,
@@ -400,6 +500,8 @@ CASES: tuple[Callable[[Harness], None], ...] = (
     no_time_left,
     closed_peer,
     dead_peer,
+    failure_among_many,
+    deadline_while_under_way,
     peer_stands_still,
 )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import signal
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from headrace_kv.transport.base import KvTransport
@@ -59,7 +59,8 @@ ALLOCATORS: dict[str, Allocator] = {"host": HostMemory}
 
 
 def digest_of(data: Bytes) -> str:
-    return hashlib.blake2b(data.tobytes(), digest_size=16).hexdigest()
+    # A cryptographic one takes a second for a peer's memory where every instruction is emulated.
+    return xxhash.xxh3_128_hexdigest(data.tobytes())
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +150,10 @@ class LocalPeer(Peer):
 class ProcessPeer(Peer):
     """A receiver in a process of its own."""
 
-    def __init__(self, settings: PeerSettings) -> None:
+    def __init__(self, settings: PeerSettings, module: str = "tests.rdma.peers") -> None:
         words = [settings.transport, settings.host, settings.protocol, settings.memory]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.rdma.peers", *words],
+            [sys.executable, "-m", module, *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -197,10 +198,15 @@ class ProcessPeer(Peer):
         raise RuntimeError("the peer process has ended")
 
 
-def _serve(words: list[str]) -> None:
+def open_settings(settings: PeerSettings) -> KvTransport:
+    """The transport of a peer with host memory."""
+    return open_transport(settings.transport, settings.host, settings.protocol)
+
+
+def serve(words: list[str], open_peer: Callable[[PeerSettings], KvTransport]) -> None:
+    """The receiver behind a ProcessPeer: obeys the commands on its input."""
     settings = PeerSettings(*words)
-    transport = open_transport(settings.transport, settings.host, settings.protocol)
-    receiver = Receiver(transport, ALLOCATORS[settings.memory])
+    receiver = Receiver(open_peer(settings), ALLOCATORS[settings.memory])
     facts = {
         "session": receiver.session,
         "address": receiver.memory.address,
@@ -212,4 +218,4 @@ def _serve(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1:])
+    serve(sys.argv[1:], open_settings)

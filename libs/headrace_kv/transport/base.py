@@ -3,14 +3,35 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Literal
 
+from headrace_common.errors import HeadraceError, TransferFailed
 from headrace_kv.block_map import Runs
+
+Strategy = Literal["in_flight", "before", "after", "both"]
+"""How runs that are short on either side got across: written one by one ("in_flight"), put into the receiver's order
+before writing, put into place after landing, or both."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """How runs got across: the transport that carried them, and the entries that it was given."""
+
+    transport: str
+    strategy: Strategy
+    entry_count: int
+
+
+# A transport ends its futures in time by itself; this is for its bugs.
+_GRACE_S = 30.0
 
 
 class KvTransport(ABC):
     """Moves bytes from this rank's memory into another rank's.
 
-    `write` and `close` are called by one thread. `write` blocks.
+    `write`, `submit` and `close` are called by one thread. `write` blocks.
     """
 
     name: str
@@ -34,13 +55,29 @@ class KvTransport(ABC):
     def register(self, base_address: int, nbytes: int) -> None:
         """Lets [base_address, base_address + nbytes) be read and written. Raises ConfigError when it cannot."""
 
+    pending_limit: int = 1
+    """Writes that are worth having under way to one peer at once."""
+
     @abstractmethod
-    def write(self, session: str, runs: Runs, timeout_s: float) -> None:
+    def write(self, session: str, runs: Runs, timeout_s: float) -> Written:
         """Copies the runs into the memory of `session` and returns when they have landed.
 
         Raises TransferFailed: then an unknown part has landed, and more may until `quiet_after_failure_s` has passed.
         A transport may take longer than `timeout_s` where its library cannot be interrupted.
         """
+
+    def submit(self, session: str, runs: Runs, timeout_s: float) -> Future[Written]:
+        """Starts a write; the future is done when `write` would return or raise, within about `timeout_s`.
+
+        Until then the source must stay as it is. Blocks for as long as the transport cannot take more.
+        """
+        try:
+            written = self.write(session, runs, timeout_s)
+        except HeadraceError as error:
+            return failed(error)
+        future: Future[Written] = Future()
+        future.set_result(written)
+        return future
 
     def route(self, session: str) -> str:
         """Name of the transport that carries writes to `session`; empty when that is not decided yet."""
@@ -49,3 +86,18 @@ class KvTransport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Ends the transport; afterwards nothing lands any more. May be called twice."""
+
+
+def failed(error: HeadraceError) -> Future[Written]:
+    """A future that has ended with an error."""
+    future: Future[Written] = Future()
+    future.set_exception(error)
+    return future
+
+
+def ended(future: Future[Written], timeout_s: float) -> Written:
+    """Waits for the future of a write that was submitted with `timeout_s`; returns or raises what it holds."""
+    try:
+        return future.result(max(0.0, timeout_s) + _GRACE_S)
+    except TimeoutError:
+        raise TransferFailed("the transport does not end a write") from None

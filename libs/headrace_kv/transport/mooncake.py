@@ -1,9 +1,10 @@
 """Mooncake's TransferEngine, the only module that imports it.
 
 What shapes this code: a return value of -1 means "failed, and may still be writing", for as long as the engine object
-lives; an engine can be stuck with a peer for good after a failure; a peer that stands still makes every call to it wait
-for MC_TRANSFER_TIMEOUT; many entries in one call are rejected. So sending has an engine of its own, apart from the one
-that peers write to: after a failed write it is destroyed, which does end its writing, and a fresh one takes its place.
+lives; an engine can be stuck with a peer for good after a failure; a call that waits for its write spins on a core;
+many entries at once are rejected. So writes are submitted and looked after by a thread (write_worker.py), and sending
+has an engine of its own, apart from the one that peers write to: after a failed write it is destroyed, which does end
+its writing, and a fresh one takes its place.
 """
 
 from __future__ import annotations
@@ -11,24 +12,27 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from headrace_common.errors import ConfigError, TransferFailed
 from headrace_kv.block_map import Runs
-from headrace_kv.transport.base import KvTransport
+from headrace_kv.transport.base import KvTransport, Written, ended, failed
+from headrace_kv.transport.listener import set_accept_timeout
 from headrace_kv.transport.ranges import MemoryRanges
 from headrace_kv.transport.sessions import session_of
+from headrace_kv.transport.write_worker import Engine, WriteWorker
 
 _log = logging.getLogger(__name__)
 
 TRANSFER_TIMEOUT_S = 5
-"""The least that Mooncake takes; how long a call waits for a peer that stands still."""
+"""The least that Mooncake takes; how long a write waits for a peer that stands still."""
 
-# A peer that failed a write is left alone this long: Mooncake itself refuses to reconnect within a second, and
-# replacing an engine stops this process for up to a second.
+# A peer that failed a write is left alone this long: Mooncake itself refuses to reconnect within a second.
 _PEER_REST_S = 1.0
+# An engine's end waits for an accept that is under way.
+_ACCEPT_TIMEOUT_S = 0.05
 _INFINIBAND = Path("/sys/class/infiniband")
 _LIBRARY_PACKAGES = "libibverbs1 libcurl4 libnuma1"
 
@@ -65,6 +69,8 @@ class MooncakeTransport(KvTransport):
     name = "mooncake"
     # After a failure the engine is gone before `write` raises; what is left are bytes in the peer's own sockets.
     quiet_after_failure_s = 0.5
+    byte_limit = 16 * 1024 * 1024
+    pending_limit = 4
 
     def __init__(self, host: str, protocol: str = "auto") -> None:
         self._host = host
@@ -75,9 +81,8 @@ class MooncakeTransport(KvTransport):
         self._receiving: Any = None
         self._session = ""
         self._sending: Any = None
-        self._failed_s: dict[str, float] = {}
+        self._worker: WriteWorker | None = None
         self._closed = False
-        self.replaced_count = 0
         _log.info("KV bytes move by Mooncake over %s, from %s", self.protocol, host)
 
     @property
@@ -97,60 +102,45 @@ class MooncakeTransport(KvTransport):
                 if engine is not None:
                     _register(engine, base_address, nbytes)
 
-    def write(self, session: str, runs: Runs, timeout_s: float) -> None:
+    def write(self, session: str, runs: Runs, timeout_s: float) -> Written:
+        return ended(self.submit(session, runs, timeout_s), timeout_s)
+
+    def submit(self, session: str, runs: Runs, timeout_s: float) -> Future[Written]:
         # A peer that offers several transports names them all.
         session = session_of(self.name, session) or session
-        with self._lock:
-            self._check_rested(session)
-            # Over TCP, Mooncake itself would read any memory.
-            if not self._memory.covers(runs.source_addresses, runs.lengths):
-                raise TransferFailed("a source address is not registered")
-            deadline_s = time.monotonic() + timeout_s
-            for batch in runs.batches(self.entry_limit, self.byte_limit):
-                if time.monotonic() >= deadline_s:
-                    raise TransferFailed(f"writing to {session} took longer than {timeout_s:.1f} s")
-                self._write_batch(session, batch)
+        if self._closed:
+            return failed(TransferFailed("the transport is closed"))
+        # Over TCP, Mooncake itself would read any memory.
+        if not self._memory.covers(runs.source_addresses, runs.lengths):
+            return failed(TransferFailed("a source address is not registered"))
+        if self._worker is None:
+            self._worker = WriteWorker(
+                self._open_sending,
+                self._drop_sending,
+                f"{self.name}/{self.protocol}",
+                stall_s=TRANSFER_TIMEOUT_S,
+                rest_s=_PEER_REST_S,
+            )
+        return self._worker.submit(session, runs, timeout_s)
 
     def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            self._receiving = None
-            self._sending = None
-
-    def _write_batch(self, session: str, runs: Runs) -> None:
-        if self._sending is None:
-            self._sending = self._make_engine()
-        code = self._sending.batch_transfer_sync_write(
-            session,
-            runs.source_addresses.tolist(),
-            runs.destination_addresses.tolist(),
-            runs.lengths.tolist(),
-        )
-        if code == 0:
-            self._failed_s.pop(session, None)
-            return
-        # Dropping the last reference destroys the engine: only then has it surely stopped reading our memory.
-        self._sending = None
-        self.replaced_count += 1
-        self._failed_s[session] = time.monotonic()
-        raise TransferFailed(
-            f"Mooncake could not write {len(runs)} runs of {runs.payload_bytes} bytes to {session} (code {code})",
-            metadata={"session": session, "code": str(code)},
-        )
-
-    def _check_rested(self, session: str) -> None:
         if self._closed:
-            raise TransferFailed("the transport is closed")
-        now_s = time.monotonic()
-        for peer in [
-            p for p, failed_s in self._failed_s.items() if now_s - failed_s > _PEER_REST_S
-        ]:
-            del self._failed_s[peer]
-        if session in self._failed_s:
-            raise TransferFailed(
-                f"a write to {session} failed less than {_PEER_REST_S:.0f} s ago; nothing was written",
-                metadata={"session": session},
-            )
+            return
+        self._closed = True
+        if self._worker is not None:
+            self._worker.close()
+        with self._lock:
+            self._receiving = None
+
+    def _open_sending(self) -> Engine:
+        with self._lock:
+            self._sending = self._make_engine()
+            engine: Engine = self._sending
+            return engine
+
+    def _drop_sending(self) -> None:
+        with self._lock:
+            self._sending = None
 
     def _make_engine(self) -> Any:
         if self._closed:
@@ -162,6 +152,7 @@ class MooncakeTransport(KvTransport):
                 f"Mooncake cannot start over {self.protocol} on {self._host} (code {code}): check that the address is "
                 "this machine's and that ports from 15000 to 17000 are free"
             )
+        set_accept_timeout(engine.get_rpc_port(), _ACCEPT_TIMEOUT_S)
         for start, end in self._memory.spans:
             _register(engine, start, end - start)
         return engine

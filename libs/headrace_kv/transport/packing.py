@@ -21,9 +21,19 @@ def by_length(lengths: Int64Array) -> Int64Array | None:
     return np.argsort(lengths, kind="stable")
 
 
+# Fewer runs of a length than this are copied one by one: setting numpy up costs as much.
+_FEW_RUNS = 16
+
+
 def gather(addresses: Int64Array, lengths: Int64Array, target: Bytes) -> None:
     """Copies [addresses[i], addresses[i] + lengths[i]) one after the other to the start of `target`. Shapes [run]."""
     for first, stop, length, offset in _equal_lengths(lengths):
+        if stop - first < _FEW_RUNS:
+            packed = int(target.ctypes.data) + offset
+            for address in addresses[first:stop].tolist():
+                ctypes.memmove(packed, address, length)
+                packed += length
+            continue
         rows = target[offset : offset + (stop - first) * length].reshape(-1, length)
         memory, index = _rows(addresses[first:stop], length)
         if memory.flags.c_contiguous:
@@ -35,6 +45,12 @@ def gather(addresses: Int64Array, lengths: Int64Array, target: Bytes) -> None:
 def scatter(source: Bytes, addresses: Int64Array, lengths: Int64Array) -> None:
     """Copies the start of `source`, piece after piece, to [addresses[i], addresses[i] + lengths[i]). Shapes [run]."""
     for first, stop, length, offset in _equal_lengths(lengths):
+        if stop - first < _FEW_RUNS:
+            packed = int(source.ctypes.data) + offset
+            for address in addresses[first:stop].tolist():
+                ctypes.memmove(address, packed, length)
+                packed += length
+            continue
         rows = source[offset : offset + (stop - first) * length].reshape(-1, length)
         memory, index = _rows(addresses[first:stop], length)
         memory[index] = rows

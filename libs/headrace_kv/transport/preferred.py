@@ -6,10 +6,11 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import Future
 
 from headrace_common.errors import ConfigError, TransferFailed
 from headrace_kv.block_map import Runs
-from headrace_kv.transport.base import KvTransport
+from headrace_kv.transport.base import KvTransport, Written, failed
 from headrace_kv.transport.sessions import join_sessions, session_of
 
 _log = logging.getLogger(__name__)
@@ -31,6 +32,8 @@ class PreferredTransport(KvTransport):
             raise ConfigError("give at least one transport")
         self._transports = {transport.name: transport for transport in transports}
         self.quiet_after_failure_s = max(t.quiet_after_failure_s for t in transports)
+        self.pending_limit = max(transport.pending_limit for transport in transports)
+        self.byte_limit = min(transport.byte_limit for transport in transports)
         self.entry_limit = max(transport.entry_limit for transport in transports)
         self._choices: OrderedDict[str, tuple[str, ...]] = OrderedDict()
 
@@ -46,21 +49,29 @@ class PreferredTransport(KvTransport):
         choices = self._choices.get(session)
         return choices[0] if choices else ""
 
-    def write(self, session: str, runs: Runs, timeout_s: float) -> None:
+    def write(self, session: str, runs: Runs, timeout_s: float) -> Written:
         deadline_s = time.monotonic() + timeout_s
         names = self._names(session)
         while True:
             try:
                 remaining_s = deadline_s - time.monotonic()
-                self._transports[names[0]].write(session, runs, remaining_s)
+                return self._transports[names[0]].write(session, runs, remaining_s)
             except TransferFailed as error:
                 if len(names) == 1 or error.metadata.get("written_bytes") != "0":
                     raise
                 _log.info("KV bytes go by %s instead of %s: %s", names[1], names[0], error)
                 names = names[1:]
                 self._choices[session] = names
-            else:
-                return
+
+    def submit(self, session: str, runs: Runs, timeout_s: float) -> Future[Written]:
+        try:
+            names = self._names(session)
+        except TransferFailed as error:
+            return failed(error)
+        if len(names) > 1:
+            # Whether the next is needed must be known before it is too late to turn to it.
+            return super().submit(session, runs, timeout_s)
+        return self._transports[names[0]].submit(session, runs, timeout_s)
 
     def close(self) -> None:
         for transport in self._transports.values():

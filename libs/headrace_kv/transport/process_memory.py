@@ -6,6 +6,7 @@ import ctypes
 import errno
 import os
 import select
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,52 @@ def _load(name: str) -> ctypes._NamedFuncPointer:
     return function  # type: ignore[no-any-return]
 
 
+class _Pidfds:
+    """One descriptor for each process, however many transports write to it. For all threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # By pid and start: the descriptor, and how often it is held.
+        self._held: dict[tuple[int, int], tuple[int, int]] = {}
+
+    def open(self, pid: int, start_ticks: int) -> int:
+        """Raises TransferFailed unless the process that started then is there."""
+        key = (pid, start_ticks)
+        with self._lock:
+            pidfd, count = self._held.get(key, (-1, 0))
+            if not count:
+                pidfd = _open_pidfd(pid, start_ticks)
+            self._held[key] = (pidfd, count + 1)
+        return pidfd
+
+    def close(self, pid: int, start_ticks: int) -> None:
+        """Call it once for each `open`."""
+        key = (pid, start_ticks)
+        with self._lock:
+            pidfd, count = self._held.pop(key)
+            if count > 1:
+                self._held[key] = (pidfd, count - 1)
+            else:
+                os.close(pidfd)
+
+
+def _open_pidfd(pid: int, start_ticks: int) -> int:
+    try:
+        pidfd = os.pidfd_open(pid)
+    except OSError as error:
+        raise _failure(error.errno or 0, pid, "opened") from error
+    try:
+        if start_time_ticks(pid) != start_ticks:
+            raise TransferFailed(f"process {pid} is not the one that was described")
+    except BaseException:
+        os.close(pidfd)
+        raise
+    return pidfd
+
+
+_PIDFDS = _Pidfds()
+
+
 class ProcessMemory:
     """The memory of one process, held by a pidfd so that a recycled pid is never taken for it.
 
@@ -44,22 +91,13 @@ class ProcessMemory:
         self._pid = pid
         self._read = _load("process_vm_readv")
         self._write = _load("process_vm_writev")
-        try:
-            self._pidfd = os.pidfd_open(pid)
-        except OSError as error:
-            raise _failure(error.errno or 0, pid, "opened") from error
+        self._start_ticks = start_ticks
         self._poll = select.poll()
-        self._poll.register(self._pidfd, select.POLLIN)
-        try:
-            if start_time_ticks(pid) != start_ticks:
-                raise TransferFailed(f"process {pid} is not the one that was described")
-        except BaseException:
-            os.close(self._pidfd)
-            raise
+        self._poll.register(_PIDFDS.open(pid, start_ticks), select.POLLIN)
 
     def close(self) -> None:
         """Lets go of the process. Call it once."""
-        os.close(self._pidfd)
+        _PIDFDS.close(self._pid, self._start_ticks)
 
     def require_alive(self) -> None:
         """Raises TransferFailed once the process has ended; before that its pid is its own."""

@@ -21,7 +21,7 @@ import numpy as np
 
 from headrace_common.errors import ConfigError, TransferFailed
 from headrace_kv.block_map import Runs
-from headrace_kv.transport.base import KvTransport
+from headrace_kv.transport.base import KvTransport, Written
 from headrace_kv.transport.process_memory import (
     ENTRIES_PER_CALL,
     ProcessMemory,
@@ -149,7 +149,7 @@ class SameHostTransport(KvTransport):
             self._page[2] = count + 1
             self._own.add(base_address, nbytes)
 
-    def write(self, session: str, runs: Runs, timeout_s: float) -> None:
+    def write(self, session: str, runs: Runs, timeout_s: float) -> Written:
         session = session_of(self.name, session) or session
         with self._lock:
             if self._closed:
@@ -163,6 +163,7 @@ class SameHostTransport(KvTransport):
                 # The next write proves everything anew.
                 self._peers.pop(session).memory.close()
                 raise
+        return Written(self.name, "in_flight", len(runs))
 
     def close(self) -> None:
         with self._lock:

@@ -1,4 +1,4 @@
-"""The receiving side of packing: lends slots of a landing area and puts packed runs where they belong."""
+"""The receiving side of staging: lends slots of a landing area and puts packed runs where they belong."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from headrace.kv.v1 import scatter_pb2, scatter_pb2_grpc
 from headrace_common.errors import ConfigError
-from headrace_kv.transport.packing import scatter
+from headrace_kv.transport.memory import HOST_MEMORY, Memory
 from headrace_kv.transport.ranges import MemoryRanges
 
 # A sender that vanished may have bytes of its last write on their way, for as long as a transport's own timeout.
@@ -61,11 +61,14 @@ class ScatterAgent(scatter_pb2_grpc.ScatterServiceServicer):
     `ranges` says where scattered bytes may go. Raises ConfigError when the server cannot listen on `host`.
     """
 
-    def __init__(self, host: str, ranges: MemoryRanges, limits: LandingLimits) -> None:
+    def __init__(
+        self, host: str, ranges: MemoryRanges, limits: LandingLimits, memory: Memory = HOST_MEMORY
+    ) -> None:
         self._ranges = ranges
         self._limits = limits
+        self._memory = memory
         self._token = secrets.token_bytes(16)
-        self.landing = np.empty(limits.senders * limits.loan_bytes, np.uint8)
+        self.landing = memory.allocate(limits.senders * limits.loan_bytes)
         self._lock = threading.Lock()
         self._free_from_s = [0.0] * limits.senders
         self._lent: set[int] = set()
@@ -147,4 +150,5 @@ class ScatterAgent(scatter_pb2_grpc.ScatterServiceServicer):
         if time.monotonic_ns() >= packed.expiry_clock_ns:
             context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "packed runs came late")
         start = loan * limits.loan_bytes + packed.slot * limits.slot_bytes
-        scatter(self.landing[start : start + limits.slot_bytes], addresses, lengths)
+        area = self.landing[start : start + limits.slot_bytes]
+        self._memory.scatter(area, addresses, lengths)

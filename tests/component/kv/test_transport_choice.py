@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,15 +15,18 @@ import numpy as np
 import pytest
 
 from headrace_common.errors import ConfigError, TransferFailed
-from headrace_kv.block_map import Runs
+from headrace_kv.block_map import Int64Array, Runs
 from headrace_kv.transport import process_memory
+from headrace_kv.transport.base import Written
+from headrace_kv.transport.costs import TransferCosts, WireCosts
 from headrace_kv.transport.in_memory import Fault, FaultKind, FaultPlan, InMemoryTransport
-from headrace_kv.transport.packed import PackedTransport, PackingLimits
+from headrace_kv.transport.memory import HostMemory
 from headrace_kv.transport.preferred import PreferredTransport
 from headrace_kv.transport.same_host import SameHostTransport
 from headrace_kv.transport.scatter_agent import LandingLimits
 from headrace_kv.transport.scatter_lane import ScatterLane
 from headrace_kv.transport.sessions import session_of
+from headrace_kv.transport.staged import StagedTransport, StagingLimits
 from tests.rdma.peers import PEER_BYTES, Bytes, PeerSettings, ProcessPeer, digest_of
 
 
@@ -126,7 +131,7 @@ def test_yama_is_named(
 class Unproven(InMemoryTransport):
     """Fails every write before anything is written."""
 
-    def write(self, session: str, runs: Runs, timeout_s: float) -> None:
+    def write(self, session: str, runs: Runs, timeout_s: float) -> Written:
         self.write_count += 1
         raise TransferFailed("no proof", metadata={"written_bytes": "0"})
 
@@ -189,24 +194,42 @@ def test_peers_with_fewer_transports_are_reached() -> None:
         pair.write("third=somewhere")
 
 
-class PackedPair:
-    """A packing sender and a receiver with one loan, over the in-memory transport."""
+class FixedCosts(WireCosts):
+    """Runs of less than 100 bytes are staged, when there are more than a few; nothing is learnt."""
 
     def __init__(self) -> None:
-        self.limits = PackingLimits(
-            run_bytes=64,
-            run_count=4,
-            landing=LandingLimits(senders=1, slots=2, slot_bytes=1000),
+        super().__init__(
+            TransferCosts(
+                entry_s=200e-9,
+                byte_s=1e-9,
+                gather_run_s=0.0,
+                gather_byte_s=1e-9,
+                scatter_run_s=0.0,
+                scatter_byte_s=1e-9,
+                message_s=500e-9,
+            )
+        )
+
+    def observe(self, entry_count: int, payload_bytes: int, seconds: float) -> None:
+        pass
+
+
+class PackedPair:
+    """A staging sender and a receiver with one loan, over the in-memory transport."""
+
+    def __init__(self) -> None:
+        self.limits = StagingLimits(
+            landing=LandingLimits(senders=1, slots=2, slot_bytes=1000), staging_slots=3
         )
         self.source, self.target = filled(20_000), np.zeros(20_000, np.uint8)
         self.inner = InMemoryTransport()
-        self.receiver = PackedTransport(InMemoryTransport(), "127.0.0.1", self.limits)
+        self.receiver = StagedTransport(InMemoryTransport(), "127.0.0.1", FixedCosts(), self.limits)
         self.receiver.register(self.target.ctypes.data, self.target.nbytes)
         self.session = self.receiver.session
         self.sender = self.new_sender(self.inner)
 
-    def new_sender(self, inner: InMemoryTransport) -> PackedTransport:
-        sender = PackedTransport(inner, "127.0.0.1", self.limits)
+    def new_sender(self, inner: InMemoryTransport) -> StagedTransport:
+        sender = StagedTransport(inner, "127.0.0.1", FixedCosts(), self.limits)
         sender.register(self.source.ctypes.data, self.source.nbytes)
         return sender
 
@@ -241,41 +264,77 @@ def packed() -> Iterator[PackedPair]:
     made.close()
 
 
-def test_short_runs_are_packed_and_long_ones_are_not(packed: PackedPair) -> None:
+def test_short_runs_are_staged_and_long_ones_are_not(packed: PackedPair) -> None:
     runs = packed.runs(100, long=3)
-    packed.sender.write(packed.session, runs, 5.0)
+    written = packed.sender.write(packed.session, runs, 5.0)
     packed.check(runs)
-    assert packed.sender.packed_bytes == runs.payload_bytes - 600
+    assert written.strategy == "both"
     # 5.2 kB through slots of 1 kB, and the long runs.
-    assert packed.inner.write_count < 10
+    assert written.entry_count < 10
 
 
-def test_few_short_runs_are_not_packed(packed: PackedPair) -> None:
+def test_few_short_runs_are_not_staged(packed: PackedPair) -> None:
     runs = packed.runs(3)
-    packed.sender.write(packed.session, runs, 5.0)
+    assert packed.sender.write(packed.session, runs, 5.0) == Written("in_memory", "in_flight", 3)
     packed.check(runs)
-    assert packed.sender.packed_bytes == 0
+
+
+def test_runs_that_meet_on_one_side_are_copied_once(packed: PackedPair) -> None:
+    steps, apart = np.arange(100) * 40, np.arange(100) * 90
+    lengths = np.full(100, 40)
+    for source, destination, strategy in ((apart, steps, "before"), (steps, apart, "after")):
+        packed.target[:] = 0
+        runs = Runs(
+            packed.source.ctypes.data + source,
+            packed.target.ctypes.data + destination,
+            lengths,
+        )
+        written = packed.sender.write(packed.session, runs, 5.0)
+        assert (written.strategy, written.entry_count) == (strategy, 4)
+        for start, end in zip(source.tolist(), destination.tolist(), strict=True):
+            assert np.array_equal(packed.source[start:][:40], packed.target[end:][:40])
 
 
 def test_without_a_loan_runs_go_one_by_one_and_a_loan_comes_back(packed: PackedPair) -> None:
     packed.sender.write(packed.session, packed.runs(), 5.0)
     other = packed.new_sender(InMemoryTransport())
-    other.write(packed.session, packed.runs(), 5.0)
-    assert other.packed_bytes == 0
+    assert other.write(packed.session, packed.runs(), 5.0).strategy == "in_flight"
     other.close()
     packed.sender.close()
     third = packed.new_sender(InMemoryTransport())
-    third.write(packed.session, packed.runs(), 5.0)
-    assert third.packed_bytes > 0
+    assert third.write(packed.session, packed.runs(), 5.0).strategy == "both"
     third.close()
 
 
 def test_a_peer_without_an_agent_is_written_to_directly(packed: PackedPair) -> None:
     plain = InMemoryTransport()
     plain.register(packed.target.ctypes.data, packed.target.nbytes)
-    packed.sender.write(plain.session, packed.runs(), 5.0)
+    written = packed.sender.write(plain.session, packed.runs(), 5.0)
     packed.check(packed.runs())
-    assert packed.sender.packed_bytes == 0
+    assert written.strategy == "in_flight"
+
+
+def test_a_peer_that_does_not_scatter_fails_all_that_is_under_way(packed: PackedPair) -> None:
+    """The lane's first deadline ends it: no future is left, and nothing is put in place afterwards."""
+    packed.sender.write(packed.session, packed.runs(), 5.0)
+    packed.target[:] = 0
+    agent = packed.receiver._agent
+    assert agent is not None
+    scatter, held = agent._memory.scatter, threading.Event()
+
+    class Held(HostMemory):
+        def scatter(self, source: Bytes, addresses: Int64Array, lengths: Int64Array) -> None:
+            held.wait(5.0)
+            scatter(source, addresses, lengths)
+
+    agent._memory = Held()
+    start_s = time.monotonic()
+    first, second = (packed.sender.submit(packed.session, packed.runs(15), 0.3) for _ in range(2))
+    for future in (first, second):
+        with pytest.raises(TransferFailed, match="in time"):
+            future.result(3.0)
+    assert time.monotonic() - start_s < 2.0
+    held.set()
 
 
 def test_scattering_stays_within_registered_memory_and_time(packed: PackedPair) -> None:
@@ -285,9 +344,9 @@ def test_scattering_stays_within_registered_memory_and_time(packed: PackedPair) 
     for address, seconds, reason in ((inside - 1, 5.0, "outside"), (inside, -60.0, "late")):
         lane = lane_once_lent(agent)
         where = Runs(np.array([0]), np.array([address]), np.array([10]))
-        sequence = lane.submit(0, where, time.monotonic() + seconds)
-        with pytest.raises(TransferFailed, match=reason):
-            lane.wait(sequence, time.monotonic() + 5.0)
+        ends: queue.SimpleQueue[TransferFailed | None] = queue.SimpleQueue()
+        lane.submit(lane.slots.take(0.0), where, time.monotonic() + seconds, ends.put)
+        assert reason in str(ends.get(timeout=5.0))
         lane.close(clean=False)
         break_rest(packed)
     assert not packed.target.any()
@@ -317,7 +376,7 @@ def test_a_failed_write_breaks_the_lane_off(packed: PackedPair) -> None:
     packed.sender._inner = InMemoryTransport(FaultPlan(every=Fault(FaultKind.FAIL)))
     with pytest.raises(TransferFailed):
         packed.sender.write(packed.session, packed.runs(), 5.0)
-    assert not packed.sender._lanes
+    assert all(lane.broken for lane in packed.sender._lanes.values())
 
 
 def break_rest(packed: PackedPair) -> None:
