@@ -53,10 +53,12 @@ class LinkEvents(Protocol):
     def link_ready(self, link: HandoffLink, descriptor: KvDescriptor) -> None:
         """The handshake is over."""
 
-    def link_reserved(self, link: HandoffLink, reservation: Reservation) -> None:
-        """Decode answered an Open."""
+    def link_reserved(
+        self, link: HandoffLink, reservation: Reservation, message_bytes: int
+    ) -> None:
+        """Decode answered an Open, with a message of so many bytes."""
 
-    def link_cancelled(self, link: HandoffLink, transfer_id: str, reason: str, detail: str) -> None:
+    def link_cancelled(self, link: HandoffLink, cancel: handoff_pb2.Cancel) -> None:
         """Decode ends a transfer."""
 
     def link_ended(self, link: HandoffLink, error: HeadraceError) -> None:
@@ -242,14 +244,13 @@ class HandoffLink:
                     said.end_token,
                     tuple(tuple(group.block_ids) for group in said.further_block_ids),
                 )
-                self._events.link_reserved(self, reservation)
+                self._events.link_reserved(self, reservation, response.ByteSize())
             case "renewal":
                 ttl_s = _seconds(response.renewal.lease_ttl)
                 if not self.lease.renew(time.monotonic(), ttl_s):
                     raise TransferFailed(f"the write lease from {self.decode} was renewed too late")
             case "cancel":
-                cancel = response.cancel
-                self._events.link_cancelled(self, cancel.transfer_id, cancel.reason, cancel.detail)
+                self._events.link_cancelled(self, response.cancel)
             case _:
                 _log.warning("%s sent a message that is not in order on a stream", self.decode)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
 from headrace.kv.v1 import handoff_pb2
+from headrace_common.deadlines import Deadline
 from headrace_common.errors import (
     Cancelled,
     HeadraceError,
@@ -69,23 +71,36 @@ class PrefillPeer:
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.ref}"
 
+    def refuse(self, transfer_id: str, reason: str, detail: str) -> None:
+        """Tells the rank that a transfer is over for it."""
+        cancel = handoff_pb2.Cancel(transfer_id=transfer_id, reason=reason, detail=detail)
+        self.send(handoff_pb2.HandoffResponse(cancel=cancel))
+
 
 @dataclass(frozen=True, slots=True)
 class TransferSummary:
-    """What a whole transfer took. `acknowledgement_count` counts landed pieces, duplicates apart."""
+    """What a whole transfer took. `acknowledgement_count` counts landed pieces, duplicates apart.
+
+    `payload_bytes` crossed the network, `local_bytes` were passed on among decode ranks of one host.
+    """
 
     acknowledgement_count: int
     payload_bytes: int
+    local_bytes: int
     prefill: WorkerRef
     first_ack_unix_ns: int
     complete_unix_ns: int
 
 
 class Transfer:
-    """A reservation being filled. The receiver owns it; others only wait for it and look at it."""
+    """A reservation being filled. The receiver owns it; others only wait for it and look at it.
 
-    def __init__(self, reservation: Reservation, layout: KvLayout) -> None:
+    `copying` while a local copy may write; `ended_locally` tells that copy's thread to stop.
+    """
+
+    def __init__(self, reservation: Reservation, layout: KvLayout, deadline: Deadline) -> None:
         self.reservation = reservation
+        self.deadline = deadline
         self.state = TransferState.RESERVED
         self.transitions: list[tuple[TransferState, int]] = [(self.state, time.time_ns())]
         self.ledger: Ledger | None = None
@@ -95,6 +110,8 @@ class Transfer:
         self.failed_s = 0.0
         self.writers: set[PrefillPeer] = set()
         self.quarantines: list[Quarantine] = []
+        self.copying = False
+        self.ended_locally = threading.Event()
         self._layout = layout
         self._ended = asyncio.Event()
         self._first_ack_unix_ns = 0
@@ -110,8 +127,13 @@ class Transfer:
 
     @property
     def quiet(self) -> bool:
-        """Whether nothing writes into the blocks any more."""
-        return not self.writers and not self.quarantines
+        """Whether nothing writes into the blocks any more, from outside or locally."""
+        return not self.writers and not self.quarantines and not self.copying
+
+    @property
+    def landed(self) -> bool:
+        """Whether prefill's part is whole, so that only copies between decode ranks may be missing."""
+        return self.ledger is not None and self.ledger.landed
 
     async def wait(self) -> TransferSummary:
         """Returns when every expected key has landed.
@@ -127,6 +149,7 @@ class Transfer:
         return TransferSummary(
             acknowledgement_count=self.ledger.ack_count,
             payload_bytes=self.ledger.payload_bytes,
+            local_bytes=self.ledger.local_bytes,
             prefill=self.prefill,
             first_ack_unix_ns=self._first_ack_unix_ns,
             complete_unix_ns=self.entered_unix_ns(TransferState.COMPLETE),
@@ -154,8 +177,24 @@ class Transfer:
         if self.state is TransferState.RESERVED:
             self._enter(TransferState.OPEN)
 
-    def land(self, peer: PrefillPeer, layer: handoff_pb2.LayerDone) -> bool:
-        """Counts a landed piece; True when the transfer is whole now. Raises as Ledger.land does."""
+    def reservation_message(self) -> handoff_pb2.HandoffResponse:
+        """Where a rank that was admitted may write."""
+        reservation = self.reservation
+        return handoff_pb2.HandoffResponse(
+            reservation=handoff_pb2.Reservation(
+                transfer_id=self.transfer_id,
+                block_ids=reservation.block_ids,
+                start_token=reservation.start_token,
+                end_token=reservation.end_token,
+                further_block_ids=[
+                    handoff_pb2.BlockList(block_ids=block_ids)
+                    for block_ids in reservation.further_block_ids
+                ],
+            )
+        )
+
+    def land(self, peer: PrefillPeer, layer: handoff_pb2.LayerDone) -> None:
+        """Counts a landed piece. Raises as Ledger.land does."""
         if self.ledger is None:
             raise ProtocolViolation(f"{peer} has not opened {self.transfer_id}")
         key = (peer.rank, layer.destination_rank, layer.layer)
@@ -163,7 +202,6 @@ class Transfer:
         if self.state is TransferState.OPEN:
             self._first_ack_unix_ns = time.time_ns()
             self._enter(TransferState.RECEIVING)
-        return self.ledger.complete
 
     def check_commit(self, peer: PrefillPeer, payload_bytes: int) -> None:
         """Raises ProtocolViolation when a rank claims to be ready but has not landed everything."""
@@ -192,6 +230,7 @@ class Transfer:
         """It will not become whole; the blocks stay its own until it is quiet."""
         self.error = error
         self.failed_s = now_s
+        self.ended_locally.set()
         self._enter(TransferState.FAILED)
         self._end()
         self._enter(TransferState.DRAINING)

@@ -82,6 +82,7 @@ class KvLayout:
     tensor_parallel_size: int
     groups: tuple[CacheGroup, ...]
     stage_starts: tuple[int, ...] = (0,)
+    broadcast_width: int = 1
 
     @classmethod
     def attention(
@@ -96,6 +97,7 @@ class KvLayout:
         tensor_parallel_size: int = 1,
         interior: str = TOKEN_OUTER,
         stage_starts: tuple[int, ...] = (0,),
+        broadcast_width: int = 1,
     ) -> KvLayout:
         """A model whose layers are all alike; `parts` maps names to unit bytes, see Part."""
         group = CacheGroup(
@@ -106,7 +108,7 @@ class KvLayout:
             block_tokens=block_tokens,
             parts=tuple(Part(name, dtype, size, interior) for name, size in parts.items()),
         )
-        return cls(model, tensor_parallel_size, (group,), stage_starts)
+        return cls(model, tensor_parallel_size, (group,), stage_starts, broadcast_width)
 
     @cached_property
     def layer_count(self) -> int:
@@ -244,8 +246,8 @@ class WorkerRef:
 def fingerprint(layout: KvLayout) -> KvLayout:
     """The layout without what may differ between two workers that hand over to each other.
 
-    That is parallelism, and the block size where tokens are addressable. Two workers can talk when their fingerprints
-    are equal.
+    That is parallelism, local broadcast, and the block size where tokens are addressable. Two workers can talk when
+    their fingerprints are equal.
     """
     groups = (
         replace(group, block_tokens=0) if group.token_addressable else group
@@ -317,6 +319,7 @@ def layout_to_proto(layout: KvLayout) -> layout_pb2.KvLayout:
         model=layout.model,
         tensor_parallel_size=layout.tensor_parallel_size,
         stage_starts=layout.stage_starts,
+        broadcast_width=layout.broadcast_width,
         groups=[
             layout_pb2.CacheGroup(
                 name=group.name,
@@ -344,6 +347,7 @@ def layout_from_proto(message: layout_pb2.KvLayout) -> KvLayout:
         model=message.model,
         tensor_parallel_size=message.tensor_parallel_size,
         stage_starts=starts,
+        broadcast_width=max(1, message.broadcast_width),
         groups=tuple(
             CacheGroup(
                 name=group.name,

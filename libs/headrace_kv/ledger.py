@@ -3,17 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
-from headrace_common.errors import ProtocolViolation
+from headrace_common.errors import InternalError, ProtocolViolation
 from headrace_kv.layout import STATE, KvLayout, count_spans
-from headrace_kv.shard_map import Key, edges
+from headrace_kv.shard_map import Edge, Key, edges, local_edges
 from headrace_kv.transfer import Reservation
+
+
+@dataclass(frozen=True, slots=True)
+class LocalCopy:
+    """Tokens [start_token, end_token) of one layer, landed on one decode rank, that another one needs too."""
+
+    edge: Edge
+    layer: int
+    start_token: int
+    end_token: int
+    payload_bytes: int
+
+    @property
+    def key(self) -> Key:
+        """What the ledger counts it by."""
+        return (self.edge.source_rank, self.edge.destination_rank, self.layer)
+
+    def __str__(self) -> str:
+        edge = self.edge
+        ranks = f"decode rank {edge.source_rank} to rank {edge.destination_rank}"
+        return f"layer {self.layer} from {ranks}"
 
 
 class Ledger:
     """Counts the effective (source rank, destination rank, layer) keys of one transfer into `layout`'s worker.
 
-    Raises LayoutMismatch when there are no ranks to hold the heads.
+    Network keys land by their acknowledgements. Local keys, by which decode ranks pass on what they were sent, are
+    taken when due and land once copied. Raises LayoutMismatch when there are no ranks to hold the heads.
     """
 
     def __init__(self, layout: KvLayout, prefill: KvLayout, reservation: Reservation) -> None:
@@ -28,23 +51,46 @@ class Ledger:
         empty = reservation.start_token >= reservation.end_token
         self._missing: set[Key] = set() if empty else set(self._heads)
         self._bytes_by_source: dict[int, int] = {}
+        self._local_edges: dict[tuple[int, int], list[Edge]] = {}
+        for layer in range(layout.layer_count):
+            for edge in local_edges(layout, layer, reservation.transfer_id):
+                self._local_edges.setdefault((edge.source_rank, layer), []).append(edge)
+        self._local_covered: dict[Key, int] = {
+            (leader, edge.destination_rank, layer): reservation.start_token
+            for (leader, layer), found in self._local_edges.items()
+            for edge in found
+        }
+        self._local_taken = dict(self._local_covered)
+        self._local_missing: set[Key] = set() if empty else set(self._local_covered)
+        self._due: dict[tuple[int, int], int] = {}
+        self.local_bytes = 0
         self.ack_count = 0
         self.duplicate_count = 0
 
     @property
     def complete(self) -> bool:
-        """Whether every expected key is covered to the end."""
+        """Whether every expected key, network and local, is covered to the end."""
+        return not self._missing and not self._local_missing
+
+    @property
+    def landed(self) -> bool:
+        """Whether every network key is covered to the end."""
         return not self._missing
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes that have landed, duplicates not counted."""
+        """Bytes that have landed over the network, duplicates not counted."""
         return sum(self._bytes_by_source.values())
 
     @property
     def expected_keys(self) -> frozenset[Key]:
-        """The plan."""
+        """The network's part of the plan."""
         return frozenset(self._heads)
+
+    @property
+    def local_keys(self) -> frozenset[Key]:
+        """The local part of the plan, as (leading decode rank, decode rank, layer)."""
+        return frozenset(self._local_covered)
 
     @property
     def source_ranks(self) -> frozenset[int]:
@@ -64,7 +110,7 @@ class Ledger:
         return all(source != source_rank for source, _, _ in self._missing)
 
     def land(self, key: Key, start_token: int, end_token: int, payload_bytes: int) -> bool:
-        """Counts tokens [start_token, end_token) of a key; False for a duplicate, which changes nothing.
+        """Counts tokens [start_token, end_token) of a network key; False for a duplicate, which changes nothing.
 
         Raises ProtocolViolation for a key outside the plan, tokens outside the reservation, a gap, or bytes that
         cannot be those tokens'.
@@ -105,10 +151,59 @@ class Ledger:
         self.ack_count += 1
         if end_token == self._reservation.end_token:
             self._missing.discard(key)
+        leader = key[1:]
+        if leader in self._local_edges:
+            # Only ranks of one head have copies, and one head has one source.
+            self._due[leader] = end_token
         return True
 
+    def take_local(self, byte_limit: int) -> tuple[LocalCopy, ...]:
+        """Copies that are due, of about `byte_limit` bytes or one of any size. None of them is handed out again."""
+        found: list[LocalCopy] = []
+        taken_bytes = 0
+        while self._due and taken_bytes < byte_limit:
+            leader, layer = oldest = next(iter(self._due))
+            end_token = self._due.pop(oldest)
+            group = self._layout.group_of(layer)
+            for edge in self._local_edges[oldest]:
+                key = (leader, edge.destination_rank, layer)
+                start_token, self._local_taken[key] = self._local_taken[key], end_token
+                nbytes = group.bytes_between(start_token, end_token, edge.head_count)
+                found.append(LocalCopy(edge, layer, start_token, end_token, nbytes))
+                taken_bytes += nbytes
+        return tuple(found)
+
+    def land_local(self, copy: LocalCopy) -> None:
+        """Counts a copy that was taken and has been made, in order. Raises InternalError for any other."""
+        covered, taken = self._local_covered.get(copy.key), self._local_taken.get(copy.key, 0)
+        if covered != copy.start_token or not covered < copy.end_token <= taken:
+            raise InternalError(
+                f"transfer {self._reservation.transfer_id}: tokens [{copy.start_token}, {copy.end_token}) "
+                f"of {copy} were not due"
+            )
+        self._local_covered[copy.key] = copy.end_token
+        self.local_bytes += copy.payload_bytes
+        if copy.end_token == self._reservation.end_token:
+            self._local_missing.discard(copy.key)
+
     def missing(self) -> str:
-        """The keys still missing, in few words: "layers 17-29 from rank 2; layer 3 from rank 0 to rank 1"."""
+        """The keys still missing, in few words: "layers 17-29 from rank 2; layer 3 from rank 0 to rank 1".
+
+        A local key, "layer 3 from decode rank 0 to rank 1", is named once what it copies has landed.
+        """
+        network = self._missing_network()
+        waiting = {key[1:] for key in self._missing}
+        locals_: dict[tuple[int, int], list[int]] = {}
+        for leader, member, layer in self._local_missing:
+            if (leader, layer) not in waiting:
+                locals_.setdefault((leader, member), []).append(layer)
+        named = (
+            f"{_count(layers, 'layer')} from decode rank {leader} to rank {member}"
+            for (leader, member), layers in sorted(locals_.items())
+        )
+        return "; ".join((*network, *named))
+
+    def _missing_network(self) -> list[str]:
         decode_ranks: dict[tuple[int, int], list[int]] = {}
         for source, destination, layer in self._missing:
             decode_ranks.setdefault((source, layer), []).append(destination)
@@ -120,11 +215,11 @@ class Ledger:
             partly = len(destinations) < planned[source, layer]
             named = tuple(sorted(destinations)) if partly else ()
             groups.setdefault((source, named), []).append(layer)
-        return "; ".join(
+        return [
             f"{_count(layers, 'layer')} from rank {source}"
             + (f" to {_count(named, 'rank')}" if named else "")
             for (source, named), layers in sorted(groups.items())
-        )
+        ]
 
     def _violation(self, key: Key, what: str) -> ProtocolViolation:
         source, destination, layer = key

@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
-from headrace_common.errors import InternalError, ProtocolViolation
+from headrace_common.errors import InternalError, ProtocolViolation, TransferTimeout
 from headrace_kv.block_map import Int64Array, Span
+from headrace_kv.copy_write import CopyWrite, PieceCopy
 from headrace_kv.layout import STATE, CacheGroup, KvLayout
 from headrace_kv.shard_map import Edge, edges_from
 from headrace_kv.transfer import LayerPiece, LayerSent, Reservation, SendReport, TransferTarget
 
 
-@dataclass(frozen=True, slots=True)
-class PieceCopy:
-    """What one edge of a piece needs: the tokens and blocks of `span`, which acknowledge up to `end_token`."""
-
-    edge: Edge
-    span: Span
-
-    @property
-    def start_token(self) -> int:
-        return self.span.start_token
-
-    @property
-    def end_token(self) -> int:
-        return self.span.end_token
-
-
 class Outgoing:
-    """What is known, waiting, sent and still to be sent of one transfer."""
+    """What is known, waiting, under way, sent and still to be sent of one transfer.
+
+    `writing` are the copies that are not acknowledged yet, in order; `pending_count` the batches that a transport has.
+    Nothing of a stopped transfer is written after `quiet_s` of the monotonic clock, once no batch is pending.
+    """
 
     def __init__(self, target: TransferTarget, deadline_s: float) -> None:
         self.target = target
@@ -41,27 +30,27 @@ class Outgoing:
         self.finished = False
         self.queued = False
         self.opened = False
-        self.write_failed = False
+        self.stopped = False
         self.reason = ""
         self.detail = ""
-        self.quiet_s: float | None = None
+        self.quiet_s = 0.0
+        self.writing: deque[CopyWrite] = deque()
+        self.pending_count = 0
+        self.payload_bytes = 0
+        self.control_bytes = 0
         self.reservation: Reservation | None = None
         self._layout: KvLayout | None = None
         self._decode_layout: KvLayout | None = None
         self._destination_blocks: tuple[Int64Array, ...] = ()
         self._edges: tuple[tuple[Edge, ...], ...] | None = None
-        self._covered: dict[tuple[int, int], int] = {}
+        self._taken: dict[tuple[int, int], int] = {}
+        self._landed: dict[tuple[int, int], int] = {}
         self._open_edges = 0
         self._spans: dict[int, tuple[tuple[int, ...], Span]] = {}
 
     @property
     def transfer_id(self) -> str:
         return self.target.transfer_id
-
-    @property
-    def stopped(self) -> bool:
-        """Whether the transfer has failed or was ended."""
-        return self.quiet_s is not None
 
     @property
     def planned(self) -> bool:
@@ -75,13 +64,8 @@ class Outgoing:
 
     @property
     def complete(self) -> bool:
-        """Whether all that this rank must send is sent."""
+        """Whether all that this rank must send has landed."""
         return self.reservation is not None and self._open_edges == 0
-
-    @property
-    def payload_bytes(self) -> int:
-        """Bytes sent."""
-        return sum(sent.payload_bytes for sent in self.sent)
 
     def plan(self, rank: int, layout: KvLayout, decode_layout: KvLayout) -> None:
         """Finds the rank's edges. Raises LayoutMismatch when there are no ranks to hold the heads."""
@@ -103,15 +87,16 @@ class Outgoing:
         self._destination_blocks = tuple(
             np.asarray(block_ids, dtype=np.int64) for block_ids in reservation.block_ids_by_group
         )
-        self._covered = {
+        self._taken = {
             (layer, edge.destination_rank): start
             for layer, edges in enumerate(self._edges or ())
             for edge in edges
         }
-        self._open_edges = len(self._covered) if end > start else 0
+        self._landed = dict(self._taken)
+        self._open_edges = len(self._landed) if end > start else 0
 
     def copies(self, piece: LayerPiece) -> list[PieceCopy]:
-        """What of a piece is still to be copied, clamped to the reservation.
+        """What of a piece is still to be copied, clamped to the reservation. A token is given out once.
 
         Raises InternalError when the engine skipped tokens, cut a block, gave too few blocks or an unfinished state.
         """
@@ -125,20 +110,22 @@ class Outgoing:
         end = min(piece.end_token, self.reservation.end_token)
         found = []
         for edge in self._edges[piece.layer]:
-            covered = self._covered[piece.layer, edge.destination_rank]
-            start = max(low, covered)
+            taken = self._taken[piece.layer, edge.destination_rank]
+            start = max(low, taken)
             if start >= end:
                 continue
-            if start > covered:
+            if start > taken:
                 raise InternalError(
-                    f"{self.transfer_id}: the engine skipped tokens [{covered}, {start}) of layer {piece.layer}"
+                    f"{self.transfer_id}: the engine skipped tokens [{taken}, {start}) of layer {piece.layer}"
                 )
             found.append(PieceCopy(edge, self._span(piece, start, end)))
+            self._taken[piece.layer, edge.destination_rank] = end
         return found
 
     def landed(self, copy: PieceCopy, sent: LayerSent) -> None:
-        """Notes a copy that the transport has acknowledged."""
-        self._covered[sent.layer, copy.edge.destination_rank] = copy.end_token
+        """Notes a copy that the transport has acknowledged, in the order of `copies`."""
+        self._landed[sent.layer, copy.edge.destination_rank] = copy.end_token
+        self.payload_bytes += sent.payload_bytes
         self.sent.append(sent)
         if self.reservation is not None and copy.end_token == self.reservation.end_token:
             self._open_edges -= 1
@@ -148,14 +135,29 @@ class Outgoing:
         if self._edges is None or self.reservation is None:
             return "every layer"
         end = self.reservation.end_token
-        missing = sorted({layer for (layer, _), covered in self._covered.items() if covered < end})
+        missing = sorted({layer for (layer, _), landed in self._landed.items() if landed < end})
         named = ", ".join(str(layer) for layer in missing[:16])
         more = ", ..." if len(missing) > 16 else ""
         return f"layers {named}{more} ({len(missing)} of {len(self._edges)})"
 
+    def too_late(self) -> TransferTimeout:
+        """The error of a deadline that has passed."""
+        if not self.planned:
+            waited_for = f"the handshake with {self.target.decode}"
+        elif self.reservation is None:
+            waited_for = f"the reservation of {self.target.decode}"
+        else:
+            waited_for = self.missing_layers()
+        return TransferTimeout(
+            f"the deadline of {self.transfer_id} passed while waiting for {waited_for}",
+            metadata={"transfer_id": self.transfer_id, "waited_for": waited_for},
+        )
+
     def report(self, rank: int) -> SendReport:
         """What the rank did."""
-        return SendReport(self.transfer_id, rank, self.reason, self.detail, tuple(self.sent))
+        return SendReport(
+            self.transfer_id, rank, self.reason, self.detail, tuple(self.sent), self.control_bytes
+        )
 
     def group_of(self, layer: int) -> CacheGroup:
         """The cache group of a layer. Raises InternalError before the plan."""

@@ -23,6 +23,7 @@ from headrace_common.errors import (
 from headrace_kv.incoming import PrefillPeer, Transfer, TransferState, TransferSummary, ended_error
 from headrace_kv.layout import KvLayout, WorkerRef, layout_from_proto, require_compatible
 from headrace_kv.leases import Quarantine, QuarantinePolicy
+from headrace_kv.local_broadcast import LocalBroadcast, LocalPasses
 from headrace_kv.shard_map import shards
 from headrace_kv.transfer import Reservation
 from headrace_kv.waiting_opens import WaitingOpens
@@ -51,7 +52,8 @@ class Receiver:
     """The transfers into one decode worker.
 
     `on_released(transfer_id)` is called once for each transfer that ended without being whole, when its blocks may be
-    reused. `quarantine_s` must be longer than a transport's write can last.
+    reused. `quarantine_s` must be longer than a transport's write can last. `broadcast` copies between the ranks of a
+    layout that says they do.
     """
 
     def __init__(
@@ -63,7 +65,11 @@ class Receiver:
         lease_ttl_s: float = 5.0,
         quarantine_s: float = 15.0,
         limits: ReceiverLimits | None = None,
+        broadcast: LocalBroadcast | None = None,
     ) -> None:
+        """Raises InternalError when a layout's ranks have nothing that copies between them."""
+        if layout.broadcast_width > 1 and broadcast is None:
+            raise InternalError("the layout has a broadcast_width, but nothing copies locally")
         self.lease_ttl_s = lease_ttl_s
         self._ref = ref
         self._layout = layout
@@ -75,6 +81,7 @@ class Receiver:
         self._waiting = WaitingOpens(
             self._limits.waiting_opens, self._limits.open_wait_s, self._give_up
         )
+        self._passes = LocalPasses(broadcast, self._passed_on) if broadcast is not None else None
         self._peers: set[PrefillPeer] = set()
         self._tick_handle: asyncio.TimerHandle | None = None
         self._draining = False
@@ -108,7 +115,7 @@ class Receiver:
                 f"transfer {transfer_id} was used before", metadata={"transfer_id": transfer_id}
             )
         self._check(reservation)
-        transfer = Transfer(reservation, self._layout)
+        transfer = Transfer(reservation, self._layout, deadline)
         self._transfers[transfer_id] = transfer
         transfer.timer = asyncio.get_running_loop().call_later(
             deadline.remaining_s(), self._time_out, transfer
@@ -125,7 +132,7 @@ class Receiver:
         elif transfer_id not in self._ended:
             self._remember(transfer_id, detail or reason)
             for peer in self._waiting.take(transfer_id):
-                _refuse(peer, transfer_id, reason, detail)
+                peer.refuse(transfer_id, reason, detail)
 
     async def drain(self, timeout_s: float) -> None:
         """Takes nothing new, waits for what runs, then ends the rest, every stream and every timer."""
@@ -195,6 +202,8 @@ class Receiver:
         for transfer in list(peer.transfers.values()):
             transfer.writers.discard(peer)
             transfer.quarantines.append(Quarantine(self._policy, self._now_s()))
+            if transfer.landed:
+                continue
             what = f"the handoff stream of {peer} ended; missing are {transfer.missing()}"
             self._fail(transfer, TransferFailed(what, metadata={"prefill": str(peer.ref)}))
         peer.transfers.clear()
@@ -222,39 +231,25 @@ class Receiver:
         if transfer is not None:
             self._admit(transfer, peer)
         elif transfer_id in self._ended:
-            _refuse(peer, transfer_id, "CANCELLED", self._ended[transfer_id])
+            peer.refuse(transfer_id, "CANCELLED", self._ended[transfer_id])
         elif self._draining or not self._waiting.add(transfer_id, peer):
             detail = "too many transfers are opened before their reservation"
-            _refuse(peer, transfer_id, "QUEUE_FULL", detail)
+            peer.refuse(transfer_id, "QUEUE_FULL", detail)
 
     def _admit(self, transfer: Transfer, peer: PrefillPeer) -> None:
         transfer_id = transfer.transfer_id
         if not transfer.active:
             reason = transfer.error.reason if transfer.error else "CANCELLED"
-            _refuse(peer, transfer_id, reason, "the transfer has ended")
+            peer.refuse(transfer_id, reason, "the transfer has ended")
             return
         try:
             transfer.admit(peer)
         except HeadraceError as error:
             _log.warning("refused an Open: %s", error.detail)
-            _refuse(peer, transfer_id, error.reason, error.detail)
+            peer.refuse(transfer_id, error.reason, error.detail)
             return
         peer.transfers[transfer_id] = transfer
-        reservation = transfer.reservation
-        peer.send(
-            handoff_pb2.HandoffResponse(
-                reservation=handoff_pb2.Reservation(
-                    transfer_id=transfer_id,
-                    block_ids=reservation.block_ids,
-                    start_token=reservation.start_token,
-                    end_token=reservation.end_token,
-                    further_block_ids=[
-                        handoff_pb2.BlockList(block_ids=block_ids)
-                        for block_ids in reservation.further_block_ids
-                    ],
-                )
-            )
-        )
+        peer.send(transfer.reservation_message())
 
     def _land(self, peer: PrefillPeer, layer: handoff_pb2.LayerDone) -> None:
         transfer = peer.transfers.get(layer.transfer_id)
@@ -265,13 +260,29 @@ class Receiver:
         if not transfer.active:
             return
         try:
-            whole = transfer.land(peer, layer)
-        except ProtocolViolation as error:
+            transfer.land(peer, layer)
+            self._advance(transfer)
+        except HeadraceError as error:
             self._fail(transfer, error)
-            return
-        if whole:
+
+    def _advance(self, transfer: Transfer) -> None:
+        if transfer.ledger is not None and transfer.ledger.complete:
             transfer.complete()
             self._release(transfer)
+        elif self._passes is not None:
+            self._passes.advance(transfer)
+
+    def _passed_on(self, transfer: Transfer, error: HeadraceError | None) -> None:
+        """A local copy has ended."""
+        if transfer.active and error is None:
+            try:
+                self._advance(transfer)
+            except HeadraceError as refusal:
+                error = refusal
+        if error is not None:
+            self._fail(transfer, error)
+        if not self._closed:
+            self._release_if_quiet(transfer)
 
     def _commit(self, peer: PrefillPeer, commit: handoff_pb2.Commit) -> None:
         transfer = peer.transfers.get(commit.transfer_id)
@@ -287,7 +298,7 @@ class Receiver:
 
     def _hear_failure(self, peer: PrefillPeer, failed: handoff_pb2.Failed) -> None:
         transfer = peer.transfers.get(failed.transfer_id)
-        if transfer is not None:
+        if transfer is not None and not transfer.landed:
             what = f"{peer} failed to send {transfer.transfer_id}"
             self._fail(transfer, ended_error(failed.reason, failed.detail, what))
 
@@ -296,7 +307,7 @@ class Receiver:
         if transfer is None:
             return
         self._silence(transfer, peer)
-        if transfer.active:
+        if transfer.active and not transfer.landed:
             self._fail(transfer, TransferFailed(f"{peer} stopped sending {transfer_id}"))
 
     def _silence(self, transfer: Transfer, peer: PrefillPeer) -> None:
@@ -321,7 +332,7 @@ class Receiver:
         _log.info("transfer %s failed: %s", transfer.transfer_id, error.detail)
         transfer.fail(error, self._now_s())
         for peer in transfer.writers:
-            _refuse(peer, transfer.transfer_id, error.reason, error.detail)
+            peer.refuse(transfer.transfer_id, error.reason, error.detail)
         self._release_if_quiet(transfer)
         self._arm()
 
@@ -365,7 +376,7 @@ class Receiver:
         self._arm()
 
     def _give_up(self, transfer_id: str, peer: PrefillPeer) -> None:
-        _refuse(peer, transfer_id, "NOT_FOUND", f"{self._ref} has no reservation for it")
+        peer.refuse(transfer_id, "NOT_FOUND", f"{self._ref} has no reservation for it")
 
     def _check(self, reservation: Reservation) -> None:
         fault = reservation.find_fault(self._layout)
@@ -377,11 +388,3 @@ class Receiver:
     @staticmethod
     def _now_s() -> float:
         return asyncio.get_running_loop().time()
-
-
-def _refuse(peer: PrefillPeer, transfer_id: str, reason: str, detail: str) -> None:
-    peer.send(
-        handoff_pb2.HandoffResponse(
-            cancel=handoff_pb2.Cancel(transfer_id=transfer_id, reason=reason, detail=detail)
-        )
-    )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from headrace.kv.v1 import handoff_pb2
@@ -17,20 +17,23 @@ from headrace_common.errors import (
     HeadraceError,
     InternalError,
     TransferFailed,
-    TransferTimeout,
 )
-from headrace_kv.block_map import CopyPlanner, Runs
+from headrace_kv import handoff_words as words
+from headrace_kv.copy_write import CopyWrite
 from headrace_kv.handoff_client import DescriptorSource, HandoffLink
 from headrace_kv.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
-from headrace_kv.outgoing import Outgoing, PieceCopy
+from headrace_kv.outgoing import Outgoing
+from headrace_kv.pending_writes import PendingWrite, PendingWrites
 from headrace_kv.sender_inbox import SenderInbox
-from headrace_kv.transfer import LayerPiece, LayerSent, Reservation, SendReport, TransferTarget
-from headrace_kv.transport.base import KvTransport
+from headrace_kv.sender_peer import SenderPeer
+from headrace_kv.sender_turns import SenderTurns
+from headrace_kv.transfer import LayerPiece, Reservation, SendReport, TransferTarget
+from headrace_kv.transport.base import KvTransport, Written
 
 _log = logging.getLogger(__name__)
 
 _IDLE_WAIT_S = 0.5
-_LINKS_END_S = 4.0
+_OVERDUE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,33 +51,10 @@ class SenderParts:
     handshake_timeout_s: float
 
 
-class _Peer:
-    """A decode worker incarnation, and what is cached about it. Owned by the sender's thread."""
-
-    def __init__(self, link: HandoffLink) -> None:
-        self.link = link
-        self.descriptor: KvDescriptor | None = None
-        self.transfers: dict[str, Outgoing] = {}
-        self._planners: dict[int, CopyPlanner] = {}
-
-    def planner(self, memory: RankMemory, destination_rank: int) -> CopyPlanner:
-        planner = self._planners.get(destination_rank)
-        if planner is None:
-            planner = CopyPlanner(memory, self.memory(destination_rank))
-            self._planners[destination_rank] = planner
-        return planner
-
-    def memory(self, destination_rank: int) -> RankMemory:
-        ranks = self.descriptor.ranks if self.descriptor is not None else ()
-        if destination_rank >= len(ranks):
-            raise InternalError(f"{self.link.decode} describes no rank {destination_rank}")
-        return ranks[destination_rank]
-
-
 class SendLoop:
-    """Runs on one thread, except the `link_...` methods, which only post to the inbox.
+    """Runs on one SenderThread, except the `link_...` and `write_ended` methods, which only post to the inbox.
 
-    Takes commands, sends one piece, looks at the clock, and again.
+    Each turn takes commands, plans one piece or starts one write, and looks at the clock.
     """
 
     def __init__(self, parts: SenderParts, inbox: SenderInbox) -> None:
@@ -82,40 +62,63 @@ class SendLoop:
         self._rank = parts.rank
         self._transport = parts.transport
         self._inbox = inbox
-        self._peers: dict[WorkerRef, _Peer] = {}
+        self._peers: dict[WorkerRef, SenderPeer] = {}
         self._links: set[HandoffLink] = set()
-        self._transfers: dict[str, tuple[Outgoing, _Peer]] = {}
-        self._ready: deque[tuple[Outgoing, _Peer]] = deque()
+        self._transfers: dict[str, tuple[Outgoing, SenderPeer]] = {}
+        self._writes = PendingWrites(parts.transport)
+        self._turns = SenderTurns(self._writes.has_room)
         self._next_sweep_s = 0.0
+        self._gave_up = False
 
     def link_ready(self, link: HandoffLink, descriptor: KvDescriptor) -> None:
         """See LinkEvents; so are the three below."""
         self._inbox.post(self._greet, link, descriptor)
 
-    def link_reserved(self, link: HandoffLink, reservation: Reservation) -> None:
-        self._inbox.post(self._reserve, link, reservation)
+    def link_reserved(
+        self, link: HandoffLink, reservation: Reservation, message_bytes: int
+    ) -> None:
+        self._inbox.post(self._reserve, link, reservation, message_bytes)
 
-    def link_cancelled(self, link: HandoffLink, transfer_id: str, reason: str, detail: str) -> None:
-        self._inbox.post(self._cancel, link, transfer_id, reason, detail)
+    def link_cancelled(self, link: HandoffLink, cancel: handoff_pb2.Cancel) -> None:
+        self._inbox.post(self._cancel, link, cancel)
 
     def link_ended(self, link: HandoffLink, error: HeadraceError) -> None:
         self._inbox.post(self._lose, link, error)
 
-    def run(self) -> None:
-        """Returns once the inbox is closed, every transfer is quiet and every stream has ended."""
-        while self._transfers or not self._inbox.closed_and_empty:
-            wait_s = 0.0
-            if not self._ready:
-                wait_s = min(_IDLE_WAIT_S, max(0.0, self._next_sweep_s - time.monotonic()))
-            for method, arguments in self._inbox.take(wait_s):
-                self._guard(method, *arguments)
-            if self._ready:
-                self._guard(self._send_next)
-            if time.monotonic() >= self._next_sweep_s:
-                self._sweep()
+    def write_ended(self, pending: PendingWrite, future: Future[Written]) -> None:
+        """A transport is done with a write."""
+        self._inbox.post(self._settle, pending, future, time.perf_counter_ns())
+
+    @property
+    def over(self) -> bool:
+        """Whether the inbox is closed and every transfer is quiet.
+
+        A transport that does not end its writes in time is not waited for: their transfers are never called quiet.
+        """
+        return self._gave_up or (not self._transfers and self._inbox.closed_and_empty)
+
+    def wait_s(self, now_s: float) -> float:
+        """How long there is nothing to do, unless something comes into the inbox."""
+        if not self._turns.idle or self._inbox.has_commands:
+            return 0.0
+        return min(_IDLE_WAIT_S, max(0.0, self._next_sweep_s - now_s))
+
+    def turn(self) -> None:
+        """Takes what came in, and does one thing."""
+        for method, arguments in self._inbox.take():
+            self._guard(method, *arguments)
+        self._guard(self._do_next)
+        if time.monotonic() >= self._next_sweep_s:
+            self._sweep()
+        if self._inbox.closed and self._writes.overdue(time.monotonic(), _OVERDUE_S):
+            _log.error("rank %d: the transport did not end its writes in time", self._rank)
+            self._gave_up = True
+
+    def close_links(self) -> tuple[Future[None], ...]:
+        """Ends every stream; done when they have ended."""
         for peer in self._peers.values():
             peer.link.close()
-        concurrent.futures.wait([link.ended for link in self._links], timeout=_LINKS_END_S)
+        return tuple(link.ended for link in self._links)
 
     def _guard(self, method: Callable[..., None], *arguments: Any) -> None:
         """One transfer's bug must not end the sending of all others (I6)."""
@@ -137,7 +140,7 @@ class SendLoop:
         if peer.descriptor is not None:
             self._ask(transfer, peer)
 
-    def _connect(self, target: TransferTarget) -> _Peer:
+    def _connect(self, target: TransferTarget) -> SenderPeer:
         link = HandoffLink(
             ref=self._parts.ref,
             rank=self._rank,
@@ -149,7 +152,7 @@ class SendLoop:
             events=self,
             handshake_timeout_s=self._parts.handshake_timeout_s,
         )
-        peer = _Peer(link)
+        peer = SenderPeer(link)
         self._peers[target.decode] = peer
         self._links.add(link)
         link.start()
@@ -164,7 +167,7 @@ class SendLoop:
             if not transfer.stopped:
                 self._ask(transfer, peer)
 
-    def _ask(self, transfer: Outgoing, peer: _Peer) -> None:
+    def _ask(self, transfer: Outgoing, peer: SenderPeer) -> None:
         """Asks for the reservation, unless this rank's heads are all sent by other copies."""
         assert peer.descriptor is not None
         try:
@@ -176,16 +179,15 @@ class SendLoop:
             self._end(transfer, peer)
             return
         transfer.opened = True
-        peer.link.send(
-            handoff_pb2.HandoffRequest(open=handoff_pb2.Open(transfer_id=transfer.transfer_id))
-        )
+        _say(transfer, peer, words.opening(transfer.transfer_id))
 
-    def _reserve(self, link: HandoffLink, reservation: Reservation) -> None:
+    def _reserve(self, link: HandoffLink, reservation: Reservation, message_bytes: int) -> None:
         transfer, peer = self._transfers.get(reservation.transfer_id, (None, None))
         if transfer is None or peer is None or peer.link is not link or transfer.stopped:
             return
         if not transfer.opened or transfer.reservation is not None:
             return
+        transfer.control_bytes += message_bytes
         try:
             transfer.reserve(reservation)
         except HeadraceError as error:
@@ -209,7 +211,7 @@ class SendLoop:
             transfer.finished = True
             self._advance(transfer, peer)
 
-    def _advance(self, transfer: Outgoing, peer: _Peer) -> None:
+    def _advance(self, transfer: Outgoing, peer: SenderPeer) -> None:
         """Queues, completes or fails a transfer, according to what it has."""
         if transfer.reservation is None or transfer.queued:
             return
@@ -217,79 +219,91 @@ class SendLoop:
             self._commit(transfer, peer)
         elif transfer.pieces:
             transfer.queued = True
-            self._ready.append((transfer, peer))
-        elif transfer.finished:
+            peer.ready.append(transfer)
+            self._turns.give(peer)
+        elif transfer.finished and not transfer.writing:
             detail = f"the engine ended without {transfer.missing_layers()}"
             self._fail(transfer, peer, TransferFailed(detail))
 
-    def _send_next(self) -> None:
-        transfer, peer = self._ready.popleft()
-        transfer.queued = False
-        if transfer.stopped or not transfer.pieces:
+    def _do_next(self) -> None:
+        """Plans a piece or starts a write, if there is one to which the transport can be put."""
+        step = self._turns.next_step()
+        if step is None:
             return
+        peer, transfer, write = step
+        if write is None:
+            self._for(transfer, peer, self._take_piece)
+        else:
+            self._for(transfer, peer, self._write, write)
+
+    def _for(
+        self, transfer: Outgoing, peer: SenderPeer, step: Callable[..., None], *writes: CopyWrite
+    ) -> None:
+        """Does a step of one transfer. What goes wrong fails it alone."""
+        try:
+            step(transfer, peer, *writes)
+        except Exception as error:  # noqa: BLE001 - fails this transfer alone
+            self._fail_with(transfer, peer, error)
+
+    def _take_piece(self, transfer: Outgoing, peer: SenderPeer) -> None:
+        """Plans a transfer's next piece."""
         piece = transfer.pieces.popleft()
         self._inbox.forget_pieces(1)
-        try:
-            for copy in transfer.copies(piece):
-                self._send(transfer, peer, piece, copy)
-        except HeadraceError as error:
-            self._fail(transfer, peer, error)
-        except Exception as error:  # noqa: BLE001 - fails this transfer alone
-            _log.exception("rank %d: sending %s met a bug", self._rank, transfer.transfer_id)
-            transfer.write_failed = True
-            self._fail(transfer, peer, InternalError(f"sending met a bug: {error}"))
+        for copy in transfer.copies(piece):
+            destination = copy.edge.destination_rank
+            planner = peer.planner(self._parts.memory, destination)
+            runs = planner.plan(copy.edge, piece.layer, copy.span)
+            session = peer.memory(destination).session
+            write = CopyWrite(piece, copy, session, runs, self._transport)
+            transfer.writing.append(write)
+            peer.backlog.append((transfer, write))
+        self._acknowledge(transfer, peer)
+
+    def _write(self, transfer: Outgoing, peer: SenderPeer, write: CopyWrite) -> None:
+        """Starts a copy's next batch, if there is a lease and time."""
+        now_s = time.monotonic()
+        lease_s = peer.link.lease.remaining_s(now_s)
+        if lease_s <= 0.0:
+            raise TransferFailed(f"the write lease from {peer.link.decode} is over")
+        if now_s >= transfer.deadline_s:
+            raise transfer.too_late()
+        timeout_s = min(lease_s, transfer.deadline_s - now_s)
+        pending, future = self._writes.submit(transfer, peer, write, timeout_s)
+        if future.done():
+            self._settle(pending, future, time.perf_counter_ns())
         else:
-            self._advance(transfer, peer)
+            future.add_done_callback(partial(self.write_ended, pending))
 
-    def _send(self, transfer: Outgoing, peer: _Peer, piece: LayerPiece, copy: PieceCopy) -> None:
-        edge = copy.edge
-        start_unix_ns, start_ns = time.time_ns(), time.perf_counter_ns()
-        planner = peer.planner(self._parts.memory, edge.destination_rank)
-        runs = planner.plan(edge, piece.layer, copy.span)
-        payload_bytes = runs.payload_bytes
-        self._write(transfer, peer, peer.memory(edge.destination_rank).session, runs)
-        sent = LayerSent(
-            layer=piece.layer,
-            destination_rank=edge.destination_rank,
-            start_token=copy.start_token,
-            end_token=copy.end_token,
-            payload_bytes=payload_bytes,
-            run_count=len(runs),
-            ready_unix_ns=piece.ready_unix_ns,
-            start_unix_ns=start_unix_ns,
-            duration_ns=time.perf_counter_ns() - start_ns,
-        )
-        transfer.landed(copy, sent)
-        peer.link.acknowledge(
-            handoff_pb2.LayerDone(
-                transfer_id=transfer.transfer_id,
-                layer=piece.layer,
-                destination_rank=edge.destination_rank,
-                start_token=copy.start_token,
-                end_token=copy.end_token,
-                payload_bytes=payload_bytes,
-            )
-        )
+    def _settle(self, pending: PendingWrite, future: Future[Written], end_ns: int) -> None:
+        """A write is over."""
+        self._writes.remove(pending)
+        self._turns.write_ended()
+        transfer, peer = pending.transfer, pending.peer
+        try:
+            written = future.result()
+        except Exception as error:  # noqa: BLE001 - fails this transfer alone
+            quiet_s = time.monotonic() + self._transport.quiet_after_failure_s
+            transfer.quiet_s = max(transfer.quiet_s, quiet_s)
+            self._fail_with(transfer, peer, error)
+        else:
+            pending.write.note(written, end_ns)
+            if not transfer.stopped:
+                self._for(transfer, peer, self._acknowledge)
+        if transfer.stopped:
+            self._end_when_quiet(transfer, peer)
 
-    def _write(self, transfer: Outgoing, peer: _Peer, session: str, runs: Runs) -> None:
-        for batch in runs.batches(self._transport.entry_limit, self._transport.byte_limit):
-            now_s = time.monotonic()
-            lease_s = peer.link.lease.remaining_s(now_s)
-            if lease_s <= 0.0:
-                raise TransferFailed(f"the write lease from {peer.link.decode} is over")
-            if now_s >= transfer.deadline_s:
-                raise _too_late(transfer)
-            try:
-                self._transport.write(session, batch, min(lease_s, transfer.deadline_s - now_s))
-            except BaseException:
-                transfer.write_failed = True
-                raise
+    def _acknowledge(self, transfer: Outgoing, peer: SenderPeer) -> None:
+        """Counts and tells what has landed, in the order in which it was planned."""
+        while transfer.writing and transfer.writing[0].landed:
+            write = transfer.writing.popleft()
+            transfer.landed(write.copy, write.sent())
+            layer = words.layer_done(transfer.transfer_id, write)
+            transfer.control_bytes += words.enclosed_bytes(layer)
+            peer.link.acknowledge(layer)
+        self._advance(transfer, peer)
 
-    def _commit(self, transfer: Outgoing, peer: _Peer) -> None:
-        commit = handoff_pb2.Commit(
-            transfer_id=transfer.transfer_id, payload_bytes=transfer.payload_bytes
-        )
-        peer.link.send(handoff_pb2.HandoffRequest(commit=commit))
+    def _commit(self, transfer: Outgoing, peer: SenderPeer) -> None:
+        _say(transfer, peer, words.commit(transfer.transfer_id, transfer.payload_bytes))
         transfer.opened = False
         self._end(transfer, peer)
 
@@ -304,12 +318,13 @@ class SendLoop:
         for transfer_id in list(self._transfers):
             self.stop(transfer_id, Draining.reason, "the prefill rank is shutting down")
 
-    def _cancel(self, link: HandoffLink, transfer_id: str, reason: str, detail: str) -> None:
-        transfer, peer = self._transfers.get(transfer_id, (None, None))
+    def _cancel(self, link: HandoffLink, cancel: handoff_pb2.Cancel) -> None:
+        transfer, peer = self._transfers.get(cancel.transfer_id, (None, None))
         if transfer is None or peer is None or peer.link is not link:
-            self._tell_quiesced(link, transfer_id)
+            link.send(words.quiesced(cancel.transfer_id))
             return
-        self._halt(transfer, peer, reason or "CANCELLED", detail, tell=False)
+        transfer.control_bytes += handoff_pb2.HandoffResponse(cancel=cancel).ByteSize()
+        self._halt(transfer, peer, cancel.reason or "CANCELLED", cancel.detail, tell=False)
 
     def _lose(self, link: HandoffLink, error: HeadraceError) -> None:
         self._links.discard(link)
@@ -322,50 +337,58 @@ class SendLoop:
             transfer.opened = False
             self._fail(transfer, peer, error)
 
-    def _fail(self, transfer: Outgoing, peer: _Peer, error: HeadraceError) -> None:
+    def _fail(self, transfer: Outgoing, peer: SenderPeer, error: HeadraceError) -> None:
         self._halt(transfer, peer, error.reason, error.detail, tell=True)
 
+    def _fail_with(self, transfer: Outgoing, peer: SenderPeer, error: Exception) -> None:
+        if not isinstance(error, HeadraceError):
+            name = transfer.transfer_id
+            _log.error("rank %d: sending %s met a bug", self._rank, name, exc_info=error)
+            error = InternalError(f"sending met a bug: {error}")
+        self._fail(transfer, peer, error)
+
     def _halt(
-        self, transfer: Outgoing, peer: _Peer, reason: str, detail: str, *, tell: bool
+        self, transfer: Outgoing, peer: SenderPeer, reason: str, detail: str, *, tell: bool
     ) -> None:
-        """Writes nothing more for a transfer; it is quiet once what was written can have landed."""
+        """Starts no more writes for a transfer; it is quiet once those under way can land no more."""
         if transfer.stopped:
             return
+        transfer.stopped = True
         transfer.reason, transfer.detail = reason, detail
         self._inbox.forget_pieces(len(transfer.pieces))
         transfer.pieces.clear()
+        transfer.writing.clear()
         if tell and transfer.opened:
-            failed = handoff_pb2.Failed(
-                transfer_id=transfer.transfer_id, reason=reason, detail=detail
-            )
-            peer.link.send(handoff_pb2.HandoffRequest(failed=failed))
-        wait_s = self._transport.quiet_after_failure_s if transfer.write_failed else 0.0
-        transfer.quiet_s = time.monotonic() + wait_s
-        self._next_sweep_s = min(self._next_sweep_s, transfer.quiet_s)
-        if wait_s <= 0.0:
+            _say(transfer, peer, words.failed(transfer.transfer_id, reason, detail))
+        self._end_when_quiet(transfer, peer)
+
+    def _end_when_quiet(self, transfer: Outgoing, peer: SenderPeer) -> None:
+        if transfer.pending_count:
+            return
+        if time.monotonic() >= transfer.quiet_s:
             self._end(transfer, peer)
+        else:
+            self._next_sweep_s = min(self._next_sweep_s, transfer.quiet_s)
 
     def _sweep(self) -> None:
         """Ends transfers whose quiet time has passed and fails those whose deadline has."""
         now_s = time.monotonic()
+        self._next_sweep_s = now_s + _IDLE_WAIT_S
         for transfer, peer in list(self._transfers.values()):
-            if transfer.quiet_s is not None:
-                if now_s >= transfer.quiet_s:
-                    self._guard(self._end, transfer, peer)
+            if transfer.stopped:
+                self._guard(self._end_when_quiet, transfer, peer)
             elif now_s >= transfer.deadline_s:
-                self._guard(self._fail, transfer, peer, _too_late(transfer))
-        times = [
-            t.deadline_s if t.quiet_s is None else t.quiet_s for t, _ in self._transfers.values()
-        ]
-        self._next_sweep_s = min([now_s + _IDLE_WAIT_S, *times])
+                self._guard(self._fail, transfer, peer, transfer.too_late())
+            else:
+                self._next_sweep_s = min(self._next_sweep_s, transfer.deadline_s)
 
-    def _end(self, transfer: Outgoing, peer: _Peer) -> None:
+    def _end(self, transfer: Outgoing, peer: SenderPeer) -> None:
         """The transfer is quiet: tells decode, then the engine."""
         if self._transfers.pop(transfer.transfer_id, None) is None:
             return
         peer.transfers.pop(transfer.transfer_id, None)
         if transfer.opened:
-            self._tell_quiesced(peer.link, transfer.transfer_id)
+            _say(transfer, peer, words.quiesced(transfer.transfer_id))
         self._inbox.forget_pieces(len(transfer.pieces))
         transfer.pieces.clear()
         self._inbox.forget(transfer.transfer_id)
@@ -376,23 +399,11 @@ class SendLoop:
                 "rank %d: the engine refused the report of %s", self._rank, transfer.transfer_id
             )
 
-    def _tell_quiesced(self, link: HandoffLink, transfer_id: str) -> None:
-        quiesced = handoff_pb2.Quiesced(transfer_id=transfer_id)
-        link.send(handoff_pb2.HandoffRequest(quiesced=quiesced))
-
-    def _peer_of(self, link: HandoffLink) -> _Peer | None:
+    def _peer_of(self, link: HandoffLink) -> SenderPeer | None:
         peer = self._peers.get(link.decode)
         return peer if peer is not None and peer.link is link else None
 
 
-def _too_late(transfer: Outgoing) -> TransferTimeout:
-    if not transfer.planned:
-        waited_for = f"the handshake with {transfer.target.decode}"
-    elif transfer.reservation is None:
-        waited_for = f"the reservation of {transfer.target.decode}"
-    else:
-        waited_for = transfer.missing_layers()
-    return TransferTimeout(
-        f"the deadline of {transfer.transfer_id} passed while waiting for {waited_for}",
-        metadata={"transfer_id": transfer.transfer_id, "waited_for": waited_for},
-    )
+def _say(transfer: Outgoing, peer: SenderPeer, request: handoff_pb2.HandoffRequest) -> None:
+    transfer.control_bytes += request.ByteSize()
+    peer.link.send(request)

@@ -13,12 +13,17 @@ Command = tuple[Callable[..., None], tuple[Any, ...]]
 
 
 class SenderInbox:
-    """Commands in order, the open transfers, and the pieces that wait. Every method may be called from any thread."""
+    """Commands in order, the open transfers, and the pieces that wait. Every method may be called from any thread.
 
-    def __init__(self, transfer_limit: int, piece_limit: int) -> None:
+    `changed` is notified of each command; its lock may guard other inboxes too.
+    """
+
+    def __init__(
+        self, transfer_limit: int, piece_limit: int, changed: threading.Condition
+    ) -> None:
         self._transfer_limit = transfer_limit
         self._piece_limit = piece_limit
-        self._changed = threading.Condition()
+        self._changed = changed
         self._commands: deque[Command] = deque()
         self._active: set[str] = set()
         self._overflowed: set[str] = set()
@@ -26,10 +31,20 @@ class SenderInbox:
         self._closed = False
 
     @property
+    def closed(self) -> bool:
+        """Whether the last command from outside has come."""
+        return self._closed
+
+    @property
     def closed_and_empty(self) -> bool:
         """Whether nothing more will come."""
         with self._changed:
             return self._closed and not self._commands
+
+    @property
+    def has_commands(self) -> bool:
+        """Whether something came that was not taken yet."""
+        return bool(self._commands)
 
     def post(self, method: Callable[..., None], *arguments: Any) -> None:
         """Has the sender's thread call `method`."""
@@ -72,11 +87,9 @@ class SenderInbox:
                 self._closed = True
                 self._post(method, ())
 
-    def take(self, wait_s: float) -> list[Command]:
-        """The commands that are there, after waiting up to `wait_s` for one."""
+    def take(self) -> list[Command]:
+        """The commands that are there."""
         with self._changed:
-            if not self._commands and wait_s > 0.0:
-                self._changed.wait(wait_s)
             commands = list(self._commands)
             self._commands.clear()
             return commands

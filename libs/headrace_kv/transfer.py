@@ -79,7 +79,11 @@ class LayerPiece:
 
 @dataclass(frozen=True, slots=True)
 class LayerSent:
-    """One piece, sent to one decode rank and acknowledged by the transport."""
+    """One piece, sent to one decode rank and acknowledged by the transport.
+
+    `run_count` is what was planned, `entry_count` what the transport was given; `transport` and `strategy` are as in
+    Written, joined by "+" where parts of the piece went different ways.
+    """
 
     layer: int
     destination_rank: int
@@ -90,13 +94,17 @@ class LayerSent:
     ready_unix_ns: int
     start_unix_ns: int
     duration_ns: int
+    transport: str
+    strategy: str
+    entry_count: int
 
 
 @dataclass(frozen=True, slots=True)
 class SendReport:
     """What one prefill rank did for one transfer, made once, when nothing of it writes any more.
 
-    `reason` is empty when all went well, else a reason of the error tree.
+    `reason` is empty when all went well, else a reason of the error tree. `control_bytes` are those of the handoff
+    stream's messages about the transfer, both ways, as serialized and without gRPC's frames.
     """
 
     transfer_id: str
@@ -104,3 +112,4 @@ class SendReport:
     reason: str
     detail: str
     layers: tuple[LayerSent, ...]
+    control_bytes: int = 0

@@ -59,6 +59,16 @@ async def test_every_step_of_a_request_is_in_its_trace_once(tmp_path: Path) -> N
             # 49 tokens of two heads of 16 bytes each.
             sizes = {int(span.attributes[schema.ATTRIBUTE_PAYLOAD_BYTES]) for span in layers}
             assert sizes == {49 * 2 * 16}
+            ways = {
+                (s.attributes[schema.ATTRIBUTE_TRANSPORT], s.attributes[schema.ATTRIBUTE_STRATEGY])
+                for s in layers
+            }
+            assert {transport for transport, _ in ways} == {"mooncake/tcp"}
+            assert {strategy for _, strategy in ways} <= {"in_flight", "before", "after", "both"}
+            assert all(int(s.attributes[schema.ATTRIBUTE_ENTRIES]) >= 1 for s in layers)
+            (prefill,) = (s for s in trace.spans if s.name == schema.SPAN_PREFILL)
+            assert int(prefill.attributes[schema.ATTRIBUTE_PAYLOAD_BYTES]) == LAYERS * 49 * 2 * 16
+            assert 0 < int(prefill.attributes[schema.ATTRIBUTE_CONTROL_BYTES]) < 100 * LAYERS
             assert not any(span.error for span in trace.spans)
         assert (await it.trace("mine-0")).request_id == "mine-0"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from google.protobuf import duration_pb2, timestamp_pb2
 
 from headrace.engine.v1 import link_pb2
+from headrace.kv.v1 import handoff_pb2
 from headrace_kv.transfer import LayerSent, Reservation, SendReport
 
 NANOSECONDS = 1_000_000_000
@@ -26,12 +27,20 @@ def reservation_to_proto(reservation: Reservation) -> link_pb2.BlocksReserved:
         block_ids=reservation.block_ids,
         start_token=reservation.start_token,
         end_token=reservation.end_token,
+        further_block_ids=[
+            handoff_pb2.BlockList(block_ids=block_ids)
+            for block_ids in reservation.further_block_ids
+        ],
     )
 
 
 def reservation_from_proto(message: link_pb2.BlocksReserved) -> Reservation:
     return Reservation(
-        message.transfer_id, tuple(message.block_ids), message.start_token, message.end_token
+        message.transfer_id,
+        tuple(message.block_ids),
+        message.start_token,
+        message.end_token,
+        tuple(tuple(group.block_ids) for group in message.further_block_ids),
     )
 
 
@@ -42,6 +51,7 @@ def report_to_proto(report: SendReport) -> link_pb2.SendReport:
         reason=report.reason,
         detail=report.detail,
         layers=[_layer_to_proto(layer) for layer in report.layers],
+        control_bytes=report.control_bytes,
     )
 
 
@@ -52,6 +62,7 @@ def report_from_proto(message: link_pb2.SendReport) -> SendReport:
         reason=message.reason,
         detail=message.detail,
         layers=tuple(_layer_from_proto(layer) for layer in message.layers),
+        control_bytes=message.control_bytes,
     )
 
 
@@ -68,6 +79,9 @@ def _layer_to_proto(layer: LayerSent) -> link_pb2.LayerSent:
         duration=duration_pb2.Duration(
             seconds=layer.duration_ns // NANOSECONDS, nanos=layer.duration_ns % NANOSECONDS
         ),
+        transport=layer.transport,
+        strategy=layer.strategy,
+        entry_count=layer.entry_count,
     )
 
 
@@ -82,4 +96,7 @@ def _layer_from_proto(message: link_pb2.LayerSent) -> LayerSent:
         ready_unix_ns=unix_ns(message.ready_time),
         start_unix_ns=unix_ns(message.start_time),
         duration_ns=message.duration.seconds * NANOSECONDS + message.duration.nanos,
+        transport=message.transport,
+        strategy=message.strategy,
+        entry_count=message.entry_count,
     )

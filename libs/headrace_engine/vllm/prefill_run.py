@@ -90,6 +90,7 @@ class PrefillRun:
                     for rank, report in sorted(self._reports.items())
                     for layer in report.layers
                 ),
+                control_bytes=sum(report.control_bytes for report in self._reports.values()),
             )
         except TimeoutError:
             raise TransferTimeout(

@@ -79,5 +79,6 @@ def _kv_wait(attempt: Attempt) -> dict[str, str | int | float]:
     return {
         schema.ATTRIBUTE_EXPECTED_KEYS: summary.acknowledgement_count,
         schema.ATTRIBUTE_PAYLOAD_BYTES: summary.payload_bytes,
+        schema.ATTRIBUTE_LOCAL_BYTES: summary.local_bytes,
         schema.ATTRIBUTE_PREFILL_WORKER_ID: summary.prefill.worker_id,
     }

@@ -42,6 +42,7 @@ def record_task(
         span.set_attribute(
             schema.ATTRIBUTE_PAYLOAD_BYTES, sum(sent.payload_bytes for _, sent in outcome.layers)
         )
+        span.set_attribute(schema.ATTRIBUTE_CONTROL_BYTES, outcome.control_bytes)
         span.set_attribute(schema.ATTRIBUTE_EXPOSED_MS, exposed_ms(outcome))
         telemetry.record_span(
             schema.SPAN_PREFILL_COMPUTE,
@@ -67,7 +68,7 @@ def record_task(
     span.end(end_unix_ns)
 
 
-def layer_attributes(rank: int, sent: LayerSent) -> dict[str, int | float]:
+def layer_attributes(rank: int, sent: LayerSent) -> dict[str, str | int | float]:
     """One write, as attributes."""
     return {
         schema.ATTRIBUTE_LAYER: sent.layer,
@@ -77,6 +78,9 @@ def layer_attributes(rank: int, sent: LayerSent) -> dict[str, int | float]:
         schema.ATTRIBUTE_TOKENS: sent.end_token - sent.start_token,
         schema.ATTRIBUTE_PAYLOAD_BYTES: sent.payload_bytes,
         schema.ATTRIBUTE_RUNS: sent.run_count,
+        schema.ATTRIBUTE_ENTRIES: sent.entry_count,
+        schema.ATTRIBUTE_TRANSPORT: sent.transport,
+        schema.ATTRIBUTE_STRATEGY: sent.strategy,
         schema.ATTRIBUTE_SEND_WAIT_MS: round(
             max(0, sent.start_unix_ns - sent.ready_unix_ns) / 1e6, 3
         ),

@@ -21,12 +21,13 @@ from headrace_common.status import ErrorInterceptor
 from headrace_kv.block_map import Runs
 from headrace_kv.handoff_server import HandoffServicer
 from headrace_kv.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
+from headrace_kv.local_broadcast import LocalBroadcast
 from headrace_kv.receiver import Receiver, ReceiverLimits, Transfer
 from headrace_kv.region_plan import place_regions
 from headrace_kv.sender import RankSender, SenderLimits
 from headrace_kv.shard_map import heads_held
 from headrace_kv.transfer import LayerPiece, Reservation, SendReport, TransferTarget
-from headrace_kv.transport.base import KvTransport
+from headrace_kv.transport.base import KvTransport, Written
 from headrace_kv.transport.in_memory import FaultPlan, InMemoryTransport, MemoryFabric
 
 BLOCK_TOKENS = 4
@@ -65,8 +66,8 @@ class LentTransport(KvTransport):
         assert base_address == self.buffer.ctypes.data
         assert nbytes <= self.buffer.nbytes
 
-    def write(self, session: str, runs: Runs, timeout_s: float) -> None:
-        self._lender.write(session, runs, timeout_s)
+    def write(self, session: str, runs: Runs, timeout_s: float) -> Written:
+        return self._lender.write(session, runs, timeout_s)
 
     def close(self) -> None:
         pass
@@ -256,13 +257,21 @@ async def running(
     receiver_limits: ReceiverLimits | None = None,
     sender_limits: SenderLimits | None = None,
     block_count: int = 40,
+    make_broadcast: Callable[[KvDescriptor], LocalBroadcast] = LocalBroadcast,
 ) -> AsyncIterator[Rig]:
-    """Starts both workers. `claimed_decode` is whom the senders believe to reach."""
+    """Starts both workers. `claimed_decode` is whom the senders believe to reach. `make_broadcast` is for a decode
+    layout with a broadcast_width.
+    """
     loop = asyncio.get_running_loop()
     decode_ref = WorkerRef("decode-0", "d" * 16)
     prefill_ref = WorkerRef("prefill-0", "a" * 16)
     reports: list[SendReport] = []
     released: list[tuple[str, float]] = []
+    decode_transports = [transports("decode", r) for r in range(decode.tensor_parallel_size)]
+    destinations = [Arena(decode, r, t, block_count) for r, t in enumerate(decode_transports)]
+    memories = tuple(arena.memory for arena in destinations)
+    local = decode.broadcast_width > 1
+    broadcast = make_broadcast(KvDescriptor(decode, memories)) if local else None
     receiver = Receiver(
         ref=decode_ref,
         layout=decode,
@@ -270,18 +279,21 @@ async def running(
         on_released=lambda transfer_id: released.append((transfer_id, time.monotonic())),
         quarantine_s=quarantine_s,
         limits=receiver_limits,
+        broadcast=broadcast,
     )
     server = grpc.aio.server(interceptors=[ErrorInterceptor()])
     handoff_pb2_grpc.add_HandoffServiceServicer_to_server(HandoffServicer(receiver), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    decode_transports = [transports("decode", r) for r in range(decode.tensor_parallel_size)]
     prefill_transports = [transports("prefill", r) for r in range(prefill.tensor_parallel_size)]
-    destinations = [Arena(decode, r, t, block_count) for r, t in enumerate(decode_transports)]
     sources = [Arena(prefill, r, t, block_count) for r, t in enumerate(prefill_transports)]
     # The senders' engine speaks only of layouts that it was told of: a foreign one is decode's to refuse.
-    told = replace(prefill, tensor_parallel_size=decode.tensor_parallel_size)
-    descriptor = KvDescriptor(told, tuple(arena.memory for arena in destinations))
+    told = replace(
+        prefill,
+        tensor_parallel_size=decode.tensor_parallel_size,
+        broadcast_width=decode.broadcast_width,
+    )
+    descriptor = KvDescriptor(told, memories)
 
     async def descriptors(ref: WorkerRef, deadline: Deadline) -> KvDescriptor:
         if claimed_decode is None and ref != decode_ref:
@@ -325,5 +337,7 @@ async def running(
         await asyncio.gather(*(asyncio.wrap_future(sender.closed) for sender in senders))
         receiver.close()
         await server.stop(1.0)
+        if broadcast is not None:
+            await asyncio.to_thread(broadcast.close)
         for transport in rig.transports:
             transport.close()

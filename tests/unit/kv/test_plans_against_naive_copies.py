@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import lcm
@@ -13,13 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from headrace_kv.block_map import CopyPlanner
+from headrace_common.deadlines import Deadline
+from headrace_kv.block_map import CopyPlanner, Runs
 from headrace_kv.layout import (
     STATE,
     TOKEN_OUTER,
     TOKENS,
     CacheGroup,
     GroupKind,
+    KvDescriptor,
     KvLayout,
     Part,
     RankMemory,
@@ -28,6 +31,7 @@ from headrace_kv.layout import (
     require_compatible,
 )
 from headrace_kv.ledger import Ledger
+from headrace_kv.local_broadcast import LocalBroadcast, LocalJob, copy_in_process
 from headrace_kv.outgoing import Outgoing
 from headrace_kv.region_plan import HEAD_OUTER, covered_ranges, place_regions
 from headrace_kv.shard_map import heads_held
@@ -177,6 +181,7 @@ def test_every_byte_arrives_once(lot: int, seed: int) -> None:
     random = Random(5 * seed + lot)
     groups = random_groups(random)
     prefill, decode = random_layout(random, groups), random_layout(random, groups)
+    decode = replace(decode, broadcast_width=random.choice([1, 1, 2, 3, 6]))
     require_compatible(prefill, decode)
     step = whole_tokens(decode)
     end = random.randint(1, 20)
@@ -206,11 +211,43 @@ def test_every_byte_arrives_once(lot: int, seed: int) -> None:
     written = [np.zeros(len(arena), dtype=np.uint8) for arena in target.arenas]
     for rank in range(prefill.rank_count):
         send(source, target, rank, reservation, ends, ledger, written)
+        if random.random() < 0.5:
+            pass_on(target, reservation, ledger, written)
+    assert ledger.landed
+    pass_on(target, reservation, ledger, written)
     assert ledger.complete
     for rank, arena in enumerate(target.arenas):
         assert np.array_equal(arena, expected[rank])
         assert written[rank].max(initial=0) <= 1
         assert np.array_equal(written[rank] > 0, expected[rank] > 0)
+
+
+def pass_on(
+    target: Side, reservation: Reservation, ledger: Ledger, written: list[NDArray[np.uint8]]
+) -> None:
+    """Makes the local copies that are due, and notes every byte written."""
+    copies = ledger.take_local(1 << 30)
+    if not copies:
+        return
+
+    def write(source: RankMemory, destination: RankMemory, runs: Runs, timeout_s: float) -> None:
+        copy_in_process(source, destination, runs, timeout_s)
+        note(destination, runs, written)
+
+    broadcast = LocalBroadcast(KvDescriptor(target.layout, tuple(target.memories)), write)
+    job = LocalJob(reservation, copies, Deadline.after(10.0), threading.Event())
+    broadcast.submit(job).result(10.0)
+    broadcast.close()
+    for copy in copies:
+        assert not ledger.complete
+        ledger.land_local(copy)
+
+
+def note(destination: RankMemory, runs: Runs, written: list[NDArray[np.uint8]]) -> None:
+    """Counts the writes of every byte of a rank's arena."""
+    for at, length in zip(runs.destination_addresses, runs.lengths, strict=True):
+        first = int(at) - destination.base_address
+        written[destination.rank][first : first + int(length)] += 1
 
 
 def send(
@@ -241,14 +278,13 @@ def send(
                 assert len(runs.tidied()) == len(runs)
                 memory = target.memories[destination]
                 source.transports[rank].write(memory.session, runs, 5.0)
-                for at, length in zip(runs.destination_addresses, runs.lengths, strict=True):
-                    first = int(at) - memory.base_address
-                    written[destination][first : first + int(length)] += 1
+                note(memory, runs, written)
                 nbytes = runs.payload_bytes
                 key = (rank, destination, layer)
                 assert ledger.land(key, copy.start_token, copy.end_token, nbytes)
+                start, stop, count = copy.start_token, copy.end_token, len(runs)
                 sent = LayerSent(
-                    layer, destination, copy.start_token, copy.end_token, nbytes, len(runs), 0, 0, 0
+                    layer, destination, start, stop, nbytes, count, 0, 0, 0, "in_memory", "", count
                 )
                 outgoing.landed(copy, sent)
         begin = end

@@ -43,8 +43,11 @@ LAYOUT = KvLayout.attention(
     parts={"kv": 4096},
     interior="vllm-cpu-vec",
 )
-REPORT = SendReport("x1", 1, "", "", (LayerSent(1, 0, 0, 32, 8192, 2, 10**18 + 7, 10**18, 2500),))
-RESERVATION = Reservation("x1", (4, 2), 32, 70)
+SENT = LayerSent(
+    1, 0, 0, 32, 8192, 2, 10**18 + 7, 10**18, 2500, "mooncake/tcp", "in_flight+both", 3
+)
+REPORT = SendReport("x1", 1, "", "", (SENT,), 240)
+RESERVATION = Reservation("x1", (4, 2), 32, 70, ((3,), (7, 8)))
 
 
 def memory(rank: int) -> RankMemory:
