@@ -11,6 +11,7 @@ from headrace_kv.layout import WorkerRef
 if TYPE_CHECKING:
     from headrace_engine.interface import Engine
     from headrace_kv.sender import DescriptorSource
+    from headrace_kv.sender_thread import SenderThread
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,8 @@ class EngineConfig:
     `max_requests`: requests held at a time. `dtype`: type of the weights, "auto" for the model's
     own. `block_count`: KV blocks per rank; 0 takes what `kv_cache_gib` holds. `max_batched_tokens`:
     most prompt tokens computed in one step. `block_tokens`: tokens of one KV block. `seed`: of
-    requests that bring none. `link_path`: socket between service and engine processes, where an
+    requests that bring none. `local_broadcast`: whether decode ranks of one host pass equal KV on
+    to each other, where the engine can do it. `link_path`: socket between service and engine processes, where an
     engine has its own; empty picks one.
     """
 
@@ -42,19 +44,25 @@ class EngineConfig:
     max_batched_tokens: int = 2048
     block_tokens: int = 32
     seed: int = 0
+    local_broadcast: bool = True
     link_path: str = ""
 
 
-def build_engine(config: EngineConfig, descriptors: DescriptorSource) -> Engine:
+def build_engine(
+    config: EngineConfig,
+    descriptors: DescriptorSource,
+    sender_thread: SenderThread | None = None,
+) -> Engine:
     """The engine that `config` names, not started yet. `descriptors` finds the memory of decode
-    workers.
+    workers. Engines of one process that are given the same `sender_thread` send on it, if they are
+    sim; all others send on threads of their own.
 
     Raises ConfigError when there is no such engine, or it is not installed.
     """
     if config.engine == "sim":
         from headrace_engine.sim.engine import SimEngine
 
-        return SimEngine(config, descriptors)
+        return SimEngine(config, descriptors, sender_thread=sender_thread)
     if config.engine == "vllm":
         try:
             from headrace_engine.vllm.engine import VllmEngine

@@ -6,7 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
+from headrace_engine.prefix_announcer import PrefixAnnouncer
 from headrace_kv.layout import KvDescriptor
+from headrace_kv.local_broadcast import LocalBroadcast
 from headrace_kv.transfer import LayerSent, Reservation, TransferTarget
 
 
@@ -37,12 +39,16 @@ class PrefillWork:
 
 @dataclass(frozen=True, slots=True)
 class PrefillOutcome:
-    """What a prefill did. `layers` holds what every rank sent; times are nanoseconds since the Unix epoch."""
+    """What a prefill did. `layers` holds what every rank sent; times are nanoseconds since the Unix epoch.
+
+    `control_bytes` are as in SendReport, of all ranks.
+    """
 
     cached_tokens: int
     compute_start_unix_ns: int
     compute_end_unix_ns: int
     layers: tuple[tuple[int, LayerSent], ...]
+    control_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +104,10 @@ class Engine(ABC):
 
     descriptor: KvDescriptor
     context_tokens: int
+    broadcast: LocalBroadcast | None = None
+    """What copies between the ranks, after `start`, of a layout with a broadcast_width. `close` ends it."""
+    prefix_events: PrefixAnnouncer | None = None
+    """What says, after `start`, which prefixes the cache holds; None of an engine that cannot tell."""
 
     @abstractmethod
     async def start(self) -> None:

@@ -30,6 +30,7 @@ from headrace_cli.up import Deployment, Signals, deployed
 from headrace_common.channel import open_channel
 from headrace_common.status import error_from_rpc
 from headrace_engine.sim.model import SimModel
+from headrace_engine.sim.settings import SimSettings
 
 VOCABULARY = 32_000
 # The router's text side of the sim model knows fewer tokens than the model makes.
@@ -167,7 +168,7 @@ async def suite(
 
 def default_model() -> SimModel:
     """What the sim engine computes when it is told nothing."""
-    return SimModel(layers=2, heads=2, head_bytes=16, vocabulary=VOCABULARY)
+    return SimModel(SimSettings(vocabulary=VOCABULARY))
 
 
 def greedy(

@@ -12,12 +12,19 @@ class BlockPool:
     """Counts the holders of blocks 0 to `count`. Blocks with a known prefix stay findable until
     they are needed.
 
-    `on_cleared` is told of blocks whose content is worth nothing any more.
+    `on_cleared` is told of blocks whose content is worth nothing any more, `on_forgotten` of
+    prefixes that cannot be found any more.
     """
 
-    def __init__(self, count: int, on_cleared: Callable[[Sequence[int]], None]) -> None:
+    def __init__(
+        self,
+        count: int,
+        on_cleared: Callable[[Sequence[int]], None],
+        on_forgotten: Callable[[Sequence[int]], None] | None = None,
+    ) -> None:
         self.count = count
         self._on_cleared = on_cleared
+        self._on_forgotten = on_forgotten
         self._holders = [0] * count
         self._free = np.ones(count, bool)
         self._free_count = count
@@ -67,11 +74,15 @@ class BlockPool:
             self._holders[block] = 1
         return chosen
 
-    def publish(self, block: int, prefix: int) -> None:
-        """Makes a held, complete block findable, unless another already holds the same."""
-        if prefix not in self._block_of and block not in self._prefix_of:
-            self._block_of[prefix] = block
-            self._prefix_of[block] = prefix
+    def publish(self, block: int, prefix: int) -> bool:
+        """Makes a held, complete block findable, unless another already holds the same. Returns
+        whether it did.
+        """
+        if prefix in self._block_of or block in self._prefix_of:
+            return False
+        self._block_of[prefix] = block
+        self._prefix_of[block] = prefix
+        return True
 
     def release(self, block_ids: Sequence[int]) -> None:
         """Takes a holder from each block. The last blocks of a prompt are the first to be given up."""
@@ -89,8 +100,11 @@ class BlockPool:
 
     def _give_up(self, count: int) -> None:
         victims = [self._idle.popitem(last=False)[0] for _ in range(count)]
-        for block in victims:
-            del self._block_of[self._prefix_of.pop(block)]
+        forgotten = [self._prefix_of.pop(block) for block in victims]
+        for prefix in forgotten:
+            del self._block_of[prefix]
+        if self._on_forgotten is not None:
+            self._on_forgotten(forgotten)
         self._clear(victims)
 
     def _clear(self, block_ids: Sequence[int]) -> None:

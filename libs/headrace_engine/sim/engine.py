@@ -11,8 +11,6 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from headrace_common.errors import (
     DecodeFull,
     Draining,
@@ -32,16 +30,18 @@ from headrace_engine.interface import (
     PrefillOutcome,
     PrefillWork,
 )
-from headrace_engine.sim.blocks import BlockPool
+from headrace_engine.prefix_announcer import PrefixAnnouncer
 from headrace_engine.sim.faults import SimFaults
 from headrace_engine.sim.handover import Handover
 from headrace_engine.sim.memory import SimMemory
 from headrace_engine.sim.model import SimModel
+from headrace_engine.sim.pools import CachePools
 from headrace_engine.sim.schedule import plan_step
 from headrace_engine.sim.sequence import Sequence, decode_sequence, prefill_sequence
 from headrace_engine.sim.settings import plan_shape
 from headrace_engine.sim.stepper import Stepper
 from headrace_kv.layout import KvDescriptor
+from headrace_kv.local_broadcast import LocalBroadcast
 from headrace_kv.sender import RankSender, SenderLimits
 from headrace_kv.transfer import Reservation, SendReport
 from headrace_kv.transport.factory import open_transport
@@ -49,6 +49,7 @@ from headrace_kv.transport.factory import open_transport
 if TYPE_CHECKING:
     from headrace_engine.factory import EngineConfig
     from headrace_kv.sender import DescriptorSource
+    from headrace_kv.sender_thread import SenderThread
     from headrace_kv.transport.base import KvTransport
 
 _logger = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ _WAITING_LEAST = 64
 
 class SimEngine(Engine):
     """Runs in the caller's process: one task, and one thread per rank of a prefill engine for its
-    sender.
+    sender, unless `sender_thread` is given, which engines may share.
 
     `transports` opens one transport per rank; `faults` and it are for tests.
     """
@@ -71,17 +72,16 @@ class SimEngine(Engine):
         *,
         faults: SimFaults | None = None,
         transports: Callable[[], KvTransport] | None = None,
+        sender_thread: SenderThread | None = None,
     ) -> None:
         """Raises ConfigError naming the wrong field."""
         self._config = config
         self._descriptors = descriptors
         self._faults = faults or SimFaults()
         self._open_transport = transports or (lambda: open_transport(config.transport, config.host))
+        self._sender_thread = sender_thread
         self._shape = plan_shape(config)
-        settings = self._shape.settings
-        self.model = SimModel(
-            settings.layers, settings.heads, settings.head_bytes, settings.vocabulary
-        )
+        self.model = SimModel(self._shape.settings)
         self._random = random.Random(config.seed)
         self._waiting: deque[Sequence] = deque()
         self._running: deque[Sequence] = deque()
@@ -95,11 +95,15 @@ class SimEngine(Engine):
     async def start(self) -> None:
         shape, config = self._shape, self._config
         self._memory = SimMemory(self.model, shape, hash(config.ref))
-        self._pool = BlockPool(shape.block_count, self._memory.fill_guard)
-        self._stepper = Stepper(self.model, self._memory, self._pool, shape, self._faults)
-        layout = self._memory.layout()
+        local = config.role == "decode" and config.local_broadcast
+        layout = self._memory.layout(shape.tensor_parallel_size if local else 1)
+        self.prefix_events = PrefixAnnouncer(config.ref, layout.block_tokens)
+        self._pools = CachePools(
+            layout.groups, shape.block_counts, self._memory.fill_guard, self.prefix_events
+        )
+        self._stepper = Stepper(self.model, self._memory, self._pools, shape, self._faults)
         ranks = []
-        for rank in range(shape.tensor_parallel_size):
+        for rank in range(layout.rank_count):
             transport = await asyncio.to_thread(self._open_transport)
             self._transports.append(transport)
             await asyncio.to_thread(
@@ -107,6 +111,7 @@ class SimEngine(Engine):
             )
             ranks.append(self._memory.rank_memory(rank, transport.name, transport.session))
         self.descriptor = KvDescriptor(layout, tuple(ranks))
+        self.broadcast = LocalBroadcast(self.descriptor) if local else None
         self.context_tokens = shape.context_tokens
         if config.role == "prefill":
             self._senders = [self._new_sender(rank) for rank in range(len(ranks))]
@@ -124,11 +129,12 @@ class SimEngine(Engine):
             loop=loop,
             on_quiet=lambda report: _call_soon(loop, self._report, report),
             limits=SenderLimits(),
+            thread=self._sender_thread,
         )
 
     async def prefill(self, work: PrefillWork) -> PrefillOutcome:
         self._check_prefill(work)
-        handover = Handover(work.target, self._senders)
+        handover = Handover(work.target, self._senders, self.descriptor.layout)
         sequence = prefill_sequence(work, self.model, handover)
         self._enqueue(sequence, QueueFull)
         try:
@@ -145,6 +151,7 @@ class SimEngine(Engine):
             compute_start_unix_ns=sequence.compute_start_unix_ns,
             compute_end_unix_ns=sequence.compute_end_unix_ns,
             layers=handover.layers_sent(),
+            control_bytes=handover.control_bytes,
         )
 
     def _check_prefill(self, work: PrefillWork) -> None:
@@ -210,7 +217,7 @@ class SimEngine(Engine):
         sequence.receiving = False
         end = sequence.prompt_count - 1
         self._corrupt(sequence)
-        self._stepper.publish(sequence, sequence.computed, end)
+        self._pools.publish(sequence, sequence.computed, end)
         sequence.computed = end
         self._settle(sequence)
         self._wake.set()
@@ -233,21 +240,37 @@ class SimEngine(Engine):
         fault = self._faults.corrupt
         if fault is None:
             return
-        index, token = divmod(fault.token, self._shape.block_tokens)
+        index = self.descriptor.layout.group_index(fault.layer)
+        size = max(1, self.descriptor.layout.groups[index].block_tokens)
+        block, token = divmod(fault.token, size)
         self._memory.invert_byte(
-            fault.rank, fault.layer, sequence.block_ids[index], fault.head, token, fault.byte
+            fault.rank,
+            fault.layer,
+            fault.part,
+            sequence.block_ids_by_group[index][block],
+            fault.head,
+            token,
+            fault.byte,
         )
 
     def usage(self) -> EngineUsage:
         return EngineUsage(running_requests=len(self._running), waiting_requests=len(self._waiting))
 
     def free_block_count(self) -> int:
-        """Blocks that no request holds; those that keep a prefix for later count as free."""
-        return self._pool.available_count
+        """Blocks of all groups that no request holds; those that keep a prefix for later count as
+        free.
+        """
+        return self._pools.available_count
 
-    def guard_violations(self) -> tuple[int, ...]:
-        """Empty blocks that somebody wrote to: always none, unless I1 was broken."""
-        return self._memory.guard_violations(self._pool.free_ids())
+    def guard_violations(self) -> tuple[tuple[int, int], ...]:
+        """Empty blocks, as (group, block), that somebody wrote to: always none, unless I1 was
+        broken.
+        """
+        return tuple(
+            (group, block)
+            for group, free in enumerate(self._pools.free_ids_by_group())
+            for block in self._memory.guard_violations(group, free)
+        )
 
     async def close(self) -> None:
         self._closing = True
@@ -258,6 +281,8 @@ class SimEngine(Engine):
             await asyncio.gather(self._task, return_exceptions=True)
         for sequence in tuple(self._active.values()):
             self._settle(sequence)
+        if self.broadcast is not None:
+            await asyncio.to_thread(self.broadcast.close)
         for sender in self._senders:
             sender.close()
         if self._senders:
@@ -285,7 +310,7 @@ class SimEngine(Engine):
         self._admit()
         ready = [sequence for sequence in self._running if _is_ready(sequence)]
         shape = self._shape
-        chunks = plan_step(ready, shape.max_batched_tokens, shape.block_tokens)
+        chunks = plan_step(ready, shape.max_batched_tokens, shape.span_tokens)
         if not chunks:
             return False
         for chunk in chunks:
@@ -304,7 +329,7 @@ class SimEngine(Engine):
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._shape.max_requests:
             sequence = self._waiting[0]
-            if not self._place(sequence):
+            if not self._pools.place(sequence):
                 return
             self._waiting.popleft()
             self._running.append(sequence)
@@ -313,26 +338,12 @@ class SimEngine(Engine):
             elif sequence.generation is not None and sequence.generation.remote_kv:
                 self._reserve(sequence)
 
-    def _place(self, sequence: Sequence) -> bool:
-        size = self._shape.block_tokens
-        held = self._pool.cached(sequence.reusable_prefixes(size))
-        self._pool.hold(held)
-        fresh = self._pool.take(-(-sequence.capacity // size) - len(held))
-        if fresh is None:
-            self._pool.release(held)
-            return False
-        sequence.block_ids = (*held, *fresh)
-        sequence.block_table = np.asarray(sequence.block_ids, np.uint64)
-        sequence.cached = sequence.computed = len(held) * size
-        return True
-
     def _reserve(self, sequence: Sequence) -> None:
         start, end = sequence.cached, sequence.prompt_count - 1
-        size = self._shape.block_tokens
-        blocks = sequence.block_ids[start // size : -(-end // size)]
+        first, *further = self._pools.blocks_between(sequence, start, end)
         assert sequence.generation is not None
         sequence.generation.mailbox.put_reservation(
-            Reservation(sequence.transfer_id, blocks, start, end)
+            Reservation(sequence.transfer_id, first, start, end, tuple(further))
         )
         sequence.receiving = start < end
 
@@ -362,7 +373,7 @@ class SimEngine(Engine):
         for queue in (self._waiting, self._running):
             if sequence in queue:
                 queue.remove(sequence)
-        self._pool.release(sequence.block_ids)
+        self._pools.release(sequence)
         self._wake.set()
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class CorruptByte:
     """One byte of a request's KV cache that is inverted once the cache has arrived. `head` counts
-    within the rank.
+    within the rank; an empty `part` is the layer's first; a state has token 0 only.
     """
 
     rank: int = 0
@@ -16,6 +16,7 @@ class CorruptByte:
     head: int = 0
     token: int = 0
     byte: int = 0
+    part: str = ""
 
 
 @dataclass(frozen=True, slots=True)

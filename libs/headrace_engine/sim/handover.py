@@ -25,6 +25,7 @@ from headrace_common.errors import (
     TransferTimeout,
     WorkerGone,
 )
+from headrace_kv.layout import KvLayout
 from headrace_kv.transfer import LayerPiece, LayerSent, SendReport, TransferTarget
 
 if TYPE_CHECKING:
@@ -70,11 +71,14 @@ class Handover:
     or None.
     """
 
-    def __init__(self, target: TransferTarget, senders: Sequence[RankSender]) -> None:
+    def __init__(
+        self, target: TransferTarget, senders: Sequence[RankSender], layout: KvLayout
+    ) -> None:
         self.target = target
         self.failure: HeadraceError | None = None
         self.quiet = asyncio.Event()
         self._senders = senders
+        self._layout = layout
         self._opened: list[int] = []
         self._reports: dict[int, SendReport] = {}
 
@@ -129,7 +133,7 @@ class Handover:
     def push(
         self, layer: int, start_token: int, end_token: int, block_ids: tuple[int, ...]
     ) -> None:
-        """Sends tokens of one layer, whose KV is written."""
+        """Sends tokens of one layer, whose KV is written, from the ranks that hold it."""
         if self.failed:
             return
         piece = LayerPiece(
@@ -140,7 +144,9 @@ class Handover:
             block_ids=block_ids,
             ready_unix_ns=time.time_ns(),
         )
-        for sender in self._senders:
+        ranks = self._layout.tensor_parallel_size
+        first = self._layout.stage_of(layer) * ranks
+        for sender in self._senders[first : first + ranks]:
             sender.push(piece)
 
     def finish(self) -> None:
@@ -173,6 +179,11 @@ class Handover:
 
     def _loud_ranks(self) -> tuple[int, ...]:
         return tuple(rank for rank in self._opened if rank not in self._reports)
+
+    @property
+    def control_bytes(self) -> int:
+        """As in SendReport, of every rank."""
+        return sum(report.control_bytes for report in self._reports.values())
 
     def layers_sent(self) -> tuple[tuple[int, LayerSent], ...]:
         """What every rank sent, as (rank, piece)."""

@@ -1,43 +1,89 @@
 """A model whose KV cache and output have a closed form.
 
-The KV bytes of a position are a function of the tokens up to it, the layer and the head. The next
-token is a function of all KV bytes of the context: a weighted sum with odd weights, so that one
-wrong byte always changes the sum. An engine computes that sum from memory;
-`SimModel.expected_tokens` computes it from the tokens alone.
+The KV bytes of a position are a function of the tokens up to it, the cache, part, layer and head; a
+state is the same function of the last position. The next token is a function of all bytes of the
+context: a weighted sum with odd weights, so that one wrong byte always changes the sum. An engine
+computes that sum from memory; `SimModel.expected_tokens` computes it from the tokens alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headrace_engine.interface import Sampling
+from headrace_engine.sim.caches import SimCache, SimPart
 from headrace_engine.sim.mix import WORD_MASK, U64Array, counted_words, mix_int, mix_words
 from headrace_engine.sim.sampling import choose_token
+from headrace_engine.sim.settings import SimSettings
+from headrace_kv.layout import STATE
 
 GREEDY = Sampling(temperature=0.0)
+
+WordArray = NDArray[np.unsignedinteger[Any]]
 
 _TOKEN_SEED = 11
 _SALT_SEED = 12
 _WEIGHT_SEED = 13
 _POSITION_SEED = 14
+_FURTHER_SEEDS = 100
 _CLOSED_FORM_POSITIONS = 1024
 
 
-class SimModel:
-    """Shapes: [layers, heads, words] with `word_count` 8-byte words for one head and token."""
+@dataclass(frozen=True, slots=True)
+class PartFormula:
+    """The bytes of one part of a cache. Shapes of `salts` and `weights`: [layers, heads, words]."""
 
-    def __init__(self, layers: int, heads: int, head_bytes: int, vocabulary: int) -> None:
-        self.layers = layers
-        self.heads = heads
-        self.head_bytes = head_bytes
-        self.vocabulary = vocabulary
-        self.word_count = head_bytes // 8
-        shape = (layers, heads, self.word_count)
-        size = layers * heads * self.word_count
-        self.salts = counted_words(size, _SALT_SEED).reshape(shape)
-        self.weights = (counted_words(size, _WEIGHT_SEED) | np.uint64(1)).reshape(shape)
+    word: np.dtype[np.unsignedinteger[Any]]
+    salts: U64Array
+    weights: U64Array
+
+    @classmethod
+    def of(cls, cache: SimCache, part: SimPart, number: int) -> PartFormula:
+        """That of a cache's part, the `number`th of the model."""
+        shape = (len(cache.layers), cache.heads, part.word_count)
+        size = int(np.prod(shape))
+        further = number * _FURTHER_SEEDS
+        salts = counted_words(size, _SALT_SEED + further)
+        weights = counted_words(size, _WEIGHT_SEED + further) | np.uint64(1)
+        return cls(part.word, salts.reshape(shape), weights.reshape(shape))
+
+    def part(self, layers: slice, heads: slice = slice(None)) -> PartFormula:
+        """That of some layers and heads."""
+        return PartFormula(self.word, self.salts[layers, heads], self.weights[layers, heads])
+
+    def words(self, hashes: U64Array) -> WordArray:
+        """Words of the positions with these prefix hashes. Shape [positions, layers, heads, words]."""
+        mixed = mix_words(hashes[:, None, None, None] ^ self.salts)
+        return mixed.astype(self.word, copy=False)
+
+    def digests(self, hashes: U64Array) -> U64Array:
+        """What each position's words add to the digest, but for its own weight. Shape [positions]."""
+        words: U64Array = self.words(hashes).astype(np.uint64, copy=False)
+        words *= self.weights
+        digests: U64Array = words.sum(axis=(1, 2, 3), dtype=np.uint64)
+        return digests
+
+
+class SimModel:
+    """`formulas[i]` holds those of the parts of `caches[i]`."""
+
+    def __init__(self, settings: SimSettings) -> None:
+        self.caches = settings.caches
+        self.layer_count = settings.layer_count
+        self.vocabulary = settings.vocabulary
+        formulas: list[tuple[PartFormula, ...]] = []
+        number = 0
+        for cache in self.caches:
+            last = number + len(cache.parts)
+            numbered = zip(cache.parts, range(number, last), strict=True)
+            formulas.append(tuple(PartFormula.of(cache, part, at) for part, at in numbered))
+            number = last
+        self.formulas = tuple(formulas)
         self._position_weights = np.empty(0, np.uint64)
 
     def prefix_sums(self, token_ids: Sequence[int], start: int = 0, base: int = 0) -> U64Array:
@@ -53,12 +99,6 @@ class SimModel:
         """A hash for each position, of all tokens up to and with it. Shape [tokens]."""
         return mix_words(self.prefix_sums(token_ids))
 
-    def kv_words(
-        self, hashes: U64Array, layers: slice = slice(None), heads: slice = slice(None)
-    ) -> U64Array:
-        """KV of the positions with these prefix hashes. Shape [positions, layers, heads, words]."""
-        return mix_words(hashes[:, None, None, None] ^ self.salts[layers, heads])
-
     def position_weights(self, count: int) -> U64Array:
         """Odd weights of positions 0 to `count`; the array is shared and must not be written. Shape
         [count].
@@ -68,16 +108,30 @@ class SimModel:
             self._position_weights = counted_words(size, _POSITION_SEED) | np.uint64(1)
         return self._position_weights[:count]
 
-    def expected_digest(self, hashes: U64Array, start: int = 0) -> int:
-        """What positions from `start` with these hashes add to the digest of an intact cache."""
+    def expected_digest(self, hashes: U64Array) -> int:
+        """The digest of an intact context whose positions have these hashes."""
+        return (self._tokens_digest(hashes, 0) + self._state_digest(hashes)) & WORD_MASK
+
+    def _tokens_digest(self, hashes: U64Array, start: int) -> int:
+        """What positions from `start` with these hashes add."""
         weights = self.position_weights(start + len(hashes))[start:]
         total = 0
         for first in range(0, len(hashes), _CLOSED_FORM_POSITIONS):
             part = slice(first, first + _CLOSED_FORM_POSITIONS)
-            words = self.kv_words(hashes[part])
-            words *= self.weights
-            total += int((words.sum(axis=(1, 2, 3), dtype=np.uint64) * weights[part]).sum())
+            for cache, formulas in zip(self.caches, self.formulas, strict=True):
+                if cache.kind != STATE:
+                    for formula in formulas:
+                        total += int((formula.digests(hashes[part]) * weights[part]).sum())
         return total & WORD_MASK
+
+    def _state_digest(self, hashes: U64Array) -> int:
+        """What the states after the last of some positions add."""
+        return sum(
+            int(formula.digests(hashes[-1:])[0])
+            for cache, formulas in zip(self.caches, self.formulas, strict=True)
+            if cache.kind == STATE
+            for formula in formulas
+        )
 
     def expected_tokens(
         self, prompt: Sequence[int], count: int, sampling: Sampling = GREEDY
@@ -87,20 +141,23 @@ class SimModel:
         `sampling` must be greedy or have a seed; its max_tokens is not looked at.
         """
         sums = self.prefix_sums(prompt)
-        digest = self.expected_digest(mix_words(sums))
+        hashes = mix_words(sums)
+        digest = self._tokens_digest(hashes, 0)
         running = int(sums[-1])
         answer: list[int] = []
         while len(answer) < count:
-            choice = choose_token(digest, self.vocabulary, sampling, prompt, answer)
+            whole = (digest + self._state_digest(hashes)) & WORD_MASK
+            choice = choose_token(whole, self.vocabulary, sampling, prompt, answer)
             answer.append(choice.token_id)
             if choice.token_id in sampling.stop_token_ids:
                 break
             position = len(prompt) + len(answer) - 1
             sums = self.prefix_sums(answer[-1:], position, running)
             running = int(sums[-1])
-            digest = (digest + self.expected_digest(mix_words(sums), position)) & WORD_MASK
+            hashes = mix_words(sums)
+            digest = (digest + self._tokens_digest(hashes, position)) & WORD_MASK
         return tuple(answer)
 
     def name(self) -> str:
-        """Identity of the weights: equal names give equal KV bytes and answers."""
+        """Identity of the weights: equal names and layouts give equal KV bytes and answers."""
         return f"sim-{mix_int(self.vocabulary):016x}"

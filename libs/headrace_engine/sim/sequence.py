@@ -25,12 +25,13 @@ class Generation:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A prompt and its answer so far; `computed` tokens have their KV in `block_ids`.
+    """A prompt and its answer so far; `computed` tokens have their KV in `block_ids_by_group`.
 
     `hashes` has room for every position that will be computed; those of `tokens` are filled in.
     Exactly one of `handover` (prefill) and `generation` (decode) is set. `ended` forbids any
     further work; the blocks are given back when no step works on the sequence and nothing outside
-    reads or writes them.
+    reads or writes them. `block_names` are the prefix hashes, as routers know them, of the first
+    blocks.
     """
 
     transfer_id: str
@@ -40,8 +41,9 @@ class Sequence:
     hash_sum: int
     handover: Handover | None = None
     generation: Generation | None = None
-    block_ids: tuple[int, ...] = ()
-    block_table: U64Array = field(default_factory=lambda: np.empty(0, np.uint64))
+    block_ids_by_group: tuple[tuple[int, ...], ...] = ()
+    block_tables: tuple[U64Array, ...] = ()
+    block_names: list[int] = field(default_factory=list)
     cached: int = 0
     computed: int = 0
     pushed: int = 0
@@ -72,12 +74,20 @@ class Sequence:
         """The tokens that were generated."""
         return self.tokens[self.prompt_count :]
 
-    def reusable_prefixes(self, block_tokens: int) -> list[int]:
-        """Prefix hashes of the prompt's full blocks. A token that is to be answered is never among
-        them.
+    def reusable_tokens(self, keeps_state: bool) -> int:
+        """How many of the prompt's first tokens need not be computed if their KV is known.
+
+        A token that is to be answered is never among them. A state can only be computed from the
+        first token on, or handed over with one token at least.
         """
-        needed = 1 if self.generation is not None else 0
-        full = (self.prompt_count - needed) // block_tokens
+        if keeps_state:
+            remote = self.generation is not None and self.generation.remote_kv
+            return max(0, self.prompt_count - 2) if remote else 0
+        return self.prompt_count - (1 if self.generation is not None else 0)
+
+    def prefixes(self, block_tokens: int, token_count: int) -> list[int]:
+        """Prefix hashes of the full blocks among the first tokens."""
+        full = token_count // block_tokens
         ends: U64Array = self.hashes[block_tokens - 1 : full * block_tokens : block_tokens]
         return [int(value) for value in ends]
 

@@ -3,25 +3,44 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from headrace_common.errors import ConfigError
+from headrace_engine.sim.caches import TOKEN_INNER, SimCache, SimPart, spread_caches
+from headrace_kv.layout import STATE, TOKEN_OUTER, TOKENS, CacheGroup
+from headrace_kv.region_plan import HEAD_OUTER, TOKENS_OUTER, Dimension
+from headrace_kv.shard_map import heads_held
 
 if TYPE_CHECKING:
     from headrace_engine.factory import EngineConfig
 
 _GIB = 1 << 30
+_ORDERS: dict[str, tuple[Dimension, ...]] = {"hnd": HEAD_OUTER, "nhd": TOKENS_OUTER}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SimSettings:
     """What a model named "sim:layers=4,heads=4" is like; each field may be given so.
 
+    The model. `layers`, `heads`: of attention; one head is held by every rank, as in MLA.
     `head_bytes`: KV bytes of one head and token, a multiple of 8. `vocabulary`: token ids are below
     it. `context`: longest prompt and answer together. `prefill_s_per_token`: time of one prompt
     token over all layers. `decode_step_s`: time of one decode step over all layers. `layer_s`:
-    added to every layer of every step.
+    added to every layer of every step. `parts`: arrays of attention's cache instead of one of
+    head_bytes, each "name:bytes" or "name:bytes:dtype" for one head and token, as in
+    "k:16:int8/v:16:int8/scale:4:float32" or "nope:32/rope:8". `index_layers`: layers of a second
+    cache with blocks of its own, such as a sparse attention's index, with `index_heads` and
+    `index_parts`. `state_layers`: layers that keep one page per request, such as convolution and
+    SSM states, with `state_heads` and `state_parts`. Layers of all three are dealt evenly.
+
+    The worker, which prefill and decode may set differently. `order`: how blocks lie, "hnd", "nhd"
+    or all dimensions from the outermost in, as in "block/layer/part/head/token". `interior`:
+    "token_outer", or "token_inner" for blocks that can only be copied whole; then both sides need
+    the same one. `index_block_tokens`: tokens of one block of the index; 0 for block_tokens.
+    `stages`: pipeline stages, each with tensor_parallel_size ranks.
     """
 
     layers: int = 2
@@ -32,6 +51,34 @@ class SimSettings:
     prefill_s_per_token: float = 0.0
     decode_step_s: float = 0.0
     layer_s: float = 0.0
+    parts: tuple[SimPart, ...] = ()
+    index_layers: int = 0
+    index_heads: int = 1
+    index_parts: tuple[SimPart, ...] = (SimPart("key", 16), SimPart("key_scale", 4, "float32"))
+    state_layers: int = 0
+    state_heads: int = 2
+    state_parts: tuple[SimPart, ...] = (SimPart("conv", 24), SimPart("ssm", 64))
+    order: tuple[Dimension, ...] = HEAD_OUTER
+    interior: str = TOKEN_OUTER
+    index_block_tokens: int = 0
+    stages: int = 1
+
+    @cached_property
+    def caches(self) -> tuple[SimCache, ...]:
+        """The model's caches, attention first."""
+        attention = self.parts or (SimPart("kv", self.head_bytes),)
+        return spread_caches(
+            (
+                ("attention", TOKENS, self.layers, self.heads, attention),
+                ("index", TOKENS, self.index_layers, self.index_heads, self.index_parts),
+                ("state", STATE, self.state_layers, self.state_heads, self.state_parts),
+            )
+        )
+
+    @property
+    def layer_count(self) -> int:
+        """Cache layers of every kind."""
+        return self.layers + self.index_layers + self.state_layers
 
 
 _BOUNDS = {
@@ -43,12 +90,22 @@ _BOUNDS = {
     "prefill_s_per_token": (0, 60),
     "decode_step_s": (0, 60),
     "layer_s": (0, 60),
+    "index_layers": (0, 512),
+    "index_heads": (1, 1024),
+    "state_layers": (0, 512),
+    "state_heads": (1, 1024),
+    "index_block_tokens": (0, 1 << 20),
+    "stages": (1, 512),
 }
+_PART_BYTES = (1, 65536)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SimShape:
-    """Everything about a sim engine that is decided before it starts, validated."""
+    """Everything about a sim engine that is decided before it starts, validated.
+
+    `groups` and `block_counts` go together; `block_tokens` is of the first group.
+    """
 
     settings: SimSettings
     tensor_parallel_size: int
@@ -58,88 +115,198 @@ class SimShape:
     max_requests: int
     max_batched_tokens: int
 
+    @cached_property
+    def groups(self) -> tuple[CacheGroup, ...]:
+        """The worker's cache groups, attention first."""
+        sizes = {"index": self.settings.index_block_tokens or self.block_tokens}
+        return tuple(
+            cache.group(sizes.get(cache.name, self.block_tokens), self.settings.interior)
+            for cache in self.settings.caches
+        )
+
+    @cached_property
+    def span_tokens(self) -> int:
+        """The fewest tokens that fill whole blocks of every group."""
+        return math.lcm(*(group.block_tokens for group in self.groups if group.kind == TOKENS))
+
+    @property
+    def block_counts(self) -> tuple[int, ...]:
+        """Blocks of each group: as many tokens as the first group's, and one page per request."""
+        tokens = self.block_count * self.block_tokens
+        return tuple(
+            self.max_requests if group.kind == STATE else -(-tokens // group.block_tokens)
+            for group in self.groups
+        )
+
+    @property
+    def stage_starts(self) -> tuple[int, ...]:
+        """The first layer of each pipeline stage."""
+        stages = self.settings.stages
+        return tuple(stage * self.settings.layer_count // stages for stage in range(stages))
+
+
+_Fault = tuple[str, object, str]
+"""A field, its value, and what to do about it."""
+
 
 def parse_settings(model: str) -> SimSettings:
-    """Reads "sim" or "sim:name=value,...". Raises ConfigError naming the wrong field."""
+    """Reads "sim" or "sim:name=value,...". Raises ConfigError naming every wrong field."""
     name, _, text = model.partition(":")
     if name != "sim":
-        raise _wrong("model", model, 'the sim engine takes "sim" or "sim:layers=4,heads=4"')
-    values: dict[str, int | float] = {}
+        raise _refusal([("model", model, 'the sim engine takes "sim" or "sim:layers=4,heads=4"')])
+    values: dict[str, Any] = {}
+    faults: list[_Fault] = []
     kinds = {field.name: type(field.default) for field in fields(SimSettings)}
     for item in filter(None, text.split(",")):
         key, _, value = item.partition("=")
         if key not in kinds:
-            raise _wrong(f"model.{key}", value, f"known settings are {', '.join(kinds)}")
-        if key in values:
-            raise _wrong(f"model.{key}", value, "give it once")
-        values[key] = _number(key, value, kinds[key])
-    settings = SimSettings(**values)  # type: ignore[arg-type]
+            faults.append((f"model.{key}", value, f"known settings are {', '.join(kinds)}"))
+        elif key in values:
+            faults.append((f"model.{key}", value, "give it once"))
+        else:
+            values[key] = None
+            try:
+                values[key] = _read(key, value, kinds[key])
+            except ValueError as exc:
+                faults.append((f"model.{key}", value, str(exc)))
+    if not faults:
+        faults += _contradictions(values)
+    if faults:
+        raise _refusal(faults)
+    return SimSettings(**values)
+
+
+def _contradictions(values: dict[str, Any]) -> list[_Fault]:
+    """What does not go together, of values that are right by themselves."""
+    faults: list[_Fault] = []
+    settings = SimSettings(**values)
     if settings.head_bytes % 8:
-        raise _wrong("model.head_bytes", settings.head_bytes, "take a multiple of 8")
-    return settings
+        faults.append(("model.head_bytes", settings.head_bytes, "take a multiple of 8"))
+    if "head_bytes" in values and settings.parts:
+        faults.append(("model.head_bytes", settings.head_bytes, "leave it out: parts say it"))
+    if settings.stages > settings.layer_count:
+        remedy = f"take 1 to {settings.layer_count}, the number of layers"
+        faults.append(("model.stages", settings.stages, remedy))
+    return faults
 
 
-def _number(key: str, text: str, kind: type) -> int | float:
-    lowest, highest = _BOUNDS[key]
+def _read(key: str, text: str, kind: type) -> object:
+    """A setting's value. Raises ValueError that says what to write."""
+    readers: dict[str, Callable[[str], object]] = {"order": _order, "interior": _interior}
+    if key in readers:
+        return readers[key](text)
+    if kind is tuple:
+        return _parts(text)
+    return _number(text, kind, _BOUNDS[key])
+
+
+def _number(text: str, kind: type, bounds: tuple[int, int]) -> int | float:
+    lowest, highest = bounds
     try:
         value: int | float = kind(text)
     except ValueError as exc:
-        raise _wrong(f"model.{key}", text, f"write a number ({kind.__name__})") from exc
+        raise ValueError(f"write a number ({kind.__name__})") from exc
     if not (math.isfinite(value) and lowest <= value <= highest):
-        raise _wrong(f"model.{key}", text, f"take {lowest} to {highest}")
+        raise ValueError(f"take {lowest} to {highest}")
     return value
 
 
+def _parts(text: str) -> tuple[SimPart, ...]:
+    found: list[SimPart] = []
+    for item in text.split("/"):
+        name, _, rest = item.partition(":")
+        nbytes, _, dtype = rest.partition(":")
+        if not name.isidentifier() or not (dtype or "uint8").isidentifier():
+            raise ValueError('write parts as "name:bytes" or "name:bytes:dtype", with "/" between')
+        found.append(SimPart(name, int(_number(nbytes, int, _PART_BYTES)), dtype or "uint8"))
+    if len({part.name for part in found}) < len(found):
+        raise ValueError("name every part differently")
+    return tuple(found)
+
+
+def _order(text: str) -> tuple[Dimension, ...]:
+    names = {str(dimension): dimension for dimension in HEAD_OUTER}
+    order = _ORDERS.get(text)
+    if order is None and sorted(text.split("/")) == sorted(names):
+        order = tuple(names[name] for name in text.split("/"))
+    if order is None:
+        raise ValueError(f'take hnd, nhd or the dimensions in any order, as in "{"/".join(names)}"')
+    return order
+
+
+def _interior(text: str) -> str:
+    if text not in (TOKEN_OUTER, TOKEN_INNER):
+        raise ValueError(f"take {TOKEN_OUTER} or {TOKEN_INNER}")
+    return text
+
+
 def plan_shape(config: EngineConfig) -> SimShape:
-    """The engine that `config` asks for. Raises ConfigError naming the wrong field."""
+    """The engine that `config` asks for. Raises ConfigError naming every wrong field."""
     settings = parse_settings(config.model)
-    ranks = config.tensor_parallel_size
-    if ranks < 1 or (settings.heads % ranks and ranks % settings.heads):
-        raise _wrong(
-            "tensor_parallel_size", ranks, f"take a divisor or a multiple of {settings.heads} heads"
+    faults: list[_Fault] = [
+        (field, getattr(config, field), f"take {least} or more")
+        for field, least in (
+            ("tensor_parallel_size", 1),
+            ("block_tokens", 1),
+            ("max_requests", 1),
+            ("max_batched_tokens", 1),
+            ("context_tokens", 0),
+            ("block_count", 0),
         )
-    for field in ("block_tokens", "max_requests", "max_batched_tokens"):
-        if getattr(config, field) < 1:
-            raise _wrong(field, getattr(config, field), "take 1 or more")
-    if config.max_batched_tokens < config.block_tokens:
-        raise _wrong("max_batched_tokens", config.max_batched_tokens, "take block_tokens or more")
-    if config.context_tokens < 0:
-        raise _wrong("context_tokens", config.context_tokens, "take 0 or more")
+        if getattr(config, field) < least
+    ]
+    if faults:
+        raise _refusal(faults)
     context = config.context_tokens or settings.context
     block_count = _block_count(config, settings, context)
     capacity = block_count * config.block_tokens
-    if config.context_tokens > capacity:
-        raise _wrong(
-            "context_tokens",
-            context,
-            f"{block_count} blocks hold {capacity} tokens: take more blocks or less context",
-        )
-    return SimShape(
+    shape = SimShape(
         settings=settings,
-        tensor_parallel_size=ranks,
+        tensor_parallel_size=config.tensor_parallel_size,
         block_tokens=config.block_tokens,
         block_count=block_count,
         context_tokens=min(context, capacity),
         max_requests=config.max_requests,
         max_batched_tokens=config.max_batched_tokens,
     )
+    if config.max_batched_tokens < shape.span_tokens:
+        remedy = f"take {shape.span_tokens}, which fill whole blocks, or more"
+        faults.append(("max_batched_tokens", config.max_batched_tokens, remedy))
+    if config.context_tokens > capacity:
+        remedy = f"{block_count} blocks hold {capacity} tokens: take more blocks or less context"
+        faults.append(("context_tokens", context, remedy))
+    if faults:
+        raise _refusal(faults)
+    return shape
 
 
 def _block_count(config: EngineConfig, settings: SimSettings, context: int) -> int:
-    if config.block_count < 0:
-        raise _wrong("block_count", config.block_count, "take 0 or more")
+    """Blocks as configured, or as many as all ranks' memory holds and requests can use."""
     if config.block_count:
         return config.block_count
-    heads = max(settings.heads, config.tensor_parallel_size)
-    block_bytes = settings.layers * heads * settings.head_bytes * config.block_tokens
-    affordable = int(config.kv_cache_gib * _GIB) // block_bytes
+    ranks = config.tensor_parallel_size
+    token_bytes = page_bytes = 0
+    for cache in settings.caches:
+        heads = sum(len(heads_held(rank, ranks, cache.heads)) for rank in range(ranks))
+        nbytes = len(cache.layers) * heads * cache.head_bytes
+        if cache.kind == STATE:
+            page_bytes += nbytes
+        else:
+            token_bytes += nbytes
+    budget = int(config.kv_cache_gib * _GIB) - config.max_requests * page_bytes
+    affordable = budget // (token_bytes * config.block_tokens)
     if affordable < 1:
-        raise _wrong("kv_cache_gib", config.kv_cache_gib, "it does not hold one block: take more")
+        remedy = "it does not hold one block: take more"
+        raise _refusal([("kv_cache_gib", config.kv_cache_gib, remedy)])
     useful = config.max_requests * -(-context // config.block_tokens)
     return min(affordable, useful)
 
 
-def _wrong(field: str, value: object, remedy: str) -> ConfigError:
+def _refusal(faults: list[_Fault]) -> ConfigError:
     return ConfigError(
-        f"{field} is {value!r}: {remedy}", metadata={"field": field, "value": str(value)}
+        "; ".join(f"{field} is {value!r}: {remedy}" for field, value, remedy in faults),
+        metadata={
+            "field": ", ".join(field for field, _, _ in faults),
+            "value": ", ".join(str(value) for _, value, _ in faults),
+        },
     )

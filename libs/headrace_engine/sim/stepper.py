@@ -6,18 +6,18 @@ import asyncio
 import time
 from collections.abc import Sequence as Items
 
-import numpy as np
-
 from headrace_common.errors import InternalError
 from headrace_engine.interface import DecodeEnded
-from headrace_engine.sim.blocks import BlockPool
 from headrace_engine.sim.faults import SimFaults
 from headrace_engine.sim.memory import SimMemory
 from headrace_engine.sim.model import SimModel
+from headrace_engine.sim.pools import CachePools
 from headrace_engine.sim.sampling import choose_token
 from headrace_engine.sim.schedule import Chunk
 from headrace_engine.sim.sequence import Generation, Sequence
 from headrace_engine.sim.settings import SimSettings, SimShape
+from headrace_engine.sim.step_writes import StepWrites
+from headrace_kv.layout import STATE
 
 
 class Stepper:
@@ -29,15 +29,16 @@ class Stepper:
         self,
         model: SimModel,
         memory: SimMemory,
-        pool: BlockPool,
+        pools: CachePools,
         shape: SimShape,
         faults: SimFaults,
     ) -> None:
         self._model = model
         self._memory = memory
-        self._pool = pool
+        self._pools = pools
         self._settings = shape.settings
-        self._block_tokens = shape.block_tokens
+        self._span_tokens = shape.span_tokens
+        self._layout = memory.layout()
         self._faults = faults
 
     async def run(self, chunks: Items[Chunk]) -> None:
@@ -54,12 +55,13 @@ class Stepper:
                 chunk.sequence.in_step = False
 
     def push_cached(self, sequence: Sequence) -> None:
-        """Hands a prompt's cached beginning over."""
+        """Hands a prompt's cached beginning over. There is none of a model that keeps states."""
         handover = sequence.handover
         assert handover is not None
         if sequence.computed > sequence.pushed:
-            for layer in range(self._model.layers):
-                handover.push(layer, sequence.pushed, sequence.computed, sequence.block_ids)
+            for layer in range(self._model.layer_count):
+                block_ids = sequence.block_ids_by_group[self._layout.group_index(layer)]
+                handover.push(layer, sequence.pushed, sequence.computed, block_ids)
             sequence.pushed = sequence.computed
         if not sequence.pending:
             sequence.compute_end_unix_ns = time.time_ns()
@@ -71,23 +73,16 @@ class Stepper:
                 raise InternalError(f"chunk {self._faults.fail_chunk} was told to fail")
 
     async def _compute(self, chunks: Items[Chunk]) -> None:
-        positions = np.concatenate([np.arange(c.start, c.end, dtype=np.uint64) for c in chunks])
-        hashes = np.concatenate([c.sequence.hashes[c.start : c.end] for c in chunks])
-        blocks = np.concatenate(
-            [
-                c.sequence.block_table[np.arange(c.start, c.end) // self._block_tokens]
-                for c in chunks
-            ]
-        )
+        writes = StepWrites(chunks, self._layout.groups)
+        layers = self._model.layer_count
         layer_s = step_layer_s(chunks, self._settings)
-        layers = self._model.layers
         stalls = self._faults.stall_layer is not None and not all(c.is_decode for c in chunks)
         if not layer_s and not stalls and all(c.sequence.handover is None for c in chunks):
-            self._memory.write(slice(0, layers), hashes, positions, blocks)
+            writes.carry_out(self._memory, range(layers))
             return
         due_s = time.monotonic()
         for layer in range(layers):
-            self._memory.write(slice(layer, layer + 1), hashes, positions, blocks)
+            writes.carry_out(self._memory, range(layer, layer + 1))
             due_s += layer_s
             if stalls and layer == self._faults.stall_layer:
                 due_s += self._faults.stall_s
@@ -98,19 +93,25 @@ class Stepper:
     def _push_end(self, chunk: Chunk) -> int:
         if chunk.end == len(chunk.sequence.tokens):
             return chunk.end
-        return chunk.end // self._block_tokens * self._block_tokens
+        return chunk.end // self._span_tokens * self._span_tokens
 
     def _push(self, chunk: Chunk, layer: int) -> None:
         sequence = chunk.sequence
+        if sequence.handover is None:
+            return
+        index = self._layout.group_index(layer)
         end = self._push_end(chunk)
-        if sequence.handover is not None and end > sequence.pushed:
-            sequence.handover.push(layer, sequence.pushed, end, sequence.block_ids)
+        if self._layout.groups[index].kind == STATE and end < len(sequence.tokens):
+            return
+        if end > sequence.pushed:
+            block_ids = sequence.block_ids_by_group[index]
+            sequence.handover.push(layer, sequence.pushed, end, block_ids)
 
     def _advance(self, chunk: Chunk) -> None:
         sequence = chunk.sequence
         sequence.computed = chunk.end
         sequence.chunk_count += 1
-        self.publish(sequence, chunk.start, chunk.end)
+        self._pools.publish(sequence, chunk.start, chunk.end)
         if sequence.handover is not None:
             sequence.pushed = max(sequence.pushed, self._push_end(chunk))
             if not sequence.pending:
@@ -120,17 +121,9 @@ class Stepper:
             assert sequence.generation is not None
             self._generate(sequence, sequence.generation)
 
-    def publish(self, sequence: Sequence, start: int, end: int) -> None:
-        """Makes the blocks findable that tokens [start, end) completed."""
-        size = self._block_tokens
-        for index in range(start // size, end // size):
-            self._pool.publish(
-                sequence.block_ids[index], int(sequence.hashes[(index + 1) * size - 1])
-            )
-
     def _generate(self, sequence: Sequence, generation: Generation) -> None:
         sampling = generation.sampling
-        digest = self._memory.digest(sequence.block_ids, sequence.computed)
+        digest = self._memory.digest(sequence.block_ids_by_group, sequence.computed)
         answer = sequence.answer
         choice = choose_token(digest, self._model.vocabulary, sampling, sequence.prompt, answer)
         generation.mailbox.put_token(choice.token_id, choice.logprobs)
@@ -147,4 +140,4 @@ def step_layer_s(chunks: Items[Chunk], settings: SimSettings) -> float:
     step_s = prompt_tokens * settings.prefill_s_per_token
     if any(chunk.is_decode for chunk in chunks):
         step_s += settings.decode_step_s
-    return step_s / settings.layers + settings.layer_s
+    return step_s / settings.layer_count + settings.layer_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -26,13 +27,16 @@ from headrace_engine.interface import (
 )
 from headrace_engine.sim.engine import SimEngine
 from headrace_engine.sim.faults import SimFaults
+from headrace_kv.block_map import Runs
 from headrace_kv.handoff_server import HandoffServicer
 from headrace_kv.incoming import TransferState, TransferSummary
-from headrace_kv.layout import KvDescriptor, WorkerRef
+from headrace_kv.layout import KvDescriptor, KvLayout, WorkerRef
 from headrace_kv.receiver import Receiver
+from headrace_kv.shard_map import edges, heads_held
 from headrace_kv.transfer import Reservation, TransferTarget
-from headrace_kv.transport.base import KvTransport
+from headrace_kv.transport.base import KvTransport, Written
 
+DECODE_REF = WorkerRef("decode-1", "0123456789abcdef")
 GREEDY = Sampling(temperature=0.0, max_tokens=6)
 
 
@@ -105,6 +109,62 @@ async def answer_of(
     end = events[-1]
     assert isinstance(end, DecodeEnded)
     return tuple(tokens), end, events
+
+
+class Lent(KvTransport):
+    """A transport that outlives the engine that uses it: ending one of Mooncake's takes a second, and so
+    does a second engine of it for a rank that only sends.
+    """
+
+    def __init__(self, inner: KvTransport, *, receives: bool = True) -> None:
+        self.name = inner.name
+        self.quiet_after_failure_s = inner.quiet_after_failure_s
+        self.entry_limit = inner.entry_limit
+        self.byte_limit = inner.byte_limit
+        self.pending_limit = inner.pending_limit
+        self._inner = inner
+        self._receives = receives
+
+    @property
+    def session(self) -> str:
+        return self._inner.session if self._receives else "nobody writes here"
+
+    def register(self, base_address: int, nbytes: int) -> None:
+        self._inner.register(base_address, nbytes)
+
+    def write(self, session: str, runs: Runs, timeout_s: float) -> Written:
+        return self._inner.write(session, runs, timeout_s)
+
+    def submit(self, session: str, runs: Runs, timeout_s: float) -> Future[Written]:
+        return self._inner.submit(session, runs, timeout_s)
+
+    def route(self, session: str) -> str:
+        return self._inner.route(session)
+
+    def close(self) -> None:
+        pass
+
+
+def needed_bytes(decode: KvLayout, start_token: int, end_token: int) -> int:
+    """What all decode ranks together need of some tokens, counted without any plan."""
+    ranks = decode.tensor_parallel_size
+    return sum(
+        group.bytes_between(start_token, end_token, len(heads_held(rank, ranks, group.head_count)))
+        for group in decode.groups
+        for _ in group.layers
+        for rank in range(ranks)
+    )
+
+
+def planned_bytes(
+    prefill: KvLayout, decode: KvLayout, transfer_id: str, start_token: int, end_token: int
+) -> int:
+    """What the plan sends over the network of some tokens."""
+    return sum(
+        decode.group_of(layer).bytes_between(start_token, end_token, edge.head_count)
+        for layer in range(decode.layer_count)
+        for edge in edges(prefill, decode, layer, transfer_id)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,9 +241,6 @@ class Pair:
         raise AssertionError("the answer has no end")
 
 
-DECODE_REF = WorkerRef("decode-1", "0123456789abcdef")
-
-
 @asynccontextmanager
 async def pair(
     *,
@@ -220,9 +277,10 @@ async def pair(
         receiver = Receiver(
             ref=DECODE_REF,
             layout=decode_side.descriptor.layout,
-            lease_ttl_s=2.0,
+            lease_ttl_s=4.0,
             on_released=decode_side.released,
             quarantine_s=0.1,
+            broadcast=decode_side.broadcast,
         )
         handoff_pb2_grpc.add_HandoffServiceServicer_to_server(HandoffServicer(receiver), server)
         port = server.add_insecure_port("127.0.0.1:0")

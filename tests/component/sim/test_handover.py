@@ -1,7 +1,7 @@
 """From a prefill engine to a decode engine, over real handoff streams and a real transport."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -11,13 +11,19 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import Cancelled, Draining, HeadraceError, InternalError, TransferFailed
 from headrace_engine.interface import PrefillWork, Sampling
 from headrace_engine.sim.faults import CorruptByte, SimFaults
-from headrace_kv.block_map import Runs
 from headrace_kv.shard_map import expected_keys
 from headrace_kv.transfer import LayerSent, Reservation
 from headrace_kv.transport.base import KvTransport
-from headrace_kv.transport.factory import open_transport
 from headrace_kv.transport.in_memory import Fault, FaultKind, FaultPlan, InMemoryTransport
-from tests.component.sim.support import GREEDY, Handed, Pair, decode_work, pair, until
+from tests.component.sim.support import (
+    GREEDY,
+    Handed,
+    Pair,
+    decode_work,
+    pair,
+    planned_bytes,
+    until,
+)
 
 PROMPT = list(range(100, 150))
 LAYERS = 3
@@ -30,89 +36,36 @@ def sent_layers(handed: Handed) -> list[LayerSent]:
     return [sent for _, sent in handed.outcome.layers]
 
 
-async def check_pairing(heads: int, prefill_tp: int, decode_tp: int, **transports: Any) -> Pair:
+async def check_pairing(heads: int, prefill_tp: int, decode_tp: int, **both_sides: Any) -> None:
     async with pair(
         prefill={"tensor_parallel_size": prefill_tp},
         decode={"tensor_parallel_size": decode_tp},
         model=f"sim:layers={LAYERS},heads={heads},context=512",
         max_batched_tokens=16,
-        **transports,
+        **both_sides,
     ) as both:
         handed = await both.generate(PROMPT)
         assert handed.tokens == both.decode.model.expected_tokens(PROMPT, 6)
-        prefill_layout = both.prefill.descriptor.layout
-        keys = expected_keys(prefill_layout, both.decode.descriptor.layout, "x1")
+        layouts = (both.prefill.descriptor.layout, both.decode.descriptor.layout)
+        keys = expected_keys(*layouts, "x1")
         # 49 tokens in chunks of 16.
         assert len(sent_layers(handed)) == 4 * len(keys)
         assert handed.summary is not None
         assert handed.summary.acknowledgement_count == 4 * len(keys)
+        assert handed.summary.payload_bytes == planned_bytes(*layouts, "x1", 0, 49)
+        moved_bytes = handed.summary.payload_bytes + handed.summary.local_bytes
         copies = max(1, decode_tp // heads)
-        assert handed.summary.payload_bytes == 49 * LAYERS * heads * copies * TOKEN_BYTES
-        return both
+        assert moved_bytes == 49 * LAYERS * heads * copies * TOKEN_BYTES
 
 
+@pytest.mark.parametrize("local_broadcast", [False, True])
 @pytest.mark.parametrize("heads", [1, 2, 4])
 @pytest.mark.parametrize("prefill_tp", RANKS)
 @pytest.mark.parametrize("decode_tp", RANKS)
 async def test_every_pairing_of_ranks_in_memory(
-    heads: int, prefill_tp: int, decode_tp: int
+    heads: int, prefill_tp: int, decode_tp: int, local_broadcast: bool
 ) -> None:
-    await check_pairing(heads, prefill_tp, decode_tp)
-
-
-class Lent(KvTransport):
-    """A transport that outlives the engine that uses it: ending one of Mooncake's takes a second."""
-
-    def __init__(self, inner: KvTransport) -> None:
-        self.name = inner.name
-        self.quiet_after_failure_s = inner.quiet_after_failure_s
-        self._inner = inner
-
-    @property
-    def session(self) -> str:
-        return self._inner.session
-
-    def register(self, base_address: int, nbytes: int) -> None:
-        self._inner.register(base_address, nbytes)
-
-    def write(self, session: str, runs: Runs, timeout_s: float) -> None:
-        self._inner.write(session, runs, timeout_s)
-
-    def close(self) -> None:
-        pass
-
-
-@pytest.fixture(scope="module")
-def mooncake_ranks() -> Iterator[tuple[list[KvTransport], list[Pair]]]:
-    """Mooncake transports for four prefill and four decode ranks, and a place to keep memory that
-    they know.
-    """
-    transports = [open_transport("mooncake", "127.0.0.1") for _ in range(8)]
-    yield transports, []
-    for transport in transports:
-        transport.close()
-
-
-@pytest.mark.parametrize("heads", [1, 2, 4])
-@pytest.mark.parametrize("prefill_tp", RANKS)
-@pytest.mark.parametrize("decode_tp", RANKS)
-async def test_every_pairing_of_ranks_over_mooncake(
-    mooncake_ranks: tuple[list[KvTransport], list[Pair]],
-    heads: int,
-    prefill_tp: int,
-    decode_tp: int,
-) -> None:
-    transports, kept = mooncake_ranks
-    prefill_side, decode_side = iter(transports[:4]), iter(transports[4:])
-    kept.append(
-        await check_pairing(
-            heads,
-            prefill_tp,
-            decode_tp,
-            prefill_transports=lambda: Lent(next(prefill_side)),
-            decode_transports=lambda: Lent(next(decode_side)),
-        )
-    )
+    await check_pairing(heads, prefill_tp, decode_tp, local_broadcast=local_broadcast)
 
 
 async def test_an_engine_opens_and_ends_mooncake_itself() -> None:

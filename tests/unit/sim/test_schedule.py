@@ -7,8 +7,9 @@ from headrace_engine.interface import DecodeWork, Sampling
 from headrace_engine.sim.model import SimModel
 from headrace_engine.sim.schedule import plan_step
 from headrace_engine.sim.sequence import Sequence, decode_sequence
+from headrace_engine.sim.settings import SimSettings
 
-MODEL = SimModel(1, 1, 8, 100)
+MODEL = SimModel(SimSettings(1, 1, 8, 100))
 
 
 def sequence(prompt_tokens: int, computed: int = 0) -> Sequence:

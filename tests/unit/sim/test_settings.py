@@ -23,6 +23,24 @@ def test_every_setting_can_be_given() -> None:
     assert parse_settings(text) == expected
 
 
+def test_caches_can_be_given_as_data() -> None:
+    text = (
+        "sim:layers=2,heads=6,parts=k:16:int8/scale:4:float32,state_layers=1,index_layers=1,"
+        "order=block/layer/part/head/token,interior=token_inner,stages=2"
+    )
+    shape = plan_shape(replace(CONFIG, model=text, block_tokens=32))
+    attention, index, state = shape.groups
+    assert attention.layers == (0, 3)
+    assert {*index.layers, *state.layers} == {1, 2}
+    assert [(part.name, part.unit_bytes) for part in attention.parts] == [
+        ("k", 16 * 32),
+        ("scale", 4 * 32),
+    ]
+    assert (state.kind, state.block_tokens, state.parts[0].interior) == ("state", 0, "token_outer")
+    assert shape.stage_starts == (0, 2)
+    assert shape.block_counts[2] == CONFIG.max_requests
+
+
 @pytest.mark.parametrize(
     "model, field",
     [
@@ -36,19 +54,31 @@ def test_every_setting_can_be_given() -> None:
         ("sim:head_bytes=12", "model.head_bytes"),
         ("sim:layer_s=nan", "model.layer_s"),
         ("sim:decode_step_s=-1", "model.decode_step_s"),
+        ("sim:parts=", "model.parts"),
+        ("sim:parts=k", "model.parts"),
+        ("sim:parts=k:0", "model.parts"),
+        ("sim:parts=k:8/k:8", "model.parts"),
+        ("sim:parts=k:8:fp 8", "model.parts"),
+        ("sim:parts=k:8,head_bytes=8", "model.head_bytes"),
+        ("sim:state_parts=8", "model.state_parts"),
+        ("sim:index_layers=-1", "model.index_layers"),
+        ("sim:order=dhn", "model.order"),
+        ("sim:order=layer/part/block/head", "model.order"),
+        ("sim:interior=inside", "model.interior"),
+        ("sim:layers=2,stages=3", "model.stages"),
+        ("sim:heads=0,order=dhn", "model.heads, model.order"),
     ],
 )
 def test_wrong_settings_are_named(model: str, field: str) -> None:
     with pytest.raises(ConfigError) as raised:
         parse_settings(model)
     assert raised.value.metadata["field"] == field
-    assert raised.value.detail.startswith(field)
+    assert raised.value.detail.startswith(field.partition(",")[0])
 
 
 @pytest.mark.parametrize(
     "changes, field",
     [
-        ({"tensor_parallel_size": 3}, "tensor_parallel_size"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size"),
         ({"block_tokens": 0}, "block_tokens"),
         ({"max_requests": 0}, "max_requests"),
@@ -57,6 +87,11 @@ def test_wrong_settings_are_named(model: str, field: str) -> None:
         ({"kv_cache_gib": 0.0}, "kv_cache_gib"),
         ({"context_tokens": -1}, "context_tokens"),
         ({"context_tokens": 500, "block_count": 4}, "context_tokens"),
+        ({"block_tokens": 0, "max_requests": 0}, "block_tokens, max_requests"),
+        (
+            {"model": "sim:index_layers=1,index_block_tokens=30", "max_batched_tokens": 400},
+            "max_batched_tokens",
+        ),
     ],
 )
 def test_wrong_fields_of_the_configuration_are_named(changes: dict[str, Any], field: str) -> None:

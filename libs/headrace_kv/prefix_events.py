@@ -1,0 +1,123 @@
+"""What a worker tells routers of its prefix cache, as data. Pure; mirrors protos/headrace/worker/v1/worker.proto."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from enum import IntEnum
+from functools import reduce
+from operator import xor
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from headrace.worker.v1 import worker_pb2
+from headrace_common.errors import ProtocolViolation
+
+EventKind = Literal["stored", "removed", "snapshot", "cleared", "heartbeat"]
+
+HASH_BYTES = 8
+
+
+class Tier(IntEnum):
+    """Where blocks lie. A tier's announced set holds what lies there or in a faster tier."""
+
+    DEVICE = worker_pb2.KV_TIER_DEVICE
+    HOST = worker_pb2.KV_TIER_HOST
+    DISK = worker_pb2.KV_TIER_DISK
+
+
+_TIERS = frozenset(map(int, Tier))
+
+
+class KvEvent(NamedTuple):
+    """One message of SubscribeKvEvents. `block_count` and `hash_xor` digest the tier's announced set after it.
+
+    `packed` holds the hashes as little-endian u64, distinct: parents before children where they are stored, children
+    before parents where they are removed. `last` ends a snapshot. A plain tuple, because a router makes thousands of
+    them a second.
+    """
+
+    incarnation: str
+    sequence: int
+    tier: int
+    kind: EventKind
+    packed: bytes
+    block_count: int
+    hash_xor: int
+    last: bool = False
+
+
+def pack_hashes(hashes: Iterable[int]) -> bytes:
+    """Hashes as little-endian u64."""
+    return array("Q", hashes).tobytes()
+
+
+def unpack_hashes(packed: bytes) -> list[int]:
+    """The reverse of `pack_hashes`."""
+    return array("Q", packed).tolist()
+
+
+def xor_of(hashes: Iterable[int]) -> int:
+    """The order-free digest of a few hashes."""
+    return reduce(xor, hashes, 0)
+
+
+def xor_of_packed(packed: bytes) -> int:
+    """The same of many, without a Python step for each."""
+    return int(np.bitwise_xor.reduce(np.frombuffer(packed, "<u8"), initial=np.uint64(0)))
+
+
+def event_from_proto(message: worker_pb2.SubscribeKvEventsResponse) -> KvEvent:
+    """Raises ProtocolViolation for a message that no worker may send."""
+    kind = message.WhichOneof("event")
+    last = False
+    if kind == "stored":
+        packed = message.stored
+    elif kind == "removed":
+        packed = message.removed
+    elif kind == "snapshot":
+        packed, last = message.snapshot.hashes, message.snapshot.last
+    elif kind is None:
+        raise ProtocolViolation("a KV event of no known kind")
+    else:
+        packed = b""
+    if len(packed) % HASH_BYTES:
+        raise ProtocolViolation(f"{len(packed)} bytes are no whole hashes")
+    tier = message.tier
+    if tier not in _TIERS:
+        raise ProtocolViolation(f"a KV event of no known tier: {tier}")
+    return KvEvent(
+        message.incarnation,
+        message.sequence,
+        tier,
+        kind,
+        packed,
+        message.announced_count,
+        message.announced_xor,
+        last,
+    )
+
+
+def event_to_proto(event: KvEvent) -> worker_pb2.SubscribeKvEventsResponse:
+    """The message of an event."""
+    message = worker_pb2.SubscribeKvEventsResponse(
+        incarnation=event.incarnation,
+        sequence=event.sequence,
+        tier=worker_pb2.KvTier.ValueType(event.tier),
+        announced_count=event.block_count,
+        announced_xor=event.hash_xor,
+    )
+    match event.kind:
+        case "stored":
+            message.stored = event.packed
+        case "removed":
+            message.removed = event.packed
+        case "snapshot":
+            message.snapshot.hashes = event.packed
+            message.snapshot.last = event.last
+        case "cleared":
+            message.cleared.SetInParent()
+        case "heartbeat":
+            message.heartbeat.SetInParent()
+    return message
