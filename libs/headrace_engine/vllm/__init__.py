@@ -1,1 +1,1 @@
-"""Real models through vLLM. The only package that knows vLLM or torch."""
+"""Real models through vLLM. The only package that knows vLLM."""

@@ -90,6 +90,11 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
         link = Link(Path(self._settings.link_path), link_pb2.Attachment(scheduler=True), hear)
         self._scheduler, self._link = scheduler, link
 
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Whole graphs are replayed without the hook that says that a layer is written."""
+        return ConnectorSettings.from_extra_config(extra_config).role == "prefill"
+
     # On a rank.
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:

@@ -23,6 +23,7 @@ from headrace_engine.interface import (
     PrefillOutcome,
     PrefillWork,
 )
+from headrace_engine.prefix_announcer import PrefixAnnouncer
 from headrace_engine.vllm.decode_run import DecodeRun
 from headrace_engine.vllm.launch import check_config, launch
 from headrace_engine.vllm.prefill_run import PrefillRun
@@ -31,6 +32,7 @@ from headrace_kv.transfer import Reservation, SendReport
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from headrace_engine.vllm.kv_events import KvEventReader
     from headrace_engine.vllm.link_server import LinkServer
     from headrace_kv.sender import DescriptorSource
 
@@ -51,6 +53,7 @@ class VllmEngine(Engine):
         self._descriptors = descriptors
         self._llm: AsyncLLM | None = None
         self._link: LinkServer | None = None
+        self._kv_events: KvEventReader | None = None
         self._link_path = Path(config.link_path)
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._prefills: dict[str, PrefillRun] = {}
@@ -74,6 +77,7 @@ class VllmEngine(Engine):
 
     async def attach(self) -> None:
         """Joins the launched processes. Raises InternalError when they do not answer."""
+        from headrace_engine.vllm.kv_events import KvEventReader, events_endpoint
         from headrace_engine.vllm.link_server import LinkEvents, LinkServer
 
         if self._llm is None:
@@ -88,6 +92,9 @@ class VllmEngine(Engine):
             self._config.tensor_parallel_size, ATTACH_TIMEOUT_S
         )
         self.context_tokens = self._llm.vllm_config.model_config.max_model_len
+        self.prefix_events = PrefixAnnouncer(self._config.ref, self.descriptor.layout.block_tokens)
+        self._kv_events = KvEventReader(events_endpoint(self._link_path), self.prefix_events)
+        self._kv_events.start()
 
     def _make_link_path(self) -> Path:
         if self._config.link_path:
@@ -131,6 +138,9 @@ class VllmEngine(Engine):
     async def close(self) -> None:
         if self._link is not None:
             self._link.begin_close()
+        if self._kv_events is not None:
+            await self._kv_events.close()
+            self._kv_events = None
         if self._llm is not None:
             await _shut_down(self._llm)
             self._llm = None

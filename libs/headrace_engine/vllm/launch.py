@@ -104,7 +104,10 @@ def _launch(config: EngineConfig, folder: ModelFolder, link_path: Path) -> Async
 
 
 def _engine_args(config: EngineConfig, folder: ModelFolder, link_path: Path) -> AsyncEngineArgs:
+    from vllm.config import KVEventsConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from headrace_engine.vllm.kv_events import events_endpoint
 
     settings = ConnectorSettings(
         role=config.role,
@@ -126,6 +129,9 @@ def _engine_args(config: EngineConfig, folder: ModelFolder, link_path: Path) -> 
         max_num_seqs=config.max_requests,
         max_num_batched_tokens=config.max_batched_tokens,
         enable_prefix_caching=True,
+        kv_events_config=KVEventsConfig(
+            enable_kv_cache_events=True, publisher="zmq", endpoint=events_endpoint(link_path)
+        ),
         enable_chunked_prefill=True,
         # Compiling takes minutes on a processor, and CUDA graphs would skip the layer hooks.
         enforce_eager=True,

@@ -12,6 +12,8 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 
 from headrace.engine.v1 import link_pb2
+from headrace_engine.torch_memory.gated_sender import GatedSender
+from headrace_engine.torch_memory.opening import gate, open_tensor_transport
 from headrace_engine.vllm.link_client import Link
 from headrace_engine.vllm.link_words import report_to_proto
 from headrace_engine.vllm.memory import BlockShape, describe_arena, layout_of, rank_memory
@@ -21,7 +23,6 @@ from headrace_kv.layout import layout_to_proto, rank_memory_to_proto
 from headrace_kv.sender import RankSender
 from headrace_kv.transfer import SendReport
 from headrace_kv.transport.base import KvTransport
-from headrace_kv.transport.factory import open_transport
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,6 +44,7 @@ class Rank:
         self._layer_numbers: dict[str, int] = {}
         self._transport: KvTransport | None = None
         self._sender: RankSender | None = None
+        self._gate: GatedSender | None = None
         self._link: Link | None = None
         self.side = RankSide(self._rank, self._report)
 
@@ -59,9 +61,9 @@ class Rank:
             tensor_parallel_size=self._tensor_parallel_size,
             interior=_interior(kv_caches[names[0]], shape),
         )
-        transport = open_transport(self._settings.transport, self._settings.host)
+        tensor = kv_caches[names[0]]
+        transport = open_tensor_transport(tensor, self._settings.transport, self._settings.host)
         self._transport = transport
-        transport.register(arena.base_address, arena.arena_bytes)
         memory = rank_memory(
             arena, rank=self._rank, transport=transport.name, session=transport.session
         )
@@ -81,7 +83,8 @@ class Rank:
                 loop=link.loop,
                 on_quiet=self.side.quiet,
             )
-            self.side.start(self._sender, len(names))
+            self._gate = gate(self._sender, tensor.device)
+            self.side.start(self._gate or self._sender, len(names))
 
     def layer_written(self, layer_name: str) -> None:
         """The forward pass has written this step's KV of a layer."""
@@ -89,6 +92,8 @@ class Rank:
 
     def close(self) -> None:
         """Ends sending, then the transport."""
+        if self._gate is not None:
+            self._gate.close()
         if self._sender is not None:
             self._sender.close()
             try:

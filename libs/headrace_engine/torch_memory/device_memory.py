@@ -1,0 +1,160 @@
+"""Device tensors as memory that runs start and end in."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace_common.errors import ConfigError
+from headrace_engine.torch_memory.streams import open_copy_stream
+from headrace_engine.torch_memory.stretches import Batch, Rows, Stretch, batch, cut, rows_of
+from headrace_kv.runs import Int64Array
+from headrace_kv.transport.packing import Bytes
+
+_COPY_TIMEOUT_S = 10.0
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class CopyLimits:
+    """Short runs are packed in a buffer of `buffer_bytes` on the device; longer ones than `direct_bytes` are not."""
+
+    buffer_bytes: int = 4 * 1024 * 1024
+    direct_bytes: int = 256 * 1024
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Span:
+    """A whole allocation as bytes. It keeps the allocation alive."""
+
+    start: int
+    end: int
+    data: Tensor
+
+    def words(self, rows: Rows) -> Tensor:
+        """Shape [row, word]; rows may overlap."""
+        whole = self.data[: self.data.numel() // rows.word_bytes * rows.word_bytes]
+        return whole.view(_WORDS[rows.word_bytes]).as_strided(
+            (rows.count, rows.words), (rows.step, 1), rows.first_word
+        )
+
+
+class _Direction:
+    """A stream and a buffer of its own for gathering, another for scattering: links to the host carry both at once."""
+
+    def __init__(self, device: torch.device, buffer_bytes: int) -> None:
+        self._lock = threading.Lock()
+        self._stream = open_copy_stream(device)
+        with self._stream.use():
+            self.buffer = torch.empty(buffer_bytes, dtype=torch.uint8, device=device)
+
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[None]:
+        """What is queued inside is done at the end, also when the inside failed. Raises TransferFailed."""
+        with self._lock, self._stream.use():
+            try:
+                yield
+            finally:
+                self._stream.drain(_COPY_TIMEOUT_S)
+
+    def packed(self, offset: int, rows: Rows) -> Tensor:
+        """Part of the buffer, shape [run, word]."""
+        stop = offset + len(rows.index) * rows.words * rows.word_bytes
+        return self.buffer[offset:stop].view(_WORDS[rows.word_bytes]).view(-1, rows.words)
+
+
+class TorchMemory:
+    """Memory of one device, reached through page-locked host memory; see transport.memory.Memory.
+
+    Whoever gathers has made sure that the bytes are written, whoever scatters that nothing reads there any more.
+    """
+
+    staged = True
+
+    def __init__(self, device: torch.device, limits: CopyLimits | None = None) -> None:
+        self.device = device
+        self._limits = limits or CopyLimits()
+        self._spans: tuple[_Span, ...] = ()
+        self._gathering = _Direction(device, self._limits.buffer_bytes)
+        self._scattering = _Direction(device, self._limits.buffer_bytes)
+
+    def hold(self, tensor: Tensor) -> tuple[int, int]:
+        """Takes in the whole allocation behind a tensor; returns its address and its bytes.
+
+        Raises ConfigError when it is elsewhere, and for an address that is no multiple of eight.
+        """
+        storage = tensor.untyped_storage()
+        address, nbytes = storage.data_ptr(), storage.nbytes()
+        if tensor.device != self.device or address % max(_WORDS) or not nbytes:
+            raise ConfigError(
+                f"KV memory of {nbytes} bytes on {tensor.device} cannot be handed over from {self.device}"
+            )
+        if all(span.start != address for span in self._spans):
+            data = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
+            spans = (*self._spans, _Span(address, address + nbytes, data))
+            self._spans = tuple(sorted(spans, key=lambda span: span.start))
+        return address, nbytes
+
+    def admit(self, base_address: int, nbytes: int) -> None:
+        end = base_address + nbytes
+        if nbytes <= 0 or not any(s.start <= base_address and end <= s.end for s in self._spans):
+            raise ConfigError(
+                f"{nbytes} bytes at {base_address:#x} are not in the KV memory of {self.device}"
+            )
+
+    def allocate(self, nbytes: int) -> Bytes:
+        pinned = self.device.type == "cuda"
+        area: Bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned).numpy()
+        return area
+
+    def gather(self, addresses: Int64Array, lengths: Int64Array, target: Bytes) -> None:
+        spans, host, way = self._spans, torch.from_numpy(target), self._gathering
+        with way.copying():
+            for part in self._batches(spans, addresses, lengths):
+                if part.direct:
+                    packed = _run(spans, part.stretches[0])
+                else:
+                    packed = way.buffer[: part.stop - part.start]
+                    for stretch in part.stretches:
+                        offset = stretch.packed_offset - part.start
+                        rows = rows_of(stretch, offset)
+                        words = spans[stretch.span].words(rows)
+                        index = self._upload(rows.index)
+                        torch.index_select(words, 0, index, out=way.packed(offset, rows))
+                host[part.start : part.stop].copy_(packed, non_blocking=True)
+
+    def scatter(self, source: Bytes, addresses: Int64Array, lengths: Int64Array) -> None:
+        spans, host, way = self._spans, torch.from_numpy(source), self._scattering
+        with way.copying():
+            for part in self._batches(spans, addresses, lengths):
+                if part.direct:
+                    run = _run(spans, part.stretches[0])
+                    run.copy_(host[part.start : part.stop], non_blocking=True)
+                    continue
+                packed = way.buffer[: part.stop - part.start]
+                packed.copy_(host[part.start : part.stop], non_blocking=True)
+                for stretch in part.stretches:
+                    offset = stretch.packed_offset - part.start
+                    rows = rows_of(stretch, offset)
+                    words = spans[stretch.span].words(rows)
+                    words.index_copy_(0, self._upload(rows.index), way.packed(offset, rows))
+
+    def _batches(
+        self, spans: tuple[_Span, ...], addresses: Int64Array, lengths: Int64Array
+    ) -> Iterator[Batch]:
+        edges = [(span.start, span.end) for span in spans]
+        limits = self._limits
+        return batch(cut(edges, addresses, lengths), limits.buffer_bytes, limits.direct_bytes)
+
+    def _upload(self, index: Int64Array) -> Tensor:
+        return torch.from_numpy(index).to(self.device)
+
+
+def _run(spans: tuple[_Span, ...], stretch: Stretch) -> Tensor:
+    first = int(stretch.offsets[0])
+    return spans[stretch.span].data[first : first + stretch.length]

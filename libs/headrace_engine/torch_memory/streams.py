@@ -1,0 +1,86 @@
+"""Everything that CUDA does beside the computation: a stream of copies, and marks in the stream of kernels.
+
+The only lines that need CUDA are here. Tensors of the CPU are computed and copied at once: nothing is to wait for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from headrace_common.errors import TransferFailed
+from headrace_engine.torch_memory.gated_sender import Mark
+
+_POLL_S = 20e-6
+
+
+class CopyStream(Protocol):
+    """Device work in an order of its own. Used by one thread at a time."""
+
+    def use(self) -> contextlib.AbstractContextManager[Any]:
+        """Torch's operations inside are queued here."""
+
+    def drain(self, timeout_s: float) -> None:
+        """Returns when all queued work is done. Raises TransferFailed, then and ever after, when it is not in time."""
+
+
+def wait_for(mark: Mark, timeout_s: float) -> bool:
+    """Whether the mark is passed within the time. Polls: CUDA's own waits know no deadline."""
+    deadline_s = time.monotonic() + timeout_s
+    while not mark.query():
+        if time.monotonic() >= deadline_s:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+class DrainedStream:
+    """A CopyStream from a context for operations and a function that marks where it stands."""
+
+    def __init__(
+        self, use: Callable[[], contextlib.AbstractContextManager[Any]], mark: Callable[[], Mark]
+    ) -> None:
+        self.use = use
+        self._mark = mark
+        self._lost = False
+
+    def drain(self, timeout_s: float) -> None:
+        # Copies that did not end may still write: nothing that they touch can be used again.
+        if self._lost:
+            raise TransferFailed("the device has stopped copying")
+        self._lost = True
+        try:
+            done = wait_for(self._mark(), timeout_s)
+        except RuntimeError as error:
+            raise TransferFailed(f"the device failed to copy KV bytes: {error}") from error
+        if not done:
+            raise TransferFailed(f"the device did not copy KV bytes within {timeout_s:g} s")
+        self._lost = False
+
+
+class _Passed:
+    def query(self) -> bool:
+        return True
+
+
+_PASSED = _Passed()
+
+
+def open_copy_stream(device: torch.device) -> CopyStream:
+    """A stream that runs beside the computation on the device."""
+    if device.type != "cuda":
+        return DrainedStream(contextlib.nullcontext, lambda: _PASSED)
+    stream = torch.cuda.Stream(device=device)
+    return DrainedStream(lambda: torch.cuda.stream(stream), stream.record_event)
+
+
+def mark_compute(device: torch.device) -> Mark:
+    """Marks the end of the work that the calling thread has queued on its current stream."""
+    if device.type != "cuda":
+        return _PASSED
+    mark: Mark = torch.cuda.current_stream(device).record_event()
+    return mark

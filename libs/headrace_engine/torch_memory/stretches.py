@@ -1,0 +1,113 @@
+"""Lists of runs as few uniform pieces, as a device's kernels like them. Pure, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from headrace_common.errors import TransferFailed
+from headrace_kv.runs import Int64Array
+
+_WORD_BYTES = 8
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Stretch:
+    """Runs of `length` bytes at `offsets` of span number `span`, which lie packed from `packed_offset` on."""
+
+    span: int
+    offsets: Int64Array
+    length: int
+    packed_offset: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Batch:
+    """What goes through the buffer at once: [start, stop) of the packed bytes, or one long run past the buffer."""
+
+    start: int
+    stop: int
+    stretches: tuple[Stretch, ...]
+    direct: bool
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Rows:
+    """A span from `first_word` on as rows of `words` words of `word_bytes`, `step` words apart; `index` says which."""
+
+    word_bytes: int
+    words: int
+    first_word: int
+    step: int
+    count: int
+    index: Int64Array
+
+
+def cut(
+    spans: Sequence[tuple[int, int]], addresses: Int64Array, lengths: Int64Array
+) -> Iterator[Stretch]:
+    """Neighbours in the list of one length and one span [start, end), without empty runs.
+
+    `spans` are sorted and do not overlap. Raises TransferFailed for a run that no span holds.
+    """
+    filled = lengths > 0
+    if not filled.all():
+        addresses, lengths = addresses[filled], lengths[filled]
+    if not len(lengths):
+        return
+    starts = np.array([start for start, _ in spans], np.int64)
+    ends = np.array([end for _, end in spans], np.int64)
+    held = np.searchsorted(starts, addresses, side="right") - 1
+    if not len(spans) or bool((held < 0).any() or (addresses + lengths > ends[held]).any()):
+        raise TransferFailed("an address is not in the device memory that was handed over")
+    breaks = np.flatnonzero((np.diff(lengths) != 0) | (np.diff(held) != 0)) + 1
+    packed_offset, first = 0, 0
+    for stop in (*breaks.tolist(), len(lengths)):
+        span, length = int(held[first]), int(lengths[first])
+        yield Stretch(span, addresses[first:stop] - starts[span], length, packed_offset)
+        packed_offset += (stop - first) * length
+        first = stop
+
+
+def batch(stretches: Iterator[Stretch], buffer_bytes: int, direct_bytes: int) -> Iterator[Batch]:
+    """Fills the buffer again and again; runs of `direct_bytes` or more go alone. direct_bytes <= buffer_bytes."""
+    waiting: list[Stretch] = []
+    start = stop = 0
+    for stretch in stretches:
+        length = stretch.length
+        first = 0
+        while first < len(stretch.offsets):
+            direct = length >= direct_bytes
+            room = 0 if direct else (buffer_bytes - (stop - start)) // length
+            if room == 0 and waiting:
+                yield Batch(start, stop, tuple(waiting), direct=False)
+                waiting, start = [], stop
+                continue
+            count = 1 if direct else min(room, len(stretch.offsets) - first)
+            piece = Stretch(stretch.span, stretch.offsets[first : first + count], length, stop)
+            first += count
+            stop += count * length
+            if direct:
+                yield Batch(start, stop, (piece,), direct=True)
+                start = stop
+            else:
+                waiting.append(piece)
+    if waiting:
+        yield Batch(start, stop, tuple(waiting), direct=False)
+
+
+def rows_of(stretch: Stretch, buffer_offset: int) -> Rows:
+    """The stretch as rows of the widest words that it and its place in the buffer are aligned to."""
+    low = int(stretch.offsets.min())
+    moved = stretch.offsets - low
+    apart = int(np.gcd.reduce(moved))
+    word_bytes = int(np.gcd.reduce([_WORD_BYTES, low, apart, stretch.length, buffer_offset]))
+    words = stretch.length // word_bytes
+    step = apart // word_bytes or words
+    if step % words == 0:
+        # Rows that do not overlap need the fewest words of index.
+        step = words
+    index = moved // (step * word_bytes)
+    return Rows(word_bytes, words, low // word_bytes, step, int(index.max()) + 1, index)

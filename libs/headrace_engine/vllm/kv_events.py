@@ -1,0 +1,159 @@
+"""Follows vLLM's own KV events, and names the blocks as routers do."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from headrace_common.registry_link import end_task, run_forever
+from headrace_engine.prefix_announcer import PrefixAnnouncer
+from headrace_kv.prefix_hash import STATION_BLOCKS
+
+log = logging.getLogger(__name__)
+
+UNREAD_BATCHES_MAX: Final = 100_000
+_ATTENTION_GROUPS: Final = (None, 0)
+
+
+def events_endpoint(link_path: Path) -> str:
+    """Where vLLM publishes its events: a socket beside the link's."""
+    return f"ipc://{link_path}.events"
+
+
+@dataclass(slots=True)
+class _Block:
+    """A block that vLLM can find, under a hash of its own, in `copies` places.
+
+    It is the `offset`th since the station named `station`, None at the start of a prompt; `words` are its token ids and
+    `before` is the block before it, kept while both are of one stretch.
+    """
+
+    name: int
+    station: int | None
+    offset: int
+    words: bytes
+    before: _Block | None
+    copies: int = 1
+
+
+class VllmPrefixes:
+    """Turns vLLM's events, as they were decoded, into what `events` announces.
+
+    A block counts from its first copy to its last. One whose beginning is unknown cannot be named, nor one that depends
+    on more than its tokens.
+    """
+
+    def __init__(self, events: PrefixAnnouncer) -> None:
+        self._events = events
+        self._blocks: dict[int | bytes, _Block] = {}
+
+    def take(self, event: Mapping[str, Any]) -> None:
+        """One event; those of no consequence are passed over."""
+        kind = event["type"]
+        if kind == "AllBlocksCleared":
+            self.forget()
+        elif event.get("group_idx") in _ATTENTION_GROUPS:
+            if kind == "BlockStored":
+                self._store(event)
+            elif kind == "BlockRemoved":
+                self._remove(event)
+
+    def forget(self) -> None:
+        """Nothing is known to be cached any more."""
+        self._blocks.clear()
+        self._events.cleared()
+
+    def _store(self, event: Mapping[str, Any]) -> None:
+        hashes, token_ids, size = event["block_hashes"], event["token_ids"], event["block_size"]
+        parent_hash = event["parent_block_hash"]
+        parent = None if parent_hash is None else self._blocks.get(parent_hash)
+        if (
+            self._events.hasher is None
+            or (parent_hash is not None and parent is None)
+            or size != self._events.block_tokens
+            or len(token_ids) != len(hashes) * size
+            or any(event.get("extra_keys") or ())
+        ):
+            return
+        stretch: list[_Block] = []
+        ancestor = None if parent is None or parent.offset == STATION_BLOCKS - 1 else parent
+        while ancestor is not None:
+            stretch.insert(0, ancestor)
+            ancestor = ancestor.before
+        station = parent.name if parent and not stretch else stretch[0].station if stretch else None
+        words = array("I", token_ids).tobytes()
+        known_words = b"".join(block.words for block in stretch)
+        names = self._events.hasher.hashes(known_words + words, station)[len(stretch) :]
+        self._events.stored(parent.name if parent else None, names)
+        last, offset = (stretch[-1], len(stretch)) if stretch else (None, 0)
+        for position, (block_hash, name) in enumerate(zip(hashes, names, strict=True)):
+            block = self._blocks.get(block_hash)
+            if block is None:
+                own = words[4 * size * position : 4 * size * (position + 1)]
+                block = self._blocks[block_hash] = _Block(name, station, offset, own, last)
+            else:
+                block.copies += 1
+            offset += 1
+            last = block
+            if offset == STATION_BLOCKS:
+                station, last, offset = name, None, 0
+
+    def _remove(self, event: Mapping[str, Any]) -> None:
+        gone: list[int] = []
+        for block_hash in event["block_hashes"]:
+            block = self._blocks.get(block_hash)
+            if block is None:
+                continue
+            block.copies -= 1
+            if not block.copies:
+                del self._blocks[block_hash]
+                gone.append(block.name)
+        self._events.removed(gone)
+
+
+class KvEventReader:
+    """Reads what vLLM publishes until closed. After a loss it starts from nothing."""
+
+    def __init__(self, endpoint: str, events: PrefixAnnouncer) -> None:
+        self._endpoint = endpoint
+        self._prefixes = VllmPrefixes(events)
+        self._context: zmq.asyncio.Context | None = None
+        self._reader: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Connects as soon as vLLM is there."""
+        self._context = zmq.asyncio.Context()
+        socket = self._context.socket(zmq.SUB)
+        socket.set_hwm(UNREAD_BATCHES_MAX)
+        socket.connect(self._endpoint)
+        socket.subscribe(b"")
+        self._reader = run_forever(self._read(socket), "vllm-kv-events")
+
+    async def close(self) -> None:
+        """Ends the task and closes the socket."""
+        await end_task(self._reader)
+        if self._context is not None:
+            self._context.destroy(linger=0)
+            self._context = None
+
+    async def _read(self, socket: zmq.asyncio.Socket) -> None:
+        expected = 0
+        while True:
+            _, sequence_bytes, payload = await socket.recv_multipart()
+            sequence = int.from_bytes(sequence_bytes)
+            if sequence != expected:
+                log.warning("%d batches of vLLM's KV events are lost", sequence - expected)
+                self._prefixes.forget()
+            expected = sequence + 1
+            _, events, *_ = msgspec.msgpack.decode(payload)
+            for event in events:
+                self._prefixes.take(event)

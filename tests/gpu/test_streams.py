@@ -1,0 +1,258 @@
+"""Copies and marks beside the computation. What only a device can show is asserted only there."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from headrace_common.errors import TransferFailed
+from headrace_engine.torch_memory.gated_sender import GatedSender, Mark
+from headrace_kv.transfer import LayerPiece, TransferTarget
+from headrace_kv.transport.packing import Bytes
+
+if TYPE_CHECKING:
+    from headrace_engine.torch_memory.device_memory import TorchMemory
+    from headrace_engine.torch_memory.streams import CopyStream
+
+LAYERS = 6
+LAYER_BYTES = 1 << 20
+# About a tenth of a second on the devices of today.
+BUSY_CYCLES = 150_000_000
+
+
+def keep_busy(device: str) -> None:
+    """Queues work before whatever is queued next on the current stream."""
+    import torch
+
+    if device != "cpu":
+        torch.cuda._sleep(BUSY_CYCLES)
+
+
+class Cache:
+    """One tensor with a row per layer."""
+
+    def __init__(self, device: str) -> None:
+        import torch
+
+        from headrace_engine.torch_memory.device_memory import TorchMemory
+
+        self.memory: TorchMemory = TorchMemory(torch.device(device))
+        self.layers = torch.zeros((LAYERS, LAYER_BYTES), dtype=torch.uint8, device=device)
+        self.address = self.memory.hold(self.layers)[0]
+        self.area = self.memory.allocate(LAYER_BYTES)
+        if device != "cpu":
+            # The first launch of a kernel may wait for the device.
+            torch.cuda._sleep(1)
+            self.layers.fill_(0)
+            torch.cuda.synchronize()
+
+    def gather(self, layer: int) -> Bytes:
+        """The layer's bytes, in runs of 4 KiB from last to first."""
+        starts = np.arange(LAYER_BYTES - 4096, -1, -4096, dtype=np.int64)
+        addresses = self.address + layer * LAYER_BYTES + starts
+        self.memory.gather(addresses, np.full(len(starts), 4096, np.int64), self.area)
+        return self.area
+
+
+class GatheringSender:
+    """Gathers each piece when it comes, and notes whether the computation was still going on then."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+        self.right: list[bool] = []
+        self.beside: list[bool] = []
+        self.last_mark: Mark | None = None
+        self.finished = threading.Event()
+
+    def open(self, target: TransferTarget) -> None:
+        raise AssertionError("no transfer is opened here")
+
+    def push(self, piece: LayerPiece) -> None:
+        found = self._cache.gather(piece.layer)
+        self.right.append(bool((found == piece.layer + 1).all()))
+        self.beside.append(self.last_mark is not None and not self.last_mark.query())
+
+    def finish(self, transfer_id: str) -> None:
+        self.finished.set()
+
+    def stop(self, transfer_id: str, reason: str, detail: str) -> None:
+        raise AssertionError(detail)
+
+
+def test_layers_are_gathered_as_they_are_written_while_later_ones_are_computed(device: str) -> None:
+    import torch
+
+    from headrace_engine.torch_memory.streams import mark_compute
+
+    cache = Cache(device)
+    cache.gather(0)
+    sender = GatheringSender(cache)
+    gate = GatedSender(sender, lambda: mark_compute(torch.device(device)))
+    start_s = time.monotonic()
+    for layer in range(LAYERS):
+        keep_busy(device)
+        cache.layers[layer].fill_(layer + 1)
+        gate.push(LayerPiece("a", layer, 0, 8, (1,), time.time_ns()))
+    queued_s = time.monotonic() - start_s
+    sender.last_mark = mark_compute(torch.device(device))
+    gate.finish("a")
+    assert sender.finished.wait(20.0)
+    gate.close()
+    assert sender.right == [True] * LAYERS
+    if device != "cpu":
+        # The forward pass only queued; all layers but the last went beside the computation of the next.
+        assert queued_s < 0.1
+        assert sender.beside[0]
+        assert sum(sender.beside) >= LAYERS - 2
+
+
+def test_copies_run_beside_the_computation(device: str) -> None:
+    import torch
+
+    from headrace_engine.torch_memory.streams import mark_compute
+
+    cache = Cache(device)
+    cache.layers[0].fill_(1)
+    cache.gather(0)
+    if device != "cpu":
+        torch.cuda.synchronize()
+    keep_busy(device)
+    mark = mark_compute(torch.device(device))
+    assert (cache.gather(0) == 1).all()
+    addresses, lengths = np.array([cache.address + LAYER_BYTES]), np.array([LAYER_BYTES])
+    cache.memory.scatter(cache.area, addresses, lengths)
+    assert mark.query() is (device == "cpu")
+    assert bool((cache.layers[1].cpu() == 1).all())
+
+
+def test_host_areas_are_page_locked(device: str) -> None:
+    import torch
+
+    area = torch.from_numpy(Cache(device).area)
+    assert area.is_pinned() is (device != "cpu")
+
+
+class Stuck:
+    """A mark that is passed when the test says so."""
+
+    def __init__(self) -> None:
+        self.answers: list[bool | RuntimeError] = []
+
+    def query(self) -> bool:
+        answer = self.answers.pop(0) if self.answers else False
+        if isinstance(answer, RuntimeError):
+            raise answer
+        return answer
+
+
+def drained(mark: Stuck) -> CopyStream:
+    pytest.importorskip("torch")
+    from headrace_engine.torch_memory.streams import DrainedStream
+
+    return DrainedStream(contextlib.nullcontext, lambda: mark)
+
+
+@pytest.mark.vllm
+def test_a_device_that_does_not_copy_in_time_is_lost() -> None:
+    mark = Stuck()
+    stream = drained(mark)
+    mark.answers = [False, False, True]
+    stream.drain(5.0)
+    with pytest.raises(TransferFailed, match=r"within 0\.02 s"):
+        stream.drain(0.02)
+    mark.answers = [True]
+    with pytest.raises(TransferFailed, match="stopped copying"):
+        stream.drain(5.0)
+
+
+@pytest.mark.vllm
+def test_a_device_that_fails_is_lost() -> None:
+    mark = Stuck()
+    stream = drained(mark)
+    mark.answers = [RuntimeError("unspecified launch failure"), True]
+    with pytest.raises(TransferFailed, match="launch failure"):
+        stream.drain(5.0)
+    with pytest.raises(TransferFailed, match="stopped copying"):
+        stream.drain(5.0)
+
+
+class LateStream:
+    """A stream that runs nothing before it is drained, as a busy device may do; works on the CPU's tensors."""
+
+    def __init__(self) -> None:
+        self.queued: list[Callable[[], object]] = []
+        self.before_drain: Callable[[], None] = lambda: None
+
+    def use(self) -> contextlib.AbstractContextManager[Any]:
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        queued = self.queued
+
+        class Late(TorchDispatchMode):  # type: ignore[misc]  # torch is Any
+            def __torch_dispatch__(
+                self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
+                name, kwargs = str(function), kwargs or {}
+                if name in {"aten.copy_.default", "aten.index_copy_.default"}:
+                    queued.append(lambda: function(*args, **kwargs))
+                    return args[0]
+                if name == "aten.index_select.out":
+                    queued.append(lambda: function(*args, **kwargs))
+                    return kwargs["out"]
+                assert function.is_view or name.startswith("aten.empty"), f"{name} ran early"
+                return function(*args, **kwargs)
+
+        return Late()
+
+    def drain(self, timeout_s: float) -> None:
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        self.before_drain()
+        with _disable_current_modes():
+            for run in self.queued:
+                run()
+        self.queued.clear()
+
+
+@pytest.mark.vllm
+def test_copies_may_all_run_as_late_as_the_drain(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    from headrace_engine.torch_memory import device_memory
+
+    streams: list[LateStream] = []
+
+    def open_late(device: object) -> LateStream:
+        streams.append(LateStream())
+        return streams[-1]
+
+    monkeypatch.setattr(device_memory, "open_copy_stream", open_late)
+    limits = device_memory.CopyLimits(buffer_bytes=256, direct_bytes=100)
+    memory = device_memory.TorchMemory(torch.device("cpu"), limits)
+    random = np.random.default_rng(1)
+    content = random.integers(1, 256, 40_000, np.uint8)
+    data = torch.from_numpy(content.copy())
+    address, nbytes = memory.hold(data)
+    lengths = np.array([8] * 100 + [96] * 20 + [1000] * 3, np.int64)
+    offsets = np.cumsum(lengths + 16) - lengths - 16
+    area = np.zeros(int(lengths.sum()), np.uint8)
+
+    def untouched() -> None:
+        assert len(streams[0].queued) > 20
+        assert not area.any()
+
+    streams[0].before_drain = untouched
+    memory.gather(address + offsets, lengths, area)
+    slices = [content[o : o + n] for o, n in zip(offsets.tolist(), lengths.tolist(), strict=True)]
+    assert np.array_equal(area, np.concatenate(slices))
+    data.zero_()
+    memory.scatter(area, address + offsets, lengths)
+    expected = np.zeros(nbytes, np.uint8)
+    for offset, length in zip(offsets.tolist(), lengths.tolist(), strict=True):
+        expected[offset : offset + length] = content[offset : offset + length]
+    assert np.array_equal(data.numpy(), expected)

@@ -1,0 +1,90 @@
+"""What vLLM says of its prefix cache, under the names that routers know."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from random import Random
+
+import pytest
+
+from headrace_engine.interface import Sampling
+from headrace_engine.vllm.engine import VllmEngine
+from headrace_kv.prefix_events import unpack_hashes
+from headrace_kv.prefix_hash import PrefixHasher
+from tests.vllm.pair import BLOCK_TOKENS, Pair
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.timeout(180),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+async def announced(engine: VllmEngine) -> set[int]:
+    assert engine.prefix_events is not None
+    found: set[int] = set()
+    with engine.prefix_events.subscribe(0) as subscription:
+        async for message in subscription.messages(1.0):
+            if message.WhichOneof("event") != "snapshot":
+                break
+            found.update(unpack_hashes(message.snapshot.hashes))
+    return found
+
+
+async def until_announced(engine: VllmEngine, right: Callable[[set[int]], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not right(await announced(engine)):
+            await asyncio.sleep(0.02)
+
+
+def hasher_of(engine: VllmEngine) -> PrefixHasher:
+    events = engine.prefix_events
+    assert events is not None
+    if events.hasher is None:
+        events.begin(4711, "m")
+    assert events.hasher is not None
+    return events.hasher
+
+
+async def test_both_sides_announce_what_they_can_find(pair: Pair) -> None:
+    random = Random(1)
+    hasher = hasher_of(pair.decode)
+    assert hasher_of(pair.prefill).root == hasher.root
+    await pair.reset()
+    prompt = [random.randrange(3, 500) for _ in range(5 * BLOCK_TOKENS + 3)]
+    answer = await pair.split(prompt)
+    await until_announced(pair.prefill, lambda found: found == set(hasher.hashes(prompt[:-1])))
+    # The last token of an answer has no KV.
+    whole = hasher.hashes([*prompt, *answer.token_ids][:-1])
+    await until_announced(pair.decode, lambda found: found == set(whole))
+    longer = [*prompt, *(random.randrange(3, 500) for _ in range(6 * BLOCK_TOKENS))]
+    await pair.plain(longer)
+    await until_announced(pair.decode, lambda found: found >= {*whole, *hasher.hashes(longer)})
+    await pair.reset()
+    # vLLM says so with the next step.
+    await pair.plain(longer[:2])
+    await until_announced(pair.decode, lambda found: not found)
+
+
+async def test_the_announced_prefix_is_what_vllm_reuses(pair: Pair) -> None:
+    """Also when it has to give blocks up."""
+    random = Random(2)
+    hasher = hasher_of(pair.decode)
+    await pair.reset()
+    beginnings = [[random.randrange(3, 500) for _ in range(12 * BLOCK_TOKENS)] for _ in range(8)]
+    reused = 0
+    for _ in range(20):
+        beginning = random.choice(beginnings)
+        prompt = beginning[: random.randrange(1, len(beginning))]
+        prompt += [random.randrange(3, 500) for _ in range(random.randrange(1, 4 * BLOCK_TOKENS))]
+        found = await announced(pair.decode)
+        known = hasher.hashes(prompt[:-1])
+        depth = next((n for n, name in enumerate(known) if name not in found), len(known))
+        answer = await pair.plain(prompt, Sampling(temperature=0.0, max_tokens=1))
+        assert answer.end is not None
+        assert answer.end.cached_tokens == depth * BLOCK_TOKENS
+        reused += depth
+        await until_announced(pair.decode, set(hasher.hashes(prompt)).issubset)
+    assert reused > 20
