@@ -10,6 +10,7 @@ MODEL := models/SmolLM2-135M-Instruct
 TINY_MODEL := models/tiny-llama
 BASELINE := protos/baseline.binpb
 PYTEST := $(BIN)/python -m pytest
+GPU_PYTHON ?= $(BIN)/python
 
 # `headrace demo` reads it from the environment, where neither make nor a shell expands it again.
 ifdef PROMPT
@@ -45,17 +46,20 @@ demo: runtime $(MODEL)/config.json ## ask one question through four processes (P
 up: runtime $(MODEL)/config.json ## start the four services on loopback until Ctrl-C
 	@$(BIN)/headrace up
 
-.PHONY: test test-fast test-vllm test-rdma lint format type
+.PHONY: test test-fast test-vllm test-gpu test-rdma lint format type
 # Two runs: vLLM forks its engine, which must happen before anything in the process has used gRPC.
 test: test-vllm test-fast ## all tests
 
 test-fast: setup ## the tests that need no vLLM
-	@$(PYTEST) -m 'not vllm' $(ARGS)
+	@$(PYTEST) -m 'not vllm' --numprocesses 3 --dist worksteal $(ARGS)
 
 test-vllm: setup $(MODEL)/config.json $(TINY_MODEL)/config.json ## only the tests with vLLM
 	@$(PYTEST) -m vllm $(ARGS)
 
-test-rdma: setup ## the KV data plane on real RDMA verbs, in small virtual machines (installs QEMU)
+test-gpu: setup ## the KV data plane in a CUDA device's memory (GPU_PYTHON: one whose torch knows CUDA)
+	@$(GPU_PYTHON) -m pytest -m gpu $(ARGS)
+
+test-rdma: setup ## the KV data plane on real RDMA verbs, in small virtual machines (ARGS="--only two": two hosts)
 	@$(BIN)/python scripts/rdma_vm.py $(ARGS)
 
 lint: setup ## format, style, types, import directions, protos, requirements

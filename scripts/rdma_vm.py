@@ -1,86 +1,141 @@
 """Runs the tests of tests/rdma on real RDMA verbs, in virtual machines with soft-RoCE: no RDMA device, no KVM needed.
 
-    python scripts/rdma_vm.py [--only one|two]
+    python scripts/rdma_vm.py [--only one|two|JOB]
 
-First everything in one machine, then two machines as two hosts. Exit status 0 when every expected case has passed,
-also when QEMU cannot be installed here, which is said loudly; 1 otherwise.
+Exit status 0 when every expected case has passed, also when QEMU or Debian's packages cannot be had here, which is said
+loudly; 1 otherwise.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import selectors
-import socket
+import py_compile
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from rdma_vm_archive import write_archive
+from rdma_vm_machines import (
+    EMULATION,
+    Fleet,
+    accelerator,
+    fleet,
+    machine_limit,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), *(str(ROOT / folder) for folder in ("libs",))]
 
-from tests.rdma.cases import expected_names  # noqa: E402
+from tests.rdma.cases import JOBS, Job  # noqa: E402
 from tests.rdma.report import Result, parse  # noqa: E402
 
 CACHE = ROOT / ".cache" / "rdma"
-CANNOT_INSTALL = 3
+CANNOT_HAVE = 3
 # What a machine gets of this checkout, beside its own small Debian.
 PROJECT = ("libs", "services", "tests/rdma")
-# On a quiet machine a third of it; emulation shares the cores with whoever else is there.
-MACHINE_TIMEOUT_S = {1: 400.0, 2: 120.0}
-_MEMORY_MIB = 3072
-_MIB_OF_HOSTS = 2048
+# A quiet machine with two cores takes a fifth of these; emulation shares the cores with whoever else is there.
+JOB_TIMEOUT_S = 600.0
+TOTAL_TIMEOUT_S = 900.0
+_POLL_S = 1.0
 
 
 def main() -> int:
     """The exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", choices=("one", "two"), help="machines in one run")
-    only = parser.parse_args().only
-    prepared = subprocess.run([ROOT / "scripts/rdma_vm_image.sh", sys.executable], check=False)
-    if prepared.returncode == CANNOT_INSTALL:
-        print("\n" + "*" * 100, file=sys.stderr)
-        print("SKIPPED: the RDMA tests, because QEMU cannot be installed here", file=sys.stderr)
-        print("*" * 100, file=sys.stderr)
-        return 0
-    if prepared.returncode:
-        return 1
+    options = parse_options(sys.argv[1:])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     started_s = time.monotonic()
+    if (status := prepare_image()) is not None:
+        return status
     write_initrd()
-    results: list[Result] = []
-    for host_count, name in ((1, "one"), (2, "two")):
-        if only in (None, name):
-            results += run(host_count)
-    passed = sum(result.passed for result in results)
-    failed = len(results) - passed
-    print(f"{passed} passed, {failed} failed in {time.monotonic() - started_s:.0f} s")
+    boot = (CACHE / "vmlinuz", CACHE / "initrd.cpio")
+    accel = accelerator(boot[0])
+    at_once = machine_limit()
+    how = "emulated" if accel == EMULATION else "with KVM"
+    print(f"[rdma] virtual machines, {how}, up to {at_once} at once", flush=True)
+    with fleet(boot, accel, CACHE) as machines:
+        results = run(options, machines, at_once, started_s)
+    failed = sum(not result.passed for result in results)
+    if failed:
+        print(f"[rdma] the machines' own words are in {CACHE}/console-*.log")
+    # CI's log ends with pytest's summary: this one says what it is about.
+    print(
+        f"[rdma] {len(results) - failed} passed, {failed} failed in "
+        f"{time.monotonic() - started_s:.0f} s"
+    )
     return 1 if failed else 0
+
+
+def parse_options(words: Sequence[str]) -> tuple[Job, ...]:
+    """The jobs that the command line asks for."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    names = ("one", "two", *(job.name for job in JOBS))
+    parser.add_argument("--only", choices=names, help="machines of a job, or one job")
+    only: str | None = parser.parse_args(words).only
+    counts = {"one": 1, "two": 2}
+    return tuple(
+        job for job in JOBS if only in (None, job.name) or counts.get(only or "") == len(job.roles)
+    )
+
+
+def prepare_image() -> int | None:
+    """The exit status when nothing can be run."""
+    prepared = subprocess.run(
+        [ROOT / "scripts/rdma_vm_image.sh", sys.executable],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    print(prepared.stdout, end="", flush=True)
+    if prepared.returncode == CANNOT_HAVE:
+        reason = (prepared.stdout.splitlines() or [""])[-1].removeprefix("[rdma] ")
+        print(skip_message(reason), file=sys.stderr, flush=True)
+        return 0
+    return 1 if prepared.returncode else None
+
+
+def skip_message(reason: str) -> str:
+    """What nobody overlooks."""
+    stars = "*" * 100
+    return (
+        f"\n{stars}\n{stars}\n"
+        "SKIPPED: ALL TESTS OVER RDMA. Nothing was checked over RDMA verbs on this machine.\n"
+        f"Why: {reason}\n{stars}\n{stars}\n"
+    )
 
 
 def write_initrd() -> None:
     """The machine's Debian with this checkout behind it: a kernel takes several archives in a row."""
+    compiled = CACHE / "compiled"
     files = sorted(project_files())
     folders = sorted({str(parent) for path in files for parent in Path(path).parents} - {"."})
-    with (CACHE / "initrd.cpio").open("wb") as archive:
-        archive.write((CACHE / "root.cpio").read_bytes())
-        archive.flush()
-        staged = CACHE / "staged"
-        staged.mkdir(exist_ok=True)
-        for link, target in (("project", ROOT), ("init", ROOT / "tests/rdma/init.sh")):
-            (staged / link).unlink(missing_ok=True)
-            (staged / link).symlink_to(target)
-        # Names go through the link, so that the archive has the folder /project and not this checkout's place.
-        names = ["project", *(f"project/{path}" for path in [*folders, *files]), "init"]
-        subprocess.run(
-            ["cpio", "--quiet", "--dereference", "-o", "-H", "newc"],
-            cwd=staged,
-            input="\n".join(names).encode(),
-            stdout=archive,
-            check=True,
-        )
+    entries = [("project", ROOT), *((f"project/{path}", ROOT / path) for path in folders)]
+    for path in files:
+        entries.append((f"project/{path}", ROOT / path))
+        if path.endswith(".py"):
+            entries += compile_file(path, compiled)
+    # A folder may come several times, so that each is there before its files.
+    with (CACHE / "initrd.cpio").open("wb") as stream:
+        stream.write((CACHE / "root.cpio").read_bytes())
+        write_archive(stream, [*entries, ("init", ROOT / "tests/rdma/init.sh")])
+
+
+def compile_file(path: str, compiled: Path) -> Iterator[tuple[str, Path]]:
+    """The entries of a source's compiled form: under emulation, compiling all of them takes long."""
+    source = Path(path)
+    name = f"{source.parent}/__pycache__/{source.stem}.{sys.implementation.cache_tag}.pyc"
+    target = compiled / name
+    py_compile.compile(
+        str(ROOT / path),
+        str(target),
+        f"/project/{path}",
+        doraise=True,
+        invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH,
+    )
+    yield f"project/{source.parent}/__pycache__", target.parent
+    yield f"project/{name}", target
 
 
 def project_files() -> Iterator[str]:
@@ -91,116 +146,55 @@ def project_files() -> Iterator[str]:
                 yield str(path.relative_to(ROOT))
 
 
-def run(host_count: int) -> list[Result]:
-    """Boots the machines and prints a table of what they report; cases that nobody reported have failed."""
-    print(f"[rdma] {host_count} virtual machine(s), emulated", flush=True)
-    started_s = time.monotonic()
-    results: dict[str, Result] = {}
-    with machines(host_count) as processes:
-        for result in watch(processes, started_s + MACHINE_TIMEOUT_S[host_count]):
+def run(jobs: Sequence[Job], machines: Fleet, at_once: int, started_s: float) -> list[Result]:
+    """Runs the jobs, several at once, and prints what they report; cases that nobody reported have failed."""
+    waiting = list(jobs)
+    give_up_s: dict[str, float] = {}
+    results: dict[str, dict[str, Result]] = {job.name: {} for job in jobs}
+    total_give_up_s = started_s + TOTAL_TIMEOUT_S
+    while waiting or give_up_s:
+        while job := next_job(waiting, at_once - machines.machine_count):
+            waiting.remove(job)
+            machines.start(job.name, job.roles)
+            give_up_s[job.name] = min(time.monotonic() + JOB_TIMEOUT_S, total_give_up_s)
+        for name, line in machines.lines(_POLL_S):
+            known = results[name]
+            result = parse(line)
             # A case that failed stays failed.
-            if result.name not in results or results[result.name].passed:
-                results[result.name] = result
-                print(row(result), flush=True)
-    for name in expected_names(host_count):
-        if name not in results:
-            results[name] = Result(name, passed=False, duration_s=0.0, note="no result came back")
-            print(row(results[name]))
-    if not all(result.passed for result in results.values()):
-        print(f"[rdma] the machines' own words are in {CACHE}/console-{host_count}-*.log")
-    print(f"[rdma] {time.monotonic() - started_s:.0f} s, start and end included", flush=True)
-    return list(results.values())
+            if result and (result.name not in known or known[result.name].passed):
+                known[result.name] = result
+                print(row(result, time.monotonic() - started_s), flush=True)
+        for name in list(give_up_s):
+            late = time.monotonic() > give_up_s[name]
+            if machines.is_off(name) or late:
+                machines.end(name)
+                del give_up_s[name]
+                why = "time is up" if late else "no result came back"
+                for result in missing(name, results[name], why):
+                    results[name][result.name] = result
+                    print(row(result, time.monotonic() - started_s), flush=True)
+    return [result for known in results.values() for result in known.values()]
 
 
-def row(result: Result) -> str:
-    """One line of the table."""
-    verdict = "ok    " if result.passed else "FAILED"
-    return f"  {verdict} {result.name:<42} {result.duration_s:6.1f} s  {result.note}"
+def next_job(waiting: Sequence[Job], free: int) -> Job | None:
+    """The first job that fits into what is free."""
+    return next((job for job in waiting if len(job.roles) <= free), None)
 
 
-@contextmanager
-def machines(host_count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Running machines, whose consoles can be read; none is left afterwards."""
-    port = free_port()
-    started: list[subprocess.Popen[bytes]] = []
-    try:
-        for number in range(1, host_count + 1):
-            network = ["-net", "none"]
-            if host_count > 1:
-                side = "listen" if number == 1 else "connect"
-                mac = f"52:54:00:00:00:{number:02x}"
-                network = [
-                    *("-netdev", f"socket,id=net,{side}=127.0.0.1:{port}"),
-                    *("-device", f"virtio-net-pci,netdev=net,mac={mac}"),
-                ]
-            started.append(
-                subprocess.Popen(
-                    command(host_count, number, network),
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                )
-            )
-            # The second can only connect to a first that listens.
-            time.sleep(0.5 if host_count > 1 else 0)
-        yield started
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
-
-
-def command(host_count: int, number: int, network: Sequence[str]) -> list[str]:
-    """A machine without disk: all that it has is in the initrd."""
-    kernel = "console=ttyS0 rdinit=/init quiet loglevel=1 panic=1"
-    if host_count > 1:
-        kernel += f" HEADRACE_RDMA_HOST={number}"
+def missing(name: str, known: dict[str, Result], why: str) -> list[Result]:
+    """Failures for the cases that the job should have reported and has not."""
+    job = next(job for job in JOBS if job.name == name)
     return [
-        "qemu-system-x86_64",
-        *("-machine", "q35", "-accel", "tcg,thread=multi", "-cpu", "max"),
-        *("-smp", "2" if host_count == 1 else "1"),
-        *("-m", str(_MEMORY_MIB if host_count == 1 else _MIB_OF_HOSTS)),
-        *("-kernel", str(CACHE / "vmlinuz"), "-initrd", str(CACHE / "initrd.cpio")),
-        *("-append", kernel, "-nographic", "-no-reboot"),
-        *network,
+        Result(case, passed=False, duration_s=0.0, note=why)
+        for case in job.expected_names()
+        if case not in known
     ]
 
 
-def free_port() -> int:
-    """A port of loopback that is free now."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
-def watch(processes: list[subprocess.Popen[bytes]], give_up_s: float) -> Iterable[Result]:
-    """Results as they come, until the machines are off or time is up; keeps what the consoles said."""
-    with selectors.DefaultSelector() as selector:
-        pending = {}
-        for number, process in enumerate(processes, 1):
-            assert process.stdout is not None
-            log = (CACHE / f"console-{len(processes)}-{number}.log").open("wb")
-            selector.register(process.stdout, selectors.EVENT_READ, log)
-            pending[process.stdout.fileno()] = b""
-        while selector.get_map():
-            remaining_s = give_up_s - time.monotonic()
-            if remaining_s <= 0:
-                print("[rdma] time is up: the machines are switched off", file=sys.stderr)
-                break
-            for key, _ in selector.select(remaining_s):
-                data = os.read(key.fd, 65536)
-                key.data.write(data)
-                if not data:
-                    selector.unregister(key.fileobj)
-                    key.data.close()
-                *lines, pending[key.fd] = (pending[key.fd] + data).split(b"\n")
-                for line in lines:
-                    if result := parse(line.decode(errors="replace")):
-                        yield result
-        for key in list(selector.get_map().values()):
-            with suppress(OSError):
-                key.data.close()
+def row(result: Result, at_s: float) -> str:
+    """One line of the table."""
+    verdict = "ok    " if result.passed else "FAILED"
+    return f"{at_s:5.0f} s  {verdict} {result.name:<40} {result.duration_s:5.1f} s  {result.note}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Copies the installed Python packages that the RDMA test's virtual machine needs, without vLLM and torch.
+"""Copies the installed Python packages that the RDMA test's virtual machines need, without vLLM and torch.
 
 python scripts/rdma_vm_packages.py FOLDER
 """
@@ -12,26 +12,15 @@ from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
 _REQUIREMENTS = ("registry.txt", "router.txt")
-# Workers' requirements hold vLLM and torch: of those, only what the sim engine and its transports use; and pytest.
-_MORE = (
-    "mooncake-transfer-engine-non-cuda",
-    "numpy",
-    "xxhash",
-    "hypothesis",
-    "iniconfig",
-    "packaging",
-    "pluggy",
-    "psutil",
-    "pytest",
-    "pytest-asyncio",
-    "pytest-timeout",
-    "sortedcontainers",
-)
+# Workers' requirements hold vLLM and torch: of those, only what the sim engine and its transports use.
+_MORE = ("mooncake-transfer-engine-non-cuda", "numpy", "xxhash")
 _PINNED = re.compile(r"^([A-Za-z0-9._-]+)==")
-# Mooncake's programs and its store are 80 MB that an engine does not load.
+# Mooncake's programs and its store are 80 MB that an engine does not load. What a machine boots with is unpacked under
+# emulation, so it pays to leave out sources and what only compiling needs.
 _LEFT_OUT = re.compile(
     r"^mooncake/(?!([^/]*\.py|engine[^/]*\.so|lib[^/]*\.so|_fast_copy[^/]*\.so)$)"
-    r"|(^|/)tests?/|\.pyi$|^\.\./"
+    r"|^mooncake_.*\.libs/libetcd_wrapper-"
+    r"|(^|/)(tests?|include|f2py)/|\.(pyi|pyx|pxd|c|h|a)$|^\.\./"
 )
 
 

@@ -7,12 +7,19 @@ from dataclasses import dataclass
 
 from tests.rdma.conformance import CASES
 
-# Each token's KV has 4 KiB in all of them, so that every request moves more than a megabyte.
+# Each token's KV has at least 4 KiB in all of them, so that every request moves more than a megabyte.
 MODELS: Mapping[str, str] = {
     "gqa": "sim:layers=2,heads=4,head_bytes=512",
     "mla": "sim:layers=2,heads=1,head_bytes=2048",
     "few-heads": "sim:layers=2,heads=2,head_bytes=1024",
+    "nhd-to-hnd": "sim:layers=2,heads=4,head_bytes=512",
+    "state-pages": (
+        "sim:layers=2,heads=2,head_bytes=1024,"
+        "state_layers=2,state_heads=2,state_parts=conv:4096/ssm:16384"
+    ),
 }
+# What prefill workers have otherwise than decode workers.
+_PREFILL_ONLY: Mapping[str, str] = {"nhd-to-hnd": ",order=nhd"}
 RANKS = (1, 2, 4)
 
 WRITES = {case.__name__: f"write: {case.__name__}" for case in CASES}
@@ -27,11 +34,17 @@ class Group:
     layout: str
     prefill_ranks: int
     decode_ranks: tuple[int, ...]
+    between_hosts: bool = False
 
     @property
     def model(self) -> str:
-        """The engines' model."""
+        """The decode engines' model."""
         return MODELS[self.layout]
+
+    @property
+    def prefill_model(self) -> str:
+        """The prefill engine's: the same in another arrangement, perhaps."""
+        return self.model + _PREFILL_ONLY.get(self.layout, "")
 
     @property
     def prefill_id(self) -> str:
@@ -44,18 +57,49 @@ class Group:
 
     def pair_name(self, ranks: int) -> str:
         """As reports print the case of one decode worker."""
-        return f"serve: {self.layout} P{self.prefill_ranks} to D{ranks}"
+        hosts = " on another host" if self.between_hosts else ""
+        return f"serve: {self.layout} P{self.prefill_ranks} to D{ranks}{hosts}"
+
+    def names(self) -> tuple[str, ...]:
+        """The cases of all its pairs."""
+        return tuple(self.pair_name(ranks) for ranks in self.decode_ranks)
+
+
+def _all_pairs(layout: str) -> tuple[Group, ...]:
+    return tuple(Group(layout, ranks, RANKS) for ranks in RANKS)
 
 
 LANES: Mapping[str, tuple[Group, ...]] = {
-    layout: tuple(Group(layout, ranks, RANKS) for ranks in RANKS) for layout in MODELS
+    "gqa": _all_pairs("gqa"),
+    "mla": _all_pairs("mla"),
+    "few-heads": _all_pairs("few-heads"),
+    "arrangements": (Group("nhd-to-hnd", 1, (2,)), Group("state-pages", 2, (1,))),
 }
-"""Groups by layout: those of one share their decode workers."""
-BETWEEN_HOSTS = (Group("gqa", 2, (4,)), Group("mla", 4, (2,)))
+"""Groups by machine, one after the other: neighbours of one layout share their decode workers."""
+BETWEEN_HOSTS = (Group("gqa", 2, (4,), True), Group("mla", 4, (2,), True))
+
+WRITES_ROLE = "writes"
+HOST_ROLES = ("host-1", "host-2")
 
 
-def expected_names(host_count: int) -> tuple[str, ...]:
-    """The results that the machines must report, whatever else they do."""
-    groups = BETWEEN_HOSTS if host_count > 1 else [g for lane in LANES.values() for g in lane]
-    names = tuple(group.pair_name(ranks) for group in groups for ranks in group.decode_ranks)
-    return names if host_count > 1 else (*names, *WRITES.values(), WRITES_MOVED, CONTROL)
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Machines that start and end together; `roles` says what each of them does."""
+
+    name: str
+    roles: tuple[str, ...]
+
+    def expected_names(self) -> tuple[str, ...]:
+        """The results that the machines must report, whatever else they do."""
+        if self.roles == (WRITES_ROLE,):
+            return (*WRITES.values(), WRITES_MOVED, CONTROL)
+        groups = BETWEEN_HOSTS if self.roles == HOST_ROLES else LANES[self.name]
+        return tuple(name for group in groups for name in group.names())
+
+
+# The longest first: the others run beside them.
+JOBS = (
+    Job("two-hosts", HOST_ROLES),
+    Job("writes", (WRITES_ROLE,)),
+    *(Job(lane, (lane,)) for lane in LANES),
+)

@@ -2,46 +2,57 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 _COUNTERS = Path("/sys/class/infiniband/rxe0/ports/1/hw_counters")
-# The kernel's soft-RoCE sends no more in one packet.
+_INTERFACES = Path("/sys/class/net")
+# What soft-RoCE sends in one packet: never more, and on a link of 1,500 bytes never more than the second.
 PACKET_BYTES = 4096
+LINK_PACKET_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Counted since the machine's start, or between two moments."""
+    """Counted since the machine's start, or between two moments.
 
-    rdma_packets_sent: int
-    rdma_packets_received: int
-    ip_bytes: int
-    tcp_segments: int
+    `ip_bytes` went out by IP, which RDMA inside one machine does not. With two machines, `roce_bytes` came in or went
+    out by the network with the RDMA device, `control_bytes` by the other.
+    """
+
+    rdma_packets_sent: int = 0
+    rdma_packets_received: int = 0
+    ip_bytes: int = 0
+    roce_bytes: int = 0
+    control_bytes: int = 0
 
     def __sub__(self, earlier: Traffic) -> Traffic:
-        return Traffic(
-            self.rdma_packets_sent - earlier.rdma_packets_sent,
-            self.rdma_packets_received - earlier.rdma_packets_received,
-            self.ip_bytes - earlier.ip_bytes,
-            self.tcp_segments - earlier.tcp_segments,
-        )
+        names = (field.name for field in fields(self))
+        return Traffic(**{name: getattr(self, name) - getattr(earlier, name) for name in names})
 
 
 def traffic() -> Traffic:
     """Now."""
     return Traffic(
-        int((_COUNTERS / "sent_pkts").read_text()),
-        int((_COUNTERS / "rcvd_pkts").read_text()),
-        _protocol_counter("/proc/net/netstat", "IpExt:", "OutOctets"),
-        _protocol_counter("/proc/net/snmp", "Tcp:", "OutSegs"),
+        rdma_packets_sent=int((_COUNTERS / "sent_pkts").read_text()),
+        rdma_packets_received=int((_COUNTERS / "rcvd_pkts").read_text()),
+        ip_bytes=protocol_counter(Path("/proc/net/netstat").read_text(), "IpExt:", "OutOctets"),
+        roce_bytes=_interface_bytes("eth1"),
+        control_bytes=_interface_bytes("eth0"),
     )
 
 
-def _protocol_counter(path: str, protocol: str, name: str) -> int:
-    lines = [line.split() for line in Path(path).read_text().splitlines()]
-    names, values = (line for line in lines if line[0] == protocol)
+def protocol_counter(text: str, protocol: str, name: str) -> int:
+    """A counter of the kernel's tables: for each protocol a line of names, then one of values."""
+    lines = [line.split() for line in text.splitlines()]
+    names, values = (line for line in lines if line and line[0] == protocol)
     return int(values[names.index(name)])
+
+
+def _interface_bytes(interface: str) -> int:
+    """Both ways; 0 where there is no such interface."""
+    folder = _INTERFACES / interface / "statistics"
+    return sum(int(path.read_text()) for path in folder.glob("[rt]x_bytes"))
 
 
 def check_moved_by_rdma(counted: Traffic, payload_bytes: int) -> str:
@@ -58,4 +69,26 @@ def check_moved_by_rdma(counted: Traffic, payload_bytes: int) -> str:
     return (
         f"{payload_bytes} bytes, {counted.rdma_packets_sent} RDMA packets, "
         f"{counted.ip_bytes} bytes by IP"
+    )
+
+
+def check_crossed_by_rdma(counted: Traffic, payload_bytes: int, *, sends: bool) -> str:
+    """The same between two machines, seen from the one that sends the payload or from the one that gets it.
+
+    TCP and RDMA have a network each. So little went by the first that no payload can have been in it; the second, on
+    which nobody speaks TCP, carried at least the payload, in as many packets of the RDMA device as that takes.
+    """
+    packets = counted.rdma_packets_sent if sends else counted.rdma_packets_received
+    assert packets * LINK_PACKET_BYTES >= payload_bytes, (
+        f"{packets} RDMA packets cannot hold {payload_bytes} bytes"
+    )
+    assert counted.roce_bytes >= payload_bytes, (
+        f"only {counted.roce_bytes} bytes went by the RDMA device's network"
+    )
+    assert counted.control_bytes < payload_bytes // 2, (
+        f"{counted.control_bytes} bytes went by TCP's network, of {payload_bytes} bytes of payload"
+    )
+    return (
+        f"{payload_bytes} bytes, {packets} RDMA packets, {counted.roce_bytes} bytes by their network, "
+        f"{counted.control_bytes} by TCP's"
     )

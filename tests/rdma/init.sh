@@ -1,6 +1,6 @@
 #!/bin/bash
 # The virtual machine's first process: makes a RoCE device of a network interface, runs the tests, powers off.
-# HEADRACE_RDMA_HOST, from the kernel's command line: empty for a machine on its own, else its number among several.
+# HEADRACE_RDMA_ROLE, from the kernel's command line, says what to do; host-1 and host-2 are two machines of one network.
 mkdir -p /proc /sys /dev /tmp /run
 mount -t proc proc /proc
 mount -t sysfs sys /sys
@@ -10,22 +10,28 @@ mount -t tmpfs tmp /tmp
 mount -t tmpfs shm /dev/shm
 exec </dev/ttyS0 >/dev/ttyS0 2>&1
 ip link set lo up
+case $HEADRACE_RDMA_ROLE in
+    host-*)
+        number=${HEADRACE_RDMA_ROLE#host-}
+        modprobe -a virtio_pci virtio_net ib_uverbs rdma_rxe
+        # Only RDMA uses the second network, and only TCP the first: each one's counters speak for themselves.
+        for ((tries = 0; tries < 300; tries++)); do
+            [[ -e /sys/class/net/eth1 ]] && break
+            sleep 0.1
+        done
+        ip address add "10.99.0.$number/24" dev eth0
+        ip link set eth0 up
+        interface=eth1 mtu=1500
+        ip address add "10.98.0.$number/24" dev eth1
+        ;;
+    *)
+        modprobe -a dummy ib_uverbs rdma_rxe
+        interface=dummy0 mtu=4200
+        [[ -e /sys/class/net/dummy0 ]] || ip link add dummy0 type dummy
+        ip address add 10.99.0.1/24 dev dummy0
+        ;;
+esac
 # Jumbo frames where the network allows it: RoCE then sends 4,096 bytes a packet.
-if [[ -n ${HEADRACE_RDMA_HOST:-} ]]; then
-    modprobe -a virtio_pci virtio_net ib_uverbs rdma_rxe
-    for ((tries = 0; tries < 100; tries++)); do
-        interface=$(ls /sys/class/net | grep -v '^lo$' | head -n 1)
-        [[ -n $interface ]] && break
-        sleep 0.1
-    done
-    mtu=1500
-else
-    modprobe -a dummy ib_uverbs rdma_rxe
-    interface=dummy0
-    [[ -e /sys/class/net/dummy0 ]] || ip link add dummy0 type dummy
-    mtu=4200
-fi
-ip address add "10.99.0.${HEADRACE_RDMA_HOST:-1}/24" dev "$interface"
 ip link set "$interface" up mtu "$mtu"
 rdma link add rxe0 type rxe netdev "$interface"
 ulimit -l unlimited

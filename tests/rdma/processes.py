@@ -18,8 +18,8 @@ from pathlib import Path
 from tests.rdma.report import LOGS
 
 _POLL_S = 0.02
-START_TIMEOUT_S = 40.0
-STOP_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 60.0
 _SERVICES = ("registry", "router", "prefill", "decode")
 
 

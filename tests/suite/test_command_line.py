@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
+
 COMMAND = (sys.executable, "-m", "headrace_cli")
 
 
@@ -42,12 +44,6 @@ async def headrace(*arguments: str, stdin: str = "", timeout_s: float = 50.0) ->
             process.kill()
             await process.wait()
     return Finished(process.returncode or 0, out.decode(), err.decode())
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def processes_in(folder: Path, what: str = "") -> list[int]:

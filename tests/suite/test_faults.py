@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from headrace_common.errors import DeadlineExceeded, HeadraceError, InternalError
+from tests.ports import free_port
 from tests.suite.deployment import Outcome, Suite, prompt_of, suite
 
 DEADLINE_S = 15.0
@@ -79,7 +80,9 @@ async def test_a_killed_decode_worker_is_named_and_the_other_serves(tmp_path: Pa
 
 
 async def test_no_request_fails_while_the_registry_is_away_and_comes_back(tmp_path: Path) -> None:
-    async with suite(tmp_path, prefill_count=2, settings=(SLOW_DECODE,)) as it:
+    # It comes back on its address, which nobody may take meanwhile.
+    listen = ("registry", "listen", f"127.0.0.1:{free_port()}")
+    async with suite(tmp_path, prefill_count=2, settings=(SLOW_DECODE, listen)) as it:
         stop = asyncio.Event()
         right = 0
 

@@ -25,15 +25,9 @@ from headrace_registry.etcd_store import EtcdStore
 from headrace_registry.main import SERVICE, open_store
 from headrace_registry.service import RegistryServicer
 from headrace_registry.store import Store
+from tests.ports import free_port
 
 ETCD = Path("/usr/bin/etcd")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 async def until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
@@ -117,13 +111,19 @@ class Registry:
     server: GrpcServer | None = None
 
     async def start(self) -> None:
-        listen = self.endpoint or "127.0.0.1:0"
+        listen = self.endpoint or f"127.0.0.1:{free_port()}"
         config = RegistryConfig.model_validate({**self.settings, "listen": listen})
         self.store = open_store(config)
         await self.store.start()
         self.server = GrpcServer(config, [SERVICE])
         registry_pb2_grpc.add_RegistryServiceServicer_to_server(
-            RegistryServicer(self.store, config.max_members), self.server.server
+            RegistryServicer(
+                self.store,
+                config.max_members,
+                config.prefix_hash_key_number,
+                config.ticket_key_bytes,
+            ),
+            self.server.server,
         )
         self.endpoint = await self.server.start()
 

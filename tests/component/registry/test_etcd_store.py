@@ -14,7 +14,6 @@ from headrace_common.errors import ConfigError, RegistryUnavailable, WatchExpire
 from headrace_registry.etcd_store import EtcdStore
 from tests.component.registry.harness import (
     EtcdServer,
-    free_port,
     kv_descriptor,
     reference,
     registry_stub,
@@ -22,6 +21,7 @@ from tests.component.registry.harness import (
     until,
     worker,
 )
+from tests.ports import free_port
 
 pytestmark = pytest.mark.etcd
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from headrace.registry.v1 import registry_pb2
-from tests.component.registry.harness import EtcdServer, free_port, registry_stub
+from tests.component.registry.harness import EtcdServer, registry_stub
+from tests.ports import free_port
 
 _REFUSING = """
 import sys

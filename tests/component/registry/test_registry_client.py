@@ -21,7 +21,6 @@ from headrace_common.errors import (
 from headrace_common.registry_client import DescriptorCache, Membership, RegistryView
 from tests.component.registry.harness import (
     EtcdServer,
-    free_port,
     kv_descriptor,
     reference,
     registry_process,
@@ -30,6 +29,7 @@ from tests.component.registry.harness import (
     until,
     worker,
 )
+from tests.ports import free_port
 
 
 async def test_a_member_comes_stays_and_leaves() -> None:

@@ -17,10 +17,12 @@ from headrace_cli.topology import ProcessSpec
 from headrace_common.errors import ConfigError, WorkerGone
 
 READY = "import sys, pathlib; pathlib.Path(sys.argv[1]).write_text('127.0.0.1:1\\n');"
-OBEDIENT = (
-    f"{READY} import signal; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); signal.pause()"
+# What a signal does is settled before the port file invites one.
+OBEDIENT = f"import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); {READY} signal.pause()"
+DEAF = (
+    f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {READY} "
+    "signal.pause(); signal.pause()"
 )
-DEAF = f"{READY} import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause(); signal.pause()"
 
 MakeSpec = Callable[..., ProcessSpec]
 

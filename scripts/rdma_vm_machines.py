@@ -1,0 +1,189 @@
+"""Virtual machines for the RDMA tests: how QEMU is called, and the lines of their consoles."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+EMULATION = "tcg"
+VIRTUALIZATION = "kvm"
+MACHINE_MIB = 1536
+# Under emulation, `rep movsb` copies byte by byte, and code that sees these features uses it.
+_CPU = {EMULATION: "max,erms=off,fsrm=off", VIRTUALIZATION: "host"}
+_KVM = Path("/dev/kvm")
+_KVM_TRIAL_S = 10.0
+# Two networks: the RDMA device is on one, TCP on the other, so that each shows what went by it.
+_NETWORKS = ("control", "roce")
+
+
+def accelerator(kernel: Path) -> str:
+    """KVM where it runs this kernel, otherwise emulation.
+
+    A device that opens is not enough: below some hypervisors it is there, and only their own kernels boot by it.
+    """
+    flags = Path("/proc/cpuinfo").read_text().split()
+    if not ({"vmx", "svm"} & set(flags) and os.access(_KVM, os.R_OK | os.W_OK)):
+        return EMULATION
+    trial = [
+        *("qemu-system-x86_64", "-machine", "q35", "-accel", "kvm", "-cpu", "host", "-m", "512"),
+        *("-kernel", str(kernel), "-append", "console=ttyS0 panic=-1"),
+        *("-nographic", "-no-reboot", "-net", "none"),
+    ]
+    try:
+        said = subprocess.run(
+            trial, stdin=subprocess.DEVNULL, capture_output=True, timeout=_KVM_TRIAL_S, check=False
+        ).stdout
+    except subprocess.TimeoutExpired as error:
+        said = error.stdout or b""
+    return VIRTUALIZATION if b"Linux version" in said else EMULATION
+
+
+def command(
+    role: str, boot: tuple[Path, Path], accel: str, links: Sequence[tuple[str, int]]
+) -> list[str]:
+    """QEMU for a machine without disk: all that it has is in the archive of `boot`, beside the kernel.
+
+    One processor: a second makes emulation dearer than it helps. `links`: the machine's hardware address and an open
+    socket for each network.
+    """
+    network = ["-net", "none"]
+    if links:
+        network = [
+            word
+            for number, (address, descriptor) in enumerate(links)
+            for word in (
+                *("-netdev", f"socket,id=net{number},fd={descriptor}"),
+                *("-device", f"virtio-net-pci,netdev=net{number},mac={address},romfile="),
+            )
+        ]
+    kernel, archive = boot
+    words = f"console=ttyS0 rdinit=/init quiet loglevel=1 panic=1 HEADRACE_RDMA_ROLE={role}"
+    return [
+        "qemu-system-x86_64",
+        *("-machine", "q35", "-cpu", _CPU[accel], "-smp", "1", "-m", str(MACHINE_MIB)),
+        *("-accel", f"{accel},thread=multi" if accel == EMULATION else accel),
+        *("-kernel", str(kernel), "-initrd", str(archive), "-append", words),
+        *("-nographic", "-no-reboot", *network),
+    ]
+
+
+def links_between(count: int, stack: ExitStack) -> list[list[tuple[str, int]]]:
+    """For each of two machines its end of each network; none for a machine alone."""
+    if count == 1:
+        return [[]]
+    assert count == 2, "a network here is a cable with two ends"
+    ends: list[list[tuple[str, int]]] = [[], []]
+    for number, _ in enumerate(_NETWORKS):
+        pair = socket.socketpair()
+        for side, end in enumerate(pair):
+            stack.enter_context(end)
+            ends[side].append((f"52:54:00:00:{number:02x}:{side + 1:02x}", end.fileno()))
+    return ends
+
+
+@dataclass(slots=True)
+class Console:
+    """One machine's console: what it says is kept in a file, and given out line by line."""
+
+    job: str
+    log: BinaryIO
+    pending: bytes = b""
+
+    def take(self, data: bytes) -> list[str]:
+        """The lines that these bytes complete."""
+        self.log.write(data)
+        self.log.flush()
+        *lines, self.pending = (self.pending + data).split(b"\n")
+        return [line.decode(errors="replace") for line in lines]
+
+
+@dataclass(slots=True)
+class Fleet:
+    """The running machines by job. Use as in `with fleet(...)`: none is left afterwards."""
+
+    boot: tuple[Path, Path]
+    accel: str
+    log_folder: Path
+    _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+    _processes: dict[str, list[subprocess.Popen[bytes]]] = field(default_factory=dict)
+
+    @property
+    def machine_count(self) -> int:
+        """Machines that are not known to be off."""
+        return sum(map(len, self._processes.values()))
+
+    def start(self, job: str, roles: Sequence[str]) -> None:
+        """Boots the machines of a job, with networks between them when they are two."""
+        started = self._processes[job] = []
+        with ExitStack() as stack:
+            for role, links in zip(roles, links_between(len(roles), stack), strict=True):
+                process = subprocess.Popen(
+                    command(role, self.boot, self.accel, links),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=[descriptor for _, descriptor in links],
+                )
+                started.append(process)
+                assert process.stdout is not None
+                log = (self.log_folder / f"console-{role}.log").open("wb")
+                self._selector.register(process.stdout, selectors.EVENT_READ, Console(job, log))
+
+    def lines(self, timeout_s: float) -> Iterator[tuple[str, str]]:
+        """Jobs and lines of their consoles that come within the time. Forgets machines that are off."""
+        for key, _ in self._selector.select(max(0.0, timeout_s)):
+            data = os.read(key.fd, 65536)
+            console: Console = key.data
+            for line in console.take(data):
+                yield console.job, line
+            if not data:
+                self._selector.unregister(key.fileobj)
+                console.log.close()
+
+    def is_off(self, job: str) -> bool:
+        """Whether all machines of the job have ended and said everything."""
+        return all(key.data.job != job for key in self._selector.get_map().values())
+
+    def end(self, job: str) -> None:
+        """Switches the job's machines off."""
+        for process in self._processes.pop(job):
+            process.kill()
+            process.wait()
+            assert process.stdout is not None
+            if process.stdout.fileno() in self._selector.get_map():
+                self._selector.unregister(process.stdout).data.log.close()
+            process.stdout.close()
+
+    def end_all(self) -> None:
+        """Switches everything off."""
+        for job in list(self._processes):
+            self.end(job)
+        self._selector.close()
+
+
+@contextmanager
+def fleet(boot: tuple[Path, Path], accel: str, log_folder: Path) -> Iterator[Fleet]:
+    """Machines that are off when the block ends."""
+    machines = Fleet(boot, accel, log_folder)
+    try:
+        yield machines
+    finally:
+        machines.end_all()
+
+
+def machine_limit() -> int:
+    """How many machines run well at once here: they often wait, so one more than processors, while memory allows."""
+    available_kib = next(
+        int(line.split()[1])
+        for line in Path("/proc/meminfo").read_text().splitlines()
+        if line.startswith("MemAvailable:")
+    )
+    by_memory = available_kib // 1024 // MACHINE_MIB
+    return max(2, min(len(os.sched_getaffinity(0)) + 1, by_memory))

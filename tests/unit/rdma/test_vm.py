@@ -1,0 +1,178 @@
+"""The pure parts of `make test-rdma`."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import rdma_vm
+from rdma_vm_archive import folder_entries, write_archive
+from rdma_vm_machines import EMULATION, VIRTUALIZATION, Console, command
+from tests.rdma.cases import BETWEEN_HOSTS, JOBS, LANES, RANKS
+from tests.rdma.device import (
+    Traffic,
+    check_crossed_by_rdma,
+    check_moved_by_rdma,
+    protocol_counter,
+)
+from tests.rdma.report import MARK, Result, parse, tell
+
+RESULT = Result("serve: gqa P1 to D2", passed=True, duration_s=1.5, note='"quoted", 2 packets')
+
+
+def test_a_result_survives_the_console(capsys: pytest.CaptureFixture[str]) -> None:
+    tell(RESULT)
+    results = [parse(line) for line in capsys.readouterr().out.splitlines()]
+    assert [result for result in results if result] == [RESULT]
+
+
+@pytest.mark.parametrize(
+    "line", ["", "booting", MARK, MARK + "{", MARK + "{}", MARK + '{"name": "a", "color": 1}']
+)
+def test_other_lines_are_no_results(line: str) -> None:
+    assert parse(line) is None
+
+
+def test_a_console_gives_whole_lines_and_keeps_everything() -> None:
+    log = io.BytesIO()
+    console = Console("gqa", log)
+    assert console.take(b"one\ntw") == ["one"]
+    assert console.take(b"o\n\xff\nthree") == ["two", "\ufffd"]
+    assert log.getvalue() == b"one\ntwo\n\xff\nthree"
+
+
+@pytest.mark.parametrize(
+    "words,names",
+    [
+        ([], [job.name for job in JOBS]),
+        (["--only", "two"], ["two-hosts"]),
+        (["--only", "one"], [job.name for job in JOBS if len(job.roles) == 1]),
+        (["--only", "mla"], ["mla"]),
+    ],
+)
+def test_jobs_by_command_line(words: list[str], names: list[str]) -> None:
+    assert [job.name for job in rdma_vm.parse_options(words)] == names
+
+
+def test_every_pair_is_expected_once() -> None:
+    names = [name for job in JOBS for name in job.expected_names()]
+    assert max(Counter(names).values()) == 1
+    for layout in ("gqa", "mla", "few-heads"):
+        for prefill in RANKS:
+            for decode in RANKS:
+                assert f"serve: {layout} P{prefill} to D{decode}" in names
+    assert {job.name for job in JOBS} >= set(LANES)
+    assert all(group.between_hosts for group in BETWEEN_HOSTS)
+
+
+def test_unreported_cases_have_failed() -> None:
+    first, *others = JOBS[0].expected_names()
+    missing = rdma_vm.missing(JOBS[0].name, {first: RESULT}, "time is up")
+    assert [(result.name, result.passed, result.note) for result in missing] == [
+        (name, False, "time is up") for name in others
+    ]
+
+
+def test_jobs_start_as_machines_are_free() -> None:
+    two = next(job for job in JOBS if len(job.roles) == 2)
+    one = next(job for job in JOBS if len(job.roles) == 1)
+    assert rdma_vm.next_job([two, one], 2) is two
+    assert rdma_vm.next_job([two, one], 1) is one
+    assert rdma_vm.next_job([two, one], 0) is None
+    assert rdma_vm.next_job([], 3) is None
+
+
+def test_skipping_is_loud_and_says_why() -> None:
+    message = rdma_vm.skip_message("missing: qemu-system-x86_64")
+    assert "SKIPPED" in message
+    assert "missing: qemu-system-x86_64" in message
+    assert len(message.splitlines()) > 5
+
+
+def test_the_machines_command() -> None:
+    boot = (Path("kernel"), Path("archive"))
+    alone = command("gqa", boot, EMULATION, [])
+    assert alone[alone.index("-net") + 1] == "none"
+    assert alone[alone.index("-append") + 1].endswith("HEADRACE_RDMA_ROLE=gqa")
+    linked = command("host-1", boot, VIRTUALIZATION, [("52:54:00:00:00:01", 7), ("b", 8)])
+    assert "-net" not in linked
+    assert [word for word in linked if word.startswith("socket,")] == [
+        "socket,id=net0,fd=7",
+        "socket,id=net1,fd=8",
+    ]
+    assert linked[linked.index("-cpu") + 1] == "host"
+
+
+def test_an_archive_unpacks_to_the_same(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    (source / "folder" / "empty").mkdir(parents=True)
+    (source / "folder" / "file").write_bytes(b"12345")
+    (source / "none").write_bytes(b"")
+    (source / "run").write_text("#!/bin/sh\n")
+    (source / "run").chmod(0o755)
+    (source / "link").symlink_to("folder/file")
+    archive = io.BytesIO()
+    write_archive(archive, folder_entries(source))
+    unpacked = _read_archive(archive.getvalue())
+    assert list(unpacked) == ["folder", "folder/empty", "folder/file", "link", "none", "run"]
+    assert unpacked["folder/file"] == (0o100644, b"12345")
+    assert unpacked["run"] == (0o100755, b"#!/bin/sh\n")
+    assert unpacked["link"] == (0o120777, b"folder/file")
+    assert unpacked["folder"][0] & 0o170000 == 0o040000
+
+
+def _read_archive(data: bytes) -> dict[str, tuple[int, bytes]]:
+    """Modes and contents by name, as the kernel's documentation describes the format."""
+    entries: dict[str, tuple[int, bytes]] = {}
+    at = 0
+    while True:
+        assert data[at : at + 6] == b"070701"
+        numbers = [int(data[at + 6 + 8 * n : at + 14 + 8 * n], 16) for n in range(13)]
+        name_end = at + 110 + numbers[11]
+        name = data[at + 110 : name_end - 1].decode()
+        start = -(-name_end // 4) * 4
+        if name == "TRAILER!!!":
+            return entries
+        entries[name] = (numbers[1], data[start : start + numbers[6]])
+        at = -(-(start + numbers[6]) // 4) * 4
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    subprocess.run(["mkfifo", tmp_path / "pipe"], check=True)
+    with pytest.raises(ValueError, match="pipe"):
+        write_archive(io.BytesIO(), folder_entries(tmp_path))
+
+
+def test_a_counter_of_the_kernels_tables() -> None:
+    text = "TcpExt: A B\nTcpExt: 1 2\nIpExt: InOctets OutOctets\nIpExt: 30 40\n"
+    assert protocol_counter(text, "IpExt:", "OutOctets") == 40
+
+
+def test_proof_inside_one_machine_can_fail() -> None:
+    good = Traffic(rdma_packets_sent=300, ip_bytes=50_000)
+    assert "300 RDMA packets" in check_moved_by_rdma(good, 1_000_000)
+    with pytest.raises(AssertionError, match="cannot hold"):
+        check_moved_by_rdma(Traffic(rdma_packets_sent=200, ip_bytes=50_000), 1_000_000)
+    with pytest.raises(AssertionError, match="by IP"):
+        check_moved_by_rdma(Traffic(rdma_packets_sent=300, ip_bytes=1_000_000), 1_000_000)
+
+
+GOOD = {"rdma_packets_sent": 1000, "rdma_packets_received": 1000}
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_proof_between_machines_can_fail(sends: bool) -> None:
+    good = Traffic(**GOOD, roce_bytes=1_100_000, control_bytes=100_000)
+    assert "1000 RDMA packets" in check_crossed_by_rdma(good, 1_000_000, sends=sends)
+    counted = "rdma_packets_sent" if sends else "rdma_packets_received"
+    for wrong, words in (
+        (Traffic(**{**GOOD, counted: 900}, roce_bytes=1_100_000), "cannot hold"),
+        (Traffic(**GOOD, roce_bytes=900_000), "device's network"),
+        (Traffic(**GOOD, roce_bytes=1_100_000, control_bytes=1_000_000), "TCP's network"),
+    ):
+        with pytest.raises(AssertionError, match=words):
+            check_crossed_by_rdma(wrong, 1_000_000, sends=sends)
