@@ -3,6 +3,7 @@
 HeadraceError
 ├── InvalidRequest          INVALID_ARGUMENT     a field of the request is wrong; names it
 ├── ConfigError             exit status 2        the process cannot start as configured; says the remedy
+├── Unauthenticated         UNAUTHENTICATED      the caller's API key is missing or unknown
 ├── NotFound                NOT_FOUND
 ├── DuplicateTransfer       ALREADY_EXISTS       a transfer id was used before
 ├── StaleIncarnation        ABORTED              the message is meant for another incarnation
@@ -74,6 +75,13 @@ class ConfigError(HeadraceError):
 
     reason = "CONFIG_INVALID"
     code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class Unauthenticated(HeadraceError):
+    """The caller's API key is missing or unknown."""
+
+    reason = "UNAUTHENTICATED"
+    code = grpc.StatusCode.UNAUTHENTICATED
 
 
 class NotFound(HeadraceError):

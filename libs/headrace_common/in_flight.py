@@ -22,6 +22,7 @@ _ENDLESS = frozenset(
         "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
         "/headrace.registry.v1.RegistryService/KeepAlive",
         "/headrace.registry.v1.RegistryService/Watch",
+        "/headrace.worker.v1.WorkerService/SubscribeKvEvents",
         "/headrace.worker.v1.WorkerService/WatchStatus",
         "/headrace.prefill.v1.PrefillQueueService/Pull",
         "/headrace.kv.v1.HandoffService/Handoff",

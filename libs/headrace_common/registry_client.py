@@ -58,7 +58,19 @@ class Membership:
         self._ttl.FromNanoseconds(round(ttl_s * 1e9))
         self._interval_s = ttl_s / 3
         self._lease_id = ""
+        self._prefix_hash_key = 0
+        self._ticket_key = b""
         self._keeper: asyncio.Task[None] | None = None
+
+    @property
+    def prefix_hash_key(self) -> int:
+        """The deployment's key for hashes of prompt prefixes: the first one given. 0 before `start` is through."""
+        return self._prefix_hash_key
+
+    @property
+    def ticket_key(self) -> bytes:
+        """The deployment's key for tickets: the last one given. Empty before `start` is through."""
+        return self._ticket_key
 
     @property
     def registered(self) -> bool:
@@ -111,7 +123,12 @@ class Membership:
                 await self._link.back_off(error)
 
     async def _register(self, timeout_s: float = _CALL_TIMEOUT_S) -> None:
-        request = registry_pb2.RegisterRequest(member=self._member, ttl=self._ttl)
+        request = registry_pb2.RegisterRequest(
+            member=self._member,
+            ttl=self._ttl,
+            prefix_hash_key=self._prefix_hash_key,
+            ticket_key=self._ticket_key,
+        )
         with self._link.errors():
             granted = await self._link.stub.Register(request, timeout=timeout_s)
             if self._descriptor is not None:
@@ -123,6 +140,19 @@ class Membership:
                 )
                 await self._link.stub.PutKvDescriptor(put, timeout=timeout_s)
         self._lease_id = granted.lease_id
+        self._take_key(granted.prefix_hash_key)
+        self._ticket_key = granted.ticket_key
+
+    def _take_key(self, key: int) -> None:
+        """What was hashed with the first key cannot be hashed again, so it stays."""
+        if not self._prefix_hash_key:
+            self._prefix_hash_key = key
+        elif key != self._prefix_hash_key:
+            _log.warning(
+                "%s: the registry has another prefix_hash_key now: cached prefixes that one side of it announces are "
+                "not found by the other until these restart",
+                self._member.worker_id,
+            )
 
     async def _keep_alive(self) -> None:
         """Returns when the lease is gone; raises when the registry is."""

@@ -57,6 +57,8 @@ ATTRIBUTE_ATTEMPT: Final = "headrace.attempt.number"
 ATTRIBUTE_PLACEMENT: Final = "headrace.placement"
 # Why a decode worker was chosen.
 ATTRIBUTE_EXPLANATION: Final = "headrace.explanation"
+# The decode workers that were cheapest, with their costs in tokens.
+ATTRIBUTE_CANDIDATES: Final = "headrace.candidates"
 # Prompts ahead on joining the prefill queue.
 ATTRIBUTE_QUEUE_DEPTH: Final = "headrace.queue.depth"
 # Reason from the error tree.
@@ -87,14 +89,24 @@ ATTRIBUTE_TOKENS: Final = "headrace.tokens"
 ATTRIBUTE_START_TOKEN: Final = "headrace.start_token"
 # Bytes of KV moved.
 ATTRIBUTE_PAYLOAD_BYTES: Final = "headrace.payload_bytes"
-# Contiguous runs written.
+# Contiguous runs planned.
 ATTRIBUTE_RUNS: Final = "headrace.runs"
+# Entries that the transport was given for the runs.
+ATTRIBUTE_ENTRIES: Final = "headrace.entries"
+# Transport that carried the bytes, e.g. "mooncake/tcp"; several are joined by "+".
+ATTRIBUTE_TRANSPORT: Final = "headrace.transport"
+# How short runs got across: "in_flight", "before", "after" or "both"; several are joined by "+".
+ATTRIBUTE_STRATEGY: Final = "headrace.strategy"
+# Bytes of the handoff streams' messages about a transfer, both ways.
+ATTRIBUTE_CONTROL_BYTES: Final = "headrace.control_bytes"
 # Milliseconds from ready to the write's start.
 ATTRIBUTE_SEND_WAIT_MS: Final = "headrace.send_wait_ms"
 # Keys (source rank, destination rank, layer) to count.
 ATTRIBUTE_EXPECTED_KEYS: Final = "headrace.expected_keys"
 # Milliseconds from prefill's last layer being ready to its arrival.
 ATTRIBUTE_EXPOSED_MS: Final = "headrace.exposed_ms"
+# Bytes of KV that decode's ranks passed on to each other.
+ATTRIBUTE_LOCAL_BYTES: Final = "headrace.local_bytes"
 
 # Items in a bounded queue, by its name.
 METRIC_QUEUE_DEPTH: Final = "headrace.queue.depth.current"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypeVar
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from headrace.registry.v1 import registry_pb2
 from headrace_common.config import (
@@ -15,6 +15,7 @@ from headrace_common.config import (
     WorkerId,
     split_host_port,
 )
+from headrace_common.identity import is_worker_id
 from headrace_engine.factory import EngineConfig
 from headrace_engine.interface import Engine
 from headrace_kv.layout import WorkerRef, layout_to_proto
@@ -24,6 +25,11 @@ class WorkerConfig(ServiceConfig):
     """What every worker can be told."""
 
     worker_id: WorkerId = Field(description="Name that stays the same over restarts.")
+    count: PositiveCount = Field(
+        1,
+        description="Workers of this process: engine sim with transport same_host may have hundreds, named "
+        "worker_id-0 and so on, each on a port of its own.",
+    )
     engine: Literal["vllm", "sim"] = Field(
         "vllm", description="What computes: vllm for real models, sim for the simulated one."
     )
@@ -49,18 +55,65 @@ class WorkerConfig(ServiceConfig):
     block_count: NonNegativeCount = Field(
         0, description="KV blocks on each rank; 0 means as many as kv_cache_gib holds."
     )
-    kv_cache_gib: float = Field(1.0, gt=0, description="Memory for KV blocks on each rank, in GiB.")
+    kv_cache_gib: float = Field(
+        1.0,
+        gt=0,
+        description="Memory for KV blocks on each rank, in GiB; the workers of a process share it.",
+    )
     max_batched_tokens: PositiveCount = Field(
         2048, description="Most tokens of one engine step, which is the size of a prefill chunk."
     )
     block_tokens: PositiveCount = Field(32, description="Tokens of one KV block.")
     seed: NonNegativeCount = Field(0, description="Seed of the engine.")
+    local_broadcast: bool = Field(
+        True,
+        description="Whether, of decode ranks that need the same KV bytes, one receives them and passes them on "
+        "locally. Engine sim does so; vllm does not yet, because its ranks are processes of their own.",
+    )
     registration_timeout_s: PositiveSeconds = Field(
         30.0, description="Seconds that the registry may take to answer at start."
     )
     member_ttl_s: PositiveSeconds = Field(
         10.0, description="Seconds after which a silent worker is struck from the registry."
     )
+
+    @model_validator(mode="after")
+    def _check_count(self) -> WorkerConfig:
+        if self.count == 1:
+            return self
+        needed = {"engine": "sim", "transport": "same_host"}
+        problems = [
+            f"count is {self.count}: set {field} to {value}, or start {self.count} processes"
+            for field, value in needed.items()
+            if getattr(self, field) != value
+        ]
+        for field in ("listen", "advertise"):
+            address: str = getattr(self, field)
+            if address and split_host_port(address)[1]:
+                problems.append(f"count is {self.count}: give {field} the port 0, which takes any")
+        if not is_worker_id(_worker_id(self, self.count - 1)):
+            problems.append(f"count is {self.count}: choose a shorter worker_id")
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+
+Config = TypeVar("Config", bound=WorkerConfig)
+
+
+def worker_configs(config: Config) -> tuple[Config, ...]:
+    """The settings of each worker of a process, which has `count` of them."""
+    if config.count == 1:
+        return (config,)
+    shared = {"count": 1, "port_file": "", "kv_cache_gib": config.kv_cache_gib / config.count}
+    return tuple(
+        config.model_copy(update={**shared, "worker_id": _worker_id(config, number)})
+        for number in range(config.count)
+    )
+
+
+def _worker_id(config: WorkerConfig, number: int) -> str:
+    return f"{config.worker_id}-{number}"
 
 
 def engine_config(
@@ -84,6 +137,7 @@ def engine_config(
         max_batched_tokens=config.max_batched_tokens,
         block_tokens=config.block_tokens,
         seed=config.seed,
+        local_broadcast=config.local_broadcast,
     )
 
 

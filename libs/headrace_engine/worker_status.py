@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
-from headrace_common.errors import InvalidRequest
+from headrace_common.errors import InvalidRequest, StaleIncarnation
+from headrace_engine.prefix_announcer import PrefixAnnouncer
 
 DEFAULT_INTERVAL_S = 1.0
 SHORTEST_INTERVAL_S = 0.1
@@ -21,11 +22,17 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     Changes are found by looking again every `POLL_S`, so that nothing that holds requests has to
     know its watchers,
-    and a burst of changes is one message.
+    and a burst of changes is one message. Without `prefix_events`, SubscribeKvEvents is
+    UNIMPLEMENTED.
     """
 
-    def __init__(self, snapshot: Callable[[], worker_pb2.WatchStatusResponse]) -> None:
+    def __init__(
+        self,
+        snapshot: Callable[[], worker_pb2.WatchStatusResponse],
+        prefix_events: PrefixAnnouncer | None = None,
+    ) -> None:
         self._snapshot = snapshot
+        self._prefix_events = prefix_events
 
     async def WatchStatus(
         self,
@@ -34,7 +41,7 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
             worker_pb2.WatchStatusRequest, worker_pb2.WatchStatusResponse
         ],
     ) -> AsyncIterator[worker_pb2.WatchStatusResponse]:
-        interval_s = watch_interval_s(request)
+        interval_s = interval_s_of(request)
         loop = asyncio.get_running_loop()
         while True:
             sent = self._snapshot()
@@ -45,8 +52,35 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
                 if self._snapshot() != sent:
                     break
 
+    async def SubscribeKvEvents(
+        self,
+        request: worker_pb2.SubscribeKvEventsRequest,
+        context: grpc.aio.ServicerContext[
+            worker_pb2.SubscribeKvEventsRequest, worker_pb2.SubscribeKvEventsResponse
+        ],
+    ) -> AsyncIterator[worker_pb2.SubscribeKvEventsResponse]:
+        events = self._prefix_events
+        if events is None:
+            await context.abort(
+                grpc.StatusCode.UNIMPLEMENTED, "this worker's engine does not say what it caches"
+            )
+        interval_s = interval_s_of(request)
+        if request.incarnation != events.ref.incarnation:
+            raise StaleIncarnation(
+                f"this is {events.ref}, not incarnation {request.incarnation}",
+                metadata={
+                    "worker_id": events.ref.worker_id,
+                    "incarnation": events.ref.incarnation,
+                },
+            )
+        with events.subscribe(request.since_sequence) as subscription:
+            async for message in subscription.messages(interval_s):
+                yield message
 
-def watch_interval_s(request: worker_pb2.WatchStatusRequest) -> float:
+
+def interval_s_of(
+    request: worker_pb2.WatchStatusRequest | worker_pb2.SubscribeKvEventsRequest,
+) -> float:
     """The longest silence that the caller wants. Raises InvalidRequest when it is out of range."""
     if not request.HasField("max_interval"):
         return DEFAULT_INTERVAL_S

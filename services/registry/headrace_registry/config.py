@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b, sha256
 from typing import Annotated
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, SecretStr
 
 from headrace_common.config import (
     HostPort,
@@ -16,6 +17,7 @@ from headrace_common.config import (
 
 MEMORY_STORE = "memory"
 _ETCD_SCHEME = "etcd://"
+_SECRET_LEAST = 16
 
 
 def _check_store(text: str) -> str:
@@ -36,6 +38,12 @@ def _check_prefix(text: str) -> str:
             'write a prefix of printable ASCII that ends with "/", such as /headrace/v1/'
         )
     return text
+
+
+def _check_secret(secret: SecretStr) -> SecretStr:
+    if 0 < len(secret.get_secret_value()) < _SECRET_LEAST:
+        raise ValueError(f"write at least {_SECRET_LEAST} characters, or nothing")
+    return secret
 
 
 class RegistryConfig(ServiceConfig):
@@ -62,6 +70,29 @@ class RegistryConfig(ServiceConfig):
         4096, description="Changes kept for watchers that come back or lag behind."
     )
     max_members: PositiveCount = Field(10_000, description="Most members registered at once.")
+    prefix_hash_key: Annotated[SecretStr, AfterValidator(_check_secret)] = Field(
+        SecretStr(""),
+        description="Secret that names of cached prompt prefixes are made with, the same for every registry of a "
+        "deployment; empty means one kept in etcd, or with store memory the members' own.",
+    )
+
+    ticket_key: Annotated[SecretStr, AfterValidator(_check_secret)] = Field(
+        SecretStr(""),
+        description="Secret that routers sign tickets for decode workers with, the same for every registry of a "
+        "deployment; empty means one kept in etcd, or with store memory the members' own.",
+    )
+
+    @property
+    def prefix_hash_key_number(self) -> int:
+        """What `prefix_hash_key` comes to; 0 when it is empty."""
+        secret = self.prefix_hash_key.get_secret_value().encode()
+        return int.from_bytes(blake2b(secret, digest_size=8).digest()) or 1 if secret else 0
+
+    @property
+    def ticket_key_bytes(self) -> bytes:
+        """What `ticket_key` comes to; no bytes when it is empty."""
+        secret = self.ticket_key.get_secret_value().encode()
+        return sha256(secret).digest() if secret else b""
 
     @property
     def etcd_address(self) -> tuple[str, int]:

@@ -132,6 +132,12 @@ class EtcdStore(Store):
         await self.feed.wait_for(revision, _READ_OWN_WRITE_S)
         return revision
 
+    async def prefix_hash_key(self, proposed: int) -> int:
+        return await self._connection.call(lambda: self._table.prefix_hash_key(proposed))
+
+    async def ticket_key(self, proposed: bytes) -> bytes:
+        return await self._connection.call(lambda: self._table.ticket_key(proposed))
+
     async def watch(self, start_revision: int) -> AsyncIterator[registry_pb2.WatchResponse]:
         if start_revision > self.feed.revision:
             # Another registry may be ahead of this one; what is ahead of etcd is of another etcd.

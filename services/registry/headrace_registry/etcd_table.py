@@ -4,6 +4,8 @@ Blocking.
     <prefix>members/<worker id>                     Member, bound to the member's lease
     <prefix>descriptors/<worker id>/<incarnation>   KvDescriptor, bound to the same lease
     <prefix>policy                                  Policy
+    <prefix>prefix_hash_key                         the key, 16 hex digits, never changed
+    <prefix>ticket_key                              the key, 64 hex digits, never changed
 
 Revisions are etcd's own, so all registries over one etcd agree on them.
 """
@@ -21,6 +23,8 @@ from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import Conflict
 from headrace_registry.store import (
     Registration,
+    new_prefix_hash_key,
+    new_ticket_key,
     require_newer,
     require_owner,
     require_policy_revision,
@@ -153,6 +157,27 @@ class EtcdTable:
             if revision is not None:
                 return revision
         raise _contended("policy")
+
+    def prefix_hash_key(self, proposed: int) -> int:
+        """As Store.prefix_hash_key."""
+        return int(
+            self._once("prefix_hash_key", b"%016x" % (proposed or new_prefix_hash_key())), 16
+        )
+
+    def ticket_key(self, proposed: bytes) -> bytes:
+        """As Store.ticket_key."""
+        chosen = (proposed or new_ticket_key()).hex().encode()
+        return bytes.fromhex(self._once("ticket_key", chosen).decode())
+
+    def _once(self, key: str, proposed: bytes) -> bytes:
+        """The value of a key that is written once; `proposed` where there is none yet."""
+        for _ in range(_ATTEMPTS):
+            found = self._read(key)
+            if found is not None and found.value is not None:
+                return found.value
+            if self._commit([Record(key, None, 0, 0)], {key: (proposed, 0)}) is not None:
+                return proposed
+        raise _contended(key)
 
     def _key(self, key: str) -> str:
         return self.prefix + key

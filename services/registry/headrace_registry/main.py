@@ -35,7 +35,13 @@ async def serve() -> None:
     try:
         server = GrpcServer(config, [SERVICE])
         registry_pb2_grpc.add_RegistryServiceServicer_to_server(
-            RegistryServicer(store, config.max_members), server.server
+            RegistryServicer(
+                store,
+                config.max_members,
+                config.prefix_hash_key_number,
+                config.ticket_key_bytes,
+            ),
+            server.server,
         )
         endpoint = await server.start()
         _log.info("serving on %s with %s", endpoint, redacted(config))

@@ -16,6 +16,8 @@ from headrace_registry.store import (
     Registration,
     Store,
     descriptor_missing,
+    new_prefix_hash_key,
+    new_ticket_key,
     require_newer,
     require_owner,
     require_policy_revision,
@@ -46,6 +48,8 @@ class MemoryStore(Store):
         super().__init__(ChangeFeed(history_size, revision=time.time_ns() // 1000))
         self._leases: dict[str, _Lease] = {}
         self._lease_ids: dict[str, str] = {}
+        self._prefix_hash_key = 0
+        self._ticket_key = b""
 
     async def start(self) -> None:
         """Nothing to reach."""
@@ -113,6 +117,14 @@ class MemoryStore(Store):
         revision = self.feed.revision + 1
         self.feed.apply(revision, {}, PolicyRecord(policy, revision))
         return revision
+
+    async def prefix_hash_key(self, proposed: int) -> int:
+        self._prefix_hash_key = self._prefix_hash_key or proposed or new_prefix_hash_key()
+        return self._prefix_hash_key
+
+    async def ticket_key(self, proposed: bytes) -> bytes:
+        self._ticket_key = self._ticket_key or proposed or new_ticket_key()
+        return self._ticket_key
 
     def watch(self, start_revision: int) -> AsyncIterator[registry_pb2.WatchResponse]:
         return self.feed.watch(start_revision)

@@ -24,11 +24,17 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
     """The gRPC side of a store. Raises errors of headrace_common; the server's interceptor maps
     them.
+
+    `prefix_hash_key` and `ticket_key` come before the store's own; 0 and no bytes mean that there is none.
     """
 
-    def __init__(self, store: Store, max_members: int) -> None:
+    def __init__(
+        self, store: Store, max_members: int, prefix_hash_key: int = 0, ticket_key: bytes = b""
+    ) -> None:
         self._store = store
         self._max_members = max_members
+        self._prefix_hash_key = prefix_hash_key
+        self._ticket_key = ticket_key
 
     async def Register(
         self, request: registry_pb2.RegisterRequest, context: _Context
@@ -37,6 +43,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             {
                 **validation.member_violations(request.member, "member"),
                 **validation.ttl_violations(request.ttl, "ttl"),
+                **validation.ticket_key_violations(request.ticket_key, "ticket_key"),
             }
         )
         known = self._store.members
@@ -46,11 +53,17 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 metadata={"max_members": str(self._max_members)},
             )
         ttl_s = math.ceil(request.ttl.seconds + request.ttl.nanos / 1e9)
+        prefix_hash_key = self._prefix_hash_key or await self._store.prefix_hash_key(
+            request.prefix_hash_key
+        )
+        ticket_key = self._ticket_key or await self._store.ticket_key(request.ticket_key)
         registration = await self._store.register(request.member, ttl_s)
         return registry_pb2.RegisterResponse(
             lease_id=registration.lease_id,
             ttl=_duration(registration.ttl_s),
             revision=registration.revision,
+            prefix_hash_key=prefix_hash_key,
+            ticket_key=ticket_key,
         )
 
     async def KeepAlive(

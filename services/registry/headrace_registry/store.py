@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from headrace.kv.v1 import layout_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import Conflict, NotFound, StaleIncarnation
 from headrace_registry.feed import ChangeFeed, PolicyRecord
+
+TICKET_KEY_BYTES: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +87,26 @@ class Store(ABC):
         """
 
     @abstractmethod
+    async def prefix_hash_key(self, proposed: int) -> int:
+        """The deployment's key for prefix hashes; where there is none yet, `proposed` or, for 0, a new one."""
+
+    @abstractmethod
+    async def ticket_key(self, proposed: bytes) -> bytes:
+        """The same of the deployment's key for tickets, of TICKET_KEY_BYTES."""
+
+    @abstractmethod
     def watch(self, start_revision: int) -> AsyncIterator[registry_pb2.WatchResponse]:
         """As ChangeFeed.watch."""
+
+
+def new_prefix_hash_key() -> int:
+    """A random key of 64 bits, never 0."""
+    return 1 + secrets.randbelow((1 << 64) - 1)
+
+
+def new_ticket_key() -> bytes:
+    """A random key of TICKET_KEY_BYTES."""
+    return secrets.token_bytes(TICKET_KEY_BYTES)
 
 
 def require_newer(current: registry_pb2.Member | None, member: registry_pb2.Member) -> None:

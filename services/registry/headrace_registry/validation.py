@@ -13,11 +13,17 @@ from headrace.registry.v1 import registry_pb2
 from headrace_common.config import split_host_port
 from headrace_common.errors import InvalidRequest
 from headrace_common.identity import is_worker_id
+from headrace_registry.store import TICKET_KEY_BYTES
 
 TTL_MIN_S: Final = 1
 TTL_MAX_S: Final = 300
 PAGE_MAX: Final = 1000
 RETRY_BUDGET_MAX: Final = 10
+OVERLAP_WEIGHT_MAX: Final = 1_000
+TEMPERATURE_MAX: Final = 10
+QUEUE_WAIT_MAX_S: Final = 3_600
+TENANTS_MAX: Final = 1_000
+TENANT_WEIGHT_MAX: Final = 1_000
 # etcd refuses requests beyond 1.5 MiB.
 DESCRIPTOR_BYTES_MAX: Final = 1024 * 1024
 _TEXT_MAX: Final = 255
@@ -121,10 +127,33 @@ def ttl_violations(ttl: duration_pb2.Duration, path: str) -> dict[str, str]:
     return {path: f"give {TTL_MIN_S} s to {TTL_MAX_S} s"}
 
 
-def policy_violations(policy: registry_pb2.Policy, path: str) -> dict[str, str]:
-    if policy.retry_budget <= RETRY_BUDGET_MAX:
+def ticket_key_violations(key: bytes, path: str) -> dict[str, str]:
+    if len(key) in (0, TICKET_KEY_BYTES):
         return {}
-    return {f"{path}.retry_budget": f"give 0 to {RETRY_BUDGET_MAX}"}
+    return {path: f"give {TICKET_KEY_BYTES} bytes, or none"}
+
+
+def policy_violations(policy: registry_pb2.Policy, path: str) -> dict[str, str]:
+    violations: dict[str, str] = {}
+    if policy.retry_budget > RETRY_BUDGET_MAX:
+        violations[f"{path}.retry_budget"] = f"give 0 to {RETRY_BUDGET_MAX}"
+    for name, highest in (("overlap_weight", OVERLAP_WEIGHT_MAX), ("temperature", TEMPERATURE_MAX)):
+        # Written so that nan is refused too.
+        if not 0 <= getattr(policy, name) <= highest:
+            violations[f"{path}.{name}"] = f"give 0 to {highest}"
+    if policy.HasField("max_queue_wait"):
+        wait = policy.max_queue_wait
+        if not 0 <= wait.seconds + wait.nanos / 1e9 <= QUEUE_WAIT_MAX_S:
+            violations[f"{path}.max_queue_wait"] = f"give 0 s to {QUEUE_WAIT_MAX_S} s"
+    if len(policy.tenant_weights) > TENANTS_MAX:
+        violations[f"{path}.tenant_weights"] = f"give at most {TENANTS_MAX} tenants"
+    for tenant, weight in policy.tenant_weights.items():
+        if not is_worker_id(tenant) or not 0 < weight <= TENANT_WEIGHT_MAX:
+            violations[f"{path}.tenant_weights[{tenant[:_TEXT_MAX]}]"] = (
+                "name a tenant with 1 to 63 characters of a-z, 0-9, '.', '_' and '-', and give it a weight above 0, "
+                f"at most {TENANT_WEIGHT_MAX}"
+            )
+    return violations
 
 
 def _worker_violations(member: registry_pb2.Member, path: str) -> dict[str, str]:

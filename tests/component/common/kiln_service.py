@@ -20,7 +20,7 @@ SERVICE = "headrace.inference.v1.InferenceService"
 
 
 class Kiln(inference_pb2_grpc.InferenceServiceServicer):
-    """Slow answers."""
+    """Slow answers; the rest of the service is left unimplemented."""
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: object
@@ -49,7 +49,10 @@ async def serve() -> None:
     config = load_config(ServiceConfig, None, prog="headrace-kiln", env_prefix="HEADRACE_KILN_")
     setup_logging(config.log_level, "headrace-kiln", "kiln-0")
     server = GrpcServer(config, [SERVICE])
-    inference_pb2_grpc.add_InferenceServiceServicer_to_server(Kiln(), server.server)
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(
+        Kiln(),  # type: ignore[abstract]
+        server.server,
+    )
     registry_pb2_grpc.add_RegistryServiceServicer_to_server(
         Watched(),  # type: ignore[abstract]
         server.server,

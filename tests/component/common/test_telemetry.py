@@ -115,7 +115,10 @@ async def test_spans_of_two_services_meet_as_one_tree(receiver: tuple[Receiver, 
     router.set_collectors([collector])
     decode.set_collectors([collector])
     server = GrpcServer(ServiceConfig(), [])
-    inference_pb2_grpc.add_InferenceServiceServicer_to_server(Traced(decode), server.server)
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(
+        Traced(decode),  # type: ignore[abstract]
+        server.server,
+    )
     async with open_channel(await server.start()) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         with (
@@ -164,7 +167,10 @@ async def test_a_call_without_a_trace_starts_none(receiver: tuple[Receiver, str]
     telemetry = init_telemetry("decode", "decode-0", ServiceConfig())
     telemetry.set_collectors([collector])
     server = GrpcServer(ServiceConfig(), [])
-    inference_pb2_grpc.add_InferenceServiceServicer_to_server(Traced(telemetry), server.server)
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(
+        Traced(telemetry),  # type: ignore[abstract]
+        server.server,
+    )
     assert metadata_with_trace() == ()
     async with open_channel(await server.start()) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)

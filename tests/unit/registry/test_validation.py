@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
@@ -122,6 +124,28 @@ def test_the_retry_budget_is_bounded() -> None:
     assert validation.policy_violations(registry_pb2.Policy(retry_budget=10), "policy") == {}
     wrong = validation.policy_violations(registry_pb2.Policy(retry_budget=11), "policy")
     assert set(wrong) == {"policy.retry_budget"}
+
+
+@pytest.mark.parametrize(
+    ("policy", "field"),
+    [
+        (registry_pb2.Policy(overlap_weight=-0.1), "overlap_weight"),
+        (registry_pb2.Policy(overlap_weight=math.nan), "overlap_weight"),
+        (registry_pb2.Policy(temperature=10.5), "temperature"),
+        (registry_pb2.Policy(max_queue_wait=Duration(seconds=-1)), "max_queue_wait"),
+        (registry_pb2.Policy(max_queue_wait=Duration(seconds=3_601)), "max_queue_wait"),
+        (registry_pb2.Policy(tenant_weights={"batch": 0.0}), "tenant_weights[batch]"),
+        (registry_pb2.Policy(tenant_weights={"No Name": 1.0}), "tenant_weights[No Name]"),
+        (
+            registry_pb2.Policy(tenant_weights={f"t{i}": 1.0 for i in range(1_001)}),
+            "tenant_weights",
+        ),
+    ],
+)
+def test_a_policy_that_makes_no_sense_is_refused_by_field(
+    policy: registry_pb2.Policy, field: str
+) -> None:
+    assert list(validation.policy_violations(policy, "policy")) == [f"policy.{field}"]
 
 
 def test_violations_become_one_error() -> None:

@@ -1,0 +1,72 @@
+"""Requests go where their beginning is cached, through restarts too."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+from headrace_common.errors import HeadraceError
+from tests.suite.deployment import PROMPT_VOCABULARY, Suite, prompt_of, suite
+
+BLOCK = 32
+# What a worker caches is known to routers within a flush and a message.
+SETTLE_S = 0.3
+
+
+async def turn(it: Suite, prompt: list[int]) -> tuple[list[int], int, str]:
+    """The conversation with its answer, what decode had of it, and which worker that was."""
+    outcome = await it.generate(prompt, 8)
+    assert outcome.token_ids == it.expected(prompt, 8)
+    await asyncio.sleep(SETTLE_S)
+    last = outcome.last
+    return (
+        [*prompt, *(token % PROMPT_VOCABULARY for token in outcome.token_ids)],
+        last.usage.decode_cached_tokens,
+        last.timing.decode_worker_id,
+    )
+
+
+async def until_answered(it: Suite, prompt: list[int], timeout_s: float = 20.0) -> None:
+    """Until a router is there again and has found workers."""
+    give_up = time.monotonic() + timeout_s
+    while True:
+        try:
+            await it.generate(prompt, 1)
+            return
+        except HeadraceError:
+            assert time.monotonic() < give_up
+            await asyncio.sleep(0.2)
+
+
+async def test_conversations_stay_where_their_beginning_is(tmp_path: Path) -> None:
+    async with suite(tmp_path, decode_count=3) as it:
+        homes: dict[int, str] = {}
+        prompts = {seed: prompt_of(4 * BLOCK + 5, seed) for seed in range(4)}
+        for round_number in range(4):
+            for seed, prompt in prompts.items():
+                longer, cached, home = await turn(it, prompt)
+                if round_number:
+                    assert home == homes[seed]
+                    assert cached >= 4 * BLOCK
+                homes[seed] = home
+                prompts[seed] = [*longer, *prompt_of(20, 100 * round_number + seed)]
+
+
+async def test_what_is_cached_is_still_found_after_registry_and_router_restart(
+    tmp_path: Path,
+) -> None:
+    async with suite(tmp_path, decode_count=3) as it:
+        prompts = [prompt_of(6 * BLOCK, seed) for seed in range(6)]
+        homes = [(await turn(it, prompt))[2] for prompt in prompts]
+        it.kill("registry")
+        await it.restart("registry")
+        # The members bring the key along that they all use.
+        await asyncio.sleep(2.0)
+        it.kill("router")
+        await it.restart("router")
+        await until_answered(it, prompt_of(3, 99))
+        await asyncio.sleep(2.0)
+        for prompt, home in zip(prompts, homes, strict=True):
+            _, cached, place = await turn(it, prompt)
+            assert (cached, place) == (5 * BLOCK, home)
