@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 
 from headrace.prefill.v1 import prefill_pb2, prefill_pb2_grpc
 from headrace_common.errors import Draining, QueueFull
@@ -14,6 +15,14 @@ from headrace_prefill.worker import PrefillWorker
 log = logging.getLogger(__name__)
 
 REPORTS_MAX = 1_024
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """A message to the router; `written` is set once it is on its way."""
+
+    message: prefill_pb2.PullRequest
+    written: asyncio.Event
 
 
 class PullSession:
@@ -27,9 +36,7 @@ class PullSession:
         self._share = credit_share
         self._granted = 0
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._outgoing: BoundedQueue[prefill_pb2.PullRequest] = BoundedQueue(
-            "pull reports", REPORTS_MAX
-        )
+        self._outgoing: BoundedQueue[_Report] = BoundedQueue("pull reports", REPORTS_MAX)
         self._draining = False
         self._settled = asyncio.Event()
         self._settled.set()
@@ -94,8 +101,13 @@ class PullSession:
         self._say(prefill_pb2.PullRequest(done=done))
 
     async def _run(self, task: prefill_pb2.PrefillTask) -> None:
+        async def on_start() -> None:
+            # Said before the transfer is opened, so that the router seldom hands an opened one on.
+            started = prefill_pb2.TaskStarted(transfer_id=task.transfer_id)
+            await self._say(prefill_pb2.PullRequest(started=started)).wait()
+
         try:
-            done = await self._worker.run(task)
+            done = await self._worker.run(task, on_start)
             self._say(prefill_pb2.PullRequest(done=done))
         finally:
             self._tasks.pop(task.transfer_id, None)
@@ -115,14 +127,19 @@ class PullSession:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
 
-    def _say(self, message: prefill_pb2.PullRequest) -> None:
+    def _say(self, message: prefill_pb2.PullRequest) -> asyncio.Event:
+        """Queues a message; the event is set once it is on its way."""
+        report = _Report(message, asyncio.Event())
         self._unsent += 1
-        self._outgoing.put_nowait(message)
+        self._outgoing.put_nowait(report)
+        return report.written
 
     async def _requests(self) -> AsyncIterator[prefill_pb2.PullRequest]:
         while True:
-            yield await self._outgoing.get()
+            report = await self._outgoing.get()
+            yield report.message
             # gRPC asks for the next request once this one is written.
+            report.written.set()
             self._unsent -= 1
             self._note_settled()
 

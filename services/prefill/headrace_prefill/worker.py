@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable, Callable
 
 from google.protobuf import duration_pb2
 
@@ -51,17 +52,22 @@ class PrefillWorker:
         self._held = 0
         self._running = 0
 
-    async def run(self, task: prefill_pb2.PrefillTask) -> prefill_pb2.TaskDone:
+    async def run(
+        self,
+        task: prefill_pb2.PrefillTask,
+        on_start: Callable[[], Awaitable[None]] | None = None,
+    ) -> prefill_pb2.TaskDone:
         """Does the task and says how it ended; never raises for the task's own faults.
 
-        Cancelled, it stops the engine's work first and then reports CANCELLED.
+        `on_start` is awaited when the task has a slot, before anything is opened. Cancelled, the
+        worker stops the engine's work first and then reports CANCELLED.
         """
         start_ns = time.time_ns()
         outcome: PrefillOutcome | None = None
         error: HeadraceError | None = None
         self._held += 1
         try:
-            outcome = await self._prefill(task)
+            outcome = await self._prefill(task, on_start)
         except asyncio.CancelledError:
             error = Cancelled("the router gave the task up")
             current = asyncio.current_task()
@@ -78,13 +84,17 @@ class PrefillWorker:
         record_task(self._telemetry, self.ref, task, outcome, error, start_ns, end_ns)
         return _done(task, outcome, error, end_ns - start_ns)
 
-    async def _prefill(self, task: prefill_pb2.PrefillTask) -> PrefillOutcome:
+    async def _prefill(
+        self, task: prefill_pb2.PrefillTask, on_start: Callable[[], Awaitable[None]] | None
+    ) -> PrefillOutcome:
         deadline = self._deadline(task)
         work = _work(task, deadline)
         try:
             async with asyncio.timeout(deadline.remaining_s()), self._slots:
                 self._running += 1
                 try:
+                    if on_start is not None:
+                        await on_start()
                     return await self._engine.prefill(work)
                 finally:
                     self._running -= 1

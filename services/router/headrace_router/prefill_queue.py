@@ -1,19 +1,19 @@
 """The global prefill queue: prompts wait here until a prefill worker has room.
 
-Which worker computes a prompt is decided as late as possible, by credits. A task is handed out once
-at most: when its
-worker fails it, the attempt fails, because the decode worker's reservation is bound to the
-transfer.
+Which worker computes a prompt is decided as late as possible, by credits: the one that needs to compute least, with
+what it computes already. A task whose worker vanished before it opened the transfer goes to another worker, for the
+decode worker's reservation is still good. Once the transfer may be open it is bound to the worker that opened it, and
+the attempt fails. To take an opened transfer for an unopened one does no harm: decode admits one incarnation to a
+transfer and refuses the others.
 """
 
 from __future__ import annotations
 
-import asyncio
-import bisect
 import itertools
 import logging
+import math
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.errors import (
@@ -28,96 +28,54 @@ from headrace_common.errors import (
 )
 from headrace_common.queues import BoundedQueue
 from headrace_kv.layout import KvLayout, WorkerRef, fingerprint
-from headrace_router.placement import PrefillCandidate
+from headrace_router.queue_estimate import QueueEstimate
+from headrace_router.queue_group import QueueGroup
+from headrace_router.queue_task import Puller, QueuedTask, TaskTerms
 
 _LOG = logging.getLogger(__name__)
 
 CREDITS_MAX = 1_024
 PULLERS_MAX = 4_096
-
-
-@dataclass(frozen=True, slots=True)
-class TaskOutcome:
-    """How a task ended: `error` is None when its KV cache was handed over whole."""
-
-    error: HeadraceError | None
-    done: prefill_pb2.TaskDone | None
-
-
-class QueuedTask:
-    """One task, from joining the queue to its end."""
-
-    def __init__(
-        self,
-        queue: PrefillQueue,
-        task: prefill_pb2.PrefillTask,
-        layout: KvLayout,
-        avoid: frozenset[WorkerRef],
-        order: tuple[float, int],
-        tasks_ahead: int,
-    ) -> None:
-        self._queue = queue
-        self.task = task
-        self.group = fingerprint(layout)
-        self.avoid = avoid
-        self.order = order
-        self.tasks_ahead = tasks_ahead
-        self.queued_unix_ns = time.time_ns()
-        self.pulled_unix_ns = 0
-        self.worker: WorkerRef | None = None
-        self.outcome: asyncio.Future[TaskOutcome] = asyncio.get_running_loop().create_future()
-
-    def end(self, error: HeadraceError | None, done: prefill_pb2.TaskDone | None = None) -> None:
-        """Settles the outcome, once."""
-        if not self.outcome.done():
-            self.outcome.set_result(TaskOutcome(error, done))
-
-    def cancel(self) -> None:
-        """Gives the task up: it vanishes from the queue, or its worker is told to stop."""
-        self._queue.cancel(self)
-
-
-@dataclass(slots=True, eq=False)
-class Puller:
-    """A prefill worker's stream: the room it has left and the tasks it works on."""
-
-    ref: WorkerRef
-    model: str
-    layout: KvLayout
-    outbox: BoundedQueue[prefill_pb2.PullResponse]
-    credits: int = 0
-    last_task_monotonic_s: float = 0.0
-    tasks: dict[str, QueuedTask] = field(default_factory=dict)
-    group: KvLayout = field(init=False)
-    """Workers of one group can hand over to each other."""
-
-    def __post_init__(self) -> None:
-        self.group = fingerprint(self.layout)
-
-    def may_take(self, queued: QueuedTask) -> bool:
-        """Whether the task fits this worker, whatever room it has."""
-        return self.group == queued.group and self.ref not in queued.avoid
+_RETRY_AFTER_MAX_S = 60.0
+# With these a worker turns down what it has not begun.
+_REFUSALS = (Draining.reason, QueueFull.reason)
 
 
 class PrefillQueue:
-    """Orders tasks by deadline, then arrival. One event loop owns it."""
+    """Orders tasks by deadline, then arrival; tasks that come back stand before the others.
 
-    def __init__(self, max_queued_tasks: int) -> None:
+    A task waits for a worker that holds its prefix, when another has room, for at most `prefix_wait_s`, once. One event
+    loop owns the queue.
+    """
+
+    def __init__(self, max_queued_tasks: int, prefix_wait_s: float = 0.05) -> None:
         self._max_queued_tasks = max_queued_tasks
-        self._waiting: list[QueuedTask] = []
+        self._prefix_wait_s = prefix_wait_s
+        self._groups: dict[KvLayout, QueueGroup] = {}
         self._pullers: dict[WorkerRef, Puller] = {}
-        self._sequence = itertools.count()
+        self._partners: dict[KvLayout, frozenset[WorkerRef]] = {}
+        self._numbers = itertools.count(1)
 
     @property
     def depth(self) -> int:
         """Tasks that wait for a worker."""
-        return len(self._waiting)
+        return sum(len(group) for group in self._groups.values())
 
-    def candidates(self) -> tuple[PrefillCandidate, ...]:
-        """The prefill workers that pull now."""
-        return tuple(
-            PrefillCandidate(puller.ref, puller.layout) for puller in self._pullers.values()
+    def estimate(self, model: str = "") -> QueueEstimate:
+        """The queue of one served model, or the whole one; `wait_s` is that of the workers that are soonest free."""
+        groups = self._groups_of(model)
+        depth = sum(map(len, groups))
+        wait_s = min((group.wait_s for group in groups), default=0.0)
+        return QueueEstimate(
+            depth=depth,
+            queued_tokens=sum(group.queued_tokens for group in groups),
+            oldest_age_s=max((group.oldest_age_s for group in groups), default=0.0),
+            wait_s=math.inf if self._full else wait_s,
         )
+
+    def partners(self) -> Mapping[KvLayout, frozenset[WorkerRef]]:
+        """The workers that take tasks, by the fingerprint of their layout. Kept up to date, so do not keep it."""
+        return self._partners
 
     def puller_counts(self) -> dict[str, int]:
         """Prefill workers that pull now, by served model."""
@@ -127,45 +85,34 @@ class PrefillQueue:
         return counts
 
     def enqueue(
-        self,
-        task: prefill_pb2.PrefillTask,
-        *,
-        layout: KvLayout,
-        deadline_unix_s: float,
-        avoid: frozenset[WorkerRef] = frozenset(),
+        self, task: prefill_pb2.PrefillTask, *, layout: KvLayout, terms: TaskTerms
     ) -> QueuedTask:
-        """Adds a task for a decode worker of `layout`. Workers in `avoid` are never handed it.
+        """Adds a task for a decode worker of `layout`.
 
         Raises QueueFull, or WorkerGone when no worker that pulls may take it.
         """
-        if len(self._waiting) >= self._max_queued_tasks:
-            raise QueueFull(
-                f"the prefill queue holds its {self._max_queued_tasks} tasks already",
-                metadata={"queue": "prefill", "maxsize": str(self._max_queued_tasks)},
-            )
-        order = (deadline_unix_s, next(self._sequence))
-        index = bisect.bisect(self._waiting, order, key=lambda waiting: waiting.order)
-        queued = QueuedTask(self, task, layout, avoid, order, tasks_ahead=index)
-        if not self._has_taker(queued):
+        if self._full:
+            raise self._full_error()
+        group = self._groups.get(fingerprint(layout))
+        if group is None:
             raise _no_taker(task.transfer_id)
-        self._waiting.insert(index, queued)
-        self._hand_out()
+        queued = QueuedTask(task, group, terms, next(self._numbers), self.cancel)
+        if not group.has_taker(queued):
+            raise _no_taker(task.transfer_id)
+        queued.tasks_ahead = group.tasks_before(queued)
+        group.add(queued)
         return queued
 
     def cancel(self, queued: QueuedTask) -> None:
         """See QueuedTask.cancel."""
+        transfer_id = queued.task.transfer_id
         puller = self._pullers.get(queued.worker) if queued.worker is not None else None
         if queued.worker is None:
-            self._waiting = [waiting for waiting in self._waiting if waiting is not queued]
+            queued.group.remove(queued)
         elif puller is not None and not queued.outcome.done():
-            puller.outbox.put_nowait(
-                prefill_pb2.PullResponse(
-                    cancel=prefill_pb2.CancelTask(transfer_id=queued.task.transfer_id)
-                )
-            )
-        queued.end(
-            WorkerGone("the task was given up", metadata={"transfer_id": queued.task.transfer_id})
-        )
+            cancel = prefill_pb2.CancelTask(transfer_id=transfer_id)
+            puller.outbox.put_nowait(prefill_pb2.PullResponse(cancel=cancel))
+        queued.end(WorkerGone("the task was given up", metadata={"transfer_id": transfer_id}))
 
     def join(self, ref: WorkerRef, model: str, layout: KvLayout) -> Puller:
         """A worker begins to pull. Raises DuplicateTransfer when this incarnation pulls already."""
@@ -180,27 +127,38 @@ class PrefillQueue:
                 metadata={"maxsize": str(PULLERS_MAX)},
             )
         # One message per credit and one CancelTask per task handed out, and never more.
-        puller = Puller(ref, model, layout, BoundedQueue(f"pull {ref}", 4 * CREDITS_MAX))
+        outbox: BoundedQueue[prefill_pb2.PullResponse] = BoundedQueue(
+            f"pull {ref}", 4 * CREDITS_MAX
+        )
+        key = fingerprint(layout)
+        group = self._groups.setdefault(key, QueueGroup(key, self._prefix_wait_s))
+        puller = Puller(ref, model, group, next(self._numbers), outbox)
         self._pullers[ref] = puller
+        group.join(puller)
+        self._note_partners(group)
         _LOG.info("prefill worker %s pulls", ref)
         return puller
 
     def leave(self, puller: Puller) -> None:
-        """A worker's stream has ended: its tasks fail, and those that only it could take."""
+        """A worker's stream has ended.
+
+        What it had not opened goes to the front, or fails like the rest when it was given back too often or nobody
+        else can take it.
+        """
         del self._pullers[puller.ref]
         _LOG.info("prefill worker %s pulls no more, %d tasks left", puller.ref, len(puller.tasks))
-        for transfer_id, queued in puller.tasks.items():
-            queued.end(
-                WorkerGone(
-                    f"prefill worker {puller.ref} vanished with task {transfer_id}",
-                    metadata={"worker_id": puller.ref.worker_id, "transfer_id": transfer_id},
-                )
+        self._retire(puller)
+        for transfer_id in tuple(puller.tasks):
+            error = WorkerGone(
+                f"prefill worker {puller.ref} vanished with task {transfer_id}",
+                metadata={"worker_id": puller.ref.worker_id, "transfer_id": transfer_id},
             )
-        puller.tasks.clear()
-        stranded = [waiting for waiting in self._waiting if not self._has_taker(waiting)]
-        self._waiting = [waiting for waiting in self._waiting if waiting not in stranded]
-        for queued in stranded:
-            queued.end(_no_taker(queued.task.transfer_id))
+            self._give_back(puller, transfer_id, error, None)
+        group = puller.group
+        group.streams -= 1
+        if not group.streams:
+            group.close()
+            del self._groups[group.layout]
 
     def add_credits(self, puller: Puller, task_count: int) -> None:
         """A worker has room for more. Raises ProtocolViolation beyond CREDITS_MAX tasks in all."""
@@ -209,50 +167,100 @@ class PrefillQueue:
                 f"prefill worker {puller.ref} asks for more than {CREDITS_MAX} tasks",
                 metadata={"worker_id": puller.ref.worker_id, "credits_max": str(CREDITS_MAX)},
             )
+        if puller.draining:
+            return
         puller.credits += task_count
-        self._hand_out()
+        puller.group.serve(puller)
+
+    def start(self, puller: Puller, transfer_id: str) -> None:
+        """A worker is about to open a task's transfer, so that nobody else can do the task."""
+        queued = puller.tasks.get(transfer_id)
+        if queued is None:
+            _LOG.warning("prefill worker %s started unknown task %s", puller.ref, transfer_id)
+        else:
+            queued.started = True
 
     def finish(self, puller: Puller, done: prefill_pb2.TaskDone) -> None:
         """A worker has ended a task. One that nobody waits for any more is merely noted."""
-        queued = puller.tasks.pop(done.transfer_id, None)
+        queued = puller.tasks.get(done.transfer_id)
         if queued is None:
             _LOG.warning("prefill worker %s ended unknown task %s", puller.ref, done.transfer_id)
             return
         if done.reason:
             _LOG.info("task %s failed on %s: %s", done.transfer_id, puller.ref, done.detail)
-        if done.reason == Draining.reason:
+        refused = done.reason in _REFUSALS and not queued.started
+        if refused and done.reason == Draining.reason:
             # It will refuse all that its other credits would bring.
-            puller.credits = 0
+            self._retire(puller)
+        if refused:
+            self._give_back(puller, done.transfer_id, _error_of(done), done)
+            return
+        puller.group.drop(puller, done.transfer_id)
+        if not done.reason:
+            now_s = time.monotonic()
+            puller.group.pace.note(queued.tokens, now_s - queued.pulled_s, now_s)
         queued.end(_error_of(done) if done.reason else None, done)
 
-    def _has_taker(self, queued: QueuedTask) -> bool:
-        return any(puller.may_take(queued) for puller in self._pullers.values())
+    @property
+    def _full(self) -> bool:
+        return self.depth >= self._max_queued_tasks
 
-    def _hand_out(self) -> None:
-        """Gives the most urgent tasks to the workers with the most room, longest idle first."""
-        still_waiting: list[QueuedTask] = []
-        with_room = [puller for puller in self._pullers.values() if puller.credits > 0]
-        for index, queued in enumerate(self._waiting):
-            if not with_room:
-                still_waiting.extend(self._waiting[index:])
-                break
-            takers = [puller for puller in with_room if puller.may_take(queued)]
-            if not takers:
-                still_waiting.append(queued)
-                continue
-            puller = max(takers, key=lambda taker: (taker.credits, -taker.last_task_monotonic_s))
-            self._hand_to(puller, queued)
-            if not puller.credits:
-                with_room.remove(puller)
-        self._waiting = still_waiting
+    def _full_error(self) -> QueueFull:
+        wait_s = max((group.wait_s for group in self._groups.values()), default=0.0)
+        return QueueFull(
+            f"the prefill queue holds its {self._max_queued_tasks} tasks already",
+            metadata={"queue": "prefill", "maxsize": str(self._max_queued_tasks)},
+            retry_after_s=min(_RETRY_AFTER_MAX_S, max(QueueFull.retry_after_s or 0.0, wait_s)),
+        )
 
-    def _hand_to(self, puller: Puller, queued: QueuedTask) -> None:
-        puller.credits -= 1
-        puller.last_task_monotonic_s = time.monotonic()
-        puller.tasks[queued.task.transfer_id] = queued
-        queued.worker = puller.ref
-        queued.pulled_unix_ns = time.time_ns()
-        puller.outbox.put_nowait(prefill_pb2.PullResponse(task=queued.task))
+    def _groups_of(self, model: str) -> tuple[QueueGroup, ...]:
+        return tuple(
+            group
+            for group in self._groups.values()
+            if any(model in ("", puller.model) for puller in group.pullers.values())
+        )
+
+    def _note_partners(self, group: QueueGroup) -> None:
+        if group.pullers:
+            self._partners[group.layout] = frozenset(group.pullers)
+        else:
+            self._partners.pop(group.layout, None)
+
+    def _retire(self, puller: Puller) -> None:
+        """A worker takes nothing more: tasks that only it could take fail."""
+        if puller.draining:
+            return
+        puller.draining = True
+        stranded = puller.group.leave(puller)
+        self._note_partners(puller.group)
+        _fail(stranded)
+
+    def _give_back(
+        self,
+        puller: Puller,
+        transfer_id: str,
+        error: HeadraceError,
+        done: prefill_pb2.TaskDone | None,
+    ) -> None:
+        """A task's worker will not end it: another one may, unless the transfer may be open."""
+        queued = puller.tasks[transfer_id]
+        puller.group.drop(puller, transfer_id)
+        if queued.outcome.done():
+            return
+        if queued.started or queued.returns_left < 1:
+            queued.end(error, done)
+            return
+        queued.return_from(puller.ref)
+        if puller.group.has_taker(queued):
+            _LOG.info("task %s goes back to the queue: %s", transfer_id, error.detail)
+            puller.group.add(queued)
+        else:
+            _fail((queued,))
+
+
+def _fail(stranded: Iterable[QueuedTask]) -> None:
+    for queued in stranded:
+        queued.end(_no_taker(queued.task.transfer_id))
 
 
 def _no_taker(transfer_id: str) -> WorkerGone:

@@ -11,7 +11,8 @@ import grpc.aio
 from headrace.prefill.v1 import prefill_pb2, prefill_pb2_grpc
 from headrace_common.errors import ProtocolViolation
 from headrace_kv.layout import WorkerRef, layout_from_proto
-from headrace_router.prefill_queue import PrefillQueue, Puller
+from headrace_router.prefill_queue import PrefillQueue
+from headrace_router.queue_task import Puller
 
 _HELLO_TIMEOUT_S = 10.0
 
@@ -44,11 +45,13 @@ class PullService(prefill_pb2_grpc.PrefillQueueServiceServicer):
         kind = request.WhichOneof("message")
         if kind == "credit":
             self._queue.add_credits(puller, request.credit.task_count)
+        elif kind == "started":
+            self._queue.start(puller, request.started.transfer_id)
         elif kind == "done":
             self._queue.finish(puller, request.done)
         else:
             raise ProtocolViolation(
-                f"{puller.ref} sent {kind or 'nothing'} where Credit or TaskDone may come"
+                f"{puller.ref} sent {kind or 'nothing'} where Credit, TaskStarted or TaskDone may come"
             )
 
 

@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -16,7 +15,8 @@ from google.protobuf.duration_pb2 import Duration
 
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
-from headrace_kv.layout import KvLayout, WorkerRef, layout_from_proto
+from headrace_kv.layout import WorkerRef, layout_from_proto
+from headrace_router.load_table import Load, LoadTable, Worker
 
 _LOG = logging.getLogger(__name__)
 
@@ -26,76 +26,72 @@ _SILENCE_S = 5.0
 _RECONNECT_S = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class Worker:
-    """One incarnation of a decode worker, as it registered."""
-
-    ref: WorkerRef
-    endpoint: str
-    model: str
-    context_tokens: int
-    max_requests: int
-    layout: KvLayout
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerLoad:
-    """A decode worker at one moment.
-
-    `requests` counts what it reported and what this router promised it since; `reserved_share` is
-    from 0 to 1.
-    """
-
-    worker: Worker
-    reachable: bool
-    requests: int
-    reserved_share: float
-
-
 class Promise:
     """A request placed on a worker. Holds the worker's channel open until released."""
 
-    def __init__(self, tracked: _Tracked) -> None:
+    def __init__(self, tracked: _Tracked, tokens: int) -> None:
         self._tracked = tracked
+        self.tokens = tokens
         self.made_monotonic_s = time.monotonic()
         self.channel = tracked.channel
         tracked.promises.add(self)
+        tracked.tell()
 
     def release(self) -> None:
         """The request has ended."""
         self._tracked.promises.discard(self)
+        self._tracked.tell()
         self._tracked.close_if_unused()
 
 
 class _Tracked:
-    """One decode worker: its channel, its latest status and what was promised to it."""
+    """One decode worker: its channel, its latest status and what was promised to it.
 
-    def __init__(self, worker: Worker, channel: grpc.aio.Channel) -> None:
+    `on_load` hears of every change of its load.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        channel: grpc.aio.Channel,
+        on_load: Callable[[_Tracked], None],
+    ) -> None:
         self.worker = worker
         self.channel = channel
         self.promises: set[Promise] = set()
+        self._on_load = on_load
         self._status: worker_pb2.WatchStatusResponse | None = None
         self._status_monotonic_s = 0.0
         self._gone = False
         self._closing: asyncio.Task[None] | None = None
         self._watch = asyncio.create_task(self._watch_status())
 
-    @property
-    def draining(self) -> bool:
-        status = self._status
-        return status is not None and status.state == worker_pb2.WatchStatusResponse.STATE_DRAINING
-
-    def load(self) -> WorkerLoad:
+    def load(self) -> Load:
+        """What it reported, and what this router promised it since."""
         status = self._status or worker_pb2.WatchStatusResponse()
-        promised = sum(p.made_monotonic_s > self._status_monotonic_s for p in self.promises)
+        unreported = [p for p in self.promises if p.made_monotonic_s > self._status_monotonic_s]
         reported = status.running_requests + status.waiting_requests
-        taken_blocks = status.reserved_blocks + status.quarantined_blocks
-        return WorkerLoad(
-            worker=self.worker,
+        block_tokens = self.worker.layout.block_tokens
+        held_blocks = status.reserved_blocks + status.quarantined_blocks
+        return Load(
+            requests=max(reported + len(unreported), len(self.promises)),
+            held_tokens=held_blocks * block_tokens + sum(p.tokens for p in unreported),
+            total_tokens=status.total_blocks * block_tokens,
             reachable=self._status is not None,
-            requests=max(reported + promised, len(self.promises)),
-            reserved_share=min(1.0, taken_blocks / max(1, status.total_blocks)),
+            draining=status.state == worker_pb2.WatchStatusResponse.STATE_DRAINING,
         )
+
+    def tell(self) -> None:
+        """Says that its load has changed."""
+        self._on_load(self)
+
+    def _take(self, status: worker_pb2.WatchStatusResponse | None) -> None:
+        if status is not None:
+            self._status_monotonic_s = time.monotonic()
+        elif self._status is None:
+            return
+        self._status = status
+        self.tell()
 
     async def _watch_status(self) -> None:
         stub = worker_pb2_grpc.WorkerServiceStub(self.channel)
@@ -108,12 +104,11 @@ class _Tracked:
                         status: Any = await call.read()
                     if status is grpc.aio.EOF or status.incarnation != self.worker.ref.incarnation:
                         break
-                    self._status = status
-                    self._status_monotonic_s = time.monotonic()
+                    self._take(status)
             except (grpc.aio.AioRpcError, TimeoutError) as error:
                 if self._status is not None:
                     _LOG.warning("decode worker %s stopped reporting: %r", self.worker.ref, error)
-            self._status = None
+            self._take(None)
             await asyncio.sleep(_RECONNECT_S)
 
     def retire(self) -> None:
@@ -142,6 +137,7 @@ class WorkerView:
     def __init__(self, open_channel: Callable[[str], grpc.aio.Channel]) -> None:
         self._open_channel = open_channel
         self._tracked: dict[WorkerRef, _Tracked] = {}
+        self._tables: dict[str, LoadTable] = {}
 
     def update(self, members: Iterable[registry_pb2.Member]) -> None:
         """Takes over the registry's decode members. Requests on those that left go on."""
@@ -162,15 +158,30 @@ class WorkerView:
                 continue
             if tracked is not None:
                 tracked.retire()
-            self._tracked[ref] = _Tracked(worker, self._open_channel(worker.endpoint))
+            channel = self._open_channel(worker.endpoint)
+            self._tracked[ref] = _Tracked(worker, channel, self._note_load)
+        self._make_tables()
 
-    def loads(self, model: str) -> tuple[WorkerLoad, ...]:
-        """The decode workers of `model` that take requests, with their load, by worker id."""
-        return tuple(
-            tracked.load()
-            for _, tracked in sorted(self._tracked.items(), key=lambda item: str(item[0]))
-            if tracked.worker.model == model and not tracked.draining
-        )
+    def table(self, model: str) -> LoadTable:
+        """The decode workers of `model` and their load, kept up to date until members come or go."""
+        return self._tables.get(model) or LoadTable(())
+
+    def _make_tables(self) -> None:
+        by_model: dict[str, list[_Tracked]] = {}
+        for tracked in self._tracked.values():
+            by_model.setdefault(tracked.worker.model, []).append(tracked)
+        self._tables = {
+            model: LoadTable(tracked.worker for tracked in members)
+            for model, members in by_model.items()
+        }
+        for tracked in self._tracked.values():
+            self._note_load(tracked)
+
+    def _note_load(self, tracked: _Tracked) -> None:
+        """Workers that left are nobody's candidates, whatever they say."""
+        worker = tracked.worker
+        if self._tracked.get(worker.ref) is tracked and worker.model in self._tables:
+            self._tables[worker.model].set(worker.ref, tracked.load())
 
     def context_tokens(self) -> dict[str, int]:
         """By model, the most tokens that every live decode worker of it takes."""
@@ -189,10 +200,15 @@ class WorkerView:
             counts[tracked.worker.model] = counts.get(tracked.worker.model, 0) + 1
         return counts
 
-    def promise(self, ref: WorkerRef) -> Promise | None:
-        """Counts a request as placed on the worker; None when it has left meanwhile."""
+    def worker(self, ref: WorkerRef) -> Worker | None:
+        """A live decode worker as it registered; None when it has left."""
         tracked = self._tracked.get(ref)
-        return None if tracked is None else Promise(tracked)
+        return None if tracked is None else tracked.worker
+
+    def promise(self, ref: WorkerRef, tokens: int) -> Promise | None:
+        """Counts a request of `tokens` as placed on the worker; None when it has left meanwhile."""
+        tracked = self._tracked.get(ref)
+        return None if tracked is None else Promise(tracked, tokens)
 
     async def close(self) -> None:
         """Closes every channel."""

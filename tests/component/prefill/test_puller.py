@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import grpc.aio
 import pytest
@@ -29,8 +29,11 @@ class ScriptedWorker:
         self.running: dict[str, asyncio.Event] = {}
         self.cancelled: list[str] = []
 
-    async def run(self, task: prefill_pb2.PrefillTask) -> prefill_pb2.TaskDone:
+    async def run(
+        self, task: prefill_pb2.PrefillTask, on_start: Callable[[], Awaitable[None]]
+    ) -> prefill_pb2.TaskDone:
         done = prefill_pb2.TaskDone(transfer_id=task.transfer_id)
+        await on_start()
         self.running[task.transfer_id] = asyncio.Event()
         try:
             await self.running[task.transfer_id].wait()
@@ -49,6 +52,7 @@ class RouterQueue(prefill_pb2_grpc.PrefillQueueServiceServicer):
         self.hellos: list[prefill_pb2.Hello] = []
         self.credit = 0
         self.done: list[prefill_pb2.TaskDone] = []
+        self.started: list[str] = []
         self.to_say: asyncio.Queue[prefill_pb2.PullResponse] = asyncio.Queue()
         self.refuse = False
 
@@ -70,6 +74,8 @@ class RouterQueue(prefill_pb2_grpc.PrefillQueueServiceServicer):
                     self.hellos.append(request.hello)
                 case "credit":
                     self.credit += request.credit.task_count
+                case "started":
+                    self.started.append(request.started.transfer_id)
                 case "done":
                     self.done.append(request.done)
 
@@ -144,6 +150,19 @@ async def test_it_says_hello_and_gives_credit_for_every_slot(
         ("prefill-0", REF.incarnation, "m")
     ]
     assert queue.hellos[0].layout == LAYOUT
+
+
+async def test_the_router_hears_that_a_task_starts_before_its_transfer_may_be_open(
+    puller: Puller, routers: list[ServedRouter], worker: ScriptedWorker
+) -> None:
+    queue = routers[0].queue
+    puller.set_routers([routers[0].member("r0")])
+    await until(lambda: queue.credit == 4, "credit")
+    queue.hand_out("x1")
+    await until(lambda: "x1" in worker.running, "the task")
+    await until(lambda: queue.started == ["x1"], "word of its start", 1.0)
+    worker.running["x1"].set()
+    await until(lambda: len(queue.done) == 1, "its end")
 
 
 async def test_a_task_that_ends_gives_its_credit_back(

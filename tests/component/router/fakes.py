@@ -31,6 +31,7 @@ LAYOUT = KvLayout.attention(
     model="sim", dtype="float32", layer_count=4, kv_head_count=2, block_tokens=16, parts={"kv": 64}
 )
 CONTEXT_TOKENS = 1_024
+TICKET_KEY = bytes(range(32))
 
 
 async def eventually(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
@@ -97,6 +98,14 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
         except (asyncio.CancelledError, GeneratorExit):
             self.cancelled.add(request.transfer_id)
             raise
+
+    async def SubscribeKvEvents(
+        self, request: worker_pb2.SubscribeKvEventsRequest, context: Any
+    ) -> AsyncIterator[worker_pb2.SubscribeKvEventsResponse]:
+        await context.abort(
+            grpc.StatusCode.UNIMPLEMENTED, "this worker does not say what it caches"
+        )
+        yield worker_pb2.SubscribeKvEventsResponse()
 
     async def WatchStatus(
         self, request: worker_pb2.WatchStatusRequest, context: Any
@@ -196,6 +205,8 @@ class FakePrefill:
         self.error: grpc.aio.AioRpcError | None = None
         self.hello = prefill_pb2.PullRequest()
         self._running: set[asyncio.Task[None]] = set()
+        # gRPC writes one message at a time.
+        self._writing = asyncio.Lock()
 
     async def start(self, endpoint: str, credit: int = 4) -> FakePrefill:
         self._channel = open_channel(endpoint)
@@ -216,7 +227,8 @@ class FakePrefill:
         return self
 
     async def send(self, request: prefill_pb2.PullRequest) -> None:
-        await self._call.write(request)
+        async with self._writing:
+            await self._call.write(request)
 
     async def give_credit(self, count: int) -> None:
         await self.send(prefill_pb2.PullRequest(credit=prefill_pb2.Credit(task_count=count)))
@@ -226,6 +238,11 @@ class FakePrefill:
             prefill_pb2.PullRequest(
                 done=prefill_pb2.TaskDone(transfer_id=transfer_id, reason=reason, detail=detail)
             )
+        )
+
+    async def started(self, transfer_id: str) -> None:
+        await self.send(
+            prefill_pb2.PullRequest(started=prefill_pb2.TaskStarted(transfer_id=transfer_id))
         )
 
     async def die(self) -> None:
@@ -259,8 +276,26 @@ async def hand_over(worker: FakePrefill, task: prefill_pb2.PrefillTask) -> None:
     await worker.give_credit(1)
 
 
-def fail(reason: str) -> Behaviour:
+def refuse(reason: str) -> Behaviour:
+    """Turns the task down without having begun it."""
+
     async def behaviour(worker: FakePrefill, task: prefill_pb2.PrefillTask) -> None:
+        await worker.done(task.transfer_id, reason, "as scripted")
+
+    return behaviour
+
+
+async def start_and_die(worker: FakePrefill, task: prefill_pb2.PrefillTask) -> None:
+    await worker.started(task.transfer_id)
+    await asyncio.sleep(0.05)
+    await worker.die()
+
+
+def fail(reason: str) -> Behaviour:
+    """Begins the task, and fails."""
+
+    async def behaviour(worker: FakePrefill, task: prefill_pb2.PrefillTask) -> None:
+        await worker.started(task.transfer_id)
         await worker.done(task.transfer_id, reason, "as scripted")
         await worker.give_credit(1)
 
@@ -295,7 +330,12 @@ class Rig:
     async def start(self) -> Rig:
         self.telemetry: Telemetry = init_telemetry("router", "router-0", self.config)
         self.router: Router = assemble(
-            self.config, {"sim": ByteCodec()}, self.telemetry, self.policy
+            self.config,
+            {"sim": ByteCodec()},
+            self.telemetry,
+            self.policy,
+            lambda: 1,
+            lambda: TICKET_KEY,
         )
         self._server = GrpcServer(self.config, SERVICES)
         self.router.add_to(self._server.server)
@@ -308,13 +348,13 @@ class Rig:
         worker = await FakeDecode(f"d{len(self.decodes)}", self.handoff, script).start()
         self.decodes.append(worker)
         self.refresh()
-        reachable = {load.worker.ref.worker_id for load in self.router.workers.loads("sim")}
-        assert worker.member.worker_id in reachable
-        await eventually(lambda: all(load.reachable for load in self.router.workers.loads("sim")))
+        known = {other.ref.worker_id for other in self.router.workers.table("sim").workers}
+        assert worker.member.worker_id in known
+        await eventually(lambda: bool(self.router.workers.table("sim").reachable.all()))
         return worker
 
     def refresh(self) -> None:
-        self.router.workers.update([worker.member for worker in self.decodes])
+        self.router.update([worker.member for worker in self.decodes])
 
     async def add_prefill(
         self, behaviour: Behaviour, credit: int = 4, layout: KvLayout = LAYOUT
@@ -322,11 +362,12 @@ class Rig:
         worker = FakePrefill(f"p{len(self.prefills)}", self.handoff, behaviour, layout)
         await worker.start(self.endpoint, credit)
         self.prefills.append(worker)
-        pulling = {"p": worker.worker_id}
-        await eventually(
-            lambda: pulling["p"] in {c.ref.worker_id for c in self.router.queue.candidates()}
-        )
+        await eventually(lambda: worker.worker_id in self.pulling())
         return worker
+
+    def pulling(self) -> set[str]:
+        """Ids of the prefill workers that the queue may hand tasks to."""
+        return {ref.worker_id for refs in self.router.queue.partners().values() for ref in refs}
 
     async def ask(
         self, text: str = "a prompt", timeout_s: float = 10.0, **fields: Any
@@ -339,7 +380,7 @@ class Rig:
         await asyncio.gather(*(worker.close() for worker in self.prefills))
         await self.channel.close()
         await self._server.server.stop(0)
-        await self.router.workers.close()
+        await self.router.close()
         for worker in self.decodes:
             await asyncio.gather(*worker.background)
             await worker.kill()

@@ -13,7 +13,8 @@ from headrace.prefill.v1 import prefill_pb2
 from headrace_common.errors import DuplicateTransfer, ProtocolViolation, WorkerGone
 from headrace_common.status import error_from_rpc
 from headrace_kv.layout import WorkerRef
-from headrace_router.prefill_queue import CREDITS_MAX, QueuedTask
+from headrace_router.prefill_queue import CREDITS_MAX
+from headrace_router.queue_task import QueuedTask, TaskTerms
 from tests.component.router.fakes import (
     LAYOUT,
     FakePrefill,
@@ -27,7 +28,9 @@ from tests.component.router.fakes import (
 
 def _enqueue(rig: Rig, name: str, deadline_unix_s: float = 1.0) -> QueuedTask:
     return rig.router.queue.enqueue(
-        prefill_pb2.PrefillTask(transfer_id=name), layout=LAYOUT, deadline_unix_s=deadline_unix_s
+        prefill_pb2.PrefillTask(transfer_id=name),
+        layout=LAYOUT,
+        terms=TaskTerms(deadline_unix_s, returns_max=1),
     )
 
 
@@ -71,10 +74,14 @@ async def test_a_failure_is_told_by_its_reason(rig: Rig) -> None:
     assert (error.reason, error.detail) == ("DEADLINE_EXCEEDED", "as scripted")
 
 
-async def test_a_dead_workers_tasks_fail_at_once_and_the_waiting_go_elsewhere(rig: Rig) -> None:
+async def test_a_dead_workers_open_tasks_fail_at_once_and_the_waiting_go_elsewhere(
+    rig: Rig,
+) -> None:
     dying = await rig.add_prefill(stall, credit=1)
     running = _enqueue(rig, "a")
     await eventually(lambda: _names(dying) == ["a"])
+    await dying.started("a")
+    await eventually(lambda: running.started)
     waiting = _enqueue(rig, "b")
     other = await rig.add_prefill(hand_over, credit=0)
     await dying.die()
@@ -86,7 +93,25 @@ async def test_a_dead_workers_tasks_fail_at_once_and_the_waiting_go_elsewhere(ri
     await other.give_credit(1)
     async with asyncio.timeout(5):
         assert (await waiting.outcome).error is None
-    assert [candidate.ref.worker_id for candidate in rig.router.queue.candidates()] == ["p1"]
+    assert rig.pulling() == {"p1"}
+
+
+async def test_what_a_dead_worker_had_not_begun_goes_to_another_before_the_waiting(
+    rig: Rig,
+) -> None:
+    dying = await rig.add_prefill(stall, credit=2)
+    given = [_enqueue(rig, name, at) for name, at in (("a", 2.0), ("b", 3.0))]
+    await eventually(lambda: _names(dying) == ["a", "b"])
+    waiting = _enqueue(rig, "c", 1.0)
+    other = await rig.add_prefill(hand_over, credit=0)
+    await dying.die()
+    await eventually(lambda: rig.pulling() == {"p1"})
+    assert not any(task.outcome.done() for task in given)
+    await other.give_credit(1)
+    for task in (*given, waiting):
+        async with asyncio.timeout(5):
+            assert (await task.outcome).error is None
+    assert _names(other) == ["a", "b", "c"]
 
 
 async def test_a_cancelled_task_is_stopped_where_it_runs(rig: Rig) -> None:
@@ -113,15 +138,17 @@ async def test_the_same_incarnation_pulls_once_only(rig: Rig) -> None:
     assert second.error.code() is grpc.StatusCode.ALREADY_EXISTS
     assert isinstance(error_from_rpc(second.error), DuplicateTransfer)
     await second.close()
-    assert rig.router.queue.candidates()[0].ref == WorkerRef("p0", first.incarnation)
+    assert set(rig.router.queue.partners().values()) == {
+        frozenset({WorkerRef("p0", first.incarnation)})
+    }
     assert first.error is None
 
 
 @pytest.mark.parametrize(
     "request_,words",
     [
-        (prefill_pb2.PullRequest(), "Credit or TaskDone"),
-        (prefill_pb2.PullRequest(hello=prefill_pb2.Hello()), "Credit or TaskDone"),
+        (prefill_pb2.PullRequest(), "Credit, TaskStarted or TaskDone"),
+        (prefill_pb2.PullRequest(hello=prefill_pb2.Hello()), "Credit, TaskStarted or TaskDone"),
         (
             prefill_pb2.PullRequest(credit=prefill_pb2.Credit(task_count=CREDITS_MAX + 1)),
             "more than",

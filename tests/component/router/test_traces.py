@@ -106,7 +106,7 @@ async def test_a_request_makes_one_trace_over_all_processes(rig: Rig, workers: W
     assert root.attributes[schema.ATTRIBUTE_COMPLETION_TOKENS] == "5"
     assert root.attributes[schema.ATTRIBUTE_FINISH_REASON] == "length"
     assert attempt.attributes[schema.ATTRIBUTE_PREFILL_WORKER_ID] == "p0"
-    assert "least loaded of 1" in spans[schema.SPAN_ROUTE].attributes[schema.ATTRIBUTE_EXPLANATION]
+    assert "cheapest of 1" in spans[schema.SPAN_ROUTE].attributes[schema.ATTRIBUTE_EXPLANATION]
     first_token = responses[-1].timing.time_to_first_token.ToNanoseconds()
     assert spans[schema.SPAN_FIRST_TOKEN].duration.ToNanoseconds() == first_token
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -28,10 +29,15 @@ from headrace_prefill.worker import PrefillWorker
 
 REF = WorkerRef("prefill-0", "00112233445566ff")
 LAYERS = tuple(
-    (0, LayerSent(layer, 0, 0, 3, 100, 1, 1_000 * layer, 1_500 * layer, 2_000))
+    (
+        0,
+        LayerSent(
+            layer, 0, 0, 3, 100, 9, 1_000 * layer, 1_500 * layer, 2_000, "mooncake/tcp", "both", 2
+        ),
+    )
     for layer in range(4)
 )
-OUTCOME = PrefillOutcome(2, 500, 4_000, LAYERS)
+OUTCOME = PrefillOutcome(2, 500, 4_000, LAYERS, 321)
 Behaviour = Callable[[PrefillWork], Awaitable[PrefillOutcome]]
 
 
@@ -119,6 +125,15 @@ async def test_a_good_task_reports_bytes_and_leaves_its_spans(
     assert root.parent is not None
     assert f"{root.parent.span_id:016x}" == "00f067aa0ba902b7"
     assert f"{root.context.trace_id:032x}" == "4bf92f3577b34da6a3ce929d0e0e4736"
+    assert root.attributes is not None
+    assert root.attributes[schema.ATTRIBUTE_CONTROL_BYTES] == 321
+    assert root.attributes[schema.ATTRIBUTE_PAYLOAD_BYTES] == 400
+    layer = next(span for span in spans if span.name == schema.SPAN_TRANSFER_LAYER)
+    assert layer.attributes is not None
+    assert layer.attributes[schema.ATTRIBUTE_TRANSPORT] == "mooncake/tcp"
+    assert layer.attributes[schema.ATTRIBUTE_STRATEGY] == "both"
+    assert layer.attributes[schema.ATTRIBUTE_RUNS] == 9
+    assert layer.attributes[schema.ATTRIBUTE_ENTRIES] == 2
     children = [span for span in spans if span is not root]
     assert {span.parent.span_id for span in children if span.parent} == {root.context.span_id}
     assert {
@@ -126,6 +141,31 @@ async def test_a_good_task_reports_bytes_and_leaves_its_spans(
         for span in spans
         if span.attributes and span.name == schema.SPAN_TRANSFER_LAYER
     } == {0, 1, 2, 3}
+
+
+async def test_the_start_is_told_once_there_is_a_slot_and_before_the_engine_begins(
+    telemetry: Telemetry,
+) -> None:
+    order: list[str] = []
+    held = asyncio.Event()
+
+    async def note(work: PrefillWork) -> PrefillOutcome:
+        order.append(f"engine {work.target.transfer_id}")
+        await held.wait()
+        return OUTCOME
+
+    async def on_start(name: str) -> None:
+        order.append(f"start {name}")
+
+    worker = worker_of(note, telemetry, slots=1)
+    running = [
+        asyncio.create_task(worker.run(task(name), partial(on_start, name))) for name in ("a", "b")
+    ]
+    await asyncio.sleep(0.05)
+    assert order == ["start a", "engine a"]
+    held.set()
+    await asyncio.gather(*running)
+    assert order == ["start a", "engine a", "start b", "engine b"]
 
 
 async def test_the_engine_is_told_where_the_kv_goes(telemetry: Telemetry) -> None:

@@ -1,95 +1,254 @@
-"""Least-loaded placement, as a table of situations."""
+"""KV-aware placement: as a table of situations, and against a plain loop over the workers."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+from random import Random
 
+import numpy as np
 import pytest
+from google.protobuf.duration_pb2 import Duration
+from hypothesis import given
+from hypothesis import strategies as st
 
 from headrace.inference.v1 import inference_pb2
+from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import NoDecodeWorker
-from headrace_kv.layout import KvLayout, WorkerRef
+from headrace_kv.layout import KvLayout, WorkerRef, fingerprint
+from headrace_router.load_table import Load, LoadTable, Worker
 from headrace_router.placement import (
     Candidates,
-    LeastLoaded,
+    Decision,
+    KvAware,
     PlacementRequest,
-    PrefillCandidate,
+    RoutePolicy,
 )
-from headrace_router.view import Worker, WorkerLoad
 
 _LAYOUT = KvLayout.attention(
     model="sim", dtype="float32", layer_count=4, kv_head_count=2, block_tokens=16, parts={"kv": 64}
 )
-_PREFILL = PrefillCandidate(WorkerRef("p0", "a"), replace(_LAYOUT, tensor_parallel_size=2))
-_REQUEST = PlacementRequest("sim", 100, inference_pb2.PREFILL_PLACEMENT_UNSPECIFIED, 0)
+_PREFILL = WorkerRef("p0", "a")
+_PULLING = {fingerprint(replace(_LAYOUT, tensor_parallel_size=2)): frozenset({_PREFILL})}
+_REQUEST = PlacementRequest(
+    "sim", 101, inference_pb2.PREFILL_PLACEMENT_UNSPECIFIED, RoutePolicy(), 30.0
+)
+_REACHABLE = Load(total_tokens=1_000)
 
 
-def _load(
-    name: str,
-    requests: int = 0,
-    *,
-    share: float = 0.0,
-    reachable: bool = True,
-    layout: KvLayout = _LAYOUT,
-) -> WorkerLoad:
-    worker = Worker(WorkerRef(name, "i"), f"{name}:1", "sim", 4_096, 10, layout)
-    return WorkerLoad(worker, reachable, requests, share)
+def _ref(name: str) -> WorkerRef:
+    return WorkerRef(name, "i")
+
+
+def _table(loads: dict[str, Load], layouts: dict[str, KvLayout] | None = None) -> LoadTable:
+    table = LoadTable(
+        Worker(_ref(name), f"{name}:1", "sim", 4_096, 10, (layouts or {}).get(name, _LAYOUT))
+        for name in loads
+    )
+    for name, load in loads.items():
+        table.set(_ref(name), load)
+    return table
 
 
 def _choose(
-    request: PlacementRequest, *decode: WorkerLoad, prefill: tuple[PrefillCandidate, ...] = ()
-) -> tuple[str, bool, str]:
-    decision = LeastLoaded().choose(request, Candidates(decode, prefill))
-    return decision.worker.ref.worker_id, decision.remote, decision.explanation
+    loads: dict[str, Load],
+    cached: dict[str, int] | None = None,
+    request: PlacementRequest = _REQUEST,
+    queue_wait_s: float = 0.0,
+    layouts: dict[str, KvLayout] | None = None,
+) -> Decision:
+    table = _table(loads, layouts)
+    columns = np.array([(cached or {}).get(w.ref.worker_id, 0) for w in table.workers], float)
+    candidates = Candidates(table, columns, _PULLING, queue_wait_s)
+    return KvAware(Random(1)).choose(request, candidates)
 
 
-def test_the_least_loaded_worker_is_chosen_by_requests_and_by_blocks() -> None:
-    assert _choose(_REQUEST, _load("d0", 5), _load("d1", 4), _load("d2", 1, share=0.9))[0] == "d1"
+def _policy(**fields: float) -> PlacementRequest:
+    return replace(_REQUEST, policy=RoutePolicy(**fields))  # type: ignore[arg-type]
 
 
-def test_unreachable_workers_come_last() -> None:
-    assert _choose(_REQUEST, _load("d0", reachable=False), _load("d1", 9))[0] == "d1"
-    assert _choose(_REQUEST, _load("d0", reachable=False))[0] == "d0"
+def test_the_cost_weighs_what_is_missing_against_what_is_held() -> None:
+    loads = {"d0": Load(held_tokens=60), "d1": Load(held_tokens=0)}
+    assert _choose(loads).worker.ref == _ref("d1")
+    assert _choose(loads, {"d0": 64}).worker.ref == _ref("d0")
+    assert _choose(loads, {"d0": 64}, _policy(overlap_weight=0.5)).worker.ref == _ref("d1")
 
 
-def test_failed_workers_are_never_chosen_and_suspects_only_alone() -> None:
-    d0, d1 = _load("d0"), _load("d1", 9)
-    assert _choose(replace(_REQUEST, suspect=frozenset({d0.worker.ref})), d0, d1)[0] == "d1"
-    assert _choose(replace(_REQUEST, suspect=frozenset({d0.worker.ref})), d0)[0] == "d0"
-    with pytest.raises(NoDecodeWorker, match="sim, less 1 that failed"):
-        _choose(replace(_REQUEST, failed=frozenset({d0.worker.ref})), d0)
-
-
-def test_only_matching_layouts_are_paired() -> None:
-    other = replace(_LAYOUT, model="other")
-    name, remote, _ = _choose(
-        _REQUEST, _load("d0", layout=other), _load("d1", 9), prefill=(_PREFILL,)
+def test_a_decision_explains_itself() -> None:
+    decision = _choose({"d0": Load(requests=2, held_tokens=60), "d1": Load()}, {"d0": 64})
+    assert [str(candidate) for candidate in decision.candidates] == [
+        "d0: 96 = 36 missing (64 cached) + 60 held, 2 requests",
+        "d1: 100 = 100 missing (0 cached) + 0 held, 0 requests",
+    ]
+    assert decision.explanation == (
+        f"remote prefill: policy; cheapest of 2: {decision.candidates[0]}"
     )
-    assert (name, remote) == ("d1", True)
-    name, remote, why = _choose(_REQUEST, _load("d0", layout=other), prefill=(_PREFILL,))
-    assert (name, remote) == ("d0", False)
-    assert "no prefill worker with a matching KV layout" in why
+
+
+def test_only_a_few_candidates_are_explained_the_chosen_one_first() -> None:
+    decision = _choose({f"d{i}": Load(held_tokens=1_000 - i) for i in range(100)})
+    names = [candidate.worker_id for candidate in decision.candidates]
+    assert names == ["d99", "d98", "d97", "d96", "d95"]
 
 
 @pytest.mark.parametrize(
-    "change,remote,why",
+    ("fault", "word"),
+    [
+        (Load(reachable=False), "unreachable"),
+        (Load(requests=10), "full"),
+    ],
+)
+def test_unfit_workers_are_chosen_only_when_nobody_is_fit(fault: Load, word: str) -> None:
+    assert _choose({"d0": fault, "d1": Load(held_tokens=900)}).worker.ref == _ref("d1")
+    alone = _choose({"d0": fault})
+    assert alone.worker.ref == _ref("d0")
+    assert alone.candidates[0].unfit == word
+
+
+def test_failed_and_draining_workers_are_never_chosen_and_suspects_only_alone() -> None:
+    suspect = replace(_REQUEST, suspect=frozenset({_ref("d0")}))
+    loads = {"d0": Load(), "d1": Load(held_tokens=900)}
+    assert _choose(loads, request=suspect).worker.ref == _ref("d1")
+    assert _choose({"d0": Load()}, request=suspect).worker.ref == _ref("d0")
+    with pytest.raises(NoDecodeWorker, match="sim, less 1 that failed"):
+        _choose({"d0": Load()}, request=replace(_REQUEST, failed=frozenset({_ref("d0")})))
+    with pytest.raises(NoDecodeWorker, match="serves sim"):
+        _choose({"d0": Load(draining=True)})
+    with pytest.raises(NoDecodeWorker):
+        _choose({})
+
+
+def test_only_matching_layouts_are_paired() -> None:
+    other = {"d0": replace(_LAYOUT, model="other")}
+    paired = _choose({"d0": Load(), "d1": Load(held_tokens=900)}, layouts=other)
+    assert (paired.worker.ref, paired.remote) == (_ref("d1"), True)
+    alone = _choose({"d0": Load()}, layouts=other)
+    assert not alone.remote
+    assert "no prefill worker with a matching KV layout" in alone.explanation
+    # What the worker has cached already needs no partner.
+    near = replace(_REQUEST, policy=RoutePolicy(local_prefill_max_tokens=50))
+    cached = _choose({"d0": Load(), "d1": Load(held_tokens=900)}, {"d0": 64}, near, layouts=other)
+    assert (cached.worker.ref, cached.remote) == (_ref("d0"), False)
+
+
+@pytest.mark.parametrize(
+    ("change", "remote", "why"),
     [
         ({}, True, "policy"),
-        ({"local_prefill_max_tokens": 100}, False, "99 tokens are below 100"),
-        ({"local_prefill_max_tokens": 99}, True, "policy"),
+        ({"policy": RoutePolicy(local_prefill_max_tokens=101)}, False, "100 missing tokens are"),
+        ({"policy": RoutePolicy(local_prefill_max_tokens=100)}, True, "policy"),
         ({"wish": inference_pb2.PREFILL_PLACEMENT_LOCAL}, False, "asked for"),
         (
-            {"wish": inference_pb2.PREFILL_PLACEMENT_REMOTE, "local_prefill_max_tokens": 999},
+            {
+                "wish": inference_pb2.PREFILL_PLACEMENT_REMOTE,
+                "policy": RoutePolicy(local_prefill_max_tokens=999, max_queue_wait_s=0.0),
+            },
             True,
             "asked for",
         ),
         ({"prompt_tokens": 1}, False, "nothing to prefill"),
         ({"local_only": True}, False, "last resort"),
-        ({"failed": frozenset({_PREFILL.ref})}, False, "no prefill worker"),
+        ({"failed": frozenset({_PREFILL})}, False, "no prefill worker"),
+        ({"policy": RoutePolicy(max_queue_wait_s=1.0)}, False, "2.00 s, more than 1.00 s"),
+        ({"policy": RoutePolicy(max_queue_wait_s=3.0)}, True, "policy"),
+        ({"remaining_s": 1.5}, False, "2.00 s, more than 1.50 s"),
     ],
 )
 def test_where_the_prompt_is_prefilled(change: dict[str, object], remote: bool, why: str) -> None:
     request = replace(_REQUEST, **change)  # type: ignore[arg-type]
-    _, chosen_remote, explanation = _choose(request, _load("d0"), prefill=(_PREFILL,))
-    assert chosen_remote is remote
-    assert why in explanation
+    decision = _choose({"d0": Load()}, request=request, queue_wait_s=2.0)
+    assert decision.remote is remote
+    assert why in decision.explanation
+
+
+def test_a_prompt_that_is_all_cached_stays_where_it_is() -> None:
+    decision = _choose({"d0": Load()}, {"d0": 112})
+    assert not decision.remote
+    assert decision.candidates[0].cached_tokens == 100
+
+
+def test_of_equally_cheap_workers_the_one_with_fewer_requests_is_chosen() -> None:
+    loads = {"d0": Load(requests=2), "d1": Load(requests=1), "d2": Load(requests=3)}
+    assert _choose(loads).worker.ref == _ref("d1")
+
+
+def test_ties_are_drawn_by_lot_and_repeatably() -> None:
+    table = _table({f"d{i}": Load() for i in range(4)})
+    drawn = [
+        [
+            placement.choose(_REQUEST, Candidates(table)).worker.ref.worker_id
+            for placement in [KvAware(Random(7))]
+            for _ in range(400)
+        ]
+        for _ in range(2)
+    ]
+    assert drawn[0] == drawn[1]
+    assert min(Counter(drawn[0]).values()) > 60
+
+
+def test_a_temperature_spreads_over_the_cheap_ones() -> None:
+    table = _table({"d0": Load(), "d1": Load(held_tokens=10), "d2": Load(held_tokens=100)})
+    counts: dict[float, Counter[str]] = {}
+    for temperature in (0.0, 0.3):
+        placement = KvAware(Random(3))
+        counts[temperature] = Counter(
+            placement.choose(
+                _policy(temperature=temperature), Candidates(table)
+            ).worker.ref.worker_id
+            for _ in range(1_000)
+        )
+    assert counts[0.0] == {"d0": 1_000}
+    # Weights of exp(0), exp(-1/3) and exp(-10/3).
+    assert counts[0.3]["d0"] == pytest.approx(571, abs=60)
+    assert counts[0.3]["d1"] == pytest.approx(409, abs=60)
+    assert 0 < counts[0.3]["d2"] < 60
+
+
+def test_the_policy_of_the_registry_comes_with_its_defaults() -> None:
+    assert RoutePolicy.from_proto(registry_pb2.Policy()) == RoutePolicy(0, 1.0, 0.0, None)
+    policy = registry_pb2.Policy(
+        local_prefill_max_tokens=5,
+        overlap_weight=0.0,
+        temperature=0.5,
+        max_queue_wait=Duration(nanos=250_000_000),
+    )
+    assert RoutePolicy.from_proto(policy) == RoutePolicy(5, 0.0, 0.5, 0.25)
+
+
+_LOADS = st.builds(
+    Load,
+    requests=st.integers(0, 12),
+    held_tokens=st.integers(0, 400),
+    reachable=st.booleans(),
+    draining=st.sampled_from([False, False, True]),
+)
+
+
+@given(
+    loads=st.lists(_LOADS, min_size=1, max_size=8),
+    cached=st.lists(st.integers(0, 150), min_size=8, max_size=8),
+    weight=st.sampled_from([0.0, 0.5, 1.0, 4.0]),
+    suspects=st.sets(st.integers(0, 7)),
+)
+def test_nobody_fitter_or_cheaper_is_passed_over(
+    loads: list[Load], cached: list[int], weight: float, suspects: set[int]
+) -> None:
+    names = [f"d{i}" for i in range(len(loads))]
+    by_name = dict(zip(names, loads, strict=True))
+    request = replace(
+        _policy(overlap_weight=weight), suspect=frozenset(_ref(f"d{i}") for i in suspects)
+    )
+
+    def rank(name: str) -> tuple[object, ...]:
+        load, index = by_name[name], names.index(name)
+        missing = 100 - min(100, cached[index])
+        unfit = (index in suspects, not load.reachable, load.requests >= 10)
+        return (*unfit, weight * missing + load.held_tokens, load.requests)
+
+    usable = [name for name in names if not by_name[name].draining]
+    if not usable:
+        with pytest.raises(NoDecodeWorker):
+            _choose(by_name, request=request)
+        return
+    decision = _choose(by_name, dict(zip(names, cached, strict=False)), request)
+    assert rank(decision.worker.ref.worker_id) == min(map(rank, usable))

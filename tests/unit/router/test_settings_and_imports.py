@@ -40,6 +40,9 @@ def test_models_are_named(arguments: list[str], models: dict[str, str]) -> None:
         (["--model", "=x"], "NAME=FOLDER"),
         (["--model"], "at least one model"),
         (["--model", "sim", "--retry-budget", "11"], "retry_budget"),
+        (["--model", "sim", "--max-queued-tokens", "0"], "max_queued_tokens"),
+        (["--model", "sim", "--prefix-wait-s", "-1"], "prefix_wait_s"),
+        (["--model", "sim", "--admission-wait-s", "0"], "admission_wait_s"),
         (["--model", "sim", "--router-id", "Not Good"], "router_id"),
     ],
 )
@@ -55,7 +58,7 @@ def test_the_router_needs_no_engine_libraries() -> None:
 
         class Refuse:
             def find_spec(self, name, path=None, target=None):
-                if name.partition(".")[0] in {"torch", "vllm", "mooncake", "transformers", "numpy"}:
+                if name.partition(".")[0] in {"torch", "vllm", "mooncake", "transformers"}:
                     raise ImportError(f"the router must not import {name}")
 
         sys.meta_path.insert(0, Refuse())

@@ -43,6 +43,22 @@ def test_any_tokens_give_the_text_of_decoding_them_at_once(tokens: list[int]) ->
         assert streamed == _CODEC.decode(tokens).rstrip("\ufffd")
 
 
+@settings(deadline=None)
+@given(st.text(_CHARACTERS), st.text(max_size=5), st.data())
+def test_whole_text_comes_back_for_every_cutting_into_batches(
+    text: str, prompt: str, data: st.DataObject
+) -> None:
+    stream = TextStream(_CODEC.decode, _CODEC.encode(prompt))
+    tokens = _CODEC.encode(text)
+    pieces: list[str] = []
+    while tokens:
+        size = data.draw(st.integers(1, 40))
+        pieces.append(stream.push_all(tokens[:size]))
+        tokens = tokens[size:]
+    assert "".join(pieces) + stream.finish() == text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
 def test_an_unfinished_character_is_held_back_and_dropped_at_the_end() -> None:
     stream = TextStream(_CODEC.decode, ())
     assert [stream.push(token) for token in "€".encode()] == ["", "", "€"]

@@ -1,0 +1,120 @@
+"""Who a caller is, by API key."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from headrace_common.errors import ConfigError, Unauthenticated
+from headrace_common.identity import is_worker_id
+
+DEFAULT_TENANT: Final = "default"
+KEYS_MAX: Final = 10_000
+_KEY_BYTES_MAX = 512
+_HASHED = re.compile(r"sha256:([0-9a-f]{64})")
+_REMEDY = "send yours as metadata 'authorization: Bearer KEY' or 'x-api-key: KEY'"
+
+
+class Tenants:
+    """Tenants by key. Without a keys file, everybody is one tenant.
+
+    Keys are kept and compared as SHA-256 digests, so that neither this process's memory dumps nor its answers' timing
+    tell them. Nothing here puts a key into a message.
+    """
+
+    def __init__(self, by_digest: Mapping[str, str] | None) -> None:
+        self._by_digest = by_digest
+
+    def tenant_of(self, metadata: Iterable[tuple[str, Any]] | None) -> str:
+        """The tenant that an RPC's metadata names. Raises Unauthenticated, with the remedy."""
+        if self._by_digest is None:
+            return DEFAULT_TENANT
+        key = _key_in(metadata or ())
+        if not key:
+            raise Unauthenticated(f"an API key is required; {_REMEDY}")
+        tenant = self._by_digest.get(_digest(key)) if len(key) <= _KEY_BYTES_MAX else None
+        if tenant is None:
+            raise Unauthenticated(
+                f"the API key is not known here; check it, or ask the operator for one, and {_REMEDY}"
+            )
+        return tenant
+
+
+def load_tenants(path: str) -> Tenants:
+    """Reads a keys file; an empty path means none.
+
+    A file that ends in .toml holds `"KEY" = "TENANT"`; any other holds a line `KEY TENANT` each, # begins a comment.
+    `sha256:HEX`, the digest of a key, may stand for it. Raises ConfigError that names file and line, never a key.
+    """
+    if not path:
+        return Tenants(None)
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"api_keys_file {path} cannot be read: {type(error).__name__}; name a readable text file"
+        ) from error
+    pairs = _toml_pairs(path, text) if path.endswith(".toml") else _line_pairs(path, text)
+    if not pairs:
+        raise ConfigError(f"api_keys_file {path} names no key; add one, or leave the setting empty")
+    if len(pairs) > KEYS_MAX:
+        raise ConfigError(f"api_keys_file {path} holds more than {KEYS_MAX} keys")
+    by_digest: dict[str, str] = {}
+    for where, key, tenant in pairs:
+        if not is_worker_id(tenant):
+            raise ConfigError(
+                f"api_keys_file {path}, {where}: name the tenant with 1 to 63 characters of "
+                "a-z, 0-9, '.', '_' and '-'"
+            )
+        hashed = _HASHED.fullmatch(key)
+        if by_digest.setdefault(hashed[1] if hashed else _digest(key.encode()), tenant) != tenant:
+            raise ConfigError(f"api_keys_file {path}, {where}: the key belongs to two tenants")
+    return Tenants(by_digest)
+
+
+def _line_pairs(path: str, text: str) -> list[tuple[str, str, str]]:
+    pairs: list[tuple[str, str, str]] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.split("#", 1)[0].split()
+        if not words:
+            continue
+        if len(words) != 2:
+            raise ConfigError(f"api_keys_file {path}, line {number}: write it as KEY TENANT")
+        pairs.append((f"line {number}", words[0], words[1]))
+    return pairs
+
+
+def _toml_pairs(path: str, text: str) -> list[tuple[str, str, str]]:
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        # The parser's own words may quote a key.
+        raise ConfigError(
+            f'api_keys_file {path} is not TOML; write lines such as "KEY" = "TENANT"'
+        ) from None
+    for number, value in enumerate(table.values(), 1):
+        if not isinstance(value, str):
+            raise ConfigError(f'api_keys_file {path}, entry {number}: write it as "KEY" = "TENANT"')
+    return [
+        (f"entry {number}", key, tenant) for number, (key, tenant) in enumerate(table.items(), 1)
+    ]
+
+
+def _key_in(metadata: Iterable[tuple[str, Any]]) -> bytes:
+    for name, value in metadata:
+        raw = value if isinstance(value, bytes) else str(value).encode()
+        if name == "x-api-key":
+            return raw.strip()
+        if name == "authorization":
+            scheme, _, key = raw.strip().partition(b" ")
+            if scheme.lower() == b"bearer":
+                return key.strip()
+    return b""
+
+
+def _digest(key: bytes) -> str:
+    return hashlib.sha256(key).hexdigest()

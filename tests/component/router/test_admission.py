@@ -1,0 +1,135 @@
+"""Who is let in, over real gRPC: keys, bounds, fair shares, deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from headrace.inference.v1 import inference_pb2
+from headrace_common.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    HeadraceError,
+    QueueFull,
+    Unauthenticated,
+)
+from headrace_common.status import error_from_rpc
+from tests.component.router.fakes import Rig, eventually, hang, say
+
+_KEYS = {"greedy": "key-greedy", "late": "key-late"}
+
+
+@asynccontextmanager
+async def _rig(folder: Path, **settings: Any) -> AsyncIterator[Rig]:
+    path = folder / "keys"
+    path.write_text("".join(f"{key} {tenant}\n" for tenant, key in _KEYS.items()))
+    rig = await Rig(api_keys_file=str(path), **settings).start()
+    try:
+        yield rig
+    finally:
+        await rig.close()
+
+
+async def _ask(rig: Rig, tenant: str, timeout_s: float = 10.0, text: str = "x") -> str:
+    """The text, or the error raised. A tenant without a key sends its name as one."""
+    call = rig.stub.Generate(
+        inference_pb2.GenerateRequest(text=text),
+        timeout=timeout_s,
+        metadata=(("authorization", f"Bearer {_KEYS.get(tenant, tenant)}"),),
+    )
+    try:
+        return "".join([response.text async for response in call])
+    except grpc.aio.AioRpcError as error:
+        raise error_from_rpc(error) from error
+    finally:
+        call.cancel()
+
+
+async def _errors(tasks: Sequence[asyncio.Task[str]]) -> list[object]:
+    for task in tasks:
+        task.cancel()
+    return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_a_key_is_required_where_there_are_keys_and_never_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with _rig(tmp_path) as rig:
+        decode = await rig.add_decode(say("ok"))
+        with pytest.raises(Unauthenticated, match="not known here"):
+            await _ask(rig, "wrong-key")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await rig.ask("x")
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert "x-api-key" in (caught.value.details() or "")
+        assert not decode.requests
+        assert await _ask(rig, "late") == "ok"
+    assert "wrong-key" not in caplog.text
+    assert "key-late" not in caplog.text
+
+
+async def test_a_router_does_not_start_with_a_wrong_keys_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="absent cannot be read"):
+        await Rig(api_keys_file=str(tmp_path / "absent")).start()
+
+
+async def test_a_tenant_below_its_share_takes_the_next_place_of_one_above(tmp_path: Path) -> None:
+    async with _rig(tmp_path, max_concurrent_requests=4) as rig:
+        decode = await rig.add_decode(hang)
+        greedy = [asyncio.create_task(_ask(rig, "greedy")) for _ in range(4)]
+        await eventually(lambda: len(decode.requests) == 4)
+        with pytest.raises(QueueFull) as refused:
+            await _ask(rig, "greedy")
+        assert refused.value.retry_after_s
+        assert refused.value.metadata["tenant_share"] == "4"
+        late = [asyncio.create_task(_ask(rig, "late")) for _ in range(3)]
+        # The third is beyond its share of two.
+        await eventually(lambda: sum(task.done() for task in late) == 1)
+        greedy[0].cancel()
+        greedy[1].cancel()
+        await eventually(lambda: len(decode.requests) == 6)
+        # No room: the weight set meanwhile says that the late one may have three.
+        rig.policy.policy.tenant_weights["late"] = 3.0
+        again = asyncio.create_task(_ask(rig, "late"))
+        await asyncio.sleep(0.1)
+        assert not again.done()
+        greedy[2].cancel()
+        await eventually(lambda: len(decode.requests) == 7)
+        outcomes = await _errors([*greedy, *late, again])
+        assert sum(isinstance(outcome, QueueFull) for outcome in outcomes) == 1
+
+
+async def test_who_waits_in_vain_is_refused_in_time(tmp_path: Path) -> None:
+    async with _rig(tmp_path, max_concurrent_requests=1, admission_wait_s=0.2) as rig:
+        decode = await rig.add_decode(hang)
+        greedy = asyncio.create_task(_ask(rig, "greedy"))
+        await eventually(lambda: len(decode.requests) == 1)
+        with pytest.raises(QueueFull):
+            await _ask(rig, "late")
+        with pytest.raises(HeadraceError) as caught:
+            await _ask(rig, "late", timeout_s=0.1)
+        assert isinstance(caught.value, DeadlineExceeded)
+        await _errors([greedy])
+
+
+async def test_prompts_that_wait_are_bounded_by_their_tokens(tmp_path: Path) -> None:
+    async with _rig(tmp_path, max_queued_tokens=100, admission_wait_s=0.2) as rig:
+        decode = await rig.add_decode(hang)
+        waiting = asyncio.create_task(_ask(rig, "greedy", text="x" * 80))
+        await eventually(lambda: len(decode.requests) == 1)
+        with pytest.raises(QueueFull, match="queued tokens"):
+            await _ask(rig, "greedy", text="x" * 30)
+        assert len(decode.requests) == 1
+        decode.script = say("ok")
+        assert await _ask(rig, "greedy", text="x" * 20) == "ok"
+        await _errors([waiting])
+        # With the first token or the end of the request the tokens are free again.
+        assert await _ask(rig, "greedy", text="x" * 99) == "ok"

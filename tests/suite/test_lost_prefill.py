@@ -1,0 +1,47 @@
+"""What a prefill worker held when it was killed is done by another, and nobody waits for long."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+from tests.suite.deployment import Suite, prompt_of, suite
+
+_TASKS = 10
+SETTINGS = (
+    ("prefill", "max_requests", str(_TASKS)),
+    # A prompt takes 0.6 s at the least, so that all are in work when the worker is killed.
+    ("prefill", "model", "sim:prefill_s_per_token=0.004"),
+    ("decode", "max_requests", "64"),
+)
+
+
+async def _wait_until_holding(it: Suite, name: str, count: int) -> None:
+    give_up = time.monotonic() + 10
+    while True:
+        status = await it.status(name)
+        held = status.running_requests + status.waiting_requests
+        if held >= count:
+            return
+        assert time.monotonic() < give_up, f"{name} holds {held} tasks, not {count}"
+        await asyncio.sleep(0.01)
+
+
+async def test_all_ten_tasks_of_a_killed_prefill_worker_finish_elsewhere(tmp_path: Path) -> None:
+    async with suite(tmp_path, prefill_count=2, settings=SETTINGS) as it:
+        prompts = [prompt_of(150, number) for number in range(2 * _TASKS)]
+        running = [asyncio.create_task(it.generate(prompt, 6)) for prompt in prompts]
+        await _wait_until_holding(it, "prefill-0", _TASKS)
+        it.kill("prefill-0")
+        outcomes = await asyncio.gather(*running)
+        for prompt, outcome in zip(prompts, outcomes, strict=True):
+            assert outcome.token_ids == it.expected(prompt, 6)
+        timings = [outcome.last.timing for outcome in outcomes]
+        # All were computed by the other worker, none on the decode worker as a last resort.
+        assert {timing.prefill_worker_id for timing in timings} == {"prefill-1"}
+        assert sorted(timing.attempts for timing in timings) == [1] * _TASKS + [2] * _TASKS
+        await it.wait_empty("prefill-1")
+        # What the killed worker might still have written into stays in quarantine for a while.
+        decode = await it.status("decode-0")
+        assert (decode.reserved_blocks, decode.active_transfers) == (0, 0)
