@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager, asynccontextmanager
 
 import grpc.aio
 
+import headrace_client
 from headrace.inference.v1 import (
     inference_pb2,
     inference_pb2_grpc,
-    sampling_pb2,
     trace_pb2,
     trace_pb2_grpc,
 )
@@ -20,28 +20,16 @@ from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_common.channel import open_channel
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import NotFound, WorkerGone
-from headrace_common.status import error_from_rpc
 
 CALL_TIMEOUT_S = 5.0
 TRACE_POLL_S = 0.1
 LISTED_MEMBERS_MAX = 1_000
+_HINT = "is it running? `headrace up` starts it"
 
 
-@contextmanager
-def rpc_errors(what: str) -> Iterator[None]:
-    """Raises Headrace's own error for an RPC that failed, saying what was called when nobody
-    answered.
-    """
-    try:
-        yield
-    except grpc.aio.AioRpcError as rpc_error:
-        error = error_from_rpc(rpc_error)
-        if isinstance(error, WorkerGone) and rpc_error.code() is grpc.StatusCode.UNAVAILABLE:
-            raise WorkerGone(
-                f"{what} does not answer ({error.detail}): is it running? `headrace up` starts it",
-                metadata={"called": what},
-            ) from rpc_error
-        raise error from rpc_error
+def rpc_errors(what: str) -> AbstractContextManager[None]:
+    """Raises Headrace's own error for an RPC that failed, with the remedy when nobody answered."""
+    return headrace_client.rpc_errors(what, _HINT)
 
 
 class RouterClient:
@@ -49,16 +37,20 @@ class RouterClient:
 
     def __init__(self, endpoint: str, channel: grpc.aio.Channel) -> None:
         self.endpoint = endpoint
+        self._client = headrace_client.Client(channel, hint=_HINT, name=endpoint)
         self._inference = inference_pb2_grpc.InferenceServiceStub(channel)
         self._traces = trace_pb2_grpc.TraceServiceStub(channel)
 
     async def generate(
         self, request: inference_pb2.GenerateRequest, timeout_s: float
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        """Streams the answer."""
-        with rpc_errors(f"the router on {self.endpoint}"):
-            async for response in self._inference.Generate(request, timeout=timeout_s):
-                yield response
+        """Streams the answer; asks again when a busy router says when to."""
+        async for response in self._client.stream(request, timeout_s):
+            yield response
+
+    async def explain(self, request: inference_pb2.GenerateRequest) -> inference_pb2.RouteResponse:
+        """Where the prompt would go now."""
+        return await self._client.route(request, CALL_TIMEOUT_S, explain=True)
 
     async def models(self) -> list[inference_pb2.Model]:
         """The models served."""
@@ -135,19 +127,6 @@ def chat_request(
     seed: int | None = None,
 ) -> inference_pb2.GenerateRequest:
     """A conversation of (role, content), oldest first. 0 tokens means what the context leaves."""
-    sampling = sampling_pb2.SamplingParams()
-    if max_tokens:
-        sampling.max_tokens = max_tokens
-    if temperature is not None:
-        sampling.temperature = temperature
-    if seed is not None:
-        sampling.seed = seed
-    return inference_pb2.GenerateRequest(
-        model=model,
-        chat=inference_pb2.Chat(
-            messages=[
-                inference_pb2.ChatMessage(role=role, content=content) for role, content in messages
-            ]
-        ),
-        sampling=sampling,
+    return headrace_client.build_request(
+        messages=messages, model=model, max_tokens=max_tokens, temperature=temperature, seed=seed
     )

@@ -12,9 +12,11 @@ from typing import Annotated, Any
 import typer
 
 from headrace_cli.chat import ChatOptions, chat_once, converse, summary
-from headrace_cli.client import open_router
+from headrace_cli.client import chat_request, open_router
 from headrace_cli.console import answer_console, notice_console
 from headrace_cli.demo import DEFAULT_PROMPT, run_demo
+from headrace_cli.policy import set_policy, show_policy
+from headrace_cli.route import route_view
 from headrace_cli.state import find_registry
 from headrace_cli.topology import DEFAULT_PORT, SIM, Topology, parse_setting
 from headrace_cli.trace import show_trace, traces_table
@@ -38,11 +40,20 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+policy_app = typer.Typer(
+    no_args_is_help=True, help="Shows and changes the policy that all routers follow."
+)
+app.add_typer(policy_app, name="policy")
+
 Router = Annotated[
     str,
     typer.Option(
         "--router", metavar="HOST:PORT", envvar="HEADRACE_ENDPOINT", help="Router to call."
     ),
+]
+Registry = Annotated[
+    str,
+    typer.Option(metavar="HOST:PORT", help="Registry to ask; empty means that of `headrace up`."),
 ]
 Engine = Annotated[str, typer.Option(help="vllm for real models, sim for the simulated one.")]
 Model = Annotated[
@@ -176,15 +187,34 @@ def chat(
             converse(router, options)
 
 
+@app.command(
+    epilog="Examples:  headrace route 'Why is the sky blue?'   |   "
+    "headrace route --explain 'Why is the sky blue?'"
+)
+def route(
+    prompt: Annotated[str, typer.Argument(help="What would be asked.")],
+    router: Router = DEFAULT_ROUTER,
+    model: Annotated[str, typer.Option(help="Model to ask; empty means the only one.")] = "",
+    system: Annotated[str, typer.Option(help="What the model is told before everything.")] = "",
+    explain: Annotated[
+        bool, typer.Option("--explain", help="List the candidates and what each would cost.")
+    ] = False,
+) -> None:
+    """Says where a prompt would go now, and why, and sends it nowhere."""
+    messages = [("system", system)] if system else []
+
+    async def work() -> None:
+        async with open_router(router) as client:
+            routed = await client.explain(chat_request([*messages, ("user", prompt)], model=model))
+            answer_console().print(route_view(routed, explain=explain))
+
+    _run(work())
+
+
 @app.command(epilog="Examples:  headrace workers   |   headrace workers --registry 127.0.0.1:7001")
 def workers(
     router: Router = DEFAULT_ROUTER,
-    registry: Annotated[
-        str,
-        typer.Option(
-            metavar="HOST:PORT", help="Registry to ask; empty means that of `headrace up`."
-        ),
-    ] = "",
+    registry: Registry = "",
 ) -> None:
     """Lists who is registered and what each worker is doing."""
 
@@ -220,6 +250,38 @@ def trace(
                 console.print(await traces_table(client, list_count))
             else:
                 show_trace(await client.trace(id, wait), console, layers=layers)
+
+    _run(work())
+
+
+@policy_app.command("get", epilog="Example:  headrace policy get")
+def get_policy(router: Router = DEFAULT_ROUTER, registry: Registry = "") -> None:
+    """Shows the policy in force."""
+
+    async def work() -> None:
+        answer_console().print(await show_policy(registry or find_registry(router)))
+
+    _run(work())
+
+
+@policy_app.command(
+    "set",
+    epilog="Examples:  headrace policy set local_prefill_max_tokens=256 temperature=0.2   |   "
+    "headrace policy set max_queue_wait=2s   |   headrace policy set tenant_weights.batch=0.5   |   "
+    "headrace policy set temperature=",
+)
+def change_policy(
+    changes: Annotated[
+        list[str],
+        typer.Argument(metavar="FIELD=VALUE...", help="Nothing after = restores the default."),
+    ],
+    router: Router = DEFAULT_ROUTER,
+    registry: Registry = "",
+) -> None:
+    """Changes the named fields; every router follows within a second."""
+
+    async def work() -> None:
+        answer_console().print(await set_policy(registry or find_registry(router), changes))
 
     _run(work())
 

@@ -98,21 +98,27 @@ class PromptHashes:
             if stretch >= len(self.stations):
                 self._reach(stretch + 1)
             return self.stations[stretch]
-        between = self._between.get(stretch)
-        if between is None:
-            between = self._between[stretch] = self._hash_between(stretch)
-        return between[offset]
+        return self._between_of(stretch)[offset]
 
     def all(self) -> list[int]:
         """Every hash."""
-        whole, rest = divmod(self.block_count, STATION_BLOCKS)
-        if whole:
-            self._reach(whole)
+        return self.first(self.block_count)
+
+    def first(self, count: int) -> list[int]:
+        """The hashes of the first `count` blocks, no more than there are."""
+        whole, rest = divmod(count, STATION_BLOCKS)
+        self._reach(whole)
         hashes: list[int] = []
         for stretch in range(whole):
-            hashes += self._hash_between(stretch)
+            hashes += self._between_of(stretch)
             hashes.append(self.stations[stretch])
-        return hashes + self._hash_between(whole) if rest else hashes
+        return hashes + self._between_of(whole)[:rest] if rest else hashes
+
+    def _between_of(self, stretch: int) -> list[int]:
+        between = self._between.get(stretch)
+        if between is None:
+            between = self._between[stretch] = self._hash_between(stretch)
+        return between
 
     def _reach(self, station_count: int) -> None:
         """Computes stations up to that many."""

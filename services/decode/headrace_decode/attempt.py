@@ -14,6 +14,7 @@ from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import sampling_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError, InternalError
+from headrace_common.pacing import LoopLoad
 from headrace_decode.event_buffer import EventBuffer
 from headrace_decode.words import tokens_to_proto
 from headrace_engine.interface import DecodeEnded, DecodeEvent, DecodeTokens, DecodeWork, Engine
@@ -52,6 +53,7 @@ class Attempt:
         receiver: Receiver,
         deadline: Deadline,
         on_settled: Callable[[], None],
+        load: LoopLoad | None = None,
     ) -> None:
         self.work = work
         self.milestones = Milestones(start_unix_ns=time.time_ns())
@@ -63,6 +65,7 @@ class Attempt:
         self._receiver = receiver
         self._deadline = deadline
         self._on_settled = on_settled
+        self._load = load
         self._events: EventBuffer | None = None
         self._arrival: asyncio.Task[TransferSummary] | None = None
         self._closed = False
@@ -77,7 +80,9 @@ class Attempt:
         happened.
         """
         transfer_id = self.work.transfer_id
-        self._events = EventBuffer(self._engine.decode(self.work), f"request {transfer_id}")
+        self._events = EventBuffer(
+            self._engine.decode(self.work), f"request {transfer_id}", self._load
+        )
         if self.work.remote_kv:
             reservation = await self._reserve(self._events)
             yield decode_pb2.GenerateResponse(

@@ -20,6 +20,11 @@ class DecodeConfig(WorkerConfig):
         description="Seconds that blocks of a broken transfer rest after the lease; "
         "longer than the transport's own timeout.",
     )
+    require_ticket: bool = Field(
+        False,
+        description="Whether requests must bear a router's ticket; without it, whoever reaches this worker may "
+        "call it, and only tickets that are there are checked.",
+    )
     request_timeout_s: PositiveSeconds = Field(
         600.0, description="Deadline of requests whose caller set none."
     )

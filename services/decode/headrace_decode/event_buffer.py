@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
 
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import DeadlineExceeded, InternalError
+from headrace_common.pacing import FlushPace, LoopLoad
 from headrace_engine.interface import DecodeEvent
 
 CLOSE_TIMEOUT_S = 5.0
@@ -20,12 +22,15 @@ class EventBuffer:
     token.
     """
 
-    def __init__(self, events: AsyncIterator[DecodeEvent], what: str) -> None:
+    def __init__(
+        self, events: AsyncIterator[DecodeEvent], what: str, load: LoopLoad | None = None
+    ) -> None:
         self._what = what
         self._events: list[DecodeEvent] = []
         self._error: Exception | None = None
         self._ended = False
         self._changed = asyncio.Event()
+        self._pace = FlushPace(load or LoopLoad())
         self._reader = asyncio.create_task(self._read(events), name=f"engine events of {what}")
 
     async def _read(self, events: AsyncIterator[DecodeEvent]) -> None:
@@ -47,12 +52,16 @@ class EventBuffer:
         await self._changed.wait()
 
     async def take(self, deadline: Deadline) -> list[DecodeEvent]:
-        """All events since the last call, at least one.
+        """All events since the last call, at least one; when they come fast, gathered for a moment.
 
         Raises the engine's own error, InternalError when the engine ended without DecodeEnded, or
         DeadlineExceeded.
         """
         await self._wait(deadline)
+        rest_s = self._pace.rest_s(time.monotonic())
+        if rest_s > 0 and not self._ended:
+            await asyncio.sleep(rest_s)
+        self._pace.flushed(time.monotonic())
         taken, self._events = self._events, []
         self._note_taken()
         return taken
@@ -65,14 +74,15 @@ class EventBuffer:
         return first
 
     async def _wait(self, deadline: Deadline) -> None:
-        try:
-            async with asyncio.timeout(deadline.remaining_s()):
-                await self._changed.wait()
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"the deadline passed while waiting for the engine in {self._what}",
-                metadata={"waited_for": "engine"},
-            ) from None
+        if not self._changed.is_set():
+            try:
+                async with asyncio.timeout(deadline.remaining_s()):
+                    await self._changed.wait()
+            except TimeoutError:
+                raise DeadlineExceeded(
+                    f"the deadline passed while waiting for the engine in {self._what}",
+                    metadata={"waited_for": "engine"},
+                ) from None
         if self._events:
             return
         if self._error is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import grpc
 import grpc.aio
@@ -20,9 +20,12 @@ from headrace_common.errors import (
     HeadraceError,
     InternalError,
     StaleIncarnation,
+    Unauthenticated,
 )
+from headrace_common.pacing import LoopLoad
 from headrace_common.telemetry import Telemetry
 from headrace_common.telemetry_schema import SPAN_DECODE
+from headrace_common.tickets import check_ticket
 from headrace_decode.admission import Admission, SeenTransfers
 from headrace_decode.attempt import Attempt
 from headrace_decode.spans import describe_attempt, start_attributes
@@ -48,6 +51,8 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         admission: Admission,
         telemetry: Telemetry,
         request_timeout_s: float,
+        ticket_key: Callable[[], bytes] = bytes,
+        require_ticket: bool = False,
     ) -> None:
         self._ref = ref
         self._engine = engine
@@ -55,9 +60,13 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         self._admission = admission
         self._telemetry = telemetry
         self._request_timeout_s = request_timeout_s
+        self._ticket_key = ticket_key
+        self._require_ticket = require_ticket
         self._seen = SeenTransfers()
         self._closing: set[asyncio.Task[None]] = set()
+        self._load = LoopLoad()
         self._draining = False
+        self._notice = Deadline.after(0.0)
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -98,7 +107,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
 
     def _admit(self, request: decode_pb2.GenerateRequest, deadline: Deadline) -> Attempt:
         """Refuses whatever can be refused before anything is spent."""
-        if self._draining:
+        if self._draining and self._notice.expired:
             raise Draining(f"{self._ref.worker_id} is shutting down")
         if request.incarnation != self._ref.incarnation:
             raise StaleIncarnation(
@@ -106,6 +115,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
                 f"{self._ref.worker_id}, this is {self._ref.incarnation}",
                 metadata={"meant": request.incarnation, "actual": self._ref.incarnation},
             )
+        self._check_ticket(request)
         work = work_from_proto(request)
         self._seen.check(work.transfer_id)
         deadline.check("admission")
@@ -123,7 +133,17 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
             receiver=self._receiver,
             deadline=deadline,
             on_settled=lambda: self._settle(work.transfer_id),
+            load=self._load,
         )
+
+    def _check_ticket(self, request: decode_pb2.GenerateRequest) -> None:
+        if request.ticket:
+            check_ticket(self._ticket_key(), request, self._ref.worker_id)
+        elif self._require_ticket:
+            raise Unauthenticated(
+                f"{self._ref.worker_id} requires a ticket; ask a router, by Generate or by Route",
+                metadata={"ticket": "missing"},
+            )
 
     def _end(self, attempt: Attempt, span: Span, error: HeadraceError | None) -> None:
         """Starts giving back what the attempt holds; only the first call counts."""
@@ -146,12 +166,16 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         if self._admission.request_count == 0:
             self._idle.set()
 
-    def begin_drain(self) -> None:
-        """Refuses every new attempt from now on."""
+    def begin_drain(self, notice_s: float = 0.0) -> None:
+        """Says so in `status` at once, and refuses every new attempt once `notice_s` have passed, in
+        which routers may hear of it.
+        """
         self._draining = True
+        self._notice = Deadline.after(notice_s)
 
     async def wait_idle(self) -> None:
-        """Returns once no attempt is under way. The caller bounds the wait."""
+        """Returns once no attempt is under way, and none can come. The caller bounds the wait."""
+        await asyncio.sleep(self._notice.remaining_s())
         await self._idle.wait()
         while self._closing:
             await asyncio.wait(set(self._closing))

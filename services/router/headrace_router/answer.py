@@ -1,7 +1,7 @@
 """The answer on its way to the client: text made from tokens, stop texts found, tokens coalesced.
 
-A producer adds tokens, a consumer takes messages. What arrives while the consumer is writing shares
-its next message.
+A producer adds tokens, a consumer takes messages. What arrives while the consumer is writing, or within the stream's
+least time between two messages, shares its next message.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import inference_pb2, sampling_pb2
+from headrace_common.pacing import FlushPace, LoopLoad
 from headrace_router.detokenize import TextStream
 from headrace_router.stops import StopScanner
 from headrace_router.validate import PreparedRequest
@@ -21,11 +22,12 @@ PENDING_TOKENS_MAX = 1_024
 
 @dataclass(slots=True)
 class _Pending:
-    """What the client has not been sent yet."""
+    """What the client has not been sent yet. Its tokens become text when they are sent, but for stop texts' sake."""
 
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[sampling_pb2.TokenLogprobs] = field(default_factory=list)
+    with_text: bool = False
 
 
 class Answer:
@@ -34,7 +36,9 @@ class Answer:
     Tokens of several attempts never meet in it: an attempt is final once it added one.
     """
 
-    def __init__(self, request: PreparedRequest, trace_id: str) -> None:
+    def __init__(
+        self, request: PreparedRequest, trace_id: str, load: LoopLoad | None = None
+    ) -> None:
         self._request = request
         self._trace_id = trace_id
         self._stream = TextStream(request.codec.decode, request.token_ids)
@@ -49,6 +53,7 @@ class Answer:
         )
         self._first_message = True
         self._ready = asyncio.Event()
+        self._pace = FlushPace(load or LoopLoad())
         self._drained = asyncio.Event()
         self.completion_tokens = 0
         self.first_token_unix_ns = 0
@@ -66,23 +71,34 @@ class Answer:
 
     async def add(self, tokens: decode_pb2.Tokens) -> None:
         """Takes tokens from the decode worker; waits while the client is too far behind."""
+        if self.stopped or not tokens.token_ids:
+            return
         now_unix_ns = time.time_ns()
+        if not self.started:
+            self.first_token_unix_ns = now_unix_ns
+        self.last_token_unix_ns = now_unix_ns
+        if self._request.stop_texts:
+            self._add_until_stop(tokens)
+        else:
+            self.completion_tokens += len(tokens.token_ids)
+            self._pending.token_ids.extend(tokens.token_ids)
+            self._pending.logprobs.extend(tokens.logprobs)
+        self._ready.set()
+        while len(self._pending.token_ids) > PENDING_TOKENS_MAX:
+            self._drained.clear()
+            await self._drained.wait()
+
+    def _add_until_stop(self, tokens: decode_pb2.Tokens) -> None:
+        """Which token completes a stop text is only seen token by token."""
         for index, token_id in enumerate(tokens.token_ids):
             if self.stopped:
                 break
-            if not self.started:
-                self.first_token_unix_ns = now_unix_ns
-            self.last_token_unix_ns = now_unix_ns
             self.completion_tokens += 1
             self._pending.token_ids.append(token_id)
             self._pending.logprobs.extend(tokens.logprobs[index : index + 1])
             # A stop token ends the answer and is no part of its text.
             if token_id not in self._stop_token_ids:
                 self._pending.text.append(self._stops.push(self._stream.push(token_id)))
-        self._ready.set()
-        while len(self._pending.token_ids) > PENDING_TOKENS_MAX:
-            self._drained.clear()
-            await self._drained.wait()
 
     def finish(
         self,
@@ -91,6 +107,7 @@ class Answer:
         timing: inference_pb2.Timing,
     ) -> None:
         """Ends the answer: the next message taken is the last."""
+        self._make_text(self._pending)
         if not self.stopped:
             self._pending.text.append(self._stops.push(self._stream.finish()))
         self._pending.text.append(self._stops.finish())
@@ -116,6 +133,10 @@ class Answer:
         while True:
             await self._ready.wait()
             if self._pending.token_ids or self._last is not None:
+                rest_s = self._pace.rest_s(time.monotonic())
+                if rest_s > 0:
+                    await asyncio.sleep(rest_s)
+                self._pace.flushed(time.monotonic())
                 return self._next_message()
             if self._failure is not None:
                 raise self._failure
@@ -123,10 +144,21 @@ class Answer:
                 return None
             self._ready.clear()
 
+    def _make_text(self, pending: _Pending) -> None:
+        """Makes the text of all that has come at once, where nobody has looked at it yet."""
+        if self._request.stop_texts or pending.with_text:
+            return
+        pending.with_text = True
+        spoken = [t for t in pending.token_ids if t not in self._stop_token_ids]
+        pending.text.append(self._stream.push_all(spoken))
+
     def _next_message(self) -> inference_pb2.GenerateResponse:
         response = self._last or inference_pb2.GenerateResponse()
         self._last = None
         pending, self._pending = self._pending, _Pending()
+        self._make_text(pending)
+        if not self._ended:
+            self._ready.clear()
         self._drained.set()
         response.request_id = self._request.request_id
         response.text = "".join(pending.text)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 import grpc.aio
@@ -11,14 +12,20 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
 
 from headrace.inference.v1 import inference_pb2_grpc, trace_pb2_grpc
 from headrace.prefill.v1 import prefill_pb2_grpc
+from headrace.registry.v1 import registry_pb2
 from headrace_common.channel import open_channel
 from headrace_common.telemetry import Telemetry
+from headrace_common.tickets import TicketSigner
+from headrace_router.admission import Admission, AdmissionLimits
 from headrace_router.config import RouterConfig
 from headrace_router.generate import Generator, PolicySource
-from headrace_router.placement import LeastLoaded
+from headrace_router.look_aside import LookAside
+from headrace_router.placement import KvAware, Placement
 from headrace_router.prefill_queue import PrefillQueue
+from headrace_router.prefix_indexes import PrefixIndexes
 from headrace_router.pull_service import PullService
 from headrace_router.service import InferenceService
+from headrace_router.tenants import load_tenants
 from headrace_router.text.codec import TextCodec
 from headrace_router.trace_service import OTLP_SERVICE_NAME, SpanCollector, TraceReader
 from headrace_router.trace_store import StoreExporter, TraceStore
@@ -36,11 +43,12 @@ SERVICES = (
 class Router:
     """One router's parts.
 
-    Nothing here talks to the registry: `workers.update` is told of members.
+    Nothing here talks to the registry: `update` is told of members.
     """
 
     inference: InferenceService
     workers: WorkerView
+    prefixes: PrefixIndexes
     queue: PrefillQueue
     traces: TraceStore
 
@@ -52,34 +60,69 @@ class Router:
         add_collector: Any = trace_service_pb2_grpc.add_TraceServiceServicer_to_server
         add_collector(SpanCollector(self.traces), server)
 
+    def update(self, members: Collection[registry_pb2.Member]) -> None:
+        """Takes over the registry's members."""
+        self.workers.update(members)
+        self.prefixes.update(members)
+
+    async def close(self) -> None:
+        """Ends every stream to workers."""
+        await self.prefixes.close()
+        await self.workers.close()
+
 
 def assemble(
     config: RouterConfig,
     codecs: Mapping[str, TextCodec],
     telemetry: Telemetry,
     policy: PolicySource,
+    prefix_hash_key: Callable[[], int],
+    ticket_key: Callable[[], bytes] = bytes,
+    placement: Placement | None = None,
 ) -> Router:
-    """Builds the parts; must run on the event loop that will own them."""
+    """Builds the parts; must run on the event loop that will own them. Places by KvAware unless told otherwise.
+
+    `prefix_hash_key` and `ticket_key` return the deployment's; 0 and no bytes while they are not known.
+    """
     store = TraceStore(config.trace_count)
     telemetry.add_exporter(StoreExporter(store))
     workers = WorkerView(lambda endpoint: open_channel(endpoint, config))
-    queue = PrefillQueue(config.max_queued_tasks)
+    prefixes = PrefixIndexes(lambda endpoint: open_channel(endpoint, config), prefix_hash_key)
+    queue = PrefillQueue(config.max_queued_tasks, config.prefix_wait_s)
+    limits = AdmissionLimits(
+        max_requests=config.max_concurrent_requests,
+        max_queued_tokens=config.max_queued_tokens,
+        wait_s=config.admission_wait_s,
+    )
+    signer = TicketSigner(ticket_key, config.ticket_ttl_s)
     generator = Generator(
         view=workers,
         queue=queue,
-        placement=LeastLoaded(),
+        placement=placement or KvAware(Random()),
+        prefixes=prefixes,
         policy=policy,
         retry_budget=config.retry_budget,
+        signer=signer,
         telemetry=telemetry,
+    )
+    look_aside = LookAside(
+        view=workers,
+        queue=queue,
+        generator=generator,
+        signer=signer,
+        allowed=config.look_aside,
+        late_s=config.default_deadline_s,
     )
     inference = InferenceService(
         codecs=codecs,
         view=workers,
         queue=queue,
         generator=generator,
+        look_aside=look_aside,
         store=store,
         telemetry=telemetry,
-        max_concurrent_requests=config.max_concurrent_requests,
+        tenants=load_tenants(config.api_keys_file),
+        admission=Admission(limits, lambda: policy.policy.tenant_weights),
         default_deadline_s=config.default_deadline_s,
     )
-    return Router(inference, workers, queue, store)
+    return Router(inference, workers, prefixes, queue, store)

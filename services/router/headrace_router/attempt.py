@@ -32,10 +32,13 @@ from headrace_common.errors import (
 from headrace_common.identity import new_transfer_id
 from headrace_common.status import error_from_rpc
 from headrace_common.telemetry import Telemetry, metadata_with_trace, traceparent
+from headrace_common.tickets import TicketSigner
 from headrace_kv.layout import WorkerRef
 from headrace_router.answer import Answer
 from headrace_router.placement import Decision
-from headrace_router.prefill_queue import PrefillQueue, QueuedTask
+from headrace_router.prefill_queue import PrefillQueue
+from headrace_router.queue_task import QueuedTask, TaskTerms
+from headrace_router.tenants import DEFAULT_TENANT
 from headrace_router.validate import PreparedRequest
 
 
@@ -48,6 +51,7 @@ class Job:
     root: Span
     deadline: Deadline
     arrival_unix_ns: int
+    tenant: str = DEFAULT_TENANT
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,10 @@ class AttemptOutcome:
 
 
 class Attempt:
-    """Runs once. After a failure, `prefill_failed` and `prefill_worker` say which leg it was."""
+    """Runs once. After a failure, `prefill_failed` and `prefill_worker` say which leg it was.
+
+    `terms` are those of the task, if the prompt goes to a prefill worker.
+    """
 
     def __init__(
         self,
@@ -68,17 +75,20 @@ class Attempt:
         decision: Decision,
         *,
         number: int,
-        avoid: frozenset[WorkerRef],
+        terms: TaskTerms,
         channel: grpc.aio.Channel,
         queue: PrefillQueue,
+        signer: TicketSigner,
         telemetry: Telemetry,
     ) -> None:
         self._request = job.request
         self._answer = job.answer
         self._decision = decision
         self._deadline = job.deadline
-        self._avoid = avoid
+        self._terms = terms
         self._queue = queue
+        self._signer = signer
+        self._tenant = job.tenant
         self._telemetry = telemetry
         self._stub = decode_pb2_grpc.DecodeServiceStub(channel)
         self.transfer_id = new_transfer_id()
@@ -117,17 +127,11 @@ class Attempt:
             self._end(succeeded)
 
     def _open(self) -> Any:
-        worker, request = self._decision.worker, self._request
+        request = decode_request(self._request, self._decision, self.transfer_id)
+        worker_id = self._decision.worker.ref.worker_id
+        request.ticket = self._signer.sign(request, worker_id, self._tenant)
         return self._stub.Generate(
-            decode_pb2.GenerateRequest(
-                request_id=request.request_id,
-                transfer_id=self.transfer_id,
-                incarnation=worker.ref.incarnation,
-                token_ids=request.token_ids,
-                sampling=request.sampling,
-                stop_token_ids=request.stop_token_ids,
-                remote_prefill=self._decision.remote,
-            ),
+            request,
             timeout=self._deadline.remaining_s(),
             metadata=metadata_with_trace(context=self._context),
         )
@@ -165,12 +169,7 @@ class Attempt:
             traceparent=traceparent(self._span),
         )
         try:
-            self._queued = self._queue.enqueue(
-                task,
-                layout=worker.layout,
-                deadline_unix_s=self._deadline.unix_s,
-                avoid=self._avoid,
-            )
+            self._queued = self._queue.enqueue(task, layout=worker.layout, terms=self._terms)
         except WorkerGone:
             self.prefill_failed = True
             raise
@@ -300,6 +299,21 @@ class Attempt:
             schema.ATTRIBUTE_DECODE_WORKER_ID: self._decision.worker.ref.worker_id,
             schema.ATTRIBUTE_PLACEMENT: "remote" if self._decision.remote else "local",
         }
+
+
+def decode_request(
+    request: PreparedRequest, decision: Decision, transfer_id: str
+) -> decode_pb2.GenerateRequest:
+    """What the chosen worker is asked, without a ticket."""
+    return decode_pb2.GenerateRequest(
+        request_id=request.request_id,
+        transfer_id=transfer_id,
+        incarnation=decision.worker.ref.incarnation,
+        token_ids=request.token_ids,
+        sampling=request.sampling,
+        stop_token_ids=request.stop_token_ids,
+        remote_prefill=decision.remote,
+    )
 
 
 def _mark_failed(span: Span, error: HeadraceError) -> None:

@@ -7,7 +7,12 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from headrace_common.config import PositiveCount, PositiveSeconds, ServiceConfig
+from headrace_common.config import (
+    NonNegativeSeconds,
+    PositiveCount,
+    PositiveSeconds,
+    ServiceConfig,
+)
 from headrace_common.identity import is_worker_id
 
 
@@ -58,8 +63,25 @@ class RouterConfig(ServiceConfig):
     max_concurrent_requests: PositiveCount = Field(
         1_024, description="Requests in flight before new ones are refused."
     )
+    max_queued_tokens: PositiveCount = Field(
+        4_194_304,
+        description="Prompt tokens of requests without a first token yet, before more are refused.",
+    )
+    admission_wait_s: PositiveSeconds = Field(
+        2.0,
+        description="Seconds that a tenant below its share may wait for one above it to make room.",
+    )
+    api_keys_file: str = Field(
+        "",
+        description="File of API keys and their tenants, a line KEY TENANT each, or TOML; empty means "
+        "that nobody needs a key.",
+    )
     max_queued_tasks: PositiveCount = Field(
         1_024, description="Prompts that may wait for a prefill worker."
+    )
+    prefix_wait_s: NonNegativeSeconds = Field(
+        0.05,
+        description="Seconds that a prompt may wait for the prefill worker that holds its prefix.",
     )
     default_deadline_s: PositiveSeconds = Field(
         600.0, description="Seconds that a request may take when its client sets no deadline."
@@ -67,6 +89,15 @@ class RouterConfig(ServiceConfig):
     retry_budget: Annotated[int, Field(ge=0, le=10)] = Field(
         2,
         description="Attempts after the first that a request may make, where the policy says nothing.",
+    )
+    look_aside: bool = Field(
+        False,
+        description="Whether clients that ask may stream from decode workers directly, which then must reach them.",
+    )
+    ticket_ttl_s: PositiveSeconds = Field(
+        10.0,
+        description="Seconds that a decode worker takes a request with this router's ticket; clocks of the "
+        "deployment must agree far better than that.",
     )
     trace_count: PositiveCount = Field(256, description="Requests whose traces are kept.")
 

@@ -44,6 +44,23 @@ class TextStream:
         self._held_tokens = 0
         return fresh
 
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens complete, as of pushing one after the other, for about the price of one."""
+        if len(token_ids) > 1:
+            window = [*self._window, *token_ids]
+            text = self._decode(window)
+            # Otherwise it has to be known where the unfinished character began.
+            if not text.endswith(_REPLACEMENT):
+                fresh = self._beyond_sent(text)
+                held = self._held_tokens + len(token_ids)
+                self._window, self._sent, self._held_tokens = window, text, 0
+                if len(window) > 2 * _WINDOW_TOKENS:
+                    # Only what was sent just now surely starts at a whole character.
+                    self._window = window[-held:]
+                    self._sent = self._decode(self._window)
+                return fresh
+        return "".join(map(self.push, token_ids))
+
     def finish(self) -> str:
         """What is left and whole at the end of the answer. An unfinished character is dropped."""
         fresh = self._beyond_sent(self._decode(self._window)).rstrip(_REPLACEMENT)

@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from google.protobuf.duration_pb2 import Duration
 from opentelemetry import trace
+from opentelemetry.trace import Span
 
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common import telemetry_schema as schema
+from headrace_common.deadlines import Deadline
 from headrace_common.errors import (
+    Cancelled,
     DecodeFull,
     Draining,
     HeadraceError,
@@ -27,10 +31,20 @@ from headrace_common.errors import (
     WorkerGone,
 )
 from headrace_common.telemetry import Telemetry
-from headrace_kv.layout import WorkerRef
+from headrace_common.tickets import TicketSigner
+from headrace_kv.layout import WorkerRef, fingerprint
 from headrace_router.attempt import Attempt, AttemptOutcome, Job
-from headrace_router.placement import Candidates, Decision, Placement, PlacementRequest
+from headrace_router.load_table import LoadTable, Numbers, Worker
+from headrace_router.placement import (
+    Candidates,
+    Decision,
+    Placement,
+    PlacementRequest,
+    RoutePolicy,
+)
 from headrace_router.prefill_queue import PrefillQueue
+from headrace_router.queue_task import TaskTerms
+from headrace_router.validate import PreparedRequest
 from headrace_router.view import WorkerView
 
 _LOG = logging.getLogger(__name__)
@@ -38,10 +52,25 @@ _LOG = logging.getLogger(__name__)
 _SAME_WORKER_PAUSE_S = 0.1
 _RETRY_TIME_MIN_S = 1.0
 
-# The pair failed: its prefill worker is not asked again, its decode worker only if it is alone.
-_PAIR_ERRORS = (TransferFailed, TransferTimeout, LayoutMismatch)
+# The pair failed: its prefill worker is not asked again, its decode worker only if it is alone. Cancelled is a prefill
+# worker's that ends before its task: a caller that goes away is heard here first.
+_PAIR_ERRORS = (Cancelled, TransferFailed, TransferTimeout, LayoutMismatch)
 # The decode worker said that it will not take this request.
 _DECODE_REFUSALS = (DecodeFull, Draining, StaleIncarnation)
+
+
+class PrefixSource(Protocol):
+    """Which worker holds how much of a prompt already."""
+
+    def cached_tokens(self, table: LoadTable, token_ids: Sequence[int]) -> Numbers:
+        """Prompt tokens that each worker of the table holds, slower tiers counted for less. Shape [worker]."""
+        ...
+
+    def cached_refs(
+        self, model: str, token_ids: Sequence[int], refs: Collection[WorkerRef]
+    ) -> dict[WorkerRef, int]:
+        """The same of a few prefill workers; those that hold none are left out."""
+        ...
 
 
 class PolicySource(Protocol):
@@ -96,13 +125,17 @@ class Generator:
         view: WorkerView,
         queue: PrefillQueue,
         placement: Placement,
+        prefixes: PrefixSource,
         policy: PolicySource,
         retry_budget: int,
+        signer: TicketSigner,
         telemetry: Telemetry,
     ) -> None:
+        self._signer = signer
         self._view = view
         self._queue = queue
         self._placement = placement
+        self._prefixes = prefixes
         self._policy = policy
         self._retry_budget = retry_budget
         self._telemetry = telemetry
@@ -115,15 +148,15 @@ class Generator:
 
         Raises the last attempt's error when no other attempt may be made.
         """
-        policy = self._policy.policy
-        budget = policy.retry_budget if policy.HasField("retry_budget") else self._retry_budget
+        budget = self._budget
         blame = _Blame()
         for number in range(1, budget + 2):
             last = number == budget + 1
-            decision = self._route(job, policy, blame, local_only=last and blame.prefill_side)
+            local_only = last and blame.prefill_side
+            decision = self._route(job.request, job.root, job.deadline, blame, local_only)
             if decision.worker.ref in blame.suspect:
                 await asyncio.sleep(min(_SAME_WORKER_PAUSE_S, job.deadline.remaining_s()))
-            promise = self._view.promise(decision.worker.ref)
+            promise = self._view.promise(decision.worker.ref, len(job.request.token_ids))
             if promise is None:
                 blame.failed.add(decision.worker.ref)
                 continue
@@ -131,9 +164,16 @@ class Generator:
                 job,
                 decision,
                 number=number,
-                avoid=frozenset(blame.failed),
+                terms=self.task_terms(
+                    decision.worker,
+                    job.request.token_ids if decision.remote else (),
+                    job.deadline,
+                    avoid=frozenset(blame.failed),
+                    front=blame.prefill_side,
+                ),
                 channel=promise.channel,
                 queue=self._queue,
+                signer=self._signer,
                 telemetry=self._telemetry,
             )
             try:
@@ -152,26 +192,63 @@ class Generator:
                 promise.release()
         raise blame.last_error or _vanished(job.request.model)
 
+    @property
+    def _budget(self) -> int:
+        policy = self._policy.policy
+        return policy.retry_budget if policy.HasField("retry_budget") else self._retry_budget
+
+    def route(self, request: PreparedRequest, root: Span, deadline: Deadline) -> Decision:
+        """Where the request would go now. Promises nothing to anybody. Raises NoDecodeWorker."""
+        return self._route(request, root, deadline, _Blame(), local_only=False)
+
+    def task_terms(
+        self,
+        worker: Worker,
+        token_ids: Sequence[int],
+        deadline: Deadline,
+        *,
+        avoid: frozenset[WorkerRef] = frozenset(),
+        front: bool = False,
+    ) -> TaskTerms:
+        """What to ask of the prefill queue for a prompt that `worker` is to receive; no tokens for a local one."""
+        cached: dict[WorkerRef, int] = {}
+        if token_ids:
+            refs = self._queue.partners().get(fingerprint(worker.layout), frozenset())
+            cached = self._prefixes.cached_refs(worker.model, token_ids, refs)
+        return TaskTerms(
+            deadline_unix_s=deadline.unix_s,
+            avoid=avoid,
+            cached=cached,
+            returns_max=self._budget,
+            front=front,
+        )
+
     def _route(
         self,
-        job: Job,
-        policy: registry_pb2.Policy,
+        request: PreparedRequest,
+        root: Span,
+        deadline: Deadline,
         blame: _Blame,
-        *,
         local_only: bool,
     ) -> Decision:
         start_unix_ns = time.time_ns()
-        request = job.request
         placement_request = PlacementRequest(
             model=request.model,
             prompt_tokens=len(request.token_ids),
             wish=request.placement,
-            local_prefill_max_tokens=policy.local_prefill_max_tokens,
+            policy=RoutePolicy.from_proto(self._policy.policy),
+            remaining_s=deadline.remaining_s(),
             failed=frozenset(blame.failed),
             suspect=frozenset(blame.suspect),
             local_only=local_only,
         )
-        candidates = Candidates(self._view.loads(request.model), self._queue.candidates())
+        table = self._view.table(request.model)
+        candidates = Candidates(
+            decode=table,
+            cached_tokens=self._prefixes.cached_tokens(table, request.token_ids),
+            prefill=self._queue.partners(),
+            queue_wait_s=self._queue.estimate(request.model).wait_s,
+        )
         problem = ""
         attributes: dict[str, str] = {}
         try:
@@ -180,6 +257,7 @@ class Generator:
                 schema.ATTRIBUTE_DECODE_WORKER_ID: decision.worker.ref.worker_id,
                 schema.ATTRIBUTE_PLACEMENT: "remote" if decision.remote else "local",
                 schema.ATTRIBUTE_EXPLANATION: decision.explanation,
+                schema.ATTRIBUTE_CANDIDATES: "; ".join(map(str, decision.candidates)),
             }
             return decision
         except NoDecodeWorker as error:
@@ -189,7 +267,7 @@ class Generator:
         finally:
             self._telemetry.record_span(
                 schema.SPAN_ROUTE,
-                trace.set_span_in_context(job.root),
+                trace.set_span_in_context(root),
                 start_unix_ns,
                 time.time_ns(),
                 attributes,

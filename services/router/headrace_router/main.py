@@ -73,11 +73,19 @@ async def serve_router(config: RouterConfig) -> None:
         stack.push_async_callback(asyncio.to_thread, telemetry.shutdown)
         registry = open_channel(config.registry, config)
         stack.push_async_callback(registry.close)
+        membership: Membership | None = None
         members = RegistryView(
-            registry, on_change=lambda view: router.workers.update(view.members.values())
+            registry, on_change=lambda view: router.update(view.members.values())
         )
-        router = assemble(config, codecs, telemetry, members)
-        stack.push_async_callback(router.workers.close)
+        router = assemble(
+            config,
+            codecs,
+            telemetry,
+            members,
+            lambda: membership.prefix_hash_key if membership is not None else 0,
+            lambda: membership.ticket_key if membership is not None else b"",
+        )
+        stack.push_async_callback(router.close)
         stack.push_async_callback(members.stop)
         await members.start()
         server = GrpcServer(config, SERVICES)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -15,12 +17,16 @@ from opentelemetry.trace import Span, Status, StatusCode
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from headrace_common import telemetry_schema as schema
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import Draining, HeadraceError, QueueFull
-from headrace_common.telemetry import Telemetry
+from headrace_common.errors import Draining, HeadraceError
+from headrace_common.pacing import LoopLoad
+from headrace_common.telemetry import Telemetry, traceparent
+from headrace_router.admission import Admission, Ticket
 from headrace_router.answer import Answer
 from headrace_router.attempt import Job
 from headrace_router.generate import Generator
+from headrace_router.look_aside import LookAside, candidates_to_proto
 from headrace_router.prefill_queue import PrefillQueue
+from headrace_router.tenants import Tenants
 from headrace_router.text.codec import TextCodec
 from headrace_router.trace_store import TraceStore
 from headrace_router.validate import REQUEST_ID_CHARACTERS_MAX, PreparedRequest, prepare
@@ -29,6 +35,7 @@ from headrace_router.view import WorkerView
 # An error that names what was waited for must reach the client before its own clock ends the call.
 _DEADLINE_MARGIN_S = 0.2
 _DEADLINE_MARGIN_SHARE = 0.1
+_SHORT_REQUEST_BYTES = 1_024
 
 
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
@@ -41,20 +48,24 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         view: WorkerView,
         queue: PrefillQueue,
         generator: Generator,
+        look_aside: LookAside,
         store: TraceStore,
         telemetry: Telemetry,
-        max_concurrent_requests: int,
+        tenants: Tenants,
+        admission: Admission,
         default_deadline_s: float,
     ) -> None:
         self._codecs = codecs
         self._view = view
         self._queue = queue
         self._generator = generator
+        self._look_aside = look_aside
         self._store = store
         self._telemetry = telemetry
-        self._max_concurrent_requests = max_concurrent_requests
+        self._tenants = tenants
+        self._admission = admission
         self._default_deadline_s = default_deadline_s
-        self._request_count = 0
+        self._load = LoopLoad()
         self._draining = False
 
     def drain(self) -> None:
@@ -68,27 +79,68 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         """Streams one answer. Being cancelled ends everything that was begun for it."""
         arrival_unix_ns = time.time_ns()
-        self._admit()
-        self._request_count += 1
+        deadline = _deadline_of(context, self._default_deadline_s)
+        ticket = await self._admit(context, deadline)
+        with self._admission.holding(ticket):
+            await self._generate(request, context, ticket, deadline, arrival_unix_ns)
+
+    async def _generate(
+        self,
+        request: inference_pb2.GenerateRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+        ticket: Ticket,
+        deadline: Deadline,
+        arrival_unix_ns: int,
+    ) -> None:
         request_id = _request_id(request)
-        root = self._telemetry.tracer.start_span(
-            schema.SPAN_REQUEST,
-            start_time=arrival_unix_ns,
-            attributes={schema.ATTRIBUTE_REQUEST_ID: request_id},
-        )
-        self._store.begin(_trace_id(root), request_id, arrival_unix_ns)
-        try:
-            await self._answer(request, request_id, context, root, arrival_unix_ns)
-        except HeadraceError as error:
-            root.set_status(Status(StatusCode.ERROR, error.detail))
-            root.set_attribute(schema.ATTRIBUTE_ERROR_REASON, error.reason)
-            raise
-        except asyncio.CancelledError:
-            root.set_status(Status(StatusCode.ERROR, "the client gave the request up"))
-            raise
-        finally:
-            root.end()
-            self._request_count -= 1
+        with self._request_span(request_id, arrival_unix_ns) as root:
+            prepared = await self._prepare(request, request_id, root)
+            await ticket.queue_tokens(len(prepared.token_ids))
+            await self._answer(prepared, context, ticket, root, deadline, arrival_unix_ns)
+
+    async def Route(
+        self,
+        request: inference_pb2.RouteRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> inference_pb2.RouteResponse:
+        """Where a prompt would go; with a ticket for that unless it is for an explanation only."""
+        arrival_unix_ns = time.time_ns()
+        deadline = _deadline_of(context, self._default_deadline_s)
+        ticket = await self._admit(context, deadline)
+        request_id = _request_id(request.request)
+        with (
+            self._admission.holding(ticket),
+            self._request_span(request_id, arrival_unix_ns, kept=not request.explain) as root,
+        ):
+            prepared = await self._prepare(request.request, request_id, root)
+            decision = self._generator.route(prepared, root, deadline)
+            direct: inference_pb2.DirectRequest | None = None
+            if not request.explain:
+                direct = self._look_aside.grant(
+                    prepared, decision, ticket.tenant, traceparent(root)
+                )
+            return inference_pb2.RouteResponse(
+                worker_id=decision.worker.ref.worker_id,
+                incarnation=decision.worker.ref.incarnation,
+                remote_prefill=decision.remote,
+                explanation=decision.explanation,
+                candidates=candidates_to_proto(decision.candidates),
+                direct=direct,
+            )
+
+    async def Prefill(
+        self,
+        request: inference_pb2.PrefillRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> inference_pb2.PrefillResponse:
+        """The prompt of a request that went past this router takes its turn among the others."""
+        deadline = _deadline_of(context, self._default_deadline_s)
+        claims = self._look_aside.check(request)
+        self._refuse_when_draining()
+        ticket = await self._admission.enter(claims.tenant, deadline)
+        with self._admission.holding(ticket):
+            await ticket.queue_tokens(len(request.direct.token_ids))
+            return await self._look_aside.prefill(request, claims, deadline)
 
     async def ListModels(
         self,
@@ -112,27 +164,53 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             ]
         )
 
-    def _admit(self) -> None:
+    async def _admit(
+        self, context: grpc.aio.ServicerContext[Any, Any], deadline: Deadline
+    ) -> Ticket:
+        """Raises Unauthenticated, Draining, QueueFull or DeadlineExceeded, before any work is done."""
+        tenant = self._tenants.tenant_of(context.invocation_metadata())
+        self._refuse_when_draining()
+        return await self._admission.enter(tenant, deadline)
+
+    def _refuse_when_draining(self) -> None:
         if self._draining:
             raise Draining("the router is shutting down; ask another one, or again in a moment")
-        if self._request_count >= self._max_concurrent_requests:
-            raise QueueFull(
-                f"{self._max_concurrent_requests} requests are in flight already",
-                metadata={"queue": "requests", "maxsize": str(self._max_concurrent_requests)},
-            )
+
+    @contextmanager
+    def _request_span(
+        self, request_id: str, arrival_unix_ns: int, *, kept: bool = True
+    ) -> Iterator[Span]:
+        """The root of a request's trace, which tells what the block raises. `kept` is for `headrace trace`."""
+        root = self._telemetry.tracer.start_span(
+            schema.SPAN_REQUEST,
+            start_time=arrival_unix_ns,
+            attributes={schema.ATTRIBUTE_REQUEST_ID: request_id},
+        )
+        if kept:
+            self._store.begin(_trace_id(root), request_id, arrival_unix_ns)
+        try:
+            yield root
+        except HeadraceError as error:
+            root.set_status(Status(StatusCode.ERROR, error.detail))
+            root.set_attribute(schema.ATTRIBUTE_ERROR_REASON, error.reason)
+            raise
+        except asyncio.CancelledError:
+            root.set_status(Status(StatusCode.ERROR, "the client gave the request up"))
+            raise
+        finally:
+            root.end()
 
     async def _answer(
         self,
-        request: inference_pb2.GenerateRequest,
-        request_id: str,
+        prepared: PreparedRequest,
         context: grpc.aio.ServicerContext[Any, Any],
+        ticket: Ticket,
         root: Span,
+        deadline: Deadline,
         arrival_unix_ns: int,
     ) -> None:
-        deadline = _deadline_of(context, self._default_deadline_s)
-        prepared = await self._prepare(request, request_id, root)
-        answer = Answer(prepared, _trace_id(root))
-        job = Job(prepared, answer, root, deadline, arrival_unix_ns)
+        answer = Answer(prepared, _trace_id(root), self._load)
+        job = Job(prepared, answer, root, deadline, arrival_unix_ns, ticket.tenant)
 
         async def produce() -> None:
             try:
@@ -144,6 +222,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         producer = asyncio.create_task(produce())
         try:
             while (response := await answer.take()) is not None:
+                ticket.first_token()
                 await context.write(response)
         finally:
             producer.cancel()
@@ -155,13 +234,16 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         start_unix_ns = time.time_ns()
         problem = ""
         try:
-            prepared = await asyncio.to_thread(
+            prepare_it = partial(
                 prepare,
                 request,
                 request_id=request_id,
                 codecs=self._codecs,
                 context_tokens=self._view.context_tokens(),
             )
+            # A short prompt takes less time than the way to a thread.
+            short = request.ByteSize() <= _SHORT_REQUEST_BYTES
+            prepared = prepare_it() if short else await asyncio.to_thread(prepare_it)
         except HeadraceError as error:
             problem = error.detail
             raise

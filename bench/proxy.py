@@ -1,0 +1,327 @@
+"""The router as a streaming proxy beside vllm-router: CPU for each request and what it adds to the first token.
+
+    python -m bench.proxy [--gaps 0,5] [--streams 1,32,64] [--rounds 2] [--vllm-router PATH] [--output bench/results]
+
+Answers have 64 tokens, a gap of so many milliseconds apart, from workers that do nothing else (bench/proxy_workers.py:
+a message, or a server-sent event, for every token). Load is closed-loop. CPU is that of the router's process with all
+its threads, from /proc/PID/stat. "Direct" asks the worker itself, over the same protocol, in turns with the proxy; what
+a proxy adds to the first token is the difference of the medians. vllm-router's columns need its command (pip install
+vllm-router==0.1.17) and are left out without it. Everything shares the machine, so look at ratios within one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import shutil
+import socket
+import statistics
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final
+
+import uvloop
+
+from bench.proxy_load import (
+    Ask,
+    Sample,
+    grpc_look_aside,
+    grpc_router,
+    grpc_worker,
+    http,
+    run_streams,
+)
+from bench.proxy_workers import MODEL, TOKENS
+from headrace_cli.client import list_members
+
+DIRECT: Final = "direct, gRPC"
+OURS: Final = "Headrace"
+LOOK_ASIDE: Final = "Headrace, look-aside"
+SIM_DIRECT: Final = "direct, sim worker"
+SIM: Final = "Headrace, sim worker"
+SIM_LOOK_ASIDE: Final = "Headrace, sim worker, look-aside"
+DIRECT_HTTP: Final = "direct, HTTP"
+VLLM: Final = "vllm-router"
+_BASELINES: Final = {
+    OURS: DIRECT,
+    LOOK_ASIDE: DIRECT,
+    VLLM: DIRECT_HTTP,
+    SIM: SIM_DIRECT,
+    SIM_LOOK_ASIDE: SIM_DIRECT,
+}
+_START_S: Final = 30.0
+_WARM_REQUESTS: Final = 8
+
+Open = Callable[[int, int], AbstractAsyncContextManager[list[Ask]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to ask, and the process whose CPU it costs; 0 for none."""
+
+    name: str
+    open: Open
+    pid: int
+
+
+@dataclass(slots=True)
+class Cell:
+    """What was measured for one way, gap and number of streams."""
+
+    first_s: list[float] = field(default_factory=list)
+    cpu_s: float = 0.0
+    requests: int = 0
+    messages: int = 0
+
+    def add(self, sample: Sample, cpu_s: float) -> None:
+        """Another round."""
+        self.first_s += sample.first_s
+        self.cpu_s += cpu_s
+        self.requests += len(sample.first_s)
+        self.messages += sample.messages
+
+    @property
+    def first_ms(self) -> float:
+        """Median time to the first token."""
+        return statistics.median(self.first_s) * 1e3
+
+    @property
+    def cpu_us(self) -> float:
+        """Of one request."""
+        return self.cpu_s / self.requests * 1e6
+
+
+Cells = dict[tuple[int, int, str], Cell]
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process, all threads; 0 for pid 0."""
+    if not pid:
+        return 0.0
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def free_port() -> int:
+    """A port that is free now."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+@asynccontextmanager
+async def process(*command: str, log: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Runs a command until the block ends."""
+    with log.open("wb") as written:
+        child = await asyncio.create_subprocess_exec(*command, stdout=written, stderr=written)
+        try:
+            yield child
+        finally:
+            if child.returncode is None:
+                child.terminate()
+            try:
+                await asyncio.wait_for(child.wait(), 10)
+            except TimeoutError:
+                child.kill()
+                await child.wait()
+
+
+async def until_listening(port: int, child: asyncio.subprocess.Process, log: Path) -> None:
+    """Waits for the process to accept connections."""
+    async with asyncio.timeout(_START_S):
+        while True:
+            if child.returncode is not None:
+                raise _ended_early(log)
+            try:
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+            except OSError:
+                await asyncio.sleep(0.05)
+            else:
+                writer.close()
+                return
+
+
+def _ended_early(log: Path) -> RuntimeError:
+    return RuntimeError(log.read_text())
+
+
+@asynccontextmanager
+async def ways(folder: Path, vllm_router: str) -> AsyncIterator[list[Way]]:
+    """Everything started and connected."""
+    registry, router, http_worker, other = (free_port() for _ in range(4))
+    here = f"127.0.0.1:{registry}"
+    async with AsyncExitStack() as stack:
+
+        async def start(name: str, *command: str) -> tuple[asyncio.subprocess.Process, Path]:
+            log = folder / f"{name}.log"
+            return await stack.enter_async_context(process(*command, log=log)), log
+
+        service = (sys.executable, "-m", "headrace_registry", f"--listen={here}")
+        await until_listening(registry, *await start("registry", *service))
+        workers = (sys.executable, "-m", "bench.proxy_workers", here, str(http_worker))
+        await until_listening(http_worker, *await start("workers", *workers))
+        ours, log = await start(
+            "router",
+            *(sys.executable, "-m", "headrace_router", f"--listen=127.0.0.1:{router}"),
+            *(f"--registry={here}", f"--model={MODEL}", "--look-aside", "--log-level=warning"),
+        )
+        await until_listening(router, ours, log)
+        worker = next(m for m in await list_members(here) if m.worker_id == "decode-0")
+        endpoint = f"127.0.0.1:{router}"
+        found = [
+            Way(DIRECT, lambda n, g: grpc_worker(worker.endpoint, worker.incarnation, n, g), 0),
+            Way(OURS, lambda n, g: grpc_router(endpoint, n, g), ours.pid),
+            Way(LOOK_ASIDE, lambda n, g: grpc_look_aside(endpoint, n, g), ours.pid),
+        ]
+        if vllm_router:
+            theirs, log = await start(
+                "vllm-router",
+                *(vllm_router, "--host", "127.0.0.1", "--port", str(other)),
+                *("--worker-urls", f"http://127.0.0.1:{http_worker}", "--policy", "round_robin"),
+                *("--prometheus-port", str(free_port()), "--log-level", "warning"),
+            )
+            await until_listening(other, theirs, log)
+            found += [
+                Way(DIRECT_HTTP, lambda n, g: http(http_worker, n, g), 0),
+                Way(VLLM, lambda n, g: http(other, n, g), theirs.pid),
+            ]
+        await asyncio.sleep(2)
+        yield found
+
+
+def request_count(streams: int, gap_ms: int) -> int:
+    """Enough for CPU ticks of 10 ms to matter little, few enough for a short run."""
+    if gap_ms:
+        return 8 if streams == 1 else 3 * streams
+    return 60 if streams == 1 else 320
+
+
+@asynccontextmanager
+async def sim_ways(folder: Path, gap_ms: int) -> AsyncIterator[list[Way]]:
+    """The same with one real decode worker, whose simulated engine takes `gap_ms` for each step."""
+    registry, router, decode = (free_port() for _ in range(3))
+    here, model = f"127.0.0.1:{registry}", f"sim:decode_step_s={gap_ms / 1e3}"
+    async with AsyncExitStack() as stack:
+
+        async def start(port: int, name: str, *flags: str) -> asyncio.subprocess.Process:
+            log = folder / f"{name}.log"
+            command = (sys.executable, "-m", f"headrace_{name}", f"--listen=127.0.0.1:{port}")
+            child = await stack.enter_async_context(
+                process(*command, *flags, "--log-level=warning", log=log)
+            )
+            await until_listening(port, child, log)
+            return child
+
+        await start(registry, "registry")
+        engine = ("--worker-id=decode-0", "--engine=sim", f"--model={model}", "--served-model=sim")
+        room = ("--max-requests=256", "--block-count=4096")
+        await start(decode, "decode", f"--registry={here}", *engine, *room)
+        ours = await start(
+            router, "router", f"--registry={here}", f"--model={MODEL}", "--look-aside"
+        )
+        endpoint, worker = f"127.0.0.1:{router}", f"127.0.0.1:{decode}"
+        # Time to register, and for the router to hear of it.
+        await asyncio.sleep(3)
+        members = await list_members(here)
+        incarnation = next(m.incarnation for m in members if m.endpoint == worker)
+        yield [
+            Way(SIM_DIRECT, lambda n, _: grpc_worker(worker, incarnation, n, 0), 0),
+            Way(SIM, lambda n, _: grpc_router(endpoint, n, 0), ours.pid),
+            Way(SIM_LOOK_ASIDE, lambda n, _: grpc_look_aside(endpoint, n, 0), ours.pid),
+        ]
+
+
+async def measure(found: list[Way], gaps: list[int], streams: list[int], rounds: int) -> Cells:
+    """Every way in turn, round after round."""
+    cells: Cells = {}
+    for _ in range(rounds):
+        for gap_ms in gaps:
+            for count in streams:
+                for way in found:
+                    async with way.open(count, gap_ms) as asks:
+                        await run_streams(asks, min(_WARM_REQUESTS, count))
+                        before_s = cpu_seconds(way.pid)
+                        sample = await run_streams(asks, request_count(count, gap_ms))
+                        cpu_s = cpu_seconds(way.pid) - before_s
+                    cells.setdefault((gap_ms, count, way.name), Cell()).add(sample, cpu_s)
+    return cells
+
+
+def table(cells: Cells) -> str:
+    """A row for each gap and number of streams of each proxy."""
+    titles = (
+        *("gap, ms", "streams", "proxy", "CPU µs/request", "CPU µs/token"),
+        *("first token, ms", "direct, ms", "added, ms", "tokens/message"),
+    )
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    for (gap_ms, count, name), cell in sorted(cells.items(), key=lambda item: item[0][:2]):
+        if name not in _BASELINES:
+            continue
+        direct = cells[gap_ms, count, _BASELINES[name]]
+        lines.append(
+            f"| {gap_ms} | {count} | {name} | {cell.cpu_us:.0f} | {cell.cpu_us / TOKENS:.1f} "
+            f"| {cell.first_ms:.2f} | {direct.first_ms:.2f} | {cell.first_ms - direct.first_ms:+.2f} "
+            f"| {TOKENS * cell.requests / cell.messages:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+_NOTES: Final = """# The router as a streaming proxy
+
+{command}, {cpus} CPUs for everything: load, workers, proxies. Made by `python -m bench.proxy`.
+
+{table}
+
+What each does. Headrace: gRPC on both sides; tokenizes the prompt, places it by cached prefixes and load, signs a
+ticket, admits by tenant, records spans for `headrace trace`, turns each token into text (never part of a character),
+looks for stop texts, counts usage, and gathers what comes within 2 ms, up to 25 ms while its event loop is busy, into
+one message. It is Python: most of its cost is that of grpcio's asyncio layer, for each call and for each message read
+or written. The plain rows are its worst case, because those workers send every token as a message of its own; "sim
+worker" is a real decode worker with the simulated engine, which gathers as the router does. Look-aside: one Route call
+at the router and one stream at the worker; the router's CPU does not depend on the length of the answer, and no text is
+made. vllm-router ({vllm}, round_robin, plain proxying): native code, HTTP on both sides; passes on the worker's bytes,
+which have text in them already, with health checks, retries, a circuit breaker and metrics; it neither tokenizes nor
+looks into the stream, and in this mode does not place by prefix. So it does less for each token than ours; the table
+compares what a deployment pays for a proxy, not equal work. The loads differ as well: grpcio's asyncio client costs far
+more than the bare HTTP client, so with many streams the gRPC columns queue for CPU in the load and the workers too,
+"direct" included, and what is added to the first token is mostly that queue. With one stream and a gap, CPU ticks of
+10 ms and the process's idle wakeups weigh heavily.
+"""
+
+
+async def main(arguments: argparse.Namespace) -> None:
+    """Measures, prints and writes the table."""
+    vllm_router = shutil.which(arguments.vllm_router) or ""
+    gaps = [int(text) for text in arguments.gaps.split(",")]
+    streams = [int(text) for text in arguments.streams.split(",")]
+    with TemporaryDirectory() as folder:
+        async with ways(Path(folder), vllm_router) as found:
+            cells = await measure(found, gaps, streams, arguments.rounds)
+        for gap_ms in gaps:
+            async with sim_ways(Path(folder), gap_ms) as found:
+                cells |= await measure(found, [gap_ms], streams, arguments.rounds)
+    drawn = table(cells)
+    print(drawn)
+    if arguments.output:
+        text = _NOTES.format(
+            command=f"{arguments.rounds} rounds",
+            cpus=os.cpu_count(),
+            table=drawn,
+            vllm="0.1.17" if vllm_router else "not installed, so left out",
+        )
+        (Path(arguments.output) / "proxy.md").write_text(text)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="See the module's text.")
+    parser.add_argument("--gaps", default="0,5")
+    parser.add_argument("--streams", default="1,32,64")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--vllm-router", default="vllm-router")
+    parser.add_argument("--output", default="")
+    uvloop.run(main(parser.parse_args()))

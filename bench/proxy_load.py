@@ -1,0 +1,196 @@
+"""Closed-loop load over gRPC and over HTTP: so many streams, each asking again as soon as it has its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from bench.proxy_workers import MODEL, TOKENS
+from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
+from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
+from headrace_client import Client
+from headrace_common.channel import open_channel
+from headrace_common.identity import new_transfer_id
+
+PROMPT = "hello " * 32
+
+
+@dataclass(slots=True)
+class Sample:
+    """Seconds to the first token of each request, and messages or chunks that brought its tokens."""
+
+    first_s: list[float] = field(default_factory=list)
+    messages: int = 0
+
+    def add(self, begin_s: float, first_s: float, messages: int, tokens: int) -> None:
+        """Notes one answer. Raises ValueError when tokens are missing."""
+        if tokens != TOKENS:
+            raise ValueError(f"{tokens} tokens came, not {TOKENS}")
+        self.first_s.append(first_s - begin_s)
+        self.messages += messages
+
+
+Ask = Callable[[Sample], Awaitable[None]]
+
+
+async def run_streams(asks: list[Ask], requests: int) -> Sample:
+    """Shares `requests` among the streams; each stream has one under way at a time."""
+    sample = Sample()
+    left = iter(range(requests))
+
+    async def stream(ask: Ask) -> None:
+        for _ in left:
+            await ask(sample)
+
+    async with asyncio.timeout(100):
+        await asyncio.gather(*map(stream, asks))
+    return sample
+
+
+def _sampling(gap_ms: int) -> sampling_pb2.SamplingParams:
+    return sampling_pb2.SamplingParams(max_tokens=TOKENS + gap_ms, temperature=0.0, ignore_eos=True)
+
+
+async def _read(call: Any, sample: Sample, begin_s: float, direct: bool) -> None:
+    first_s, messages, tokens = 0.0, 0, 0
+    async for response in call:
+        count = len(response.tokens.token_ids if direct else response.token_ids)
+        if count:
+            first_s = first_s or time.perf_counter()
+            tokens += count
+            messages += 1
+    sample.add(begin_s, first_s, messages, tokens)
+
+
+@asynccontextmanager
+async def grpc_router(endpoint: str, streams: int, gap_ms: int) -> AsyncIterator[list[Ask]]:
+    """Through our router, all streams over one connection."""
+    request = inference_pb2.GenerateRequest(
+        model=MODEL,
+        text=PROMPT,
+        sampling=_sampling(gap_ms),
+        prefill_placement=inference_pb2.PREFILL_PLACEMENT_LOCAL,
+    )
+    async with open_channel(endpoint) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+
+        async def ask(sample: Sample) -> None:
+            begin_s = time.perf_counter()
+            await _read(stub.Generate(request, timeout=60), sample, begin_s, False)
+
+        yield [ask] * streams
+
+
+@asynccontextmanager
+async def grpc_look_aside(endpoint: str, streams: int, gap_ms: int) -> AsyncIterator[list[Ask]]:
+    """By the client library: Route at our router, tokens from the worker."""
+    request = inference_pb2.GenerateRequest(
+        model=MODEL,
+        text=PROMPT,
+        sampling=_sampling(gap_ms),
+        prefill_placement=inference_pb2.PREFILL_PLACEMENT_LOCAL,
+    )
+    async with Client(endpoint, look_aside=True) as client:
+
+        async def ask(sample: Sample) -> None:
+            begin_s = time.perf_counter()
+            await _read(client.stream(request, 60, tokens_only=True), sample, begin_s, False)
+
+        yield [ask] * streams
+        if not client.direct_answers:
+            raise ValueError("no answer came past the router")
+
+
+@asynccontextmanager
+async def grpc_worker(
+    endpoint: str, incarnation: str, streams: int, gap_ms: int
+) -> AsyncIterator[list[Ask]]:
+    """At the decode worker itself, with tokens instead of text."""
+    async with open_channel(endpoint) as channel:
+        stub = decode_pb2_grpc.DecodeServiceStub(channel)
+
+        async def ask(sample: Sample) -> None:
+            request = decode_pb2.GenerateRequest(
+                transfer_id=new_transfer_id(),
+                incarnation=incarnation,
+                token_ids=PROMPT.encode(),
+                sampling=_sampling(gap_ms),
+            )
+            begin_s = time.perf_counter()
+            await _read(stub.Generate(request, timeout=60), sample, begin_s, True)
+
+        yield [ask] * streams
+
+
+class _HttpStream(asyncio.Protocol):
+    """One kept connection, one request at a time."""
+
+    def __init__(self) -> None:
+        self._transport: Any = None
+        self._tail = b""
+        self._ended: asyncio.Future[None] | None = None
+        self.first_s = 0.0
+        self.messages = 0
+        self.tokens = 0
+
+    def connection_made(self, transport: Any) -> None:
+        """See asyncio.Protocol."""
+        self._transport = transport
+
+    async def ask(self, request: bytes, sample: Sample) -> None:
+        """Sends the request and reads its answer."""
+        self._ended = asyncio.get_running_loop().create_future()
+        self.first_s, self.messages, self.tokens, self._tail = 0.0, 0, 0, b""
+        begin_s = time.perf_counter()
+        self._transport.write(request)
+        await self._ended
+        sample.add(begin_s, self.first_s, self.messages, self.tokens)
+
+    def data_received(self, data: bytes) -> None:
+        """Counts events; the last chunk ends the answer."""
+        # An event that two reads share is counted by its beginning.
+        seen = self._tail[-7:] + data
+        count = seen.count(b"data: {") - self._tail[-7:].count(b"data: {")
+        if count:
+            self.first_s = self.first_s or time.perf_counter()
+            self.messages += 1
+            self.tokens += count
+        self._tail = (self._tail + data)[-16:]
+        whole = self._tail.endswith(b"0\r\n\r\n")
+        if whole and self._ended is not None and not self._ended.done():
+            self._ended.set_result(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """An answer on its way fails."""
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_exception(exc or ConnectionError("the connection was closed"))
+
+
+@asynccontextmanager
+async def http(port: int, streams: int, gap_ms: int) -> AsyncIterator[list[Ask]]:
+    """An OpenAI-style completion, each stream over a connection of its own."""
+    body = json.dumps(
+        {"model": MODEL, "prompt": PROMPT, "max_tokens": TOKENS + gap_ms, "stream": True}
+    ).encode()
+    request = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:%d\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n%s" % (port, len(body), body)
+    )
+    loop = asyncio.get_running_loop()
+    connections = [
+        await loop.create_connection(_HttpStream, "127.0.0.1", port) for _ in range(streams)
+    ]
+
+    def asker(protocol: _HttpStream) -> Ask:
+        return lambda sample: protocol.ask(request, sample)
+
+    try:
+        yield [asker(protocol) for _, protocol in connections]
+    finally:
+        for transport, _ in connections:
+            transport.close()

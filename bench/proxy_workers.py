@@ -1,0 +1,210 @@
+"""Workers that do nothing but say 64 tokens: one for each protocol, as cheap as Python allows.
+
+    python -m bench.proxy_workers REGISTRY HTTP_PORT
+
+gRPC: a decode worker that joins the registry and sends each token as a message of its own. HTTP: an OpenAI-style
+server that sends each token as a server-sent event in a chunk and a write of its own. The gap between tokens is asked
+for by the request: max_tokens = TOKENS + the gap in milliseconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+import httptools
+import uvloop
+
+from headrace.decode.v1 import decode_pb2
+from headrace.inference.v1 import sampling_pb2
+from headrace.registry.v1 import registry_pb2
+from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
+from headrace_common.config import ServiceConfig
+from headrace_common.identity import new_incarnation
+from headrace_common.registry_client import Membership
+from headrace_common.server import GrpcServer
+from headrace_kv.layout import KvLayout, layout_to_proto
+
+TOKENS: Final = 64
+MODEL: Final = "sim"
+_STATUS_INTERVAL_S: Final = 0.5
+_LAYOUT: Final = KvLayout.attention(
+    model=MODEL, dtype="float32", layer_count=2, kv_head_count=2, block_tokens=16, parts={"kv": 64}
+)
+_RESERVED: Final = decode_pb2.GenerateResponse(reserved=decode_pb2.Reserved()).SerializeToString()
+_FINISHED: Final = decode_pb2.GenerateResponse(
+    finished=decode_pb2.Finished(reason=sampling_pb2.FINISH_REASON_LENGTH)
+).SerializeToString()
+_MESSAGES: Final = tuple(
+    decode_pb2.GenerateResponse(
+        tokens=decode_pb2.Tokens(token_ids=[97 + index % 26])
+    ).SerializeToString()
+    for index in range(TOKENS)
+)
+
+
+async def beats(gap_s: float) -> AsyncIterator[int]:
+    """The index of each token, when it is due."""
+    due_s = time.perf_counter()
+    for index in range(TOKENS):
+        yield index
+        due_s += gap_s
+        await asyncio.sleep(max(0.0, due_s - time.perf_counter()) if gap_s else 0)
+
+
+async def generate(request: decode_pb2.GenerateRequest, context: Any) -> AsyncIterator[bytes]:
+    """DecodeService.Generate in bytes that are ready."""
+    yield _RESERVED
+    async for index in beats((request.sampling.max_tokens - TOKENS) / 1e3):
+        yield _MESSAGES[index]
+    yield _FINISHED
+
+
+class Status(worker_pb2_grpc.WorkerServiceServicer):
+    """Says now and then that all is well."""
+
+    def __init__(self, member: registry_pb2.Member) -> None:
+        self._member = member
+
+    async def WatchStatus(  # noqa: N802 - the RPC's name
+        self, request: worker_pb2.WatchStatusRequest, context: Any
+    ) -> AsyncIterator[worker_pb2.WatchStatusResponse]:
+        """See worker.proto."""
+        while True:
+            yield worker_pb2.WatchStatusResponse(
+                worker_id=self._member.worker_id,
+                incarnation=self._member.incarnation,
+                state=worker_pb2.WatchStatusResponse.STATE_SERVING,
+                total_blocks=1_000_000,
+            )
+            await asyncio.sleep(_STATUS_INTERVAL_S)
+
+    async def SubscribeKvEvents(self, request: Any, context: Any) -> None:  # type: ignore[override]  # noqa: N802
+        """It caches nothing to speak of."""
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this worker caches nothing")
+
+
+async def serve_grpc(registry: str) -> tuple[GrpcServer, Membership]:
+    """Starts the decode worker."""
+    member = registry_pb2.Member(
+        worker_id="decode-0",
+        incarnation=new_incarnation(),
+        role=registry_pb2.Member.ROLE_DECODE,
+        model=MODEL,
+        context_tokens=8_192,
+        layout=layout_to_proto(_LAYOUT),
+        max_requests=10_000,
+        start_unix_ns=time.time_ns(),
+    )
+    # Without the interceptors of a real worker.
+    server = GrpcServer(ServiceConfig(), ())
+    server.server = grpc.aio.server()
+    handler: Any = grpc.unary_stream_rpc_method_handler(
+        generate, request_deserializer=decode_pb2.GenerateRequest.FromString
+    )
+    server.server.add_generic_rpc_handlers(
+        (
+            grpc.method_handlers_generic_handler(
+                "headrace.decode.v1.DecodeService", {"Generate": handler}
+            ),
+        )
+    )
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(Status(member), server.server)
+    port = server.server.add_insecure_port("127.0.0.1:0")
+    await server.server.start()
+    member.endpoint = f"127.0.0.1:{port}"
+    membership = Membership(registry, member)
+    await membership.start()
+    return server, membership
+
+
+def _event(index: int) -> bytes:
+    content = {
+        "id": "r",
+        "object": "text_completion",
+        "created": 1,
+        "model": MODEL,
+        "choices": [{"index": 0, "text": chr(97 + index % 26), "finish_reason": None}],
+    }
+    data = b"data: " + json.dumps(content, separators=(",", ":")).encode() + b"\n\n"
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+_EVENTS: Final = tuple(_event(index) for index in range(TOKENS))
+_END: Final = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+_HEAD: Final = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+)
+
+
+class HttpWorker(asyncio.Protocol):
+    """One connection of the OpenAI-style server."""
+
+    def __init__(self) -> None:
+        self._parser = httptools.HttpRequestParser(self)
+        self._transport: Any = None
+        self._url = b""
+        self._body = b""
+        self._streams: set[asyncio.Task[None]] = set()
+
+    def connection_made(self, transport: Any) -> None:
+        """See asyncio.Protocol."""
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio.Protocol."""
+        self._parser.feed_data(data)
+
+    def on_message_begin(self) -> None:
+        """See httptools."""
+        self._url = self._body = b""
+
+    def on_url(self, url: bytes) -> None:
+        """See httptools."""
+        self._url += url
+
+    def on_body(self, body: bytes) -> None:
+        """See httptools."""
+        self._body += body
+
+    def on_message_complete(self) -> None:
+        """Answers a completion with a stream, and anything else with what a server with one model says."""
+        if b"completions" not in self._url:
+            listed = {"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "x"}]}
+            content = json.dumps(listed).encode()
+            self._transport.write(
+                b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s"
+                % (len(content), content)
+            )
+            return
+        gap_s = (json.loads(self._body)["max_tokens"] - TOKENS) / 1e3
+        task = asyncio.ensure_future(self._stream(gap_s))
+        self._streams.add(task)
+        task.add_done_callback(self._streams.discard)
+
+    async def _stream(self, gap_s: float) -> None:
+        self._transport.write(_HEAD)
+        async for index in beats(gap_s):
+            if self._transport.is_closing():
+                return
+            self._transport.write(_EVENTS[index])
+        self._transport.write(_END)
+
+
+async def main(registry: str, port: int) -> None:
+    """Serves until the process is ended."""
+    loop = asyncio.get_running_loop()
+    _kept = await serve_grpc(registry)
+    # Last, for whoever waits for all.
+    await loop.create_server(HttpWorker, "127.0.0.1", port, backlog=1024)
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    uvloop.run(main(sys.argv[1], int(sys.argv[2])))

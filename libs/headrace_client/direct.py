@@ -1,0 +1,163 @@
+"""One attempt that goes past the router: tokens from the decode worker, the prompt by the router's prefill queue."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+import grpc.aio
+from google.protobuf.duration_pb2 import Duration
+
+from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
+from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
+from headrace_common.deadlines import Deadline
+from headrace_common.errors import ProtocolViolation, WorkerGone
+
+# The prefill worker's own report comes about when the first token does.
+_REPORT_WAIT_S: Final = 1.0
+
+
+class DirectAttempt:
+    """Runs once. Nothing of it is left behind when `responses` ends, however it ends."""
+
+    def __init__(
+        self,
+        direct: inference_pb2.DirectRequest,
+        worker_id: str,
+        *,
+        decode: grpc.aio.Channel,
+        router: inference_pb2_grpc.InferenceServiceAsyncStub,
+        router_metadata: tuple[tuple[str, str], ...],
+        deadline: Deadline,
+        begin_s: float,
+    ) -> None:
+        """`begin_s` is when the request began, by time.monotonic."""
+        self._direct = direct
+        self._worker_id = worker_id
+        self._stub = decode_pb2_grpc.DecodeServiceStub(decode)
+        self._router = router
+        self._router_metadata = router_metadata
+        self._deadline = deadline
+        self._begin_s = begin_s
+        self._first_s = 0.0
+        self._tokens = 0
+
+    async def responses(self) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        """The answer as the router would send it, but for text. Raises AioRpcError and HeadraceError."""
+        call: Any = self._stub.Generate(
+            _decode_request(self._direct),
+            timeout=self._deadline.remaining_s(),
+            metadata=(("traceparent", self._direct.traceparent),),
+        )
+        prefill: asyncio.Task[inference_pb2.PrefillResponse] | None = None
+        try:
+            reserved = (await self._read(call)).reserved
+            if self._direct.remote_prefill and reserved.start_token < reserved.end_token:
+                prefill = asyncio.create_task(self._prefill(reserved.start_token))
+            event = await _first_of(asyncio.create_task(self._read(call)), prefill)
+            while (kind := event.WhichOneof("event")) == "tokens":
+                yield self._response(event.tokens)
+                event = await self._read(call)
+            if kind != "finished":
+                raise ProtocolViolation(f"{self._worker_id} sent {kind or 'nothing'} in its answer")
+            yield await self._last(event.finished, prefill)
+        finally:
+            call.cancel()
+            if prefill is not None and not prefill.done():
+                prefill.cancel()
+                await asyncio.wait({prefill})
+
+    async def _read(self, call: Any) -> decode_pb2.GenerateResponse:
+        event = await call.read()
+        if not isinstance(event, decode_pb2.GenerateResponse):
+            raise WorkerGone(
+                f"decode worker {self._worker_id} ended its stream too early",
+                metadata={"worker_id": self._worker_id},
+            )
+        return event
+
+    async def _prefill(self, start_token: int) -> inference_pb2.PrefillResponse:
+        return await self._router.Prefill(
+            inference_pb2.PrefillRequest(direct=self._direct, start_token=start_token),
+            timeout=self._deadline.remaining_s(),
+            metadata=self._router_metadata,
+        )
+
+    def _response(self, tokens: decode_pb2.Tokens) -> inference_pb2.GenerateResponse:
+        self._first_s = self._first_s or time.monotonic()
+        response = inference_pb2.GenerateResponse(
+            request_id=self._direct.request_id,
+            token_ids=tokens.token_ids,
+            logprobs=tokens.logprobs,
+        )
+        if not self._tokens:
+            response.trace_id = self._direct.traceparent.split("-")[1]
+        self._tokens += len(tokens.token_ids)
+        return response
+
+    async def _last(
+        self,
+        finished: decode_pb2.Finished,
+        prefill: asyncio.Task[inference_pb2.PrefillResponse] | None,
+    ) -> inference_pb2.GenerateResponse:
+        now_s = time.monotonic()
+        prefill_worker_id = ""
+        if prefill is not None:
+            await asyncio.wait({prefill}, timeout=_REPORT_WAIT_S)
+            if prefill.done() and prefill.exception() is None:
+                prefill_worker_id = prefill.result().worker_id
+        return inference_pb2.GenerateResponse(
+            request_id=self._direct.request_id,
+            finish_reason=finished.reason,
+            usage=inference_pb2.Usage(
+                prompt_tokens=len(self._direct.token_ids),
+                completion_tokens=self._tokens,
+                decode_cached_tokens=finished.cached_tokens,
+                transferred_tokens=finished.transferred_tokens,
+            ),
+            timing=inference_pb2.Timing(
+                time_to_first_token=_duration((self._first_s or now_s) - self._begin_s),
+                total=_duration(now_s - self._begin_s),
+                decode_worker_id=self._worker_id,
+                prefill_worker_id=prefill_worker_id,
+                attempts=1,
+            ),
+        )
+
+
+async def _first_of(
+    read: asyncio.Task[decode_pb2.GenerateResponse],
+    prefill: asyncio.Task[inference_pb2.PrefillResponse] | None,
+) -> decode_pb2.GenerateResponse:
+    """The decode worker's next event, or what the prefill failed with, whichever comes first."""
+    try:
+        if prefill is not None:
+            await asyncio.wait({read, prefill}, return_when=asyncio.FIRST_COMPLETED)
+            if not read.done():
+                prefill.result()
+        return await read
+    finally:
+        if not read.done():
+            read.cancel()
+            await asyncio.wait({read})
+
+
+def _decode_request(direct: inference_pb2.DirectRequest) -> decode_pb2.GenerateRequest:
+    return decode_pb2.GenerateRequest(
+        request_id=direct.request_id,
+        transfer_id=direct.transfer_id,
+        incarnation=direct.incarnation,
+        token_ids=direct.token_ids,
+        sampling=direct.sampling,
+        stop_token_ids=direct.stop_token_ids,
+        remote_prefill=direct.remote_prefill,
+        ticket=direct.ticket,
+    )
+
+
+def _duration(seconds: float) -> Duration:
+    duration = Duration()
+    duration.FromNanoseconds(max(0, round(seconds * 1e9)))
+    return duration

@@ -1,0 +1,100 @@
+"""A router's signed word that a decode worker may take one request from whoever brings it.
+
+A ticket is bound to everything that the request says, to one incarnation of one worker and to one attempt, which no
+worker takes twice; and it expires. It holds no secret, and says nothing about who carries it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import time
+from collections.abc import Callable
+from typing import Final
+
+from google.protobuf.message import DecodeError
+
+from headrace.decode.v1 import decode_pb2
+from headrace_common.errors import Unauthenticated
+
+# Before a ticket of this size is worth looking at, it is none of ours.
+_TICKET_BYTES_MAX: Final = 1_024
+
+
+class TicketSigner:
+    """Signs for `ttl_s`, as long as it takes to bring a request to its worker. `key` returns the deployment's."""
+
+    def __init__(self, key: Callable[[], bytes], ttl_s: float) -> None:
+        self._key = key
+        self.ttl_s = ttl_s
+
+    @property
+    def key(self) -> bytes:
+        """The key as it is now; no bytes while it is not known."""
+        return self._key()
+
+    def sign(self, request: decode_pb2.GenerateRequest, worker_id: str, tenant: str) -> bytes:
+        """A ticket for the request as it is now, less its own ticket; no bytes while the key is not known."""
+        key = self.key
+        if not key:
+            return b""
+        claims = decode_pb2.TicketClaims(
+            worker_id=worker_id,
+            incarnation=request.incarnation,
+            transfer_id=request.transfer_id,
+            request_hash=_hash_of(request),
+            tenant=tenant,
+            expire_unix_ns=time.time_ns() + round(self.ttl_s * 1e9),
+        ).SerializeToString()
+        ticket = decode_pb2.Ticket(claims=claims, signature=_signature(key, claims))
+        return ticket.SerializeToString()
+
+
+def check_ticket(
+    key: bytes, request: decode_pb2.GenerateRequest, worker_id: str | None, *, late_s: float = 0.0
+) -> decode_pb2.TicketClaims:
+    """What the request's ticket allows, if it is good for this request on this worker; None is any worker.
+
+    `late_s` is how long after its end it is still taken. Raises Unauthenticated.
+    """
+    ticket, claims = decode_pb2.Ticket(), decode_pb2.TicketClaims()
+    try:
+        if len(request.ticket) > _TICKET_BYTES_MAX:
+            raise DecodeError("too long")
+        ticket.ParseFromString(request.ticket)
+        signed = hmac.compare_digest(ticket.signature, _signature(key, ticket.claims))
+        if signed:
+            claims.ParseFromString(ticket.claims)
+    except DecodeError:
+        signed = False
+    # Without a key nothing is signed by it, whatever the signature says.
+    if not (signed and key):
+        raise _refused("was not signed by a router of this deployment, or was changed", "signature")
+    if time.time_ns() > claims.expire_unix_ns + late_s * 1e9:
+        raise _refused("has expired; ask the router for another", "expiry")
+    if worker_id is not None and claims.worker_id != worker_id:
+        raise _refused(f"is for {claims.worker_id}, this is {worker_id}", "worker_id")
+    if (claims.incarnation, claims.transfer_id) != (request.incarnation, request.transfer_id):
+        raise _refused("is for another attempt", "transfer_id")
+    if not hmac.compare_digest(claims.request_hash, _hash_of(request)):
+        raise _refused(
+            "is for another request; send what the router gave, unchanged", "request_hash"
+        )
+    return claims
+
+
+def _hash_of(request: decode_pb2.GenerateRequest) -> bytes:
+    if request.ticket:
+        bare = decode_pb2.GenerateRequest()
+        bare.CopyFrom(request)
+        bare.ClearField("ticket")
+        request = bare
+    return hashlib.sha256(request.SerializeToString(deterministic=True)).digest()
+
+
+def _signature(key: bytes, claims: bytes) -> bytes:
+    return hmac.digest(key, claims, "sha256")
+
+
+def _refused(why: str, field: str) -> Unauthenticated:
+    return Unauthenticated(f"the ticket {why}", metadata={"ticket": field})
