@@ -131,6 +131,9 @@ class Membership:
         )
         with self._link.errors():
             granted = await self._link.stub.Register(request, timeout=timeout_s)
+            # From this moment others call the member, and it has to know their tickets.
+            self._take_key(granted.prefix_hash_key)
+            self._ticket_key = granted.ticket_key
             if self._descriptor is not None:
                 reference = registry_pb2.MemberRef(
                     worker_id=self._member.worker_id, incarnation=self._member.incarnation
@@ -140,8 +143,6 @@ class Membership:
                 )
                 await self._link.stub.PutKvDescriptor(put, timeout=timeout_s)
         self._lease_id = granted.lease_id
-        self._take_key(granted.prefix_hash_key)
-        self._ticket_key = granted.ticket_key
 
     def _take_key(self, key: int) -> None:
         """What was hashed with the first key cannot be hashed again, so it stays."""

@@ -84,6 +84,7 @@ class PrefixIndex:
             raise InternalError(f"{ref} is in the prefix index already")
         feed = Feed(ref, Filling(self._take_slot(ref), 0))
         self._feeds[ref] = feed
+        self.generation += 1
         return feed.current.slot
 
     def remove_worker(self, ref: WorkerRef) -> None:

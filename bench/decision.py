@@ -1,0 +1,347 @@
+"""What one routing decision costs the router, by the number of workers: its own classes, with workers in memory.
+
+    python -m bench.decision [--workers 8,64,512] [--blocks 524288] [--rounds 30] [--output bench/results]
+
+A decision hashes the prompt, asks the prefix index about every worker, weighs the decode workers, records the span that
+explains the choice and states the terms for the prefill queue. A quarter as many prefill workers pull. All workers
+report load and announce their blocks through the router's own feeds, but over channels that are lists. Medians of
+rounds that take the worker counts in turns; Python's garbage collector is on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import itertools
+import logging
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from bench.route_workload import BLOCK_TOKENS, PROMPT_TOKENS, Tokens, Workload, worker_ref
+from headrace.inference.v1 import inference_pb2, sampling_pb2
+from headrace.registry.v1 import registry_pb2
+from headrace.worker.v1 import worker_pb2
+from headrace_common.config import ServiceConfig
+from headrace_common.deadlines import Deadline
+from headrace_common.telemetry import Telemetry, init_telemetry
+from headrace_common.tickets import TicketSigner
+from headrace_kv.layout import KvLayout, WorkerRef, layout_to_proto
+from headrace_kv.prefix_events import KvEvent, Tier, event_to_proto
+from headrace_router.generate import Generator
+from headrace_router.placement import (
+    Candidates,
+    KvAware,
+    Placement,
+    PlacementRequest,
+    RoutePolicy,
+)
+from headrace_router.prefill_queue import PrefillQueue
+from headrace_router.prefix_indexes import PrefixIndexes
+from headrace_router.text.bytes import ByteCodec
+from headrace_router.validate import PreparedRequest
+from headrace_router.view import WorkerView
+
+MODEL = "bench"
+TARGET_GROWTH = 2.0
+_ROUND_S = 2e-3
+_REPEAT_S = 1.0
+_FILL_TIMEOUT_S = 40.0
+_LAYOUT = KvLayout.attention(
+    model=MODEL,
+    dtype="float16",
+    layer_count=32,
+    kv_head_count=8,
+    block_tokens=BLOCK_TOKENS,
+    parts={"k": 256, "v": 256},
+)
+
+
+class ListedCall:
+    """A stream of messages that are there already. The last is said again every second."""
+
+    def __init__(self, messages: list[Any]) -> None:
+        self._messages = messages
+        self._next = 0
+
+    async def read(self) -> Any:
+        if self._next == len(self._messages):
+            await asyncio.sleep(_REPEAT_S)
+            self._next -= 1
+        self._next += 1
+        return self._messages[self._next - 1]
+
+    def cancel(self) -> None:
+        self._next = 0
+
+
+class ListedChannel:
+    """A worker's channel: every streaming call brings what is listed under its name."""
+
+    def __init__(self, answers: dict[str, list[Any]]) -> None:
+        self._answers = answers
+
+    def unary_stream(self, path: str, **_: Any) -> Callable[..., ListedCall]:
+        return lambda _request, **_: ListedCall(self._answers[path.rpartition("/")[2]])
+
+    async def close(self) -> None:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Fixed:
+    policy: registry_pb2.Policy
+
+
+@dataclass(slots=True)
+class Site:
+    """A router's parts with `decode_count` decode workers and a quarter as many that prefill."""
+
+    decode_count: int
+    workload: Workload
+    view: WorkerView
+    prefixes: PrefixIndexes
+    queue: PrefillQueue
+    generator: Generator
+    placement: Placement
+    telemetry: Telemetry
+
+    @classmethod
+    async def made(cls, decode_count: int, block_count: int) -> Site:
+        """Raises TimeoutError when the index does not fill."""
+        count = decode_count + max(1, decode_count // 4)
+        workload = Workload(count, block_count, local_hashes=False)
+        channels = _channels(workload, count)
+
+        def open_channel(endpoint: str) -> Any:
+            return channels[endpoint]
+
+        view = WorkerView(open_channel)
+        prefixes = PrefixIndexes(open_channel, lambda: 1, silence_s=_FILL_TIMEOUT_S)
+        queue = PrefillQueue(1_024)
+        telemetry = init_telemetry("router", "router-0", ServiceConfig())
+        placement = KvAware(Random(1))
+        generator = Generator(
+            view=view,
+            queue=queue,
+            placement=placement,
+            prefixes=prefixes,
+            policy=_Fixed(registry_pb2.Policy(local_prefill_max_tokens=64)),
+            retry_budget=2,
+            signer=TicketSigner(bytes, 10.0),
+            telemetry=telemetry,
+        )
+        site = cls(decode_count, workload, view, prefixes, queue, generator, placement, telemetry)
+        members = [_member(number, decode_count) for number in range(count)]
+        view.update(members)
+        prefixes.update(members)
+        for number in range(decode_count, count):
+            queue.add_credits(queue.join(worker_ref(number), MODEL, _LAYOUT), 4)
+        async with asyncio.timeout(_FILL_TIMEOUT_S):
+            for _ in itertools.takewhile(lambda _: not site.filled, itertools.count()):
+                await asyncio.sleep(0.05)
+        return site
+
+    @property
+    def filled(self) -> bool:
+        """Every worker has reported, and every one that should hold some of the graded prompt does."""
+        table, tokens = self.view.table(MODEL), self.workload.graded_tokens
+        holders = np.count_nonzero(self.prefixes.cached_tokens(table, tokens))
+        least = self.decode_count - 1 - self.decode_count // (len(tokens) // BLOCK_TOKENS)
+        return bool(table.reachable.all()) and int(holders) >= least
+
+    def ways(self, size: str) -> dict[str, Callable[[], object]]:
+        """What is timed, for a prompt of this size of which a quarter of the workers hold the half."""
+        return self._ways_of(self.workload.query(PROMPT_TOKENS[size], "half"))
+
+    def graded(self) -> dict[str, Callable[[], object]]:
+        """The same for a prompt of which every worker holds another depth."""
+        return self._ways_of(self.workload.graded_tokens)
+
+    def _ways_of(self, prompt: Tokens) -> dict[str, Callable[[], object]]:
+        """Requests take turns, because what was hashed for the last one is remembered."""
+        requests = [_request(tuple(prompt.tolist())) for _ in range(4)]
+        tokens = requests[0].token_ids
+        turns, others = itertools.cycle(requests[:2]), itertools.cycle(requests[2:])
+        table = self.view.table(MODEL)
+        candidates = Candidates(
+            table, self.prefixes.cached_tokens(table, tokens), self.queue.partners()
+        )
+        wish = inference_pb2.PREFILL_PLACEMENT_UNSPECIFIED
+        asked = PlacementRequest(MODEL, len(tokens), wish, RoutePolicy(64), 30.0)
+        deadline = Deadline.after(600.0)
+        root = self.telemetry.tracer.start_span("request")
+
+        def decide() -> None:
+            request = next(turns)
+            decision = self.generator.route(request, root, deadline)
+            if decision.remote:
+                self.generator.task_terms(decision.worker, request.token_ids, deadline)
+
+        def look_up() -> object:
+            return self.prefixes.cached_tokens(table, next(others).token_ids)
+
+        return {
+            "whole decision": decide,
+            "hashes and index": look_up,
+            "choice": lambda: self.placement.choose(asked, candidates),
+        }
+
+    async def close(self) -> None:
+        await self.prefixes.close()
+        await self.view.close()
+        self.telemetry.shutdown()
+
+
+def _request(token_ids: tuple[int, ...]) -> PreparedRequest:
+    return PreparedRequest(
+        request_id="r",
+        model=MODEL,
+        codec=ByteCodec(),
+        token_ids=token_ids,
+        sampling=sampling_pb2.SamplingParams(),
+        stop_token_ids=(),
+        stop_texts=(),
+        placement=inference_pb2.PREFILL_PLACEMENT_UNSPECIFIED,
+    )
+
+
+def _member(number: int, decode_count: int) -> registry_pb2.Member:
+    ref = worker_ref(number)
+    decodes = number < decode_count
+    role = registry_pb2.Member.ROLE_DECODE if decodes else registry_pb2.Member.ROLE_PREFILL
+    return registry_pb2.Member(
+        worker_id=ref.worker_id,
+        incarnation=ref.incarnation,
+        role=role,
+        endpoint=str(ref),
+        model=MODEL,
+        layout=layout_to_proto(_LAYOUT),
+        context_tokens=1 << 18,
+        max_requests=64,
+    )
+
+
+def _channels(workload: Workload, count: int) -> dict[str, Any]:
+    events: dict[WorkerRef, list[Any]] = {}
+    for number in range(count):
+        ref = worker_ref(number)
+        empty = KvEvent(ref.incarnation, 0, Tier.DEVICE, "snapshot", b"", 0, 0, True)
+        events[ref] = [event_to_proto(empty)]
+    for part in workload.slices():
+        for ref, wire in part.ours:
+            events[ref].append(worker_pb2.SubscribeKvEventsResponse.FromString(wire))
+    for found in events.values():
+        last = found[-1]
+        found.append(worker_pb2.SubscribeKvEventsResponse())
+        found[-1].CopyFrom(last)
+        found[-1].heartbeat.SetInParent()
+    random = Random(3)
+    return {
+        str(ref): ListedChannel(
+            {
+                "SubscribeKvEvents": found,
+                "WatchStatus": [
+                    worker_pb2.WatchStatusResponse(
+                        worker_id=ref.worker_id,
+                        incarnation=ref.incarnation,
+                        state=worker_pb2.WatchStatusResponse.STATE_SERVING,
+                        running_requests=random.randrange(32),
+                        reserved_blocks=random.randrange(4_096),
+                        total_blocks=8_192,
+                    )
+                ],
+            }
+        )
+        for ref, found in events.items()
+    }
+
+
+def in_turns(
+    sites: dict[int, dict[str, Callable[[], object]]], rounds: int
+) -> dict[str, dict[int, float]]:
+    """Medians in µs by way and worker count."""
+    spent: dict[tuple[str, int], list[float]] = {}
+    calls: dict[tuple[str, int], int] = {}
+    for count, ways in sites.items():
+        for name, way in ways.items():
+            way()
+            start_s = time.perf_counter()
+            way()
+            taken_s = time.perf_counter() - start_s
+            calls[name, count] = max(1, int(_ROUND_S / taken_s))
+    for _ in range(rounds):
+        for count, ways in sites.items():
+            for name, way in ways.items():
+                number = calls[name, count]
+                start_s = time.perf_counter()
+                for _ in range(number):
+                    way()
+                taken_s = time.perf_counter() - start_s
+                spent.setdefault((name, count), []).append(taken_s * 1e6 / number)
+    medians: dict[str, dict[int, float]] = {}
+    for (name, count), times in spent.items():
+        medians.setdefault(name, {})[count] = statistics.median(times)
+    return medians
+
+
+def render(found: dict[str, dict[str, dict[int, float]]], counts: list[int]) -> str:
+    """Markdown: a row for each prompt and way."""
+    head = ["prompt", "µs for", *(f"{count} workers" for count in counts), "growth", "target"]
+    lines = ["One routing decision, by decode workers", ""]
+    lines += ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for prompt, ways in found.items():
+        for name, medians in ways.items():
+            growth = medians[counts[-1]] / medians[counts[0]]
+            verdict = ""
+            if name == "whole decision":
+                verdict = f"< {TARGET_GROWTH:g}: {'met' if growth < TARGET_GROWTH else 'missed'}"
+            cells = [prompt, name, *(f"{medians[count]:.0f}" for count in counts)]
+            lines.append("| " + " | ".join([*cells, f"{growth:.2f}", verdict]) + " |")
+    return "\n".join([*lines, ""])
+
+
+async def measure(counts: list[int], block_count: int, rounds: int) -> str:
+    """Builds all sites, then times them in turns."""
+    sites = {count: await Site.made(count, block_count) for count in counts}
+    gc.collect()
+    gc.freeze()
+    try:
+        found = {}
+        for size in PROMPT_TOKENS:
+            ways = {count: site.ways(size) for count, site in sites.items()}
+            found[f"{size} half"] = in_turns(ways, rounds)
+        ways = {count: site.graded() for count, site in sites.items()}
+        found["8k graded"] = in_turns(ways, rounds)
+        return render(found, counts)
+    finally:
+        for site in sites.values():
+            await site.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--workers", default="8,64,512", help="decode worker counts")
+    parser.add_argument("--blocks", type=int, default=1 << 19, help="blocks over all workers")
+    parser.add_argument("--rounds", type=int, default=30, help="of which the median counts")
+    parser.add_argument("--output", type=Path, help="folder for decision.md")
+    options = parser.parse_args()
+    # The workers fall silent while the rounds run.
+    logging.disable(logging.WARNING)
+    counts = [int(count) for count in options.workers.split(",")]
+    text = asyncio.run(measure(counts, options.blocks, options.rounds))
+    print(text)
+    if options.output:
+        options.output.mkdir(parents=True, exist_ok=True)
+        (options.output / "decision.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,358 @@
+"""KV-aware placement beside load alone and round robin, on sim workers of real services, in turns.
+
+    python -m bench.placement [--rounds 3] [--prefill 2] [--decode 4] [--output bench/results]
+
+Conversations over a few system prompts take turns: every prompt is the whole conversation so far. All ways run the same
+conversations, with tokens of their own in every round, so that none finds what another left. The workers' caches hold
+less than all conversations. What was not cached is computed: by a prefill worker, or on the decode worker when little
+is missing there. The prefill queue prefers workers with the prefix in all of them.
+"KV-aware x4" has overlap_weight 4 instead of 1. Hits are prompt tokens that nobody
+computed; balance is the busiest decode worker's requests over the mean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import random
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from bench.placement_report import Row, draw, render
+from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
+from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
+from headrace_cli.supervisor import Supervisor
+from headrace_cli.topology import Topology, registry_spec, worker_specs
+from headrace_common import telemetry_schema as schema
+from headrace_common.channel import open_channel
+from headrace_common.errors import NoDecodeWorker
+from headrace_common.identity import new_incarnation
+from headrace_common.registry_client import Membership, RegistryView
+from headrace_common.server import GrpcServer
+from headrace_common.telemetry import init_telemetry
+from headrace_router.assembly import SERVICES, Router, assemble
+from headrace_router.config import RouterConfig
+from headrace_router.placement import (
+    Candidates,
+    Decision,
+    KvAware,
+    Placement,
+    PlacementRequest,
+)
+from headrace_router.text.bytes import ByteCodec
+
+# What a missing token weighs against a held one, where placement looks at costs at all.
+WEIGHTS = {"KV-aware": 1.0, "KV-aware x4": 4.0, "load only": 0.0}
+WAYS = (*WEIGHTS, "round robin")
+SYSTEM_PROMPTS, SYSTEM_TOKENS = 4, 256
+CONVERSATIONS, TURNS = 24, 6
+TURN_TOKENS, ANSWER_TOKENS = (96, 192), 24
+THINK_S, START_S = 0.5, 2.5
+VOCABULARY = 512
+CACHE_TOKENS = 10_240
+BLOCK_TOKENS = 32
+LOCAL_TOKENS = 256
+REQUEST_TIMEOUT_S = 60.0
+SETTINGS = (
+    ("prefill", "model", "sim:prefill_s_per_token=0.0004"),
+    ("decode", "model", "sim:prefill_s_per_token=0.0004,decode_step_s=0.008"),
+    *(
+        (service, name, str(value))
+        for service in ("prefill", "decode")
+        for name, value in (
+            ("block_count", CACHE_TOKENS // BLOCK_TOKENS),
+            ("block_tokens", BLOCK_TOKENS),
+        )
+    ),
+    ("decode", "max_requests", "32"),
+)
+
+
+class RoundRobin(Placement):
+    """The next of the workers that may take it, whatever they hold and do; in all else as KvAware."""
+
+    def __init__(self, inner: Placement) -> None:
+        self._inner = inner
+        self._turns = itertools.count()
+
+    def choose(self, request: PlacementRequest, candidates: Candidates) -> Decision:
+        refs = [worker.ref for worker in candidates.decode.workers]
+        usable = [ref for ref in refs if ref not in request.failed]
+        if not usable:
+            raise NoDecodeWorker("every decode worker failed")
+        chosen = usable[next(self._turns) % len(usable)]
+        others = frozenset(refs) - {chosen}
+        return self._inner.choose(replace(request, failed=request.failed | others), candidates)
+
+
+class InTurns(Placement):
+    """Places as `way` says at the moment."""
+
+    def __init__(self) -> None:
+        self.way = WAYS[0]
+        self._aware = KvAware(random.Random(1))
+        self._round_robin = RoundRobin(self._aware)
+
+    def choose(self, request: PlacementRequest, candidates: Candidates) -> Decision:
+        weight = WEIGHTS.get(self.way)
+        if weight is None:
+            return self._round_robin.choose(request, candidates)
+        policy = replace(request.policy, overlap_weight=weight)
+        return self._aware.choose(replace(request, policy=policy), candidates)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What a user adds after thinking for `think_s`."""
+
+    think_s: float
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Begins with a system prompt that others have too."""
+
+    system: tuple[int, ...]
+    turns: tuple[Turn, ...]
+
+
+def make_trace(seed: int, tokens_seed: int) -> list[Conversation]:
+    """`seed` sets lengths and times, `tokens_seed` the tokens."""
+    shape, tokens = random.Random(seed), random.Random(tokens_seed)
+
+    def some(count: int) -> tuple[int, ...]:
+        return tuple(tokens.randrange(VOCABULARY) for _ in range(count))
+
+    systems = [some(SYSTEM_TOKENS) for _ in range(SYSTEM_PROMPTS)]
+    return [
+        Conversation(
+            shape.choice(systems),
+            tuple(
+                Turn(
+                    shape.expovariate(1 / THINK_S) if number else shape.uniform(0, START_S),
+                    some(shape.randint(*TURN_TOKENS)),
+                )
+                for number in range(TURNS)
+            ),
+        )
+        for _ in range(CONVERSATIONS)
+    ]
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a way's requests saw in one round."""
+
+    ttft_s: list[float] = field(default_factory=list)
+    trace_ids: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Prompt tokens and those that decode had, by trace."""
+    decode: Counter[str] = field(default_factory=Counter)
+    remote: set[str] = field(default_factory=set)
+    took_s: float = 0.0
+
+
+async def converse(stub: Any, conversation: Conversation, tally: Tally) -> None:
+    """Every turn waits for the answer before."""
+    history = list(conversation.system)
+    for turn in conversation.turns:
+        await asyncio.sleep(turn.think_s)
+        history += turn.token_ids
+        request = inference_pb2.GenerateRequest(
+            tokens=inference_pb2.TokenIds(ids=history),
+            sampling=sampling_pb2.SamplingParams(
+                temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True
+            ),
+        )
+        start_s = time.monotonic()
+        first_s = 0.0
+        trace_id = ""
+        async for response in stub.Generate(request, timeout=REQUEST_TIMEOUT_S):
+            trace_id = trace_id or response.trace_id
+            if response.token_ids and not first_s:
+                first_s = time.monotonic()
+            history += (token % VOCABULARY for token in response.token_ids)
+            if response.HasField("timing"):
+                worker_id = response.timing.decode_worker_id
+                tally.decode[worker_id] += 1
+                if response.timing.prefill_worker_id:
+                    tally.remote.add(trace_id)
+                usage = response.usage
+                tally.trace_ids[trace_id] = (usage.prompt_tokens, usage.decode_cached_tokens)
+        tally.ttft_s.append(first_s - start_s)
+
+
+async def computed_tokens(router: Router, tally: Tally) -> int:
+    """Prompt tokens that some worker computed, by the spans of those computed remotely."""
+    computed = sum(
+        prompt - cached
+        for trace_id, (prompt, cached) in tally.trace_ids.items()
+        if trace_id not in tally.remote
+    )
+    for trace_id in tally.remote:
+        computed += await _prefilled_in_time(router, trace_id)
+    return computed
+
+
+async def _prefilled_in_time(router: Router, trace_id: str) -> int:
+    for _ in range(300):
+        tokens = _prefilled(router, trace_id)
+        if tokens is not None:
+            return tokens
+        await asyncio.sleep(0.05)
+    raise TimeoutError(f"the prefill worker's spans of {trace_id} did not come")
+
+
+def _prefilled(router: Router, trace_id: str) -> int | None:
+    trace = router.traces.get(trace_id)
+    spans = [span for span in trace.spans if span.name == schema.SPAN_PREFILL_COMPUTE]
+    if not spans:
+        return None
+    return sum(int(span.attributes[schema.ATTRIBUTE_TOKENS]) for span in spans)
+
+
+@asynccontextmanager
+async def router_of(registry: str, placement: Placement) -> AsyncIterator[tuple[Router, str]]:
+    """A router in this process, as its own main would put it together."""
+    settings: dict[str, Any] = {"model": "sim", "registry": registry, "trace_count": 4_096}
+    config = RouterConfig(**settings)
+    async with AsyncExitStack() as stack:
+        telemetry = init_telemetry("router", "router-0", config)
+        stack.push_async_callback(asyncio.to_thread, telemetry.shutdown)
+        channel = await stack.enter_async_context(open_channel(registry, config))
+        view = RegistryView(channel, on_change=lambda view: router.update(view.members.values()))
+        membership: Membership | None = None
+        router = assemble(
+            config,
+            {"sim": ByteCodec()},
+            telemetry,
+            view,
+            lambda: membership.prefix_hash_key if membership else 0,
+            lambda: membership.ticket_key if membership else b"",
+            placement,
+        )
+        stack.push_async_callback(router.close)
+        stack.push_async_callback(view.stop)
+        await view.start()
+        server = GrpcServer(config, SERVICES)
+        router.add_to(server.server)
+        stack.push_async_callback(server.server.stop, None)
+        endpoint = await server.start()
+        member = registry_pb2.Member(
+            worker_id="router-0",
+            incarnation=new_incarnation(),
+            role=registry_pb2.Member.ROLE_ROUTER,
+            endpoint=endpoint,
+            start_unix_ns=time.time_ns(),
+        )
+        membership = Membership(registry, member)
+        stack.push_async_callback(membership.stop)
+        await membership.start()
+        yield router, endpoint
+
+
+async def _wait_joined(router: Router, prefill_count: int, decode_count: int) -> None:
+    for _ in range(600):
+        table = router.workers.table("sim")
+        pulling = router.queue.puller_counts().get("sim", 0)
+        if pulling == prefill_count and len(table) == decode_count and table.reachable.all():
+            return
+        await asyncio.sleep(0.05)
+    raise TimeoutError("not every worker joined")
+
+
+async def replay(
+    router: Router, endpoint: str, placement: InTurns, rounds: int
+) -> dict[str, list[Row]]:
+    """Every way once a round, the first one of a round another each time."""
+    rows: dict[str, list[Row]] = {way: [] for way in WAYS}
+    async with open_channel(endpoint) as channel:
+        stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+        for number in range(rounds):
+            shift = number % len(WAYS)
+            for way in (*WAYS[shift:], *WAYS[:shift]):
+                placement.way = way
+                trace = make_trace(number, 1_000 * number + WAYS.index(way))
+                tally = Tally()
+                start_s = time.monotonic()
+                async with asyncio.timeout(120), asyncio.TaskGroup() as group:
+                    for conversation in trace:
+                        group.create_task(converse(stub, conversation, tally))
+                tally.took_s = time.monotonic() - start_s
+                rows[way].append(_row(tally, await computed_tokens(router, tally)))
+    return rows
+
+
+def _row(tally: Tally, computed: int) -> Row:
+    prompt = sum(tokens for tokens, _ in tally.trace_ids.values())
+    mean = tally.decode.total() / max(1, len(tally.decode))
+    return Row(
+        hit_rate=1 - computed / prompt,
+        decode_hit_rate=sum(cached for _, cached in tally.trace_ids.values()) / prompt,
+        remote_share=len(tally.remote) / len(tally.trace_ids),
+        ttft_s=tuple(tally.ttft_s),
+        balance=max(tally.decode.values()) / mean,
+        took_s=tally.took_s,
+    )
+
+
+async def measure(rounds: int, prefill_count: int, decode_count: int) -> dict[str, list[Row]]:
+    """Starts registry and workers as processes, and the router here."""
+    topology = Topology(
+        engine="sim", prefill_count=prefill_count, decode_count=decode_count, settings=SETTINGS
+    )
+    supervisor = Supervisor()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        await supervisor.open()
+        try:
+            registry = await supervisor.start(registry_spec(topology, folder))
+            await supervisor.wait_ready([registry])
+            specs = worker_specs(topology, folder, registry.endpoint)
+            await supervisor.wait_ready([await supervisor.start(spec) for spec in specs])
+            async with open_channel(registry.endpoint) as channel:
+                policy = registry_pb2.Policy(local_prefill_max_tokens=LOCAL_TOKENS)
+                stub = registry_pb2_grpc.RegistryServiceStub(channel)
+                await stub.SetPolicy(registry_pb2.SetPolicyRequest(policy=policy), timeout=5)
+            placement = InTurns()
+            async with router_of(registry.endpoint, placement) as (router, endpoint):
+                await _wait_joined(router, prefill_count, decode_count)
+                return await replay(router, endpoint, placement, rounds)
+        finally:
+            await supervisor.stop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--prefill", type=int, default=2, help="prefill workers")
+    parser.add_argument("--decode", type=int, default=4, help="decode workers")
+    parser.add_argument("--output", type=Path, help="folder for placement.md and placement.svg")
+    options = parser.parse_args()
+    rows = asyncio.run(measure(options.rounds, options.prefill, options.decode))
+    what = (
+        f"{CONVERSATIONS} conversations of {TURNS} turns over {SYSTEM_PROMPTS} system prompts of {SYSTEM_TOKENS} "
+        f"tokens, {options.prefill} prefill and {options.decode} decode sim workers with room for {CACHE_TOKENS} "
+        f"tokens each, {options.rounds} rounds"
+    )
+    text = render(rows, what)
+    print(text)
+    if options.output:
+        options.output.mkdir(parents=True, exist_ok=True)
+        (options.output / "placement.md").write_text(text)
+        (options.output / "placement.svg").write_text(draw(rows))
+    print(
+        f"median round: {statistics.median(row.took_s for found in rows.values() for row in found):.1f} s"
+    )
+
+
+if __name__ == "__main__":
+    main()
