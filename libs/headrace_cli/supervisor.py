@@ -26,7 +26,7 @@ STOP_ORDER = (("router",), ("prefill", "decode"), ("registry",))
 
 @dataclass(slots=True)
 class Child:
-    """One process that was started. `endpoint` is set once it serves."""
+    """One process that was started. `endpoint` is set once it serves: its first worker's."""
 
     spec: ProcessSpec
     process: asyncio.subprocess.Process
@@ -82,7 +82,7 @@ class Supervisor:
             self.check()
             for child in children:
                 if not child.endpoint and child.spec.port_file.exists():
-                    child.endpoint = child.spec.port_file.read_text(encoding="utf-8").strip()
+                    child.endpoint = child.spec.port_file.read_text(encoding="utf-8").split()[0]
                     child.ready_s = time.monotonic()
             if all(child.endpoint for child in children):
                 return

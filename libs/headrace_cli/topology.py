@@ -15,6 +15,8 @@ SIM = "sim"
 VLLM = "vllm"
 # The context that fits small machines; the models' own are several times longer.
 VLLM_CONTEXT_TOKENS = 2048
+# More sim workers of a role than this share one process, in which they have no threads of their own.
+SIM_PROCESSES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,9 @@ class Topology:
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """One process. Its "host:port" appears in `port_file` once it serves."""
+    """One process. Its "host:port" appears in `port_file` once it serves; with several workers,
+    one line for each.
+    """
 
     name: str
     service: str
@@ -109,7 +113,7 @@ def router_spec(topology: Topology, folder: Path, registry: str) -> ProcessSpec:
 
 
 def worker_specs(topology: Topology, folder: Path, registry: str) -> list[ProcessSpec]:
-    """Every prefill and decode worker, each on a free port."""
+    """Every prefill and decode worker, each on a free port: one in a process, or many of sim's."""
     counts = {"prefill": topology.prefill_count, "decode": topology.decode_count}
     ranks = {
         "prefill": topology.prefill_tensor_parallel,
@@ -117,8 +121,7 @@ def worker_specs(topology: Topology, folder: Path, registry: str) -> list[Proces
     }
     specs: list[ProcessSpec] = []
     for service, count in counts.items():
-        for index in range(count):
-            name = f"{service}-{index}"
+        for name, members in _processes(topology, service, count):
             flags = [
                 "--listen=127.0.0.1:0",
                 f"--registry={registry}",
@@ -130,8 +133,20 @@ def worker_specs(topology: Topology, folder: Path, registry: str) -> list[Proces
             ]
             if topology.engine == VLLM:
                 flags.append(f"--context-tokens={VLLM_CONTEXT_TOKENS}")
+            if members > 1:
+                flags.append(f"--count={members}")
+            if topology.engine == SIM and max(counts.values()) > SIM_PROCESSES:
+                # Mooncake's threads would be each worker's own; all must take the same transport.
+                flags.append("--transport=same_host")
             specs.append(_spec(topology, folder, name, service, flags))
     return specs
+
+
+def _processes(topology: Topology, service: str, count: int) -> list[tuple[str, int]]:
+    """Name of each process of a service, and the workers in it."""
+    if topology.engine != SIM or count <= SIM_PROCESSES:
+        return [(f"{service}-{index}", 1) for index in range(count)]
+    return [(service, count)]
 
 
 def _spec(

@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
 import grpc
@@ -96,7 +96,7 @@ class GrpcServer:
         await self._set_health(True)
         advertised = self._advertised(host, port)
         if self._config.port_file:
-            _write_port_file(self._config.port_file, advertised)
+            write_port_file(self._config.port_file, advertised)
         return advertised
 
     def set_serving(self, serving: bool) -> None:
@@ -110,23 +110,23 @@ class GrpcServer:
         (self._hurry if self._stop_asked.is_set() else self._stop_asked).set()
 
     async def serve_until_signal(self, on_drain: Callable[[], Awaitable[None]]) -> None:
-        """Serves until SIGTERM or SIGINT, then drains and returns.
+        """Serves until SIGTERM or SIGINT, then drains and returns. See serve_until_stopped."""
+        with stop_signals(self.request_stop):
+            await self.serve_until_stopped(on_drain)
+
+    async def serve_until_stopped(self, on_drain: Callable[[], Awaitable[None]]) -> None:
+        """Serves until `request_stop` is called, then drains and returns.
 
         Draining reports NOT_SERVING and awaits `on_drain`, in which the service refuses new work by
         itself while what is in flight may still call in. Then every new RPC is refused, those in
         flight may end, and streams that have no end of their own are cut off. All of it takes
-        drain_grace_s at most. A second signal ends at once.
+        drain_grace_s at most. A second call ends at once.
         """
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.request_stop)
         try:
             await self._stop_asked.wait()
             await self._drain(on_drain)
         finally:
             await self.server.stop(None)
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.remove_signal_handler(number)
 
     async def _drain(self, on_drain: Callable[[], Awaitable[None]]) -> None:
         _LOG.info("draining for up to %g s", self._config.drain_grace_s)
@@ -153,7 +153,7 @@ class GrpcServer:
             _LOG.warning("cutting off %d requests", self._in_flight.answer_count)
         self._in_flight.cut_streams()
         # A stream cut in the middle of a write ends without a status, and would hold the server
-        # up until the grace is over: stop() in serve_until_signal ends it.
+        # up until the grace is over: stop() in serve_until_stopped ends it.
         await asyncio.wait({stop}, timeout=_CUT_S)
 
     async def _set_health(self, serving: bool) -> None:
@@ -177,6 +177,19 @@ class GrpcServer:
         return f"{advertised_host}:{advertised_port or port}"
 
 
+@contextlib.contextmanager
+def stop_signals(on_signal: Callable[[], None]) -> Iterator[None]:
+    """Meanwhile, SIGTERM and SIGINT call `on_signal`."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
 def _cannot_listen(listen: str, why: str) -> ConfigError:
     return ConfigError(
         f"cannot listen on {listen}: {why}; stop what uses the port or set listen",
@@ -198,8 +211,8 @@ def _check_free(listen: str, host: str, port: int) -> None:
         raise _cannot_listen(listen, error.strerror or str(error)) from error
 
 
-def _write_port_file(path: str, advertised: str) -> None:
-    """Readers see the whole line or no file."""
+def write_port_file(path: str, advertised: str) -> None:
+    """Readers see all of it or no file. Raises ConfigError when it cannot be written."""
     draft = Path(f"{path}.{os.getpid()}")
     try:
         draft.write_text(advertised, encoding="utf-8")

@@ -118,14 +118,32 @@ class CollectorExporter(SpanExporter):
 
 
 class Telemetry:
-    """The traces of one process. Made by init_telemetry; passed to whoever makes spans."""
+    """The traces of one process, or with `processors` those of one of its workers, which leave with
+    the process's own. Made by init_telemetry; passed to whoever makes spans.
+    """
 
-    def __init__(self, provider: TracerProvider, collector: CollectorExporter) -> None:
+    def __init__(
+        self,
+        service: str,
+        provider: TracerProvider,
+        collector: CollectorExporter,
+        processors: Sequence[BatchSpanProcessor] = (),
+    ) -> None:
+        self._service = service
         self._provider = provider
         self._collector = collector
         self._processors: list[tuple[BatchSpanProcessor, SpanExporter]] = []
         self.tracer: Tracer = provider.get_tracer("headrace")
-        self.add_exporter(collector)
+        for processor in processors:
+            provider.add_span_processor(processor)
+        if not processors:
+            self.add_exporter(collector)
+
+    def for_worker(self, worker_id: str) -> Telemetry:
+        """Makes the spans of one of several workers of this process, which say whose they are."""
+        provider = _new_provider(self._service, worker_id)
+        processors = [processor for processor, _ in self._processors]
+        return Telemetry(self._service, provider, self._collector, processors)
 
     @property
     def collectors(self) -> tuple[str, ...]:
@@ -185,16 +203,17 @@ class Telemetry:
 
 def init_telemetry(service: str, worker_id: str, config: ServiceConfig) -> Telemetry:
     """Starts tracing for a process; `service` is such as "router"."""
-    resource = Resource.create(
-        {"service.name": f"headrace-{service}", "service.instance.id": worker_id}
-    )
-    provider = TracerProvider(
-        sampler=ParentBased(ALWAYS_ON), resource=resource, shutdown_on_exit=False
-    )
-    telemetry = Telemetry(provider, CollectorExporter(config))
+    telemetry = Telemetry(service, _new_provider(service, worker_id), CollectorExporter(config))
     if config.otlp_endpoint:
         telemetry.add_exporter(_otlp_exporter(config.otlp_endpoint))
     return telemetry
+
+
+def _new_provider(service: str, worker_id: str) -> TracerProvider:
+    resource = Resource.create(
+        {"service.name": f"headrace-{service}", "service.instance.id": worker_id}
+    )
+    return TracerProvider(sampler=ParentBased(ALWAYS_ON), resource=resource, shutdown_on_exit=False)
 
 
 def _otlp_exporter(endpoint: str) -> OTLPSpanExporter:

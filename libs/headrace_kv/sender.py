@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,6 +12,7 @@ from headrace_kv.handoff_client import DescriptorSource
 from headrace_kv.layout import KvLayout, RankMemory, WorkerRef
 from headrace_kv.send_loop import SenderParts, SendLoop
 from headrace_kv.sender_inbox import SenderInbox
+from headrace_kv.sender_thread import SenderThread
 from headrace_kv.transfer import LayerPiece, SendReport, TransferTarget
 from headrace_kv.transport.base import KvTransport
 
@@ -32,10 +32,10 @@ class SenderLimits:
 
 
 class RankSender:
-    """One thread that writes, and one handoff stream per decode worker on `loop`.
+    """Writes on a thread, and has one handoff stream per decode worker on `loop`.
 
-    Every method may be called from any thread and does not block. `on_quiet` is called once for each opened transfer,
-    on the sender's thread, when nothing of it is or will be written.
+    The thread is its own unless `thread` is given. Every method may be called from any thread and does not block.
+    `on_quiet` is called once for each opened transfer, on the thread, when nothing of it is or will be written.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class RankSender:
         loop: asyncio.AbstractEventLoop,
         on_quiet: Callable[[SendReport], None],
         limits: SenderLimits | None = None,
+        thread: SenderThread | None = None,
     ) -> None:
         self.closed: concurrent.futures.Future[None] = concurrent.futures.Future()
         limits = limits or SenderLimits()
@@ -64,12 +65,10 @@ class RankSender:
             on_quiet=on_quiet,
             handshake_timeout_s=limits.handshake_timeout_s,
         )
-        self._inbox = SenderInbox(limits.transfers, limits.pieces)
+        thread = thread or SenderThread(f"kv-sender-{ref.worker_id}-{rank}")
+        self._inbox = SenderInbox(limits.transfers, limits.pieces, thread.changed)
         self._loop = SendLoop(parts, self._inbox)
-        self._thread = threading.Thread(
-            target=self._run, name=f"kv-sender-{ref.worker_id}-{rank}", daemon=True
-        )
-        self._thread.start()
+        thread.add(self._loop, self.closed)
 
     def open(self, target: TransferTarget) -> None:
         """Starts a transfer; the handshake goes on beside the computation.
@@ -100,14 +99,8 @@ class RankSender:
         return self._inbox.active()
 
     def close(self) -> None:
-        """Ends every transfer, then the streams and the thread; `closed` is done when all are gone.
+        """Ends every transfer, then the streams and its own thread; `closed` is done when all have ended.
 
         The streams need `loop` to run until then.
         """
         self._inbox.close(self._loop.stop_all)
-
-    def _run(self) -> None:
-        try:
-            self._loop.run()
-        finally:
-            self.closed.set_result(None)

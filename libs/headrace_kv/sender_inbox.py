@@ -18,9 +18,7 @@ class SenderInbox:
     `changed` is notified of each command; its lock may guard other inboxes too.
     """
 
-    def __init__(
-        self, transfer_limit: int, piece_limit: int, changed: threading.Condition
-    ) -> None:
+    def __init__(self, transfer_limit: int, piece_limit: int, changed: threading.Condition) -> None:
         self._transfer_limit = transfer_limit
         self._piece_limit = piece_limit
         self._changed = changed

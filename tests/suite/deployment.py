@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import grpc.aio
@@ -60,7 +60,9 @@ class Suite:
         return RouterClient(self.deployment.router, self.channel)
 
     def child(self, name: str) -> Child:
-        return next(child for child in self.deployment.children if child.spec.name == name)
+        """By name; those that a test added too."""
+        children = (*self.deployment.children, *self.deployment.supervisor.children)
+        return next(child for child in children if child.spec.name == name)
 
     async def generate(
         self,
@@ -72,8 +74,9 @@ class Suite:
         ),
         request_id: str = "",
         timeout_s: float = DEADLINE_S,
+        started: asyncio.Event | None = None,
     ) -> Outcome:
-        """Greedy, `count` tokens exactly. Raises HeadraceError."""
+        """Greedy, `count` tokens exactly; `started` is set with the first. Raises HeadraceError."""
         request = greedy(prompt, count, placement, request_id)
         stub = inference_pb2_grpc.InferenceServiceStub(self.channel)
         tokens: list[int] = []
@@ -82,6 +85,8 @@ class Suite:
         try:
             async for response in stub.Generate(request, timeout=timeout_s):
                 tokens += response.token_ids
+                if tokens and started is not None:
+                    started.set()
                 trace_id = trace_id or response.trace_id
                 last = response
         except grpc.aio.AioRpcError as rpc_error:
@@ -130,6 +135,41 @@ class Suite:
         child.stopping = True
         child.process.send_signal(signal.SIGTERM)
         return await asyncio.wait_for(child.process.wait(), timeout_s)
+
+    async def add(self, name: str, like: str, *flags: str) -> Child:
+        """Starts one more process like `like`, on a free port, with other flags."""
+        old = self.child(like).spec
+        port_file = old.port_file.with_name(f"{name}.port")
+        identity = "--router-id" if old.service == "router" else "--worker-id"
+        own = ("--listen=127.0.0.1:0", f"--port-file={port_file}", f"{identity}={name}", *flags)
+        chosen = {flag.partition("=")[0]: flag for flag in (*old.arguments, *own)}
+        spec = ProcessSpec(
+            name=name,
+            service=old.service,
+            arguments=tuple(chosen.values()),
+            port_file=port_file,
+            log_file=old.log_file.with_name(f"{name}.log"),
+            environment=old.environment,
+        )
+        child = await self.deployment.supervisor.start(spec)
+        async with asyncio.timeout(15):
+            await self.deployment.supervisor.wait_ready([child])
+        return child
+
+    @asynccontextmanager
+    async def through(self, router: Child) -> AsyncIterator[Suite]:
+        """The same deployment by way of another router."""
+        async with open_channel(router.endpoint) as channel:
+            yield replace(self, channel=channel)
+
+    async def wait_joined(self, prefill_count: int, decode_count: int) -> None:
+        """Until this router knows so many workers."""
+        async with asyncio.timeout(15):
+            while [
+                (model.prefill_worker_count, model.decode_worker_count)
+                for model in await self.client.models()
+            ] != [(prefill_count, decode_count)]:
+                await asyncio.sleep(0.02)
 
     async def restart(self, name: str, *extra: str) -> Child:
         """Starts a process that has ended again, on the address that it had."""

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-
 from headrace.decode.v1 import decode_pb2_grpc
 from headrace.kv.v1 import handoff_pb2_grpc
 from headrace.registry.v1 import registry_pb2
@@ -12,17 +9,15 @@ from headrace.worker.v1 import worker_pb2_grpc
 from headrace_common.config import load_config
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import InternalError
-from headrace_common.identity import new_incarnation
 from headrace_common.logs import setup_logging
 from headrace_common.run import run_service
 from headrace_common.server import GrpcServer
-from headrace_common.telemetry import init_telemetry
 from headrace_decode.admission import Admission, Capacity
 from headrace_decode.config import DecodeConfig
 from headrace_decode.service import DecodeService
-from headrace_engine.factory import build_engine
 from headrace_engine.interface import Engine
-from headrace_engine.worker_config import engine_config, worker_member
+from headrace_engine.worker_config import worker_member
+from headrace_engine.worker_host import HostedWorker, WorkerHost, host_workers
 from headrace_engine.worker_membership import WorkerMembership
 from headrace_engine.worker_status import WorkerStatusServicer
 from headrace_kv.handoff_server import HandoffServicer
@@ -38,6 +33,8 @@ SERVICES = (
 # Engines keep one block for themselves: vLLM's null block.
 ENGINE_OWN_BLOCKS = 1
 QUIET_WAIT_S = 1.0
+# Until routers have heard that the worker leaves, what they send still gets an answer.
+NOTICE_S = 0.3
 
 
 def main() -> None:
@@ -49,20 +46,9 @@ def main() -> None:
 
 
 async def serve(config: DecodeConfig) -> None:
-    """Starts the engine, then everything that talks, and serves until a signal comes.
-
-    The engine comes first: it may start processes of its own, which must not inherit gRPC's
-    threads.
-    """
+    """Runs the workers of this process until a signal comes."""
     setup_logging(config.log_level, "decode", config.worker_id)
-    start_unix_ns = time.time_ns()
-    ref = WorkerRef(config.worker_id, new_incarnation())
-    engine = build_engine(engine_config(config, role="decode", ref=ref), no_descriptors)
-    try:
-        await engine.start()
-        await _serve(config, ref, engine, start_unix_ns)
-    finally:
-        await engine.close()
+    await host_workers("decode", config, no_descriptors, serve_worker)
 
 
 async def no_descriptors(ref: WorkerRef, deadline: Deadline) -> KvDescriptor:
@@ -70,28 +56,33 @@ async def no_descriptors(ref: WorkerRef, deadline: Deadline) -> KvDescriptor:
     raise InternalError(f"a decode worker asked for the KV memory of {ref}")
 
 
-async def _serve(config: DecodeConfig, ref: WorkerRef, engine: Engine, start_unix_ns: int) -> None:
-    telemetry = init_telemetry("decode", config.worker_id, config)
+async def serve_worker(host: WorkerHost, hosted: HostedWorker[DecodeConfig]) -> None:
+    """Serves one worker for as long as `host` says."""
+    config, ref, engine = hosted.config, hosted.ref, hosted.engine
     receiver = Receiver(
         ref=ref,
         layout=engine.descriptor.layout,
         lease_ttl_s=config.lease_ttl_s,
         on_released=engine.released,
         quarantine_s=config.quarantine_s,
+        broadcast=engine.broadcast,
     )
+    membership: WorkerMembership | None = None
     service = DecodeService(
         ref=ref,
         engine=engine,
         receiver=receiver,
         admission=Admission(_capacity(config, engine)),
-        telemetry=telemetry,
+        telemetry=host.telemetry.for_worker(ref.worker_id),
         request_timeout_s=config.request_timeout_s,
+        ticket_key=lambda: membership.ticket_key if membership is not None else b"",
+        require_ticket=config.require_ticket,
     )
     server = GrpcServer(config, SERVICES)
     decode_pb2_grpc.add_DecodeServiceServicer_to_server(service, server.server)
     handoff_pb2_grpc.add_HandoffServiceServicer_to_server(HandoffServicer(receiver), server.server)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(
-        WorkerStatusServicer(service.status), server.server
+        WorkerStatusServicer(service.status, engine.prefix_events), server.server
     )
     endpoint = await server.start()
     server.set_serving(False)
@@ -101,12 +92,14 @@ async def _serve(config: DecodeConfig, ref: WorkerRef, engine: Engine, start_uni
         ref=ref,
         endpoint=endpoint,
         engine=engine,
-        start_unix_ns=start_unix_ns,
+        start_unix_ns=hosted.start_unix_ns,
     )
-    membership = WorkerMembership(config, member, engine.descriptor, telemetry)
+    membership = WorkerMembership(
+        config, host, member, engine.descriptor, prefix_events=engine.prefix_events
+    )
 
     async def drain() -> None:
-        service.begin_drain()
+        service.begin_drain(NOTICE_S)
         await membership.leave()
         await service.wait_idle()
         # Blocks in quarantine go with the process; only ranks about to fall quiet are waited for.
@@ -115,10 +108,9 @@ async def _serve(config: DecodeConfig, ref: WorkerRef, engine: Engine, start_uni
     try:
         await membership.join()
         server.set_serving(True)
-        await server.serve_until_signal(drain)
+        await host.serve(endpoint, server, drain)
     finally:
-        await membership.close()
-        await asyncio.to_thread(telemetry.shutdown)
+        await membership.leave()
 
 
 def _capacity(config: DecodeConfig, engine: Engine) -> Capacity:

@@ -36,6 +36,9 @@ from headrace_kv.receiver import Receiver
 
 log = logging.getLogger(__name__)
 
+KEY_POLLS = 100
+KEY_POLL_S = 0.01
+
 Context = grpc.aio.ServicerContext[decode_pb2.GenerateRequest, decode_pb2.GenerateResponse]
 
 
@@ -74,6 +77,8 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         self, request: decode_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[decode_pb2.GenerateResponse]:
         """See decode.proto."""
+        if request.ticket:
+            await self._key_known()
         attempt = self._admit(request, Deadline.from_context(context, self._request_timeout_s))
         span = self._telemetry.tracer.start_span(
             SPAN_DECODE,
@@ -104,6 +109,15 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
             raise
         finally:
             self._end(attempt, span, error)
+
+    async def _key_known(self) -> None:
+        """A router may have heard of this worker a moment before the worker hears that it is
+        registered.
+        """
+        for _ in range(KEY_POLLS):
+            if self._ticket_key():
+                return
+            await asyncio.sleep(KEY_POLL_S)
 
     def _admit(self, request: decode_pb2.GenerateRequest, deadline: Deadline) -> Attempt:
         """Refuses whatever can be refused before anything is spent."""

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2_grpc
 from headrace_common.config import load_config
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import InternalError
-from headrace_common.identity import new_incarnation
 from headrace_common.logs import setup_logging
 from headrace_common.registry_client import DescriptorCache
 from headrace_common.run import run_service
 from headrace_common.server import GrpcServer
-from headrace_common.telemetry import init_telemetry
-from headrace_engine.factory import build_engine
-from headrace_engine.interface import Engine
-from headrace_engine.worker_config import engine_config, served_model, worker_member
+from headrace_engine.worker_config import served_model, worker_member
+from headrace_engine.worker_host import HostedWorker, WorkerHost, host_workers
 from headrace_engine.worker_membership import WorkerMembership
 from headrace_engine.worker_status import WorkerStatusServicer
 from headrace_kv.layout import KvDescriptor, WorkerRef, descriptor_from_proto, layout_to_proto
@@ -63,31 +57,24 @@ def main() -> None:
 
 
 async def serve(config: PrefillConfig) -> None:
-    """Starts the engine, then everything that talks, and serves until a signal comes."""
+    """Runs the workers of this process until a signal comes."""
     setup_logging(config.log_level, "prefill", config.worker_id)
-    start_unix_ns = time.time_ns()
-    ref = WorkerRef(config.worker_id, new_incarnation())
     descriptors = LateDescriptors()
-    engine = build_engine(engine_config(config, role="prefill", ref=ref), descriptors)
-    try:
-        await engine.start()
-        await _serve(config, ref, engine, descriptors, start_unix_ns)
-    finally:
-        await engine.close()
+
+    async def serve_connected(host: WorkerHost, hosted: HostedWorker[PrefillConfig]) -> None:
+        descriptors.connect(host.descriptors)
+        await serve_worker(host, hosted)
+
+    await host_workers("prefill", config, descriptors, serve_connected)
 
 
-async def _serve(
-    config: PrefillConfig,
-    ref: WorkerRef,
-    engine: Engine,
-    descriptors: LateDescriptors,
-    start_unix_ns: int,
-) -> None:
-    telemetry = init_telemetry("prefill", config.worker_id, config)
+async def serve_worker(host: WorkerHost, hosted: HostedWorker[PrefillConfig]) -> None:
+    """Serves one worker for as long as `host` says."""
+    config, ref, engine = hosted.config, hosted.ref, hosted.engine
     worker = PrefillWorker(
         ref=ref,
         engine=engine,
-        telemetry=telemetry,
+        telemetry=host.telemetry.for_worker(ref.worker_id),
         slot_count=config.max_requests,
         task_timeout_s=config.task_timeout_s,
     )
@@ -99,7 +86,7 @@ async def _serve(
     )
     server = GrpcServer(config, SERVICES)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(
-        WorkerStatusServicer(worker.status), server.server
+        WorkerStatusServicer(worker.status, engine.prefix_events), server.server
     )
     endpoint = await server.start()
     server.set_serving(False)
@@ -109,10 +96,11 @@ async def _serve(
         ref=ref,
         endpoint=endpoint,
         engine=engine,
-        start_unix_ns=start_unix_ns,
+        start_unix_ns=hosted.start_unix_ns,
     )
-    membership = WorkerMembership(config, member, None, telemetry, puller.set_routers)
-    descriptors.connect(membership.descriptors)
+    membership = WorkerMembership(
+        config, host, member, None, puller.set_routers, engine.prefix_events
+    )
 
     async def drain() -> None:
         await membership.leave()
@@ -122,8 +110,7 @@ async def _serve(
     try:
         await membership.join()
         server.set_serving(True)
-        await server.serve_until_signal(drain)
+        await host.serve(endpoint, server, drain)
     finally:
+        await membership.leave()
         await puller.close()
-        await membership.close()
-        await asyncio.to_thread(telemetry.shutdown)

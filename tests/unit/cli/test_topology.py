@@ -40,6 +40,25 @@ def test_one_process_per_worker_with_its_own_name_and_files() -> None:
     assert flag(specs[2], "tensor-parallel-size") == ["--tensor-parallel-size=2"]
 
 
+def test_many_sim_workers_of_a_role_share_one_process() -> None:
+    topology = Topology(engine="sim", prefill_count=8, decode_count=200)
+    specs = worker_specs(topology, FOLDER, "127.0.0.1:7001")
+    assert [spec.name for spec in specs] == [f"prefill-{number}" for number in range(8)] + [
+        "decode"
+    ]
+    assert not flag(specs[0], "count")
+    assert flag(specs[-1], "count") == ["--count=200"]
+    assert flag(specs[-1], "worker-id") == ["--worker-id=decode"]
+    # Few and many must agree on what carries KV bytes.
+    assert {tuple(flag(spec, "transport")) for spec in specs} == {("--transport=same_host",)}
+
+
+def test_real_engines_never_share_a_process() -> None:
+    specs = worker_specs(Topology(model="m", decode_count=9), FOLDER, "127.0.0.1:7001")
+    assert len(specs) == 10
+    assert not any(flag(spec, "count") for spec in specs)
+
+
 def test_a_setting_replaces_the_flag_of_its_service_only() -> None:
     topology = Topology(
         engine="sim",

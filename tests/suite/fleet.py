@@ -1,0 +1,120 @@
+"""Sim workers of the test's own process, which come and go one by one."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import headrace_decode.main as decode
+import headrace_prefill.main as prefill
+from headrace_common.identity import new_incarnation
+from headrace_common.server import GrpcServer
+from headrace_decode.config import DecodeConfig
+from headrace_engine.factory import build_engine
+from headrace_engine.worker_config import engine_config
+from headrace_engine.worker_host import HostedWorker, Role, WorkerHost
+from headrace_kv.layout import WorkerRef
+from headrace_kv.sender_thread import SenderThread
+from headrace_prefill.config import PrefillConfig
+
+
+class _Host(WorkerHost):
+    """Tells no worker to stop: the test does, one by one."""
+
+    def __init__(self, role: Role, config: PrefillConfig | DecodeConfig) -> None:
+        super().__init__(role, config)
+        self.servers: dict[str, GrpcServer] = {}
+
+    async def serve(
+        self, endpoint: str, server: GrpcServer, on_drain: Callable[[], Awaitable[None]]
+    ) -> None:
+        self.servers[endpoint] = server
+        await server.serve_until_stopped(on_drain)
+
+
+@dataclass(frozen=True, slots=True)
+class Guest:
+    """A worker of this process."""
+
+    worker_id: str
+    endpoint: str
+    server: GrpcServer
+    task: asyncio.Task[None]
+
+    async def leave(self) -> None:
+        """As SIGTERM has it: it takes nothing new, and ends what it has."""
+        self.server.request_stop()
+        await asyncio.wait_for(asyncio.shield(self.task), 20.0)
+
+    async def die(self) -> None:
+        """Cuts off whatever it holds."""
+        self.task.cancel()
+        await asyncio.wait({self.task}, timeout=10.0)
+        assert self.task.done()
+
+
+class Fleet:
+    """The workers of one role in this process. Close it."""
+
+    def __init__(self, role: Role, registry: str) -> None:
+        self._role = role
+        self._numbers = itertools.count()
+        self._base = self._config(f"more-{role}", registry)
+        self._host = _Host(role, self._base)
+        self._descriptors = prefill.LateDescriptors()
+        self._descriptors.connect(self._host.descriptors)
+        self._sender_thread = SenderThread("kv-sender")
+        self.guests: list[Guest] = []
+
+    def _config(self, worker_id: str, registry: str) -> PrefillConfig | DecodeConfig:
+        kind: type[PrefillConfig | DecodeConfig]
+        kind = PrefillConfig if self._role == "prefill" else DecodeConfig
+        settings = {
+            "worker_id": worker_id,
+            "registry": registry,
+            "engine": "sim",
+            "served_model": "sim",
+            "transport": "same_host",
+            "kv_cache_gib": 0.002,
+            "drain_grace_s": 10.0,
+        }
+        return kind.model_validate(settings)
+
+    async def add(self) -> Guest:
+        """Returns once the worker has joined."""
+        config = self._base.model_copy(
+            update={"worker_id": f"{self._base.worker_id}-{next(self._numbers)}"}
+        )
+        known = set(self._host.servers)
+        task = asyncio.create_task(self._run(config))
+        give_up = time.monotonic() + 10.0
+        while not (fresh := set(self._host.servers) - known):
+            assert not task.done(), task.exception()
+            assert time.monotonic() < give_up
+            await asyncio.sleep(0.01)
+        endpoint = fresh.pop()
+        guest = Guest(config.worker_id, endpoint, self._host.servers[endpoint], task)
+        self.guests.append(guest)
+        return guest
+
+    async def _run(self, config: Any) -> None:
+        ref = WorkerRef(config.worker_id, new_incarnation())
+        engine = build_engine(
+            engine_config(config, role=self._role, ref=ref), self._descriptors, self._sender_thread
+        )
+        try:
+            await engine.start()
+            hosted = HostedWorker(config, ref, engine, time.time_ns())
+            serve: Any = prefill if self._role == "prefill" else decode
+            await serve.serve_worker(self._host, hosted)
+        finally:
+            await engine.close()
+
+    async def close(self) -> None:
+        """Ends what is still here."""
+        await asyncio.gather(*(guest.leave() for guest in self.guests if not guest.task.done()))
+        await self._host.close()
