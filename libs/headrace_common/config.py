@@ -112,7 +112,7 @@ class ServiceConfig(BaseModel):
     )
     otlp_endpoint: OtlpEndpoint = Field(
         default="",
-        description="OTLP/gRPC collector that gets every span, such as http://127.0.0.1:4317; "
+        description="OTLP/gRPC collector that gets every span and the metrics, such as http://127.0.0.1:4317; "
         "empty means none.",
     )
     drain_grace_s: NonNegativeSeconds = Field(

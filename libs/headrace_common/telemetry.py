@@ -1,4 +1,4 @@
-"""Traces: made with OpenTelemetry, carried over gRPC, shipped to routers and to OTLP."""
+"""Traces: made with OpenTelemetry, carried over gRPC, shipped to routers and to OTLP. Metrics go to OTLP alone."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from opentelemetry.util.types import AttributeValue
 from headrace_common import handlers
 from headrace_common.channel import open_blocking_channel
 from headrace_common.config import ServiceConfig
+from headrace_common.metrics import Metrics
 
 _LOG = logging.getLogger(__name__)
 
@@ -128,7 +129,10 @@ class Telemetry:
         provider: TracerProvider,
         collector: CollectorExporter,
         processors: Sequence[BatchSpanProcessor] = (),
+        *,
+        metrics: Metrics,
     ) -> None:
+        self.metrics = metrics
         self._service = service
         self._provider = provider
         self._collector = collector
@@ -143,7 +147,7 @@ class Telemetry:
         """Makes the spans of one of several workers of this process, which say whose they are."""
         provider = _new_provider(self._service, worker_id)
         processors = [processor for processor, _ in self._processors]
-        return Telemetry(self._service, provider, self._collector, processors)
+        return Telemetry(self._service, provider, self._collector, processors, metrics=self.metrics)
 
     @property
     def collectors(self) -> tuple[str, ...]:
@@ -194,6 +198,7 @@ class Telemetry:
         ]
         for thread in threads:
             thread.start()
+        self.metrics.shutdown()
         for thread, (_, exporter) in zip(threads, self._processors, strict=True):
             thread.join(max(0.0, deadline_unix_s - time.time()))
             if thread.is_alive():
@@ -203,7 +208,9 @@ class Telemetry:
 
 def init_telemetry(service: str, worker_id: str, config: ServiceConfig) -> Telemetry:
     """Starts tracing for a process; `service` is such as "router"."""
-    telemetry = Telemetry(service, _new_provider(service, worker_id), CollectorExporter(config))
+    provider = _new_provider(service, worker_id)
+    metrics = Metrics(provider.resource, config.otlp_endpoint)
+    telemetry = Telemetry(service, provider, CollectorExporter(config), metrics=metrics)
     if config.otlp_endpoint:
         telemetry.add_exporter(_otlp_exporter(config.otlp_endpoint))
     return telemetry

@@ -108,8 +108,18 @@ ATTRIBUTE_EXPOSED_MS: Final = "headrace.exposed_ms"
 # Bytes of KV that decode's ranks passed on to each other.
 ATTRIBUTE_LOCAL_BYTES: Final = "headrace.local_bytes"
 
+# Which queue a metric is of: "prefill" (tasks), "prefill tokens", "requests" (let in), "waiting" (to be let in) or
+# "tokens" (of prompts without a first token).
+ATTRIBUTE_QUEUE: Final = "headrace.queue.name"
+# How a request ended: its finish reason, or its error's reason.
+ATTRIBUTE_END_REASON: Final = "headrace.end_reason"
+
 # Items in a bounded queue, by its name.
 METRIC_QUEUE_DEPTH: Final = "headrace.queue.depth.current"
+# How long the oldest task has waited in the prefill queue.
+METRIC_QUEUE_AGE_MS: Final = "headrace.queue.oldest_age_ms"
+# How long a task that came now would wait in the prefill queue; not told while it is full.
+METRIC_QUEUE_WAIT_MS: Final = "headrace.queue.wait_ms"
 # Requests ended, by finish reason or error reason.
 METRIC_REQUESTS: Final = "headrace.requests"
 # Arrival to first token.

@@ -20,11 +20,12 @@ from headrace_router.admission import Admission, AdmissionLimits
 from headrace_router.config import RouterConfig
 from headrace_router.generate import Generator, PolicySource
 from headrace_router.look_aside import LookAside
+from headrace_router.metrics import RouterMetrics
 from headrace_router.placement import KvAware, Placement
 from headrace_router.prefill_queue import PrefillQueue
 from headrace_router.prefix_indexes import PrefixIndexes
 from headrace_router.pull_service import PullService
-from headrace_router.service import InferenceService
+from headrace_router.service import FrontDoor, InferenceService
 from headrace_router.tenants import load_tenants
 from headrace_router.text.codec import TextCodec
 from headrace_router.trace_service import OTLP_SERVICE_NAME, SpanCollector, TraceReader
@@ -51,6 +52,7 @@ class Router:
     prefixes: PrefixIndexes
     queue: PrefillQueue
     traces: TraceStore
+    metrics: RouterMetrics
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Adds every servicer in SERVICES."""
@@ -67,6 +69,7 @@ class Router:
 
     async def close(self) -> None:
         """Ends every stream to workers."""
+        await self.metrics.close()
         await self.prefixes.close()
         await self.workers.close()
 
@@ -94,6 +97,8 @@ def assemble(
         max_queued_tokens=config.max_queued_tokens,
         wait_s=config.admission_wait_s,
     )
+    admission = Admission(limits, lambda: policy.policy.tenant_weights)
+    metrics = RouterMetrics(telemetry.metrics.meter, queue, admission)
     signer = TicketSigner(ticket_key, config.ticket_ttl_s)
     generator = Generator(
         view=workers,
@@ -121,8 +126,7 @@ def assemble(
         look_aside=look_aside,
         store=store,
         telemetry=telemetry,
-        tenants=load_tenants(config.api_keys_file),
-        admission=Admission(limits, lambda: policy.policy.tenant_weights),
+        door=FrontDoor(load_tenants(config.api_keys_file), admission, metrics),
         default_deadline_s=config.default_deadline_s,
     )
-    return Router(inference, workers, prefixes, queue, store)
+    return Router(inference, workers, prefixes, queue, store, metrics)

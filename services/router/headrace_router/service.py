@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ import grpc.aio
 from opentelemetry import trace
 from opentelemetry.trace import Span, Status, StatusCode
 
-from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
+from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
 from headrace_common import telemetry_schema as schema
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import Draining, HeadraceError
@@ -25,6 +26,7 @@ from headrace_router.answer import Answer
 from headrace_router.attempt import Job
 from headrace_router.generate import Generator
 from headrace_router.look_aside import LookAside, candidates_to_proto
+from headrace_router.metrics import RouterMetrics
 from headrace_router.prefill_queue import PrefillQueue
 from headrace_router.tenants import Tenants
 from headrace_router.text.codec import TextCodec
@@ -36,6 +38,15 @@ from headrace_router.view import WorkerView
 _DEADLINE_MARGIN_S = 0.2
 _DEADLINE_MARGIN_SHARE = 0.1
 _SHORT_REQUEST_BYTES = 1_024
+
+
+@dataclass(frozen=True, slots=True)
+class FrontDoor:
+    """Who may come in, and what is counted of those who do."""
+
+    tenants: Tenants
+    admission: Admission
+    metrics: RouterMetrics
 
 
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
@@ -51,8 +62,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         look_aside: LookAside,
         store: TraceStore,
         telemetry: Telemetry,
-        tenants: Tenants,
-        admission: Admission,
+        door: FrontDoor,
         default_deadline_s: float,
     ) -> None:
         self._codecs = codecs
@@ -62,8 +72,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._look_aside = look_aside
         self._store = store
         self._telemetry = telemetry
-        self._tenants = tenants
-        self._admission = admission
+        self._tenants = door.tenants
+        self._admission = door.admission
+        self._metrics = door.metrics
         self._default_deadline_s = default_deadline_s
         self._load = LoopLoad()
         self._draining = False
@@ -80,9 +91,16 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Streams one answer. Being cancelled ends everything that was begun for it."""
         arrival_unix_ns = time.time_ns()
         deadline = _deadline_of(context, self._default_deadline_s)
-        ticket = await self._admit(context, deadline)
-        with self._admission.holding(ticket):
-            await self._generate(request, context, ticket, deadline, arrival_unix_ns)
+        with self._metrics.failures_counted():
+            ticket = await self._admit(context, deadline)
+            with self._admission.holding(ticket):
+                answer = await self._generate(request, context, ticket, deadline, arrival_unix_ns)
+        reason = sampling_pb2.FinishReason.Name(answer.finish_reason)
+        first_token_ms = (answer.first_token_unix_ns - arrival_unix_ns) / 1e6
+        self._metrics.ended(
+            reason.removeprefix("FINISH_REASON_").lower(),
+            first_token_ms if answer.started else None,
+        )
 
     async def _generate(
         self,
@@ -91,12 +109,12 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         ticket: Ticket,
         deadline: Deadline,
         arrival_unix_ns: int,
-    ) -> None:
+    ) -> Answer:
         request_id = _request_id(request)
         with self._request_span(request_id, arrival_unix_ns) as root:
             prepared = await self._prepare(request, request_id, root)
             await ticket.queue_tokens(len(prepared.token_ids))
-            await self._answer(prepared, context, ticket, root, deadline, arrival_unix_ns)
+            return await self._answer(prepared, context, ticket, root, deadline, arrival_unix_ns)
 
     async def Route(
         self,
@@ -208,7 +226,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         root: Span,
         deadline: Deadline,
         arrival_unix_ns: int,
-    ) -> None:
+    ) -> Answer:
         answer = Answer(prepared, _trace_id(root), self._load)
         job = Job(prepared, answer, root, deadline, arrival_unix_ns, ticket.tenant)
 
@@ -227,6 +245,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         finally:
             producer.cancel()
             await asyncio.wait({producer})
+        return answer
 
     async def _prepare(
         self, request: inference_pb2.GenerateRequest, request_id: str, root: Span
