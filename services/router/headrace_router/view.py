@@ -75,7 +75,11 @@ class _Tracked:
         held_blocks = status.reserved_blocks + status.quarantined_blocks
         return Load(
             requests=max(reported + len(unreported), len(self.promises)),
-            held_tokens=held_blocks * block_tokens + sum(p.tokens for p in unreported),
+            # A report may have left the worker before it heard of the latest promises.
+            held_tokens=max(
+                held_blocks * block_tokens + sum(p.tokens for p in unreported),
+                sum(p.tokens for p in self.promises),
+            ),
             total_tokens=status.total_blocks * block_tokens,
             reachable=self._status is not None,
             draining=status.state == worker_pb2.WatchStatusResponse.STATE_DRAINING,
