@@ -112,10 +112,13 @@ class ScatterAgent(scatter_pb2_grpc.ScatterServiceServicer):
                 )
             )
             for request in request_iterator:
+                if request.HasField("detach"):
+                    # A cancelled stream can look like one that has ended, so the sender says it.
+                    rest_s = 0.0
+                    return
                 self._scatter(request.packed_runs, loan, context)
                 scattered = scatter_pb2.Scattered(sequence=request.packed_runs.sequence)
                 yield scatter_pb2.ScatterResponse(scattered=scattered)
-            rest_s = 0.0
         finally:
             with self._lock:
                 self._lent.discard(loan)

@@ -100,6 +100,8 @@ class ScatterLane:
 
     def close(self, *, clean: bool) -> None:
         """Ends the stream; `clean` when nothing is under way, so that the peer can lend the slots again at once."""
+        if clean:
+            self._requests.put(scatter_pb2.ScatterRequest(detach=scatter_pb2.Detach()))
         self._requests.put(None)
         if clean:
             self._reader.join(_CLOSE_TIMEOUT_S)
