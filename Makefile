@@ -46,7 +46,8 @@ demo: runtime $(MODEL)/config.json ## ask one question through four processes (P
 up: runtime $(MODEL)/config.json ## start the four services on loopback until Ctrl-C
 	@$(BIN)/headrace up
 
-.PHONY: test test-fast test-vllm test-gpu test-rdma lint format type
+REQUESTS ?= 10000
+.PHONY: test test-fast test-vllm chaos test-gpu test-rdma lint format type
 # Two runs: vLLM forks its engine, which must happen before anything in the process has used gRPC.
 test: test-vllm test-fast ## all tests
 
@@ -55,6 +56,9 @@ test-fast: setup ## the tests that need no vLLM
 
 test-vllm: setup $(MODEL)/config.json $(TINY_MODEL)/config.json ## only the tests with vLLM
 	@$(PYTEST) -m vllm $(ARGS)
+
+chaos: setup ## 10,000 requests while services die, freeze and restart (SEED=... replays, REQUESTS=...)
+	@$(BIN)/python -m tests.chaos --requests $(REQUESTS) $(if $(SEED),--seed $(SEED))
 
 test-gpu: setup ## the KV data plane in a CUDA device's memory (GPU_PYTHON: one whose torch knows CUDA)
 	@$(GPU_PYTHON) -m pytest -m gpu $(ARGS)

@@ -25,6 +25,7 @@ from headrace_common.errors import (
     InvalidRequest,
     LayoutMismatch,
     NoDecodeWorker,
+    ProtocolViolation,
     StaleIncarnation,
     TransferFailed,
     TransferTimeout,
@@ -54,7 +55,7 @@ _RETRY_TIME_MIN_S = 1.0
 
 # The pair failed: its prefill worker is not asked again, its decode worker only if it is alone. Cancelled is a prefill
 # worker's that ends before its task: a caller that goes away is heard here first.
-_PAIR_ERRORS = (Cancelled, TransferFailed, TransferTimeout, LayoutMismatch)
+_PAIR_ERRORS = (Cancelled, TransferFailed, TransferTimeout, LayoutMismatch, ProtocolViolation)
 # The decode worker said that it will not take this request.
 _DECODE_REFUSALS = (DecodeFull, Draining, StaleIncarnation)
 

@@ -1,0 +1,65 @@
+"""`python -m tests.chaos`: one run, its table, and exit status 1 if a promise was broken."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from tests.chaos.plan import SCENARIOS, scenario
+from tests.chaos.run import ChaosReport, run_chaos
+
+SHOWN = 20
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=None, help="the same one gives the same faults")
+    parser.add_argument("--scenario", choices=SCENARIOS, default="all")
+    parser.add_argument("--break", dest="broken", default="", help="quarantine, lease or ledger")
+    parser.add_argument("--folder", type=Path, default=None, help="for logs; a new one by default")
+    arguments = parser.parse_args()
+    seed = random.randrange(1 << 31) if arguments.seed is None else arguments.seed
+    plan = scenario(arguments.scenario, seed, arguments.requests, arguments.broken)
+    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="headrace-chaos-"))
+    console = Console(width=110)
+    console.print(f"seed {seed}, logs in {folder}")
+    report = asyncio.run(run_chaos(plan, folder))
+    show(report, console)
+    return 1 if report.violations else 0
+
+
+def show(report: ChaosReport, console: Console) -> None:
+    """The table of faults and outcomes."""
+    outcomes = report.outcomes
+    table = Table(title=f"{report.plan.requests} requests in {report.seconds:.0f} s")
+    table.add_column("")
+    table.add_column("count", justify="right")
+    for title, counts in (
+        ("processes", report.process_faults),
+        ("messages", report.wire_faults),
+        ("requests", outcomes.counts),
+    ):
+        table.add_section()
+        for what, count in sorted(counts.items()):
+            table.add_row(f"{title}: {what}", str(count))
+    table.add_section()
+    table.add_row("wrong, late or unnamed outcomes", str(len(outcomes.violations)))
+    table.add_row("free blocks written to", str(report.foreign_blocks))
+    table.add_row("workers that hold something afterwards", str(len(report.left_behind)))
+    console.print(table)
+    for line in outcomes.errors[:SHOWN]:
+        console.print(f"  {line}", style="dim", markup=False)
+    for line in report.violations[:SHOWN]:
+        console.print(f"  {line}", style="bold red", markup=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""What a chaos run will do, from its seed alone: the requests and the faults. Pure."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+PROMPT_VOCABULARY = 512
+PREFIXES = 24
+CANCELLED_SHARE = 0.2
+
+
+class FaultKind(StrEnum):
+    """What happens to a process."""
+
+    KILL = "killed"
+    FREEZE = "frozen"
+    RESTART = "restarted"
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessFault:
+    """After `gap_s`, `target` is killed, frozen or asked to end, and is back `down_s` later."""
+
+    gap_s: float
+    kind: FaultKind
+    target: str
+    down_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ChaosRequest:
+    """One request. `cancel_after_s` is None when its client waits for the end."""
+
+    number: int
+    prompt: tuple[int, ...]
+    answer_tokens: int
+    cancel_after_s: float | None
+    router: int
+
+
+@dataclass(frozen=True, slots=True)
+class WireFaults:
+    """Shares of the messages between prefill and decode that are lost, doubled, held up, or end their stream.
+
+    `cut_after_silence_s` ends streams on which nothing is heard. `slow_write_max_s`: how long a write may take to
+    land. `slow_turn_max_s`: how long a sender may dawdle before it looks at its lease. `break_part` names the safeguard
+    that a worker is to do without.
+    """
+
+    seed: int = 0
+    lost: float = 0.0
+    doubled: float = 0.0
+    delayed: float = 0.0
+    delay_max_s: float = 0.0
+    cut: float = 0.0
+    cut_after_silence_s: float = 0.0
+    slow_write_max_s: float = 0.0
+    slow_turn_max_s: float = 0.0
+    break_part: str = ""
+
+
+_PREFILL, _DECODE, _ROUTER, _REGISTRY, _ETCD = "prefill", "decode", "router", "registry", "etcd"
+# The data plane's ends fail most often, because most can go wrong there.
+_WEIGHTS = {_PREFILL: 5, _DECODE: 5, _ROUTER: 1, _REGISTRY: 1, _ETCD: 1}
+_KINDS = {
+    _PREFILL: (FaultKind.KILL, FaultKind.FREEZE, FaultKind.RESTART),
+    _DECODE: (FaultKind.KILL, FaultKind.FREEZE, FaultKind.RESTART),
+    _ROUTER: (FaultKind.KILL, FaultKind.RESTART),
+    _REGISTRY: (FaultKind.KILL, FaultKind.FREEZE, FaultKind.RESTART),
+    _ETCD: (FaultKind.KILL, FaultKind.FREEZE),
+}
+ALL_KINDS = frozenset((role, kind) for role, kinds in _KINDS.items() for kind in kinds)
+
+
+@dataclass(frozen=True, slots=True)
+class ChaosPlan:
+    """A whole run."""
+
+    seed: int
+    requests: int
+    concurrency: int = 24
+    deadline_s: float = 12.0
+    decode_tensor_parallel: Sequence[int] = (1, 2, 1, 4)
+    prefill_tensor_parallel: Sequence[int] = (1, 2, 4)
+    routers: int = 2
+    wire: WireFaults = WireFaults()
+    kinds: frozenset[tuple[str, FaultKind]] = ALL_KINDS
+    gap_max_s: float = 2.0
+    freezes_s: Sequence[float] = (0.2, 1.0, 3.0, 6.0)
+    layer_s: float = 0.0
+    lease_ttl_s: float = 1.5
+    quarantine_s: float = 12.0
+
+
+def process_faults(plan: ChaosPlan) -> Iterator[ProcessFault]:
+    """Without end, unless the plan wants none; a run takes as many as it has time for."""
+    rng = random.Random(f"{plan.seed}/faults")
+    counts = {
+        _PREFILL: len(plan.prefill_tensor_parallel),
+        _DECODE: len(plan.decode_tensor_parallel),
+        _ROUTER: plan.routers,
+    }
+    while plan.kinds:
+        role = rng.choices(list(_WEIGHTS), list(_WEIGHTS.values()))[0]
+        target = f"{role}-{rng.randrange(counts[role])}" if role in counts else role
+        fault = ProcessFault(
+            gap_s=rng.uniform(0.15, 1.0) * plan.gap_max_s,
+            kind=rng.choice(_KINDS[role]),
+            target=target,
+            down_s=rng.choice(plan.freezes_s),
+        )
+        if (role, fault.kind) in plan.kinds:
+            yield fault
+
+
+def requests(plan: ChaosPlan) -> Iterator[ChaosRequest]:
+    """In the order in which they are sent. Many share one of a few prefixes."""
+    rng = random.Random(f"{plan.seed}/requests")
+    prefixes = [
+        tuple(rng.randrange(PROMPT_VOCABULARY) for _ in range(rng.choice((0, 32, 64, 128))))
+        for _ in range(PREFIXES)
+    ]
+    for number in range(plan.requests):
+        own = tuple(rng.randrange(PROMPT_VOCABULARY) for _ in range(rng.randint(2, 90)))
+        cancelled = rng.random() < CANCELLED_SHARE
+        yield ChaosRequest(
+            number=number,
+            prompt=rng.choice(prefixes) + own,
+            answer_tokens=rng.choice((1, 2, 5, 12, 30)),
+            cancel_after_s=rng.uniform(0.0, 0.6) if cancelled else None,
+            router=rng.randrange(plan.routers),
+        )
+
+
+SCENARIOS = ("all", "ledger", "quarantine", "lease")
+
+
+def scenario(name: str, seed: int, requests: int, broken: str = "") -> ChaosPlan:
+    """Everything at once, or what one safeguard is there for, so that its loss shows within few requests."""
+    match name:
+        case "ledger":
+            wire = WireFaults(seed, doubled=0.3, break_part=broken)
+            return ChaosPlan(seed, requests, wire=wire, kinds=frozenset(), layer_s=0.005)
+        case "quarantine":
+            wire = WireFaults(seed, cut=0.03, slow_write_max_s=0.3, break_part=broken)
+            return ChaosPlan(seed, requests, wire=wire, kinds=frozenset())
+        case "lease":
+            # A sender that comes back to life has its stream's end and its next write before it.
+            wire = WireFaults(
+                seed, cut_after_silence_s=1.0, slow_turn_max_s=0.05, break_part=broken
+            )
+            return ChaosPlan(
+                seed,
+                requests,
+                wire=wire,
+                kinds=frozenset({(_PREFILL, FaultKind.FREEZE)}),
+                gap_max_s=1.0,
+                freezes_s=(4.0,),
+                lease_ttl_s=0.4,
+                quarantine_s=0.5,
+            )
+    wire = WireFaults(
+        seed,
+        lost=0.002,
+        doubled=0.01,
+        delayed=0.01,
+        delay_max_s=0.2,
+        cut=0.001,
+        slow_write_max_s=0.02,
+        break_part=broken,
+    )
+    return ChaosPlan(seed, requests, wire=wire)

@@ -1,0 +1,208 @@
+"""The processes of a chaos run, by name; each comes back on the address that it had."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from headrace_cli.supervisor import Child, Supervisor
+from headrace_cli.topology import (
+    ProcessSpec,
+    Topology,
+    registry_spec,
+    router_spec,
+    worker_specs,
+)
+from headrace_common.errors import InternalError
+from tests.chaos.plan import ChaosPlan
+from tests.component.registry.harness import EtcdServer
+from tests.ports import free_port
+
+MODEL = "sim:layers=4,heads=4,vocabulary=32000"
+START_TIMEOUT_S = 40.0
+TERMINATE_TIMEOUT_S = 40.0
+ETCD = "etcd"
+
+
+def settings(plan: ChaosPlan) -> tuple[tuple[str, str, str], ...]:
+    """What the services are told, as Topology.settings."""
+    both = {"block_count": "512", "member_ttl_s": "3", "drain_grace_s": "5"}
+    times = f"layer_s={plan.layer_s}"
+    return (
+        *((role, name, value) for role in ("prefill", "decode") for name, value in both.items()),
+        ("prefill", "model", f"{MODEL},{times},prefill_s_per_token=0.0003"),
+        ("decode", "model", f"{MODEL},{times},decode_step_s=0.004"),
+        ("decode", "lease_ttl_s", str(plan.lease_ttl_s)),
+        ("decode", "quarantine_s", str(plan.quarantine_s)),
+    )
+
+
+@dataclass(slots=True)
+class Process:
+    """One service, whichever process serves it just now; `starts` counts them."""
+
+    spec: ProcessSpec
+    endpoint: str
+    child: Child | None = None
+    starts: int = 0
+    frozen: bool = False
+
+
+class Processes:
+    """Owns everything that runs. `reports` is the folder in which workers tell what they saw."""
+
+    def __init__(self, plan: ChaosPlan, folder: Path) -> None:
+        self.reports = folder / "reports"
+        self.etcd = EtcdServer(folder / "etcd")
+        self._supervisor = Supervisor(stop_grace_s=20.0)
+        self._plan = plan
+        self._folder = folder
+        self._all: dict[str, Process] = {}
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        return tuple(name for name in self._all if name.startswith(("prefill", "decode")))
+
+    @property
+    def routers(self) -> tuple[str, ...]:
+        return tuple(name for name in self._all if name.startswith("router"))
+
+    def endpoint(self, name: str) -> str:
+        return self._all[name].endpoint
+
+    def running(self, name: str) -> bool:
+        """Whether it lives and is not frozen."""
+        if name == ETCD:
+            return self.etcd.process is not None
+        one = self._all[name]
+        return one.child is not None and one.child.running and not one.frozen
+
+    async def start(self) -> None:
+        """Starts all. Raises as Supervisor.check does."""
+        self.reports.mkdir(parents=True)
+        await self._supervisor.open()
+        await asyncio.to_thread(self.etcd.start)
+        topology = Topology(
+            engine="sim",
+            prefill_count=len(self._plan.prefill_tensor_parallel),
+            decode_count=len(self._plan.decode_tensor_parallel),
+            store=f"etcd://127.0.0.1:{self.etcd.port}",
+            settings=settings(self._plan),
+        )
+        self._add(registry_spec(topology, self._folder))
+        registry = self.endpoint("registry")
+        for number in range(self._plan.routers):
+            spec = router_spec(topology, self._folder, registry)
+            name = f"router-{number}"
+            self._add(_renamed(spec, name, f"--router-id={name}"))
+        ranks = (*self._plan.prefill_tensor_parallel, *self._plan.decode_tensor_parallel)
+        for spec, count in zip(worker_specs(topology, self._folder, registry), ranks, strict=True):
+            self._add(self._wired(spec, count))
+        await self.begin("registry")
+        await asyncio.gather(*(self.begin(name) for name in self._all if name != "registry"))
+
+    def _add(self, spec: ProcessSpec) -> None:
+        endpoint = f"127.0.0.1:{free_port()}"
+        arguments = tuple(
+            f"--listen={endpoint}" if text.startswith("--listen=") else text
+            for text in spec.arguments
+        )
+        self._all[spec.name] = Process(replace(spec, arguments=arguments), endpoint)
+
+    def _wired(self, spec: ProcessSpec, ranks: int) -> ProcessSpec:
+        """A worker whose messages meet faults."""
+        _, _, _, *flags = spec.arguments
+        flags = [text for text in flags if not text.startswith("--tensor-parallel-size=")]
+        return replace(
+            spec,
+            arguments=(
+                sys.executable,
+                "-m",
+                "tests.chaos.worker",
+                spec.service,
+                *flags,
+                f"--tensor-parallel-size={ranks}",
+            ),
+            environment={
+                **spec.environment,
+                "HEADRACE_CHAOS": json.dumps(asdict(self._plan.wire)),
+                "HEADRACE_CHAOS_REPORTS": str(self.reports),
+            },
+        )
+
+    async def begin(self, name: str) -> None:
+        """Starts a process that does not run, and returns once it serves."""
+        if name == ETCD:
+            if self.etcd.process is None:
+                await asyncio.to_thread(self.etcd.start)
+            return
+        one = self._all[name]
+        log = self._folder / f"{name}.{one.starts}.log"
+        one.starts += 1
+        one.child = await self._supervisor.start(replace(one.spec, log_file=log))
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while not one.spec.port_file.exists():
+                if not one.child.running:
+                    raise InternalError(f"{name} ended at its start; its log is {log}")
+                await asyncio.sleep(0.05)
+
+    def kill(self, name: str) -> None:
+        """kill -9."""
+        if name == ETCD:
+            self.etcd.kill()
+            return
+        self._signal(name, signal.SIGKILL)
+
+    def freeze(self, name: str) -> None:
+        if name == ETCD:
+            self.etcd.pause()
+            return
+        self._signal(name, signal.SIGSTOP)
+        self._all[name].frozen = True
+
+    def thaw(self, name: str) -> None:
+        if name == ETCD:
+            self.etcd.resume()
+            return
+        self._signal(name, signal.SIGCONT)
+        self._all[name].frozen = False
+
+    async def terminate(self, name: str) -> int:
+        """SIGTERM; the exit status."""
+        child = self._all[name].child
+        assert child is not None
+        child.stopping = True
+        self._signal(name, signal.SIGTERM)
+        return await asyncio.wait_for(child.process.wait(), TERMINATE_TIMEOUT_S)
+
+    def _signal(self, name: str, number: signal.Signals) -> None:
+        child = self._all[name].child
+        assert child is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child.process.pid, number)
+
+    async def stop(self) -> None:
+        """Ends everything."""
+        for name, one in self._all.items():
+            if one.frozen:
+                self.thaw(name)
+        await self._supervisor.stop()
+        self.etcd.kill()
+
+
+def _renamed(spec: ProcessSpec, name: str, *flags: str) -> ProcessSpec:
+    port_file = spec.port_file.with_name(f"{name}.port")
+    own = (*flags, f"--port-file={port_file}")
+    chosen = {text.partition("=")[0]: text for text in (*spec.arguments[3:], *own)}
+    return replace(
+        spec,
+        name=name,
+        arguments=(*spec.arguments[:3], *chosen.values()),
+        port_file=port_file,
+    )

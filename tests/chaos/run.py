@@ -1,0 +1,169 @@
+"""A chaos run: load, faults, and afterwards the search for anything that was broken or left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from headrace.worker.v1 import worker_pb2
+from headrace_cli.client import worker_status
+from headrace_common.errors import HeadraceError
+from headrace_engine.sim.model import SimModel
+from headrace_engine.sim.settings import parse_settings
+from tests.chaos.load import Clients, Outcomes
+from tests.chaos.plan import ChaosPlan, FaultKind, ProcessFault, process_faults, requests
+from tests.chaos.processes import ETCD, MODEL, Processes
+
+# Two processes at most are away at a time.
+FAULTS_AT_ONCE = 2
+QUIESCE_S = 60.0
+# Longer than the workers' look at their free blocks.
+LAST_LOOK_S = 1.5
+
+
+@dataclass(slots=True)
+class ChaosReport:
+    """What a run did and found. It passed when `violations` is empty."""
+
+    plan: ChaosPlan
+    seconds: float = 0.0
+    outcomes: Outcomes = field(default_factory=Outcomes)
+    process_faults: Counter[str] = field(default_factory=Counter)
+    wire_faults: Counter[str] = field(default_factory=Counter)
+    foreign_blocks: int = 0
+    left_behind: list[str] = field(default_factory=list)
+
+    @property
+    def violations(self) -> list[str]:
+        """Every promise that was broken, in words."""
+        foreign = [f"{self.foreign_blocks} free blocks were written to"] * bool(self.foreign_blocks)
+        return [*self.outcomes.violations, *foreign, *self.left_behind]
+
+
+async def run_chaos(plan: ChaosPlan, folder: Path) -> ChaosReport:
+    """Raises only when a process does not come up; what faults break is in the report."""
+    report = ChaosReport(plan)
+    processes = Processes(plan, folder)
+    try:
+        await processes.start()
+        started_s = time.monotonic()
+        routers = [processes.endpoint(name) for name in processes.routers]
+        model = SimModel(parse_settings(MODEL))
+        clients = Clients(routers, model, plan.deadline_s, report.outcomes)
+        faults = asyncio.create_task(_inject(plan, processes, report))
+        try:
+            await _until_served(clients, processes)
+            await clients.run(requests(plan), plan.concurrency)
+        finally:
+            faults.cancel()
+            await asyncio.gather(faults, return_exceptions=True)
+            await clients.close()
+        report.seconds = time.monotonic() - started_s
+        await _repair(processes)
+        report.left_behind = await _left_behind(processes)
+        await asyncio.sleep(LAST_LOOK_S)
+        _read_reports(processes.reports, report)
+    finally:
+        await processes.stop()
+    return report
+
+
+async def _until_served(clients: Clients, processes: Processes) -> None:
+    """Workers register by themselves; until all routers know one, nothing could be served."""
+    from headrace_cli.client import open_router
+
+    async with asyncio.timeout(30):
+        for name in processes.routers:
+            async with open_router(processes.endpoint(name)) as router:
+                while not any(model.decode_worker_count for model in await router.models()):
+                    await asyncio.sleep(0.05)
+
+
+async def _inject(plan: ChaosPlan, processes: Processes, report: ChaosReport) -> None:
+    """Until cancelled; what it has broken then is repaired afterwards."""
+    repairs: set[asyncio.Task[None]] = set()
+    try:
+        for fault in process_faults(plan):
+            await asyncio.sleep(fault.gap_s)
+            while len(repairs) >= FAULTS_AT_ONCE:
+                await asyncio.wait(repairs, return_when=asyncio.FIRST_COMPLETED)
+                repairs = {task for task in repairs if not task.done()}
+            if not processes.running(fault.target):
+                continue
+            if fault.target.startswith("router") and not _others_run(processes, fault.target):
+                continue
+            report.process_faults[f"{fault.target.partition('-')[0]} {fault.kind}"] += 1
+            repairs.add(asyncio.create_task(_break_and_repair(fault, processes)))
+    finally:
+        for task in repairs:
+            task.cancel()
+        await asyncio.gather(*repairs, return_exceptions=True)
+
+
+def _others_run(processes: Processes, name: str) -> bool:
+    return any(processes.running(other) for other in processes.routers if other != name)
+
+
+async def _break_and_repair(fault: ProcessFault, processes: Processes) -> None:
+    match fault.kind:
+        case FaultKind.FREEZE:
+            processes.freeze(fault.target)
+            try:
+                await asyncio.sleep(fault.down_s)
+            finally:
+                processes.thaw(fault.target)
+        case FaultKind.KILL:
+            processes.kill(fault.target)
+            await asyncio.sleep(fault.down_s)
+            await processes.begin(fault.target)
+        case FaultKind.RESTART:
+            await processes.terminate(fault.target)
+            await processes.begin(fault.target)
+
+
+async def _repair(processes: Processes) -> None:
+    """Everything runs again."""
+    for name in (ETCD, "registry", *processes.routers, *processes.workers):
+        if not processes.running(name):
+            await processes.begin(name)
+
+
+async def _left_behind(processes: Processes) -> list[str]:
+    """What workers still hold once they have had time to give it back."""
+    give_up_s = time.monotonic() + QUIESCE_S
+    left: dict[str, str] = {}
+    while True:
+        for name in processes.workers:
+            try:
+                held = _held(await worker_status(processes.endpoint(name)))
+            except HeadraceError as error:
+                held = f"does not answer: {error.detail}"
+            left[name] = held
+        if not any(left.values()) or time.monotonic() > give_up_s:
+            return [f"{name} {held}" for name, held in left.items() if held]
+        await asyncio.sleep(0.2)
+
+
+def _held(status: worker_pb2.WatchStatusResponse) -> str:
+    held = {
+        "running requests": status.running_requests,
+        "waiting requests": status.waiting_requests,
+        "reserved blocks": status.reserved_blocks,
+        "blocks in quarantine": status.quarantined_blocks,
+        "transfers": status.active_transfers,
+    }
+    text = ", ".join(f"{count} {what}" for what, count in held.items() if count)
+    return f"still holds {text}" if text else ""
+
+
+def _read_reports(folder: Path, report: ChaosReport) -> None:
+    for path in folder.glob("wire-*.json"):
+        report.wire_faults.update(json.loads(path.read_text(encoding="utf-8") or "{}"))
+    for path in folder.glob("foreign-*.jsonl"):
+        lines: Sequence[str] = path.read_text(encoding="utf-8").splitlines()
+        report.foreign_blocks += sum(len(json.loads(line)["blocks"]) for line in lines)

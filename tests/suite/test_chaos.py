@@ -1,0 +1,45 @@
+"""Chaos, in short: nothing is wrong, late or left behind; and each safeguard's loss would be noticed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.plan import scenario
+from tests.chaos.run import run_chaos
+
+SEED = 20
+
+
+@pytest.mark.etcd
+@pytest.mark.timeout(180)
+async def test_500_requests_through_killed_frozen_and_restarted_services(tmp_path: Path) -> None:
+    report = await run_chaos(scenario("all", SEED, 500), tmp_path)
+    assert not report.violations
+    assert report.process_faults.total() >= 3
+    assert report.wire_faults["lost"]
+    assert report.wire_faults["doubled"]
+    assert report.outcomes.counts["right"] > 300
+
+
+@pytest.mark.etcd
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("safeguard", "requests"), [("ledger", 150), ("lease", 150)])
+async def test_a_run_for_one_safeguard_finds_nothing(
+    safeguard: str, requests: int, tmp_path: Path
+) -> None:
+    report = await run_chaos(scenario(safeguard, SEED, requests), tmp_path)
+    assert not report.violations
+
+
+@pytest.mark.etcd
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("safeguard", "requests"), [("ledger", 150), ("quarantine", 120), ("lease", 200)]
+)
+async def test_the_loss_of_a_safeguard_is_noticed(
+    safeguard: str, requests: int, tmp_path: Path
+) -> None:
+    report = await run_chaos(scenario(safeguard, SEED, requests, broken=safeguard), tmp_path)
+    assert report.violations
