@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from headrace.engine.v1 import link_pb2
 from headrace_common.errors import ConfigError, HeadraceError
 from headrace_engine.vllm.failure_note import write_failure
+from headrace_engine.vllm.internals import block_tokens, extra_config, require_vllm
 from headrace_engine.vllm.link_client import Link
 from headrace_engine.vllm.link_words import reservation_to_proto
 from headrace_engine.vllm.rank import Rank
@@ -28,7 +29,7 @@ from headrace_engine.vllm.step import StepPlan
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -52,9 +53,9 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
+        require_vllm()
         super().__init__(vllm_config, role, kv_cache_config)
-        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        self._settings = ConnectorSettings.from_extra_config(extra)
+        self._settings = ConnectorSettings.from_extra_config(extra_config(vllm_config))
         self._rank: Rank | None = None
         self._scheduler: SchedulerSide | None = None
         self._link: Link | None = None
@@ -75,7 +76,7 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _start_scheduler(self, vllm_config: VllmConfig) -> None:
         scheduler = SchedulerSide(
-            vllm_config.cache_config.block_size,
+            block_tokens(vllm_config),
             lambda reservation: link.send(
                 link_pb2.AttachRequest(reserved=reservation_to_proto(reservation))
             ),
@@ -94,6 +95,11 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Whole graphs are replayed without the hook that says that a layer is written."""
         return ConnectorSettings.from_extra_config(extra_config).role == "prefill"
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """The KV memory stays registered where it is. Asked from vLLM 0.33 on."""
+        return False
 
     # On a rank.
 

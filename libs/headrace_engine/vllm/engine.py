@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import signal
@@ -25,6 +24,7 @@ from headrace_engine.interface import (
 )
 from headrace_engine.prefix_announcer import PrefixAnnouncer
 from headrace_engine.vllm.decode_run import DecodeRun
+from headrace_engine.vllm.internals import context_tokens, end_llm
 from headrace_engine.vllm.launch import check_config, launch
 from headrace_engine.vllm.prefill_run import PrefillRun
 from headrace_kv.transfer import Reservation, SendReport
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ATTACH_TIMEOUT_S = 60.0
-OUTPUTS_END_S = 2.0
 
 
 class VllmEngine(Engine):
@@ -91,7 +90,7 @@ class VllmEngine(Engine):
         self.descriptor = await self._link.wait_attached(
             self._config.tensor_parallel_size, ATTACH_TIMEOUT_S
         )
-        self.context_tokens = self._llm.vllm_config.model_config.max_model_len
+        self.context_tokens = context_tokens(self._llm)
         self.prefix_events = PrefixAnnouncer(self._config.ref, self.descriptor.layout.block_tokens)
         self._kv_events = KvEventReader(events_endpoint(self._link_path), self.prefix_events)
         self._kv_events.start()
@@ -142,7 +141,7 @@ class VllmEngine(Engine):
             await self._kv_events.close()
             self._kv_events = None
         if self._llm is not None:
-            await _shut_down(self._llm)
+            await end_llm(self._llm)
             self._llm = None
         if self._link is not None:
             await self._link.close()
@@ -183,10 +182,3 @@ class VllmEngine(Engine):
         log.critical("%s; this worker cannot serve any more and terminates", error.detail)
         with suppress(ProcessLookupError):
             os.kill(os.getpid(), signal.SIGTERM)
-
-
-async def _shut_down(llm: AsyncLLM) -> None:
-    outputs = llm.output_handler
-    llm.shutdown()
-    if outputs is not None:
-        await asyncio.wait({outputs}, timeout=OUTPUTS_END_S)

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 from headrace_common.errors import ConfigError
 from headrace_engine.factory import EngineConfig
 from headrace_engine.vllm.failure_note import read_failure
-from headrace_engine.vllm.model_folder import ModelFolder, read_model_folder, require_vllm
-from headrace_engine.vllm.process import (
-    engine_children,
-    fork_engine_processes,
+from headrace_engine.vllm.internals import (
+    import_vllm,
+    require_vllm,
     set_vllm_environment,
+    start_llm,
 )
+from headrace_engine.vllm.model_folder import ModelFolder, read_model_folder
+from headrace_engine.vllm.process import engine_children
 from headrace_engine.vllm.settings import ConnectorSettings
 
 if TYPE_CHECKING:
@@ -77,21 +79,12 @@ def launch(config: EngineConfig, folder: ModelFolder, link_path: Path) -> AsyncL
 def _launch(config: EngineConfig, folder: ModelFolder, link_path: Path) -> AsyncLLM:
     start_s = time.monotonic()
     log.info("loading vLLM")
-    try:
-        from vllm.v1.engine.async_llm import AsyncLLM
-    except ImportError as exc:
-        raise ConfigError(
-            f"vLLM cannot be imported ({exc}): install Headrace's vllm extra again",
-            metadata={"field": "engine"},
-        ) from exc
+    import_vllm()
     log.info("loading model %s (vLLM took %.1f s)", folder.path.name, time.monotonic() - start_s)
     try:
         vllm_config = _engine_args(config, folder, link_path).create_engine_config()
-        # Making the configuration asks for spawned processes, which would import everything again.
-        fork_engine_processes()
         with engine_children():
-            # Not kept in a variable: vLLM holds on to this frame, and would be shut down by its end.
-            return AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
+            return start_llm(vllm_config)
     except (RuntimeError, ValueError) as exc:
         failure = read_failure(link_path)
         if failure is not None:

