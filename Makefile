@@ -8,6 +8,7 @@ BIN := .venv/bin
 BUF := node_modules/.bin/buf
 MODEL := models/SmolLM2-135M-Instruct
 TINY_MODEL := models/tiny-llama
+SINGLE_HEAD_MODEL := models/tiny-llama-mqa
 BASELINE := protos/baseline.binpb
 PYTEST := $(BIN)/python -m pytest
 GPU_PYTHON ?= $(BIN)/python
@@ -40,6 +41,9 @@ $(MODEL)/config.json: | runtime
 $(TINY_MODEL)/config.json: | runtime
 	@$(BIN)/python scripts/make_tiny_model.py
 
+$(SINGLE_HEAD_MODEL)/config.json: | runtime
+	@$(BIN)/python scripts/make_tiny_model.py --kv-heads 1 --target $(SINGLE_HEAD_MODEL)
+
 demo: runtime $(MODEL)/config.json ## ask one question through four processes (PROMPT="..." overrides it)
 	@$(BIN)/headrace demo
 
@@ -49,13 +53,15 @@ up: runtime $(MODEL)/config.json ## start the four services on loopback until Ct
 REQUESTS ?= 10000
 .PHONY: test test-fast test-vllm chaos test-gpu test-rdma lint format type
 # Two runs: vLLM forks its engine, which must happen before anything in the process has used gRPC.
-test: test-vllm test-fast ## all tests
+test: VLLM_TESTS := vllm and not long
+test: test-vllm test-fast ## all tests but the long ones with vLLM
 
 test-fast: setup ## the tests that need no vLLM
 	@$(PYTEST) -m 'not vllm' --numprocesses 3 --dist worksteal $(ARGS)
 
-test-vllm: setup $(MODEL)/config.json $(TINY_MODEL)/config.json ## only the tests with vLLM
-	@$(PYTEST) -m vllm $(ARGS)
+VLLM_TESTS := vllm
+test-vllm: setup $(MODEL)/config.json $(TINY_MODEL)/config.json $(SINGLE_HEAD_MODEL)/config.json ## the tests with vLLM, the long ones too
+	@$(PYTEST) -m '$(VLLM_TESTS)' $(ARGS)
 
 chaos: setup ## 10,000 requests while services die, freeze and restart (SEED=... replays, REQUESTS=...)
 	@$(BIN)/python -m tests.chaos --requests $(REQUESTS) $(if $(SEED),--seed $(SEED))

@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
 from tests.vllm.pair import MODEL, Pair, running_pair
+from tests.vllm.zygote import Zygote
 
 HERE = Path(__file__).parent
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """These come first: engine processes are forked, and that must happen before other tests start gRPC."""
-    items.sort(key=lambda item: not item.path.is_relative_to(HERE))
+    """These come first: engine processes are forked, and that must happen before other tests start gRPC.
+
+    Before them come jobs in processes of their own, while no other engine runs.
+    """
+
+    def place(item: pytest.Item) -> tuple[bool, bool]:
+        return not item.path.is_relative_to(HERE), "zygote" not in getattr(item, "fixturenames", ())
+
+    items.sort(key=place)
+
+
+@pytest.fixture(scope="package")
+def zygote() -> Iterator[Zygote]:
+    """Runs jobs with engines of their own."""
+    started = Zygote()
+    yield started
+    started.close()
 
 
 @pytest_asyncio.fixture(scope="package", loop_scope="session")

@@ -1,0 +1,107 @@
+"""What runs in a process of its own: one prefill and one decode engine of any tensor parallelism."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from headrace_engine.interface import Sampling
+from tests.vllm.pair import Answer, Pair, reset, running_pair
+
+SAMPLING = Sampling(temperature=0.0, max_tokens=12)
+LENGTHS = (40, 161, 700)
+CHUNK_TOKENS = 256
+
+
+@dataclass(slots=True)
+class Transferred:
+    """One request: its tokens, and what was sent for it as [source rank, destination rank, layer, first token]."""
+
+    token_ids: list[int]
+    cached_tokens: int
+    start_token: int
+    payload_bytes: int = 0
+    acknowledgement_count: int = 0
+    sent: list[list[int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class CellResult:
+    """`plain` are the tokens of vLLM alone, `split` the same prompts over both engines, one after the other.
+
+    `together` are the same once more, side by side, when decode has forgotten them and prefill has not.
+    """
+
+    layer_count: int
+    head_block_bytes: int
+    decode_sessions: list[str]
+    stream_ranks: list[int]
+    plain: list[list[int]]
+    split: list[Transferred]
+    together: list[Transferred]
+
+
+def prompts() -> list[list[int]]:
+    """Of every length, and one that shares the longest one's beginning."""
+    random = Random(11)
+    found = [[random.randrange(3, 500) for _ in range(length)] for length in LENGTHS]
+    return [*found, [*found[-1][:512], *(random.randrange(3, 500) for _ in range(77))]]
+
+
+def transferred(answer: Answer) -> Transferred:
+    assert answer.end is not None
+    assert answer.reservation is not None
+    found = Transferred(answer.token_ids, answer.end.cached_tokens, answer.reservation.start_token)
+    if answer.summary is not None and answer.prefill is not None:
+        found.payload_bytes = answer.summary.payload_bytes
+        found.acknowledgement_count = answer.summary.acknowledgement_count
+        found.sent = [
+            [rank, sent.destination_rank, sent.layer, sent.start_token]
+            for rank, sent in answer.prefill.layers
+        ]
+    return found
+
+
+async def measure(model: str, prefill_ranks: int, decode_ranks: int) -> CellResult:
+    """Starts a pair of the model's engines and asks both."""
+    stream_ranks: list[int] = []
+    changes: dict[str, dict[str, object]] = {
+        role: {
+            "model": model,
+            "tensor_parallel_size": ranks,
+            "max_batched_tokens": CHUNK_TOKENS,
+        }
+        for role, ranks in (("prefill", prefill_ranks), ("decode", decode_ranks))
+    }
+    async with running_pair(**changes) as pair:
+        note_streams(pair, stream_ranks)
+        asked = prompts()
+        plain = [(await pair.plain(prompt, SAMPLING)).token_ids for prompt in asked]
+        await reset(pair.decode)
+        split = [transferred(await pair.split(prompt, SAMPLING)) for prompt in asked]
+        await reset(pair.decode)
+        together = await asyncio.gather(*(pair.split(prompt, SAMPLING) for prompt in asked))
+        descriptor = pair.decode.descriptor
+        group = descriptor.layout.groups[0]
+        return CellResult(
+            layer_count=len(group.layers),
+            head_block_bytes=group.bytes_between(0, descriptor.layout.block_tokens, 1),
+            decode_sessions=[rank.session for rank in descriptor.ranks],
+            stream_ranks=stream_ranks,
+            plain=plain,
+            split=split,
+            together=[transferred(answer) for answer in together],
+        )
+
+
+def note_streams(pair: Pair, ranks: list[int]) -> None:
+    """Notes the prefill rank of every handoff stream that is opened."""
+    connect = pair.receiver.connect
+
+    def connected(hello: Any, *rest: Any) -> Any:
+        ranks.append(hello.rank)
+        return connect(hello, *rest)
+
+    pair.receiver.connect = connected  # type: ignore[method-assign, assignment]
