@@ -23,7 +23,6 @@ from typing import Any
 
 from headrace_engine.vllm.internals import import_vllm, set_vllm_environment
 
-
 log = logging.getLogger(__name__)
 
 
