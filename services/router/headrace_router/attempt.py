@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,7 +115,8 @@ class Attempt:
         call = self._open()
         succeeded = False
         try:
-            await self._reserve(call)
+            with self._promised():
+                await self._reserve(call)
             self._enqueue()
             outcome = await self._stream(call)
             succeeded = True
@@ -149,6 +151,12 @@ class Attempt:
             raise
         finally:
             self._record(schema.SPAN_RESERVE, start_unix_ns, time.time_ns(), {}, problem)
+
+    def _promised(self) -> AbstractContextManager[None]:
+        if not self._decision.remote:
+            return nullcontext()
+        tokens = len(self._request.token_ids) - 1
+        return self._queue.promised(self._decision.worker.layout, tokens)
 
     def _enqueue(self) -> None:
         worker = self._decision.worker

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from contextlib import ExitStack
 from typing import Final
 
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -27,12 +28,15 @@ from headrace_common.tickets import TicketSigner, check_ticket
 from headrace_kv.layout import WorkerRef
 from headrace_router.attempt import decode_request
 from headrace_router.generate import Generator
+from headrace_router.load_table import Worker
 from headrace_router.placement import CandidateCost, Decision
 from headrace_router.prefill_queue import PrefillQueue
 from headrace_router.validate import PreparedRequest
 from headrace_router.view import Promise, WorkerView
 
 _SEEN_MAX: Final = 65_536
+# A client that has its reservation has long come back by then.
+_RESERVATION_S: Final = 1.0
 
 
 class LookAside:
@@ -59,6 +63,7 @@ class LookAside:
         self._allowed = allowed
         self._late_s = late_s
         self._prefilled: OrderedDict[str, None] = OrderedDict()
+        self._awaited: dict[str, ExitStack] = {}
 
     def grant(
         self, request: PreparedRequest, decision: Decision, tenant: str, traceparent: str
@@ -76,6 +81,8 @@ class LookAside:
         self._release_later(promise)
         spoken = decode_request(request, decision, new_transfer_id())
         ticket = self._signer.sign(spoken, worker.ref.worker_id, tenant)
+        if spoken.remote_prefill:
+            self._await_prompt(worker, spoken.transfer_id, len(spoken.token_ids) - 1)
         expire_time = Timestamp()
         expire_time.FromNanoseconds(int(Deadline.after(self._signer.ttl_s).unix_s * 1e9))
         return inference_pb2.DirectRequest(
@@ -137,6 +144,7 @@ class LookAside:
             traceparent=direct.traceparent,
         )
         terms = self._generator.task_terms(worker, direct.token_ids, deadline)
+        self._forget_prompt(direct.transfer_id)
         queued = self._queue.enqueue(task, layout=worker.layout, terms=terms)
         try:
             async with asyncio.timeout(deadline.remaining_s()):
@@ -167,6 +175,18 @@ class LookAside:
         self._prefilled[transfer_id] = None
         if len(self._prefilled) > _SEEN_MAX:
             self._prefilled.popitem(last=False)
+
+    def _await_prompt(self, worker: Worker, transfer_id: str, tokens: int) -> None:
+        """The queue counts the prompt until it comes, or is not likely to come any more."""
+        awaited = self._awaited[transfer_id] = ExitStack()
+        awaited.enter_context(self._queue.promised(worker.layout, tokens))
+        wait_s = min(_RESERVATION_S, self._signer.ttl_s)
+        asyncio.get_running_loop().call_later(wait_s, self._forget_prompt, transfer_id)
+
+    def _forget_prompt(self, transfer_id: str) -> None:
+        awaited = self._awaited.pop(transfer_id, None)
+        if awaited is not None:
+            awaited.close()
 
     def _release_later(self, promise: Promise) -> None:
         asyncio.get_running_loop().call_later(self._signer.ttl_s, promise.release)

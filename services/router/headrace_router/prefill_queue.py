@@ -13,7 +13,8 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.errors import (
@@ -66,11 +67,12 @@ class PrefillQueue:
         groups = self._groups_of(model)
         depth = sum(map(len, groups))
         wait_s = min((group.wait_s for group in groups), default=0.0)
+        promised_tasks = sum(group.promised_tasks for group in self._groups.values())
         return QueueEstimate(
             depth=depth,
             queued_tokens=sum(group.queued_tokens for group in groups),
             oldest_age_s=max((group.oldest_age_s for group in groups), default=0.0),
-            wait_s=math.inf if self._full else wait_s,
+            wait_s=math.inf if self.depth + promised_tasks >= self._max_queued_tasks else wait_s,
         )
 
     def partners(self) -> Mapping[KvLayout, frozenset[WorkerRef]]:
@@ -83,6 +85,24 @@ class PrefillQueue:
         for puller in self._pullers.values():
             counts[puller.model] = counts.get(puller.model, 0) + 1
         return counts
+
+    @contextmanager
+    def promised(self, layout: KvLayout, tokens: int) -> Iterator[None]:
+        """Counts a prompt that is to be queued once its blocks are reserved, so that others see what comes.
+
+        Prompts that arrive within one reservation would else all find the same short queue.
+        """
+        group = self._groups.get(fingerprint(layout))
+        if group is None:
+            yield
+            return
+        group.promised_tasks += 1
+        group.promised_tokens += tokens
+        try:
+            yield
+        finally:
+            group.promised_tasks -= 1
+            group.promised_tokens -= tokens
 
     def enqueue(
         self, task: prefill_pb2.PrefillTask, *, layout: KvLayout, terms: TaskTerms

@@ -34,6 +34,9 @@ class QueueGroup:
         self.pace = Pace()
         self.queued_tokens = 0
         self.running_tasks = 0
+        self.promised_tasks = 0
+        self.promised_tokens = 0
+        self._room_tasks = 0
         self._prefix_wait_s = prefix_wait_s
         self._waiting: OrderedDict[int, QueuedTask] = OrderedDict()
         self._lanes: dict[frozenset[WorkerRef], Ordered[QueuedTask]] = {}
@@ -56,10 +59,16 @@ class QueueGroup:
 
     @property
     def wait_s(self) -> float:
-        """How long a task that came now would wait for a worker."""
-        if self._with_room:
+        """How long a task that came now would wait for a worker, once all that are promised have come."""
+        overflow_tasks = self.promised_tasks - self._room_tasks
+        if overflow_tasks < 0:
             return 0.0
-        pace_s = self.pace.wait_s(self.queued_tokens, self.running_tasks)
+        # Those that find room count as running, the others stand in line.
+        overflow = overflow_tasks / self.promised_tasks if self.promised_tasks else 0.0
+        pace_s = self.pace.wait_s(
+            self.queued_tokens + int(overflow * self.promised_tokens),
+            self.running_tasks + self._room_tasks,
+        )
         return max(pace_s, self.oldest_age_s)
 
     def has_taker(self, queued: QueuedTask) -> bool:
@@ -162,6 +171,7 @@ class QueueGroup:
         if puller.room_key:
             self._by_room.remove(puller.room_key)
             del self._with_room[puller.ref]
+            self._room_tasks += int(puller.room_key[1])
             puller.room_key = ()
         if puller.credits:
             puller.room_key = (
@@ -172,6 +182,7 @@ class QueueGroup:
             )
             self._by_room.add(puller.room_key, puller)
             self._with_room[puller.ref] = puller
+            self._room_tasks += puller.credits
 
     def _best_with_room(self, queued: QueuedTask) -> Puller | None:
         """The worker where the fewest tokens are to be computed, counting those that it computes already."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
@@ -260,6 +261,61 @@ async def test_the_last_worker_draining_fails_what_waits() -> None:
     assert isinstance((await waiting.outcome).error, WorkerGone)
     with pytest.raises(WorkerGone):
         add(queue, "c")
+
+
+async def paced(queue: PrefillQueue, puller: Puller, tokens: int = 100) -> None:
+    """One task of so many tokens has taken 0.1 s."""
+    queue.add_credits(puller, 1)
+    add(queue, "paced", tokens=tokens)
+    queue.start(puller, "paced")
+    puller.tasks["paced"].pulled_s -= 0.1
+    end(queue, puller, "paced")
+
+
+async def test_prompts_that_wait_for_their_reservation_count_as_if_they_were_queued() -> None:
+    queue = PrefillQueue(100)
+    puller = join(queue)
+    await paced(queue, puller)
+    queue.add_credits(puller, 1)
+    with ExitStack() as promises:
+        waits_s = []
+        for _ in range(5):
+            waits_s.append(queue.estimate("sim").wait_s)
+            promises.enter_context(queue.promised(LAYOUT, 100))
+        # The first finds room. Each of the others is one task of 0.1 s further from it.
+        assert waits_s == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4], rel=0.05)
+        assert queue.estimate().depth == 0
+    assert queue.estimate("sim").wait_s == 0.0
+
+
+async def test_a_promise_ends_where_its_task_begins() -> None:
+    queue = PrefillQueue(100)
+    puller = join(queue)
+    await paced(queue, puller)
+    queue.add_credits(puller, 1)
+    add(queue, "running", tokens=100)
+    with queue.promised(LAYOUT, 100):
+        before_s = queue.estimate().wait_s
+    waiting = add(queue, "waiting", tokens=100)
+    assert queue.estimate().wait_s == pytest.approx(before_s, abs=0.02)
+    waiting.cancel()
+    assert queue.estimate().wait_s == pytest.approx(before_s / 2, abs=0.02)
+
+
+async def test_promises_fill_the_queue_and_outlive_its_workers() -> None:
+    queue = PrefillQueue(2)
+    puller = join(queue)
+    with ExitStack() as promises:
+        promises.enter_context(queue.promised(replace(LAYOUT, model="nobody's"), 100))
+        for _ in range(2):
+            assert queue.estimate().wait_s < math.inf
+            promises.enter_context(queue.promised(LAYOUT, 100))
+        assert queue.estimate().wait_s == math.inf
+        queue.leave(puller)
+        again = join(queue, "p1")
+        queue.add_credits(again, 1)
+        assert queue.estimate().wait_s == 0.0
+    assert queue.estimate().wait_s == 0.0
 
 
 async def test_bounds_are_kept() -> None:
