@@ -26,6 +26,8 @@ from tests.suite.deployment import Suite, prompt_of, suite
 from tests.suite.fleet import Fleet, Guest
 
 HANG_S: Final = 8.0
+# Those that come and go write by same_host, so the deployment's own must as well to be of use to them.
+SETTINGS: Final = (("prefill", "transport", "same_host"), ("decode", "transport", "same_host"))
 _TOKENS: Final = 6
 _PROMPT_TOKENS: Final = (40, 130)
 _FAILURES_MAX: Final = 20
@@ -137,7 +139,7 @@ def own_threads() -> list[str]:
 
 async def _run(options: argparse.Namespace) -> Seen:
     with tempfile.TemporaryDirectory() as folder:
-        async with suite(Path(folder)) as it:
+        async with suite(Path(folder), settings=SETTINGS) as it:
             return await churn(
                 it,
                 duration_s=options.seconds,
