@@ -54,11 +54,17 @@ class RouterClient:
 
     async def models(self) -> list[inference_pb2.Model]:
         """The models served."""
+        return list((await self._list_models()).models)
+
+    async def prefix_key_fingerprint(self) -> int:
+        """Of the key that it hashes prompts under; 0 while it has none."""
+        return (await self._list_models()).prefix_key_fingerprint
+
+    async def _list_models(self) -> inference_pb2.ListModelsResponse:
         with rpc_errors(f"the router on {self.endpoint}"):
-            response = await self._inference.ListModels(
+            return await self._inference.ListModels(
                 inference_pb2.ListModelsRequest(), timeout=CALL_TIMEOUT_S
             )
-        return list(response.models)
 
     async def trace(self, trace_id: str, wait_s: float) -> trace_pb2.Trace:
         """The trace, waiting up to `wait_s` for its last spans. Raises NotFound."""

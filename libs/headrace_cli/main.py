@@ -21,7 +21,7 @@ from headrace_cli.state import find_registry
 from headrace_cli.topology import DEFAULT_PORT, SIM, Topology, parse_setting
 from headrace_cli.trace import show_trace, traces_table
 from headrace_cli.up import run_up
-from headrace_cli.workers import workers_table
+from headrace_cli.workers import workers_view
 from headrace_common.errors import Cancelled, ConfigError, HeadraceError
 
 EXIT_FAILED = 1
@@ -219,7 +219,7 @@ def workers(
     """Lists who is registered and what each worker is doing."""
 
     async def work() -> None:
-        answer_console().print(await workers_table(registry or find_registry(router)))
+        answer_console().print(await workers_view(registry or find_registry(router)))
 
     _run(work())
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -34,6 +36,13 @@ def candidates_table(routed: inference_pb2.RouteResponse) -> Table:
             f"{candidate.missing_tokens:,}",
             f"{candidate.held_tokens:,}",
             f"{candidate.requests:,}",
-            candidate.unfit or "-",
+            "; ".join(_but(candidate)) or "-",
         )
     return table
+
+
+def _but(candidate: inference_pb2.Candidate) -> Iterator[str]:
+    if candidate.unfit:
+        yield candidate.unfit
+    if candidate.prefix_fault:
+        yield f"without credit for its cache: {candidate.prefix_fault}"

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from rich import box
+from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
-from headrace_cli.client import list_members, worker_status
+from headrace_cli.client import list_members, open_router, worker_status
 from headrace_common.errors import HeadraceError
 
 STATES = {
@@ -19,41 +23,91 @@ STATES = {
 Role = registry_pb2.Member.Role
 
 
-async def workers_table(registry: str) -> Table:
-    """One row for each member, with its state asked of itself."""
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What a member says of itself, in cells, and how it names cached prefixes."""
+
+    member: registry_pb2.Member
+    state: str = "-"
+    counts: tuple[str, str, str, str] = ("-", "-", "-", "-")
+    hashing: worker_pb2.KvHashing = field(default_factory=worker_pb2.KvHashing)
+
+    @property
+    def prefixes(self) -> str:
+        """The block size and the key's fingerprint."""
+        if not self.hashing.key_fingerprint:
+            return "-"
+        size = f"{self.hashing.block_tokens}/" if self.hashing.block_tokens else ""
+        return f"{size}{self.hashing.key_fingerprint:08x}"
+
+
+async def workers_view(registry: str) -> RenderableType:
+    """One row for each member, with its state asked of itself; then what keeps caches from counting."""
     members = await list_members(registry)
     members.sort(key=lambda member: (member.role, member.worker_id))
-    states = await asyncio.gather(*(_state_cells(member) for member in members))
+    rows = await asyncio.gather(*map(_row, members))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for title in ("worker", "role", "TP", "endpoint", "state"):
         table.add_column(title, no_wrap=True)
     for title in ("run", "wait", "blocks", "kv"):
         table.add_column(title, no_wrap=True, justify="right")
+    table.add_column("prefixes", no_wrap=True)
     table.add_column("model", no_wrap=True, overflow="ellipsis")
-    for member, cells in zip(members, states, strict=True):
+    for row in rows:
+        member = row.member
         table.add_row(
             member.worker_id,
             Role.Name(member.role).removeprefix("ROLE_").lower(),
             str(member.layout.tensor_parallel_size) if member.HasField("layout") else "-",
             member.endpoint,
-            *cells,
+            row.state,
+            *row.counts,
+            row.prefixes,
             member.model or "-",
         )
-    return table
+    return Group(table, *map(Text, prefix_faults(rows)))
 
 
-async def _state_cells(member: registry_pb2.Member) -> tuple[str, str, str, str, str]:
-    if member.role == registry_pb2.Member.ROLE_ROUTER:
-        return "-", "-", "-", "-", "-"
+def prefix_faults(rows: Sequence[Row]) -> list[str]:
+    """A line for each worker that names its blocks otherwise than some router does."""
+    routers = {row.hashing.key_fingerprint for row in rows if row.member.role == Role.ROLE_ROUTER}
+    lines = []
+    for row in rows:
+        theirs = row.hashing.key_fingerprint
+        if row.member.role == Role.ROLE_ROUTER or not theirs:
+            continue
+        problems = []
+        if others := sorted(routers - {0, theirs}):
+            keys = ", ".join(f"{other:08x}" for other in others)
+            problems.append(f"under key {theirs:08x}, but routers under {keys}")
+        groups = row.member.layout.groups
+        size = groups[0].block_tokens if groups else 0
+        if size and size != row.hashing.block_tokens:
+            problems.append(
+                f"in blocks of {row.hashing.block_tokens} tokens, but routers of {size}"
+            )
+        if problems:
+            lines.append(
+                f"{row.member.worker_id} gets no credit for its cache: it hashes prefixes "
+                + " and ".join(problems)
+            )
+    return lines
+
+
+async def _row(member: registry_pb2.Member) -> Row:
     try:
+        if member.role == Role.ROLE_ROUTER:
+            async with open_router(member.endpoint) as router:
+                fingerprint = await router.prefix_key_fingerprint()
+            return Row(member, hashing=worker_pb2.KvHashing(key_fingerprint=fingerprint))
         status = await worker_status(member.endpoint)
     except HeadraceError:
-        return "no answer", "-", "-", "-", "-"
+        return Row(member, state="no answer")
     held = status.reserved_blocks + status.quarantined_blocks
-    return (
-        STATES.get(status.state, "unknown"),
+    counts = (
         str(status.running_requests),
         str(status.waiting_requests),
         f"{held}/{status.total_blocks}",
         str(status.active_transfers),
     )
+    return Row(member, STATES.get(status.state, "unknown"), counts, status.kv_hashing)

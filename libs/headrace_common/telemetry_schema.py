@@ -124,6 +124,8 @@ METRIC_QUEUE_WAIT_MS: Final = "headrace.queue.wait_ms"
 METRIC_REQUESTS: Final = "headrace.requests"
 # Arrival to first token.
 METRIC_TIME_TO_FIRST_TOKEN_MS: Final = "headrace.time_to_first_token_ms"
+# Workers whose caches cannot count, because they hash prefixes otherwise than the router.
+METRIC_PREFIX_FAULTS: Final = "headrace.prefix.faulty_workers"
 # Transfers ended, by outcome.
 METRIC_TRANSFERS: Final = "headrace.transfers"
 # Bytes of KV handed over.

@@ -15,7 +15,7 @@ from headrace_engine.prefix_publisher import PrefixPublisher
 from headrace_kv.layout import WorkerRef
 from headrace_kv.prefix_events import KvEvent, event_to_proto
 from headrace_kv.prefix_hash import PrefixHasher
-from headrace_kv.prefix_scope import prefix_hasher
+from headrace_kv.prefix_scope import key_fingerprint, prefix_hasher
 
 FLUSH_S: Final = 0.02
 SUBSCRIBERS_MAX: Final = 64
@@ -38,6 +38,8 @@ class PrefixAnnouncer:
         self.ref = ref
         self.block_tokens = block_tokens
         self.hasher: PrefixHasher | None = None
+        self.hashing: worker_pb2.KvHashing | None = None
+        """How the blocks are named, for those who compare; None before `begin`."""
         self._flush_s = flush_s
         self._publisher = PrefixPublisher(ref.incarnation)
         self._pending: list[_Change] = []
@@ -49,6 +51,9 @@ class PrefixAnnouncer:
         if self.hasher is not None:
             raise InternalError("prefixes have been hashed with another key already")
         self.hasher = prefix_hasher(prefix_hash_key, model, self.block_tokens)
+        self.hashing = worker_pb2.KvHashing(
+            key_fingerprint=key_fingerprint(prefix_hash_key), block_tokens=self.block_tokens
+        )
 
     def stored(self, parent: int | None, hashes: Sequence[int]) -> None:
         """Consecutive blocks after `parent`, None at the start of a prompt, can be found in the cache now."""
@@ -82,12 +87,20 @@ class PrefixAnnouncer:
         missed = self._publisher.replay(since_sequence) if since_sequence else None
         if missed is None:
             missed = self._publisher.snapshot()
-        subscription = Subscription(self._publisher, missed)
+        subscription = Subscription(self, missed)
         self._subscriptions.add(subscription)
         try:
             yield subscription
         finally:
             self._subscriptions.discard(subscription)
+
+    def heartbeats(self) -> Iterator[Message]:
+        """One for each tier."""
+        for event in self._publisher.heartbeats():
+            message = event_to_proto(event)
+            if self.hashing is not None:
+                message.heartbeat.hashing.CopyFrom(self.hashing)
+            yield message
 
     def _add(self, change: _Change) -> None:
         self._pending.append(change)
@@ -129,8 +142,8 @@ class _Change:
 class Subscription:
     """One router's. `missed` is what it must hear first."""
 
-    def __init__(self, publisher: PrefixPublisher, missed: Sequence[KvEvent]) -> None:
-        self._publisher = publisher
+    def __init__(self, announcer: PrefixAnnouncer, missed: Sequence[KvEvent]) -> None:
+        self._announcer = announcer
         self._missed = missed
         self._buffer: deque[Message] = deque()
         self._buffered_bytes = 0
@@ -167,8 +180,8 @@ class Subscription:
                 raise QueueFull("KV events come faster than they are read: subscribe again")
             if loop.time() >= due_s:
                 due_s = loop.time() + interval_s
-                for event in self._publisher.heartbeats():
-                    yield event_to_proto(event)
+                for heartbeat in self._announcer.heartbeats():
+                    yield heartbeat
                 continue
             self._news.clear()
             try:

@@ -44,13 +44,19 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
         interval_s = interval_s_of(request)
         loop = asyncio.get_running_loop()
         while True:
-            sent = self._snapshot()
+            sent = self._status()
             yield sent
             send_by = loop.time() + interval_s
             while loop.time() < send_by:
                 await asyncio.sleep(min(POLL_S, max(0.0, send_by - loop.time())))
-                if self._snapshot() != sent:
+                if self._status() != sent:
                     break
+
+    def _status(self) -> worker_pb2.WatchStatusResponse:
+        status = self._snapshot()
+        if self._prefix_events is not None and self._prefix_events.hashing is not None:
+            status.kv_hashing.CopyFrom(self._prefix_events.hashing)
+        return status
 
     async def SubscribeKvEvents(
         self,

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+from typing import Final
+
 from headrace_kv.prefix_hash import PrefixHasher, root_hash
+
+# What keeps the fingerprint from being of use for anything else.
+_PERSON: Final = b"prefixes"
 
 
 def prefix_hasher(prefix_hash_key: int, model: str, block_tokens: int) -> PrefixHasher:
@@ -11,3 +17,11 @@ def prefix_hasher(prefix_hash_key: int, model: str, block_tokens: int) -> Prefix
     `prefix_hash_key` is the deployment's, as RegisterResponse brings it.
     """
     return PrefixHasher(root_hash(prefix_hash_key, model, block_tokens), block_tokens)
+
+
+def key_fingerprint(prefix_hash_key: int) -> int:
+    """32 bits that tell deployments' keys apart and give none away; 0 for no key."""
+    if not prefix_hash_key:
+        return 0
+    digest = hashlib.blake2s(prefix_hash_key.to_bytes(8, "little"), digest_size=4, person=_PERSON)
+    return int.from_bytes(digest.digest(), "little") or 1

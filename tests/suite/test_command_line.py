@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import sys
@@ -124,6 +125,13 @@ async def test_chat_workers_and_trace_find_what_up_started(tmp_path: Path) -> No
         for name in ("router-0", "prefill-0", "decode-0", "decode-1"):
             assert name in listed.out
         assert listed.out.count("serving") == 3
+        # All hash prefixes under the same key, and say so.
+        lines = [line for line in listed.out.splitlines() if "-0 " in line or "-1 " in line]
+        keys = {
+            match.group(1) for line in lines if (match := re.search(r"\b([0-9a-f]{8})\b", line))
+        }
+        assert len(keys) == 1
+        assert "no credit" not in listed.out
         newest = await headrace("trace", "--router", router)
         assert newest.status == 0, newest.err
         assert "layer 1 " in newest.out

@@ -55,6 +55,7 @@ class VllmPrefixes:
     def __init__(self, events: PrefixAnnouncer) -> None:
         self._events = events
         self._blocks: dict[int | bytes, _Block] = {}
+        self._odd_sizes: set[int] = set()
 
     def take(self, event: Mapping[str, Any]) -> None:
         """One event; those of no consequence are passed over."""
@@ -72,6 +73,19 @@ class VllmPrefixes:
         self._blocks.clear()
         self._events.cleared()
 
+    def _fits(self, block_tokens: int) -> bool:
+        """Whether routers look for blocks of this size; the first of another is told of."""
+        if block_tokens == self._events.block_tokens:
+            return True
+        if block_tokens not in self._odd_sizes:
+            self._odd_sizes.add(block_tokens)
+            log.warning(
+                "vLLM caches blocks of %d tokens, routers look for blocks of %d: those get no credit",
+                block_tokens,
+                self._events.block_tokens,
+            )
+        return False
+
     def _store(self, event: Mapping[str, Any]) -> None:
         hashes, token_ids, size = event["block_hashes"], event["token_ids"], event["block_size"]
         parent_hash = event["parent_block_hash"]
@@ -79,7 +93,7 @@ class VllmPrefixes:
         if (
             self._events.hasher is None
             or (parent_hash is not None and parent is None)
-            or size != self._events.block_tokens
+            or not self._fits(size)
             or len(token_ids) != len(hashes) * size
             or any(event.get("extra_keys") or ())
         ):

@@ -98,7 +98,7 @@ def assemble(
         wait_s=config.admission_wait_s,
     )
     admission = Admission(limits, lambda: policy.policy.tenant_weights)
-    metrics = RouterMetrics(telemetry.metrics.meter, queue, admission)
+    metrics = RouterMetrics(telemetry.metrics.meter, queue, admission, prefixes)
     signer = TicketSigner(ticket_key, config.ticket_ttl_s)
     generator = Generator(
         view=workers,
@@ -122,6 +122,7 @@ def assemble(
         codecs=codecs,
         view=workers,
         queue=queue,
+        prefixes=prefixes,
         generator=generator,
         look_aside=look_aside,
         store=store,

@@ -32,6 +32,7 @@ class KvEventFeed:
 
     After a lost event, a digest that differs or a broken stream it subscribes again, waiting longer each time until a
     heartbeat agrees. A worker that serves no events, or has become another incarnation, just has no credit.
+    `on_hashing` hears with every heartbeat how the worker names its blocks.
     """
 
     def __init__(
@@ -41,11 +42,13 @@ class KvEventFeed:
         index: PrefixIndex,
         open_channel: Callable[[str], grpc.aio.Channel],
         silence_s: float = SILENCE_S,
+        on_hashing: Callable[[worker_pb2.KvHashing], None] | None = None,
     ) -> None:
         self.ref = ref
         self.endpoint = endpoint
         self.index = index
         self._silence_s = silence_s
+        self._on_hashing = on_hashing
         self._failure_count = 0
         self._heard_s = asyncio.get_running_loop().time()
         self._closing: asyncio.Task[None] | None = None
@@ -111,6 +114,8 @@ class KvEventFeed:
 
     def _apply(self, message: worker_pb2.SubscribeKvEventsResponse) -> ApplyResult:
         event = event_from_proto(message)
+        if self._on_hashing is not None and message.heartbeat.HasField("hashing"):
+            self._on_hashing(message.heartbeat.hashing)
         result = self.index.apply(self.ref, event)
         if result is ApplyResult.APPLIED:
             self._heard_s = asyncio.get_running_loop().time()

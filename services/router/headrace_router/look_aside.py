@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Final
 
@@ -192,8 +193,11 @@ class LookAside:
         asyncio.get_running_loop().call_later(self._signer.ttl_s, promise.release)
 
 
-def candidates_to_proto(costs: tuple[CandidateCost, ...]) -> list[inference_pb2.Candidate]:
-    """The candidates, in the same order."""
+def candidates_to_proto(
+    costs: tuple[CandidateCost, ...], prefix_faults: Mapping[WorkerRef, str]
+) -> list[inference_pb2.Candidate]:
+    """The candidates, in the same order. `prefix_faults` says whose caches cannot count, and why."""
+    faults = {ref.worker_id: fault for ref, fault in prefix_faults.items()}
     return [
         inference_pb2.Candidate(
             worker_id=candidate.worker_id,
@@ -203,6 +207,7 @@ def candidates_to_proto(costs: tuple[CandidateCost, ...]) -> list[inference_pb2.
             held_tokens=candidate.held_tokens,
             requests=candidate.requests,
             unfit=candidate.unfit,
+            prefix_fault=faults.get(candidate.worker_id, ""),
         )
         for candidate in costs
     ]

@@ -14,6 +14,7 @@ from headrace_common import telemetry_schema as schema
 from headrace_common.errors import Cancelled, HeadraceError
 from headrace_router.admission import Admission
 from headrace_router.prefill_queue import PrefillQueue
+from headrace_router.prefix_indexes import PrefixIndexes
 
 _INTERVAL_S: Final = 1.0
 
@@ -24,14 +25,18 @@ class RouterMetrics:
     One event loop owns it: the queues are not looked at from the thread that exports.
     """
 
-    def __init__(self, meter: Meter, queue: PrefillQueue, admission: Admission) -> None:
+    def __init__(
+        self, meter: Meter, queue: PrefillQueue, admission: Admission, prefixes: PrefixIndexes
+    ) -> None:
         self._queue = queue
+        self._prefixes = prefixes
         self._admission = admission
         self._requests = meter.create_counter(schema.METRIC_REQUESTS, "{request}")
         self._first_token = meter.create_histogram(schema.METRIC_TIME_TO_FIRST_TOKEN_MS, "ms")
         self._depth = meter.create_gauge(schema.METRIC_QUEUE_DEPTH, "{item}")
         self._age = meter.create_gauge(schema.METRIC_QUEUE_AGE_MS, "ms")
         self._wait = meter.create_gauge(schema.METRIC_QUEUE_WAIT_MS, "ms")
+        self._faults = meter.create_gauge(schema.METRIC_PREFIX_FAULTS, "{worker}")
         self._task = asyncio.create_task(self._keep_looking(), name="router-metrics")
 
     @contextmanager
@@ -60,6 +65,7 @@ class RouterMetrics:
         self._set_depth("requests", self._admission.requests)
         self._set_depth("waiting", self._admission.waiting)
         self._set_depth("tokens", self._admission.queued_tokens)
+        self._faults.set(len(self._prefixes.faults))
         self._age.set(1e3 * estimate.oldest_age_s)
         if math.isfinite(estimate.wait_s):
             self._wait.set(1e3 * estimate.wait_s)

@@ -6,8 +6,9 @@ import asyncio
 import logging
 from array import array
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import grpc.aio
@@ -15,10 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.registry.v1 import registry_pb2
+from headrace.worker.v1 import worker_pb2
 from headrace_kv.layout import WorkerRef, layout_from_proto
 from headrace_kv.prefix_events import Tier
 from headrace_kv.prefix_hash import PrefixHasher, PromptHashes, TokenIds
-from headrace_kv.prefix_scope import prefix_hasher
+from headrace_kv.prefix_scope import key_fingerprint, prefix_hasher
 from headrace_router.kv_event_feed import SILENCE_S, KvEventFeed
 from headrace_router.load_table import LoadTable, Numbers
 from headrace_router.prefix_index import SLOTS_MAX, PrefixIndex
@@ -79,10 +81,21 @@ class PrefixIndexes:
         self._credits = (host_credit, disk_credit)
         self._silence_s = silence_s
         self._feeds: dict[_Followed, KvEventFeed] = {}
+        self._faults: dict[WorkerRef, str] = {}
         self._scopes: dict[str, dict[int, _Scope]] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._upkeep: asyncio.Task[None] | None = None
         self._closed = False
+
+    @property
+    def faults(self) -> Mapping[WorkerRef, str]:
+        """Workers whose caches cannot count, because they name blocks otherwise than this router does, and how."""
+        return self._faults
+
+    @property
+    def key_fingerprint(self) -> int:
+        """Of the key that prompts are hashed under; 0 while there is none."""
+        return key_fingerprint(self._prefix_hash_key())
 
     def update(self, members: Iterable[registry_pb2.Member]) -> None:
         """Follows these members, and nobody else. Nothing happens after `close`."""
@@ -91,6 +104,7 @@ class PrefixIndexes:
         wanted = {_followed(member) for member in members if member.role in _ROLES}
         for gone in set(self._feeds) - wanted:
             self._end(self._feeds.pop(gone))
+            self._faults.pop(gone.ref, None)
         used = Counter((followed.model, followed.block_tokens) for followed in self._feeds)
         for followed in wanted - set(self._feeds):
             key = (followed.model, followed.block_tokens)
@@ -100,7 +114,12 @@ class PrefixIndexes:
             used[key] += 1
             scope = self._scope(followed.model, followed.block_tokens)
             self._feeds[followed] = KvEventFeed(
-                followed.ref, followed.endpoint, scope.index, self._open_channel, self._silence_s
+                followed.ref,
+                followed.endpoint,
+                scope.index,
+                self._open_channel,
+                self._silence_s,
+                partial(self._note_hashing, followed),
             )
         self._scopes = {
             model: kept
@@ -155,6 +174,19 @@ class PrefixIndexes:
         self._feeds.clear()
         if self._closing:
             await asyncio.wait(self._closing)
+
+    def _note_hashing(self, followed: _Followed, theirs: worker_pb2.KvHashing) -> None:
+        """Says once what keeps a worker's cache from counting."""
+        ours = worker_pb2.KvHashing(
+            key_fingerprint=self.key_fingerprint, block_tokens=followed.block_tokens
+        )
+        if theirs == ours or not ours.key_fingerprint:
+            self._faults.pop(followed.ref, None)
+            return
+        fault = f"it hashes {_hashing_in_words(theirs)}, this router {_hashing_in_words(ours)}"
+        if self._faults.get(followed.ref) != fault:
+            self._faults[followed.ref] = fault
+            _LOG.warning("%s gets no credit for its cache: %s", followed.ref, fault)
 
     def _prompts(
         self, model: str, token_ids: TokenIds | Sequence[int]
@@ -285,6 +317,10 @@ def _blocks_by_slot(depths: Depths, widest: int) -> Numbers:
         counts @ _bits([mask for _, mask in depths], widest).astype(np.float32), np.float64
     )
     return found
+
+
+def _hashing_in_words(hashing: worker_pb2.KvHashing) -> str:
+    return f"blocks of {hashing.block_tokens} tokens under key {hashing.key_fingerprint:08x}"
 
 
 def _followed(member: registry_pb2.Member) -> _Followed:

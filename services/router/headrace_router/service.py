@@ -28,6 +28,7 @@ from headrace_router.generate import Generator
 from headrace_router.look_aside import LookAside, candidates_to_proto
 from headrace_router.metrics import RouterMetrics
 from headrace_router.prefill_queue import PrefillQueue
+from headrace_router.prefix_indexes import PrefixIndexes
 from headrace_router.tenants import Tenants
 from headrace_router.text.codec import TextCodec
 from headrace_router.trace_store import TraceStore
@@ -58,6 +59,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         codecs: Mapping[str, TextCodec],
         view: WorkerView,
         queue: PrefillQueue,
+        prefixes: PrefixIndexes,
         generator: Generator,
         look_aside: LookAside,
         store: TraceStore,
@@ -68,6 +70,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._codecs = codecs
         self._view = view
         self._queue = queue
+        self._prefixes = prefixes
         self._generator = generator
         self._look_aside = look_aside
         self._store = store
@@ -142,7 +145,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 incarnation=decision.worker.ref.incarnation,
                 remote_prefill=decision.remote,
                 explanation=decision.explanation,
-                candidates=candidates_to_proto(decision.candidates),
+                candidates=candidates_to_proto(decision.candidates, self._prefixes.faults),
                 direct=direct,
             )
 
@@ -179,7 +182,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 )
                 for name in sorted(self._codecs)
                 if name in decode_counts
-            ]
+            ],
+            prefix_key_fingerprint=self._prefixes.key_fingerprint,
         )
 
     async def _admit(

@@ -18,9 +18,12 @@ from headrace_common.errors import QueueFull, StaleIncarnation
 from headrace_common.status import error_from_rpc
 from headrace_engine import prefix_announcer
 from headrace_kv.layout import WorkerRef
+from headrace_kv.prefix_scope import key_fingerprint
 from headrace_router.load_table import LoadTable
+from headrace_router.view import worker_from_member
 from tests.component.kv_events.workers import (
     BLOCK_TOKENS,
+    KEY,
     MODEL,
     CachingWorker,
     EventRig,
@@ -89,6 +92,36 @@ async def test_the_credit_is_what_the_engine_finds(rig: EventRig, model: str) ->
             table, prompt, **{worker.ref.worker_id.replace("-", "_"): whole_blocks(prompt)}
         )
     assert known > 500
+
+
+async def test_another_key_or_block_size_counts_for_nothing_and_is_said_once(
+    rig: EventRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompt = random_prompt(Random(4), 50)
+    good, odd = await rig.add("w-0"), await rig.add("w-1")
+    for worker in (good, odd):
+        await worker.answer(prompt)
+    members = [good.member(), odd.member()]
+    for group in members[1].layout.groups:
+        group.block_tokens = 2 * BLOCK_TOKENS
+    rig.indexes.update(members)
+    table = LoadTable(map(worker_from_member, members))
+    await rig.until_cached(table, prompt, w_0=48, w_1=0)
+    await eventually(lambda: set(rig.indexes.faults) == {odd.ref})
+    assert f"blocks of {BLOCK_TOKENS} tokens" in rig.indexes.faults[odd.ref]
+    rig.indexes.update([])
+    assert not rig.indexes.faults
+    caplog.clear()
+    # The registry was started anew with another key: this router joined it afterwards, the workers before.
+    rig.key = KEY + 1
+    table = rig.follow()
+    await eventually(lambda: set(rig.indexes.faults) == {good.ref, odd.ref})
+    await asyncio.sleep(1.2)
+    assert rig.cached(table, prompt) == {"w-0": 0, "w-1": 0}
+    warnings = [r.getMessage() for r in caplog.records if "no credit" in r.getMessage()]
+    assert len(warnings) == 2
+    for fingerprint in map(key_fingerprint, (KEY, KEY + 1)):
+        assert all(f"{fingerprint:08x}" in warning for warning in warnings)
 
 
 async def test_prefill_and_decode_workers_know_what_was_handed_over() -> None:

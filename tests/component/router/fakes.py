@@ -31,6 +31,7 @@ LAYOUT = KvLayout.attention(
     model="sim", dtype="float32", layer_count=4, kv_head_count=2, block_tokens=16, parts={"kv": 64}
 )
 CONTEXT_TOKENS = 1_024
+PREFIX_KEY = 1
 TICKET_KEY = bytes(range(32))
 
 
@@ -64,6 +65,8 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
         self.metadata: list[dict[str, Any]] = []
         self.cancelled: set[str] = set()
         self.running_requests = 0
+        self.hashing: worker_pb2.KvHashing | None = None
+        """How it names cached prefixes; None makes it one that does not say what it caches."""
         self.background: list[asyncio.Task[None]] = []
         self.member = registry_pb2.Member(
             worker_id=worker_id,
@@ -102,10 +105,17 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
     async def SubscribeKvEvents(
         self, request: worker_pb2.SubscribeKvEventsRequest, context: Any
     ) -> AsyncIterator[worker_pb2.SubscribeKvEventsResponse]:
-        await context.abort(
-            grpc.StatusCode.UNIMPLEMENTED, "this worker does not say what it caches"
-        )
-        yield worker_pb2.SubscribeKvEventsResponse()
+        if self.hashing is None:
+            await context.abort(
+                grpc.StatusCode.UNIMPLEMENTED, "this worker does not say what it caches"
+            )
+        while True:
+            yield worker_pb2.SubscribeKvEventsResponse(
+                incarnation=self.member.incarnation,
+                tier=worker_pb2.KV_TIER_DEVICE,
+                heartbeat=worker_pb2.KvHeartbeat(hashing=self.hashing),
+            )
+            await asyncio.sleep(0.05)
 
     async def WatchStatus(
         self, request: worker_pb2.WatchStatusRequest, context: Any
@@ -334,7 +344,7 @@ class Rig:
             {"sim": ByteCodec()},
             self.telemetry,
             self.policy,
-            lambda: 1,
+            lambda: PREFIX_KEY,
             lambda: TICKET_KEY,
         )
         self._server = GrpcServer(self.config, SERVICES)
@@ -344,8 +354,11 @@ class Rig:
         self.stub: Any = inference_pb2_grpc.InferenceServiceStub(self.channel)
         return self
 
-    async def add_decode(self, script: Script) -> FakeDecode:
+    async def add_decode(
+        self, script: Script, hashing: worker_pb2.KvHashing | None = None
+    ) -> FakeDecode:
         worker = await FakeDecode(f"d{len(self.decodes)}", self.handoff, script).start()
+        worker.hashing = hashing
         self.decodes.append(worker)
         self.refresh()
         known = {other.ref.worker_id for other in self.router.workers.table("sim").workers}

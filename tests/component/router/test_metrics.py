@@ -14,6 +14,7 @@ from opentelemetry.proto.collector.metrics.v1 import (
     metrics_service_pb2_grpc,
 )
 
+from headrace.worker.v1 import worker_pb2
 from headrace_common import telemetry_schema as schema
 from headrace_common.errors import InvalidRequest
 from tests.component.router.fakes import Rig, eventually, hand_over, say
@@ -74,6 +75,20 @@ async def test_a_collector_hears_how_requests_end(collected: tuple[Rig, Collecto
     refused = {schema.ATTRIBUTE_END_REASON: InvalidRequest.reason}
     assert collector.value(schema.METRIC_REQUESTS, **refused) == 1
     assert collector.value(schema.METRIC_TIME_TO_FIRST_TOKEN_MS) == 3
+
+
+async def test_a_collector_hears_of_workers_whose_caches_cannot_count(
+    collected: tuple[Rig, Collector],
+) -> None:
+    rig, collector = collected
+    await rig.add_decode(say("ok"))
+    await _export(rig)
+    assert collector.value(schema.METRIC_PREFIX_FAULTS) == 0
+    foreign = worker_pb2.KvHashing(key_fingerprint=1, block_tokens=16)
+    await rig.add_decode(say("ok"), foreign)
+    await eventually(lambda: len(rig.router.prefixes.faults) == 1)
+    await _export(rig)
+    assert collector.value(schema.METRIC_PREFIX_FAULTS) == 1
 
 
 async def test_a_collector_hears_how_long_the_queue_is_and_how_old(

@@ -132,3 +132,14 @@ async def test_nothing_is_named_before_the_key_is_known() -> None:
     rig.events.begin(KEY, "m")
     rig.prefixes.take(stored(tokens, 1, 2))
     assert await rig.announced() == set()
+
+
+async def test_blocks_of_another_size_are_named_once(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    for tokens in ([1] * 2 * BLOCK, [2] * 2 * BLOCK):
+        rig.prefixes.take(stored(tokens, 0, 1, block_size=2 * BLOCK))
+    assert await rig.announced() == set()
+    (warning,) = (record.getMessage() for record in caplog.records)
+    assert f"blocks of {2 * BLOCK} tokens" in warning
+    assert f"blocks of {BLOCK}:" in warning
