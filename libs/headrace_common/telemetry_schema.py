@@ -111,7 +111,11 @@ ATTRIBUTE_LOCAL_BYTES: Final = "headrace.local_bytes"
 # Which queue a metric is of: "prefill" (tasks), "prefill tokens", "requests" (let in), "waiting" (to be let in) or
 # "tokens" (of prompts without a first token).
 ATTRIBUTE_QUEUE: Final = "headrace.queue.name"
-# How a request ended: its finish reason, or its error's reason.
+# Which worker a metric is of: a process may host many.
+ATTRIBUTE_WORKER_ID: Final = "headrace.worker_id"
+# What becomes of the requests that a metric counts: "running" or "waiting".
+ATTRIBUTE_WORKER_STATE: Final = "headrace.worker.state"
+# How a request or a transfer ended: "done", its finish reason, or its error's reason.
 ATTRIBUTE_END_REASON: Final = "headrace.end_reason"
 
 # Items in a bounded queue, by its name.
@@ -130,6 +134,14 @@ METRIC_PREFIX_FAULTS: Final = "headrace.prefix.faulty_workers"
 METRIC_TRANSFERS: Final = "headrace.transfers"
 # Bytes of KV handed over.
 METRIC_TRANSFER_BYTES: Final = "headrace.transfer.bytes"
+# Transfers that a worker has begun and not ended.
+METRIC_TRANSFERS_ACTIVE: Final = "headrace.transfers.active"
+# Requests on a worker, or tasks, by what becomes of them: see headrace.worker.state.
+METRIC_WORKER_REQUESTS: Final = "headrace.worker.requests"
+# KV blocks of a decode worker in all.
+METRIC_BLOCKS_TOTAL: Final = "headrace.blocks.total"
+# KV blocks neither promised nor kept from reuse.
+METRIC_BLOCKS_FREE: Final = "headrace.blocks.free"
 # KV blocks promised to requests.
 METRIC_BLOCKS_RESERVED: Final = "headrace.blocks.reserved"
 # KV blocks not to be reused yet.

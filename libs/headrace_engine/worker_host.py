@@ -19,6 +19,7 @@ from headrace_common.telemetry import init_telemetry
 from headrace_engine.factory import build_engine
 from headrace_engine.interface import Engine
 from headrace_engine.worker_config import WorkerConfig, engine_config, worker_configs
+from headrace_engine.worker_metrics import WorkerMetrics
 from headrace_kv.layout import WorkerRef
 from headrace_kv.sender import DescriptorSource
 from headrace_kv.sender_thread import SenderThread
@@ -39,10 +40,11 @@ class HostedWorker(Generic[Config]):
 
 
 class WorkerHost:
-    """What the workers of a process share: its traces, its way to the registry, and its end."""
+    """What the workers of a process share: its traces and metrics, its way to the registry, and its end."""
 
     def __init__(self, role: Role, config: WorkerConfig) -> None:
         self.telemetry = init_telemetry(role, config.worker_id, config)
+        self.metrics = WorkerMetrics(self.telemetry.metrics.meter)
         self.registry = open_channel(config.registry, config)
         self.descriptors = DescriptorCache(self.registry)
         self._config = config
@@ -84,6 +86,7 @@ class WorkerHost:
     async def close(self) -> None:
         """Ends everything that is shared."""
         self._ends.close()
+        await self.metrics.close()
         if self._view_start is not None:
             self._view_start.cancel()
             await asyncio.gather(self._view_start, return_exceptions=True)

@@ -108,7 +108,8 @@ async def serve_worker(host: WorkerHost, hosted: HostedWorker[DecodeConfig]) -> 
     try:
         await membership.join()
         server.set_serving(True)
-        await host.serve(endpoint, server, drain)
+        with host.metrics.following(ref.worker_id, service.status, blocks=True):
+            await host.serve(endpoint, server, drain)
     finally:
         await membership.leave()
 

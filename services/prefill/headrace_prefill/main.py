@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2_grpc
 from headrace_common.config import load_config
@@ -77,6 +79,7 @@ async def serve_worker(host: WorkerHost, hosted: HostedWorker[PrefillConfig]) ->
         telemetry=host.telemetry.for_worker(ref.worker_id),
         slot_count=config.max_requests,
         task_timeout_s=config.task_timeout_s,
+        on_ended=partial(host.metrics.transfer_ended, ref.worker_id),
     )
     puller = Puller(
         config,
@@ -110,7 +113,8 @@ async def serve_worker(host: WorkerHost, hosted: HostedWorker[PrefillConfig]) ->
     try:
         await membership.join()
         server.set_serving(True)
-        await host.serve(endpoint, server, drain)
+        with host.metrics.following(ref.worker_id, worker.status, blocks=False):
+            await host.serve(endpoint, server, drain)
     finally:
         await membership.leave()
         await puller.close()

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 class PrefillWorker:
     """Owns the worker's slots. A task waits here only while more routers handed tasks out than
-    there are slots.
+    there are slots. `on_ended` hears the error's reason, or nothing, and the bytes of every task's transfer.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class PrefillWorker:
         telemetry: Telemetry,
         slot_count: int,
         task_timeout_s: float,
+        on_ended: Callable[[str, int], None] | None = None,
     ) -> None:
         self.ref = ref
         self.slot_count = slot_count
@@ -48,6 +49,7 @@ class PrefillWorker:
         self._engine = engine
         self._telemetry = telemetry
         self._task_timeout_s = task_timeout_s
+        self._on_ended = on_ended
         self._slots = asyncio.Semaphore(slot_count)
         self._held = 0
         self._running = 0
@@ -82,7 +84,10 @@ class PrefillWorker:
             self._held -= 1
         end_ns = time.time_ns()
         record_task(self._telemetry, self.ref, task, outcome, error, start_ns, end_ns)
-        return _done(task, outcome, error, end_ns - start_ns)
+        done = _done(task, outcome, error, end_ns - start_ns)
+        if self._on_ended is not None:
+            self._on_ended(done.reason, done.payload_bytes)
+        return done
 
     async def _prefill(
         self, task: prefill_pb2.PrefillTask, on_start: Callable[[], Awaitable[None]] | None

@@ -4,57 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
 
-import grpc
 import grpc.aio
 import pytest
-from opentelemetry.proto.collector.metrics.v1 import (
-    metrics_service_pb2,
-    metrics_service_pb2_grpc,
-)
 
 from headrace.worker.v1 import worker_pb2
 from headrace_common import telemetry_schema as schema
 from headrace_common.errors import InvalidRequest
+from tests.collector import Collector, collecting
 from tests.component.router.fakes import Rig, eventually, hand_over, say
-
-Sample = tuple[str, tuple[tuple[str, str], ...]]
-
-
-class Collector(metrics_service_pb2_grpc.MetricsServiceServicer):
-    """Keeps the newest value of every metric, by name and attributes; of histograms, the count."""
-
-    def __init__(self) -> None:
-        self.values: dict[Sample, float] = {}
-
-    async def Export(self, request: Any, context: Any) -> Any:
-        for resource in request.resource_metrics:
-            for scope in resource.scope_metrics:
-                for metric in scope.metrics:
-                    for point in getattr(metric, metric.WhichOneof("data")).data_points:
-                        attributes = tuple((a.key, a.value.string_value) for a in point.attributes)
-                        counted = metric.WhichOneof("data") == "histogram"
-                        value = point.count if counted else point.as_int or point.as_double
-                        self.values[metric.name, attributes] = value
-        return metrics_service_pb2.ExportMetricsServiceResponse()
-
-    def value(self, name: str, **attributes: str) -> float | None:
-        return self.values.get((name, tuple(attributes.items())))
 
 
 @pytest.fixture
 async def collected() -> AsyncIterator[tuple[Rig, Collector]]:
-    collector = Collector()
-    server = grpc.aio.server()
-    add: Any = metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server
-    add(collector, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    rig = await Rig(otlp_endpoint=f"http://127.0.0.1:{port}").start()
-    yield rig, collector
-    await rig.close()
-    await server.stop(0)
+    async with collecting() as (collector, endpoint):
+        rig = await Rig(otlp_endpoint=endpoint).start()
+        yield rig, collector
+        await rig.close()
 
 
 async def _export(rig: Rig) -> None:
