@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Protocol
@@ -24,6 +23,7 @@ from headrace_common.errors import (
     WorkerGone,
 )
 from headrace_common.status import error_from_rpc
+from headrace_kv.clock import Clock
 from headrace_kv.layout import (
     KvDescriptor,
     KvLayout,
@@ -38,9 +38,6 @@ _log = logging.getLogger(__name__)
 
 DescriptorSource = Callable[[WorkerRef, Deadline], Awaitable[KvDescriptor]]
 """Finds the KV memory of a worker incarnation. Raises StaleIncarnation when it is gone."""
-
-ChannelSource = Callable[[str], grpc.aio.Channel]
-"""Opens a channel to an endpoint."""
 
 _LAYERS_PER_MESSAGE = 4096
 _OUTBOX_LIMIT = 262_144
@@ -83,10 +80,10 @@ class HandoffLink:
         loop: asyncio.AbstractEventLoop,
         events: LinkEvents,
         handshake_timeout_s: float,
-        open_channel: ChannelSource = open_channel,
+        clock: Clock,
     ) -> None:
         self.decode = decode
-        self.lease = WriteLease(0.0, 0.0)
+        self.lease = WriteLease.none()
         self.ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._layout = layout
         self._endpoint = endpoint
@@ -94,7 +91,7 @@ class HandoffLink:
         self._loop = loop
         self._events = events
         self._handshake_timeout_s = handshake_timeout_s
-        self._open_channel = open_channel
+        self._clock = clock
         self._hello = handoff_pb2.Hello(
             worker_id=ref.worker_id,
             incarnation=ref.incarnation,
@@ -171,7 +168,7 @@ class HandoffLink:
                 deadline = Deadline.after(self._handshake_timeout_s)
                 descriptor = await self._descriptors(self.decode, deadline)
             require_compatible(self._layout, descriptor.layout)
-            async with self._open_channel(self._endpoint) as channel:
+            async with open_channel(self._endpoint) as channel:
                 await self._converse(channel, descriptor)
         except HeadraceError as problem:
             error = problem
@@ -197,7 +194,7 @@ class HandoffLink:
         try:
             async with asyncio.timeout(self._handshake_timeout_s):
                 # Decode's lease starts after this moment, so ours ends before decode's.
-                hello_s = time.monotonic()
+                hello_s = self._clock.monotonic_s()
                 await call.write(handoff_pb2.HandoffRequest(hello=self._hello))
                 welcome = await call.read()
             if not isinstance(welcome, handoff_pb2.HandoffResponse):
@@ -205,7 +202,8 @@ class HandoffLink:
                 raise WorkerGone(f"{self.decode} ended the handoff stream before its Welcome")
             if welcome.WhichOneof("message") != "welcome":
                 raise ProtocolViolation(f"{self.decode} did not answer Hello with Welcome")
-            self.lease = WriteLease(hello_s, _seconds(welcome.welcome.lease_ttl))
+            ttl_s = _seconds(welcome.welcome.lease_ttl)
+            self.lease = WriteLease(hello_s, self._clock.monotonic_s(), ttl_s)
             self._conversing = True
             self._events.link_ready(self, descriptor)
             writer = asyncio.create_task(self._write(call))
@@ -222,7 +220,7 @@ class HandoffLink:
     async def _read(self, call: Any) -> None:
         while True:
             try:
-                async with asyncio.timeout(self.lease.remaining_s(time.monotonic())):
+                async with asyncio.timeout(self.lease.remaining_s(self._clock.monotonic_s())):
                     response = await call.read()
             except TimeoutError:
                 raise TransferFailed(
@@ -247,7 +245,8 @@ class HandoffLink:
                 self._events.link_reserved(self, reservation, response.ByteSize())
             case "renewal":
                 ttl_s = _seconds(response.renewal.lease_ttl)
-                if not self.lease.renew(time.monotonic(), ttl_s):
+                sent_s = _seconds(response.renewal.sent_after)
+                if not self.lease.renew(self._clock.monotonic_s(), sent_s, ttl_s):
                     raise TransferFailed(f"the write lease from {self.decode} was renewed too late")
             case "cancel":
                 self._events.link_cancelled(self, response.cancel)

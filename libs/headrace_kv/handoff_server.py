@@ -84,22 +84,25 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServiceServicer):
             self._receiver.handle(peer, request)
 
     async def _write(self, outbox: _Outbox, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        lease_ttl = Duration()
-        lease_ttl.FromNanoseconds(round(self._receiver.lease_ttl_s * 1e9))
+        lease_ttl = _duration(self._receiver.lease_ttl_s)
         loop = asyncio.get_running_loop()
         interval_s = self._receiver.lease_ttl_s / 3
-        renewal = handoff_pb2.HandoffResponse(renewal=handoff_pb2.Renewal(lease_ttl=lease_ttl))
+        welcome_s = loop.time()
         await context.write(
             handoff_pb2.HandoffResponse(welcome=handoff_pb2.Welcome(lease_ttl=lease_ttl))
         )
-        renew_s = loop.time() + interval_s
+        renew_s = welcome_s + interval_s
         while True:
             outbox.wake.clear()
             while (message := outbox.take()) is not None:
                 await context.write(message)
-            if loop.time() >= renew_s:
-                await context.write(renewal)
-                renew_s = loop.time() + interval_s
+            now_s = loop.time()
+            if now_s >= renew_s:
+                renewal = handoff_pb2.Renewal(
+                    lease_ttl=lease_ttl, sent_after=_duration(now_s - welcome_s)
+                )
+                await context.write(handoff_pb2.HandoffResponse(renewal=renewal))
+                renew_s = now_s + interval_s
             try:
                 async with asyncio.timeout_at(renew_s):
                     await outbox.wake.wait()
@@ -118,3 +121,9 @@ async def _read_hello(
     if first is None or first.WhichOneof("message") != "hello":
         raise ProtocolViolation("the first message on a handoff stream must be a Hello")
     return first.hello
+
+
+def _duration(seconds: float) -> Duration:
+    duration = Duration()
+    duration.FromNanoseconds(round(seconds * 1e9))
+    return duration

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum
 
 from headrace.kv.v1 import handoff_pb2
 from headrace_common.deadlines import Deadline
@@ -21,37 +19,12 @@ from headrace_common.errors import (
     TransferFailed,
     TransferTimeout,
 )
+from headrace_kv.clock import TimerHandle
 from headrace_kv.layout import KvLayout, WorkerRef
 from headrace_kv.leases import Quarantine
 from headrace_kv.ledger import Ledger
 from headrace_kv.transfer import Reservation
-
-_log = logging.getLogger(__name__)
-
-
-class TransferState(Enum):
-    """Where a transfer is. Its blocks belong to it until FREE."""
-
-    RESERVED = "reserved"
-    OPEN = "open"
-    RECEIVING = "receiving"
-    COMPLETE = "complete"
-    FAILED = "failed"
-    DRAINING = "draining"
-    FREE = "free"
-
-
-_S = TransferState
-_NEXT: dict[TransferState, frozenset[TransferState]] = {
-    _S.RESERVED: frozenset({_S.OPEN, _S.FAILED}),
-    _S.OPEN: frozenset({_S.RECEIVING, _S.FAILED}),
-    _S.RECEIVING: frozenset({_S.COMPLETE, _S.FAILED}),
-    _S.COMPLETE: frozenset({_S.FREE}),
-    _S.FAILED: frozenset({_S.DRAINING}),
-    _S.DRAINING: frozenset({_S.FREE}),
-    _S.FREE: frozenset(),
-}
-ACTIVE_STATES = frozenset({_S.RESERVED, _S.OPEN, _S.RECEIVING})
+from headrace_kv.transfer_state import ACTIVE_STATES, StateMachine, TransferState
 
 
 @dataclass(eq=False, slots=True)
@@ -101,24 +74,32 @@ class Transfer:
     def __init__(self, reservation: Reservation, layout: KvLayout, deadline: Deadline) -> None:
         self.reservation = reservation
         self.deadline = deadline
-        self.state = TransferState.RESERVED
-        self.transitions: list[tuple[TransferState, int]] = [(self.state, time.time_ns())]
         self.ledger: Ledger | None = None
         self.prefill: WorkerRef | None = None
         self.error: HeadraceError | None = None
-        self.timer: asyncio.TimerHandle | None = None
+        self.timer: TimerHandle | None = None
         self.failed_s = 0.0
         self.writers: set[PrefillPeer] = set()
         self.quarantines: list[Quarantine] = []
         self.copying = False
         self.ended_locally = threading.Event()
         self._layout = layout
+        self._states = StateMachine(reservation.transfer_id)
         self._ended = asyncio.Event()
         self._first_ack_unix_ns = 0
 
     @property
     def transfer_id(self) -> str:
         return self.reservation.transfer_id
+
+    @property
+    def state(self) -> TransferState:
+        return self._states.state
+
+    @property
+    def transitions(self) -> tuple[tuple[TransferState, int], ...]:
+        """The states that it has been in, and when it entered each, in Unix nanoseconds."""
+        return self._states.transitions
 
     @property
     def active(self) -> bool:
@@ -157,7 +138,7 @@ class Transfer:
 
     def entered_unix_ns(self, state: TransferState) -> int:
         """When the transfer entered a state, 0 if it has not."""
-        return next((unix_ns for entered, unix_ns in self.transitions if entered is state), 0)
+        return self._states.entered_unix_ns(state)
 
     def admit(self, peer: PrefillPeer) -> None:
         """Lets a rank write. Raises ProtocolViolation when it has no part in the transfer."""
@@ -175,7 +156,7 @@ class Transfer:
         self.ledger, self.prefill = ledger, peer.ref
         self.writers.add(peer)
         if self.state is TransferState.RESERVED:
-            self._enter(TransferState.OPEN)
+            self._states.enter(TransferState.OPEN)
 
     def reservation_message(self) -> handoff_pb2.HandoffResponse:
         """Where a rank that was admitted may write."""
@@ -201,7 +182,7 @@ class Transfer:
         self.ledger.land(key, layer.start_token, layer.end_token, layer.payload_bytes)
         if self.state is TransferState.OPEN:
             self._first_ack_unix_ns = time.time_ns()
-            self._enter(TransferState.RECEIVING)
+            self._states.enter(TransferState.RECEIVING)
 
     def check_commit(self, peer: PrefillPeer, payload_bytes: int) -> None:
         """Raises ProtocolViolation when a rank claims to be ready but has not landed everything."""
@@ -223,7 +204,7 @@ class Transfer:
 
     def complete(self) -> None:
         """All has landed."""
-        self._enter(TransferState.COMPLETE)
+        self._states.enter(TransferState.COMPLETE)
         self._end()
 
     def fail(self, error: HeadraceError, now_s: float) -> None:
@@ -231,25 +212,18 @@ class Transfer:
         self.error = error
         self.failed_s = now_s
         self.ended_locally.set()
-        self._enter(TransferState.FAILED)
+        self._states.enter(TransferState.FAILED)
         self._end()
-        self._enter(TransferState.DRAINING)
+        self._states.enter(TransferState.DRAINING)
 
     def free(self) -> None:
         """The blocks are nobody's target any more."""
-        self._enter(TransferState.FREE)
+        self._states.enter(TransferState.FREE)
 
     def _end(self) -> None:
         if self.timer is not None:
             self.timer.cancel()
         self._ended.set()
-
-    def _enter(self, state: TransferState) -> None:
-        if state not in _NEXT[self.state]:
-            raise InternalError(f"{self.transfer_id} cannot go from {self.state} to {state}")
-        _log.debug("transfer %s: %s -> %s", self.transfer_id, self.state.value, state.value)
-        self.state = state
-        self.transitions.append((state, time.time_ns()))
 
 
 _BY_REASON: dict[str, type[HeadraceError]] = {

@@ -1,7 +1,9 @@
 """Who may write for how long, and when writing has surely ended. Pure: the clock is handed in.
 
-The sender's lease counts from when it reads a renewal. A stalled sender may read a renewal up to one time to live late
-(later ones are refused, because a lease that has run out is never revived), so the receiver waits for two of them.
+A renewal says by decode's clock when it was sent, and extends the lease from that moment, however late it is read. The
+two clocks are set against each other by the message that crossed fastest; the first of them, the Welcome, is read
+within one time to live or not at all. So a lease ends at most two of them after decode last renewed it, and for that
+long the receiver waits.
 """
 
 from __future__ import annotations
@@ -15,14 +17,26 @@ class WriteLease:
     Read by the thread that writes and renewed by the stream's: a lease only ever holds one number that both touch.
     """
 
-    def __init__(self, now_s: float, ttl_s: float) -> None:
-        self._expires_s = now_s + ttl_s
+    def __init__(self, hello_s: float, welcome_s: float, ttl_s: float) -> None:
+        """Granted between two moments of the sender's clock: it asked at `hello_s` and heard at `welcome_s`."""
+        self._expires_s = hello_s + ttl_s
+        # When decode's clock of this stream began, plus the least that a message ever took.
+        self._origin_s = welcome_s
 
-    def renew(self, now_s: float, ttl_s: float) -> bool:
-        """Extends to `ttl_s` from now. False when the lease had run out: it stays dead."""
+    @classmethod
+    def none(cls) -> WriteLease:
+        """One that was never granted."""
+        return cls(float("-inf"), float("-inf"), 0.0)
+
+    def renew(self, now_s: float, sent_s: float, ttl_s: float) -> bool:
+        """Extends to `ttl_s` from when decode sent this, `sent_s` after its Welcome.
+
+        False when the lease had run out: it stays dead.
+        """
         if not self.alive(now_s):
             return False
-        self._expires_s = max(self._expires_s, now_s + ttl_s)
+        self._origin_s = min(self._origin_s, now_s - sent_s)
+        self._expires_s = max(self._expires_s, self._origin_s + sent_s + ttl_s)
         return True
 
     def revoke(self) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from headrace_kv.clock import Clock
 from headrace_kv.copy_write import CopyWrite
 from headrace_kv.outgoing import Outgoing
 from headrace_kv.sender_peer import SenderPeer
@@ -30,8 +30,9 @@ class PendingWrites:
     are over well within a write lease.
     """
 
-    def __init__(self, transport: KvTransport) -> None:
+    def __init__(self, transport: KvTransport, clock: Clock) -> None:
         self._transport = transport
+        self._clock = clock
         self._pending: set[PendingWrite] = set()
         self._windows: dict[str, tuple[int, int]] = {}
 
@@ -51,7 +52,8 @@ class PendingWrites:
         """Starts the next batch of a copy; whatever goes wrong is in the future. `remove` follows when that is done."""
         nbytes = write.next_bytes
         batch = write.take()
-        pending = PendingWrite(transfer, peer, write, nbytes, time.monotonic() + timeout_s)
+        end_s = self._clock.monotonic_s() + timeout_s
+        pending = PendingWrite(transfer, peer, write, nbytes, end_s)
         count, before = self._windows.get(write.session, (0, 0))
         self._windows[write.session] = (count + 1, before + nbytes)
         self._pending.add(pending)

@@ -20,12 +20,14 @@ from headrace_common.errors import (
     TransferFailed,
     TransferTimeout,
 )
-from headrace_kv.incoming import PrefillPeer, Transfer, TransferState, TransferSummary, ended_error
+from headrace_kv.clock import TimerHandle, Timers, running_timers
+from headrace_kv.incoming import PrefillPeer, Transfer, TransferSummary, ended_error
 from headrace_kv.layout import KvLayout, WorkerRef, layout_from_proto, require_compatible
 from headrace_kv.leases import Quarantine, QuarantinePolicy
 from headrace_kv.local_broadcast import LocalBroadcast, LocalPasses
 from headrace_kv.shard_map import shards
 from headrace_kv.transfer import Reservation
+from headrace_kv.transfer_state import TransferState
 from headrace_kv.waiting_opens import WaitingOpens
 
 __all__ = ["Receiver", "ReceiverLimits", "Transfer", "TransferState", "TransferSummary"]
@@ -53,7 +55,7 @@ class Receiver:
 
     `on_released(transfer_id)` is called once for each transfer that ended without being whole, when its blocks may be
     reused. `quarantine_s` must be longer than a transport's write can last. `broadcast` copies between the ranks of a
-    layout that says they do.
+    layout that says they do. `timers` is the running event loop unless given.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Receiver:
         quarantine_s: float = 15.0,
         limits: ReceiverLimits | None = None,
         broadcast: LocalBroadcast | None = None,
+        timers: Timers | None = None,
     ) -> None:
         """Raises InternalError when a layout's ranks have nothing that copies between them."""
         if layout.broadcast_width > 1 and broadcast is None:
@@ -75,15 +78,16 @@ class Receiver:
         self._layout = layout
         self._on_released = on_released
         self._limits = limits or ReceiverLimits()
+        self._timers = timers
         self._policy = QuarantinePolicy(lease_ttl_s, quarantine_s)
         self._transfers: dict[str, Transfer] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()
         self._waiting = WaitingOpens(
-            self._limits.waiting_opens, self._limits.open_wait_s, self._give_up
+            self._limits.waiting_opens, self._limits.open_wait_s, self._give_up, timers
         )
         self._passes = LocalPasses(broadcast, self._passed_on) if broadcast is not None else None
         self._peers: set[PrefillPeer] = set()
-        self._tick_handle: asyncio.TimerHandle | None = None
+        self._tick_handle: TimerHandle | None = None
         self._draining = False
         self._closed = False
         self._changed = asyncio.Event()
@@ -117,7 +121,7 @@ class Receiver:
         self._check(reservation)
         transfer = Transfer(reservation, self._layout, deadline)
         self._transfers[transfer_id] = transfer
-        transfer.timer = asyncio.get_running_loop().call_later(
+        transfer.timer = running_timers(self._timers).call_later(
             deadline.remaining_s(), self._time_out, transfer
         )
         for peer in self._waiting.take(transfer_id):
@@ -357,8 +361,8 @@ class Receiver:
     def _arm(self) -> None:
         """Keeps the clock running while a failed transfer waits to be quiet."""
         if self._tick_handle is None and not self._closed and self.quarantined_blocks:
-            loop = asyncio.get_running_loop()
-            self._tick_handle = loop.call_later(self._policy.tick_s, self._tick)
+            timers = running_timers(self._timers)
+            self._tick_handle = timers.call_later(self._policy.tick_s, self._tick)
 
     def _tick(self) -> None:
         self._tick_handle = None
@@ -385,6 +389,5 @@ class Receiver:
                 f"the reservation of transfer {reservation.transfer_id} {fault or 'has no tokens'}"
             )
 
-    @staticmethod
-    def _now_s() -> float:
-        return asyncio.get_running_loop().time()
+    def _now_s(self) -> float:
+        return running_timers(self._timers).time()

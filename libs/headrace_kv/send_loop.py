@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,35 +18,21 @@ from headrace_common.errors import (
 )
 from headrace_kv import handoff_words as words
 from headrace_kv.copy_write import CopyWrite
-from headrace_kv.handoff_client import DescriptorSource, HandoffLink
-from headrace_kv.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
+from headrace_kv.handoff_client import HandoffLink
+from headrace_kv.layout import KvDescriptor, WorkerRef
 from headrace_kv.outgoing import Outgoing
 from headrace_kv.pending_writes import PendingWrite, PendingWrites
 from headrace_kv.sender_inbox import SenderInbox
+from headrace_kv.sender_parts import SenderParts
 from headrace_kv.sender_peer import SenderPeer
 from headrace_kv.sender_turns import SenderTurns
-from headrace_kv.transfer import LayerPiece, Reservation, SendReport, TransferTarget
-from headrace_kv.transport.base import KvTransport, Written
+from headrace_kv.transfer import LayerPiece, Reservation, TransferTarget
+from headrace_kv.transport.base import Written
 
 _log = logging.getLogger(__name__)
 
 _IDLE_WAIT_S = 0.5
 _OVERDUE_S = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class SenderParts:
-    """What a sender is made of, see RankSender."""
-
-    ref: WorkerRef
-    rank: int
-    layout: KvLayout
-    memory: RankMemory
-    transport: KvTransport
-    descriptors: DescriptorSource
-    loop: asyncio.AbstractEventLoop
-    on_quiet: Callable[[SendReport], None]
-    handshake_timeout_s: float
 
 
 class SendLoop:
@@ -60,12 +44,13 @@ class SendLoop:
     def __init__(self, parts: SenderParts, inbox: SenderInbox) -> None:
         self._parts = parts
         self._rank = parts.rank
+        self._clock = parts.clock
         self._transport = parts.transport
         self._inbox = inbox
         self._peers: dict[WorkerRef, SenderPeer] = {}
         self._links: set[HandoffLink] = set()
         self._transfers: dict[str, tuple[Outgoing, SenderPeer]] = {}
-        self._writes = PendingWrites(parts.transport)
+        self._writes = PendingWrites(parts.transport, parts.clock)
         self._turns = SenderTurns(self._writes.has_room)
         self._next_sweep_s = 0.0
         self._gave_up = False
@@ -108,9 +93,9 @@ class SendLoop:
         for method, arguments in self._inbox.take():
             self._guard(method, *arguments)
         self._guard(self._do_next)
-        if time.monotonic() >= self._next_sweep_s:
+        if self._clock.monotonic_s() >= self._next_sweep_s:
             self._sweep()
-        if self._inbox.closed and self._writes.overdue(time.monotonic(), _OVERDUE_S):
+        if self._inbox.closed and self._writes.overdue(self._clock.monotonic_s(), _OVERDUE_S):
             _log.error("rank %d: the transport did not end its writes in time", self._rank)
             self._gave_up = True
 
@@ -129,7 +114,7 @@ class SendLoop:
 
     def open(self, target: TransferTarget) -> None:
         """Starts a transfer, and a stream if there is none to that worker yet."""
-        deadline_s = time.monotonic() + target.deadline_unix_s - time.time()
+        deadline_s = self._clock.monotonic_s() + target.deadline_unix_s - self._clock.unix_s()
         transfer = Outgoing(target, deadline_s)
         peer = self._peers.get(target.decode)
         if peer is None:
@@ -141,7 +126,7 @@ class SendLoop:
             self._ask(transfer, peer)
 
     def _connect(self, target: TransferTarget) -> SenderPeer:
-        link = HandoffLink(
+        link = self._parts.link(
             ref=self._parts.ref,
             rank=self._rank,
             layout=self._parts.layout,
@@ -151,6 +136,7 @@ class SendLoop:
             loop=self._parts.loop,
             events=self,
             handshake_timeout_s=self._parts.handshake_timeout_s,
+            clock=self._clock,
         )
         peer = SenderPeer(link)
         self._peers[target.decode] = peer
@@ -261,7 +247,7 @@ class SendLoop:
 
     def _write(self, transfer: Outgoing, peer: SenderPeer, write: CopyWrite) -> None:
         """Starts a copy's next batch, if there is a lease and time."""
-        now_s = time.monotonic()
+        now_s = self._clock.monotonic_s()
         lease_s = peer.link.lease.remaining_s(now_s)
         if lease_s <= 0.0:
             raise TransferFailed(f"the write lease from {peer.link.decode} is over")
@@ -282,7 +268,7 @@ class SendLoop:
         try:
             written = future.result()
         except Exception as error:  # noqa: BLE001 - fails this transfer alone
-            quiet_s = time.monotonic() + self._transport.quiet_after_failure_s
+            quiet_s = self._clock.monotonic_s() + self._transport.quiet_after_failure_s
             transfer.quiet_s = max(transfer.quiet_s, quiet_s)
             self._fail_with(transfer, peer, error)
         else:
@@ -365,14 +351,14 @@ class SendLoop:
     def _end_when_quiet(self, transfer: Outgoing, peer: SenderPeer) -> None:
         if transfer.pending_count:
             return
-        if time.monotonic() >= transfer.quiet_s:
+        if self._clock.monotonic_s() >= transfer.quiet_s:
             self._end(transfer, peer)
         else:
             self._next_sweep_s = min(self._next_sweep_s, transfer.quiet_s)
 
     def _sweep(self) -> None:
         """Ends transfers whose quiet time has passed and fails those whose deadline has."""
-        now_s = time.monotonic()
+        now_s = self._clock.monotonic_s()
         self._next_sweep_s = now_s + _IDLE_WAIT_S
         for transfer, peer in list(self._transfers.values()):
             if transfer.stopped:

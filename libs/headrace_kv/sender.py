@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from headrace_common.errors import QueueFull
 from headrace_kv.handoff_client import DescriptorSource
 from headrace_kv.layout import KvLayout, RankMemory, WorkerRef
-from headrace_kv.send_loop import SenderParts, SendLoop
+from headrace_kv.send_loop import SendLoop
 from headrace_kv.sender_inbox import SenderInbox
+from headrace_kv.sender_parts import SenderParts
 from headrace_kv.sender_thread import SenderThread
 from headrace_kv.transfer import LayerPiece, SendReport, TransferTarget
 from headrace_kv.transport.base import KvTransport

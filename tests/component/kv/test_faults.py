@@ -27,10 +27,10 @@ from headrace_common.errors import (
 )
 from headrace_common.status import error_from_rpc
 from headrace_kv.block_map import Runs
-from headrace_kv.incoming import TransferState
 from headrace_kv.layout import WorkerRef, layout_to_proto
 from headrace_kv.receiver import ReceiverLimits
 from headrace_kv.sender import SenderLimits
+from headrace_kv.transfer_state import TransferState
 from headrace_kv.transport.factory import open_transport
 from headrace_kv.transport.in_memory import Fault, FaultKind, FaultPlan, InMemoryTransport
 from tests.component.kv.harness import (

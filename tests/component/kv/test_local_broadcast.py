@@ -21,12 +21,13 @@ from headrace_common.errors import (
     TransferTimeout,
 )
 from headrace_kv.block_map import Runs
-from headrace_kv.incoming import Transfer, TransferState
+from headrace_kv.incoming import Transfer
 from headrace_kv.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
 from headrace_kv.ledger import Ledger
 from headrace_kv.local_broadcast import LocalBroadcast, LocalJob, LocalWrite, copy_in_process
 from headrace_kv.receiver import Receiver
 from headrace_kv.transfer import Reservation
+from headrace_kv.transfer_state import TransferState
 from headrace_kv.transport.base import KvTransport
 from headrace_kv.transport.in_memory import (
     Fault,

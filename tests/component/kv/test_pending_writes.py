@@ -15,8 +15,8 @@ import pytest
 
 from headrace_common.errors import Cancelled, TransferFailed, TransferTimeout
 from headrace_kv.block_map import Runs
-from headrace_kv.incoming import TransferState
 from headrace_kv.receiver import Transfer
+from headrace_kv.transfer_state import TransferState
 from headrace_kv.transport.base import KvTransport, Written
 from headrace_kv.transport.in_memory import InMemoryTransport, MemoryFabric
 from tests.component.kv.harness import BLOCK_TOKENS, Rig, make_layout, running, until

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from headrace_kv.incoming import TransferState
 from headrace_kv.shard_map import expected_keys
+from headrace_kv.transfer_state import TransferState
 from headrace_kv.transport.base import KvTransport
 from headrace_kv.transport.factory import open_transport
 from tests.component.kv.harness import (

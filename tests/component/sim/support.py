@@ -29,11 +29,12 @@ from headrace_engine.sim.engine import SimEngine
 from headrace_engine.sim.faults import SimFaults
 from headrace_kv.block_map import Runs
 from headrace_kv.handoff_server import HandoffServicer
-from headrace_kv.incoming import TransferState, TransferSummary
+from headrace_kv.incoming import TransferSummary
 from headrace_kv.layout import KvDescriptor, KvLayout, WorkerRef
 from headrace_kv.receiver import Receiver
 from headrace_kv.shard_map import edges, heads_held
 from headrace_kv.transfer import Reservation, TransferTarget
+from headrace_kv.transfer_state import TransferState
 from headrace_kv.transport.base import KvTransport, Written
 
 DECODE_REF = WorkerRef("decode-1", "0123456789abcdef")

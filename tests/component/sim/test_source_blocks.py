@@ -11,8 +11,8 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import Cancelled
 from headrace_engine.interface import PrefillWork
 from headrace_kv.block_map import Runs
-from headrace_kv.incoming import TransferState
 from headrace_kv.transfer import Reservation
+from headrace_kv.transfer_state import TransferState
 from headrace_kv.transport.base import KvTransport, Written
 from headrace_kv.transport.in_memory import Fault, FaultKind, FaultPlan, InMemoryTransport
 from tests.component.sim.support import decode_work, pair, until

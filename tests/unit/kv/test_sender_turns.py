@@ -10,6 +10,7 @@ import numpy as np
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import TransferFailed
 from headrace_kv.block_map import Runs, Span
+from headrace_kv.clock import Clock
 from headrace_kv.copy_write import CopyWrite, PieceCopy
 from headrace_kv.handoff_client import HandoffLink
 from headrace_kv.layout import KvDescriptor, KvLayout, WorkerRef
@@ -58,6 +59,7 @@ async def peer_with(name: str, writes: int) -> SenderPeer:
         loop=asyncio.get_running_loop(),
         events=NoEvents(),
         handshake_timeout_s=1.0,
+        clock=Clock(),
     )
     peer = SenderPeer(link)
     transfer = Outgoing(TransferTarget(name, link.decode, "", 0, 4, 0.0), 0.0)
@@ -113,7 +115,7 @@ async def test_stopped_transfers_are_passed_over() -> None:
 async def test_room_comes_back_write_by_write() -> None:
     transport = InMemoryTransport()
     transport.pending_limit, transport.byte_limit = 3, 250
-    writes = PendingWrites(transport)
+    writes = PendingWrites(transport, Clock())
     pending = []
     peer = await peer_with("nowhere", 3)
     for count in range(2):

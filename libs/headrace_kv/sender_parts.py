@@ -1,0 +1,30 @@
+"""What a prefill rank's sender is made of."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from headrace_kv.clock import Clock
+from headrace_kv.handoff_client import DescriptorSource, HandoffLink
+from headrace_kv.layout import KvLayout, RankMemory, WorkerRef
+from headrace_kv.transfer import SendReport
+from headrace_kv.transport.base import KvTransport
+
+
+@dataclass(frozen=True, slots=True)
+class SenderParts:
+    """See RankSender. `link` makes the streams."""
+
+    ref: WorkerRef
+    rank: int
+    layout: KvLayout
+    memory: RankMemory
+    transport: KvTransport
+    descriptors: DescriptorSource
+    loop: asyncio.AbstractEventLoop
+    on_quiet: Callable[[SendReport], None]
+    handshake_timeout_s: float
+    clock: Clock = field(default_factory=Clock)
+    link: Callable[..., HandoffLink] = HandoffLink
