@@ -16,7 +16,12 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from headrace_common.channel import MESSAGE_BYTES_MAX, METADATA_BYTES_MAX, read_tls_files
+from headrace_common.channel import (
+    KEEPALIVE_OPTIONS,
+    MESSAGE_BYTES_MAX,
+    METADATA_BYTES_MAX,
+    read_tls_files,
+)
 from headrace_common.config import ServiceConfig, split_host_port
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError
@@ -34,11 +39,8 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_metadata_size", METADATA_BYTES_MAX),
     ("grpc.absolute_max_metadata_size", 2 * METADATA_BYTES_MAX),
     ("grpc.max_concurrent_streams", 4_096),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    ("grpc.http2.max_pings_without_data", 0),
+    *KEEPALIVE_OPTIONS,
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
 )
 
 _CUT_S = 1.0

@@ -55,7 +55,7 @@ def test_every_state_leads_to_free_without_a_circle() -> None:
 
 
 def test_a_transfer_that_has_ended_is_not_active() -> None:
-    assert ACTIVE_STATES == {S.RESERVED, S.OPEN, S.RECEIVING}
+    assert {S.RESERVED, S.OPEN, S.RECEIVING} == ACTIVE_STATES
     for active in ACTIVE_STATES:
         assert S.FAILED in NEXT_STATES[active]
 
