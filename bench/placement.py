@@ -1,13 +1,14 @@
 """KV-aware placement beside load alone and round robin, on sim workers of real services, in turns.
 
-    python -m bench.placement [--rounds 3] [--prefill 2] [--decode 4] [--output bench/results]
+    python -m bench.placement [--rounds 3] [--first-round 0] [--trace one-prompt] [--keep FILE] [--output bench/results]
 
-Conversations over a few system prompts take turns: every prompt is the whole conversation so far. All ways run the same
-conversations, with tokens of their own in every round, so that none finds what another left. The workers' caches hold
-less than all conversations. What was not cached is computed: by a prefill worker, or on the decode worker when little
-is missing there. The prefill queue prefers workers with the prefix in all of them.
-"KV-aware x4" has overlap_weight 4 instead of 1. Hits are prompt tokens that nobody
-computed; balance is the busiest decode worker's requests over the mean.
+Conversations over a few system prompts take turns: every prompt is the whole conversation so far. In the trace
+"one-prompt" they are short and begin with the same long system prompt, which draws them all to one worker. All ways
+run the same conversations, with tokens of their own in every round, so that none finds what another left. The workers'
+caches hold less than all conversations. What was not cached is computed: by a prefill worker, or on the decode worker
+when little is missing there. The prefill queue prefers workers with the prefix in all of them. "KV-aware, 4" has
+overlap_weight 4. Hits are prompt tokens that nobody computed; balance is the busiest decode worker's requests over the
+mean. A round's number is its seed; --keep adds the rounds to those of earlier runs in FILE, and reports on all of them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import json
 import random
 import statistics
 import tempfile
@@ -22,7 +24,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +52,12 @@ from headrace_router.placement import (
 from headrace_router.text.bytes import ByteCodec
 
 # What a missing token weighs against a held one, where placement looks at costs at all.
-WEIGHTS = {"KV-aware": 1.0, "KV-aware x4": 4.0, "load only": 0.0}
+WEIGHTS = {
+    **{f"KV-aware, {weight}": float(weight) for weight in (1, 2, 4, 8)},
+    "load only": 0.0,
+}
 WAYS = (*WEIGHTS, "round robin")
-SYSTEM_PROMPTS, SYSTEM_TOKENS = 4, 256
-CONVERSATIONS, TURNS = 24, 6
-TURN_TOKENS, ANSWER_TOKENS = (96, 192), 24
-THINK_S, START_S = 0.5, 2.5
+ANSWER_TOKENS, THINK_S, START_S = 24, 0.5, 2.5
 VOCABULARY = 512
 CACHE_TOKENS = 10_240
 BLOCK_TOKENS = 32
@@ -74,6 +76,29 @@ SETTINGS = (
     ),
     ("decode", "max_requests", "32"),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What conversations are like."""
+
+    conversations: int
+    turns: int
+    turn_tokens: tuple[int, int]
+    systems: int
+    system_tokens: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.conversations} conversations of {self.turns} turns over {self.systems} system "
+            f"prompt{'s' if self.systems > 1 else ''} of {self.system_tokens} tokens"
+        )
+
+
+SHAPES = {
+    "conversations": Shape(24, 6, (96, 192), 4, 256),
+    "one-prompt": Shape(24, 4, (32, 64), 1, 1_024),
+}
 
 
 class RoundRobin(Placement):
@@ -125,26 +150,26 @@ class Conversation:
     turns: tuple[Turn, ...]
 
 
-def make_trace(seed: int, tokens_seed: int) -> list[Conversation]:
+def make_trace(like: Shape, seed: int, tokens_seed: int) -> list[Conversation]:
     """`seed` sets lengths and times, `tokens_seed` the tokens."""
     shape, tokens = random.Random(seed), random.Random(tokens_seed)
 
     def some(count: int) -> tuple[int, ...]:
         return tuple(tokens.randrange(VOCABULARY) for _ in range(count))
 
-    systems = [some(SYSTEM_TOKENS) for _ in range(SYSTEM_PROMPTS)]
+    systems = [some(like.system_tokens) for _ in range(like.systems)]
     return [
         Conversation(
             shape.choice(systems),
             tuple(
                 Turn(
                     shape.expovariate(1 / THINK_S) if number else shape.uniform(0, START_S),
-                    some(shape.randint(*TURN_TOKENS)),
+                    some(shape.randint(*like.turn_tokens)),
                 )
-                for number in range(TURNS)
+                for number in range(like.turns)
             ),
         )
-        for _ in range(CONVERSATIONS)
+        for _ in range(like.conversations)
     ]
 
 
@@ -270,17 +295,17 @@ async def _wait_joined(router: Router, prefill_count: int, decode_count: int) ->
 
 
 async def replay(
-    router: Router, endpoint: str, placement: InTurns, rounds: int
+    router: Router, endpoint: str, placement: InTurns, rounds: range, shape: Shape
 ) -> dict[str, list[Row]]:
     """Every way once a round, the first one of a round another each time."""
     rows: dict[str, list[Row]] = {way: [] for way in WAYS}
     async with open_channel(endpoint) as channel:
         stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
-        for number in range(rounds):
+        for number in rounds:
             shift = number % len(WAYS)
             for way in (*WAYS[shift:], *WAYS[:shift]):
                 placement.way = way
-                trace = make_trace(number, 1_000 * number + WAYS.index(way))
+                trace = make_trace(shape, number, 1_000 * number + WAYS.index(way))
                 tally = Tally()
                 start_s = time.monotonic()
                 async with asyncio.timeout(120), asyncio.TaskGroup() as group:
@@ -304,7 +329,9 @@ def _row(tally: Tally, computed: int) -> Row:
     )
 
 
-async def measure(rounds: int, prefill_count: int, decode_count: int) -> dict[str, list[Row]]:
+async def measure(
+    rounds: range, shape: Shape, prefill_count: int, decode_count: int
+) -> dict[str, list[Row]]:
     """Starts registry and workers as processes, and the router here."""
     topology = Topology(
         engine="sim", prefill_count=prefill_count, decode_count=decode_count, settings=SETTINGS
@@ -325,30 +352,53 @@ async def measure(rounds: int, prefill_count: int, decode_count: int) -> dict[st
             placement = InTurns()
             async with router_of(registry.endpoint, placement) as (router, endpoint):
                 await _wait_joined(router, prefill_count, decode_count)
-                return await replay(router, endpoint, placement, rounds)
+                return await replay(router, endpoint, placement, rounds, shape)
         finally:
             await supervisor.stop()
+
+
+def _with_earlier(file: Path, rows: dict[str, list[Row]]) -> dict[str, list[Row]]:
+    """The rounds in the file and these, which are in the file as well from now on."""
+    known: dict[str, list[dict[str, Any]]] = json.loads(file.read_text()) if file.exists() else {}
+    for way, found in rows.items():
+        known.setdefault(way, []).extend(map(asdict, found))
+    file.write_text(json.dumps(known))
+    return {
+        way: [Row(**{**row, "ttft_s": tuple(row["ttft_s"])}) for row in found]
+        for way, found in known.items()
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--first-round", type=int, default=0, help="its number, which is its seed")
     parser.add_argument("--prefill", type=int, default=2, help="prefill workers")
     parser.add_argument("--decode", type=int, default=4, help="decode workers")
-    parser.add_argument("--output", type=Path, help="folder for placement.md and placement.svg")
+    parser.add_argument(
+        "--keep", type=Path, help="JSON of all rounds so far, to which these are added"
+    )
+    parser.add_argument("--output", type=Path, help="folder for the table and the picture")
+    parser.add_argument("--trace", choices=SHAPES, default="conversations")
     options = parser.parse_args()
-    rows = asyncio.run(measure(options.rounds, options.prefill, options.decode))
+    rounds = range(options.first_round, options.first_round + options.rounds)
+    shape = SHAPES[options.trace]
+    rows: dict[str, list[Row]] = {}
+    if rounds:
+        rows = asyncio.run(measure(rounds, shape, options.prefill, options.decode))
+    if options.keep:
+        rows = _with_earlier(options.keep, rows)
     what = (
-        f"{CONVERSATIONS} conversations of {TURNS} turns over {SYSTEM_PROMPTS} system prompts of {SYSTEM_TOKENS} "
-        f"tokens, {options.prefill} prefill and {options.decode} decode sim workers with room for {CACHE_TOKENS} "
-        f"tokens each, {options.rounds} rounds"
+        f"{shape}, {options.prefill} prefill and {options.decode} decode sim workers with room for {CACHE_TOKENS} "
+        f"tokens each, {max(map(len, rows.values()))} rounds"
     )
     text = render(rows, what)
     print(text)
     if options.output:
         options.output.mkdir(parents=True, exist_ok=True)
-        (options.output / "placement.md").write_text(text)
-        (options.output / "placement.svg").write_text(draw(rows))
+        name = "placement" if options.trace == "conversations" else f"placement_{options.trace}"
+        (options.output / f"{name}.md").write_text(text)
+        (options.output / f"{name}.svg").write_text(draw(rows, str(shape)))
     print(
         f"median round: {statistics.median(row.took_s for found in rows.values() for row in found):.1f} s"
     )

@@ -21,7 +21,8 @@ from headrace_kv.layout import KvLayout, WorkerRef
 from headrace_router.load_table import Flags, LoadTable, Numbers, Worker
 
 EXPLAINED_CANDIDATES: Final = 5
-_DEFAULT_OVERLAP_WEIGHT: Final = 1.0
+# Most of what more weight gains in time to first token, at the balance of less: bench/results/placement.md.
+_DEFAULT_OVERLAP_WEIGHT: Final = 4.0
 
 
 @dataclass(frozen=True, slots=True)
