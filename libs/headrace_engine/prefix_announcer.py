@@ -13,7 +13,7 @@ from headrace.worker.v1 import worker_pb2
 from headrace_common.errors import InternalError, QueueFull
 from headrace_engine.prefix_publisher import PrefixPublisher
 from headrace_kv.layout import WorkerRef
-from headrace_kv.prefix_events import KvEvent, event_to_proto
+from headrace_kv.prefix_events import KvEvent, Tier, event_to_proto
 from headrace_kv.prefix_hash import PrefixHasher
 from headrace_kv.prefix_scope import key_fingerprint, prefix_hasher
 
@@ -31,17 +31,24 @@ class PrefixAnnouncer:
 
     The engine tells it of blocks named by `hasher`, which is there from `begin` on; what was cached before stays
     untold. Changes are numbered and sent together, at most `flush_s` after the first. Nobody who listens slowly holds
-    the engine up: a subscription whose buffer is full ends.
+    the engine up: a subscription whose buffer is full ends. `tiers` are those where the engine keeps blocks.
     """
 
-    def __init__(self, ref: WorkerRef, block_tokens: int, flush_s: float = FLUSH_S) -> None:
+    def __init__(
+        self,
+        ref: WorkerRef,
+        block_tokens: int,
+        flush_s: float = FLUSH_S,
+        tiers: Sequence[Tier] = (Tier.DEVICE,),
+    ) -> None:
         self.ref = ref
         self.block_tokens = block_tokens
         self.hasher: PrefixHasher | None = None
         self.hashing: worker_pb2.KvHashing | None = None
         """How the blocks are named, for those who compare; None before `begin`."""
         self._flush_s = flush_s
-        self._publisher = PrefixPublisher(ref.incarnation)
+        self.tiers = tuple(tiers)
+        self._publisher = PrefixPublisher(ref.incarnation, tiers)
         self._pending: list[_Change] = []
         self._flush: asyncio.TimerHandle | None = None
         self._subscriptions: set[Subscription] = set()
@@ -55,26 +62,26 @@ class PrefixAnnouncer:
             key_fingerprint=key_fingerprint(prefix_hash_key), block_tokens=self.block_tokens
         )
 
-    def stored(self, parent: int | None, hashes: Sequence[int]) -> None:
-        """Consecutive blocks after `parent`, None at the start of a prompt, can be found in the cache now."""
+    def stored(self, parent: int | None, hashes: Sequence[int], tier: Tier = Tier.DEVICE) -> None:
+        """Consecutive blocks after `parent`, None at the start of a prompt, can be found in `tier` now."""
         last = self._pending[-1] if self._pending else None
-        if last is not None and last.kind == "stored" and parent == last.hashes[-1]:
+        if last is not None and last.of == ("stored", tier) and parent == last.hashes[-1]:
             last.hashes.extend(hashes)
         elif hashes:
-            self._add(_Change("stored", parent, list(hashes)))
+            self._add(_Change("stored", parent, list(hashes), tier))
 
-    def removed(self, hashes: Sequence[int]) -> None:
-        """These blocks cannot be found any more."""
+    def removed(self, hashes: Sequence[int], tier: Tier = Tier.DEVICE) -> None:
+        """These blocks cannot be found in `tier` any more."""
         last = self._pending[-1] if self._pending else None
-        if last is not None and last.kind == "removed":
+        if last is not None and last.of == ("removed", tier):
             last.hashes.extend(hashes)
         elif hashes:
-            self._add(_Change("removed", None, list(hashes)))
+            self._add(_Change("removed", None, list(hashes), tier))
 
     def cleared(self) -> None:
         """No block can be found any more."""
         self._pending.clear()
-        self._add(_Change("cleared", None, []))
+        self._add(_Change("cleared", None, [], Tier.DEVICE))
 
     @contextmanager
     def subscribe(self, since_sequence: int) -> Iterator[Subscription]:
@@ -111,19 +118,20 @@ class PrefixAnnouncer:
     def _send_pending(self) -> None:
         self._flush = None
         pending, self._pending = self._pending, []
-        for kind, changes in groupby(pending, key=lambda change: change.kind):
-            for event in self._publish(kind, list(changes)):
+        for (kind, tier), changes in groupby(pending, key=lambda change: change.of):
+            for event in self._publish(kind, tier, list(changes)):
                 if self._subscriptions:
                     message = event_to_proto(event)
                     for subscription in self._subscriptions:
                         subscription.put(message)
 
-    def _publish(self, kind: _Kind, changes: list[_Change]) -> list[KvEvent]:
+    def _publish(self, kind: _Kind, tier: Tier, changes: list[_Change]) -> list[KvEvent]:
         match kind:
             case "stored":
-                return self._publisher.stored_chains([(one.parent, one.hashes) for one in changes])
+                chains = [(one.parent, one.hashes) for one in changes]
+                return self._publisher.stored_chains(chains, tier)
             case "removed":
-                return self._publisher.removed(changes[0].hashes)
+                return self._publisher.removed(changes[0].hashes, tier)
             case "cleared":
                 return self._publisher.cleared()
 
@@ -131,10 +139,10 @@ class PrefixAnnouncer:
 class _Change:
     """Something that the engine has told and nobody has heard yet."""
 
-    __slots__ = ("hashes", "kind", "parent")
+    __slots__ = ("hashes", "of", "parent")
 
-    def __init__(self, kind: _Kind, parent: int | None, hashes: list[int]) -> None:
-        self.kind = kind
+    def __init__(self, kind: _Kind, parent: int | None, hashes: list[int], tier: Tier) -> None:
+        self.of = (kind, tier)
         self.parent = parent
         self.hashes = hashes
 

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from dataclasses import dataclass
 
 from headrace_engine.prefix_announcer import PrefixAnnouncer
 from headrace_engine.sim.sequence import Sequence
+from headrace_kv.prefix_events import Tier
 from headrace_kv.prefix_hash import STATION_BLOCKS
+
+
+@dataclass(slots=True)
+class _Known:
+    """A block that was told of, and in how many tiers it is."""
+
+    name: int
+    parent: int | None
+    tiers: int = 0
 
 
 class Announcements:
@@ -15,7 +26,7 @@ class Announcements:
     def __init__(self, events: PrefixAnnouncer) -> None:
         self._events = events
         # By the engine's own hash of a prefix.
-        self._name_of: dict[int, int] = {}
+        self._known: dict[int, _Known] = {}
 
     def stored(self, sequence: Sequence, indices: Items[int]) -> None:
         """These of the sequence's blocks, ascending, have become findable."""
@@ -27,10 +38,29 @@ class Announcements:
         tokens = sequence.tokens[start * size : (indices[-1] + 1) * size]
         names[start:] = self._events.hasher.hashes(tokens, names[start - 1] if start else None)
         for index in indices:
-            self._name_of[int(sequence.hashes[(index + 1) * size - 1])] = names[index]
-            self._events.stored(names[index - 1] if index else None, [names[index]])
+            prefix = int(sequence.hashes[(index + 1) * size - 1])
+            parent = names[index - 1] if index else None
+            known = self._known.setdefault(prefix, _Known(names[index], parent))
+            known.tiers += 1
+            self._events.stored(parent, [known.name])
 
-    def forgotten(self, prefixes: Items[int]) -> None:
-        """Blocks of these prefixes are findable no more."""
-        names = (self._name_of.pop(prefix, None) for prefix in prefixes)
-        self._events.removed([name for name in names if name is not None])
+    def kept(self, prefixes: Items[int]) -> None:
+        """Blocks of these prefixes, which are findable, are in main memory too."""
+        for prefix in prefixes:
+            known = self._known.get(prefix)
+            if known is not None:
+                known.tiers += 1
+                self._events.stored(known.parent, [known.name], Tier.HOST)
+
+    def forgotten(self, prefixes: Items[int], tier: Tier = Tier.DEVICE) -> None:
+        """Blocks of these prefixes are findable in that tier no more."""
+        gone: list[int] = []
+        for prefix in prefixes:
+            known = self._known.get(prefix)
+            if known is None:
+                continue
+            gone.append(known.name)
+            known.tiers -= 1
+            if not known.tiers:
+                del self._known[prefix]
+        self._events.removed(gone, tier)

@@ -12,15 +12,15 @@ class BlockPool:
     """Counts the holders of blocks 0 to `count`. Blocks with a known prefix stay findable until
     they are needed.
 
-    `on_cleared` is told of blocks whose content is worth nothing any more, `on_forgotten` of
-    prefixes that cannot be found any more.
+    `on_cleared` is told of blocks whose content is worth nothing any more, and before that
+    `on_forgotten` of prefixes that cannot be found any more, and of the blocks that still hold them.
     """
 
     def __init__(
         self,
         count: int,
         on_cleared: Callable[[Sequence[int]], None],
-        on_forgotten: Callable[[Sequence[int]], None] | None = None,
+        on_forgotten: Callable[[Sequence[int], Sequence[int]], None] | None = None,
     ) -> None:
         self.count = count
         self._on_cleared = on_cleared
@@ -104,7 +104,7 @@ class BlockPool:
         for prefix in forgotten:
             del self._block_of[prefix]
         if self._on_forgotten is not None:
-            self._on_forgotten(forgotten)
+            self._on_forgotten(forgotten, victims)
         self._clear(victims)
 
     def _clear(self, block_ids: Sequence[int]) -> None:

@@ -33,6 +33,7 @@ from headrace_engine.interface import (
 from headrace_engine.prefix_announcer import PrefixAnnouncer
 from headrace_engine.sim.faults import SimFaults
 from headrace_engine.sim.handover import Handover
+from headrace_engine.sim.host_tier import open_host_tier
 from headrace_engine.sim.memory import SimMemory
 from headrace_engine.sim.model import SimModel
 from headrace_engine.sim.pools import CachePools
@@ -42,6 +43,7 @@ from headrace_engine.sim.settings import plan_shape
 from headrace_engine.sim.stepper import Stepper
 from headrace_kv.layout import KvDescriptor
 from headrace_kv.local_broadcast import LocalBroadcast
+from headrace_kv.prefix_events import Tier
 from headrace_kv.sender import RankSender, SenderLimits
 from headrace_kv.transfer import Reservation, SendReport
 from headrace_kv.transport.factory import open_transport
@@ -97,9 +99,11 @@ class SimEngine(Engine):
         self._memory = SimMemory(self.model, shape, hash(config.ref))
         local = config.role == "decode" and config.local_broadcast
         layout = self._memory.layout(shape.tensor_parallel_size if local else 1)
-        self.prefix_events = PrefixAnnouncer(config.ref, layout.block_tokens)
+        host = open_host_tier(shape.settings.host_blocks, self._memory)
+        tiers = (Tier.DEVICE,) if host is None else (Tier.DEVICE, Tier.HOST)
+        self.prefix_events = PrefixAnnouncer(config.ref, layout.block_tokens, tiers=tiers)
         self._pools = CachePools(
-            layout.groups, shape.block_counts, self._memory.fill_guard, self.prefix_events
+            layout.groups, shape.block_counts, self._memory.fill_guard, self.prefix_events, host
         )
         self._stepper = Stepper(self.model, self._memory, self._pools, shape, self._faults)
         ranks = []
@@ -308,7 +312,7 @@ class SimEngine(Engine):
     async def _turn(self) -> bool:
         """Admits and computes; False when there is nothing to do."""
         self._admit()
-        ready = [sequence for sequence in self._running if _is_ready(sequence)]
+        ready = [sequence for sequence in self._running if sequence.is_ready]
         shape = self._shape
         chunks = plan_step(ready, shape.max_batched_tokens, shape.span_tokens)
         if not chunks:
@@ -333,10 +337,21 @@ class SimEngine(Engine):
                 return
             self._waiting.popleft()
             self._running.append(sequence)
-            if sequence.handover is not None:
+            copy_s = sequence.copied * self._shape.settings.host_copy_s_per_token
+            if copy_s:
+                sequence.copying = True
+                asyncio.get_running_loop().call_later(copy_s, self._end_copying, sequence)
+            elif sequence.handover is not None:
                 self._stepper.push_cached(sequence)
-            elif sequence.generation is not None and sequence.generation.remote_kv:
+            if sequence.generation is not None and sequence.generation.remote_kv:
                 self._reserve(sequence)
+
+    def _end_copying(self, sequence: Sequence) -> None:
+        """What came from main memory may be used now."""
+        sequence.copying = False
+        if sequence.handover is not None and sequence.is_ready:
+            self._stepper.push_cached(sequence)
+        self._wake.set()
 
     def _reserve(self, sequence: Sequence) -> None:
         start, end = sequence.cached, sequence.prompt_count - 1
@@ -375,12 +390,6 @@ class SimEngine(Engine):
                 queue.remove(sequence)
         self._pools.release(sequence)
         self._wake.set()
-
-
-def _is_ready(sequence: Sequence) -> bool:
-    if sequence.ended or sequence.receiving:
-        return False
-    return sequence.handover is None or not sequence.handover.failed
 
 
 def _call_soon(

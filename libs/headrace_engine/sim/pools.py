@@ -12,15 +12,18 @@ import numpy as np
 from headrace_engine.prefix_announcer import PrefixAnnouncer
 from headrace_engine.sim.announcements import Announcements
 from headrace_engine.sim.blocks import BlockPool
+from headrace_engine.sim.host_tier import Content, HostTier
 from headrace_engine.sim.sequence import Sequence
 from headrace_kv.layout import STATE, CacheGroup
+from headrace_kv.prefix_events import Tier
 
 
 class CachePools:
     """One pool per group: a request gets all that it needs of every group, or nothing.
 
     `on_cleared(group, block_ids)` is told of blocks whose content is worth nothing any more,
-    `prefix_events` of the blocks of the first group, which keeps tokens, that can be found.
+    `prefix_events` of the blocks of the first group, which keeps tokens, that can be found. Those that
+    have to leave go to `host`, of which a cache with one group only may have one.
     """
 
     def __init__(
@@ -29,14 +32,16 @@ class CachePools:
         block_counts: tuple[int, ...],
         on_cleared: Callable[[int, Items[int]], None],
         prefix_events: PrefixAnnouncer,
+        host: HostTier | None = None,
     ) -> None:
         self._groups = groups
+        self._host = host
         self._announcements = Announcements(prefix_events)
         self._pools = tuple(
             BlockPool(
                 count,
                 partial(on_cleared, index),
-                self._announcements.forgotten if index == 0 else None,
+                self._leave_memory if index == 0 else None,
             )
             for index, count in enumerate(block_counts)
         )
@@ -56,6 +61,7 @@ class CachePools:
         """Gives a request its blocks, known ones first; False when there are too few."""
         placed = self._known_blocks(sequence)
         known_tokens = len(placed[0]) * self._groups[0].block_tokens
+        kept = self._kept_blocks(sequence, known_tokens)
         for pool, block_ids in zip(self._pools, placed, strict=True):
             pool.hold(block_ids)
         for group, pool, block_ids in zip(self._groups, self._pools, placed, strict=True):
@@ -67,8 +73,39 @@ class CachePools:
             block_ids.extend(fresh)
         sequence.block_ids_by_group = tuple(tuple(block_ids) for block_ids in placed)
         sequence.block_tables = tuple(np.asarray(block_ids, np.uint64) for block_ids in placed)
-        sequence.cached = sequence.computed = known_tokens
+        sequence.copied = len(kept) * self._groups[0].block_tokens
+        sequence.cached = sequence.computed = known_tokens + sequence.copied
+        self._copy_back(sequence, known_tokens, kept)
         return True
+
+    def _kept_blocks(self, sequence: Sequence, known_tokens: int) -> list[tuple[int, Content]]:
+        """What main memory knows of the prompt after its first `known_tokens`."""
+        if self._host is None:
+            return []
+        size = self._groups[0].block_tokens
+        reusable = sequence.reusable_tokens(self._keeps_state)
+        return self._host.known(sequence.prefixes(size, reusable)[known_tokens // size :])
+
+    def _copy_back(
+        self, sequence: Sequence, known_tokens: int, kept: Items[tuple[int, Content]]
+    ) -> None:
+        if self._host is None or not kept:
+            return
+        size = self._groups[0].block_tokens
+        first = known_tokens // size
+        block_ids = sequence.block_ids_by_group[0][first : first + len(kept)]
+        for block, (_, content) in zip(block_ids, kept, strict=True):
+            self._host.restore(block, content)
+        self.publish(sequence, known_tokens, known_tokens + len(kept) * size)
+
+    def _leave_memory(self, prefixes: Items[int], block_ids: Items[int]) -> None:
+        """Blocks are needed for something else: main memory keeps what they hold, if there is some."""
+        if self._host is not None:
+            fresh = [prefix for prefix in prefixes if prefix not in self._host]
+            given_up = self._host.keep(prefixes, block_ids)
+            self._announcements.kept(fresh)
+            self._announcements.forgotten(given_up, Tier.HOST)
+        self._announcements.forgotten(prefixes)
 
     def _known_blocks(self, sequence: Sequence) -> list[list[int]]:
         """Blocks of the prompt's beginning that every group of tokens knows."""

@@ -31,7 +31,7 @@ class Sequence:
     Exactly one of `handover` (prefill) and `generation` (decode) is set. `ended` forbids any
     further work; the blocks are given back when no step works on the sequence and nothing outside
     reads or writes them. `block_names` are the prefix hashes, as routers know them, of the first
-    blocks.
+    blocks. Of the `cached` tokens, `copied` came from main memory, which takes time: `copying`.
     """
 
     transfer_id: str
@@ -45,6 +45,8 @@ class Sequence:
     block_tables: tuple[U64Array, ...] = ()
     block_names: list[int] = field(default_factory=list)
     cached: int = 0
+    copied: int = 0
+    copying: bool = False
     computed: int = 0
     pushed: int = 0
     chunk_count: int = 0
@@ -63,6 +65,13 @@ class Sequence:
     def pending(self) -> int:
         """Tokens whose KV is still to be computed."""
         return len(self.tokens) - self.computed
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it may be computed: nobody waits for its KV, and nobody has given it up."""
+        if self.ended or self.receiving or self.copying:
+            return False
+        return self.handover is None or not self.handover.failed
 
     @property
     def prompt(self) -> list[int]:

@@ -40,7 +40,9 @@ class SimSettings:
     or all dimensions from the outermost in, as in "block/layer/part/head/token". `interior`:
     "token_outer", or "token_inner" for blocks that can only be copied whole; then both sides need
     the same one. `index_block_tokens`: tokens of one block of the index; 0 for block_tokens.
-    `stages`: pipeline stages, each with tensor_parallel_size ranks.
+    `stages`: pipeline stages, each with tensor_parallel_size ranks. `host_blocks`: blocks that are
+    kept in main memory when they have to leave KV memory, of a model that has nothing but attention;
+    `host_copy_s_per_token`: time that copying them back takes, instead of computing them.
     """
 
     layers: int = 2
@@ -62,6 +64,8 @@ class SimSettings:
     interior: str = TOKEN_OUTER
     index_block_tokens: int = 0
     stages: int = 1
+    host_blocks: int = 0
+    host_copy_s_per_token: float = 0.0
 
     @cached_property
     def caches(self) -> tuple[SimCache, ...]:
@@ -96,6 +100,8 @@ _BOUNDS = {
     "state_heads": (1, 1024),
     "index_block_tokens": (0, 1 << 20),
     "stages": (1, 512),
+    "host_blocks": (0, 1 << 24),
+    "host_copy_s_per_token": (0, 60),
 }
 _PART_BYTES = (1, 65536)
 
@@ -184,6 +190,9 @@ def _contradictions(values: dict[str, Any]) -> list[_Fault]:
         faults.append(("model.head_bytes", settings.head_bytes, "take a multiple of 8"))
     if "head_bytes" in values and settings.parts:
         faults.append(("model.head_bytes", settings.head_bytes, "leave it out: parts say it"))
+    if settings.host_blocks and (settings.index_layers or settings.state_layers):
+        remedy = "leave it out: index_layers and state_layers cannot be kept in main memory"
+        faults.append(("model.host_blocks", settings.host_blocks, remedy))
     if settings.stages > settings.layer_count:
         remedy = f"take 1 to {settings.layer_count}, the number of layers"
         faults.append(("model.stages", settings.stages, remedy))

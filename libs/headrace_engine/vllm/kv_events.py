@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,11 +16,15 @@ import zmq.asyncio
 
 from headrace_common.registry_link import end_task, run_forever
 from headrace_engine.prefix_announcer import PrefixAnnouncer
+from headrace_kv.prefix_events import Tier
 from headrace_kv.prefix_hash import STATION_BLOCKS
 
 log = logging.getLogger(__name__)
 
 UNREAD_BATCHES_MAX: Final = 100_000
+_DEVICE_MEDIUM: Final = "GPU"
+# Of its other media, whatever they are called, vLLM's connectors load blocks as from storage.
+_TIERS: Final = {_DEVICE_MEDIUM: Tier.DEVICE, "CPU": Tier.HOST}
 _ATTENTION_GROUPS: Final = (None, 0)
 
 
@@ -34,7 +38,7 @@ class _Block:
     """A block that vLLM can find, under a hash of its own, in `copies` places.
 
     It is the `offset`th since the station named `station`, None at the start of a prompt; `words` are its token ids and
-    `before` is the block before it, kept while both are of one stretch.
+    `before` is the block before it, kept while both are of one stretch. `copies` counts those in each tier.
     """
 
     name: int
@@ -42,14 +46,20 @@ class _Block:
     offset: int
     words: bytes
     before: _Block | None
-    copies: int = 1
+    copies: list[int] = field(default_factory=lambda: [0] * (max(Tier) + 1))
+
+    @property
+    def parent(self) -> int | None:
+        """The name of the block before it."""
+        return self.before.name if self.before is not None else self.station
 
 
 class VllmPrefixes:
     """Turns vLLM's events, as they were decoded, into what `events` announces.
 
-    A block counts from its first copy to its last. One whose beginning is unknown cannot be named, nor one that depends
-    on more than its tokens.
+    In each tier a block counts from its first copy to its last; tiers that `events` does not have are left out. One
+    whose beginning is unknown cannot be named, nor one that depends on more than its tokens. Some connectors name a
+    block that they have copied by its hash alone, which will do for one that is known.
     """
 
     def __init__(self, events: PrefixAnnouncer) -> None:
@@ -63,10 +73,15 @@ class VllmPrefixes:
         if kind == "AllBlocksCleared":
             self.forget()
         elif event.get("group_idx") in _ATTENTION_GROUPS:
-            if kind == "BlockStored":
-                self._store(event)
+            tier = _TIERS.get(event.get("medium") or _DEVICE_MEDIUM, Tier.DISK)
+            if tier not in self._events.tiers:
+                return
+            if kind == "BlockStored" and event["token_ids"]:
+                self._store(event, tier)
+            elif kind == "BlockStored":
+                self._copy(event["block_hashes"], tier)
             elif kind == "BlockRemoved":
-                self._remove(event)
+                self._remove(event["block_hashes"], tier)
 
     def forget(self) -> None:
         """Nothing is known to be cached any more."""
@@ -86,7 +101,14 @@ class VllmPrefixes:
             )
         return False
 
-    def _store(self, event: Mapping[str, Any]) -> None:
+    def _copy(self, block_hashes: Sequence[int | bytes], tier: Tier) -> None:
+        for block_hash in block_hashes:
+            block = self._blocks.get(block_hash)
+            if block is not None:
+                block.copies[tier] += 1
+                self._events.stored(block.parent, [block.name], tier)
+
+    def _store(self, event: Mapping[str, Any], tier: Tier) -> None:
         hashes, token_ids, size = event["block_hashes"], event["token_ids"], event["block_size"]
         parent_hash = event["parent_block_hash"]
         parent = None if parent_hash is None else self._blocks.get(parent_hash)
@@ -107,31 +129,31 @@ class VllmPrefixes:
         words = array("I", token_ids).tobytes()
         known_words = b"".join(block.words for block in stretch)
         names = self._events.hasher.hashes(known_words + words, station)[len(stretch) :]
-        self._events.stored(parent.name if parent else None, names)
+        self._events.stored(parent.name if parent else None, names, tier)
         last, offset = (stretch[-1], len(stretch)) if stretch else (None, 0)
         for position, (block_hash, name) in enumerate(zip(hashes, names, strict=True)):
             block = self._blocks.get(block_hash)
             if block is None:
                 own = words[4 * size * position : 4 * size * (position + 1)]
                 block = self._blocks[block_hash] = _Block(name, station, offset, own, last)
-            else:
-                block.copies += 1
+            block.copies[tier] += 1
             offset += 1
             last = block
             if offset == STATION_BLOCKS:
                 station, last, offset = name, None, 0
 
-    def _remove(self, event: Mapping[str, Any]) -> None:
+    def _remove(self, block_hashes: Sequence[int | bytes], tier: Tier) -> None:
         gone: list[int] = []
-        for block_hash in event["block_hashes"]:
+        for block_hash in block_hashes:
             block = self._blocks.get(block_hash)
-            if block is None:
+            if block is None or not block.copies[tier]:
                 continue
-            block.copies -= 1
-            if not block.copies:
-                del self._blocks[block_hash]
+            block.copies[tier] -= 1
+            if not block.copies[tier]:
                 gone.append(block.name)
-        self._events.removed(gone)
+                if not any(block.copies):
+                    del self._blocks[block_hash]
+        self._events.removed(gone, tier)
 
 
 class KvEventReader:

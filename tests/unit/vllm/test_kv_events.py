@@ -11,7 +11,7 @@ import pytest
 from headrace_engine.prefix_announcer import PrefixAnnouncer
 from headrace_engine.vllm.kv_events import VllmPrefixes
 from headrace_kv.layout import WorkerRef
-from headrace_kv.prefix_events import unpack_hashes
+from headrace_kv.prefix_events import Tier, unpack_hashes
 from headrace_kv.prefix_scope import prefix_hasher
 
 BLOCK = 4
@@ -48,18 +48,21 @@ def removed(*hashes: int, group: int = 0) -> dict[str, Any]:
 
 
 class Rig:
-    def __init__(self) -> None:
-        self.events = PrefixAnnouncer(WorkerRef("w", "1" * 16), BLOCK, flush_s=0.0)
+    def __init__(self, *tiers: Tier) -> None:
+        self.events = PrefixAnnouncer(
+            WorkerRef("w", "1" * 16), BLOCK, flush_s=0.0, tiers=tiers or (Tier.DEVICE,)
+        )
         self.prefixes = VllmPrefixes(self.events)
 
-    async def announced(self) -> set[int]:
+    async def announced(self, tier: Tier = Tier.DEVICE) -> set[int]:
         await asyncio.sleep(0.01)
         found: set[int] = set()
         with self.events.subscribe(0) as subscription:
             async for message in subscription.messages(1.0):
                 if message.WhichOneof("event") != "snapshot":
                     break
-                found.update(unpack_hashes(message.snapshot.hashes))
+                if int(message.tier) == tier:
+                    found.update(unpack_hashes(message.snapshot.hashes))
         return found
 
 
@@ -143,3 +146,40 @@ async def test_blocks_of_another_size_are_named_once(
     (warning,) = (record.getMessage() for record in caplog.records)
     assert f"blocks of {2 * BLOCK} tokens" in warning
     assert f"blocks of {BLOCK}:" in warning
+
+
+def offloaded(tokens: list[int], first: int, end: int) -> dict[str, Any]:
+    """As OffloadingConnector has it that copies blocks and says no more than their hashes."""
+    return stored(tokens, first, end, medium="CPU", token_ids=[], parent_block_hash=None) | {
+        "block_size": 0
+    }
+
+
+async def test_copies_in_main_memory_are_a_tier_of_their_own() -> None:
+    rig = Rig(Tier.DEVICE, Tier.HOST)
+    rig.events.begin(KEY, "m")
+    tokens = list(range(12 * BLOCK))
+    hashes, known = vllm_hashes(tokens), names(tokens)
+    rig.prefixes.take(stored(tokens, 0, 10))
+    rig.prefixes.take(offloaded(tokens, 0, 6))
+    rig.prefixes.take(stored(tokens, 10, 12, medium="CPU"))
+    for block_hash in reversed(hashes[2:10]):
+        rig.prefixes.take(removed(block_hash) | {"medium": "GPU"})
+    assert await rig.announced() == set(known[:2])
+    # The chain breaks after the sixth: what lies behind cannot be reached.
+    assert await rig.announced(Tier.HOST) == set(known[:6])
+    rig.prefixes.take(removed(*reversed(hashes[1:6])) | {"medium": "CPU"})
+    assert await rig.announced() == set(known[:2])
+    assert await rig.announced(Tier.HOST) == set(known[:2])
+
+
+async def test_copies_in_a_tier_that_is_not_announced_change_nothing(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokens = list(range(4 * BLOCK))
+    rig.prefixes.take(stored(tokens, 0, 4))
+    rig.prefixes.take(offloaded(tokens, 0, 4))
+    rig.prefixes.take(removed(*vllm_hashes(tokens)) | {"medium": "CPU"})
+    rig.prefixes.take(removed(*vllm_hashes(tokens)) | {"medium": "STORAGE"})
+    assert await rig.announced() == set(names(tokens))
+    assert not caplog.records
