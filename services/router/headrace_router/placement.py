@@ -81,10 +81,11 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True)
 class CandidateCost:
-    """One worker's cost and what it is made of, in tokens."""
+    """One worker's cost and what it is made of, in tokens; `weight` is that of a missing one."""
 
     worker_id: str
     cost: float
+    weight: float
     cached_tokens: int
     missing_tokens: int
     held_tokens: int
@@ -94,7 +95,7 @@ class CandidateCost:
     def __str__(self) -> str:
         unfit = f", {self.unfit}" if self.unfit else ""
         return (
-            f"{self.worker_id}: {self.cost:.0f} = {self.missing_tokens} missing "
+            f"{self.worker_id}: {self.cost:.0f} = {self.weight:g} x {self.missing_tokens} missing "
             f"({self.cached_tokens} cached) + {self.held_tokens} held, {self.requests} requests{unfit}"
         )
 
@@ -150,7 +151,9 @@ class KvAware(Placement):
         fit = usable & (unfitness == np.min(unfitness, where=usable, initial=1 << 4))
         row = self._draw(costs, table.requests, fit, policy.temperature)
         remote, why = _remote(request, wish, why, float(missing[row]), bool(paired[row]))
-        shown = _explained(table, costs, missing, wanted, usable, faults, row)
+        shown = _explained(
+            policy.overlap_weight, table, costs, missing, wanted, usable, faults, row
+        )
         return Decision(
             table.workers[row],
             remote,
@@ -217,6 +220,7 @@ _FAULTS = ("suspect", "unreachable", "full", "unpaired")
 
 
 def _explained(
+    weight: float,
     table: LoadTable,
     costs: Numbers,
     missing: Numbers,
@@ -234,6 +238,7 @@ def _explained(
         CandidateCost(
             worker_id=table.workers[row].ref.worker_id,
             cost=float(costs[row]),
+            weight=weight,
             cached_tokens=int(wanted - missing[row]),
             missing_tokens=int(missing[row]),
             held_tokens=int(table.held_tokens[row]),

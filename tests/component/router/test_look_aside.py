@@ -83,7 +83,7 @@ async def test_an_explanation_lists_costs_and_promises_nothing(open_rig: Rig) ->
     chosen = routed.candidates[0]
     assert chosen.worker_id == routed.worker_id
     assert (chosen.missing_tokens, chosen.cached_tokens) == (len(PROMPT) - 1, 0)
-    assert chosen.cost == pytest.approx(chosen.missing_tokens + chosen.held_tokens)
+    assert chosen.cost == pytest.approx(4 * chosen.missing_tokens + chosen.held_tokens)
     assert "local prefill" in routed.explanation
     assert not routed.HasField("direct")
     assert not any(worker.requests for worker in workers)

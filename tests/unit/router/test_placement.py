@@ -77,8 +77,8 @@ def test_the_cost_weighs_what_is_missing_against_what_is_held() -> None:
 def test_a_decision_explains_itself() -> None:
     decision = _choose({"d0": Load(requests=2, held_tokens=60), "d1": Load()}, {"d0": 64})
     assert [str(candidate) for candidate in decision.candidates] == [
-        "d0: 96 = 36 missing (64 cached) + 60 held, 2 requests",
-        "d1: 100 = 100 missing (0 cached) + 0 held, 0 requests",
+        "d0: 204 = 4 x 36 missing (64 cached) + 60 held, 2 requests",
+        "d1: 400 = 4 x 100 missing (0 cached) + 0 held, 0 requests",
     ]
     assert decision.explanation == (
         f"remote prefill: policy; cheapest of 2: {decision.candidates[0]}"
@@ -205,7 +205,7 @@ def test_a_temperature_spreads_over_the_cheap_ones() -> None:
 
 
 def test_the_policy_of_the_registry_comes_with_its_defaults() -> None:
-    assert RoutePolicy.from_proto(registry_pb2.Policy()) == RoutePolicy(0, 1.0, 0.0, None)
+    assert RoutePolicy.from_proto(registry_pb2.Policy()) == RoutePolicy(0, 4.0, 0.0, None)
     policy = registry_pb2.Policy(
         local_prefill_max_tokens=5,
         overlap_weight=0.0,
