@@ -25,6 +25,7 @@ LABELS = {
     schema.SPAN_RESERVE: "reserve",
     schema.SPAN_QUEUE: "queue",
     schema.SPAN_FIRST_TOKEN: "first token",
+    schema.SPAN_SECOND_TOKEN: "second token",
     schema.SPAN_STREAM: "stream",
     schema.SPAN_PREFILL: "prefill",
     schema.SPAN_PREFILL_COMPUTE: "compute",
@@ -32,6 +33,7 @@ LABELS = {
     schema.SPAN_DECODE: "decode",
     schema.SPAN_DECODE_RESERVE: "reserve blocks",
     schema.SPAN_DECODE_KV_WAIT: "kv wait",
+    schema.SPAN_DECODE_TOKEN_WAIT: "token wait",
     schema.SPAN_DECODE_FIRST_TOKEN: "first token",
     schema.SPAN_DECODE_GENERATE: "generate",
 }

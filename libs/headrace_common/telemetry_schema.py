@@ -18,6 +18,8 @@ SPAN_RESERVE: Final = "headrace.reserve"
 SPAN_QUEUE: Final = "headrace.queue"
 # From arrival to the first token.
 SPAN_FIRST_TOKEN: Final = "headrace.first_token"
+# From the first token, when prefill made it, to the second.
+SPAN_SECOND_TOKEN: Final = "headrace.second_token"
 # From the first token to the last.
 SPAN_STREAM: Final = "headrace.stream"
 
@@ -34,7 +36,9 @@ SPAN_DECODE: Final = "headrace.decode"
 SPAN_DECODE_RESERVE: Final = "headrace.decode.reserve"
 # From the reservation to the last expected key.
 SPAN_DECODE_KV_WAIT: Final = "headrace.decode.kv_wait"
-# From complete KV to the first token.
+# From complete KV to hearing the first token that prefill made.
+SPAN_DECODE_TOKEN_WAIT: Final = "headrace.decode.token_wait"
+# From complete KV, and prefill's first token where there is one, to decode's own first token.
 SPAN_DECODE_FIRST_TOKEN: Final = "headrace.decode.first_token"
 # From the first token to the last.
 SPAN_DECODE_GENERATE: Final = "headrace.decode.generate"
@@ -53,6 +57,9 @@ ATTRIBUTE_COMPLETION_TOKENS: Final = "headrace.completion_tokens"
 ATTRIBUTE_FINISH_REASON: Final = "headrace.finish_reason"
 # Which try this is, from 1.
 ATTRIBUTE_ATTEMPT: Final = "headrace.attempt.number"
+# Who made the first token: "prefill" or "decode". The transfer lies within headrace.second_token or
+# headrace.first_token.
+ATTRIBUTE_FIRST_TOKEN: Final = "headrace.first_token_by"
 # Where the prompt is prefilled: "remote" or "local".
 ATTRIBUTE_PLACEMENT: Final = "headrace.placement"
 # Why a decode worker was chosen.

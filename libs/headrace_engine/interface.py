@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from headrace_engine.prefix_announcer import PrefixAnnouncer
@@ -31,10 +31,15 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class PrefillWork:
-    """Compute `token_ids` (the prompt without its last token) and hand [target.start_token, target.end_token) over."""
+    """Compute `token_ids` and hand [target.start_token, target.end_token) over, whose end is theirs.
+
+    With `sampling` they are the whole prompt, and the first token of its answer is chosen too, whatever max_tokens and
+    the stop tokens say; else they are the prompt without its last token, which decode computes.
+    """
 
     token_ids: tuple[int, ...]
     target: TransferTarget
+    sampling: Sampling | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +58,30 @@ class PrefillOutcome:
 
 @dataclass(frozen=True, slots=True)
 class DecodeWork:
-    """Generate from `token_ids`. With `remote_kv` all but the last token's KV comes over the data plane."""
+    """Generate from `token_ids`. With `remote_kv` all but the last token's KV comes over the data plane.
+
+    The last `generated_tokens` of `token_ids`, at least one less than there are, belong to the answer: they count for
+    penalties, max_tokens, which is above them, and the place in a seed's random stream, and are not yielded.
+    With `awaits_first_token`, which needs `remote_kv` and nothing generated, the KV of all tokens comes, and generation
+    goes on after the token that `Engine.first_token` names.
+    """
 
     transfer_id: str
     token_ids: tuple[int, ...]
     sampling: Sampling
     remote_kv: bool
+    generated_tokens: int = 0
+    awaits_first_token: bool = False
+
+    @property
+    def prompt_tokens(self) -> int:
+        """How many of the tokens are the prompt's."""
+        return len(self.token_ids) - self.generated_tokens
+
+    @property
+    def transferable_tokens(self) -> int:
+        """How many of the tokens, the first ones, a prefill worker may hand over."""
+        return len(self.token_ids) - (0 if self.awaits_first_token else 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +140,13 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    async def prefill(self, work: PrefillWork) -> PrefillOutcome:
+    async def prefill(
+        self, work: PrefillWork, on_first_token: Callable[[DecodeTokens], None] | None = None
+    ) -> PrefillOutcome:
         """Computes and sends. Returns when every rank's sender is quiet (I2), and so does its cancellation.
 
+        With `work.sampling`, `on_first_token` gets the one token as soon as it is computed, however much is still to
+        be sent.
         Raises TransferFailed, TransferTimeout, StaleIncarnation, LayoutMismatch or InternalError.
         """
 
@@ -129,12 +156,16 @@ class Engine(ABC):
 
         When the reservation is not empty, no token is computed before `arrived`. Closing the iterator aborts the
         request, but the reservation's blocks stay held until `arrived` or `released` was called (I1). An empty
-        reservation (start_token == end_token) needs neither.
+        reservation (start_token == end_token) needs neither; one that awaits its first token is never empty.
         """
 
     @abstractmethod
     def arrived(self, transfer_id: str) -> None:
         """The KV cache is whole: the request may run."""
+
+    @abstractmethod
+    def first_token(self, transfer_id: str, token_id: int) -> None:
+        """The first token of a request that awaits it, before or after `arrived`; it does not end the answer."""
 
     @abstractmethod
     def released(self, transfer_id: str) -> None:

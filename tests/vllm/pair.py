@@ -116,25 +116,79 @@ class Pair:
             deadline_unix_s=time.time() + timeout_s,
         )
 
-    async def plain(self, prompt: Sequence[int], sampling: Sampling = GREEDY) -> Answer:
-        """The decode engine alone."""
+    async def plain(
+        self, prompt: Sequence[int], sampling: Sampling = GREEDY, generated: Sequence[int] = ()
+    ) -> Answer:
+        """The decode engine alone, after what was generated already."""
         answer = Answer()
-        work = DecodeWork(self.new_transfer_id(), tuple(prompt), sampling, remote_kv=False)
+        work = DecodeWork(
+            self.new_transfer_id(),
+            (*prompt, *generated),
+            sampling,
+            remote_kv=False,
+            generated_tokens=len(generated),
+        )
         async with asyncio.timeout(TIMEOUT_S):
             async for event in self.decode.decode(work):
                 answer.take(event)
         return answer
 
-    async def split(self, prompt: Sequence[int], sampling: Sampling = GREEDY) -> Answer:
-        """Prefill on one engine, decode on the other."""
+    async def split(
+        self, prompt: Sequence[int], sampling: Sampling = GREEDY, generated: Sequence[int] = ()
+    ) -> Answer:
+        """Prefill on one engine, decode on the other, after what was generated already."""
         answer = Answer()
-        work = DecodeWork(self.new_transfer_id(), tuple(prompt), sampling, remote_kv=True)
+        known = (*prompt, *generated)
+        work = DecodeWork(
+            self.new_transfer_id(),
+            known,
+            sampling,
+            remote_kv=True,
+            generated_tokens=len(generated),
+        )
         async with asyncio.timeout(TIMEOUT_S):
             async for event in self.decode.decode(work):
                 answer.take(event)
                 if isinstance(event, Reservation) and event.start_token < event.end_token:
-                    answer.prefill, answer.summary = await self.hand_over(prompt, event)
+                    answer.prefill, answer.summary = await self.hand_over(known, event)
                     self.decode.arrived(work.transfer_id)
+        return answer
+
+    async def split_after_first(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling = GREEDY,
+        *,
+        token_after_kv: bool = False,
+    ) -> Answer:
+        """As `split`, but prefill makes the first token, as the services have it; ends when that ends the answer."""
+        answer = Answer()
+        work = DecodeWork(
+            self.new_transfer_id(), tuple(prompt), sampling, remote_kv=True, awaits_first_token=True
+        )
+        reader = self.decode.decode(work)
+        async with asyncio.timeout(TIMEOUT_S):
+            reservation = await anext(reader)
+            assert isinstance(reservation, Reservation)
+            answer.take(reservation)
+            transfer = self.receiver.reserve(reservation, Deadline.after(TIMEOUT_S))
+            told: asyncio.Future[DecodeTokens] = asyncio.get_running_loop().create_future()
+            task = PrefillWork(tuple(prompt), self.target(reservation), sampling)
+            prefill = asyncio.create_task(self.prefill.prefill(task, told.set_result))
+            first = await told
+            answer.take(first)
+            ends = first.token_ids[0] in sampling.stop_token_ids or sampling.max_tokens == 1
+            if not ends and not token_after_kv:
+                self.decode.first_token(work.transfer_id, first.token_ids[0])
+            answer.prefill, answer.summary = await asyncio.gather(prefill, transfer.wait())
+            self.decode.arrived(work.transfer_id)
+            if not ends:
+                if token_after_kv:
+                    await asyncio.sleep(0.2)
+                    self.decode.first_token(work.transfer_id, first.token_ids[0])
+                async for event in reader:
+                    answer.take(event)
+            await reader.aclose()
         return answer
 
     async def hand_over(

@@ -24,11 +24,13 @@ from headrace_common.errors import (
 from headrace_engine.interface import (
     DecodeEnded,
     DecodeEvent,
+    DecodeTokens,
     DecodeWork,
     Engine,
     EngineUsage,
     PrefillOutcome,
     PrefillWork,
+    Sampling,
 )
 from headrace_engine.prefix_announcer import PrefixAnnouncer
 from headrace_engine.sim.faults import SimFaults
@@ -38,7 +40,12 @@ from headrace_engine.sim.memory import SimMemory
 from headrace_engine.sim.model import SimModel
 from headrace_engine.sim.pools import CachePools
 from headrace_engine.sim.schedule import plan_step
-from headrace_engine.sim.sequence import Sequence, decode_sequence, prefill_sequence
+from headrace_engine.sim.sequence import (
+    FirstToken,
+    Sequence,
+    decode_sequence,
+    prefill_sequence,
+)
 from headrace_engine.sim.settings import plan_shape
 from headrace_engine.sim.stepper import Stepper
 from headrace_kv.layout import KvDescriptor
@@ -136,10 +143,15 @@ class SimEngine(Engine):
             thread=self._sender_thread,
         )
 
-    async def prefill(self, work: PrefillWork) -> PrefillOutcome:
+    async def prefill(
+        self, work: PrefillWork, on_first_token: Callable[[DecodeTokens], None] | None = None
+    ) -> PrefillOutcome:
         self._check_prefill(work)
         handover = Handover(work.target, self._senders, self.descriptor.layout)
-        sequence = prefill_sequence(work, self.model, handover)
+        first_token = None
+        if work.sampling is not None and on_first_token is not None:
+            first_token = FirstToken(self._seeded(work.sampling), on_first_token)
+        sequence = prefill_sequence(work, self.model, handover, first_token)
         self._enqueue(sequence, QueueFull)
         try:
             try:
@@ -189,14 +201,18 @@ class SimEngine(Engine):
     def _enter_decode(self, work: DecodeWork) -> Sequence:
         if not 0 < len(work.token_ids) < self.context_tokens:
             raise InvalidRequest({"token_ids": f"give 1 to {self.context_tokens - 1} tokens"})
-        if work.sampling.max_tokens < 1:
-            raise InvalidRequest({"sampling.max_tokens": "take 1 or more"})
-        sampling = work.sampling
-        if sampling.temperature > 0 and sampling.seed is None:
-            sampling = replace(sampling, seed=self._random.getrandbits(63))
+        if work.sampling.max_tokens <= work.generated_tokens:
+            least = work.generated_tokens + 1
+            raise InvalidRequest({"sampling.max_tokens": f"take {least} or more"})
+        sampling = self._seeded(work.sampling)
         sequence = decode_sequence(work, sampling, self.model, self.context_tokens)
         self._enqueue(sequence, DecodeFull)
         return sequence
+
+    def _seeded(self, sampling: Sampling) -> Sampling:
+        if sampling.temperature > 0 and sampling.seed is None:
+            return replace(sampling, seed=self._random.getrandbits(63))
+        return sampling
 
     def _enqueue(self, sequence: Sequence, full: type[HeadraceError]) -> None:
         if self._closing or self._task is None:
@@ -219,12 +235,21 @@ class SimEngine(Engine):
         if sequence is None:
             return
         sequence.receiving = False
-        end = sequence.prompt_count - 1
+        assert sequence.generation is not None
+        end = sequence.generation.transferable_tokens
         self._corrupt(sequence)
         self._pools.publish(sequence, sequence.computed, end)
         sequence.computed = end
         self._settle(sequence)
         self._wake.set()
+
+    def first_token(self, transfer_id: str, token_id: int) -> None:
+        sequence = self._active.get(transfer_id)
+        generation = sequence.generation if sequence is not None else None
+        if sequence is not None and generation is not None and generation.awaits_first_token:
+            generation.awaits_first_token = False
+            sequence.append(token_id, self.model)
+            self._wake.set()
 
     def released(self, transfer_id: str) -> None:
         sequence = self._receiving(transfer_id)
@@ -354,9 +379,9 @@ class SimEngine(Engine):
         self._wake.set()
 
     def _reserve(self, sequence: Sequence) -> None:
-        start, end = sequence.cached, sequence.prompt_count - 1
-        first, *further = self._pools.blocks_between(sequence, start, end)
         assert sequence.generation is not None
+        start, end = sequence.cached, sequence.generation.transferable_tokens
+        first, *further = self._pools.blocks_between(sequence, start, end)
         sequence.generation.mailbox.put_reservation(
             Reservation(sequence.transfer_id, first, start, end, tuple(further))
         )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from headrace_engine.interface import DecodeWork, PrefillWork, Sampling
+from headrace_engine.interface import DecodeTokens, DecodeWork, PrefillWork, Sampling
 from headrace_engine.sim.handover import Handover
 from headrace_engine.sim.mailbox import Mailbox
 from headrace_engine.sim.mix import U64Array, mix_words
@@ -20,7 +21,17 @@ class Generation:
 
     sampling: Sampling
     remote_kv: bool
+    transferable_tokens: int
+    awaits_first_token: bool = False
     mailbox: Mailbox = field(default_factory=Mailbox)
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """How a prompt that is handed over chooses the first token of its answer, and who is told."""
+
+    sampling: Sampling
+    tell: Callable[[DecodeTokens], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +52,7 @@ class Sequence:
     hash_sum: int
     handover: Handover | None = None
     generation: Generation | None = None
+    first_token: FirstToken | None = None
     block_ids_by_group: tuple[tuple[int, ...], ...] = ()
     block_tables: tuple[U64Array, ...] = ()
     block_names: list[int] = field(default_factory=list)
@@ -75,12 +87,12 @@ class Sequence:
 
     @property
     def prompt(self) -> list[int]:
-        """The tokens that were given."""
+        """The tokens that were asked about."""
         return self.tokens[: self.prompt_count]
 
     @property
     def answer(self) -> list[int]:
-        """The tokens that were generated."""
+        """The tokens that were generated, here or elsewhere."""
         return self.tokens[self.prompt_count :]
 
     def reusable_tokens(self, keeps_state: bool) -> int:
@@ -89,10 +101,13 @@ class Sequence:
         A token that is to be answered is never among them. A state can only be computed from the
         first token on, or handed over with one token at least.
         """
+        generation = self.generation
+        if generation is None:
+            return 0 if keeps_state else self.prompt_count
         if keeps_state:
-            remote = self.generation is not None and self.generation.remote_kv
-            return max(0, self.prompt_count - 2) if remote else 0
-        return self.prompt_count - (1 if self.generation is not None else 0)
+            return max(0, generation.transferable_tokens - 1) if generation.remote_kv else 0
+        # Whoever makes the first token must be handed the prompt.
+        return generation.transferable_tokens - (1 if generation.awaits_first_token else 0)
 
     def prefixes(self, block_tokens: int, token_count: int) -> list[int]:
         """Prefix hashes of the full blocks among the first tokens."""
@@ -110,10 +125,16 @@ class Sequence:
             self.hashes[position] = mix_words(sums)[0]
 
 
-def prefill_sequence(work: PrefillWork, model: SimModel, handover: Handover) -> Sequence:
+def prefill_sequence(
+    work: PrefillWork,
+    model: SimModel,
+    handover: Handover,
+    first_token: FirstToken | None = None,
+) -> Sequence:
     """A prompt that is computed and handed over."""
     sequence = _sequence(work.target.transfer_id, work.token_ids, len(work.token_ids), model)
     sequence.handover = handover
+    sequence.first_token = first_token
     sequence.pushed = work.target.start_token
     return sequence
 
@@ -122,9 +143,12 @@ def decode_sequence(
     work: DecodeWork, sampling: Sampling, model: SimModel, context_tokens: int
 ) -> Sequence:
     """A prompt that is answered. The last token of the answer needs no KV."""
-    total = min(len(work.token_ids) + sampling.max_tokens, context_tokens)
+    total = min(work.prompt_tokens + sampling.max_tokens, context_tokens)
     sequence = _sequence(work.transfer_id, work.token_ids, total - 1, model)
-    sequence.generation = Generation(sampling, work.remote_kv)
+    sequence.prompt_count = work.prompt_tokens
+    sequence.generation = Generation(
+        sampling, work.remote_kv, work.transferable_tokens, work.awaits_first_token
+    )
     return sequence
 
 

@@ -7,12 +7,13 @@ import time
 from collections.abc import Sequence as Items
 
 from headrace_common.errors import InternalError
-from headrace_engine.interface import DecodeEnded
+from headrace_engine.interface import DecodeEnded, DecodeTokens, Sampling
 from headrace_engine.sim.faults import SimFaults
+from headrace_engine.sim.handover import Handover
 from headrace_engine.sim.memory import SimMemory
 from headrace_engine.sim.model import SimModel
 from headrace_engine.sim.pools import CachePools
-from headrace_engine.sim.sampling import choose_token
+from headrace_engine.sim.sampling import Choice, choose_token
 from headrace_engine.sim.schedule import Chunk
 from headrace_engine.sim.sequence import Generation, Sequence
 from headrace_engine.sim.settings import SimSettings, SimShape
@@ -64,8 +65,7 @@ class Stepper:
                 handover.push(layer, sequence.pushed, sequence.computed, block_ids)
             sequence.pushed = sequence.computed
         if not sequence.pending:
-            sequence.compute_end_unix_ns = time.time_ns()
-            handover.finish()
+            self._end_prefill(sequence, handover)
 
     def _raise_fault(self, chunks: Items[Chunk]) -> None:
         for chunk in chunks:
@@ -115,17 +115,30 @@ class Stepper:
         if sequence.handover is not None:
             sequence.pushed = max(sequence.pushed, self._push_end(chunk))
             if not sequence.pending:
-                sequence.compute_end_unix_ns = time.time_ns()
-                sequence.handover.finish()
+                self._end_prefill(sequence, sequence.handover)
         elif not sequence.pending and not sequence.ended:
             assert sequence.generation is not None
             self._generate(sequence, sequence.generation)
 
+    def _end_prefill(self, sequence: Sequence, handover: Handover) -> None:
+        """The prompt is computed; the answer's first token does not wait for what is still to be sent."""
+        sequence.compute_end_unix_ns = time.time_ns()
+        first = sequence.first_token
+        if first is not None and not handover.failed:
+            choice = self._choose(sequence, first.sampling)
+            logprobs = () if choice.logprobs is None else (choice.logprobs,)
+            first.tell(DecodeTokens((choice.token_id,), logprobs))
+        handover.finish()
+
+    def _choose(self, sequence: Sequence, sampling: Sampling) -> Choice:
+        digest = self._memory.digest(sequence.block_ids_by_group, sequence.computed)
+        return choose_token(
+            digest, self._model.vocabulary, sampling, sequence.prompt, sequence.answer
+        )
+
     def _generate(self, sequence: Sequence, generation: Generation) -> None:
         sampling = generation.sampling
-        digest = self._memory.digest(sequence.block_ids_by_group, sequence.computed)
-        answer = sequence.answer
-        choice = choose_token(digest, self._model.vocabulary, sampling, sequence.prompt, answer)
+        choice = self._choose(sequence, sampling)
         generation.mailbox.put_token(choice.token_id, choice.logprobs)
         sequence.append(choice.token_id, self._model)
         stopped = choice.token_id in sampling.stop_token_ids

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from headrace.engine.v1 import link_pb2
 from headrace_common.errors import ConfigError, HeadraceError
+from headrace_engine.vllm import continuation
 from headrace_engine.vllm.failure_note import write_failure
 from headrace_engine.vllm.internals import block_tokens, extra_config, require_vllm
 from headrace_engine.vllm.link_client import Link
@@ -70,6 +72,7 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
                 self._start_scheduler(vllm_config)
             else:
                 self._rank = Rank(self._settings, vllm_config)
+                continuation.install(vllm_config)
         except HeadraceError as exc:
             write_failure(Path(self._settings.link_path), exc)
             raise
@@ -85,6 +88,9 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
         def hear(response: link_pb2.AttachResponse) -> None:
             if response.HasField("arrived"):
                 scheduler.settle(response.arrived.transfer_id, whole=True)
+            elif response.HasField("first_token"):
+                first = response.first_token
+                scheduler.first_token(first.transfer_id, first.token_id)
             elif response.HasField("released"):
                 scheduler.settle(response.released.transfer_id, whole=False)
 
@@ -139,11 +145,14 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
 
     # On the scheduler.
 
+    def on_new_request(self, request: Request) -> None:
+        continuation.begin(request)
+
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int, bool]:
         missing = self._require_scheduler().missing_tokens(
-            request.kv_transfer_params, request.num_prompt_tokens, num_computed_tokens
+            request.kv_transfer_params, request.num_tokens, num_computed_tokens
         )
         return missing, missing > 0
 
@@ -154,8 +163,9 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
             request.request_id,
             request.kv_transfer_params,
             blocks.get_block_ids()[0],
-            request.num_prompt_tokens,
+            request.num_tokens,
             num_external_tokens,
+            partial(continuation.add_first_token, request),
         )
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> HeadraceMetadata:

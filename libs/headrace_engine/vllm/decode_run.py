@@ -39,11 +39,12 @@ class DecodeRun:
         self._told = False
         self._failure: HeadraceError | None = None
         self._changed = asyncio.Event()
+        params = None
+        if work.remote_kv:
+            params = incoming_params(work.transfer_id, work.awaits_first_token)
         self._outputs = llm.generate(
-            {"prompt_token_ids": list(work.token_ids)},
-            sampling_params(
-                work.sampling, incoming_params(work.transfer_id) if work.remote_kv else None
-            ),
+            {"prompt_token_ids": list(work.token_ids[: work.prompt_tokens])},
+            sampling_params(work.sampling, params, work.token_ids[work.prompt_tokens :]),
             work.transfer_id,
         )
         self._next: asyncio.Task[RequestOutput] | None = None

@@ -7,7 +7,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from headrace_common.errors import DuplicateTransfer, InternalError
 from headrace_engine.factory import EngineConfig
 from headrace_engine.interface import (
     DecodeEvent,
+    DecodeTokens,
     DecodeWork,
     Engine,
     EngineUsage,
@@ -101,11 +102,13 @@ class VllmEngine(Engine):
         self._folder = tempfile.TemporaryDirectory(prefix="headrace-", ignore_cleanup_errors=True)
         return Path(self._folder.name) / "link"
 
-    async def prefill(self, work: PrefillWork) -> PrefillOutcome:
+    async def prefill(
+        self, work: PrefillWork, on_first_token: Callable[[DecodeTokens], None] | None = None
+    ) -> PrefillOutcome:
         llm, link = self._require_started()
         transfer_id = work.target.transfer_id
         self._require_new(transfer_id)
-        run = PrefillRun(llm, link, work, self._config.tensor_parallel_size)
+        run = PrefillRun(llm, link, work, self._config.tensor_parallel_size, on_first_token)
         self._prefills[transfer_id] = run
         try:
             return await run.outcome()
@@ -126,6 +129,9 @@ class VllmEngine(Engine):
 
     def arrived(self, transfer_id: str) -> None:
         self._require_started()[1].arrived(transfer_id)
+
+    def first_token(self, transfer_id: str, token_id: int) -> None:
+        self._require_started()[1].first_token(transfer_id, token_id)
 
     def released(self, transfer_id: str) -> None:
         self._require_started()[1].released(transfer_id)

@@ -127,6 +127,11 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
             link_pb2.AttachResponse(released=link_pb2.Released(transfer_id=transfer_id)),
         )
 
+    def first_token(self, transfer_id: str, token_id: int) -> None:
+        """Tells the scheduler the first token of a request that awaits it."""
+        first = link_pb2.FirstToken(transfer_id=transfer_id, token_id=token_id)
+        self._tell(self._scheduler, link_pb2.AttachResponse(first_token=first))
+
     def stop(self, transfer_id: str) -> None:
         """Tells every rank to stop sending a transfer and to report."""
         for peer in self._ranks.values():

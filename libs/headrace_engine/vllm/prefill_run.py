@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError, InternalError, TransferTimeout
-from headrace_engine.interface import PrefillOutcome, PrefillWork, Sampling
+from headrace_engine.interface import DecodeTokens, PrefillOutcome, PrefillWork, Sampling
 from headrace_engine.vllm.reasons import error_of
-from headrace_engine.vllm.sampling import sampling_params
+from headrace_engine.vllm.sampling import sampling_params, tokens_of
 from headrace_engine.vllm.settings import PrefillTimes, outgoing_params
 from headrace_kv.transfer import SendReport
 
@@ -29,11 +31,19 @@ GREEDY_ONE_TOKEN = Sampling(temperature=0.0, max_tokens=1)
 class PrefillRun:
     """`reported` and `lost` are called from the link; `outcome` once."""
 
-    def __init__(self, llm: AsyncLLM, link: LinkServer, work: PrefillWork, rank_count: int) -> None:
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        link: LinkServer,
+        work: PrefillWork,
+        rank_count: int,
+        on_first_token: Callable[[DecodeTokens], None] | None = None,
+    ) -> None:
         self._llm = llm
         self._link = link
         self._work = work
         self._rank_count = rank_count
+        self._on_first_token = on_first_token
         self._reports: dict[int, SendReport] = {}
         self._failure: HeadraceError | None = None
         self._failed = asyncio.Event()
@@ -106,12 +116,18 @@ class PrefillRun:
 
     async def _compute(self) -> PrefillTimes:
         target = self._work.target
-        params = sampling_params(GREEDY_ONE_TOKEN, outgoing_params(target))
+        sampling = GREEDY_ONE_TOKEN
+        if self._work.sampling is not None:
+            # Decode decides what ends an answer.
+            sampling = replace(self._work.sampling, max_tokens=1, stop_token_ids=())
+        params = sampling_params(sampling, outgoing_params(target))
         prompt = {"prompt_token_ids": list(self._work.token_ids)}
         last = None
         try:
             async for output in self._llm.generate(prompt, params, target.transfer_id):
                 last = output
+                if self._on_first_token is not None and output.outputs[0].token_ids:
+                    self._on_first_token(tokens_of(output.outputs[0], sampling.logprobs))
         except HeadraceError:
             raise
         except Exception as exc:

@@ -14,11 +14,23 @@ if TYPE_CHECKING:
 
 
 def sampling_params(
-    sampling: Sampling, kv_transfer_params: Mapping[str, Any] | None
+    sampling: Sampling,
+    kv_transfer_params: Mapping[str, Any] | None,
+    generated: Sequence[int] = (),
 ) -> SamplingParams:
-    """vLLM's settings for tokens as they come, stop tokens included. Raises InvalidRequest when vLLM refuses them."""
+    """vLLM's settings for tokens as they come, stop tokens included, after those that were generated already.
+
+    Raises InvalidRequest when vLLM refuses them.
+    """
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+    from headrace_engine.vllm.continuation import GENERATED_KEY
+
+    extra: dict[str, Any] = {}
+    if kv_transfer_params:
+        extra["kv_transfer_params"] = dict(kv_transfer_params)
+    if generated:
+        extra[GENERATED_KEY] = list(generated)
     try:
         return SamplingParams(
             temperature=sampling.temperature,
@@ -36,9 +48,7 @@ def sampling_params(
             logprobs=sampling.logprobs,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
-            extra_args={"kv_transfer_params": dict(kv_transfer_params)}
-            if kv_transfer_params
-            else None,
+            extra_args=extra or None,
         )
     except ValueError as exc:
         raise InvalidRequest({"sampling": f"vLLM refuses it: {exc}"}) from exc

@@ -33,6 +33,15 @@ class ScheduledRequest:
 
 
 @dataclass(slots=True)
+class _Receive:
+    """`go_on` takes the first token of a request that awaits it; None once it has it, or of one that does not."""
+
+    request_id: str
+    go_on: Callable[[int], None] | None
+    whole: bool = False
+
+
+@dataclass(slots=True)
 class _Send:
     target: TransferTarget
     handed_tokens: int
@@ -46,7 +55,7 @@ class _Send:
 
 
 class SchedulerSide:
-    """Called on the engine's scheduling thread, except `settle`, which any thread may call.
+    """Called on the engine's scheduling thread, except `settle` and `first_token`, which any thread may call.
 
     `on_reserved` gets the blocks of every incoming transfer, an empty Reservation when nothing is missing.
     """
@@ -55,35 +64,40 @@ class SchedulerSide:
         self._block_tokens = block_tokens
         self._on_reserved = on_reserved
         self._sends: dict[str, _Send] = {}
-        self._receives: dict[str, str] = {}
+        self._receives: dict[str, _Receive] = {}
         self._settled: deque[tuple[str, bool]] = deque()
+        self._first_tokens: deque[tuple[str, int]] = deque()
         self._finished_sends: dict[str, str] = {}
 
     def missing_tokens(
-        self, params: MutableMapping[str, Any] | None, prompt_tokens: int, cached_tokens: int
+        self, params: MutableMapping[str, Any] | None, known_tokens: int, cached_tokens: int
     ) -> int:
-        """Tokens after the cached ones that come over the data plane. The last one is always computed here."""
-        if not isinstance(read_params(params), Incoming):
+        """Tokens after the cached ones that come over the data plane. The last one that is known is computed here."""
+        said = read_params(params)
+        if not isinstance(said, Incoming):
             return 0
-        return max(0, prompt_tokens - 1 - cached_tokens)
+        return max(0, _end_token(said, known_tokens) - cached_tokens)
 
     def allocated(
         self,
         request_id: str,
         params: MutableMapping[str, Any] | None,
         block_ids: Sequence[int],
-        prompt_tokens: int,
+        known_tokens: int,
         missing_tokens: int,
+        go_on: Callable[[int], None],
     ) -> None:
-        """The request has blocks for its prompt."""
+        """The request has blocks for the tokens that are known of it; `go_on` adds another one."""
         said = consume_params(params)
         if isinstance(said, TransferTarget):
             self._sends[request_id] = _Send(said, handed_tokens=said.start_token)
         elif said is not None:
-            end = prompt_tokens - 1
+            end = _end_token(said, known_tokens)
             start = end - missing_tokens
             if missing_tokens:
-                self._receives[said.transfer_id] = request_id
+                self._receives[said.transfer_id] = _Receive(
+                    request_id, go_on if said.awaits_first_token else None
+                )
             filled = block_ids[start // self._block_tokens : -(-end // self._block_tokens)]
             self._on_reserved(
                 Reservation(said.transfer_id, tuple(filled) if missing_tokens else (), start, end)
@@ -92,6 +106,10 @@ class SchedulerSide:
     def settle(self, transfer_id: str, whole: bool) -> None:
         """An incoming transfer is over: nothing writes into its blocks any more."""
         self._settled.append((transfer_id, whole))
+
+    def first_token(self, transfer_id: str, token_id: int) -> None:
+        """What a request goes on after that awaits it."""
+        self._first_tokens.append((transfer_id, token_id))
 
     def plan_step(
         self, scheduled: Iterable[ScheduledRequest], preempted_request_ids: Iterable[str]
@@ -107,12 +125,34 @@ class SchedulerSide:
             send = self._sends.get(request.request_id)
             if send is not None:
                 self._plan_send(plan, send, request)
+        self._plan_receives(plan)
+        return plan
+
+    def _plan_receives(self, plan: StepPlan) -> None:
+        """Lets requests run whose transfer is whole, and that await nothing else."""
+        while self._first_tokens:
+            transfer_id, token_id = self._first_tokens.popleft()
+            receive = self._receives.get(transfer_id)
+            if receive is not None and receive.go_on is not None:
+                receive.go_on(token_id)
+                receive.go_on = None
+                self._plan_received(plan, transfer_id, receive)
         while self._settled:
             transfer_id, whole = self._settled.popleft()
-            receiver = self._receives.pop(transfer_id, None)
-            if receiver is not None:
-                (plan.received if whole else plan.failed).append(receiver)
-        return plan
+            receive = self._receives.get(transfer_id)
+            if receive is None:
+                continue
+            if whole:
+                receive.whole = True
+                self._plan_received(plan, transfer_id, receive)
+            else:
+                del self._receives[transfer_id]
+                plan.failed.append(receive.request_id)
+
+    def _plan_received(self, plan: StepPlan, transfer_id: str, receive: _Receive) -> None:
+        if receive.whole and receive.go_on is None:
+            del self._receives[transfer_id]
+            plan.received.append(receive.request_id)
 
     def _plan_send(self, plan: StepPlan, send: _Send, request: ScheduledRequest) -> None:
         if request.replaces_blocks:
@@ -138,8 +178,19 @@ class SchedulerSide:
 
     def finished(self, request_id: str) -> PrefillTimes | None:
         """The request is over. When it was sending, its blocks stay until the ranks say that they are quiet."""
+        for transfer_id, receive in self._receives.items():
+            if receive.request_id == request_id:
+                # Given up: it awaits no token any more, only that nobody writes.
+                receive.go_on = None
+                if receive.whole:
+                    self._settled.append((transfer_id, True))
         send = self._sends.pop(request_id, None)
         if send is None or not send.opened:
             return None
         self._finished_sends[request_id] = send.target.transfer_id
         return PrefillTimes(send.cached_tokens, send.start_unix_ns, time.time_ns())
+
+
+def _end_token(incoming: Incoming, known_tokens: int) -> int:
+    """One past the last token that is transferred."""
+    return known_tokens if incoming.awaits_first_token else known_tokens - 1

@@ -41,14 +41,15 @@ class ConnectorSettings:
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """A decode request whose KV comes over the data plane."""
+    """A decode request whose KV comes over the data plane, of all its tokens when it awaits its first token too."""
 
     transfer_id: str
+    awaits_first_token: bool = False
 
 
-def incoming_params(transfer_id: str) -> dict[str, Any]:
+def incoming_params(transfer_id: str, awaits_first_token: bool = False) -> dict[str, Any]:
     """kv_transfer_params of a decode request that waits for its KV."""
-    return {PARAMS_KEY: {"incoming": transfer_id}}
+    return {PARAMS_KEY: {"incoming": [transfer_id, awaits_first_token]}}
 
 
 def outgoing_params(target: TransferTarget) -> dict[str, Any]:
@@ -64,7 +65,7 @@ def read_params(params: Mapping[str, Any] | None) -> Incoming | TransferTarget |
     if not ours:
         return None
     if "incoming" in ours:
-        return Incoming(ours["incoming"])
+        return Incoming(*ours["incoming"])
     values = dict(ours["outgoing"])
     values["decode"] = WorkerRef(*values["decode"])
     return TransferTarget(**values)

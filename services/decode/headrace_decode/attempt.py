@@ -13,7 +13,12 @@ from google.protobuf import duration_pb2
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import sampling_pb2
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import HeadraceError, InternalError
+from headrace_common.errors import (
+    DuplicateTransfer,
+    HeadraceError,
+    InternalError,
+    InvalidRequest,
+)
 from headrace_common.pacing import LoopLoad
 from headrace_decode.event_buffer import EventBuffer
 from headrace_decode.words import tokens_to_proto
@@ -37,6 +42,7 @@ class Milestones:
     start_unix_ns: int = 0
     reserved_unix_ns: int = 0
     arrived_unix_ns: int = 0
+    told_unix_ns: int = 0
     first_token_unix_ns: int = 0
     last_token_unix_ns: int = 0
     end_unix_ns: int = 0
@@ -102,6 +108,26 @@ class Attempt:
             if ended is not None:
                 yield decode_pb2.GenerateResponse(finished=self._finished(ended))
                 return
+
+    def set_first_token(self, token_id: int) -> None:
+        """The answer's first token, which the caller has from a prefill worker.
+
+        Raises DuplicateTransfer the second time, and InvalidRequest for one that ends the answer, or that nothing waits
+        for because the attempt is about to end.
+        """
+        work = self.work
+        if not work.awaits_first_token or self._closed:
+            raise InvalidRequest({"transfer_id": "waits for no first token"})
+        if self.milestones.told_unix_ns:
+            raise DuplicateTransfer(
+                f"transfer {work.transfer_id} has its first token already",
+                metadata={"transfer_id": work.transfer_id},
+            )
+        room = min(work.sampling.max_tokens, self._engine.context_tokens - len(work.token_ids))
+        if token_id in work.sampling.stop_token_ids or room < 2:
+            raise InvalidRequest({"token_id": "ends the answer; give the attempt up instead"})
+        self.milestones.told_unix_ns = time.time_ns()
+        self._engine.first_token(work.transfer_id, token_id)
 
     async def _reserve(self, events: EventBuffer) -> Reservation:
         """Waits for the engine's blocks and opens the transfer into them."""

@@ -19,6 +19,7 @@ from headrace_common.errors import (
     Draining,
     HeadraceError,
     InternalError,
+    NotFound,
     StaleIncarnation,
     Unauthenticated,
 )
@@ -66,6 +67,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         self._ticket_key = ticket_key
         self._require_ticket = require_ticket
         self._seen = SeenTransfers()
+        self._awaiting: dict[str, Attempt] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._load = LoopLoad()
         self._draining = False
@@ -119,16 +121,19 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
                 return
             await asyncio.sleep(KEY_POLL_S)
 
+    def _check_incarnation(self, meant: str) -> None:
+        if meant != self._ref.incarnation:
+            raise StaleIncarnation(
+                f"the request is meant for incarnation {meant or '(none)'} of "
+                f"{self._ref.worker_id}, this is {self._ref.incarnation}",
+                metadata={"meant": meant, "actual": self._ref.incarnation},
+            )
+
     def _admit(self, request: decode_pb2.GenerateRequest, deadline: Deadline) -> Attempt:
         """Refuses whatever can be refused before anything is spent."""
         if self._draining and self._notice.expired:
             raise Draining(f"{self._ref.worker_id} is shutting down")
-        if request.incarnation != self._ref.incarnation:
-            raise StaleIncarnation(
-                f"the request is meant for incarnation {request.incarnation or '(none)'} of "
-                f"{self._ref.worker_id}, this is {self._ref.incarnation}",
-                metadata={"meant": request.incarnation, "actual": self._ref.incarnation},
-            )
+        self._check_incarnation(request.incarnation)
         self._check_ticket(request)
         work = work_from_proto(request)
         self._seen.check(work.transfer_id)
@@ -136,12 +141,12 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         self._admission.admit(
             work.transfer_id,
             prompt_tokens=len(work.token_ids),
-            max_tokens=work.sampling.max_tokens,
+            max_tokens=work.sampling.max_tokens - work.generated_tokens,
             quarantined_blocks=self._receiver.quarantined_blocks,
         )
         self._seen.remember(work.transfer_id)
         self._idle.clear()
-        return Attempt(
+        attempt = Attempt(
             work,
             engine=self._engine,
             receiver=self._receiver,
@@ -149,6 +154,27 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
             on_settled=lambda: self._settle(work.transfer_id),
             load=self._load,
         )
+        if work.awaits_first_token:
+            self._awaiting[work.transfer_id] = attempt
+        return attempt
+
+    async def SetFirstToken(
+        self,
+        request: decode_pb2.SetFirstTokenRequest,
+        context: grpc.aio.ServicerContext[
+            decode_pb2.SetFirstTokenRequest, decode_pb2.SetFirstTokenResponse
+        ],
+    ) -> decode_pb2.SetFirstTokenResponse:
+        """See decode.proto."""
+        self._check_incarnation(request.incarnation)
+        attempt = self._awaiting.get(request.transfer_id)
+        if attempt is None:
+            raise NotFound(
+                f"no request of transfer {request.transfer_id} waits for its first token",
+                metadata={"transfer_id": request.transfer_id},
+            )
+        attempt.set_first_token(request.token_id)
+        return decode_pb2.SetFirstTokenResponse()
 
     def _check_ticket(self, request: decode_pb2.GenerateRequest) -> None:
         if request.ticket:
@@ -176,6 +202,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
             describe_attempt(self._telemetry, span, attempt, error)
 
     def _settle(self, transfer_id: str) -> None:
+        self._awaiting.pop(transfer_id, None)
         self._admission.settle(transfer_id)
         if self._admission.request_count == 0:
             self._idle.set()

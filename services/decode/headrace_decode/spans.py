@@ -44,6 +44,10 @@ def describe_attempt(
     if attempt.awaits_kv:
         ready_ns = times.arrived_unix_ns
         step(schema.SPAN_DECODE_KV_WAIT, times.reserved_unix_ns, ready_ns, _kv_wait(attempt))
+    if ready_ns and attempt.work.awaits_first_token:
+        told_ns = max(times.told_unix_ns, ready_ns) if times.told_unix_ns else 0
+        step(schema.SPAN_DECODE_TOKEN_WAIT, ready_ns, told_ns, {})
+        ready_ns = told_ns
     if ready_ns:
         step(schema.SPAN_DECODE_FIRST_TOKEN, ready_ns, times.first_token_unix_ns, {})
     if times.first_token_unix_ns:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from headrace_engine.interface import (
     DecodeEvent,
+    DecodeTokens,
     DecodeWork,
     Engine,
     EngineUsage,
@@ -33,13 +34,16 @@ class ScriptedEngine(Engine):
         self.script: asyncio.Queue[DecodeEvent | Exception] = asyncio.Queue()
         self.works: list[DecodeWork] = []
         self.arrived_ids: list[str] = []
+        self.first_tokens: list[tuple[str, int]] = []
         self.released_ids: list[str] = []
         self.closed = 0
 
     async def start(self) -> None:
         """Nothing to load."""
 
-    async def prefill(self, work: PrefillWork) -> PrefillOutcome:
+    async def prefill(
+        self, work: PrefillWork, on_first_token: Callable[[DecodeTokens], None] | None = None
+    ) -> PrefillOutcome:
         raise AssertionError("a decode engine is not asked to prefill")
 
     async def decode(self, work: DecodeWork) -> AsyncIterator[DecodeEvent]:
@@ -55,6 +59,9 @@ class ScriptedEngine(Engine):
 
     def arrived(self, transfer_id: str) -> None:
         self.arrived_ids.append(transfer_id)
+
+    def first_token(self, transfer_id: str, token_id: int) -> None:
+        self.first_tokens.append((transfer_id, token_id))
 
     def released(self, transfer_id: str) -> None:
         self.released_ids.append(transfer_id)

@@ -92,9 +92,18 @@ def decode_work(
     *,
     transfer_id: str = "x1",
     remote_kv: bool = False,
+    generated: tuple[int, ...] = (),
+    awaits_first_token: bool = False,
 ) -> DecodeWork:
     """A decode request, local unless told otherwise."""
-    return DecodeWork(transfer_id, tuple(prompt), sampling, remote_kv)
+    return DecodeWork(
+        transfer_id,
+        (*prompt, *generated),
+        sampling,
+        remote_kv,
+        generated_tokens=len(generated),
+        awaits_first_token=awaits_first_token,
+    )
 
 
 async def answer_of(
@@ -202,13 +211,20 @@ class Pair:
         )
 
     async def generate(
-        self, prompt: list[int], sampling: Sampling = GREEDY, transfer_id: str = "x1"
+        self,
+        prompt: list[int],
+        sampling: Sampling = GREEDY,
+        transfer_id: str = "x1",
+        *,
+        generated: tuple[int, ...] = (),
     ) -> Handed:
         """One request, as the router and both services would run it."""
-        work = decode_work(prompt, sampling, transfer_id=transfer_id, remote_kv=True)
+        work = decode_work(
+            prompt, sampling, transfer_id=transfer_id, remote_kv=True, generated=generated
+        )
         reader = self.decode.decode(work)
         try:
-            return await self._generate(prompt, reader)
+            return await self._generate([*prompt, *generated], reader)
         finally:
             await reader.aclose()  # type: ignore[attr-defined]
 

@@ -7,8 +7,9 @@ import pytest
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import sampling_pb2
 from headrace_common.errors import InvalidRequest
-from headrace_decode.words import sampling_from_proto, tokens_to_proto, work_from_proto
+from headrace_decode.words import tokens_to_proto, work_from_proto
 from headrace_engine.interface import DecodeTokens, Sampling, TokenLogprobs
+from headrace_engine.words import sampling_from_proto
 
 
 def request(**changes: object) -> decode_pb2.GenerateRequest:

@@ -17,11 +17,13 @@ from headrace_common.errors import InternalError, TransferFailed
 from headrace_common.telemetry import Telemetry, init_telemetry
 from headrace_engine.interface import (
     DecodeEvent,
+    DecodeTokens,
     DecodeWork,
     Engine,
     EngineUsage,
     PrefillOutcome,
     PrefillWork,
+    TokenLogprobs,
 )
 from headrace_kv.layout import WorkerRef
 from headrace_kv.transfer import LayerSent
@@ -37,6 +39,7 @@ LAYERS = tuple(
     )
     for layer in range(4)
 )
+FIRST_TOKEN = DecodeTokens((7,), (TokenLogprobs(-0.5, ((7, -0.5),)),))
 OUTCOME = PrefillOutcome(2, 500, 4_000, LAYERS, 321)
 Behaviour = Callable[[PrefillWork], Awaitable[PrefillOutcome]]
 
@@ -50,13 +53,20 @@ class ScriptedEngine(Engine):
     async def start(self) -> None:
         raise AssertionError("not asked for")
 
-    async def prefill(self, work: PrefillWork) -> PrefillOutcome:
+    async def prefill(
+        self, work: PrefillWork, on_first_token: Callable[[DecodeTokens], None] | None = None
+    ) -> PrefillOutcome:
+        if work.sampling is not None and on_first_token is not None:
+            on_first_token(FIRST_TOKEN)
         return await self._behaviour(work)
 
     def decode(self, work: DecodeWork) -> AsyncIterator[DecodeEvent]:
         raise AssertionError("not asked for")
 
     def arrived(self, transfer_id: str) -> None:
+        raise AssertionError("not asked for")
+
+    def first_token(self, transfer_id: str, token_id: int) -> None:
         raise AssertionError("not asked for")
 
     def released(self, transfer_id: str) -> None:

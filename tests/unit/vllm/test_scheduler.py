@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,13 +33,21 @@ def step(
 
 
 def admit_send(scheduler: SchedulerSide, target: TransferTarget, request_id: str = "r") -> None:
-    scheduler.allocated(request_id, outgoing_params(target), (), target.end_token, 0)
+    scheduler.allocated(request_id, outgoing_params(target), (), target.end_token, 0, never)
 
 
-def admit_receive(scheduler: SchedulerSide, prompt: int, cached: int) -> None:
-    params = incoming_params("x1")
+def never(token_id: int) -> None:
+    raise AssertionError("nothing goes on here")
+
+
+def admit_receive(
+    scheduler: SchedulerSide, prompt: int, cached: int, go_on: list[int] | None = None
+) -> None:
+    """With `go_on`, the request awaits its first token, which is added to it."""
+    params = incoming_params("x1", awaits_first_token=go_on is not None)
     missing = scheduler.missing_tokens(params, prompt, cached)
-    scheduler.allocated("r", params, tuple(range(10, 60)), prompt, missing)
+    told = never if go_on is None else go_on.append
+    scheduler.allocated("r", params, tuple(range(10, 60)), prompt, missing, told)
 
 
 def test_all_but_the_last_token_is_missing() -> None:
@@ -72,7 +82,7 @@ def test_nothing_missing_reserves_nothing_and_waits_for_nobody() -> None:
 def test_a_request_is_asked_for_its_cache_once() -> None:
     scheduler, _ = side()
     params: dict[str, Any] = incoming_params("x1") | {"other": 1}
-    scheduler.allocated("r", params, tuple(range(9)), 129, 128)
+    scheduler.allocated("r", params, tuple(range(9)), 129, 128, never)
     assert scheduler.missing_tokens(params, 129, 0) == 0
     assert params == {"other": 1}
 
@@ -215,3 +225,44 @@ def test_params_survive_the_way_through_vllm() -> None:
     target = target_of(32, 77)
     assert read_params(outgoing_params(target)) == target
     assert read_params({}) is None
+
+
+def test_the_whole_prompt_is_missing_where_prefill_makes_the_first_token() -> None:
+    scheduler, reserved = side()
+    assert scheduler.missing_tokens(incoming_params("x1", True), 128, 96) == 32
+    admit_receive(scheduler, prompt=128, cached=96, go_on=[])
+    assert reserved == [Reservation("x1", (13,), 96, 128)]
+
+
+@pytest.mark.parametrize("token_first", [True, False])
+def test_a_request_runs_with_both_its_kv_and_its_first_token(token_first: bool) -> None:
+    scheduler, _ = side()
+    told: list[int] = []
+    admit_receive(scheduler, prompt=130, cached=64, go_on=told)
+    news = [
+        partial(scheduler.first_token, "x1", 7),
+        partial(scheduler.settle, "x1", whole=True),
+    ]
+    for tell, received in zip(news if token_first else news[::-1], ([], ["r"]), strict=True):
+        tell()
+        assert scheduler.plan_step((), ()).received == received
+    assert told == [7]
+    scheduler.first_token("x1", 8)
+    assert scheduler.plan_step((), ()).received == []
+    assert told == [7]
+
+
+def test_a_whole_transfer_of_a_request_given_up_is_over_without_its_first_token() -> None:
+    scheduler, _ = side()
+    admit_receive(scheduler, prompt=130, cached=64, go_on=[])
+    scheduler.settle("x1", whole=True)
+    assert scheduler.plan_step((), ()).received == []
+    assert scheduler.finished("r") is None
+    assert scheduler.plan_step((), ()).received == ["r"]
+
+
+def test_a_failed_transfer_waits_for_no_first_token() -> None:
+    scheduler, _ = side()
+    admit_receive(scheduler, prompt=130, cached=64, go_on=[])
+    scheduler.settle("x1", whole=False)
+    assert scheduler.plan_step((), ()).failed == ["r"]

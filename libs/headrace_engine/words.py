@@ -1,0 +1,41 @@
+"""Between the contract's sampling messages and the engine's values. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headrace.inference.v1 import sampling_pb2
+from headrace_engine.interface import Sampling, TokenLogprobs
+
+
+def sampling_from_proto(
+    params: sampling_pb2.SamplingParams, stop_token_ids: Sequence[int]
+) -> Sampling:
+    """The engine's sampling; absent fields take the defaults that sampling.proto names."""
+    defaults = Sampling()
+    return Sampling(
+        temperature=params.temperature if params.HasField("temperature") else defaults.temperature,
+        top_p=params.top_p if params.HasField("top_p") else defaults.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty
+        if params.HasField("repetition_penalty")
+        else defaults.repetition_penalty,
+        seed=params.seed if params.HasField("seed") else None,
+        max_tokens=params.max_tokens,
+        stop_token_ids=tuple(stop_token_ids),
+        logprobs=params.logprobs if params.HasField("logprobs") else None,
+    )
+
+
+def logprobs_to_proto(logprobs: TokenLogprobs) -> sampling_pb2.TokenLogprobs:
+    """One token's."""
+    return sampling_pb2.TokenLogprobs(
+        logprob=logprobs.logprob,
+        alternatives=[
+            sampling_pb2.TokenAlternative(token_id=token_id, logprob=logprob)
+            for token_id, logprob in logprobs.alternatives
+        ],
+    )

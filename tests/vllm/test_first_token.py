@@ -1,0 +1,173 @@
+"""Answers that were begun elsewhere, compared with those of one vLLM."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from headrace_engine.interface import Sampling
+from tests.vllm.pair import BLOCK_TOKENS, CHUNK_TOKENS, GREEDY, Answer, Pair
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.timeout(180),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+SEEDED = Sampling(
+    temperature=0.9,
+    top_p=0.95,
+    top_k=50,
+    min_p=0.01,
+    presence_penalty=0.7,
+    frequency_penalty=0.5,
+    repetition_penalty=1.3,
+    seed=1234,
+    max_tokens=12,
+    logprobs=2,
+)
+PENALIZED = replace(GREEDY, presence_penalty=1.5, frequency_penalty=1.0, repetition_penalty=1.8)
+SAMPLINGS = {"greedy": replace(GREEDY, logprobs=3), "seeded": SEEDED, "penalized": PENALIZED}
+
+
+def prompt_of(length: int) -> list[int]:
+    """Random tokens that the vocabulary of any model has."""
+    numbers = random.Random(length)
+    return [numbers.randrange(100, 250) for _ in range(length)]
+
+
+def assert_same(answer: Answer, plain: Answer) -> None:
+    """Tokens exactly, log probabilities but for rounding, and the way it ended."""
+    assert answer.token_ids == plain.token_ids
+    assert len(answer.logprobs) == len(plain.logprobs)
+    for one, other in zip(answer.logprobs, plain.logprobs, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
+        assert [token for token, _ in one.alternatives] == [
+            token for token, _ in other.alternatives
+        ]
+    assert answer.end is not None
+    assert plain.end is not None
+    assert answer.end.stopped == plain.end.stopped
+
+
+async def plain_of(pair: Pair, prompt: list[int], sampling: Sampling) -> Answer:
+    plain = await pair.plain(prompt, sampling)
+    await pair.reset()
+    return plain
+
+
+# Continuing.
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize("remote", [False, True], ids=["local", "remote"])
+@pytest.mark.parametrize("generated", [1, 5])
+async def test_an_answer_goes_on_as_if_never_interrupted(
+    pair: Pair, name: str, remote: bool, generated: int
+) -> None:
+    prompt, sampling = prompt_of(70), SAMPLINGS[name]
+    plain = await plain_of(pair, prompt, sampling)
+    run = pair.split if remote else pair.plain
+    rest = await run(prompt, sampling, plain.token_ids[:generated])
+    await pair.reset()
+    plain.token_ids, plain.logprobs = plain.token_ids[generated:], plain.logprobs[generated:]
+    assert_same(rest, plain)
+
+
+@pytest.mark.parametrize("length", [BLOCK_TOKENS * 2 - 2, BLOCK_TOKENS * 2 - 1, BLOCK_TOKENS * 2])
+async def test_answers_go_on_at_the_edges_of_blocks(pair: Pair, length: int) -> None:
+    prompt = prompt_of(length)
+    plain = await plain_of(pair, prompt, GREEDY)
+    for run in (pair.plain, pair.split):
+        rest = await run(prompt, GREEDY, plain.token_ids[:2])
+        again = await run(prompt, GREEDY, plain.token_ids[:2])
+        await pair.reset()
+        assert rest.token_ids == again.token_ids == plain.token_ids[2:]
+
+
+async def test_a_stop_token_and_the_last_token_end_an_answer_that_goes_on(pair: Pair) -> None:
+    prompt = prompt_of(50)
+    plain = await plain_of(pair, prompt, GREEDY)
+    generated = plain.token_ids[:3]
+    last = await pair.plain(prompt, replace(GREEDY, max_tokens=4), generated)
+    assert last.token_ids == plain.token_ids[3:4]
+    assert last.end is not None
+    assert not last.end.stopped
+    stop = replace(GREEDY, stop_token_ids=(plain.token_ids[4],))
+    stopped = await pair.plain(prompt, stop, generated)
+    await pair.reset()
+    assert stopped.token_ids == plain.token_ids[3:5]
+    assert stopped.end is not None
+    assert stopped.end.stopped
+
+
+async def test_a_seed_outlives_the_chunks_of_a_long_prompt(pair: Pair) -> None:
+    """vLLM draws once per chunk, which must not move the seed's stream on."""
+    prompt = prompt_of(2 * CHUNK_TOKENS + 100)
+    chunked = await pair.plain(prompt, SEEDED)
+    # Nearly all of it is cached now, so that there is one chunk.
+    at_once = await pair.plain(prompt, SEEDED)
+    handed = await pair.split_after_first(prompt, SEEDED)
+    await pair.reset()
+    assert chunked.token_ids == at_once.token_ids == handed.token_ids
+
+
+# The first token from prefill.
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize("late", [False, True], ids=["token-first", "kv-first"])
+async def test_prefills_first_token_and_the_rest_are_plain_vllms(
+    pair: Pair, name: str, late: bool
+) -> None:
+    prompt, sampling = prompt_of(300), SAMPLINGS[name]
+    plain = await plain_of(pair, prompt, sampling)
+    answer = await pair.split_after_first(prompt, sampling, token_after_kv=late)
+    await pair.reset()
+    assert_same(answer, plain)
+    assert answer.reservation is not None
+    assert (answer.reservation.start_token, answer.reservation.end_token) == (0, 300)
+
+
+@pytest.mark.parametrize(
+    "length", [1, 2, BLOCK_TOKENS - 1, BLOCK_TOKENS, 4 * BLOCK_TOKENS, 4 * BLOCK_TOKENS - 1]
+)
+async def test_the_first_token_at_the_edges_of_blocks(pair: Pair, length: int) -> None:
+    prompt = prompt_of(length)
+    plain = await plain_of(pair, prompt, GREEDY)
+    # The second time both have most of it cached.
+    for _ in range(2):
+        answer = await pair.split_after_first(prompt)
+        assert_same(answer, plain)
+        assert answer.reservation is not None
+        assert answer.reservation.end_token == length
+    await pair.reset()
+
+
+async def test_two_tokens_and_a_stop_on_the_second(pair: Pair) -> None:
+    prompt = prompt_of(90)
+    plain = await plain_of(pair, prompt, GREEDY)
+    two = await pair.split_after_first(prompt, replace(GREEDY, max_tokens=2))
+    stop = replace(GREEDY, stop_token_ids=(plain.token_ids[1],))
+    stopped = await pair.split_after_first(prompt, stop)
+    await pair.reset()
+    assert two.token_ids == stopped.token_ids == plain.token_ids[:2]
+    assert two.end is not None
+    assert stopped.end is not None
+    assert (two.end.stopped, stopped.end.stopped) == (False, True)
+
+
+async def test_a_first_token_that_ends_the_answer_leaves_nothing_behind(pair: Pair) -> None:
+    """The cache can be emptied only once every block is given back."""
+    prompt = prompt_of(90)
+    plain = await plain_of(pair, prompt, GREEDY)
+    for sampling in (
+        replace(GREEDY, max_tokens=1),
+        replace(GREEDY, stop_token_ids=(plain.token_ids[0],)),
+    ):
+        answer = await pair.split_after_first(prompt, sampling)
+        await pair.reset()
+        assert answer.token_ids == plain.token_ids[:1]
