@@ -3,9 +3,11 @@
     python -m bench.route [--workers 8,64,512] [--blocks 524288] [--rounds 30] [--output bench/results]
 
 Dynamo's columns need `pip install ai-dynamo-runtime==1.6.1` in the environment that runs this; without it they are
-left out. Looked up: how deep each worker holds a prompt, by worker, from hashes that are ready, and from token ids as a
-list (either) or as the u32 array of the tokenizer (ours; the binding takes lists only). Ingested: 32-block events from
-their bytes on the wire (ours protobuf with digests checked, Dynamo's the JSON its binding takes), but not the encoding.
+left out. Looked up: how deep each worker holds a prompt, from hashes that are ready, and from token ids as a list
+(either) or as the u32 array of the tokenizer (ours; the binding takes lists only). Each answers in its own form: ours
+is the array over workers that placement weighs, Dynamo's a dictionary; ours as a dictionary is timed beside it.
+Ingested: 32-block events from their bytes on the wire (ours protobuf with digests checked, Dynamo's the JSON its
+binding takes), but not the encoding.
 Every round takes each way for half a millisecond or once; cells are medians of the rounds' means. Python's garbage
 collector is on. Dynamo's own front end does not go through this binding, and is not what is measured.
 """
@@ -105,17 +107,17 @@ def ingest(workload: Workload, index: PrefixIndex, tree: Any, report: Report) ->
 
 
 def look_up(
-    tokens: Tokens, index: PrefixIndex, tree: Any, rounds: int
+    tokens: Tokens, worker_count: int, index: PrefixIndex, tree: Any, rounds: int
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Medians of lookups with hashes ready, and from tokens, after checking that all ways agree."""
     listed, words, hashes = tokens.tolist(), array("I", tokens.tobytes()), HASHER.hashes(tokens)
     ready: dict[str, Callable[[], object]] = {
-        "ours": lambda: index.scores(index.find(hashes)),
-        "ours, masks": lambda: index.find(hashes),
+        "ours": lambda: index.blocks(index.find(hashes)),
+        "ours, by worker": lambda: index.scores(index.find(hashes)),
     }
     whole: dict[str, Callable[[], object]] = {
-        "ours, list": lambda: index.scores(index.find_prompt(HASHER.lazy(listed))),
-        "ours, array": lambda: index.scores(index.find_prompt(HASHER.lazy(words))),
+        "ours, list": lambda: index.blocks(index.find_prompt(HASHER.lazy(listed))),
+        "ours, array": lambda: index.blocks(index.find_prompt(HASHER.lazy(words))),
     }
     if tree is not None:
         from dynamo.llm import (  # type: ignore[import-not-found, unused-ignore]
@@ -126,10 +128,14 @@ def look_up(
         ready["Dynamo"] = lambda: tree.find_matches(local).scores
         whole["Dynamo"] = lambda: tree.find_matches(local_hashes(listed, BLOCK_TOKENS)).scores
         theirs = {worker_ref(key[0]): depth for key, depth in ready["Dynamo"]().items()}  # type: ignore[attr-defined]
-        if theirs != ready["ours"]():
+        if theirs != ready["ours, by worker"]():
             raise SystemExit("the two indexes disagree")
-    if not ready["ours"]() == whole["ours, list"]() == whole["ours, array"]():
-        raise SystemExit("our own ways disagree")
+    everyone = index.mask(map(worker_ref, range(worker_count)))
+    by_worker = index.scores(index.find(hashes))
+    expected = [by_worker.get(ref, 0) for ref in index.refs(everyone)]
+    for way in (ready["ours"], whole["ours, list"], whole["ours, array"]):
+        if way()[index.slots(everyone)].tolist() != expected:  # type: ignore[index]
+            raise SystemExit("our own ways disagree")
     return in_turns(ready, rounds), in_turns(whole, rounds)
 
 
@@ -147,10 +153,10 @@ def measure(worker_count: int, block_count: int, rounds: int, report: Report) ->
     for size, tokens in PROMPT_TOKENS.items():
         for kind in KINDS:
             query = workload.query(tokens, kind)
-            ready, whole = look_up(query, index, tree, rounds)
+            ready, whole = look_up(query, worker_count, index, tree, rounds)
             report.ready[worker_count, size, kind] = ready
             report.whole[worker_count, size, kind] = whole
-    ready, whole = look_up(workload.graded_tokens, index, tree, rounds)
+    ready, whole = look_up(workload.graded_tokens, worker_count, index, tree, rounds)
     report.ready[worker_count, "8k", "graded"] = ready
     report.whole[worker_count, "8k", "graded"] = whole
     if index.hole_count or index.resync_count:

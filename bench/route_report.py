@@ -47,7 +47,7 @@ def lookup_target(case: Case) -> float:
 
 def render(report: Report) -> str:
     """Markdown."""
-    lines = ["Lookup with hashes ready, µs (by worker; in brackets as masks)", ""]
+    lines = ["Lookup with hashes ready, µs (in brackets as a dictionary by worker)", ""]
     lines += _rows(["workers", "prompt", "ours", "Dynamo", "ratio", "target"])
     for case, cells in report.ready.items():
         ratio = report.ratios(case).get("hashes ready")
@@ -55,7 +55,7 @@ def render(report: Report) -> str:
             [
                 str(case[0]),
                 f"{case[1]} {case[2]}",
-                f"{cells['ours']:.2f} ({cells['ours, masks']:.2f})",
+                f"{cells['ours']:.2f} ({cells['ours, by worker']:.2f})",
                 _figure(cells.get("Dynamo"), ".1f"),
                 _figure(ratio, ".1f"),
                 _against(ratio, lookup_target(case)) if case[2] in {"full", "half"} else "",

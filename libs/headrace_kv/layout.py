@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from headrace.kv.v1 import layout_pb2
 from headrace_common.errors import InternalError, LayoutMismatch
@@ -232,9 +232,8 @@ class KvDescriptor:
     ranks: tuple[RankMemory, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerRef:
-    """Names one incarnation of a worker (I4)."""
+class WorkerRef(NamedTuple):
+    """Names one incarnation of a worker (I4). A tuple, because routing looks it up by the hundred."""
 
     worker_id: str
     incarnation: str

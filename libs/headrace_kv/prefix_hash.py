@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -67,26 +67,41 @@ class PrefixHasher:
         """The same, each computed when somebody looks. `tokens` may not change meanwhile."""
         return PromptHashes(self, tokens, self.root if parent is None else parent)
 
-    def chain_blocks(self, words: memoryview | bytes, parent: int) -> list[int]:
-        """Hashes of blocks one by one. Shape of `words` [blocks, 4 * block_tokens] bytes."""
+    def stations(self, words: memoryview | array[int], parent: int) -> list[int]:
+        """Hashes of stations from one on, of which `parent` is the one before. `words` hold whole stretches."""
+        return _chain(words, self._stretch, parent)
+
+    def between(self, words: memoryview | array[int], parent: int) -> list[int]:
+        """Hashes of the blocks after the station `parent`, up to less than the next. `words` hold whole blocks."""
         return _chain(words, self._block, parent)
 
-    def chain_stations(self, words: memoryview | bytes, parent: int) -> list[int]:
-        """Hashes of stations. Shape of `words` [stations, 4 * block_tokens * STATION_BLOCKS] bytes."""
-        return _chain(words, self._stretch, parent)
+    def blocks(
+        self,
+        words: memoryview | array[int],
+        positions: slice | list[int],
+        parents: Iterable[int],
+    ) -> list[int]:
+        """Hashes of blocks anywhere among `words`, none of them a station, by the hashes of the blocks before them."""
+        parts = np.frombuffer(words, self._block, len(words) // self.block_tokens)
+        return list(map(xxh3_64_intdigest, parts[positions].tolist(), parents))
 
 
 class PromptHashes:
     """A prompt's block hashes, by position, computed when looked at; looking at one computes the stations before."""
 
-    __slots__ = ("_before", "_between", "_hasher", "_tokens", "block_count", "stations")
+    __slots__ = ("_before", "_given", "_hasher", "_words", "block_count", "stations")
 
     def __init__(self, hasher: PrefixHasher, tokens: TokenIds, before: int) -> None:
         self._hasher = hasher
         self._before = before
-        self._tokens = _as_words(tokens)
-        self._between: dict[int, list[int]] = {}
-        self.block_count = len(self._tokens) // hasher.block_tokens
+        # Ids that did not come as words are converted as far as somebody looks.
+        self._given: Sequence[int] = ()
+        self._words: memoryview | array[int]
+        if isinstance(tokens, list | tuple):
+            self._given, self._words = tokens, array("I")
+        else:
+            self._words = _as_words(tokens)
+        self.block_count = (len(self._given) or len(self._words)) // hasher.block_tokens
         self.stations: list[int] = []
 
     def __len__(self) -> int:
@@ -95,10 +110,12 @@ class PromptHashes:
     def __getitem__(self, position: int) -> int:
         stretch, offset = divmod(position, STATION_BLOCKS)
         if offset == STATION_BLOCKS - 1:
-            if stretch >= len(self.stations):
-                self._reach(stretch + 1)
+            self.reach(stretch + 1)
             return self.stations[stretch]
-        return self._between_of(stretch)[offset]
+        size = self._hasher.block_tokens
+        end = (position + 1) * size
+        words = self._converted(end)[end - (offset + 1) * size : end]
+        return self._hasher.between(words, self.before(stretch))[-1]
 
     def all(self) -> list[int]:
         """Every hash."""
@@ -106,63 +123,62 @@ class PromptHashes:
 
     def first(self, count: int) -> list[int]:
         """The hashes of the first `count` blocks, no more than there are."""
-        whole, rest = divmod(count, STATION_BLOCKS)
-        self._reach(whole)
-        hashes: list[int] = []
-        for stretch in range(whole):
-            hashes += self._between_of(stretch)
-            hashes.append(self.stations[stretch])
-        return hashes + self._between_of(whole)[:rest] if rest else hashes
+        hashes = [0] * count
+        self.reach(count // STATION_BLOCKS)
+        hashes[STATION_BLOCKS - 1 :: STATION_BLOCKS] = self.stations[: count // STATION_BLOCKS]
+        parents = [self._before, *self.stations]
+        words = self._converted(count * self._hasher.block_tokens)
+        for offset in range(min(STATION_BLOCKS - 1, count)):
+            positions = slice(offset, count, STATION_BLOCKS)
+            parents = hashes[positions] = self._hasher.blocks(words, positions, parents)
+        return hashes
 
-    def _between_of(self, stretch: int) -> list[int]:
-        between = self._between.get(stretch)
-        if between is None:
-            between = self._between[stretch] = self._hash_between(stretch)
-        return between
-
-    def _reach(self, station_count: int) -> None:
-        """Computes stations up to that many."""
-        size = self._hasher.block_tokens * STATION_BLOCKS
+    def reach(self, station_count: int) -> None:
+        """Computes stations up to that many, of those that there are."""
         start = len(self.stations)
         if start < station_count:
-            words = _word_bytes(self._tokens, start * size, station_count * size)
-            self.stations += self._hasher.chain_stations(words, self._station_before(start))
+            size = self._hasher.block_tokens * STATION_BLOCKS
+            words = self._converted(station_count * size)
+            self.stations += self._hasher.stations(
+                words[start * size : station_count * size], self.before(start)
+            )
 
-    def _hash_between(self, stretch: int) -> list[int]:
-        """Of the blocks after a station up to the next, less that."""
-        size = self._hasher.block_tokens
-        start = stretch * STATION_BLOCKS
-        end = min(start + STATION_BLOCKS - 1, self.block_count)
-        if stretch > len(self.stations):
-            self._reach(stretch)
-        words = _word_bytes(self._tokens, start * size, end * size)
-        return self._hasher.chain_blocks(words, self._station_before(stretch))
+    def before(self, stretch: int) -> int:
+        """The station before a stretch, or what stands for one at the start."""
+        if not stretch:
+            return self._before
+        self.reach(stretch)
+        return self.stations[stretch - 1]
 
-    def _station_before(self, stretch: int) -> int:
-        return self.stations[stretch - 1] if stretch else self._before
+    def following(self, positions: list[int], parents: Iterable[int]) -> list[int]:
+        """The hashes of the blocks at these rising positions, by those of the blocks before them. For no station."""
+        words = self._converted((positions[-1] + 1) * self._hasher.block_tokens)
+        return self._hasher.blocks(words, positions, parents)
+
+    def _converted(self, count: int) -> memoryview | array[int]:
+        """Words, at least that many."""
+        words = self._words
+        if isinstance(words, array) and len(words) < count:
+            words += _packed(self._given[len(words) : count])
+        return words
 
 
-def _chain(words: memoryview | bytes, piece: np.dtype[np.void], parent: int) -> list[int]:
+def _chain(words: memoryview | array[int], piece: np.dtype[np.void], parent: int) -> list[int]:
     # A void array's tolist cuts the buffer into bytes objects without a Python step for each.
     return [
         parent := xxh3_64_intdigest(part, parent) for part in np.frombuffer(words, piece).tolist()
     ]
 
 
-def _as_words(tokens: TokenIds) -> Sequence[int] | memoryview:
-    """Something whose length and slices count token ids."""
-    if isinstance(tokens, list | tuple):
-        return tokens
+def _as_words(tokens: array[int] | bytes | memoryview | NDArray[np.uint32]) -> memoryview:
     view = memoryview(tokens)  # type: ignore[arg-type] # NumPy says so from 3.12 on
     if view.contiguous and (view.format, view.itemsize) in _FORMATS and view.nbytes % 4 == 0:
         return view.cast("B").cast("I")
     raise InternalError(f"token ids in a buffer of format {view.format!r}, {view.nbytes} bytes")
 
 
-def _word_bytes(words: Sequence[int] | memoryview, start: int, end: int) -> memoryview | bytes:
-    if isinstance(words, memoryview):
-        return words[start:end]
+def _packed(token_ids: Sequence[int]) -> array[int]:
     try:
-        return memoryview(array("I", words[start:end]))
+        return array("I", token_ids)
     except (OverflowError, TypeError) as error:
         raise InvalidRequest({"token_ids": f"must be integers of 32 bits: {error}"}) from error

@@ -11,19 +11,21 @@ from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from headrace_common.errors import InternalError
 from headrace_kv.layout import WorkerRef
 from headrace_kv.prefix_events import KvEvent, Tier, unpack_hashes
-from headrace_kv.prefix_hash import STATION_BLOCKS, PromptHashes
+from headrace_kv.prefix_hash import PromptHashes
+from headrace_router.prefix_depths import Depths
 from headrace_router.prefix_feed import Feed, Filling, Holding
 from headrace_router.prefix_slots import SlotPool
-from headrace_router.prefix_table import Depths, PrefixTable
+from headrace_router.prefix_table import PrefixTable
 
 BLOCKS_MAX: Final = 16_000_000
 SLOTS_MAX: Final = 4_096
 SWEEP_BLOCKS: Final = 4_096
-# Whole stretches from station to station; most prompts that nobody knows end here.
-_FIRST_REACH_BLOCKS: Final = 4 * STATION_BLOCKS
 
 
 class ApplyResult(Enum):
@@ -41,14 +43,16 @@ class PrefixIndex:
 
     Each tier keeps at most `blocks_max` blocks; a worker whose blocks do not fit is credited for those that did, until
     there is room again. A worker's bit changes whenever a snapshot replaces its set: masks are valid until the next
-    change of `generation`.
+    change of `generation`. While `change_count` stays, so does every answer.
     """
 
     def __init__(self, blocks_max: int = BLOCKS_MAX, slots_max: int = SLOTS_MAX) -> None:
         self.generation = 0
         self.refused_count = 0
         self.resync_count = 0
-        self._tables: dict[int, PrefixTable] = {tier: PrefixTable(blocks_max) for tier in Tier}
+        self.change_count = 0
+        # A list, because an enumeration's members are slow keys.
+        self._tables = [PrefixTable(blocks_max) for _ in range(max(Tier) + 1)]
         self._blocks_max = blocks_max
         self._slots = SlotPool(slots_max)
         self._feeds: dict[WorkerRef, Feed] = {}
@@ -67,16 +71,16 @@ class PrefixIndex:
     @property
     def block_count(self) -> int:
         """Distinct blocks, each tier's counted apart."""
-        return sum(map(len, self._tables.values()))
+        return sum(map(len, self._tables))
 
     @property
     def hole_count(self) -> int:
         """Lookups that met a hole in some worker's set and went block by block."""
-        return sum(table.hole_count for table in self._tables.values())
+        return sum(table.hole_count for table in self._tables)
 
     def memory_bytes(self) -> int:
         """What the blocks take, by the interpreter's own accounts."""
-        return sum(table.memory_bytes() for table in self._tables.values())
+        return sum(table.memory_bytes() for table in self._tables)
 
     def add_worker(self, ref: WorkerRef) -> int:
         """The worker's slot. It gets no credit before its first snapshot is whole."""
@@ -99,6 +103,7 @@ class PrefixIndex:
         """No credit until its set is known again: its stream has been silent for too long."""
         feed = self._feeds.get(ref)
         if feed is not None:
+            self.change_count += 1
             self._live &= ~feed.current.bit
 
     def resume_after(self, ref: WorkerRef) -> int:
@@ -115,36 +120,37 @@ class PrefixIndex:
         """The workers of a mask that `find` returned."""
         return self._slots.refs(mask)
 
+    def slots(self, mask: int) -> NDArray[np.intp]:
+        """Where `blocks` has these workers, in the order of `refs`."""
+        return self._slots.slots(mask)
+
     def find(self, hashes: Sequence[int], candidates: int = -1, tier: Tier = Tier.DEVICE) -> Depths:
-        """How many of these blocks, from the first on, each worker of the mask holds; those with none are left out."""
+        """How many of these blocks, from the first on, each worker of the mask holds; those with none are left out.
+
+        Depths come in no order.
+        """
         return self._tables[tier].find(hashes, candidates & self._live)
 
     def find_prompt(
         self, prompt: PromptHashes, candidates: int = -1, tier: Tier = Tier.DEVICE
     ) -> Depths:
         """The same of a prompt, hashing no further than any worker's blocks reach (and up to as far again)."""
-        table = self._tables[tier]
-        among = candidates & self._live
-        reach = _FIRST_REACH_BLOCKS
-        while reach < prompt.block_count and table.holders(prompt[reach - 1]) & among:
-            reach *= 2
-        return table.find(prompt, among, min(reach, prompt.block_count))
+        return self._tables[tier].find_prompt(prompt, candidates & self._live)
 
     def scores(self, depths: Depths) -> dict[WorkerRef, int]:
         """The same by worker."""
-        if len(depths) == 1:
-            ((blocks, mask),) = depths
-            return self._slots.scored(mask, blocks)
-        scores: dict[WorkerRef, int] = {}
-        for blocks, mask in depths:
-            scores.update(self._slots.scored(mask, blocks))
-        return scores
+        return self._slots.scored(depths)
+
+    def blocks(self, depths: Depths) -> NDArray[np.float64]:
+        """The same by slot, 0 where `depths` says nothing. Shape [slot]; `slots` tells which are whose."""
+        return self._slots.blocks(depths)
 
     def apply(self, ref: WorkerRef, event: KvEvent) -> ApplyResult:
         """Takes one message of the worker's stream, in whatever order it came."""
         feed = self._feeds.get(ref)
         if feed is None or event.incarnation != ref.incarnation:
             return ApplyResult.IGNORED
+        self.change_count += 1
         return self._handlers[event.kind](feed, event)
 
     def sweep(self, budget: int = SWEEP_BLOCKS) -> bool:
@@ -156,9 +162,9 @@ class PrefixIndex:
             if not self._slots.retired:
                 return False
             self._sweeping = self._slots.retired
-            for table in self._tables.values():
+            for table in self._tables:
                 table.start_sweep()
-        for table in self._tables.values():
+        for table in self._tables:
             budget -= table.sweep(self._sweeping, budget) if budget > 0 else 0
         if budget > 0:
             self._slots.reclaim(self._sweeping)
@@ -223,7 +229,7 @@ class PrefixIndex:
         if feed.broken or event.sequence > current.sequence:
             return self._needs_resync()
         if current.truncated:
-            if max(map(len, self._tables.values())) * 10 < self._blocks_max * 9:
+            if max(map(len, self._tables)) * 10 < self._blocks_max * 9:
                 feed.broken = True
                 return self._needs_resync()
             self._live |= current.bit
@@ -277,6 +283,7 @@ class PrefixIndex:
 
     def _retire(self, filling: Filling) -> None:
         self.generation += 1
+        self.change_count += 1
         self._live &= ~filling.bit
         self._slots.retire(filling.slot)
 

@@ -23,8 +23,8 @@ from headrace_kv.prefix_hash import PrefixHasher, PromptHashes, TokenIds
 from headrace_kv.prefix_scope import key_fingerprint, prefix_hasher
 from headrace_router.kv_event_feed import SILENCE_S, KvEventFeed
 from headrace_router.load_table import LoadTable, Numbers
+from headrace_router.prefix_depths import Depths
 from headrace_router.prefix_index import SLOTS_MAX, PrefixIndex
-from headrace_router.prefix_table import Depths
 
 _LOG = logging.getLogger(__name__)
 
@@ -55,7 +55,6 @@ class _Rows:
 
     table: LoadTable
     generation: int
-    mask: int
     slots: NDArray[np.intp]
     rows: NDArray[np.intp]
 
@@ -135,13 +134,9 @@ class PrefixIndexes:
         if table.workers:
             for scope, prompt in self._prompts(table.workers[0].model, token_ids):
                 places = scope.places(table)
-                if places.mask:
-                    blocks = self._credited(
-                        [
-                            _blocks_by_slot(depths, places.mask)
-                            for depths in scope.depths(prompt, places.mask)
-                        ]
-                    )
+                if len(places.rows):
+                    tiers = [scope.index.blocks(depths) for depths in scope.depths(prompt)]
+                    blocks = self._credited(tiers)
                     found[places.rows] = blocks[places.slots] * scope.block_tokens
         return found
 
@@ -151,7 +146,8 @@ class PrefixIndexes:
         """The same for a few workers of a model, whatever their role; those that hold none are left out."""
         found: dict[WorkerRef, int] = {}
         for scope, prompt in self._prompts(model, token_ids):
-            device, *slower = scope.depths(prompt, scope.among(refs))
+            among = scope.among(refs)
+            device, *slower = (_only(among, depths) for depths in scope.depths(prompt))
             if not any(slower):
                 found |= scope.index.scores(
                     [(blocks * scope.block_tokens, mask) for blocks, mask in device]
@@ -241,6 +237,9 @@ class _Scope:
         self._rows: _Rows | None = None
         self._tokens: object = None
         self._prompt: PromptHashes | None = None
+        self._found: list[Depths] = []
+        self._found_for: PromptHashes | None = None
+        self._found_at = 0
         self._refs: object = None
         self._refs_generation = 0
         self._refs_mask = 0
@@ -270,9 +269,15 @@ class _Scope:
             self._hasher = prefix_hasher(key, self._model, self.block_tokens)
         return self._hasher
 
-    def depths(self, prompt: PromptHashes, among: int) -> list[Depths]:
-        """By tier, fastest first, how deep the workers of the mask hold the prompt."""
-        return [self.index.find_prompt(prompt, among, tier) for tier in Tier]
+    def depths(self, prompt: PromptHashes) -> list[Depths]:
+        """By tier, fastest first, how deep anybody holds the prompt.
+
+        Remembered while nothing changes: a request asks for its decode and its prefill workers in a row.
+        """
+        if self._found_for is not prompt or self._found_at != self.index.change_count:
+            self._found = [self.index.find_prompt(prompt, tier=tier) for tier in Tier]
+            self._found_for, self._found_at = prompt, self.index.change_count
+        return self._found
 
     def places(self, table: LoadTable) -> _Rows:
         """Remembered for as long as neither the table nor anybody's slot changes."""
@@ -294,29 +299,13 @@ class _Scope:
         return _Rows(
             table=table,
             generation=self.index.generation,
-            mask=mask,
-            slots=np.flatnonzero(_bits([mask], mask)[0]),
+            slots=self.index.slots(mask),
             rows=np.array([row_of[ref] for ref in self.index.refs(mask)], np.intp),
         )
 
 
-def _bits(masks: Sequence[int], widest: int) -> NDArray[np.uint8]:
-    """One row for each mask, of ones and zeros by slot. No mask is wider than `widest`."""
-    nbytes = -(-widest.bit_length() // 8)
-    packed = np.frombuffer(b"".join(mask.to_bytes(nbytes, "little") for mask in masks), np.uint8)
-    return np.unpackbits(packed.reshape(len(masks), nbytes), axis=1, bitorder="little")
-
-
-def _blocks_by_slot(depths: Depths, widest: int) -> Numbers:
-    """The depths of a lookup. Shape [slot]."""
-    if not depths:
-        return np.zeros(-(-widest.bit_length() // 8) * 8)
-    # A product, because no slot is in two masks: it takes a tenth of the time of finding the ones.
-    counts = np.array([blocks for blocks, _ in depths], np.float32)
-    found: Numbers = np.asarray(
-        counts @ _bits([mask for _, mask in depths], widest).astype(np.float32), np.float64
-    )
-    return found
+def _only(among: int, depths: Depths) -> Depths:
+    return [(blocks, mask & among) for blocks, mask in depths if mask & among]
 
 
 def _hashing_in_words(hashing: worker_pb2.KvHashing) -> str:

@@ -12,14 +12,12 @@ from collections.abc import Sequence
 from itertools import repeat
 from typing import Final
 
-from headrace_kv.prefix_hash import STATION_BLOCKS, PromptHashes
+from headrace_kv.prefix_hash import PromptHashes
+from headrace_router.prefix_depths import Depths, depths_of_hashes, depths_of_prompt, walked
 
 # What one hash takes as a key: an integer of three digits, rounded up to the allocator's step.
 _KEY_BYTES: Final = 48
 _SHARED_MASKS_MAX: Final = 65_536
-
-Depths = list[tuple[int, int]]
-"""(blocks, mask): the workers of `mask` hold exactly the first `blocks` blocks. Deepest first, masks disjoint."""
 
 
 class PrefixTable:
@@ -76,32 +74,46 @@ class PrefixTable:
             self._mask_of.update(zip(hashes, repeat(self._share(old ^ bit)), strict=False))
         return len(hashes)
 
-    def find(
-        self, hashes: Sequence[int] | PromptHashes, among: int, count: int | None = None
-    ) -> Depths:
-        """How deep each worker of the mask `among` holds this chain of blocks, or the first `count` of them."""
-        if count is None:
-            count = len(hashes)
-        if not count:
+    def find(self, hashes: Sequence[int], among: int) -> Depths:
+        """How deep each worker of the mask `among` holds this chain of blocks."""
+        if not hashes:
             return []
-        get = self._mask_of.get
-        first = get(hashes[0], 0) & among
+        mask_of = self._mask_of.get
+        known = mask_of(hashes[0], 0)
+        first = known & among
         if not first:
             return []
-        end = get(hashes[count - 1], 0) & first
+        end = mask_of(hashes[-1], 0) & first
         # Another block every time, so that a set with a hole is found out soon.
         self._probe = probe = self._probe + 7919 & 0xFFFF_FFFF
-        if get(hashes[probe % count], 0) & end != end:
-            self.hole_count += 1
-            return self._walk(hashes, first, count)
-        if end == first:
-            return [(count, first)]
-        found = self._halve(hashes, first, end, count)
-        return self._walk(hashes, first, count) if found is None else found
+        if mask_of(hashes[probe % len(hashes)], 0) & end == end:
+            if end == first:
+                return [(len(hashes), first)]
+            found = depths_of_hashes(mask_of, hashes, known, first, end)
+            if found is not None:
+                return found
+        self.hole_count += 1
+        return walked(mask_of, hashes, first)
 
-    def holders(self, block: int) -> int:
-        """The mask of one block, retired bits included."""
-        return self._mask_of.get(block, 0)
+    def find_prompt(self, prompt: PromptHashes, among: int) -> Depths:
+        """The same of a prompt, hashing little more of it than the answer needs."""
+        if not prompt.block_count or not self._mask_of:
+            return []
+        mask_of = self._mask_of.get
+        known = mask_of(prompt[0], 0)
+        first = known & among
+        if not first:
+            return []
+        found, reach = depths_of_prompt(mask_of, prompt, known, first)
+        if found is not None:
+            end = found[-1][1] if found[-1][0] == reach else 0
+            if not end:
+                return found
+            self._probe = probe = self._probe + 7919 & 0xFFFF_FFFF
+            if mask_of(prompt[probe % reach], 0) & end == end:
+                return found
+        self.hole_count += 1
+        return walked(mask_of, prompt.first(reach), first)
 
     def start_sweep(self) -> None:
         """Every block that is there now is to be looked at by `sweep`."""
@@ -172,59 +184,3 @@ class PrefixTable:
                 del mask_of[block]
             dropped += 1
         return dropped
-
-    def _halve(
-        self, hashes: Sequence[int] | PromptHashes, first: int, end: int, count: int
-    ) -> Depths | None:
-        """Finds every depth at which the mask shrinks, from `first` to `end`.
-
-        None if it ever grows, or shrinks at so many depths that walking is quicker.
-        """
-        get = self._mask_of.get
-        depths: Depths = [(count, end)] if end else []
-        spans = [(0, first, count - 1, end)]
-        probes_left = 16 + count // 4
-        while spans:
-            low, low_mask, high, high_mask = spans.pop()
-            if high - low == 1:
-                depths.append((high, low_mask ^ high_mask))
-                continue
-            probes_left -= 1
-            if not probes_left:
-                return None
-            middle = low + high >> 1
-            if high - low > STATION_BLOCKS:
-                # Stations are cheap to name in a prompt that is hashed as it is looked up.
-                middle |= STATION_BLOCKS - 1
-                if middle >= high:
-                    middle -= STATION_BLOCKS
-            mask = get(hashes[middle], 0) & low_mask
-            if mask & high_mask != high_mask:
-                self.hole_count += 1
-                return None
-            if mask != low_mask:
-                spans.append((low, low_mask, middle, mask))
-            if mask != high_mask:
-                spans.append((middle, mask, high, high_mask))
-        return depths
-
-    def _walk(self, hashes: Sequence[int] | PromptHashes, holders: int, count: int) -> Depths:
-        """Block by block: what `find` must equal, and the way out when some set has a hole."""
-        if isinstance(hashes, PromptHashes):
-            hashes = hashes.first(count)
-        depths: Depths = []
-        last = -1
-        for depth, mask in enumerate(map(self._mask_of.get, hashes[:count], repeat(0))):
-            if mask is last:
-                continue
-            last = mask
-            still = mask & holders
-            if still != holders:
-                depths.append((depth, holders ^ still))
-                holders = still
-                if not still:
-                    break
-        if holders:
-            depths.append((count, holders))
-        depths.reverse()
-        return depths

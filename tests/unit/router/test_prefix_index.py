@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,10 +15,12 @@ from headrace_engine.prefix_publisher import SNAPSHOT_HASHES_MAX, PrefixPublishe
 from headrace_kv.layout import WorkerRef
 from headrace_kv.prefix_events import KvEvent, Tier, pack_hashes
 from headrace_kv.prefix_hash import PrefixHasher
+from headrace_router.prefix_depths import Depths
 from headrace_router.prefix_index import ApplyResult, PrefixIndex
-from headrace_router.prefix_table import Depths, PrefixTable
+from headrace_router.prefix_table import PrefixTable
 
 A, B, C = (WorkerRef(name, "1") for name in "abc")
+HASHER = PrefixHasher(3, 1)
 CHAIN = [(n + 1) * 0x9E3779B97F4A7C15 % 2**64 for n in range(2_000)]
 
 
@@ -54,7 +57,7 @@ def naive_depths(table: dict[int, int], hashes: Sequence[int], among: int) -> di
 
 
 def by_slot(depths: Depths) -> dict[int, int]:
-    assert [blocks for blocks, _ in depths] == sorted({b for b, _ in depths}, reverse=True)
+    assert len({blocks for blocks, _ in depths}) == len(depths)
     return {
         slot: blocks
         for blocks, mask in depths
@@ -64,20 +67,67 @@ def by_slot(depths: Depths) -> dict[int, int]:
 
 
 @given(
-    held=st.lists(st.integers(0, 70), min_size=1, max_size=40),
-    count=st.integers(0, 70),
-    among=st.integers(0, 2**40 - 1),
+    held=st.lists(st.integers(0, 300), min_size=1, max_size=40)
+    | st.lists(st.sampled_from([7, 8, 9, 64, 130]), min_size=1, max_size=40),
+    count=st.integers(0, 300),
+    among=st.integers(0, 2**40 - 1) | st.just(-1),
 )
-def test_halving_finds_what_walking_finds(held: list[int], count: int, among: int) -> None:
+def test_every_way_finds_what_walking_finds(held: list[int], count: int, among: int) -> None:
     table = PrefixTable(1_000)
+    tokens = np.arange(300, dtype=np.uint32)
+    chain = HASHER.hashes(tokens)
     naive: dict[int, int] = {}
     for slot, depth in enumerate(held):
-        assert table.add(1 << slot, CHAIN[:depth]) == (depth, 0)
-        for block in CHAIN[:depth]:
+        assert table.add(1 << slot, chain[:depth]) == (depth, 0)
+        for block in chain[:depth]:
             naive[block] = naive.get(block, 0) | 1 << slot
-    found = table.find(CHAIN[:count], among)
-    assert by_slot(found) == naive_depths(naive, CHAIN[:count], among)
+    expected = naive_depths(naive, chain[:count], 2**40 - 1 & among)
+    assert by_slot(table.find(chain[:count], among)) == expected
+    assert by_slot(table.find_prompt(HASHER.lazy(tokens[:count]), among)) == expected
     assert table.hole_count == 0
+
+
+@given(
+    held=st.lists(st.sets(st.integers(0, 59)), min_size=1, max_size=12),
+    blocks_from=st.integers(0, 3),
+    count=st.integers(1, 60),
+    among=st.integers(1, 2**12 - 1),
+)
+def test_holes_never_hide_a_depth_or_stop_a_lookup(
+    held: list[set[int]], blocks_from: int, count: int, among: int
+) -> None:
+    table = PrefixTable(1_000)
+    tokens = np.arange(60, dtype=np.uint32)
+    chain = HASHER.hashes(tokens)
+    naive: dict[int, int] = {}
+    for slot, lacking in enumerate(held):
+        blocks = [chain[n] for n in range(60) if n < blocks_from or n not in lacking]
+        table.add(1 << slot, blocks)
+        for block in blocks:
+            naive[block] = naive.get(block, 0) | 1 << slot
+    least = naive_depths(naive, chain[:count], among)
+    for found in (
+        by_slot(table.find(chain[:count], among)),
+        by_slot(table.find_prompt(HASHER.lazy(tokens[:count]), among)),
+    ):
+        assert found.keys() == least.keys()
+        for slot, depth in found.items():
+            # A hole that no lookup met may credit too much, but only up to a block that the worker holds.
+            assert depth == least[slot] or naive[chain[depth - 1]] >> slot & 1
+
+
+@given(held=st.lists(st.integers(0, 9), min_size=1, max_size=70))
+def test_depths_by_slot_are_those_by_worker(held: list[int]) -> None:
+    index = PrefixIndex()
+    refs = [WorkerRef("w", str(number)) for number in range(len(held))]
+    for ref, depth in zip(refs, held, strict=True):
+        join(index, ref, CHAIN[:depth])
+    found = index.find(CHAIN)
+    slots = index.slots(index.mask(refs)).tolist()
+    assert index.blocks(found)[slots].tolist() == [
+        index.scores(found).get(ref, 0) for ref in index.refs(index.mask(refs))
+    ]
+    assert index.scores(found) == {r: d for r, d in zip(refs, held, strict=True) if d}
 
 
 def test_a_hole_in_a_set_is_met_by_a_probe_and_walked_around() -> None:
@@ -127,7 +177,7 @@ def test_a_prompt_is_hashed_no_further_than_blocks_reach() -> None:
     assert len(prompt.stations) == 8
     missed = hasher.lazy([9, *tokens])
     assert index.find_prompt(missed) == []
-    assert len(missed.stations) == 4
+    assert len(missed.stations) == 0
     assert index.find_prompt(hasher.lazy(tokens[:3])) == []
 
 
@@ -268,6 +318,6 @@ def test_the_garbage_collector_never_walks_the_blocks() -> None:
     join(index, B, CHAIN[:1_000])
     index.remove_worker(A)
     sweep(index)
-    tables = index._tables.values()
+    tables = index._tables
     assert not any(gc.is_tracked(table._mask_of) for table in tables)
     assert not any(gc.is_tracked(table._shared) for table in tables)
