@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -13,8 +12,8 @@ from headrace_kv.layout import WorkerRef
 from headrace_router.prefix_depths import Depths
 
 _REMEMBERED_MASKS_MAX: Final = 4_096
-# So few masks are turned into slots one by one.
-_APART_MAX: Final = 4
+# So few workers are found in a mask one by one.
+_PEELED_MAX: Final = 3
 
 
 class SlotPool:
@@ -74,22 +73,31 @@ class SlotPool:
     def blocks(self, depths: Depths) -> NDArray[np.float64]:
         """The same by slot. Shape [slot], up to the last one in use."""
         found = np.zeros(self._used.bit_length())
-        if len(depths) <= _APART_MAX:
-            for blocks, mask in depths:
+        widths: list[int] = []
+        counts: list[int] = []
+        for blocks, mask in depths:
+            holders = mask.bit_count()
+            if holders > _PEELED_MAX:
                 found[self._remembered_slots(mask)] = blocks
-            return found
-        counts, masks = zip(*depths, strict=True)
-        if sum(map(int.bit_count, masks)) == len(masks):
-            widths = np.fromiter(map(int.bit_length, masks), np.intp, len(masks))
-            found[widths - 1] = np.fromiter(counts, np.float64, len(masks))
-        else:
-            rows, slots = np.nonzero(_bits(masks, len(found)))
-            found[slots] = np.fromiter(counts, np.float64, len(masks))[rows]
+                continue
+            widths.append(width := mask.bit_length())
+            counts.append(blocks)
+            if holders > 1:
+                others = mask ^ 1 << width - 1
+                while others:
+                    widths.append(width := others.bit_length())
+                    counts.append(blocks)
+                    others ^= 1 << width - 1
+        if widths:
+            found[np.fromiter(widths, np.intp, len(widths)) - 1] = np.fromiter(
+                counts, np.float64, len(counts)
+            )
         return found
 
     def slots(self, mask: int) -> NDArray[np.intp]:
         """The slots of a mask, rising."""
-        return np.flatnonzero(_bits((mask,), self._used.bit_length())[0])
+        packed = np.frombuffer(mask.to_bytes(-(-mask.bit_length() // 8), "little"), np.uint8)
+        return np.flatnonzero(np.unpackbits(packed, bitorder="little"))
 
     def _remembered_slots(self, mask: int) -> NDArray[np.intp]:
         found = self._slots_of_mask.get(mask)
@@ -108,11 +116,3 @@ class SlotPool:
             found = {ref: 0 for slot, ref in sorted(self._ref_of.items()) if mask >> slot & 1}
             self._refs_of_mask[mask] = found
         return found
-
-
-def _bits(masks: Sequence[int], slot_count: int) -> NDArray[np.uint8]:
-    """One row for each mask, of ones and zeros by slot. No mask is wider."""
-    nbytes = -(-slot_count // 8)
-    packed = b"".join([mask.to_bytes(nbytes, "little") for mask in masks])
-    bits = np.frombuffer(packed, np.uint8).reshape(len(masks), nbytes)
-    return np.unpackbits(bits, axis=1, count=slot_count, bitorder="little")
