@@ -305,7 +305,7 @@ class _Scope:
 
 
 def _only(among: int, depths: Depths) -> Depths:
-    return [(blocks, mask & among) for blocks, mask in depths if mask & among]
+    return [(blocks, common) for blocks, mask in depths if (common := mask & among)]
 
 
 def _hashing_in_words(hashing: worker_pb2.KvHashing) -> str:

@@ -14,6 +14,8 @@ from headrace_router.prefix_depths import Depths
 _REMEMBERED_MASKS_MAX: Final = 4_096
 # So few workers are found in a mask one by one.
 _PEELED_MAX: Final = 3
+# With so few masks it is not worth while.
+_APART_MAX: Final = 3
 
 
 class SlotPool:
@@ -77,7 +79,7 @@ class SlotPool:
         counts: list[int] = []
         for blocks, mask in depths:
             holders = mask.bit_count()
-            if holders > _PEELED_MAX:
+            if holders > _PEELED_MAX or len(depths) <= _APART_MAX:
                 found[self._remembered_slots(mask)] = blocks
                 continue
             widths.append(width := mask.bit_length())
