@@ -11,7 +11,8 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import DeadlineExceeded, InvalidRequest, QueueFull
 from headrace_router.admission import Admission, AdmissionLimits, Ticket
 
-_LATER = Deadline.after(60)
+# Made at import: it must outlast the whole run.
+_LATER = Deadline.after(24 * 3600)
 
 
 def _admission(requests: int = 2, tokens: int = 100, wait_s: float = 0.05) -> Admission:
