@@ -14,6 +14,7 @@ from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import ProtocolViolation, WorkerGone
+from headrace_common.tickets import decode_request_of
 
 # The prefill worker's own report comes about when the first token does.
 _REPORT_WAIT_S: Final = 1.0
@@ -47,7 +48,7 @@ class DirectAttempt:
     async def responses(self) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """The answer as the router would send it, but for text. Raises AioRpcError and HeadraceError."""
         call: Any = self._stub.Generate(
-            _decode_request(self._direct),
+            decode_request_of(self._direct),
             timeout=self._deadline.remaining_s(),
             metadata=(("traceparent", self._direct.traceparent),),
         )
@@ -142,19 +143,6 @@ async def _first_of(
         if not read.done():
             read.cancel()
             await asyncio.wait({read})
-
-
-def _decode_request(direct: inference_pb2.DirectRequest) -> decode_pb2.GenerateRequest:
-    return decode_pb2.GenerateRequest(
-        request_id=direct.request_id,
-        transfer_id=direct.transfer_id,
-        incarnation=direct.incarnation,
-        token_ids=direct.token_ids,
-        sampling=direct.sampling,
-        stop_token_ids=direct.stop_token_ids,
-        remote_prefill=direct.remote_prefill,
-        ticket=direct.ticket,
-    )
 
 
 def _duration(seconds: float) -> Duration:

@@ -15,6 +15,7 @@ from typing import Final
 from google.protobuf.message import DecodeError
 
 from headrace.decode.v1 import decode_pb2
+from headrace.inference.v1 import inference_pb2
 from headrace_common.errors import Unauthenticated
 
 # Before a ticket of this size is worth looking at, it is none of ours.
@@ -48,6 +49,20 @@ class TicketSigner:
         ).SerializeToString()
         ticket = decode_pb2.Ticket(claims=claims, signature=_signature(key, claims))
         return ticket.SerializeToString()
+
+
+def decode_request_of(direct: inference_pb2.DirectRequest) -> decode_pb2.GenerateRequest:
+    """What is said to the decode worker of a request that goes past the router, ticket and all."""
+    return decode_pb2.GenerateRequest(
+        request_id=direct.request_id,
+        transfer_id=direct.transfer_id,
+        incarnation=direct.incarnation,
+        token_ids=direct.token_ids,
+        sampling=direct.sampling,
+        stop_token_ids=direct.stop_token_ids,
+        remote_prefill=direct.remote_prefill,
+        ticket=direct.ticket,
+    )
 
 
 def check_ticket(

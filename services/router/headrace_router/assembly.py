@@ -18,6 +18,7 @@ from headrace_common.telemetry import Telemetry
 from headrace_common.tickets import TicketSigner
 from headrace_router.admission import Admission, AdmissionLimits
 from headrace_router.config import RouterConfig
+from headrace_router.direct_answers import DirectAnswers
 from headrace_router.generate import Generator, PolicySource
 from headrace_router.look_aside import LookAside
 from headrace_router.metrics import RouterMetrics
@@ -53,6 +54,7 @@ class Router:
     queue: PrefillQueue
     traces: TraceStore
     metrics: RouterMetrics
+    direct: DirectAnswers
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Adds every servicer in SERVICES."""
@@ -60,7 +62,7 @@ class Router:
         trace_pb2_grpc.add_TraceServiceServicer_to_server(TraceReader(self.traces), server)
         prefill_pb2_grpc.add_PrefillQueueServiceServicer_to_server(PullService(self.queue), server)
         add_collector: Any = trace_service_pb2_grpc.add_TraceServiceServicer_to_server
-        add_collector(SpanCollector(self.traces), server)
+        add_collector(SpanCollector(self.traces, self.direct), server)
 
     def update(self, members: Collection[registry_pb2.Member]) -> None:
         """Takes over the registry's members."""
@@ -69,6 +71,7 @@ class Router:
 
     async def close(self) -> None:
         """Ends every stream to workers."""
+        self.direct.close()
         await self.metrics.close()
         await self.prefixes.close()
         await self.workers.close()
@@ -118,6 +121,9 @@ def assemble(
         allowed=config.look_aside,
         late_s=config.default_deadline_s,
     )
+    direct = DirectAnswers(
+        workers, telemetry, ttl_s=config.ticket_ttl_s, longest_s=config.default_deadline_s
+    )
     inference = InferenceService(
         codecs=codecs,
         view=workers,
@@ -125,9 +131,10 @@ def assemble(
         prefixes=prefixes,
         generator=generator,
         look_aside=look_aside,
+        direct=direct,
         store=store,
         telemetry=telemetry,
         door=FrontDoor(load_tenants(config.api_keys_file), admission, metrics),
         default_deadline_s=config.default_deadline_s,
     )
-    return Router(inference, workers, prefixes, queue, store, metrics)
+    return Router(inference, workers, prefixes, queue, store, metrics, direct)

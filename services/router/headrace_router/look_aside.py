@@ -25,7 +25,7 @@ from headrace_common.errors import (
     WorkerGone,
 )
 from headrace_common.identity import new_transfer_id
-from headrace_common.tickets import TicketSigner, check_ticket
+from headrace_common.tickets import TicketSigner, check_ticket, decode_request_of
 from headrace_kv.layout import WorkerRef
 from headrace_router.attempt import decode_request
 from headrace_router.generate import Generator
@@ -211,17 +211,3 @@ def candidates_to_proto(
         )
         for candidate in costs
     ]
-
-
-def decode_request_of(direct: inference_pb2.DirectRequest) -> decode_pb2.GenerateRequest:
-    """What the client says to the decode worker, ticket and all."""
-    return decode_pb2.GenerateRequest(
-        request_id=direct.request_id,
-        transfer_id=direct.transfer_id,
-        incarnation=direct.incarnation,
-        token_ids=direct.token_ids,
-        sampling=direct.sampling,
-        stop_token_ids=direct.stop_token_ids,
-        remote_prefill=direct.remote_prefill,
-        ticket=direct.ticket,
-    )

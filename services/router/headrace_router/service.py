@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from headrace_common.telemetry import Telemetry, traceparent
 from headrace_router.admission import Admission, Ticket
 from headrace_router.answer import Answer
 from headrace_router.attempt import Job
+from headrace_router.direct_answers import DirectAnswers
 from headrace_router.generate import Generator
 from headrace_router.look_aside import LookAside, candidates_to_proto
 from headrace_router.metrics import RouterMetrics
@@ -62,6 +63,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         prefixes: PrefixIndexes,
         generator: Generator,
         look_aside: LookAside,
+        direct: DirectAnswers,
         store: TraceStore,
         telemetry: Telemetry,
         door: FrontDoor,
@@ -73,6 +75,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._prefixes = prefixes
         self._generator = generator
         self._look_aside = look_aside
+        self._direct = direct
         self._store = store
         self._telemetry = telemetry
         self._tenants = door.tenants
@@ -130,9 +133,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         ticket = await self._admit(context, deadline)
         request_id = _request_id(request.request)
         with (
-            self._admission.holding(ticket),
+            ExitStack() as held,
             self._request_span(request_id, arrival_unix_ns, kept=not request.explain) as root,
         ):
+            held.enter_context(self._admission.holding(ticket))
             prepared = await self._prepare(request.request, request_id, root)
             decision = self._generator.route(prepared, root, deadline)
             direct: inference_pb2.DirectRequest | None = None
@@ -140,6 +144,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 direct = self._look_aside.grant(
                     prepared, decision, ticket.tenant, traceparent(root)
                 )
+            if direct is not None:
+                # It counts until it has ended, wherever it is answered.
+                ref, release = decision.worker.ref, held.pop_all().close
+                self._direct.begin(direct, ref, ticket, release, arrival_unix_ns)
             return inference_pb2.RouteResponse(
                 worker_id=decision.worker.ref.worker_id,
                 incarnation=decision.worker.ref.incarnation,
@@ -158,9 +166,17 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         deadline = _deadline_of(context, self._default_deadline_s)
         claims = self._look_aside.check(request)
         self._refuse_when_draining()
+        tokens = len(request.direct.token_ids)
+        counted = self._direct.ticket(request.direct.transfer_id)
+        if counted is not None:
+            await counted.queue_tokens(tokens)
+            try:
+                return await self._look_aside.prefill(request, claims, deadline)
+            finally:
+                counted.first_token()
         ticket = await self._admission.enter(claims.tenant, deadline)
         with self._admission.holding(ticket):
-            await ticket.queue_tokens(len(request.direct.token_ids))
+            await ticket.queue_tokens(tokens)
             return await self._look_aside.prefill(request, claims, deadline)
 
     async def ListModels(

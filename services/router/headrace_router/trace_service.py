@@ -9,6 +9,7 @@ import grpc.aio
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 from headrace.inference.v1 import trace_pb2, trace_pb2_grpc
+from headrace_router.direct_answers import DirectAnswers
 from headrace_router.trace_store import TraceStore
 
 OTLP_SERVICE_NAME = "opentelemetry.proto.collector.trace.v1.TraceService"
@@ -17,8 +18,9 @@ OTLP_SERVICE_NAME = "opentelemetry.proto.collector.trace.v1.TraceService"
 class SpanCollector(trace_service_pb2_grpc.TraceServiceServicer):
     """Takes the workers' spans."""
 
-    def __init__(self, store: TraceStore) -> None:
+    def __init__(self, store: TraceStore, direct: DirectAnswers) -> None:
         self._store = store
+        self._direct = direct
 
     async def Export(
         self,
@@ -27,6 +29,7 @@ class SpanCollector(trace_service_pb2_grpc.TraceServiceServicer):
     ) -> trace_service_pb2.ExportTraceServiceResponse:
         """Spans of requests that are not kept here are dropped silently: every router gets every span."""
         self._store.add(request.resource_spans)
+        self._direct.hear(request.resource_spans)
         return trace_service_pb2.ExportTraceServiceResponse()
 
 

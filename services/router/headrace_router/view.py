@@ -85,6 +85,13 @@ class _Tracked:
             draining=status.state == worker_pb2.WatchStatusResponse.STATE_DRAINING,
         )
 
+    def unplaced(self) -> int:
+        """How many requests it reports beyond those promised to it."""
+        if self._status is None:
+            return 0
+        reported = self._status.running_requests + self._status.waiting_requests
+        return max(0, reported - len(self.promises))
+
     def tell(self) -> None:
         """Says that its load has changed."""
         self._on_load(self)
@@ -208,6 +215,11 @@ class WorkerView:
         """A live decode worker as it registered; None when it has left."""
         tracked = self._tracked.get(ref)
         return None if tracked is None else tracked.worker
+
+    def unplaced(self, ref: WorkerRef) -> int:
+        """Requests that a worker reports and that this router has not placed there; 0 for one that has left."""
+        tracked = self._tracked.get(ref)
+        return 0 if tracked is None else tracked.unplaced()
 
     def promise(self, ref: WorkerRef, tokens: int) -> Promise | None:
         """Counts a request of `tokens` as placed on the worker; None when it has left meanwhile."""

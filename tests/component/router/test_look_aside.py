@@ -25,8 +25,7 @@ from headrace_common.errors import (
     WorkerGone,
 )
 from headrace_common.status import error_from_rpc
-from headrace_common.tickets import check_ticket
-from headrace_router.look_aside import decode_request_of
+from headrace_common.tickets import check_ticket, decode_request_of
 from tests.component.router.fakes import (
     TICKET_KEY,
     FakeDecode,
