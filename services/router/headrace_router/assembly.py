@@ -113,6 +113,9 @@ def assemble(
         signer=signer,
         telemetry=telemetry,
     )
+    direct = DirectAnswers(
+        workers, telemetry, ttl_s=config.ticket_ttl_s, longest_s=config.default_deadline_s
+    )
     look_aside = LookAside(
         view=workers,
         queue=queue,
@@ -120,9 +123,7 @@ def assemble(
         signer=signer,
         allowed=config.look_aside,
         late_s=config.default_deadline_s,
-    )
-    direct = DirectAnswers(
-        workers, telemetry, ttl_s=config.ticket_ttl_s, longest_s=config.default_deadline_s
+        direct=direct,
     )
     inference = InferenceService(
         codecs=codecs,
@@ -131,7 +132,6 @@ def assemble(
         prefixes=prefixes,
         generator=generator,
         look_aside=look_aside,
-        direct=direct,
         store=store,
         telemetry=telemetry,
         door=FrontDoor(load_tenants(config.api_keys_file), admission, metrics),

@@ -28,6 +28,7 @@ from headrace_common.identity import new_transfer_id
 from headrace_common.tickets import TicketSigner, check_ticket, decode_request_of
 from headrace_kv.layout import WorkerRef
 from headrace_router.attempt import decode_request
+from headrace_router.direct_answers import DirectAnswers
 from headrace_router.generate import Generator
 from headrace_router.load_table import Worker
 from headrace_router.placement import CandidateCost, Decision
@@ -56,6 +57,7 @@ class LookAside:
         signer: TicketSigner,
         allowed: bool,
         late_s: float,
+        direct: DirectAnswers,
     ) -> None:
         self._view = view
         self._queue = queue
@@ -63,6 +65,7 @@ class LookAside:
         self._signer = signer
         self._allowed = allowed
         self._late_s = late_s
+        self.direct = direct
         self._prefilled: OrderedDict[str, None] = OrderedDict()
         self._awaited: dict[str, ExitStack] = {}
 

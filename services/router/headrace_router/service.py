@@ -24,7 +24,6 @@ from headrace_common.telemetry import Telemetry, traceparent
 from headrace_router.admission import Admission, Ticket
 from headrace_router.answer import Answer
 from headrace_router.attempt import Job
-from headrace_router.direct_answers import DirectAnswers
 from headrace_router.generate import Generator
 from headrace_router.look_aside import LookAside, candidates_to_proto
 from headrace_router.metrics import RouterMetrics
@@ -63,7 +62,6 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         prefixes: PrefixIndexes,
         generator: Generator,
         look_aside: LookAside,
-        direct: DirectAnswers,
         store: TraceStore,
         telemetry: Telemetry,
         door: FrontDoor,
@@ -75,7 +73,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._prefixes = prefixes
         self._generator = generator
         self._look_aside = look_aside
-        self._direct = direct
+        self._direct = look_aside.direct
         self._store = store
         self._telemetry = telemetry
         self._tenants = door.tenants
