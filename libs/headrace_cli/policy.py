@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from google.protobuf import json_format
-from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
 from google.protobuf.duration_pb2 import Duration
 from rich import box
 from rich.table import Table
@@ -66,6 +66,8 @@ def apply_change(policy: registry_pb2.Policy, change: str) -> None:
         getattr(policy, name)[key] = _number(change, text, float)
     elif not text:
         policy.ClearField(name)  # type: ignore[arg-type]  # the stubs list the names one by one
+    elif field.enum_type is not None:
+        _set(policy, change, name, _named_value(change, field.enum_type, text))
     elif field.message_type is Duration.DESCRIPTOR:
         seconds = _number(change, text.removesuffix("s"), float)
         getattr(policy, name).FromNanoseconds(round(seconds * 1e9))
@@ -86,6 +88,9 @@ def policy_table(policy: registry_pb2.Policy) -> Table:
         value = values.get(name)
         if isinstance(value, dict):
             value = ", ".join(f"{key}={number:g}" for key, number in sorted(value.items()))
+        kind = _FIELDS[name].enum_type
+        if kind is not None:
+            value = _short_name(kind, str(value)).removeprefix("unspecified")
         table.add_row(name, "-" if value in (None, "") else str(value))
     return table
 
@@ -95,6 +100,19 @@ async def _get(
 ) -> registry_pb2.GetPolicyResponse:
     with rpc_errors(f"the registry on {registry}"):
         return await stub.GetPolicy(registry_pb2.GetPolicyRequest(), timeout=CALL_TIMEOUT_S)
+
+
+def _named_value(change: str, kind: EnumDescriptor, text: str) -> int:
+    """The value that a name stands for, without the words that every name of the kind begins with."""
+    names = {_short_name(kind, value.name): value.number for value in kind.values if value.number}
+    if text.lower() not in names:
+        raise ConfigError(f"{change!r} is wrong: give {' or '.join(names)}")
+    return names[text.lower()]
+
+
+def _short_name(kind: EnumDescriptor, name: str) -> str:
+    prefix = kind.values[0].name.removesuffix("UNSPECIFIED")
+    return name.removeprefix(prefix).lower()
 
 
 def _number(change: str, text: str, kind: type[int] | type[float]) -> Any:

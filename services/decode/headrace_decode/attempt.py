@@ -112,12 +112,9 @@ class Attempt:
     def set_first_token(self, token_id: int) -> None:
         """The answer's first token, which the caller has from a prefill worker.
 
-        Raises DuplicateTransfer the second time, and InvalidRequest for one that ends the answer, or that nothing waits
-        for because the attempt is about to end.
+        Raises DuplicateTransfer the second time, and InvalidRequest for one that ends the answer.
         """
         work = self.work
-        if not work.awaits_first_token or self._closed:
-            raise InvalidRequest({"transfer_id": "waits for no first token"})
         if self.milestones.told_unix_ns:
             raise DuplicateTransfer(
                 f"transfer {work.transfer_id} has its first token already",

@@ -189,6 +189,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         """Starts giving back what the attempt holds; only the first call counts."""
         if not attempt.begin_close():
             return
+        self._awaiting.pop(attempt.work.transfer_id, None)
         task = asyncio.get_running_loop().create_task(self._close(attempt, span, error))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
@@ -202,7 +203,6 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
             describe_attempt(self._telemetry, span, attempt, error)
 
     def _settle(self, transfer_id: str) -> None:
-        self._awaiting.pop(transfer_id, None)
         self._admission.settle(transfer_id)
         if self._admission.request_count == 0:
             self._idle.set()

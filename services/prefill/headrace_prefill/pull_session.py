@@ -106,8 +106,11 @@ class PullSession:
             started = prefill_pb2.TaskStarted(transfer_id=task.transfer_id)
             await self._say(prefill_pb2.PullRequest(started=started)).wait()
 
+        def on_first_token(first: prefill_pb2.FirstToken) -> None:
+            self._say(prefill_pb2.PullRequest(first_token=first))
+
         try:
-            done = await self._worker.run(task, on_start)
+            done = await self._worker.run(task, on_start, on_first_token)
             self._say(prefill_pb2.PullRequest(done=done))
         finally:
             self._tasks.pop(task.transfer_id, None)

@@ -20,7 +20,8 @@ from headrace_common.errors import (
     InvalidRequest,
 )
 from headrace_common.telemetry import Telemetry
-from headrace_engine.interface import Engine, PrefillOutcome, PrefillWork
+from headrace_engine.interface import DecodeTokens, Engine, PrefillOutcome, PrefillWork
+from headrace_engine.words import logprobs_to_proto, sampling_from_proto
 from headrace_kv.layout import WorkerRef
 from headrace_kv.transfer import TransferTarget
 from headrace_prefill.spans import record_task
@@ -58,18 +59,20 @@ class PrefillWorker:
         self,
         task: prefill_pb2.PrefillTask,
         on_start: Callable[[], Awaitable[None]] | None = None,
+        on_first_token: Callable[[prefill_pb2.FirstToken], None] | None = None,
     ) -> prefill_pb2.TaskDone:
         """Does the task and says how it ended; never raises for the task's own faults.
 
-        `on_start` is awaited when the task has a slot, before anything is opened. Cancelled, the
-        worker stops the engine's work first and then reports CANCELLED.
+        `on_start` is awaited when the task has a slot, before anything is opened; `on_first_token`
+        is told the first token of a task that asks for one. Cancelled, the worker stops the
+        engine's work first and then reports CANCELLED.
         """
         start_ns = time.time_ns()
         outcome: PrefillOutcome | None = None
         error: HeadraceError | None = None
         self._held += 1
         try:
-            outcome = await self._prefill(task, on_start)
+            outcome = await self._prefill(task, on_start, on_first_token)
         except asyncio.CancelledError:
             error = Cancelled("the router gave the task up")
             current = asyncio.current_task()
@@ -90,17 +93,25 @@ class PrefillWorker:
         return done
 
     async def _prefill(
-        self, task: prefill_pb2.PrefillTask, on_start: Callable[[], Awaitable[None]] | None
+        self,
+        task: prefill_pb2.PrefillTask,
+        on_start: Callable[[], Awaitable[None]] | None,
+        on_first_token: Callable[[prefill_pb2.FirstToken], None] | None,
     ) -> PrefillOutcome:
         deadline = self._deadline(task)
         work = _work(task, deadline)
+
+        def tell(tokens: DecodeTokens) -> None:
+            if on_first_token is not None:
+                on_first_token(_first_token(task.transfer_id, tokens))
+
         try:
             async with asyncio.timeout(deadline.remaining_s()), self._slots:
                 self._running += 1
                 try:
                     if on_start is not None:
                         await on_start()
-                    return await self._engine.prefill(work)
+                    return await self._engine.prefill(work, tell if work.sampling else None)
                 finally:
                     self._running -= 1
         except TimeoutError:
@@ -149,7 +160,16 @@ def _work(task: prefill_pb2.PrefillTask, deadline: Deadline) -> PrefillWork:
             end_token=len(task.token_ids),
             deadline_unix_s=deadline.unix_s,
         ),
+        sampling=sampling_from_proto(task.sampling, ()) if task.HasField("sampling") else None,
     )
+
+
+def _first_token(transfer_id: str, tokens: DecodeTokens) -> prefill_pb2.FirstToken:
+    (token_id,) = tokens.token_ids
+    first = prefill_pb2.FirstToken(transfer_id=transfer_id, token_id=token_id)
+    for logprobs in tokens.logprobs:
+        first.logprobs.CopyFrom(logprobs_to_proto(logprobs))
+    return first
 
 
 def _done(

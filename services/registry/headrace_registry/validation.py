@@ -8,6 +8,7 @@ from typing import Final
 from google.protobuf import duration_pb2
 from google.protobuf.message import Message
 
+from headrace.inference.v1 import first_token_pb2
 from headrace.kv.v1 import layout_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.config import split_host_port
@@ -145,6 +146,8 @@ def policy_violations(policy: registry_pb2.Policy, path: str) -> dict[str, str]:
         wait = policy.max_queue_wait
         if not 0 <= wait.seconds + wait.nanos / 1e9 <= QUEUE_WAIT_MAX_S:
             violations[f"{path}.max_queue_wait"] = f"give 0 s to {QUEUE_WAIT_MAX_S} s"
+    if policy.first_token not in first_token_pb2.FirstTokenPolicy.values():
+        violations[f"{path}.first_token"] = "give one of the named values"
     if len(policy.tenant_weights) > TENANTS_MAX:
         violations[f"{path}.tenant_weights"] = f"give at most {TENANTS_MAX} tenants"
     for tenant, weight in policy.tenant_weights.items():

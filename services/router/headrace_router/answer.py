@@ -33,7 +33,8 @@ class _Pending:
 class Answer:
     """One request's answer.
 
-    Tokens of several attempts never meet in it: an attempt is final once it added one.
+    Tokens of several attempts never meet in it: an attempt is final once it added one, unless that is the first token
+    and prefill's, after which another attempt may go on.
     """
 
     def __init__(
@@ -52,17 +53,35 @@ class Answer:
             sampling_pb2.FINISH_REASON_UNSPECIFIED
         )
         self._first_message = True
+        self._first_by_prefill: tuple[int, ...] = ()
         self._ready = asyncio.Event()
         self._pace = FlushPace(load or LoopLoad())
         self._drained = asyncio.Event()
         self.completion_tokens = 0
         self.first_token_unix_ns = 0
+        self.second_token_unix_ns = 0
+        """When what came after the first tokens came; these are several where decode makes them fast."""
         self.last_token_unix_ns = 0
 
     @property
     def started(self) -> bool:
-        """Whether a token has come, after which no other attempt may be made."""
+        """Whether a token has come."""
         return self.completion_tokens > 0
+
+    @property
+    def final(self) -> bool:
+        """Whether no other attempt may be made, because a decode worker has added tokens."""
+        return self.completion_tokens > len(self._first_by_prefill)
+
+    @property
+    def generated(self) -> tuple[int, ...]:
+        """The tokens that another attempt would have to go on after."""
+        return self._first_by_prefill
+
+    async def add_first(self, tokens: decode_pb2.Tokens) -> None:
+        """Takes the first token from the prefill worker."""
+        self._first_by_prefill = tuple(tokens.token_ids)
+        await self.add(tokens)
 
     @property
     def stopped(self) -> bool:
@@ -76,6 +95,8 @@ class Answer:
         now_unix_ns = time.time_ns()
         if not self.started:
             self.first_token_unix_ns = now_unix_ns
+        elif not self.second_token_unix_ns:
+            self.second_token_unix_ns = now_unix_ns
         self.last_token_unix_ns = now_unix_ns
         if self._request.stop_texts:
             self._add_until_stop(tokens)

@@ -7,6 +7,7 @@ up.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -20,13 +21,14 @@ from opentelemetry import trace
 from opentelemetry.trace import Span, Status, StatusCode
 
 from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
-from headrace.inference.v1 import sampling_pb2
+from headrace.inference.v1 import first_token_pb2, sampling_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common import telemetry_schema as schema
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import (
     DeadlineExceeded,
     HeadraceError,
+    NotFound,
     ProtocolViolation,
     WorkerGone,
 )
@@ -41,6 +43,8 @@ from headrace_router.prefill_queue import PrefillQueue
 from headrace_router.queue_task import QueuedTask, TaskTerms
 from headrace_router.tenants import DEFAULT_TENANT
 from headrace_router.validate import PreparedRequest
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +71,8 @@ class AttemptOutcome:
 class Attempt:
     """Runs once. After a failure, `prefill_failed` and `prefill_worker` say which leg it was.
 
-    `terms` are those of the task, if the prompt goes to a prefill worker.
+    `terms` are those of the task, if the prompt goes to a prefill worker, which makes the first token if
+    `first_by_prefill`. What the answer holds already is gone on after.
     """
 
     def __init__(
@@ -76,6 +81,7 @@ class Attempt:
         decision: Decision,
         *,
         number: int,
+        first_by_prefill: bool,
         terms: TaskTerms,
         channel: grpc.aio.Channel,
         queue: PrefillQueue,
@@ -84,7 +90,9 @@ class Attempt:
     ) -> None:
         self._request = job.request
         self._answer = job.answer
+        self._generated = job.answer.generated
         self._decision = decision
+        self._first_by_prefill = first_by_prefill
         self._deadline = job.deadline
         self._terms = terms
         self._queue = queue
@@ -101,6 +109,9 @@ class Attempt:
         self._context = trace.set_span_in_context(self._span)
         self._reserved = decode_pb2.Reserved()
         self._queued: QueuedTask | None = None
+        self._reading: asyncio.Task[decode_pb2.GenerateResponse] | None = None
+        self._decode_spoke = False
+        self._cut_short = False
         self._decode_worker = f"decode worker {decision.worker.ref.worker_id}"
         self._waited_for = f"a reservation on {self._decode_worker}"
         self.prefill_failed = False
@@ -126,10 +137,15 @@ class Attempt:
             raise
         finally:
             call.cancel()
+            await self._end_reading()
             self._end(succeeded)
 
     def _open(self) -> Any:
         request = decode_request(self._request, self._decision, self.transfer_id)
+        request.token_ids.extend(self._generated)
+        request.generated_token_count = len(self._generated)
+        if self._first_by_prefill:
+            request.first_token = first_token_pb2.FIRST_TOKEN_POLICY_PREFILL
         worker_id = self._decision.worker.ref.worker_id
         request.ticket = self._signer.sign(request, worker_id, self._tenant)
         return self._stub.Generate(
@@ -165,16 +181,18 @@ class Attempt:
             return
         deadline_time = Timestamp()
         deadline_time.FromNanoseconds(int(self._deadline.unix_s * 1e9))
+        known = (*self._request.token_ids, *self._generated)
         task = prefill_pb2.PrefillTask(
             transfer_id=self.transfer_id,
             request_id=self._request.request_id,
-            token_ids=self._request.token_ids[:-1],
+            token_ids=known if self._first_by_prefill else known[:-1],
             start_token=self._reserved.start_token,
             decode_worker_id=worker.ref.worker_id,
             decode_incarnation=worker.ref.incarnation,
             decode_endpoint=worker.endpoint,
             deadline_time=deadline_time,
             traceparent=traceparent(self._span),
+            sampling=self._request.sampling if self._first_by_prefill else None,
         )
         try:
             self._queued = self._queue.enqueue(task, layout=worker.layout, terms=self._terms)
@@ -184,10 +202,16 @@ class Attempt:
 
     async def _stream(self, call: Any) -> AttemptOutcome:
         answer = self._answer
+        if self._first_by_prefill and self._queued is not None:
+            ended = await self._take_first_token(call, self._queued)
+            if ended is not None:
+                self._cut_short = True
+                return ended
         while True:
             event = await self._next(call)
             kind = event.WhichOneof("event")
             if kind == "tokens":
+                self._decode_spoke = True
                 await answer.add(event.tokens)
                 if answer.stopped:
                     return self._stopped_outcome()
@@ -213,25 +237,79 @@ class Attempt:
             self._reserved.end_token - self._reserved.start_token,
         )
 
-    async def _next(self, call: Any) -> decode_pb2.GenerateResponse:
-        """The next event of the decode worker; until the first token, a failed prefill comes first."""
-        queued = self._queued
-        if queued is None or self._answer.started:
-            return await self._read(call)
-        read = asyncio.create_task(self._read(call))
+    async def _take_first_token(self, call: Any, queued: QueuedTask) -> AttemptOutcome | None:
+        """Adds prefill's token to the answer and tells the decode worker; an outcome when it ends the answer."""
+        first = await self._first_token(call, queued)
+        logprobs = [first.logprobs] if first.HasField("logprobs") else []
+        tokens = decode_pb2.Tokens(token_ids=[first.token_id], logprobs=logprobs)
+        await self._answer.add_first(tokens)
+        cached_tokens = self._reserved.start_token
+        if self._answer.stopped or first.token_id in self._request.stop_token_ids:
+            return AttemptOutcome(sampling_pb2.FINISH_REASON_STOP, cached_tokens, 0)
+        if self._request.sampling.max_tokens == 1:
+            return AttemptOutcome(sampling_pb2.FINISH_REASON_LENGTH, cached_tokens, 0)
         try:
-            both: set[asyncio.Future[Any]] = {read, queued.outcome}
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            if not read.done():
-                error = queued.outcome.result().error
-                if error is not None:
-                    self.prefill_failed = True
-                    raise error
-            return await read
-        finally:
-            if not read.done():
-                read.cancel()
-                await asyncio.wait({read})
+            await self._tell_decode(first.token_id)
+        except NotFound:
+            # The attempt has ended there, and its stream says why.
+            _LOG.info("%s took no first token of %s", self._decode_worker, self.transfer_id)
+        return None
+
+    async def _first_token(self, call: Any, queued: QueuedTask) -> prefill_pb2.FirstToken:
+        """What prefill makes, unless it fails, or the decode worker has an error to tell, before."""
+        read = self._reading = asyncio.create_task(self._read(call))
+        any_news: set[asyncio.Future[Any]] = {queued.first_token, queued.outcome, read}
+        await asyncio.wait(any_news, return_when=asyncio.FIRST_COMPLETED)
+        if queued.first_token.done():
+            return queued.first_token.result()
+        if read.done():
+            await read
+            raise ProtocolViolation(f"{self._decision.worker.ref} did not wait for its first token")
+        self.prefill_failed = True
+        raise queued.outcome.result().error or ProtocolViolation(
+            f"prefill worker {queued.worker} did not say the first token"
+        )
+
+    async def _tell_decode(self, token_id: int) -> None:
+        try:
+            await self._stub.SetFirstToken(
+                decode_pb2.SetFirstTokenRequest(
+                    transfer_id=self.transfer_id,
+                    incarnation=self._decision.worker.ref.incarnation,
+                    token_id=token_id,
+                ),
+                timeout=self._deadline.remaining_s(),
+                metadata=metadata_with_trace(context=self._context),
+            )
+        except grpc.aio.AioRpcError as error:
+            raise self._named(error_from_rpc(error)) from error
+
+    async def _next(self, call: Any) -> decode_pb2.GenerateResponse:
+        """The next event of the decode worker; until its first token, a failed prefill comes first."""
+        queued = self._queued
+        if queued is None or self._decode_spoke:
+            return await self._read(call)
+        read = self._reading = self._reading or asyncio.create_task(self._read(call))
+        both: set[asyncio.Future[Any]] = {read, queued.outcome}
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if not read.done():
+            error = queued.outcome.result().error
+            if error is not None:
+                self.prefill_failed = True
+                raise error
+        event = await read
+        self._reading = None
+        return event
+
+    async def _end_reading(self) -> None:
+        """The call has ended, and with it what was read of it."""
+        read = self._reading
+        if read is not None:
+            read.cancel()
+            await asyncio.wait({read})
+            if not read.cancelled():
+                # Nobody is left who wants to hear of it.
+                read.exception()
 
     async def _read(self, call: Any) -> decode_pb2.GenerateResponse:
         try:
@@ -280,8 +358,8 @@ class Attempt:
                 self._span.set_attribute(
                     schema.ATTRIBUTE_PREFILL_WORKER_ID, queued.worker.worker_id
                 )
-            # After a success the worker's TaskDone is on its way: there is nothing left to stop.
-            if not succeeded:
+            # After a success the worker's TaskDone is on its way, unless the first token was all there is.
+            if not succeeded or self._cut_short:
                 queued.cancel()
         self._span.end()
 

@@ -35,6 +35,7 @@ from headrace_common.telemetry import Telemetry
 from headrace_common.tickets import TicketSigner
 from headrace_kv.layout import WorkerRef, fingerprint
 from headrace_router.attempt import Attempt, AttemptOutcome, Job
+from headrace_router.first_token import made_by_prefill
 from headrace_router.load_table import LoadTable, Numbers, Worker
 from headrace_router.placement import (
     Candidates,
@@ -165,6 +166,9 @@ class Generator:
                 job,
                 decision,
                 number=number,
+                first_by_prefill=made_by_prefill(
+                    job.request, self._policy.policy, decision, len(job.answer.generated)
+                ),
                 terms=self.task_terms(
                     decision.worker,
                     job.request.token_ids if decision.remote else (),
@@ -184,7 +188,7 @@ class Generator:
                     error, attempt, decision.worker.ref, job.deadline.remaining_s()
                 )
                 _LOG.warning("attempt %d of %s: %s", number, job.request.request_id, error.detail)
-                if job.answer.started or not retryable or last or job.deadline.expired:
+                if job.answer.final or not retryable or last or job.deadline.expired:
                     raise
             else:
                 self._finish(job, decision, attempt, outcome, number)
@@ -307,6 +311,10 @@ class Generator:
         if answer.started:
             record(schema.SPAN_FIRST_TOKEN, parent, arrival_unix_ns, first_unix_ns)
             record(schema.SPAN_STREAM, parent, first_unix_ns, last_unix_ns)
+            maker = "prefill" if answer.generated else "decode"
+            root.set_attribute(schema.ATTRIBUTE_FIRST_TOKEN, maker)
+        if answer.generated and answer.second_token_unix_ns:
+            record(schema.SPAN_SECOND_TOKEN, parent, first_unix_ns, answer.second_token_unix_ns)
         reason = sampling_pb2.FinishReason.Name(answer.finish_reason)
         root.set_attribute(schema.ATTRIBUTE_COMPLETION_TOKENS, answer.completion_tokens)
         root.set_attribute(

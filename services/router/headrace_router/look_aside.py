@@ -15,7 +15,7 @@ from typing import Final
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from headrace.decode.v1 import decode_pb2
-from headrace.inference.v1 import inference_pb2
+from headrace.inference.v1 import first_token_pb2, inference_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import (
@@ -74,9 +74,12 @@ class LookAside:
     ) -> inference_pb2.DirectRequest | None:
         """How to ask the chosen worker directly; None where that is not allowed or not possible.
 
-        Stop texts are found in text, and text is made by the router only.
+        Stop texts are found in text, and text is made by the router only, and so is a first token from prefill passed
+        on. Without a client's word for that, decode makes it, whatever the policy.
         """
         if not self._allowed or request.stop_texts or not self._signer.key:
+            return None
+        if request.first_token == first_token_pb2.FIRST_TOKEN_POLICY_PREFILL:
             return None
         worker = decision.worker
         promise = self._view.promise(worker.ref, len(request.token_ids))

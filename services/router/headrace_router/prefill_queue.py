@@ -200,6 +200,16 @@ class PrefillQueue:
         else:
             queued.started = True
 
+    def first_token(self, puller: Puller, first: prefill_pb2.FirstToken) -> None:
+        """A worker has made a task's first token. The first one counts."""
+        queued = puller.tasks.get(first.transfer_id)
+        if queued is None or not queued.task.HasField("sampling"):
+            _LOG.warning(
+                "prefill worker %s made a token of task %s unasked", puller.ref, first.transfer_id
+            )
+        elif not queued.first_token.done():
+            queued.first_token.set_result(first)
+
     def finish(self, puller: Puller, done: prefill_pb2.TaskDone) -> None:
         """A worker has ended a task. One that nobody waits for any more is merely noted."""
         queued = puller.tasks.get(done.transfer_id)

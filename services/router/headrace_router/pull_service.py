@@ -47,11 +47,14 @@ class PullService(prefill_pb2_grpc.PrefillQueueServiceServicer):
             self._queue.add_credits(puller, request.credit.task_count)
         elif kind == "started":
             self._queue.start(puller, request.started.transfer_id)
+        elif kind == "first_token":
+            self._queue.first_token(puller, request.first_token)
         elif kind == "done":
             self._queue.finish(puller, request.done)
         else:
             raise ProtocolViolation(
-                f"{puller.ref} sent {kind or 'nothing'} where Credit, TaskStarted or TaskDone may come"
+                f"{puller.ref} sent {kind or 'nothing'} where Credit, TaskStarted, FirstToken or "
+                "TaskDone may come"
             )
 
 

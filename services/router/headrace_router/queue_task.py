@@ -80,7 +80,10 @@ class QueuedTask:
         self.pulled_s = 0.0
         self.started = False
         self.worker: WorkerRef | None = None
-        self.outcome: asyncio.Future[TaskOutcome] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self.outcome: asyncio.Future[TaskOutcome] = loop.create_future()
+        self.first_token: asyncio.Future[prefill_pb2.FirstToken] = loop.create_future()
+        """Of a task with `sampling`: settled before `outcome`, unless that is an error."""
         self.patient = bool(terms.cached)
         """Whether it may still wait for a worker that has its prefix."""
         self.waits_for: tuple[Puller, ...] = ()

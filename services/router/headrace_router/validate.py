@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from headrace.inference.v1 import inference_pb2, sampling_pb2
+from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
 from headrace_common.errors import InvalidRequest
 from headrace_router.sampling import sampling_violations, with_defaults
 from headrace_router.text.codec import ChatMessage, TextCodec
@@ -31,6 +31,9 @@ class PreparedRequest:
     stop_token_ids: tuple[int, ...]
     stop_texts: tuple[str, ...]
     placement: inference_pb2.PrefillPlacement.ValueType
+    first_token: first_token_pb2.FirstTokenPolicy.ValueType = (
+        first_token_pb2.FIRST_TOKEN_POLICY_UNSPECIFIED
+    )
 
 
 def resolve_model(name: str, codecs: Mapping[str, TextCodec]) -> str:
@@ -89,6 +92,7 @@ def prepare(
         stop_token_ids=tuple(sorted(own_stops.union(request.sampling.stop_token_ids))),
         stop_texts=tuple(request.sampling.stop),
         placement=request.prefill_placement,
+        first_token=request.first_token,
     )
 
 
@@ -112,6 +116,8 @@ def request_violations(request: inference_pb2.GenerateRequest) -> dict[str, str]
         violations["request_id"] = "must hold visible ASCII characters only, without spaces"
     if request.prefill_placement not in inference_pb2.PrefillPlacement.values():
         violations["prefill_placement"] = "must be one of the named values"
+    if request.first_token not in first_token_pb2.FirstTokenPolicy.values():
+        violations["first_token"] = "must be one of the named values"
     return violations
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import grpc.aio
 import pytest
 
+from headrace.inference.v1 import sampling_pb2
 from headrace.kv.v1 import layout_pb2
 from headrace.prefill.v1 import prefill_pb2, prefill_pb2_grpc
 from headrace.registry.v1 import registry_pb2
@@ -30,10 +32,15 @@ class ScriptedWorker:
         self.cancelled: list[str] = []
 
     async def run(
-        self, task: prefill_pb2.PrefillTask, on_start: Callable[[], Awaitable[None]]
+        self,
+        task: prefill_pb2.PrefillTask,
+        on_start: Callable[[], Awaitable[None]],
+        on_first_token: Callable[[prefill_pb2.FirstToken], None],
     ) -> prefill_pb2.TaskDone:
         done = prefill_pb2.TaskDone(transfer_id=task.transfer_id)
         await on_start()
+        if task.HasField("sampling"):
+            on_first_token(prefill_pb2.FirstToken(transfer_id=task.transfer_id, token_id=7))
         self.running[task.transfer_id] = asyncio.Event()
         try:
             await self.running[task.transfer_id].wait()
@@ -52,6 +59,7 @@ class RouterQueue(prefill_pb2_grpc.PrefillQueueServiceServicer):
         self.hellos: list[prefill_pb2.Hello] = []
         self.credit = 0
         self.done: list[prefill_pb2.TaskDone] = []
+        self.first_tokens: list[prefill_pb2.FirstToken] = []
         self.started: list[str] = []
         self.to_say: asyncio.Queue[prefill_pb2.PullResponse] = asyncio.Queue()
         self.refuse = False
@@ -76,12 +84,14 @@ class RouterQueue(prefill_pb2_grpc.PrefillQueueServiceServicer):
                     self.credit += request.credit.task_count
                 case "started":
                     self.started.append(request.started.transfer_id)
+                case "first_token":
+                    self.first_tokens.append(request.first_token)
                 case "done":
                     self.done.append(request.done)
 
-    def hand_out(self, name: str) -> None:
+    def hand_out(self, name: str, **fields: Any) -> None:
         self.credit -= 1
-        task = prefill_pb2.PrefillTask(transfer_id=name, token_ids=[1, 2])
+        task = prefill_pb2.PrefillTask(transfer_id=name, token_ids=[1, 2], **fields)
         self.to_say.put_nowait(prefill_pb2.PullResponse(task=task))
 
     def cancel(self, name: str) -> None:
@@ -177,6 +187,20 @@ async def test_a_task_that_ends_gives_its_credit_back(
     worker.running["x1"].set()
     await until(lambda: len(queue.done) == 1 and queue.credit == 4, "its end")
     assert queue.done[0].reason == ""
+
+
+async def test_a_first_token_is_reported_while_the_task_goes_on(
+    puller: Puller, routers: list[ServedRouter], worker: ScriptedWorker
+) -> None:
+    queue = routers[0].queue
+    puller.set_routers([routers[0].member("r0")])
+    await until(lambda: queue.credit == 4, "credit")
+    queue.hand_out("x1", sampling=sampling_pb2.SamplingParams(max_tokens=4))
+    await until(lambda: bool(queue.first_tokens), "the token")
+    assert queue.first_tokens == [prefill_pb2.FirstToken(transfer_id="x1", token_id=7)]
+    assert queue.started == ["x1"]
+    assert not queue.done
+    worker.running["x1"].set()
 
 
 async def test_a_cancelled_task_is_reported_too(

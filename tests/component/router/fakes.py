@@ -12,7 +12,12 @@ import grpc
 import grpc.aio
 
 from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
-from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
+from headrace.inference.v1 import (
+    first_token_pb2,
+    inference_pb2,
+    inference_pb2_grpc,
+    sampling_pb2,
+)
 from headrace.prefill.v1 import prefill_pb2, prefill_pb2_grpc
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
@@ -62,6 +67,8 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
         self.handoff = handoff
         self.script = script
         self.requests: list[decode_pb2.GenerateRequest] = []
+        self.first_tokens: list[decode_pb2.SetFirstTokenRequest] = []
+        self.told = asyncio.Event()
         self.metadata: list[dict[str, Any]] = []
         self.cancelled: set[str] = set()
         self.running_requests = 0
@@ -102,6 +109,13 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
             self.cancelled.add(request.transfer_id)
             raise
 
+    async def SetFirstToken(
+        self, request: decode_pb2.SetFirstTokenRequest, context: Any
+    ) -> decode_pb2.SetFirstTokenResponse:
+        self.first_tokens.append(request)
+        self.told.set()
+        return decode_pb2.SetFirstTokenResponse()
+
     async def SubscribeKvEvents(
         self, request: worker_pb2.SubscribeKvEventsRequest, context: Any
     ) -> AsyncIterator[worker_pb2.SubscribeKvEventsResponse]:
@@ -132,7 +146,8 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
 
 
 def reserved(request: decode_pb2.GenerateRequest, start: int = 0) -> decode_pb2.GenerateResponse:
-    end = len(request.token_ids) - 1 if request.remote_prefill else start
+    told = request.first_token == first_token_pb2.FIRST_TOKEN_POLICY_PREFILL
+    end = len(request.token_ids) - (0 if told else 1) if request.remote_prefill else start
     return decode_pb2.GenerateResponse(
         reserved=decode_pb2.Reserved(start_token=start, end_token=end)
     )
@@ -160,6 +175,22 @@ def say(text: str) -> Script:
         yield reserved(request)
         if request.remote_prefill:
             await worker.handoff.of(request.transfer_id).wait()
+        for letter in text:
+            yield tokens(letter)
+        yield finished(request)
+
+    return script
+
+
+def go_on(text: str) -> Script:
+    """As `say`, after the first token that it is told."""
+
+    async def script(
+        worker: FakeDecode, request: decode_pb2.GenerateRequest
+    ) -> AsyncIterator[decode_pb2.GenerateResponse]:
+        yield reserved(request)
+        await worker.told.wait()
+        await worker.handoff.of(request.transfer_id).wait()
         for letter in text:
             yield tokens(letter)
         yield finished(request)
@@ -284,6 +315,18 @@ async def hand_over(worker: FakePrefill, task: prefill_pb2.PrefillTask) -> None:
     worker.handoff.of(task.transfer_id).set()
     await worker.done(task.transfer_id)
     await worker.give_credit(1)
+
+
+def begin_answer(letter: str, then: Behaviour = hand_over) -> Behaviour:
+    """Says the first token, and goes on with the task."""
+
+    async def behaviour(worker: FakePrefill, task: prefill_pb2.PrefillTask) -> None:
+        await worker.started(task.transfer_id)
+        first = prefill_pb2.FirstToken(transfer_id=task.transfer_id, token_id=ord(letter))
+        await worker.send(prefill_pb2.PullRequest(first_token=first))
+        await then(worker, task)
+
+    return behaviour
 
 
 def refuse(reason: str) -> Behaviour:

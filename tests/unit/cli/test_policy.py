@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from headrace.inference.v1 import first_token_pb2
 from headrace.registry.v1 import registry_pb2
-from headrace_cli.policy import apply_change
+from headrace_cli.policy import apply_change, policy_table
 from headrace_common.errors import ConfigError
 
 
@@ -32,6 +33,17 @@ def test_an_empty_value_takes_a_field_back() -> None:
     policy = _changed("overlap_weight=2", "overlap_weight=", "retry_budget=")
     assert not policy.HasField("overlap_weight")
     assert not policy.HasField("retry_budget")
+
+
+def test_a_named_value_is_given_by_its_last_word() -> None:
+    prefill = first_token_pb2.FIRST_TOKEN_POLICY_PREFILL
+    assert _changed("first_token=prefill").first_token == prefill
+    assert _changed("first_token=PREFILL", "first_token=").first_token == 0
+    with pytest.raises(ConfigError, match="decode or prefill"):
+        _changed("first_token=both")
+    cells = list(policy_table(_changed("first_token=decode")).columns[1].cells)
+    assert cells[-1] == "decode"
+    assert list(policy_table(registry_pb2.Policy()).columns[1].cells)[-1] == "-"
 
 
 def test_a_map_is_changed_by_entry() -> None:

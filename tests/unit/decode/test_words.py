@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.decode.v1 import decode_pb2
-from headrace.inference.v1 import sampling_pb2
+from headrace.inference.v1 import first_token_pb2, sampling_pb2
 from headrace_common.errors import InvalidRequest
 from headrace_decode.words import tokens_to_proto, work_from_proto
 from headrace_engine.interface import DecodeTokens, Sampling, TokenLogprobs
@@ -45,6 +45,30 @@ def test_one_token_has_nothing_to_transfer() -> None:
     assert work_from_proto(request()).remote_kv
     assert not work_from_proto(request(token_ids=[5])).remote_kv
     assert not work_from_proto(request(remote_prefill=False)).remote_kv
+
+
+def test_what_was_generated_leaves_a_prompt_and_a_token_to_make() -> None:
+    work = work_from_proto(request(generated_token_count=2))
+    assert (work.prompt_tokens, work.generated_tokens, work.transferable_tokens) == (1, 2, 2)
+    with pytest.raises(InvalidRequest) as refused:
+        work_from_proto(request(generated_token_count=3))
+    assert set(refused.value.violations) == {"generated_token_count"}
+    params = sampling_pb2.SamplingParams(max_tokens=2)
+    with pytest.raises(InvalidRequest) as refused:
+        work_from_proto(request(generated_token_count=2, sampling=params))
+    assert set(refused.value.violations) == {"sampling.max_tokens"}
+
+
+def test_a_first_token_from_prefill_needs_a_transfer_of_everything() -> None:
+    told = first_token_pb2.FIRST_TOKEN_POLICY_PREFILL
+    work = work_from_proto(request(first_token=told, token_ids=[5]))
+    assert work.remote_kv
+    assert work.awaits_first_token
+    assert work.transferable_tokens == 1
+    for changes in ({"remote_prefill": False}, {"generated_token_count": 1}):
+        with pytest.raises(InvalidRequest) as refused:
+            work_from_proto(request(first_token=told, **changes))
+        assert set(refused.value.violations) == {"first_token"}
 
 
 def test_pieces_become_one_message_in_order() -> None:
