@@ -124,6 +124,15 @@ async def worker_status(endpoint: str) -> worker_pb2.WatchStatusResponse:
     raise WorkerGone(f"the worker on {endpoint} said nothing")
 
 
+async def reset_prefix_cache(endpoint: str, timeout_s: float) -> None:
+    """Empties a worker's prefix cache once it holds no request's KV."""
+    async with open_channel(endpoint) as channel:
+        with rpc_errors(f"the worker on {endpoint}"):
+            await worker_pb2_grpc.WorkerServiceStub(channel).ResetPrefixCache(
+                worker_pb2.ResetPrefixCacheRequest(), timeout=timeout_s
+            )
+
+
 def chat_request(
     messages: list[tuple[str, str]],
     *,

@@ -21,7 +21,7 @@ from headrace_cli.state import find_registry
 from headrace_cli.topology import DEFAULT_PORT, SIM, Topology, parse_setting
 from headrace_cli.trace import show_trace, traces_table
 from headrace_cli.up import run_up
-from headrace_cli.workers import workers_view
+from headrace_cli.workers import reset_caches, workers_view
 from headrace_common.errors import Cancelled, ConfigError, HeadraceError
 
 EXIT_FAILED = 1
@@ -220,6 +220,23 @@ def workers(
 
     async def work() -> None:
         answer_console().print(await workers_view(registry or find_registry(router)))
+
+    _run(work())
+
+
+@app.command("reset-cache", epilog="Example:  headrace reset-cache prefill-0 decode-0")
+def reset_cache(
+    worker_ids: Annotated[list[str], typer.Argument(metavar="WORKER...", help="Worker ids.")],
+    router: Router = DEFAULT_ROUTER,
+    registry: Registry = "",
+    timeout: Annotated[
+        float, typer.Option(min=0.5, max=60, help="Seconds to wait for running requests.")
+    ] = 10.0,
+) -> None:
+    """Empties workers' prefix caches; routers hear of it at once."""
+
+    async def work() -> None:
+        await reset_caches(registry or find_registry(router), worker_ids, timeout)
 
     _run(work())
 

@@ -13,8 +13,8 @@ from rich.text import Text
 
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
-from headrace_cli.client import list_members, open_router, worker_status
-from headrace_common.errors import HeadraceError
+from headrace_cli.client import list_members, open_router, reset_prefix_cache, worker_status
+from headrace_common.errors import HeadraceError, NotFound
 
 STATES = {
     worker_pb2.WatchStatusResponse.STATE_SERVING: "serving",
@@ -29,7 +29,7 @@ class Row:
 
     member: registry_pb2.Member
     state: str = "-"
-    counts: tuple[str, str, str, str] = ("-", "-", "-", "-")
+    counts: tuple[str, str, str, str, str] = ("-", "-", "-", "-", "-")
     hashing: worker_pb2.KvHashing = field(default_factory=worker_pb2.KvHashing)
 
     @property
@@ -49,7 +49,7 @@ async def workers_view(registry: str) -> RenderableType:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for title in ("worker", "role", "TP", "endpoint", "state"):
         table.add_column(title, no_wrap=True)
-    for title in ("run", "wait", "blocks", "kv"):
+    for title in ("run", "wait", "blocks", "used", "kv"):
         table.add_column(title, no_wrap=True, justify="right")
     table.add_column("prefixes", no_wrap=True)
     table.add_column("model", no_wrap=True, overflow="ellipsis")
@@ -94,6 +94,19 @@ def prefix_faults(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
+async def reset_caches(registry: str, worker_ids: list[str], timeout_s: float) -> None:
+    """Empties the prefix caches of these workers. Raises NotFound before any is emptied."""
+    members = {member.worker_id: member for member in await list_members(registry)}
+    for worker_id in worker_ids:
+        if worker_id not in members or members[worker_id].role == Role.ROLE_ROUTER:
+            raise NotFound(
+                f"no worker {worker_id} is registered: `headrace workers` lists them",
+                metadata={"worker_id": worker_id},
+            )
+    for worker_id in worker_ids:
+        await reset_prefix_cache(members[worker_id].endpoint, timeout_s)
+
+
 async def _row(member: registry_pb2.Member) -> Row:
     try:
         if member.role == Role.ROLE_ROUTER:
@@ -108,6 +121,7 @@ async def _row(member: registry_pb2.Member) -> Row:
         str(status.running_requests),
         str(status.waiting_requests),
         f"{held}/{status.total_blocks}",
+        str(status.used_blocks),
         str(status.active_transfers),
     )
     return Row(member, STATES.get(status.state, "unknown"), counts, status.kv_hashing)

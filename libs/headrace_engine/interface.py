@@ -113,10 +113,11 @@ DecodeEvent = Reservation | DecodeTokens | DecodeEnded
 
 @dataclass(frozen=True, slots=True)
 class EngineUsage:
-    """Requests that an engine holds."""
+    """What an engine holds: requests, and KV blocks that hold their KV."""
 
     running_requests: int
     waiting_requests: int
+    used_blocks: int = 0
 
 
 class Engine(ABC):
@@ -174,6 +175,10 @@ class Engine(ABC):
     @abstractmethod
     def usage(self) -> EngineUsage:
         """What the engine is doing now."""
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forgets every cached prefix; False when that cannot be, since requests hold blocks just now."""
+        return True
 
     @abstractmethod
     async def close(self) -> None:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import grpc
 
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
-from headrace_common.errors import InvalidRequest, StaleIncarnation
+from headrace_common.deadlines import Deadline
+from headrace_common.errors import DeadlineExceeded, InvalidRequest, StaleIncarnation
 from headrace_engine.prefix_announcer import PrefixAnnouncer
 
 DEFAULT_INTERVAL_S = 1.0
 SHORTEST_INTERVAL_S = 0.1
 LONGEST_INTERVAL_S = 60.0
 POLL_S = 0.05
+RESET_WAIT_S = 60.0
+# The answer must reach a caller before its deadline does.
+ANSWER_S = 0.2
 
 
 class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
@@ -23,15 +27,17 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
     Changes are found by looking again every `POLL_S`, so that nothing that holds requests has to
     know its watchers,
     and a burst of changes is one message. Without `prefix_events`, SubscribeKvEvents is
-    UNIMPLEMENTED.
+    UNIMPLEMENTED, and without `reset_prefix_cache`, which is Engine's, ResetPrefixCache.
     """
 
     def __init__(
         self,
         snapshot: Callable[[], worker_pb2.WatchStatusResponse],
         prefix_events: PrefixAnnouncer | None = None,
+        reset_prefix_cache: Callable[[], Awaitable[bool]] | None = None,
     ) -> None:
         self._snapshot = snapshot
+        self._reset_prefix_cache = reset_prefix_cache
         self._prefix_events = prefix_events
 
     async def WatchStatus(
@@ -82,6 +88,36 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
         with events.subscribe(request.since_sequence) as subscription:
             async for message in subscription.messages(interval_s):
                 yield message
+
+    async def ResetPrefixCache(
+        self,
+        request: worker_pb2.ResetPrefixCacheRequest,
+        context: grpc.aio.ServicerContext[
+            worker_pb2.ResetPrefixCacheRequest, worker_pb2.ResetPrefixCacheResponse
+        ],
+    ) -> worker_pb2.ResetPrefixCacheResponse:
+        reset = self._reset_prefix_cache
+        if reset is None:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this worker keeps no prefixes")
+        status = self._snapshot()
+        if request.incarnation not in ("", status.incarnation):
+            raise StaleIncarnation(
+                f"this is incarnation {status.incarnation} of {status.worker_id}, "
+                f"not {request.incarnation}",
+                metadata={"worker_id": status.worker_id, "incarnation": status.incarnation},
+            )
+        remaining_s = Deadline.from_context(context, RESET_WAIT_S).remaining_s()
+        wait_s = min(RESET_WAIT_S, remaining_s - ANSWER_S)
+        give_up_s = asyncio.get_running_loop().time() + wait_s
+        while not await reset():
+            if asyncio.get_running_loop().time() >= give_up_s:
+                held = self._snapshot().used_blocks
+                raise DeadlineExceeded(
+                    f"requests still hold {held} KV blocks: try again when the worker has less to do",
+                    metadata={"worker_id": status.worker_id, "used_blocks": str(held)},
+                )
+            await asyncio.sleep(POLL_S)
+        return worker_pb2.ResetPrefixCacheResponse()
 
 
 def interval_s_of(

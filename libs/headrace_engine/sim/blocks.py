@@ -98,6 +98,10 @@ class BlockPool:
                 cleared.append(block)
         self._clear(cleared)
 
+    def forget(self) -> None:
+        """Gives up every known prefix that no holder needs."""
+        self._give_up(len(self._idle))
+
     def _give_up(self, count: int) -> None:
         victims = [self._idle.popitem(last=False)[0] for _ in range(count)]
         forgotten = [self._prefix_of.pop(block) for block in victims]

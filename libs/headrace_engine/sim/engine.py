@@ -283,7 +283,14 @@ class SimEngine(Engine):
         )
 
     def usage(self) -> EngineUsage:
-        return EngineUsage(running_requests=len(self._running), waiting_requests=len(self._waiting))
+        return EngineUsage(len(self._running), len(self._waiting), self._pools.held_count)
+
+    async def reset_prefix_cache(self) -> bool:
+        if not self._pools.forget():
+            return False
+        if self.prefix_events is not None:
+            self.prefix_events.cleared()
+        return True
 
     def free_block_count(self) -> int:
         """Blocks of all groups that no request holds; those that keep a prefix for later count as

@@ -53,6 +53,19 @@ class CachePools:
         """Blocks and pages that nobody holds."""
         return sum(pool.available_count for pool in self._pools)
 
+    @property
+    def held_count(self) -> int:
+        """Blocks and pages that requests hold."""
+        return sum(pool.count - pool.available_count for pool in self._pools)
+
+    def forget(self) -> bool:
+        """Gives up every known prefix of every group; False when a request holds blocks."""
+        if self.held_count:
+            return False
+        for pool in self._pools:
+            pool.forget()
+        return True
+
     def free_ids_by_group(self) -> tuple[tuple[int, ...], ...]:
         """Blocks that hold nothing."""
         return tuple(pool.free_ids() for pool in self._pools)

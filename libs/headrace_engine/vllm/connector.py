@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,9 +22,15 @@ from headrace.engine.v1 import link_pb2
 from headrace_common.errors import ConfigError, HeadraceError
 from headrace_engine.vllm import continuation
 from headrace_engine.vllm.failure_note import write_failure
-from headrace_engine.vllm.internals import block_tokens, extra_config, require_vllm
+from headrace_engine.vllm.internals import (
+    block_counts,
+    block_tokens,
+    extra_config,
+    require_vllm,
+)
 from headrace_engine.vllm.link_client import Link
-from headrace_engine.vllm.link_words import reservation_to_proto
+from headrace_engine.vllm.link_words import load_to_proto, reservation_to_proto
+from headrace_engine.vllm.load import LoadMeter, report_changes
 from headrace_engine.vllm.rank import Rank
 from headrace_engine.vllm.scheduler import ScheduledRequest, SchedulerSide
 from headrace_engine.vllm.settings import ConnectorSettings
@@ -34,7 +41,7 @@ if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
@@ -61,6 +68,8 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
         self._rank: Rank | None = None
         self._scheduler: SchedulerSide | None = None
         self._link: Link | None = None
+        self._load = LoadMeter()
+        self._flush = False
         try:
             if len(kv_cache_config.kv_cache_groups) != 1:
                 raise ConfigError(
@@ -96,6 +105,12 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
 
         link = Link(Path(self._settings.link_path), link_pb2.Attachment(scheduler=True), hear)
         self._scheduler, self._link = scheduler, link
+        asyncio.run_coroutine_threadsafe(
+            report_changes(
+                self._load, lambda load: link.send(link_pb2.AttachRequest(load=load_to_proto(load)))
+            ),
+            link.loop,
+        )
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -145,8 +160,21 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
 
     # On the scheduler.
 
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._load.bind(lambda: block_counts(kv_cache_manager))
+
     def on_new_request(self, request: Request) -> None:
+        self._load.added(request.request_id)
         continuation.begin(request)
+
+    def reset_cache(self) -> bool:
+        """The prefix cache was emptied: asks for a step, since only steps publish events."""
+        self._flush = True
+        return True
+
+    def has_pending_push_work(self) -> bool:
+        return self._flush
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -169,14 +197,16 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> HeadraceMetadata:
-        plan = self._require_scheduler().plan_step(
-            scheduled_requests(scheduler_output), scheduler_output.preempted_req_ids or ()
-        )
+        preempted = scheduler_output.preempted_req_ids or ()
+        self._flush = False
+        self._load.stepped(scheduler_output.num_scheduled_tokens, preempted)
+        plan = self._require_scheduler().plan_step(scheduled_requests(scheduler_output), preempted)
         return HeadraceMetadata(plan)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
+        self._load.finished(request.request_id)
         times = self._require_scheduler().finished(request.request_id)
         return (False, None) if times is None else (True, times.to_params())
 

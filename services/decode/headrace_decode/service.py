@@ -235,4 +235,5 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
             reserved_blocks=self._admission.reserved_blocks,
             quarantined_blocks=self._receiver.quarantined_blocks,
             active_transfers=self._receiver.active_count,
+            used_blocks=usage.used_blocks,
         )

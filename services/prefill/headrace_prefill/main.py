@@ -89,7 +89,8 @@ async def serve_worker(host: WorkerHost, hosted: HostedWorker[PrefillConfig]) ->
     )
     server = GrpcServer(config, SERVICES)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(
-        WorkerStatusServicer(worker.status, engine.prefix_events), server.server
+        WorkerStatusServicer(worker.status, engine.prefix_events, engine.reset_prefix_cache),
+        server.server,
     )
     endpoint = await server.start()
     server.set_serving(False)

@@ -136,6 +136,7 @@ class PrefillWorker:
             waiting_requests=self._held - self._running,
             total_blocks=self._engine.descriptor.ranks[0].block_count,
             active_transfers=self._running,
+            used_blocks=self._engine.usage().used_blocks,
         )
 
 

@@ -14,11 +14,17 @@ import pytest
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_common.channel import open_channel
-from headrace_common.errors import QueueFull, StaleIncarnation
+from headrace_common.errors import (
+    DeadlineExceeded,
+    QueueFull,
+    StaleIncarnation,
+    TransferFailed,
+)
 from headrace_common.status import error_from_rpc
 from headrace_engine import prefix_announcer
 from headrace_kv.layout import WorkerRef
 from headrace_kv.prefix_scope import key_fingerprint
+from headrace_kv.transfer import Reservation
 from headrace_router.load_table import LoadTable
 from headrace_router.view import worker_from_member
 from tests.component.kv_events.workers import (
@@ -30,7 +36,7 @@ from tests.component.kv_events.workers import (
     random_prompt,
     whole_blocks,
 )
-from tests.component.sim.support import pair
+from tests.component.sim.support import decode_work, pair
 from tests.component.sim.support import until as eventually
 
 Messages = AsyncIterator[worker_pb2.SubscribeKvEventsResponse]
@@ -341,3 +347,39 @@ async def _read_all(call: Any) -> None:
     async with asyncio.timeout(10):
         while True:
             await call.read()
+
+
+async def test_a_reset_cache_is_announced_once_no_request_holds_blocks(rig: EventRig) -> None:
+    prompt = random_prompt(Random(9), 50)
+    worker = await rig.add("w-0")
+    table = rig.follow()
+    await worker.answer(prompt)
+    await rig.until_cached(table, prompt, w_0=48)
+    async with open_channel(worker.endpoint) as channel:
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.ResetPrefixCache(worker_pb2.ResetPrefixCacheRequest(incarnation="0" * 16))
+        assert isinstance(error_from_rpc(caught.value), StaleIncarnation)
+
+        work = decode_work(prompt, transfer_id="x9", remote_kv=True)
+        events = worker.engine.decode(work)
+        assert isinstance(await anext(events), Reservation)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.ResetPrefixCache(worker_pb2.ResetPrefixCacheRequest(), timeout=0.5)
+        refused = error_from_rpc(caught.value)
+        assert isinstance(refused, DeadlineExceeded)
+        assert int(refused.metadata["used_blocks"]) >= 7
+        assert rig.cached(table, prompt) == {"w-0": 48}
+
+        resetting = stub.ResetPrefixCache(
+            worker_pb2.ResetPrefixCacheRequest(incarnation=worker.ref.incarnation), timeout=5
+        )
+        await asyncio.sleep(0.2)
+        assert not resetting.done()
+        worker.engine.released(work.transfer_id)
+        with pytest.raises(TransferFailed):
+            await anext(events)
+        await resetting
+    await rig.until_cached(table, prompt, w_0=0)
+    _, cached = await worker.answer(prompt)
+    assert cached == 0

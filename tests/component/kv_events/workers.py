@@ -38,9 +38,19 @@ class Servicer(WorkerStatusServicer):
     """The worker's own, with a `relay` that may lose what passes through it."""
 
     def __init__(self, engine: SimEngine) -> None:
-        super().__init__(worker_pb2.WatchStatusResponse, engine.prefix_events)
+        super().__init__(self.status, engine.prefix_events, engine.reset_prefix_cache)
+        self.engine = engine
         self.requests: list[worker_pb2.SubscribeKvEventsRequest] = []
         self.relay: Relay | None = None
+
+    def status(self) -> worker_pb2.WatchStatusResponse:
+        assert self.engine.prefix_events is not None
+        ref = self.engine.prefix_events.ref
+        return worker_pb2.WatchStatusResponse(
+            worker_id=ref.worker_id,
+            incarnation=ref.incarnation,
+            used_blocks=self.engine.usage().used_blocks,
+        )
 
     async def SubscribeKvEvents(
         self, request: worker_pb2.SubscribeKvEventsRequest, context: Any

@@ -131,6 +131,11 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
             )
             await asyncio.sleep(0.05)
 
+    async def ResetPrefixCache(
+        self, request: worker_pb2.ResetPrefixCacheRequest, context: Any
+    ) -> worker_pb2.ResetPrefixCacheResponse:
+        return worker_pb2.ResetPrefixCacheResponse()
+
     async def WatchStatus(
         self, request: worker_pb2.WatchStatusRequest, context: Any
     ) -> AsyncIterator[worker_pb2.WatchStatusResponse]:
