@@ -1,0 +1,221 @@
+"""What runs in a process of its own: requests given up in every state, on engines with few blocks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field
+from random import Random
+
+from headrace_common.errors import HeadraceError
+from headrace_engine.interface import DecodeTokens, DecodeWork, PrefillWork, Sampling
+from headrace_engine.vllm.engine import VllmEngine
+from headrace_engine.vllm.load import EngineLoad
+from headrace_kv.transfer import Reservation
+from tests.vllm.pair import Pair, reset, running_pair, wait_until
+
+BLOCK_COUNT = 20
+CONTEXT_TOKENS = 576
+LONG = Sampling(temperature=0.0, max_tokens=250)
+Step = Callable[["Rig"], Awaitable[None]]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """`seen` is the engine's load when the request was given up, `after` once it had settled."""
+
+    seen: dict[str, int]
+    after: dict[str, int]
+
+
+@dataclass(slots=True)
+class AbortResult:
+    """By state: of a decode engine and of a prefill engine whose load was `start` before each."""
+
+    start: dict[str, int]
+    decode: dict[str, Outcome] = field(default_factory=dict)
+    prefill: dict[str, Outcome] = field(default_factory=dict)
+
+
+class Rig:
+    """A pair, and requests that can be given up."""
+
+    def __init__(self, pair: Pair) -> None:
+        self.pair = pair
+        self._random = Random(3)
+        self.seen = EngineLoad()
+
+    def prompt(self, length: int) -> list[int]:
+        return [self._random.randrange(3, 500) for _ in range(length)]
+
+    @asynccontextmanager
+    async def decoding(
+        self, length: int, *, remote: bool = False, hand_over: bool = False
+    ) -> AsyncIterator[list[int]]:
+        """A request, given up at the end; yields the tokens that come."""
+        pair, prompt = self.pair, self.prompt(length)
+        work = DecodeWork(pair.new_transfer_id(), tuple(prompt), LONG, remote_kv=remote)
+        tokens: list[int] = []
+        reserved: list[Reservation] = []
+
+        async def consume() -> None:
+            async for event in pair.decode.decode(work):
+                if isinstance(event, DecodeTokens):
+                    tokens.extend(event.token_ids)
+                elif isinstance(event, Reservation):
+                    reserved.append(event)
+                    if hand_over:
+                        await pair.hand_over(prompt, event)
+                        pair.decode.arrived(work.transfer_id)
+
+        task = asyncio.create_task(consume())
+        try:
+            if remote and hand_over:
+                await wait_until(lambda: bool(tokens))
+            yield tokens
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+            if reserved and not hand_over:
+                await asyncio.sleep(0.2)
+                assert pair.decode.load.used_blocks, "blocks were reused before they were released"
+                pair.decode.released(work.transfer_id)
+
+    @asynccontextmanager
+    async def prefilling(self, length: int) -> AsyncIterator[asyncio.Task[object]]:
+        """A prefill for a decode worker that never reserves, given up at the end."""
+        blocks = tuple(range(1, 1 + -(-length // 32)))
+        target = self.pair.target(Reservation(self.pair.new_transfer_id(), blocks, 0, length))
+        work = PrefillWork(tuple(self.prompt(length)), target)
+        task: asyncio.Task[object] = asyncio.create_task(self.pair.prefill.prefill(work))
+        try:
+            yield task
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+
+
+async def decode_waiting(rig: Rig) -> None:
+    decode = rig.pair.decode
+    async with rig.decoding(300) as first:
+        await wait_until(lambda: bool(first))
+        async with rig.decoding(500, remote=True):
+            await wait_until(lambda: decode.load.waiting_requests == 1)
+            rig.seen = decode.load
+        await wait_until(lambda: decode.load.waiting_requests == 0)
+
+
+async def decode_remote(rig: Rig) -> None:
+    decode = rig.pair.decode
+    async with rig.decoding(300, remote=True):
+        await wait_until(lambda: decode.load.used_blocks == 10)
+        rig.seen = decode.load
+
+
+async def decode_running(rig: Rig) -> None:
+    async with rig.decoding(300) as tokens:
+        await wait_until(lambda: len(tokens) > 3)
+        await wait_until(lambda: rig.pair.decode.load.running_requests == 1)
+        rig.seen = rig.pair.decode.load
+
+
+async def decode_preempted(rig: Rig) -> None:
+    decode = rig.pair.decode
+    async with rig.decoding(260) as first:
+        await wait_until(lambda: bool(first))
+        # The one that came last is preempted, here after its KV came from elsewhere.
+        async with rig.decoding(260, remote=True, hand_over=True) as second:
+            await wait_until(lambda: decode.load.waiting_requests == 1)
+            rig.seen = decode.load
+            assert second
+        await wait_until(lambda: decode.load.waiting_requests == 0)
+
+
+async def prefill_waiting(rig: Rig) -> None:
+    prefill = rig.pair.prefill
+    async with rig.prefilling(500):
+        await wait_until(lambda: prefill.load.used_blocks == 16)
+        async with rig.prefilling(400):
+            await wait_until(lambda: prefill.load.waiting_requests == 1)
+            rig.seen = prefill.load
+        await wait_until(lambda: prefill.load.waiting_requests == 0)
+
+
+async def prefill_running(rig: Rig) -> None:
+    prefill = rig.pair.prefill
+    async with rig.prefilling(570):
+        await wait_until(lambda: prefill.load.running_requests == 1)
+        rig.seen = prefill.load
+
+
+async def prefill_preempted(rig: Rig) -> None:
+    """Memory alone preempts no prefill: one starts when there are blocks for all of it."""
+    prefill = rig.pair.prefill
+    assert prefill._llm is not None
+    async with rig.prefilling(570) as task:
+        await wait_until(lambda: prefill.load.running_requests == 1)
+        rig.seen = prefill.load
+        await prefill._llm.reset_prefix_cache(reset_running_requests=True)
+        done, _ = await asyncio.wait({task}, timeout=10)
+        assert done
+        assert isinstance(task.exception(), HeadraceError)
+
+
+async def prefill_sending(rig: Rig) -> None:
+    prefill = rig.pair.prefill
+    async with rig.prefilling(500):
+        await wait_until(lambda: prefill.load.used_blocks == 16)
+        await wait_until(lambda: prefill.load.running_requests == 0)
+        rig.seen = prefill.load
+
+
+STATES: dict[str, dict[str, Step]] = {
+    "decode": {
+        "waiting": decode_waiting,
+        "remote": decode_remote,
+        "running": decode_running,
+        "preempted": decode_preempted,
+    },
+    "prefill": {
+        "waiting": prefill_waiting,
+        "running": prefill_running,
+        "preempted": prefill_preempted,
+        "sending": prefill_sending,
+    },
+}
+
+
+async def measure(model: str) -> AbortResult:
+    """Gives a request up in every state that there is."""
+    changes: dict[str, object] = {
+        "model": model,
+        "block_count": BLOCK_COUNT,
+        "context_tokens": CONTEXT_TOKENS,
+        "max_requests": 4,
+    }
+    async with running_pair(
+        prefill=changes | {"max_batched_tokens": 16}, decode=changes | {"max_batched_tokens": 256}
+    ) as pair:
+        rig = Rig(pair)
+        async with rig.decoding(40, remote=True, hand_over=True):
+            pass
+        start = await settled(pair.decode)
+        result = AbortResult(asdict(start))
+        assert await settled(pair.prefill) == start
+        for role, engine, outcomes in (
+            ("decode", pair.decode, result.decode),
+            ("prefill", pair.prefill, result.prefill),
+        ):
+            for state, give_up in STATES[role].items():
+                rig.seen = EngineLoad()
+                await give_up(rig)
+                outcomes[state] = Outcome(asdict(rig.seen), asdict(await settled(engine)))
+                await reset(engine)
+        return result
+
+
+async def settled(engine: VllmEngine) -> EngineLoad:
+    """The load once nothing changes any more; blocks that come back late must do so in a second."""
+    await asyncio.sleep(1)
+    return engine.load

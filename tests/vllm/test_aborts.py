@@ -1,0 +1,44 @@
+"""A request that is given up leaves nothing, whatever state it was in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headrace_engine.vllm.load import EngineLoad
+from tests.vllm.aborts import BLOCK_COUNT, STATES
+from tests.vllm.zygote import Zygote
+
+MODEL = "models/tiny-llama"
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(not Path(MODEL).is_dir(), reason="the model is not there: make setup"),
+]
+
+
+def test_aborts_in_every_state_give_all_blocks_back(zygote: Zygote) -> None:
+    result = zygote.run("tests.vllm.aborts:measure", model=MODEL)
+    start = EngineLoad(**result["start"])
+    assert start == EngineLoad(0, 0, 0, BLOCK_COUNT - 1)
+    seen: dict[str, EngineLoad] = {}
+    for role, states in STATES.items():
+        assert result[role].keys() == states.keys()
+        for state, outcome in result[role].items():
+            assert EngineLoad(**outcome["after"]) == start, (role, state)
+            seen[f"{role} {state}"] = EngineLoad(**outcome["seen"])
+    # That each was what its name says.
+    assert (seen["decode waiting"].running_requests, seen["decode waiting"].waiting_requests) == (
+        1,
+        1,
+    )
+    assert seen["decode remote"] == EngineLoad(0, 1, 10, BLOCK_COUNT - 1)
+    assert seen["decode running"].running_requests == 1
+    assert seen["decode preempted"].running_requests == 1
+    assert seen["decode preempted"].waiting_requests == 1
+    assert seen["prefill waiting"] == EngineLoad(0, 1, 16, BLOCK_COUNT - 1)
+    assert seen["prefill running"].running_requests == 1
+    assert seen["prefill preempted"].running_requests == 1
+    assert seen["prefill sending"] == EngineLoad(0, 0, 16, BLOCK_COUNT - 1)
