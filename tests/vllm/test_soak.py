@@ -1,0 +1,39 @@
+"""After many requests, also given up ones, both engines have every block back and no more memory than before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.soak import BLOCK_COUNT, SAMPLES, SoakResult
+from tests.vllm.zygote import Zygote
+
+MODEL = "models/tiny-llama"
+IDLE = {
+    "running_requests": 0,
+    "waiting_requests": 0,
+    "used_blocks": 0,
+    "total_blocks": BLOCK_COUNT - 1,
+}
+GROWTH_MIB = 64
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(not Path(MODEL).is_dir(), reason="the model is not there: make setup"),
+]
+
+
+@pytest.mark.parametrize("requests", [60, pytest.param(500, marks=pytest.mark.long)])
+def test_mixed_requests_leave_no_block_behind(zygote: Zygote, requests: int) -> None:
+    result = SoakResult(**zygote.run("tests.vllm.soak:measure", model=MODEL, requests=requests))
+    print(result)
+    assert result.wrong == []
+    assert result.given_up > requests * 0.1
+    assert result.remote > requests * 0.5
+    assert result.start == result.end == {"prefill": IDLE, "decode": IDLE}
+    # Engines touch their memory piece by piece at first.
+    warm, end = result.memory_mib[SAMPLES // 2 - 1], result.memory_mib[-1]
+    assert warm.keys() == end.keys() == {"service", "decode", "prefill"}
+    assert all(end[role] - warm[role] < GROWTH_MIB for role in end), result.memory_mib
