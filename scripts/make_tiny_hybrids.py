@@ -1,0 +1,193 @@
+"""Write models/tiny-{deepseek-v2,deepseek-v3,lfm2,qwen3-next,mamba2}: random models whose layers are not plain attention.
+
+Each is a real architecture in small, so that every way of keeping a cache is there to be tested: multi-head latent
+attention, short convolutions, gated delta nets, and state spaces. Always the same bytes: the weights come from a
+seeded generator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.deepseek_v2 import DeepseekV2Config
+from transformers.models.deepseek_v3 import DeepseekV3Config
+from transformers.models.lfm2 import Lfm2Config
+from transformers.models.mamba2 import Mamba2Config
+from transformers.models.qwen3_next import Qwen3NextConfig
+
+from make_tiny_model import POSITIONS, SEED, SPECIAL_TOKENS, VOCABULARY, build_tokenizer
+from model_files import (
+    CHAT_TURNS,
+    is_complete,
+    new_directory,
+    write_generation_config,
+    write_tokenizer,
+)
+
+MODELS = Path(__file__).resolve().parent.parent / "models"
+HIDDEN = 128
+
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 2 * HIDDEN,
+    "max_position_embeddings": POSITIONS,
+    "tie_word_embeddings": False,
+    "dtype": "float32",
+}
+# One latent vector per token; kernels know it in one size only.
+LATENT: dict[str, Any] = {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+    "q_lora_rank": 64,
+}
+
+
+def deepseek_v2() -> PreTrainedConfig:
+    """MLA with experts."""
+    return DeepseekV2Config(
+        **COMMON,
+        **LATENT,
+        num_hidden_layers=2,
+        first_k_dense_replace=1,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        moe_intermediate_size=HIDDEN,
+        n_group=1,
+        topk_group=1,
+    )
+
+
+def deepseek_v3() -> PreTrainedConfig:
+    """MLA with dense layers."""
+    return DeepseekV3Config(
+        **COMMON,
+        **LATENT,
+        num_hidden_layers=3,
+        first_k_dense_replace=3,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        num_nextn_predict_layers=0,
+    )
+
+
+def lfm2() -> PreTrainedConfig:
+    """Short convolutions between attention layers."""
+    return Lfm2Config(
+        **COMMON,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        layer_types=["conv", "full_attention", "conv", "conv", "full_attention"],
+        block_auto_adjust_ff_dim=False,
+        # Not a field of the class, but of every published model.
+        conv_dim=HIDDEN,
+        conv_dim_out=HIDDEN,
+    )
+
+
+def qwen3_next() -> PreTrainedConfig:
+    """Gated delta nets, one attention layer in four."""
+    return Qwen3NextConfig(
+        **COMMON,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=HIDDEN,
+        shared_expert_intermediate_size=HIDDEN,
+    )
+
+
+def mamba2() -> PreTrainedConfig:
+    """States and no attention at all."""
+    values = {name: value for name, value in COMMON.items() if name != "intermediate_size"}
+    return Mamba2Config(
+        **values,
+        num_hidden_layers=3,
+        num_heads=8,
+        head_dim=32,
+        expand=2,
+        state_size=32,
+        n_groups=1,
+    )
+
+
+ARCHITECTURES = {
+    "tiny-deepseek-v2": deepseek_v2,
+    "tiny-deepseek-v3": deepseek_v3,
+    "tiny-lfm2": lfm2,
+    "tiny-qwen3-next": qwen3_next,
+    "tiny-mamba2": mamba2,
+}
+
+
+def spread_weights(model: torch.nn.Module) -> None:
+    """Every matrix keeps its input's scale, so that the next token depends on the whole prompt."""
+    generator = torch.Generator().manual_seed(SEED)
+    with torch.no_grad():
+        for name, weights in model.named_parameters():
+            if weights.dim() < 2:
+                continue
+            gain = 1.0 / math.sqrt(weights.shape[-1])
+            if "embed" in name:
+                gain = 1.0
+            elif name == "lm_head.weight":
+                # A larger scale keeps logits apart, so that greedy decoding does not hang on rounding.
+                gain *= 4.0
+            weights.normal_(std=gain, generator=generator)
+
+
+def write_model(target: Path, config: PreTrainedConfig) -> None:
+    """Writes one model's folder."""
+    torch.manual_seed(SEED)
+    tokenizer = build_tokenizer()
+    for name, token in (("bos", "<|im_start|>"), ("eos", "<|im_end|>"), ("pad", "<|im_end|>")):
+        setattr(config, f"{name}_token_id", tokenizer.token_to_id(token))
+    model = AutoModelForCausalLM.from_config(config)
+    spread_weights(model)
+    with new_directory(target) as directory:
+        model.save_pretrained(directory)
+        write_tokenizer(
+            directory,
+            tokenizer,
+            special_tokens=SPECIAL_TOKENS,
+            chat_template=CHAT_TURNS,
+            max_length_tokens=POSITIONS,
+        )
+        write_generation_config(directory, tokenizer)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", type=Path, default=MODELS, help="directory to write into")
+    folder = parser.parse_args().models
+    for name, make_config in ARCHITECTURES.items():
+        target = folder / name
+        if not is_complete(target):
+            write_model(target, make_config())
+        print(f"[model] {target} is ready")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
