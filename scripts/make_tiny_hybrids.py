@@ -1,8 +1,7 @@
-"""Write models/tiny-{deepseek-v2,deepseek-v3,lfm2,qwen3-next,mamba2}: random models whose layers are not plain attention.
+"""Write models/tiny-*: small random models of architectures whose layers are not, or not all, plain attention.
 
-Each is a real architecture in small, so that every way of keeping a cache is there to be tested: multi-head latent
-attention, short convolutions, gated delta nets, and state spaces. Always the same bytes: the weights come from a
-seeded generator.
+So every way of keeping a cache is there to be tested: multi-head latent attention, short convolutions, gated delta
+nets, and state spaces. Always the same bytes: the weights come from a seeded generator.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.deepseek_v2 import DeepseekV2Config
 from transformers.models.deepseek_v3 import DeepseekV3Config
 from transformers.models.lfm2 import Lfm2Config
@@ -32,6 +31,8 @@ from model_files import (
 
 MODELS = Path(__file__).resolve().parent.parent / "models"
 HIDDEN = 128
+# Keeps logits apart, so that greedy decoding does not hang on rounding.
+LOGITS_GAIN = 4.0
 
 COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -87,13 +88,14 @@ def deepseek_v3() -> PreTrainedConfig:
 def lfm2() -> PreTrainedConfig:
     """Short convolutions between attention layers."""
     return Lfm2Config(
-        **COMMON,
+        **COMMON | {"tie_word_embeddings": True},
         num_hidden_layers=5,
         num_attention_heads=4,
         num_key_value_heads=2,
         layer_types=["conv", "full_attention", "conv", "conv", "full_attention"],
         block_auto_adjust_ff_dim=False,
-        # Not a field of the class, but of every published model.
+        # Not fields of the class, but of every published model.
+        block_dim=HIDDEN,
         conv_dim=HIDDEN,
         conv_dim_out=HIDDEN,
     )
@@ -109,8 +111,8 @@ def qwen3_next() -> PreTrainedConfig:
         head_dim=32,
         linear_num_key_heads=2,
         linear_num_value_heads=4,
-        linear_key_head_dim=32,
-        linear_value_head_dim=32,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
         num_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=HIDDEN,
@@ -141,20 +143,23 @@ ARCHITECTURES = {
 }
 
 
-def spread_weights(model: torch.nn.Module) -> None:
+def spread_weights(model: PreTrainedModel) -> None:
     """Every matrix keeps its input's scale, so that the next token depends on the whole prompt."""
     generator = torch.Generator().manual_seed(SEED)
+    is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     with torch.no_grad():
         for name, weights in model.named_parameters():
-            if weights.dim() < 2:
-                continue
             gain = 1.0 / math.sqrt(weights.shape[-1])
-            if "embed" in name:
-                gain = 1.0
-            elif name == "lm_head.weight":
-                # A larger scale keeps logits apart, so that greedy decoding does not hang on rounding.
-                gain *= 4.0
-            weights.normal_(std=gain, generator=generator)
+            if name == "model.embedding_norm.weight":
+                weights.fill_(LOGITS_GAIN)
+            elif weights.dim() < 2:
+                continue
+            elif "embed" in name:
+                # Tied to the output, a token that is seen must not ask for itself again.
+                weights.normal_(std=gain if is_tied else 1.0, generator=generator)
+            else:
+                gain *= LOGITS_GAIN if name == "lm_head.weight" else 1.0
+                weights.normal_(std=gain, generator=generator)
 
 
 def write_model(target: Path, config: PreTrainedConfig) -> None:

@@ -122,8 +122,8 @@ class KvLayout:
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of one block of the first group, by which engines count."""
-        return self.groups[0].block_tokens
+        """Tokens of one block of the first group, by which engines count; 1 where there are only states."""
+        return self.groups[0].block_tokens or 1
 
     @property
     def kv_head_count(self) -> int:

@@ -19,15 +19,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from headrace.engine.v1 import link_pb2
-from headrace_common.errors import ConfigError, HeadraceError
+from headrace_common.errors import HeadraceError
 from headrace_engine.vllm import continuation
+from headrace_engine.vllm.cache_groups import read_groups
 from headrace_engine.vllm.failure_note import write_failure
 from headrace_engine.vllm.internals import (
     block_counts,
-    block_tokens,
     extra_config,
+    kv_head_count,
     require_vllm,
+    tensor_parallel_size,
 )
+from headrace_engine.vllm.layer_groups import LayerGroup
 from headrace_engine.vllm.link_client import Link
 from headrace_engine.vllm.link_words import load_to_proto, reservation_to_proto
 from headrace_engine.vllm.load import LoadMeter, report_changes
@@ -71,24 +74,24 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
         self._load = LoadMeter()
         self._flush = False
         try:
-            if len(kv_cache_config.kv_cache_groups) != 1:
-                raise ConfigError(
-                    "the layers of this model keep their KV in different ways, which Headrace cannot "
-                    "hand over: serve a model whose layers are all alike",
-                    metadata={"field": "model"},
-                )
+            groups = read_groups(
+                kv_cache_config,
+                kv_head_count=kv_head_count(vllm_config),
+                tensor_parallel_size=tensor_parallel_size(vllm_config),
+            )
+            self._group_ids = tuple(sorted(group.index for group in groups))
             if role == KVConnectorRole.SCHEDULER:
-                self._start_scheduler(vllm_config)
+                self._start_scheduler(groups)
             else:
-                self._rank = Rank(self._settings, vllm_config)
+                self._rank = Rank(self._settings, vllm_config, groups)
                 continuation.install(vllm_config)
         except HeadraceError as exc:
             write_failure(Path(self._settings.link_path), exc)
             raise
 
-    def _start_scheduler(self, vllm_config: VllmConfig) -> None:
+    def _start_scheduler(self, groups: tuple[LayerGroup, ...]) -> None:
         scheduler = SchedulerSide(
-            block_tokens(vllm_config),
+            groups,
             lambda reservation: link.send(
                 link_pb2.AttachRequest(reserved=reservation_to_proto(reservation))
             ),
@@ -151,6 +154,7 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         """Nothing to wait for: blocks are freed only when their transfer is quiet."""
+        self._require_rank().side.states_written()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         sent, received, failed = self._require_rank().side.end_step()
@@ -163,6 +167,15 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         self._load.bind(lambda: block_counts(kv_cache_manager))
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """A state is always handed over, whatever decode has cached of it."""
+        return self._settings.role != "prefill"
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        """All groups: vLLM must not clear blocks that prefill may be writing into."""
+        return self._group_ids
 
     def on_new_request(self, request: Request) -> None:
         self._load.added(request.request_id)
@@ -190,7 +203,7 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
         self._require_scheduler().allocated(
             request.request_id,
             request.kv_transfer_params,
-            blocks.get_block_ids()[0],
+            blocks.get_block_ids(),
             request.num_tokens,
             num_external_tokens,
             partial(continuation.add_first_token, request),
@@ -235,7 +248,7 @@ def scheduled_requests(output: SchedulerOutput) -> Iterator[ScheduledRequest]:
     steps = output.num_scheduled_tokens
     for new in output.scheduled_new_reqs:
         yield ScheduledRequest(
-            new.req_id, new.num_computed_tokens, steps[new.req_id], tuple(new.block_ids[0]), True
+            new.req_id, new.num_computed_tokens, steps[new.req_id], new.block_ids, True
         )
     cached = output.scheduled_cached_reqs
     for request_id, computed, block_ids in zip(
@@ -245,6 +258,6 @@ def scheduled_requests(output: SchedulerOutput) -> Iterator[ScheduledRequest]:
             request_id,
             computed,
             steps[request_id],
-            tuple(block_ids[0]) if block_ids else (),
+            block_ids or (),
             request_id in cached.resumed_req_ids,
         )

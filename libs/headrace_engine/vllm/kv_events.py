@@ -25,7 +25,7 @@ UNREAD_BATCHES_MAX: Final = 100_000
 _DEVICE_MEDIUM: Final = "GPU"
 # Of its other media, whatever they are called, vLLM's connectors load blocks as from storage.
 _TIERS: Final = {_DEVICE_MEDIUM: Tier.DEVICE, "CPU": Tier.HOST}
-_ATTENTION_GROUPS: Final = (None, 0)
+_ATTENTION_KINDS: Final = (None, "full_attention", "mla_attention")
 
 
 def events_endpoint(link_path: Path) -> str:
@@ -66,13 +66,15 @@ class VllmPrefixes:
         self._events = events
         self._blocks: dict[int | bytes, _Block] = {}
         self._odd_sizes: set[int] = set()
+        # Blocks of states are cached one by one, and of two groups with attention one says enough.
+        self._group_index: int | None = None
 
     def take(self, event: Mapping[str, Any]) -> None:
         """One event; those of no consequence are passed over."""
         kind = event["type"]
         if kind == "AllBlocksCleared":
             self.forget()
-        elif event.get("group_idx") in _ATTENTION_GROUPS:
+        elif self._concerns(event):
             tier = _TIERS.get(event.get("medium") or _DEVICE_MEDIUM, Tier.DISK)
             if tier not in self._events.tiers:
                 return
@@ -82,6 +84,14 @@ class VllmPrefixes:
                 self._copy(event["block_hashes"], tier)
             elif kind == "BlockRemoved":
                 self._remove(event["block_hashes"], tier)
+
+    def _concerns(self, event: Mapping[str, Any]) -> bool:
+        """Whether it is of the group that is followed, the first to store blocks of attention."""
+        index = event.get("group_idx")
+        is_attention = event.get("kv_cache_spec_kind") in _ATTENTION_KINDS
+        if self._group_index is None and event["type"] == "BlockStored" and is_attention:
+            self._group_index = index
+        return index is None or index == self._group_index
 
     def forget(self) -> None:
         """Nothing is known to be cached any more."""

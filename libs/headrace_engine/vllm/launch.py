@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 FIT_TO_MEMORY = -1
+MAMBA2_MODEL_TYPES = frozenset({"falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"})
 
 
 def check_config(config: EngineConfig) -> ModelFolder:
@@ -96,6 +97,14 @@ def _launch(config: EngineConfig, folder: ModelFolder, link_path: Path) -> Async
         ) from exc
 
 
+def _caches_prefixes(folder: ModelFolder) -> bool:
+    """Whether vLLM may keep prefixes for later requests."""
+    from vllm.platforms import current_platform
+
+    # To keep the states in the middle of a prompt, vLLM calls a kernel that it lacks for processors and fails.
+    return not (current_platform.is_cpu() and folder.model_type in MAMBA2_MODEL_TYPES)
+
+
 def _engine_args(config: EngineConfig, folder: ModelFolder, link_path: Path) -> AsyncEngineArgs:
     from vllm.config import KVEventsConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -121,7 +130,7 @@ def _engine_args(config: EngineConfig, folder: ModelFolder, link_path: Path) -> 
         num_gpu_blocks_override=config.block_count or None,
         max_num_seqs=config.max_requests,
         max_num_batched_tokens=config.max_batched_tokens,
-        enable_prefix_caching=True,
+        enable_prefix_caching=_caches_prefixes(folder),
         kv_events_config=KVEventsConfig(
             enable_kv_cache_events=True, publisher="zmq", endpoint=events_endpoint(link_path)
         ),

@@ -2,116 +2,131 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headrace_common.errors import ConfigError
-from headrace_kv.layout import KvLayout, RankMemory, Region
+from headrace_engine.vllm.layer_groups import LayerGroup
+from headrace_kv.layout import (
+    STATE,
+    TOKEN_OUTER,
+    TOKENS,
+    CacheGroup,
+    KvLayout,
+    Part,
+    RankMemory,
+    Region,
+)
+from headrace_kv.shard_map import heads_held
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+BlockInterior = Callable[["Tensor", int], str]
+"""How the attention kernels pack a block of a layer's tensor, given its block_tokens."""
+
 
 @dataclass(frozen=True, slots=True)
 class Arena:
-    """One allocation that holds every layer's KV cache. `layer_names` are in the model's order."""
+    """One allocation that holds every layer's cache, in regions by layer."""
 
     base_address: int
     arena_bytes: int
-    block_count: int
-    layer_names: tuple[str, ...]
+    groups: tuple[CacheGroup, ...]
     regions: tuple[Region, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class BlockShape:
-    """What one block of one layer holds on this rank."""
-
-    dtype: str
-    head_count: int
-    block_tokens: int
-    head_bytes: int
-
-
 def describe_arena(
-    kv_caches: Mapping[str, Tensor], layer_names: Sequence[str]
-) -> tuple[Arena, BlockShape]:
-    """Takes tensors of shape [blocks, heads, tokens, channels]; how K and V share a head is the kernels' matter.
-
-    Raises ConfigError when they are anything else, or do not share one allocation.
-    """
-    tensors = [kv_caches[name] for name in layer_names]
-    shapes = {_block_shape(name, tensor) for name, tensor in zip(layer_names, tensors, strict=True)}
-    storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-    counts = {tensor.shape[0] for tensor in tensors}
-    if len(shapes) != 1 or len(storages) != 1 or len(counts) != 1:
-        raise ConfigError(
-            "the layers of this model keep their KV in different ways, which Headrace cannot hand over: "
-            "serve a model whose layers are all alike",
-            metadata={"field": "model"},
-        )
-    base = storages.pop()
-    regions = tuple(
-        Region(
-            layer=layer,
-            part="kv",
-            offset_bytes=tensor.data_ptr() - base,
-            block_count=tensor.shape[0],
-            head_count=tensor.shape[1],
-            block_tokens=tensor.shape[2],
-            unit_bytes=tensor.shape[2] * tensor.shape[3] * tensor.element_size(),
-            block_stride_bytes=tensor.stride(0) * tensor.element_size(),
-            head_stride_bytes=tensor.stride(1) * tensor.element_size(),
-            token_stride_bytes=0,
-        )
-        for layer, tensor in enumerate(tensors)
-    )
-    arena = Arena(
-        base_address=base,
-        arena_bytes=tensors[0].untyped_storage().nbytes(),
-        block_count=counts.pop(),
-        layer_names=tuple(layer_names),
-        regions=regions,
-    )
-    return arena, shapes.pop()
-
-
-def _block_shape(name: str, tensor: Tensor) -> BlockShape:
-    if tensor.dim() != 4 or tensor.stride(3) != 1 or tensor.stride(2) != tensor.shape[3]:
-        raise ConfigError(
-            f"the KV cache of {name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, which Headrace "
-            "cannot hand over: serve a model with plain attention",
-            metadata={"field": "model", "layer": name},
-        )
-    return BlockShape(
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        head_count=tensor.shape[1],
-        block_tokens=tensor.shape[2],
-        head_bytes=tensor.shape[2] * tensor.shape[3] * tensor.element_size(),
-    )
-
-
-def layout_of(
-    arena: Arena,
-    shape: BlockShape,
+    kv_caches: Mapping[str, Tensor],
+    groups: Sequence[LayerGroup],
     *,
-    fingerprint: str,
-    kv_head_count: int,
+    rank: int,
     tensor_parallel_size: int,
-    interior: str,
-) -> KvLayout:
-    """The worker's layout as a rank sees it: the same on every rank."""
-    return KvLayout.attention(
-        model=fingerprint,
-        dtype=shape.dtype,
-        layer_count=len(arena.layer_names),
-        kv_head_count=kv_head_count,
-        tensor_parallel_size=tensor_parallel_size,
-        block_tokens=shape.block_tokens,
-        parts={"kv": shape.head_bytes},
-        interior=interior,
+    block_interior: BlockInterior,
+) -> Arena:
+    """Takes tensors of shape [blocks, heads, tokens, channels], or [blocks, 1, 1, bytes] of states.
+
+    Raises ConfigError when they are anything else, differ within a group, or do not share one allocation.
+    """
+    storages = {tensor.untyped_storage().data_ptr() for tensor in kv_caches.values()}
+    if len(storages) != 1:
+        raise _refusal("layers in separate allocations")
+    base = storages.pop()
+    told: list[CacheGroup] = []
+    regions: list[Region] = []
+    for group in groups:
+        tensors = [kv_caches[name] for _, name in group.layers]
+        parts = {_part(group, name, kv_caches[name], block_interior) for _, name in group.layers}
+        if len(parts) != 1 or len({tensor.shape for tensor in tensors}) != 1:
+            raise _refusal(f"layers of group {group.name} with caches of different sizes")
+        held = heads_held(rank, tensor_parallel_size, group.head_count)
+        part = parts.pop()
+        for (number, name), tensor in zip(group.layers, tensors, strict=True):
+            if tensor.shape[1] != len(held):
+                raise _refusal(
+                    f"{tensor.shape[1]} heads on rank {rank} in {name} instead of {len(held)}"
+                )
+            regions.append(_region(number, part, group, tensor, base))
+        told.append(
+            CacheGroup(
+                name=group.name,
+                layers=tuple(number for number, _ in group.layers),
+                kind=group.kind,
+                head_count=group.head_count,
+                block_tokens=group.block_tokens if group.kind == TOKENS else 0,
+                parts=(part,),
+            )
+        )
+    return Arena(
+        base_address=base,
+        arena_bytes=next(iter(kv_caches.values())).untyped_storage().nbytes(),
+        groups=tuple(told),
+        regions=tuple(regions),
     )
+
+
+def _part(group: LayerGroup, name: str, tensor: Tensor, block_interior: BlockInterior) -> Part:
+    tokens = group.block_tokens if group.kind == TOKENS else 1
+    if (
+        tensor.dim() != 4
+        or tensor.stride(3) != 1
+        or tensor.stride(2) != tensor.shape[3]
+        or tensor.shape[2] != tokens
+    ):
+        raise _refusal(
+            f"a cache of shape {tuple(tensor.shape)} and strides {tensor.stride()} in {name}, "
+            f"{tokens} tokens to a block"
+        )
+    token_bytes = tensor.shape[3] * tensor.element_size()
+    whole = group.interior != TOKEN_OUTER
+    return Part(
+        name="state" if group.kind == STATE else "kv",
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        unit_bytes=token_bytes * tokens if whole else token_bytes,
+        interior=group.interior or block_interior(tensor, tokens),
+    )
+
+
+def _region(number: int, part: Part, group: LayerGroup, tensor: Tensor, base: int) -> Region:
+    element_bytes = tensor.element_size()
+    return Region(
+        layer=number,
+        part=part.name,
+        offset_bytes=tensor.data_ptr() - base,
+        block_count=tensor.shape[0],
+        head_count=tensor.shape[1],
+        block_tokens=group.block_tokens if group.kind == TOKENS else 0,
+        unit_bytes=part.unit_bytes,
+        block_stride_bytes=tensor.stride(0) * element_bytes,
+        head_stride_bytes=tensor.stride(1) * element_bytes,
+        token_stride_bytes=part.unit_bytes if part.interior == TOKEN_OUTER else 0,
+    )
+
+
+def layout_of(arena: Arena, *, fingerprint: str, tensor_parallel_size: int) -> KvLayout:
+    """The worker's layout as a rank sees it: the same on every rank."""
+    return KvLayout(fingerprint, tensor_parallel_size, arena.groups)
 
 
 def rank_memory(arena: Arena, *, rank: int, transport: str, session: str) -> RankMemory:
@@ -123,4 +138,11 @@ def rank_memory(arena: Arena, *, rank: int, transport: str, session: str) -> Ran
         base_address=arena.base_address,
         arena_bytes=arena.arena_bytes,
         regions=arena.regions,
+    )
+
+
+def _refusal(what: str) -> ConfigError:
+    return ConfigError(
+        f"the model has {what}, which Headrace cannot hand over: serve another model",
+        metadata={"field": "model"},
     )

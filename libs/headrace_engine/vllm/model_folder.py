@@ -22,12 +22,14 @@ DIGEST_HEX_LENGTH = 12
 class ModelFolder:
     """`path`: the folder. `fingerprint`: the model's identity for KvLayout.model, "name:digest".
 
-    `context_tokens`: the longest context that the model was made for; 0 when its config does not say.
+    `context_tokens`: the longest context that the model was made for; 0 when its config does not say. `model_type`: the
+    kind of model, as its config names it.
     """
 
     path: Path
     fingerprint: str
     context_tokens: int
+    model_type: str
 
 
 def read_model_folder(model: str, context_tokens: int) -> ModelFolder:
@@ -59,7 +61,8 @@ def read_model_folder(model: str, context_tokens: int) -> ModelFolder:
             f"ask for {longest} or less, or for 0 to take the model's own",
             metadata={"field": "context_tokens", "model": model},
         )
-    return ModelFolder(path, f"{path.resolve().name}:{_digest(config)}", longest)
+    fingerprint = f"{path.resolve().name}:{_digest(config)}"
+    return ModelFolder(path, fingerprint, longest, str(config.get("model_type", "")))
 
 
 def _read_config(path: Path) -> dict[str, Any]:

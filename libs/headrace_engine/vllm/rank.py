@@ -12,17 +12,16 @@ from headrace_engine.torch_memory.gated_sender import GatedSender
 from headrace_engine.torch_memory.opening import gate, open_tensor_transport
 from headrace_engine.vllm.internals import (
     block_interior,
-    in_model_order,
-    kv_head_count,
     tensor_parallel_rank,
     tensor_parallel_size,
 )
+from headrace_engine.vllm.layer_groups import LayerGroup
 from headrace_engine.vllm.link_client import Link
 from headrace_engine.vllm.link_words import report_to_proto
 from headrace_engine.vllm.memory import describe_arena, layout_of, rank_memory
 from headrace_engine.vllm.settings import ConnectorSettings
-from headrace_engine.vllm.worker import RankSide
-from headrace_kv.layout import layout_to_proto, rank_memory_to_proto
+from headrace_engine.vllm.worker import LayerKind, RankSide
+from headrace_kv.layout import STATE, layout_to_proto, rank_memory_to_proto
 from headrace_kv.sender import RankSender
 from headrace_kv.transfer import SendReport
 from headrace_kv.transport.base import KvTransport
@@ -39,12 +38,14 @@ CLOSE_TIMEOUT_S = 5.0
 class Rank:
     """Starts in two steps: vLLM makes it before it has KV memory, and registers that once."""
 
-    def __init__(self, settings: ConnectorSettings, vllm_config: VllmConfig) -> None:
+    def __init__(
+        self, settings: ConnectorSettings, vllm_config: VllmConfig, groups: tuple[LayerGroup, ...]
+    ) -> None:
         self._settings = settings
+        self._groups = groups
         self._rank = tensor_parallel_rank()
         self._tensor_parallel_size = tensor_parallel_size(vllm_config)
-        self._kv_head_count = kv_head_count(vllm_config)
-        self._layer_numbers: dict[str, int] = {}
+        self._layer_numbers = {name: number for group in groups for number, name in group.layers}
         self._transport: KvTransport | None = None
         self._sender: RankSender | None = None
         self._gate: GatedSender | None = None
@@ -53,18 +54,19 @@ class Rank:
 
     def register(self, kv_caches: Mapping[str, Tensor]) -> None:
         """Registers the memory with the transport and attaches to the service."""
-        names = in_model_order(kv_caches)
-        arena, shape = describe_arena(kv_caches, names)
-        self._layer_numbers = {name: number for number, name in enumerate(names)}
+        arena = describe_arena(
+            kv_caches,
+            self._groups,
+            rank=self._rank,
+            tensor_parallel_size=self._tensor_parallel_size,
+            block_interior=block_interior,
+        )
         layout = layout_of(
             arena,
-            shape,
             fingerprint=self._settings.fingerprint,
-            kv_head_count=self._kv_head_count,
             tensor_parallel_size=self._tensor_parallel_size,
-            interior=block_interior(kv_caches[names[0]], shape.block_tokens),
         )
-        tensor = kv_caches[names[0]]
+        tensor = next(iter(kv_caches.values()))
         transport = open_tensor_transport(tensor, self._settings.transport, self._settings.host)
         self._transport = transport
         memory = rank_memory(
@@ -87,7 +89,11 @@ class Rank:
                 on_quiet=self.side.quiet,
             )
             self._gate = gate(self._sender, tensor.device)
-            self.side.start(self._gate or self._sender, len(names))
+            kinds = [
+                LayerKind(layout.group_index(layer), layout.group_of(layer).kind == STATE)
+                for layer in range(layout.layer_count)
+            ]
+            self.side.start(self._gate or self._sender, kinds)
 
     def layer_written(self, layer_name: str) -> None:
         """The forward pass has written this step's KV of a layer."""

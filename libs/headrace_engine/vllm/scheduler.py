@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from headrace_engine.vllm.layer_groups import LayerGroup, token_stride
 from headrace_engine.vllm.settings import (
     Incoming,
     PrefillTimes,
@@ -15,6 +16,7 @@ from headrace_engine.vllm.settings import (
     read_params,
 )
 from headrace_engine.vllm.step import StepPlan, TokenSpan
+from headrace_kv.layout import STATE, TOKENS
 from headrace_kv.transfer import Reservation, TransferTarget
 
 
@@ -22,13 +24,14 @@ from headrace_kv.transfer import Reservation, TransferTarget
 class ScheduledRequest:
     """A request's part of a step: computes [computed_tokens, computed_tokens + step_tokens).
 
-    `block_ids` replace the known ones when `replaces_blocks`, else they are appended.
+    `block_ids`, by group of vLLM, replace the known ones when `replaces_blocks`, else they are appended. They are empty
+    when there is nothing new.
     """
 
     request_id: str
     computed_tokens: int
     step_tokens: int
-    block_ids: tuple[int, ...]
+    block_ids: Sequence[Sequence[int]]
     replaces_blocks: bool
 
 
@@ -47,7 +50,8 @@ class _Send:
     handed_tokens: int
     cached_tokens: int = 0
     start_unix_ns: int = 0
-    block_ids: list[int] = field(default_factory=list)
+    overrun: bool = False
+    block_ids: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
 
     @property
     def opened(self) -> bool:
@@ -60,8 +64,12 @@ class SchedulerSide:
     `on_reserved` gets the blocks of every incoming transfer, an empty Reservation when nothing is missing.
     """
 
-    def __init__(self, block_tokens: int, on_reserved: Callable[[Reservation], None]) -> None:
-        self._block_tokens = block_tokens
+    def __init__(
+        self, groups: Sequence[LayerGroup], on_reserved: Callable[[Reservation], None]
+    ) -> None:
+        self._groups = tuple(groups)
+        self._token_stride = token_stride(groups)
+        self._has_states = any(group.kind == STATE for group in groups)
         self._on_reserved = on_reserved
         self._sends: dict[str, _Send] = {}
         self._receives: dict[str, _Receive] = {}
@@ -82,12 +90,12 @@ class SchedulerSide:
         self,
         request_id: str,
         params: MutableMapping[str, Any] | None,
-        block_ids: Sequence[int],
+        block_ids: Sequence[Sequence[int]],
         known_tokens: int,
         missing_tokens: int,
         go_on: Callable[[int], None],
     ) -> None:
-        """The request has blocks for the tokens that are known of it; `go_on` adds another one."""
+        """The request has blocks, by group of vLLM, for the tokens known of it; `go_on` adds another one."""
         said = consume_params(params)
         if isinstance(said, TransferTarget):
             self._sends[request_id] = _Send(said, handed_tokens=said.start_token)
@@ -98,10 +106,11 @@ class SchedulerSide:
                 self._receives[said.transfer_id] = _Receive(
                     request_id, go_on if said.awaits_first_token else None
                 )
-            filled = block_ids[start // self._block_tokens : -(-end // self._block_tokens)]
-            self._on_reserved(
-                Reservation(said.transfer_id, tuple(filled) if missing_tokens else (), start, end)
+            first, *further = (
+                group.blocks_between(block_ids[group.index], start, end) if missing_tokens else ()
+                for group in self._groups
             )
+            self._on_reserved(Reservation(said.transfer_id, first, start, end, tuple(further)))
 
     def settle(self, transfer_id: str, whole: bool) -> None:
         """An incoming transfer is over: nothing writes into its blocks any more."""
@@ -157,24 +166,40 @@ class SchedulerSide:
     def _plan_send(self, plan: StepPlan, send: _Send, request: ScheduledRequest) -> None:
         if request.replaces_blocks:
             send.block_ids.clear()
-        send.block_ids.extend(request.block_ids)
+        for index, block_ids in enumerate(request.block_ids):
+            send.block_ids[index].extend(block_ids)
         if not send.opened:
             send.start_unix_ns = time.time_ns()
             send.cached_tokens = request.computed_tokens
             plan.opened.append(send.target)
             self._hand_over(plan.cached, send, request.computed_tokens)
-        self._hand_over(plan.computed, send, request.computed_tokens + request.step_tokens)
+        known_tokens = request.computed_tokens + request.step_tokens
+        if self._has_states and known_tokens > send.target.end_token:
+            # A state is overwritten by the next one: what is under way or still to come would be another's.
+            if not send.overrun:
+                plan.overrun.append(send.target.transfer_id)
+            send.overrun = True
+            return
+        self._hand_over(plan.computed, send, known_tokens)
 
     def _hand_over(self, spans: list[TokenSpan], send: _Send, known_tokens: int) -> None:
         """Adds the tokens up to `known_tokens` that are not handed over yet, whole blocks only but for the last."""
         end = send.target.end_token
-        if known_tokens < end:
-            end = known_tokens - known_tokens % self._block_tokens
+        is_last = known_tokens >= end
+        if not is_last:
+            stride = self._token_stride
+            end = known_tokens - known_tokens % stride if stride else send.handed_tokens
         if end > send.handed_tokens:
-            spans.append(
-                TokenSpan(send.target.transfer_id, send.handed_tokens, end, tuple(send.block_ids))
-            )
+            blocks = tuple(self._source_blocks(send, group, is_last) for group in self._groups)
+            spans.append(TokenSpan(send.target.transfer_id, send.handed_tokens, end, blocks))
             send.handed_tokens = end
+
+    def _source_blocks(self, send: _Send, group: LayerGroup, is_last: bool) -> tuple[int, ...]:
+        block_ids = send.block_ids[group.index]
+        if group.kind == TOKENS:
+            return tuple(block_ids)
+        end = send.target.end_token
+        return group.blocks_between(block_ids, end - 1, end) if is_last else ()
 
     def finished(self, request_id: str) -> PrefillTimes | None:
         """The request is over. When it was sending, its blocks stay until the ranks say that they are quiet."""

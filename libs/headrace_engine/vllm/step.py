@@ -9,12 +9,16 @@ from headrace_kv.transfer import TransferTarget
 
 @dataclass(frozen=True, slots=True)
 class TokenSpan:
-    """Tokens [start_token, end_token) of one transfer, of every layer. `block_ids` are in token order from token 0."""
+    """Tokens [start_token, end_token) of one transfer, of every layer.
+
+    `block_ids` are by group of the layout: in token order from token 0, or the page of a state that the step makes
+    final. A state that the step does not make final has none.
+    """
 
     transfer_id: str
     start_token: int
     end_token: int
-    block_ids: tuple[int, ...]
+    block_ids: tuple[tuple[int, ...], ...]
 
 
 @dataclass(slots=True)
@@ -23,6 +27,7 @@ class StepPlan:
 
     `opened`: transfers that begin. `cached`: tokens that the prefix cache had, ready before the step. `computed`:
     tokens that this step's forward pass completes. `preempted`: transfers whose blocks are about to be overwritten.
+    `overrun`: transfers whose states the step takes beyond their last token.
     `finished_sends`: requests that are done computing, with their transfer; their blocks are freed once it is quiet.
     `received` and `failed`: requests whose incoming transfer is whole, or will never be.
     """
@@ -31,6 +36,7 @@ class StepPlan:
     cached: list[TokenSpan] = field(default_factory=list)
     computed: list[TokenSpan] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
+    overrun: list[str] = field(default_factory=list)
     finished_sends: dict[str, str] = field(default_factory=dict)
     received: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)

@@ -6,7 +6,8 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from headrace_common.errors import Cancelled, HeadraceError, TransferFailed
@@ -31,6 +32,14 @@ class Sender(Protocol):
     def stop(self, transfer_id: str, reason: str, detail: str) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """A layer's group in the layout, and whether it keeps a state rather than tokens."""
+
+    group_index: int
+    is_state: bool
+
+
 class RankSide:
     """Called on the rank's compute thread, except `stop` and `quiet`, which any thread may call.
 
@@ -41,17 +50,17 @@ class RankSide:
         self._rank = rank
         self._on_report = on_report
         self._sender: Sender | None = None
-        self._layer_count = 0
+        self._layers: tuple[LayerKind, ...] = ()
         self._changed = threading.Condition()
         self._active: set[str] = set()
         self._refused: OrderedDict[str, None] = OrderedDict()
         self._finishing: dict[str, str] = {}
         self._plan = StepPlan()
 
-    def start(self, sender: Sender, layer_count: int) -> None:
-        """Gives it what it feeds; a rank that only receives has none."""
+    def start(self, sender: Sender, layers: Sequence[LayerKind]) -> None:
+        """Gives it what it feeds, and the layout's layers; a rank that only receives has none."""
         self._sender = sender
-        self._layer_count = layer_count
+        self._layers = tuple(layers)
 
     def quiet(self, report: SendReport) -> None:
         """A transfer does not write any more. The sender's callback."""
@@ -79,20 +88,20 @@ class RankSide:
 
     def preempt(self, plan: StepPlan) -> None:
         """Before a step that overwrites blocks: nothing of the preempted transfers may still read them."""
-        if self._sender is None or not plan.preempted:
+        self._end_now(plan.preempted, "prefill ran out of KV blocks and gave the request up")
+
+    def _end_now(self, transfer_ids: Sequence[str], why: str) -> None:
+        """Stops transfers, and returns when nothing of them reads its blocks any more."""
+        if self._sender is None or not transfer_ids:
             return
-        for transfer_id in plan.preempted:
-            self._sender.stop(
-                transfer_id,
-                TransferFailed.reason,
-                "prefill ran out of KV blocks and gave the request up",
-            )
+        for transfer_id in transfer_ids:
+            self._sender.stop(transfer_id, TransferFailed.reason, why)
         with self._changed:
             if not self._changed.wait_for(
-                lambda: self._active.isdisjoint(plan.preempted), PREEMPTION_WAIT_S
+                lambda: self._active.isdisjoint(transfer_ids), PREEMPTION_WAIT_S
             ):
                 # The transfers have failed, so decode will not read what they may still write.
-                log.error("transfers %s were not quiet in %g s", plan.preempted, PREEMPTION_WAIT_S)
+                log.error("transfers %s were not quiet in %g s", transfer_ids, PREEMPTION_WAIT_S)
 
     def begin_step(self, plan: StepPlan) -> None:
         """Before the forward pass."""
@@ -105,10 +114,12 @@ class RankSide:
                 if target.transfer_id not in self._refused:
                     self._refuse(target.transfer_id)
                     self._open(self._sender, target)
+        self._end_now(plan.overrun, "prefill computed more tokens than its state is wanted for")
         ready_ns = time.time_ns()
         for span in plan.cached:
-            for layer in range(self._layer_count):
-                self._push(span, layer, ready_ns)
+            for layer, kind in enumerate(self._layers):
+                if not kind.is_state:
+                    self._push(span, layer, ready_ns)
 
     def _open(self, sender: Sender, target: TransferTarget) -> None:
         try:
@@ -125,6 +136,15 @@ class RankSide:
         for span in self._plan.computed:
             self._push(span, layer, ready_ns)
 
+    def states_written(self) -> None:
+        """The forward pass is over. States have no hook of their own, and are final with a transfer's last token."""
+        ready_ns = time.time_ns()
+        for layer, kind in enumerate(self._layers):
+            if kind.is_state:
+                for span in self._plan.computed:
+                    if span.block_ids[kind.group_index]:
+                        self._push(span, layer, ready_ns)
+
     def _push(self, span: TokenSpan, layer: int, ready_ns: int) -> None:
         if self._sender is not None and span.transfer_id in self._active:
             self._sender.push(
@@ -133,7 +153,7 @@ class RankSide:
                     layer,
                     span.start_token,
                     span.end_token,
-                    span.block_ids,
+                    span.block_ids[self._layers[layer].group_index],
                     ready_ns,
                 )
             )

@@ -118,7 +118,8 @@ async def serve_worker(host: WorkerHost, hosted: HostedWorker[DecodeConfig]) -> 
 def _capacity(config: DecodeConfig, engine: Engine) -> Capacity:
     return Capacity(
         usable_blocks=engine.descriptor.ranks[0].block_count - ENGINE_OWN_BLOCKS,
-        block_tokens=engine.descriptor.layout.block_tokens,
+        # A state is one block, however long the context.
+        block_tokens=engine.descriptor.layout.groups[0].block_tokens or engine.context_tokens,
         context_tokens=engine.context_tokens,
         max_requests=config.max_requests,
     )
