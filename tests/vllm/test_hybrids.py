@@ -1,0 +1,29 @@
+"""Latent attention, short convolutions, gated delta nets and states: what one engine computes, another goes on with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.zygote import Zygote
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(180)]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        "tiny-deepseek-v2",
+        "tiny-lfm2",
+        "tiny-mamba2",
+        pytest.param("tiny-deepseek-v3", marks=pytest.mark.long),
+        pytest.param("tiny-qwen3-next", marks=pytest.mark.long),
+    ],
+)
+def test_two_engines_answer_as_one(zygote: Zygote, model: str) -> None:
+    if not Path("models", model).is_dir():
+        pytest.skip(f"the model folder models/{model} is missing: make setup")
+    said = zygote.run("tests.vllm.hybrids:tell", model=model)
+    print(f"{model}: engines up in {said['start_s']:.1f} s, done after {said['total_s']:.1f} s")
+    assert len(said["differences"]) > 20
