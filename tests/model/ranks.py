@@ -1,0 +1,80 @@
+"""A prefill rank of the model: the real sending loop over a transport and streams that are not real."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+from headrace_kv.block_map import Runs
+from headrace_kv.clock import Clock
+from headrace_kv.layout import WorkerRef
+from headrace_kv.send_loop import SendLoop
+from headrace_kv.sender_inbox import SenderInbox
+from headrace_kv.sender_parts import SenderParts
+from headrace_kv.transfer import SendReport
+from headrace_kv.transport.base import KvTransport, Written
+from tests.model.ground import HANDSHAKE_S
+from tests.model.streams import ModelStream
+
+if TYPE_CHECKING:
+    from tests.model.world import World
+
+
+class ModelTransport(KvTransport):
+    """Accepts writes; the world lets them land."""
+
+    name = "model"
+
+    def __init__(self, world: World, rank: int) -> None:
+        self.quiet_after_failure_s = world.settings.quiet_after_failure_s
+        self._world = world
+        self.rank = rank
+
+    @property
+    def session(self) -> str:
+        return f"prefill-{self.rank}"
+
+    def register(self, base_address: int, nbytes: int) -> None:
+        pass
+
+    def write(self, session: str, runs: Runs, timeout_s: float) -> Written:
+        raise NotImplementedError
+
+    def submit(self, session: str, runs: Runs, timeout_s: float) -> Future[Written]:
+        return self._world.submit(self, session, runs, timeout_s)
+
+    def close(self) -> None:
+        pass
+
+
+class Rank:
+    """A prefill rank: the real SendLoop, and the script that its engine follows."""
+
+    def __init__(self, world: World, rank: int, incarnation: int) -> None:
+        self.rank = rank
+        self.ref = WorkerRef("prefill-0", f"{incarnation:016x}")
+        self.inbox = SenderInbox(64, 64, threading.Condition())
+        self.transport = ModelTransport(world, rank)
+        self.opened: set[str] = set()
+        self.reports: dict[str, SendReport] = {}
+        self.streams: list[ModelStream] = []
+        parts = SenderParts(
+            ref=self.ref,
+            rank=rank,
+            layout=world.prefill,
+            memory=world.sources[rank],
+            transport=self.transport,
+            descriptors=cast("Any", None),
+            loop=cast("Any", None),
+            on_quiet=partial(world.hear_quiet, self),
+            handshake_timeout_s=HANDSHAKE_S,
+            clock=Clock(world.timers.time, world.timers.time),
+            link=partial(
+                world.settings.link,
+                timers=world.timers,
+                connect=partial(world.connect, self),
+            ),
+        )
+        self.loop = SendLoop(parts, self.inbox)

@@ -1,0 +1,218 @@
+"""The handoff stream of the model: two queues of real messages, and ends that learn of each other late."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from google.protobuf.duration_pb2 import Duration
+
+from headrace.kv.v1 import handoff_pb2
+from headrace_common.errors import HeadraceError, TransferFailed, WorkerGone
+from headrace_kv.handoff_client import HandoffLink
+from headrace_kv.incoming import PrefillPeer
+from headrace_kv.layout import KvDescriptor
+from headrace_kv.leases import WriteLease
+from headrace_kv.receiver import Receiver
+from tests.model.virtual_time import VirtualHandle, VirtualTimers
+
+Direction = Literal["to_decode", "to_prefill"]
+END: Any = None
+"""Says to one end that the other has ended the stream."""
+
+
+@dataclass(eq=False)
+class Wire:
+    """Messages under way in one direction, oldest first; nothing is delivered before `open_s`."""
+
+    messages: deque[Any] = field(default_factory=deque)
+    open_s: float = 0.0
+
+    def put(self, message: Any) -> None:
+        self.messages.append(message)
+
+
+class ModelLink(HandoffLink):
+    """The real link's rules without gRPC: it hears messages one by one, and says when its lease has run out."""
+
+    def __init__(self, **parts: Any) -> None:
+        self.timers: VirtualTimers = parts.pop("timers")
+        self._connect: Callable[[ModelLink], Wire] = parts.pop("connect")
+        self.descriptor: KvDescriptor | None = None
+        self.handshake_s: float = parts["handshake_timeout_s"]
+        super().__init__(**parts)
+        self.over = False
+        self._wire = Wire()
+        self._hello_s = 0.0
+        self._watch: VirtualHandle | None = None
+
+    def start(self) -> None:
+        self._wire = self._connect(self)
+        self._hello_s = self.timers.time()
+        self._wire.put(handoff_pb2.HandoffRequest(hello=self._hello))
+        self._watch = self.timers.call_later(self.handshake_s, self._check_handshake)
+
+    def _put(self, item: handoff_pb2.HandoffRequest | handoff_pb2.LayerDone) -> None:
+        if self.over:
+            return
+        if isinstance(item, handoff_pb2.LayerDone):
+            layers = handoff_pb2.LayersDone(layers=[item])
+            item = handoff_pb2.HandoffRequest(layers_done=layers)
+        self._wire.put(item)
+
+    def close(self) -> None:
+        self.end(WorkerGone("closed"))
+
+    def end(self, error: HeadraceError) -> None:
+        """This side's end."""
+        if self.over:
+            return
+        self.over = True
+        if self._watch is not None:
+            self._watch.cancel()
+        self._wire.put(END)
+        self._finish(error)
+
+    def crash(self) -> None:
+        """This side's process is gone."""
+        self.over = True
+        if self._watch is not None:
+            self._watch.cancel()
+
+    def take(self, message: Any) -> None:
+        """One message from decode."""
+        if self.over:
+            return
+        if message is END:
+            self.end(WorkerGone("decode ended the stream"))
+        elif message.WhichOneof("message") == "welcome":
+            now_s = self.timers.time()
+            self.lease = self._granted(now_s, seconds(message.welcome.lease_ttl))
+            assert self.descriptor is not None
+            self._events.link_ready(self, self.descriptor)
+            self._watch_lease()
+        else:
+            try:
+                self._hear(message)
+            except TransferFailed as error:
+                self.end(error)
+            else:
+                self._watch_lease()
+
+    def _granted(self, now_s: float, ttl_s: float) -> WriteLease:
+        return WriteLease(self._hello_s, now_s, ttl_s)
+
+    def _watch_lease(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+        left_s = self.lease.remaining_s(self.timers.time())
+        self._watch = self.timers.call_later(left_s, self._check_lease)
+
+    def _check_handshake(self) -> None:
+        self.end(WorkerGone("no Welcome in time"))
+
+    def _check_lease(self) -> None:
+        if self.lease.alive(self.timers.time()):
+            self._watch_lease()
+        else:
+            self.end(TransferFailed("the lease ran out"))
+
+
+class ModelStream:
+    """One stream. Decode's side is what HandoffServicer does with a Receiver."""
+
+    def __init__(self, link: ModelLink, receiver: Receiver | None, timers: VirtualTimers) -> None:
+        self.link = link
+        self.to_decode = Wire()
+        self.to_prefill = Wire()
+        self._receiver = receiver
+        self._timers = timers
+        self._peer: PrefillPeer | None = None
+        self._welcome_s = 0.0
+        self._over = False
+        self._renewal: VirtualHandle | None = None
+
+    def wire(self, direction: Direction) -> Wire:
+        return self.to_decode if direction == "to_decode" else self.to_prefill
+
+    def ready(self, direction: Direction) -> bool:
+        """Whether a message can be delivered now."""
+        wire = self.wire(direction)
+        return bool(wire.messages) and self._timers.time() >= wire.open_s
+
+    def deliver(self, direction: Direction) -> None:
+        message = self.wire(direction).messages.popleft()
+        if direction == "to_prefill":
+            self.link.take(message)
+        elif not self._over:
+            self._hear(message)
+
+    def end_at_decode(self, error: HeadraceError) -> None:
+        """Decode hears no more soon; what it has said is still under way."""
+        self._timers.call_later(0.0, self._disconnect)
+
+    def _disconnect(self) -> None:
+        if self._over:
+            return
+        self._over = True
+        if self._renewal is not None:
+            self._renewal.cancel()
+        if self._receiver is not None and self._peer is not None:
+            self._receiver.disconnect(self._peer)
+        self.to_prefill.put(END)
+
+    def vanish(self) -> None:
+        """Decode's process is gone."""
+        if self._over:
+            return
+        self._over, self._receiver = True, None
+        if self._renewal is not None:
+            self._renewal.cancel()
+        self.to_prefill.put(END)
+
+    def _hear(self, message: Any) -> None:
+        if message is END or self._receiver is None:
+            self.end_at_decode(WorkerGone("the prefill rank ended the stream"))
+        elif message.WhichOneof("message") == "hello" and self._peer is None:
+            self._greet(self._receiver, message.hello)
+        elif self._peer is None:
+            self.end_at_decode(WorkerGone("the first message was no Hello"))
+        else:
+            self._receiver.handle(self._peer, message)
+
+    def _greet(self, receiver: Receiver, hello: handoff_pb2.Hello) -> None:
+        try:
+            self._peer = receiver.connect(hello, self.to_prefill.put, self.end_at_decode)
+        except HeadraceError as error:
+            self.end_at_decode(error)
+            return
+        ttl = duration(receiver.lease_ttl_s)
+        self._welcome_s = self._timers.time()
+        self.to_prefill.put(handoff_pb2.HandoffResponse(welcome=handoff_pb2.Welcome(lease_ttl=ttl)))
+        self._renew_later()
+
+    def _renew_later(self) -> None:
+        assert self._receiver is not None
+        interval_s = self._receiver.lease_ttl_s / 3
+        self._renewal = self._timers.call_later(interval_s, self._renew)
+
+    def _renew(self) -> None:
+        assert self._receiver is not None
+        renewal = handoff_pb2.Renewal(
+            lease_ttl=duration(self._receiver.lease_ttl_s),
+            sent_after=duration(self._timers.time() - self._welcome_s),
+        )
+        self.to_prefill.put(handoff_pb2.HandoffResponse(renewal=renewal))
+        self._renew_later()
+
+
+def duration(seconds_: float) -> Duration:
+    made = Duration()
+    made.FromNanoseconds(round(seconds_ * 1e9))
+    return made
+
+
+def seconds(said: Duration) -> float:
+    return said.ToNanoseconds() / 1e9
