@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -174,11 +174,17 @@ class Telemetry:
         end_unix_ns: int,
         attributes: Mapping[str, AttributeValue] | None = None,
         error: str = "",
+        events: Iterable[tuple[str, int, Mapping[str, AttributeValue]]] = (),
     ) -> Span:
-        """Makes a span after the fact and returns it, ended; `error` says what went wrong."""
+        """Makes a span after the fact and returns it, ended; `error` says what went wrong.
+
+        `events` have a name, when it was in Unix nanoseconds, and attributes.
+        """
         span = self.tracer.start_span(
             name, context=parent_context, start_time=start_unix_ns, attributes=attributes
         )
+        for event, unix_ns, details in events:
+            span.add_event(event, details, unix_ns)
         if error:
             span.set_status(Status(StatusCode.ERROR, error))
         span.end(max(start_unix_ns, end_unix_ns))

@@ -36,12 +36,19 @@ SPAN_DECODE: Final = "headrace.decode"
 SPAN_DECODE_RESERVE: Final = "headrace.decode.reserve"
 # From the reservation to the last expected key.
 SPAN_DECODE_KV_WAIT: Final = "headrace.decode.kv_wait"
+# One transfer into decode's blocks, from their reservation until nobody may write into them; its states are events.
+SPAN_TRANSFER: Final = "headrace.transfer"
 # From complete KV to hearing the first token that prefill made.
 SPAN_DECODE_TOKEN_WAIT: Final = "headrace.decode.token_wait"
 # From complete KV, and prefill's first token where there is one, to decode's own first token.
 SPAN_DECODE_FIRST_TOKEN: Final = "headrace.decode.first_token"
 # From the first token to the last.
 SPAN_DECODE_GENERATE: Final = "headrace.decode.generate"
+
+# A transfer has entered a state.
+EVENT_TRANSFER_STATE: Final = "headrace.transfer.state_entered"
+# The state: "reserved", "open", "receiving", "complete", "failed", "draining" or "free".
+ATTRIBUTE_TRANSFER_STATE: Final = "headrace.transfer.state"
 
 # The client's or the router's name for the request.
 ATTRIBUTE_REQUEST_ID: Final = "headrace.request_id"

@@ -71,7 +71,13 @@ class Transfer:
     `copying` while a local copy may write; `ended_locally` tells that copy's thread to stop.
     """
 
-    def __init__(self, reservation: Reservation, layout: KvLayout, deadline: Deadline) -> None:
+    def __init__(
+        self,
+        reservation: Reservation,
+        layout: KvLayout,
+        deadline: Deadline,
+        on_free: Callable[[Transfer], None] | None = None,
+    ) -> None:
         self.reservation = reservation
         self.deadline = deadline
         self.ledger: Ledger | None = None
@@ -84,6 +90,7 @@ class Transfer:
         self.copying = False
         self.ended_locally = threading.Event()
         self._layout = layout
+        self._on_free = on_free
         self._states = StateMachine(reservation.transfer_id)
         self._ended = asyncio.Event()
         self._first_ack_unix_ns = 0
@@ -219,6 +226,8 @@ class Transfer:
     def free(self) -> None:
         """The blocks are nobody's target any more."""
         self._states.enter(TransferState.FREE)
+        if self._on_free is not None:
+            self._on_free(self)
 
     def _end(self) -> None:
         if self.timer is not None:

@@ -106,8 +106,15 @@ class Receiver:
             if not transfer.active
         )
 
-    def reserve(self, reservation: Reservation, deadline: Deadline) -> Transfer:
+    def reserve(
+        self,
+        reservation: Reservation,
+        deadline: Deadline,
+        on_free: Callable[[Transfer], None] | None = None,
+    ) -> Transfer:
         """Lets prefill ranks write into the blocks until the transfer is whole or the deadline has passed.
+
+        `on_free` is called when nobody may write into them any more, however the transfer ended.
 
         Raises DuplicateTransfer, Draining, or InternalError for blocks that do not hold the tokens.
         """
@@ -119,7 +126,7 @@ class Receiver:
                 f"transfer {transfer_id} was used before", metadata={"transfer_id": transfer_id}
             )
         self._check(reservation)
-        transfer = Transfer(reservation, self._layout, deadline)
+        transfer = Transfer(reservation, self._layout, deadline, on_free)
         self._transfers[transfer_id] = transfer
         transfer.timer = running_timers(self._timers).call_later(
             deadline.remaining_s(), self._time_out, transfer

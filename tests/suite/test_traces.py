@@ -25,6 +25,7 @@ REMOTE_SPANS = (
     schema.SPAN_DECODE,
     schema.SPAN_DECODE_RESERVE,
     schema.SPAN_DECODE_KV_WAIT,
+    schema.SPAN_TRANSFER,
     schema.SPAN_DECODE_FIRST_TOKEN,
     schema.SPAN_DECODE_GENERATE,
 )

@@ -23,7 +23,7 @@ from headrace_common.pacing import LoopLoad
 from headrace_decode.event_buffer import EventBuffer
 from headrace_decode.words import tokens_to_proto
 from headrace_engine.interface import DecodeEnded, DecodeEvent, DecodeTokens, DecodeWork, Engine
-from headrace_kv.receiver import Receiver, TransferSummary
+from headrace_kv.receiver import Receiver, Transfer, TransferSummary
 from headrace_kv.transfer import Reservation
 
 log = logging.getLogger(__name__)
@@ -61,12 +61,14 @@ class Attempt:
         on_settled: Callable[[], None],
         load: LoopLoad | None = None,
     ) -> None:
+        """`on_transfer_free` may be set before the first response: it is told when the transfer's blocks are free."""
         self.work = work
         self.milestones = Milestones(start_unix_ns=time.time_ns())
         self.reservation: Reservation | None = None
         self.summary: TransferSummary | None = None
         self.generated_tokens = 0
         self.cached_tokens = 0
+        self.on_transfer_free: Callable[[Transfer], None] | None = None
         self._engine = engine
         self._receiver = receiver
         self._deadline = deadline
@@ -134,7 +136,9 @@ class Attempt:
         self.reservation = first
         self.milestones.reserved_unix_ns = time.time_ns()
         if first.start_token < first.end_token:
-            transfer = self._receiver.reserve(first, transfer_deadline(self._deadline))
+            transfer = self._receiver.reserve(
+                first, transfer_deadline(self._deadline), self.on_transfer_free
+            )
             self._arrival = asyncio.create_task(
                 transfer.wait(), name=f"transfer {self.work.transfer_id}"
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 
 import grpc
 import grpc.aio
@@ -29,7 +30,7 @@ from headrace_common.telemetry_schema import SPAN_DECODE
 from headrace_common.tickets import check_ticket
 from headrace_decode.admission import Admission, SeenTransfers
 from headrace_decode.attempt import Attempt
-from headrace_decode.spans import describe_attempt, start_attributes
+from headrace_decode.spans import describe_attempt, describe_transfer, start_attributes
 from headrace_decode.words import work_from_proto
 from headrace_engine.interface import Engine
 from headrace_kv.layout import WorkerRef
@@ -88,6 +89,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
             start_time=attempt.milestones.start_unix_ns,
             attributes=start_attributes(request.request_id, attempt.work, self._ref),
         )
+        attempt.on_transfer_free = partial(describe_transfer, self._telemetry, span)
         error: HeadraceError | None = Cancelled("the caller went away")
 
         # gRPC may drop a suspended generator without closing it, so its end is also heard from the

@@ -10,6 +10,7 @@ from headrace_common.telemetry import Telemetry
 from headrace_decode.attempt import Attempt
 from headrace_engine.interface import DecodeWork
 from headrace_kv.layout import WorkerRef
+from headrace_kv.receiver import Transfer
 
 
 def start_attributes(request_id: str, work: DecodeWork, ref: WorkerRef) -> dict[str, str | int]:
@@ -63,6 +64,27 @@ def describe_attempt(
         span.set_attribute(schema.ATTRIBUTE_ERROR_REASON, error.reason)
         span.set_status(Status(StatusCode.ERROR, error.detail))
     span.end(times.end_unix_ns)
+
+
+def describe_transfer(telemetry: Telemetry, span: Span, transfer: Transfer) -> None:
+    """Records the states that a transfer of this attempt has been in, once it is in the last."""
+    transitions = transfer.transitions
+    telemetry.record_span(
+        schema.SPAN_TRANSFER,
+        set_span_in_context(span),
+        transitions[0][1],
+        transitions[-1][1],
+        {schema.ATTRIBUTE_TRANSFER_ID: transfer.transfer_id},
+        error=transfer.error.detail if transfer.error is not None else "",
+        events=[
+            (
+                schema.EVENT_TRANSFER_STATE,
+                unix_ns,
+                {schema.ATTRIBUTE_TRANSFER_STATE: state.value},
+            )
+            for state, unix_ns in transitions
+        ],
+    )
 
 
 def _reserve(attempt: Attempt) -> dict[str, str | int | float]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import grpc.aio
 import pytest
+from opentelemetry.sdk.trace import ReadableSpan
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import sampling_pb2
@@ -309,7 +311,9 @@ async def test_spans_of_a_failed_attempt_say_where_it_failed(served: Served) -> 
         schema.SPAN_DECODE,
         schema.SPAN_DECODE_RESERVE,
         schema.SPAN_DECODE_KV_WAIT,
+        schema.SPAN_TRANSFER,
     }
+    assert states_of(spans[schema.SPAN_TRANSFER]) == ["reserved", "failed", "draining", "free"]
     assert (
         spans[schema.SPAN_DECODE_RESERVE].status.is_ok
         or not spans[schema.SPAN_DECODE_RESERVE].status.description
@@ -317,6 +321,46 @@ async def test_spans_of_a_failed_attempt_say_where_it_failed(served: Served) -> 
     assert "missing" in (spans[schema.SPAN_DECODE_KV_WAIT].status.description or "")
     attributes = spans[schema.SPAN_DECODE].attributes or {}
     assert attributes[schema.ATTRIBUTE_ERROR_REASON] == "TRANSFER_TIMEOUT"
+
+
+def states_of(span: ReadableSpan) -> list[str]:
+    assert {event.name for event in span.events} == {schema.EVENT_TRANSFER_STATE}
+    return [str((e.attributes or {})[schema.ATTRIBUTE_TRANSFER_STATE]) for e in span.events]
+
+
+async def test_every_state_of_a_transfer_is_in_the_trace(served: Served) -> None:
+    """Also the last one, which a broken transfer enters long after its request has ended."""
+    for name, whole in (("x1", True), ("x2", False)):
+        call = served.decode.Generate(request(name))
+        served.engine.script.put_nowait(replace(RESERVATION, transfer_id=name))
+        assert await next_event(aiter(call)) == "reserved"
+        rank = PrefillRank(served)
+        await rank.open(name)
+        rank.land(0, name=name)
+        if whole:
+            rank.land(1, name=name)
+            await until(lambda: served.engine.arrived_ids == ["x1"], "arrival")
+            served.engine.script.put_nowait(DecodeEnded(True, 0))
+            async for _ in call:
+                pass
+        else:
+            await asyncio.sleep(0.05)
+            rank.leave()
+            await failure_of(call)
+            await until(lambda: served.engine.released_ids == ["x2"], "release")
+        rank.leave()
+    served.telemetry.force_flush()
+    spans = served.spans.get_finished_spans()
+    parents = {span.context.span_id: span for span in spans if span.name == schema.SPAN_DECODE}
+    whole_span, broken = (span for span in spans if span.name == schema.SPAN_TRANSFER)
+    assert states_of(whole_span) == ["reserved", "open", "receiving", "complete", "free"]
+    assert states_of(broken) == ["reserved", "open", "receiving", "failed", "draining", "free"]
+    assert broken.parent is not None
+    parent = parents[broken.parent.span_id]
+    assert (broken.end_time or 0) > (parent.end_time or 0) + 500_000_000
+    times = [event.timestamp for event in broken.events]
+    assert times == sorted(times)
+    assert (times[0], times[-1]) == (broken.start_time, broken.end_time)
 
 
 async def test_status_is_told_at_once_on_change_and_in_silence(served: Served) -> None:
