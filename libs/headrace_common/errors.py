@@ -18,6 +18,7 @@ HeadraceError
 ├── RegistryUnavailable     UNAVAILABLE          the registry or its store cannot be reached
 ├── TransferFailed          UNAVAILABLE          KV bytes could not be moved
 ├── TransferTimeout         DEADLINE_EXCEEDED    KV bytes are missing; names them
+├── KvCorrupt               DATA_LOSS            KV bytes landed, but not those that were sent; names them
 ├── DeadlineExceeded        DEADLINE_EXCEEDED    the request's own time is up
 ├── Cancelled               CANCELLED            somebody gave the request up
 ├── WatchExpired            OUT_OF_RANGE         the changes asked for are no longer kept
@@ -187,6 +188,13 @@ class TransferTimeout(HeadraceError):
 
     reason = "TRANSFER_TIMEOUT"
     code = grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+class KvCorrupt(HeadraceError):
+    """KV bytes landed that are not those that were sent; the detail names the keys."""
+
+    reason = "KV_CORRUPT"
+    code = grpc.StatusCode.DATA_LOSS
 
 
 class DeadlineExceeded(HeadraceError):

@@ -10,6 +10,7 @@ from headrace_engine.prefix_announcer import PrefixAnnouncer
 from headrace_kv.layout import KvDescriptor
 from headrace_kv.local_broadcast import LocalBroadcast
 from headrace_kv.transfer import LayerSent, Reservation, TransferTarget
+from headrace_kv.transport.memory import Memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +131,8 @@ class Engine(ABC):
     context_tokens: int
     broadcast: LocalBroadcast | None = None
     """What copies between the ranks, after `start`, of a layout with a broadcast_width. `close` ends it."""
+    landed_memory: Memory | None = None
+    """How this process reads the KV memory of `descriptor`; None where it cannot."""
     prefix_events: PrefixAnnouncer | None = None
     """What says, after `start`, which prefixes the cache holds; None of an engine that cannot tell."""
 

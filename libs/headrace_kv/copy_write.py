@@ -54,6 +54,7 @@ class CopyWrite:
         self._pending_count = 0
         self._entry_count = 0
         # Dictionaries keep the order in which the names came.
+        self.digest: int | None = None
         self._transports: dict[str, None] = {}
         self._strategies: dict[str, None] = {}
 
@@ -61,6 +62,11 @@ class CopyWrite:
     def landed(self) -> bool:
         """Whether every batch has been written."""
         return self.next_batch is None and not self._pending_count
+
+    @property
+    def runs(self) -> Runs:
+        """All that is copied."""
+        return self._whole
 
     def take(self) -> Runs:
         """The next batch, which is under way from now on."""

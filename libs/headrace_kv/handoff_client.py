@@ -84,6 +84,8 @@ class HandoffLink:
     ) -> None:
         self.decode = decode
         self.lease = WriteLease.none()
+        self.digest_share = 0.0
+        """The part of all (transfer, layer) pairs whose digests decode wants, once the stream is ready."""
         self.ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._layout = layout
         self._endpoint = endpoint
@@ -204,6 +206,7 @@ class HandoffLink:
                 raise ProtocolViolation(f"{self.decode} did not answer Hello with Welcome")
             ttl_s = _seconds(welcome.welcome.lease_ttl)
             self.lease = WriteLease(hello_s, self._clock.monotonic_s(), ttl_s)
+            self.digest_share = welcome.welcome.digest_share
             self._conversing = True
             self._events.link_ready(self, descriptor)
             writer = asyncio.create_task(self._write(call))

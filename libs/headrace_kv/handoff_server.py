@@ -89,7 +89,11 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServiceServicer):
         interval_s = self._receiver.lease_ttl_s / 3
         welcome_s = loop.time()
         await context.write(
-            handoff_pb2.HandoffResponse(welcome=handoff_pb2.Welcome(lease_ttl=lease_ttl))
+            handoff_pb2.HandoffResponse(
+                welcome=handoff_pb2.Welcome(
+                    lease_ttl=lease_ttl, digest_share=self._receiver.digest_share
+                )
+            )
         )
         renew_s = welcome_s + interval_s
         while True:

@@ -18,6 +18,7 @@ def layer_done(transfer_id: str, write: CopyWrite) -> handoff_pb2.LayerDone:
         start_token=write.copy.start_token,
         end_token=write.copy.end_token,
         payload_bytes=write.payload_bytes,
+        digest=write.digest,
     )
 
 

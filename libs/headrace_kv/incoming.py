@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -14,15 +15,18 @@ from headrace_common.errors import (
     Cancelled,
     HeadraceError,
     InternalError,
+    KvCorrupt,
     LayoutMismatch,
     ProtocolViolation,
     TransferFailed,
     TransferTimeout,
 )
 from headrace_kv.clock import TimerHandle
+from headrace_kv.digest import is_digested
 from headrace_kv.layout import KvLayout, WorkerRef
 from headrace_kv.leases import Quarantine
 from headrace_kv.ledger import Ledger
+from headrace_kv.shard_map import Edge, Key
 from headrace_kv.transfer import Reservation
 from headrace_kv.transfer_state import ACTIVE_STATES, StateMachine, TransferState
 
@@ -65,9 +69,30 @@ class TransferSummary:
     complete_unix_ns: int
 
 
+@dataclass(frozen=True, slots=True)
+class LandedPiece:
+    """Tokens [start_token, end_token) of one key, and the digest of what was sent."""
+
+    edge: Edge
+    layer: int
+    start_token: int
+    end_token: int
+    digest: int
+
+    @property
+    def key(self) -> Key:
+        """What the ledger counts it by."""
+        return (self.edge.source_rank, self.edge.destination_rank, self.layer)
+
+    def __str__(self) -> str:
+        edge = self.edge
+        return f"layer {self.layer} from rank {edge.source_rank} to rank {edge.destination_rank}"
+
+
 class Transfer:
     """A reservation being filled. The receiver owns it; others only wait for it and look at it.
 
+    `unchecked` are pieces whose digests are to be compared, `checking` while some are.
     `copying` while a local copy may write; `ended_locally` tells that copy's thread to stop.
     """
 
@@ -77,6 +102,7 @@ class Transfer:
         layout: KvLayout,
         deadline: Deadline,
         on_free: Callable[[Transfer], None] | None = None,
+        digest_share: float = 0.0,
     ) -> None:
         self.reservation = reservation
         self.deadline = deadline
@@ -88,9 +114,12 @@ class Transfer:
         self.writers: set[PrefillPeer] = set()
         self.quarantines: list[Quarantine] = []
         self.copying = False
+        self.unchecked: deque[LandedPiece] = deque()
+        self.checking = False
         self.ended_locally = threading.Event()
         self._layout = layout
         self._on_free = on_free
+        self._digest_share = digest_share
         self._states = StateMachine(reservation.transfer_id)
         self._ended = asyncio.Event()
         self._first_ack_unix_ns = 0
@@ -182,14 +211,24 @@ class Transfer:
         )
 
     def land(self, peer: PrefillPeer, layer: handoff_pb2.LayerDone) -> None:
-        """Counts a landed piece. Raises as Ledger.land does."""
+        """Counts a landed piece. Raises as Ledger.land does, and ProtocolViolation when its digest is missing."""
         if self.ledger is None:
             raise ProtocolViolation(f"{peer} has not opened {self.transfer_id}")
         key = (peer.rank, layer.destination_rank, layer.layer)
-        self.ledger.land(key, layer.start_token, layer.end_token, layer.payload_bytes)
+        new = self.ledger.land(key, layer.start_token, layer.end_token, layer.payload_bytes)
         if self.state is TransferState.OPEN:
             self._first_ack_unix_ns = time.time_ns()
             self._states.enter(TransferState.RECEIVING)
+        if new and is_digested(self._digest_share, self.transfer_id, layer.layer):
+            if not layer.HasField("digest"):
+                raise ProtocolViolation(
+                    f"{peer} gave no digest of layer {layer.layer} of {self.transfer_id}"
+                )
+            self.ledger.await_check(key, layer.end_token)
+            edge = self.ledger.edge(key)
+            self.unchecked.append(
+                LandedPiece(edge, layer.layer, layer.start_token, layer.end_token, layer.digest)
+            )
 
     def check_commit(self, peer: PrefillPeer, payload_bytes: int) -> None:
         """Raises ProtocolViolation when a rank claims to be ready but has not landed everything."""
@@ -208,6 +247,14 @@ class Transfer:
         if self.ledger is None:
             return "all layers, because no prefill rank opened it"
         return self.ledger.missing()
+
+    def too_late(self) -> TransferTimeout:
+        """The error of a deadline that has passed."""
+        missing = self.missing()
+        return TransferTimeout(
+            f"transfer {self.transfer_id} is not whole in time; missing are {missing}",
+            metadata={"transfer_id": self.transfer_id, "missing": missing},
+        )
 
     def complete(self) -> None:
         """All has landed."""
@@ -236,7 +283,8 @@ class Transfer:
 
 
 _BY_REASON: dict[str, type[HeadraceError]] = {
-    kind.reason: kind for kind in (Cancelled, LayoutMismatch, TransferFailed, TransferTimeout)
+    kind.reason: kind
+    for kind in (Cancelled, KvCorrupt, LayoutMismatch, TransferFailed, TransferTimeout)
 }
 
 

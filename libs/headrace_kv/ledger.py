@@ -42,14 +42,14 @@ class Ledger:
     def __init__(self, layout: KvLayout, prefill: KvLayout, reservation: Reservation) -> None:
         self._layout = layout
         self._reservation = reservation
-        self._heads: dict[Key, int] = {
-            (edge.source_rank, edge.destination_rank, layer): edge.head_count
+        self._edges: dict[Key, Edge] = {
+            (edge.source_rank, edge.destination_rank, layer): edge
             for layer in range(layout.layer_count)
             for edge in edges(prefill, layout, layer, reservation.transfer_id)
         }
-        self._covered = dict.fromkeys(self._heads, reservation.start_token)
+        self._covered = dict.fromkeys(self._edges, reservation.start_token)
         empty = reservation.start_token >= reservation.end_token
-        self._missing: set[Key] = set() if empty else set(self._heads)
+        self._missing: set[Key] = set() if empty else set(self._edges)
         self._bytes_by_source: dict[int, int] = {}
         self._local_edges: dict[tuple[int, int], list[Edge]] = {}
         for layer in range(layout.layer_count):
@@ -63,14 +63,15 @@ class Ledger:
         self._local_taken = dict(self._local_covered)
         self._local_missing: set[Key] = set() if empty else set(self._local_covered)
         self._due: dict[tuple[int, int], int] = {}
+        self._unchecked: set[tuple[Key, int]] = set()
         self.local_bytes = 0
         self.ack_count = 0
         self.duplicate_count = 0
 
     @property
     def complete(self) -> bool:
-        """Whether every expected key, network and local, is covered to the end."""
-        return not self._missing and not self._local_missing
+        """Whether every expected key, network and local, is covered to the end, and checked where it must be."""
+        return not self._missing and not self._local_missing and not self._unchecked
 
     @property
     def landed(self) -> bool:
@@ -85,7 +86,7 @@ class Ledger:
     @property
     def expected_keys(self) -> frozenset[Key]:
         """The network's part of the plan."""
-        return frozenset(self._heads)
+        return frozenset(self._edges)
 
     @property
     def local_keys(self) -> frozenset[Key]:
@@ -95,7 +96,7 @@ class Ledger:
     @property
     def source_ranks(self) -> frozenset[int]:
         """Prefill ranks that take part."""
-        return frozenset(source for source, _, _ in self._heads)
+        return frozenset(source for source, _, _ in self._edges)
 
     def covered_to(self, key: Key) -> int:
         """One past the last token that has landed for a key."""
@@ -115,8 +116,8 @@ class Ledger:
         Raises ProtocolViolation for a key outside the plan, tokens outside the reservation, a gap, or bytes that
         cannot be those tokens'.
         """
-        heads = self._heads.get(key)
-        if heads is None:
+        edge = self._edges.get(key)
+        if edge is None:
             raise self._violation(key, "is not part of the plan")
         if (
             not self._reservation.start_token
@@ -138,7 +139,7 @@ class Ledger:
             return False
         if start_token > covered:
             raise self._violation(key, f"skips tokens [{covered}, {start_token})")
-        expected_bytes = group.bytes_between(start_token, end_token, heads)
+        expected_bytes = group.bytes_between(start_token, end_token, edge.head_count)
         if payload_bytes != expected_bytes:
             raise self._violation(
                 key,
@@ -156,6 +157,18 @@ class Ledger:
             # Only ranks of one head have copies, and one head has one source.
             self._due[leader] = end_token
         return True
+
+    def edge(self, key: Key) -> Edge:
+        """The heads that a network key stands for. Raises KeyError for one outside the plan."""
+        return self._edges[key]
+
+    def await_check(self, key: Key, end_token: int) -> None:
+        """What has landed of a key up to `end_token` counts only once it is checked."""
+        self._unchecked.add((key, end_token))
+
+    def note_checked(self, key: Key, end_token: int) -> None:
+        """It is what was sent."""
+        self._unchecked.discard((key, end_token))
 
     def take_local(self, byte_limit: int) -> tuple[LocalCopy, ...]:
         """Copies that are due, of about `byte_limit` bytes or one of any size. None of them is handed out again."""
@@ -201,14 +214,16 @@ class Ledger:
             f"{_count(layers, 'layer')} from decode rank {leader} to rank {member}"
             for (leader, member), layers in sorted(locals_.items())
         )
-        return "; ".join((*network, *named))
+        checks = sorted({layer for (_, _, layer), _ in self._unchecked})
+        unchecked = (f"the check of {_count(checks, 'layer')}",) if checks else ()
+        return "; ".join((*network, *named, *unchecked))
 
     def _missing_network(self) -> list[str]:
         decode_ranks: dict[tuple[int, int], list[int]] = {}
         for source, destination, layer in self._missing:
             decode_ranks.setdefault((source, layer), []).append(destination)
         planned: dict[tuple[int, int], int] = {}
-        for source, _, layer in self._heads:
+        for source, _, layer in self._edges:
             planned[source, layer] = planned.get((source, layer), 0) + 1
         groups: dict[tuple[int, tuple[int, ...]], list[int]] = {}
         for (source, layer), destinations in decode_ranks.items():

@@ -14,8 +14,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-import numpy as np
-
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import (
     Cancelled,
@@ -30,6 +28,7 @@ from headrace_kv.incoming import Transfer
 from headrace_kv.layout import KvDescriptor, RankMemory
 from headrace_kv.leases import Quarantine, QuarantinePolicy
 from headrace_kv.ledger import LocalCopy
+from headrace_kv.reserved_span import reserved_span
 from headrace_kv.transfer import Reservation
 
 _log = logging.getLogger(__name__)
@@ -117,7 +116,9 @@ class LocalBroadcast:
             at = (index, copy.start_token, copy.end_token)
             span = spans.get(at)
             if span is None:
-                span = spans[at] = self._span(job.reservation, index, copy)
+                span = spans[at] = reserved_span(
+                    self._layout, job.reservation, index, copy.start_token, copy.end_token
+                )
             try:
                 self._copy(job, copy, span)
             except Cancelled:
@@ -151,12 +152,6 @@ class LocalBroadcast:
                 raise Cancelled(f"transfer {job.reservation.transfer_id} has ended")
             job.deadline.check("its turn")
             self._write(source, destination, batch, job.deadline.remaining_s())
-
-    def _span(self, reservation: Reservation, group_index: int, copy: LocalCopy) -> Span:
-        blocks = np.asarray(reservation.block_ids_by_group[group_index], dtype=np.int64)
-        first = reservation.start_token
-        first -= first % max(1, self._layout.groups[group_index].block_tokens)
-        return Span(copy.start_token, copy.end_token, blocks, first, blocks, first)
 
 
 class LocalPasses:

@@ -15,17 +15,17 @@ from headrace_common.errors import (
     DuplicateTransfer,
     HeadraceError,
     InternalError,
+    KvCorrupt,
     ProtocolViolation,
-    StaleIncarnation,
     TransferFailed,
-    TransferTimeout,
 )
 from headrace_kv.clock import TimerHandle, Timers, running_timers
+from headrace_kv.digest_checks import DigestChecks, DigestPasses, Distrust
+from headrace_kv.hello import check_hello
 from headrace_kv.incoming import PrefillPeer, Transfer, TransferSummary, ended_error
-from headrace_kv.layout import KvLayout, WorkerRef, layout_from_proto, require_compatible
+from headrace_kv.layout import KvLayout, WorkerRef
 from headrace_kv.leases import Quarantine, QuarantinePolicy
 from headrace_kv.local_broadcast import LocalBroadcast, LocalPasses
-from headrace_kv.shard_map import shards
 from headrace_kv.transfer import Reservation
 from headrace_kv.transfer_state import TransferState
 from headrace_kv.waiting_opens import WaitingOpens
@@ -55,7 +55,8 @@ class Receiver:
 
     `on_released(transfer_id)` is called once for each transfer that ended without being whole, when its blocks may be
     reused. `quarantine_s` must be longer than a transport's write can last. `broadcast` copies between the ranks of a
-    layout that says they do. `timers` is the running event loop unless given.
+    layout that says they do. `timers` is the running event loop unless given. `checks` compares digests with what
+    has landed; whoever made it closes it.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Receiver:
         limits: ReceiverLimits | None = None,
         broadcast: LocalBroadcast | None = None,
         timers: Timers | None = None,
+        checks: DigestChecks | None = None,
     ) -> None:
         """Raises InternalError when a layout's ranks have nothing that copies between them."""
         if layout.broadcast_width > 1 and broadcast is None:
@@ -86,6 +88,9 @@ class Receiver:
             self._limits.waiting_opens, self._limits.open_wait_s, self._give_up, timers
         )
         self._passes = LocalPasses(broadcast, self._passed_on) if broadcast is not None else None
+        self._checks = checks
+        self._digests = DigestPasses(checks, self._checked) if checks is not None else None
+        self._distrust = Distrust(checks.mismatch_limit if checks is not None else 1)
         self._peers: set[PrefillPeer] = set()
         self._tick_handle: TimerHandle | None = None
         self._draining = False
@@ -105,6 +110,16 @@ class Receiver:
             for transfer in self._transfers.values()
             if not transfer.active
         )
+
+    @property
+    def digest_share(self) -> float:
+        """The part of all (transfer, layer) pairs whose digests prefill ranks are to tell, 0 to 1."""
+        return self._checks.share if self._checks is not None else 0.0
+
+    @property
+    def distrusted(self) -> tuple[WorkerRef, ...]:
+        """Prefill workers that may not write here any more, because too much of theirs arrived broken."""
+        return self._distrust.refs
 
     def reserve(
         self,
@@ -126,7 +141,7 @@ class Receiver:
                 f"transfer {transfer_id} was used before", metadata={"transfer_id": transfer_id}
             )
         self._check(reservation)
-        transfer = Transfer(reservation, self._layout, deadline, on_free)
+        transfer = Transfer(reservation, self._layout, deadline, on_free, self.digest_share)
         self._transfers[transfer_id] = transfer
         transfer.timer = running_timers(self._timers).call_later(
             deadline.remaining_s(), self._time_out, transfer
@@ -185,23 +200,7 @@ class Receiver:
         """
         if self._closed:
             raise Draining("the decode worker takes no new streams")
-        meant = WorkerRef(hello.decode_worker_id, hello.decode_incarnation)
-        if meant != self._ref:
-            raise StaleIncarnation(
-                f"the handoff is meant for {meant}, but this is {self._ref}",
-                metadata={"meant": str(meant), "actual": str(self._ref)},
-            )
-        layout = layout_from_proto(hello.layout)
-        require_compatible(self._layout, layout)
-        for group in layout.groups:
-            shards(layout.tensor_parallel_size, group.head_count)
-        ref = WorkerRef(hello.worker_id, hello.incarnation)
-        if not hello.worker_id or not hello.incarnation:
-            raise ProtocolViolation("the Hello names no worker and incarnation")
-        if hello.rank >= layout.rank_count:
-            raise ProtocolViolation(
-                f"{ref} has no rank {hello.rank}: its layout has {layout.rank_count} ranks"
-            )
+        ref, layout = check_hello(hello, self._ref, self._layout)
         peer = PrefillPeer(ref, hello.rank, layout, send, end)
         self._peers.add(peer)
         return peer
@@ -254,6 +253,7 @@ class Receiver:
             peer.refuse(transfer_id, reason, "the transfer has ended")
             return
         try:
+            self._distrust.check(peer.ref)
             transfer.admit(peer)
         except HeadraceError as error:
             _log.warning("refused an Open: %s", error.detail)
@@ -280,7 +280,10 @@ class Receiver:
         if transfer.ledger is not None and transfer.ledger.complete:
             transfer.complete()
             self._release(transfer)
-        elif self._passes is not None:
+            return
+        if self._digests is not None:
+            self._digests.advance(transfer)
+        if self._passes is not None:
             self._passes.advance(transfer)
 
     def _passed_on(self, transfer: Transfer, error: HeadraceError | None) -> None:
@@ -294,6 +297,20 @@ class Receiver:
             self._fail(transfer, error)
         if not self._closed:
             self._release_if_quiet(transfer)
+
+    def _checked(self, transfer: Transfer, error: HeadraceError | None) -> None:
+        """Some digests have been compared."""
+        if not transfer.active:
+            return
+        if error is None:
+            try:
+                self._advance(transfer)
+            except HeadraceError as refusal:
+                error = refusal
+        if error is not None:
+            if isinstance(error, KvCorrupt) and transfer.prefill is not None:
+                self._distrust.note(transfer.prefill)
+            self._fail(transfer, error)
 
     def _commit(self, peer: PrefillPeer, commit: handoff_pb2.Commit) -> None:
         transfer = peer.transfers.get(commit.transfer_id)
@@ -328,14 +345,7 @@ class Receiver:
         self._release_if_quiet(transfer)
 
     def _time_out(self, transfer: Transfer) -> None:
-        missing = transfer.missing()
-        self._fail(
-            transfer,
-            TransferTimeout(
-                f"transfer {transfer.transfer_id} is not whole in time; missing are {missing}",
-                metadata={"transfer_id": transfer.transfer_id, "missing": missing},
-            ),
-        )
+        self._fail(transfer, transfer.too_late())
 
     def _fail(self, transfer: Transfer, error: HeadraceError) -> None:
         if not transfer.active:

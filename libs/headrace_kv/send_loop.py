@@ -18,6 +18,7 @@ from headrace_common.errors import (
 )
 from headrace_kv import handoff_words as words
 from headrace_kv.copy_write import CopyWrite
+from headrace_kv.digest import is_digested, source_digest
 from headrace_kv.handoff_client import HandoffLink
 from headrace_kv.layout import KvDescriptor, WorkerRef
 from headrace_kv.outgoing import Outgoing
@@ -255,10 +256,17 @@ class SendLoop:
             raise transfer.too_late()
         timeout_s = min(lease_s, transfer.deadline_s - now_s)
         pending, future = self._writes.submit(transfer, peer, write, timeout_s)
-        if future.done():
-            self._settle(pending, future, time.perf_counter_ns())
-        else:
-            future.add_done_callback(partial(self.write_ended, pending))
+        try:
+            # While the transport is at it.
+            if write.next_batch is None and is_digested(
+                peer.link.digest_share, transfer.transfer_id, write.layer
+            ):
+                write.digest = source_digest(self._transport.memory, write.runs)
+        finally:
+            if future.done():
+                self._settle(pending, future, time.perf_counter_ns())
+            else:
+                future.add_done_callback(partial(self.write_ended, pending))
 
     def _settle(self, pending: PendingWrite, future: Future[Written], end_ns: int) -> None:
         """A write is over."""

@@ -54,6 +54,7 @@ from headrace_kv.prefix_events import Tier
 from headrace_kv.sender import RankSender, SenderLimits
 from headrace_kv.transfer import Reservation, SendReport
 from headrace_kv.transport.factory import open_transport
+from headrace_kv.transport.memory import HOST_MEMORY
 
 if TYPE_CHECKING:
     from headrace_engine.factory import EngineConfig
@@ -73,6 +74,8 @@ class SimEngine(Engine):
 
     `transports` opens one transport per rank; `faults` and it are for tests.
     """
+
+    landed_memory = HOST_MEMORY
 
     def __init__(
         self,

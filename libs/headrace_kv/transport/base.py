@@ -9,6 +9,7 @@ from typing import Literal
 
 from headrace_common.errors import HeadraceError, TransferFailed
 from headrace_kv.block_map import Runs
+from headrace_kv.transport.memory import HOST_MEMORY, Memory
 
 Strategy = Literal["in_flight", "before", "after", "both"]
 """How runs that are short on either side got across: written one by one ("in_flight"), put into the receiver's order
@@ -45,6 +46,9 @@ class KvTransport(ABC):
 
     byte_limit: int = 64 * 1024 * 1024
     """Bytes that one `write` should hold, so that it is over well within a write lease."""
+
+    memory: Memory = HOST_MEMORY
+    """How this process reads what is registered."""
 
     @property
     @abstractmethod

@@ -21,6 +21,7 @@ class FaultKind(Enum):
     FAIL = "raises, nothing lands"
     FAIL_LATE = "raises at once, everything lands `seconds` later"
     TRUNCATE = "raises, the first half of the runs has landed"
+    CORRUPT = "succeeds, but a bit of the first run has changed on the way"
     DROP = "reports success, nothing lands"
     DELAY = "succeeds `seconds` late"
     HOLD = "waits until `release` is set, then succeeds"
@@ -162,6 +163,11 @@ class InMemoryTransport(KvTransport):
                     )
                 )
                 raise TransferFailed("the fault plan truncates this write")
+            case FaultKind.CORRUPT:
+                self._copy(runs)
+                address = int(runs.destination_addresses[0])
+                ctypes.memset(address, ctypes.c_uint8.from_address(address).value ^ 1, 1)
+                return
             case FaultKind.DROP:
                 return
             case FaultKind.DELAY:

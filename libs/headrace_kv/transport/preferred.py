@@ -31,6 +31,7 @@ class PreferredTransport(KvTransport):
         if not transports:
             raise ConfigError("give at least one transport")
         self._transports = {transport.name: transport for transport in transports}
+        self.memory = transports[0].memory
         self.quiet_after_failure_s = max(t.quiet_after_failure_s for t in transports)
         self.pending_limit = max(transport.pending_limit for transport in transports)
         self.byte_limit = min(transport.byte_limit for transport in transports)

@@ -73,7 +73,7 @@ class StagedTransport(KvTransport):
         self._inner = inner
         self._host = host
         self._limits = limits or StagingLimits()
-        self._memory = memory
+        self.memory = memory
         self.byte_limit = self._limits.landing.loan_bytes
         self.pending_limit = self._limits.landing.slots
         self._ranges = MemoryRanges()
@@ -90,15 +90,15 @@ class StagedTransport(KvTransport):
     def session(self) -> str:
         if self._agent is None:
             landing = self._limits.landing
-            self._agent = ScatterAgent(self._host, self._ranges, landing, self._memory)
+            self._agent = ScatterAgent(self._host, self._ranges, landing, self.memory)
             area = self._agent.landing
             self._inner.register(int(area.ctypes.data), area.nbytes)
-        agent = _ONLY_AGENT if self._memory.staged else _AGENT
+        agent = _ONLY_AGENT if self.memory.staged else _AGENT
         return join_sessions({self.name: self._inner.session, agent: self._agent.session})
 
     def register(self, base_address: int, nbytes: int) -> None:
-        self._memory.admit(base_address, nbytes)
-        if not self._memory.staged:
+        self.memory.admit(base_address, nbytes)
+        if not self.memory.staged:
             self._inner.register(base_address, nbytes)
         self._ranges.add(base_address, nbytes)
 
@@ -154,9 +154,9 @@ class StagedTransport(KvTransport):
         """The cheapest way there is to this peer, and the lane that it needs."""
         agent, direct = _agent_of(session)
         allowed: set[Strategy] = {"before"} if direct else set()
-        if direct and not self._memory.staged:
+        if direct and not self.memory.staged:
             allowed.add("in_flight")
-        landing: set[Strategy] = {"both"} if self._memory.staged else {"after", "both"}
+        landing: set[Strategy] = {"both"} if self.memory.staged else {"after", "both"}
         if agent and (session in self._lanes or not self._refused(session)):
             arrangement = self._arrangements.choose(runs, frozenset(allowed | landing))
             if arrangement.strategy not in landing:
@@ -243,10 +243,10 @@ class StagedTransport(KvTransport):
         slot_bytes = self._limits.landing.slot_bytes
         try:
             if self._staging is None:
-                self._staging = self._memory.allocate(self._limits.staging_slots * slot_bytes)
+                self._staging = self.memory.allocate(self._limits.staging_slots * slot_bytes)
                 self._inner.register(int(self._staging.ctypes.data), self._staging.nbytes)
             part = self._staging[slot * slot_bytes : (slot + 1) * slot_bytes]
-            self._memory.gather(chunk.source_addresses, chunk.lengths, part)
+            self.memory.gather(chunk.source_addresses, chunk.lengths, part)
         except BaseException:
             release()
             raise

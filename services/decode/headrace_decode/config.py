@@ -6,6 +6,7 @@ from pydantic import Field
 
 from headrace_common.config import PositiveSeconds
 from headrace_engine.worker_config import WorkerConfig
+from headrace_kv.digest import DigestMode
 
 
 class DecodeConfig(WorkerConfig):
@@ -19,6 +20,16 @@ class DecodeConfig(WorkerConfig):
         15.0,
         description="Seconds that blocks of a broken transfer rest after the lease; "
         "longer than the transport's own timeout.",
+    )
+    digest: DigestMode = Field(
+        "off",
+        description='Whether what landed is compared with a digest of what was sent: "off", "sampled" (a sixteenth of '
+        'all layers) or "on".',
+    )
+    digest_mismatch_limit: int = Field(
+        3,
+        ge=1,
+        description="Broken transfers of one prefill worker after which nothing is taken from it any more.",
     )
     require_ticket: bool = Field(
         False,

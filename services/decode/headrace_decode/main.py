@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from headrace.decode.v1 import decode_pb2_grpc
 from headrace.kv.v1 import handoff_pb2_grpc
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2_grpc
 from headrace_common.config import load_config
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import InternalError
+from headrace_common.errors import ConfigError, InternalError
 from headrace_common.logs import setup_logging
 from headrace_common.run import run_service
 from headrace_common.server import GrpcServer
@@ -20,6 +22,7 @@ from headrace_engine.worker_config import worker_member
 from headrace_engine.worker_host import HostedWorker, WorkerHost, host_workers
 from headrace_engine.worker_membership import WorkerMembership
 from headrace_engine.worker_status import WorkerStatusServicer
+from headrace_kv.digest_checks import DigestChecks
 from headrace_kv.handoff_server import HandoffServicer
 from headrace_kv.layout import KvDescriptor, WorkerRef
 from headrace_kv.receiver import Receiver
@@ -59,6 +62,7 @@ async def no_descriptors(ref: WorkerRef, deadline: Deadline) -> KvDescriptor:
 async def serve_worker(host: WorkerHost, hosted: HostedWorker[DecodeConfig]) -> None:
     """Serves one worker for as long as `host` says."""
     config, ref, engine = hosted.config, hosted.ref, hosted.engine
+    checks = _digest_checks(config, engine)
     receiver = Receiver(
         ref=ref,
         layout=engine.descriptor.layout,
@@ -66,6 +70,7 @@ async def serve_worker(host: WorkerHost, hosted: HostedWorker[DecodeConfig]) -> 
         on_released=engine.released,
         quarantine_s=config.quarantine_s,
         broadcast=engine.broadcast,
+        checks=checks,
     )
     membership: WorkerMembership | None = None
     service = DecodeService(
@@ -113,6 +118,24 @@ async def serve_worker(host: WorkerHost, hosted: HostedWorker[DecodeConfig]) -> 
             await host.serve(endpoint, server, drain)
     finally:
         await membership.leave()
+        if checks is not None:
+            # The engine's memory goes next.
+            await asyncio.to_thread(checks.close)
+
+
+def _digest_checks(config: DecodeConfig, engine: Engine) -> DigestChecks | None:
+    if config.digest == "off":
+        return None
+    if engine.landed_memory is None:
+        raise ConfigError(
+            f'digest is "{config.digest}", but this engine keeps its KV memory in other processes: set it to "off"'
+        )
+    return DigestChecks(
+        engine.descriptor,
+        config.digest,
+        memory=engine.landed_memory,
+        mismatch_limit=config.digest_mismatch_limit,
+    )
 
 
 def _capacity(config: DecodeConfig, engine: Engine) -> Capacity:

@@ -238,4 +238,8 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
             quarantined_blocks=self._receiver.quarantined_blocks,
             active_transfers=self._receiver.active_count,
             used_blocks=usage.used_blocks,
+            distrusted_workers=[
+                worker_pb2.DistrustedWorker(worker_id=one.worker_id, incarnation=one.incarnation)
+                for one in self._receiver.distrusted
+            ],
         )

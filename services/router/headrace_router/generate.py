@@ -23,6 +23,7 @@ from headrace_common.errors import (
     Draining,
     HeadraceError,
     InvalidRequest,
+    KvCorrupt,
     LayoutMismatch,
     NoDecodeWorker,
     ProtocolViolation,
@@ -98,7 +99,7 @@ class _Blame:
     ) -> bool:
         """Takes a failed attempt into account; False when no other attempt can help."""
         self.last_error = error
-        if attempt.prefill_failed and not isinstance(error, InvalidRequest):
+        if attempt.prefill_failed and not isinstance(error, InvalidRequest | KvCorrupt):
             self._blame_prefill(attempt)
             return True
         if isinstance(error, _PAIR_ERRORS):
@@ -222,7 +223,7 @@ class Generator:
             cached = self._prefixes.cached_refs(worker.model, token_ids, refs)
         return TaskTerms(
             deadline_unix_s=deadline.unix_s,
-            avoid=avoid,
+            avoid=avoid | self._view.distrusted(worker.ref),
             cached=cached,
             returns_max=self._budget,
             front=front,

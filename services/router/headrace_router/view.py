@@ -92,6 +92,12 @@ class _Tracked:
         reported = self._status.running_requests + self._status.waiting_requests
         return max(0, reported - len(self.promises))
 
+    @property
+    def distrusted(self) -> frozenset[WorkerRef]:
+        """Prefill workers from which it takes nothing."""
+        said = self._status.distrusted_workers if self._status is not None else ()
+        return frozenset(WorkerRef(one.worker_id, one.incarnation) for one in said)
+
     def tell(self) -> None:
         """Says that its load has changed."""
         self._on_load(self)
@@ -220,6 +226,11 @@ class WorkerView:
         """Requests that a worker reports and that this router has not placed there; 0 for one that has left."""
         tracked = self._tracked.get(ref)
         return 0 if tracked is None else tracked.unplaced()
+
+    def distrusted(self, ref: WorkerRef) -> frozenset[WorkerRef]:
+        """Prefill workers that a decode worker says it takes nothing from."""
+        tracked = self._tracked.get(ref)
+        return frozenset() if tracked is None else tracked.distrusted
 
     def promise(self, ref: WorkerRef, tokens: int) -> Promise | None:
         """Counts a request of `tokens` as placed on the worker; None when it has left meanwhile."""

@@ -19,6 +19,7 @@ from headrace_common.errors import StaleIncarnation
 from headrace_common.identity import new_transfer_id
 from headrace_common.status import ErrorInterceptor
 from headrace_kv.block_map import Runs
+from headrace_kv.digest_checks import DigestChecks
 from headrace_kv.handoff_server import HandoffServicer
 from headrace_kv.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
 from headrace_kv.local_broadcast import LocalBroadcast
@@ -258,6 +259,7 @@ async def running(
     sender_limits: SenderLimits | None = None,
     block_count: int = 40,
     make_broadcast: Callable[[KvDescriptor], LocalBroadcast] = LocalBroadcast,
+    make_checks: Callable[[KvDescriptor], DigestChecks] | None = None,
 ) -> AsyncIterator[Rig]:
     """Starts both workers. `claimed_decode` is whom the senders believe to reach. `make_broadcast` is for a decode
     layout with a broadcast_width.
@@ -272,6 +274,7 @@ async def running(
     memories = tuple(arena.memory for arena in destinations)
     local = decode.broadcast_width > 1
     broadcast = make_broadcast(KvDescriptor(decode, memories)) if local else None
+    checks = make_checks(KvDescriptor(decode, memories)) if make_checks is not None else None
     receiver = Receiver(
         ref=decode_ref,
         layout=decode,
@@ -280,6 +283,7 @@ async def running(
         quarantine_s=quarantine_s,
         limits=receiver_limits,
         broadcast=broadcast,
+        checks=checks,
     )
     server = grpc.aio.server(interceptors=[ErrorInterceptor()])
     handoff_pb2_grpc.add_HandoffServiceServicer_to_server(HandoffServicer(receiver), server)
@@ -337,7 +341,8 @@ async def running(
         await asyncio.gather(*(asyncio.wrap_future(sender.closed) for sender in senders))
         receiver.close()
         await server.stop(1.0)
-        if broadcast is not None:
-            await asyncio.to_thread(broadcast.close)
+        for helper in (broadcast, checks):
+            if helper is not None:
+                await asyncio.to_thread(helper.close)
         for transport in rig.transports:
             transport.close()

@@ -28,6 +28,7 @@ from headrace_engine.interface import (
 from headrace_engine.sim.engine import SimEngine
 from headrace_engine.sim.faults import SimFaults
 from headrace_kv.block_map import Runs
+from headrace_kv.digest_checks import DigestChecks
 from headrace_kv.handoff_server import HandoffServicer
 from headrace_kv.incoming import TransferSummary
 from headrace_kv.layout import KvDescriptor, KvLayout, WorkerRef
@@ -269,7 +270,10 @@ async def pair(
     decode_transports: Callable[[], KvTransport] | None = None,
     **both: Any,
 ) -> AsyncIterator[Pair]:
-    """Two started engines that can reach each other; when all is over neither has lost a block."""
+    """Two started engines that can reach each other; when all is over neither has lost a block.
+
+    Every layer is compared with its digest.
+    """
     decode_side = SimEngine(
         engine_config("decode", **(both | (decode or {}))),
         no_descriptors,
@@ -288,9 +292,11 @@ async def pair(
         transports=prefill_transports,
     )
     server = grpc.aio.server()
+    checks: DigestChecks | None = None
     try:
         await decode_side.start()
         await prefill_side.start()
+        checks = DigestChecks(decode_side.descriptor, "on")
         receiver = Receiver(
             ref=DECODE_REF,
             layout=decode_side.descriptor.layout,
@@ -298,6 +304,7 @@ async def pair(
             on_released=decode_side.released,
             quarantine_s=0.1,
             broadcast=decode_side.broadcast,
+            checks=checks,
         )
         handoff_pb2_grpc.add_HandoffServiceServicer_to_server(HandoffServicer(receiver), server)
         port = server.add_insecure_port("127.0.0.1:0")
@@ -311,4 +318,6 @@ async def pair(
     finally:
         await prefill_side.close()
         await server.stop(0.5)
+        if checks is not None:
+            await asyncio.to_thread(checks.close)
         await decode_side.close()
