@@ -76,6 +76,7 @@ class Attempt:
         self._load = load
         self._events: EventBuffer | None = None
         self._arrival: asyncio.Task[TransferSummary] | None = None
+        self._transfer: Transfer | None = None
         self._closed = False
 
     @property
@@ -139,6 +140,7 @@ class Attempt:
             transfer = self._receiver.reserve(
                 first, transfer_deadline(self._deadline), self.on_transfer_free
             )
+            self._transfer = transfer
             self._arrival = asyncio.create_task(
                 transfer.wait(), name=f"transfer {self.work.transfer_id}"
             )
@@ -149,13 +151,14 @@ class Attempt:
         spoken = asyncio.create_task(events.spoken())
         try:
             await asyncio.wait({arrival, spoken}, return_when=asyncio.FIRST_COMPLETED)
-            if spoken.done():
+            if spoken.done() and (self._transfer is None or self._transfer.error is None):
                 # Only an error of the engine is in order here; take raises it.
                 await events.take(self._deadline)
                 raise InternalError("the engine generated before the KV cache was there")
         finally:
             spoken.cancel()
-        self.summary = arrival.result()
+        # An engine that hears of the failed transfer first says less about it.
+        self.summary = await arrival
         self.milestones.arrived_unix_ns = time.time_ns()
         self._engine.arrived(self.work.transfer_id)
 

@@ -28,6 +28,7 @@ from headrace_engine.interface import (
 from headrace_engine.sim.engine import SimEngine
 from headrace_engine.sim.faults import SimFaults
 from headrace_kv.block_map import Runs
+from headrace_kv.digest import DigestMode
 from headrace_kv.digest_checks import DigestChecks
 from headrace_kv.handoff_server import HandoffServicer
 from headrace_kv.incoming import TransferSummary
@@ -268,11 +269,12 @@ async def pair(
     decode_faults: SimFaults | None = None,
     prefill_transports: Callable[[], KvTransport] | None = None,
     decode_transports: Callable[[], KvTransport] | None = None,
+    digest: DigestMode = "on",
     **both: Any,
 ) -> AsyncIterator[Pair]:
     """Two started engines that can reach each other; when all is over neither has lost a block.
 
-    Every layer is compared with its digest.
+    Every layer is compared with its digest unless told otherwise.
     """
     decode_side = SimEngine(
         engine_config("decode", **(both | (decode or {}))),
@@ -296,7 +298,7 @@ async def pair(
     try:
         await decode_side.start()
         await prefill_side.start()
-        checks = DigestChecks(decode_side.descriptor, "on")
+        checks = DigestChecks(decode_side.descriptor, digest)
         receiver = Receiver(
             ref=DECODE_REF,
             layout=decode_side.descriptor.layout,

@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import Cancelled, Draining, HeadraceError, InternalError, TransferFailed
+from headrace_common.errors import (
+    Cancelled,
+    Draining,
+    HeadraceError,
+    InternalError,
+    KvCorrupt,
+    TransferFailed,
+)
 from headrace_engine.interface import PrefillWork, Sampling
 from headrace_engine.sim.faults import CorruptByte, SimFaults
 from headrace_kv.shard_map import expected_keys
@@ -259,9 +266,16 @@ async def test_a_failing_write_fails_both_sides() -> None:
 
 async def test_a_dropped_write_changes_the_answer() -> None:
     transports = faulty(Fault(FaultKind.DROP), 2)
-    async with pair(prefill_transports=transports) as both:
+    async with pair(prefill_transports=transports, digest="off") as both:
         handed = await both.generate(PROMPT)
         assert handed.tokens != both.decode.model.expected_tokens(PROMPT, 6)
+
+
+async def test_a_dropped_write_is_an_error_with_digests() -> None:
+    transports = faulty(Fault(FaultKind.DROP), 2)
+    async with pair(prefill_transports=transports) as both:
+        with pytest.raises(KvCorrupt, match="layer 1 from rank 0 to rank 0"):
+            await both.generate(PROMPT)
 
 
 async def test_a_deadline_ends_a_prefill() -> None:

@@ -1,0 +1,66 @@
+"""A prefill worker whose KV caches arrive broken: its requests fail by name, and then go elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from headrace_common.errors import KvCorrupt
+from tests.suite.deployment import Suite, prompt_of, suite
+
+DIGEST = ("decode", "digest", "on")
+# What this process tells of what it sends is wrong: to decode that looks like bytes that changed on their way.
+LIAR = """
+import headrace_kv.digest as digest
+told = digest.source_digest
+digest.source_digest = lambda memory, runs: told(memory, runs) ^ 1
+"""
+
+
+async def add_liar(it: Suite, folder: Path) -> None:
+    """Starts one more prefill worker, and lets the honest one go."""
+    code = folder / "code"
+    code.mkdir()
+    (code / "sitecustomize.py").write_text(LIAR)
+    honest = it.child("prefill-0")
+    path = os.pathsep.join([str(code), *filter(None, sys.path)])
+    environment = {**honest.spec.environment, "PYTHONPATH": path}
+    kept, honest.spec = honest.spec, replace(honest.spec, environment=environment)
+    await it.add("prefill-liar", "prefill-0")
+    honest.spec = kept
+
+
+async def test_digests_pass_in_a_whole_deployment(tmp_path: Path) -> None:
+    async with suite(tmp_path, settings=(DIGEST,)) as it:
+        prompt = prompt_of(150, 1)
+        outcome = await it.generate(prompt, 6)
+        assert outcome.token_ids == it.expected(prompt, 6)
+        assert outcome.last.timing.prefill_worker_id == "prefill-0"
+
+
+async def test_a_pair_whose_bytes_break_is_routed_together_no_more(tmp_path: Path) -> None:
+    async with suite(tmp_path, settings=(DIGEST, ("decode", "digest_mismatch_limit", "2"))) as it:
+        await add_liar(it, tmp_path)
+        await it.wait_joined(2, 1)
+        assert await it.terminate("prefill-0") == 0
+        await it.wait_joined(1, 1)
+        for number in range(2):
+            with pytest.raises(KvCorrupt, match="layer 0 from rank 0 to rank 0"):
+                await it.generate(prompt_of(150, number), 6)
+        give_up = time.monotonic() + 5
+        while not (await it.status("decode-0")).distrusted_workers:
+            assert time.monotonic() < give_up
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(0.2)
+        for number in range(5, 9):
+            prompt = prompt_of(150, number)
+            outcome = await it.generate(prompt, 6)
+            assert outcome.token_ids == it.expected(prompt, 6)
+            assert not outcome.last.timing.prefill_worker_id
+        await it.wait_empty("decode-0")
