@@ -26,7 +26,9 @@ async def route(rig: Rig) -> inference_pb2.RouteResponse:
     return routed
 
 
-def decode_spans(direct: inference_pb2.DirectRequest) -> trace_service_pb2.ExportTraceServiceRequest:
+def decode_spans(
+    direct: inference_pb2.DirectRequest,
+) -> trace_service_pb2.ExportTraceServiceRequest:
     trace_id = bytes.fromhex(direct.traceparent.split("-")[1])
     transfer = common_pb2.KeyValue(
         key=schema.ATTRIBUTE_TRANSFER_ID,
