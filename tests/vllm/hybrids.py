@@ -20,11 +20,9 @@ from tests.vllm.pair import GREEDY, Answer, Pair, reset, running_pair
 CONTEXT_TOKENS = 1024
 CHUNK_TOKENS = 512
 BLOCK_COUNT = 192
-LOGPROBS = replace(GREEDY, logprobs=2)
-# In float32, vLLM computes one token alone and with others to within this.
+LOGPROBS = replace(GREEDY, logprobs=1)
+# In float32, vLLM computes a token alone and with others to within this.
 LOGPROB_DIFFERENCE_MAX = 1e-4
-# In bfloat16 it does not, and what is this near may change places.
-NEAR_TIE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +35,8 @@ class Expected:
 
 
 MODELS = {
-    "tiny-deepseek-v2": Expected((TOKENS,)),
-    "tiny-deepseek-v3": Expected((TOKENS,)),
+    "tiny-deepseek-v2": Expected((TOKENS,), caches_prefixes=False),
+    "tiny-deepseek-v3": Expected((TOKENS,), caches_prefixes=False),
     "tiny-lfm2": Expected((TOKENS, STATE, STATE)),
     # vLLM's kernels of gated delta nets know no float32 on a processor.
     "tiny-qwen3-next": Expected((TOKENS, STATE, STATE, STATE), dtype="bfloat16"),
@@ -68,46 +66,47 @@ class Story:
         for length in sorted(lengths):
             prompt = prompt_of(length)
             plain = await self._alone(prompt)
-            split = await self._pair.split(prompt, LOGPROBS)
             await self._pair.reset()
-            self._same(f"{length} tokens", plain, split)
-            assert split.reservation is not None
-            ends = (split.reservation.start_token, split.reservation.end_token)
-            assert ends == (0, length - 1)
-
-    async def first_tokens(self) -> None:
-        """Decode goes on after prefill's first token, and so computes what one engine alone would: to the bit."""
-        for length in (1, 7, self._block_tokens, self._block_tokens + 1, 600):
-            prompt = prompt_of(length, seed=11)
-            plain = await self._alone(prompt)
+            # Alone, an engine computes the token after a whole number of blocks apart, as decode does.
+            if self._expected.dtype == "float32" or length == block + 1:
+                split = await self._pair.split(prompt, LOGPROBS)
+                self._same(f"{length} tokens", plain, split)
+                assert split.reservation is not None
+                ends = (split.reservation.start_token, split.reservation.end_token)
+                assert ends == (0, length - 1)
+                await self._pair.reset()
             split = await self._pair.split_after_first(prompt, LOGPROBS)
+            self._same(f"{length} tokens and the first", plain, split)
             await self._pair.reset()
-            self._same(f"{length} tokens and the first", plain, split, exact=True)
 
     async def shared_prefix(self) -> None:
         """Decode asks for what it lacks of a prompt, and for the state whatever it has cached."""
         block = self._block_tokens
         shared = prompt_of(2 * block, seed=3)
         for name, tail in (("longer", 200), ("within a block", block // 2), ("a block", block + 1)):
-            await self._pair.split(shared + prompt_of(block + 9, seed=1))
-            second = shared + prompt_of(tail, seed=2)
-            split = await self._pair.split(second, LOGPROBS)
-            again = await self._pair.split(second, LOGPROBS)
-            await self._pair.reset()
+            first, second = shared + prompt_of(block + 9, seed=1), shared + prompt_of(tail, seed=2)
+            await self._alone(first)
             plain = await self._alone(second)
+            await self._pair.reset()
+            await self._split(first)
+            split = await self._split(second)
+            again = await self._split(second)
+            await self._pair.reset()
             self._same(f"a shared prefix, {name}", plain, split)
             self._same(f"a shared prefix, {name}, once more", plain, again)
             assert split.reservation is not None
             cached = 2 * block if self._expected.caches_prefixes else 0
-            assert split.reservation.start_token == cached, (name, split.reservation)
+            assert split.reservation.start_token == cached, (name, split.reservation, split.end)
 
     async def prefill_has_it(self) -> None:
         """Prefill finds a prefix in its own cache, decode has nothing."""
         prompt = prompt_of(3 * self._block_tokens + 40, seed=5)
+        await self._alone(prompt)
         plain = await self._alone(prompt)
-        await self._pair.split(prompt, LOGPROBS)
+        await self._pair.reset()
+        await self._split(prompt)
         await reset(self._pair.decode)
-        split = await self._pair.split(prompt, LOGPROBS)
+        split = await self._split(prompt)
         await self._pair.reset()
         self._same("a prefix that prefill has", plain, split)
         assert split.prefill is not None
@@ -115,9 +114,13 @@ class Story:
 
     async def together(self) -> None:
         """Requests in one batch do not touch each other's pages."""
+        if self._expected.dtype != "float32":
+            # What vLLM computes in a batch, it rounds otherwise than alone.
+            return
         prompts = [prompt_of(length, seed=7) for length in (40, 170, 333, 600)]
         plain = [await self._alone(prompt) for prompt in prompts]
-        split = await asyncio.gather(*(self._pair.split(prompt, LOGPROBS) for prompt in prompts))
+        await self._pair.reset()
+        split = await asyncio.gather(*map(self._split, prompts))
         await self._pair.reset()
         for prompt, one, other in zip(prompts, plain, split, strict=True):
             self._same(f"{len(prompt)} tokens in a batch", one, other)
@@ -151,26 +154,27 @@ class Story:
             await pair.reset()
 
     async def _alone(self, prompt: list[int]) -> Answer:
-        answer = await self._pair.plain(prompt, LOGPROBS)
-        await self._pair.reset()
-        return answer
+        return await self._pair.plain(prompt, LOGPROBS)
 
-    def _same(self, what: str, plain: Answer, split: Answer, exact: bool = False) -> None:
-        exact = exact or self._expected.dtype == "float32"
+    async def _split(self, prompt: list[int]) -> Answer:
+        if self._expected.dtype == "float32":
+            return await self._pair.split(prompt, LOGPROBS)
+        # What decode computes is computed alone in plain vLLM as well, so that both agree to the bit.
+        return await self._pair.split_after_first(prompt, LOGPROBS)
+
+    def _same(self, what: str, plain: Answer, split: Answer) -> None:
+        assert split.token_ids == plain.token_ids, (
+            f"{what}: {split.token_ids} instead of {plain.token_ids}"
+        )
         assert len(split.token_ids) == GREEDY.max_tokens
-        difference = 0.0
-        for index, (one, other) in enumerate(zip(plain.logprobs, split.logprobs, strict=True)):
-            if split.token_ids[index] != plain.token_ids[index]:
-                said = f"{what}: {split.token_ids} instead of {plain.token_ids}"
-                assert not exact, said
-                (_, best), (second_token_id, second) = one.alternatives
-                assert second_token_id == split.token_ids[index], said
-                assert best - second < NEAR_TIE, said
-                break
-            difference = max(difference, abs(one.logprob - other.logprob))
+        difference = max(
+            abs(one.logprob - other.logprob)
+            for one, other in zip(plain.logprobs, split.logprobs, strict=True)
+        )
         self.differences[what] = difference
-        limit = LOGPROB_DIFFERENCE_MAX if exact else 2 * NEAR_TIE
-        assert difference < limit, f"{what}: log probabilities differ by {difference}"
+        assert difference < LOGPROB_DIFFERENCE_MAX, (
+            f"{what}: log probabilities differ by {difference}"
+        )
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -226,7 +230,6 @@ async def tell(model: str) -> Told:
         parts: tuple[Callable[[], Awaitable[None]], ...] = (
             story.groups,
             story.lengths,
-            story.first_tokens,
             story.shared_prefix,
             story.prefill_has_it,
             story.together,
