@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from headrace_common.errors import ConfigError
-from headrace_engine.vllm.memory import describe_arena, layout_of, rank_memory
+from headrace_engine.vllm.layer_groups import LayerGroup
+from headrace_engine.vllm.memory import Arena, describe_arena, layout_of, rank_memory
+from headrace_kv.layout import STATE, TOKEN_OUTER, TOKENS, GroupKind, Part
 
 BASE = 0x10000
 
@@ -59,30 +62,75 @@ def tensor(layer: int, **changes: Any) -> FakeTensor:
     return FakeTensor(**(values | changes))
 
 
-def describe(*tensors: FakeTensor) -> Any:
+def group(
+    kind: GroupKind, names: Sequence[str], *, index: int = 0, block_tokens: int = 32, **changes: Any
+) -> LayerGroup:
+    values: dict[str, Any] = {
+        "index": index,
+        "name": f"group.{index}",
+        "kind": kind,
+        "head_count": 3,
+        "block_tokens": block_tokens,
+        "interior": "",
+        "layers": tuple((int(name[1:]), name) for name in names),
+    }
+    return LayerGroup(**(values | changes))
+
+
+def describe(
+    *tensors: FakeTensor, groups: Sequence[LayerGroup] = (), rank: int = 0, ranks: int = 1
+) -> Arena:
     caches: dict[str, Any] = {f"l{number}": item for number, item in enumerate(tensors)}
-    return describe_arena(caches, list(caches))
+    return describe_arena(
+        caches,
+        groups or [group(TOKENS, list(caches))],
+        rank=rank,
+        tensor_parallel_size=ranks,
+        block_interior=lambda cache, block_tokens: f"packed-{block_tokens}",
+    )
 
 
 def test_regions_lie_where_the_tensors_do() -> None:
-    arena, shape = describe(tensor(0), tensor(1))
-    assert (arena.base_address, arena.arena_bytes, arena.block_count) == (BASE, 1 << 20, 8)
+    groups = [group(TOKENS, ("l0", "l1"), head_count=6)]
+    arena = describe(tensor(0), tensor(1), groups=groups, rank=1, ranks=2)
+    assert (arena.base_address, arena.arena_bytes) == (BASE, 1 << 20)
     assert [region.offset_bytes for region in arena.regions] == [0, 8 * 3 * 4096 * 4]
     region = arena.regions[1]
     assert (region.layer, region.block_stride_bytes) == (1, 3 * 4096 * 4)
     assert (region.head_stride_bytes, region.unit_bytes) == (4096 * 4, 32 * 128 * 4)
-    layout = layout_of(
-        arena,
-        shape,
-        fingerprint="m:1",
-        kv_head_count=6,
-        tensor_parallel_size=2,
-        interior="vllm-cpu-vec",
-    )
+    layout = layout_of(arena, fingerprint="m:1", tensor_parallel_size=2)
     assert (layout.dtype, layout.layer_count, layout.block_tokens) == ("float32", 2, 32)
-    assert layout.groups[0].parts[0].unit_bytes == region.unit_bytes
+    assert layout.groups[0].parts == (Part("kv", "float32", region.unit_bytes, "packed-32"),)
     memory = rank_memory(arena, rank=1, transport="mooncake", session="h:1")
     assert (memory.rank, memory.regions) == (1, arena.regions)
+
+
+def test_tokens_of_latent_attention_lie_one_by_one() -> None:
+    latent = tensor(0, shape=(8, 1, 16, 576), strides=(9216, 9216, 576, 1))
+    groups = [group(TOKENS, ("l0",), head_count=1, block_tokens=16, interior=TOKEN_OUTER)]
+    arena = describe(latent, groups=groups, rank=1, ranks=2)
+    assert arena.groups[0].token_addressable
+    assert (arena.regions[0].unit_bytes, arena.regions[0].token_stride_bytes) == (2304, 2304)
+
+
+def test_groups_may_share_their_memory() -> None:
+    """A page and a block at the same place: which it is, the block lists say."""
+    page = tensor(0, shape=(8, 1, 1, 1000), strides=(12288, 12288, 1000, 1))
+    groups = [
+        group(TOKENS, ("l1",), index=1),
+        group(STATE, ("l0",), head_count=1, block_tokens=32, interior="state"),
+    ]
+    arena = describe(page, tensor(0), groups=groups)
+    attention, state = arena.regions
+    assert attention.offset_bytes == state.offset_bytes == 0
+    assert (state.layer, state.block_tokens, state.token_stride_bytes) == (0, 0, 0)
+    assert (state.unit_bytes, state.block_stride_bytes) == (4000, 49152)
+    layout = layout_of(arena, fingerprint="m:1", tensor_parallel_size=1)
+    assert [(g.kind, g.layers, g.block_tokens) for g in layout.groups] == [
+        (TOKENS, (1,), 32),
+        (STATE, (0,), 0),
+    ]
+    assert layout.group_index(0) == 1
 
 
 @pytest.mark.parametrize(
@@ -94,6 +142,7 @@ def test_regions_lie_where_the_tensors_do() -> None:
         {"strides": (3 * 4096, 4096, 1, 32)},
         {"shape": (8, 1, 4096), "strides": (4096, 4096, 1)},
         {"dtype": "torch.bfloat16"},
+        {"shape": (8, 2, 32, 128)},
     ],
 )
 def test_caches_that_are_not_alike_are_refused(odd: dict[str, Any]) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 from headrace_common.errors import QueueFull
 from headrace_engine.vllm.step import StepPlan, TokenSpan
-from headrace_engine.vllm.worker import RankSide
+from headrace_engine.vllm.worker import LayerKind, RankSide
 from headrace_kv.layout import WorkerRef
 from headrace_kv.transfer import LayerPiece, SendReport, TransferTarget
 
 TARGET = TransferTarget("x1", WorkerRef("d0", "1"), "127.0.0.1:1", 0, 96, 1e12)
-SPAN = TokenSpan("x1", 0, 64, (1, 2))
-TAIL = TokenSpan("x1", 64, 96, (1, 2, 3))
+SPAN = TokenSpan("x1", 0, 64, ((1, 2), ()))
+TAIL = TokenSpan("x1", 64, 96, ((1, 2, 3), (9,)))
+TOKENS, STATE = LayerKind(0, is_state=False), LayerKind(1, is_state=True)
 
 
 class Recorder:
@@ -38,11 +40,13 @@ class Recorder:
         self.said.append(("stop", transfer_id, reason))
 
 
-def started(full: bool = False) -> tuple[RankSide, Recorder, list[SendReport]]:
+def started(
+    full: bool = False, layers: Sequence[LayerKind] = ()
+) -> tuple[RankSide, Recorder, list[SendReport]]:
     reports: list[SendReport] = []
     side = RankSide(0, reports.append)
     sender = Recorder(full)
-    side.start(sender, layer_count=2)
+    side.start(sender, layers or (TOKENS, TOKENS))
     return side, sender, reports
 
 
@@ -145,3 +149,33 @@ def test_receivers_are_reported_as_the_plan_says() -> None:
     side.begin_step(StepPlan(received=["a"], failed=["b"]))
     assert side.end_step() == (set(), {"a", "b"}, {"b"})
     assert side.end_step() == (set(), set(), set())
+
+
+def test_states_go_after_the_forward_pass_that_makes_them_final() -> None:
+    side, sender, _ = started(layers=(STATE, TOKENS, STATE))
+    side.begin_step(StepPlan(opened=[TARGET], cached=[SPAN]))
+    side.layer_written(1)
+    side.states_written()
+    assert [piece.layer for piece in sender.pieces] == [1]
+    side.end_step()
+    side.begin_step(StepPlan(computed=[TAIL]))
+    side.layer_written(1)
+    assert [piece.layer for piece in sender.pieces] == [1, 1]
+    side.states_written()
+    states = sender.pieces[2:]
+    assert [(p.layer, p.end_token, p.block_ids) for p in states] == [(0, 96, (9,)), (2, 96, (9,))]
+    side.end_step()
+    side.states_written()
+    assert len(sender.pieces) == 4
+
+
+def test_a_state_is_overwritten_only_once_its_transfer_is_quiet() -> None:
+    side, sender, _ = started(layers=(STATE, TOKENS))
+    side.begin_step(StepPlan(opened=[TARGET], computed=[TAIL]))
+    side.states_written()
+    side.end_step()
+    timer = threading.Timer(0.1, quiet, (side,))
+    timer.start()
+    side.begin_step(StepPlan(overrun=["x1"]))
+    timer.join()
+    assert ("stop", "x1", "TRANSFER_FAILED") in sender.said

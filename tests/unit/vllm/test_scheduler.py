@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -9,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace_engine.vllm.layer_groups import LayerGroup
 from headrace_engine.vllm.scheduler import ScheduledRequest, SchedulerSide
 from headrace_engine.vllm.settings import incoming_params, outgoing_params, read_params
-from headrace_kv.layout import WorkerRef
+from headrace_kv.layout import STATE, TOKENS, GroupKind, WorkerRef
 from headrace_kv.transfer import Reservation, TransferTarget
 
 BLOCK = 32
@@ -21,15 +23,24 @@ def target_of(start: int, end: int, transfer_id: str = "x1") -> TransferTarget:
     return TransferTarget(transfer_id, WorkerRef("d0", "1"), "127.0.0.1:1", start, end, 1e12)
 
 
-def side() -> tuple[SchedulerSide, list[Reservation]]:
+def group(index: int, kind: GroupKind, block_tokens: int) -> LayerGroup:
+    return LayerGroup(index, f"{kind}.{index}", kind, 1, block_tokens, "", ((index, f"l{index}"),))
+
+
+ATTENTION = (group(0, TOKENS, BLOCK),)
+# As vLLM numbers a hybrid: its first groups are states.
+HYBRID = (group(2, TOKENS, BLOCK), group(0, STATE, BLOCK), group(1, STATE, 1024))
+
+
+def side(groups: Sequence[LayerGroup] = ATTENTION) -> tuple[SchedulerSide, list[Reservation]]:
     reserved: list[Reservation] = []
-    return SchedulerSide(BLOCK, reserved.append), reserved
+    return SchedulerSide(groups, reserved.append), reserved
 
 
 def step(
     request_id: str, computed: int, count: int, blocks: tuple[int, ...] = (), new: bool = False
 ) -> ScheduledRequest:
-    return ScheduledRequest(request_id, computed, count, blocks, new)
+    return ScheduledRequest(request_id, computed, count, (blocks,) if blocks else (), new)
 
 
 def admit_send(scheduler: SchedulerSide, target: TransferTarget, request_id: str = "r") -> None:
@@ -47,7 +58,7 @@ def admit_receive(
     params = incoming_params("x1", awaits_first_token=go_on is not None)
     missing = scheduler.missing_tokens(params, prompt, cached)
     told = never if go_on is None else go_on.append
-    scheduler.allocated("r", params, tuple(range(10, 60)), prompt, missing, told)
+    scheduler.allocated("r", params, (tuple(range(10, 60)),), prompt, missing, told)
 
 
 def test_all_but_the_last_token_is_missing() -> None:
@@ -82,7 +93,7 @@ def test_nothing_missing_reserves_nothing_and_waits_for_nobody() -> None:
 def test_a_request_is_asked_for_its_cache_once() -> None:
     scheduler, _ = side()
     params: dict[str, Any] = incoming_params("x1") | {"other": 1}
-    scheduler.allocated("r", params, tuple(range(9)), 129, 128, never)
+    scheduler.allocated("r", params, (tuple(range(9)),), 129, 128, never)
     assert scheduler.missing_tokens(params, 129, 0) == 0
     assert params == {"other": 1}
 
@@ -122,13 +133,13 @@ def test_chunks_hand_over_whole_blocks_until_the_last() -> None:
     first = scheduler.plan_step([step("r", 0, 70, (1, 2, 3), new=True)], ())
     assert [target.transfer_id for target in first.opened] == ["x1"]
     assert first.cached == []
-    assert [(s.start_token, s.end_token, s.block_ids) for s in first.computed] == [
+    assert [(s.start_token, s.end_token, s.block_ids[0]) for s in first.computed] == [
         (0, 64, (1, 2, 3))
     ]
     second = scheduler.plan_step([step("r", 70, 20)], ())
     assert (second.opened, second.computed) == ([], [])
     third = scheduler.plan_step([step("r", 90, 60, (4, 5))], ())
-    assert [(s.start_token, s.end_token, s.block_ids) for s in third.computed] == [
+    assert [(s.start_token, s.end_token, s.block_ids[0]) for s in third.computed] == [
         (64, 150, (1, 2, 3, 4, 5))
     ]
 
@@ -210,7 +221,7 @@ def test_every_missing_token_is_handed_over_once(
         for span in (*plan.cached, *plan.computed):
             assert span.start_token == covered
             assert span.end_token % BLOCK == 0 or span.end_token == end
-            assert len(span.block_ids) * BLOCK >= span.end_token
+            assert len(span.block_ids[0]) * BLOCK >= span.end_token
             covered = span.end_token
         for span in plan.cached:
             assert span.end_token <= computed
@@ -266,3 +277,73 @@ def test_a_failed_transfer_waits_for_no_first_token() -> None:
     admit_receive(scheduler, prompt=130, cached=64, go_on=[])
     scheduler.settle("x1", whole=False)
     assert scheduler.plan_step((), ()).failed == ["r"]
+
+
+def test_a_hybrid_reserves_tokens_and_one_page_of_each_state() -> None:
+    scheduler, reserved = side(HYBRID)
+    params = incoming_params("x1")
+    missing = scheduler.missing_tokens(params, 130, 64)
+    # vLLM holds null blocks where it keeps no state any more, or never did.
+    blocks = ((0, 0, 0, 0, 41), (7,), (11, 12, 13, 14, 15))
+    scheduler.allocated("r", params, blocks, 130, missing, never)
+    assert reserved == [Reservation("x1", (13, 14, 15), 64, 129, ((41,), (7,)))]
+
+
+def test_a_state_whose_last_token_ends_a_block_is_in_that_block() -> None:
+    scheduler, reserved = side(HYBRID)
+    params = incoming_params("x1")
+    scheduler.allocated("r", params, ((0, 0, 0, 40), (7,), (1, 2, 3, 4)), 129, 128, never)
+    assert reserved == [Reservation("x1", (1, 2, 3, 4), 0, 128, ((40,), (7,)))]
+
+
+def test_states_are_handed_over_with_the_last_token_only() -> None:
+    scheduler, _ = side(HYBRID)
+    admit_send(scheduler, target_of(0, 100))
+    blocks = ((0, 21), (31,), (1, 2))
+    plan = scheduler.plan_step([ScheduledRequest("r", 0, 64, blocks, True)], ())
+    assert [span.block_ids for span in plan.computed] == [((1, 2), (), ())]
+    later = ((0, 22), (), (3, 4))
+    plan = scheduler.plan_step([ScheduledRequest("r", 64, 36, later, False)], ())
+    assert [span.block_ids for span in plan.computed] == [((1, 2, 3, 4), (22,), (31,))]
+    assert plan.overrun == []
+
+
+def test_only_states_are_handed_over_at_once_at_the_end() -> None:
+    scheduler, _ = side((group(0, STATE, 1024),))
+    admit_send(scheduler, target_of(0, 100))
+    plan = scheduler.plan_step([ScheduledRequest("r", 0, 64, ((5,),), True)], ())
+    assert (len(plan.opened), plan.computed) == (1, [])
+    plan = scheduler.plan_step([ScheduledRequest("r", 64, 36, (), False)], ())
+    assert [(s.start_token, s.end_token, s.block_ids) for s in plan.computed] == [(0, 100, ((5,),))]
+
+
+@pytest.mark.parametrize("first_tokens", [64, 100])
+def test_a_state_beyond_the_last_token_is_nobodys(first_tokens: int) -> None:
+    scheduler, _ = side(HYBRID)
+    admit_send(scheduler, target_of(0, 100))
+    blocks = ((0, 21, 22, 23), (31,), (1, 2, 3, 4))
+    plan = scheduler.plan_step([ScheduledRequest("r", 0, first_tokens, blocks, True)], ())
+    assert plan.overrun == []
+    count = 101 - first_tokens
+    plan = scheduler.plan_step([ScheduledRequest("r", first_tokens, count, (), False)], ())
+    assert (plan.overrun, plan.computed) == (["x1"], [])
+    plan = scheduler.plan_step([ScheduledRequest("r", 101, 1, (), False)], ())
+    assert (plan.overrun, plan.computed) == ([], [])
+    assert scheduler.finished("r") is not None
+
+
+def test_attention_alone_may_be_computed_beyond_what_is_handed_over() -> None:
+    scheduler, _ = side()
+    admit_send(scheduler, target_of(0, 100))
+    plan = scheduler.plan_step([step("r", 0, 101, (1, 2, 3, 4), new=True)], ())
+    assert plan.overrun == []
+    assert [(s.start_token, s.end_token) for s in plan.computed] == [(0, 100)]
+
+
+def test_the_tokens_of_every_group_end_with_a_block() -> None:
+    scheduler, _ = side((group(0, TOKENS, 32), group(1, TOKENS, 48)))
+    admit_send(scheduler, target_of(0, 500))
+    plan = scheduler.plan_step(
+        [ScheduledRequest("r", 0, 200, (tuple(range(7)), tuple(range(5))), True)], ()
+    )
+    assert [(s.start_token, s.end_token) for s in plan.computed] == [(0, 192)]
