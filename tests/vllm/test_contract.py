@@ -29,6 +29,7 @@ HOOKS = {
     "bind_connector_metadata": ("connector_metadata",),
     "bind_kv_cache_manager": ("kv_cache_manager",),
     "build_connector_meta": ("scheduler_output",),
+    "get_loaded_kv_cache_group_ids": ("request",),
     "get_num_new_matched_tokens": ("request", "num_computed_tokens"),
     "get_transfer_results": ("finished_req_ids",),
     "handle_preemptions": ("kv_connector_metadata",),
@@ -104,13 +105,23 @@ FIELDS = {
     ),
     "vllm.v1.worker.gpu_input_batch.InputBatch": ("vocab_size",),
     "vllm.v1.kv_cache_interface.KVCacheConfig": ("kv_cache_groups",),
+    "vllm.v1.kv_cache_interface.KVCacheGroupSpec": ("layer_names", "kv_cache_spec"),
+    "vllm.v1.kv_cache_interface.FullAttentionSpec": ("block_size",),
+    "vllm.v1.kv_cache_interface.MLAAttentionSpec": ("block_size",),
+    "vllm.v1.kv_cache_interface.MambaSpec": (
+        "block_size",
+        "shapes",
+        "dtypes",
+        "mamba_type",
+        "tp_replicated",
+    ),
+    "vllm.v1.kv_cache_interface.UniformTypeKVCacheSpecs": ("kv_cache_specs",),
+    "vllm.v1.kv_cache_interface.KVCacheSpecKind": ("FULL_ATTENTION", "MLA_ATTENTION", "MAMBA"),
     "vllm.config.VllmConfig": (
         "model_config",
-        "cache_config",
         "parallel_config",
         "kv_transfer_config",
     ),
-    "vllm.config.CacheConfig": ("block_size",),
     "vllm.config.ModelConfig": ("max_model_len", "use_fp64_gumbel"),
     "vllm.config.ParallelConfig": ("tensor_parallel_size",),
     "vllm.config.KVEventsConfig": ("enable_kv_cache_events", "publisher", "endpoint"),
@@ -179,6 +190,7 @@ FIELDS = {
         "block_size",
         "extra_keys",
         "group_idx",
+        "kv_cache_spec_kind",
     ),
     f"{EVENTS}.BlockRemoved": ("block_hashes", "group_idx"),
     f"{EVENTS}.AllBlocksCleared": (),
@@ -267,12 +279,17 @@ def test_every_hook_that_we_override_is_listed() -> None:
         if isinstance(value, classmethod | property)
         or (inspect.isroutine(value) and (hasattr(base, name) or not name.startswith("_")))
     }
-    overridden.discard("request_finished_all_groups")
+    overridden -= {"request_finished_all_groups", "supports_divergent_local_hybrid_hits"}
     assert overridden - HOOKS.keys() - LATER_HOOKS.keys() == set()
     for hook, names in LATER_HOOKS.items():
         if hasattr(base, hook):
             theirs = parameters_of(getattr(base, hook))
             assert tuple(parameter.name for parameter in theirs) == names, hook
+
+
+def test_decode_takes_a_local_hit_that_only_attention_has() -> None:
+    name = "supports_divergent_local_hybrid_hits"
+    assert isinstance(inspect.getattr_static(lookup(f"{BASE}.KVConnectorBase_V1"), name), property)
 
 
 def test_nothing_abstract_is_left() -> None:

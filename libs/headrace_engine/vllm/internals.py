@@ -1,6 +1,6 @@
 """All that leans on how vLLM is made inside, rather than on its connector interface or on what it says it offers.
 
-Importing this imports neither vllm nor torch. What is listed here and in connector.py is checked by
+Importing this imports neither vllm nor torch. What is listed here, in cache_groups.py and in connector.py is checked by
 tests/vllm/test_contract.py against the installed version.
 """
 
@@ -118,12 +118,6 @@ def context_tokens(llm: AsyncLLM) -> int:
 def extra_config(vllm_config: VllmConfig) -> dict[str, Any]:
     """What was given to the connector beyond vLLM's own settings."""
     found: dict[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config
-    return found
-
-
-def block_tokens(vllm_config: VllmConfig) -> int:
-    """Tokens per KV block."""
-    found: int = vllm_config.cache_config.block_size
     return found
 
 

@@ -35,7 +35,10 @@ SEEDED = Sampling(
     repetition_penalty=1.3,
     logprobs=2,
 )
-MODELS = ("sim:layers=3,heads=2,context=512", "sim:layers=3,heads=2,context=512,state_layers=2,state_heads=2")
+MODELS = (
+    "sim:layers=3,heads=2,context=512",
+    "sim:layers=3,heads=2,context=512,state_layers=2,state_heads=2",
+)
 
 
 def prompt_of(length: int) -> list[int]:

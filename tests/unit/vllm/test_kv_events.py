@@ -115,6 +115,22 @@ async def test_a_block_counts_until_its_last_copy_goes(rig: Rig) -> None:
     assert await rig.announced() == set(names(tokens)[:1])
 
 
+async def test_of_a_hybrid_the_group_with_attention_counts(rig: Rig) -> None:
+    tokens = list(range(4 * BLOCK))
+    state = {"group_idx": 0, "kv_cache_spec_kind": "mamba"}
+    rig.prefixes.take(stored(tokens, 0, 1, **state))
+    assert await rig.announced() == set()
+    for index in (3, 4):
+        attention = {"group_idx": index, "kv_cache_spec_kind": "full_attention"}
+        rig.prefixes.take(stored(tokens, 0, 2, **attention))
+    assert await rig.announced() == set(names(tokens)[:2])
+    rig.prefixes.take(removed(vllm_hashes(tokens)[1], group=4))
+    rig.prefixes.take(removed(vllm_hashes(tokens)[1], group=0))
+    assert await rig.announced() == set(names(tokens)[:2])
+    rig.prefixes.take(removed(vllm_hashes(tokens)[1], group=3))
+    assert await rig.announced() == set(names(tokens)[:1])
+
+
 async def test_what_tokens_alone_do_not_name_is_left_out(rig: Rig) -> None:
     tokens = list(range(4 * BLOCK))
     rig.prefixes.take(stored(tokens, 1, 2))
