@@ -26,4 +26,4 @@ def test_two_engines_answer_as_one(zygote: Zygote, model: str) -> None:
         pytest.skip(f"the model folder models/{model} is missing: make setup")
     said = zygote.run("tests.vllm.hybrids:tell", model=model)
     print(f"{model}: engines up in {said['start_s']:.1f} s, done after {said['total_s']:.1f} s")
-    assert len(said["differences"]) > 20
+    assert len(said["differences"]) > 15
