@@ -1,7 +1,8 @@
 """All that leans on how vLLM is made inside, rather than on its connector interface or on what it says it offers.
 
-Importing this imports neither vllm nor torch. What is listed here, in cache_groups.py and in connector.py is checked by
-tests/vllm/test_contract.py against the installed version.
+Importing this imports neither vllm nor torch; what reaches into requests and batches is in continuation.py. What is
+listed here, there, in cache_groups.py and in connector.py is checked by tests/vllm/test_contract.py against the
+installed version.
 """
 
 from __future__ import annotations
