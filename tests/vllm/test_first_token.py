@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ import pytest
 
 from headrace_engine.interface import Sampling
 from tests.vllm.pair import BLOCK_TOKENS, CHUNK_TOKENS, GREEDY, Answer, Pair
+from tests.vllm.zygote import Zygote
 
 pytestmark = [
     pytest.mark.vllm,
@@ -171,3 +173,27 @@ async def test_a_first_token_that_ends_the_answer_leaves_nothing_behind(pair: Pa
         answer = await pair.split_after_first(prompt, sampling)
         await pair.reset()
         assert answer.token_ids == plain.token_ids[:1]
+
+
+@pytest.mark.parametrize(
+    ("decode_ranks", "decode_blocks"),
+    [
+        pytest.param(1, 24, id="preempted"),
+        pytest.param(2, 64, id="two-ranks", marks=pytest.mark.long),
+    ],
+)
+async def test_answers_go_on_where_requests_are_preempted_and_over_ranks(
+    zygote: Zygote, decode_ranks: int, decode_blocks: int
+) -> None:
+    """24 blocks hold no more than four of the six whole answers."""
+    said = await asyncio.to_thread(
+        zygote.run,
+        "tests.vllm.first_tokens:compare",
+        decode_ranks=decode_ranks,
+        decode_blocks=decode_blocks,
+        context_tokens=512,
+        length=60,
+    )
+    assert all(len(answer) == 100 for answer in said["alone"])
+    assert said["continued"] == said["alone"]
+    assert said["after_first"] == said["alone"]

@@ -1,0 +1,62 @@
+"""Answers that were begun elsewhere, on engines that are started for that alone. Runs in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+from random import Random
+
+from headrace_engine.interface import Sampling
+from tests.vllm.pair import GREEDY, Pair, running_pair
+
+SEEDED = Sampling(temperature=0.9, top_k=50, presence_penalty=0.7, seed=3, max_tokens=100)
+PENALIZED = replace(GREEDY, frequency_penalty=1.2, repetition_penalty=1.5, max_tokens=100)
+
+
+@dataclass(slots=True)
+class Compared:
+    """Answers of one engine alone, and of those that went on, by how they did."""
+
+    alone: list[list[int]]
+    continued: list[list[int]]
+    after_first: list[list[int]]
+
+
+async def compare(
+    decode_ranks: int, decode_blocks: int, context_tokens: int, length: int
+) -> Compared:
+    """Asks one prompt after the other of decode alone, and then all at once what goes on."""
+    changes: dict[str, object] = {
+        "model": "models/tiny-llama",
+        "context_tokens": context_tokens,
+        "max_batched_tokens": 256,
+    }
+    decode = changes | {"tensor_parallel_size": decode_ranks, "block_count": decode_blocks}
+    async with running_pair(prefill=changes, decode=decode) as pair:
+        random = Random(length)
+        asked = [
+            ([random.randrange(3, 500) for _ in range(length)], sampling)
+            for sampling in (SEEDED, PENALIZED) * 3
+        ]
+        alone = []
+        for prompt, sampling in asked:
+            alone.append((await pair.plain(prompt, sampling)).token_ids)
+            await pair.reset()
+        continued = await asyncio.gather(
+            *(
+                _continued(pair, prompt, sampling, answer[:7])
+                for (prompt, sampling), answer in zip(asked, alone, strict=True)
+            )
+        )
+        await pair.reset()
+        after_first = await asyncio.gather(
+            *(pair.split_after_first(prompt, sampling) for prompt, sampling in asked)
+        )
+        return Compared(alone, continued, [answer.token_ids for answer in after_first])
+
+
+async def _continued(
+    pair: Pair, prompt: list[int], sampling: Sampling, generated: list[int]
+) -> list[int]:
+    answer = await pair.plain(prompt, sampling, generated)
+    return [*generated, *answer.token_ids]
