@@ -115,9 +115,12 @@ class Attempt:
     def set_first_token(self, token_id: int) -> None:
         """The answer's first token, which the caller has from a prefill worker.
 
-        Raises DuplicateTransfer the second time, and InvalidRequest for one that ends the answer.
+        Raises DuplicateTransfer the second time, and InvalidRequest for one that ends the answer or comes before the
+        reservation.
         """
         work = self.work
+        if self.reservation is None:
+            raise InvalidRequest({"transfer_id": "has no blocks yet: wait for Reserved"})
         if self.milestones.told_unix_ns:
             raise DuplicateTransfer(
                 f"transfer {work.transfer_id} has its first token already",
