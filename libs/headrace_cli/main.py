@@ -224,7 +224,11 @@ def workers(
     _run(work())
 
 
-@app.command("reset-cache", epilog="Example:  headrace reset-cache prefill-0 decode-0")
+@app.command(
+    "reset-cache",
+    epilog="Examples:  headrace reset-cache decode-0   |   "
+    "headrace reset-cache prefill-0 decode-0 --timeout 30",
+)
 def reset_cache(
     worker_ids: Annotated[list[str], typer.Argument(metavar="WORKER...", help="Worker ids.")],
     router: Router = DEFAULT_ROUTER,

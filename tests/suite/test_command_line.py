@@ -132,6 +132,11 @@ async def test_chat_workers_and_trace_find_what_up_started(tmp_path: Path) -> No
         }
         assert len(keys) == 1
         assert "no credit" not in listed.out
+        reset = await headrace("reset-cache", "prefill-0", "decode-0", "--router", router)
+        assert reset.status == 0, reset.err
+        refused = await headrace("reset-cache", "decode-0", "router-0", "--router", router)
+        assert refused.status == 1
+        assert "no worker router-0" in refused.err
         newest = await headrace("trace", "--router", router)
         assert newest.status == 0, newest.err
         assert "layer 1 " in newest.out
@@ -219,7 +224,7 @@ async def test_nobody_at_home_is_one_line() -> None:
     assert "headrace up" in ended.err
 
 
-@pytest.mark.parametrize("command", ["up", "demo", "chat", "workers", "trace"])
+@pytest.mark.parametrize("command", ["up", "demo", "chat", "workers", "reset-cache", "trace"])
 async def test_every_command_has_help_with_examples(command: str) -> None:
     shown = await headrace(command, "--help")
     assert shown.status == 0

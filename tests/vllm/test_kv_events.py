@@ -8,11 +8,12 @@ from random import Random
 
 import pytest
 
-from headrace_engine.interface import Sampling
+from headrace_engine.interface import DecodeWork, EngineUsage, Sampling
 from headrace_engine.vllm.engine import VllmEngine
 from headrace_kv.prefix_events import unpack_hashes
 from headrace_kv.prefix_hash import PrefixHasher
-from tests.vllm.pair import BLOCK_TOKENS, Pair
+from headrace_kv.transfer import Reservation
+from tests.vllm.pair import BLOCK_TOKENS, GREEDY, Pair, wait_until
 
 pytestmark = [
     pytest.mark.vllm,
@@ -62,10 +63,24 @@ async def test_both_sides_announce_what_they_can_find(pair: Pair) -> None:
     longer = [*prompt, *(random.randrange(3, 500) for _ in range(6 * BLOCK_TOKENS))]
     await pair.plain(longer)
     await until_announced(pair.decode, lambda found: found >= {*whole, *hasher.hashes(longer)})
-    await pair.reset()
-    # vLLM says so with the next step.
-    await pair.plain(longer[:2])
-    await until_announced(pair.decode, lambda found: not found)
+    # Both hear of it although no request follows.
+    for engine in (pair.prefill, pair.decode):
+        async with asyncio.timeout(10):
+            while not await engine.reset_prefix_cache():
+                await asyncio.sleep(0.02)
+        await until_announced(engine, lambda found: not found)
+
+
+async def test_a_cache_in_use_is_not_reset(pair: Pair) -> None:
+    work = DecodeWork(pair.new_transfer_id(), tuple(range(3, 100)), GREEDY, remote_kv=True)
+    events = pair.decode.decode(work)
+    assert isinstance(await anext(events), Reservation)
+    await wait_until(lambda: pair.decode.usage() == EngineUsage(0, 1, 3))
+    assert not await pair.decode.reset_prefix_cache()
+    await events.aclose()
+    pair.decode.released(work.transfer_id)
+    await wait_until(lambda: pair.decode.usage() == EngineUsage(0, 0, 0))
+    assert await pair.decode.reset_prefix_cache()
 
 
 async def test_the_announced_prefix_is_what_vllm_reuses(pair: Pair) -> None:
