@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 OUTPUT = "vllm.v1.core.sched.output"
+CACHES = "vllm.v1.kv_cache_interface"
 EVENTS = "vllm.distributed.kv_events"
 
 # Hooks that vLLM calls on our connector, with the parameters that ours take in their order.
@@ -46,6 +47,8 @@ HOOKS = {
     "wait_for_layer_load": ("layer_name",),
     "wait_for_save": (),
 }
+
+PROPERTIES = ("supports_divergent_local_hybrid_hits",)
 
 # Functions and methods that we call, with the parameters that we give them.
 CALLS = {
@@ -111,19 +114,14 @@ FIELDS = {
         "generator",
     ),
     "vllm.v1.worker.gpu_input_batch.InputBatch": ("vocab_size",),
-    "vllm.v1.kv_cache_interface.KVCacheConfig": ("kv_cache_groups",),
-    "vllm.v1.kv_cache_interface.KVCacheGroupSpec": ("layer_names", "kv_cache_spec"),
-    "vllm.v1.kv_cache_interface.FullAttentionSpec": ("block_size",),
-    "vllm.v1.kv_cache_interface.MLAAttentionSpec": ("block_size",),
-    "vllm.v1.kv_cache_interface.MambaSpec": (
-        "block_size",
-        "shapes",
-        "dtypes",
-        "mamba_type",
-        "tp_replicated",
-    ),
-    "vllm.v1.kv_cache_interface.UniformTypeKVCacheSpecs": ("kv_cache_specs",),
-    "vllm.v1.kv_cache_interface.KVCacheSpecKind": ("FULL_ATTENTION", "MLA_ATTENTION", "MAMBA"),
+    f"{CACHES}.KVCacheConfig": ("kv_cache_groups",),
+    f"{CACHES}.KVCacheGroupSpec": ("layer_names", "kv_cache_spec"),
+    f"{CACHES}.KVCacheSpec": ("block_size",),
+    f"{CACHES}.FullAttentionSpec": (),
+    f"{CACHES}.MLAAttentionSpec": (),
+    f"{CACHES}.MambaSpec": ("dtypes", "mamba_type", "shapes", "tp_replicated"),
+    f"{CACHES}.UniformTypeKVCacheSpecs": ("kv_cache_specs",),
+    f"{CACHES}.KVCacheSpecKind": ("FULL_ATTENTION", "MLA_ATTENTION", "MAMBA"),
     "vllm.config.VllmConfig": (
         "model_config",
         "parallel_config",
@@ -286,8 +284,10 @@ def test_every_hook_that_we_override_is_listed() -> None:
         if isinstance(value, classmethod | property)
         or (inspect.isroutine(value) and (hasattr(base, name) or not name.startswith("_")))
     }
-    overridden -= {"request_finished_all_groups", "supports_divergent_local_hybrid_hits"}
-    assert overridden - HOOKS.keys() - LATER_HOOKS.keys() == set()
+    overridden.discard("request_finished_all_groups")
+    assert overridden - HOOKS.keys() - LATER_HOOKS.keys() - set(PROPERTIES) == set()
+    for name in PROPERTIES:
+        assert isinstance(getattr(base, name), property), name
     for hook, names in LATER_HOOKS.items():
         if hasattr(base, hook):
             theirs = parameters_of(getattr(base, hook))

@@ -156,6 +156,14 @@ def in_model_order(layer_names: Iterable[str]) -> list[str]:
     return sorted(layer_names, key=extract_layer_index)
 
 
+def runs_on_cpu() -> bool:
+    """Whether vLLM computes on processors."""
+    from vllm.platforms import current_platform
+
+    found: bool = current_platform.is_cpu()
+    return found
+
+
 def block_interior(tensor: Tensor, block_size: int) -> str:
     """How the attention kernels pack a block: it depends on the processor, and is nothing to take apart.
 
@@ -163,7 +171,7 @@ def block_interior(tensor: Tensor, block_size: int) -> str:
     """
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
+    if not runs_on_cpu():
         return f"vllm-{current_platform.device_name}"
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 

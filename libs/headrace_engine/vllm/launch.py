@@ -14,6 +14,7 @@ from headrace_engine.vllm.failure_note import read_failure
 from headrace_engine.vllm.internals import (
     import_vllm,
     require_vllm,
+    runs_on_cpu,
     set_vllm_environment,
     start_llm,
 )
@@ -99,10 +100,8 @@ def _launch(config: EngineConfig, folder: ModelFolder, link_path: Path) -> Async
 
 def _caches_prefixes(folder: ModelFolder) -> bool:
     """Whether vLLM may keep prefixes for later requests."""
-    from vllm.platforms import current_platform
-
     # To keep the states in the middle of a prompt, vLLM calls a kernel that it lacks for processors and fails.
-    return not (current_platform.is_cpu() and folder.model_type in MAMBA2_MODEL_TYPES)
+    return not (runs_on_cpu() and folder.model_type in MAMBA2_MODEL_TYPES)
 
 
 def _engine_args(config: EngineConfig, folder: ModelFolder, link_path: Path) -> AsyncEngineArgs:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
 from headrace_common.errors import ConfigError
+from headrace_engine.vllm import internals
 from headrace_engine.vllm.internals import require_vllm
 
 
@@ -57,3 +60,38 @@ def test_asking_for_the_version_imports_nothing_heavy() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=True
     )
     assert said.stdout.strip() == "set()"
+
+
+def test_only_these_modules_reach_into_vllm() -> None:
+    """The others know it by their parameters' types at most. Each of these stands in the contract test."""
+    package = Path(internals.__file__).parent
+    reaching = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if any(_imports_vllm(node) for node in ast.walk(_without_type_checking(path)))
+    }
+    assert reaching == {
+        "cache_groups.py",
+        "connector.py",
+        "continuation.py",
+        "internals.py",
+        "launch.py",
+        "sampling.py",
+    }
+
+
+def _imports_vllm(node: ast.AST) -> bool:
+    names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+    if isinstance(node, ast.ImportFrom):
+        names.append(node.module or "")
+    return any(name.split(".")[0] == "vllm" for name in names)
+
+
+def _without_type_checking(path: Path) -> ast.Module:
+    module = ast.parse(path.read_text(encoding="utf-8"))
+    module.body = [
+        node
+        for node in module.body
+        if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    ]
+    return module
