@@ -156,6 +156,8 @@ METRIC_WORKER_REQUESTS: Final = "headrace.worker.requests"
 METRIC_BLOCKS_TOTAL: Final = "headrace.blocks.total"
 # KV blocks neither promised nor kept from reuse.
 METRIC_BLOCKS_FREE: Final = "headrace.blocks.free"
+# KV blocks of any worker that hold requests' KV, by its engine's own count.
+METRIC_BLOCKS_USED: Final = "headrace.blocks.used"
 # KV blocks promised to requests.
 METRIC_BLOCKS_RESERVED: Final = "headrace.blocks.reserved"
 # KV blocks not to be reused yet.

@@ -30,6 +30,7 @@ class WorkerMetrics:
         self._bytes = meter.create_counter(schema.METRIC_TRANSFER_BYTES, "By")
         self._active = meter.create_gauge(schema.METRIC_TRANSFERS_ACTIVE, "{transfer}")
         self._requests = meter.create_gauge(schema.METRIC_WORKER_REQUESTS, "{request}")
+        self._blocks_used = meter.create_gauge(schema.METRIC_BLOCKS_USED, "{block}")
         self._blocks_total = meter.create_gauge(schema.METRIC_BLOCKS_TOTAL, "{block}")
         self._blocks_free = meter.create_gauge(schema.METRIC_BLOCKS_FREE, "{block}")
         self._blocks_reserved = meter.create_gauge(schema.METRIC_BLOCKS_RESERVED, "{block}")
@@ -77,6 +78,7 @@ class WorkerMetrics:
         ):
             self._requests.set(count, {**worker, schema.ATTRIBUTE_WORKER_STATE: state})
         self._active.set(status.active_transfers, worker)
+        self._blocks_used.set(status.used_blocks, worker)
         if blocks:
             taken = status.reserved_blocks + status.quarantined_blocks
             self._blocks_total.set(status.total_blocks, worker)

@@ -71,6 +71,7 @@ async def _a_running_request_shows(answer: object, collector: Collector) -> None
     try:
         await heard(lambda: collector.total(schema.METRIC_WORKER_REQUESTS, **running) == 1)
         assert collector.total(schema.METRIC_BLOCKS_RESERVED) > 0
+        assert collector.total(schema.METRIC_BLOCKS_USED) > 0
     finally:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):

@@ -100,7 +100,9 @@ class Soak:
         elif (error := asking.exception()) is not None:
             result.wrong.append(f"prompt {number}: {error!r}")
         elif asking.result() != self._answers[number][: sampling.max_tokens]:
-            result.wrong.append(f"prompt {number}: {asking.result()}")
+            right = self._answers[number][: sampling.max_tokens]
+            way = "handed over" if remote else "computed on decode"
+            result.wrong.append(f"prompt {number}, {way}: {asking.result()}, not {right}")
 
     async def _answer(self, prompt: list[int], sampling: Sampling, remote: bool) -> list[int]:
         pair = self.pair

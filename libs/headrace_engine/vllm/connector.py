@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -72,6 +73,7 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerSide | None = None
         self._link: Link | None = None
         self._load = LoadMeter()
+        self._reporting: Future[None] | None = None
         self._flush = False
         try:
             groups = read_groups(
@@ -108,12 +110,13 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
 
         link = Link(Path(self._settings.link_path), link_pb2.Attachment(scheduler=True), hear)
         self._scheduler, self._link = scheduler, link
-        asyncio.run_coroutine_threadsafe(
+        self._reporting = asyncio.run_coroutine_threadsafe(
             report_changes(
                 self._load, lambda load: link.send(link_pb2.AttachRequest(load=load_to_proto(load)))
             ),
             link.loop,
         )
+        self._reporting.add_done_callback(_log_failure)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -231,6 +234,8 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         if self._rank is not None:
             self._rank.close()
+        if self._reporting is not None:
+            self._reporting.cancel()
         if self._link is not None:
             self._link.close()
 
@@ -241,6 +246,12 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
     def _require_scheduler(self) -> SchedulerSide:
         assert self._scheduler is not None, "the scheduler's hook was called on a rank's connector"
         return self._scheduler
+
+
+def _log_failure(reporting: Future[None]) -> None:
+    error = None if reporting.cancelled() else reporting.exception()
+    if error is not None:
+        log.error("the engine's load is not reported any more", exc_info=error)
 
 
 def scheduled_requests(output: SchedulerOutput) -> Iterator[ScheduledRequest]:
