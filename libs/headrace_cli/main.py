@@ -15,6 +15,7 @@ from headrace_cli.chat import ChatOptions, chat_once, converse, summary
 from headrace_cli.client import chat_request, open_router
 from headrace_cli.console import answer_console, notice_console
 from headrace_cli.demo import DEFAULT_PROMPT, run_demo
+from headrace_cli.pair import Listening, run_pair
 from headrace_cli.policy import set_policy, show_policy
 from headrace_cli.route import route_view
 from headrace_cli.state import find_registry
@@ -273,6 +274,31 @@ def trace(
                 show_trace(await client.trace(id, wait), console, layers=layers)
 
     _run(work())
+
+
+@app.command(
+    epilog="Example:  headrace pair --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200"
+)
+def pair(
+    prefill: Annotated[
+        str, typer.Option(metavar="URL", help="vLLM server with kv_role kv_producer or kv_both.")
+    ],
+    decode: Annotated[
+        str, typer.Option(metavar="URL", help="vLLM server with kv_role kv_consumer or kv_both.")
+    ],
+    pair_address: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="The prefill server's `listen` setting.")
+    ] = "127.0.0.1:7730",
+    host: Annotated[str, typer.Option(help="Host to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8000,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Most seconds of a request.")] = 600.0,
+    transfer_timeout: Annotated[
+        float, typer.Option(min=0.001, help="Seconds after which decode prefills by itself.")
+    ] = 60.0,
+) -> None:
+    """Joins two vLLM servers that have Headrace's connector; needs no service of Headrace."""
+
+    _run(run_pair(prefill, decode, pair_address, Listening(host, port), timeout, transfer_timeout))
 
 
 @policy_app.command("get", epilog="Example:  headrace policy get")
