@@ -26,7 +26,6 @@ from headrace_engine.vllm.cache_groups import read_groups
 from headrace_engine.vllm.failure_note import write_failure
 from headrace_engine.vllm.internals import (
     block_counts,
-    extra_config,
     kv_head_count,
     require_vllm,
     tensor_parallel_size,
@@ -37,7 +36,10 @@ from headrace_engine.vllm.link_words import load_to_proto, reservation_to_proto
 from headrace_engine.vllm.load import LoadMeter, report_changes
 from headrace_engine.vllm.rank import Rank
 from headrace_engine.vllm.scheduler import ScheduledRequest, SchedulerSide
-from headrace_engine.vllm.settings import ConnectorSettings
+from headrace_engine.vllm.standalone.logs import join_vllm_log
+from headrace_engine.vllm.standalone.pairing import Pairing
+from headrace_engine.vllm.standalone.requests import is_complete, prompt_of
+from headrace_engine.vllm.standalone.settings import Settings, settings_of
 from headrace_engine.vllm.step import StepPlan
 
 if TYPE_CHECKING:
@@ -68,13 +70,18 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         require_vllm()
         super().__init__(vllm_config, role, kv_cache_config)
-        self._settings = ConnectorSettings.from_extra_config(extra_config(vllm_config))
+        settings = settings_of(vllm_config)
+        self._settings = settings.connector
+        self._standalone = settings.standalone is not None
+        if self._standalone:
+            join_vllm_log()
         self._rank: Rank | None = None
         self._scheduler: SchedulerSide | None = None
         self._link: Link | None = None
         self._load = LoadMeter()
         self._reporting: Future[None] | None = None
         self._flush = False
+        self._pairing: Pairing | None = None
         try:
             groups = read_groups(
                 kv_cache_config,
@@ -83,15 +90,28 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
             )
             self._group_ids = tuple(sorted(group.index for group in groups))
             if role == KVConnectorRole.SCHEDULER:
-                self._start_scheduler(groups)
+                self._start_scheduler(groups, settings, tensor_parallel_size(vllm_config))
             else:
                 self._rank = Rank(self._settings, vllm_config, groups)
-                continuation.install(vllm_config)
+                if not self._standalone:
+                    continuation.install(vllm_config)
         except HeadraceError as exc:
-            write_failure(Path(self._settings.link_path), exc)
+            self._note(exc)
             raise
 
-    def _start_scheduler(self, groups: tuple[LayerGroup, ...]) -> None:
+    def _note(self, error: HeadraceError) -> None:
+        """Tells the service why its engine does not start; without one, vLLM's log is all there is."""
+        if not self._standalone:
+            write_failure(Path(self._settings.link_path), error)
+
+    def _start_scheduler(
+        self, groups: tuple[LayerGroup, ...], settings: Settings, rank_count: int
+    ) -> None:
+        if settings.standalone is not None:
+            self._pairing = Pairing(settings.connector, settings.standalone, rank_count)
+            self._scheduler = SchedulerSide(groups, self._pairing.reserved)
+            self._pairing.start(self._scheduler.settle)
+            return
         scheduler = SchedulerSide(
             groups,
             lambda reservation: link.send(
@@ -121,7 +141,7 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Whole graphs are replayed without the hook that says that a layer is written."""
-        return ConnectorSettings.from_extra_config(extra_config).role == "prefill"
+        return extra_config.get("role") != "decode"
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
@@ -134,7 +154,7 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             self._require_rank().register(kv_caches)
         except HeadraceError as exc:
-            write_failure(Path(self._settings.link_path), exc)
+            self._note(exc)
             raise
 
     def handle_preemptions(self, kv_connector_metadata: HeadraceMetadata) -> None:
@@ -182,7 +202,9 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Request) -> None:
         self._load.added(request.request_id)
-        continuation.begin(request)
+        # Without our services, a request's arguments are what its client says.
+        if not self._standalone:
+            continuation.begin(request)
 
     def reset_cache(self) -> bool:
         """The prefix cache was emptied: asks for a step, since only steps publish events."""
@@ -194,7 +216,9 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
-    ) -> tuple[int, bool]:
+    ) -> tuple[int | None, bool]:
+        if self._pairing is not None and not self._pairing.scheduler.prepare(prompt_of(request)):
+            return None, False
         missing = self._require_scheduler().missing_tokens(
             request.kv_transfer_params, request.num_tokens, num_computed_tokens
         )
@@ -217,6 +241,8 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
         self._flush = False
         self._load.stepped(scheduler_output.num_scheduled_tokens, preempted)
         plan = self._require_scheduler().plan_step(scheduled_requests(scheduler_output), preempted)
+        if self._pairing is not None:
+            self._pairing.scheduler.add_held(plan)
         return HeadraceMetadata(plan)
 
     def request_finished_all_groups(
@@ -224,6 +250,14 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         self._load.finished(request.request_id)
         times = self._require_scheduler().finished(request.request_id)
+        if self._pairing is not None:
+            held, params = self._pairing.scheduler.finished(
+                prompt_of(request),
+                self._require_scheduler().in_layout_order(block_ids),
+                opened=times is not None,
+                complete=is_complete(request),
+            )
+            return held or times is not None, params
         return (False, None) if times is None else (True, times.to_params())
 
     def request_finished(
@@ -238,6 +272,8 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
             self._reporting.cancel()
         if self._link is not None:
             self._link.close()
+        if self._pairing is not None:
+            self._pairing.close()
 
     def _require_rank(self) -> Rank:
         assert self._rank is not None, "a rank's hook was called on the scheduler's connector"

@@ -135,6 +135,41 @@ def tensor_parallel_size(vllm_config: VllmConfig) -> int:
     return found
 
 
+def kv_role(vllm_config: VllmConfig) -> str:
+    """kv_producer, kv_consumer or kv_both."""
+    found: str = vllm_config.kv_transfer_config.kv_role
+    return found
+
+
+def engine_id(vllm_config: VllmConfig) -> str:
+    """What tells engines apart: the same in all processes of one."""
+    found: str = vllm_config.kv_transfer_config.engine_id
+    return found
+
+
+def schedules_ahead(vllm_config: VllmConfig) -> bool:
+    """Whether steps are planned before the results of the step before are known."""
+    return bool(vllm_config.scheduler_config.async_scheduling)
+
+
+def replica_count(vllm_config: VllmConfig) -> int:
+    """Engines behind one server that share its requests."""
+    found: int = vllm_config.parallel_config.data_parallel_size
+    return found
+
+
+def stage_count(vllm_config: VllmConfig) -> int:
+    """Pipeline stages of the engine."""
+    found: int = vllm_config.parallel_config.pipeline_parallel_size
+    return found
+
+
+def model_of(vllm_config: VllmConfig) -> tuple[str, dict[str, Any]]:
+    """The model's folder or its name in the hub, and the fields of its config.json."""
+    model = vllm_config.model_config
+    return model.model, model.hf_config.to_dict()
+
+
 def kv_head_count(vllm_config: VllmConfig) -> int:
     """KV heads of the model, over all ranks and without their copies."""
     found: int = vllm_config.model_config.get_total_num_kv_heads()

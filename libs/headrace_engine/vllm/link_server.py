@@ -97,11 +97,16 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
         if self._server is not None:
             await self._server.stop(grace=None)
 
-    async def wait_attached(self, rank_count: int, timeout_s: float) -> KvDescriptor:
-        """The worker's memory, once all its connectors are there. Raises InternalError when they do not come."""
+    async def wait_attached(
+        self, rank_count: int, timeout_s: float, *, with_scheduler: bool = True
+    ) -> KvDescriptor:
+        """The worker's memory, once all its connectors are there. Raises InternalError when they do not come.
+
+        Without `with_scheduler`, ranks alone attach: the scheduler is in this process.
+        """
         try:
             async with asyncio.timeout(timeout_s):
-                while self._scheduler is None or len(self._ranks) < rank_count:
+                while (with_scheduler and self._scheduler is None) or len(self._ranks) < rank_count:
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:

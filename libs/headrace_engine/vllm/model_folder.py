@@ -61,7 +61,7 @@ def read_model_folder(model: str, context_tokens: int) -> ModelFolder:
             f"ask for {longest} or less, or for 0 to take the model's own",
             metadata={"field": "context_tokens", "model": model},
         )
-    fingerprint = f"{path.resolve().name}:{_digest(config)}"
+    fingerprint = f"{path.resolve().name}:{digest_of(config)}"
     return ModelFolder(path, fingerprint, longest, str(config.get("model_type", "")))
 
 
@@ -86,7 +86,8 @@ def _longest_context(config: Mapping[str, Any]) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _digest(config: Mapping[str, Any]) -> str:
+def digest_of(config: Mapping[str, Any]) -> str:
+    """Identity of a model, from the fields of its config.json that decide what it computes."""
     identity = {name: value for name, value in config.items() if name not in INCIDENTAL_FIELDS}
     text = json.dumps(identity, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:DIGEST_HEX_LENGTH]

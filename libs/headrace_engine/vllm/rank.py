@@ -77,7 +77,7 @@ class Rank:
         )
         link = Link(Path(self._settings.link_path), attachment, self._hear)
         self._link = link
-        if self._settings.role == "prefill":
+        if self._settings.role != "decode":
             self._sender = RankSender(
                 ref=self._settings.ref,
                 rank=self._rank,

@@ -112,6 +112,10 @@ class SchedulerSide:
             )
             self._on_reserved(Reservation(said.transfer_id, first, start, end, tuple(further)))
 
+    def in_layout_order(self, block_ids: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+        """A request's blocks by group of the layout, from those by group of vLLM."""
+        return tuple(tuple(block_ids[group.index]) for group in self._groups)
+
     def settle(self, transfer_id: str, whole: bool) -> None:
         """An incoming transfer is over: nothing writes into its blocks any more."""
         self._settled.append((transfer_id, whole))

@@ -16,7 +16,7 @@ PARAMS_KEY = "headrace"
 class ConnectorSettings:
     """Settings of one worker's connectors. `fingerprint` is the model's identity; `link_path` the link's socket."""
 
-    role: Literal["prefill", "decode"]
+    role: Literal["prefill", "decode", "both"]
     worker_id: str
     incarnation: str
     host: str

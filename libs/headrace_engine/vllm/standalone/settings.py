@@ -1,0 +1,162 @@
+"""Settings of a vLLM server without our services, from kv_connector_extra_config."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import ValidationError
+
+from headrace_common.config import ServiceConfig, split_host_port
+from headrace_common.errors import ConfigError
+from headrace_engine.vllm.internals import (
+    engine_id,
+    extra_config,
+    kv_role,
+    model_of,
+    replica_count,
+    schedules_ahead,
+    stage_count,
+)
+from headrace_engine.vllm.model_folder import digest_of, read_model_folder
+from headrace_engine.vllm.settings import ConnectorSettings
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+Role = Literal["prefill", "decode", "both"]
+ROLES: dict[str, Role] = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
+PREFILL_LISTEN = "127.0.0.1:7730"
+DECODE_LISTEN = "127.0.0.1:0"
+INCARNATION_HEX_LENGTH = 16
+FOLDER_MODE = 0o700
+
+
+@dataclass(frozen=True, slots=True)
+class StandaloneSettings:
+    """What kv_connector_extra_config may say. Times are in seconds.
+
+    `listen` and `advertise`: the pair address, and how others reach it. `transfer_timeout_s`: deadline of requests that
+    name none. `hold_s`: how long a computed prompt waits for its Fetch. `lease_ttl_s` and `quarantine_s`: see Receiver.
+    `fingerprint`: the model's identity, when two servers load the same model from different places.
+    """
+
+    listen: str
+    advertise: str = ""
+    transport: Literal["mooncake"] = "mooncake"
+    transfer_timeout_s: float = 60.0
+    hold_s: float = 60.0
+    lease_ttl_s: float = 5.0
+    quarantine_s: float = 15.0
+    fingerprint: str = ""
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any], role: Role) -> StandaloneSettings:
+        """Raises ConfigError naming every setting that is wrong."""
+        known = {field.name for field in fields(cls)}
+        problems = {name: "is not a setting of Headrace" for name in values if name not in known}
+        taken = {name: value for name, value in values.items() if name in known}
+        for name in ("transfer_timeout_s", "hold_s", "lease_ttl_s", "quarantine_s"):
+            value = taken.get(name, 1.0)
+            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+                problems[name] = "must be seconds above 0"
+        if taken.get("transport", "mooncake") != "mooncake":
+            problems["transport"] = "must be mooncake: no other transport reaches vLLM's processes"
+        taken.setdefault("listen", DECODE_LISTEN if role == "decode" else PREFILL_LISTEN)
+        try:
+            ServiceConfig(listen=taken["listen"], advertise=taken.get("advertise", ""))
+        except ValidationError as exc:
+            for wrong in exc.errors():
+                problems[str((wrong["loc"] or ("listen",))[0])] = wrong["msg"]
+        if problems:
+            said = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
+            raise ConfigError(f"kv_connector_extra_config: {said}", metadata=problems)
+        return cls(**taken)
+
+    @property
+    def server(self) -> ServiceConfig:
+        """For the server on the pair address."""
+        return ServiceConfig(listen=self.listen, advertise=self.advertise)
+
+    @property
+    def host(self) -> str:
+        """How others reach this host."""
+        return split_host_port(self.advertise or self.listen)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """All settings of one connector; `standalone` is None where our services are around it."""
+
+    connector: ConnectorSettings
+    standalone: StandaloneSettings | None
+
+
+def settings_of(vllm_config: VllmConfig) -> Settings:
+    """The same for the scheduler's connector and each rank's. Raises ConfigError."""
+    extra = extra_config(vllm_config)
+    if "link_path" in extra:
+        return Settings(ConnectorSettings.from_extra_config(extra), None)
+    _require_supported(vllm_config)
+    role = ROLES[kv_role(vllm_config)]
+    standalone = StandaloneSettings.read(extra, role)
+    identity = f"{engine_id(vllm_config)}/{standalone.listen}"
+    name = hashlib.sha256(identity.encode()).hexdigest()[:INCARNATION_HEX_LENGTH]
+    connector = ConnectorSettings(
+        role=role,
+        worker_id=f"vllm-{name[:8]}",
+        incarnation=name,
+        host=standalone.host,
+        transport=standalone.transport,
+        fingerprint=standalone.fingerprint or _fingerprint(vllm_config),
+        link_path=str(_private_folder(f"headrace-{os.getuid()}-{name}") / "link"),
+    )
+    return Settings(connector, standalone)
+
+
+def _require_supported(vllm_config: VllmConfig) -> None:
+    problems: dict[str, str] = {}
+    if schedules_ahead(vllm_config):
+        problems["async_scheduling"] = (
+            "start the server with --no-async-scheduling: a step's plan needs the step before it"
+        )
+    if replica_count(vllm_config) > 1:
+        problems["data_parallel_size"] = (
+            "must be 1: start a server for each replica, because a prompt is held by one of them"
+        )
+    if stage_count(vllm_config) > 1:
+        problems["pipeline_parallel_size"] = "must be 1"
+    if problems:
+        said = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
+        raise ConfigError(said, metadata=problems)
+
+
+def _fingerprint(vllm_config: VllmConfig) -> str:
+    """The identity of a model in a folder, or in the hub's cache."""
+    model, fields_of_config = model_of(vllm_config)
+    if Path(model).is_dir():
+        return read_model_folder(model, 0).fingerprint
+    return f"{model.rpartition('/')[2]}:{digest_of(fields_of_config)}"
+
+
+def _private_folder(name: str) -> Path:
+    """A folder that only this user can write to. Raises ConfigError when somebody else has made it."""
+    folder = Path(tempfile.gettempdir()) / name
+    folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
+    found = folder.lstat()
+    if (
+        not stat.S_ISDIR(found.st_mode)
+        or found.st_uid != os.getuid()
+        or stat.S_IMODE(found.st_mode) & ~FOLDER_MODE
+    ):
+        raise ConfigError(
+            f"{folder} belongs to somebody else: remove it, or set TMPDIR to a folder of your own",
+            metadata={"field": "TMPDIR"},
+        )
+    return folder
