@@ -210,6 +210,7 @@ class Wanted:
     name: str
     transfer: dict[str, Any] | None = None
     pair_port: int = 0
+    rank_count: int = 1
 
 
 @asynccontextmanager
@@ -222,7 +223,7 @@ async def serving(folder: Path, *wanted: Wanted) -> AsyncIterator[list[Server]]:
             servers.append(server)
             with server.log.open("wb") as log:
                 server.process = await asyncio.create_subprocess_exec(
-                    *_command(server.port, one.transfer),
+                    *_command(server.port, one),
                     stdout=log,
                     stderr=log,
                     env=environment_of_tests(),
@@ -236,15 +237,16 @@ async def serving(folder: Path, *wanted: Wanted) -> AsyncIterator[list[Server]]:
             await _end(server)
 
 
-def _command(port: int, transfer: dict[str, Any] | None) -> list[str]:
+def _command(port: int, wanted: Wanted) -> list[str]:
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(MODEL), "--served-model-name", "tiny", "--dtype", "float32"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
     command += ["--block-size", str(BLOCK_TOKENS), "--num-gpu-blocks-override", "128"]
     command += ["--max-num-seqs", "8", "--max-num-batched-tokens", "256", "--max-model-len", "1024"]
     command += ["--no-async-scheduling", "--enable-prompt-tokens-details"]
-    if transfer is not None:
-        command += ["--kv-transfer-config", json.dumps(transfer)]
+    command += ["--tensor-parallel-size", str(wanted.rank_count)]
+    if wanted.transfer is not None:
+        command += ["--kv-transfer-config", json.dumps(wanted.transfer)]
     return command
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,13 +19,14 @@ from headrace_common.errors import (
 )
 from headrace_engine.vllm.settings import Incoming, incoming_params, read_params
 from headrace_engine.vllm.standalone.offers import Offer, Offers
+from headrace_engine.vllm.standalone.pairing import require_no_states
 from headrace_engine.vllm.standalone.params import Fetches, Sends, read_request
 from headrace_engine.vllm.standalone.prompts import prompt_digest
 from headrace_engine.vllm.standalone.scheduler import PairScheduler, Prompt
 from headrace_engine.vllm.standalone.settings import StandaloneSettings
 from headrace_engine.vllm.standalone.sink import Wanted
 from headrace_engine.vllm.step import StepPlan
-from headrace_kv.layout import WorkerRef
+from headrace_kv.layout import STATE, CacheGroup, KvLayout, Part, WorkerRef
 from headrace_kv.receiver import TransferSummary
 from headrace_kv.transfer import Reservation, TransferTarget
 
@@ -361,3 +363,18 @@ def test_only_prefill_has_a_port_of_its_own() -> None:
         {"listen": "0.0.0.0:7730", "advertise": "10.0.0.5:0"}, "prefill"
     )
     assert advertised.host == "10.0.0.5"
+
+
+def test_states_are_refused_by_name() -> None:
+    attention = KvLayout.attention(
+        model="m:1",
+        dtype="float32",
+        layer_count=1,
+        kv_head_count=4,
+        block_tokens=32,
+        parts={"kv": 4096},
+    )
+    require_no_states(attention)
+    state = CacheGroup("conv", (1,), STATE, 1, 0, (Part("conv", "float32", 64),))
+    with pytest.raises(ConfigError, match="conv"):
+        require_no_states(replace(attention, groups=(*attention.groups, state)))

@@ -104,7 +104,7 @@ class Pairing:
         descriptor = await self._link.wait_attached(
             self._rank_count, ATTACH_TIMEOUT_S, with_scheduler=False
         )
-        _require_tokens(descriptor.layout)
+        require_no_states(descriptor.layout)
         self._receiver = Receiver(
             ref=self._ref,
             layout=descriptor.layout,
@@ -181,7 +181,7 @@ class Pairing:
         await self._link.close()
 
 
-def _require_tokens(layout: KvLayout) -> None:
+def require_no_states(layout: KvLayout) -> None:
     """Raises ConfigError for a state: prefill's server computes the last token too, and takes the state beyond it."""
     states = [group.name for group in layout.groups if group.kind == STATE]
     if states:

@@ -1,0 +1,41 @@
+"""Stock servers with one role each, and different numbers of ranks in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.stock import MODEL, Wanted, complete, connector, free_port, pairing, serving
+from tests.vllm.test_stock import params_of, prompt_of
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.long,
+    pytest.mark.timeout(480),
+    pytest.mark.skipif(not MODEL.is_dir(), reason="the model is not there: make setup"),
+]
+
+
+async def test_two_ranks_send_to_one_server_that_only_receives(tmp_path: Path) -> None:
+    port = free_port()
+    prefill = Wanted("prefill", connector("kv_producer", port), port, rank_count=2)
+    decode = Wanted("decode", connector("kv_consumer", 0))
+    async with serving(tmp_path, prefill, decode) as (first, second):
+        async with pairing(tmp_path, first, second) as proxy_port:
+            for length in (33, 300, 700):
+                prompt = prompt_of(length, 7)
+                reply = await complete(proxy_port, prompt)
+                assert reply.transfer["transferred_tokens"] == length - 1
+                await second.forget()
+                plain = await second.generate(prompt)
+                assert reply.token_ids == plain.token_ids
+        # The other way round is not theirs to go: both compute by themselves.
+        prompt = prompt_of(200, 8)
+        sends, fetches = params_of(second)
+        replies = await asyncio.gather(
+            second.generate(prompt, sends), first.generate(prompt, fetches | {"remote_port": 9})
+        )
+        assert replies[0].token_ids == replies[1].token_ids
+        assert [reply.body["kv_transfer_params"] for reply in replies] == [None, None]
