@@ -37,7 +37,7 @@ def begun(served: Served, **changes: Any) -> AsyncIterator[decode_pb2.GenerateRe
 async def tell(served: Served, token_id: int = 7, **changes: str) -> None:
     fields = {"transfer_id": "x1", "incarnation": REF.incarnation, **changes}
     await served.decode.SetFirstToken(
-        decode_pb2.SetFirstTokenRequest(token_id=token_id, **fields)  # type: ignore[arg-type]
+        decode_pb2.SetFirstTokenRequest(token_id=token_id, **fields)
     )
 
 

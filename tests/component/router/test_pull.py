@@ -148,7 +148,10 @@ async def test_the_same_incarnation_pulls_once_only(rig: Rig) -> None:
     "request_,words",
     [
         (prefill_pb2.PullRequest(), "Credit, TaskStarted, FirstToken or TaskDone"),
-        (prefill_pb2.PullRequest(hello=prefill_pb2.Hello()), "Credit, TaskStarted, FirstToken or TaskDone"),
+        (
+            prefill_pb2.PullRequest(hello=prefill_pb2.Hello()),
+            "Credit, TaskStarted, FirstToken or TaskDone",
+        ),
         (
             prefill_pb2.PullRequest(credit=prefill_pb2.Credit(task_count=CREDITS_MAX + 1)),
             "more than",
