@@ -60,6 +60,8 @@ ATTRIBUTE_MODEL: Final = "headrace.model"
 ATTRIBUTE_PROMPT_TOKENS: Final = "headrace.prompt_tokens"
 # Tokens generated.
 ATTRIBUTE_COMPLETION_TOKENS: Final = "headrace.completion_tokens"
+# Tokens of the answer that others had generated before.
+ATTRIBUTE_GENERATED_TOKENS: Final = "headrace.generated_tokens"
 # "stop" or "length".
 ATTRIBUTE_FINISH_REASON: Final = "headrace.finish_reason"
 # Which try this is, from 1.
@@ -140,6 +142,8 @@ METRIC_QUEUE_AGE_MS: Final = "headrace.queue.oldest_age_ms"
 METRIC_QUEUE_WAIT_MS: Final = "headrace.queue.wait_ms"
 # Requests ended, by finish reason or error reason.
 METRIC_REQUESTS: Final = "headrace.requests"
+# Answers that went on at another decode worker, or another attempt, by the reason why they had to.
+METRIC_MIGRATIONS: Final = "headrace.migrations"
 # Arrival to first token.
 METRIC_TIME_TO_FIRST_TOKEN_MS: Final = "headrace.time_to_first_token_ms"
 # Workers whose caches cannot count, because they hash prefixes otherwise than the router.

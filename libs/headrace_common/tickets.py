@@ -62,6 +62,7 @@ def decode_request_of(direct: inference_pb2.DirectRequest) -> decode_pb2.Generat
         stop_token_ids=direct.stop_token_ids,
         remote_prefill=direct.remote_prefill,
         ticket=direct.ticket,
+        generated_token_count=direct.generated_token_count,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from headrace.decode.v1 import decode_pb2
@@ -33,8 +34,8 @@ class _Pending:
 class Answer:
     """One request's answer.
 
-    Tokens of several attempts never meet in it: an attempt is final once it added one, unless that is the first token
-    and prefill's, after which another attempt may go on.
+    It is one answer whoever generates it: an attempt goes on after the tokens that others have added, and after those
+    that the client brought along.
     """
 
     def __init__(
@@ -53,34 +54,43 @@ class Answer:
             sampling_pb2.FINISH_REASON_UNSPECIFIED
         )
         self._first_message = True
-        self._first_by_prefill: tuple[int, ...] = ()
+        self._generated = list(request.generated)
+        self.first_by_prefill = False
+        """Whether a prefill worker made the first token."""
         self._ready = asyncio.Event()
         self._pace = FlushPace(load or LoopLoad())
         self._drained = asyncio.Event()
-        self.completion_tokens = 0
         self.first_token_unix_ns = 0
         self.second_token_unix_ns = 0
         """When what came after the first tokens came; these are several where decode makes them fast."""
         self.last_token_unix_ns = 0
+        self._take_up()
 
     @property
     def started(self) -> bool:
         """Whether a token has come."""
-        return self.completion_tokens > 0
-
-    @property
-    def final(self) -> bool:
-        """Whether no other attempt may be made, because a decode worker has added tokens."""
-        return self.completion_tokens > len(self._first_by_prefill)
+        return len(self._generated) > len(self._request.generated)
 
     @property
     def generated(self) -> tuple[int, ...]:
-        """The tokens that another attempt would have to go on after."""
-        return self._first_by_prefill
+        """All its tokens so far, which the next attempt goes on after."""
+        return tuple(self._generated)
+
+    @property
+    def completion_tokens(self) -> int:
+        """How many tokens it has so far."""
+        return len(self._generated)
+
+    @property
+    def ended_by(self) -> sampling_pb2.FinishReason.ValueType:
+        """Why no token can follow; unspecified while one can."""
+        if self.stopped:
+            return sampling_pb2.FINISH_REASON_STOP
+        return ended_by(self._request, self._generated)
 
     async def add_first(self, tokens: decode_pb2.Tokens) -> None:
         """Takes the first token from the prefill worker."""
-        self._first_by_prefill = tuple(tokens.token_ids)
+        self.first_by_prefill = True
         await self.add(tokens)
 
     @property
@@ -101,7 +111,7 @@ class Answer:
         if self._request.stop_texts:
             self._add_until_stop(tokens)
         else:
-            self.completion_tokens += len(tokens.token_ids)
+            self._generated.extend(tokens.token_ids)
             self._pending.token_ids.extend(tokens.token_ids)
             self._pending.logprobs.extend(tokens.logprobs)
         self._ready.set()
@@ -114,12 +124,21 @@ class Answer:
         for index, token_id in enumerate(tokens.token_ids):
             if self.stopped:
                 break
-            self.completion_tokens += 1
+            self._generated.append(token_id)
             self._pending.token_ids.append(token_id)
             self._pending.logprobs.extend(tokens.logprobs[index : index + 1])
             # A stop token ends the answer and is no part of its text.
             if token_id not in self._stop_token_ids:
                 self._pending.text.append(self._stops.push(self._stream.push(token_id)))
+
+    def _take_up(self) -> None:
+        """Brings text and stop texts to where the client is with what was generated elsewhere."""
+        spoken = [token for token in self._generated if token not in self._stop_token_ids]
+        if self._request.stop_texts:
+            for token_id in spoken:
+                self._stops.push(self._stream.push(token_id))
+        else:
+            self._stream.push_all(spoken)
 
     def finish(
         self,
@@ -189,3 +208,14 @@ class Answer:
             response.trace_id = self._trace_id
             self._first_message = False
         return response
+
+
+def ended_by(
+    request: PreparedRequest, generated: Sequence[int]
+) -> sampling_pb2.FinishReason.ValueType:
+    """Why no token can follow these, stop texts aside; unspecified while one can."""
+    if generated and generated[-1] in request.stop_token_ids:
+        return sampling_pb2.FINISH_REASON_STOP
+    if len(generated) >= request.sampling.max_tokens:
+        return sampling_pb2.FINISH_REASON_LENGTH
+    return sampling_pb2.FINISH_REASON_UNSPECIFIED

@@ -112,6 +112,8 @@ def assemble(
         retry_budget=config.retry_budget,
         signer=signer,
         telemetry=telemetry,
+        migration_wait_s=config.migration_wait_s,
+        on_migration=metrics.migrated,
     )
     direct = DirectAnswers(
         workers, telemetry, ttl_s=config.ticket_ttl_s, longest_s=config.default_deadline_s

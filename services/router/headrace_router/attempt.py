@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -91,6 +91,7 @@ class Attempt:
         self._request = job.request
         self._answer = job.answer
         self._generated = job.answer.generated
+        self._known = (*job.request.token_ids, *self._generated)
         self._decision = decision
         self._first_by_prefill = first_by_prefill
         self._deadline = job.deadline
@@ -117,6 +118,16 @@ class Attempt:
         self.prefill_failed = False
 
     @property
+    def decode_worker(self) -> WorkerRef:
+        """The decode worker that it goes to."""
+        return self._decision.worker.ref
+
+    @property
+    def decode_spoke(self) -> bool:
+        """Whether the decode worker has sent a token, after which no prefill is to blame."""
+        return self._decode_spoke
+
+    @property
     def prefill_worker(self) -> WorkerRef | None:
         """The prefill worker that pulled the task."""
         return self._queued.worker if self._queued is not None else None
@@ -141,9 +152,7 @@ class Attempt:
             self._end(succeeded)
 
     def _open(self) -> Any:
-        request = decode_request(self._request, self._decision, self.transfer_id)
-        request.token_ids.extend(self._generated)
-        request.generated_token_count = len(self._generated)
+        request = decode_request(self._request, self._decision, self.transfer_id, self._generated)
         if self._first_by_prefill:
             request.first_token = first_token_pb2.FIRST_TOKEN_POLICY_PREFILL
         worker_id = self._decision.worker.ref.worker_id
@@ -171,8 +180,7 @@ class Attempt:
     def _promised(self) -> AbstractContextManager[None]:
         if not self._decision.remote:
             return nullcontext()
-        tokens = len(self._request.token_ids) - 1
-        return self._queue.promised(self._decision.worker.layout, tokens)
+        return self._queue.promised(self._decision.worker.layout, len(self._known) - 1)
 
     def _enqueue(self) -> None:
         worker = self._decision.worker
@@ -181,11 +189,10 @@ class Attempt:
             return
         deadline_time = Timestamp()
         deadline_time.FromNanoseconds(int(self._deadline.unix_s * 1e9))
-        known = (*self._request.token_ids, *self._generated)
         task = prefill_pb2.PrefillTask(
             transfer_id=self.transfer_id,
             request_id=self._request.request_id,
-            token_ids=known if self._first_by_prefill else known[:-1],
+            token_ids=self._known if self._first_by_prefill else self._known[:-1],
             start_token=self._reserved.start_token,
             decode_worker_id=worker.ref.worker_id,
             decode_incarnation=worker.ref.incarnation,
@@ -214,12 +221,12 @@ class Attempt:
                 self._decode_spoke = True
                 await answer.add(event.tokens)
                 if answer.stopped:
-                    return self._stopped_outcome()
+                    return self.outcome_of(sampling_pb2.FINISH_REASON_STOP)
                 if answer.started:
                     self._waited_for = f"the next token from {self._decode_worker}"
             elif kind == "finished":
                 finished = event.finished
-                return AttemptOutcome(
+                return self._outcome(
                     finished.reason, finished.cached_tokens, finished.transferred_tokens
                 )
             else:
@@ -227,14 +234,21 @@ class Attempt:
                     f"{self._decision.worker.ref} sent {kind or 'nothing'} within its answer"
                 )
 
-    def _stopped_outcome(self) -> AttemptOutcome:
-        """The router ends the attempt here, so decode's own count never comes; the reservation says as much."""
+    def outcome_of(self, reason: sampling_pb2.FinishReason.ValueType) -> AttemptOutcome:
+        """Of an answer that ended before decode's own count came; the reservation says as much."""
         if not self._decision.remote:
-            return AttemptOutcome(sampling_pb2.FINISH_REASON_STOP, 0, 0)
+            return AttemptOutcome(reason, 0, 0)
+        start, end = self._reserved.start_token, self._reserved.end_token
+        return self._outcome(reason, start, end - start)
+
+    def _outcome(
+        self, reason: sampling_pb2.FinishReason.ValueType, cached_tokens: int, transferred: int
+    ) -> AttemptOutcome:
+        """Tokens of the answer that were computed again are not counted: they are nobody's prompt."""
+        prompt_tokens = len(self._request.token_ids)
+        cached_tokens = min(cached_tokens, prompt_tokens)
         return AttemptOutcome(
-            sampling_pb2.FINISH_REASON_STOP,
-            self._reserved.start_token,
-            self._reserved.end_token - self._reserved.start_token,
+            reason, cached_tokens, min(transferred, prompt_tokens - cached_tokens)
         )
 
     async def _take_first_token(self, call: Any, queued: QueuedTask) -> AttemptOutcome | None:
@@ -384,18 +398,20 @@ class Attempt:
             schema.ATTRIBUTE_REQUEST_ID: self._request.request_id,
             schema.ATTRIBUTE_DECODE_WORKER_ID: self._decision.worker.ref.worker_id,
             schema.ATTRIBUTE_PLACEMENT: "remote" if self._decision.remote else "local",
+            schema.ATTRIBUTE_GENERATED_TOKENS: len(self._generated),
         }
 
 
 def decode_request(
-    request: PreparedRequest, decision: Decision, transfer_id: str
+    request: PreparedRequest, decision: Decision, transfer_id: str, generated: Sequence[int]
 ) -> decode_pb2.GenerateRequest:
-    """What the chosen worker is asked, without a ticket."""
+    """What the chosen worker is asked, without a ticket; `generated` is what there is of the answer."""
     return decode_pb2.GenerateRequest(
         request_id=request.request_id,
         transfer_id=transfer_id,
         incarnation=decision.worker.ref.incarnation,
-        token_ids=request.token_ids,
+        token_ids=(*request.token_ids, *generated),
+        generated_token_count=len(generated),
         sampling=request.sampling,
         stop_token_ids=request.stop_token_ids,
         remote_prefill=decision.remote,

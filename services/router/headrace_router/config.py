@@ -90,6 +90,11 @@ class RouterConfig(ServiceConfig):
         2,
         description="Attempts after the first that a request may make, where the policy says nothing.",
     )
+    migration_wait_s: NonNegativeSeconds = Field(
+        10.0,
+        description="Seconds that an answer which has begun waits for a decode worker that can go on with it, when "
+        "its own is gone.",
+    )
     look_aside: bool = Field(
         False,
         description="Whether clients that ask may stream from decode workers directly, which then must reach them.",

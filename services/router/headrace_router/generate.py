@@ -1,12 +1,11 @@
-"""A request's attempts: place, try, and try elsewhere while the client has seen nothing."""
+"""A request's attempts: place, try, and go on elsewhere after the tokens that the client has."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from google.protobuf.duration_pb2 import Duration
@@ -17,25 +16,12 @@ from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common import telemetry_schema as schema
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import (
-    Cancelled,
-    DecodeFull,
-    Draining,
-    HeadraceError,
-    InvalidRequest,
-    KvCorrupt,
-    LayoutMismatch,
-    NoDecodeWorker,
-    ProtocolViolation,
-    StaleIncarnation,
-    TransferFailed,
-    TransferTimeout,
-    WorkerGone,
-)
+from headrace_common.errors import HeadraceError, NoDecodeWorker, WorkerGone
 from headrace_common.telemetry import Telemetry
 from headrace_common.tickets import TicketSigner
 from headrace_kv.layout import WorkerRef, fingerprint
 from headrace_router.attempt import Attempt, AttemptOutcome, Job
+from headrace_router.blame import Blame
 from headrace_router.first_token import made_by_prefill
 from headrace_router.load_table import LoadTable, Numbers, Worker
 from headrace_router.placement import (
@@ -48,18 +34,12 @@ from headrace_router.placement import (
 from headrace_router.prefill_queue import PrefillQueue
 from headrace_router.queue_task import TaskTerms
 from headrace_router.validate import PreparedRequest
-from headrace_router.view import WorkerView
+from headrace_router.view import Promise, WorkerView
 
 _LOG = logging.getLogger(__name__)
 
 _SAME_WORKER_PAUSE_S = 0.1
-_RETRY_TIME_MIN_S = 1.0
-
-# The pair failed: its prefill worker is not asked again, its decode worker only if it is alone. Cancelled is a prefill
-# worker's that ends before its task: a caller that goes away is heard here first.
-_PAIR_ERRORS = (Cancelled, TransferFailed, TransferTimeout, LayoutMismatch, ProtocolViolation)
-# The decode worker said that it will not take this request.
-_DECODE_REFUSALS = (DecodeFull, Draining, StaleIncarnation)
+_LOOK_S = 0.1
 
 
 class PrefixSource(Protocol):
@@ -85,40 +65,6 @@ class PolicySource(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class _Blame:
-    """Who failed so far."""
-
-    failed: set[WorkerRef] = field(default_factory=set)
-    suspect: set[WorkerRef] = field(default_factory=set)
-    prefill_side: bool = False
-    last_error: HeadraceError | None = None
-
-    def note(
-        self, error: HeadraceError, attempt: Attempt, decode: WorkerRef, remaining_s: float
-    ) -> bool:
-        """Takes a failed attempt into account; False when no other attempt can help."""
-        self.last_error = error
-        if attempt.prefill_failed and not isinstance(error, InvalidRequest | KvCorrupt):
-            self._blame_prefill(attempt)
-            return True
-        if isinstance(error, _PAIR_ERRORS):
-            self._blame_prefill(attempt)
-            self.suspect.add(decode)
-            # An error that names the missing keys says more than the deadline of a hopeless retry.
-            return not isinstance(error, TransferTimeout) or remaining_s > _RETRY_TIME_MIN_S
-        if isinstance(error, _DECODE_REFUSALS):
-            self.failed.add(decode)
-            return True
-        self.suspect.add(decode)
-        return isinstance(error, WorkerGone)
-
-    def _blame_prefill(self, attempt: Attempt) -> None:
-        self.prefill_side = True
-        if attempt.prefill_worker is not None:
-            self.failed.add(attempt.prefill_worker)
-
-
 class Generator:
     """Runs requests to their end. Holds no state of any one request."""
 
@@ -133,7 +79,12 @@ class Generator:
         retry_budget: int,
         signer: TicketSigner,
         telemetry: Telemetry,
+        migration_wait_s: float,
+        on_migration: Callable[[str], None],
     ) -> None:
+        """`on_migration` hears the reason each time that an answer which has begun needs another attempt."""
+        self._migration_wait_s = migration_wait_s
+        self._on_migration = on_migration
         self._signer = signer
         self._view = view
         self._queue = queue
@@ -143,69 +94,124 @@ class Generator:
         self._retry_budget = retry_budget
         self._telemetry = telemetry
 
-    async def run(
-        self,
-        job: Job,
-    ) -> None:
-        """Fills and finishes the job's answer.
+    async def run(self, job: Job) -> None:
+        """Fills and finishes the job's answer, from where it is.
 
         Raises the last attempt's error when no other attempt may be made.
         """
-        budget = self._budget
-        blame = _Blame()
-        for number in range(1, budget + 2):
-            last = number == budget + 1
-            local_only = last and blame.prefill_side
-            decision = self._route(job.request, job.root, job.deadline, blame, local_only)
-            if decision.worker.ref in blame.suspect:
-                await asyncio.sleep(min(_SAME_WORKER_PAUSE_S, job.deadline.remaining_s()))
-            promise = self._view.promise(decision.worker.ref, len(job.request.token_ids))
+        blame = Blame(self._budget)
+        attempt: Attempt | None = None
+        number = 0
+        while not (reason := job.answer.ended_by):
+            if number:
+                await self._before_another(job, blame)
+            token_ids = (*job.request.token_ids, *job.answer.generated)
+            decision = self._route(
+                job.request, token_ids, job.root, job.deadline, blame, blame.local_only
+            )
+            promise = self._view.promise(decision.worker.ref, len(token_ids))
             if promise is None:
                 blame.failed.add(decision.worker.ref)
                 continue
-            attempt = Attempt(
-                job,
-                decision,
-                number=number,
-                first_by_prefill=made_by_prefill(
-                    job.request, self._policy.policy, decision, len(job.answer.generated)
-                ),
-                terms=self.task_terms(
-                    decision.worker,
-                    job.request.token_ids if decision.remote else (),
-                    job.deadline,
-                    avoid=frozenset(blame.failed),
-                    front=blame.prefill_side,
-                ),
-                channel=promise.channel,
-                queue=self._queue,
-                signer=self._signer,
-                telemetry=self._telemetry,
-            )
+            if decision.worker.ref in blame.suspect:
+                await asyncio.sleep(min(_SAME_WORKER_PAUSE_S, job.deadline.remaining_s()))
+            number += 1
+            attempt = self._attempt(job, decision, promise, number, token_ids, blame)
             try:
                 outcome = await attempt.run()
             except HeadraceError as error:
-                retryable = blame.note(
-                    error, attempt, decision.worker.ref, job.deadline.remaining_s()
-                )
                 _LOG.warning("attempt %d of %s: %s", number, job.request.request_id, error.detail)
-                if job.answer.final or not retryable or last or job.deadline.expired:
-                    raise
+                self._judge(job, error, attempt, blame)
             else:
-                self._finish(job, decision, attempt, outcome, number)
+                self._finish(job, attempt, outcome, number)
                 return
             finally:
                 promise.release()
-        raise blame.last_error or _vanished(job.request.model)
+        # Its last token came, and then nothing that says so.
+        outcome = AttemptOutcome(reason, 0, 0) if attempt is None else attempt.outcome_of(reason)
+        self._finish(job, attempt, outcome, number)
+
+    def _attempt(
+        self,
+        job: Job,
+        decision: Decision,
+        promise: Promise,
+        number: int,
+        token_ids: Sequence[int],
+        blame: Blame,
+    ) -> Attempt:
+        return Attempt(
+            job,
+            decision,
+            number=number,
+            first_by_prefill=made_by_prefill(
+                job.request, self._policy.policy, decision, len(job.answer.generated)
+            ),
+            terms=self.task_terms(
+                decision.worker,
+                token_ids if decision.remote else (),
+                job.deadline,
+                avoid=frozenset(blame.failed),
+                front=blame.prefill_side or bool(job.answer.generated),
+            ),
+            channel=promise.channel,
+            queue=self._queue,
+            signer=self._signer,
+            telemetry=self._telemetry,
+        )
+
+    def _judge(self, job: Job, error: HeadraceError, attempt: Attempt, blame: Blame) -> None:
+        """Returns when another attempt may be made, or none is needed. Raises `error` when none may be."""
+        if isinstance(error, WorkerGone) and "grpc_code" in error.metadata:
+            self._view.doubt(attempt.decode_worker)
+        retryable = blame.note(
+            error,
+            attempt,
+            begun=bool(job.answer.generated),
+            remaining_s=job.deadline.remaining_s(),
+        )
+        if job.answer.ended_by:
+            return
+        if not retryable:
+            raise error
+        if job.answer.generated:
+            self._on_migration(error.reason)
+
+    async def _before_another(self, job: Job, blame: Blame) -> None:
+        """What has begun waits for a decode worker that answers, rather than spend its attempts on dead ones."""
+        blame.forget_full()
+        if not job.answer.generated:
+            return
+        give_up = Deadline.after(min(self._migration_wait_s, job.deadline.remaining_s()))
+        while not give_up.expired:
+            table = self._view.table(job.request.model)
+            excluded = table.draining | table.flags(blame.excluded)
+            if (table.reachable & ~excluded).any():
+                return
+            await asyncio.sleep(_LOOK_S)
+            blame.forget_full()
 
     @property
     def _budget(self) -> int:
         policy = self._policy.policy
         return policy.retry_budget if policy.HasField("retry_budget") else self._retry_budget
 
-    def route(self, request: PreparedRequest, root: Span, deadline: Deadline) -> Decision:
-        """Where the request would go now. Promises nothing to anybody. Raises NoDecodeWorker."""
-        return self._route(request, root, deadline, _Blame(), local_only=False)
+    def route(
+        self,
+        request: PreparedRequest,
+        root: Span,
+        deadline: Deadline,
+        avoid: Collection[str] = (),
+    ) -> Decision:
+        """Where the request would go now. Promises nothing to anybody. Raises NoDecodeWorker.
+
+        Workers named in `avoid` come after all others.
+        """
+        workers = self._view.table(request.model).workers
+        suspect = {worker.ref for worker in workers if worker.ref.worker_id in avoid}
+        token_ids = (*request.token_ids, *request.generated)
+        blame = Blame(self._budget, suspect=suspect)
+        return self._route(request, token_ids, root, deadline, blame, local_only=False)
 
     def task_terms(
         self,
@@ -232,26 +238,27 @@ class Generator:
     def _route(
         self,
         request: PreparedRequest,
+        token_ids: Sequence[int],
         root: Span,
         deadline: Deadline,
-        blame: _Blame,
+        blame: Blame,
         local_only: bool,
     ) -> Decision:
         start_unix_ns = time.time_ns()
         placement_request = PlacementRequest(
             model=request.model,
-            prompt_tokens=len(request.token_ids),
+            prompt_tokens=len(token_ids),
             wish=request.placement,
             policy=RoutePolicy.from_proto(self._policy.policy),
             remaining_s=deadline.remaining_s(),
-            failed=frozenset(blame.failed),
+            failed=blame.excluded,
             suspect=frozenset(blame.suspect),
             local_only=local_only,
         )
         table = self._view.table(request.model)
         candidates = Candidates(
             decode=table,
-            cached_tokens=self._prefixes.cached_tokens(table, request.token_ids),
+            cached_tokens=self._prefixes.cached_tokens(table, token_ids),
             prefill=self._queue.partners(),
             queue_wait_s=self._queue.estimate(request.model).wait_s,
         )
@@ -283,13 +290,12 @@ class Generator:
     def _finish(
         self,
         job: Job,
-        decision: Decision,
-        attempt: Attempt,
+        attempt: Attempt | None,
         outcome: AttemptOutcome,
         number: int,
     ) -> None:
         answer, root, arrival_unix_ns = job.answer, job.root, job.arrival_unix_ns
-        prefill_worker = attempt.prefill_worker
+        prefill_worker = attempt.prefill_worker if attempt is not None else None
         now_unix_ns = time.time_ns()
         last_unix_ns = answer.last_token_unix_ns or now_unix_ns
         first_unix_ns = answer.first_token_unix_ns or now_unix_ns
@@ -302,7 +308,7 @@ class Generator:
         timing = inference_pb2.Timing(
             time_to_first_token=_duration(first_unix_ns - arrival_unix_ns),
             total=_duration(last_unix_ns - arrival_unix_ns),
-            decode_worker_id=decision.worker.ref.worker_id,
+            decode_worker_id=attempt.decode_worker.worker_id if attempt is not None else "",
             prefill_worker_id=prefill_worker.worker_id if prefill_worker else "",
             attempts=number,
         )
@@ -312,9 +318,9 @@ class Generator:
         if answer.started:
             record(schema.SPAN_FIRST_TOKEN, parent, arrival_unix_ns, first_unix_ns)
             record(schema.SPAN_STREAM, parent, first_unix_ns, last_unix_ns)
-            maker = "prefill" if answer.generated else "decode"
+            maker = "prefill" if answer.first_by_prefill else "decode"
             root.set_attribute(schema.ATTRIBUTE_FIRST_TOKEN, maker)
-        if answer.generated and answer.second_token_unix_ns:
+        if answer.first_by_prefill and answer.second_token_unix_ns:
             record(schema.SPAN_SECOND_TOKEN, parent, first_unix_ns, answer.second_token_unix_ns)
         reason = sampling_pb2.FinishReason.Name(answer.finish_reason)
         root.set_attribute(schema.ATTRIBUTE_COMPLETION_TOKENS, answer.completion_tokens)
@@ -327,9 +333,3 @@ def _duration(nanoseconds: int) -> Duration:
     duration = Duration()
     duration.FromNanoseconds(max(0, nanoseconds))
     return duration
-
-
-def _vanished(model: str) -> NoDecodeWorker:
-    return NoDecodeWorker(
-        f"every decode worker of {model} left meanwhile", metadata={"model": model}
-    )

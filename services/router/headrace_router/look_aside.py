@@ -27,6 +27,7 @@ from headrace_common.errors import (
 from headrace_common.identity import new_transfer_id
 from headrace_common.tickets import TicketSigner, check_ticket, decode_request_of
 from headrace_kv.layout import WorkerRef
+from headrace_router.answer import ended_by
 from headrace_router.attempt import decode_request
 from headrace_router.direct_answers import DirectAnswers
 from headrace_router.generate import Generator
@@ -81,12 +82,15 @@ class LookAside:
             return None
         if request.first_token == first_token_pb2.FIRST_TOKEN_POLICY_PREFILL:
             return None
+        if ended_by(request, request.generated):
+            return None
         worker = decision.worker
-        promise = self._view.promise(worker.ref, len(request.token_ids))
+        tokens = len(request.token_ids) + len(request.generated)
+        promise = self._view.promise(worker.ref, tokens)
         if promise is None:
             return None
         self._release_later(promise)
-        spoken = decode_request(request, decision, new_transfer_id())
+        spoken = decode_request(request, decision, new_transfer_id(), request.generated)
         ticket = self._signer.sign(spoken, worker.ref.worker_id, tenant)
         if spoken.remote_prefill:
             self._await_prompt(worker, spoken.transfer_id, len(spoken.token_ids) - 1)
@@ -104,6 +108,7 @@ class LookAside:
             ticket=ticket,
             expire_time=expire_time,
             traceparent=traceparent,
+            generated_token_count=spoken.generated_token_count,
         )
 
     def check(self, request: inference_pb2.PrefillRequest) -> decode_pb2.TicketClaims:

@@ -32,6 +32,7 @@ class RouterMetrics:
         self._prefixes = prefixes
         self._admission = admission
         self._requests = meter.create_counter(schema.METRIC_REQUESTS, "{request}")
+        self._migrations = meter.create_counter(schema.METRIC_MIGRATIONS, "{migration}")
         self._first_token = meter.create_histogram(schema.METRIC_TIME_TO_FIRST_TOKEN_MS, "ms")
         self._depth = meter.create_gauge(schema.METRIC_QUEUE_DEPTH, "{item}")
         self._age = meter.create_gauge(schema.METRIC_QUEUE_AGE_MS, "ms")
@@ -56,6 +57,10 @@ class RouterMetrics:
         self._requests.add(1, {schema.ATTRIBUTE_END_REASON: reason})
         if first_token_ms is not None:
             self._first_token.record(first_token_ms)
+
+    def migrated(self, reason: str) -> None:
+        """An answer that has begun goes on with another attempt, because of this error."""
+        self._migrations.add(1, {schema.ATTRIBUTE_END_REASON: reason})
 
     def look(self) -> None:
         """Takes the queues' numbers as they are now."""

@@ -136,7 +136,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         ):
             held.enter_context(self._admission.holding(ticket))
             prepared = await self._prepare(request.request, request_id, root)
-            decision = self._generator.route(prepared, root, deadline)
+            decision = self._generator.route(prepared, root, deadline, request.avoid_worker_ids)
             direct: inference_pb2.DirectRequest | None = None
             if not request.explain:
                 direct = self._look_aside.grant(

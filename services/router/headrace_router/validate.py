@@ -34,6 +34,8 @@ class PreparedRequest:
     first_token: first_token_pb2.FirstTokenPolicy.ValueType = (
         first_token_pb2.FIRST_TOKEN_POLICY_UNSPECIFIED
     )
+    generated: tuple[int, ...] = ()
+    """What the client has of the answer already."""
 
 
 def resolve_model(name: str, codecs: Mapping[str, TextCodec]) -> str:
@@ -82,6 +84,12 @@ def prepare(
         raise InvalidRequest(violations)
     context = context_tokens.get(model) or codec.context_tokens
     max_tokens = request.sampling.max_tokens or _room(context, len(token_ids))
+    if len(request.generated.ids) > max_tokens:
+        raise InvalidRequest(
+            {
+                "generated.ids": f"must hold at most max_tokens, {max_tokens}, not {len(request.generated.ids)}"
+            }
+        )
     own_stops = frozenset() if request.sampling.ignore_eos else codec.stop_token_ids
     return PreparedRequest(
         request_id=request_id,
@@ -93,6 +101,7 @@ def prepare(
         stop_texts=tuple(request.sampling.stop),
         placement=request.prefill_placement,
         first_token=request.first_token,
+        generated=tuple(request.generated.ids),
     )
 
 
@@ -173,6 +182,7 @@ def _vocabulary_violations(
     violations: dict[str, str] = {}
     fields = {
         "tokens.ids": request.tokens.ids,
+        "generated.ids": request.generated.ids,
         "sampling.stop_token_ids": request.sampling.stop_token_ids,
     }
     for path, ids in fields.items():

@@ -22,7 +22,7 @@ _LOG = logging.getLogger(__name__)
 
 _STATUS_INTERVAL_S = 1
 # A worker that says nothing for this long is taken for unreachable.
-_SILENCE_S = 5.0
+_SILENCE_S = 3.0
 _RECONNECT_S = 0.5
 
 
@@ -128,6 +128,10 @@ class _Tracked:
             self._take(None)
             await asyncio.sleep(_RECONNECT_S)
 
+    def doubt(self) -> None:
+        """A connection to it has broken: unreachable until it reports again."""
+        self._take(None)
+
     def retire(self) -> None:
         """The worker has left the registry; requests on it may still end."""
         self._gone = True
@@ -231,6 +235,12 @@ class WorkerView:
         """Prefill workers that a decode worker says it takes nothing from."""
         tracked = self._tracked.get(ref)
         return frozenset() if tracked is None else tracked.distrusted
+
+    def doubt(self, ref: WorkerRef) -> None:
+        """A request's connection to the worker has broken: it comes after all others until it reports again."""
+        tracked = self._tracked.get(ref)
+        if tracked is not None:
+            tracked.doubt()
 
     def promise(self, ref: WorkerRef, tokens: int) -> Promise | None:
         """Counts a request of `tokens` as placed on the worker; None when it has left meanwhile."""

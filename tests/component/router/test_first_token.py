@@ -16,8 +16,7 @@ from headrace.inference.v1 import (
     trace_pb2_grpc,
 )
 from headrace_common import telemetry_schema as schema
-from headrace_common.errors import TransferFailed, WorkerGone
-from headrace_common.status import error_from_rpc
+from headrace_common.errors import TransferFailed
 from tests.component.router.fakes import (
     FakeDecode,
     FakePrefill,
@@ -163,28 +162,6 @@ async def test_another_attempt_goes_on_after_the_token_that_the_client_has(
 
 async def begin_or_hand_over(worker: FakePrefill, task: Any) -> None:
     await (begin_answer("P", stall) if task.HasField("sampling") else hand_over)(worker, task)
-
-
-async def test_nobody_goes_on_after_a_token_of_decode(rig: Rig) -> None:
-    for _ in range(2):
-        await rig.add_decode(die_after_first("a"))
-    await rig.add_prefill(begin_answer("P"))
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await rig.ask(first_token=PREFILL)
-    assert error_from_rpc(caught.value).reason == WorkerGone.reason
-    assert sum(len(decode.requests) for decode in rig.decodes) == 1
-
-
-def die_after_first(text: str) -> Any:
-    async def script(worker: FakeDecode, request: Any) -> Any:
-        async for event in go_on(text)(worker, request):
-            if event.HasField("finished"):
-                await asyncio.sleep(0.1)
-                worker.background.append(asyncio.create_task(worker.kill()))
-                await asyncio.sleep(60)
-            yield event
-
-    return script
 
 
 async def test_a_prefill_worker_that_keeps_the_token_to_itself_fails_the_attempt(rig: Rig) -> None:

@@ -22,7 +22,6 @@ from headrace_common.errors import (
     StaleIncarnation,
     TransferFailed,
     TransferTimeout,
-    WorkerGone,
 )
 from headrace_common.status import error_from_rpc
 from tests.component.router.fakes import (
@@ -215,27 +214,6 @@ async def test_decode_dying_before_the_first_token_is_retried_elsewhere(rig: Rig
     assert responses[-1].timing.decode_worker_id == "d1"
     lost = dying.requests[0].transfer_id
     await eventually(lambda: prefill.cancels == [lost] or len(prefill.tasks) == 1)
-
-
-async def test_decode_dying_within_the_answer_is_a_named_error(rig: Rig) -> None:
-    await rig.add_decode(die_after("He"))
-    spare = await rig.add_decode(say("never"))
-    spare.running_requests = 5
-    await asyncio.sleep(0.2)
-    received: list[inference_pb2.GenerateResponse] = []
-    call = rig.stub.Generate(inference_pb2.GenerateRequest(text="a prompt"), timeout=10)
-
-    async def receive() -> None:
-        async for response in call:
-            received.append(response)  # noqa: PERF401 - what came before the error counts
-
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await receive()
-    assert text_of(received) == "He"
-    error = error_from_rpc(caught.value)
-    assert isinstance(error, WorkerGone)
-    assert "decode worker d0" in error.detail
-    assert not spare.requests
 
 
 async def test_a_stale_incarnation_is_retried_on_the_new_one(rig: Rig) -> None:
