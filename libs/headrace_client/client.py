@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
@@ -16,25 +15,28 @@ import grpc.aio
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from headrace_client.channels import Channels
 from headrace_client.direct import DirectAttempt
+from headrace_client.progress import Progress
 from headrace_client.requests import build_request
 from headrace_common.channel import open_channel
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import HeadraceError, InvalidRequest, WorkerGone
+from headrace_common.errors import HeadraceError, InternalError, InvalidRequest, WorkerGone
 from headrace_common.status import error_from_rpc
 
 _LOG = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT_S: Final = 300.0
 _JITTER_SHARE: Final = 0.25
+# A worker's failure costs one; then the router goes on by itself.
+_DIRECT_ATTEMPTS_MAX: Final = 3
 
 
 class Client:
     """Calls one router, at "host:port" or over a channel that the caller opened and closes.
 
     `look_aside` allows streaming from decode workers directly. It is used for requests that want `tokens_only`, because
-    text is made by the router alone, when the router allows it and the workers can be reached; an attempt that fails
-    before its first token is made again by the router. A refusal that says when to come again is followed up to
-    `retries_max` times, within the request's time.
+    text is made by the router alone, when the router allows it and the workers can be reached. When a worker fails, the
+    answer goes on after the tokens that came: at another worker, by the router's word, or else by the router. A refusal
+    that says when to come again is followed up to `retries_max` times, within the request's time.
     """
 
     def __init__(
@@ -111,16 +113,15 @@ class Client:
         Raises HeadraceError. Ending the iteration gives the request up.
         """
         deadline = Deadline.after(timeout_s)
+        progress = Progress(request)
         for retries_left in range(self._retries_max, -1, -1):
-            started = False
             try:
-                async for response in self._attempt(request, deadline, tokens_only):
-                    started = True
+                async for response in self._attempt(progress, deadline, tokens_only):
                     yield response
                 return
             except HeadraceError as error:
                 delay_s = _retry_delay_s(error)
-                if started or not retries_left or delay_s is None:
+                if not retries_left or delay_s is None:
                     raise
                 if delay_s >= deadline.remaining_s():
                     raise
@@ -132,58 +133,82 @@ class Client:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         *,
         explain: bool = False,
+        avoid_worker_ids: Sequence[str] = (),
     ) -> inference_pb2.RouteResponse:
-        """Where the prompt would go. Raises HeadraceError."""
+        """Where the prompt would go; to workers to be avoided only when there is no other. Raises HeadraceError."""
         with rpc_errors(f"the router on {self._endpoint}", self._hint):
             return await self._stub.Route(
-                inference_pb2.RouteRequest(request=request, explain=explain),
+                inference_pb2.RouteRequest(
+                    request=request, explain=explain, avoid_worker_ids=avoid_worker_ids
+                ),
                 timeout=timeout_s,
                 metadata=self._metadata,
             )
 
     async def _attempt(
-        self, request: inference_pb2.GenerateRequest, deadline: Deadline, tokens_only: bool
+        self, progress: Progress, deadline: Deadline, tokens_only: bool
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        if tokens_only and self._look_aside and not self._workers.out_of_reach:
-            begin_s = time.monotonic()
-            routed = await self.route(request, deadline.remaining_s())
-            started = False
-            try:
-                async for response in self._directly(routed, deadline, begin_s):
-                    started = True
-                    yield response
-            except HeadraceError as error:
-                if started or isinstance(error, InvalidRequest) or deadline.expired:
-                    raise
-                _LOG.info("the router is asked to generate: %s", error.detail)
-            if started:
-                return
+        """The rest of the answer, to its end."""
+        if tokens_only and self._look_aside:
+            async for response in self._past_the_router(progress, deadline):
+                yield progress.take(response)
+                if response.finish_reason:
+                    return
         with rpc_errors(f"the router on {self._endpoint}", self._hint):
             call = self._stub.Generate(
-                request, timeout=deadline.remaining_s(), metadata=self._metadata
+                progress.rest, timeout=deadline.remaining_s(), metadata=self._metadata
             )
             try:
                 async for response in call:
-                    yield response
+                    yield progress.take(response)
             finally:
                 call.cancel()
 
-    async def _directly(
-        self, routed: inference_pb2.RouteResponse, deadline: Deadline, begin_s: float
+    async def _past_the_router(
+        self, progress: Progress, deadline: Deadline
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        """Nothing when the router does not allow it."""
-        if not routed.HasField("direct"):
-            return
+        """Tokens from one decode worker after the other; ends early where the router is to go on.
+
+        A worker that fails before it has brought a token leaves the answer to the router.
+        """
+        for _ in range(_DIRECT_ATTEMPTS_MAX):
+            if self._workers.out_of_reach:
+                return
+            routed = await self.route(
+                progress.rest, deadline.remaining_s(), avoid_worker_ids=progress.failed
+            )
+            if not routed.HasField("direct"):
+                return
+            had = len(progress.generated)
+            try:
+                async for response in self._directly(routed, progress, deadline):
+                    yield response
+                return
+            except HeadraceError as error:
+                brought = len(progress.generated) > had
+                # What a worker calls a bug would be one on the next worker too.
+                if isinstance(error, InvalidRequest) or deadline.expired:
+                    raise
+                if brought and isinstance(error, InternalError):
+                    raise
+                _LOG.info("%s, so the answer goes on elsewhere", error.detail)
+                progress.failed.append(routed.worker_id)
+                if not brought:
+                    return
+
+    async def _directly(
+        self, routed: inference_pb2.RouteResponse, progress: Progress, deadline: Deadline
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         with rpc_errors(f"decode worker {routed.worker_id}"):
             async with self._workers.to(routed.direct.endpoint) as channel:
                 attempt = DirectAttempt(
                     routed.direct,
                     routed.worker_id,
+                    progress,
                     decode=channel,
                     router=self._stub,
                     router_metadata=self._metadata,
                     deadline=deadline,
-                    begin_s=begin_s,
                 )
                 async for response in attempt.responses():
                     if response.finish_reason:

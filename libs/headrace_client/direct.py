@@ -12,6 +12,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
+from headrace_client.progress import Progress
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import ProtocolViolation, WorkerGone
 from headrace_common.tickets import decode_request_of
@@ -27,23 +28,22 @@ class DirectAttempt:
         self,
         direct: inference_pb2.DirectRequest,
         worker_id: str,
+        progress: Progress,
         *,
         decode: grpc.aio.Channel,
         router: inference_pb2_grpc.InferenceServiceAsyncStub,
         router_metadata: tuple[tuple[str, str], ...],
         deadline: Deadline,
-        begin_s: float,
     ) -> None:
-        """`begin_s` is when the request began, by time.monotonic."""
+        """`progress` is of the whole answer; whoever reads this attempt notes there what comes."""
         self._direct = direct
         self._worker_id = worker_id
         self._stub = decode_pb2_grpc.DecodeServiceStub(decode)
         self._router = router
         self._router_metadata = router_metadata
         self._deadline = deadline
-        self._begin_s = begin_s
-        self._first_s = 0.0
-        self._tokens = 0
+        self._progress = progress
+        progress.attempts += 1
 
     async def responses(self) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """The answer as the router would send it, but for text. Raises AioRpcError and HeadraceError."""
@@ -87,15 +87,13 @@ class DirectAttempt:
         )
 
     def _response(self, tokens: decode_pb2.Tokens) -> inference_pb2.GenerateResponse:
-        self._first_s = self._first_s or time.monotonic()
         response = inference_pb2.GenerateResponse(
             request_id=self._direct.request_id,
             token_ids=tokens.token_ids,
             logprobs=tokens.logprobs,
         )
-        if not self._tokens:
+        if not self._progress.begun:
             response.trace_id = self._direct.traceparent.split("-")[1]
-        self._tokens += len(tokens.token_ids)
         return response
 
     async def _last(
@@ -104,6 +102,9 @@ class DirectAttempt:
         prefill: asyncio.Task[inference_pb2.PrefillResponse] | None,
     ) -> inference_pb2.GenerateResponse:
         now_s = time.monotonic()
+        progress = self._progress
+        prompt_tokens = len(self._direct.token_ids) - self._direct.generated_token_count
+        cached_tokens = min(finished.cached_tokens, prompt_tokens)
         prefill_worker_id = ""
         if prefill is not None:
             await asyncio.wait({prefill}, timeout=_REPORT_WAIT_S)
@@ -113,17 +114,17 @@ class DirectAttempt:
             request_id=self._direct.request_id,
             finish_reason=finished.reason,
             usage=inference_pb2.Usage(
-                prompt_tokens=len(self._direct.token_ids),
-                completion_tokens=self._tokens,
-                decode_cached_tokens=finished.cached_tokens,
-                transferred_tokens=finished.transferred_tokens,
+                prompt_tokens=prompt_tokens,
+                completion_tokens=len(progress.generated),
+                decode_cached_tokens=cached_tokens,
+                transferred_tokens=min(finished.transferred_tokens, prompt_tokens - cached_tokens),
             ),
             timing=inference_pb2.Timing(
-                time_to_first_token=_duration((self._first_s or now_s) - self._begin_s),
-                total=_duration(now_s - self._begin_s),
+                time_to_first_token=_duration((progress.first_s or now_s) - progress.begin_s),
+                total=_duration(now_s - progress.begin_s),
                 decode_worker_id=self._worker_id,
                 prefill_worker_id=prefill_worker_id,
-                attempts=1,
+                attempts=progress.attempts,
             ),
         )
 

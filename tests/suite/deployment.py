@@ -173,12 +173,17 @@ class Suite:
 
     async def restart(self, name: str, *extra: str) -> Child:
         """Starts a process that has ended again, on the address that it had."""
-        old = self.child(name)
+        return await self.begin_again(self.child(name), *extra)
+
+    async def begin_again(self, old: Child, *extra: str) -> Child:
+        """The same for one that was killed."""
         arguments = [text for text in old.spec.arguments if not text.startswith("--listen=")]
+        endpoint = old.endpoint
+        old.spec.port_file.unlink(missing_ok=True)
         spec = ProcessSpec(
             name=old.spec.name,
             service=old.spec.service,
-            arguments=(*arguments, f"--listen={old.endpoint}", *extra),
+            arguments=(*arguments, f"--listen={endpoint}", *extra),
             port_file=old.spec.port_file,
             log_file=old.spec.log_file.with_suffix(".again.log"),
             environment=old.spec.environment,

@@ -38,17 +38,24 @@ class Blame:
     """Who failed so far.
 
     Nobody in `failed` is asked again, and nobody in `suspect` while there is another. `attempts_left` are those after
-    a failure; once the client has tokens, a refusal costs none, because a worker is asked again only when it was full,
-    and that a while ago.
+    a failure. Once the client has tokens, refusals cost none: who drains is not asked again, and who was full is asked
+    a while later, but not when no attempt has brought a token for `patience_s`.
     """
 
     attempts_left: int
+    patience_s: float
     failed: set[WorkerRef] = field(default_factory=set)
     suspect: set[WorkerRef] = field(default_factory=set)
     full: dict[WorkerRef, float] = field(default_factory=dict)
     """Decode workers that had no room, and when that was, by time.monotonic."""
     prefill_side: bool = False
     last_error: HeadraceError | None = None
+    _waiting_since_s: float = 0.0
+
+    @property
+    def wait_left_s(self) -> float:
+        """How much longer an answer that has begun may wait for somebody to go on with it."""
+        return self._waiting_since_s + self.patience_s - time.monotonic()
 
     @property
     def excluded(self) -> frozenset[WorkerRef]:
@@ -70,9 +77,14 @@ class Blame:
     ) -> bool:
         """Takes a failed attempt into account; whether another may be made. `begun`: the client has tokens."""
         self.last_error = error
-        if begun and isinstance(error, _REFUSALS):
-            self._refused(error, attempt.decode_worker)
+        if attempt.decode_spoke or not self._waiting_since_s:
+            self._waiting_since_s = time.monotonic()
+        if begun and isinstance(error, Draining | StaleIncarnation):
+            self.failed.add(attempt.decode_worker)
             return remaining_s > 0
+        if begun and isinstance(error, DecodeFull) and not attempt.decode_spoke:
+            self.full[attempt.decode_worker] = time.monotonic()
+            return remaining_s > 0 and self.wait_left_s > 0
         affordable = self.attempts_left > 0 and remaining_s > 0
         self.attempts_left -= 1
         return self._lay(error, attempt, remaining_s) and affordable
@@ -96,12 +108,6 @@ class Blame:
             return True
         self.suspect.add(decode)
         return isinstance(error, WorkerGone)
-
-    def _refused(self, error: HeadraceError, decode: WorkerRef) -> None:
-        if isinstance(error, DecodeFull):
-            self.full[decode] = time.monotonic()
-        else:
-            self.failed.add(decode)
 
     def _blame_prefill(self, attempt: Attempt) -> None:
         self.prefill_side = True

@@ -99,7 +99,7 @@ class Generator:
 
         Raises the last attempt's error when no other attempt may be made.
         """
-        blame = Blame(self._budget)
+        blame = Blame(self._budget, self._migration_wait_s)
         attempt: Attempt | None = None
         number = 0
         while not (reason := job.answer.ended_by):
@@ -182,7 +182,7 @@ class Generator:
         blame.forget_full()
         if not job.answer.generated:
             return
-        give_up = Deadline.after(min(self._migration_wait_s, job.deadline.remaining_s()))
+        give_up = Deadline.after(min(blame.wait_left_s, job.deadline.remaining_s()))
         while not give_up.expired:
             table = self._view.table(job.request.model)
             excluded = table.draining | table.flags(blame.excluded)
@@ -210,7 +210,7 @@ class Generator:
         workers = self._view.table(request.model).workers
         suspect = {worker.ref for worker in workers if worker.ref.worker_id in avoid}
         token_ids = (*request.token_ids, *request.generated)
-        blame = Blame(self._budget, suspect=suspect)
+        blame = Blame(self._budget, self._migration_wait_s, suspect=suspect)
         return self._route(request, token_ids, root, deadline, blame, local_only=False)
 
     def task_terms(

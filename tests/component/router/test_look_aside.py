@@ -15,7 +15,6 @@ from headrace.inference.v1 import inference_pb2
 from headrace_client import Client, build_request
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import (
-    DecodeFull,
     DuplicateTransfer,
     HeadraceError,
     InvalidRequest,
@@ -175,20 +174,6 @@ async def test_a_full_worker_sends_the_client_to_the_router(open_rig: Rig) -> No
     await open_rig.add_decode(script)
     async with Client(open_rig.endpoint, look_aside=True) as client:
         assert (await tokens_of(client))[0] == b"later"
-
-
-async def test_an_answer_that_has_begun_is_not_begun_again(open_rig: Rig) -> None:
-    async def script(worker: FakeDecode, request: decode_pb2.GenerateRequest) -> AsyncIterator[Any]:
-        async for event in say("ab")(worker, request):
-            if event.HasField("finished"):
-                raise DecodeFull("as scripted")
-            yield event
-
-    worker = await open_rig.add_decode(script)
-    async with Client(open_rig.endpoint, look_aside=True) as client:
-        with pytest.raises(DecodeFull):
-            await tokens_of(client)
-    assert len(worker.requests) == 1
 
 
 async def test_workers_out_of_reach_are_asked_through_the_router(open_rig: Rig) -> None:

@@ -1,0 +1,317 @@
+"""Workers die or freeze under running answers, which go on: right to the last token, and without an error."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
+from headrace_client import Client
+from headrace_common.errors import HeadraceError
+from headrace_engine.sim.model import SimModel
+from headrace_engine.sim.settings import SimSettings
+from headrace_engine.words import sampling_from_proto
+from tests.ports import free_port
+from tests.suite.deployment import VOCABULARY, Suite, default_model, prompt_of, suite
+from tests.suite.test_frozen import NOTICED_S, frozen
+
+TOKENS = 60
+SLOW_DECODE = ("decode", "model", "sim:decode_step_s=0.02")
+GREEDY = sampling_pb2.SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+SEEDED = sampling_pb2.SamplingParams(
+    temperature=0.9,
+    top_p=0.95,
+    seed=11,
+    presence_penalty=0.7,
+    frequency_penalty=0.3,
+    repetition_penalty=1.2,
+    max_tokens=TOKENS,
+    logprobs=2,
+    ignore_eos=True,
+)
+
+
+@dataclass
+class Heard:
+    """What a client got."""
+
+    token_ids: tuple[int, ...]
+    logprob_count: int
+    text: str
+    last: inference_pb2.GenerateResponse
+
+
+async def ask(
+    it: Suite, prompt: Sequence[int], params: sampling_pb2.SamplingParams, timeout_s: float = 30.0
+) -> Heard:
+    stub = inference_pb2_grpc.InferenceServiceStub(it.channel)
+    request = inference_pb2.GenerateRequest(
+        tokens=inference_pb2.TokenIds(ids=prompt), sampling=params
+    )
+    responses = [r async for r in stub.Generate(request, timeout=timeout_s)]
+    return Heard(
+        tuple(token for r in responses for token in r.token_ids),
+        sum(len(r.logprobs) for r in responses),
+        "".join(r.text for r in responses),
+        responses[-1],
+    )
+
+
+def expected(prompt: Sequence[int], params: sampling_pb2.SamplingParams) -> tuple[int, ...]:
+    sampling = sampling_from_proto(params, ())
+    return tuple(default_model().expected_tokens(prompt, params.max_tokens, sampling))
+
+
+def begin(
+    it: Suite, count: int, first_seed: int = 0
+) -> list[tuple[list[int], sampling_pb2.SamplingParams, asyncio.Task[Heard]]]:
+    """Half of the answers greedy, half by a seed and with penalties."""
+    begun = []
+    for number in range(count):
+        prompt, params = prompt_of(30 + number, first_seed + number), (GREEDY, SEEDED)[number % 2]
+        begun.append((prompt, params, asyncio.create_task(ask(it, prompt, params))))
+    return begun
+
+
+async def check(
+    begun: list[tuple[list[int], sampling_pb2.SamplingParams, asyncio.Task[Heard]]],
+) -> list[Heard]:
+    """All are right, whatever happened under way."""
+    heard = []
+    for prompt, params, task in begun:
+        one = await task
+        assert one.token_ids == expected(prompt, params)
+        assert one.logprob_count == (TOKENS if params.HasField("logprobs") else 0)
+        usage = one.last.usage
+        assert (usage.prompt_tokens, usage.completion_tokens) == (len(prompt), TOKENS)
+        assert one.last.finish_reason == sampling_pb2.FINISH_REASON_LENGTH
+        heard.append(one)
+    return heard
+
+
+async def test_answers_of_a_killed_decode_worker_go_on_at_the_other(tmp_path: Path) -> None:
+    async with suite(tmp_path, decode_count=2, settings=(SLOW_DECODE,)) as it:
+        undisturbed = await asyncio.gather(*(task for _, _, task in begin(it, 8)))
+        begun = begin(it, 8)
+        await asyncio.sleep(0.7)
+        it.kill("decode-0")
+        heard = await check(begun)
+        assert [one.text for one in heard] == [one.text for one in undisturbed]
+        assert {one.last.timing.decode_worker_id for one in heard} == {"decode-1"}
+        assert sorted({one.last.timing.attempts for one in heard}) == [1, 2]
+        await it.wait_empty("decode-1")
+
+
+async def test_answers_of_a_frozen_decode_worker_go_on_within_ten_seconds(tmp_path: Path) -> None:
+    async with suite(tmp_path, decode_count=2, settings=(SLOW_DECODE,)) as it:
+        begun = begin(it, 8)
+        await asyncio.sleep(0.7)
+        started_s = time.monotonic()
+        with frozen(it, "decode-0"):
+            heard = await check(begun)
+            assert time.monotonic() - started_s < NOTICED_S
+        assert sorted({one.last.timing.attempts for one in heard}) == [1, 2]
+        # Thawed, it has let go of them, and serves again without anybody's help.
+        for name in ("decode-0", "decode-1"):
+            await it.wait_empty(name)
+        async with asyncio.timeout(10):
+            seed, served = 500, set[str]()
+            while served != {"decode-0", "decode-1"}:
+                seed += 1
+                both = await asyncio.gather(
+                    *(it.generate(prompt_of(40, seed * 10 + n), 2) for n in (1, 2))
+                )
+                served |= {one.last.timing.decode_worker_id for one in both}
+
+
+async def test_answers_of_the_only_decode_worker_wait_for_its_next_incarnation(
+    tmp_path: Path,
+) -> None:
+    async with suite(tmp_path, settings=(SLOW_DECODE,)) as it:
+        begun = begin(it, 6)
+        await asyncio.sleep(0.7)
+        child = it.child("decode-0")
+        it.kill("decode-0")
+        await it.begin_again(child)
+        heard = await check(begun)
+        assert {one.last.timing.attempts for one in heard} == {2}
+
+
+async def test_prompts_are_done_again_at_whatever_stage_their_prefill_worker_dies(
+    tmp_path: Path,
+) -> None:
+    """Begun one after the other, so that some are not opened yet, some sending, some at their last layer, some done."""
+    await _at_every_stage(tmp_path, freeze=False)
+
+
+async def test_prompts_are_done_again_at_whatever_stage_their_prefill_worker_freezes(
+    tmp_path: Path,
+) -> None:
+    await _at_every_stage(tmp_path, freeze=True)
+
+
+async def _at_every_stage(folder: Path, *, freeze: bool) -> None:
+    settings = (
+        ("prefill", "model", "sim:layers=4,layer_s=0.15"),
+        ("decode", "model", "sim:layers=4,decode_step_s=0.02"),
+        ("prefill", "max_requests", "16"),
+    )
+    model = SimModel(SimSettings(vocabulary=VOCABULARY, layers=4))
+    async with suite(folder, prefill_count=2, settings=settings) as it:
+        begun = []
+        for step in range(16):
+            begun += begin(it, 1, first_seed=100 + step)
+            await asyncio.sleep(0.06)
+        started_s = time.monotonic()
+        if freeze:
+            with frozen(it, "prefill-0"):
+                heard = await asyncio.gather(*(task for _, _, task in begun))
+                # Noticed, begun again, and sixty tokens.
+                assert time.monotonic() - started_s < NOTICED_S + 4
+        else:
+            it.kill("prefill-0")
+            heard = await asyncio.gather(*(task for _, _, task in begun))
+        for (prompt, params, _), one in zip(begun, heard, strict=True):
+            sampling = sampling_from_proto(params, ())
+            assert one.token_ids == model.expected_tokens(prompt, TOKENS, sampling)
+        attempts = [one.last.timing.attempts for one in heard]
+        # Those that were done before it went have not noticed.
+        assert min(attempts) == 1
+        assert max(attempts) > 1
+        # Decode stayed ready, and the blocks come back once nobody can write to them any more.
+        assert (await it.generate(prompt_of(40, 1), 1)).last.usage.completion_tokens == 1
+
+
+async def test_what_a_killed_router_had_begun_is_let_go_of_within_seconds(tmp_path: Path) -> None:
+    """Prompts that wait, are computed, are sent, and answers: reservations, tasks and leases are gone at once."""
+    settings = (
+        ("prefill", "model", "sim:layer_s=0.2"),
+        ("prefill", "max_requests", "4"),
+        ("decode", "model", "sim:decode_step_s=0.05"),
+    )
+    async with (
+        suite(tmp_path, decode_count=2, settings=settings) as it,
+        it.through(await it.add("router-1", "router")) as other,
+    ):
+        await other.wait_joined(1, 2)
+        lost = []
+        for number in range(12):
+            lost.append(asyncio.create_task(it.generate(prompt_of(60, number), 200)))
+            await asyncio.sleep(0.1)
+        status = await asyncio.gather(*(it.status(f"decode-{n}") for n in (0, 1)))
+        assert sum(one.active_transfers for one in status)
+        assert sum(one.running_requests for one in status)
+        assert (await it.status("prefill-0")).running_requests
+        it.kill("router")
+        killed_s = time.monotonic()
+        for task in lost:
+            with pytest.raises(HeadraceError):
+                await task
+        for name in ("prefill-0", "decode-0", "decode-1"):
+            await other.wait_empty(name, timeout_s=killed_s + 4 - time.monotonic())
+        outcome = await other.generate(prompt_of(70, 99), 3)
+        assert outcome.token_ids == other.expected(prompt_of(70, 99), 3)
+
+
+async def test_a_worker_that_dies_while_the_registry_is_gone_is_noticed_by_the_router(
+    tmp_path: Path,
+) -> None:
+    listen = ("registry", "listen", f"127.0.0.1:{free_port()}")
+    async with suite(
+        tmp_path, prefill_count=2, decode_count=2, settings=(SLOW_DECODE, listen)
+    ) as it:
+        it.kill("registry")
+        await asyncio.sleep(0.3)
+        begun = begin(it, 6)
+        await asyncio.sleep(0.5)
+        it.kill("decode-0")
+        it.kill("prefill-0")
+        await check(begun)
+        attempts = []
+        for seed in range(20):
+            outcome = await it.generate(prompt_of(40, 700 + seed), 2)
+            assert outcome.token_ids == it.expected(prompt_of(40, 700 + seed), 2)
+            attempts.append(outcome.last.timing.attempts)
+            assert outcome.last.timing.decode_worker_id == "decode-1"
+        assert sum(attempts) <= len(attempts) + 1
+        # One that only was silent comes back by itself.
+        with frozen(it, "decode-1"):
+            await asyncio.sleep(4)
+        outcome = await it.generate(prompt_of(40, 900), 2)
+        assert outcome.last.timing.decode_worker_id == "decode-1"
+
+
+async def test_workers_that_restart_three_times_on_their_addresses_delay_nobody(
+    tmp_path: Path,
+) -> None:
+    deadline_s = 20.0
+    async with suite(tmp_path, prefill_count=2, decode_count=2, settings=(SLOW_DECODE,)) as it:
+        stop = asyncio.Event()
+        right, longest_s = 0, 0.0
+
+        async def load(seed: int) -> None:
+            nonlocal right, longest_s
+            while not stop.is_set():
+                seed += 100
+                prompt = prompt_of(40, seed)
+                started_s = time.monotonic()
+                outcome = await it.generate(prompt, 12, timeout_s=deadline_s)
+                longest_s = max(longest_s, time.monotonic() - started_s)
+                assert outcome.token_ids == it.expected(prompt, 12)
+                right += 1
+
+        tasks = [asyncio.create_task(load(number)) for number in range(4)]
+        try:
+            for _ in range(3):
+                for name in ("decode-0", "prefill-0"):
+                    child = it.child(name)
+                    it.kill(name)
+                    await it.begin_again(child)
+                    await asyncio.sleep(1.0)
+        finally:
+            stop.set()
+            await asyncio.gather(*tasks)
+        assert right > 50
+        # Nothing had to wait for a timeout, of whatever layer.
+        assert longest_s < 7.0
+        await it.wait_joined(2, 2)
+
+
+async def test_a_client_past_the_router_goes_on_when_its_decode_worker_is_killed(
+    tmp_path: Path,
+) -> None:
+    settings = (SLOW_DECODE, ("router", "look_aside", "true"), ("decode", "require_ticket", "true"))
+    async with (
+        suite(tmp_path, decode_count=2, settings=settings) as it,
+        Client(it.deployment.router, look_aside=True) as client,
+    ):
+
+        async def answer(number: int) -> tuple[tuple[int, ...], inference_pb2.GenerateResponse]:
+            responses = [
+                r
+                async for r in client.generate(
+                    tokens=prompt_of(40, number),
+                    max_tokens=TOKENS,
+                    temperature=0.8 if number % 2 else 0.0,
+                    seed=number,
+                    tokens_only=True,
+                    timeout_s=30,
+                )
+            ]
+            return tuple(token for r in responses for token in r.token_ids), responses[-1]
+
+        undisturbed = await asyncio.gather(*(answer(number) for number in range(6)))
+        running = [asyncio.create_task(answer(number)) for number in range(6)]
+        await asyncio.sleep(0.7)
+        it.kill("decode-0")
+        answers = await asyncio.gather(*running)
+        assert [tokens for tokens, _ in answers] == [tokens for tokens, _ in undisturbed]
+        for _, last in answers:
+            assert last.usage.completion_tokens == len(answers[0][0]) or last.finish_reason
+            assert last.timing.decode_worker_id == "decode-1"
+        assert {last.timing.attempts for _, last in answers} == {1, 2}
