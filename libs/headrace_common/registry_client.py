@@ -12,7 +12,7 @@ import contextlib
 import logging
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Final
 
@@ -342,6 +342,17 @@ class DescriptorCache:
         self._link = RegistryLink(registry, "KV descriptors")
         self._known: OrderedDict[tuple[str, str], layout_pb2.KvDescriptor] = OrderedDict()
         self._fetches: dict[tuple[str, str], asyncio.Task[layout_pb2.KvDescriptor]] = {}
+        self._ahead: dict[tuple[str, str], None] = {}
+        self._fetching_ahead: asyncio.Task[None] | None = None
+
+    def foresee(self, members: Iterable[tuple[str, str]]) -> None:
+        """Asks for these (worker id, incarnation) before anybody needs them, one after the other.
+
+        So workers that have never met can meet while the registry is away.
+        """
+        self._ahead = {key: None for key in members if key not in self._known}
+        if self._ahead and (self._fetching_ahead is None or self._fetching_ahead.done()):
+            self._fetching_ahead = asyncio.create_task(self._fetch_ahead())
 
     async def get(
         self, worker_id: str, incarnation: str, deadline: Deadline
@@ -373,9 +384,19 @@ class DescriptorCache:
 
     async def close(self) -> None:
         """Gives up what is being asked for."""
+        await end_task(self._fetching_ahead)
         for fetch in tuple(self._fetches.values()):
             await end_task(fetch)
         await self._link.close()
+
+    async def _fetch_ahead(self) -> None:
+        while self._ahead:
+            key, _ = self._ahead.popitem()
+            try:
+                await self._fetch(key, Deadline.after(_CALL_TIMEOUT_S))
+            except (HeadraceError, TimeoutError) as error:
+                # It is asked for again when it is needed.
+                _log.debug("no descriptor of %s@%s yet: %r", *key, error)
 
     async def _fetch(self, key: tuple[str, str], deadline: Deadline) -> layout_pb2.KvDescriptor:
         """One question at a time for each incarnation, whoever waits for it."""

@@ -48,6 +48,7 @@ class WorkerHost:
         self.registry = open_channel(config.registry, config)
         self.descriptors = DescriptorCache(self.registry)
         self._config = config
+        self._sends = role == "prefill"
         self._view = RegistryView(self.registry, on_change=self._note_change)
         self._view_start: asyncio.Task[None] | None = None
         self._listeners: list[RouterListener] = []
@@ -104,6 +105,9 @@ class WorkerHost:
         self.telemetry.set_collectors([router.endpoint for router in routers])
         for listener in self._listeners:
             listener(list(routers))
+        if self._sends:
+            decodes = view.of_role(registry_pb2.Member.ROLE_DECODE)
+            self.descriptors.foresee([(one.worker_id, one.incarnation) for one in decodes])
 
 
 async def host_workers(

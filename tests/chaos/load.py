@@ -11,12 +11,21 @@ from dataclasses import dataclass, field
 import grpc.aio
 
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
-from headrace_common.errors import Draining, HeadraceError, InternalError, WorkerGone
+from headrace_common.errors import (
+    DeadlineExceeded,
+    Draining,
+    HeadraceError,
+    InternalError,
+    TransferTimeout,
+    WorkerGone,
+)
 from headrace_common.status import error_from_rpc
 from headrace_engine.sim.model import SimModel
 from tests.chaos.plan import ChaosRequest
 
 LATE_S = 1.0
+# The router's own.
+RETRY_BUDGET = 2
 
 
 @dataclass(slots=True)
@@ -118,12 +127,24 @@ class Clients:
                 outcomes.violated(request, f"short: {len(tokens)} of {len(expected)} tokens")
         elif isinstance(error, InternalError):
             outcomes.violated(request, f"unnamed: {error.detail}")
+        elif tokens and _could_go_on(error):
+            attempts = error.metadata.get("attempts", "no")
+            outcomes.violated(
+                request, f"given up: {error.reason} after {attempts} attempts: {error.detail}"
+            )
         else:
             seen = "after its first token" if tokens else "before its first token"
             outcomes.counts[f"{error.reason} {seen}"] += 1
             outcomes.errors.append(
                 f"request {request.number} {seen}: {error.reason} {error.detail}"
             )
+
+
+def _could_go_on(error: HeadraceError) -> bool:
+    """Whether the router gave up an answer that had begun while it had attempts and time left."""
+    if _is_of_router(error) or isinstance(error, DeadlineExceeded | TransferTimeout):
+        return False
+    return int(error.metadata.get("attempts", 0)) <= RETRY_BUDGET
 
 
 def _is_of_router(error: HeadraceError | None) -> bool:

@@ -60,9 +60,9 @@ class Suite:
         return RouterClient(self.deployment.router, self.channel)
 
     def child(self, name: str) -> Child:
-        """By name; those that a test added too."""
+        """The latest of that name; those that a test added or started again too."""
         children = (*self.deployment.children, *self.deployment.supervisor.children)
-        return next(child for child in children if child.spec.name == name)
+        return next(child for child in reversed(children) if child.spec.name == name)
 
     async def generate(
         self,
@@ -194,6 +194,7 @@ class Suite:
             assert child.running, spec.log_file.read_text()
             assert time.monotonic() < give_up
             await asyncio.sleep(0.02)
+        child.endpoint = endpoint
         return child
 
 

@@ -218,6 +218,7 @@ async def test_what_a_killed_router_had_begun_is_let_go_of_within_seconds(tmp_pa
         assert outcome.token_ids == other.expected(prompt_of(70, 99), 3)
 
 
+@pytest.mark.timeout(120)
 async def test_a_worker_that_dies_while_the_registry_is_gone_is_noticed_by_the_router(
     tmp_path: Path,
 ) -> None:
@@ -225,8 +226,9 @@ async def test_a_worker_that_dies_while_the_registry_is_gone_is_noticed_by_the_r
     async with suite(
         tmp_path, prefill_count=2, decode_count=2, settings=(SLOW_DECODE, listen)
     ) as it:
+        # Prefill workers have asked for the memory of decode workers that they have never met.
+        await asyncio.sleep(0.5)
         it.kill("registry")
-        await asyncio.sleep(0.3)
         begun = begin(it, 6)
         await asyncio.sleep(0.5)
         it.kill("decode-0")
@@ -246,6 +248,7 @@ async def test_a_worker_that_dies_while_the_registry_is_gone_is_noticed_by_the_r
         assert outcome.last.timing.decode_worker_id == "decode-1"
 
 
+@pytest.mark.timeout(120)
 async def test_workers_that_restart_three_times_on_their_addresses_delay_nobody(
     tmp_path: Path,
 ) -> None:

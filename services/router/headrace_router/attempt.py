@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -91,7 +91,7 @@ class Attempt:
         self._request = job.request
         self._answer = job.answer
         self._generated = job.answer.generated
-        self._known = (*job.request.token_ids, *self._generated)
+        self._known = job.request.token_ids + self._generated
         self._decision = decision
         self._first_by_prefill = first_by_prefill
         self._deadline = job.deadline
@@ -403,14 +403,14 @@ class Attempt:
 
 
 def decode_request(
-    request: PreparedRequest, decision: Decision, transfer_id: str, generated: Sequence[int]
+    request: PreparedRequest, decision: Decision, transfer_id: str, generated: tuple[int, ...]
 ) -> decode_pb2.GenerateRequest:
     """What the chosen worker is asked, without a ticket; `generated` is what there is of the answer."""
     return decode_pb2.GenerateRequest(
         request_id=request.request_id,
         transfer_id=transfer_id,
         incarnation=decision.worker.ref.incarnation,
-        token_ids=(*request.token_ids, *generated),
+        token_ids=request.token_ids + generated,
         generated_token_count=len(generated),
         sampling=request.sampling,
         stop_token_ids=request.stop_token_ids,

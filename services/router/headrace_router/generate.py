@@ -105,7 +105,7 @@ class Generator:
         while not (reason := job.answer.ended_by):
             if number:
                 await self._before_another(job, blame)
-            token_ids = (*job.request.token_ids, *job.answer.generated)
+            token_ids = job.request.token_ids + job.answer.generated
             decision = self._route(
                 job.request, token_ids, job.root, job.deadline, blame, blame.local_only
             )
@@ -121,6 +121,7 @@ class Generator:
                 outcome = await attempt.run()
             except HeadraceError as error:
                 _LOG.warning("attempt %d of %s: %s", number, job.request.request_id, error.detail)
+                error.metadata["attempts"] = str(number)
                 self._judge(job, error, attempt, blame)
             else:
                 self._finish(job, attempt, outcome, number)
@@ -209,7 +210,7 @@ class Generator:
         """
         workers = self._view.table(request.model).workers
         suspect = {worker.ref for worker in workers if worker.ref.worker_id in avoid}
-        token_ids = (*request.token_ids, *request.generated)
+        token_ids = request.token_ids + request.generated
         blame = Blame(self._budget, self._migration_wait_s, suspect=suspect)
         return self._route(request, token_ids, root, deadline, blame, local_only=False)
 
