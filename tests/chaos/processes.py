@@ -181,6 +181,12 @@ class Processes:
         self._signal(name, signal.SIGTERM)
         return await asyncio.wait_for(child.process.wait(), TERMINATE_TIMEOUT_S)
 
+    async def settle(self, name: str) -> None:
+        """Waits for a process that was asked to end, by a fault that the run's end has cut short."""
+        child = self._all[name].child if name in self._all else None
+        if child is not None and child.stopping:
+            await asyncio.wait_for(child.process.wait(), TERMINATE_TIMEOUT_S)
+
     def _signal(self, name: str, number: signal.Signals) -> None:
         child = self._all[name].child
         assert child is not None

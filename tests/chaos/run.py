@@ -129,6 +129,7 @@ async def _break_and_repair(fault: ProcessFault, processes: Processes) -> None:
 async def _repair(processes: Processes) -> None:
     """Everything runs again."""
     for name in (ETCD, "registry", *processes.routers, *processes.workers):
+        await processes.settle(name)
         if not processes.running(name):
             await processes.begin(name)
 
