@@ -59,26 +59,6 @@ async def test_the_only_prefill_worker_killed_ends_in_answers_or_named_errors(
         assert not outcome.last.timing.prefill_worker_id
 
 
-async def test_a_killed_decode_worker_is_named_and_the_other_serves(tmp_path: Path) -> None:
-    async with suite(tmp_path, decode_count=2, settings=(SLOW_DECODE,)) as it:
-        prompts = [prompt_of(40, number) for number in range(6)]
-        running = [asyncio.create_task(ended(it, prompt, 60)) for prompt in prompts]
-        await asyncio.sleep(0.6)
-        it.kill("decode-0")
-        right = 0
-        for prompt, outcome in zip(prompts, await asyncio.gather(*running), strict=True):
-            if isinstance(outcome, Outcome):
-                assert outcome.token_ids == it.expected(prompt, 60)
-                right += 1
-            else:
-                assert not isinstance(outcome, InternalError | DeadlineExceeded), outcome
-        assert right >= 1
-        prompt = prompt_of(40, 77)
-        outcome = await it.generate(prompt, 4)
-        assert outcome.token_ids == it.expected(prompt, 4)
-        assert outcome.last.timing.decode_worker_id == "decode-1"
-
-
 async def test_no_request_fails_while_the_registry_is_away_and_comes_back(tmp_path: Path) -> None:
     # It comes back on its address, which nobody may take meanwhile.
     listen = ("registry", "listen", f"127.0.0.1:{free_port()}")

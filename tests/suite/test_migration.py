@@ -187,6 +187,22 @@ async def _at_every_stage(folder: Path, *, freeze: bool) -> None:
         assert (await it.generate(prompt_of(40, 1), 1)).last.usage.completion_tokens == 1
 
 
+async def test_prefill_lets_go_of_what_a_killed_decode_worker_was_to_get(tmp_path: Path) -> None:
+    settings = (("prefill", "model", "sim:layer_s=0.5"), ("decode", "lease_ttl_s", "2"))
+    async with suite(tmp_path, settings=settings) as it:
+        asked = [asyncio.create_task(it.generate(prompt_of(60, n), 2, timeout_s=6)) for n in (1, 2)]
+        async with asyncio.timeout(5):
+            while not (await it.status("decode-0")).active_transfers:
+                await asyncio.sleep(0.02)
+        await asyncio.sleep(0.3)
+        assert (await it.status("prefill-0")).running_requests
+        it.kill("decode-0")
+        await it.wait_empty("prefill-0", timeout_s=3)
+        for task in asked:
+            with pytest.raises(HeadraceError):
+                await task
+
+
 async def test_what_a_killed_router_had_begun_is_let_go_of_within_seconds(tmp_path: Path) -> None:
     """Prompts that wait, are computed, are sent, and answers: reservations, tasks and leases are gone at once."""
     settings = (

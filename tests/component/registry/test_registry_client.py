@@ -201,6 +201,24 @@ async def test_descriptors_are_asked_for_once() -> None:
         await cache.close()
 
 
+async def test_a_descriptor_that_was_foreseen_is_there_when_the_registry_is_not() -> None:
+    async with running_registry() as registry:
+        membership = Membership(registry.endpoint, worker(), 10.0, kv_descriptor())
+        await membership.start(5)
+        cache = DescriptorCache(registry.endpoint)
+        ref = reference(worker())
+        # One that is not there holds up nobody.
+        cache.foresee([(ref.worker_id, ref.incarnation), ("decode-9", "f" * 16)])
+        async with asyncio.timeout(5):
+            while not cache._known:
+                await asyncio.sleep(0.01)
+        await membership.stop()
+        await registry.stop()
+        found = await cache.get(ref.worker_id, ref.incarnation, Deadline.after(0.5))
+        assert found == kv_descriptor()
+        await cache.close()
+
+
 async def test_a_descriptor_that_comes_a_moment_later_is_found() -> None:
     async with running_registry() as registry:
         cache = DescriptorCache(registry.endpoint)
