@@ -74,9 +74,10 @@ class Clients:
         tokens: list[int] = []
         started_s = time.monotonic()
         error = await self._attempt(request, request.router, tokens)
-        if _is_of_router(error) and not tokens:
-            # A client may retry once when its router goes.
-            self._outcomes.counts["retried on another router"] += 1
+        if _is_of_router(error):
+            # A client may retry once when its router goes, and brings along what it has.
+            what = "gone on with" if tokens else "retried"
+            self._outcomes.counts[f"{what} on another router"] += 1
             await asyncio.sleep(0.05)
             started_s = time.monotonic()
             error = await self._attempt(request, request.router + 1, tokens)
@@ -89,6 +90,7 @@ class Clients:
         call = self._stubs[router % len(self._stubs)].Generate(
             inference_pb2.GenerateRequest(
                 tokens=inference_pb2.TokenIds(ids=request.prompt),
+                generated=inference_pb2.TokenIds(ids=tokens),
                 sampling=sampling_pb2.SamplingParams(
                     temperature=0.0, max_tokens=request.answer_tokens, ignore_eos=True
                 ),
