@@ -137,6 +137,8 @@ class Site:
             retry_budget=2,
             signer=TicketSigner(bytes, 10.0),
             telemetry=telemetry,
+            migration_wait_s=0.0,
+            on_migration=lambda reason: None,
         )
         site = cls(decode_count, workload, view, prefixes, queue, generator, placement, telemetry)
         members = [_member(number, decode_count) for number in range(count)]
