@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -24,7 +23,6 @@ from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
 from headrace.inference.v1 import first_token_pb2, sampling_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common import telemetry_schema as schema
-from headrace_common.deadlines import Deadline
 from headrace_common.errors import (
     DeadlineExceeded,
     HeadraceError,
@@ -37,35 +35,13 @@ from headrace_common.status import error_from_rpc
 from headrace_common.telemetry import Telemetry, metadata_with_trace, traceparent
 from headrace_common.tickets import TicketSigner
 from headrace_kv.layout import WorkerRef
-from headrace_router.answer import Answer
+from headrace_router.job import AttemptOutcome, Job
 from headrace_router.placement import Decision
 from headrace_router.prefill_queue import PrefillQueue
 from headrace_router.queue_task import QueuedTask, TaskTerms
-from headrace_router.tenants import DEFAULT_TENANT
 from headrace_router.validate import PreparedRequest
 
 _LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One request on its way: what is asked, where the answer goes, and until when."""
-
-    request: PreparedRequest
-    answer: Answer
-    root: Span
-    deadline: Deadline
-    arrival_unix_ns: int
-    tenant: str = DEFAULT_TENANT
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptOutcome:
-    """How a successful attempt ended."""
-
-    reason: sampling_pb2.FinishReason.ValueType
-    cached_tokens: int
-    transferred_tokens: int
 
 
 class Attempt:

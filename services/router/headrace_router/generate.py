@@ -20,9 +20,10 @@ from headrace_common.errors import HeadraceError, NoDecodeWorker, WorkerGone
 from headrace_common.telemetry import Telemetry
 from headrace_common.tickets import TicketSigner
 from headrace_kv.layout import WorkerRef, fingerprint
-from headrace_router.attempt import Attempt, AttemptOutcome, Job
+from headrace_router.attempt import Attempt
 from headrace_router.blame import Blame
 from headrace_router.first_token import made_by_prefill
+from headrace_router.job import AttemptOutcome, Job
 from headrace_router.load_table import LoadTable, Numbers, Worker
 from headrace_router.placement import (
     Candidates,

@@ -23,8 +23,8 @@ from headrace_common.pacing import LoopLoad
 from headrace_common.telemetry import Telemetry, traceparent
 from headrace_router.admission import Admission, Ticket
 from headrace_router.answer import Answer
-from headrace_router.attempt import Job
 from headrace_router.generate import Generator
+from headrace_router.job import Job
 from headrace_router.look_aside import LookAside, candidates_to_proto
 from headrace_router.metrics import RouterMetrics
 from headrace_router.prefill_queue import PrefillQueue
