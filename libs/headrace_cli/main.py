@@ -15,6 +15,7 @@ from headrace_cli.chat import ChatOptions, chat_once, converse, summary
 from headrace_cli.client import chat_request, open_router
 from headrace_cli.console import answer_console, notice_console
 from headrace_cli.demo import DEFAULT_PROMPT, run_demo
+from headrace_cli.drain import drain_worker
 from headrace_cli.pair import Listening, run_pair
 from headrace_cli.policy import set_policy, show_policy
 from headrace_cli.route import route_view
@@ -242,6 +243,35 @@ def reset_cache(
 
     async def work() -> None:
         await reset_caches(registry or find_registry(router), worker_ids, timeout)
+
+    _run(work())
+
+
+@app.command(
+    epilog="Examples:  headrace drain decode-0   |   headrace drain prefill-1 --grace 120 --no-wait"
+)
+def drain(
+    worker: Annotated[str, typer.Argument(help="Its id, as `headrace workers` shows it.")],
+    router: Router = DEFAULT_ROUTER,
+    registry: Registry = "",
+    grace: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            max=3600,
+            help="Seconds that what it has may take; the rest goes on elsewhere. "
+            "[default: the worker's drain_grace_s]",
+        ),
+    ] = None,
+    wait: Annotated[
+        bool, typer.Option("--wait/--no-wait", help="Return once it has ended, or at once.")
+    ] = True,
+) -> None:
+    """Ends a worker as SIGTERM does: it takes nothing new, finishes what it has, and goes."""
+
+    async def work() -> None:
+        found = registry or find_registry(router)
+        await drain_worker(found, worker, grace, wait=wait, console=answer_console())
 
     _run(work())
 

@@ -40,11 +40,17 @@ class Child:
         """Whether it has not ended."""
         return self.process.returncode is None
 
+    @property
+    def drained(self) -> bool:
+        """Whether it is a worker that ended well after it had served."""
+        is_worker = self.spec.service in ("prefill", "decode")
+        return is_worker and bool(self.ready_s) and self.process.returncode == 0
+
 
 class Supervisor:
     """Owns the children, and a watchdog that ends them should this process be killed."""
 
-    def __init__(self, stop_grace_s: float = 25.0) -> None:
+    def __init__(self, stop_grace_s: float = 30.0) -> None:
         self.children: list[Child] = []
         self._stop_grace_s = stop_grace_s
         self._watchdog: asyncio.subprocess.Process | None = None
@@ -89,10 +95,16 @@ class Supervisor:
             await asyncio.sleep(POLL_S)
 
     def check(self) -> None:
-        """Raises ConfigError or WorkerGone when a child has ended that nobody had asked to."""
+        """Raises ConfigError or WorkerGone when a child has ended that nobody had asked to.
+
+        A worker that ends well once it has served was drained.
+        """
         for child in self.children:
-            if not child.running and not child.stopping:
+            if child.running or child.stopping:
+                continue
+            if not child.drained:
                 raise death_of(child)
+            child.stopping = True
 
     async def wait_any_end(self) -> None:
         """Returns only by raising, once a child has ended that nobody had asked to."""

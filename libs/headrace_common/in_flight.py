@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import grpc
@@ -55,7 +55,7 @@ class InFlightInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         endless = handler_call_details.method in _ENDLESS
-        return guarded(handler, self._cuttable if endless else self._answer)
+        return guarded(handler, self._stream if endless else self._answer)
 
     async def wait_answered(self, deadline: Deadline) -> bool:
         """Waits until no RPC is being answered; False once the deadline has passed."""
@@ -66,10 +66,10 @@ class InFlightInterceptor(grpc.aio.ServerInterceptor):
             return False
         return True
 
-    def cut_streams(self) -> None:
-        """Ends every endless stream with Draining, those that still come included."""
+    def cut(self) -> None:
+        """Ends every RPC with Draining, streams that still come included."""
         self._cutting = True
-        for task in self._streams:
+        for task in self._streams | self._answering:
             task.cancel()
 
     @asynccontextmanager
@@ -78,16 +78,25 @@ class InFlightInterceptor(grpc.aio.ServerInterceptor):
         self._answering.add(task)
         self._idle.clear()
         try:
-            yield
+            with self._cuttable(task):
+                yield
         finally:
             self._answering.discard(task)
             if not self._answering:
                 self._idle.set()
 
     @asynccontextmanager
-    async def _cuttable(self, context: Context) -> AsyncIterator[None]:
+    async def _stream(self, context: Context) -> AsyncIterator[None]:
         task = _current_task()
         self._streams.add(task)
+        try:
+            with self._cuttable(task):
+                yield
+        finally:
+            self._streams.discard(task)
+
+    @contextmanager
+    def _cuttable(self, task: asyncio.Task[Any]) -> Iterator[None]:
         try:
             yield
         except asyncio.CancelledError:
@@ -95,8 +104,6 @@ class InFlightInterceptor(grpc.aio.ServerInterceptor):
                 raise
             task.uncancel()
             raise Draining("the process is shutting down") from None
-        finally:
-            self._streams.discard(task)
 
 
 def _current_task() -> asyncio.Task[Any]:

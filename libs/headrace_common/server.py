@@ -44,6 +44,10 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 _CUT_S = 1.0
+# How long a service may take to end what is not done after the grace.
+END_UNFINISHED_S = 4.0
+
+Drainer = Callable[[Deadline], Awaitable[None]]
 
 
 class GrpcServer:
@@ -68,7 +72,9 @@ class GrpcServer:
         )
         self._health = health.aio.HealthServicer()
         self._health_updates: set[asyncio.Task[None]] = set()
-        self._stop_asked = asyncio.Event()
+        self._drain_asked = asyncio.Event()
+        self._drain_deadline: Deadline | None = None
+        self._stop_asked = False
         self._hurry = asyncio.Event()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -76,8 +82,8 @@ class GrpcServer:
 
     @property
     def draining(self) -> bool:
-        """Whether the process has been asked to end."""
-        return self._stop_asked.is_set()
+        """Whether it has been asked to end."""
+        return self._drain_asked.is_set()
 
     async def start(self) -> str:
         """Listens, reports SERVING and returns the host:port by which others reach this server.
@@ -109,30 +115,45 @@ class GrpcServer:
 
     def request_stop(self) -> None:
         """Does what a first SIGTERM does; asked again, what a second one does."""
-        (self._hurry if self._stop_asked.is_set() else self._stop_asked).set()
+        if self._stop_asked:
+            self._hurry.set()
+        self._stop_asked = True
+        self.request_drain()
 
-    async def serve_until_signal(self, on_drain: Callable[[], Awaitable[None]]) -> None:
+    def request_drain(self, grace_s: float | None = None) -> Deadline:
+        """Begins to drain, unless it has begun; when what is in flight must have ended.
+
+        None means drain_grace_s.
+        """
+        if self._drain_deadline is None:
+            grace_s = self._config.drain_grace_s if grace_s is None else grace_s
+            self._drain_deadline = Deadline.after(grace_s)
+            self._drain_asked.set()
+        return self._drain_deadline
+
+    async def serve_until_signal(self, on_drain: Drainer) -> None:
         """Serves until SIGTERM or SIGINT, then drains and returns. See serve_until_stopped."""
         with stop_signals(self.request_stop):
             await self.serve_until_stopped(on_drain)
 
-    async def serve_until_stopped(self, on_drain: Callable[[], Awaitable[None]]) -> None:
-        """Serves until `request_stop` is called, then drains and returns.
+    async def serve_until_stopped(self, on_drain: Drainer) -> None:
+        """Serves until `request_stop` or `request_drain` is called, then drains and returns.
 
         Draining reports NOT_SERVING and awaits `on_drain`, in which the service refuses new work by
-        itself while what is in flight may still call in. Then every new RPC is refused, those in
-        flight may end, and streams that have no end of their own are cut off. All of it takes
-        drain_grace_s at most. A second call ends at once.
+        itself while what is in flight may still call in; at the deadline that it is given, it ends
+        the rest. Then every new RPC is refused and those in flight may end. Whatever is left at the
+        deadline ends with Draining, as do streams that have no end of their own. A second
+        `request_stop` ends at once.
         """
         try:
-            await self._stop_asked.wait()
-            await self._drain(on_drain)
+            await self._drain_asked.wait()
+            await self._drain(on_drain, self.request_drain())
         finally:
             await self.server.stop(None)
 
-    async def _drain(self, on_drain: Callable[[], Awaitable[None]]) -> None:
-        _LOG.info("draining for up to %g s", self._config.drain_grace_s)
-        drain = asyncio.create_task(self._drain_in_order(on_drain))
+    async def _drain(self, on_drain: Drainer, deadline: Deadline) -> None:
+        _LOG.info("draining for up to %g s", deadline.remaining_s())
+        drain = asyncio.create_task(self._drain_in_order(on_drain, deadline))
         hurry = asyncio.create_task(self._hurry.wait())
         try:
             await asyncio.wait({drain, hurry}, return_when=asyncio.FIRST_COMPLETED)
@@ -142,18 +163,17 @@ class GrpcServer:
         with contextlib.suppress(asyncio.CancelledError):
             await drain
 
-    async def _drain_in_order(self, on_drain: Callable[[], Awaitable[None]]) -> None:
-        deadline = Deadline.after(self._config.drain_grace_s)
+    async def _drain_in_order(self, on_drain: Drainer, deadline: Deadline) -> None:
         await self._set_health(False)
         try:
-            async with asyncio.timeout(deadline.remaining_s()):
-                await on_drain()
+            async with asyncio.timeout(deadline.remaining_s() + END_UNFINISHED_S):
+                await on_drain(deadline)
         except TimeoutError:
-            _LOG.warning("work in flight did not end within %g s", self._config.drain_grace_s)
-        stop = asyncio.create_task(self.server.stop(deadline.remaining_s()))
+            _LOG.warning("work in flight did not end within the grace")
+        stop = asyncio.create_task(self.server.stop(deadline.remaining_s() + _CUT_S))
         if not await self._in_flight.wait_answered(deadline):
             _LOG.warning("cutting off %d requests", self._in_flight.answer_count)
-        self._in_flight.cut_streams()
+        self._in_flight.cut()
         # A stream cut in the middle of a write ends without a status, and would hold the server
         # up until the grace is over: stop() in serve_until_stopped ends it.
         await asyncio.wait({stop}, timeout=_CUT_S)

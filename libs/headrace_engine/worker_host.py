@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import resource
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
@@ -14,7 +14,7 @@ from headrace.registry.v1 import registry_pb2
 from headrace_common.channel import open_channel
 from headrace_common.identity import new_incarnation
 from headrace_common.registry_client import DescriptorCache, RegistryView
-from headrace_common.server import GrpcServer, stop_signals, write_port_file
+from headrace_common.server import Drainer, GrpcServer, stop_signals, write_port_file
 from headrace_common.telemetry import init_telemetry
 from headrace_engine.factory import build_engine
 from headrace_engine.interface import Engine
@@ -73,10 +73,8 @@ class WorkerHost:
         if listener in self._listeners:
             self._listeners.remove(listener)
 
-    async def serve(
-        self, endpoint: str, server: GrpcServer, on_drain: Callable[[], Awaitable[None]]
-    ) -> None:
-        """Serves a worker until a signal comes, which is heard once all workers of the process serve."""
+    async def serve(self, endpoint: str, server: GrpcServer, on_drain: Drainer) -> None:
+        """Serves a worker until it is drained or a signal comes, heard once all workers of the process serve."""
         self._servers[endpoint] = server
         if len(self._servers) == self._config.count:
             if self._config.count > 1 and self._config.port_file:

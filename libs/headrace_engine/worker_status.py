@@ -6,15 +6,18 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import grpc
+from google.protobuf.duration_pb2 import Duration
 
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import DeadlineExceeded, InvalidRequest, StaleIncarnation
 from headrace_engine.prefix_announcer import PrefixAnnouncer
+from headrace_kv.layout import WorkerRef
 
 DEFAULT_INTERVAL_S = 1.0
 SHORTEST_INTERVAL_S = 0.1
 LONGEST_INTERVAL_S = 60.0
+LONGEST_GRACE_S = 3_600.0
 POLL_S = 0.05
 RESET_WAIT_S = 60.0
 # The answer must reach a caller before its deadline does.
@@ -27,7 +30,8 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
     Changes are found by looking again every `POLL_S`, so that nothing that holds requests has to
     know its watchers,
     and a burst of changes is one message. Without `prefix_events`, SubscribeKvEvents is
-    UNIMPLEMENTED, and without `reset_prefix_cache`, which is Engine's, ResetPrefixCache.
+    UNIMPLEMENTED, and without `reset_prefix_cache`, which is Engine's, ResetPrefixCache; so is Drain without
+    `on_drain`, which begins to drain within the seconds it is given, or the worker's own, and says when that ends.
     """
 
     def __init__(
@@ -35,10 +39,12 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
         snapshot: Callable[[], worker_pb2.WatchStatusResponse],
         prefix_events: PrefixAnnouncer | None = None,
         reset_prefix_cache: Callable[[], Awaitable[bool]] | None = None,
+        on_drain: Callable[[float | None], Deadline] | None = None,
     ) -> None:
         self._snapshot = snapshot
         self._reset_prefix_cache = reset_prefix_cache
         self._prefix_events = prefix_events
+        self._on_drain = on_drain
 
     async def WatchStatus(
         self,
@@ -77,14 +83,7 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
                 grpc.StatusCode.UNIMPLEMENTED, "this worker's engine does not say what it caches"
             )
         interval_s = interval_s_of(request)
-        if request.incarnation != events.ref.incarnation:
-            raise StaleIncarnation(
-                f"this is {events.ref}, not incarnation {request.incarnation}",
-                metadata={
-                    "worker_id": events.ref.worker_id,
-                    "incarnation": events.ref.incarnation,
-                },
-            )
+        _check_meant(request.incarnation, events.ref)
         with events.subscribe(request.since_sequence) as subscription:
             async for message in subscription.messages(interval_s):
                 yield message
@@ -100,12 +99,8 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
         if reset is None:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this worker keeps no prefixes")
         status = self._snapshot()
-        if request.incarnation not in ("", status.incarnation):
-            raise StaleIncarnation(
-                f"this is incarnation {status.incarnation} of {status.worker_id}, "
-                f"not {request.incarnation}",
-                metadata={"worker_id": status.worker_id, "incarnation": status.incarnation},
-            )
+        if request.incarnation:
+            _check_meant(request.incarnation, WorkerRef(status.worker_id, status.incarnation))
         remaining_s = Deadline.from_context(context, RESET_WAIT_S).remaining_s()
         wait_s = min(RESET_WAIT_S, remaining_s - ANSWER_S)
         give_up_s = asyncio.get_running_loop().time() + wait_s
@@ -119,6 +114,34 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
             await asyncio.sleep(POLL_S)
         return worker_pb2.ResetPrefixCacheResponse()
 
+    async def Drain(
+        self,
+        request: worker_pb2.DrainRequest,
+        context: grpc.aio.ServicerContext[worker_pb2.DrainRequest, worker_pb2.DrainResponse],
+    ) -> worker_pb2.DrainResponse:
+        """See worker.proto."""
+        if self._on_drain is None:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this worker cannot be drained")
+        status = self._snapshot()
+        _check_meant(request.incarnation, WorkerRef(status.worker_id, status.incarnation))
+        grace_s: float | None = None
+        if request.HasField("grace"):
+            grace_s = _seconds_in(request.grace, "grace", 0.0, LONGEST_GRACE_S)
+        deadline = self._on_drain(grace_s)
+        remaining = Duration()
+        remaining.FromNanoseconds(round(deadline.remaining_s() * 1e9))
+        return worker_pb2.DrainResponse(
+            remaining=remaining, request_count=status.running_requests + status.waiting_requests
+        )
+
+
+def _check_meant(incarnation: str, actual: WorkerRef) -> None:
+    if incarnation != actual.incarnation:
+        raise StaleIncarnation(
+            f"this is {actual}, not incarnation {incarnation or '(none)'}",
+            metadata={"worker_id": actual.worker_id, "incarnation": actual.incarnation},
+        )
+
 
 def interval_s_of(
     request: worker_pb2.WatchStatusRequest | worker_pb2.SubscribeKvEventsRequest,
@@ -126,12 +149,13 @@ def interval_s_of(
     """The longest silence that the caller wants. Raises InvalidRequest when it is out of range."""
     if not request.HasField("max_interval"):
         return DEFAULT_INTERVAL_S
-    interval_s = request.max_interval.seconds + request.max_interval.nanos / 1e9
-    if not SHORTEST_INTERVAL_S <= interval_s <= LONGEST_INTERVAL_S:
-        raise InvalidRequest(
-            {
-                "max_interval": f"must be {SHORTEST_INTERVAL_S:g} s to {LONGEST_INTERVAL_S:g} s, "
-                f"not {interval_s:g} s"
-            }
-        )
-    return interval_s
+    return _seconds_in(
+        request.max_interval, "max_interval", SHORTEST_INTERVAL_S, LONGEST_INTERVAL_S
+    )
+
+
+def _seconds_in(duration: Duration, field: str, least_s: float, most_s: float) -> float:
+    seconds = duration.seconds + duration.nanos / 1e9
+    if not least_s <= seconds <= most_s:
+        raise InvalidRequest({field: f"must be {least_s:g} s to {most_s:g} s, not {seconds:g} s"})
+    return seconds

@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from headrace.kv.v1 import handoff_pb2
+from headrace_common.errors import Cancelled, Draining, TransferFailed, WorkerGone
 from headrace_kv.copy_write import CopyWrite
+
+
+def reason_from_peer(reason: str) -> str:
+    """Why a transfer ended on this rank, when the decode worker or the way to it was the cause.
+
+    What is said of that worker must not be taken for this rank's own state.
+    """
+    if reason in (Draining.reason, WorkerGone.reason):
+        return TransferFailed.reason
+    return reason or Cancelled.reason
 
 
 def opening(transfer_id: str) -> handoff_pb2.HandoffRequest:

@@ -318,7 +318,7 @@ class SendLoop:
             link.send(words.quiesced(cancel.transfer_id))
             return
         transfer.control_bytes += handoff_pb2.HandoffResponse(cancel=cancel).ByteSize()
-        self._halt(transfer, peer, cancel.reason or "CANCELLED", cancel.detail, tell=False)
+        self._halt(transfer, peer, words.reason_from_peer(cancel.reason), cancel.detail, tell=False)
 
     def _lose(self, link: HandoffLink, error: HeadraceError) -> None:
         self._links.discard(link)
@@ -329,7 +329,9 @@ class SendLoop:
         for transfer in list(peer.transfers.values()):
             # Whoever cannot hear us learns from the end of the stream.
             transfer.opened = False
-            self._fail(transfer, peer, error)
+            self._halt(
+                transfer, peer, words.reason_from_peer(error.reason), error.detail, tell=False
+            )
 
     def _fail(self, transfer: Outgoing, peer: SenderPeer, error: HeadraceError) -> None:
         self._halt(transfer, peer, error.reason, error.detail, tell=True)

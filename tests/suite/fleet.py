@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
 import headrace_decode.main as decode
 import headrace_prefill.main as prefill
 from headrace_common.identity import new_incarnation
-from headrace_common.server import GrpcServer
+from headrace_common.server import Drainer, GrpcServer
 from headrace_decode.config import DecodeConfig
 from headrace_engine.factory import build_engine
 from headrace_engine.worker_config import engine_config
@@ -29,9 +28,7 @@ class _Host(WorkerHost):
         super().__init__(role, config)
         self.servers: dict[str, GrpcServer] = {}
 
-    async def serve(
-        self, endpoint: str, server: GrpcServer, on_drain: Callable[[], Awaitable[None]]
-    ) -> None:
+    async def serve(self, endpoint: str, server: GrpcServer, on_drain: Drainer) -> None:
         self.servers[endpoint] = server
         await server.serve_until_stopped(on_drain)
 

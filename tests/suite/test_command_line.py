@@ -156,6 +156,25 @@ async def test_chat_workers_and_trace_find_what_up_started(tmp_path: Path) -> No
     assert processes_in(tmp_path / "logs") == []
 
 
+async def test_a_worker_that_is_drained_goes_and_the_others_serve_on(tmp_path: Path) -> None:
+    port = free_port()
+    router = ("--router", f"127.0.0.1:{port}")
+    async with up(tmp_path / "logs", "--port", str(port), "--decode", "2") as process:
+        unknown = await headrace("drain", "decode-7", *router)
+        assert unknown.status == 1
+        assert "decode-0, decode-1, prefill-0" in unknown.err
+        gone = await headrace("drain", "decode-0", "--grace", "5", *router)
+        assert gone.status == 0, gone.err
+        assert "decode-0 drains: 0 requests in flight, up to 5 s" in gone.out
+        assert "decode-0 has ended" in gone.out
+        assert processes_in(tmp_path / "logs", "worker-id=decode-0") == []
+        answered = await headrace("chat", "Hello", *router, "--max-tokens", "5")
+        assert answered.status == 0, answered.err
+        assert process.returncode is None
+        process.send_signal(signal.SIGINT)
+        assert await asyncio.wait_for(process.wait(), 40) == 0
+
+
 async def test_killing_up_takes_everything_with_it(tmp_path: Path) -> None:
     folder = tmp_path / "logs"
     async with up(folder, "--port", "0") as process:
@@ -224,7 +243,9 @@ async def test_nobody_at_home_is_one_line() -> None:
     assert "headrace up" in ended.err
 
 
-@pytest.mark.parametrize("command", ["up", "demo", "chat", "workers", "reset-cache", "trace"])
+@pytest.mark.parametrize(
+    "command", ["up", "demo", "chat", "workers", "drain", "reset-cache", "trace"]
+)
 async def test_every_command_has_help_with_examples(command: str) -> None:
     shown = await headrace(command, "--help")
     assert shown.status == 0

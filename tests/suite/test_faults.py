@@ -6,6 +6,9 @@ import asyncio
 import time
 from pathlib import Path
 
+from rich.console import Console
+
+from headrace_cli.drain import drain_worker
 from headrace_common.errors import DeadlineExceeded, HeadraceError, InternalError
 from tests.ports import free_port
 from tests.suite.deployment import Outcome, Suite, prompt_of, suite
@@ -104,6 +107,24 @@ async def test_a_decode_worker_that_drains_finishes_what_it_has(tmp_path: Path) 
             assert outcome.token_ids == it.expected(prompt, 50)
         late = await it.generate(prompts[0], 3)
         assert late.last.timing.decode_worker_id == "decode-1"
+
+
+async def test_what_a_prefill_worker_cannot_finish_in_its_grace_is_computed_elsewhere(
+    tmp_path: Path,
+) -> None:
+    async with suite(tmp_path, prefill_count=2, settings=(SLOW_PREFILL,)) as it:
+        prompts = [prompt_of(250, number) for number in range(6)]
+        running = [asyncio.create_task(it.generate(prompt, 4)) for prompt in prompts]
+        await asyncio.sleep(0.5)
+        with (tmp_path / "drain.log").open("w") as said:
+            await drain_worker(
+                it.deployment.registry, "prefill-0", 0.0, wait=True, console=Console(file=said)
+            )
+        outcomes = await asyncio.gather(*running)
+        for prompt, outcome in zip(prompts, outcomes, strict=True):
+            assert outcome.token_ids == it.expected(prompt, 4)
+        assert max(outcome.last.timing.attempts for outcome in outcomes) > 1
+        assert it.child("prefill-0").process.returncode == 0
 
 
 async def test_a_prefill_worker_that_drains_gives_its_tasks_back(tmp_path: Path) -> None:

@@ -132,6 +132,11 @@ class Attempt:
         self.milestones.told_unix_ns = time.time_ns()
         self._engine.first_token(work.transfer_id, token_id)
 
+    def interrupt(self, error: HeadraceError) -> None:
+        """Ends the stream with `error`, after what the engine has said already."""
+        if self._events is not None:
+            self._events.interrupt(error)
+
     async def _reserve(self, events: EventBuffer) -> Reservation:
         """Waits for the engine's blocks and opens the transfer into them."""
         first = await events.take_first(self._deadline)

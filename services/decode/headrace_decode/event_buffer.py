@@ -47,6 +47,13 @@ class EventBuffer:
             if close is not None:
                 await close()
 
+    def interrupt(self, error: Exception) -> None:
+        """Hears the engine no more, and raises `error` once everything before has been taken."""
+        if not self._ended:
+            self._error, self._ended = error, True
+            self._changed.set()
+            self._reader.cancel()
+
     async def spoken(self) -> None:
         """Returns once there is something to take: events, an error or the end."""
         await self._changed.wait()

@@ -87,7 +87,9 @@ async def serve_worker(host: WorkerHost, hosted: HostedWorker[DecodeConfig]) -> 
     decode_pb2_grpc.add_DecodeServiceServicer_to_server(service, server.server)
     handoff_pb2_grpc.add_HandoffServiceServicer_to_server(HandoffServicer(receiver), server.server)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(
-        WorkerStatusServicer(service.status, engine.prefix_events, engine.reset_prefix_cache),
+        WorkerStatusServicer(
+            service.status, engine.prefix_events, engine.reset_prefix_cache, server.request_drain
+        ),
         server.server,
     )
     endpoint = await server.start()
@@ -104,10 +106,10 @@ async def serve_worker(host: WorkerHost, hosted: HostedWorker[DecodeConfig]) -> 
         config, host, member, engine.descriptor, prefix_events=engine.prefix_events
     )
 
-    async def drain() -> None:
-        service.begin_drain(NOTICE_S)
+    async def drain(deadline: Deadline) -> None:
+        service.begin_drain(min(NOTICE_S, deadline.remaining_s()))
         await membership.leave()
-        await service.wait_idle()
+        await service.finish(deadline)
         # Blocks in quarantine go with the process; only ranks about to fall quiet are waited for.
         await receiver.drain(min(QUIET_WAIT_S, config.drain_grace_s))
 

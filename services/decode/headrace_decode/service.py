@@ -68,6 +68,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         self._ticket_key = ticket_key
         self._require_ticket = require_ticket
         self._seen = SeenTransfers()
+        self._live: dict[str, Attempt] = {}
         self._awaiting: dict[str, Attempt] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._load = LoopLoad()
@@ -134,7 +135,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
     def _admit(self, request: decode_pb2.GenerateRequest, deadline: Deadline) -> Attempt:
         """Refuses whatever can be refused before anything is spent."""
         if self._draining and self._notice.expired:
-            raise Draining(f"{self._ref.worker_id} is shutting down")
+            raise self._refusal()
         self._check_incarnation(request.incarnation)
         self._check_ticket(request)
         work = work_from_proto(request)
@@ -156,6 +157,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
             on_settled=lambda: self._settle(work.transfer_id),
             load=self._load,
         )
+        self._live[work.transfer_id] = attempt
         if work.awaits_first_token:
             self._awaiting[work.transfer_id] = attempt
         return attempt
@@ -205,6 +207,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
             describe_attempt(self._telemetry, span, attempt, error)
 
     def _settle(self, transfer_id: str) -> None:
+        self._live.pop(transfer_id, None)
         self._admission.settle(transfer_id)
         if self._admission.request_count == 0:
             self._idle.set()
@@ -216,12 +219,26 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         self._draining = True
         self._notice = Deadline.after(notice_s)
 
-    async def wait_idle(self) -> None:
-        """Returns once no attempt is under way, and none can come. The caller bounds the wait."""
+    async def finish(self, deadline: Deadline) -> None:
+        """Returns once no attempt is under way, and none can come.
+
+        Those that are not done at the deadline end with Draining, so that their routers go on elsewhere.
+        """
         await asyncio.sleep(self._notice.remaining_s())
+        try:
+            async with asyncio.timeout(deadline.remaining_s()):
+                await self._idle.wait()
+        except TimeoutError:
+            log.warning("ending %d requests that are not done", len(self._live))
+        for attempt in tuple(self._live.values()):
+            attempt.interrupt(self._refusal())
         await self._idle.wait()
         while self._closing:
             await asyncio.wait(set(self._closing))
+
+    def _refusal(self) -> Draining:
+        worker_id = self._ref.worker_id
+        return Draining(f"{worker_id} is shutting down", metadata={"worker_id": worker_id})
 
     def status(self) -> worker_pb2.WatchStatusResponse:
         """What WatchStatus says now."""

@@ -89,7 +89,9 @@ async def serve_worker(host: WorkerHost, hosted: HostedWorker[PrefillConfig]) ->
     )
     server = GrpcServer(config, SERVICES)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(
-        WorkerStatusServicer(worker.status, engine.prefix_events, engine.reset_prefix_cache),
+        WorkerStatusServicer(
+            worker.status, engine.prefix_events, engine.reset_prefix_cache, server.request_drain
+        ),
         server.server,
     )
     endpoint = await server.start()
@@ -106,9 +108,9 @@ async def serve_worker(host: WorkerHost, hosted: HostedWorker[PrefillConfig]) ->
         config, host, member, None, puller.set_routers, engine.prefix_events
     )
 
-    async def drain() -> None:
+    async def drain(deadline: Deadline) -> None:
         await membership.leave()
-        await puller.drain()
+        await puller.drain(deadline)
         await puller.close()
 
     try:

@@ -61,7 +61,7 @@ class PullSession:
                         log.warning("the router said %s, which means nothing here", unknown)
         finally:
             call.cancel()
-            await self._stop_tasks()
+            await self._stop_all()
 
     def grant(self, credit_share: int) -> None:
         """Gives the router room for more tasks, up to its share."""
@@ -123,12 +123,15 @@ class PullSession:
         if running is not None:
             running.cancel()
 
-    async def _stop_tasks(self) -> None:
-        self._draining = True
-        running = list(self._tasks.values())
-        for task in running:
+    def stop_tasks(self) -> None:
+        """Stops everything that runs; each reports its end."""
+        for task in self._tasks.values():
             task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+
+    async def _stop_all(self) -> None:
+        self._draining = True
+        self.stop_tasks()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     def _say(self, message: prefill_pb2.PullRequest) -> asyncio.Event:
         """Queues a message; the event is set once it is on its way."""

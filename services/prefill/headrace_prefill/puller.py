@@ -14,6 +14,7 @@ from headrace.prefill.v1 import prefill_pb2, prefill_pb2_grpc
 from headrace.registry.v1 import registry_pb2
 from headrace_common.channel import open_channel
 from headrace_common.config import ServiceConfig
+from headrace_common.deadlines import Deadline
 from headrace_common.errors import QueueFull
 from headrace_common.status import error_from_rpc
 from headrace_prefill.pull_session import PullSession
@@ -69,13 +70,22 @@ class Puller:
         for session in self._sessions:
             session.grant(self.credit_share)
 
-    async def drain(self) -> None:
-        """Takes nothing new, and returns when every task has ended and been reported. The caller
-        bounds the wait.
+    async def drain(self, deadline: Deadline) -> None:
+        """Takes nothing new, and returns when every task has ended and been reported: at the
+        deadline what runs is stopped and reported with Draining, for which the caller bounds the
+        wait.
         """
         self._draining = True
         self._worker.draining = True
-        await asyncio.gather(*(session.drain() for session in set(self._sessions)))
+        sessions = set(self._sessions)
+        drains = asyncio.gather(*(session.drain() for session in sessions))
+        try:
+            async with asyncio.timeout(deadline.remaining_s()):
+                await asyncio.shield(drains)
+        except TimeoutError:
+            for session in sessions:
+                session.stop_tasks()
+            await drains
 
     async def close(self) -> None:
         """Ends every stream; tasks that still run are stopped first."""

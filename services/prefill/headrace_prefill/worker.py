@@ -15,6 +15,7 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import (
     Cancelled,
     DeadlineExceeded,
+    Draining,
     HeadraceError,
     InternalError,
     InvalidRequest,
@@ -74,7 +75,7 @@ class PrefillWorker:
         try:
             outcome = await self._prefill(task, on_start, on_first_token)
         except asyncio.CancelledError:
-            error = Cancelled("the router gave the task up")
+            error = self._cancellation()
             current = asyncio.current_task()
             if current is not None:
                 current.uncancel()
@@ -91,6 +92,12 @@ class PrefillWorker:
         if self._on_ended is not None:
             self._on_ended(done.reason, done.payload_bytes)
         return done
+
+    def _cancellation(self) -> HeadraceError:
+        if not self.draining:
+            return Cancelled("the router gave the task up")
+        worker_id = self.ref.worker_id
+        return Draining(f"{worker_id} is shutting down", metadata={"worker_id": worker_id})
 
     async def _prefill(
         self,

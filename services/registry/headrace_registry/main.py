@@ -7,6 +7,7 @@ from typing import NoReturn
 
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
 from headrace_common.config import load_config, redacted
+from headrace_common.deadlines import Deadline
 from headrace_common.logs import setup_logging
 from headrace_common.run import run_service
 from headrace_common.server import GrpcServer
@@ -68,5 +69,5 @@ def open_store(config: RegistryConfig) -> Store:
     )
 
 
-async def _drain() -> None:
+async def _drain(deadline: Deadline) -> None:
     """Nothing outlives its RPC here: the server ends the watches by itself."""

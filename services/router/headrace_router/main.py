@@ -96,7 +96,7 @@ async def serve_router(config: RouterConfig) -> None:
         stack.push_async_callback(membership.stop)
         await membership.start()
         _LOG.info("%s serves %s on %s", router_id, ", ".join(codecs), endpoint)
-        await server.serve_until_signal(lambda: _drain(router, membership))
+        await server.serve_until_signal(lambda deadline: _drain(router, membership))
 
 
 async def _drain(router: Router, membership: Membership) -> None:

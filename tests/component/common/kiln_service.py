@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
 from headrace_common.config import ServiceConfig, load_config
+from headrace_common.deadlines import Deadline
 from headrace_common.logs import setup_logging
 from headrace_common.run import run_service
 from headrace_common.server import GrpcServer
@@ -59,7 +60,7 @@ async def serve() -> None:
     )
     print(await server.start(), flush=True)
 
-    async def on_drain() -> None:
+    async def on_drain(deadline: Deadline) -> None:
         print("draining", flush=True)
 
     await server.serve_until_signal(on_drain)

@@ -146,8 +146,10 @@ async def test_a_stuck_request_ends_with_the_grace_or_a_second_signal(
         seconds, code = await seconds_to_end(process)
         assert code == 0
         assert seconds < 10
-        with pytest.raises(grpc.aio.AioRpcError):
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
             await stream.read()
+        # Asked twice, it ends too fast to say why.
+        assert signals == 2 or isinstance(error_from_rpc(ended.value), Draining)
 
 
 async def test_an_idle_service_with_a_watcher_ends_at_once_on_ctrl_c() -> None:

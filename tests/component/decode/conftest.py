@@ -79,7 +79,7 @@ async def served() -> AsyncIterator[Served]:
     decode_pb2_grpc.add_DecodeServiceServicer_to_server(service, server.server)
     handoff_pb2_grpc.add_HandoffServiceServicer_to_server(HandoffServicer(receiver), server.server)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(
-        WorkerStatusServicer(service.status), server.server
+        WorkerStatusServicer(service.status, on_drain=server.request_drain), server.server
     )
     endpoint = await server.start()
     async with open_channel(endpoint) as channel:

@@ -17,6 +17,7 @@ from headrace.inference.v1 import sampling_pb2
 from headrace.kv.v1 import handoff_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_common import telemetry_schema as schema
+from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError, TransferFailed
 from headrace_common.status import error_from_rpc
 from headrace_engine.interface import DecodeEnded, DecodeTokens
@@ -280,7 +281,7 @@ async def test_a_draining_worker_refuses_and_finishes(served: Served) -> None:
     assert await next_event(aiter(call)) == "reserved"
     served.service.begin_drain()
     assert (await failure_of(served.decode.Generate(request("y1")))).reason == "DRAINING"
-    waiting = asyncio.create_task(served.service.wait_idle())
+    waiting = asyncio.create_task(served.service.finish(Deadline.after(10.0)))
     await asyncio.sleep(0.05)
     assert not waiting.done()
     for event in (DecodeTokens((1,)), DecodeEnded(True, 0)):

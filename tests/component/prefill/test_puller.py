@@ -14,6 +14,7 @@ from headrace.kv.v1 import layout_pb2
 from headrace.prefill.v1 import prefill_pb2, prefill_pb2_grpc
 from headrace.registry.v1 import registry_pb2
 from headrace_common.config import ServiceConfig
+from headrace_common.deadlines import Deadline
 from headrace_kv.layout import WorkerRef
 from headrace_prefill.puller import Puller
 
@@ -245,7 +246,7 @@ async def test_draining_gives_new_tasks_back_and_waits_for_the_old(
     await until(lambda: queue.credit == 4, "credit")
     queue.hand_out("x1")
     await until(lambda: "x1" in worker.running, "the task")
-    draining = asyncio.create_task(puller.drain())
+    draining = asyncio.create_task(puller.drain(Deadline.after(10.0)))
     await asyncio.sleep(0.05)
     queue.hand_out("x2")
     await until(lambda: len(queue.done) == 1, "the refusal")
@@ -255,6 +256,19 @@ async def test_draining_gives_new_tasks_back_and_waits_for_the_old(
     await asyncio.wait_for(draining, 5)
     await until(lambda: len(queue.done) == 2, "the last report")
     assert queue.credit == 2
+
+
+async def test_what_is_not_done_in_time_is_stopped_and_reported(
+    puller: Puller, routers: list[ServedRouter], worker: ScriptedWorker
+) -> None:
+    queue = routers[0].queue
+    puller.set_routers([routers[0].member("r0")])
+    await until(lambda: queue.credit == 4, "credit")
+    queue.hand_out("x1")
+    await until(lambda: "x1" in worker.running, "the task")
+    await asyncio.wait_for(puller.drain(Deadline.after(0.1)), 5)
+    assert worker.cancelled == ["x1"]
+    await until(lambda: [done.transfer_id for done in queue.done] == ["x1"], "the report")
 
 
 async def test_a_router_that_breaks_its_credit_is_refused(

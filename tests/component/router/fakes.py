@@ -136,6 +136,11 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
     ) -> worker_pb2.ResetPrefixCacheResponse:
         return worker_pb2.ResetPrefixCacheResponse()
 
+    async def Drain(
+        self, request: worker_pb2.DrainRequest, context: Any
+    ) -> worker_pb2.DrainResponse:
+        raise AssertionError("routers drain no workers")
+
     async def WatchStatus(
         self, request: worker_pb2.WatchStatusRequest, context: Any
     ) -> AsyncIterator[worker_pb2.WatchStatusResponse]:

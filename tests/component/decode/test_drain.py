@@ -1,0 +1,73 @@
+"""A decode worker that drains ends what is not done in time so that a router goes on elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc.aio
+import pytest
+from google.protobuf.duration_pb2 import Duration
+
+from headrace.worker.v1 import worker_pb2
+from headrace_common.deadlines import Deadline
+from headrace_common.errors import Draining, HeadraceError, InvalidRequest, StaleIncarnation
+from headrace_common.status import error_from_rpc
+from headrace_engine.interface import DecodeTokens
+from tests.component.decode.conftest import REF, Served, request
+from tests.component.decode.test_generate import RESERVATION, failure_of, next_event, until
+
+
+async def drain_refused(served: Served, request: worker_pb2.DrainRequest) -> HeadraceError:
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await served.worker.Drain(request, timeout=5)
+    return error_from_rpc(refused.value)
+
+
+async def test_what_generates_still_is_ended_after_its_last_token(served: Served) -> None:
+    call = served.decode.Generate(request(remote_prefill=False))
+    events = aiter(call)
+    assert await next_event(events) == "reserved"
+    served.engine.script.put_nowait(DecodeTokens((7,)))
+    assert (await asyncio.wait_for(anext(events), 5)).tokens.token_ids == [7]
+    served.service.begin_drain()
+    await asyncio.wait_for(served.service.finish(Deadline.after(0.1)), 5)
+    ended = await failure_of(call)
+    assert isinstance(ended, Draining)
+    assert ended.metadata == {"worker_id": REF.worker_id}
+    assert served.engine.closed == 1
+
+
+async def test_what_waits_for_its_kv_cache_is_ended_and_its_transfer_too(served: Served) -> None:
+    call = served.decode.Generate(request())
+    served.engine.script.put_nowait(RESERVATION)
+    assert await next_event(aiter(call)) == "reserved"
+    served.service.begin_drain()
+    await asyncio.wait_for(served.service.finish(Deadline.after(0.1)), 5)
+    assert isinstance(await failure_of(call), Draining)
+    await until(lambda: served.engine.released_ids == ["x1"], "release")
+
+
+async def test_drain_answers_at_once_and_asked_again_it_changes_nothing(served: Served) -> None:
+    call = served.decode.Generate(request(remote_prefill=False))
+    assert await next_event(aiter(call)) == "reserved"
+    asked = worker_pb2.DrainRequest(incarnation=REF.incarnation, grace=Duration(seconds=30))
+    first = await served.worker.Drain(asked, timeout=5)
+    assert first.request_count == 1
+    assert 29 < first.remaining.ToNanoseconds() / 1e9 <= 30
+    again = await served.worker.Drain(
+        worker_pb2.DrainRequest(incarnation=REF.incarnation, grace=Duration(seconds=3_000)),
+        timeout=5,
+    )
+    assert again.remaining.ToNanoseconds() <= first.remaining.ToNanoseconds()
+
+
+async def test_drain_is_for_one_incarnation_and_a_grace_within_its_range(served: Served) -> None:
+    for incarnation in ("", "f" * 16):
+        request = worker_pb2.DrainRequest(incarnation=incarnation)
+        assert isinstance(await drain_refused(served, request), StaleIncarnation)
+    for grace in (Duration(seconds=-1), Duration(seconds=3_601), Duration(nanos=-5)):
+        request = worker_pb2.DrainRequest(incarnation=REF.incarnation, grace=grace)
+        assert isinstance(await drain_refused(served, request), InvalidRequest)
+    assert (await served.worker.Drain(
+        worker_pb2.DrainRequest(incarnation=REF.incarnation), timeout=5
+    )).remaining.seconds > 15  # fmt: skip
