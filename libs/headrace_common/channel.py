@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,7 +45,21 @@ CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
 )
 
 
-def open_channel(endpoint: str, config: ServiceConfig | None = None) -> grpc.aio.Channel:
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """The files of mutual TLS, for code that has no ServiceConfig; a plain value. Empty means plaintext."""
+
+    tls_certificate_file: str = ""
+    tls_key_file: str = ""
+    tls_authority_file: str = ""
+
+    @classmethod
+    def of(cls, config: ServiceConfig) -> TlsFiles:
+        """What a service was told."""
+        return cls(config.tls_certificate_file, config.tls_key_file, config.tls_authority_file)
+
+
+def open_channel(endpoint: str, config: ServiceConfig | TlsFiles | None = None) -> grpc.aio.Channel:
     """Opens a channel to "host:port", with mutual TLS when `config` names the files.
 
     It connects on first use.
@@ -63,7 +78,7 @@ def open_blocking_channel(endpoint: str, config: ServiceConfig | None = None) ->
     return grpc.secure_channel(endpoint, credentials, options=CHANNEL_OPTIONS)
 
 
-def channel_credentials(config: ServiceConfig | None) -> grpc.ChannelCredentials | None:
+def channel_credentials(config: ServiceConfig | TlsFiles | None) -> grpc.ChannelCredentials | None:
     """What a client shows and trusts; None for plaintext. Raises as read_tls_files does."""
     if config is None or not config.tls_certificate_file:
         return None
@@ -71,7 +86,7 @@ def channel_credentials(config: ServiceConfig | None) -> grpc.ChannelCredentials
     return grpc.ssl_channel_credentials(authority, key, certificate)
 
 
-def read_tls_files(config: ServiceConfig) -> tuple[bytes, bytes, bytes]:
+def read_tls_files(config: ServiceConfig | TlsFiles) -> tuple[bytes, bytes, bytes]:
     """Certificate, key and authority in PEM.
 
     Raises ConfigError that names every file which cannot be read.

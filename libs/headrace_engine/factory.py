@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from headrace_common.channel import TlsFiles
 from headrace_common.errors import ConfigError
 from headrace_kv.layout import WorkerRef
 
@@ -26,7 +27,7 @@ class EngineConfig:
     most prompt tokens computed in one step. `block_tokens`: tokens of one KV block. `seed`: of
     requests that bring none. `local_broadcast`: whether decode ranks of one host pass equal KV on
     to each other, where the engine can do it. `link_path`: socket between service and engine processes, where an
-    engine has its own; empty picks one.
+    engine has its own; empty picks one. `tls`: files for handoff streams; none means plaintext.
     """
 
     engine: Literal["vllm", "sim"]
@@ -46,6 +47,7 @@ class EngineConfig:
     seed: int = 0
     local_broadcast: bool = True
     link_path: str = ""
+    tls: TlsFiles = field(default_factory=TlsFiles)
 
 
 def build_engine(

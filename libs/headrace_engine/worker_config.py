@@ -7,6 +7,7 @@ from typing import Literal, TypeVar
 from pydantic import Field, model_validator
 
 from headrace.registry.v1 import registry_pb2
+from headrace_common.channel import TlsFiles
 from headrace_common.config import (
     NonNegativeCount,
     PositiveCount,
@@ -138,6 +139,7 @@ def engine_config(
         block_tokens=config.block_tokens,
         seed=config.seed,
         local_broadcast=config.local_broadcast,
+        tls=TlsFiles.of(config),
     )
 
 

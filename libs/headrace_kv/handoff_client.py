@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import grpc.aio
 
 from headrace.kv.v1 import handoff_pb2, handoff_pb2_grpc
-from headrace_common.channel import open_channel
+from headrace_common.channel import TlsFiles, open_channel
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import (
     HeadraceError,
@@ -68,7 +68,7 @@ class HandoffLink:
     `start`, `send`, `acknowledge` and `close` may be called from any thread; everything else runs on `loop`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each part is another owner's
         self,
         *,
         ref: WorkerRef,
@@ -81,6 +81,7 @@ class HandoffLink:
         events: LinkEvents,
         handshake_timeout_s: float,
         clock: Clock,
+        tls: TlsFiles | None = None,
     ) -> None:
         self.decode = decode
         self.lease = WriteLease.none()
@@ -89,6 +90,7 @@ class HandoffLink:
         self.ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._layout = layout
         self._endpoint = endpoint
+        self._tls = tls
         self._descriptors = descriptors
         self._loop = loop
         self._events = events
@@ -170,7 +172,7 @@ class HandoffLink:
                 deadline = Deadline.after(self._handshake_timeout_s)
                 descriptor = await self._descriptors(self.decode, deadline)
             require_compatible(self._layout, descriptor.layout)
-            async with open_channel(self._endpoint) as channel:
+            async with open_channel(self._endpoint, self._tls) as channel:
                 await self._converse(channel, descriptor)
         except HeadraceError as problem:
             error = problem

@@ -14,6 +14,7 @@ from typing import Final, Literal, NamedTuple
 
 from headrace.kv.v1 import layout_pb2
 from headrace_common.errors import InternalError, LayoutMismatch
+from headrace_kv.layout_limits import require_limits
 
 TOKEN_OUTER: Final = "token_outer"
 """The interior in which one head's tokens of a block may be addressed one by one."""
@@ -334,7 +335,8 @@ def layout_to_proto(layout: KvLayout) -> layout_pb2.KvLayout:
 
 
 def layout_from_proto(message: layout_pb2.KvLayout) -> KvLayout:
-    """Raises LayoutMismatch for impossible pipeline stages."""
+    """Raises LayoutMismatch for impossible pipeline stages, and for what is beyond all bounds."""
+    require_limits(message)
     starts = tuple(message.stage_starts)
     if starts[:1] != (0,) or starts != tuple(sorted(set(starts))):
         named = ", ".join(map(str, starts)) or "none"

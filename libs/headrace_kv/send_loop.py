@@ -138,6 +138,7 @@ class SendLoop:
             events=self,
             handshake_timeout_s=self._parts.handshake_timeout_s,
             clock=self._clock,
+            tls=self._parts.tls,
         )
         peer = SenderPeer(link)
         self._peers[target.decode] = peer

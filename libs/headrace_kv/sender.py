@@ -7,6 +7,7 @@ import concurrent.futures
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from headrace_common.channel import TlsFiles
 from headrace_common.errors import QueueFull
 from headrace_kv.handoff_client import DescriptorSource
 from headrace_kv.layout import KvLayout, RankMemory, WorkerRef
@@ -35,11 +36,12 @@ class SenderLimits:
 class RankSender:
     """Writes on a thread, and has one handoff stream per decode worker on `loop`.
 
-    The thread is its own unless `thread` is given. Every method may be called from any thread and does not block.
+    The thread is its own unless `thread` is given; the streams are plaintext unless `tls`
+    names files. Every method may be called from any thread and does not block.
     `on_quiet` is called once for each opened transfer, on the thread, when nothing of it is or will be written.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each part is another owner's
         self,
         *,
         ref: WorkerRef,
@@ -52,6 +54,7 @@ class RankSender:
         on_quiet: Callable[[SendReport], None],
         limits: SenderLimits | None = None,
         thread: SenderThread | None = None,
+        tls: TlsFiles | None = None,
     ) -> None:
         self.closed: concurrent.futures.Future[None] = concurrent.futures.Future()
         limits = limits or SenderLimits()
@@ -65,6 +68,7 @@ class RankSender:
             loop=loop,
             on_quiet=on_quiet,
             handshake_timeout_s=limits.handshake_timeout_s,
+            tls=tls,
         )
         thread = thread or SenderThread(f"kv-sender-{ref.worker_id}-{rank}")
         self._inbox = SenderInbox(limits.transfers, limits.pieces, thread.changed)

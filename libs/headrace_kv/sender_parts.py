@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from headrace_common.channel import TlsFiles
 from headrace_kv.clock import Clock
 from headrace_kv.handoff_client import DescriptorSource, HandoffLink
 from headrace_kv.layout import KvLayout, RankMemory, WorkerRef
@@ -26,5 +27,6 @@ class SenderParts:
     loop: asyncio.AbstractEventLoop
     on_quiet: Callable[[SendReport], None]
     handshake_timeout_s: float
+    tls: TlsFiles | None = None
     clock: Clock = field(default_factory=Clock)
     link: Callable[..., HandoffLink] = HandoffLink

@@ -144,6 +144,7 @@ class SimEngine(Engine):
             on_quiet=lambda report: _call_soon(loop, self._report, report),
             limits=SenderLimits(),
             thread=self._sender_thread,
+            tls=self._config.tls,
         )
 
     async def prefill(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
+from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -118,6 +119,7 @@ def _engine_args(config: EngineConfig, folder: ModelFolder, link_path: Path) -> 
         transport=config.transport,
         fingerprint=folder.fingerprint,
         link_path=str(link_path),
+        tls=astuple(config.tls),
     )
     return AsyncEngineArgs(
         model=str(folder.path),

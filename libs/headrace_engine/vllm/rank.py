@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.engine.v1 import link_pb2
+from headrace_common.channel import TlsFiles
 from headrace_engine.torch_memory.gated_sender import GatedSender
 from headrace_engine.torch_memory.opening import gate, open_tensor_transport
 from headrace_engine.vllm.internals import (
@@ -87,6 +88,7 @@ class Rank:
                 descriptors=link.find_descriptor,
                 loop=link.loop,
                 on_quiet=self.side.quiet,
+                tls=TlsFiles(*self._settings.tls),
             )
             self._gate = gate(self._sender, tensor.device)
             kinds = [

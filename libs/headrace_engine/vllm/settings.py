@@ -10,6 +10,7 @@ from headrace_kv.layout import WorkerRef
 from headrace_kv.transfer import TransferTarget
 
 PARAMS_KEY = "headrace"
+_NO_TLS = ("", "", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,8 @@ class ConnectorSettings:
     transport: Literal["auto", "mooncake", "same_host", "in_memory"]
     fingerprint: str
     link_path: str
+    tls: tuple[str, str, str] = _NO_TLS
+    """Certificate, key and authority as in TlsFiles, for handoff streams."""
 
     @property
     def ref(self) -> WorkerRef:
@@ -36,7 +39,8 @@ class ConnectorSettings:
     @classmethod
     def from_extra_config(cls, values: Mapping[str, Any]) -> ConnectorSettings:
         """From vLLM's kv_connector_extra_config."""
-        return cls(**{field.name: values[field.name] for field in fields(cls)})
+        given = {field.name: values[field.name] for field in fields(cls) if field.name != "tls"}
+        return cls(**given, tls=tuple(values.get("tls", _NO_TLS)))
 
 
 @dataclass(frozen=True, slots=True)

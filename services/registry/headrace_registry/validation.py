@@ -14,6 +14,7 @@ from headrace.registry.v1 import registry_pb2
 from headrace_common.config import split_host_port
 from headrace_common.errors import InvalidRequest
 from headrace_common.identity import is_worker_id
+from headrace_kv.layout_limits import limit_violations
 from headrace_registry.store import TICKET_KEY_BYTES
 
 TTL_MIN_S: Final = 1
@@ -65,6 +66,9 @@ def member_violations(member: registry_pb2.Member, path: str) -> dict[str, str]:
 
 def layout_violations(layout: layout_pb2.KvLayout, path: str) -> dict[str, str]:
     violations = _text_violations(layout, ("model",), path)
+    limits = limit_violations(layout)
+    if limits:
+        return {f"{path}.{name}": remedy for name, remedy in limits.items()}
     if layout.tensor_parallel_size == 0:
         violations[f"{path}.tensor_parallel_size"] = "give a number above 0"
     layers = sorted(layer for group in layout.groups for layer in group.layers)
@@ -108,8 +112,10 @@ def _text_violations(message: Message, names: tuple[str, ...], path: str) -> dic
 def descriptor_violations(descriptor: layout_pb2.KvDescriptor, path: str) -> dict[str, str]:
     violations = layout_violations(descriptor.layout, f"{path}.layout")
     layout = descriptor.layout
-    expected = list(range(layout.tensor_parallel_size * len(layout.stage_starts)))
-    if [memory.rank for memory in descriptor.ranks] != expected:
+    expected = range(layout.tensor_parallel_size * len(layout.stage_starts))
+    if len(descriptor.ranks) != len(expected) or any(
+        memory.rank != rank for memory, rank in zip(descriptor.ranks, expected, strict=True)
+    ):
         violations[f"{path}.ranks"] = "give one entry per rank, by rank"
     for index, memory in enumerate(descriptor.ranks):
         where = f"{path}.ranks[{index}]"

@@ -1,0 +1,40 @@
+"""How large a layout may claim to be, so that no message makes a reader count to four billion. Pure."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from headrace.kv.v1 import layout_pb2
+from headrace_common.errors import LayoutMismatch
+
+RANKS_MAX: Final = 4_096
+LAYERS_MAX: Final = 4_096
+HEADS_MAX: Final = 65_536
+PARTS_MAX: Final = 256
+
+
+def limit_violations(layout: layout_pb2.KvLayout) -> dict[str, str]:
+    """By field, the remedy for each that is beyond its limit."""
+    violations: dict[str, str] = {}
+    if layout.tensor_parallel_size * max(1, len(layout.stage_starts)) > RANKS_MAX:
+        violations["tensor_parallel_size"] = (
+            f"times the number of stages it may be {RANKS_MAX} at most"
+        )
+    if sum(len(group.layers) for group in layout.groups) > LAYERS_MAX:
+        violations["groups"] = f"give {LAYERS_MAX} layers at most"
+    for index, group in enumerate(layout.groups[:LAYERS_MAX]):
+        if group.head_count > HEADS_MAX:
+            violations[f"groups[{index}].head_count"] = f"give {HEADS_MAX} at most"
+        if len(group.parts) > PARTS_MAX:
+            violations[f"groups[{index}].parts"] = f"give {PARTS_MAX} at most"
+    if len(layout.groups) > LAYERS_MAX:
+        violations["groups"] = f"give {LAYERS_MAX} groups at most"
+    return violations
+
+
+def require_limits(layout: layout_pb2.KvLayout) -> None:
+    """Raises LayoutMismatch naming what is beyond its limit."""
+    violations = limit_violations(layout)
+    if violations:
+        named = "; ".join(f"{path}: {remedy}" for path, remedy in violations.items())
+        raise LayoutMismatch(f"the KV layout is beyond all bounds: {named}", metadata=violations)

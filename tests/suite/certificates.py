@@ -1,0 +1,70 @@
+"""Certificates for tests: an authority, and what it signs."""
+
+from __future__ import annotations
+
+import datetime as dt
+import ipaddress
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from headrace_common.channel import TlsFiles
+
+_DAY = dt.timedelta(days=1)
+
+
+class Authority:
+    """Signs certificates for 127.0.0.1; its files lie in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        self._folder = folder
+        self._key = ec.generate_private_key(ec.SECP256R1())
+        self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, folder.name)])
+        constraints = x509.BasicConstraints(ca=True, path_length=0)
+        built = self._builder(self._name, self._key.public_key())
+        certificate = built.add_extension(constraints, critical=True).sign(
+            self._key, hashes.SHA256()
+        )
+        self.file = folder / "authority.pem"
+        self.file.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+
+    def sign(self, name: str) -> TlsFiles:
+        """A certificate and key for a process that is client and server."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+        uses = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+        certificate = (
+            self._builder(subject, key.public_key())
+            .add_extension(x509.SubjectAlternativeName([address]), critical=False)
+            .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
+            .sign(self._key, hashes.SHA256())
+        )
+        certificate_file, key_file = self._folder / f"{name}.pem", self._folder / f"{name}.key"
+        certificate_file.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+        key_file.write_bytes(
+            key.private_bytes(
+                serialization.Encoding.PEM,
+                serialization.PrivateFormat.PKCS8,
+                serialization.NoEncryption(),
+            )
+        )
+        return TlsFiles(str(certificate_file), str(key_file), str(self.file))
+
+    def _builder(
+        self, subject: x509.Name, key: ec.EllipticCurvePublicKey
+    ) -> x509.CertificateBuilder:
+        now = dt.datetime.now(dt.UTC)
+        return (
+            x509.CertificateBuilder()
+            .subject_name(subject)
+            .issuer_name(self._name)
+            .public_key(key)
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - _DAY)
+            .not_valid_after(now + _DAY)
+        )

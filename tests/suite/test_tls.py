@@ -1,0 +1,111 @@
+"""With certificates set, every connection between services is mutual TLS, and nobody else gets in."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
+from headrace_cli.supervisor import Child, Supervisor
+from headrace_cli.topology import Topology, registry_spec, router_spec, worker_specs
+from headrace_common.channel import TlsFiles, open_channel
+from tests.suite.certificates import Authority
+from tests.suite.deployment import default_model, greedy, prompt_of
+
+ANSWER_TOKENS = 6
+
+
+@asynccontextmanager
+async def deployed(folder: Path, tls: TlsFiles) -> AsyncIterator[dict[str, Child]]:
+    """Registry, router and one worker of each kind, all with these files."""
+    settings = tuple(
+        (service, field, value)
+        for service in ("registry", "router", "prefill", "decode")
+        for field, value in asdict(tls).items()
+    )
+    topology = Topology(engine="sim", port=0, settings=settings)
+    supervisor = Supervisor()
+    await supervisor.open()
+    try:
+        registry = await supervisor.start(registry_spec(topology, folder))
+        await supervisor.wait_ready([registry])
+        for spec in (
+            router_spec(topology, folder, registry.endpoint),
+            *worker_specs(topology, folder, registry.endpoint),
+        ):
+            await supervisor.start(spec)
+        async with asyncio.timeout(20):
+            await supervisor.wait_ready(supervisor.children)
+        yield {child.spec.service: child for child in supervisor.children}
+    finally:
+        unclean = await supervisor.stop()
+    assert unclean == []
+
+
+async def joined(channel: grpc.aio.Channel) -> None:
+    stub = inference_pb2_grpc.InferenceServiceStub(channel)
+    give_up = time.monotonic() + 15
+    while time.monotonic() < give_up:
+        models = (await stub.ListModels(inference_pb2.ListModelsRequest(), timeout=5)).models
+        if any(model.prefill_worker_count and model.decode_worker_count for model in models):
+            return
+        await asyncio.sleep(0.05)
+    pytest.fail("the workers did not join")
+
+
+async def check_answer(channel: grpc.aio.Channel, seed: int) -> None:
+    prompt = prompt_of(80, seed)
+    stub = inference_pb2_grpc.InferenceServiceStub(channel)
+    responses = [
+        response
+        async for response in stub.Generate(
+            greedy(prompt, ANSWER_TOKENS, inference_pb2.PREFILL_PLACEMENT_REMOTE), timeout=20
+        )
+    ]
+    tokens = tuple(token for response in responses for token in response.token_ids)
+    assert tokens == default_model().expected_tokens(prompt, ANSWER_TOKENS)
+    # The handoff stream is the one between workers.
+    assert responses[-1].usage.transferred_tokens == 79
+    assert responses[-1].timing.prefill_worker_id == "prefill-0"
+
+
+async def refused(channel: grpc.aio.Channel) -> bool:
+    async with channel:
+        try:
+            await health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(), timeout=5
+            )
+        except grpc.aio.AioRpcError as error:
+            return error.code() is grpc.StatusCode.UNAVAILABLE
+    return False
+
+
+async def test_a_deployment_with_certificates_answers_and_refuses_those_without(
+    tmp_path: Path,
+) -> None:
+    authority, stranger = Authority(tmp_path / "ours"), Authority(tmp_path / "theirs")
+    ours = authority.sign("service")
+    forged = stranger.sign("service")
+    half = TlsFiles(forged.tls_certificate_file, forged.tls_key_file, ours.tls_authority_file)
+    trusting = grpc.ssl_channel_credentials(authority.file.read_bytes())
+    async with (
+        deployed(tmp_path, ours) as children,
+        open_channel(children["router"].endpoint, ours) as channel,
+    ):
+        await joined(channel)
+        await check_answer(channel, 1)
+        for service, child in children.items():
+            assert await refused(grpc.aio.insecure_channel(child.endpoint)), service
+            assert await refused(grpc.aio.secure_channel(child.endpoint, trusting)), service
+            assert await refused(open_channel(child.endpoint, half)), service
+            assert not await refused(open_channel(child.endpoint, ours)), service
+        await check_answer(channel, 2)
