@@ -1,0 +1,187 @@
+"""Goodput at the load that a deployment can bear and at three times that, in one run, on sim workers of real services.
+
+    python -m bench.overload [--seconds 15] [--scenario decode|prefill|both] [--output bench/results]
+
+First as many clients as there is room for ask without pause: what they get is the capacity. Then requests come at
+random times, as many as that (1x), and three times as many (3x). A request is good when its whole answer is right
+within its deadline, counted from when its client first wanted it. A client that is refused comes again when it is told
+to, for as long as its deadline allows. "decode" has little room on the decode workers, "prefill" slow prefill workers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from headrace_common.errors import DeadlineExceeded, HeadraceError
+from tests.suite.deployment import Suite, prompt_of, suite
+
+DEADLINE_S: Final = 6.0
+PROMPT_TOKENS: Final = 96
+ANSWER_TOKENS: Final = 16
+SCENARIOS: Final = {
+    "decode": (
+        "sim:prefill_s_per_token=0.0002",
+        "sim:decode_step_s=0.05,prefill_s_per_token=0.0002",
+    ),
+    "prefill": (
+        "sim:prefill_s_per_token=0.002",
+        "sim:decode_step_s=0.02,prefill_s_per_token=0.002",
+    ),
+}
+SLOTS: Final = 8
+WORKERS: Final = 2
+RETRY_UNKNOWN_S: Final = 0.2
+
+
+@dataclass(slots=True)
+class Phase:
+    """One load and what came of it. `offered` requests over `seconds`."""
+
+    name: str
+    seconds: float
+    offered: int = 0
+    good: int = 0
+    ends: Counter[str] = field(default_factory=Counter)
+    refusals: int = 0
+    hints: int = 0
+    seconds_each: list[float] = field(default_factory=list)
+
+    @property
+    def goodput(self) -> float:
+        """Good answers in a second."""
+        return self.good / self.seconds
+
+    def row(self) -> str:
+        ordered = sorted(self.seconds_each) or [0.0]
+        p50, p99 = (ordered[int(share * (len(ordered) - 1))] for share in (0.5, 0.99))
+        others = ", ".join(f"{count} {end}" for end, count in sorted(self.ends.items())) or "none"
+        return (
+            f"| {self.name} | {self.offered / self.seconds:.1f} | {self.goodput:.1f} | {p50:.2f} | {p99:.2f} "
+            f"| {self.refusals} ({self.hints} with a hint) | {others} |"
+        )
+
+
+class Load:
+    """Asks, and judges what comes."""
+
+    def __init__(self, it: Suite, seed: int) -> None:
+        self._it = it
+        self._random = random.Random(seed)
+        self._number = seed
+
+    async def saturated(self, seconds: float) -> Phase:
+        """Twice as many clients as there are slots, without pause."""
+        phase = Phase("all the time", seconds)
+        end_s = time.monotonic() + seconds
+
+        async def ask_on() -> None:
+            while time.monotonic() < end_s:
+                await self._ask(phase, end_s)
+
+        await asyncio.gather(*(ask_on() for _ in range(2 * SLOTS * WORKERS)))
+        return phase
+
+    async def open_loop(self, name: str, rate: float, seconds: float) -> Phase:
+        """Requests that come at random, whatever became of the others."""
+        phase = Phase(name, seconds)
+        end_s = time.monotonic() + seconds
+        asked: set[asyncio.Task[None]] = set()
+        next_s = time.monotonic()
+        while (next_s := next_s + self._random.expovariate(rate)) < end_s:
+            await asyncio.sleep(max(0.0, next_s - time.monotonic()))
+            asked.add(asyncio.create_task(self._ask(phase, end_s)))
+        await asyncio.gather(*asked)
+        return phase
+
+    async def _ask(self, phase: Phase, end_s: float) -> None:
+        """Good answers count while the load lasts: what is left over afterwards would flatter it."""
+        self._number += 1
+        phase.offered += 1
+        prompt = prompt_of(PROMPT_TOKENS, self._number)
+        started_s = time.monotonic()
+        while (left_s := started_s + DEADLINE_S - time.monotonic()) > 0.05:
+            try:
+                outcome = await self._it.generate(prompt, ANSWER_TOKENS, timeout_s=left_s)
+            except HeadraceError as error:
+                if error.code.name != "RESOURCE_EXHAUSTED":
+                    phase.ends[error.reason] += 1
+                    return
+                phase.refusals += 1
+                phase.hints += error.retry_after_s is not None
+                wait_s = error.retry_after_s or RETRY_UNKNOWN_S
+                await asyncio.sleep(min(left_s, wait_s * self._random.uniform(1.0, 1.5)))
+                continue
+            if outcome.token_ids != self._it.expected(prompt, ANSWER_TOKENS):
+                phase.ends["WRONG"] += 1
+            elif time.monotonic() <= end_s:
+                phase.good += 1
+                phase.seconds_each.append(time.monotonic() - started_s)
+            return
+        phase.ends[f"{DeadlineExceeded.reason} among refusals"] += 1
+
+
+async def measure(scenario: str, seconds: float) -> list[Phase]:
+    """The three phases of one scenario."""
+    prefill, decode = SCENARIOS[scenario]
+    settings = (
+        ("prefill", "model", prefill),
+        ("decode", "model", decode),
+        ("decode", "max_requests", str(SLOTS)),
+        ("prefill", "max_requests", "4"),
+        *((service, "max_batched_tokens", "128") for service in ("prefill", "decode")),
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        async with suite(
+            Path(folder), prefill_count=WORKERS, decode_count=WORKERS, settings=settings
+        ) as it:
+            load = Load(it, 1)
+            await load.saturated(min(3.0, seconds))
+            capacity = await load.saturated(seconds)
+            one = await load.open_loop("1x", capacity.goodput, seconds)
+            three = await load.open_loop("3x", 3 * capacity.goodput, seconds)
+            return [capacity, one, three]
+
+
+def report(scenario: str, phases: list[Phase]) -> str:
+    """A table and the ratio."""
+    peak = max(phases[0].goodput, phases[1].goodput)
+    lines = [
+        f"### {scenario}",
+        "",
+        "| load | offered/s | goodput/s | p50 s | p99 s | refusals | other ends |",
+        "|---|---|---|---|---|---|---|",
+        *(phase.row() for phase in phases),
+        "",
+        f"Goodput at 3x is {phases[2].goodput / peak:.2f} of the peak, at 1x {phases[1].goodput / peak:.2f}.",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=15.0, help="of each load")
+    parser.add_argument("--scenario", choices=[*SCENARIOS, "both"], default="both")
+    parser.add_argument("--output", type=Path, help="folder for overload.md")
+    options = parser.parse_args()
+    chosen = list(SCENARIOS) if options.scenario == "both" else [options.scenario]
+    parts = []
+    for scenario in chosen:
+        parts.append(report(scenario, asyncio.run(measure(scenario, options.seconds))))
+        print(parts[-1], flush=True)
+    if options.output is not None:
+        text = "# Goodput under overload\n\n`python -m bench.overload`: what it does is in its docstring.\n\n"
+        (options.output / "overload.md").write_text(text + "\n\n".join(parts) + "\n")
+
+
+if __name__ == "__main__":
+    main()
