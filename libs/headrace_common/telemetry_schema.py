@@ -136,6 +136,8 @@ ATTRIBUTE_END_REASON: Final = "headrace.end_reason"
 
 # Items in a bounded queue, by its name.
 METRIC_QUEUE_DEPTH: Final = "headrace.queue.depth.current"
+# What a queue refuses to hold more than, by its name: of "prefill", "requests" and "tokens".
+METRIC_QUEUE_LIMIT: Final = "headrace.queue.limit"
 # How long the oldest task has waited in the prefill queue.
 METRIC_QUEUE_AGE_MS: Final = "headrace.queue.oldest_age_ms"
 # How long a task that came now would wait in the prefill queue; not told while it is full.

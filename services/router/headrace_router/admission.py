@@ -161,6 +161,16 @@ class Admission:
         )
 
     @property
+    def max_requests(self) -> int:
+        """Most requests that are let in."""
+        return self._requests.pool.capacity
+
+    @property
+    def max_queued_tokens(self) -> int:
+        """Most prompt tokens of requests whose first token has not come."""
+        return self._tokens.pool.capacity
+
+    @property
     def requests(self) -> int:
         """Requests that are in."""
         return self._requests.pool.used

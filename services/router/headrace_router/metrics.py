@@ -35,6 +35,7 @@ class RouterMetrics:
         self._migrations = meter.create_counter(schema.METRIC_MIGRATIONS, "{migration}")
         self._first_token = meter.create_histogram(schema.METRIC_TIME_TO_FIRST_TOKEN_MS, "ms")
         self._depth = meter.create_gauge(schema.METRIC_QUEUE_DEPTH, "{item}")
+        self._limit = meter.create_gauge(schema.METRIC_QUEUE_LIMIT, "{item}")
         self._age = meter.create_gauge(schema.METRIC_QUEUE_AGE_MS, "ms")
         self._wait = meter.create_gauge(schema.METRIC_QUEUE_WAIT_MS, "ms")
         self._faults = meter.create_gauge(schema.METRIC_PREFIX_FAULTS, "{worker}")
@@ -70,6 +71,12 @@ class RouterMetrics:
         self._set_depth("requests", self._admission.requests)
         self._set_depth("waiting", self._admission.waiting)
         self._set_depth("tokens", self._admission.queued_tokens)
+        for name, limit in (
+            ("prefill", self._queue.max_queued_tasks),
+            ("requests", self._admission.max_requests),
+            ("tokens", self._admission.max_queued_tokens),
+        ):
+            self._limit.set(limit, {schema.ATTRIBUTE_QUEUE: name})
         self._faults.set(len(self._prefixes.faults))
         self._age.set(1e3 * estimate.oldest_age_s)
         if math.isfinite(estimate.wait_s):

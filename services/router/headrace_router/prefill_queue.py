@@ -50,7 +50,7 @@ class PrefillQueue:
     """
 
     def __init__(self, max_queued_tasks: int, prefix_wait_s: float = 0.05) -> None:
-        self._max_queued_tasks = max_queued_tasks
+        self.max_queued_tasks = max_queued_tasks
         self._prefix_wait_s = prefix_wait_s
         self._groups: dict[KvLayout, QueueGroup] = {}
         self._pullers: dict[WorkerRef, Puller] = {}
@@ -72,7 +72,7 @@ class PrefillQueue:
             depth=depth,
             queued_tokens=sum(group.queued_tokens for group in groups),
             oldest_age_s=max((group.oldest_age_s for group in groups), default=0.0),
-            wait_s=math.inf if self.depth + promised_tasks >= self._max_queued_tasks else wait_s,
+            wait_s=math.inf if self.depth + promised_tasks >= self.max_queued_tasks else wait_s,
         )
 
     def partners(self) -> Mapping[KvLayout, frozenset[WorkerRef]]:
@@ -233,13 +233,13 @@ class PrefillQueue:
 
     @property
     def _full(self) -> bool:
-        return self.depth >= self._max_queued_tasks
+        return self.depth >= self.max_queued_tasks
 
     def _full_error(self) -> QueueFull:
         wait_s = max((group.wait_s for group in self._groups.values()), default=0.0)
         return QueueFull(
-            f"the prefill queue holds its {self._max_queued_tasks} tasks already",
-            metadata={"queue": "prefill", "maxsize": str(self._max_queued_tasks)},
+            f"the prefill queue holds its {self.max_queued_tasks} tasks already",
+            metadata={"queue": "prefill", "maxsize": str(self.max_queued_tasks)},
             retry_after_s=min(_RETRY_AFTER_MAX_S, max(QueueFull.retry_after_s or 0.0, wait_s)),
         )
 

@@ -70,6 +70,9 @@ async def test_a_collector_hears_how_long_the_queue_is_and_how_old(
     prefill = {schema.ATTRIBUTE_QUEUE: "prefill"}
     assert collector.value(schema.METRIC_QUEUE_DEPTH, **prefill) == 1
     assert collector.value(schema.METRIC_QUEUE_DEPTH, **{schema.ATTRIBUTE_QUEUE: "requests"}) == 1
+    limits = {name: collector.value(schema.METRIC_QUEUE_LIMIT, **{schema.ATTRIBUTE_QUEUE: name})
+              for name in ("prefill", "requests", "tokens")}  # fmt: skip
+    assert limits == {"prefill": 1_024, "requests": 1_024, "tokens": 4_194_304}
     age_ms = collector.value(schema.METRIC_QUEUE_AGE_MS)
     assert age_ms is not None
     assert 50 <= age_ms < 10_000
