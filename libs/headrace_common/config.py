@@ -152,6 +152,17 @@ class ServiceConfig(BaseModel):
 Config = TypeVar("Config", bound=ServiceConfig)
 
 
+def require_order(config: ServiceConfig, *pairs: tuple[str, str]) -> None:
+    """Of each pair of settings, the first is a wait within the second. Raises ValueError naming all that are not."""
+    problems = [
+        f"{inner} is {getattr(config, inner):g} and must be below {outer}, which is {getattr(config, outer):g}"
+        for inner, outer in pairs
+        if getattr(config, inner) >= getattr(config, outer)
+    ]
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
 @dataclass(frozen=True, slots=True)
 class _Setting:
     """One value as it was given, and where."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from headrace.inference.v1 import inference_pb2
 from headrace_cli.drain import drain_worker
 from headrace_common.errors import DeadlineExceeded, HeadraceError, InternalError
 from tests.ports import free_port
@@ -95,6 +96,31 @@ async def test_no_request_fails_while_the_registry_is_away_and_comes_back(tmp_pa
         assert [(model.prefill_worker_count, model.decode_worker_count) for model in models] == [
             (2, 1)
         ]
+
+
+async def test_workers_that_die_while_the_registry_is_away_cost_one_attempt_at_most(
+    tmp_path: Path,
+) -> None:
+    async with suite(tmp_path, prefill_count=2, decode_count=2) as it:
+        for number in range(4):
+            await it.generate(prompt_of(60, number), 4)
+        it.kill("registry")
+        await asyncio.sleep(0.5)
+        it.kill("decode-0")
+        it.kill("prefill-0")
+
+        async def ask(number: int) -> int:
+            prompt = prompt_of(60, number)
+            outcome = await it.generate(prompt, 4, placement=inference_pb2.PREFILL_PLACEMENT_REMOTE)
+            assert outcome.token_ids == it.expected(prompt, 4)
+            assert outcome.last.timing.decode_worker_id == "decode-1"
+            assert outcome.last.timing.prefill_worker_id == "prefill-1"
+            return outcome.last.timing.attempts
+
+        at_once = await asyncio.gather(*(ask(number) for number in range(10, 18)))
+        assert max(at_once) <= 2
+        # Nobody tells the router: it has seen the connections break, long before any lease ends.
+        assert [await ask(number) for number in range(20, 26)] == [1] * 6
 
 
 async def test_a_decode_worker_that_drains_finishes_what_it_has(tmp_path: Path) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from headrace_common.config import PositiveSeconds
+from headrace_common.config import PositiveSeconds, require_order
 from headrace_engine.worker_config import WorkerConfig
 from headrace_kv.digest import DigestMode
 
@@ -39,3 +39,11 @@ class DecodeConfig(WorkerConfig):
     request_timeout_s: PositiveSeconds = Field(
         600.0, description="Deadline of requests whose caller set none."
     )
+
+    @model_validator(mode="after")
+    def _check_waits(self) -> DecodeConfig:
+        """A broken transfer is noticed, and its blocks are lent again, while a request may still be tried again."""
+        require_order(
+            self, ("lease_ttl_s", "request_timeout_s"), ("quarantine_s", "request_timeout_s")
+        )
+        return self

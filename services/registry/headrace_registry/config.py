@@ -5,13 +5,14 @@ from __future__ import annotations
 from hashlib import blake2b, sha256
 from typing import Annotated
 
-from pydantic import AfterValidator, Field, SecretStr
+from pydantic import AfterValidator, Field, SecretStr, model_validator
 
 from headrace_common.config import (
     HostPort,
     PositiveCount,
     PositiveSeconds,
     ServiceConfig,
+    require_order,
     split_host_port,
 )
 
@@ -81,6 +82,11 @@ class RegistryConfig(ServiceConfig):
         description="Secret that routers sign tickets for decode workers with, the same for every registry of a "
         "deployment; empty means one kept in etcd, or with store memory the members' own.",
     )
+
+    @model_validator(mode="after")
+    def _check_waits(self) -> RegistryConfig:
+        require_order(self, ("store_timeout_s", "store_start_timeout_s"))
+        return self
 
     @property
     def prefix_hash_key_number(self) -> int:

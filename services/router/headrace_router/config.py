@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from headrace_common.config import (
     NonNegativeSeconds,
     PositiveCount,
     PositiveSeconds,
     ServiceConfig,
+    require_order,
 )
 from headrace_common.identity import is_worker_id
 
@@ -105,6 +106,15 @@ class RouterConfig(ServiceConfig):
         "deployment must agree far better than that.",
     )
     trace_count: PositiveCount = Field(256, description="Requests whose traces are kept.")
+
+    @model_validator(mode="after")
+    def _check_waits(self) -> RouterConfig:
+        require_order(
+            self,
+            ("prefix_wait_s", "default_deadline_s"),
+            ("admission_wait_s", "default_deadline_s"),
+        )
+        return self
 
     @property
     def models(self) -> dict[str, str]:
