@@ -14,7 +14,7 @@ from typing import Final, Literal, NamedTuple
 
 from headrace.kv.v1 import layout_pb2
 from headrace_common.errors import InternalError, LayoutMismatch
-from headrace_kv.layout_limits import require_limits
+from headrace_common.layout_limits import require_limits
 
 TOKEN_OUTER: Final = "token_outer"
 """The interior in which one head's tokens of a block may be addressed one by one."""
