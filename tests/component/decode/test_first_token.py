@@ -36,9 +36,7 @@ def begun(served: Served, **changes: Any) -> AsyncIterator[decode_pb2.GenerateRe
 
 async def tell(served: Served, token_id: int = 7, **changes: str) -> None:
     fields = {"transfer_id": "x1", "incarnation": REF.incarnation, **changes}
-    await served.decode.SetFirstToken(
-        decode_pb2.SetFirstTokenRequest(token_id=token_id, **fields)
-    )
+    await served.decode.SetFirstToken(decode_pb2.SetFirstTokenRequest(token_id=token_id, **fields))
 
 
 async def refusal(served: Served, token_id: int = 7, **changes: str) -> HeadraceError:
