@@ -86,6 +86,12 @@ async def restart(it: Suite, name: str) -> None:
     await it.restart(name)
 
 
+async def connected(way: Suite) -> None:
+    """A channel to a router that was away tries again only after a pause."""
+    async with asyncio.timeout(15):
+        await way.channel.channel_ready()
+
+
 @pytest.mark.timeout(120)
 async def test_a_rolling_restart_of_every_service_fails_no_request(tmp_path: Path) -> None:
     # Routers and registry come back on their addresses, which nobody may take meanwhile.
@@ -107,6 +113,7 @@ async def test_a_rolling_restart_of_every_service_fails_no_request(tmp_path: Pat
                     await restart(it, name)
                     await load.moved_on()
                 for way in (it, by_other):
+                    await connected(way)
                     await way.wait_joined(2, 2)
                 await load.moved_on()
             assert load.failures == []
