@@ -1,0 +1,319 @@
+"""Tokens of running answers while long prompts arrive: two engines that do both, beside one for each.
+
+    python -m bench.interference [--every 1,2] [--steps 2048,256] [--rounds 3] [--seconds 15]
+        [--before COMMAND --after COMMAND] [--keep FILE] [--output bench/results]
+
+Equal resources: two vLLM engines on one core each, to which answers and prompts go in turn, with chunked prefill in
+steps of at most so many tokens; and ours, with the prefill worker on one of these cores and the decode worker on the
+other. Four answers run; a prompt of 1,500 tokens comes every so many seconds and gets 8 tokens. All engines are up at
+once, and idle but for those of the block at hand; ways and intervals take turns. --before and --after are shell
+commands around each block. --keep adds the blocks to those in FILE and reports on all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AsyncExitStack, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+from bench.interference_report import OURS, Block, draw, gaps_of, table, targets
+from bench.vllm_child import Child, engine, loaded
+from bench.vllm_ways import (
+    CONTEXT_TOKENS,
+    Ours,
+    Quiet,
+    Tree,
+    alternating,
+    engine_arguments,
+    ours,
+    prompt_of,
+)
+
+ANSWERS: Final = 4
+ANSWER_PROMPT_TOKENS: Final = 64
+WARM_TOKENS: Final = 8
+PROMPT_TOKENS: Final = 1500
+PROMPT_ANSWER_TOKENS: Final = 8
+CACHE_TOKENS: Final = 16_384
+OUR_BLOCK_TOKENS: Final = 32
+SETTLE_S: Final = 1.0
+
+# Yields the time of every token. Arguments: prompt, tokens of the answer, and the number of the request.
+Ask = Callable[[list[int], int, int], AsyncIterator[int]]
+
+
+def by_engines(children: list[Child]) -> Ask:
+    """In turn."""
+
+    async def ask(prompt: list[int], count: int, number: int) -> AsyncIterator[int]:
+        answer = children[number % len(children)].generate(prompt, count)
+        try:
+            async for piece in answer:
+                for _ in piece.token_ids:
+                    yield piece.heard_unix_ns
+        finally:
+            await answer.aclose()  # type: ignore[attr-defined]
+
+    return ask
+
+
+def by_us(deployment: Ours) -> Ask:
+    """Through the services."""
+
+    async def ask(prompt: list[int], count: int, number: int) -> AsyncIterator[int]:
+        answer = deployment.generate(prompt, count)
+        try:
+            async for response, now_ns in answer:
+                for _ in response.token_ids:
+                    yield now_ns
+        finally:
+            await answer.aclose()  # type: ignore[attr-defined]
+
+    return ask
+
+
+@dataclass(slots=True)
+class Run:
+    """One block being measured."""
+
+    ask: Ask
+    seeds: Iterable[int]
+    answers_ns: list[list[int]] = field(default_factory=list)
+    first_ns: list[int] = field(default_factory=list)
+    answered_ns: list[int] = field(default_factory=list)
+    asked: int = 0
+
+    async def block(self, seconds: float, every_s: float) -> Block:
+        """Answers first; prompts once all of them run."""
+        tasks = [asyncio.create_task(self._answer(number)) for number in range(ANSWERS)]
+        try:
+            async with asyncio.timeout(30 + ANSWERS * 5):
+                while (
+                    any(len(times) < WARM_TOKENS for times in self.answers_ns)
+                    or not self.answers_ns
+                ):
+                    await asyncio.sleep(0.05)
+                    _raise_failures(tasks)
+            start_ns = time.time_ns()
+            for number in itertools.count():
+                if not every_s or number * every_s >= seconds:
+                    break
+                await _until(start_ns, number * every_s)
+                tasks.append(asyncio.create_task(self._prompt(number)))
+                _raise_failures(tasks)
+            await _until(start_ns, seconds)
+            end_ns = time.time_ns()
+            _raise_failures(tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        gaps = [gap for times in self.answers_ns for gap in gaps_of(times, start_ns, end_ns)]
+        return Block(
+            seconds=(end_ns - start_ns) / 1e9,
+            gaps_ms=tuple(gaps),
+            tokens=len(gaps),
+            asked=self.asked,
+            answered=sum(now_ns < end_ns for now_ns in self.answered_ns),
+            first_ms=tuple(first / 1e6 for first in self.first_ns),
+        )
+
+    async def _answer(self, number: int) -> None:
+        times: list[int] = []
+        self.answers_ns.append(times)
+        prompt = prompt_of(ANSWER_PROMPT_TOKENS, next(iter(self.seeds)))
+        async for now_ns in self.ask(prompt, CONTEXT_TOKENS - ANSWER_PROMPT_TOKENS - 1, number):
+            times.append(now_ns)  # noqa: PERF401 - the block reads them meanwhile
+        raise RuntimeError("an answer ended before the block did")
+
+    async def _prompt(self, number: int) -> None:
+        self.asked += 1
+        start_ns, first = time.time_ns(), True
+        prompt = prompt_of(PROMPT_TOKENS, next(iter(self.seeds)))
+        async for now_ns in self.ask(prompt, PROMPT_ANSWER_TOKENS, number):
+            if first:
+                self.first_ns.append(now_ns - start_ns)
+                first = False
+        self.answered_ns.append(time.time_ns())
+
+
+async def _until(start_ns: int, after_s: float) -> None:
+    await asyncio.sleep(max(0.0, after_s - (time.time_ns() - start_ns) / 1e9))
+
+
+def _raise_failures(tasks: Iterable[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        if task.done():
+            task.result()
+
+
+async def measure(
+    arguments: argparse.Namespace, folder: Path
+) -> dict[float, dict[str, list[Block]]]:
+    """Starts all engines on their cores, and takes turns."""
+    model, dtype = Path(arguments.model), arguments.dtype
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    asks: dict[str, Ask] = {}
+    async with AsyncExitStack() as stack:
+        blocks = CACHE_TOKENS // OUR_BLOCK_TOKENS
+        deployment = await stack.enter_async_context(ours(model, dtype, blocks, folder / "ours"))
+        deployment.tree("prefill").pin({cores[0]})
+        deployment.tree("decode").pin({cores[-1]})
+        for step_tokens in _numbers(arguments.steps):
+            children: list[Child] = []
+            for core in (cores[0], cores[-1]):
+                log = folder / f"engine-{step_tokens}-{len(children)}.log"
+                wanted = engine_arguments(
+                    model, dtype, CACHE_TOKENS, max_num_batched_tokens=int(step_tokens)
+                )
+                child = await stack.enter_async_context(engine(wanted, log, {}))
+                Tree(child.process.pid).pin({core})
+                children.append(child)
+            await loaded(*children)
+            asks[engines_name(int(step_tokens))] = by_engines(children)
+        asks[OURS] = by_us(deployment)
+        return await take_turns(asks, arguments)
+
+
+async def take_turns(
+    asks: dict[str, Ask], arguments: argparse.Namespace
+) -> dict[float, dict[str, list[Block]]]:
+    """Each way once in every round and interval."""
+    quiet = Quiet(arguments.before, arguments.after)
+    seeds = itertools.count(arguments.first_seed * 100_000)
+    intervals = _numbers(arguments.every)
+    for ask in asks.values():
+        await Run(ask, seeds).block(2.0, 1.0)
+    found: dict[float, dict[str, list[Block]]] = {
+        every_s: {way: [] for way in asks} for every_s in intervals
+    }
+    for number in range(arguments.rounds):
+        for every_s in intervals:
+            for way in alternating(list(asks), number):
+                await asyncio.sleep(SETTLE_S)
+                async with quiet.block():
+                    block = await Run(asks[way], seeds).block(arguments.seconds, every_s)
+                found[every_s][way].append(block)
+                p50 = statistics.median(block.gaps_ms)
+                print(
+                    f"{number} every {every_s:g} s, {way}: p50 {p50:.1f}, longest {max(block.gaps_ms):.0f} ms, "
+                    f"{block.tokens} tokens, {block.answered} of {block.asked} prompts",
+                    file=sys.stderr,
+                    flush=True,
+                )
+    return found
+
+
+def engines_name(step_tokens: int) -> str:
+    """Of two that do both."""
+    return f"two vLLM engines, steps of {step_tokens:,} tokens"
+
+
+def _numbers(text: str) -> list[float]:
+    return [float(number) for number in text.split(",")]
+
+
+_NOTES: Final = """# Running answers while prompts arrive
+
+{what} Made by `python -m bench.interference`.
+
+{table}
+
+{targets}
+
+Gaps are between the tokens of the four running answers, at the client; tokens/s are theirs too. Prompts have {prompt}
+tokens and get {answer}. "Answered" are those that had all of them when their block ended; a prompt's TTFT is known of
+those that had a token by then. Two engines: vLLM alone, asked through pipes, one core each, chunked prefill on; a step
+of 2,048 tokens takes such a prompt at once, one of 256 spares the running answers at the price of more steps. Headrace:
+whole services, asked by gRPC at the router; prefill worker on one core, decode worker on the other; router and
+registry are confined to neither and take from both, as does this benchmark. One prefill worker is one core's worth of
+prefill, where two engines have two: prompts that come faster than one core computes them queue at ours, where the two
+engines let their running answers wait instead.
+
+![Share of gaps that are longer](interference.svg)
+"""
+
+
+def with_earlier(
+    file: Path | None, found: dict[float, dict[str, list[Block]]]
+) -> dict[float, dict[str, list[Block]]]:
+    """The blocks in the file and these, which are in the file as well from now on."""
+    known: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    if file and file.exists():
+        known = json.loads(file.read_text())
+    for every_s, ways in found.items():
+        for way, blocks in ways.items():
+            kept = known.setdefault(f"{every_s:g}", {}).setdefault(way, [])
+            kept.extend(map(asdict, blocks))
+    if file:
+        file.write_text(json.dumps(known))
+    return {
+        float(every): {
+            way: [
+                Block(
+                    **{**one, "gaps_ms": tuple(one["gaps_ms"]), "first_ms": tuple(one["first_ms"])}
+                )
+                for one in blocks
+            ]
+            for way, blocks in ways.items()
+        }
+        for every, ways in known.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="See the module's text.")
+    parser.add_argument("--model", default="models/SmolLM2-135M-Instruct")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--every", default="1,2", help="seconds between prompts; 0 for none")
+    parser.add_argument("--steps", default="2048,256", help="tokens of the engines' steps")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=15.0, help="of a block")
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--before", default="")
+    parser.add_argument("--after", default="")
+    parser.add_argument("--keep", type=Path)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    found: dict[float, dict[str, list[Block]]] = {}
+    if arguments.rounds:
+        with TemporaryDirectory() as folder:
+            found = asyncio.run(measure(arguments, Path(folder)))
+    kept = with_earlier(arguments.keep, found)
+    drawn, wanted = table(kept), "\n".join(targets(kept))
+    print(drawn, wanted, sep="\n\n")
+    if arguments.output:
+        rounds = max(len(blocks) for ways in kept.values() for blocks in ways.values())
+        what = (
+            f"{Path(arguments.model).name}, {arguments.dtype}, {ANSWERS} running answers, {rounds} blocks of "
+            f"{arguments.seconds:g} s each, 2 cores."
+        )
+        text = _NOTES.format(
+            what=what,
+            table=drawn,
+            targets=wanted,
+            prompt=PROMPT_TOKENS,
+            answer=PROMPT_ANSWER_TOKENS,
+        )
+        (arguments.output / "interference.md").write_text(text)
+        picture = draw(
+            kept,
+            f"Gaps between tokens of {ANSWERS} running answers, {PROMPT_TOKENS}-token prompts arriving",
+        )
+        (arguments.output / "interference.svg").write_text(picture)
+
+
+if __name__ == "__main__":
+    with suppress(KeyboardInterrupt):
+        main()

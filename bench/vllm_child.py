@@ -1,0 +1,197 @@
+"""A vLLM engine alone, as a process that is spoken to in lines of JSON; and the side that speaks to it.
+
+    python -m bench.vllm_child '{"model": ..., other arguments of vLLM's AsyncEngineArgs}'
+
+No HTTP and no tokenizer, so that what is compared with it is compared with the engine itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+TIMES_VARIABLE: Final = "BENCH_TRANSFER_TIMES"
+_START_S: Final = 300.0
+_STOP_S: Final = 20.0
+_LINE_BYTES_MAX: Final = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens that came together: when the engine's process had them, and when this one did."""
+
+    token_ids: tuple[int, ...]
+    made_unix_ns: int
+    heard_unix_ns: int
+
+
+class Child:
+    """The parent's end of one engine."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self._numbers = itertools.count(1)
+        self._answers: dict[str, asyncio.Queue[dict[str, Any]]] = {}
+        self.ready = asyncio.Event()
+        self._reading = asyncio.create_task(self._read())
+
+    async def generate(
+        self, token_ids: Sequence[int], count: int, params: Mapping[str, Any] | None = None
+    ) -> AsyncIterator[Piece]:
+        """Greedy, `count` tokens whatever they are. Closing it early gives the request up."""
+        name = f"request-{next(self._numbers)}"
+        heard = self._answers[name] = asyncio.Queue()
+        self._say(op="generate", id=name, token_ids=list(token_ids), count=count, params=params)
+        ended = False
+        try:
+            while not ended:
+                said = await heard.get()
+                if "error" in said:
+                    raise RuntimeError(said["error"])
+                ended = said["ended"]
+                if said["token_ids"]:
+                    yield Piece(tuple(said["token_ids"]), said["unix_ns"], time.time_ns())
+        finally:
+            del self._answers[name]
+            if not ended:
+                self._say(op="abort", id=name)
+
+    def _say(self, **said: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write((json.dumps(said) + "\n").encode())
+
+    async def _read(self) -> None:
+        assert self.process.stdout is not None
+        async for line in self.process.stdout:
+            said = json.loads(line)
+            if "ready" in said:
+                self.ready.set()
+            elif said["id"] in self._answers:
+                self._answers[said["id"]].put_nowait(said)
+        for answers in self._answers.values():
+            answers.put_nowait({"error": "the engine's process has ended; its log says why"})
+
+    async def close(self) -> None:
+        """Ends it, with what it started."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            await asyncio.wait_for(self.process.wait(), _STOP_S)
+        except TimeoutError:
+            os.killpg(self.process.pid, 9)
+            await self.process.wait()
+        await self._reading
+
+
+@asynccontextmanager
+async def engine(
+    arguments: Mapping[str, Any], log: Path, environment: Mapping[str, str]
+) -> AsyncIterator[Child]:
+    """Starts one; it may still be loading: wait for `loaded`."""
+    with log.open("wb") as written:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", "bench.vllm_child", json.dumps(arguments)),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=written,
+            env={**os.environ, **vllm_environment(), **environment},
+            limit=_LINE_BYTES_MAX,
+            start_new_session=True,
+        )
+    child = Child(process)
+    try:
+        yield child
+    finally:
+        await child.close()
+
+
+async def loaded(*children: Child) -> None:
+    """Returns once all can serve. Raises RuntimeError when one ends instead."""
+    async with asyncio.timeout(_START_S):
+        for child in children:
+            ready = asyncio.create_task(child.ready.wait())
+            ended = asyncio.create_task(child.process.wait())
+            await asyncio.wait({ready, ended}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (ready, ended):
+                task.cancel()
+            if not child.ready.is_set():
+                raise RuntimeError("an engine's process ended while loading; its log says why")
+
+
+def vllm_environment() -> dict[str, str]:
+    """As Headrace's workers set it, one thread each."""
+    return {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "TORCH_COMPILE_DISABLE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+
+
+async def _serve(arguments: dict[str, Any], answers: int) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    running: dict[str, asyncio.Task[None]] = {}
+
+    def say(**said: Any) -> None:
+        os.write(answers, (json.dumps(said) + "\n").encode())
+
+    async def answer(asked: dict[str, Any]) -> None:
+        name = asked["id"]
+        sampling = SamplingParams(
+            temperature=0.0,
+            max_tokens=asked["count"],
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+            extra_args={"kv_transfer_params": asked["params"]} if asked["params"] else None,
+        )
+        prompt = {"prompt_token_ids": asked["token_ids"]}
+        try:
+            async for output in llm.generate(prompt, sampling, name):
+                token_ids = list(output.outputs[0].token_ids)
+                say(id=name, token_ids=token_ids, unix_ns=time.time_ns(), ended=output.finished)
+        except Exception as error:  # noqa: BLE001
+            # Whatever it is, whoever asked must hear of it.
+            say(id=name, error=f"{type(error).__name__}: {error}")
+
+    reader = asyncio.StreamReader(limit=_LINE_BYTES_MAX)
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+    )
+    say(ready=True)
+    async for line in reader:
+        asked = json.loads(line)
+        if asked["op"] == "generate":
+            task = running[asked["id"]] = asyncio.create_task(answer(asked))
+            task.add_done_callback(lambda _, name=asked["id"]: running.pop(name, None))
+        elif asked["id"] in running:
+            running[asked["id"]].cancel()
+    for task in list(running.values()):
+        task.cancel()
+    llm.shutdown()
+
+
+if __name__ == "__main__":
+    # Whatever vLLM prints must not come between the answers.
+    answers_fd = os.dup(1)
+    os.dup2(2, 1)
+    asyncio.run(_serve(json.loads(sys.argv[1]), answers_fd))

@@ -1,0 +1,228 @@
+"""What the benchmarks of real engines share: whole deployments of ours, peers, prompts, CPU, and quiet machines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import time
+from collections.abc import AsyncIterator, Collection, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+from rich.console import Console
+
+from bench.proxy import free_port
+from bench.vllm_child import TIMES_VARIABLE, Child, Piece, engine
+from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
+from headrace_cli.client import RouterClient, open_router, reset_prefix_cache
+from headrace_cli.topology import Topology
+from headrace_cli.up import Deployment, Signals, deployed
+
+DECODE: Final = first_token_pb2.FIRST_TOKEN_POLICY_DECODE
+PREFILL: Final = first_token_pb2.FIRST_TOKEN_POLICY_PREFILL
+REMOTE: Final = inference_pb2.PREFILL_PLACEMENT_REMOTE
+CONTEXT_TOKENS: Final = 2048
+REQUEST_S: Final = 120.0
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    """Random tokens, which share no prefix with those of other seeds."""
+    numbers = random.Random(seed)
+    return [numbers.randrange(1000, 40_000) for _ in range(length)]
+
+
+class Tree:
+    """A process with all that it started."""
+
+    def __init__(self, *pids: int) -> None:
+        self._pids = pids
+
+    def processes(self) -> list[psutil.Process]:
+        """Those that run now."""
+        found: list[psutil.Process] = []
+        for pid in self._pids:
+            root = psutil.Process(pid)
+            found += [root, *root.children(recursive=True)]
+        return found
+
+    def cpu_s(self) -> float:
+        """User and system time so far."""
+        total_s = 0.0
+        for process in self.processes():
+            with suppress(psutil.NoSuchProcess):
+                times = process.cpu_times()
+                total_s += times.user + times.system
+        return total_s
+
+    def rss_bytes(self) -> int:
+        """Resident memory, shared pages counted once for each process."""
+        return sum(int(process.memory_info().rss) for process in self.processes())
+
+    def pin(self, cpus: Collection[int]) -> None:
+        """Confines every thread; threads to come inherit it."""
+        for process in self.processes():
+            for thread in process.threads():
+                with suppress(ProcessLookupError):
+                    os.sched_setaffinity(thread.id, cpus)
+
+
+@dataclass(frozen=True, slots=True)
+class Ours:
+    """A running deployment of one prefill and one decode worker, and its router's client."""
+
+    deployment: Deployment
+    router: RouterClient
+
+    def tree(self, *services: str) -> Tree:
+        """The processes of these services; of all without any."""
+        children = self.deployment.children
+        return Tree(
+            *(c.process.pid for c in children if not services or c.spec.service in services)
+        )
+
+    async def generate(
+        self, token_ids: Iterable[int], count: int, first_token: int = DECODE
+    ) -> AsyncIterator[tuple[inference_pb2.GenerateResponse, int]]:
+        """As `Child.generate`, by way of the router: every message, and when it was here."""
+        request = inference_pb2.GenerateRequest(
+            tokens=inference_pb2.TokenIds(ids=token_ids),
+            sampling=sampling_pb2.SamplingParams(
+                temperature=0.0, max_tokens=count, ignore_eos=True
+            ),
+            prefill_placement=REMOTE,
+            first_token=first_token_pb2.FirstTokenPolicy.ValueType(first_token),
+        )
+        async for response in self.router.generate(request, REQUEST_S):
+            yield response, time.time_ns()
+
+    async def forget(self) -> None:
+        """Empties both prefix caches."""
+        for child in self.deployment.children:
+            if child.spec.service in ("prefill", "decode"):
+                await reset_prefix_cache(child.endpoint, 10.0)
+
+
+@asynccontextmanager
+async def ours(model: Path, dtype: str, block_count: int, folder: Path) -> AsyncIterator[Ours]:
+    """Starts `headrace up`'s processes with settings that fit small machines."""
+    workers = [
+        (service, name, value)
+        for service in ("prefill", "decode")
+        for name, value in (("dtype", dtype), ("block_count", str(block_count)))
+    ]
+    topology = Topology(model=str(model), port=free_port(), settings=tuple(workers))
+    await asyncio.to_thread(folder.mkdir)
+    with (folder / "console.log").open("w") as log, Signals() as signals:
+        async with (
+            deployed(topology, folder, Console(file=log), signals) as deployment,
+            open_router(deployment.router) as router,
+        ):
+            yield Ours(deployment, router)
+
+
+def engine_arguments(model: Path, dtype: str, cache_tokens: int, **more: Any) -> dict[str, Any]:
+    """vLLM's arguments for an engine beside ours; what is not here is vLLM's default."""
+    return {
+        "model": str(model),
+        "dtype": dtype,
+        "max_model_len": CONTEXT_TOKENS,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 2048,
+        # vLLM's blocks have 128 tokens on processors.
+        "num_gpu_blocks_override": cache_tokens // 128,
+        "enable_prefix_caching": True,
+        "enable_chunked_prefill": True,
+        "enforce_eager": True,
+        "disable_log_stats": True,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        **more,
+    }
+
+
+class Times:
+    """What the peer's connectors noted, from a file that they add to."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._path.touch()
+
+    def since(self, unix_ns: int) -> dict[str, int]:
+        """The last time of each event after `unix_ns`."""
+        found: dict[str, int] = {}
+        for line in self._path.read_text().splitlines():
+            said = json.loads(line)
+            if said["unix_ns"] >= unix_ns:
+                found[said["event"]] = said["unix_ns"]
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Two engines that are paired by vLLM's own MooncakeConnector."""
+
+    prefill: Child
+    decode: Child
+    times: Times
+    bootstrap_port: int
+
+
+@asynccontextmanager
+async def peer(model: Path, dtype: str, cache_tokens: int, folder: Path) -> AsyncIterator[Peer]:
+    """Starts both; they may still be loading."""
+    await asyncio.to_thread(folder.mkdir)
+    port, times = free_port(), folder / "times.jsonl"
+    environment = {"VLLM_MOONCAKE_BOOTSTRAP_PORT": str(port), TIMES_VARIABLE: str(times)}
+    async with AsyncExitStack() as stack:
+        children = []
+        for role in ("kv_producer", "kv_consumer"):
+            transfer = {
+                "kv_connector": "TimedMooncakeConnector",
+                "kv_connector_module_path": "bench.vllm_peer",
+                "kv_role": role,
+                "kv_connector_extra_config": {"mooncake_protocol": "tcp", "num_workers": 2},
+            }
+            arguments = engine_arguments(model, dtype, cache_tokens, kv_transfer_config=transfer)
+            log = folder / f"{role}.log"
+            children.append(await stack.enter_async_context(engine(arguments, log, environment)))
+        yield Peer(children[0], children[1], Times(times), port)
+
+
+async def pieces_of(answer: AsyncIterator[Piece]) -> list[Piece]:
+    """All of it."""
+    return [piece async for piece in answer]
+
+
+class Quiet:
+    """Shell commands around measured blocks, such as ones that take and give back a lock of the machine."""
+
+    def __init__(self, before: str, after: str) -> None:
+        self._before = before
+        self._after = after
+
+    @asynccontextmanager
+    async def block(self) -> AsyncIterator[None]:
+        """One block. Commands inherit this process's open files, so that locks on those outlive them."""
+        await self._run(self._before)
+        try:
+            yield
+        finally:
+            await self._run(self._after)
+
+    async def _run(self, command: str) -> None:
+        if command:
+            process = await asyncio.create_subprocess_shell(command, close_fds=False)
+            if await process.wait():
+                raise RuntimeError(f"{command} failed")
+
+
+def alternating(names: list[str], repetition: int) -> list[str]:
+    """There and back, and begun elsewhere each second time."""
+    turn = repetition // 2 % len(names)
+    turned = names[turn:] + names[:turn]
+    return turned if repetition % 2 == 0 else turned[::-1]
