@@ -54,6 +54,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# While all requests wait for their KV, vLLM steps on without end. A new request waits for the end of such a step.
+IDLE_STEP_S = 0.003
+
 
 @dataclass
 class HeadraceMetadata(KVConnectorMetadata):
@@ -240,7 +243,10 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
         preempted = scheduler_output.preempted_req_ids or ()
         self._flush = False
         self._load.stepped(scheduler_output.num_scheduled_tokens, preempted)
-        plan = self._require_scheduler().plan_step(scheduled_requests(scheduler_output), preempted)
+        scheduler = self._require_scheduler()
+        if not scheduler_output.total_num_scheduled_tokens:
+            scheduler.wait_for_news(IDLE_STEP_S)
+        plan = scheduler.plan_step(scheduled_requests(scheduler_output), preempted)
         if self._pairing is not None:
             self._pairing.scheduler.add_held(plan)
         return HeadraceMetadata(plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
@@ -76,6 +77,7 @@ class SchedulerSide:
         self._settled: deque[tuple[str, bool]] = deque()
         self._first_tokens: deque[tuple[str, int]] = deque()
         self._finished_sends: dict[str, str] = {}
+        self._news = threading.Event()
 
     def missing_tokens(
         self, params: MutableMapping[str, Any] | None, known_tokens: int, cached_tokens: int
@@ -119,15 +121,23 @@ class SchedulerSide:
     def settle(self, transfer_id: str, whole: bool) -> None:
         """An incoming transfer is over: nothing writes into its blocks any more."""
         self._settled.append((transfer_id, whole))
+        self._news.set()
 
     def first_token(self, transfer_id: str, token_id: int) -> None:
         """What a request goes on after that awaits it."""
         self._first_tokens.append((transfer_id, token_id))
+        self._news.set()
+
+    def wait_for_news(self, timeout_s: float) -> None:
+        """Before a step that computes nothing: returns once an incoming transfer has news, or none is awaited."""
+        if self._receives:
+            self._news.wait(timeout_s)
 
     def plan_step(
         self, scheduled: Iterable[ScheduledRequest], preempted_request_ids: Iterable[str]
     ) -> StepPlan:
         """What the ranks must know before the step."""
+        self._news.clear()
         plan = StepPlan(finished_sends=self._finished_sends)
         self._finished_sends = {}
         for request_id in preempted_request_ids:
