@@ -1,12 +1,12 @@
 """A prompt from prefill to decode: ours beside vLLM's own MooncakeConnector and beside vLLM alone, request by request.
 
     python -m bench.handover [--repetitions 9] [--dtype bfloat16] [--ways decode,prefill,peer,plain]
-        [--before COMMAND --after COMMAND] [--keep FILE] [--output bench/results]
+        [--group 1] [--before COMMAND --after COMMAND] [--keep FILE] [--output bench/results]
 
 All engines are up at once and idle but for those of the request at hand: five, of 1.5 to 2 GB each. In every repetition
 each way gets the same new prompt, in an order that alternates. Ours are whole services, as `headrace up` starts them,
 asked by gRPC at the router. The peer and plain vLLM are engines that are asked through a pipe. --before and --after are
-shell commands around each repetition. --keep adds the samples to those in FILE and reports on all of them.
+shell commands around every --group repetitions. --keep adds the samples to those in FILE and reports on all of them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ NAMES: Final = {"decode": BY_DECODE, "prefill": BY_PREFILL, "peer": PEER, "plain
 CACHE_TOKENS: Final = 8192
 OUR_BLOCK_TOKENS: Final = 32
 TRACE_S: Final = 5.0
-SETTLE_S: Final = 0.3
+SETTLE_S: Final = 0.2
 WARM_SEED: Final = 1_000_000
 
 Ask = Callable[[int], Awaitable[Sample]]
@@ -230,13 +230,15 @@ async def repeat(
         for way in wanted:
             await asks[way](WARM_SEED + number)
     samples: dict[str, list[Sample]] = {NAMES[way]: [] for way in wanted}
-    for number in range(arguments.repetitions):
+    numbers = range(arguments.repetitions)
+    for start in numbers[:: arguments.group]:
         async with quiet.block():
-            for way in alternating(wanted, number):
-                await asyncio.sleep(SETTLE_S)
-                sample = await asks[way](arguments.first_seed + number)
-                samples[NAMES[way]].append(sample)
-                print(f"{number} {way}: {sample}", file=sys.stderr, flush=True)
+            for number in numbers[start : start + arguments.group]:
+                for way in alternating(wanted, number):
+                    await asyncio.sleep(SETTLE_S)
+                    sample = await asks[way](arguments.first_seed + number)
+                    samples[NAMES[way]].append(sample)
+                    print(f"{number} {way}: {sample}", file=sys.stderr, flush=True)
     return samples
 
 
@@ -298,7 +300,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1500, help="of a prompt")
     parser.add_argument("--answer", type=int, default=16, help="tokens of an answer")
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--before", default="")
+    parser.add_argument("--group", type=int, default=1, help="repetitions of a block")
+    parser.add_argument("--before", default="", help="shell command before each block")
     parser.add_argument("--after", default="")
     parser.add_argument("--keep", type=Path)
     parser.add_argument("--output", type=Path)

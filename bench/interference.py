@@ -7,7 +7,7 @@ Equal resources: two vLLM engines on one core each, to which answers and prompts
 steps of at most so many tokens; and ours, with the prefill worker on one of these cores and the decode worker on the
 other. Four answers run; a prompt of 1,500 tokens comes every so many seconds and gets 8 tokens. All engines are up at
 once, and idle but for those of the block at hand; ways and intervals take turns. --before and --after are shell
-commands around each block. --keep adds the blocks to those in FILE and reports on all of them.
+commands around each round. --keep adds the blocks to those in FILE and reports on all of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import asyncio
 import itertools
 import json
 import os
-import statistics
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -199,19 +198,13 @@ async def take_turns(
         every_s: {way: [] for way in asks} for every_s in intervals
     }
     for number in range(arguments.rounds):
-        for every_s in intervals:
-            for way in alternating(list(asks), number):
-                await asyncio.sleep(SETTLE_S)
-                async with quiet.block():
+        async with quiet.block():
+            for every_s in intervals:
+                for way in alternating(list(asks), number):
+                    await asyncio.sleep(SETTLE_S)
                     block = await Run(asks[way], seeds).block(arguments.seconds, every_s)
-                found[every_s][way].append(block)
-                p50 = statistics.median(block.gaps_ms)
-                print(
-                    f"{number} every {every_s:g} s, {way}: p50 {p50:.1f}, longest {max(block.gaps_ms):.0f} ms, "
-                    f"{block.tokens} tokens, {block.answered} of {block.asked} prompts",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                    found[every_s][way].append(block)
+                    print(f"{number} every {every_s:g} s, {way}: {block.summary}", file=sys.stderr)
     return found
 
 

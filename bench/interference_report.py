@@ -32,6 +32,12 @@ class Block:
     answered: int
     first_ms: tuple[float, ...]
 
+    @property
+    def summary(self) -> str:
+        """A line for the impatient."""
+        p50, p99 = (percentile(self.gaps_ms, share) for share in (0.5, 0.99))
+        return f"p50 {p50:.1f}, p99 {p99:.1f} ms, {self.tokens} tokens, {self.answered} of {self.asked} prompts"
+
 
 # By seconds between prompts, then by way.
 Blocks = Mapping[float, Mapping[str, Sequence[Block]]]

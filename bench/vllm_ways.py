@@ -117,9 +117,10 @@ async def ours(model: Path, dtype: str, block_count: int, folder: Path) -> Async
     ]
     topology = Topology(model=str(model), port=free_port(), settings=tuple(workers))
     await asyncio.to_thread(folder.mkdir)
-    with (folder / "console.log").open("w") as log, Signals() as signals:
+    with (folder / "console.log").open("w") as log:
         async with (
-            deployed(topology, folder, Console(file=log), signals) as deployment,
+            # Signals that are not open leave Ctrl-C to asyncio, which cancels everything.
+            deployed(topology, folder, Console(file=log), Signals()) as deployment,
             open_router(deployment.router) as router,
         ):
             yield Ours(deployment, router)

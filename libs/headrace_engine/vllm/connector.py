@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # While all requests wait for their KV, vLLM steps on without end. A new request waits for the end of such a step.
-IDLE_STEP_S = 0.003
+IDLE_STEP_S = 0.005
 
 
 @dataclass
