@@ -1,6 +1,6 @@
 """A prompt from prefill to decode: ours beside vLLM's own MooncakeConnector and beside vLLM alone, request by request.
 
-    python -m bench.handover [--repetitions 9] [--dtype bfloat16] [--ways decode,prefill,peer,plain]
+    python -m bench.handover [--repetitions 9] [--dtype float32] [--ways decode,prefill,peer,plain]
         [--group 1] [--before COMMAND --after COMMAND] [--keep FILE] [--output bench/results]
 
 All engines are up at once and idle but for those of the request at hand: five, of 1.5 to 2 GB each. In every repetition
@@ -293,7 +293,7 @@ def with_earlier(file: Path | None, dtype: str, samples: dict[str, list[Sample]]
 def main() -> None:
     parser = argparse.ArgumentParser(description="See the module's text.")
     parser.add_argument("--model", default="models/SmolLM2-135M-Instruct")
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--ways", default="decode,prefill,peer,plain")
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--warm", type=int, default=2)

@@ -1,6 +1,6 @@
 """Tokens of running answers while long prompts arrive: two engines that do both, beside one for each.
 
-    python -m bench.interference [--every 1,2] [--steps 2048,256] [--rounds 3] [--seconds 15]
+    python -m bench.interference [--every 1,5] [--steps 2048,256] [--rounds 2] [--seconds 20]
         [--before COMMAND --after COMMAND] [--keep FILE] [--output bench/results]
 
 Equal resources: two vLLM engines on one core each, to which answers and prompts go in turn, with chunked prefill in
@@ -44,7 +44,7 @@ ANSWER_PROMPT_TOKENS: Final = 64
 WARM_TOKENS: Final = 8
 PROMPT_TOKENS: Final = 1500
 PROMPT_ANSWER_TOKENS: Final = 8
-CACHE_TOKENS: Final = 16_384
+CACHE_TOKENS: Final = 8192
 OUR_BLOCK_TOKENS: Final = 32
 SETTLE_S: Final = 1.0
 
@@ -268,11 +268,11 @@ def with_earlier(
 def main() -> None:
     parser = argparse.ArgumentParser(description="See the module's text.")
     parser.add_argument("--model", default="models/SmolLM2-135M-Instruct")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--every", default="1,2", help="seconds between prompts; 0 for none")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--every", default="1,5", help="seconds between prompts; 0 for none")
     parser.add_argument("--steps", default="2048,256", help="tokens of the engines' steps")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=15.0, help="of a block")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=20.0, help="of a block")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--before", default="")
     parser.add_argument("--after", default="")

@@ -164,7 +164,7 @@ def _axes(title: str, low: float, high: float) -> Iterator[str]:
         colour = "#868e96" if power == 2 else "#dee2e6"
         yield (
             f'<path d="M{_LEFT} {y:.1f}H{_RIGHT}" stroke="{colour}"/>'
-            f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{10.0**-power:.2%}</text>'
+            f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{100 * 10.0**-power:g} %</text>'
         )
     for gap_ms in (scale * step for scale in (1, 10, 100, 1000, 10_000) for step in (1, 2, 5)):
         if low <= math.log10(gap_ms) <= high:
