@@ -136,6 +136,7 @@ def sample_of(
     hand_over_ms: float | None = None,
     transfer_ms: float | None = None,
     exposed_ms: float | None = None,
+    compute_ms: float | None = None,
 ) -> Sample:
     """Of an answer that was asked for at `start_ns`."""
     first_ns, second_ns = [piece.heard_unix_ns for piece in pieces for _ in piece.token_ids][:2]
@@ -148,6 +149,7 @@ def sample_of(
         hand_over_ms=hand_over_ms,
         transfer_ms=transfer_ms,
         exposed_ms=exposed_ms,
+        compute_ms=compute_ms,
     )
 
 
@@ -173,8 +175,9 @@ def peer_id(port: int) -> str:
         return str(json.load(answer)["0"]["engine_id"])
 
 
-def trace_times(trace: trace_pb2.Trace) -> tuple[float, float, float]:
-    """Milliseconds of hand-over, transfer and exposed transfer, from the spans of a request."""
+def trace_times(trace: trace_pb2.Trace) -> tuple[float, ...]:
+    """Milliseconds of hand-over, transfer, exposed transfer and prefill, from the spans of a request."""
+    took_ns = {span.name: span.duration.ToNanoseconds() for span in trace.spans}
     ends = {
         span.name: span.start_time.ToNanoseconds() + span.duration.ToNanoseconds()
         for span in trace.spans
@@ -190,6 +193,7 @@ def trace_times(trace: trace_pb2.Trace) -> tuple[float, float, float]:
         (ends[schema.SPAN_DECODE_FIRST_TOKEN] - computed_ns) / 1e6,
         busy_ns(layers) / 1e6,
         (ends[schema.SPAN_DECODE_KV_WAIT] - written_ns) / 1e6,
+        took_ns[schema.SPAN_PREFILL_COMPUTE] / 1e6,
     )
 
 
@@ -247,7 +251,8 @@ _NOTES: Final = """# From prefill to decode, beside vLLM's own MooncakeConnector
 {what} Made by `python -m bench.handover`.
 {sections}
 Medians, and the range in parentheses. TTFT and the second token are timed at the client, from asking. "Beside plain" is
-the median ratio of TTFT to plain vLLM's for the same prompt. Hand-over is from prefill's end of computing (ours, in the
+the median ratio of TTFT to plain vLLM's for the same prompt. "Prefill" is the computing in
+our prefill engine. Hand-over is from prefill's end of computing (ours, in the
 engine) or prefill's own token leaving its engine (the peer) to decode's own first token leaving its engine: token 1
 with "first token by decode" and with the peer, token 2 with "first token by prefill". Transfer is the time in which
 something was written; exposed is from prefill's last layer to decode knowing its KV to be whole. The peer writes

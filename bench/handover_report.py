@@ -22,7 +22,8 @@ Samples = Mapping[str, Sequence["Sample"]]
 class Sample:
     """One request. Milliseconds; those that its way does not have are None.
 
-    `first_ms` and `second_ms`: from asking to the first and the second token, at the client. `hand_over_ms`: from
+    `first_ms` and `second_ms`: from asking to the first and the second token, at the client. `compute_ms`:
+    of prefill's engine. `hand_over_ms`: from
     prefill's end of computing, or its own first token, to decode's own first token. `transfer_ms`: time in which
     something was written. `exposed_ms`: from prefill's last layer to decode knowing its KV to be whole. `cpu_ms`: of
     all processes of the way.
@@ -36,6 +37,7 @@ class Sample:
     hand_over_ms: float | None = None
     transfer_ms: float | None = None
     exposed_ms: float | None = None
+    compute_ms: float | None = None
 
 
 def middle(values: Sequence[float | None], digits: int = 0) -> str:
@@ -68,8 +70,8 @@ def equal_count(one: Sequence[Sample], other: Sequence[Sample]) -> tuple[int, in
 def table(samples: Samples) -> str:
     """A row for each way."""
     titles = (
-        *("way", "TTFT, ms", "beside plain", "second token, ms", "hand-over, ms"),
-        *("transfer, ms", "exposed, ms", "CPU, ms", "answers as plain's"),
+        *("way", "TTFT, ms", "beside plain", "prefill, ms", "second token, ms"),
+        *("hand-over, ms", "transfer, ms", "exposed, ms", "CPU, ms", "answers as plain's"),
     )
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     plain = samples.get(PLAIN, ())
@@ -82,6 +84,7 @@ def table(samples: Samples) -> str:
             way,
             middle([sample.first_ms for sample in found]),
             beside,
+            middle([sample.compute_ms for sample in found]),
             middle([sample.second_ms for sample in found]),
             middle([sample.hand_over_ms for sample in found], 1),
             middle([sample.transfer_ms for sample in found], 1),
