@@ -235,13 +235,13 @@ _NOTES: Final = """# Running answers while prompts arrive
 
 Gaps are between the tokens of the four running answers, at the client; tokens/s are theirs too. Prompts have {prompt}
 tokens and get {answer}. "Answered" are those that had all of them when their block ended; a prompt's TTFT is known of
-those that had a token by then. Two engines: vLLM alone, asked through pipes, one core each, chunked prefill on; a step
-of 2,048 tokens takes such a prompt at once, one of 256 spares the running answers at the price of more steps. Headrace:
-whole services, asked by gRPC at the router; prefill worker on one core, decode worker on the other; router and
-registry are confined to neither and take from both, as does this benchmark. One prefill worker is one core's worth of
-prefill, where two engines have two: prompts that come faster than one core computes them queue at ours, where the two
-engines let their running answers wait instead.
-
+those that had a token by then; those that a full decode worker refused count as asked. Two engines: vLLM alone, asked
+through pipes, one core each, chunked prefill on; a step of 2,048 tokens, vLLM's default, takes such a prompt at once,
+one of 256 spares the running answers at the price of more steps. Headrace: whole services, asked by gRPC at the router;
+prefill worker on one core, decode worker on the other; router and registry are confined to neither and take from both,
+as does this benchmark. One prefill worker is one core's worth of prefill, where two engines have two: prompts that come
+faster than one core computes them queue at ours, where the two engines let their running answers wait instead.
+{remark}
 ![Share of gaps that are longer](interference.svg)
 """
 
@@ -285,6 +285,7 @@ def main() -> None:
     parser.add_argument("--before", default="")
     parser.add_argument("--after", default="")
     parser.add_argument("--keep", type=Path)
+    parser.add_argument("--remark", default="", help="what else is to be said of the blocks")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     found: dict[float, dict[str, list[Block]]] = {}
@@ -297,7 +298,7 @@ def main() -> None:
     if arguments.output:
         rounds = max(len(blocks) for ways in kept.values() for blocks in ways.values())
         what = (
-            f"{Path(arguments.model).name}, {arguments.dtype}, {ANSWERS} running answers, {rounds} blocks of "
+            f"{Path(arguments.model).name}, {arguments.dtype}, {ANSWERS} running answers, {rounds} rounds of blocks of "
             f"{arguments.seconds:g} s each, 2 cores."
         )
         text = _NOTES.format(
@@ -306,6 +307,7 @@ def main() -> None:
             targets=wanted,
             prompt=PROMPT_TOKENS,
             answer=PROMPT_ANSWER_TOKENS,
+            remark=f"\n{arguments.remark}\n" if arguments.remark else "",
         )
         (arguments.output / "interference.md").write_text(text)
         picture = draw(

@@ -14,8 +14,9 @@ OURS = "Headrace, one prefill and one decode worker"
 P99_RATIO_MAX = 0.5
 _WIDTH, _PANEL, _HEIGHT = 1000, 490, 400
 _LEFT, _RIGHT, _TOP, _BOTTOM = 60, 470, 112, 346
-_COLOURS = ("#f0a35e", "#d9480f", "#1b6fc2", "#2b8a3e")
-_DECADES = 4
+_OURS_COLOUR = "#1b6fc2"
+_COLOURS = ("#d9480f", "#f0a35e", "#2b8a3e")
+_DECADES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,8 @@ def draw(blocks: Blocks, title: str) -> str:
     """How many gaps are longer than so much, a panel for each interval, as an SVG."""
     drawn = {every_s: ways for every_s, ways in blocks.items() if every_s}
     names = list(dict.fromkeys(way for ways in drawn.values() for way in ways))
-    colours = dict(zip(names, _COLOURS, strict=False))
+    others = [name for name in names if name != OURS]
+    colours = {**dict(zip(others, _COLOURS, strict=False)), OURS: _OURS_COLOUR}
     gaps_ms = [
         gap for ways in drawn.values() for found in ways.values() for gap in all_gaps_ms(found)
     ]
