@@ -296,10 +296,11 @@ def main() -> None:
     drawn, wanted = table(kept), "\n".join(targets(kept))
     print(drawn, wanted, sep="\n\n")
     if arguments.output:
-        rounds = max(len(blocks) for ways in kept.values() for blocks in ways.values())
+        found_blocks = [blocks for ways in kept.values() for blocks in ways.values()]
+        seconds = max(sum(block.seconds for block in blocks) for blocks in found_blocks)
         what = (
-            f"{Path(arguments.model).name}, {arguments.dtype}, {ANSWERS} running answers, {rounds} rounds of blocks of "
-            f"{arguments.seconds:g} s each, 2 cores."
+            f"{Path(arguments.model).name}, {arguments.dtype}, {ANSWERS} running answers, {seconds:.0f} s for each way "
+            f"and interval in {max(map(len, found_blocks))} rounds, 2 cores."
         )
         text = _NOTES.format(
             what=what,
