@@ -90,8 +90,17 @@ def assert_same(one: Heard, other: Heard) -> None:
 
 
 @asynccontextmanager
-async def engines(folder: Path, **topology: object) -> AsyncIterator[Suite]:
-    async with suite(folder, engine="vllm", model=str(MODEL), settings=FLOAT32, **topology) as it:
+async def engines(
+    folder: Path, *, prefill_count: int = 1, decode_count: int = 1
+) -> AsyncIterator[Suite]:
+    async with suite(
+        folder,
+        engine="vllm",
+        model=str(MODEL),
+        settings=FLOAT32,
+        prefill_count=prefill_count,
+        decode_count=decode_count,
+    ) as it:
         yield it
 
 

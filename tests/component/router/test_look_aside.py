@@ -13,6 +13,7 @@ import pytest
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import inference_pb2
 from headrace_client import Client, build_request
+from headrace_client.progress import Progress
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import (
     DuplicateTransfer,
@@ -179,10 +180,11 @@ async def test_a_full_worker_sends_the_client_to_the_router(open_rig: Rig) -> No
 async def test_workers_out_of_reach_are_asked_through_the_router(open_rig: Rig) -> None:
     await open_rig.add_decode(say("hello"))
     async with Client(open_rig.endpoint, look_aside=True) as client:
-        routed = await client.route(build_request("x"))
+        request = build_request("x")
+        routed = await client.route(request)
         routed.direct.endpoint = "127.0.0.1:1"
         with pytest.raises(WorkerGone):
-            async for _ in client._directly(routed, Deadline.after(5), 0.0):
+            async for _ in client._directly(routed, Progress(request), Deadline.after(5)):
                 pass
         assert (await tokens_of(client))[0] == b"hello"
         assert client.direct_answers == 0
