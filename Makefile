@@ -56,7 +56,7 @@ up: runtime $(MODEL)/config.json ## start the four services on loopback until Ct
 	@$(BIN)/headrace up
 
 REQUESTS ?= 10000
-.PHONY: test test-fast test-vllm chaos churn test-gpu test-rdma lint format type
+.PHONY: test test-fast test-vllm chaos soak churn test-gpu test-rdma lint format type
 # Two runs: vLLM forks its engine, which must happen before anything in the process has used gRPC.
 test: VLLM_TESTS := vllm and not long
 test: test-vllm test-fast ## all tests but the long ones with vLLM
@@ -76,6 +76,9 @@ test-gpu: setup ## the KV data plane in a CUDA device's memory (GPU_PYTHON: one 
 
 test-rdma: setup ## the KV data plane on real RDMA verbs, in small virtual machines (ARGS="--only two": two hosts)
 	@$(BIN)/python scripts/rdma_vm.py $(ARGS)
+
+soak: setup ## half an hour of mixed load: no process may grow (ARGS="--seconds 300")
+	@$(BIN)/python -m tests.chaos.soak $(ARGS)
 
 churn: setup ## workers that come and go every second under load (ARGS="--seconds 60 --every 1")
 	@$(BIN)/python -m tests.suite.churn $(ARGS)

@@ -76,6 +76,14 @@ class Processes:
     def endpoint(self, name: str) -> str:
         return self._all[name].endpoint
 
+    def process_ids(self) -> dict[str, int]:
+        """Of all services that run now."""
+        return {
+            name: one.child.process.pid
+            for name, one in self._all.items()
+            if one.child is not None and one.child.running
+        }
+
     def running(self, name: str) -> bool:
         """Whether it lives and is not frozen."""
         if name == ETCD:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace.worker.v1 import worker_pb2
-from headrace_cli.client import worker_status
+from headrace_cli.client import open_router, worker_status
 from headrace_common.errors import HeadraceError
 from headrace_engine.sim.model import SimModel
 from headrace_engine.sim.settings import parse_settings
@@ -57,7 +57,7 @@ async def run_chaos(plan: ChaosPlan, folder: Path) -> ChaosReport:
         clients = Clients(routers, model, plan.deadline_s, report.outcomes)
         faults = asyncio.create_task(_inject(plan, processes, report))
         try:
-            await _until_served(clients, processes)
+            await until_served(processes)
             await clients.run(requests(plan), plan.concurrency)
         finally:
             faults.cancel()
@@ -65,7 +65,7 @@ async def run_chaos(plan: ChaosPlan, folder: Path) -> ChaosReport:
             await clients.close()
         report.seconds = time.monotonic() - started_s
         await _repair(processes)
-        report.left_behind = await _left_behind(processes)
+        report.left_behind = await left_behind(processes)
         await asyncio.sleep(LAST_LOOK_S)
         _read_reports(processes.reports, report)
     finally:
@@ -73,10 +73,8 @@ async def run_chaos(plan: ChaosPlan, folder: Path) -> ChaosReport:
     return report
 
 
-async def _until_served(clients: Clients, processes: Processes) -> None:
+async def until_served(processes: Processes) -> None:
     """Workers register by themselves; until all routers know one, nothing could be served."""
-    from headrace_cli.client import open_router
-
     async with asyncio.timeout(30):
         for name in processes.routers:
             async with open_router(processes.endpoint(name)) as router:
@@ -134,7 +132,7 @@ async def _repair(processes: Processes) -> None:
             await processes.begin(name)
 
 
-async def _left_behind(processes: Processes) -> list[str]:
+async def left_behind(processes: Processes) -> list[str]:
     """What workers still hold once they have had time to give it back."""
     give_up_s = time.monotonic() + QUIESCE_S
     left: dict[str, str] = {}
