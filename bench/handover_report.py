@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 PLAIN = "plain vLLM"
@@ -140,8 +140,8 @@ def _exposed(way: str, found: Sequence[Sample], layer_count: int) -> list[str]:
     return [_line(text, exposed_ms <= wanted_ms)]
 
 
-def _median(values: object) -> float:
-    return statistics.median(value for value in values if value is not None)  # type: ignore[attr-defined]
+def _median(values: Iterable[float | None]) -> float:
+    return statistics.median(value for value in values if value is not None)
 
 
 def _line(text: str, met: bool) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 _WIDTH, _HEIGHT = 1000, 360
@@ -123,7 +123,7 @@ def _distributions(rows: Mapping[str, Sequence[Row]], colours: Mapping[str, str]
 
 def _bars(rows: Mapping[str, Sequence[Row]], colours: Mapping[str, str]) -> Iterator[str]:
     """A line for each way, which is the legend as well."""
-    columns = (
+    columns: tuple[tuple[str, Callable[[Sequence[Row]], float], str], ...] = (
         ("hits", lambda found: statistics.median(row.hit_rate for row in found), "{:.0%}"),
         ("TTFT p50, ms", lambda found: 1e3 * percentile(all_ttft_s(found), 0.5), "{:.0f}"),
         ("TTFT p99, ms", lambda found: 1e3 * percentile(all_ttft_s(found), 0.99), "{:.0f}"),

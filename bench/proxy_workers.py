@@ -89,6 +89,14 @@ class Status(worker_pb2_grpc.WorkerServiceServicer):
         """It caches nothing to speak of."""
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this worker caches nothing")
 
+    async def ResetPrefixCache(self, request: Any, context: Any) -> Any:  # noqa: N802
+        """There is nothing to empty."""
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this worker caches nothing")
+
+    async def Drain(self, request: Any, context: Any) -> Any:  # noqa: N802
+        """The benchmark ends it."""
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this worker cannot be drained")
+
 
 async def serve_grpc(registry: str) -> tuple[GrpcServer, Membership]:
     """Starts the decode worker."""

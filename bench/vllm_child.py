@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -173,6 +174,9 @@ async def _serve(arguments: dict[str, Any], answers: int) -> None:
             # Whatever it is, whoever asked must hear of it.
             say(id=name, error=f"{type(error).__name__}: {error}")
 
+    def ended(name: str, _: asyncio.Task[None]) -> None:
+        running.pop(name, None)
+
     reader = asyncio.StreamReader(limit=_LINE_BYTES_MAX)
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
@@ -182,7 +186,7 @@ async def _serve(arguments: dict[str, Any], answers: int) -> None:
         asked = json.loads(line)
         if asked["op"] == "generate":
             task = running[asked["id"]] = asyncio.create_task(answer(asked))
-            task.add_done_callback(lambda _, name=asked["id"]: running.pop(name, None))
+            task.add_done_callback(partial(ended, asked["id"]))
         elif asked["id"] in running:
             running[asked["id"]].cancel()
     for task in list(running.values()):
