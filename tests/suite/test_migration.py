@@ -326,11 +326,21 @@ async def test_a_client_past_the_router_goes_on_when_its_decode_worker_is_killed
 
         undisturbed = await asyncio.gather(*(answer(number) for number in range(6)))
         running = [asyncio.create_task(answer(number)) for number in range(6)]
-        await asyncio.sleep(0.7)
-        it.kill("decode-0")
+        victim, survivor = await busiest_first(it, ("decode-0", "decode-1"), len(running))
+        it.kill(victim)
         answers = await asyncio.gather(*running)
         assert [tokens for tokens, _ in answers] == [tokens for tokens, _ in undisturbed]
         for _, last in answers:
             assert last.usage.completion_tokens == len(answers[0][0]) or last.finish_reason
-            assert last.timing.decode_worker_id == "decode-1"
-        assert {last.timing.attempts for _, last in answers} == {1, 2}
+            assert last.timing.decode_worker_id == survivor
+        assert max(last.timing.attempts for _, last in answers) == 2
+
+
+async def busiest_first(it: Suite, names: tuple[str, ...], requests: int) -> list[str]:
+    """The workers, once they run so many requests together."""
+    async with asyncio.timeout(10):
+        while True:
+            running = {name: (await it.status(name)).running_requests for name in names}
+            if sum(running.values()) >= requests:
+                return sorted(names, key=lambda name: -running[name])
+            await asyncio.sleep(0.02)

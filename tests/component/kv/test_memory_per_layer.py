@@ -25,13 +25,14 @@ from tests.component.kv.harness import (
 LAYERS = 12
 CHUNK_TOKENS = 512
 SHORT, LONG = 1_024, 32_768
-SLACK_BYTES = 4_096
-"""Far below one list of a long prompt's blocks, which has 8,192 ids of 8 bytes."""
+SLACK_BYTES = 8_192
+"""Far below one list of a long prompt's blocks, which has 8,192 ids of 8 bytes. A long prompt's ids are objects of
+their own, which those below 257 are not: that is some 7 KB for a chunk."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes: at most allocated at once, over what there was before (median of the later layers), and left over."""
+    """Bytes: at most allocated at once, over what there was before (least of the later layers), and left over."""
 
     first_layer_peak: int
     later_layers_peak: int
@@ -90,7 +91,8 @@ async def cost_of(token_count: int, scattered: bool) -> Cost:
             gc.enable()
         await push_layer(rig, transfer, LAYERS - 1, blocks, last)
         await transfer.wait()
-        return Cost(first, sorted(later)[len(later) // 2], left)
+        # The least: what other threads allocate beside a layer can only add to its peak.
+        return Cost(first, min(later), left)
 
 
 @pytest.mark.parametrize("scattered", [False, True])
