@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,11 +25,13 @@ LOCAL_OPTIONS: tuple[tuple[str, int | str], ...] = (
 )
 
 # Both ends ping a silent peer, and end the connection of one that is frozen or cut off within 7 s. gRPC's own
-# keepalive_timeout is overruled by its ping timeout, which is a minute unless it is set.
+# keepalive_timeout is overruled by its ping timeout, which is a minute unless it is set. Machines that stand still for
+# seconds, such as emulated ones, need more.
+_PING_TIMEOUT_MS = round(1e3 * float(os.environ.get("HEADRACE_PING_TIMEOUT_S", "4")))
 KEEPALIVE_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", 3_000),
-    ("grpc.keepalive_timeout_ms", 4_000),
-    ("grpc.http2.ping_timeout_ms", 4_000),
+    ("grpc.keepalive_timeout_ms", _PING_TIMEOUT_MS),
+    ("grpc.http2.ping_timeout_ms", _PING_TIMEOUT_MS),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 )

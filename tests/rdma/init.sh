@@ -39,6 +39,8 @@ cd /project || echo "the project is missing"
 PYTHONPATH=/project:/project/libs:/opt/python
 for service in services/*/; do PYTHONPATH+=:/project/${service%/}; done
 export PATH=/usr/sbin:/usr/bin:/sbin:/bin
+# An emulated machine may stand still for longer than a real one that is well.
+export HEADRACE_PING_TIMEOUT_S=60
 export PYTHONPATH PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 HOME=/tmp XDG_STATE_HOME=/tmp/state
 read -r up_s _ </proc/uptime
 echo "the machine is up after $up_s s"
