@@ -17,7 +17,7 @@ from headrace.inference.v1 import (
 )
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
-from headrace_common.channel import open_channel
+from headrace_common.channel import TlsFiles, open_channel
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import NotFound, WorkerGone
 
@@ -30,6 +30,11 @@ _HINT = "is it running? `headrace up` starts it"
 def rpc_errors(what: str) -> AbstractContextManager[None]:
     """Raises Headrace's own error for an RPC that failed, with the remedy when nobody answered."""
     return headrace_client.rpc_errors(what, _HINT)
+
+
+def call_channel(endpoint: str) -> grpc.aio.Channel:
+    """A channel to a service, with the certificates that the environment names."""
+    return open_channel(endpoint, TlsFiles.from_environment())
 
 
 class RouterClient:
@@ -96,13 +101,13 @@ class RouterClient:
 @asynccontextmanager
 async def open_router(endpoint: str) -> AsyncIterator[RouterClient]:
     """A client of the router at "host:port"."""
-    async with open_channel(endpoint) as channel:
+    async with call_channel(endpoint) as channel:
         yield RouterClient(endpoint, channel)
 
 
 async def list_members(registry: str) -> list[registry_pb2.Member]:
     """Who is registered, by worker id."""
-    async with open_channel(registry) as channel:
+    async with call_channel(registry) as channel:
         with rpc_errors(f"the registry on {registry}"):
             response = await registry_pb2_grpc.RegistryServiceStub(channel).ListMembers(
                 registry_pb2.ListMembersRequest(page_size=LISTED_MEMBERS_MAX),
@@ -113,7 +118,7 @@ async def list_members(registry: str) -> list[registry_pb2.Member]:
 
 async def worker_status(endpoint: str) -> worker_pb2.WatchStatusResponse:
     """A worker's state now."""
-    async with open_channel(endpoint) as channel:
+    async with call_channel(endpoint) as channel:
         with rpc_errors(f"the worker on {endpoint}"):
             call = worker_pb2_grpc.WorkerServiceStub(channel).WatchStatus(
                 worker_pb2.WatchStatusRequest(), timeout=CALL_TIMEOUT_S
@@ -126,7 +131,7 @@ async def worker_status(endpoint: str) -> worker_pb2.WatchStatusResponse:
 
 async def reset_prefix_cache(endpoint: str, timeout_s: float) -> None:
     """Empties a worker's prefix cache once it holds no request's KV."""
-    async with open_channel(endpoint) as channel:
+    async with call_channel(endpoint) as channel:
         with rpc_errors(f"the worker on {endpoint}"):
             await worker_pb2_grpc.WorkerServiceStub(channel).ResetPrefixCache(
                 worker_pb2.ResetPrefixCacheRequest(), timeout=timeout_s

@@ -11,8 +11,7 @@ from rich.console import Console
 
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
-from headrace_cli.client import CALL_TIMEOUT_S, list_members, rpc_errors
-from headrace_common.channel import open_channel
+from headrace_cli.client import CALL_TIMEOUT_S, call_channel, list_members, rpc_errors
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import DeadlineExceeded, NotFound
 from headrace_common.server import END_UNFINISHED_S
@@ -30,7 +29,7 @@ async def drain_worker(
     Raises NotFound for an id that no worker has, and DeadlineExceeded when it does not go.
     """
     member = await _find(registry, worker_id)
-    async with open_channel(member.endpoint) as channel:
+    async with call_channel(member.endpoint) as channel:
         request = worker_pb2.DrainRequest(incarnation=member.incarnation)
         if grace_s is not None:
             request.grace.CopyFrom(_duration(grace_s))

@@ -13,8 +13,7 @@ from rich import box
 from rich.table import Table
 
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
-from headrace_cli.client import CALL_TIMEOUT_S, rpc_errors
-from headrace_common.channel import open_channel
+from headrace_cli.client import CALL_TIMEOUT_S, call_channel, rpc_errors
 from headrace_common.errors import ConfigError
 
 _FIELDS = registry_pb2.Policy.DESCRIPTOR.fields_by_name
@@ -22,7 +21,7 @@ _FIELDS = registry_pb2.Policy.DESCRIPTOR.fields_by_name
 
 async def show_policy(registry: str) -> Table:
     """The policy in force, a row for each field."""
-    async with open_channel(registry) as channel:
+    async with call_channel(registry) as channel:
         response = await _get(registry_pb2_grpc.RegistryServiceStub(channel), registry)
     return policy_table(response.policy)
 
@@ -33,7 +32,7 @@ async def set_policy(registry: str, changes: Sequence[str]) -> Table:
     Raises ConfigError for a field that does not exist or cannot be read, InvalidRequest for a value that the registry
     refuses, Conflict when somebody else changed the policy in between.
     """
-    async with open_channel(registry) as channel:
+    async with call_channel(registry) as channel:
         stub = registry_pb2_grpc.RegistryServiceStub(channel)
         current = await _get(stub, registry)
         policy = current.policy

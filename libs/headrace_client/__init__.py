@@ -5,10 +5,11 @@
             print(piece.text, end="")
 
 Refusals that say when to come again are followed. Where only token ids are wanted and the router allows it, tokens come
-from the decode worker directly, past the router: see Client.
+from the decode worker directly, past the router: see Client. Services with certificates want `tls=TlsFiles(...)`.
 """
 
 from headrace_client.client import Client, rpc_errors
 from headrace_client.requests import build_request
+from headrace_common.channel import TlsFiles
 
-__all__ = ["Client", "build_request", "rpc_errors"]
+__all__ = ["Client", "TlsFiles", "build_request", "rpc_errors"]

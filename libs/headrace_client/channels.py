@@ -12,7 +12,7 @@ from typing import Final
 
 import grpc.aio
 
-from headrace_common.channel import open_channel
+from headrace_common.channel import TlsFiles, open_channel
 from headrace_common.errors import WorkerGone
 
 _IDLE_MAX: Final = 64
@@ -32,7 +32,8 @@ class Channels:
     After an endpoint could not be reached, the workers' network is taken for closed to us for a while.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tls: TlsFiles) -> None:
+        self._tls = tls
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
         self._closed_until_s = 0.0
 
@@ -44,7 +45,7 @@ class Channels:
     @asynccontextmanager
     async def to(self, endpoint: str) -> AsyncIterator[grpc.aio.Channel]:
         """A connected channel. Raises WorkerGone when there is no connection in time."""
-        kept = self._kept.setdefault(endpoint, _Kept(open_channel(endpoint)))
+        kept = self._kept.setdefault(endpoint, _Kept(open_channel(endpoint, self._tls)))
         self._kept.move_to_end(endpoint)
         kept.users += 1
         try:

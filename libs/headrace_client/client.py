@@ -17,7 +17,7 @@ from headrace_client.channels import Channels
 from headrace_client.direct import DirectAttempt
 from headrace_client.progress import Progress
 from headrace_client.requests import build_request
-from headrace_common.channel import open_channel
+from headrace_common.channel import TlsFiles, open_channel
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError, InternalError, InvalidRequest, WorkerGone
 from headrace_common.status import error_from_rpc
@@ -25,6 +25,7 @@ from headrace_common.status import error_from_rpc
 _LOG = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT_S: Final = 300.0
+_PLAINTEXT: Final = TlsFiles()
 _JITTER_SHARE: Final = 0.25
 # A worker's failure costs one; then the router goes on by itself.
 _DIRECT_ATTEMPTS_MAX: Final = 3
@@ -44,21 +45,26 @@ class Client:
         router: str | grpc.aio.Channel,
         *,
         api_key: str = "",
+        tls: TlsFiles = _PLAINTEXT,
         look_aside: bool = False,
         retries_max: int = 5,
         name: str = "",
         hint: str = "is it running?",
     ) -> None:
-        """`name` and `hint` are for errors: what to call the router, and what to do when it does not answer."""
+        """`tls` is for the router and the decode workers alike, but not for a channel that is given.
+
+        `name` and `hint` are for errors: what to call the router, and what to do when it does not answer.
+        Raises ConfigError for files of `tls` that cannot be read.
+        """
         self._endpoint = name or (router if isinstance(router, str) else "this channel")
         self._hint = hint
-        channel = open_channel(router) if isinstance(router, str) else router
+        channel = open_channel(router, tls) if isinstance(router, str) else router
         self._own = channel if isinstance(router, str) else None
         self._stub = inference_pb2_grpc.InferenceServiceStub(channel)
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
         self._look_aside = look_aside
         self._retries_max = retries_max
-        self._workers = Channels()
+        self._workers = Channels(tls)
         self.direct_answers = 0
         """Answers that came past the router."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,6 +60,21 @@ class TlsFiles:
     def of(cls, config: ServiceConfig) -> TlsFiles:
         """What a service was told."""
         return cls(config.tls_certificate_file, config.tls_key_file, config.tls_authority_file)
+
+    @classmethod
+    def from_environment(cls) -> TlsFiles:
+        """What HEADRACE_TLS_CERTIFICATE_FILE, _KEY_FILE and _AUTHORITY_FILE name, for programs that call services.
+
+        Raises ConfigError when only some are set.
+        """
+        names = {field.name: f"HEADRACE_{field.name.upper()}" for field in fields(cls)}
+        files = {field: os.environ.get(name, "") for field, name in names.items()}
+        missing = [names[field] for field, path in files.items() if not path]
+        if 0 < len(missing) < len(files):
+            raise ConfigError(
+                f"{' and '.join(missing)} not set: name all three files of mutual TLS, or none"
+            )
+        return cls(**files)
 
 
 def open_channel(endpoint: str, config: ServiceConfig | TlsFiles | None = None) -> grpc.aio.Channel:

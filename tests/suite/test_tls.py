@@ -15,9 +15,13 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
+from headrace.worker.v1 import worker_pb2
+from headrace_cli.client import list_members, open_router, worker_status
 from headrace_cli.supervisor import Child, Supervisor
 from headrace_cli.topology import Topology, registry_spec, router_spec, worker_specs
+from headrace_client import Client
 from headrace_common.channel import TlsFiles, open_channel
+from headrace_common.errors import WorkerGone
 from tests.suite.certificates import Authority
 from tests.suite.deployment import default_model, greedy, prompt_of
 
@@ -32,6 +36,7 @@ async def deployed(folder: Path, tls: TlsFiles) -> AsyncIterator[dict[str, Child
         for service in ("registry", "router", "prefill", "decode")
         for field, value in asdict(tls).items()
     )
+    settings += (("router", "look_aside", "true"),)
     topology = Topology(engine="sim", port=0, settings=settings)
     supervisor = Supervisor()
     await supervisor.open()
@@ -78,6 +83,45 @@ async def check_answer(channel: grpc.aio.Channel, seed: int) -> None:
     assert responses[-1].timing.prefill_worker_id == "prefill-0"
 
 
+async def check_client(children: dict[str, Child], tls: TlsFiles) -> None:
+    """The library gets in with the files, and past the router as well."""
+    prompt = prompt_of(80, 3)
+    wanted = default_model().expected_tokens(prompt, ANSWER_TOKENS)
+    async with Client(children["router"].endpoint, tls=tls, look_aside=True) as client:
+        for tokens_only in (False, True):
+            answer = [
+                token
+                async for piece in client.generate(
+                    tokens=prompt,
+                    max_tokens=ANSWER_TOKENS,
+                    temperature=0.0,
+                    tokens_only=tokens_only,
+                    timeout_s=20,
+                )
+                for token in piece.token_ids
+            ]
+            assert answer == list(wanted[: len(answer)])
+            assert answer
+        assert client.direct_answers == 1
+
+
+async def check_commands(
+    children: dict[str, Child], tls: TlsFiles, environment: pytest.MonkeyPatch
+) -> None:
+    """What the command line calls, without the files and with them."""
+    registry = children["registry"].endpoint
+    with pytest.raises(WorkerGone):
+        await list_members(registry)
+    for field, path in asdict(tls).items():
+        environment.setenv(f"HEADRACE_{field.upper()}", path)
+    ids = {member.worker_id for member in await list_members(registry)}
+    assert {"prefill-0", "decode-0"} <= ids
+    status = await worker_status(children["decode"].endpoint)
+    assert status.state == worker_pb2.WatchStatusResponse.STATE_SERVING
+    async with open_router(children["router"].endpoint) as router:
+        assert await router.models()
+
+
 async def refused(channel: grpc.aio.Channel) -> bool:
     async with channel:
         try:
@@ -90,7 +134,7 @@ async def refused(channel: grpc.aio.Channel) -> bool:
 
 
 async def test_a_deployment_with_certificates_answers_and_refuses_those_without(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     authority, stranger = Authority(tmp_path / "ours"), Authority(tmp_path / "theirs")
     ours = authority.sign("service")
@@ -109,3 +153,5 @@ async def test_a_deployment_with_certificates_answers_and_refuses_those_without(
             assert await refused(open_channel(child.endpoint, half)), service
             assert not await refused(open_channel(child.endpoint, ours)), service
         await check_answer(channel, 2)
+        await check_client(children, ours)
+        await check_commands(children, ours, monkeypatch)

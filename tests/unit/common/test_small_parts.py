@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace_common.channel import TlsFiles
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import DeadlineExceeded, QueueFull
+from headrace_common.errors import ConfigError, DeadlineExceeded, QueueFull
 from headrace_common.identity import is_worker_id, new_incarnation, new_transfer_id
 from headrace_common.queues import BoundedQueue
 
@@ -74,3 +75,17 @@ async def test_put_waits_for_room_until_its_deadline() -> None:
 def test_queue_without_room_is_a_mistake() -> None:
     with pytest.raises(ValueError, match="maxsize"):
         BoundedQueue[int]("prefill", 0)
+
+
+def test_the_files_of_tls_are_named_together_in_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert TlsFiles.from_environment() == TlsFiles()
+    monkeypatch.setenv("HEADRACE_TLS_KEY_FILE", "key.pem")
+    with pytest.raises(
+        ConfigError, match="HEADRACE_TLS_CERTIFICATE_FILE and HEADRACE_TLS_AUTHORITY_FILE not set"
+    ):
+        TlsFiles.from_environment()
+    monkeypatch.setenv("HEADRACE_TLS_CERTIFICATE_FILE", "certificate.pem")
+    monkeypatch.setenv("HEADRACE_TLS_AUTHORITY_FILE", "authority.pem")
+    assert TlsFiles.from_environment() == TlsFiles("certificate.pem", "key.pem", "authority.pem")
