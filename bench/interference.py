@@ -48,7 +48,6 @@ CACHE_TOKENS: Final = 8192
 # Decode holds the blocks of prompts that wait for prefill as well.
 OUR_CACHE_TOKENS: Final = 16_384
 ANSWER_TOKENS: Final = 900
-OUR_BLOCK_TOKENS: Final = 32
 SETTLE_S: Final = 1.0
 
 # Yields the time of every token. Arguments: prompt, tokens of the answer, and the number of the request.
@@ -173,8 +172,9 @@ async def measure(
     cores = sorted(os.sched_getaffinity(0))[:2]
     asks: dict[str, Ask] = {}
     async with AsyncExitStack() as stack:
-        blocks = OUR_CACHE_TOKENS // OUR_BLOCK_TOKENS
-        deployment = await stack.enter_async_context(ours(model, dtype, blocks, folder / "ours"))
+        deployment = await stack.enter_async_context(
+            ours(model, dtype, OUR_CACHE_TOKENS, folder / "ours")
+        )
         deployment.tree("prefill").pin({cores[0]})
         deployment.tree("decode").pin({cores[-1]})
         for step_tokens in _numbers(arguments.steps):

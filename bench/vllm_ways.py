@@ -27,6 +27,8 @@ DECODE: Final = first_token_pb2.FIRST_TOKEN_POLICY_DECODE
 PREFILL: Final = first_token_pb2.FIRST_TOKEN_POLICY_PREFILL
 REMOTE: Final = inference_pb2.PREFILL_PLACEMENT_REMOTE
 CONTEXT_TOKENS: Final = 2048
+# vLLM's default on processors, and so ours.
+BLOCK_TOKENS: Final = 128
 REQUEST_S: Final = 120.0
 
 
@@ -108,12 +110,12 @@ class Ours:
 
 
 @asynccontextmanager
-async def ours(model: Path, dtype: str, block_count: int, folder: Path) -> AsyncIterator[Ours]:
+async def ours(model: Path, dtype: str, cache_tokens: int, folder: Path) -> AsyncIterator[Ours]:
     """Starts `headrace up`'s processes with settings that fit small machines."""
     workers = [
         (service, name, value)
         for service in ("prefill", "decode")
-        for name, value in (("dtype", dtype), ("block_count", str(block_count)))
+        for name, value in (("dtype", dtype), ("block_count", str(cache_tokens // BLOCK_TOKENS)))
     ]
     topology = Topology(model=str(model), port=free_port(), settings=tuple(workers))
     await asyncio.to_thread(folder.mkdir)
@@ -134,8 +136,7 @@ def engine_arguments(model: Path, dtype: str, cache_tokens: int, **more: Any) ->
         "max_model_len": CONTEXT_TOKENS,
         "max_num_seqs": 8,
         "max_num_batched_tokens": 2048,
-        # vLLM's blocks have 128 tokens on processors.
-        "num_gpu_blocks_override": cache_tokens // 128,
+        "num_gpu_blocks_override": cache_tokens // BLOCK_TOKENS,
         "enable_prefix_caching": True,
         "enable_chunked_prefill": True,
         "enforce_eager": True,

@@ -24,8 +24,8 @@ class EngineConfig:
     ranks. `context_tokens`: longest prompt and answer together; 0 takes the model's own.
     `max_requests`: requests held at a time. `dtype`: type of the weights, "auto" for the model's
     own. `block_count`: KV blocks per rank; 0 takes what `kv_cache_gib` holds. `max_batched_tokens`:
-    most prompt tokens computed in one step. `block_tokens`: tokens of one KV block. `seed`: of
-    requests that bring none. `local_broadcast`: whether decode ranks of one host pass equal KV on
+    most prompt tokens computed in one step. `block_tokens`: tokens of one KV block; 0 takes the
+    engine's own. `seed`: of requests that bring none. `local_broadcast`: whether decode ranks of one host pass equal KV on
     to each other, where the engine can do it. `link_path`: socket between service and engine processes, where an
     engine has its own; empty picks one. `tls`: files for handoff streams; none means plaintext.
     """
@@ -43,7 +43,7 @@ class EngineConfig:
     block_count: int = 0
     kv_cache_gib: float = 1.0
     max_batched_tokens: int = 2048
-    block_tokens: int = 32
+    block_tokens: int = 0
     seed: int = 0
     local_broadcast: bool = True
     link_path: str = ""

@@ -64,7 +64,11 @@ class WorkerConfig(ServiceConfig):
     max_batched_tokens: PositiveCount = Field(
         2048, description="Most tokens of one engine step, which is the size of a prefill chunk."
     )
-    block_tokens: PositiveCount = Field(32, description="Tokens of one KV block.")
+    block_tokens: NonNegativeCount = Field(
+        0,
+        description="Tokens of one KV block, which is also the grain of the prefix cache; 0 means the engine's own: "
+        "vllm's for its platform and model (128 on processors, mostly 16 on CUDA), 32 for sim.",
+    )
     seed: NonNegativeCount = Field(0, description="Seed of the engine.")
     local_broadcast: bool = Field(
         True,

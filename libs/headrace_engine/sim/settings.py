@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from headrace_engine.factory import EngineConfig
 
 _GIB = 1 << 30
+BLOCK_TOKENS = 32
 _ORDERS: dict[str, tuple[Dimension, ...]] = {"hnd": HEAD_OUTER, "nhd": TOKENS_OUTER}
 
 
@@ -256,7 +257,7 @@ def plan_shape(config: EngineConfig) -> SimShape:
         (field, getattr(config, field), f"take {least} or more")
         for field, least in (
             ("tensor_parallel_size", 1),
-            ("block_tokens", 1),
+            ("block_tokens", 0),
             ("max_requests", 1),
             ("max_batched_tokens", 1),
             ("context_tokens", 0),
@@ -266,6 +267,7 @@ def plan_shape(config: EngineConfig) -> SimShape:
     ]
     if faults:
         raise _refusal(faults)
+    config = replace(config, block_tokens=config.block_tokens or BLOCK_TOKENS)
     context = config.context_tokens or settings.context
     block_count = _block_count(config, settings, context)
     capacity = block_count * config.block_tokens

@@ -53,14 +53,24 @@ def check_config(config: EngineConfig) -> ModelFolder:
             "one step may serve: raise it, or lower max_requests",
             metadata={"field": "max_batched_tokens"},
         )
-    held = (config.block_count - 1) * config.block_tokens
-    if config.block_count and (held <= 0 or config.context_tokens > held):
+    _require_room(config)
+    return read_model_folder(config.model, config.context_tokens)
+
+
+def _require_room(config: EngineConfig) -> None:
+    if config.block_count == 1:
         raise ConfigError(
-            f"{config.block_count} blocks of {config.block_tokens} tokens hold {max(0, held)} tokens: "
+            "1 block holds no tokens, because vLLM keeps it for itself: raise block_count",
+            metadata={"field": "block_count"},
+        )
+    # Of blocks whose size vLLM chooses while it loads, it says itself whether they are enough.
+    held = (config.block_count - 1) * config.block_tokens
+    if config.block_count and config.block_tokens and config.context_tokens > held:
+        raise ConfigError(
+            f"{config.block_count} blocks of {config.block_tokens} tokens hold {held} tokens: "
             "raise block_count, or lower context_tokens",
             metadata={"field": "block_count"},
         )
-    return read_model_folder(config.model, config.context_tokens)
 
 
 def launch(config: EngineConfig, folder: ModelFolder, link_path: Path) -> AsyncLLM:
@@ -127,7 +137,8 @@ def _engine_args(config: EngineConfig, folder: ModelFolder, link_path: Path) -> 
         seed=config.seed,
         max_model_len=config.context_tokens or FIT_TO_MEMORY,
         tensor_parallel_size=config.tensor_parallel_size,
-        block_size=config.block_tokens,
+        # Without a number, what vLLM finds best for platform and model.
+        block_size=config.block_tokens or None,
         num_gpu_blocks_override=config.block_count or None,
         max_num_seqs=config.max_requests,
         max_num_batched_tokens=config.max_batched_tokens,

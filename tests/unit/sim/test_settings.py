@@ -80,14 +80,14 @@ def test_wrong_settings_are_named(model: str, field: str) -> None:
     "changes, field",
     [
         ({"tensor_parallel_size": 0}, "tensor_parallel_size"),
-        ({"block_tokens": 0}, "block_tokens"),
+        ({"block_tokens": -1}, "block_tokens"),
         ({"max_requests": 0}, "max_requests"),
         ({"max_batched_tokens": 8}, "max_batched_tokens"),
         ({"block_count": -1}, "block_count"),
         ({"kv_cache_gib": 0.0}, "kv_cache_gib"),
         ({"context_tokens": -1}, "context_tokens"),
         ({"context_tokens": 500, "block_count": 4}, "context_tokens"),
-        ({"block_tokens": 0, "max_requests": 0}, "block_tokens, max_requests"),
+        ({"block_tokens": -1, "max_requests": 0}, "block_tokens, max_requests"),
         (
             {"model": "sim:index_layers=1,index_block_tokens=30", "max_batched_tokens": 400},
             "max_batched_tokens",
