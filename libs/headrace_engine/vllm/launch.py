@@ -96,7 +96,7 @@ def _launch(config: EngineConfig, folder: ModelFolder, link_path: Path) -> Async
     log.info("loading model %s (vLLM took %.1f s)", folder.path.name, time.monotonic() - start_s)
     try:
         vllm_config = _engine_args(config, folder, link_path).create_engine_config()
-        with engine_children():
+        with engine_children(keeps_memory=runs_on_cpu()):
             return start_llm(vllm_config)
     except (RuntimeError, ValueError) as exc:
         failure = read_failure(link_path)

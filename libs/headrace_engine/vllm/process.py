@@ -10,21 +10,28 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 PR_SET_PDEATHSIG = 1
+# Of glibc's mallopt. The values stand for no trimming, and for no allocation that is mapped by itself.
+M_TRIM_THRESHOLD, NEVER = -1, -1
+M_MMAP_MAX, NONE = -4, 0
 
 
 @dataclass(slots=True)
 class _Starting:
     parent: int = 0
+    keeps_memory: bool = False
 
 
 _starting = _Starting()
 
 
 @contextmanager
-def engine_children() -> Iterator[None]:
-    """Processes forked inside belong to this one: they die with it, and hear none of its terminal's signals."""
+def engine_children(*, keeps_memory: bool) -> Iterator[None]:
+    """Processes forked inside belong to this one: they die with it, and hear none of its terminal's signals.
+
+    With `keeps_memory`, theirs do not return freed memory to the system, but use it again.
+    """
     _register_once()
-    _starting.parent = os.getpid()
+    _starting.parent, _starting.keeps_memory = os.getpid(), keeps_memory
     try:
         yield
     finally:
@@ -52,5 +59,9 @@ def _become_engine() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     libc = ctypes.CDLL(None, use_errno=True)
+    if _starting.keeps_memory:
+        # Every layer of a forward pass takes and frees the same tens of megabytes, which would be zeroed page by page.
+        libc.mallopt(M_TRIM_THRESHOLD, NEVER)
+        libc.mallopt(M_MMAP_MAX, NONE)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0 or os.getppid() != parent:
         os._exit(1)
