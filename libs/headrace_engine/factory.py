@@ -25,9 +25,10 @@ class EngineConfig:
     `max_requests`: requests held at a time. `dtype`: type of the weights, "auto" for the model's
     own. `block_count`: KV blocks per rank; 0 takes what `kv_cache_gib` holds. `max_batched_tokens`:
     most prompt tokens computed in one step. `block_tokens`: tokens of one KV block; 0 takes the
-    engine's own. `seed`: of requests that bring none. `local_broadcast`: whether decode ranks of one host pass equal KV on
-    to each other, where the engine can do it. `link_path`: socket between service and engine processes, where an
-    engine has its own; empty picks one. `tls`: files for handoff streams; none means plaintext.
+    engine's own. `seed`: of requests that bring none. `local_broadcast`: whether decode ranks of one
+    host pass equal KV on to each other, where the engine can do it. `link_path`: socket between
+    service and engine processes, where an engine has its own; empty picks one. `tls`: files for
+    handoff streams; none means plaintext.
     """
 
     engine: Literal["vllm", "sim"]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import grpc
 import grpc.aio
+import uvloop
 
 from headrace.engine.v1 import link_pb2, link_pb2_grpc
 from headrace_common.channel import LOCAL_OPTIONS
@@ -35,7 +36,7 @@ class LinkLoop:
     """The process's background loop."""
 
     def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
+        self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
         self._thread = threading.Thread(
             target=self.loop.run_forever, name="headrace-link", daemon=True
         )

@@ -5,11 +5,15 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 PR_SET_PDEATHSIG = 1
+# A thread that wants Python's lock asks for it after so long. The forward pass, the sender and the streams take turns
+# many times in a layer, and a layer may take less than the usual 5 ms.
+SWITCH_S = 0.0005
 # Of glibc's mallopt. The values stand for no trimming, and for no allocation that is mapped by itself.
 M_TRIM_THRESHOLD, NEVER = -1, -1
 M_MMAP_MAX, NONE = -4, 0
@@ -54,6 +58,7 @@ def _become_engine() -> None:
     # An engine forks its ranks itself, and they belong to it.
     _starting.parent = os.getpid()
     os.setsid()
+    sys.setswitchinterval(SWITCH_S)
     # The parent's event loop must not wake for the child's signals.
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 _WINDOW_ENTRIES = 256
 _JOB_LIMIT = 256
 _SHORTEST_PAUSE_S = 20e-6
-_LONGEST_PAUSE_S = 400e-6
+_LONGEST_PAUSE_S = 200e-6
 # Writes to other peers get this long to end before an engine is given up.
 _DRAIN_S = 0.25
 # What is under way after its time may stand still for so long.
