@@ -42,6 +42,8 @@ async def test_a_killed_prefill_worker_with_a_request_in_flight_costs_no_answer(
         assert first.last.timing.prefill_worker_id == "prefill-0"
         again = await it.generate(prompt, 8, placement=LOCAL, timeout_s=60)
         assert again.token_ids == first.token_ids
+        # Whole blocks only, and those of vLLM on processors have 128 tokens.
+        assert again.last.usage.decode_cached_tokens == 256
 
         prompt = prompt_of(500, 2)
         running = asyncio.create_task(it.generate(prompt, 8, placement=REMOTE, timeout_s=60))
