@@ -29,6 +29,7 @@ class EngineConfig:
     host pass equal KV on to each other, where the engine can do it. `link_path`: socket between
     service and engine processes, where an engine has its own; empty picks one. `tls`: files for
     handoff streams; none means plaintext.
+    Only where a GPU computes: `gpu_direct` lets RDMA adapters reach its memory, and `eager` keeps it from graphs.
     """
 
     engine: Literal["vllm", "sim"]
@@ -49,6 +50,8 @@ class EngineConfig:
     local_broadcast: bool = True
     link_path: str = ""
     tls: TlsFiles = field(default_factory=TlsFiles)
+    gpu_direct: bool = True
+    eager: bool = False
 
 
 def build_engine(

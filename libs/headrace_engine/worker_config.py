@@ -75,6 +75,16 @@ class WorkerConfig(ServiceConfig):
         description="Whether, of decode ranks that need the same KV bytes, one receives them and passes them on "
         "locally. Engine sim does so; vllm does not yet, because its ranks are processes of their own.",
     )
+    gpu_direct: bool = Field(
+        True,
+        description="Whether RDMA adapters may read and write KV on a GPU where they can; otherwise it crosses host "
+        "memory. Engine vllm on CUDA.",
+    )
+    eager: bool = Field(
+        False,
+        description="Whether a GPU computes without compiled code and graphs: starts sooner, answers later. On "
+        "processors vllm always does.",
+    )
     registration_timeout_s: PositiveSeconds = Field(
         30.0, description="Seconds that the registry may take to answer at start."
     )
@@ -143,6 +153,8 @@ def engine_config(
         block_tokens=config.block_tokens,
         seed=config.seed,
         local_broadcast=config.local_broadcast,
+        gpu_direct=config.gpu_direct,
+        eager=config.eager,
         tls=TlsFiles.of(config),
     )
 

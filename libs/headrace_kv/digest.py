@@ -53,7 +53,7 @@ def _digest(memory: Memory, runs: Runs, addresses: Int64Array) -> int:
         order = np.argsort(runs.destination_addresses)
         addresses, lengths = addresses[order], lengths[order]
     state = xxh3_64()
-    if not memory.staged and len(lengths) and lengths.mean() >= _LONG_RUN_BYTES:
+    if memory.on_host and len(lengths) and lengths.mean() >= _LONG_RUN_BYTES:
         for address, length in zip(addresses.tolist(), lengths.tolist(), strict=True):
             state.update((ctypes.c_uint8 * length).from_address(address))
         return state.intdigest()

@@ -32,6 +32,7 @@ HOOKS = {
     "build_connector_meta": ("scheduler_output",),
     "get_loaded_kv_cache_group_ids": ("request",),
     "get_num_new_matched_tokens": ("request", "num_computed_tokens"),
+    "get_required_kvcache_layout": ("vllm_config",),
     "get_transfer_results": ("finished_req_ids",),
     "handle_preemptions": ("kv_connector_metadata",),
     "has_pending_push_work": (),
@@ -168,6 +169,8 @@ FIELDS = {
         "kv_events_config",
         "enable_chunked_prefill",
         "enforce_eager",
+        "kv_cache_memory_bytes",
+        "gpu_memory_utilization",
         "async_scheduling",
         "skip_tokenizer_init",
         "generation_config",
@@ -193,6 +196,8 @@ FIELDS = {
         "extra_args",
     ),
     "vllm.sampling_params.RequestOutputKind": ("DELTA",),
+    "vllm.config.model.ModelConfig": ("use_mla",),
+    "vllm.v1.kv_cache_layout.KVCacheLayout": ("LBHNC",),
     "vllm.outputs.RequestOutput": (
         "outputs",
         "finished",
@@ -201,7 +206,6 @@ FIELDS = {
     ),
     "vllm.outputs.CompletionOutput": ("token_ids", "finish_reason", "logprobs"),
     "vllm.logprobs.Logprob": ("logprob", "rank"),
-    "vllm.platforms.interface.Platform": ("device_name",),
     # Read from the wire, by their names there.
     f"{EVENTS}.EventBatch": ("ts", "events"),
     f"{EVENTS}.BlockStored": (
@@ -227,6 +231,7 @@ ENVIRONMENT = (
     "VLLM_HOST_IP",
     "VLLM_LOGGING_LEVEL",
     "VLLM_NO_USAGE_STATS",
+    "VLLM_USE_V2_MODEL_RUNNER",
     "VLLM_WORKER_MULTIPROC_METHOD",
 )
 

@@ -69,15 +69,19 @@ class _Direction:
 
 
 class TorchMemory:
-    """Memory of one device, reached through page-locked host memory; see transport.memory.Memory.
+    """Memory of one device; see transport.memory.Memory. Its copies go through page-locked host memory.
 
-    Whoever gathers has made sure that the bytes are written, whoever scatters that nothing reads there any more.
+    With `direct`, transports reach it by themselves, and copies are for peers whose memory they do not reach. Whoever
+    gathers has made sure that the bytes are written, whoever scatters that nothing reads there any more.
     """
 
-    staged = True
+    on_host = False
 
-    def __init__(self, device: torch.device, limits: CopyLimits | None = None) -> None:
+    def __init__(
+        self, device: torch.device, limits: CopyLimits | None = None, *, direct: bool = False
+    ) -> None:
         self.device = device
+        self.staged = not direct
         self._limits = limits or CopyLimits()
         self._spans: tuple[_Span, ...] = ()
         self._gathering = _Direction(device, self._limits.buffer_bytes)

@@ -2,37 +2,64 @@
 
 from __future__ import annotations
 
-import functools
+import logging
 
-import torch
 from torch import Tensor
 
+from headrace_common.errors import ConfigError
 from headrace_engine.torch_memory.device_memory import TorchMemory
 from headrace_engine.torch_memory.gated_sender import GatedSender, Sender
-from headrace_engine.torch_memory.streams import mark_compute
+from headrace_engine.torch_memory.order import DeviceOrder, open_order
 from headrace_kv.transport.base import KvTransport
 from headrace_kv.transport.factory import open_transport
 
+_log = logging.getLogger(__name__)
 
-def open_tensor_transport(tensor: Tensor, kind: str, host: str) -> KvTransport:
-    """A transport of `kind` with the tensor's whole allocation registered; see open_transport.
 
-    What lies on a device crosses host memory on both sides. Raises ConfigError as open_transport and register do.
+def open_tensor_transport(
+    tensor: Tensor, kind: str, host: str, *, gpu_direct: bool = True
+) -> tuple[KvTransport, DeviceOrder]:
+    """A transport of `kind` with the tensor's whole allocation registered, and its order; see open_transport.
+
+    What lies on a device crosses host memory on both sides, unless `gpu_direct` and an RDMA adapter reaches the device.
+    Raises ConfigError as open_transport and register do.
     """
     if tensor.device.type == "cpu":
         storage = tensor.untyped_storage()
         transport = open_transport(kind, host)
         transport.register(storage.data_ptr(), storage.nbytes())
-        return transport
+        return transport, open_order(tensor.device, transport.memory)
+    if gpu_direct and kind in ("auto", "mooncake"):
+        opened = _open_direct(tensor, host)
+        if opened is not None:
+            return opened
     memory = TorchMemory(tensor.device)
     address, nbytes = memory.hold(tensor)
     transport = open_transport(kind, host, memory=memory)
     transport.register(address, nbytes)
-    return transport
+    return transport, open_order(tensor.device, memory)
 
 
-def gate(sender: Sender, device: torch.device) -> GatedSender | None:
-    """What to feed instead of the sender where the forward pass only queues its work; None for the CPU."""
-    if device.type == "cpu":
+def _open_direct(tensor: Tensor, host: str) -> tuple[KvTransport, DeviceOrder] | None:
+    """Without host memory between; None where that is not possible, which only trying tells."""
+    transport: KvTransport | None = None
+    try:
+        memory = TorchMemory(tensor.device, direct=True)
+        order = open_order(tensor.device, memory)
+        address, nbytes = memory.hold(tensor)
+        transport = open_transport("mooncake", host, "rdma", memory)
+        transport.register(address, nbytes)
+        # Mooncake registers with the adapter when the session is made.
+        session = transport.session
+    except ConfigError as error:
+        _log.info("KV bytes of %s cross host memory: %s", tensor.device, error)
+        if transport is not None:
+            transport.close()
         return None
-    return GatedSender(sender, functools.partial(mark_compute, device))
+    _log.info("adapters read and write the memory of %s, as %s", tensor.device, session)
+    return transport, order
+
+
+def gate(sender: Sender, order: DeviceOrder) -> GatedSender | None:
+    """What to feed instead of the sender where the forward pass only queues its work; None elsewhere."""
+    return GatedSender(sender, order.mark) if order.queues else None

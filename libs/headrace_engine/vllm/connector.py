@@ -29,6 +29,7 @@ from headrace_engine.vllm.internals import (
     kv_head_count,
     require_vllm,
     tensor_parallel_size,
+    uses_latent_attention,
 )
 from headrace_engine.vllm.layer_groups import LayerGroup
 from headrace_engine.vllm.link_client import Link
@@ -145,6 +146,11 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Whole graphs are replayed without the hook that says that a layer is written."""
         return extra_config.get("role") != "decode"
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """A wish, which vLLM drops where its kernels cannot: a head's tokens in a row make long runs for any ranks."""
+        return None if uses_latent_attention(vllm_config) else "LBHNC"
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:

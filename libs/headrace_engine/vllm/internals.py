@@ -8,6 +8,7 @@ installed version.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 from collections.abc import Iterable
@@ -15,6 +16,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any, Final
 
 from headrace_common.errors import ConfigError
+from headrace_kv.layout import TOKEN_OUTER
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,7 +55,7 @@ def require_vllm() -> str:
 
 
 def set_vllm_environment(*, host: str, kv_cache_gib: float, tensor_parallel_size: int) -> None:
-    """Sets the variables that vLLM reads when it is imported. What the user has set of the threads stays."""
+    """Sets the variables that vLLM reads when it is imported. What the user has set of threads and runner stays."""
     cores = len(os.sched_getaffinity(0))
     os.environ.update(
         HF_HUB_OFFLINE="1",
@@ -64,13 +66,26 @@ def set_vllm_environment(*, host: str, kv_cache_gib: float, tensor_parallel_size
         VLLM_CPU_OMP_THREADS_BIND="nobind",
         # Keeps a single rank inside the engine's own process.
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        # The sampler compiles itself on first use of logprobs, eager or not: half a minute for one request.
-        TORCH_COMPILE_DISABLE="1",
     )
+    if built_for_processors():
+        # The sampler compiles itself on first use of logprobs, eager or not: half a minute for one request.
+        os.environ["TORCH_COMPILE_DISABLE"] = "1"
+    # continuation.py is made for the runner that processors have, and devices may have.
+    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     logging.getLogger("vllm").setLevel(level)
     # Prefill and decode often share a machine, and OpenMP's threads spin: half of the cores at most.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // (2 * tensor_parallel_size))))
+
+
+def built_for_processors() -> bool:
+    """Whether the installed vLLM has no other kernels; known before it is imported."""
+    if os.environ.get("VLLM_TARGET_DEVICE") == "cpu":
+        return True
+    for distribution in VLLM_DISTRIBUTIONS:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return "cpu" in f"{metadata.version(distribution)} of {distribution}"
+    return False
 
 
 def import_vllm() -> None:
@@ -184,6 +199,12 @@ def tensor_parallel_rank() -> int:
     return found
 
 
+def uses_latent_attention(vllm_config: VllmConfig) -> bool:
+    """Whether the model keeps one latent head."""
+    found: bool = vllm_config.model_config.use_mla
+    return found
+
+
 def in_model_order(layer_names: Iterable[str]) -> list[str]:
     """The layers as the forward pass comes to them."""
     from vllm.model_executor.models.utils import extract_layer_index
@@ -200,14 +221,13 @@ def runs_on_cpu() -> bool:
 
 
 def block_interior(tensor: Tensor, block_size: int) -> str:
-    """How the attention kernels pack a block: it depends on the processor, and is nothing to take apart.
+    """How the attention kernels pack a block: on processors it depends on the processor, and is nothing to take apart.
 
     `tensor` is one layer's KV cache, [blocks, heads, tokens, channels of K and V together].
     """
-    from vllm.platforms import current_platform
-
     if not runs_on_cpu():
-        return f"vllm-{current_platform.device_name}"
+        # vLLM's logical shape holds: a head's K and V of a token lie together, tokens as the strides say.
+        return TOKEN_OUTER
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     return f"vllm-cpu-{_get_attn_isa(tensor.dtype, block_size, tensor.shape[3] // 2)}"

@@ -7,7 +7,7 @@ import time
 import warnings
 from dataclasses import astuple
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headrace_common.errors import ConfigError
 from headrace_engine.factory import EngineConfig
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_GIB = 1 << 30
+_LEAST_FREE_SHARE = 0.02
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 FIT_TO_MEMORY = -1
 MAMBA2_MODEL_TYPES = frozenset({"falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"})
@@ -115,6 +117,20 @@ def _caches_prefixes(folder: ModelFolder) -> bool:
     return not (runs_on_cpu() and folder.model_type in MAMBA2_MODEL_TYPES)
 
 
+def _device_args(config: EngineConfig, *, on_cpu: bool) -> dict[str, Any]:
+    """The settings of vLLM that depend on what computes."""
+    if on_cpu:
+        # Compiling takes minutes on a processor. The size of its cache is in the environment.
+        return {"enforce_eager": True}
+    return {
+        # Graphs are captured around the layer hooks, see HeadraceConnector.requires_piecewise_for_cudagraph.
+        "enforce_eager": config.eager,
+        "kv_cache_memory_bytes": int(config.kv_cache_gib * _GIB),
+        # The cache's size is given: the share is only compared with what is free at the start.
+        "gpu_memory_utilization": _LEAST_FREE_SHARE,
+    }
+
+
 def _engine_args(config: EngineConfig, folder: ModelFolder, link_path: Path) -> AsyncEngineArgs:
     from vllm.config import KVEventsConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -130,6 +146,7 @@ def _engine_args(config: EngineConfig, folder: ModelFolder, link_path: Path) -> 
         fingerprint=folder.fingerprint,
         link_path=str(link_path),
         tls=astuple(config.tls),
+        gpu_direct=config.gpu_direct,
     )
     return AsyncEngineArgs(
         model=str(folder.path),
@@ -147,8 +164,7 @@ def _engine_args(config: EngineConfig, folder: ModelFolder, link_path: Path) -> 
             enable_kv_cache_events=True, publisher="zmq", endpoint=events_endpoint(link_path)
         ),
         enable_chunked_prefill=True,
-        # Compiling takes minutes on a processor, and CUDA graphs would skip the layer hooks.
-        enforce_eager=True,
+        **_device_args(config, on_cpu=runs_on_cpu()),
         # A step's plan must not be made before the results of the step before it are known.
         async_scheduling=False,
         skip_tokenizer_init=True,

@@ -23,6 +23,9 @@ from headrace_kv.shard_map import heads_held
 if TYPE_CHECKING:
     from torch import Tensor
 
+WHOLE_BLOCKS = "vllm-blocks"
+"""The interior of blocks whose tokens lie one by one, but go together."""
+
 BlockInterior = Callable[["Tensor", int], str]
 """How the attention kernels pack a block of a layer's tensor, given its block_tokens."""
 
@@ -45,19 +48,25 @@ def describe_arena(
     tensor_parallel_size: int,
     block_interior: BlockInterior,
 ) -> Arena:
-    """Takes tensors of shape [blocks, heads, tokens, channels], or [blocks, 1, 1, bytes] of states.
+    """Takes tensors of shape [blocks, heads, tokens, channels], or [blocks, 1, 1, bytes] of states, on any device.
 
-    Raises ConfigError when they are anything else, differ within a group, or do not share one allocation.
+    Where tokens may be copied one by one, heads and tokens may lie in either order. Beside states they may not: what a
+    block's end holds must be known then, because it may have been a state before. Raises ConfigError when they are
+    anything else, differ within a group, or do not share one allocation.
     """
     storages = {tensor.untyped_storage().data_ptr() for tensor in kv_caches.values()}
     if len(storages) != 1:
         raise _refusal("layers in separate allocations")
     base = storages.pop()
+    has_states = any(group.kind == STATE for group in groups)
     told: list[CacheGroup] = []
     regions: list[Region] = []
     for group in groups:
         tensors = [kv_caches[name] for _, name in group.layers]
-        parts = {_part(group, name, kv_caches[name], block_interior) for _, name in group.layers}
+        parts = {
+            _part(group, name, kv_caches[name], block_interior, has_states)
+            for _, name in group.layers
+        }
         if len(parts) != 1 or len({tensor.shape for tensor in tensors}) != 1:
             raise _refusal(f"layers of group {group.name} with caches of different sizes")
         held = heads_held(rank, tensor_parallel_size, group.head_count)
@@ -86,26 +95,38 @@ def describe_arena(
     )
 
 
-def _part(group: LayerGroup, name: str, tensor: Tensor, block_interior: BlockInterior) -> Part:
+def _part(
+    group: LayerGroup,
+    name: str,
+    tensor: Tensor,
+    block_interior: BlockInterior,
+    has_states: bool,
+) -> Part:
     tokens = group.block_tokens if group.kind == TOKENS else 1
-    if (
-        tensor.dim() != 4
-        or tensor.stride(3) != 1
-        or tensor.stride(2) != tensor.shape[3]
-        or tensor.shape[2] != tokens
-    ):
-        raise _refusal(
-            f"a cache of shape {tuple(tensor.shape)} and strides {tensor.stride()} in {name}, "
-            f"{tokens} tokens to a block"
+    if tensor.dim() == 4 and tokens > tensor.shape[2] and tokens % tensor.shape[2] == 0:
+        raise ConfigError(
+            f"blocks hold {tokens} tokens, but the attention kernels of {name} take {tensor.shape[2]}: "
+            f"set block_tokens to {tensor.shape[2]}",
+            metadata={"field": "block_tokens"},
         )
+    if tensor.dim() != 4 or tensor.stride(3) != 1 or tensor.shape[2] != tokens:
+        raise _refusal(_described(name, tensor, tokens))
+    interior = group.interior or block_interior(tensor, tokens)
+    if interior == TOKEN_OUTER and has_states:
+        interior = WHOLE_BLOCKS
+    if interior != TOKEN_OUTER and tensor.stride(2) != tensor.shape[3]:
+        raise _refusal(_described(name, tensor, tokens))
     token_bytes = tensor.shape[3] * tensor.element_size()
-    whole = group.interior != TOKEN_OUTER
     return Part(
         name="state" if group.kind == STATE else "kv",
         dtype=str(tensor.dtype).removeprefix("torch."),
-        unit_bytes=token_bytes * tokens if whole else token_bytes,
-        interior=group.interior or block_interior(tensor, tokens),
+        unit_bytes=token_bytes if interior == TOKEN_OUTER else token_bytes * tokens,
+        interior=interior,
     )
+
+
+def _described(name: str, tensor: Tensor, tokens: int) -> str:
+    return f"a cache of shape {tuple(tensor.shape)} and strides {tensor.stride()} in {name}, {tokens} tokens to a block"
 
 
 def _region(number: int, part: Part, group: LayerGroup, tensor: Tensor, base: int) -> Region:
@@ -120,7 +141,7 @@ def _region(number: int, part: Part, group: LayerGroup, tensor: Tensor, base: in
         unit_bytes=part.unit_bytes,
         block_stride_bytes=tensor.stride(0) * element_bytes,
         head_stride_bytes=tensor.stride(1) * element_bytes,
-        token_stride_bytes=part.unit_bytes if part.interior == TOKEN_OUTER else 0,
+        token_stride_bytes=tensor.stride(2) * element_bytes if part.interior == TOKEN_OUTER else 0,
     )
 
 

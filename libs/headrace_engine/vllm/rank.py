@@ -68,8 +68,14 @@ class Rank:
             tensor_parallel_size=self._tensor_parallel_size,
         )
         tensor = next(iter(kv_caches.values()))
-        transport = open_tensor_transport(tensor, self._settings.transport, self._settings.host)
+        transport, order = open_tensor_transport(
+            tensor,
+            self._settings.transport,
+            self._settings.host,
+            gpu_direct=self._settings.gpu_direct,
+        )
         self._transport = transport
+        self.side.fence = order.fence
         memory = rank_memory(
             arena, rank=self._rank, transport=transport.name, session=transport.session
         )
@@ -90,7 +96,7 @@ class Rank:
                 on_quiet=self.side.quiet,
                 tls=TlsFiles(*self._settings.tls),
             )
-            self._gate = gate(self._sender, tensor.device)
+            self._gate = gate(self._sender, order)
             kinds = [
                 LayerKind(layout.group_index(layer), layout.group_of(layer).kind == STATE)
                 for layer in range(layout.layer_count)

@@ -26,6 +26,8 @@ class ConnectorSettings:
     link_path: str
     tls: tuple[str, str, str] = _NO_TLS
     """Certificate, key and authority as in TlsFiles, for handoff streams."""
+    gpu_direct: bool = True
+    """Whether adapters may reach KV memory on a device, where they can."""
 
     @property
     def ref(self) -> WorkerRef:
@@ -39,8 +41,9 @@ class ConnectorSettings:
     @classmethod
     def from_extra_config(cls, values: Mapping[str, Any]) -> ConnectorSettings:
         """From vLLM's kv_connector_extra_config."""
-        given = {field.name: values[field.name] for field in fields(cls) if field.name != "tls"}
-        return cls(**given, tls=tuple(values.get("tls", _NO_TLS)))
+        given = {field.name: values[field.name] for field in fields(cls) if field.name in values}
+        given["tls"] = tuple(values.get("tls", _NO_TLS))
+        return cls(**given)
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,8 @@ class LayerKind:
 class RankSide:
     """Called on the rank's compute thread, except `stop` and `quiet`, which any thread may call.
 
-    `on_report` gets one report per transfer that was opened or stopped, when nothing of it writes any more.
+    `on_report` gets one report per transfer that was opened or stopped, when nothing of it writes any more. `fence`
+    lets the steps after it see what peers have written, see DeviceOrder.
     """
 
     def __init__(self, rank: int, on_report: Callable[[SendReport], None]) -> None:
@@ -56,6 +57,7 @@ class RankSide:
         self._refused: OrderedDict[str, None] = OrderedDict()
         self._finishing: dict[str, str] = {}
         self._plan = StepPlan()
+        self.fence: Callable[[], None] = lambda: None
 
     def start(self, sender: Sender, layers: Sequence[LayerKind]) -> None:
         """Gives it what it feeds, and the layout's layers; a rank that only receives has none."""
@@ -173,4 +175,15 @@ class RankSide:
         for request_id in sent:
             del self._finishing[request_id]
         failed = set(plan.failed)
+        if plan.received and not self._see_received():
+            failed.update(plan.received)
         return sent, failed.union(plan.received), failed
+
+    def _see_received(self) -> bool:
+        """Whether the next step sees what peers have written."""
+        try:
+            self.fence()
+        except TransferFailed as exc:
+            log.error("what was received cannot be read: %s", exc)
+            return False
+        return True

@@ -9,7 +9,7 @@ from headrace_kv.transport.base import KvTransport
 from headrace_kv.transport.costs import WireCosts, initial_costs
 from headrace_kv.transport.in_memory import InMemoryTransport
 from headrace_kv.transport.memory import HOST_MEMORY, Memory
-from headrace_kv.transport.mooncake import MooncakeTransport
+from headrace_kv.transport.mooncake import MooncakeTransport, prepare_device_memory
 from headrace_kv.transport.preferred import PreferredTransport
 from headrace_kv.transport.same_host import SameHostTransport
 from headrace_kv.transport.scatter_agent import LandingLimits
@@ -33,7 +33,9 @@ def open_transport(
     processes of this user into this one where the system asks for that. Raises ConfigError for another kind, or when
     the transport cannot start on this machine.
     """
-    if memory.staged:
+    if not memory.on_host:
+        if not memory.staged:
+            prepare_device_memory()
         return _staged(_open(kind, host, protocol), host, memory)
     if kind == "auto":
         return PreferredTransport([*_open_same_host(), open_transport("mooncake", host, protocol)])
@@ -47,7 +49,7 @@ def open_transport(
 def _staged(inner: KvTransport, host: str, memory: Memory) -> KvTransport:
     protocol = f"/{inner.protocol}" if isinstance(inner, MooncakeTransport) else ""
     costs = WireCosts(initial_costs(inner.name + protocol))
-    limits = _DEVICE_LIMITS if memory.staged else StagingLimits()
+    limits = StagingLimits() if memory.on_host else _DEVICE_LIMITS
     return StagedTransport(inner, host, costs, limits, memory=memory)
 
 

@@ -14,6 +14,9 @@ from headrace_kv.transport.packing import Bytes, gather, scatter
 class Memory(Protocol):
     """The memory of one process that runs start and end in. Every method may be called from any thread."""
 
+    on_host: bool
+    """Whether this process can read it like any memory of its own."""
+
     staged: bool
     """Whether a transport cannot reach it, so that every byte has to cross host memory."""
 
@@ -33,6 +36,7 @@ class Memory(Protocol):
 class HostMemory:
     """This process's own memory, wherever it is registered."""
 
+    on_host = True
     staged = False
 
     def admit(self, base_address: int, nbytes: int) -> None:

@@ -9,10 +9,12 @@ its writing, and a fresh one takes its place.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 from concurrent.futures import Future
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,13 @@ _PEER_REST_S = 1.0
 # An engine's end waits for an accept that is under way.
 _ACCEPT_TIMEOUT_S = 0.05
 _INFINIBAND = Path("/sys/class/infiniband")
+_PEER_MEMORY_MODULE = Path("/sys/module/nvidia_peermem")
+# Builds of one module: installed side by side they overwrite each other's files.
+_BUILDS = (
+    "mooncake-transfer-engine-non-cuda",
+    "mooncake-transfer-engine-cuda13",
+    "mooncake-transfer-engine",
+)
 _LIBRARY_PACKAGES = "libibverbs1 libcurl4 libnuma1"
 
 
@@ -58,6 +67,15 @@ def configure_environment(want: str) -> str:
     os.environ["MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER"] = "65535"
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     return use
+
+
+def prepare_device_memory() -> None:
+    """Lets Mooncake register a CUDA device's memory; comes before the first engine that does.
+
+    By default it leaves that to a kernel module. Without the module, a build for CUDA can share the memory as a DMA
+    buffer.
+    """
+    os.environ.setdefault("WITH_NVIDIA_PEERMEM", "1" if _PEER_MEMORY_MODULE.is_dir() else "0")
 
 
 class MooncakeTransport(KvTransport):
@@ -168,14 +186,30 @@ def _register(engine: Any, base_address: int, nbytes: int) -> None:
 
 
 def _load_engine_type() -> Any:
+    found = _installed_builds()
+    if len(found) > 1:
+        raise ConfigError(
+            f"Mooncake is installed {len(found)} times, as {' and '.join(found)}, over each other: uninstall "
+            "them, then install the one that the vllm-cpu or the vllm-cuda extra names"
+        )
     try:
         from mooncake.engine import TransferEngine
     except ModuleNotFoundError as error:
         raise ConfigError(
-            "Mooncake is not installed: pip install mooncake-transfer-engine-non-cuda"
+            f"Mooncake is not installed: pip install {_BUILDS[0]}, or {_BUILDS[1]} for KV on CUDA devices"
         ) from error
     except ImportError as error:
+        cuda = f" Without CUDA's libraries, install {_BUILDS[0]}." if "libcud" in str(error) else ""
         raise ConfigError(
-            f"Mooncake's libraries are missing ({error}): sudo apt-get install {_LIBRARY_PACKAGES}"
+            f"Mooncake's libraries are missing ({error}): sudo apt-get install {_LIBRARY_PACKAGES}{cuda}"
         ) from error
     return TransferEngine
+
+
+def _installed_builds() -> list[str]:
+    found = []
+    for name in _BUILDS:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            metadata.version(name)
+            found.append(name)
+    return found

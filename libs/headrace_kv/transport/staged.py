@@ -55,7 +55,11 @@ class StagingLimits:
 
 
 class StagedTransport(KvTransport):
-    """Another transport, whose runs may be staged. Device memory (`memory.staged`) always is."""
+    """Another transport, whose runs may be staged.
+
+    Device memory that it cannot reach (`memory.staged`) always is. What it reaches goes as it lies wherever the peer's
+    memory can be written to: to gather it would cost the device's time.
+    """
 
     entry_limit = 16_384
 
@@ -153,6 +157,8 @@ class StagedTransport(KvTransport):
     ) -> tuple[Arrangement, ScatterLane | None]:
         """The cheapest way there is to this peer, and the lane that it needs."""
         agent, direct = _agent_of(session)
+        if direct and not self.memory.staged and not self.memory.on_host:
+            return Arrangement("in_flight", None, None), None
         allowed: set[Strategy] = {"before"} if direct else set()
         if direct and not self.memory.staged:
             allowed.add("in_flight")

@@ -44,7 +44,8 @@ class StandaloneSettings:
 
     `listen` and `advertise`: the pair address, and how others reach it. `transfer_timeout_s`: deadline of requests that
     name none. `hold_s`: how long a computed prompt waits for its Fetch. `lease_ttl_s` and `quarantine_s`: see Receiver.
-    `fingerprint`: the model's identity, when two servers load the same model from different places.
+    `fingerprint`: the model's identity, when two servers load the same model from different places. `gpu_direct`:
+    whether RDMA adapters may reach KV memory on a GPU.
     """
 
     listen: str
@@ -55,6 +56,7 @@ class StandaloneSettings:
     lease_ttl_s: float = 5.0
     quarantine_s: float = 15.0
     fingerprint: str = ""
+    gpu_direct: bool = True
 
     @classmethod
     def read(cls, values: Mapping[str, Any], role: Role) -> StandaloneSettings:
@@ -66,6 +68,8 @@ class StandaloneSettings:
             value = taken.get(name, 1.0)
             if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
                 problems[name] = "must be seconds above 0"
+        if not isinstance(taken.get("gpu_direct", True), bool):
+            problems["gpu_direct"] = "must be true or false"
         if taken.get("transport", "mooncake") != "mooncake":
             problems["transport"] = "must be mooncake: no other transport reaches vLLM's processes"
         taken.setdefault("listen", DECODE_LISTEN if role == "decode" else PREFILL_LISTEN)
@@ -116,6 +120,7 @@ def settings_of(vllm_config: VllmConfig) -> Settings:
         transport=standalone.transport,
         fingerprint=standalone.fingerprint or _fingerprint(vllm_config),
         link_path=str(_private_folder(f"headrace-{os.getuid()}-{name}") / "link"),
+        gpu_direct=standalone.gpu_direct,
     )
     return Settings(connector, standalone)
 

@@ -1,0 +1,246 @@
+"""What a rank opens for tensors of a device, with the CPU's in their place: direct or staged, and in what order."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from headrace_common.errors import ConfigError, TransferFailed
+from headrace_kv.transfer import LayerPiece, TransferTarget
+from headrace_kv.transport.base import KvTransport
+from headrace_kv.transport.factory import open_transport
+
+if TYPE_CHECKING:
+    from headrace_engine.torch_memory.device_memory import TorchMemory
+
+pytestmark = pytest.mark.vllm
+
+
+@dataclass
+class Opened:
+    """What open_transport was asked for: kind, protocol, whether staged."""
+
+    asked: list[tuple[str, str, bool]]
+    transports: list[KvTransport]
+
+
+class Tensor:
+    """A tensor that says it is on a CUDA device; the bytes are the CPU's."""
+
+    def __init__(self) -> None:
+        torch = pytest.importorskip("torch")
+        self.device = torch.device("cuda", 0)
+        self.data = torch.zeros(4096, dtype=torch.uint8)
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Opened:
+    torch = pytest.importorskip("torch")
+    from headrace_engine.torch_memory import device_memory, opening, order
+
+    real = device_memory.TorchMemory
+    seen = Opened([], [])
+
+    def memory_of(device: Any, *, direct: bool = False) -> TorchMemory:
+        memory: TorchMemory = real(torch.device("cpu"), direct=direct)
+        hold = memory.hold
+        monkeypatch.setattr(memory, "hold", lambda tensor: hold(tensor.data))
+        return memory
+
+    def open_one(kind: str, host: str, protocol: str = "auto", memory: Any = None) -> KvTransport:
+        seen.asked.append((kind, protocol, memory.staged))
+        transport = open_transport("in_memory", host, memory=memory)
+        seen.transports.append(transport)
+        return transport
+
+    monkeypatch.setattr(opening, "TorchMemory", memory_of)
+    monkeypatch.setattr(opening, "open_transport", open_one)
+    monkeypatch.setattr(order, "load_driver", object)
+    monkeypatch.setattr(order, "open_flush", lambda driver, number: None)
+    return seen
+
+
+def open_one(**settings: Any) -> Any:
+    from headrace_engine.torch_memory.opening import open_tensor_transport
+
+    return open_tensor_transport(Tensor(), "mooncake", "127.0.0.1", **settings)
+
+
+def test_an_adapter_that_reaches_the_device_gets_its_memory(opened: Opened) -> None:
+    transport, order = open_one()
+    assert opened.asked == [("mooncake", "rdma", False)]
+    assert "scatter=" in transport.session
+    assert order.queues
+    transport.close()
+
+
+def test_without_an_adapter_the_memory_is_staged(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headrace_engine.torch_memory import opening
+
+    usual = opening.open_transport
+
+    def refuse(kind: str, host: str, protocol: str = "auto", memory: Any = None) -> KvTransport:
+        if protocol == "rdma":
+            raise ConfigError("this machine has no RDMA device")
+        return usual(kind, host, protocol, memory)
+
+    monkeypatch.setattr(opening, "open_transport", refuse)
+    transport, order = open_one()
+    assert opened.asked == [("mooncake", "auto", True)]
+    assert "landing=" in transport.session
+    assert order.queues
+    transport.close()
+
+
+def test_memory_that_the_adapter_refuses_is_staged(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headrace_kv.transport.in_memory import InMemoryTransport
+
+    usual, closed = InMemoryTransport.register, []
+
+    def register(self: InMemoryTransport, base_address: int, nbytes: int) -> None:
+        if nbytes == 4096:
+            raise ConfigError("Mooncake cannot register 4096 bytes")
+        usual(self, base_address, nbytes)
+
+    close = InMemoryTransport.close
+
+    def note(self: InMemoryTransport) -> None:
+        closed.append(self)
+        close(self)
+
+    monkeypatch.setattr(InMemoryTransport, "register", register)
+    monkeypatch.setattr(InMemoryTransport, "close", note)
+    transport, _ = open_one()
+    assert [staged for _, _, staged in opened.asked] == [False, True]
+    assert len(closed) == 1
+    assert "landing=" in transport.session
+    transport.close()
+
+
+def test_writes_that_cannot_be_ordered_keep_the_adapter_away(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headrace_engine.torch_memory import order
+
+    def refuse(driver: object, number: int) -> None:
+        raise ConfigError("nothing tells when writes are visible")
+
+    monkeypatch.setattr(order, "open_flush", refuse)
+    open_one()[0].close()
+    assert opened.asked == [("mooncake", "auto", True)]
+
+
+def test_who_asks_for_staging_gets_it(opened: Opened) -> None:
+    open_one(gpu_direct=False)[0].close()
+    assert opened.asked == [("mooncake", "auto", True)]
+
+
+def test_a_processor_needs_neither_gate_nor_fence() -> None:
+    torch = pytest.importorskip("torch")
+    from headrace_engine.torch_memory.opening import gate, open_tensor_transport
+
+    transport, order = open_tensor_transport(torch.zeros(64), "in_memory", "127.0.0.1")
+    assert gate(Noting([]), order) is None
+    assert order.mark().query()
+    order.fence()
+    transport.close()
+
+
+class Noting:
+    """A sender that says what reaches it."""
+
+    def __init__(self, said: list[str]) -> None:
+        self._said = said
+        self.pushed = threading.Event()
+
+    def open(self, target: TransferTarget) -> None:
+        self._said.append("open")
+
+    def push(self, piece: LayerPiece) -> None:
+        self._said.append(f"push {piece.layer}")
+        self.pushed.set()
+
+    def finish(self, transfer_id: str) -> None:
+        self._said.append("finish")
+
+    def stop(self, transfer_id: str, reason: str, detail: str) -> None:
+        self._said.append("stop")
+
+
+class Event:
+    """As torch.cuda.Event, completed by the test."""
+
+    def __init__(self) -> None:
+        self.done = False
+
+    def query(self) -> bool:
+        return self.done
+
+
+class Stream:
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def record_event(self) -> Event:
+        self.events.append(Event())
+        return self.events[-1]
+
+
+def test_a_layer_is_sent_once_the_event_after_its_kernels_is_passed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch = pytest.importorskip("torch")
+    from headrace_engine.torch_memory.opening import gate
+    from headrace_engine.torch_memory.order import CudaOrder
+
+    stream, devices = Stream(), []
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device: (devices.append(device), stream)[1]
+    )
+    said: list[str] = []
+    sender = Noting(said)
+    gated = gate(sender, CudaOrder(torch.device("cuda", 1), None))
+    assert gated is not None
+    gated.push(LayerPiece("a", 0, 0, 8, (1,), 0))
+    gated.push(LayerPiece("a", 1, 0, 8, (1,), 0))
+    assert devices == [torch.device("cuda", 1)] * 2
+    assert not sender.pushed.wait(0.05)
+    stream.events[0].done = True
+    assert sender.pushed.wait(5.0)
+    assert not stream.events[1].done
+    gated.close()
+    assert said == ["push 0"]
+
+
+def test_the_fence_flushes_with_the_devices_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    from headrace_engine.torch_memory.order import CudaOrder
+
+    said: list[object] = []
+
+    @contextlib.contextmanager
+    def use(device: object) -> Any:
+        said.append(device)
+        yield
+        said.append("left")
+
+    monkeypatch.setattr(torch.cuda, "device", use)
+    device = torch.device("cuda", 1)
+    CudaOrder(device, lambda: said.append("flushed")).fence()
+    assert said == [device, "flushed", "left"]
+    CudaOrder(device, None).fence()
+    assert len(said) == 3
+
+    def fail() -> None:
+        raise TransferFailed("code 700")
+
+    with pytest.raises(TransferFailed):
+        CudaOrder(device, fail).fence()
