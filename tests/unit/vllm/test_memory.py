@@ -10,7 +10,13 @@ import pytest
 
 from headrace_common.errors import ConfigError
 from headrace_engine.vllm.layer_groups import LayerGroup
-from headrace_engine.vllm.memory import Arena, describe_arena, layout_of, rank_memory
+from headrace_engine.vllm.memory import (
+    WHOLE_BLOCKS,
+    Arena,
+    describe_arena,
+    layout_of,
+    rank_memory,
+)
 from headrace_kv.layout import STATE, TOKEN_OUTER, TOKENS, GroupKind, Part
 
 BASE = 0x10000
@@ -148,3 +154,50 @@ def test_groups_may_share_their_memory() -> None:
 def test_caches_that_are_not_alike_are_refused(odd: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         describe(tensor(0), tensor(1, **odd))
+
+
+def by_token(cache: Any, block_tokens: int) -> str:
+    return TOKEN_OUTER
+
+
+def test_tokens_that_may_be_copied_one_by_one_lie_in_either_order_with_the_heads() -> None:
+    token_first = tensor(0, strides=(3 * 4096, 128, 3 * 128, 1))
+    found = []
+    for cache in (tensor(0), token_first):
+        arena = describe_arena(
+            {"l0": cache},  # type: ignore[dict-item]  # as much of a tensor as is asked for
+            [group(TOKENS, ("l0",))],
+            rank=0,
+            tensor_parallel_size=1,
+            block_interior=by_token,
+        )
+        region = arena.regions[0]
+        found.append((region.head_stride_bytes, region.token_stride_bytes))
+        assert arena.groups[0].parts == (Part("kv", "float32", 512, TOKEN_OUTER),)
+    assert found == [(4096 * 4, 512), (512, 3 * 512)]
+
+
+def test_beside_states_blocks_go_whole() -> None:
+    page = tensor(1, shape=(8, 1, 1, 1000), strides=(12288, 12288, 1000, 1))
+    groups = [
+        group(TOKENS, ("l0",)),
+        group(STATE, ("l1",), index=1, head_count=1, interior="pages"),
+    ]
+
+    def described(cache: FakeTensor) -> Arena:
+        caches: dict[str, Any] = {"l0": cache, "l1": page}
+        return describe_arena(
+            caches, groups, rank=0, tensor_parallel_size=1, block_interior=by_token
+        )
+
+    arena = described(tensor(0))
+    assert arena.groups[0].parts == (Part("kv", "float32", 32 * 512, WHOLE_BLOCKS),)
+    assert arena.regions[0].token_stride_bytes == 0
+    with pytest.raises(ConfigError, match="strides"):
+        described(tensor(0, strides=(3 * 4096, 128, 3 * 128, 1)))
+
+
+def test_kernels_that_split_blocks_name_the_size_to_set() -> None:
+    with pytest.raises(ConfigError, match="set block_tokens to 16") as caught:
+        describe(tensor(0, shape=(16, 3, 16, 128), strides=(3 * 2048, 2048, 128, 1)))
+    assert caught.value.metadata["field"] == "block_tokens"

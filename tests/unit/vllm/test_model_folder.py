@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -95,3 +96,19 @@ def test_settings_that_cannot_work_are_refused(
         launch.check_config(EngineConfig(**(values | allowed)))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=word):
         launch.check_config(EngineConfig(**(values | changes)))  # type: ignore[arg-type]
+
+
+def test_a_gpus_cache_is_sized_and_its_graphs_are_kept(tmp_path: Path) -> None:
+    config = EngineConfig(
+        engine="vllm",
+        model=str(folder(tmp_path / "m")),
+        role="decode",
+        ref=WorkerRef("d", "1"),
+        kv_cache_gib=2.5,
+    )
+    assert launch._device_args(config, on_cpu=True) == {"enforce_eager": True}
+    on_gpu = launch._device_args(config, on_cpu=False)
+    assert on_gpu["enforce_eager"] is False
+    assert on_gpu["kv_cache_memory_bytes"] == 5 << 29
+    assert 0.0 < on_gpu["gpu_memory_utilization"] < 0.1
+    assert launch._device_args(replace(config, eager=True), on_cpu=False)["enforce_eager"] is True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from headrace_common.errors import QueueFull
+from headrace_common.errors import QueueFull, TransferFailed
 from headrace_engine.vllm.step import StepPlan, TokenSpan
 from headrace_engine.vllm.worker import LayerKind, RankSide
 from headrace_kv.layout import WorkerRef
@@ -179,3 +179,26 @@ def test_a_state_is_overwritten_only_once_its_transfer_is_quiet() -> None:
     side.begin_step(StepPlan(overrun=["x1"]))
     timer.join()
     assert ("stop", "x1", "TRANSFER_FAILED") in sender.said
+
+
+def test_what_was_received_is_fenced_before_a_step_may_read_it() -> None:
+    side, _, _ = started()
+    fences: list[str] = []
+    side.fence = lambda: fences.append("fenced")
+    side.begin_step(StepPlan(failed=["f"]))
+    assert side.end_step() == (set(), {"f"}, {"f"})
+    assert fences == []
+    side.begin_step(StepPlan(received=["r", "s"], failed=["f"]))
+    assert side.end_step() == (set(), {"r", "s", "f"}, {"f"})
+    assert fences == ["fenced"]
+
+
+def test_what_cannot_be_fenced_has_failed() -> None:
+    side, _, _ = started()
+
+    def fail() -> None:
+        raise TransferFailed("code 700")
+
+    side.fence = fail
+    side.begin_step(StepPlan(received=["r"]))
+    assert side.end_step() == (set(), {"r"}, {"r"})

@@ -1,0 +1,59 @@
+"""What runs in a process of its own: a prefill and a decode engine on one device, compared with one engine alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+
+from headrace_engine.interface import Sampling
+from tests.vllm.pair import Answer, reset, running_pair
+
+LENGTHS = (2, 33, 300, 700)
+# Log probabilities too, so that a near tie can be told from a wrong byte.
+SAMPLING = Sampling(temperature=0.0, max_tokens=16, logprobs=5)
+
+
+@dataclass(slots=True)
+class Tokens:
+    """An answer's tokens, and for each the likeliest ones as [token id, log probability]."""
+
+    token_ids: list[int]
+    likeliest: list[list[tuple[int, float]]]
+
+
+@dataclass(slots=True)
+class PairResult:
+    """By prompt: the answers of one engine, of the pair, and of the pair with the first token from prefill."""
+
+    session: str
+    plain: list[Tokens] = field(default_factory=list)
+    split: list[Tokens] = field(default_factory=list)
+    after_first: list[Tokens] = field(default_factory=list)
+
+
+def tokens_of(answer: Answer) -> Tokens:
+    return Tokens(answer.token_ids, [list(entry.alternatives) for entry in answer.logprobs])
+
+
+async def measure(model: str, dtype: str, eager: bool, gpu_direct: bool) -> PairResult:
+    """Starts a pair of the model's engines and asks both."""
+    changes: dict[str, object] = {
+        "model": model,
+        "dtype": dtype,
+        "eager": eager,
+        "gpu_direct": gpu_direct,
+        "kv_cache_gib": 1.0,
+        "max_batched_tokens": 256,
+    }
+    random = Random(7)
+    async with running_pair(prefill=changes, decode=changes) as pair:
+        result = PairResult(pair.decode.descriptor.ranks[0].session)
+        for length in LENGTHS:
+            prompt = [random.randrange(3, 500) for _ in range(length)]
+            result.plain.append(tokens_of(await pair.plain(prompt, SAMPLING)))
+            await reset(pair.decode)
+            result.split.append(tokens_of(await pair.split(prompt, SAMPLING)))
+            await pair.reset()
+            result.after_first.append(tokens_of(await pair.split_after_first(prompt, SAMPLING)))
+            await pair.reset()
+        return result

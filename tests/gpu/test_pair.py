@@ -1,0 +1,86 @@
+"""Prefill and decode with vLLM on one CUDA device, compared with vLLM alone. Takes minutes: engines compile and load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gpu.pair import LENGTHS, PairResult, Tokens
+from tests.vllm.zygote import Zygote
+
+MODEL = "models/tiny-llama"
+# Kernels differ between a chunk of a prompt and a single token, and with them the last digits.
+NEAR_TIE = 0.02
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.gpu,
+    pytest.mark.timeout(400),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        built = torch.version.cuda
+        pytest.skip("there is no CUDA device" if built else "this torch is built without CUDA")
+    if find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    if not Path(MODEL).is_dir():
+        pytest.skip(f"the model folder {MODEL} is missing: scripts/make_tiny_model.py makes it")
+    started = Zygote()
+    yield started
+    started.close()
+
+
+def tokens(values: dict[str, Any]) -> Tokens:
+    return Tokens(values["token_ids"], [[(t, p) for t, p in e] for e in values["likeliest"]])
+
+
+def asked(zygote: Zygote, **settings: object) -> PairResult:
+    said = zygote.run("tests.gpu.pair:measure", model=MODEL, **settings)
+    lists = {
+        name: [tokens(values) for values in said[name]]
+        for name in ("plain", "split", "after_first")
+    }
+    return PairResult(said["session"], **lists)
+
+
+def differ(plain: Tokens, other: Tokens) -> str:
+    """Where the answers part, and why that is no near tie; empty when they do not, or it is one."""
+    pairs = list(zip(plain.token_ids, other.token_ids, strict=True))
+    apart = [number for number, (ours, theirs) in enumerate(pairs) if ours != theirs]
+    if not apart:
+        return ""
+    at = apart[0]
+    likeliest = dict(plain.likeliest[at])
+    ours, theirs = pairs[at]
+    lead = likeliest[ours] - likeliest.get(theirs, float("-inf"))
+    return "" if lead < NEAR_TIE else f"token {at} is {theirs}, not {ours}, which leads by {lead:g}"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "eager"), [("float32", True), ("bfloat16", False)], ids=["eager", "graphs"]
+)
+def test_tokens_equal_plain_vllm(zygote: Zygote, dtype: str, eager: bool) -> None:
+    result = asked(zygote, dtype=dtype, eager=eager, gpu_direct=True)
+    assert len(result.plain) == len(LENGTHS)
+    for length, plain, split, after_first in zip(
+        LENGTHS, result.plain, result.split, result.after_first, strict=True
+    ):
+        assert len(plain.token_ids) == 16
+        assert not differ(plain, split), f"{length} tokens"
+        assert not differ(plain, after_first), f"{length} tokens, the first from prefill"
+
+
+def test_staged_on_request(zygote: Zygote) -> None:
+    result = asked(zygote, dtype="float32", eager=True, gpu_direct=False)
+    assert "landing=" in result.session
+    for plain, split in zip(result.plain, result.split, strict=True):
+        assert not differ(plain, split)

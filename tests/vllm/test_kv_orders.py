@@ -1,0 +1,142 @@
+"""KV caches in every order that vLLM's GPU backends may choose, made by vLLM's own code in the CPU's memory."""
+
+from __future__ import annotations
+
+import ctypes
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from headrace_engine.vllm.internals import set_vllm_environment
+from headrace_engine.vllm.layer_groups import LayerGroup
+from headrace_engine.vllm.memory import Arena, describe_arena, rank_memory
+from headrace_kv.block_map import CopyPlanner, Span
+from headrace_kv.layout import TOKEN_OUTER, TOKENS
+from headrace_kv.shard_map import Edge
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+pytestmark = [
+    pytest.mark.vllm,
+    # vLLM may be imported here.
+    pytest.mark.timeout(180),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+LAYERS, BLOCKS, HEADS, HEAD_SIZE, BLOCK_TOKENS = 3, 6, 2, 8, 16
+ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environment() -> None:
+    """Torch and vLLM read it when they are imported, which may be here."""
+    set_vllm_environment(host="127.0.0.1", kv_cache_gib=1, tensor_parallel_size=1)
+
+
+class Cache:
+    """All layers in one allocation, as allocate_kv_cache makes it on a device."""
+
+    def __init__(self, order: str) -> None:
+        import torch
+        from vllm.v1.kv_cache_interface import (
+            FullAttentionSpec,
+            KVCacheTensor,
+            compute_layout_strides,
+            create_kv_cache_views,
+        )
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+
+        spec = FullAttentionSpec(
+            block_size=BLOCK_TOKENS,
+            num_kv_heads=HEADS,
+            head_size=HEAD_SIZE,
+            dtype=torch.bfloat16,
+        )
+        layout = KVCacheLayout[order]
+        names = [f"model.layers.{number}.attn" for number in range(LAYERS)]
+        strides = compute_layout_strides(spec, BLOCKS, LAYERS, layout)
+        placed = KVCacheTensor(
+            size=LAYERS * BLOCKS * spec.page_size_bytes,
+            layers=names,
+            layer_stride=strides[0],
+            block_stride=strides[1],
+            offset=0,
+        )
+        self.raw = torch.zeros(placed.size, dtype=torch.int8)
+        views = create_kv_cache_views(self.raw, spec, BLOCKS, layout, placed)
+        self.tensors: dict[str, Tensor] = dict(zip(names, views, strict=True))
+        self.arena: Arena = describe_arena(
+            self.tensors,
+            [
+                LayerGroup(
+                    index=0,
+                    name="attention",
+                    kind=TOKENS,
+                    head_count=HEADS,
+                    block_tokens=BLOCK_TOKENS,
+                    interior="",
+                    layers=tuple(enumerate(names)),
+                )
+            ],
+            rank=0,
+            tensor_parallel_size=1,
+            block_interior=lambda tensor, tokens: TOKEN_OUTER,
+        )
+
+    def tokens(self, layer: int, blocks: list[int]) -> Any:
+        """Shape [heads, tokens of the blocks, channels]."""
+        view = list(self.tensors.values())[layer][blocks]
+        return view.transpose(0, 1).flatten(1, 2)
+
+
+@pytest.mark.parametrize(("first", "second"), [*pairwise(ORDERS), (ORDERS[1], ORDERS[0])])
+def test_tokens_cross_between_any_two_orders(first: str, second: str) -> None:
+    import torch
+
+    source, target = Cache(first), Cache(second)
+    source.raw.copy_(torch.from_numpy(np.random.default_rng(1).integers(0, 100, len(source.raw))))
+    memories = [
+        rank_memory(cache.arena, rank=0, transport="in_memory", session="s")
+        for cache in (source, target)
+    ]
+    planner = CopyPlanner(*memories)
+    start, end = 5, 43
+    span = Span(start, end, np.array([4, 1, 5]), 0, np.array([2, 3, 0]), 0)
+    for layer in range(LAYERS):
+        runs = planner.plan(Edge(0, 0, 0, 0, HEADS), layer, span)
+        for source_address, target_address, length in zip(
+            runs.source_addresses.tolist(),
+            runs.destination_addresses.tolist(),
+            runs.lengths.tolist(),
+            strict=True,
+        ):
+            ctypes.memmove(target_address, source_address, length)
+    for layer in range(LAYERS):
+        sent, got = source.tokens(layer, [4, 1, 5]), target.tokens(layer, [2, 3, 0])
+        assert torch.equal(
+            got[:, start:end].view(torch.int16), sent[:, start:end].view(torch.int16)
+        )
+        assert not got[:, :start].any()
+        assert not got[:, end:].any()
+
+
+def test_a_block_of_a_head_goes_in_one_run_in_the_order_that_the_connector_asks_for() -> None:
+    from headrace_engine.vllm.connector import HeadraceConnector
+
+    class Model:
+        def __init__(self, latent: bool) -> None:
+            self.model_config = type("ModelConfig", (), {"use_mla": latent})()
+
+    order = HeadraceConnector.get_required_kvcache_layout(Model(latent=False))
+    assert order == "LBHNC"
+    assert HeadraceConnector.get_required_kvcache_layout(Model(latent=True)) is None
+    cache = Cache(order)
+    memory = rank_memory(cache.arena, rank=0, transport="in_memory", session="s")
+    span = Span(0, 2 * BLOCK_TOKENS, np.array([4, 1]), 0, np.array([2, 5]), 0)
+    one_head = CopyPlanner(memory, memory).plan(Edge(0, 0, 1, 1, 1), 0, span)
+    assert one_head.lengths.tolist() == [BLOCK_TOKENS * 2 * HEAD_SIZE * 2] * 2
+    whole = CopyPlanner(memory, memory).plan(Edge(0, 0, 0, 0, HEADS), 0, span)
+    assert len(whole) == 2
