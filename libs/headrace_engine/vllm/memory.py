@@ -114,6 +114,12 @@ def _part(
     interior = group.interior or block_interior(tensor, tokens)
     if interior == TOKEN_OUTER and has_states:
         interior = WHOLE_BLOCKS
+        if tensor.stride(2) != tensor.shape[3]:
+            raise ConfigError(
+                f"{name} keeps heads inside of tokens, and beside states blocks must be handed over whole: set "
+                "VLLM_KV_CACHE_LAYOUT=HND",
+                metadata={"field": "model"},
+            )
     if interior != TOKEN_OUTER and tensor.stride(2) != tensor.shape[3]:
         raise _refusal(_described(name, tensor, tokens))
     token_bytes = tensor.shape[3] * tensor.element_size()

@@ -193,7 +193,7 @@ def test_beside_states_blocks_go_whole() -> None:
     arena = described(tensor(0))
     assert arena.groups[0].parts == (Part("kv", "float32", 32 * 512, WHOLE_BLOCKS),)
     assert arena.regions[0].token_stride_bytes == 0
-    with pytest.raises(ConfigError, match="strides"):
+    with pytest.raises(ConfigError, match="VLLM_KV_CACHE_LAYOUT=HND"):
         described(tensor(0, strides=(3 * 4096, 128, 3 * 128, 1)))
 
 
