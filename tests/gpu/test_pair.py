@@ -1,4 +1,4 @@
-"""Prefill and decode with vLLM on one CUDA device, compared with vLLM alone: minutes, since engines compile and load."""
+"""Prefill and decode with vLLM on one CUDA device, compared with vLLM alone. Minutes: engines compile and load."""
 
 from __future__ import annotations
 
