@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from headrace_common.channel import TlsFiles
 from headrace_common.errors import ConfigError
+from headrace_kv.early_start import LateLayers
 from headrace_kv.layout import WorkerRef
 
 if TYPE_CHECKING:
@@ -28,7 +29,8 @@ class EngineConfig:
     engine's own. `seed`: of requests that bring none. `local_broadcast`: whether decode ranks of one
     host pass equal KV on to each other, where the engine can do it. `link_path`: socket between
     service and engine processes, where an engine has its own; empty picks one. `tls`: files for
-    handoff streams; none means plaintext.
+    handoff streams; none means plaintext. `late_layers`: how many layers may be missing when a
+    request of decode begins.
     Only where a GPU computes: `gpu_direct` lets RDMA adapters reach its memory, and `eager` keeps it from graphs.
     """
 
@@ -52,6 +54,7 @@ class EngineConfig:
     tls: TlsFiles = field(default_factory=TlsFiles)
     gpu_direct: bool = True
     eager: bool = False
+    late_layers: LateLayers = field(default_factory=LateLayers)
 
 
 def build_engine(
@@ -66,6 +69,11 @@ def build_engine(
     Raises ConfigError when there is no such engine, or it is not installed.
     """
     if config.engine == "sim":
+        if config.late_layers.count:
+            raise ConfigError(
+                "engine sim begins with whole caches only: set late_layers to 0",
+                metadata={"field": "late_layers"},
+            )
         from headrace_engine.sim.engine import SimEngine
 
         return SimEngine(config, descriptors, sender_thread=sender_thread)

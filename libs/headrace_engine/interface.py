@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from headrace_engine.prefix_announcer import PrefixAnnouncer
+from headrace_kv.incoming import Transfer
 from headrace_kv.layout import KvDescriptor
 from headrace_kv.local_broadcast import LocalBroadcast
 from headrace_kv.transfer import LayerSent, Reservation, TransferTarget
@@ -158,7 +159,8 @@ class Engine(ABC):
     def decode(self, work: DecodeWork) -> AsyncIterator[DecodeEvent]:
         """Yields, with `remote_kv`, the Reservation once blocks are held; then tokens; then DecodeEnded.
 
-        When the reservation is not empty, no token is computed before `arrived`. Closing the iterator aborts the
+        When the reservation is not empty, no token is yielded before its cache is whole: the engine waits for
+        `arrived`, unless its `arrival_listener` has heard that before. Closing the iterator aborts the
         request, but the reservation's blocks stay held until `arrived` or `released` was called (I1). An empty
         reservation (start_token == end_token) needs neither; one that awaits its first token is never empty.
         """
@@ -166,6 +168,12 @@ class Engine(ABC):
     @abstractmethod
     def arrived(self, transfer_id: str) -> None:
         """The KV cache is whole: the request may run."""
+
+    def arrival_listener(self) -> Callable[[Transfer], None] | None:
+        """What is told whenever something of one transfer lands, of an engine that may begin before the last layers are
+        there. `arrived` and `released` are called all the same.
+        """
+        return None
 
     @abstractmethod
     def first_token(self, transfer_id: str, token_id: int) -> None:

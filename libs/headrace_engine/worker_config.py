@@ -19,6 +19,7 @@ from headrace_common.config import (
 from headrace_common.identity import is_worker_id
 from headrace_engine.factory import EngineConfig
 from headrace_engine.interface import Engine
+from headrace_kv.early_start import LateLayers
 from headrace_kv.layout import WorkerRef, layout_to_proto
 
 
@@ -92,6 +93,11 @@ class WorkerConfig(ServiceConfig):
         10.0, description="Seconds after which a silent worker is struck from the registry."
     )
 
+    @property
+    def early_start(self) -> LateLayers:
+        """How early a request may begin. Only decode workers have a say in it."""
+        return LateLayers()
+
     @model_validator(mode="after")
     def _check_count(self) -> WorkerConfig:
         if self.count == 1:
@@ -156,6 +162,7 @@ def engine_config(
         gpu_direct=config.gpu_direct,
         eager=config.eager,
         tls=TlsFiles.of(config),
+        late_layers=config.early_start,
     )
 
 

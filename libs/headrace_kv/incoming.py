@@ -103,6 +103,7 @@ class Transfer:
         deadline: Deadline,
         on_free: Callable[[Transfer], None] | None = None,
         digest_share: float = 0.0,
+        on_advance: Callable[[Transfer], None] | None = None,
     ) -> None:
         self.reservation = reservation
         self.deadline = deadline
@@ -119,6 +120,7 @@ class Transfer:
         self.ended_locally = threading.Event()
         self._layout = layout
         self._on_free = on_free
+        self._on_advance = on_advance
         self._digest_share = digest_share
         self._states = StateMachine(reservation.transfer_id)
         self._ended = asyncio.Event()
@@ -269,6 +271,11 @@ class Transfer:
         self._states.enter(TransferState.FAILED)
         self._end()
         self._states.enter(TransferState.DRAINING)
+
+    def advanced(self) -> None:
+        """Something has landed or was checked, or the transfer has ended."""
+        if self._on_advance is not None:
+            self._on_advance(self)
 
     def free(self) -> None:
         """The blocks are nobody's target any more."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 from headrace_common.errors import InternalError, ProtocolViolation
 from headrace_kv.layout import STATE, KvLayout, count_spans
@@ -97,6 +98,18 @@ class Ledger:
     def source_ranks(self) -> frozenset[int]:
         """Prefill ranks that take part."""
         return frozenset(source for source, _, _ in self._edges)
+
+    def arrived_layers(self, destination_rank: int) -> int:
+        """How many layers, counted from the first one, are whole on one decode rank, and checked where they must be."""
+        unchecked = (key for key, _ in self._unchecked)
+        return min(
+            (
+                layer
+                for _, rank, layer in chain(self._missing, self._local_missing, unchecked)
+                if rank == destination_rank
+            ),
+            default=self._layout.layer_count,
+        )
 
     def covered_to(self, key: Key) -> int:
         """One past the last token that has landed for a key."""

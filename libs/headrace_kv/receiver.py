@@ -126,10 +126,12 @@ class Receiver:
         reservation: Reservation,
         deadline: Deadline,
         on_free: Callable[[Transfer], None] | None = None,
+        on_advance: Callable[[Transfer], None] | None = None,
     ) -> Transfer:
         """Lets prefill ranks write into the blocks until the transfer is whole or the deadline has passed.
 
-        `on_free` is called when nobody may write into them any more, however the transfer ended.
+        `on_free` is called when nobody may write into them any more, however the transfer ended; `on_advance` whenever
+        something has landed, and once the transfer is whole or has failed.
 
         Raises DuplicateTransfer, Draining, or InternalError for blocks that do not hold the tokens.
         """
@@ -141,7 +143,9 @@ class Receiver:
                 f"transfer {transfer_id} was used before", metadata={"transfer_id": transfer_id}
             )
         self._check(reservation)
-        transfer = Transfer(reservation, self._layout, deadline, on_free, self.digest_share)
+        transfer = Transfer(
+            reservation, self._layout, deadline, on_free, self.digest_share, on_advance
+        )
         self._transfers[transfer_id] = transfer
         transfer.timer = running_timers(self._timers).call_later(
             deadline.remaining_s(), self._time_out, transfer
@@ -280,11 +284,13 @@ class Receiver:
         if transfer.ledger is not None and transfer.ledger.complete:
             transfer.complete()
             self._release(transfer)
+            transfer.advanced()
             return
         if self._digests is not None:
             self._digests.advance(transfer)
         if self._passes is not None:
             self._passes.advance(transfer)
+        transfer.advanced()
 
     def _passed_on(self, transfer: Transfer, error: HeadraceError | None) -> None:
         """A local copy has ended."""
@@ -352,6 +358,7 @@ class Receiver:
             return
         _log.info("transfer %s failed: %s", transfer.transfer_id, error.detail)
         transfer.fail(error, self._now_s())
+        transfer.advanced()
         for peer in transfer.writers:
             peer.refuse(transfer.transfer_id, error.reason, error.detail)
         self._release_if_quiet(transfer)

@@ -31,9 +31,14 @@ from headrace_engine.vllm.internals import (
     tensor_parallel_size,
     uses_latent_attention,
 )
-from headrace_engine.vllm.layer_groups import LayerGroup
+from headrace_engine.vllm.layer_groups import LayerGroup, check_late_layers
 from headrace_engine.vllm.link_client import Link
-from headrace_engine.vllm.link_words import load_to_proto, reservation_to_proto
+from headrace_engine.vllm.link_words import (
+    NANOSECONDS,
+    load_to_proto,
+    reservation_to_proto,
+    unix_ns,
+)
 from headrace_engine.vllm.load import LoadMeter, report_changes
 from headrace_engine.vllm.rank import Rank
 from headrace_engine.vllm.scheduler import ScheduledRequest, SchedulerSide
@@ -92,6 +97,7 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
                 kv_head_count=kv_head_count(vllm_config),
                 tensor_parallel_size=tensor_parallel_size(vllm_config),
             )
+            check_late_layers(groups, self._settings.late_layers)
             self._group_ids = tuple(sorted(group.index for group in groups))
             if role == KVConnectorRole.SCHEDULER:
                 self._start_scheduler(groups, settings, tensor_parallel_size(vllm_config))
@@ -114,7 +120,7 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
         if settings.standalone is not None:
             self._pairing = Pairing(settings.connector, settings.standalone, rank_count)
             self._scheduler = SchedulerSide(groups, self._pairing.reserved)
-            self._pairing.start(self._scheduler.settle)
+            self._pairing.start(self._scheduler.settle, self._scheduler.arriving)
             return
         scheduler = SchedulerSide(
             groups,
@@ -126,6 +132,10 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
         def hear(response: link_pb2.AttachResponse) -> None:
             if response.HasField("arrived"):
                 scheduler.settle(response.arrived.transfer_id, whole=True)
+            elif response.HasField("arriving"):
+                arriving = response.arriving
+                deadline_unix_s = unix_ns(arriving.deadline_time) / NANOSECONDS
+                scheduler.arriving(arriving.transfer_id, deadline_unix_s)
             elif response.HasField("first_token"):
                 first = response.first_token
                 scheduler.first_token(first.transfer_id, first.token_id)
@@ -144,8 +154,8 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Whole graphs are replayed without the hook that says that a layer is written."""
-        return extra_config.get("role") != "decode"
+        """Whole graphs are replayed without the hooks that say that a layer is written, or wait until one is there."""
+        return extra_config.get("role") != "decode" or bool(extra_config.get("late_layers"))
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
@@ -171,13 +181,13 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_connector_metadata(self, connector_metadata: HeadraceMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        self._require_rank().side.begin_step(connector_metadata.plan)
+        self._require_rank().begin_step(connector_metadata.plan)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Nothing to load: prefill writes into the cache."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: requests run once their cache is whole."""
+        self._require_rank().before_attention(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
@@ -189,16 +199,20 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
         self._require_rank().side.states_written()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        sent, received, failed = self._require_rank().side.end_step()
+        sent, received, failed = self._require_rank().end_step()
         return KVConnectorTransferResults(
             finished_sending=sent, finished_recving=received, failed_recving=failed
         )
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._require_rank().take_invalid_blocks()
 
     # On the scheduler.
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         self._load.bind(lambda: block_counts(kv_cache_manager))
+        self._require_scheduler().late.evict = kv_cache_manager.evict_blocks
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
@@ -226,6 +240,9 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
+        if num_computed_tokens and self._require_scheduler().late.unsure:
+            # What it shares might be what another request still waits for.
+            return None, False
         if self._pairing is not None and not self._pairing.scheduler.prepare(prompt_of(request)):
             return None, False
         missing = self._require_scheduler().missing_tokens(
@@ -261,6 +278,7 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._load.finished(request.request_id)
+        late = self._require_scheduler().late.finished(request.request_id)
         times = self._require_scheduler().finished(request.request_id)
         if self._pairing is not None:
             held, params = self._pairing.scheduler.finished(
@@ -269,8 +287,8 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
                 opened=times is not None,
                 complete=is_complete(request),
             )
-            return held or times is not None, params
-        return (False, None) if times is None else (True, times.to_params())
+            return late or held or times is not None, params
+        return (late, None) if times is None else (True, times.to_params())
 
     def request_finished(
         self, request: Request, block_ids: list[int]

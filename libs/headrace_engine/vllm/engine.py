@@ -29,6 +29,8 @@ from headrace_engine.vllm.internals import context_tokens, end_llm, reset_prefix
 from headrace_engine.vllm.launch import check_config, launch
 from headrace_engine.vllm.load import EngineLoad
 from headrace_engine.vllm.prefill_run import PrefillRun
+from headrace_kv.early_start import EarlyStart
+from headrace_kv.incoming import Transfer
 from headrace_kv.transfer import Reservation, SendReport
 
 if TYPE_CHECKING:
@@ -131,6 +133,17 @@ class VllmEngine(Engine):
 
     def arrived(self, transfer_id: str) -> None:
         self._require_started()[1].arrived(transfer_id)
+
+    def arrival_listener(self) -> Callable[[Transfer], None] | None:
+        late = self._config.late_layers
+        if not late.count:
+            return None
+        return EarlyStart(
+            self._require_started()[1],
+            late_layers=late.count,
+            layer_count=self.descriptor.layout.layer_count,
+            rank_count=self._config.tensor_parallel_size,
+        ).advance
 
     def first_token(self, transfer_id: str, token_id: int) -> None:
         self._require_started()[1].first_token(transfer_id, token_id)

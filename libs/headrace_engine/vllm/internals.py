@@ -156,6 +156,11 @@ def kv_role(vllm_config: VllmConfig) -> str:
     return found
 
 
+def recomputes_failed_loads(vllm_config: VllmConfig) -> bool:
+    """Whether a request whose KV did not come is computed here, in the same blocks, rather than failed."""
+    return bool(vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute")
+
+
 def engine_id(vllm_config: VllmConfig) -> str:
     """What tells engines apart: the same in all processes of one."""
     found: str = vllm_config.kv_transfer_config.engine_id

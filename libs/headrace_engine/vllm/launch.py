@@ -147,6 +147,7 @@ def _engine_args(config: EngineConfig, folder: ModelFolder, link_path: Path) -> 
         link_path=str(link_path),
         tls=astuple(config.tls),
         gpu_direct=config.gpu_direct,
+        late_layers=config.late_layers,
     )
     return AsyncEngineArgs(
         model=str(folder.path),

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import lcm
 
+from headrace_common.errors import ConfigError
+from headrace_kv.early_start import LateLayers
 from headrace_kv.layout import STATE, TOKENS, GroupKind
 
 
@@ -40,3 +42,17 @@ def token_stride(groups: Iterable[LayerGroup]) -> int:
     """Every so many tokens, each group's block ends that holds tokens. 0 where there are only states."""
     sizes = [group.block_tokens for group in groups if group.kind == TOKENS]
     return lcm(*sizes) if sizes else 0
+
+
+def check_late_layers(groups: Sequence[LayerGroup], late_layers: LateLayers) -> None:
+    """Raises ConfigError for a model whose requests cannot begin before their last layers are there."""
+    if not late_layers.count:
+        return
+    if len(groups) != 1 or groups[0].kind != TOKENS:
+        names = ", ".join(group.name for group in groups)
+        raise ConfigError(
+            f"late_layers is {late_layers.count}, but the model has several kinds of cache ({names}), of which vLLM "
+            "waits for none by itself: set late_layers to 0",
+            metadata={"field": "late_layers", "groups": names},
+        )
+    late_layers.check(len(groups[0].layers))

@@ -20,6 +20,7 @@ from headrace_engine.vllm.link_words import (
     load_from_proto,
     report_from_proto,
     reservation_from_proto,
+    timestamp,
     unix_ns,
 )
 from headrace_engine.vllm.load import EngineLoad
@@ -134,6 +135,22 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
             self._scheduler,
             link_pb2.AttachResponse(released=link_pb2.Released(transfer_id=transfer_id)),
         )
+
+    def arriving(self, transfer_id: str, deadline: Deadline) -> None:
+        """Tells the scheduler that all but the last layers of a transfer are there."""
+        arriving = link_pb2.Arriving(
+            transfer_id=transfer_id, deadline_time=timestamp(round(deadline.unix_s * NANOSECONDS))
+        )
+        self._tell(self._scheduler, link_pb2.AttachResponse(arriving=arriving))
+
+    def layers_arrived(
+        self, transfer_id: str, rank: int, layer_count: int, *, failed: bool
+    ) -> None:
+        """Tells a rank how far a transfer has come."""
+        arrived = link_pb2.LayersArrived(
+            transfer_id=transfer_id, layer_count=layer_count, failed=failed
+        )
+        self._tell(self._ranks.get(rank), link_pb2.AttachResponse(layers_arrived=arrived))
 
     def first_token(self, transfer_id: str, token_id: int) -> None:
         """Tells the scheduler the first token of a request that awaits it."""

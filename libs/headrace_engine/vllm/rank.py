@@ -17,10 +17,12 @@ from headrace_engine.vllm.internals import (
     tensor_parallel_size,
 )
 from headrace_engine.vllm.layer_groups import LayerGroup
+from headrace_engine.vllm.layer_wait import LayerWait
 from headrace_engine.vllm.link_client import Link
 from headrace_engine.vllm.link_words import report_to_proto
 from headrace_engine.vllm.memory import describe_arena, layout_of, rank_memory
 from headrace_engine.vllm.settings import ConnectorSettings
+from headrace_engine.vllm.step import StepPlan
 from headrace_engine.vllm.worker import LayerKind, RankSide
 from headrace_kv.layout import STATE, layout_to_proto, rank_memory_to_proto
 from headrace_kv.sender import RankSender
@@ -52,6 +54,8 @@ class Rank:
         self._gate: GatedSender | None = None
         self._link: Link | None = None
         self.side = RankSide(self._rank, self._report)
+        late = settings.late_layers
+        self._wait = LayerWait(len(self._layer_numbers), late.wait_s) if late.count else None
 
     def register(self, kv_caches: Mapping[str, Tensor]) -> None:
         """Registers the memory with the transport and attaches to the service."""
@@ -103,6 +107,27 @@ class Rank:
             ]
             self.side.start(self._gate or self._sender, kinds)
 
+    def begin_step(self, plan: StepPlan) -> None:
+        """Before the forward pass."""
+        if self._wait is not None:
+            self._wait.begin_step(plan.late)
+        self.side.begin_step(plan)
+
+    def before_attention(self, layer_name: str) -> None:
+        """The forward pass is about to read a layer's KV: returns when that is there, or was given up."""
+        if self._wait is not None:
+            self._wait.before_attention(self._layer_numbers[layer_name])
+
+    def end_step(self) -> tuple[set[str], set[str], set[str]]:
+        """After the forward pass. See RankSide."""
+        if self._wait is not None:
+            self._wait.end_step()
+        return self.side.end_step()
+
+    def take_invalid_blocks(self) -> set[int]:
+        """Blocks that the step's forward pass read although they were not whole."""
+        return self._wait.take_invalid_blocks() if self._wait is not None else set()
+
     def layer_written(self, layer_name: str) -> None:
         """The forward pass has written this step's KV of a layer."""
         self.side.layer_written(self._layer_numbers[layer_name])
@@ -129,3 +154,6 @@ class Rank:
     def _hear(self, response: link_pb2.AttachResponse) -> None:
         if response.HasField("stop"):
             self.side.stop(response.stop.transfer_id)
+        elif response.HasField("layers_arrived") and self._wait is not None:
+            arrived = response.layers_arrived
+            self._wait.heard(arrived.transfer_id, arrived.layer_count, failed=arrived.failed)

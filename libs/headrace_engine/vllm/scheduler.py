@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from headrace_engine.vllm.late_loads import LateLoads
 from headrace_engine.vllm.layer_groups import LayerGroup, token_stride
 from headrace_engine.vllm.settings import (
     Incoming,
@@ -38,11 +39,18 @@ class ScheduledRequest:
 
 @dataclass(slots=True)
 class _Receive:
-    """`go_on` takes the first token of a request that awaits it; None once it has it, or of one that does not."""
+    """`go_on` takes the first token of a request that awaits it; None once it has it, or of one that does not.
+
+    `nearly_until_s`: the transfer's end, in Unix time, once all but its last layers are there; 0 before that, and of a
+    request that was given up.
+    """
 
     request_id: str
+    block_ids: tuple[int, ...]
     go_on: Callable[[int], None] | None
     whole: bool = False
+    nearly_until_s: float = 0.0
+    given_up: bool = False
 
 
 @dataclass(slots=True)
@@ -60,9 +68,11 @@ class _Send:
 
 
 class SchedulerSide:
-    """Called on the engine's scheduling thread, except `settle` and `first_token`, which any thread may call.
+    """Called on the engine's scheduling thread, except `settle`, `arriving` and `first_token`, which any
+    thread may call.
 
-    `on_reserved` gets the blocks of every incoming transfer, an empty Reservation when nothing is missing.
+    `late` are requests that began before the last layers of their KV were there. `on_reserved` gets the blocks of every
+    incoming transfer, an empty Reservation when nothing is missing.
     """
 
     def __init__(
@@ -75,6 +85,8 @@ class SchedulerSide:
         self._sends: dict[str, _Send] = {}
         self._receives: dict[str, _Receive] = {}
         self._settled: deque[tuple[str, bool]] = deque()
+        self._arriving: deque[tuple[str, float]] = deque()
+        self.late = LateLoads()
         self._first_tokens: deque[tuple[str, int]] = deque()
         self._finished_sends: dict[str, str] = {}
         self._news = threading.Event()
@@ -104,14 +116,14 @@ class SchedulerSide:
         elif said is not None:
             end = _end_token(said, known_tokens)
             start = end - missing_tokens
-            if missing_tokens:
-                self._receives[said.transfer_id] = _Receive(
-                    request_id, go_on if said.awaits_first_token else None
-                )
             first, *further = (
                 group.blocks_between(block_ids[group.index], start, end) if missing_tokens else ()
                 for group in self._groups
             )
+            if missing_tokens:
+                self._receives[said.transfer_id] = _Receive(
+                    request_id, first, go_on if said.awaits_first_token else None
+                )
             self._on_reserved(Reservation(said.transfer_id, first, start, end, tuple(further)))
 
     def in_layout_order(self, block_ids: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
@@ -123,6 +135,11 @@ class SchedulerSide:
         self._settled.append((transfer_id, whole))
         self._news.set()
 
+    def arriving(self, transfer_id: str, deadline_unix_s: float) -> None:
+        """All but the last layers of an incoming transfer are there, on all ranks."""
+        self._arriving.append((transfer_id, deadline_unix_s))
+        self._news.set()
+
     def first_token(self, transfer_id: str, token_id: int) -> None:
         """What a request goes on after that awaits it."""
         self._first_tokens.append((transfer_id, token_id))
@@ -130,7 +147,7 @@ class SchedulerSide:
 
     def wait_for_news(self, timeout_s: float) -> None:
         """Before a step that computes nothing: returns once an incoming transfer has news, or none is awaited."""
-        if self._receives:
+        if self._receives or self.late:
             self._news.wait(timeout_s)
 
     def plan_step(
@@ -144,15 +161,34 @@ class SchedulerSide:
             send = self._sends.pop(request_id, None)
             if send is not None and send.opened:
                 plan.preempted.append(send.target.transfer_id)
+        scheduled = tuple(scheduled)
         for request in scheduled:
             send = self._sends.get(request.request_id)
             if send is not None:
                 self._plan_send(plan, send, request)
         self._plan_receives(plan)
+        self.late.plan(plan, (request.request_id for request in scheduled))
         return plan
 
     def _plan_receives(self, plan: StepPlan) -> None:
-        """Lets requests run whose transfer is whole, and that await nothing else."""
+        """Lets requests run whose transfer is whole, or nearly, and that await nothing else."""
+        while self._settled:
+            transfer_id, whole = self._settled.popleft()
+            receive = self._receives.get(transfer_id)
+            if receive is None:
+                self.late.settle(plan, transfer_id, whole)
+            elif whole:
+                receive.whole = True
+                self._plan_received(plan, transfer_id, receive)
+            else:
+                del self._receives[transfer_id]
+                plan.failed.append(receive.request_id)
+        while self._arriving:
+            transfer_id, deadline_unix_s = self._arriving.popleft()
+            receive = self._receives.get(transfer_id)
+            if receive is not None and not receive.given_up:
+                receive.nearly_until_s = deadline_unix_s
+                self._plan_received(plan, transfer_id, receive)
         while self._first_tokens:
             transfer_id, token_id = self._first_tokens.popleft()
             receive = self._receives.get(transfer_id)
@@ -160,22 +196,16 @@ class SchedulerSide:
                 receive.go_on(token_id)
                 receive.go_on = None
                 self._plan_received(plan, transfer_id, receive)
-        while self._settled:
-            transfer_id, whole = self._settled.popleft()
-            receive = self._receives.get(transfer_id)
-            if receive is None:
-                continue
-            if whole:
-                receive.whole = True
-                self._plan_received(plan, transfer_id, receive)
-            else:
-                del self._receives[transfer_id]
-                plan.failed.append(receive.request_id)
 
     def _plan_received(self, plan: StepPlan, transfer_id: str, receive: _Receive) -> None:
-        if receive.whole and receive.go_on is None:
-            del self._receives[transfer_id]
-            plan.received.append(receive.request_id)
+        if receive.go_on is not None or not (receive.whole or receive.nearly_until_s):
+            return
+        del self._receives[transfer_id]
+        plan.received.append(receive.request_id)
+        if not receive.whole:
+            self.late.begin(
+                transfer_id, receive.request_id, receive.block_ids, receive.nearly_until_s
+            )
 
     def _plan_send(self, plan: StepPlan, send: _Send, request: ScheduledRequest) -> None:
         if request.replaces_blocks:
@@ -221,6 +251,7 @@ class SchedulerSide:
             if receive.request_id == request_id:
                 # Given up: it awaits no token any more, only that nobody writes.
                 receive.go_on = None
+                receive.given_up, receive.nearly_until_s = True, 0.0
                 if receive.whole:
                     self._settled.append((transfer_id, True))
         send = self._sends.pop(request_id, None)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
+from headrace_kv.early_start import LateLayers
 from headrace_kv.layout import WorkerRef
 from headrace_kv.transfer import TransferTarget
 
 PARAMS_KEY = "headrace"
 _NO_TLS = ("", "", "")
+_NESTED = ("tls", "late_layers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,7 @@ class ConnectorSettings:
     """Certificate, key and authority as in TlsFiles, for handoff streams."""
     gpu_direct: bool = True
     """Whether adapters may reach KV memory on a device, where they can."""
+    late_layers: LateLayers = field(default_factory=LateLayers)
 
     @property
     def ref(self) -> WorkerRef:
@@ -36,14 +39,22 @@ class ConnectorSettings:
 
     def to_extra_config(self) -> dict[str, Any]:
         """For vLLM's kv_connector_extra_config."""
-        return asdict(self)
+        late = self.late_layers
+        return {**asdict(self), "late_layers": late.count, "late_layer_wait_s": late.wait_s}
 
     @classmethod
     def from_extra_config(cls, values: Mapping[str, Any]) -> ConnectorSettings:
         """From vLLM's kv_connector_extra_config."""
-        given = {field.name: values[field.name] for field in fields(cls) if field.name in values}
-        given["tls"] = tuple(values.get("tls", _NO_TLS))
-        return cls(**given)
+        given = {
+            one.name: values[one.name]
+            for one in fields(cls)
+            if one.name in values and one.name not in _NESTED
+        }
+        return cls(
+            **given,
+            tls=tuple(values.get("tls", _NO_TLS)),
+            late_layers=LateLayers(values["late_layers"], values["late_layer_wait_s"]),
+        )
 
 
 @dataclass(frozen=True, slots=True)

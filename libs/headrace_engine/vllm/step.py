@@ -21,6 +21,19 @@ class TokenSpan:
     block_ids: tuple[tuple[int, ...], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class LateLoad:
+    """A transfer whose request may run in the step although its last layers may be missing.
+
+    `block_ids` are those of the layout's only group; `lost` when no further layer will come.
+    """
+
+    transfer_id: str
+    block_ids: tuple[int, ...]
+    deadline_unix_s: float
+    lost: bool = False
+
+
 @dataclass(slots=True)
 class StepPlan:
     """One step's news. Request ids are vLLM's, transfer ids ours.
@@ -29,7 +42,8 @@ class StepPlan:
     tokens that this step's forward pass completes. `preempted`: transfers whose blocks are about to be overwritten.
     `overrun`: transfers whose states the step takes beyond their last token.
     `finished_sends`: requests that are done computing, with their transfer; their blocks are freed once it is quiet.
-    `received` and `failed`: requests whose incoming transfer is whole, or will never be.
+    `received` and `failed`: requests whose incoming transfer is whole, or nearly, or will never be.
+    `late`: transfers that the step's forward pass may have to wait for.
     """
 
     opened: list[TransferTarget] = field(default_factory=list)
@@ -40,3 +54,4 @@ class StepPlan:
     finished_sends: dict[str, str] = field(default_factory=dict)
     received: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
+    late: list[LateLoad] = field(default_factory=list)

@@ -146,7 +146,10 @@ class Attempt:
         self.milestones.reserved_unix_ns = time.time_ns()
         if first.start_token < first.end_token:
             transfer = self._receiver.reserve(
-                first, transfer_deadline(self._deadline), self.on_transfer_free
+                first,
+                transfer_deadline(self._deadline),
+                self.on_transfer_free,
+                self._engine.arrival_listener(),
             )
             self._transfer = transfer
             self._arrival = asyncio.create_task(
@@ -159,7 +162,7 @@ class Attempt:
         spoken = asyncio.create_task(events.spoken())
         try:
             await asyncio.wait({arrival, spoken}, return_when=asyncio.FIRST_COMPLETED)
-            if spoken.done() and (self._transfer is None or self._transfer.error is None):
+            if spoken.done() and (self._transfer is None or self._transfer.active):
                 # Only an error of the engine is in order here; take raises it.
                 await events.take(self._deadline)
                 raise InternalError("the engine generated before the KV cache was there")

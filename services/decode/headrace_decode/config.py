@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from headrace_common.config import PositiveSeconds, require_order
+from headrace_common.config import NonNegativeCount, PositiveSeconds, require_order
 from headrace_engine.worker_config import WorkerConfig
 from headrace_kv.digest import DigestMode
+from headrace_kv.early_start import LateLayers
 
 
 class DecodeConfig(WorkerConfig):
@@ -31,6 +32,15 @@ class DecodeConfig(WorkerConfig):
         ge=1,
         description="Broken transfers of one prefill worker after which nothing is taken from it any more.",
     )
+    late_layers: NonNegativeCount = Field(
+        0,
+        description="Layers, the last ones, that may be missing when a request's first step begins, which then waits "
+        "for each, and all others in the step with it. Engine vllm, models with one kind of cache.",
+    )
+    late_layer_wait_s: PositiveSeconds = Field(
+        0.5,
+        description="Seconds that one step waits for missing layers at most; then what is late has failed.",
+    )
     require_ticket: bool = Field(
         False,
         description="Whether requests must bear a router's ticket; without it, whoever reaches this worker may "
@@ -40,10 +50,16 @@ class DecodeConfig(WorkerConfig):
         600.0, description="Deadline of requests whose caller set none."
     )
 
+    @property
+    def early_start(self) -> LateLayers:
+        return LateLayers(self.late_layers, self.late_layer_wait_s)
+
     @model_validator(mode="after")
     def _check_waits(self) -> DecodeConfig:
         """A broken transfer is noticed, and its blocks are lent again, while a request may still be tried again."""
         require_order(
             self, ("lease_ttl_s", "request_timeout_s"), ("quarantine_s", "request_timeout_s")
         )
+        if self.late_layers:
+            require_order(self, ("late_layer_wait_s", "lease_ttl_s"))
         return self

@@ -7,9 +7,11 @@ import concurrent.futures
 import logging
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from headrace.kv.v1 import handoff_pb2_grpc, pair_pb2_grpc
+from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError, HeadraceError, InternalError
 from headrace_common.identity import new_incarnation
 from headrace_common.server import GrpcServer
@@ -21,9 +23,10 @@ from headrace_engine.vllm.standalone.scheduler import PairScheduler
 from headrace_engine.vllm.standalone.settings import StandaloneSettings
 from headrace_engine.vllm.standalone.sink import Sink, Wanted
 from headrace_engine.vllm.standalone.source import DecodeMemories, Source
+from headrace_kv.early_start import EarlyStart
 from headrace_kv.handoff_server import HandoffServicer
 from headrace_kv.layout import STATE, KvDescriptor, KvLayout, WorkerRef
-from headrace_kv.receiver import Receiver, TransferSummary
+from headrace_kv.receiver import Receiver, Transfer, TransferSummary
 from headrace_kv.transfer import Reservation, SendReport
 
 log = logging.getLogger(__name__)
@@ -34,6 +37,7 @@ START_TIMEOUT_S = 75.0
 CLOSE_TIMEOUT_S = 5.0
 
 OnSettled = Callable[[str, bool], None]
+OnArriving = Callable[[str, float], None]
 
 
 class Pairing:
@@ -66,17 +70,20 @@ class Pairing:
             self._memories.find,
         )
         self._on_settled: OnSettled
+        self._on_arriving: OnArriving
         self._server: GrpcServer
         self._receiver: Receiver
         self._source: Source
         self._sink: Sink
 
-    def start(self, on_settled: OnSettled) -> None:
+    def start(self, on_settled: OnSettled, on_arriving: OnArriving) -> None:
         """Serves, once all ranks are there. Raises ConfigError for an address that cannot be listened on.
 
-        `on_settled(transfer_id, whole)` hears, on the loop, when nothing writes for an incoming transfer any more.
+        `on_settled(transfer_id, whole)` hears, on the loop, when nothing writes for an incoming transfer any more;
+        `on_arriving(transfer_id, deadline_unix_s)` when only its last layers are missing.
         """
         self._on_settled = on_settled
+        self._on_arriving = on_arriving
         starting = asyncio.run_coroutine_threadsafe(self._start(), self._loop)
         try:
             endpoint = starting.result(START_TIMEOUT_S)
@@ -126,8 +133,26 @@ class Pairing:
             receiver=self._receiver,
             on_whole=self._whole,
             on_refused=lambda transfer_id: self._on_settled(transfer_id, False),
+            listen=partial(self._arrival_listener, descriptor.layout.layer_count),
         )
         return endpoint
+
+    def _arrival_listener(self, layer_count: int) -> Callable[[Transfer], None] | None:
+        late = self._connector.late_layers
+        if not late.count:
+            return None
+        return EarlyStart(
+            self, late_layers=late.count, layer_count=layer_count, rank_count=self._rank_count
+        ).advance
+
+    def arriving(self, transfer_id: str, deadline: Deadline) -> None:
+        """See EarlyNews; so is the one below."""
+        self._on_arriving(transfer_id, deadline.unix_s)
+
+    def layers_arrived(
+        self, transfer_id: str, rank: int, layer_count: int, *, failed: bool
+    ) -> None:
+        self._link.layers_arrived(transfer_id, rank, layer_count, failed=failed)
 
     def _make_source(self, descriptor: KvDescriptor) -> Source:
         return Source(

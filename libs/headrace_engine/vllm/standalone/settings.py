@@ -20,12 +20,14 @@ from headrace_engine.vllm.internals import (
     extra_config,
     kv_role,
     model_of,
+    recomputes_failed_loads,
     replica_count,
     schedules_ahead,
     stage_count,
 )
 from headrace_engine.vllm.model_folder import digest_of, read_model_folder
 from headrace_engine.vllm.settings import ConnectorSettings
+from headrace_kv.early_start import LateLayers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -44,8 +46,8 @@ class StandaloneSettings:
 
     `listen` and `advertise`: the pair address, and how others reach it. `transfer_timeout_s`: deadline of requests that
     name none. `hold_s`: how long a computed prompt waits for its Fetch. `lease_ttl_s` and `quarantine_s`: see Receiver.
-    `fingerprint`: the model's identity, when two servers load the same model from different places. `gpu_direct`:
-    whether RDMA adapters may reach KV memory on a GPU.
+    `late_layers` and `late_layer_wait_s`: see LateLayers. `gpu_direct`: whether RDMA adapters may reach KV memory on a GPU.
+    `fingerprint`: the model's identity, when two servers load the same model from different places.
     """
 
     listen: str
@@ -57,6 +59,8 @@ class StandaloneSettings:
     quarantine_s: float = 15.0
     fingerprint: str = ""
     gpu_direct: bool = True
+    late_layers: int = 0
+    late_layer_wait_s: float = LateLayers().wait_s
 
     @classmethod
     def read(cls, values: Mapping[str, Any], role: Role) -> StandaloneSettings:
@@ -64,7 +68,10 @@ class StandaloneSettings:
         known = {field.name for field in fields(cls)}
         problems = {name: "is not a setting of Headrace" for name in values if name not in known}
         taken = {name: value for name, value in values.items() if name in known}
-        for name in ("transfer_timeout_s", "hold_s", "lease_ttl_s", "quarantine_s"):
+        for name in (
+            *("transfer_timeout_s", "hold_s", "lease_ttl_s"),
+            *("quarantine_s", "late_layer_wait_s"),
+        ):
             value = taken.get(name, 1.0)
             if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
                 problems[name] = "must be seconds above 0"
@@ -72,6 +79,9 @@ class StandaloneSettings:
             problems["gpu_direct"] = "must be true or false"
         if taken.get("transport", "mooncake") != "mooncake":
             problems["transport"] = "must be mooncake: no other transport reaches vLLM's processes"
+        late = taken.get("late_layers", 0)
+        if isinstance(late, bool) or not isinstance(late, int) or late < 0:
+            problems["late_layers"] = "must be a number of layers, 0 or above"
         taken.setdefault("listen", DECODE_LISTEN if role == "decode" else PREFILL_LISTEN)
         try:
             ServiceConfig(listen=taken["listen"], advertise=taken.get("advertise", ""))
@@ -81,7 +91,18 @@ class StandaloneSettings:
         if problems:
             said = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
             raise ConfigError(f"kv_connector_extra_config: {said}", metadata=problems)
-        return cls(**taken)
+        settings = cls(**taken)
+        settings.check_waits()
+        return settings
+
+    def check_waits(self) -> None:
+        """Raises ConfigError for a step that may wait longer than a sender without a lease writes."""
+        if self.late_layers and self.late_layer_wait_s >= self.lease_ttl_s:
+            problem = {"late_layer_wait_s": "must be below lease_ttl_s"}
+            raise ConfigError(
+                "kv_connector_extra_config: late_layer_wait_s must be below lease_ttl_s",
+                metadata=problem,
+            )
 
     @property
     def server(self) -> ServiceConfig:
@@ -110,6 +131,11 @@ def settings_of(vllm_config: VllmConfig) -> Settings:
     _require_supported(vllm_config)
     role = ROLES[kv_role(vllm_config)]
     standalone = StandaloneSettings.read(extra, role)
+    if standalone.late_layers and recomputes_failed_loads(vllm_config):
+        raise ConfigError(
+            "late_layers needs kv_load_failure_policy fail: vLLM would compute into blocks that are still written to",
+            metadata={"field": "late_layers"},
+        )
     identity = f"{engine_id(vllm_config)}/{standalone.listen}"
     name = hashlib.sha256(identity.encode()).hexdigest()[:INCARNATION_HEX_LENGTH]
     connector = ConnectorSettings(
@@ -119,6 +145,7 @@ def settings_of(vllm_config: VllmConfig) -> Settings:
         host=standalone.host,
         transport=standalone.transport,
         fingerprint=standalone.fingerprint or _fingerprint(vllm_config),
+        late_layers=LateLayers(standalone.late_layers, standalone.late_layer_wait_s),
         link_path=str(_private_folder(f"headrace-{os.getuid()}-{name}") / "link"),
         gpu_direct=standalone.gpu_direct,
     )

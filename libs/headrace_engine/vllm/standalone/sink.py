@@ -37,7 +37,8 @@ class Wanted:
 
 class Sink:
     """`on_whole` is called once for each transfer whose KV cache is there; the receiver tells of the others itself,
-    and `on_refused` of those that it never took.
+    and `on_refused` of those that it never took. `listen` makes what hears of a
+    transfer's layers, where somebody wants to.
     """
 
     def __init__(
@@ -48,12 +49,14 @@ class Sink:
         receiver: Receiver,
         on_whole: Callable[[str, TransferSummary], None],
         on_refused: Callable[[str], None],
+        listen: Callable[[], Callable[[Transfer], None] | None] = lambda: None,
     ) -> None:
         self._ref = ref
         self._endpoint = endpoint
         self._receiver = receiver
         self._on_whole = on_whole
         self._on_refused = on_refused
+        self._listen = listen
         self._tasks: set[asyncio.Task[None]] = set()
 
     def begin(self, wanted: Wanted) -> None:
@@ -63,7 +66,9 @@ class Sink:
             self._spawn(self._decline(wanted))
             return
         try:
-            transfer = self._receiver.reserve(reservation, wanted.fetches.deadline)
+            transfer = self._receiver.reserve(
+                reservation, wanted.fetches.deadline, on_advance=self._listen()
+            )
         except HeadraceError as exc:
             log.error("transfer %s was refused: %s", reservation.transfer_id, exc.detail)
             self._on_refused(reservation.transfer_id)
