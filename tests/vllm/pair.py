@@ -29,7 +29,7 @@ from headrace_engine.interface import (
 from headrace_engine.vllm.engine import VllmEngine
 from headrace_kv.handoff_server import HandoffServicer
 from headrace_kv.layout import KvDescriptor, WorkerRef
-from headrace_kv.receiver import Receiver, TransferSummary
+from headrace_kv.receiver import Receiver, Transfer, TransferSummary
 from headrace_kv.transfer import Reservation, TransferTarget
 
 MODEL = Path(os.environ.get("HEADRACE_TEST_MODEL", "models/SmolLM2-135M-Instruct"))
@@ -171,7 +171,7 @@ class Pair:
             reservation = await anext(reader)
             assert isinstance(reservation, Reservation)
             answer.take(reservation)
-            transfer = self.receiver.reserve(reservation, Deadline.after(TIMEOUT_S))
+            transfer = self.reserve(reservation)
             told: asyncio.Future[DecodeTokens] = asyncio.get_running_loop().create_future()
             task = PrefillWork(tuple(prompt), self.target(reservation), sampling)
             prefill = asyncio.create_task(self.prefill.prefill(task, told.set_result))
@@ -191,11 +191,19 @@ class Pair:
             await reader.aclose()
         return answer
 
+    def reserve(self, reservation: Reservation) -> Transfer:
+        """Opens the books for a reservation, as the decode service does."""
+        return self.receiver.reserve(
+            reservation,
+            Deadline.after(TIMEOUT_S),
+            on_advance=self.decode.arrival_listener(),
+        )
+
     async def hand_over(
         self, prompt: Sequence[int], reservation: Reservation
     ) -> tuple[PrefillOutcome, TransferSummary]:
         """Fills a reservation. Starts with the transfer's bookkeeping, as the services do."""
-        transfer = self.receiver.reserve(reservation, Deadline.after(TIMEOUT_S))
+        transfer = self.reserve(reservation)
         work = PrefillWork(tuple(prompt[:-1]), self.target(reservation))
         outcome, summary = await asyncio.gather(self.prefill.prefill(work), transfer.wait())
         return outcome, summary

@@ -1,0 +1,329 @@
+"""A decode engine that begins before the last layers are there, and a prefill engine that is slow with just these.
+
+Runs in a process of its own: how slow prefill's ranks are is in memory that they share with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from multiprocessing import RawValue
+from random import Random
+from typing import Any
+
+from headrace_common.errors import TransferFailed
+from headrace_engine.interface import DecodeTokens, DecodeWork, PrefillWork
+from headrace_engine.torch_memory.gated_sender import GatedSender, Sender
+from headrace_engine.vllm import rank
+from headrace_kv.early_start import LateLayers
+from headrace_kv.transfer import LayerPiece, Reservation
+from tests.vllm.pair import GREEDY, Answer, Pair, reset, running_pair, wait_until
+
+LATE = LateLayers(count=2, wait_s=0.6)
+SLOW_S = 0.15
+LENGTHS = (33, 64, 65, 150, 300, 600)
+CONTEXT_TOKENS = 1024
+LONG = replace(GREEDY, max_tokens=400)
+
+_delay_s = RawValue("d", 0.0)
+_first_slow_layer = RawValue("i", 0)
+
+
+class _Past:
+    def __init__(self, when_s: float) -> None:
+        self._when_s = when_s
+
+    def query(self) -> bool:
+        return time.monotonic() >= self._when_s
+
+
+class SlowTail(GatedSender):
+    """Sends the last layers late, as a slow network would."""
+
+    def __init__(self, sender: Sender) -> None:
+        self._when_s = 0.0
+        super().__init__(sender, lambda: _Past(self._when_s))
+
+    def push(self, piece: LayerPiece) -> None:
+        is_slow = piece.layer >= _first_slow_layer.value
+        self._when_s = time.monotonic() + (_delay_s.value if is_slow else 0.0)
+        super().push(piece)
+
+
+@dataclass(slots=True)
+class Result:
+    """Answers by prompt length, and what went on beside them."""
+
+    plain: dict[int, list[int]] = field(default_factory=dict)
+    split: dict[int, list[int]] = field(default_factory=dict)
+    after_first: dict[int, list[int]] = field(default_factory=dict)
+    early_starts: int = 0
+    given_up: dict[str, Any] = field(default_factory=dict)
+    aborted: dict[str, Any] = field(default_factory=dict)
+    cut_off: dict[str, Any] = field(default_factory=dict)
+    shared: dict[str, Any] = field(default_factory=dict)
+
+
+class Rig:
+    """A pair with slow tails."""
+
+    def __init__(self, pair: Pair) -> None:
+        self.pair = pair
+        self.random = Random(5)
+        self.begun: list[str] = []
+        link = pair.decode._link
+        assert link is not None
+        arriving = link.arriving
+
+        def note(transfer_id: str, deadline: Any) -> None:
+            self.begun.append(transfer_id)
+            arriving(transfer_id, deadline)
+
+        link.arriving = note  # type: ignore[method-assign]
+
+    def prompt(self, length: int) -> list[int]:
+        return [self.random.randrange(3, 500) for _ in range(length)]
+
+    @asynccontextmanager
+    async def bystander(self) -> AsyncIterator[Bystander]:
+        """An answer that runs meanwhile; given up at the end."""
+        prompt = self.prompt(40)
+        plain = await self.pair.plain(prompt, replace(LONG, max_tokens=60))
+        await reset(self.pair.decode)
+        one = Bystander(plain.token_ids)
+
+        async def consume() -> None:
+            work = DecodeWork(self.pair.new_transfer_id(), tuple(prompt), LONG, remote_kv=False)
+            async for event in self.pair.decode.decode(work):
+                if isinstance(event, DecodeTokens):
+                    one.token_ids.extend(event.token_ids)
+                    one.times_s.extend([time.monotonic()] * len(event.token_ids))
+
+        task = asyncio.create_task(consume())
+        try:
+            await wait_until(lambda: len(one.token_ids) > 3)
+            yield one
+            await wait_until(lambda: len(one.token_ids) >= len(one.plain))
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+
+
+@dataclass(slots=True)
+class Bystander:
+    """What it must say, and what it said when."""
+
+    plain: list[int]
+    token_ids: list[int] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)
+
+    @property
+    def right(self) -> bool:
+        return self.token_ids[: len(self.plain)] == self.plain
+
+    @property
+    def longest_gap_s(self) -> float:
+        return max(after - before for before, after in itertools.pairwise(self.times_s))
+
+
+@asynccontextmanager
+async def slow_pair(
+    model: str, prefill_ranks: int = 1, decode_ranks: int = 1, **late: Any
+) -> AsyncIterator[Rig]:
+    """Engines whose prefill is slow with the last layers while `_delay_s` says so."""
+    rank.gate = lambda sender, device: SlowTail(sender)
+    changes: dict[str, object] = {
+        "model": model,
+        "context_tokens": CONTEXT_TOKENS,
+        "max_batched_tokens": 256 if "deepseek" not in model else CONTEXT_TOKENS,
+    }
+    async with running_pair(
+        prefill=changes | {"tensor_parallel_size": prefill_ranks},
+        decode=changes
+        | {"tensor_parallel_size": decode_ranks, "late_layers": replace(LATE, **late)},
+    ) as pair:
+        layers = pair.decode.descriptor.layout.layer_count
+        _first_slow_layer.value = layers - min(LATE.count, layers - 1)
+        yield Rig(pair)
+
+
+async def answers(
+    model: str, prefill_ranks: int = 1, decode_ranks: int = 1, count: int = LATE.count
+) -> Result:
+    """Equality alone."""
+    result = Result()
+    async with slow_pair(model, prefill_ranks, decode_ranks, count=count) as rig:
+        await compare(rig, result)
+        _delay_s.value = 0.0
+        await compare(rig, result)
+    return result
+
+
+async def compare(rig: Rig, result: Result) -> None:
+    """Asks decode alone, and then prefill and decode in both ways."""
+    pair = rig.pair
+    await pair.split(rig.prompt(20))
+    for length in LENGTHS:
+        prompt = rig.prompt(length)
+        _delay_s.value = 0.0
+        result.plain[length] = (await pair.plain(prompt)).token_ids
+        await pair.reset()
+        _delay_s.value = SLOW_S
+        before = len(rig.begun)
+        result.split[length] = (await pair.split(prompt)).token_ids
+        await pair.reset()
+        result.after_first[length] = (await pair.split_after_first(prompt)).token_ids
+        await pair.reset()
+        result.early_starts += len(rig.begun) - before
+
+
+async def story(model: str) -> Result:
+    """Equality, and all that goes wrong while a step waits."""
+    result = Result()
+    async with slow_pair(model) as rig:
+        await compare(rig, result)
+        result.given_up = await out_of_patience(rig)
+        result.aborted = await abort(rig)
+        result.cut_off = await prefill_gives_up(rig)
+        result.shared = await prefix_of_a_late_one(rig)
+    return result
+
+
+class Late:
+    """One request whose last layers do not come for a long time."""
+
+    def __init__(self, rig: Rig, prompt: list[int]) -> None:
+        self.rig = rig
+        self.prompt = prompt
+        self.tokens: list[int] = []
+        self.error: BaseException | None = None
+        self.work = DecodeWork(rig.pair.new_transfer_id(), tuple(prompt), GREEDY, remote_kv=True)
+        self.prefill: asyncio.Task[Any] | None = None
+        self._reader = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        pair = self.rig.pair
+        try:
+            async for event in pair.decode.decode(self.work):
+                if isinstance(event, Reservation):
+                    transfer = pair.reserve(event)
+                    task = PrefillWork(tuple(self.prompt[:-1]), pair.target(event))
+                    self.prefill = asyncio.create_task(pair.prefill.prefill(task))
+                    arrival = asyncio.create_task(transfer.wait())
+                    arrival.add_done_callback(self._arrived)
+                elif isinstance(event, DecodeTokens):
+                    self.tokens.extend(event.token_ids)
+        except TransferFailed as exc:
+            self.error = exc
+        finally:
+            # As the decode service does at the end of an attempt.
+            pair.receiver.cancel(self.work.transfer_id, "CANCELLED", "the request has ended")
+
+    def _arrived(self, arrival: asyncio.Task[Any]) -> None:
+        if not arrival.cancelled() and arrival.exception() is None:
+            self.rig.pair.decode.arrived(self.work.transfer_id)
+
+    async def wait_begun(self) -> None:
+        await wait_until(lambda: self.work.transfer_id in self.rig.begun)
+
+    async def end(self, *, give_up: bool = False) -> None:
+        if give_up:
+            self._reader.cancel()
+        await asyncio.wait({self._reader}, timeout=30)
+
+    async def settle(self) -> None:
+        """Prefill is quiet and decode's blocks are free."""
+        if self.prefill is not None:
+            with suppress(BaseException):
+                await asyncio.wait_for(asyncio.gather(self.prefill, return_exceptions=True), 30)
+        await self.rig.pair.reset()
+
+
+async def went(rig: Rig, end: Callable[[Late], Any], prompt_tokens: int = 200) -> dict[str, Any]:
+    """A late request that ends as `end` has it, beside one that must not notice more than a pause."""
+    pair = rig.pair
+    _delay_s.value = 0.0
+    prompt = rig.prompt(prompt_tokens)
+    plain = await pair.plain(prompt)
+    await pair.reset()
+    async with rig.bystander() as other:
+        start = pair.decode.load
+        _delay_s.value = 4.0
+        late = Late(rig, prompt)
+        await late.wait_begun()
+        begun_s = time.monotonic()
+        await end(late)
+        ended_s = time.monotonic() - begun_s
+        released = late.work.transfer_id in pair.released
+        held = pair.decode.load.used_blocks - start.used_blocks
+        _delay_s.value = 0.0
+    await late.settle()
+    # A poisoned prefix cache would show here.
+    after: Answer = await pair.plain(prompt)
+    assert after.end is not None
+    await pair.reset()
+    again = await pair.split(prompt)
+    await pair.reset()
+    await asyncio.sleep(0.3)
+    return {
+        "tokens": late.tokens,
+        "error": type(late.error).__name__ if late.error else "",
+        "seconds": ended_s,
+        "released_before_end": released,
+        "held_blocks_at_end": held,
+        "bystander_right": other.right,
+        "bystander_gap_s": other.longest_gap_s,
+        "plain": plain.token_ids,
+        "after": after.token_ids,
+        "cached_after": after.end.cached_tokens,
+        "again": again.token_ids,
+        "load": asdict(pair.decode.load),
+    }
+
+
+async def out_of_patience(rig: Rig) -> dict[str, Any]:
+    return await went(rig, lambda late: late.end())
+
+
+async def abort(rig: Rig) -> dict[str, Any]:
+    async def give_up(late: Late) -> None:
+        await asyncio.sleep(0.1)
+        await late.end(give_up=True)
+
+    return await went(rig, give_up)
+
+
+async def prefill_gives_up(rig: Rig) -> dict[str, Any]:
+    async def stop(late: Late) -> None:
+        await asyncio.sleep(0.1)
+        assert late.prefill is not None
+        late.prefill.cancel()
+        await late.end()
+
+    return await went(rig, stop)
+
+
+async def prefix_of_a_late_one(rig: Rig) -> dict[str, Any]:
+    """Another request with the same prefix comes while the first one's cache is not whole."""
+    pair = rig.pair
+    _delay_s.value = 0.0
+    prompt = rig.prompt(200)
+    other = [*prompt[:150], *rig.prompt(30)]
+    plain = await pair.plain(other)
+    await pair.reset()
+    _delay_s.value = 4.0
+    late = Late(rig, prompt)
+    await late.wait_begun()
+    answer = await pair.plain(other)
+    await late.end()
+    _delay_s.value = 0.0
+    await late.settle()
+    return {
+        "plain": plain.token_ids,
+        "answer": answer.token_ids,
+        "error": type(late.error).__name__ if late.error else "",
+    }
