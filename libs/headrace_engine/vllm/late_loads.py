@@ -14,13 +14,16 @@ from headrace_engine.vllm.step import LateLoad, StepPlan
 
 @dataclass(slots=True)
 class _Begun:
-    """`runs` once it has been in a step; `lost` when its transfer has failed; `over` when it has ended itself."""
+    """`runs` once it has been in a step; `lost` when its transfer has failed, and `told` once vLLM has heard that;
+    `over` when the request has ended.
+    """
 
     request_id: str
     block_ids: tuple[int, ...]
     deadline_unix_s: float
     runs: bool = False
     lost: bool = False
+    told: bool = False
     over: bool = False
 
 
@@ -79,9 +82,13 @@ class LateLoads:
         if not self._begun:
             return
         scheduled = set(scheduled_request_ids)
-        for transfer_id, one in self._begun.items():
+        for transfer_id, one in list(self._begun.items()):
             one.runs = one.runs or one.request_id in scheduled
-            if one.runs and not one.over:
+            if one.told and not one.over:
+                # vLLM computes it here instead, and nobody else writes to its blocks any more.
+                del self._begun[transfer_id]
+            elif one.runs and not one.over:
                 plan.late.append(
                     LateLoad(transfer_id, one.block_ids, one.deadline_unix_s, one.lost)
                 )
+                one.told = one.lost

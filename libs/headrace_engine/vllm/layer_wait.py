@@ -104,6 +104,8 @@ class LayerWait:
 
     def _refuse(self, transfer_id: str) -> None:
         self._invalid.update(self._awaited.pop(transfer_id).block_ids)
+        # Should vLLM let its request run again, no step waits for it a second time.
+        self._arrived[transfer_id] = FAILED
 
     def end_step(self) -> None:
         """After the forward pass: what was not waited for to the end was not read whole."""

@@ -104,6 +104,19 @@ def test_one_that_is_lost_before_it_runs_fails_in_its_first_step() -> None:
     assert not scheduler.late
 
 
+def test_one_that_vllm_computes_instead_is_waited_for_until_nobody_writes() -> None:
+    scheduler, _ = early()
+    scheduler.plan_step([], ())
+    run = [step("r", 129, 1)]
+    # Given up by a rank, and scheduled again: what the steps compute meanwhile is not believed.
+    for _ in range(3):
+        assert scheduler.plan_step(run, ()).late == [LateLoad("x1", BLOCKS, END_S)]
+    scheduler.settle("x1", whole=False)
+    assert scheduler.plan_step(run, ()).late == [LateLoad("x1", BLOCKS, END_S, lost=True)]
+    assert scheduler.plan_step(run, ()).late == []
+    assert not scheduler.late
+
+
 def of_kind(kind: str, layers: int) -> LayerGroup:
     numbered = tuple((number, f"l{number}") for number in range(layers))
     return LayerGroup(0, kind, kind, 1, 32, "", numbered)  # type: ignore[arg-type]

@@ -81,6 +81,17 @@ def test_a_step_waits_once_for_all_that_is_late() -> None:
     assert wait.take_invalid_blocks() == set()
 
 
+def test_what_was_given_up_is_not_waited_for_again() -> None:
+    wait = LayerWait(LAYERS, 0.2)
+    wait.begin_step([late()])
+    forward(wait)
+    wait.take_invalid_blocks()
+    wait.heard("x1", LAYERS, failed=False)
+    wait.begin_step([late()])
+    assert forward(wait) < 0.2
+    assert wait.take_invalid_blocks() == {10, 11}
+
+
 def test_only_what_is_late_is_given_up() -> None:
     wait = LayerWait(LAYERS, 0.1)
     wait.heard("x2", LAYERS, failed=False)
