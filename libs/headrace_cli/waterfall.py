@@ -34,6 +34,8 @@ LABELS = {
     schema.SPAN_DECODE_RESERVE: "reserve blocks",
     schema.SPAN_DECODE_KV_WAIT: "kv wait",
     schema.SPAN_DECODE_TOKEN_WAIT: "token wait",
+    schema.SPAN_DECODE_LOGITS_WAIT: "logits wait",
+    schema.SPAN_DECODE_SAMPLE: "sample",
     schema.SPAN_DECODE_FIRST_TOKEN: "first token",
     schema.SPAN_DECODE_GENERATE: "generate",
 }

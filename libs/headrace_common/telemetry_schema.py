@@ -18,7 +18,7 @@ SPAN_RESERVE: Final = "headrace.reserve"
 SPAN_QUEUE: Final = "headrace.queue"
 # From arrival to the first token.
 SPAN_FIRST_TOKEN: Final = "headrace.first_token"
-# From the first token, when prefill made it, to the second.
+# From the first token, when prefill made it or decode from prefill's logits, to the second.
 SPAN_SECOND_TOKEN: Final = "headrace.second_token"
 # From the first token to the last.
 SPAN_STREAM: Final = "headrace.stream"
@@ -40,7 +40,11 @@ SPAN_DECODE_KV_WAIT: Final = "headrace.decode.kv_wait"
 SPAN_TRANSFER: Final = "headrace.transfer"
 # From complete KV to hearing the first token that prefill made.
 SPAN_DECODE_TOKEN_WAIT: Final = "headrace.decode.token_wait"
-# From complete KV, and prefill's first token where there is one, to decode's own first token.
+# From the reservation to complete logits, where decode makes the first token from them.
+SPAN_DECODE_LOGITS_WAIT: Final = "headrace.decode.logits_wait"
+# From there to that token.
+SPAN_DECODE_SAMPLE: Final = "headrace.decode.sample"
+# From complete KV, and the first token where prefill or its logits made it, to the first token that decode computes.
 SPAN_DECODE_FIRST_TOKEN: Final = "headrace.decode.first_token"
 # From the first token to the last.
 SPAN_DECODE_GENERATE: Final = "headrace.decode.generate"
@@ -66,8 +70,8 @@ ATTRIBUTE_GENERATED_TOKENS: Final = "headrace.generated_tokens"
 ATTRIBUTE_FINISH_REASON: Final = "headrace.finish_reason"
 # Which try this is, from 1.
 ATTRIBUTE_ATTEMPT: Final = "headrace.attempt.number"
-# Who made the first token: "prefill" or "decode". The transfer lies within headrace.second_token or
-# headrace.first_token.
+# What made the first token: "decode" from the KV cache, so that the transfer lies within headrace.first_token; or
+# "prefill", or "logits" (decode, from prefill's logits), and the transfer lies within headrace.second_token.
 ATTRIBUTE_FIRST_TOKEN: Final = "headrace.first_token_by"
 # Where the prompt is prefilled: "remote" or "local".
 ATTRIBUTE_PLACEMENT: Final = "headrace.placement"

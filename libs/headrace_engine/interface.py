@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
+from headrace_common.errors import InternalError
 from headrace_engine.prefix_announcer import PrefixAnnouncer
 from headrace_kv.incoming import Transfer
 from headrace_kv.layout import KvDescriptor
@@ -36,7 +37,8 @@ class PrefillWork:
     """Compute `token_ids` and hand [target.start_token, target.end_token) over, whose end is theirs.
 
     With `sampling` they are the whole prompt, and the first token of its answer is chosen too, whatever max_tokens and
-    the stop tokens say; else they are the prompt without its last token, which decode computes.
+    the stop tokens say. With target.with_logits they are the whole prompt as well, and its last token's logits are
+    handed over. Else they are the prompt without its last token, which decode computes.
     """
 
     token_ids: tuple[int, ...]
@@ -65,7 +67,8 @@ class DecodeWork:
     The last `generated_tokens` of `token_ids`, at least one less than there are, belong to the answer: they count for
     penalties, max_tokens, which is above them, and the place in a seed's random stream, and are not yielded.
     With `awaits_first_token`, which needs `remote_kv` and nothing generated, the KV of all tokens comes, and generation
-    goes on after the token that `Engine.first_token` names.
+    goes on after the token that `Engine.first_token` names; or, with `from_logits` too, after the one that the engine
+    chooses from what `Engine.first_logits` gives it, and yields.
     """
 
     transfer_id: str
@@ -74,6 +77,7 @@ class DecodeWork:
     remote_kv: bool
     generated_tokens: int = 0
     awaits_first_token: bool = False
+    from_logits: bool = False
 
     @property
     def prompt_tokens(self) -> int:
@@ -134,6 +138,9 @@ class Engine(ABC):
     """What copies between the ranks, after `start`, of a layout with a broadcast_width. `close` ends it."""
     landed_memory: Memory | None = None
     """How this process reads the KV memory of `descriptor`; None where it cannot."""
+    logits_bytes: int = 0
+    """Of one position's logits, which a prefill engine hands over and a decode engine chooses a token from, after
+    `start`; 0 of an engine that cannot."""
     prefix_events: PrefixAnnouncer | None = None
     """What says, after `start`, which prefixes the cache holds; None of an engine that cannot tell."""
 
@@ -159,8 +166,9 @@ class Engine(ABC):
     def decode(self, work: DecodeWork) -> AsyncIterator[DecodeEvent]:
         """Yields, with `remote_kv`, the Reservation once blocks are held; then tokens; then DecodeEnded.
 
-        When the reservation is not empty, no token is yielded before its cache is whole: the engine waits for
-        `arrived`, unless its `arrival_listener` has heard that before. Closing the iterator aborts the
+        When the reservation is not empty, no token is yielded before its cache is whole, but for one that is chosen from
+        `first_logits`; the end can follow that one at once. The engine waits for `arrived`, unless its
+        `arrival_listener` has heard that before. Closing the iterator aborts the
         request, but the reservation's blocks stay held until `arrived` or `released` was called (I1). An empty
         reservation (start_token == end_token) needs neither; one that awaits its first token is never empty.
         """
@@ -178,6 +186,13 @@ class Engine(ABC):
     @abstractmethod
     def first_token(self, transfer_id: str, token_id: int) -> None:
         """The first token of a request that awaits it, before or after `arrived`; it does not end the answer."""
+
+    def first_logits(self, transfer_id: str, logits: bytes) -> None:
+        """What a request with `from_logits` chooses its first token from, of `logits_bytes`, before or after `arrived`.
+
+        `decode` raises TransferFailed or KvCorrupt where they cannot be those of its model.
+        """
+        raise InternalError("this engine chooses no token from logits")
 
     @abstractmethod
     def released(self, transfer_id: str) -> None:

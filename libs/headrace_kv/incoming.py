@@ -26,6 +26,7 @@ from headrace_kv.digest import is_digested
 from headrace_kv.layout import KvLayout, WorkerRef
 from headrace_kv.leases import Quarantine
 from headrace_kv.ledger import Ledger
+from headrace_kv.logits import LOGITS_RANK, IncomingLogits
 from headrace_kv.shard_map import Edge, Key
 from headrace_kv.transfer import Reservation
 from headrace_kv.transfer_state import ACTIVE_STATES, StateMachine, TransferState
@@ -93,7 +94,8 @@ class Transfer:
     """A reservation being filled. The receiver owns it; others only wait for it and look at it.
 
     `unchecked` are pieces whose digests are to be compared, `checking` while some are.
-    `copying` while a local copy may write; `ended_locally` tells that copy's thread to stop.
+    `copying` while a local copy may write; `ended_locally` tells that copy's thread to stop. With `logits_bytes` it is
+    not whole without so many bytes of logits.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class Transfer:
         on_free: Callable[[Transfer], None] | None = None,
         digest_share: float = 0.0,
         on_advance: Callable[[Transfer], None] | None = None,
+        logits_bytes: int = 0,
     ) -> None:
         self.reservation = reservation
         self.deadline = deadline
@@ -122,6 +125,7 @@ class Transfer:
         self._on_free = on_free
         self._on_advance = on_advance
         self._digest_share = digest_share
+        self._logits = IncomingLogits(reservation.transfer_id, logits_bytes)
         self._states = StateMachine(reservation.transfer_id)
         self._ended = asyncio.Event()
         self._first_ack_unix_ns = 0
@@ -152,7 +156,12 @@ class Transfer:
     @property
     def landed(self) -> bool:
         """Whether prefill's part is whole, so that only copies between decode ranks may be missing."""
-        return self.ledger is not None and self.ledger.landed
+        return self.ledger is not None and self.ledger.landed and self._logits.complete
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing is missing any more."""
+        return self.ledger is not None and self.ledger.complete and self._logits.complete
 
     async def wait(self) -> TransferSummary:
         """Returns when every expected key has landed.
@@ -174,6 +183,13 @@ class Transfer:
             complete_unix_ns=self.entered_unix_ns(TransferState.COMPLETE),
         )
 
+    async def logits(self) -> bytes:
+        """The last token's logits, when they have come, however much of the cache has. Raises as `wait`."""
+        found = await self._logits.wait()
+        if found is None:
+            raise self.error or InternalError(f"transfer {self.transfer_id} ended without logits")
+        return found
+
     def entered_unix_ns(self, state: TransferState) -> int:
         """When the transfer entered a state, 0 if it has not."""
         return self._states.entered_unix_ns(state)
@@ -189,7 +205,8 @@ class Transfer:
         ledger = self.ledger
         if ledger is None:
             ledger = Ledger(self._layout, peer.layout, self.reservation)
-        if peer.rank not in ledger.source_ranks or ledger.source_complete(peer.rank):
+        layers_due = peer.rank in ledger.source_ranks and not ledger.source_complete(peer.rank)
+        if not layers_due and not self._owes_logits(peer):
             raise ProtocolViolation(f"{peer} has nothing to send for {self.transfer_id}")
         self.ledger, self.prefill = ledger, peer.ref
         self.writers.add(peer)
@@ -232,13 +249,23 @@ class Transfer:
                 LandedPiece(edge, layer.layer, layer.start_token, layer.end_token, layer.digest)
             )
 
+    def _owes_logits(self, peer: PrefillPeer) -> bool:
+        return peer.rank == LOGITS_RANK and not self._logits.complete
+
+    def take_logits(self, peer: PrefillPeer, part: handoff_pb2.LogitsPart) -> None:
+        """Adds a part. Raises as IncomingLogits.take, and ProtocolViolation for a rank that is not to send them."""
+        if peer.rank != LOGITS_RANK:
+            raise ProtocolViolation(f"{peer} is not the one to send logits of {self.transfer_id}")
+        self._logits.take(part)
+
     def check_commit(self, peer: PrefillPeer, payload_bytes: int) -> None:
         """Raises ProtocolViolation when a rank claims to be ready but has not landed everything."""
-        if self.ledger is None or not self.ledger.source_complete(peer.rank):
+        ledger = self.ledger
+        if ledger is None or not ledger.source_complete(peer.rank) or self._owes_logits(peer):
             raise ProtocolViolation(
                 f"{peer} committed transfer {self.transfer_id} although {self.missing()} are missing"
             )
-        landed_bytes = self.ledger.bytes_from(peer.rank)
+        landed_bytes = ledger.bytes_from(peer.rank)
         if payload_bytes != landed_bytes:
             raise ProtocolViolation(
                 f"{peer} committed {payload_bytes} bytes of {self.transfer_id} but acknowledged {landed_bytes}"
@@ -248,7 +275,10 @@ class Transfer:
         """What has not landed, for people."""
         if self.ledger is None:
             return "all layers, because no prefill rank opened it"
-        return self.ledger.missing()
+        layers = self.ledger.missing()
+        if self._logits.complete:
+            return layers
+        return f"{layers}; the logits" if layers else "the logits"
 
     def too_late(self) -> TransferTimeout:
         """The error of a deadline that has passed."""
@@ -286,6 +316,7 @@ class Transfer:
     def _end(self) -> None:
         if self.timer is not None:
             self.timer.cancel()
+        self._logits.end()
         self._ended.set()
 
 

@@ -11,6 +11,7 @@ from headrace_common.errors import InternalError, ProtocolViolation, TransferTim
 from headrace_kv.block_map import Int64Array, Span
 from headrace_kv.copy_write import CopyWrite, PieceCopy
 from headrace_kv.layout import STATE, CacheGroup, KvLayout
+from headrace_kv.logits import LOGITS_RANK
 from headrace_kv.shard_map import Edge, edges_from
 from headrace_kv.transfer import LayerPiece, LayerSent, Reservation, SendReport, TransferTarget
 
@@ -19,7 +20,8 @@ class Outgoing:
     """What is known, waiting, under way, sent and still to be sent of one transfer.
 
     `writing` are the copies that are not acknowledged yet, in order; `pending_count` the batches that a transport has.
-    Nothing of a stopped transfer is written after `quiet_s` of the monotonic clock, once no batch is pending.
+    Nothing of a stopped transfer is written after `quiet_s` of the monotonic clock, once no batch is pending. `logits`
+    wait to be sent; `owes_logits` until they are, where this rank sends them.
     """
 
     def __init__(self, target: TransferTarget, deadline_s: float) -> None:
@@ -39,6 +41,8 @@ class Outgoing:
         self.payload_bytes = 0
         self.control_bytes = 0
         self.reservation: Reservation | None = None
+        self.logits: bytes | None = None
+        self.owes_logits = False
         self._layout: KvLayout | None = None
         self._decode_layout: KvLayout | None = None
         self._destination_blocks: tuple[Int64Array, ...] = ()
@@ -65,11 +69,17 @@ class Outgoing:
     @property
     def complete(self) -> bool:
         """Whether all that this rank must send has landed."""
-        return self.reservation is not None and self._open_edges == 0
+        return self.reservation is not None and self._open_edges == 0 and not self.owes_logits
+
+    @property
+    def idle(self) -> bool:
+        """Whether the plan has nothing for this rank."""
+        return self.edge_count == 0 and not self.owes_logits
 
     def plan(self, rank: int, layout: KvLayout, decode_layout: KvLayout) -> None:
         """Finds the rank's edges. Raises LayoutMismatch when there are no ranks to hold the heads."""
         self._layout, self._decode_layout = layout, decode_layout
+        self.owes_logits = self.target.with_logits and rank == LOGITS_RANK
         self._edges = tuple(
             edges_from(rank, layout, decode_layout, layer, self.transfer_id)
             for layer in range(layout.layer_count)
@@ -130,12 +140,14 @@ class Outgoing:
         if self.reservation is not None and copy.end_token == self.reservation.end_token:
             self._open_edges -= 1
 
-    def missing_layers(self) -> str:
-        """The layers that are not whole, e.g. "layers 3, 7, 8 (3 of 30)"."""
+    def missing(self) -> str:
+        """What is not whole, e.g. "layers 3, 7, 8 (3 of 30)", or else "the logits"."""
         if self._edges is None or self.reservation is None:
             return "every layer"
         end = self.reservation.end_token
         missing = sorted({layer for (layer, _), landed in self._landed.items() if landed < end})
+        if not missing and self.owes_logits:
+            return "the logits"
         named = ", ".join(str(layer) for layer in missing[:16])
         more = ", ..." if len(missing) > 16 else ""
         return f"layers {named}{more} ({len(missing)} of {len(self._edges)})"
@@ -147,7 +159,7 @@ class Outgoing:
         elif self.reservation is None:
             waited_for = f"the reservation of {self.target.decode}"
         else:
-            waited_for = self.missing_layers()
+            waited_for = self.missing()
         return TransferTimeout(
             f"the deadline of {self.transfer_id} passed while waiting for {waited_for}",
             metadata={"transfer_id": self.transfer_id, "waited_for": waited_for},

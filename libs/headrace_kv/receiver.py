@@ -127,11 +127,13 @@ class Receiver:
         deadline: Deadline,
         on_free: Callable[[Transfer], None] | None = None,
         on_advance: Callable[[Transfer], None] | None = None,
+        *,
+        logits_bytes: int = 0,
     ) -> Transfer:
         """Lets prefill ranks write into the blocks until the transfer is whole or the deadline has passed.
 
         `on_free` is called when nobody may write into them any more, however the transfer ended; `on_advance` whenever
-        something has landed, and once the transfer is whole or has failed.
+        something has landed, and once the transfer is whole or has failed. So many bytes of logits belong to it too.
 
         Raises DuplicateTransfer, Draining, or InternalError for blocks that do not hold the tokens.
         """
@@ -144,7 +146,13 @@ class Receiver:
             )
         self._check(reservation)
         transfer = Transfer(
-            reservation, self._layout, deadline, on_free, self.digest_share, on_advance
+            reservation,
+            self._layout,
+            deadline,
+            on_free,
+            self.digest_share,
+            on_advance,
+            logits_bytes,
         )
         self._transfers[transfer_id] = transfer
         transfer.timer = running_timers(self._timers).call_later(
@@ -231,6 +239,8 @@ class Receiver:
                     self._land(peer, layer)
             case "open":
                 self._open(peer, request.open.transfer_id)
+            case "logits":
+                self._take_logits(peer, request.logits)
             case "commit":
                 self._commit(peer, request.commit)
             case "failed":
@@ -280,8 +290,18 @@ class Receiver:
         except HeadraceError as error:
             self._fail(transfer, error)
 
+    def _take_logits(self, peer: PrefillPeer, part: handoff_pb2.LogitsPart) -> None:
+        transfer = peer.transfers.get(part.transfer_id)
+        if transfer is None or not transfer.active:
+            return
+        try:
+            transfer.take_logits(peer, part)
+            self._advance(transfer)
+        except HeadraceError as error:
+            self._fail(transfer, error)
+
     def _advance(self, transfer: Transfer) -> None:
-        if transfer.ledger is not None and transfer.ledger.complete:
+        if transfer.whole:
             transfer.complete()
             self._release(transfer)
             transfer.advanced()

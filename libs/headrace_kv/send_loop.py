@@ -21,6 +21,7 @@ from headrace_kv.copy_write import CopyWrite
 from headrace_kv.digest import is_digested, source_digest
 from headrace_kv.handoff_client import HandoffLink
 from headrace_kv.layout import KvDescriptor, WorkerRef
+from headrace_kv.logits import logits_parts
 from headrace_kv.outgoing import Outgoing
 from headrace_kv.pending_writes import PendingWrite, PendingWrites
 from headrace_kv.sender_inbox import SenderInbox
@@ -163,7 +164,7 @@ class SendLoop:
         except HeadraceError as error:
             self._fail(transfer, peer, error)
             return
-        if transfer.edge_count == 0:
+        if transfer.idle:
             self._end(transfer, peer)
             return
         transfer.opened = True
@@ -192,6 +193,13 @@ class SendLoop:
         transfer.pieces.append(piece)
         self._advance(transfer, peer)
 
+    def push_logits(self, transfer_id: str, logits: bytes) -> None:
+        """Takes an open transfer's logits."""
+        transfer, peer = self._transfers.get(transfer_id, (None, None))
+        if transfer is not None and peer is not None and not transfer.stopped:
+            transfer.logits = logits
+            self._advance(transfer, peer)
+
     def finish(self, transfer_id: str) -> None:
         """No more pieces come."""
         transfer, peer = self._transfers.get(transfer_id, (None, None))
@@ -201,7 +209,13 @@ class SendLoop:
 
     def _advance(self, transfer: Outgoing, peer: SenderPeer) -> None:
         """Queues, completes or fails a transfer, according to what it has."""
-        if transfer.reservation is None or transfer.queued:
+        if transfer.reservation is None:
+            return
+        if transfer.owes_logits and transfer.logits:
+            for part in logits_parts(transfer.transfer_id, transfer.logits):
+                _say(transfer, peer, part)
+            transfer.logits, transfer.owes_logits = None, False
+        if transfer.queued:
             return
         if transfer.complete:
             self._commit(transfer, peer)
@@ -210,7 +224,7 @@ class SendLoop:
             peer.ready.append(transfer)
             self._turns.give(peer)
         elif transfer.finished and not transfer.writing:
-            detail = f"the engine ended without {transfer.missing_layers()}"
+            detail = f"the engine ended without {transfer.missing()}"
             self._fail(transfer, peer, TransferFailed(detail))
 
     def _do_next(self) -> None:

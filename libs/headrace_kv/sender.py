@@ -87,6 +87,10 @@ class RankSender:
         if not self._inbox.admit_piece(piece.transfer_id, self._loop.push, piece):
             self.stop(piece.transfer_id, QueueFull.reason, "too many pieces wait to be sent")
 
+    def push_logits(self, transfer_id: str, logits: bytes) -> None:
+        """Hands over the logits of the last token, of a target that asks for them, before `finish`."""
+        self._inbox.post(self._loop.push_logits, transfer_id, logits)
+
     def finish(self, transfer_id: str) -> None:
         """The engine will push no more: the transfer fails if something is still missing then."""
         self._inbox.post(self._loop.finish, transfer_id)

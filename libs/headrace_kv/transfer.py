@@ -12,7 +12,8 @@ class TransferTarget:
     """Where one prompt's KV cache goes.
 
     `start_token` is the first token that decode lacks, as the router learned from the reservation, and `end_token`
-    one past the last; `deadline_unix_s` is when the transfer becomes worthless.
+    one past the last; `deadline_unix_s` is when the transfer becomes worthless. With `with_logits`, the last token's
+    logits go there too.
     """
 
     transfer_id: str
@@ -21,6 +22,7 @@ class TransferTarget:
     start_token: int
     end_token: int
     deadline_unix_s: float
+    with_logits: bool = False
 
 
 @dataclass(frozen=True, slots=True)

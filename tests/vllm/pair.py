@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import grpc.aio
@@ -191,13 +191,53 @@ class Pair:
             await reader.aclose()
         return answer
 
-    def reserve(self, reservation: Reservation) -> Transfer:
+    def reserve(self, reservation: Reservation, logits_bytes: int = 0) -> Transfer:
         """Opens the books for a reservation, as the decode service does."""
         return self.receiver.reserve(
             reservation,
             Deadline.after(TIMEOUT_S),
             on_advance=self.decode.arrival_listener(),
+            logits_bytes=logits_bytes,
         )
+
+    async def split_from_logits(
+        self, prompt: Sequence[int], sampling: Sampling = GREEDY, *, kv_first: bool = False
+    ) -> Answer:
+        """As `split`, but decode makes the first token from prefill's logits, as the services have it.
+
+        With `kv_first` it hears of the KV before the logits.
+        """
+        answer = Answer()
+        work = DecodeWork(
+            self.new_transfer_id(),
+            tuple(prompt),
+            sampling,
+            remote_kv=True,
+            awaits_first_token=True,
+            from_logits=True,
+        )
+        reader = self.decode.decode(work)
+        async with asyncio.timeout(TIMEOUT_S):
+            reservation = await anext(reader)
+            assert isinstance(reservation, Reservation)
+            answer.take(reservation)
+            transfer = self.reserve(reservation, logits_bytes=self.decode.logits_bytes)
+            target = replace(self.target(reservation), with_logits=True)
+            prefill = asyncio.create_task(self.prefill.prefill(PrefillWork(tuple(prompt), target)))
+            logits = await transfer.logits()
+            if not kv_first:
+                self.decode.first_logits(work.transfer_id, logits)
+                answer.take(await anext(reader))
+                assert len(answer.token_ids) == 1
+            answer.prefill, answer.summary = await asyncio.gather(prefill, transfer.wait())
+            self.decode.arrived(work.transfer_id)
+            if kv_first:
+                await asyncio.sleep(0.2)
+                self.decode.first_logits(work.transfer_id, logits)
+            async for event in reader:
+                answer.take(event)
+            await reader.aclose()
+        return answer
 
     async def hand_over(
         self, prompt: Sequence[int], reservation: Reservation

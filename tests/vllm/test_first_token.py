@@ -8,7 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from headrace_engine.interface import Sampling
+from headrace_common.errors import TransferFailed
+from headrace_engine.interface import DecodeTokens, DecodeWork, Sampling
+from headrace_kv.transfer import Reservation
 from tests.vllm.pair import BLOCK_TOKENS, CHUNK_TOKENS, GREEDY, Answer, Pair
 from tests.vllm.zygote import Zygote
 
@@ -173,6 +175,113 @@ async def test_a_first_token_that_ends_the_answer_leaves_nothing_behind(pair: Pa
         answer = await pair.split_after_first(prompt, sampling)
         await pair.reset()
         assert answer.token_ids == plain.token_ids[:1]
+
+
+# The first token from logits.
+
+EVERYTHING = SAMPLINGS | {
+    "hot": Sampling(temperature=1.7, seed=77, max_tokens=12, logprobs=0),
+    "top_k": Sampling(temperature=1.0, top_k=5, seed=3, max_tokens=12, logprobs=20),
+    "min_p": Sampling(temperature=1.2, min_p=0.2, seed=4, max_tokens=12),
+    "top_p": Sampling(temperature=1.2, top_p=0.5, seed=5, max_tokens=12, repetition_penalty=1.9),
+    "nearly greedy": Sampling(temperature=1e-6, seed=5, max_tokens=12, presence_penalty=2.0),
+}
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+async def test_a_first_token_from_logits_and_the_rest_are_plain_vllms(
+    pair: Pair, name: str
+) -> None:
+    prompt, sampling = prompt_of(300), EVERYTHING[name]
+    plain = await plain_of(pair, prompt, sampling)
+    for kv_first in (False, True):
+        answer = await pair.split_from_logits(prompt, sampling, kv_first=kv_first)
+        await pair.reset()
+        assert_same(answer, plain)
+        assert answer.reservation is not None
+        assert (answer.reservation.start_token, answer.reservation.end_token) == (0, 300)
+
+
+@pytest.mark.parametrize("length", [1, BLOCK_TOKENS - 1, BLOCK_TOKENS, 2 * CHUNK_TOKENS + 100])
+async def test_logits_at_the_edges_of_blocks_and_of_chunks(pair: Pair, length: int) -> None:
+    prompt = prompt_of(length)
+    plain = await plain_of(pair, prompt, SEEDED)
+    # The second time both have most of it cached.
+    for _ in range(2):
+        assert_same(await pair.split_from_logits(prompt, SEEDED), plain)
+    await pair.reset()
+
+
+async def test_many_at_once_get_their_own_logits(pair: Pair) -> None:
+    """Their chunks share steps, and so do requests that want none."""
+    prompts = [prompt_of(length) for length in (40, 700, 3, 96, 333, 64)]
+    plain = [await plain_of(pair, prompt, SEEDED) for prompt in prompts]
+    runs = (pair.split_from_logits, pair.split_after_first, pair.split_from_logits)
+    answers = await asyncio.gather(
+        *(runs[number % 3](prompt, SEEDED) for number, prompt in enumerate(prompts))
+    )
+    await pair.reset()
+    for answer, alone in zip(answers, plain, strict=True):
+        assert_same(answer, alone)
+
+
+async def test_a_token_from_logits_that_ends_the_answer_leaves_nothing_behind(pair: Pair) -> None:
+    """The cache can be emptied only once every block is given back."""
+    prompt = prompt_of(90)
+    plain = await plain_of(pair, prompt, GREEDY)
+    for sampling in (
+        replace(GREEDY, max_tokens=1),
+        replace(GREEDY, stop_token_ids=(plain.token_ids[0],)),
+    ):
+        answer = await pair.split_from_logits(prompt, sampling)
+        again = await plain_of(pair, prompt, sampling)
+        await pair.reset()
+        assert_same(answer, again)
+        assert answer.token_ids == plain.token_ids[:1]
+
+
+async def test_unseeded_tokens_from_logits_differ(pair: Pair) -> None:
+    prompt, hot = prompt_of(20), Sampling(temperature=2.0, max_tokens=1)
+    first = [(await pair.split_from_logits(prompt, hot)).token_ids[0] for _ in range(6)]
+    await pair.reset()
+    assert len(set(first)) > 1
+
+
+async def test_giving_up_after_the_first_token_leaves_nothing_behind(pair: Pair) -> None:
+    work = DecodeWork(
+        pair.new_transfer_id(),
+        tuple(prompt_of(200)),
+        GREEDY,
+        remote_kv=True,
+        awaits_first_token=True,
+        from_logits=True,
+    )
+    reader = pair.decode.decode(work)
+    reservation = await anext(reader)
+    assert isinstance(reservation, Reservation)
+    pair.decode.first_logits(work.transfer_id, bytes(pair.decode.logits_bytes))
+    assert isinstance(await anext(reader), DecodeTokens)
+    await reader.aclose()
+    pair.decode.released(work.transfer_id)
+    await pair.reset()
+
+
+async def test_logits_of_another_vocabulary_are_refused(pair: Pair) -> None:
+    work = DecodeWork(
+        pair.new_transfer_id(),
+        tuple(prompt_of(20)),
+        GREEDY,
+        remote_kv=True,
+        awaits_first_token=True,
+        from_logits=True,
+    )
+    reader = pair.decode.decode(work)
+    await anext(reader)
+    pair.decode.first_logits(work.transfer_id, bytes(40))
+    with pytest.raises(TransferFailed, match="40 bytes"):
+        await anext(reader)
+    pair.decode.released(work.transfer_id)
+    await pair.reset()
 
 
 @pytest.mark.parametrize(

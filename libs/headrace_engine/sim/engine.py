@@ -36,6 +36,7 @@ from headrace_engine.prefix_announcer import PrefixAnnouncer
 from headrace_engine.sim.faults import SimFaults
 from headrace_engine.sim.handover import Handover
 from headrace_engine.sim.host_tier import open_host_tier
+from headrace_engine.sim.logits import logits_bytes
 from headrace_engine.sim.memory import SimMemory
 from headrace_engine.sim.model import SimModel
 from headrace_engine.sim.pools import CachePools
@@ -94,6 +95,7 @@ class SimEngine(Engine):
         self._sender_thread = sender_thread
         self._shape = plan_shape(config)
         self.model = SimModel(self._shape.settings)
+        self.logits_bytes = logits_bytes(self.model.vocabulary)
         self._random = random.Random(config.seed)
         self._waiting: deque[Sequence] = deque()
         self._running: deque[Sequence] = deque()
@@ -253,6 +255,19 @@ class SimEngine(Engine):
         if sequence is not None and generation is not None and generation.awaits_first_token:
             generation.awaits_first_token = False
             sequence.append(token_id, self.model)
+            self._wake.set()
+
+    def first_logits(self, transfer_id: str, logits: bytes) -> None:
+        sequence = self._active.get(transfer_id)
+        generation = sequence.generation if sequence is not None else None
+        if sequence is None or generation is None or sequence.ended:
+            return
+        if generation.awaits_first_token:
+            generation.awaits_first_token = False
+            try:
+                self._stepper.say_first(sequence, generation, logits)
+            except HeadraceError as exc:
+                self._fail(sequence, exc)
             self._wake.set()
 
     def released(self, transfer_id: str) -> None:

@@ -23,10 +23,11 @@ class CorruptByte:
 class SimFaults:
     """`stall_layer`: a layer that takes `stall_s` longer, in every step that computes prompts.
 
-    `fail_chunk`: the chunk of a prompt, from 0, whose computation raises.
+    `fail_chunk`: the chunk of a prompt, from 0, whose computation raises. `lose_logits`: prefill hands none over.
     """
 
     corrupt: CorruptByte | None = None
     stall_layer: int | None = None
     stall_s: float = 0.0
     fail_chunk: int | None = None
+    lose_logits: bool = False

@@ -27,6 +27,7 @@ from headrace_common.errors import (
     WorkerGone,
 )
 from headrace_kv.layout import KvLayout
+from headrace_kv.logits import LOGITS_RANK
 from headrace_kv.transfer import LayerPiece, LayerSent, SendReport, TransferTarget
 
 if TYPE_CHECKING:
@@ -150,6 +151,11 @@ class Handover:
         first = self._layout.stage_of(layer) * ranks
         for sender in self._senders[first : first + ranks]:
             sender.push(piece)
+
+    def push_logits(self, logits: bytes) -> None:
+        """Sends the last token's logits."""
+        if not self.failed:
+            self._senders[LOGITS_RANK].push_logits(self.target.transfer_id, logits)
 
     def finish(self) -> None:
         """Nothing more will be pushed."""

@@ -10,6 +10,7 @@ from headrace_common.errors import InternalError
 from headrace_engine.interface import DecodeEnded, DecodeTokens, Sampling
 from headrace_engine.sim.faults import SimFaults
 from headrace_engine.sim.handover import Handover
+from headrace_engine.sim.logits import digest_of, logits_of
 from headrace_engine.sim.memory import SimMemory
 from headrace_engine.sim.model import SimModel
 from headrace_engine.sim.pools import CachePools
@@ -128,17 +129,31 @@ class Stepper:
             choice = self._choose(sequence, first.sampling)
             logprobs = () if choice.logprobs is None else (choice.logprobs,)
             first.tell(DecodeTokens((choice.token_id,), logprobs))
+        if handover.target.with_logits and not self._faults.lose_logits:
+            handover.push_logits(logits_of(self._digest(sequence), self._model.vocabulary))
         handover.finish()
 
+    def _digest(self, sequence: Sequence) -> int:
+        return self._memory.digest(sequence.block_ids_by_group, sequence.computed)
+
     def _choose(self, sequence: Sequence, sampling: Sampling) -> Choice:
-        digest = self._memory.digest(sequence.block_ids_by_group, sequence.computed)
+        return self._choice(sequence, sampling, self._digest(sequence))
+
+    def _choice(self, sequence: Sequence, sampling: Sampling, digest: int) -> Choice:
         return choose_token(
             digest, self._model.vocabulary, sampling, sequence.prompt, sequence.answer
         )
 
     def _generate(self, sequence: Sequence, generation: Generation) -> None:
+        self._say(sequence, generation, self._choose(sequence, generation.sampling))
+
+    def say_first(self, sequence: Sequence, generation: Generation, logits: bytes) -> None:
+        """Makes the first token of an answer from logits. Raises KvCorrupt when they are not what prefill made."""
+        digest = digest_of(logits, self._model.vocabulary)
+        self._say(sequence, generation, self._choice(sequence, generation.sampling, digest))
+
+    def _say(self, sequence: Sequence, generation: Generation, choice: Choice) -> None:
         sampling = generation.sampling
-        choice = self._choose(sequence, sampling)
         generation.mailbox.put_token(choice.token_id, choice.logprobs)
         sequence.append(choice.token_id, self._model)
         stopped = choice.token_id in sampling.stop_token_ids

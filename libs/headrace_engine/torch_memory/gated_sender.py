@@ -33,6 +33,8 @@ class Sender(Protocol):
 
     def push(self, piece: LayerPiece) -> None: ...
 
+    def push_logits(self, transfer_id: str, logits: bytes) -> None: ...
+
     def finish(self, transfer_id: str) -> None: ...
 
     def stop(self, transfer_id: str, reason: str, detail: str) -> None: ...
@@ -83,6 +85,10 @@ class GatedSender:
         waiting = _Piece(piece, self._mark(), deadline_s)
         if not self._put(waiting):
             self._refuse(piece.transfer_id)
+
+    def push_logits(self, transfer_id: str, logits: bytes) -> None:
+        """They are in host memory already."""
+        self._sender.push_logits(transfer_id, logits)
 
     def finish(self, transfer_id: str) -> None:
         """The end comes after the pieces before it."""

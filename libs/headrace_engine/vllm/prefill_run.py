@@ -120,7 +120,8 @@ class PrefillRun:
         if self._work.sampling is not None:
             # Decode decides what ends an answer.
             sampling = replace(self._work.sampling, max_tokens=1, stop_token_ids=())
-        params = sampling_params(sampling, outgoing_params(target))
+        logits_for = target.transfer_id if target.with_logits else ""
+        params = sampling_params(sampling, outgoing_params(target), logits_for=logits_for)
         prompt = {"prompt_token_ids": list(self._work.token_ids)}
         last = None
         try:

@@ -20,11 +20,13 @@ from headrace_engine.vllm.layer_groups import LayerGroup
 from headrace_engine.vllm.layer_wait import LayerWait
 from headrace_engine.vllm.link_client import Link
 from headrace_engine.vllm.link_words import report_to_proto
+from headrace_engine.vllm.logits_tap import LogitsTap
 from headrace_engine.vllm.memory import describe_arena, layout_of, rank_memory
 from headrace_engine.vllm.settings import ConnectorSettings
 from headrace_engine.vllm.step import StepPlan
 from headrace_engine.vllm.worker import LayerKind, RankSide
 from headrace_kv.layout import STATE, layout_to_proto, rank_memory_to_proto
+from headrace_kv.logits import LOGITS_RANK
 from headrace_kv.sender import RankSender
 from headrace_kv.transfer import SendReport
 from headrace_kv.transport.base import KvTransport
@@ -106,6 +108,8 @@ class Rank:
                 for layer in range(layout.layer_count)
             ]
             self.side.start(self._gate or self._sender, kinds)
+            if self._rank == LOGITS_RANK:
+                LogitsTap.listen(self.side.sampled)
 
     def begin_step(self, plan: StepPlan) -> None:
         """Before the forward pass."""

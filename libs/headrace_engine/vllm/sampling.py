@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace_common.errors import InvalidRequest
 from headrace_engine.interface import DecodeTokens, Sampling, TokenLogprobs
+from headrace_engine.vllm.settings import LOGITS_KEY
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
@@ -17,8 +18,11 @@ def sampling_params(
     sampling: Sampling,
     kv_transfer_params: Mapping[str, Any] | None,
     generated: Sequence[int] = (),
+    logits_for: str = "",
 ) -> SamplingParams:
     """vLLM's settings for tokens as they come, stop tokens included, after those that were generated already.
+
+    The logits before the first token are wanted for the transfer `logits_for`.
 
     Raises InvalidRequest when vLLM refuses them.
     """
@@ -31,6 +35,8 @@ def sampling_params(
         extra["kv_transfer_params"] = dict(kv_transfer_params)
     if generated:
         extra[GENERATED_KEY] = list(generated)
+    if logits_for:
+        extra[LOGITS_KEY] = logits_for
     try:
         return SamplingParams(
             temperature=sampling.temperature,

@@ -225,6 +225,8 @@ class SchedulerSide:
             send.overrun = True
             return
         self._hand_over(plan.computed, send, known_tokens)
+        if send.target.with_logits and known_tokens >= send.target.end_token:
+            plan.final.append(send.target.transfer_id)
 
     def _hand_over(self, spans: list[TokenSpan], send: _Send, known_tokens: int) -> None:
         """Adds the tokens up to `known_tokens` that are not handed over yet, whole blocks only but for the last."""

@@ -11,6 +11,8 @@ from headrace_kv.layout import WorkerRef
 from headrace_kv.transfer import TransferTarget
 
 PARAMS_KEY = "headrace"
+LOGITS_KEY = "headrace_logits"
+"""In SamplingParams.extra_args: the transfer that is to have the logits before the first token."""
 _NO_TLS = ("", "", "")
 _NESTED = ("tls", "late_layers")
 

@@ -40,6 +40,7 @@ class StepPlan:
 
     `opened`: transfers that begin. `cached`: tokens that the prefix cache had, ready before the step. `computed`:
     tokens that this step's forward pass completes. `preempted`: transfers whose blocks are about to be overwritten.
+    `final`: transfers whose last token this step computes, so that its logits are theirs.
     `overrun`: transfers whose states the step takes beyond their last token.
     `finished_sends`: requests that are done computing, with their transfer; their blocks are freed once it is quiet.
     `received` and `failed`: requests whose incoming transfer is whole, or nearly, or will never be.
@@ -49,6 +50,7 @@ class StepPlan:
     opened: list[TransferTarget] = field(default_factory=list)
     cached: list[TokenSpan] = field(default_factory=list)
     computed: list[TokenSpan] = field(default_factory=list)
+    final: list[str] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
     overrun: list[str] = field(default_factory=list)
     finished_sends: dict[str, str] = field(default_factory=dict)

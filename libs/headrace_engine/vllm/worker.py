@@ -27,6 +27,8 @@ class Sender(Protocol):
 
     def push(self, piece: LayerPiece) -> None: ...
 
+    def push_logits(self, transfer_id: str, logits: bytes) -> None: ...
+
     def finish(self, transfer_id: str) -> None: ...
 
     def stop(self, transfer_id: str, reason: str, detail: str) -> None: ...
@@ -58,6 +60,7 @@ class RankSide:
         self._finishing: dict[str, str] = {}
         self._plan = StepPlan()
         self.fence: Callable[[], None] = lambda: None
+        self._final: set[str] = set()
 
     def start(self, sender: Sender, layers: Sequence[LayerKind]) -> None:
         """Gives it what it feeds, and the layout's layers; a rank that only receives has none."""
@@ -108,6 +111,7 @@ class RankSide:
     def begin_step(self, plan: StepPlan) -> None:
         """Before the forward pass."""
         self._plan = plan
+        self._final = set(plan.final)
         if self._sender is None:
             return
         for target in plan.opened:
@@ -137,6 +141,11 @@ class RankSide:
         ready_ns = time.time_ns()
         for span in self._plan.computed:
             self._push(span, layer, ready_ns)
+
+    def sampled(self, transfer_id: str, read_logits: Callable[[], bytes]) -> None:
+        """The step's logits of a request are there. They come after `end_step`, and before the next step."""
+        if self._sender is not None and transfer_id in self._final & self._active:
+            self._sender.push_logits(transfer_id, read_logits())
 
     def states_written(self) -> None:
         """The forward pass is over. States have no hook of their own, and are final with a transfer's last token."""

@@ -37,10 +37,15 @@ SETTLE_TIMEOUT_S = 5.0
 
 @dataclass(slots=True)
 class Milestones:
-    """When an attempt got where, in Unix nanoseconds; 0 for what has not happened."""
+    """When an attempt got where, in Unix nanoseconds; 0 for what has not happened.
+
+    `sampled_unix_ns` is that of a first token made from logits; `first_token_unix_ns` of the first made from KV.
+    """
 
     start_unix_ns: int = 0
     reserved_unix_ns: int = 0
+    logits_unix_ns: int = 0
+    sampled_unix_ns: int = 0
     arrived_unix_ns: int = 0
     told_unix_ns: int = 0
     first_token_unix_ns: int = 0
@@ -77,6 +82,7 @@ class Attempt:
         self._events: EventBuffer | None = None
         self._arrival: asyncio.Task[TransferSummary] | None = None
         self._transfer: Transfer | None = None
+        self._passing: asyncio.Task[None] | None = None
         self._closed = False
 
     @property
@@ -99,13 +105,19 @@ class Attempt:
                     start_token=reservation.start_token, end_token=reservation.end_token
                 )
             )
-            if self._arrival is not None:
-                await self._await_kv(self._events, self._arrival)
+            if self._arrival is not None and self._transfer is not None:
+                if self.work.from_logits:
+                    self._passing = asyncio.create_task(
+                        self._pass_on(self._events, self._transfer, self._arrival),
+                        name=f"logits and KV of {transfer_id}",
+                    )
+                else:
+                    await self._await_kv(self._events, self._arrival)
         else:
             self.milestones.reserved_unix_ns = time.time_ns()
             yield decode_pb2.GenerateResponse(reserved=decode_pb2.Reserved())
         while True:
-            tokens, ended = self._take(await self._events.take(self._deadline))
+            tokens, ended = self._take(await self._next_events(self._events))
             if tokens:
                 yield decode_pb2.GenerateResponse(tokens=tokens_to_proto(tokens))
             if ended is not None:
@@ -150,6 +162,7 @@ class Attempt:
                 transfer_deadline(self._deadline),
                 self.on_transfer_free,
                 self._engine.arrival_listener(),
+                logits_bytes=self._engine.logits_bytes if self.work.from_logits else 0,
             )
             self._transfer = transfer
             self._arrival = asyncio.create_task(
@@ -169,9 +182,34 @@ class Attempt:
         finally:
             spoken.cancel()
         # An engine that hears of the failed transfer first says less about it.
-        self.summary = await arrival
+        self._note_arrival(await arrival)
+
+    async def _pass_on(
+        self, events: EventBuffer, transfer: Transfer, arrival: asyncio.Task[TransferSummary]
+    ) -> None:
+        """Gives the engine the logits and then word of the whole KV, while it speaks already."""
+        try:
+            logits = await transfer.logits()
+            self.milestones.logits_unix_ns = time.time_ns()
+            self._engine.first_logits(self.work.transfer_id, logits)
+            await asyncio.wait({arrival})
+            self._note_arrival(arrival.result())
+        except HeadraceError as error:
+            events.interrupt(error)
+
+    def _note_arrival(self, summary: TransferSummary) -> None:
+        self.summary = summary
         self.milestones.arrived_unix_ns = time.time_ns()
         self._engine.arrived(self.work.transfer_id)
+
+    async def _next_events(self, events: EventBuffer) -> list[DecodeEvent]:
+        try:
+            return await events.take(self._deadline)
+        except HeadraceError:
+            # An engine that hears of the failed transfer first says less about it.
+            if self._passing is not None and self._transfer is not None and self._transfer.error:
+                raise self._transfer.error from None
+            raise
 
     def _take(self, events: list[DecodeEvent]) -> tuple[list[DecodeTokens], DecodeEnded | None]:
         tokens: list[DecodeTokens] = []
@@ -184,10 +222,13 @@ class Attempt:
             else:
                 raise InternalError("the engine reserved blocks twice")
         if tokens:
-            now = time.time_ns()
-            self.milestones.first_token_unix_ns = self.milestones.first_token_unix_ns or now
-            self.milestones.last_token_unix_ns = now
+            now, times = time.time_ns(), self.milestones
             self.generated_tokens += sum(len(piece.token_ids) for piece in tokens)
+            if self.work.from_logits:
+                times.sampled_unix_ns = times.sampled_unix_ns or now
+            if self.generated_tokens > (1 if self.work.from_logits else 0):
+                times.first_token_unix_ns = times.first_token_unix_ns or now
+            times.last_token_unix_ns = now
         return tokens, ended
 
     def _finished(self, ended: DecodeEnded) -> decode_pb2.Finished:
@@ -198,7 +239,7 @@ class Attempt:
             else sampling_pb2.FINISH_REASON_LENGTH,
             cached_tokens=ended.cached_tokens,
         )
-        if self.reservation is not None:
+        if self.reservation is not None and (self.summary is not None or not self.work.from_logits):
             finished.transferred_tokens = self.reservation.end_token - self.reservation.start_token
         if self.summary is not None:
             finished.acknowledgement_count = self.summary.acknowledgement_count
@@ -222,6 +263,9 @@ class Attempt:
         reason = "CANCELLED" if error is None else error.reason
         detail = "the request has ended" if error is None else error.detail
         try:
+            if self._passing is not None:
+                self._passing.cancel()
+                await asyncio.wait({self._passing})
             if self._arrival is not None and self.summary is None:
                 self._receiver.cancel(transfer_id, reason, detail)
             if self._events is not None and not await self._events.close():

@@ -20,6 +20,7 @@ from headrace_common.errors import (
     Draining,
     HeadraceError,
     InternalError,
+    InvalidRequest,
     NotFound,
     StaleIncarnation,
     Unauthenticated,
@@ -139,6 +140,9 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         self._check_incarnation(request.incarnation)
         self._check_ticket(request)
         work = work_from_proto(request)
+        if work.from_logits and not self._engine.logits_bytes:
+            what = f"the engine of {self._ref.worker_id} makes no token from logits"
+            raise InvalidRequest({"first_token": f"{what}: choose decode or prefill"})
         self._seen.check(work.transfer_id)
         deadline.check("admission")
         self._admission.admit(
@@ -158,7 +162,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
             load=self._load,
         )
         self._live[work.transfer_id] = attempt
-        if work.awaits_first_token:
+        if work.awaits_first_token and not work.from_logits:
             self._awaiting[work.transfer_id] = attempt
         return attempt
 

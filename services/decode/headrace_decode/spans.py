@@ -45,7 +45,15 @@ def describe_attempt(
     if attempt.awaits_kv:
         ready_ns = times.arrived_unix_ns
         step(schema.SPAN_DECODE_KV_WAIT, times.reserved_unix_ns, ready_ns, _kv_wait(attempt))
-    if ready_ns and attempt.work.awaits_first_token:
+    if attempt.work.from_logits:
+        if attempt.awaits_kv:
+            step(schema.SPAN_DECODE_LOGITS_WAIT, times.reserved_unix_ns, times.logits_unix_ns, {})
+        if times.logits_unix_ns:
+            step(schema.SPAN_DECODE_SAMPLE, times.logits_unix_ns, times.sampled_unix_ns, {})
+        # An answer can end with the token that needs no KV.
+        over = error is None and not times.first_token_unix_ns
+        ready_ns = 0 if over else max(ready_ns, times.sampled_unix_ns) if ready_ns else 0
+    elif ready_ns and attempt.work.awaits_first_token:
         told_ns = max(times.told_unix_ns, ready_ns) if times.told_unix_ns else 0
         step(schema.SPAN_DECODE_TOKEN_WAIT, ready_ns, told_ns, {})
         ready_ns = told_ns

@@ -25,7 +25,8 @@ def work_from_proto(request: decode_pb2.GenerateRequest) -> DecodeWork:
         violations["generated_token_count"] = "must leave a token of token_ids for the prompt"
     if request.sampling.max_tokens <= generated:
         violations["sampling.max_tokens"] = f"must be {generated + 1} or more"
-    told = request.first_token == first_token_pb2.FIRST_TOKEN_POLICY_PREFILL
+    from_logits = request.first_token == first_token_pb2.FIRST_TOKEN_POLICY_LOGITS
+    told = from_logits or request.first_token == first_token_pb2.FIRST_TOKEN_POLICY_PREFILL
     if told and (generated or not request.remote_prefill):
         violations["first_token"] = "needs remote_prefill, and nothing that was generated"
     if violations:
@@ -37,6 +38,7 @@ def work_from_proto(request: decode_pb2.GenerateRequest) -> DecodeWork:
         remote_kv=request.remote_prefill and (told or len(request.token_ids) > 1),
         generated_tokens=generated,
         awaits_first_token=told,
+        from_logits=from_logits,
     )
 
 

@@ -107,6 +107,9 @@ class PrefillWorker:
     ) -> PrefillOutcome:
         deadline = self._deadline(task)
         work = _work(task, deadline)
+        if work.target.with_logits and not self._engine.logits_bytes:
+            what = f"the engine of {self.ref.worker_id} hands no logits over"
+            raise InvalidRequest({"first_token": f"{what}: choose decode or prefill"})
 
         def tell(tokens: DecodeTokens) -> None:
             if on_first_token is not None:
@@ -156,6 +159,8 @@ def _work(task: prefill_pb2.PrefillTask, deadline: Deadline) -> PrefillWork:
         violations["token_ids"] = "must hold at least one token"
     if task.start_token >= max(1, len(task.token_ids)):
         violations["start_token"] = f"must be below the {len(task.token_ids)} tokens to compute"
+    if task.send_logits and task.HasField("sampling"):
+        violations["send_logits"] = "goes without sampling: decode chooses the token"
     if violations:
         raise InvalidRequest(violations)
     return PrefillWork(
@@ -167,6 +172,7 @@ def _work(task: prefill_pb2.PrefillTask, deadline: Deadline) -> PrefillWork:
             start_token=task.start_token,
             end_token=len(task.token_ids),
             deadline_unix_s=deadline.unix_s,
+            with_logits=task.send_logits,
         ),
         sampling=sampling_from_proto(task.sampling, ()) if task.HasField("sampling") else None,
     )

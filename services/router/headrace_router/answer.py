@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from headrace.decode.v1 import decode_pb2
-from headrace.inference.v1 import inference_pb2, sampling_pb2
+from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
 from headrace_common.pacing import FlushPace, LoopLoad
 from headrace_router.detokenize import TextStream
 from headrace_router.stops import StopScanner
@@ -55,8 +55,8 @@ class Answer:
         )
         self._first_message = True
         self._generated = list(request.generated)
-        self.first_by_prefill = False
-        """Whether a prefill worker made the first token."""
+        self.first_token_by = first_token_pb2.FIRST_TOKEN_POLICY_DECODE
+        """Who made the first token."""
         self._ready = asyncio.Event()
         self._pace = FlushPace(load or LoopLoad())
         self._drained = asyncio.Event()
@@ -88,9 +88,11 @@ class Answer:
             return sampling_pb2.FINISH_REASON_STOP
         return ended_by(self._request, self._generated)
 
-    async def add_first(self, tokens: decode_pb2.Tokens) -> None:
-        """Takes the first token from the prefill worker."""
-        self.first_by_prefill = True
+    async def add_first(
+        self, tokens: decode_pb2.Tokens, maker: first_token_pb2.FirstTokenPolicy.ValueType
+    ) -> None:
+        """Takes the first token, which needed no KV cache on the decode worker, and perhaps more behind it."""
+        self.first_token_by = maker
         await self.add(tokens)
 
     @property

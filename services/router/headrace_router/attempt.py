@@ -20,7 +20,7 @@ from opentelemetry import trace
 from opentelemetry.trace import Span, Status, StatusCode
 
 from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
-from headrace.inference.v1 import first_token_pb2, sampling_pb2
+from headrace.inference.v1 import sampling_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common import telemetry_schema as schema
 from headrace_common.errors import (
@@ -35,6 +35,7 @@ from headrace_common.status import error_from_rpc
 from headrace_common.telemetry import Telemetry, metadata_with_trace, traceparent
 from headrace_common.tickets import TicketSigner
 from headrace_kv.layout import WorkerRef
+from headrace_router.first_token import BY_DECODE, BY_PREFILL, FROM_LOGITS, Policy
 from headrace_router.job import AttemptOutcome, Job
 from headrace_router.placement import Decision
 from headrace_router.prefill_queue import PrefillQueue
@@ -47,8 +48,7 @@ _LOG = logging.getLogger(__name__)
 class Attempt:
     """Runs once. After a failure, `prefill_failed` and `prefill_worker` say which leg it was.
 
-    `terms` are those of the task, if the prompt goes to a prefill worker, which makes the first token if
-    `first_by_prefill`. What the answer holds already is gone on after.
+    `terms` are those of the task, if the prompt goes to a prefill worker, and `first_token` says who makes that. What the answer holds already is gone on after.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Attempt:
         decision: Decision,
         *,
         number: int,
-        first_by_prefill: bool,
+        first_token: Policy,
         terms: TaskTerms,
         channel: grpc.aio.Channel,
         queue: PrefillQueue,
@@ -69,7 +69,7 @@ class Attempt:
         self._generated = job.answer.generated
         self._known = job.request.token_ids + self._generated
         self._decision = decision
-        self._first_by_prefill = first_by_prefill
+        self._maker = first_token
         self._deadline = job.deadline
         self._terms = terms
         self._queue = queue
@@ -129,8 +129,8 @@ class Attempt:
 
     def _open(self) -> Any:
         request = decode_request(self._request, self._decision, self.transfer_id, self._generated)
-        if self._first_by_prefill:
-            request.first_token = first_token_pb2.FIRST_TOKEN_POLICY_PREFILL
+        if self._maker != BY_DECODE:
+            request.first_token = self._maker
         worker_id = self._decision.worker.ref.worker_id
         request.ticket = self._signer.sign(request, worker_id, self._tenant)
         return self._stub.Generate(
@@ -168,14 +168,15 @@ class Attempt:
         task = prefill_pb2.PrefillTask(
             transfer_id=self.transfer_id,
             request_id=self._request.request_id,
-            token_ids=self._known if self._first_by_prefill else self._known[:-1],
+            token_ids=self._known[:-1] if self._maker == BY_DECODE else self._known,
             start_token=self._reserved.start_token,
             decode_worker_id=worker.ref.worker_id,
             decode_incarnation=worker.ref.incarnation,
             decode_endpoint=worker.endpoint,
             deadline_time=deadline_time,
             traceparent=traceparent(self._span),
-            sampling=self._request.sampling if self._first_by_prefill else None,
+            sampling=self._request.sampling if self._maker == BY_PREFILL else None,
+            send_logits=self._maker == FROM_LOGITS,
         )
         try:
             self._queued = self._queue.enqueue(task, layout=worker.layout, terms=self._terms)
@@ -185,7 +186,7 @@ class Attempt:
 
     async def _stream(self, call: Any) -> AttemptOutcome:
         answer = self._answer
-        if self._first_by_prefill and self._queued is not None:
+        if self._maker == BY_PREFILL and self._queued is not None:
             ended = await self._take_first_token(call, self._queued)
             if ended is not None:
                 self._cut_short = True
@@ -194,8 +195,13 @@ class Attempt:
             event = await self._next(call)
             kind = event.WhichOneof("event")
             if kind == "tokens":
-                self._decode_spoke = True
-                await answer.add(event.tokens)
+                if self._maker == FROM_LOGITS and not answer.started:
+                    await answer.add_first(event.tokens, FROM_LOGITS)
+                    # What needs no KV cache does not show that prefill has done its part.
+                    self._decode_spoke = len(event.tokens.token_ids) > 1
+                else:
+                    self._decode_spoke = True
+                    await answer.add(event.tokens)
                 if answer.stopped:
                     return self.outcome_of(sampling_pb2.FINISH_REASON_STOP)
                 if answer.started:
@@ -232,7 +238,7 @@ class Attempt:
         first = await self._first_token(call, queued)
         logprobs = [first.logprobs] if first.HasField("logprobs") else []
         tokens = decode_pb2.Tokens(token_ids=[first.token_id], logprobs=logprobs)
-        await self._answer.add_first(tokens)
+        await self._answer.add_first(tokens, BY_PREFILL)
         cached_tokens = self._reserved.start_token
         if self._answer.stopped or first.token_id in self._request.stop_token_ids:
             return AttemptOutcome(sampling_pb2.FINISH_REASON_STOP, cached_tokens, 0)

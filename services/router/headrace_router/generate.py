@@ -22,7 +22,7 @@ from headrace_common.tickets import TicketSigner
 from headrace_kv.layout import WorkerRef, fingerprint
 from headrace_router.attempt import Attempt
 from headrace_router.blame import Blame
-from headrace_router.first_token import made_by_prefill
+from headrace_router.first_token import BY_DECODE, MAKER_NAMES, first_token_maker
 from headrace_router.job import AttemptOutcome, Job
 from headrace_router.load_table import LoadTable, Numbers, Worker
 from headrace_router.placement import (
@@ -146,8 +146,8 @@ class Generator:
             job,
             decision,
             number=number,
-            first_by_prefill=made_by_prefill(
-                job.request, self._policy.policy, decision, len(job.answer.generated)
+            first_token=first_token_maker(
+                job.request, self._policy.policy, decision, len(job.answer.generated), number
             ),
             terms=self.task_terms(
                 decision.worker,
@@ -320,9 +320,8 @@ class Generator:
         if answer.started:
             record(schema.SPAN_FIRST_TOKEN, parent, arrival_unix_ns, first_unix_ns)
             record(schema.SPAN_STREAM, parent, first_unix_ns, last_unix_ns)
-            maker = "prefill" if answer.first_by_prefill else "decode"
-            root.set_attribute(schema.ATTRIBUTE_FIRST_TOKEN, maker)
-        if answer.first_by_prefill and answer.second_token_unix_ns:
+            root.set_attribute(schema.ATTRIBUTE_FIRST_TOKEN, MAKER_NAMES[answer.first_token_by])
+        if answer.first_token_by != BY_DECODE and answer.second_token_unix_ns:
             record(schema.SPAN_SECOND_TOKEN, parent, first_unix_ns, answer.second_token_unix_ns)
         reason = sampling_pb2.FinishReason.Name(answer.finish_reason)
         root.set_attribute(schema.ATTRIBUTE_COMPLETION_TOKENS, answer.completion_tokens)

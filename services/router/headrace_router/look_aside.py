@@ -37,6 +37,10 @@ from headrace_router.prefill_queue import PrefillQueue
 from headrace_router.validate import PreparedRequest
 from headrace_router.view import Promise, WorkerView
 
+_BY_DECODE: Final = (
+    first_token_pb2.FIRST_TOKEN_POLICY_UNSPECIFIED,
+    first_token_pb2.FIRST_TOKEN_POLICY_DECODE,
+)
 _SEEN_MAX: Final = 65_536
 # A client that has its reservation has long come back by then.
 _RESERVATION_S: Final = 1.0
@@ -76,11 +80,11 @@ class LookAside:
         """How to ask the chosen worker directly; None where that is not allowed or not possible.
 
         Stop texts are found in text, and text is made by the router only, and so is a first token from prefill passed
-        on. Without a client's word for that, decode makes it, whatever the policy.
+        on, or its logits asked for. Without a client's word for that, decode makes it, whatever the policy.
         """
         if not self._allowed or request.stop_texts or not self._signer.key:
             return None
-        if request.first_token == first_token_pb2.FIRST_TOKEN_POLICY_PREFILL:
+        if request.first_token not in _BY_DECODE:
             return None
         if ended_by(request, request.generated):
             return None

@@ -96,6 +96,7 @@ def decode_work(
     remote_kv: bool = False,
     generated: tuple[int, ...] = (),
     awaits_first_token: bool = False,
+    from_logits: bool = False,
 ) -> DecodeWork:
     """A decode request, local unless told otherwise."""
     return DecodeWork(
@@ -105,6 +106,7 @@ def decode_work(
         remote_kv,
         generated_tokens=len(generated),
         awaits_first_token=awaits_first_token,
+        from_logits=from_logits,
     )
 
 

@@ -57,6 +57,9 @@ class Recorder:
         if piece.layer == 99:
             raise KeyError("a bug")
 
+    def push_logits(self, transfer_id: str, logits: bytes) -> None:
+        self._note(f"logits {transfer_id}")
+
     def finish(self, transfer_id: str) -> None:
         self._note(f"finish {transfer_id}")
 

@@ -33,6 +33,9 @@ class Recorder:
     def push(self, piece: LayerPiece) -> None:
         self.pieces.append(piece)
 
+    def push_logits(self, transfer_id: str, logits: bytes) -> None:
+        self.said.append(("logits", transfer_id, logits.decode()))
+
     def finish(self, transfer_id: str) -> None:
         self.said.append(("finish", transfer_id))
 

@@ -1,0 +1,87 @@
+"""The logits of a transfer's last token, on their way over the handoff stream: in parts, and checked as a whole."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Final
+
+from xxhash import xxh3_64_intdigest
+
+from headrace.kv.v1 import handoff_pb2
+from headrace_common.errors import KvCorrupt, ProtocolViolation
+
+LOGITS_RANK: Final = 0
+"""The prefill rank that sends them: every rank has them all."""
+PART_BYTES: Final = 256 * 1024
+
+
+def logits_parts(transfer_id: str, logits: bytes) -> Iterator[handoff_pb2.HandoffRequest]:
+    """The messages that carry them, in order, small enough for acknowledgements to pass between them."""
+    for start in range(0, len(logits), PART_BYTES):
+        part = handoff_pb2.LogitsPart(
+            transfer_id=transfer_id,
+            start_byte=start,
+            total_bytes=len(logits),
+            data=logits[start : start + PART_BYTES],
+        )
+        if start + PART_BYTES >= len(logits):
+            part.digest = xxh3_64_intdigest(logits)
+        yield handoff_pb2.HandoffRequest(logits=part)
+
+
+class IncomingLogits:
+    """What has come of one transfer's logits, of which `expected_bytes` are due; 0 where none are."""
+
+    def __init__(self, transfer_id: str, expected_bytes: int) -> None:
+        self._transfer_id = transfer_id
+        self._expected_bytes = expected_bytes
+        self._data = bytearray()
+        self._settled = asyncio.Event()
+        self.complete = not expected_bytes
+        """Whether all that is due has come."""
+
+    def take(self, part: handoff_pb2.LogitsPart) -> None:
+        """Adds the next part. Raises ProtocolViolation for any other, KvCorrupt when the whole is not what was sent."""
+        end = part.start_byte + len(part.data)
+        if self.complete or part.total_bytes != self._expected_bytes:
+            raise self._violation(
+                f"{part.total_bytes} bytes of logits where {self._expected_bytes} are due"
+                if part.total_bytes != self._expected_bytes
+                else "more logits than are due"
+            )
+        if (
+            part.start_byte != len(self._data)
+            or not part.data
+            or len(part.data) > PART_BYTES
+            or end > self._expected_bytes
+        ):
+            raise self._violation(
+                f"bytes [{part.start_byte}, {end}) of logits after byte {len(self._data)}"
+            )
+        self._data += part.data
+        if end < self._expected_bytes:
+            return
+        if not part.HasField("digest"):
+            raise self._violation("the last part of logits without a digest")
+        if part.digest != xxh3_64_intdigest(self._data):
+            raise KvCorrupt(
+                f"the logits of transfer {self._transfer_id} are not what was sent",
+                metadata={"transfer_id": self._transfer_id},
+            )
+        self.complete = True
+        self._settled.set()
+
+    async def wait(self) -> bytes | None:
+        """All of them, once they have come; None when they never will."""
+        await self._settled.wait()
+        return bytes(self._data) if self.complete else None
+
+    def end(self) -> None:
+        """No more come."""
+        self._settled.set()
+
+    def _violation(self, what: str) -> ProtocolViolation:
+        return ProtocolViolation(
+            f"transfer {self._transfer_id}: {what}", metadata={"transfer_id": self._transfer_id}
+        )
