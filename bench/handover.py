@@ -1,6 +1,6 @@
 """A prompt from prefill to decode: ours beside vLLM's own MooncakeConnector and beside vLLM alone, request by request.
 
-    python -m bench.handover [--repetitions 9] [--dtype float32] [--ways decode,prefill,peer,plain]
+    python -m bench.handover [--repetitions 9] [--dtype float32] [--ways decode,prefill,logits,peer,plain]
         [--group 1] [--before COMMAND --after COMMAND] [--keep FILE] [--output bench/results]
 
 All engines are up at once and idle but for those of the request at hand: five, of 1.5 to 2 GB each. In every repetition
@@ -30,6 +30,7 @@ from typing import Any, Final
 from bench.handover_report import (
     BY_DECODE,
     BY_PREFILL,
+    FROM_LOGITS,
     KEEPING,
     PEER,
     PLAIN,
@@ -41,6 +42,7 @@ from bench.vllm_child import Child, Piece, engine, loaded
 from bench.vllm_ways import (
     BLOCK_TOKENS,
     DECODE,
+    LOGITS,
     PREFILL,
     Ours,
     Peer,
@@ -58,9 +60,11 @@ from headrace_cli.trace import busy_ns
 from headrace_cli.waterfall import layer_spans
 from headrace_common import telemetry_schema as schema
 
+BY_US: Final = {"decode": DECODE, "prefill": PREFILL, "logits": LOGITS}
 NAMES: Final = {
     "decode": BY_DECODE,
     "prefill": BY_PREFILL,
+    "logits": FROM_LOGITS,
     "peer": PEER,
     "plain": PLAIN,
     "keeping": KEEPING,
@@ -222,12 +226,11 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, list
     bench = Bench(arguments.tokens, arguments.answer)
     asks: dict[str, Ask] = {}
     async with AsyncExitStack() as stack:
-        if {"decode", "prefill"} & set(wanted):
+        if BY_US.keys() & set(wanted):
             deployment = await stack.enter_async_context(
                 ours(model, dtype, CACHE_TOKENS, folder / "ours")
             )
-            asks["decode"] = bench.by_us(deployment, DECODE)
-            asks["prefill"] = bench.by_us(deployment, PREFILL)
+            asks |= {way: bench.by_us(deployment, maker) for way, maker in BY_US.items()}
         if "peer" in wanted:
             pair = await stack.enter_async_context(
                 peer(model, dtype, CACHE_TOKENS, folder / "peer")
@@ -273,10 +276,11 @@ Medians, and the range in parentheses. TTFT and the second token are timed at th
 the median ratio of TTFT to plain vLLM's for the same prompt. "Prefill" is the computing in our prefill engine.
 Hand-over is from prefill's end of computing (ours, in the engine) or prefill's own token leaving its engine (the peer)
 to decode's own first token leaving its engine: token 1 with "first token by decode" and with the peer, token 2 with
-"first token by prefill"; it is negative where decode was first. Transfer is the time in which something was written.
-Exposed is from the last layer's KV being in prefill's cache to decode knowing its own to be whole: what prefill
-computes after that is hidden at ours, and not at the peer, which writes everything in one piece at the end. CPU is that
-of all processes of a way, for the prompt and {answer} tokens.
+"first token by prefill" and "from logits"; it is negative where decode was first. Transfer is the time in which
+something was written. Exposed is from the last layer's KV being in prefill's cache to decode knowing its own to be
+whole: what prefill computes after that is hidden at ours, and not at the peer, which writes everything in one piece at
+the end; "from logits" it holds computing and sending these, too. CPU is that of all processes of a way, for the prompt
+and {answer} tokens.
 
 What each does. Headrace: the services as `headrace up` starts them, asked by gRPC at the router, which places the
 prompt, queues it for a prefill worker and turns tokens into text; leases, acknowledgements by layer, and a trace of
@@ -320,7 +324,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="See the module's text.")
     parser.add_argument("--model", default="models/SmolLM2-135M-Instruct")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--ways", default="decode,prefill,peer,plain")
+    parser.add_argument("--ways", default="decode,prefill,logits,peer,plain")
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--warm", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=1500, help="of a prompt")

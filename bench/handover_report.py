@@ -11,7 +11,8 @@ KEEPING = "plain vLLM, keeping freed memory"
 PEER = "MooncakeConnector"
 BY_DECODE = "Headrace, first token by decode"
 BY_PREFILL = "Headrace, first token by prefill"
-OURS = (BY_DECODE, BY_PREFILL)
+FROM_LOGITS = "Headrace, first token from logits"
+OURS = (BY_DECODE, BY_PREFILL, FROM_LOGITS)
 # Beside one layer's share of the transfer, which nothing can hide.
 MESSAGES_MS = 2.0
 PREFILL_RATIO_MAX = 1.02

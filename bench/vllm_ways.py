@@ -25,6 +25,7 @@ from headrace_cli.up import Deployment, Signals, deployed
 
 DECODE: Final = first_token_pb2.FIRST_TOKEN_POLICY_DECODE
 PREFILL: Final = first_token_pb2.FIRST_TOKEN_POLICY_PREFILL
+LOGITS: Final = first_token_pb2.FIRST_TOKEN_POLICY_LOGITS
 REMOTE: Final = inference_pb2.PREFILL_PLACEMENT_REMOTE
 CONTEXT_TOKENS: Final = 2048
 # vLLM's default on processors, and so ours.

@@ -23,6 +23,7 @@ from tests.suite.deployment import Suite, prompt_of, suite
 
 PREFILL = first_token_pb2.FIRST_TOKEN_POLICY_PREFILL
 DECODE = first_token_pb2.FIRST_TOKEN_POLICY_DECODE
+LOGITS = first_token_pb2.FIRST_TOKEN_POLICY_LOGITS
 LOCAL = inference_pb2.PREFILL_PLACEMENT_LOCAL
 LENGTHS = (1, 2, 31, 32, 33, 64, 65, 300)
 SAMPLINGS: dict[str, dict[str, Any]] = {
@@ -78,22 +79,24 @@ async def test_every_policy_gives_the_same_answer(
     ) as it:
         for length in LENGTHS:
             for count in (1, 2, 9):
-                prompt = prompt_of(length, 10 * length + count)
-                responses = await ask(it, prompt, count)
-                assert said(responses)[0] == list(it.expected(prompt, count)), (length, count)
-                usage = responses[-1].usage
-                assert (usage.prompt_tokens, usage.completion_tokens) == (length, count)
-                # A single token is computed on decode: there is nothing to gain.
-                if count > 1 < length:
-                    assert (usage.decode_cached_tokens, usage.transferred_tokens) == (0, length)
+                for policy in (PREFILL, LOGITS):
+                    prompt = prompt_of(length, 20 * length + 2 * count + policy)
+                    responses = await ask(it, prompt, count, policy)
+                    assert said(responses)[0] == list(it.expected(prompt, count)), (length, count)
+                    usage = responses[-1].usage
+                    assert (usage.prompt_tokens, usage.completion_tokens) == (length, count)
+                    # A single token is computed on decode: there is nothing to gain.
+                    if count > 1 < length:
+                        assert (usage.decode_cached_tokens, usage.transferred_tokens) == (0, length)
             prompt = prompt_of(length, length)
             for name, sampling in SAMPLINGS.items():
                 answers = [
                     said(await ask(it, prompt, 9, PREFILL, **sampling)),
+                    said(await ask(it, prompt, 9, LOGITS, **sampling)),
                     said(await ask(it, prompt, 9, DECODE, **sampling)),
                     said(await ask(it, prompt, 9, placement=LOCAL, **sampling)),
                 ]
-                assert answers[0] == answers[1] == answers[2], (length, name)
+                assert all(answer == answers[0] for answer in answers), (length, name)
         for name in ("decode-0", "prefill-0"):
             await it.wait_empty(name)
 
@@ -106,7 +109,7 @@ async def test_stops_on_the_first_and_second_token(tmp_path: Path) -> None:
             for place in (0, 1, 2):
                 stops = {"stop_token_ids": [expected[place]]}
                 first = expected.index(expected[place])
-                for policy in (PREFILL, DECODE):
+                for policy in (PREFILL, LOGITS, DECODE):
                     tokens, _, _, reason, _, completion = said(
                         await ask(it, prompt, 9, policy, **stops)
                     )
@@ -117,12 +120,12 @@ async def test_stops_on_the_first_and_second_token(tmp_path: Path) -> None:
             await it.wait_empty(name)
 
 
-async def test_many_requests_of_both_policies_at_once(tmp_path: Path) -> None:
+async def test_many_requests_of_all_policies_at_once(tmp_path: Path) -> None:
     async with suite(tmp_path, prefill_count=2, decode_count=2) as it:
         prompts = [prompt_of(1 + 17 * number % 190, number) for number in range(40)]
         answers = await asyncio.gather(
             *(
-                ask(it, prompt, 1 + number % 8, (PREFILL, DECODE)[number % 3 == 0])
+                ask(it, prompt, 1 + number % 8, (PREFILL, LOGITS, DECODE)[number % 3])
                 for number, prompt in enumerate(prompts)
             )
         )
@@ -132,14 +135,17 @@ async def test_many_requests_of_both_policies_at_once(tmp_path: Path) -> None:
             await it.wait_empty(name)
 
 
-async def test_a_decode_worker_killed_after_the_first_token_costs_no_token(tmp_path: Path) -> None:
+@pytest.mark.parametrize("policy", [PREFILL, LOGITS])
+async def test_a_decode_worker_killed_after_the_first_token_costs_no_token(
+    tmp_path: Path, policy: first_token_pb2.FirstTokenPolicy.ValueType
+) -> None:
     slow = ("decode", "model", "sim:decode_step_s=1.0")
     async with suite(tmp_path, decode_count=2, settings=(slow,)) as it:
         prompt = prompt_of(80, 3)
         request = inference_pb2.GenerateRequest(
             tokens=inference_pb2.TokenIds(ids=prompt),
             sampling=sampling_pb2.SamplingParams(temperature=0, max_tokens=3, ignore_eos=True),
-            first_token=PREFILL,
+            first_token=policy,
         )
         call = inference_pb2_grpc.InferenceServiceStub(it.channel).Generate(request, timeout=30)
         tokens: list[int] = []
@@ -163,7 +169,7 @@ def span_of(trace: trace_pb2.Trace, name: str) -> tuple[int, int]:
 
 async def test_the_trace_tells_which_token_carries_the_transfer(tmp_path: Path) -> None:
     async with suite(tmp_path) as it:
-        for policy, maker in ((DECODE, "decode"), (PREFILL, "prefill")):
+        for policy, maker in ((DECODE, "decode"), (PREFILL, "prefill"), (LOGITS, "logits")):
             responses = await ask(it, prompt_of(200, policy), 4, policy)
             trace = await it.trace(responses[0].trace_id)
             (root,) = (span for span in trace.spans if span.name == schema.SPAN_REQUEST)
@@ -177,8 +183,13 @@ async def test_the_trace_tells_which_token_carries_the_transfer(tmp_path: Path) 
                 second_start_ns, second_end_ns = span_of(trace, schema.SPAN_SECOND_TOKEN)
                 assert second_start_ns == first_end_ns
                 assert wait_end_ns < second_end_ns
-                _, told_ns = span_of(trace, schema.SPAN_DECODE_TOKEN_WAIT)
-                assert told_ns < second_end_ns
+                if policy == PREFILL:
+                    _, told_ns = span_of(trace, schema.SPAN_DECODE_TOKEN_WAIT)
+                    assert told_ns < second_end_ns
+                else:
+                    _, logits_ns = span_of(trace, schema.SPAN_DECODE_LOGITS_WAIT)
+                    _, sampled_ns = span_of(trace, schema.SPAN_DECODE_SAMPLE)
+                    assert logits_ns <= sampled_ns <= first_end_ns
 
 
 async def test_the_deployments_policy_is_followed_and_overridden(tmp_path: Path) -> None:
@@ -191,6 +202,11 @@ async def test_the_deployments_policy_is_followed_and_overridden(tmp_path: Path)
             while await maker_of(it, await ask(it, prompt, 2, unspecified)) != "prefill":
                 await asyncio.sleep(0.1)
         assert await maker_of(it, await ask(it, prompt_of(90, 2), 2, DECODE)) == "decode"
+        assert await maker_of(it, await ask(it, prompt_of(90, 2), 2, LOGITS)) == "logits"
+        await set_policy(registry, ["first_token=logits"])
+        async with asyncio.timeout(5):
+            while await maker_of(it, await ask(it, prompt, 2, unspecified)) != "logits":
+                await asyncio.sleep(0.1)
         await set_policy(registry, ["first_token="])
         assert registry_pb2.Policy().first_token == unspecified
         async with asyncio.timeout(5):

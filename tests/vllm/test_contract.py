@@ -71,6 +71,38 @@ CALLS = {
         "p",
     ),
     "vllm.v1.worker.gpu_input_batch.InputBatch.add_request": ("request",),
+    "vllm.v1.worker.gpu_input_batch.InputBatch.refresh_metadata": (),
+    "vllm.v1.worker.gpu_input_batch.InputBatch": (
+        "max_num_reqs",
+        "max_model_len",
+        "max_num_batched_tokens",
+        "device",
+        "vocab_size",
+        "block_sizes",
+        "max_num_blocks_per_req",
+        "logitsprocs",
+    ),
+    "vllm.v1.worker.gpu_input_batch.CachedRequestState": (
+        "req_id",
+        "prompt_token_ids",
+        "mm_features",
+        "sampling_params",
+        "generator",
+        "block_ids",
+        "num_computed_tokens",
+        "output_token_ids",
+    ),
+    "vllm.v1.sample.sampler.Sampler": ("logprobs_mode", "use_fp64_gumbel"),
+    "vllm.v1.sample.sampler.Sampler.forward": ("logits", "sampling_metadata"),
+    "vllm.v1.sample.logits_processor.build_logitsprocs": (
+        "vllm_config",
+        "device",
+        "is_pin_memory",
+        "is_pooling_model",
+    ),
+    "vllm.v1.sample.logits_processor.AdapterLogitsProcessor.new_req_logits_processor": ("params",),
+    "vllm.v1.sample.logits_processor.AdapterLogitsProcessor.is_argmax_invariant": (),
+    "vllm.config.model.ModelConfig.get_vocab_size": (),
     "vllm.distributed.parallel_state.get_tensor_model_parallel_rank": (),
     "vllm.model_executor.models.utils.extract_layer_index": ("layer_name",),
     "vllm.v1.attention.backends.cpu_attn._get_attn_isa": ("dtype", "block_size", "head_size"),
@@ -120,7 +152,10 @@ FIELDS = {
         "output_token_ids",
         "generator",
     ),
-    "vllm.v1.worker.gpu_input_batch.InputBatch": ("vocab_size",),
+    "vllm.v1.worker.gpu_input_batch.InputBatch": ("vocab_size", "sampling_metadata"),
+    "vllm.v1.outputs.SamplerOutput": ("sampled_token_ids", "logprobs_tensors"),
+    "vllm.v1.outputs.LogprobsTensors": ("logprob_token_ids", "logprobs"),
+    "vllm.sampling_params.SamplingType": ("RANDOM_SEED",),
     "vllm.v1.request.RequestStatus": ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"),
     "vllm.lora.request.LoRARequest": ("lora_name",),
     "vllm.multimodal.inputs.MultiModalFeatureSpec": ("identifier",),
@@ -138,7 +173,13 @@ FIELDS = {
         "scheduler_config",
         "kv_transfer_config",
     ),
-    "vllm.config.ModelConfig": ("max_model_len", "model", "hf_config", "use_fp64_gumbel"),
+    "vllm.config.ModelConfig": (
+        "max_model_len",
+        "model",
+        "hf_config",
+        "logprobs_mode",
+        "use_fp64_gumbel",
+    ),
     "vllm.config.ParallelConfig": (
         "tensor_parallel_size",
         "data_parallel_size",
@@ -176,6 +217,7 @@ FIELDS = {
         "generation_config",
         "disable_log_stats",
         "use_tqdm_on_load",
+        "logits_processors",
         "kv_transfer_config",
     ),
     "vllm.sampling_params.SamplingParams": (
@@ -194,6 +236,7 @@ FIELDS = {
         "detokenize",
         "output_kind",
         "extra_args",
+        "sampling_type",
     ),
     "vllm.sampling_params.RequestOutputKind": ("DELTA",),
     "vllm.config.model.ModelConfig": ("use_mla",),
@@ -313,6 +356,13 @@ def test_every_hook_that_we_override_is_listed() -> None:
         if hasattr(base, hook):
             theirs = parameters_of(getattr(base, hook))
             assert tuple(parameter.name for parameter in theirs) == names, hook
+
+
+def test_logits_are_taken_where_vllm_lets_anybody_change_them() -> None:
+    tap = lookup("headrace_engine.vllm.logits_tap.LogitsTap")
+    assert tap.__abstractmethods__ == frozenset()
+    module, name = lookup("headrace_engine.vllm.launch.LOGITS_TAP").split(":")
+    assert lookup(f"{module}.{name}") is tap
 
 
 def test_decode_takes_a_local_hit_that_only_attention_has() -> None:

@@ -48,7 +48,8 @@ _LOG = logging.getLogger(__name__)
 class Attempt:
     """Runs once. After a failure, `prefill_failed` and `prefill_worker` say which leg it was.
 
-    `terms` are those of the task, if the prompt goes to a prefill worker, and `first_token` says who makes that. What the answer holds already is gone on after.
+    `terms` are those of the task, if the prompt goes to a prefill worker, and `first_token` says who makes that token.
+    What the answer holds already is gone on after.
     """
 
     def __init__(

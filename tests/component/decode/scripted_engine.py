@@ -35,6 +35,7 @@ class ScriptedEngine(Engine):
         self.works: list[DecodeWork] = []
         self.arrived_ids: list[str] = []
         self.first_tokens: list[tuple[str, int]] = []
+        self.first_logits_given: list[tuple[str, bytes]] = []
         self.released_ids: list[str] = []
         self.closed = 0
 
@@ -62,6 +63,9 @@ class ScriptedEngine(Engine):
 
     def first_token(self, transfer_id: str, token_id: int) -> None:
         self.first_tokens.append((transfer_id, token_id))
+
+    def first_logits(self, transfer_id: str, logits: bytes) -> None:
+        self.first_logits_given.append((transfer_id, logits))
 
     def released(self, transfer_id: str) -> None:
         self.released_ids.append(transfer_id)

@@ -1,7 +1,8 @@
-"""DecodeService.SetFirstToken: who may say it, when, and what it may be."""
+"""First tokens that need no KV on decode: SetFirstToken, who may say it, when and what; and those from logits."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,19 +11,23 @@ import pytest
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import first_token_pb2, sampling_pb2
+from headrace.kv.v1 import handoff_pb2
 from headrace_common import telemetry_schema as schema
 from headrace_common.errors import (
     DuplicateTransfer,
     HeadraceError,
     InvalidRequest,
     NotFound,
+    ProtocolViolation,
     StaleIncarnation,
+    TransferFailed,
 )
 from headrace_common.status import error_from_rpc
 from headrace_engine.interface import DecodeEnded, DecodeTokens
+from headrace_kv.logits import logits_parts
 from headrace_kv.transfer import Reservation
 from tests.component.decode.conftest import REF, Served, request
-from tests.component.decode.test_generate import PrefillRank, until
+from tests.component.decode.test_generate import PIECE_BYTES, PrefillRank, until
 
 PREFILL = first_token_pb2.FIRST_TOKEN_POLICY_PREFILL
 # Of 40 tokens an engine would ask for all; the scripted rank counts 39.
@@ -109,3 +114,138 @@ async def test_who_makes_its_own_first_token_is_told_none(served: Served) -> Non
     served.engine.script.put_nowait(RESERVATION)
     await anext(call)
     assert isinstance(await refusal(served), NotFound)
+
+
+# From logits.
+
+FROM_LOGITS = first_token_pb2.FIRST_TOKEN_POLICY_LOGITS
+LOGITS = bytes(range(80))
+
+
+def speak(served: Served, *events: DecodeTokens | DecodeEnded) -> None:
+    for event in events:
+        served.engine.script.put_nowait(event)
+
+
+async def begun_from_logits(
+    served: Served,
+) -> tuple[AsyncIterator[decode_pb2.GenerateResponse], PrefillRank]:
+    served.engine.logits_bytes = len(LOGITS)
+    call = aiter(served.decode.Generate(request(first_token=FROM_LOGITS)))
+    served.engine.script.put_nowait(RESERVATION)
+    assert (await anext(call)).HasField("reserved")
+    (work,) = served.engine.works
+    assert work.awaits_first_token
+    assert work.from_logits
+    rank = PrefillRank(served)
+    await rank.open()
+    return call, rank
+
+
+def send_logits(rank: PrefillRank, logits: bytes = LOGITS) -> None:
+    for part in logits_parts("x1", logits):
+        rank.say(logits=part.logits)
+
+
+async def spans_named(served: Served, *names: str) -> None:
+    def found() -> bool:
+        return set(names) <= {span.name for span in served.spans.get_finished_spans()}
+
+    await until(found, f"spans {names}")
+
+
+async def test_a_token_from_logits_goes_out_while_the_kv_is_on_its_way(served: Served) -> None:
+    call, rank = await begun_from_logits(served)
+    assert isinstance(await refusal(served), NotFound)
+    send_logits(rank)
+    await until(lambda: bool(served.engine.first_logits_given), "the logits")
+    assert served.engine.first_logits_given == [("x1", LOGITS)]
+    speak(served, DecodeTokens((5,)))
+    assert list((await anext(call)).tokens.token_ids) == [5]
+    rank.land(0)
+    await asyncio.sleep(0.1)
+    assert served.engine.arrived_ids == []
+    rank.land(1)
+    await until(lambda: served.engine.arrived_ids == ["x1"], "arrival")
+    speak(served, DecodeTokens((6,)), DecodeEnded(False, 0))
+    assert list((await anext(call)).tokens.token_ids) == [6]
+    finished = (await anext(call)).finished
+    assert finished.transferred_tokens == 39
+    await spans_named(
+        served,
+        schema.SPAN_DECODE_LOGITS_WAIT,
+        schema.SPAN_DECODE_SAMPLE,
+        schema.SPAN_DECODE_FIRST_TOKEN,
+    )
+    rank.leave()
+
+
+async def test_kv_without_its_logits_is_not_whole(served: Served) -> None:
+    call, rank = await begun_from_logits(served)
+    rank.land(0, 1)
+    await asyncio.sleep(0.1)
+    assert served.engine.arrived_ids == []
+    rank.say(commit=handoff_pb2.Commit(transfer_id="x1", payload_bytes=2 * PIECE_BYTES))
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await anext(call)
+    error = error_from_rpc(raised.value)
+    assert isinstance(error, ProtocolViolation)
+    assert "the logits" in error.detail
+    await rank.hear("cancel")
+    rank.say(quiesced=handoff_pb2.Quiesced(transfer_id="x1"))
+    await until(lambda: served.engine.released_ids == ["x1"], "the blocks")
+    rank.leave()
+
+
+async def test_wrong_logits_fail_the_request_and_nothing_else(served: Served) -> None:
+    call, rank = await begun_from_logits(served)
+    send_logits(rank, LOGITS[:-4])
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await anext(call)
+    assert isinstance(error_from_rpc(raised.value), ProtocolViolation)
+    assert served.engine.first_logits_given == []
+    cancelled = await rank.hear("cancel")
+    assert cancelled.cancel.transfer_id == "x1"
+    rank.leave()
+
+
+async def test_a_transfer_that_fails_after_the_token_ends_the_stream_after_it(
+    served: Served,
+) -> None:
+    call, rank = await begun_from_logits(served)
+    send_logits(rank)
+    await until(lambda: bool(served.engine.first_logits_given), "the logits")
+    speak(served, DecodeTokens((5,)))
+    assert list((await anext(call)).tokens.token_ids) == [5]
+    rank.say(failed=handoff_pb2.Failed(transfer_id="x1", reason="TRANSFER_FAILED", detail="lost"))
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await anext(call)
+    assert isinstance(error_from_rpc(raised.value), TransferFailed)
+    rank.leave()
+
+
+async def test_a_token_from_logits_that_ends_the_answer_ends_the_transfer(served: Served) -> None:
+    call, rank = await begun_from_logits(served)
+    send_logits(rank)
+    await until(lambda: bool(served.engine.first_logits_given), "the logits")
+    speak(served, DecodeTokens((5,)), DecodeEnded(True, 0))
+    events = [event async for event in call]
+    assert list(events[0].tokens.token_ids) == [5]
+    assert events[-1].finished.reason == sampling_pb2.FINISH_REASON_STOP
+    assert events[-1].finished.transferred_tokens == 0
+    cancelled = await rank.hear("cancel")
+    assert cancelled.cancel.transfer_id == "x1"
+    rank.say(quiesced=handoff_pb2.Quiesced(transfer_id="x1"))
+    await until(lambda: served.engine.released_ids == ["x1"], "the blocks")
+    assert served.engine.arrived_ids == []
+    rank.leave()
+
+
+async def test_an_engine_that_takes_no_logits_says_which_field_is_wrong(served: Served) -> None:
+    call = aiter(served.decode.Generate(request(first_token=FROM_LOGITS)))
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await anext(call)
+    error = error_from_rpc(raised.value)
+    assert isinstance(error, InvalidRequest)
+    assert set(error.violations) == {"first_token"}
+    assert served.engine.works == []

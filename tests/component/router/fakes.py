@@ -156,7 +156,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
 
 
 def reserved(request: decode_pb2.GenerateRequest, start: int = 0) -> decode_pb2.GenerateResponse:
-    told = request.first_token == first_token_pb2.FIRST_TOKEN_POLICY_PREFILL
+    told = request.first_token != first_token_pb2.FIRST_TOKEN_POLICY_UNSPECIFIED
     end = len(request.token_ids) - (0 if told else 1) if request.remote_prefill else start
     return decode_pb2.GenerateResponse(
         reserved=decode_pb2.Reserved(start_token=start, end_token=end)

@@ -1,4 +1,4 @@
-"""First tokens from prefill workers, through a real router to scripted workers."""
+"""First tokens from prefill workers or their logits, through a real router to scripted workers."""
 
 from __future__ import annotations
 
@@ -24,16 +24,19 @@ from tests.component.router.fakes import (
     begin_answer,
     eventually,
     fail,
+    finished,
     go_on,
     hand_over,
     reserved,
     say,
     stall,
     text_of,
+    tokens,
 )
 
 PREFILL = first_token_pb2.FIRST_TOKEN_POLICY_PREFILL
 DECODE = first_token_pb2.FIRST_TOKEN_POLICY_DECODE
+LOGITS = first_token_pb2.FIRST_TOKEN_POLICY_LOGITS
 
 
 def sampling(count: int, **fields: Any) -> sampling_pb2.SamplingParams:
@@ -116,6 +119,96 @@ async def test_a_first_token_that_ends_the_answer_ends_everything(
     await eventually(lambda: prefill.cancels == [task.transfer_id])
     await eventually(lambda: decode.cancelled == {task.transfer_id})
     assert not decode.first_tokens
+
+
+def from_logits(text: str) -> Any:
+    """The first letter at once, and the others after the KV cache."""
+
+    async def script(worker: FakeDecode, request: Any) -> Any:
+        yield reserved(request)
+        yield tokens(text[0])
+        await worker.handoff.of(request.transfer_id).wait()
+        yield tokens(text[1:])
+        yield finished(request)
+
+    return script
+
+
+async def test_the_client_has_a_token_from_logits_before_the_transfer_is_done(rig: Rig) -> None:
+    decode = await rig.add_decode(from_logits("Paris"))
+    prefill = await rig.add_prefill(stall)
+    request = inference_pb2.GenerateRequest(
+        text="capital?", first_token=LOGITS, sampling=sampling(9)
+    )
+    call = rig.stub.Generate(request, timeout=10)
+    first = await call.read()
+    assert first.text == "P"
+    await eventually(lambda: bool(prefill.tasks))
+    (task,), (asked,) = prefill.tasks, decode.requests
+    assert bytes(task.token_ids) == bytes(asked.token_ids) == b"capital?"
+    assert task.send_logits
+    assert not task.HasField("sampling")
+    assert asked.first_token == LOGITS
+    await hand_over(prefill, task)
+    responses = [first, *await rest_of(call)]
+    assert text_of(responses) == "Paris"
+    assert responses[-1].timing.attempts == 1
+
+
+async def test_a_prefill_that_fails_after_a_token_from_logits_costs_no_token(rig: Rig) -> None:
+    """The token shows nothing of the transfer, so the prefill worker is still heard."""
+    spoken = asyncio.Event()
+
+    async def decode_script(worker: FakeDecode, request: Any) -> Any:
+        if request.generated_token_count:
+            async for event in say("aris")(worker, request):
+                yield event
+            return
+        yield reserved(request)
+        yield tokens("P")
+        spoken.set()
+        await asyncio.sleep(60)
+
+    async def prefill_script(worker: FakePrefill, task: Any) -> None:
+        if task.send_logits:
+            await spoken.wait()
+            await asyncio.sleep(0.2)
+            await fail(TransferFailed.reason)(worker, task)
+        else:
+            await hand_over(worker, task)
+
+    for _ in range(2):
+        await rig.add_decode(decode_script)
+        await rig.add_prefill(prefill_script)
+    responses = await rig.ask("capital?", first_token=LOGITS)
+    assert text_of(responses) == "Paris"
+    assert responses[-1].timing.attempts == 2
+    assert responses[-1].usage.completion_tokens == 5
+
+
+async def test_logits_that_are_lost_are_not_asked_for_again(rig: Rig) -> None:
+    decode = await rig.add_decode(wait_for_logits)
+    prefill = await rig.add_prefill(lose_logits)
+    responses = await rig.ask("capital?", first_token=LOGITS)
+    assert text_of(responses) == "Paris"
+    assert responses[-1].timing.attempts == 2
+    assert [request.first_token for request in decode.requests] == [LOGITS, 0]
+    assert [task.send_logits for task in prefill.tasks] == [True, False]
+    assert bytes(prefill.tasks[-1].token_ids) == b"capital"
+
+
+async def wait_for_logits(worker: FakeDecode, request: Any) -> Any:
+    async for event in (stay_silent if request.first_token else say("Paris"))(worker, request):
+        yield event
+
+
+async def stay_silent(worker: FakeDecode, request: Any) -> Any:
+    yield reserved(request)
+    await asyncio.sleep(60)
+
+
+async def lose_logits(worker: FakePrefill, task: Any) -> None:
+    await (fail(TransferFailed.reason) if task.send_logits else hand_over)(worker, task)
 
 
 async def break_transfer(worker: FakePrefill, task: Any) -> None:

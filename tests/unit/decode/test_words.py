@@ -59,11 +59,13 @@ def test_what_was_generated_leaves_a_prompt_and_a_token_to_make() -> None:
     assert set(refused.value.violations) == {"sampling.max_tokens"}
 
 
-def test_a_first_token_from_prefill_needs_a_transfer_of_everything() -> None:
-    told = first_token_pb2.FIRST_TOKEN_POLICY_PREFILL
+@pytest.mark.parametrize("maker", ["PREFILL", "LOGITS"])
+def test_a_first_token_by_prefills_help_needs_a_transfer_of_everything(maker: str) -> None:
+    told = first_token_pb2.FirstTokenPolicy.Value(f"FIRST_TOKEN_POLICY_{maker}")
     work = work_from_proto(request(first_token=told, token_ids=[5]))
     assert work.remote_kv
     assert work.awaits_first_token
+    assert work.from_logits == (maker == "LOGITS")
     assert work.transferable_tokens == 1
     for changes in ({"remote_prefill": False}, {"generated_token_count": 1}):
         with pytest.raises(InvalidRequest) as refused:

@@ -205,3 +205,29 @@ def test_what_cannot_be_fenced_has_failed() -> None:
     side.fence = fail
     side.begin_step(StepPlan(received=["r"]))
     assert side.end_step() == (set(), {"r"}, {"r"})
+
+
+def test_only_the_logits_of_a_last_token_are_sent_on_and_no_others_are_read() -> None:
+    side, sender, _ = started()
+
+    def never() -> bytes:
+        raise AssertionError("nobody wants these")
+
+    side.begin_step(StepPlan(opened=[TARGET], computed=[SPAN]))
+    side.end_step()
+    side.sampled("x1", never)
+    side.begin_step(StepPlan(computed=[TAIL], final=["x1", "x2"]))
+    side.end_step()
+    side.sampled("x2", never)
+    side.sampled("x1", lambda: b"row")
+    assert sender.said[-1] == ("logits", "x1", "row")
+    side.begin_step(StepPlan())
+    side.sampled("x1", never)
+
+
+def test_logits_of_a_stopped_transfer_are_not_read() -> None:
+    side, sender, _ = started()
+    side.begin_step(StepPlan(opened=[TARGET], computed=[SPAN], final=["x1"]))
+    quiet(side)
+    side.sampled("x1", lambda: b"row")
+    assert all(said[0] != "logits" for said in sender.said)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -142,6 +143,17 @@ def test_chunks_hand_over_whole_blocks_until_the_last() -> None:
     assert [(s.start_token, s.end_token, s.block_ids[0]) for s in third.computed] == [
         (64, 150, (1, 2, 3, 4, 5))
     ]
+
+
+def test_the_step_of_the_last_token_is_told_where_its_logits_are_wanted() -> None:
+    scheduler, _ = side()
+    admit_send(scheduler, target_of(0, 150), "r")
+    admit_send(scheduler, replace(target_of(0, 150, "x2"), with_logits=True), "s")
+    first = scheduler.plan_step(
+        [step("r", 0, 70, (1,), new=True), step("s", 0, 70, (2,), True)], ()
+    )
+    last = scheduler.plan_step([step("r", 70, 80), step("s", 70, 80)], ())
+    assert (first.final, last.final) == ([], ["x2"])
 
 
 def test_a_cached_prefix_is_handed_over_from_where_decode_lacks_it() -> None:
