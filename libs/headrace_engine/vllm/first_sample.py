@@ -29,7 +29,9 @@ class FirstSampler:
         self._config = vllm_config
         self._vocabulary = vocabulary_size(vllm_config)
         self._sampler = make_sampler(vllm_config)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="headrace-first-sample")
+        self._thread = ThreadPoolExecutor(
+            1, thread_name_prefix="headrace-first-sample", initializer=_use_one_thread
+        )
 
     @property
     def logits_bytes(self) -> int:
@@ -80,6 +82,13 @@ class FirstSampler:
             (token_id,),
             (_logprobs(found.logprob_token_ids[0], found.logprobs[0], sampling.logprobs),),
         )
+
+
+def _use_one_thread() -> None:
+    """One row is little work, and OpenMP's threads spin after it."""
+    import torch
+
+    torch.set_num_threads(1)
 
 
 def _logprobs(token_ids: Tensor, logprobs: Tensor, count: int) -> TokenLogprobs:

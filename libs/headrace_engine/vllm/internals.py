@@ -227,7 +227,8 @@ def vocabulary_size(vllm_config: VllmConfig) -> int:
 
 
 def make_sampler(vllm_config: VllmConfig) -> Sampler:
-    """As a model runner has it."""
+    """As a model runner has it, with the kernels that it calls."""
+    import vllm._custom_ops  # noqa: F401
     from vllm.v1.sample.sampler import Sampler
 
     model = vllm_config.model_config

@@ -340,6 +340,7 @@ def test_deadlines_are_bounded() -> None:
         ({"deadline_unix_s": "now"}, "deadline_unix_s"),
         ({"deadline_unix_s": float("nan")}, "deadline_unix_s"),
         ({"do_remote_decode": True}, "do_remote_prefill"),
+        ({"first_token": "logits"}, "first_token"),
     ],
 )
 def test_wrong_parameters_are_named(change: dict[str, Any], field: str) -> None:

@@ -55,6 +55,8 @@ def read_request(params: Mapping[str, Any] | None, timeout_s: float) -> Fetches 
         problems["transfer_id"] = f"must be text of at most {TRANSFER_ID_CHARACTERS_MAX} characters"
     elif fetches and not transfer_id:
         problems["transfer_id"] = "must not be empty"
+    if params.get("first_token", "decode") != "decode":
+        problems["first_token"] = "must be decode: only Headrace's services know the other ways"
     deadline = _deadline(params.get("deadline_unix_s"), timeout_s, problems)
     source = _source(params, problems) if fetches else ""
     if problems:
