@@ -16,6 +16,7 @@ from headrace_common import telemetry_schema as schema
 from headrace_common.errors import (
     DuplicateTransfer,
     HeadraceError,
+    InternalError,
     InvalidRequest,
     NotFound,
     ProtocolViolation,
@@ -177,6 +178,17 @@ async def test_a_token_from_logits_goes_out_while_the_kv_is_on_its_way(served: S
         schema.SPAN_DECODE_SAMPLE,
         schema.SPAN_DECODE_FIRST_TOKEN,
     )
+    rank.leave()
+
+
+async def test_a_second_token_before_the_kv_is_there_never_goes_out(served: Served) -> None:
+    call, rank = await begun_from_logits(served)
+    send_logits(rank)
+    await until(lambda: bool(served.engine.first_logits_given), "the logits")
+    speak(served, DecodeTokens((5, 6)))
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await anext(call)
+    assert isinstance(error_from_rpc(raised.value), InternalError)
     rank.leave()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -223,7 +224,7 @@ async def test_a_token_from_logits_that_ends_the_answer(ends: str) -> None:
         length = both.decode.context_tokens - 1 if ends == "context" else 40
         prompt = prompt_of(length)
         first = both.decode.model.expected_tokens(prompt, 1)
-        changes = {
+        changes: dict[str, Any] = {
             "max_tokens": {"max_tokens": 1},
             "stop": {"stop_token_ids": first},
             "context": {},
