@@ -394,6 +394,7 @@ class DescriptorCache:
             key, _ = self._ahead.popitem()
             try:
                 await self._fetch(key, Deadline.after(_CALL_TIMEOUT_S))
+                _log.debug("the KV memory of %s@%s is known before it is needed", *key)
             except (HeadraceError, TimeoutError) as error:
                 # It is asked for again when it is needed.
                 _log.debug("no descriptor of %s@%s yet: %r", *key, error)

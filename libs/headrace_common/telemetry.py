@@ -15,7 +15,6 @@ from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
-from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -229,7 +228,10 @@ def _new_provider(service: str, worker_id: str) -> TracerProvider:
     return TracerProvider(sampler=ParentBased(ALWAYS_ON), resource=resource, shutdown_on_exit=False)
 
 
-def _otlp_exporter(endpoint: str) -> OTLPSpanExporter:
+def _otlp_exporter(endpoint: str) -> SpanExporter:
+    # Most processes have no collector, and need not wait for this at their start.
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+
     insecure = not endpoint.startswith("https://")
     return OTLPSpanExporter(endpoint=endpoint, insecure=insecure, timeout=_EXPORT_TIMEOUT_S)
 

@@ -1,6 +1,12 @@
 """Starts the decode service."""
 
-from headrace_decode.main import main
+from headrace_common.start import start
+
+
+def main() -> None:
+    """Runs until SIGTERM."""
+    start("headrace_decode.main")
+
 
 if __name__ == "__main__":
     main()

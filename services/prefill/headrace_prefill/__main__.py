@@ -1,6 +1,12 @@
 """Starts the prefill service."""
 
-from headrace_prefill.main import main
+from headrace_common.start import start
+
+
+def main() -> None:
+    """Runs until SIGTERM."""
+    start("headrace_prefill.main")
+
 
 if __name__ == "__main__":
     main()

@@ -1,5 +1,12 @@
-"""`python -m headrace_registry`."""
+"""Starts the registry service."""
 
-from headrace_registry.main import main
+from headrace_common.start import start
 
-main()
+
+def main() -> None:
+    """Runs until SIGTERM."""
+    start("headrace_registry.main")
+
+
+if __name__ == "__main__":
+    main()

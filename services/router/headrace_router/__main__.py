@@ -1,5 +1,12 @@
-"""`python -m headrace_router`."""
+"""Starts the router service."""
 
-from headrace_router.main import main
+from headrace_common.start import start
 
-main()
+
+def main() -> None:
+    """Runs until SIGTERM."""
+    start("headrace_router.main")
+
+
+if __name__ == "__main__":
+    main()

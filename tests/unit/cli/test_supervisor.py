@@ -16,7 +16,11 @@ from headrace_cli.supervisor import Supervisor, log_tail
 from headrace_cli.topology import ProcessSpec
 from headrace_common.errors import ConfigError, WorkerGone
 
-READY = "import sys, pathlib; pathlib.Path(sys.argv[1]).write_text('127.0.0.1:1\\n');"
+# Whoever sees the file sees all of it, as with services.
+READY = (
+    "import sys, pathlib; ready = pathlib.Path(sys.argv[1] + '.draft'); "
+    "ready.write_text('127.0.0.1:1'); ready.replace(sys.argv[1]);"
+)
 # What a signal does is settled before the port file invites one.
 OBEDIENT = f"import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); {READY} signal.pause()"
 DEAF = (

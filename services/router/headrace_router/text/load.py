@@ -7,7 +7,6 @@ from pathlib import Path
 
 from headrace_router.text.bytes import ByteCodec
 from headrace_router.text.codec import TextCodec
-from headrace_router.text.hf import HuggingFaceCodec
 
 SIMULATED_MODEL = "sim"
 
@@ -18,6 +17,13 @@ def load_codecs(models: Mapping[str, str]) -> dict[str, TextCodec]:
     Raises ConfigError naming the folder at fault.
     """
     return {
-        name: ByteCodec() if folder == SIMULATED_MODEL else HuggingFaceCodec(Path(folder))
+        name: ByteCodec() if folder == SIMULATED_MODEL else _hugging_face(Path(folder))
         for name, folder in models.items()
     }
+
+
+def _hugging_face(folder: Path) -> TextCodec:
+    # Tokenizers and templates are slow to import, and "sim" needs neither.
+    from headrace_router.text.hf import HuggingFaceCodec
+
+    return HuggingFaceCodec(folder)
