@@ -40,7 +40,7 @@ PREFIX_KEY = 1
 TICKET_KEY = bytes(range(32))
 
 
-async def eventually(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+async def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
     """Waits until `condition` holds; fails the test when it never does."""
     async with asyncio.timeout(timeout_s):
         while not condition():
@@ -418,6 +418,17 @@ class Rig:
         assert worker.member.worker_id in known
         await eventually(lambda: bool(self.router.workers.table("sim").reachable.all()))
         return worker
+
+    async def loads_known(self) -> None:
+        """Until the router has heard how many requests each decode worker says it runs."""
+        told = {worker.member.worker_id: worker.running_requests for worker in self.decodes}
+
+        def heard() -> bool:
+            table = self.router.workers.table("sim")
+            loads = zip(table.workers, table.requests, table.reachable, strict=True)
+            return told == {one.ref.worker_id: int(n) for one, n, known in loads if known}
+
+        await eventually(heard)
 
     def refresh(self) -> None:
         self.router.update([worker.member for worker in self.decodes])

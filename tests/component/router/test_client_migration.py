@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -52,7 +51,7 @@ def assert_whole(responses: list[inference_pb2.GenerateResponse], attempts: int)
 async def prefer(rig: Rig, number: int) -> None:
     for index, decode in enumerate(rig.decodes):
         decode.running_requests = 0 if index == number else 7
-    await asyncio.sleep(0.2)
+    await rig.loads_known()
 
 
 async def test_the_client_goes_on_at_another_worker_by_itself(open_rig: Rig) -> None:

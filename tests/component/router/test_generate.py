@@ -115,7 +115,7 @@ async def test_a_bad_request_is_refused_whoever_is_there(rig: Rig) -> None:
 async def test_a_full_decode_worker_is_passed_over(rig: Rig) -> None:
     first, second = await rig.add_decode(full), await rig.add_decode(say("ok"))
     second.running_requests = 5
-    await asyncio.sleep(0.2)
+    await rig.loads_known()
     responses = await rig.ask()
     assert text_of(responses) == "ok"
     assert responses[-1].timing.attempts == 2
@@ -208,7 +208,7 @@ async def test_decode_dying_before_the_first_token_is_retried_elsewhere(rig: Rig
     prefill.behaviour = lambda worker, task: (
         hand_over(worker, task) if task.decode_worker_id == "d1" else stall(worker, task)
     )
-    await asyncio.sleep(0.2)
+    await rig.loads_known()
     responses = await rig.ask()
     assert text_of(responses) == "ok"
     assert responses[-1].timing.decode_worker_id == "d1"
@@ -224,7 +224,7 @@ async def test_a_stale_incarnation_is_retried_on_the_new_one(rig: Rig) -> None:
     await rig.add_decode(stale)
     spare = await rig.add_decode(say("ok"))
     spare.running_requests = 5
-    await asyncio.sleep(0.2)
+    await rig.loads_known()
     assert text_of(await rig.ask()) == "ok"
 
 

@@ -112,7 +112,7 @@ async def test_the_answer_goes_on_at_another_worker(rig: Rig, letters: int) -> N
         await rig.add_decode(recite(letters, die))
     await rig.add_decode(recite(99))
     rig.decodes[2].running_requests = 7
-    await asyncio.sleep(0.2)
+    await rig.loads_known()
     responses = await rig.ask(sampling=params(logprobs=1, seed=7))
     assert text_of(responses) == ANSWER
     spoken = [token for response in responses for token in response.token_ids]
@@ -137,7 +137,7 @@ async def test_a_stop_text_is_found_across_the_seam(rig: Rig) -> None:
     await rig.add_decode(recite(ANSWER.encode().index(b"S") + 2, die))
     await rig.add_decode(recite(99))
     rig.decodes[1].running_requests = 7
-    await asyncio.sleep(0.2)
+    await rig.loads_known()
     responses = await rig.ask(sampling=params(stop=["Süden"]))
     assert text_of(responses) == "Grüße aus dem "
     assert responses[-1].finish_reason == sampling_pb2.FINISH_REASON_STOP
@@ -150,7 +150,7 @@ async def test_prompt_and_answer_so_far_are_prefilled_by_the_usual_policy(rig: R
     await rig.add_decode(recite(99))
     rig.decodes[2].running_requests = 7
     prefill = await rig.add_prefill(hand_over)
-    await asyncio.sleep(0.2)
+    await rig.loads_known()
     responses = await rig.ask(sampling=params())
     assert text_of(responses) == ANSWER
     for request in asked(rig):
@@ -173,7 +173,7 @@ async def test_an_answer_begun_by_prefill_goes_on_too(rig: Rig) -> None:
     await rig.add_decode(recite(99, answer="Paris"))
     rig.decodes[1].running_requests = 7
     await rig.add_prefill(begin_or_hand_over)
-    await asyncio.sleep(0.2)
+    await rig.loads_known()
     responses = await rig.ask(
         first_token=first_token_pb2.FIRST_TOKEN_POLICY_PREFILL,
         sampling=sampling_pb2.SamplingParams(max_tokens=5),
@@ -192,7 +192,7 @@ async def test_what_had_nothing_left_to_say_ends_where_it_was(rig: Rig, by: str)
     await rig.add_decode(recite(4, die))
     spare = await rig.add_decode(recite(99))
     spare.running_requests = 7
-    await asyncio.sleep(0.2)
+    await rig.loads_known()
     if by == "length":
         sampling = sampling_pb2.SamplingParams(max_tokens=4)
         reason = sampling_pb2.FINISH_REASON_LENGTH
@@ -220,7 +220,7 @@ async def test_a_worker_that_ends_the_stream_by_itself_is_left(rig: Rig, error: 
     leaving = await rig.add_decode(recite(9, give_up(error)))
     await rig.add_decode(recite(99))
     rig.decodes[1].running_requests = 7
-    await asyncio.sleep(0.2)
+    await rig.loads_known()
     responses = await rig.ask(sampling=params())
     assert text_of(responses) == ANSWER
     assert responses[-1].timing.attempts == 2
@@ -231,7 +231,7 @@ async def test_a_bug_in_a_worker_is_not_spread_to_others(rig: Rig) -> None:
     await rig.add_decode(recite(9, give_up(InternalError("as scripted"))))
     await rig.add_decode(recite(99))
     rig.decodes[1].running_requests = 7
-    await asyncio.sleep(0.2)
+    await rig.loads_known()
     assert isinstance(await error_of(rig, sampling=params()), InternalError)
     assert not rig.decodes[1].requests
 
@@ -257,7 +257,7 @@ async def test_refusals_cost_a_begun_answer_no_attempt(rig: Rig) -> None:
     for script in (full, leaving, full):
         (await rig.add_decode(script)).running_requests = 3
     (await rig.add_decode(recite(99))).running_requests = 7
-    await asyncio.sleep(0.2)
+    await rig.loads_known()
     responses = await rig.ask(sampling=params())
     assert text_of(responses) == ANSWER
     assert responses[-1].timing.attempts == 5
@@ -267,7 +267,7 @@ async def test_a_begun_answer_waits_for_room_until_its_deadline(rig: Rig) -> Non
     crowded = await rig.add_decode(recite(2, give_up(Draining("shutting down"))))
     other = await rig.add_decode(full)
     other.running_requests = 7
-    await asyncio.sleep(0.2)
+    await rig.loads_known()
     asking = asyncio.create_task(rig.ask(sampling=params()))
     await eventually(lambda: len(other.requests) >= 2)
     other.script = recite(99)
@@ -306,7 +306,7 @@ async def test_a_dead_worker_costs_one_attempt_in_all(rig: Rig) -> None:
     """Passive health: the registry still names it, and nobody else tries it."""
     dead, alive = await rig.add_decode(recite(99)), await rig.add_decode(recite(99))
     alive.running_requests = 7
-    await asyncio.sleep(0.2)
+    await rig.loads_known()
     await dead.kill()
     attempts = []
     for _ in range(12):
@@ -319,7 +319,7 @@ async def test_a_dead_worker_costs_one_attempt_in_all(rig: Rig) -> None:
 async def test_a_worker_in_doubt_is_chosen_again_once_it_reports(rig: Rig) -> None:
     first, second = await rig.add_decode(recite(99)), await rig.add_decode(recite(99))
     second.running_requests = 7
-    await asyncio.sleep(0.2)
+    await rig.loads_known()
     table = rig.router.workers.table("sim")
     ref = next(w.ref for w in table.workers if w.ref.worker_id == "d0")
     rig.router.workers.doubt(ref)
@@ -335,7 +335,7 @@ async def test_the_trace_has_a_span_for_each_attempt(rig: Rig) -> None:
     await rig.add_decode(recite(9, die))
     await rig.add_decode(recite(99))
     rig.decodes[1].running_requests = 7
-    await asyncio.sleep(0.2)
+    await rig.loads_known()
     responses = await rig.ask(sampling=params())
     stub: Any = trace_pb2_grpc.TraceServiceStub(rig.channel)
     attempts: list[trace_pb2.Span] = []
