@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -35,22 +36,30 @@ class Context:
         return self._remaining_s
 
 
+@pytest.fixture(autouse=True)
+def still_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No time passes between one deadline and the next."""
+    monkeypatch.setattr("headrace_common.deadlines.time", SimpleNamespace(time=lambda: 1.8e9))
+
+
 @pytest.mark.parametrize(("client_s", "router_s", "transfer_s"), DERIVED)
 def test_every_wait_ends_in_time_for_the_one_around_it(
     client_s: float, router_s: float, transfer_s: float
 ) -> None:
     router = service._deadline_of(cast("Any", Context(client_s)), 600.0)
-    assert router.remaining_s() == pytest.approx(router_s, abs=0.02)
+    assert router.remaining_s() == pytest.approx(router_s, abs=0.001)
     # Decode gets the router's by its RPC, and prefill by its task.
     decode = Deadline.from_context(cast("Any", Context(router.remaining_s())), 600.0)
     transfer = transfer_deadline(decode)
-    assert transfer.remaining_s() == pytest.approx(transfer_s, abs=0.02)
-    assert transfer.unix_s < decode.unix_s <= router.unix_s + 0.01 < Deadline.after(client_s).unix_s
+    assert transfer.remaining_s() == pytest.approx(transfer_s, abs=0.001)
+    assert (
+        transfer.unix_s < decode.unix_s <= router.unix_s + 0.001 < Deadline.after(client_s).unix_s
+    )
 
 
 def test_a_caller_without_a_deadline_gets_the_default() -> None:
     router = service._deadline_of(cast("Any", Context(None)), 30.0)
-    assert router.remaining_s() == pytest.approx(29.8, abs=0.02)
+    assert router.remaining_s() == pytest.approx(29.8, abs=0.001)
 
 
 @pytest.mark.parametrize(

@@ -47,9 +47,9 @@ TOKENS = 3 * BLOCK_TOKENS
 
 
 async def test_failed_write_is_told_at_once_and_released_only_when_quiet() -> None:
-    """The transport says "failed", yet its bytes land 0.3 s later: the blocks must stay held that long."""
-    late = FaultPlan({4: Fault(FaultKind.FAIL_LATE, seconds=0.3)})
-    transports = memory_transports(late, quiet_after_failure_s=0.5)
+    """The transport says "failed", yet its bytes land 1 s later: the blocks must stay held that long."""
+    late = FaultPlan({4: Fault(FaultKind.FAIL_LATE, seconds=1.0)})
+    transports = memory_transports(late, quiet_after_failure_s=1.2)
     async with running(make_layout(1), make_layout(1), transports) as rig:
         rig.fill(BLOCKS, seed=1)
         transfer = rig.reserve(TOKENS)
@@ -58,7 +58,7 @@ async def test_failed_write_is_told_at_once_and_released_only_when_quiet() -> No
         start = time.monotonic()
         with pytest.raises(TransferFailed, match="rank 0 of prefill-0"):
             await transfer.wait()
-        assert time.monotonic() - start < 0.4
+        assert time.monotonic() - start < 0.95
         assert rig.receiver.quarantined_blocks == 3
         assert not rig.released
         assert rig.senders[0].is_active(transfer.transfer_id)

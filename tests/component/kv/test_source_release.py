@@ -143,6 +143,6 @@ async def test_a_write_that_stands_still_is_given_up_with_the_lease() -> None:
         await until(lambda: transfer.state is TransferState.RECEIVING)
         start = time.monotonic()
         rig.receiver.cancel(transfer.transfer_id, "CANCELLED", "the client left")
-        await rig.quiet(transfer.transfer_id, 1.5)
-        assert time.monotonic() - start < 0.8 + 0.4
-        await until(lambda: bool(rig.released), 0.5)
+        await rig.quiet(transfer.transfer_id, 5.0)
+        assert time.monotonic() - start < 0.8 + 2
+        await until(lambda: bool(rig.released), 2.0)

@@ -198,7 +198,7 @@ async def test_an_etcd_that_hangs_holds_up_nobody(etcd: EtcdServer) -> None:
                 started_s = time.monotonic()
                 listed = await stub.ListMembers(registry_pb2.ListMembersRequest(), timeout=2)
                 assert len(listed.members) == 1
-                assert time.monotonic() - started_s < 0.3
+                assert time.monotonic() - started_s < 0.45
             await pending
         finally:
             etcd.resume()

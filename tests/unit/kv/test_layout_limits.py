@@ -53,9 +53,9 @@ def test_what_is_beyond_all_bounds_is_refused_fast_by_workers_and_registry(
     assert layout_from_proto(layout) == LAYOUT
     assert layout_violations(layout, "layout") == {}
     spoil(layout)
-    started_s = time.monotonic()
+    started_s = time.process_time()
     with pytest.raises(LayoutMismatch, match="beyond all bounds"):
         layout_from_proto(layout)
     assert layout_violations(layout, "layout")
     assert descriptor_violations(layout_pb2.KvDescriptor(layout=layout), "descriptor")
-    assert time.monotonic() - started_s < 1.0
+    assert time.process_time() - started_s < 1.0

@@ -125,7 +125,7 @@ def test_a_deadline_ends_what_is_under_way(rig: Rig) -> None:
     start_s = time.monotonic()
     with pytest.raises(TransferFailed, match="has not moved"):
         rig.worker.submit("bad", runs(), 0.1).result(5.0)
-    assert time.monotonic() - start_s < 0.8
+    assert time.monotonic() - start_s < 3.0
 
 
 def test_a_late_write_that_still_moves_costs_nobody_else_anything(rig: Rig) -> None:

@@ -297,9 +297,9 @@ async def test_a_promise_ends_where_its_task_begins() -> None:
     with queue.promised(LAYOUT, 100):
         before_s = queue.estimate().wait_s
     waiting = add(queue, "waiting", tokens=100)
-    assert queue.estimate().wait_s == pytest.approx(before_s, abs=0.02)
+    assert queue.estimate().wait_s == pytest.approx(before_s, abs=0.045)
     waiting.cancel()
-    assert queue.estimate().wait_s == pytest.approx(before_s / 2, abs=0.02)
+    assert queue.estimate().wait_s == pytest.approx(before_s / 2, abs=0.045)
 
 
 async def test_promises_fill_the_queue_and_outlive_its_workers() -> None:
