@@ -92,7 +92,7 @@ def assemble(
     """
     store = TraceStore(config.trace_count)
     telemetry.add_exporter(StoreExporter(store))
-    workers = WorkerView(lambda endpoint: open_channel(endpoint, config))
+    workers = WorkerView(lambda endpoint: open_channel(endpoint, config), config.worker_wait_s)
     prefixes = PrefixIndexes(lambda endpoint: open_channel(endpoint, config), prefix_hash_key)
     queue = PrefillQueue(config.max_queued_tasks, config.prefix_wait_s)
     limits = AdmissionLimits(

@@ -96,6 +96,11 @@ class RouterConfig(ServiceConfig):
         description="Seconds that an answer which has begun waits for a decode worker that can go on with it, when "
         "its own is gone.",
     )
+    worker_wait_s: NonNegativeSeconds = Field(
+        5.0,
+        description="Seconds from the router's start, or from when the last decode worker of a model is lost, in which "
+        "requests for it wait for one rather than fail.",
+    )
     look_aside: bool = Field(
         False,
         description="Whether clients that ask may stream from decode workers directly, which then must reach them.",
@@ -113,6 +118,7 @@ class RouterConfig(ServiceConfig):
             self,
             ("prefix_wait_s", "default_deadline_s"),
             ("admission_wait_s", "default_deadline_s"),
+            ("worker_wait_s", "default_deadline_s"),
         )
         return self
 

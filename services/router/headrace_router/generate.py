@@ -180,9 +180,10 @@ class Generator:
             self._on_migration(error.reason)
 
     async def _before_another(self, job: Job, blame: Blame) -> None:
-        """What has begun waits for a decode worker that answers, rather than spend its attempts on dead ones."""
+        """Waits for a decode worker that answers, rather than spend attempts on dead ones."""
         blame.forget_full()
         if not job.answer.generated:
+            await self._view.wait_for_worker(job.request.model, job.deadline)
             return
         give_up = Deadline.after(min(blame.wait_left_s, job.deadline.remaining_s()))
         while not give_up.expired:

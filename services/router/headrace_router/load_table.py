@@ -76,6 +76,11 @@ class LoadTable:
         self.reachable[row] = load.reachable
         self.draining[row] = load.draining
 
+    @property
+    def answering(self) -> bool:
+        """Whether any worker reports and takes new requests."""
+        return bool((self.reachable & ~self.draining).any())
+
     def flags(self, refs: Collection[WorkerRef]) -> Flags:
         """True in the rows of these workers."""
         marked: Flags = np.zeros(len(self), np.bool_)

@@ -116,7 +116,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     ) -> Answer:
         request_id = _request_id(request)
         with self._request_span(request_id, arrival_unix_ns) as root:
-            prepared = await self._prepare(request, request_id, root)
+            prepared = await self._prepare(request, request_id, root, deadline)
             await ticket.queue_tokens(len(prepared.token_ids))
             return await self._answer(prepared, context, ticket, root, deadline, arrival_unix_ns)
 
@@ -135,7 +135,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             self._request_span(request_id, arrival_unix_ns, kept=not request.explain) as root,
         ):
             held.enter_context(self._admission.holding(ticket))
-            prepared = await self._prepare(request.request, request_id, root)
+            wait = None if request.explain else deadline
+            prepared = await self._prepare(request.request, request_id, root, wait)
             decision = self._generator.route(prepared, root, deadline, request.avoid_worker_ids)
             direct: inference_pb2.DirectRequest | None = None
             if not request.explain:
@@ -266,6 +267,20 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         return answer
 
     async def _prepare(
+        self,
+        request: inference_pb2.GenerateRequest,
+        request_id: str,
+        root: Span,
+        deadline: Deadline | None,
+    ) -> PreparedRequest:
+        """Waits for a decode worker where that can help, unless `deadline` is None."""
+        prepared = await self._prepare_now(request, request_id, root)
+        if deadline is not None and await self._view.wait_for_worker(prepared.model, deadline):
+            # Only now it is known how long a context the workers take.
+            prepared = await self._prepare_now(request, request_id, root)
+        return prepared
+
+    async def _prepare_now(
         self, request: inference_pb2.GenerateRequest, request_id: str, root: Span
     ) -> PreparedRequest:
         start_unix_ns = time.time_ns()

@@ -15,8 +15,10 @@ from google.protobuf.duration_pb2 import Duration
 
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
+from headrace_common.deadlines import Deadline
 from headrace_kv.layout import WorkerRef, layout_from_proto
 from headrace_router.load_table import Load, LoadTable, Worker
+from headrace_router.presence import Presence
 
 _LOG = logging.getLogger(__name__)
 
@@ -155,13 +157,21 @@ class WorkerView:
     One event loop owns it; `update` is called on every change of the registry's view.
     """
 
-    def __init__(self, open_channel: Callable[[str], grpc.aio.Channel]) -> None:
+    def __init__(
+        self, open_channel: Callable[[str], grpc.aio.Channel], worker_wait_s: float = 0.0
+    ) -> None:
+        """`worker_wait_s`: see RouterConfig."""
         self._open_channel = open_channel
         self._tracked: dict[WorkerRef, _Tracked] = {}
         self._tables: dict[str, LoadTable] = {}
+        self._presence = Presence(worker_wait_s)
+        self._loaded = False
 
     def update(self, members: Iterable[registry_pb2.Member]) -> None:
         """Takes over the registry's decode members. Requests on those that left go on."""
+        if not self._loaded:
+            self._loaded = True
+            self._presence.begin()
         workers = {
             worker.ref: worker
             for worker in (
@@ -191,18 +201,28 @@ class WorkerView:
         by_model: dict[str, list[_Tracked]] = {}
         for tracked in self._tracked.values():
             by_model.setdefault(tracked.worker.model, []).append(tracked)
+        left = self._tables.keys() - by_model.keys()
         self._tables = {
             model: LoadTable(tracked.worker for tracked in members)
             for model, members in by_model.items()
         }
         for tracked in self._tracked.values():
-            self._note_load(tracked)
+            tracked_model = tracked.worker.model
+            self._tables[tracked_model].set(tracked.worker.ref, tracked.load())
+        for model in (*left, *self._tables):
+            self._presence.note(model, self.table(model).answering)
 
     def _note_load(self, tracked: _Tracked) -> None:
         """Workers that left are nobody's candidates, whatever they say."""
         worker = tracked.worker
-        if self._tracked.get(worker.ref) is tracked and worker.model in self._tables:
-            self._tables[worker.model].set(worker.ref, tracked.load())
+        table = self._tables.get(worker.model)
+        if self._tracked.get(worker.ref) is tracked and table is not None:
+            table.set(worker.ref, tracked.load())
+            self._presence.note(worker.model, table.answering)
+
+    async def wait_for_worker(self, model: str, deadline: Deadline) -> bool:
+        """While no decode worker of `model` answers, and that is not so for long, waits for one; whether it did."""
+        return await self._presence.wait(model, deadline)
 
     def context_tokens(self) -> dict[str, int]:
         """By model, the most tokens that every live decode worker of it takes."""

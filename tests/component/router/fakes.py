@@ -384,7 +384,7 @@ class Rig:
     """A router on a real port, with the workers that a test adds."""
 
     def __init__(self, **settings: Any) -> None:
-        self.config = RouterConfig(model=("sim",), **settings)
+        self.config = RouterConfig(model=("sim",), **{"worker_wait_s": 0.2, **settings})
         self.handoff = Handoff()
         self.policy = FixedPolicy()
         self.decodes: list[FakeDecode] = []

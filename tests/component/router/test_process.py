@@ -13,14 +13,21 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import pytest
+from google.protobuf.duration_pb2 import Duration
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
 from headrace_common.channel import open_channel
+from headrace_common.config import ServiceConfig
+from headrace_common.errors import NoDecodeWorker
 from headrace_common.registry_client import Membership
+from headrace_common.server import GrpcServer
+from headrace_common.status import error_from_rpc
 from tests.component.router.fakes import FakeDecode, FakePrefill, Handoff, hand_over, say, text_of
+from tests.ports import free_port
 
 
 class Processes:
@@ -105,6 +112,75 @@ async def test_a_router_joins_the_registry_serves_and_leaves(processes: Processe
         async with asyncio.timeout(10):
             assert await router.wait() == 0
         assert not (await members.ListMembers(routers, timeout=5)).members
+
+
+class HeldBackRegistry(registry_pb2_grpc.RegistryServiceServicer):
+    """One that takes its time to say who is there; nobody is."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.answer = asyncio.Event()
+
+    async def Watch(
+        self, request: registry_pb2.WatchRequest, context: Any
+    ) -> AsyncIterator[registry_pb2.WatchResponse]:
+        self.asked.set()
+        await self.answer.wait()
+        yield registry_pb2.WatchResponse(revision=1, snapshot=registry_pb2.Snapshot())
+        await asyncio.sleep(60)
+
+    async def Register(
+        self, request: registry_pb2.RegisterRequest, context: Any
+    ) -> registry_pb2.RegisterResponse:
+        return registry_pb2.RegisterResponse(lease_id="1", revision=1)
+
+    async def KeepAlive(
+        self, request_iterator: AsyncIterator[registry_pb2.KeepAliveRequest], context: Any
+    ) -> AsyncIterator[registry_pb2.KeepAliveResponse]:
+        async for request in request_iterator:
+            yield registry_pb2.KeepAliveResponse(lease_id=request.lease_id, ttl=Duration(seconds=9))
+
+
+async def test_a_router_is_ready_once_it_knows_who_is_there_and_be_it_nobody(
+    processes: Processes,
+) -> None:
+    held_back = HeldBackRegistry()
+    server = GrpcServer(ServiceConfig(), ())
+    registry_pb2_grpc.add_RegistryServiceServicer_to_server(held_back, server.server)
+    registry = await server.start()
+    listen = f"127.0.0.1:{free_port()}"
+    starting = asyncio.create_task(
+        processes.start(
+            *("headrace_router", "--model", "sim", "--registry", registry, "--listen", listen),
+            *("--worker-wait-s", "1"),
+        )
+    )
+    try:
+        async with asyncio.timeout(20):
+            await held_back.asked.wait()
+        await asyncio.sleep(0.5)
+        async with open_channel(listen) as channel:
+            health: Any = health_pb2_grpc.HealthStub(channel)
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await health.Check(health_pb2.HealthCheckRequest(), timeout=5)
+            assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
+            assert not starting.done()
+            held_back.answer.set()
+            await starting
+            state = await health.Check(
+                health_pb2.HealthCheckRequest(), timeout=5, wait_for_ready=True
+            )
+            assert state.status == health_pb2.HealthCheckResponse.SERVING
+            stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                async for _ in stub.Generate(
+                    inference_pb2.GenerateRequest(text="a prompt"), timeout=10
+                ):
+                    pass
+            assert isinstance(error_from_rpc(raised.value), NoDecodeWorker)
+    finally:
+        starting.cancel()
+        await server.server.stop(0)
 
 
 async def test_what_is_wrong_at_the_start_is_one_line_and_status_2(
