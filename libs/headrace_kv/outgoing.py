@@ -20,8 +20,9 @@ class Outgoing:
     """What is known, waiting, under way, sent and still to be sent of one transfer.
 
     `writing` are the copies that are not acknowledged yet, in order; `pending_count` the batches that a transport has.
-    Nothing of a stopped transfer is written after `quiet_s` of the monotonic clock, once no batch is pending. `logits`
-    wait to be sent; `owes_logits` until they are, where this rank sends them.
+    Nothing of a stopped transfer is written after `quiet_s` of the monotonic clock, once no batch is pending. While it
+    is `opened` without a reservation, decode is asked for that again at `ask_again_s`. `logits` wait to be sent;
+    `owes_logits` until they are, where this rank sends them.
     """
 
     def __init__(self, target: TransferTarget, deadline_s: float) -> None:
@@ -32,6 +33,7 @@ class Outgoing:
         self.finished = False
         self.queued = False
         self.opened = False
+        self.ask_again_s = 0.0
         self.stopped = False
         self.reason = ""
         self.detail = ""

@@ -266,6 +266,10 @@ class Receiver:
             reason = transfer.error.reason if transfer.error else "CANCELLED"
             peer.refuse(transfer_id, reason, "the transfer has ended")
             return
+        if transfer_id in peer.transfers:
+            # Our answer was lost, or the Open came twice.
+            peer.send(transfer.reservation_message())
+            return
         try:
             self._distrust.check(peer.ref)
             transfer.admit(peer)

@@ -34,6 +34,8 @@ from headrace_kv.transport.base import Written
 _log = logging.getLogger(__name__)
 
 _IDLE_WAIT_S = 0.5
+# Decode answers an Open at once; what takes longer was lost, or finds out by asking again that the transfer has ended.
+_ASK_AGAIN_S = 1.0
 _OVERDUE_S = 2.0
 
 
@@ -168,6 +170,11 @@ class SendLoop:
             self._end(transfer, peer)
             return
         transfer.opened = True
+        self._ask_for_reservation(transfer, peer)
+
+    def _ask_for_reservation(self, transfer: Outgoing, peer: SenderPeer) -> None:
+        transfer.ask_again_s = self._clock.monotonic_s() + _ASK_AGAIN_S
+        self._next_sweep_s = min(self._next_sweep_s, transfer.ask_again_s)
         _say(transfer, peer, words.opening(transfer.transfer_id))
 
     def _reserve(self, link: HandoffLink, reservation: Reservation, message_bytes: int) -> None:
@@ -390,6 +397,8 @@ class SendLoop:
                 self._guard(self._end_when_quiet, transfer, peer)
             elif now_s >= transfer.deadline_s:
                 self._guard(self._fail, transfer, peer, transfer.too_late())
+            elif transfer.opened and transfer.reservation is None and now_s >= transfer.ask_again_s:
+                self._guard(self._ask_for_reservation, transfer, peer)
             else:
                 self._next_sweep_s = min(self._next_sweep_s, transfer.deadline_s)
 

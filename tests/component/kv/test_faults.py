@@ -9,7 +9,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,6 +29,7 @@ from headrace_common.errors import (
 )
 from headrace_common.status import error_from_rpc
 from headrace_kv.block_map import Runs
+from headrace_kv.incoming import PrefillPeer
 from headrace_kv.layout import WorkerRef, layout_to_proto
 from headrace_kv.receiver import ReceiverLimits
 from headrace_kv.sender import SenderLimits
@@ -74,6 +77,65 @@ async def test_failed_write_is_told_at_once_and_released_only_when_quiet() -> No
         assert len(report.layers) == 3
         assert not rig.senders[0].is_active(transfer.transfer_id)
         assert rig.receiver.quarantined_blocks == 0
+
+
+@pytest.mark.parametrize("lost", ["open", "reservation"])
+async def test_a_lost_open_or_its_lost_answer_is_asked_for_again(
+    lost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost_count = 0
+
+    def gets_through(kind: str | None) -> bool:
+        nonlocal lost_count
+        if kind != lost or lost_count:
+            return True
+        lost_count += 1
+        return False
+
+    async with running(make_layout(1), make_layout(1), memory_transports()) as rig:
+        handle, connect = rig.receiver.handle, rig.receiver.connect
+
+        def handle_some(peer: PrefillPeer, request: handoff_pb2.HandoffRequest) -> None:
+            if gets_through(request.WhichOneof("message")):
+                handle(peer, request)
+
+        def connect_badly(hello: Any, send: Callable[[Any], None], end: Any) -> PrefillPeer:
+            def send_some(response: handoff_pb2.HandoffResponse) -> None:
+                if gets_through(response.WhichOneof("message")):
+                    send(response)
+
+            return connect(hello, send_some, end)
+
+        monkeypatch.setattr(rig.receiver, "handle", handle_some)
+        monkeypatch.setattr(rig.receiver, "connect", connect_badly)
+        truth = rig.fill(BLOCKS, seed=1)
+        transfer = rig.reserve(TOKENS)
+        rig.open(rig.target(transfer))
+        rig.push(transfer.transfer_id, BLOCKS, 0, TOKENS)
+        async with asyncio.timeout(10):
+            await transfer.wait()
+        assert lost_count == 1
+        rig.check_bytes(truth, transfer.reservation)
+
+
+async def test_an_open_that_comes_twice_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(make_layout(1), make_layout(1), memory_transports()) as rig:
+        handle = rig.receiver.handle
+
+        def handle_twice(peer: PrefillPeer, request: handoff_pb2.HandoffRequest) -> None:
+            for _ in range(2 if request.WhichOneof("message") == "open" else 1):
+                handle(peer, request)
+
+        monkeypatch.setattr(rig.receiver, "handle", handle_twice)
+        truth = rig.fill(BLOCKS, seed=1)
+        transfer = rig.reserve(TOKENS)
+        rig.open(rig.target(transfer))
+        rig.push(transfer.transfer_id, BLOCKS, 0, TOKENS)
+        async with asyncio.timeout(10):
+            await transfer.wait()
+        rig.check_bytes(truth, transfer.reservation)
+        (report,) = await rig.quiet(transfer.transfer_id)
+        assert not report.reason
 
 
 @pytest.mark.parametrize("kind", [FaultKind.FAIL, FaultKind.TRUNCATE])
