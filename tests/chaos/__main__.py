@@ -31,7 +31,11 @@ def main() -> int:
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="headrace-chaos-"))
     console = Console(width=110)
     console.print(f"seed {seed}, logs in {folder}")
-    report = asyncio.run(run_chaos(plan, folder))
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "errors.log").open("w", encoding="utf-8") as errors:
+        report = asyncio.run(
+            run_chaos(plan, folder, lambda line: print(line, file=errors, flush=True))
+        )
     show(report, console)
     return 1 if report.violations else 0
 

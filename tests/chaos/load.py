@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 
 import grpc.aio
 
@@ -36,6 +37,12 @@ class Outcomes:
     violations: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     latencies_s: list[float] = field(default_factory=list)
+    on_error: Callable[[str], None] = lambda line: None
+
+    def failed(self, line: str) -> None:
+        """A request has ended in an error that says what happened."""
+        self.errors.append(line)
+        self.on_error(line)
 
     def violated(self, request: ChaosRequest, what: str) -> None:
         self.counts[f"WRONG: {what.partition(':')[0]}"] += 1
@@ -137,8 +144,10 @@ class Clients:
         else:
             seen = "after its first token" if tokens else "before its first token"
             outcomes.counts[f"{error.reason} {seen}"] += 1
-            outcomes.errors.append(
-                f"request {request.number} {seen}: {error.reason} {error.detail}"
+            ended = datetime.now(UTC).isoformat(timespec="milliseconds").removesuffix("+00:00")
+            outcomes.failed(
+                f"{ended}Z request {request.number} of router {request.router} {seen}, "
+                f"{elapsed_s:.1f} s: {error.reason} {error.detail}"
             )
 
 

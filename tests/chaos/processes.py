@@ -145,27 +145,38 @@ class Processes:
         )
 
     async def begin(self, name: str) -> None:
-        """Starts a process that does not run, and returns once it serves."""
+        """Starts a process that does not run, and returns once it serves.
+
+        One that ends at its start, as a registry does whose etcd is away, is started again as by a supervisor.
+        """
         if name == ETCD:
             if self.etcd.process is None:
                 await asyncio.to_thread(self.etcd.start)
             return
         one = self._all[name]
         log = self._folder / f"{name}.{one.starts}.log"
-        one.starts += 1
-        one.child = await self._supervisor.start(replace(one.spec, log_file=log))
-        async with asyncio.timeout(START_TIMEOUT_S):
-            while not one.spec.port_file.exists():
-                if not one.child.running:
-                    raise InternalError(f"{name} ended at its start; its log is {log}")
-                await asyncio.sleep(0.05)
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                while True:
+                    if one.child is None or not one.child.running:
+                        log = self._folder / f"{name}.{one.starts}.log"
+                        one.starts += 1
+                        one.child = await self._supervisor.start(replace(one.spec, log_file=log))
+                    elif one.spec.port_file.exists():
+                        return
+                    await asyncio.sleep(0.05)
+        except TimeoutError:
+            raise InternalError(f"{name} does not serve; its log is {log}") from None
 
-    def kill(self, name: str) -> None:
-        """kill -9."""
+    async def kill(self, name: str) -> None:
+        """kill -9; returns when it has ended."""
         if name == ETCD:
             self.etcd.kill()
             return
         self._signal(name, signal.SIGKILL)
+        child = self._all[name].child
+        assert child is not None
+        await child.process.wait()
 
     def freeze(self, name: str) -> None:
         if name == ETCD:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -45,9 +45,16 @@ class ChaosReport:
         return [*self.outcomes.violations, *foreign, *self.left_behind]
 
 
-async def run_chaos(plan: ChaosPlan, folder: Path) -> ChaosReport:
-    """Raises only when a process does not come up; what faults break is in the report."""
+async def run_chaos(
+    plan: ChaosPlan, folder: Path, on_error: Callable[[str], None] | None = None
+) -> ChaosReport:
+    """Raises only when a process does not come up; what faults break is in the report.
+
+    `on_error` hears at once of each request that ended in an error.
+    """
     report = ChaosReport(plan)
+    if on_error is not None:
+        report.outcomes.on_error = on_error
     processes = Processes(plan, folder)
     try:
         await processes.start()
@@ -60,9 +67,12 @@ async def run_chaos(plan: ChaosPlan, folder: Path) -> ChaosReport:
             await until_served(processes)
             await clients.run(requests(plan), plan.concurrency)
         finally:
+            failed = faults.done()
             faults.cancel()
             await asyncio.gather(faults, return_exceptions=True)
             await clients.close()
+        if failed:
+            await faults
         report.seconds = time.monotonic() - started_s
         await _repair(processes)
         report.left_behind = await left_behind(processes)
@@ -83,24 +93,28 @@ async def until_served(processes: Processes) -> None:
 
 
 async def _inject(plan: ChaosPlan, processes: Processes, report: ChaosReport) -> None:
-    """Until cancelled; what it has broken then is repaired afterwards."""
-    repairs: set[asyncio.Task[None]] = set()
+    """Until cancelled; what it has broken then is repaired afterwards. Raises what a repair raises."""
+    repairs: dict[str, asyncio.Task[None]] = {}
     try:
         for fault in process_faults(plan):
             await asyncio.sleep(fault.gap_s)
-            while len(repairs) >= FAULTS_AT_ONCE:
-                await asyncio.wait(repairs, return_when=asyncio.FIRST_COMPLETED)
-                repairs = {task for task in repairs if not task.done()}
-            if not processes.running(fault.target):
+            while True:
+                for target in [name for name, task in repairs.items() if task.done()]:
+                    repairs.pop(target).result()
+                if len(repairs) < FAULTS_AT_ONCE:
+                    break
+                await asyncio.wait(repairs.values(), return_when=asyncio.FIRST_COMPLETED)
+            # Whoever repairs a process has to find it as it was left.
+            if fault.target in repairs or not processes.running(fault.target):
                 continue
             if fault.target.startswith("router") and not _others_run(processes, fault.target):
                 continue
             report.process_faults[f"{fault.target.partition('-')[0]} {fault.kind}"] += 1
-            repairs.add(asyncio.create_task(_break_and_repair(fault, processes)))
+            repairs[fault.target] = asyncio.create_task(_break_and_repair(fault, processes))
     finally:
-        for task in repairs:
+        for task in repairs.values():
             task.cancel()
-        await asyncio.gather(*repairs, return_exceptions=True)
+        await asyncio.gather(*repairs.values(), return_exceptions=True)
 
 
 def _others_run(processes: Processes, name: str) -> bool:
@@ -116,7 +130,7 @@ async def _break_and_repair(fault: ProcessFault, processes: Processes) -> None:
             finally:
                 processes.thaw(fault.target)
         case FaultKind.KILL:
-            processes.kill(fault.target)
+            await processes.kill(fault.target)
             await asyncio.sleep(fault.down_s)
             await processes.begin(fault.target)
         case FaultKind.RESTART:
