@@ -55,7 +55,7 @@ demo: runtime $(MODEL)/config.json ## ask one question through four processes (P
 up: runtime $(MODEL)/config.json ## start the four services on loopback until Ctrl-C
 	@$(BIN)/headrace up
 
-REQUESTS ?= 10000
+REQUESTS ?= $(if $(RDMA),200,10000)
 .PHONY: test test-fast test-vllm chaos soak churn test-gpu test-rdma lint format type
 # Two runs: vLLM forks its engine, which must happen before anything in the process has used gRPC.
 test: VLLM_TESTS := vllm and not long
@@ -68,8 +68,8 @@ VLLM_TESTS := vllm
 test-vllm: setup $(MODEL)/config.json $(TINY_MODEL)/config.json $(SINGLE_HEAD_MODEL)/config.json $(addsuffix /config.json,$(HYBRID_MODELS)) ## the tests with vLLM, the long ones too
 	@$(PYTEST) -m '$(VLLM_TESTS)' $(ARGS)
 
-chaos: setup ## 10,000 requests while services die, freeze and restart (SEED=... replays, REQUESTS=...)
-	@$(BIN)/python -m tests.chaos --requests $(REQUESTS) $(if $(SEED),--seed $(SEED))
+chaos: setup ## 10,000 requests while services die, freeze and restart (SEED=... replays, REQUESTS=...; RDMA=1: 200 over RDMA verbs)
+	@$(BIN)/python $(if $(RDMA),scripts/rdma_vm.py --only chaos,-m tests.chaos) --requests $(REQUESTS) $(if $(SEED),--seed $(SEED))
 
 test-gpu: setup ## the KV data plane in a CUDA device's memory (GPU_PYTHON: one whose torch knows CUDA)
 	@$(GPU_PYTHON) -m pytest -m gpu $(ARGS)

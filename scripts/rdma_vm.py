@@ -1,6 +1,7 @@
 """Runs the tests of tests/rdma on real RDMA verbs, in virtual machines with soft-RoCE: no RDMA device, no KVM needed.
 
     python scripts/rdma_vm.py [--only one|two|JOB]
+    python scripts/rdma_vm.py --only chaos [--requests COUNT] [--seed NUMBER]
 
 Exit status 0 when every expected case has passed, also when QEMU or Debian's packages cannot be had here, which is said
 loudly; 1 otherwise.
@@ -10,17 +11,20 @@ from __future__ import annotations
 
 import argparse
 import py_compile
+import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rdma_vm_archive import write_archive
 from rdma_vm_machines import (
     EMULATION,
     Fleet,
+    Machine,
     accelerator,
     fleet,
     machine_limit,
@@ -29,15 +33,23 @@ from rdma_vm_machines import (
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), *(str(ROOT / folder) for folder in ("libs",))]
 
-from tests.rdma.cases import JOBS, Job  # noqa: E402
+from tests.rdma.cases import CHAOS, JOBS, REQUESTS_VARIABLE, SEED_VARIABLE, Job  # noqa: E402
 from tests.rdma.report import Result, parse  # noqa: E402
 
 CACHE = ROOT / ".cache" / "rdma"
 CANNOT_HAVE = 3
 # What a machine gets of this checkout, beside its own small Debian.
-PROJECT = ("libs", "services", "tests/rdma")
-# A quiet machine with two cores takes a fifth of these; emulation shares the cores with whoever else is there.
-JOB_TIMEOUT_S = 600.0
+PROJECT = (
+    "libs",
+    "services",
+    "tests/rdma",
+    "tests/chaos",
+    "tests/component/registry/harness.py",
+    "tests/ports.py",
+)
+# This machine's; only the chaos job's has it.
+ETCD = Path("/usr/bin/etcd")
+# Of all jobs, unless a single one may take longer.
 TOTAL_TIMEOUT_S = 900.0
 _POLL_S = 1.0
 
@@ -47,12 +59,15 @@ def main() -> int:
     options = parse_options(sys.argv[1:])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     started_s = time.monotonic()
+    if CHAOS in options.jobs and not ETCD.exists():
+        print(f"rdma: {ETCD} is missing, which chaos needs: make setup", file=sys.stderr)
+        return 1
     if (status := prepare_image()) is not None:
         return status
-    write_initrd()
+    write_initrd([ETCD] if CHAOS in options.jobs else [])
     boot = (CACHE / "vmlinuz", CACHE / "initrd.cpio")
     accel = accelerator(boot[0])
-    at_once = machine_limit()
+    at_once = machine_limit(max(job.memory_mib for job in options.jobs))
     how = "emulated" if accel == EMULATION else "with KVM"
     print(f"[rdma] virtual machines, {how}, up to {at_once} at once", flush=True)
     with fleet(boot, accel, CACHE) as machines:
@@ -68,16 +83,32 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def parse_options(words: Sequence[str]) -> tuple[Job, ...]:
-    """The jobs that the command line asks for."""
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The jobs that the command line asks for, and what their machines are told."""
+
+    jobs: tuple[Job, ...]
+    variables: Mapping[str, str]
+
+
+def parse_options(words: Sequence[str]) -> Options:
+    """Exits with a message when they are wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    names = ("one", "two", *(job.name for job in JOBS))
+    names = ("one", "two", *(job.name for job in (*JOBS, CHAOS)))
     parser.add_argument("--only", choices=names, help="machines of a job, or one job")
-    only: str | None = parser.parse_args(words).only
+    parser.add_argument("--requests", type=int, default=200, help="of chaos")
+    parser.add_argument("--seed", type=int, help="of chaos: the same one gives the same faults")
+    chosen = parser.parse_args(words)
+    if chosen.only == CHAOS.name:
+        seed = random.randrange(1 << 31) if chosen.seed is None else chosen.seed
+        orders = {SEED_VARIABLE: str(seed), REQUESTS_VARIABLE: str(chosen.requests)}
+        return Options((CHAOS,), orders)
+    only: str | None = chosen.only
     counts = {"one": 1, "two": 2}
-    return tuple(
+    jobs = [
         job for job in JOBS if only in (None, job.name) or counts.get(only or "") == len(job.roles)
-    )
+    ]
+    return Options(tuple(jobs), {})
 
 
 def prepare_image() -> int | None:
@@ -106,8 +137,11 @@ def skip_message(reason: str) -> str:
     )
 
 
-def write_initrd() -> None:
-    """The machine's Debian with this checkout behind it: a kernel takes several archives in a row."""
+def write_initrd(programs: Sequence[Path]) -> None:
+    """The machine's Debian with this checkout behind it: a kernel takes several archives in a row.
+
+    `programs` of this machine are there as well, in the same place.
+    """
     compiled = CACHE / "compiled"
     files = sorted(project_files())
     folders = sorted({str(parent) for path in files for parent in Path(path).parents} - {"."})
@@ -119,6 +153,7 @@ def write_initrd() -> None:
     # A folder may come several times, so that each is there before its files.
     with (CACHE / "initrd.cpio").open("wb") as stream:
         stream.write((CACHE / "root.cpio").read_bytes())
+        entries += [(str(program.relative_to("/")), program) for program in programs]
         write_archive(stream, [*entries, ("init", ROOT / "tests/rdma/init.sh")])
 
 
@@ -141,22 +176,27 @@ def compile_file(path: str, compiled: Path) -> Iterator[tuple[str, Path]]:
 def project_files() -> Iterator[str]:
     """Python sources, relative to the checkout."""
     for folder in PROJECT:
-        for path in (ROOT / folder).rglob("*"):
+        whole = ROOT / folder
+        for path in [whole] if whole.is_file() else whole.rglob("*"):
             if path.suffix in (".py", ".yaml", ".toml", ".sh") and path.is_file():
                 yield str(path.relative_to(ROOT))
 
 
-def run(jobs: Sequence[Job], machines: Fleet, at_once: int, started_s: float) -> list[Result]:
+def run(options: Options, machines: Fleet, at_once: int, started_s: float) -> list[Result]:
     """Runs the jobs, several at once, and prints what they report; cases that nobody reported have failed."""
+    jobs = options.jobs
     waiting = list(jobs)
     give_up_s: dict[str, float] = {}
     results: dict[str, dict[str, Result]] = {job.name: {} for job in jobs}
-    total_give_up_s = started_s + TOTAL_TIMEOUT_S
+    total_give_up_s = started_s + max(TOTAL_TIMEOUT_S, *(job.timeout_s for job in jobs))
     while waiting or give_up_s:
         while job := next_job(waiting, at_once - machines.machine_count):
             waiting.remove(job)
-            machines.start(job.name, job.roles)
-            give_up_s[job.name] = min(time.monotonic() + JOB_TIMEOUT_S, total_give_up_s)
+            machines.start(
+                job.name,
+                [Machine(role, job.memory_mib, options.variables) for role in job.roles],
+            )
+            give_up_s[job.name] = min(time.monotonic() + job.timeout_s, total_give_up_s)
         for name, line in machines.lines(_POLL_S):
             known = results[name]
             result = parse(line)
@@ -170,7 +210,8 @@ def run(jobs: Sequence[Job], machines: Fleet, at_once: int, started_s: float) ->
                 machines.end(name)
                 del give_up_s[name]
                 why = "time is up" if late else "no result came back"
-                for result in missing(name, results[name], why):
+                job = next(job for job in jobs if job.name == name)
+                for result in missing(job, results[name], why):
                     results[name][result.name] = result
                     print(row(result, time.monotonic() - started_s), flush=True)
     return [result for known in results.values() for result in known.values()]
@@ -181,9 +222,8 @@ def next_job(waiting: Sequence[Job], free: int) -> Job | None:
     return next((job for job in waiting if len(job.roles) <= free), None)
 
 
-def missing(name: str, known: dict[str, Result], why: str) -> list[Result]:
+def missing(job: Job, known: dict[str, Result], why: str) -> list[Result]:
     """Failures for the cases that the job should have reported and has not."""
-    job = next(job for job in JOBS if job.name == name)
     return [
         Result(case, passed=False, duration_s=0.0, note=why)
         for case in job.expected_names()

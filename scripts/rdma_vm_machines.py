@@ -6,7 +6,7 @@ import os
 import selectors
 import socket
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,9 +14,10 @@ from typing import BinaryIO
 
 EMULATION = "tcg"
 VIRTUALIZATION = "kvm"
-MACHINE_MIB = 1536
 # Under emulation, `rep movsb` copies byte by byte, and code that sees these features uses it.
 _CPU = {EMULATION: "max,erms=off,fsrm=off", VIRTUALIZATION: "host"}
+# A kernel gives up its timer, and then itself, when the machine stood still while it counted.
+_KERNEL_WORDS = "console=ttyS0 rdinit=/init quiet loglevel=1 panic=1 no_timer_check"
 _KVM = Path("/dev/kvm")
 _KVM_TRIAL_S = 10.0
 # Two networks: the RDMA device is on one, TCP on the other, so that each shows what went by it.
@@ -45,8 +46,17 @@ def accelerator(kernel: Path) -> str:
     return VIRTUALIZATION if b"Linux version" in said else EMULATION
 
 
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One to boot. `variables` are in the environment of its first process, beside its role."""
+
+    role: str
+    memory_mib: int
+    variables: Mapping[str, str]
+
+
 def command(
-    role: str, boot: tuple[Path, Path], accel: str, links: Sequence[tuple[str, int]]
+    machine: Machine, boot: tuple[Path, Path], accel: str, links: Sequence[tuple[str, int]]
 ) -> list[str]:
     """QEMU for a machine without disk: all that it has is in the archive of `boot`, beside the kernel.
 
@@ -64,10 +74,11 @@ def command(
             )
         ]
     kernel, archive = boot
-    words = f"console=ttyS0 rdinit=/init quiet loglevel=1 panic=1 HEADRACE_RDMA_ROLE={role}"
+    told = {"HEADRACE_RDMA_ROLE": machine.role, **machine.variables}
+    words = " ".join([_KERNEL_WORDS, *(f"{name}={value}" for name, value in told.items())])
     return [
         "qemu-system-x86_64",
-        *("-machine", "q35", "-cpu", _CPU[accel], "-smp", "1", "-m", str(MACHINE_MIB)),
+        *("-machine", "q35", "-cpu", _CPU[accel], "-smp", "1", "-m", str(machine.memory_mib)),
         *("-accel", f"{accel},thread=multi" if accel == EMULATION else accel),
         *("-kernel", str(kernel), "-initrd", str(archive), "-append", words),
         *("-nographic", "-no-reboot", *network),
@@ -119,13 +130,14 @@ class Fleet:
         """Machines that are not known to be off."""
         return sum(map(len, self._processes.values()))
 
-    def start(self, job: str, roles: Sequence[str]) -> None:
+    def start(self, job: str, machines: Sequence[Machine]) -> None:
         """Boots the machines of a job, with networks between them when they are two."""
         started = self._processes[job] = []
         with ExitStack() as stack:
-            for role, links in zip(roles, links_between(len(roles), stack), strict=True):
+            ends = links_between(len(machines), stack)
+            for machine, links in zip(machines, ends, strict=True):
                 process = subprocess.Popen(
-                    command(role, self.boot, self.accel, links),
+                    command(machine, self.boot, self.accel, links),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
@@ -133,7 +145,7 @@ class Fleet:
                 )
                 started.append(process)
                 assert process.stdout is not None
-                log = (self.log_folder / f"console-{role}.log").open("wb")
+                log = (self.log_folder / f"console-{machine.role}.log").open("wb")
                 self._selector.register(process.stdout, selectors.EVENT_READ, Console(job, log))
 
     def lines(self, timeout_s: float) -> Iterator[tuple[str, str]]:
@@ -178,12 +190,12 @@ def fleet(boot: tuple[Path, Path], accel: str, log_folder: Path) -> Iterator[Fle
         machines.end_all()
 
 
-def machine_limit() -> int:
+def machine_limit(machine_mib: int) -> int:
     """How many machines run well at once here: they often wait, so one more than processors, while memory allows."""
     available_kib = next(
         int(line.split()[1])
         for line in Path("/proc/meminfo").read_text().splitlines()
         if line.startswith("MemAvailable:")
     )
-    by_memory = available_kib // 1024 // MACHINE_MIB
+    by_memory = available_kib // 1024 // machine_mib
     return max(2, min(len(os.sched_getaffinity(0)) + 1, by_memory))

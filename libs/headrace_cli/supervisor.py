@@ -8,9 +8,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from headrace_cli.topology import ProcessSpec
 from headrace_common.errors import ConfigError, HeadraceError, WorkerGone
@@ -24,12 +25,46 @@ EXIT_MISCONFIGURED = 2
 STOP_ORDER = (("router",), ("prefill", "decode"), ("registry",))
 
 
+class ChildProcess(Protocol):
+    """What is asked of a process that was started."""
+
+    @property
+    def pid(self) -> int:
+        """The system's number, also of its process group."""
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit status, a signal's as a negative number; None while it runs."""
+
+    def send_signal(self, signal: int) -> None:
+        """Raises ProcessLookupError when it has ended."""
+
+    async def wait(self) -> int:
+        """The exit status, once it has ended."""
+
+
+Spawn = Callable[[ProcessSpec], Awaitable[ChildProcess]]
+
+
+async def spawn_program(spec: ProcessSpec) -> ChildProcess:
+    """Starts a process in a group of its own, its output in its log file."""
+    with spec.log_file.open("wb") as log:
+        return await asyncio.create_subprocess_exec(
+            *spec.arguments,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, **spec.environment},
+            start_new_session=True,
+        )
+
+
 @dataclass(slots=True)
 class Child:
     """One process that was started. `endpoint` is set once it serves: its first worker's."""
 
     spec: ProcessSpec
-    process: asyncio.subprocess.Process
+    process: ChildProcess
     started_s: float = field(default_factory=time.monotonic)
     ready_s: float = 0.0
     endpoint: str = ""
@@ -50,9 +85,10 @@ class Child:
 class Supervisor:
     """Owns the children, and a watchdog that ends them should this process be killed."""
 
-    def __init__(self, stop_grace_s: float = 30.0) -> None:
+    def __init__(self, stop_grace_s: float = 30.0, spawn: Spawn = spawn_program) -> None:
         self.children: list[Child] = []
         self._stop_grace_s = stop_grace_s
+        self._spawn = spawn
         self._watchdog: asyncio.subprocess.Process | None = None
 
     async def open(self) -> None:
@@ -68,18 +104,9 @@ class Supervisor:
     async def start(self, spec: ProcessSpec) -> Child:
         """Starts a process in a group of its own, its output in its log file."""
         spec.port_file.unlink(missing_ok=True)
-        with spec.log_file.open("wb") as log:
-            process = await asyncio.create_subprocess_exec(
-                *spec.arguments,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, **spec.environment},
-                start_new_session=True,
-            )
-        child = Child(spec, process)
+        child = Child(spec, await self._spawn(spec))
         self.children.append(child)
-        self._tell_watchdog(f"+{process.pid}")
+        self._tell_watchdog(f"+{child.process.pid}")
         return child
 
     async def wait_ready(self, children: Sequence[Child]) -> None:

@@ -24,20 +24,23 @@ from headrace_common.status import error_from_rpc
 from headrace_engine.sim.model import SimModel
 from tests.chaos.plan import ChaosRequest
 
-LATE_S = 1.0
 # The router's own.
 RETRY_BUDGET = 2
 
 
 @dataclass(slots=True)
 class Outcomes:
-    """Counts of how requests ended, and a line for each that broke a promise."""
+    """Counts of how requests ended, and a line for each that broke a promise.
+
+    `transferred_tokens` are those of the streams that ended well whose KV came from a prefill worker.
+    """
 
     counts: Counter[str] = field(default_factory=Counter)
     violations: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     latencies_s: list[float] = field(default_factory=list)
     on_error: Callable[[str], None] = lambda line: None
+    transferred_tokens: int = 0
 
     def failed(self, line: str) -> None:
         """A request has ended in an error that says what happened."""
@@ -53,12 +56,18 @@ class Clients:
     """Sends the requests of a plan, some at a time, each to the router that it names."""
 
     def __init__(
-        self, routers: Sequence[str], model: SimModel, deadline_s: float, outcomes: Outcomes
+        self,
+        routers: Sequence[str],
+        model: SimModel,
+        deadline_s: float,
+        outcomes: Outcomes,
+        late_s: float = 1.0,
     ) -> None:
         self._channels = [grpc.aio.insecure_channel(endpoint) for endpoint in routers]
         self._stubs = [inference_pb2_grpc.InferenceServiceStub(one) for one in self._channels]
         self._model = model
         self._deadline_s = deadline_s
+        self._late_s = late_s
         self._outcomes = outcomes
         self.done = 0
 
@@ -108,6 +117,7 @@ class Clients:
             async with asyncio.timeout(request.cancel_after_s):
                 async for response in call:
                     tokens += response.token_ids
+                    self._outcomes.transferred_tokens += response.usage.transferred_tokens
         except TimeoutError:
             call.cancel()
             self._outcomes.counts["cancelled by its client"] += 1
@@ -127,7 +137,7 @@ class Clients:
         outcomes.latencies_s.append(elapsed_s)
         if tuple(tokens) != expected[: len(tokens)]:
             outcomes.violated(request, f"tokens: {list(tokens)} instead of {list(expected)}")
-        if elapsed_s > self._deadline_s + LATE_S:
+        if elapsed_s > self._deadline_s + self._late_s:
             outcomes.violated(request, f"late: ended after {elapsed_s:.1f} s")
         if error is None:
             if len(tokens) == len(expected):

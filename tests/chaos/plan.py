@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 PROMPT_VOCABULARY = 512
@@ -47,7 +47,7 @@ class WireFaults:
 
     `cut_after_silence_s` ends streams on which nothing is heard. `slow_write_max_s`: how long a write may take to
     land. `slow_turn_max_s`: how long a sender may dawdle before it looks at its lease. `break_part` names the safeguard
-    that a worker is to do without.
+    that a worker is to do without. `watch_interval_s`: how often a worker looks at its free blocks.
     """
 
     seed: int = 0
@@ -60,6 +60,7 @@ class WireFaults:
     slow_write_max_s: float = 0.0
     slow_turn_max_s: float = 0.0
     break_part: str = ""
+    watch_interval_s: float = 0.5
 
 
 _PREFILL, _DECODE, _ROUTER, _REGISTRY, _ETCD = "prefill", "decode", "router", "registry", "etcd"
@@ -77,12 +78,14 @@ ALL_KINDS = frozenset((role, kind) for role, kinds in _KINDS.items() for kind in
 
 @dataclass(frozen=True, slots=True)
 class ChaosPlan:
-    """A whole run."""
+    """A whole run. Its times are those of a real machine times `slowness`, see `slowed`."""
 
     seed: int
     requests: int
     concurrency: int = 24
     deadline_s: float = 12.0
+    late_s: float = 1.0
+    cancel_max_s: float = 0.6
     decode_tensor_parallel: Sequence[int] = (1, 2, 1, 4)
     prefill_tensor_parallel: Sequence[int] = (1, 2, 4)
     routers: int = 2
@@ -93,6 +96,47 @@ class ChaosPlan:
     layer_s: float = 0.0
     lease_ttl_s: float = 1.5
     quarantine_s: float = 12.0
+    member_ttl_s: float = 3.0
+    drain_grace_s: float = 5.0
+    migration_wait_s: float = 10.0
+    block_count: int = 512
+    head_bytes: int = 16
+    slowness: float = 1.0
+
+    @property
+    def model(self) -> str:
+        """The engines' model, without its times."""
+        return f"sim:layers=4,heads=4,head_bytes={self.head_bytes},vocabulary=32000"
+
+
+def slowed(plan: ChaosPlan, slowness: float) -> ChaosPlan:
+    """The plan for a machine that is so many times slower: the same requests and faults, every time stretched.
+
+    Only times change. What counts as wrong, foreign or left behind is the same on every machine.
+    """
+    wire = replace(
+        plan.wire,
+        delay_max_s=plan.wire.delay_max_s * slowness,
+        cut_after_silence_s=plan.wire.cut_after_silence_s * slowness,
+        slow_write_max_s=plan.wire.slow_write_max_s * slowness,
+        slow_turn_max_s=plan.wire.slow_turn_max_s * slowness,
+        watch_interval_s=plan.wire.watch_interval_s * slowness,
+    )
+    return replace(
+        plan,
+        deadline_s=plan.deadline_s * slowness,
+        late_s=plan.late_s * slowness,
+        cancel_max_s=plan.cancel_max_s * slowness,
+        wire=wire,
+        gap_max_s=plan.gap_max_s * slowness,
+        freezes_s=[freeze_s * slowness for freeze_s in plan.freezes_s],
+        lease_ttl_s=plan.lease_ttl_s * slowness,
+        quarantine_s=plan.quarantine_s * slowness,
+        member_ttl_s=plan.member_ttl_s * slowness,
+        drain_grace_s=plan.drain_grace_s * slowness,
+        migration_wait_s=plan.migration_wait_s * slowness,
+        slowness=plan.slowness * slowness,
+    )
 
 
 def process_faults(plan: ChaosPlan) -> Iterator[ProcessFault]:
@@ -130,7 +174,7 @@ def requests(plan: ChaosPlan) -> Iterator[ChaosRequest]:
             number=number,
             prompt=rng.choice(prefixes) + own,
             answer_tokens=rng.choice((1, 2, 5, 12, 30)),
-            cancel_after_s=rng.uniform(0.0, 0.6) if cancelled else None,
+            cancel_after_s=rng.uniform(0.0, plan.cancel_max_s) if cancelled else None,
             router=rng.randrange(plan.routers),
         )
 

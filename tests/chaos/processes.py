@@ -11,7 +11,7 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from headrace_cli.supervisor import Child, Supervisor
+from headrace_cli.supervisor import Child, Spawn, Supervisor, spawn_program
 from headrace_cli.topology import (
     ProcessSpec,
     Topology,
@@ -24,22 +24,39 @@ from tests.chaos.plan import ChaosPlan
 from tests.component.registry.harness import EtcdServer
 from tests.ports import free_port
 
-MODEL = "sim:layers=4,heads=4,vocabulary=32000"
 START_TIMEOUT_S = 40.0
 TERMINATE_TIMEOUT_S = 40.0
+STOP_GRACE_S = 20.0
+ETCD_START_TIMEOUT_S = 20.0
 ETCD = "etcd"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a run's services live: the address that they listen on, and how a process is started."""
+
+    host: str = "127.0.0.1"
+    spawn: Spawn = spawn_program
+
+
+HERE = Place()
 
 
 def settings(plan: ChaosPlan) -> tuple[tuple[str, str, str], ...]:
     """What the services are told, as Topology.settings."""
-    both = {"block_count": "512", "member_ttl_s": "3", "drain_grace_s": "5"}
+    both = {
+        "block_count": str(plan.block_count),
+        "member_ttl_s": str(plan.member_ttl_s),
+        "drain_grace_s": str(plan.drain_grace_s),
+    }
     times = f"layer_s={plan.layer_s}"
     return (
         *((role, name, value) for role in ("prefill", "decode") for name, value in both.items()),
-        ("prefill", "model", f"{MODEL},{times},prefill_s_per_token=0.0003"),
-        ("decode", "model", f"{MODEL},{times},decode_step_s=0.004"),
+        ("prefill", "model", f"{plan.model},{times},prefill_s_per_token=0.0003"),
+        ("decode", "model", f"{plan.model},{times},decode_step_s=0.004"),
         ("decode", "lease_ttl_s", str(plan.lease_ttl_s)),
         ("decode", "quarantine_s", str(plan.quarantine_s)),
+        ("router", "migration_wait_s", str(plan.migration_wait_s)),
     )
 
 
@@ -57,10 +74,13 @@ class Process:
 class Processes:
     """Owns everything that runs. `reports` is the folder in which workers tell what they saw."""
 
-    def __init__(self, plan: ChaosPlan, folder: Path) -> None:
+    def __init__(self, plan: ChaosPlan, folder: Path, place: Place = HERE) -> None:
         self.reports = folder / "reports"
-        self.etcd = EtcdServer(folder / "etcd")
-        self._supervisor = Supervisor(stop_grace_s=20.0)
+        self.etcd = EtcdServer(
+            folder / "etcd", start_timeout_s=ETCD_START_TIMEOUT_S * plan.slowness
+        )
+        self._supervisor = Supervisor(STOP_GRACE_S * plan.slowness, place.spawn)
+        self._host = place.host
         self._plan = plan
         self._folder = folder
         self._all: dict[str, Process] = {}
@@ -116,7 +136,7 @@ class Processes:
         await asyncio.gather(*(self.begin(name) for name in self._all if name != "registry"))
 
     def _add(self, spec: ProcessSpec) -> None:
-        endpoint = f"127.0.0.1:{free_port()}"
+        endpoint = f"{self._host}:{free_port()}"
         arguments = tuple(
             f"--listen={endpoint}" if text.startswith("--listen=") else text
             for text in spec.arguments
@@ -156,7 +176,7 @@ class Processes:
         one = self._all[name]
         log = self._folder / f"{name}.{one.starts}.log"
         try:
-            async with asyncio.timeout(START_TIMEOUT_S):
+            async with asyncio.timeout(START_TIMEOUT_S * self._plan.slowness):
                 while True:
                     if one.child is None or not one.child.running:
                         log = self._folder / f"{name}.{one.starts}.log"
@@ -198,13 +218,17 @@ class Processes:
         assert child is not None
         child.stopping = True
         self._signal(name, signal.SIGTERM)
-        return await asyncio.wait_for(child.process.wait(), TERMINATE_TIMEOUT_S)
+        return await self._ended(child)
 
     async def settle(self, name: str) -> None:
         """Waits for a process that was asked to end, by a fault that the run's end has cut short."""
         child = self._all[name].child if name in self._all else None
         if child is not None and child.stopping:
-            await asyncio.wait_for(child.process.wait(), TERMINATE_TIMEOUT_S)
+            await self._ended(child)
+
+    async def _ended(self, child: Child) -> int:
+        timeout_s = TERMINATE_TIMEOUT_S * self._plan.slowness
+        return await asyncio.wait_for(child.process.wait(), timeout_s)
 
     def _signal(self, name: str, number: signal.Signals) -> None:
         child = self._all[name].child

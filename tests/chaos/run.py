@@ -17,13 +17,12 @@ from headrace_engine.sim.model import SimModel
 from headrace_engine.sim.settings import parse_settings
 from tests.chaos.load import Clients, Outcomes
 from tests.chaos.plan import ChaosPlan, FaultKind, ProcessFault, process_faults, requests
-from tests.chaos.processes import ETCD, MODEL, Processes
+from tests.chaos.processes import ETCD, HERE, Place, Processes
 
 # Two processes at most are away at a time.
 FAULTS_AT_ONCE = 2
 QUIESCE_S = 60.0
-# Longer than the workers' look at their free blocks.
-LAST_LOOK_S = 1.5
+SERVED_WITHIN_S = 30.0
 
 
 @dataclass(slots=True)
@@ -46,7 +45,10 @@ class ChaosReport:
 
 
 async def run_chaos(
-    plan: ChaosPlan, folder: Path, on_error: Callable[[str], None] | None = None
+    plan: ChaosPlan,
+    folder: Path,
+    place: Place = HERE,
+    on_error: Callable[[str], None] | None = None,
 ) -> ChaosReport:
     """Raises only when a process does not come up; what faults break is in the report.
 
@@ -55,16 +57,16 @@ async def run_chaos(
     report = ChaosReport(plan)
     if on_error is not None:
         report.outcomes.on_error = on_error
-    processes = Processes(plan, folder)
+    processes = Processes(plan, folder, place)
     try:
         await processes.start()
         started_s = time.monotonic()
         routers = [processes.endpoint(name) for name in processes.routers]
-        model = SimModel(parse_settings(MODEL))
-        clients = Clients(routers, model, plan.deadline_s, report.outcomes)
+        model = SimModel(parse_settings(plan.model))
+        clients = Clients(routers, model, plan.deadline_s, report.outcomes, plan.late_s)
         faults = asyncio.create_task(_inject(plan, processes, report))
         try:
-            await until_served(processes)
+            await until_served(processes, SERVED_WITHIN_S * plan.slowness)
             await clients.run(requests(plan), plan.concurrency)
         finally:
             failed = faults.done()
@@ -75,17 +77,18 @@ async def run_chaos(
             await faults
         report.seconds = time.monotonic() - started_s
         await _repair(processes)
-        report.left_behind = await left_behind(processes)
-        await asyncio.sleep(LAST_LOOK_S)
+        report.left_behind = await left_behind(processes, QUIESCE_S * plan.slowness)
+        # Every worker looks at its free blocks once more.
+        await asyncio.sleep(3 * plan.wire.watch_interval_s)
         _read_reports(processes.reports, report)
     finally:
         await processes.stop()
     return report
 
 
-async def until_served(processes: Processes) -> None:
+async def until_served(processes: Processes, timeout_s: float = SERVED_WITHIN_S) -> None:
     """Workers register by themselves; until all routers know one, nothing could be served."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(timeout_s):
         for name in processes.routers:
             async with open_router(processes.endpoint(name)) as router:
                 while not any(model.decode_worker_count for model in await router.models()):
@@ -146,9 +149,9 @@ async def _repair(processes: Processes) -> None:
             await processes.begin(name)
 
 
-async def left_behind(processes: Processes) -> list[str]:
+async def left_behind(processes: Processes, timeout_s: float = QUIESCE_S) -> list[str]:
     """What workers still hold once they have had time to give it back."""
-    give_up_s = time.monotonic() + QUIESCE_S
+    give_up_s = time.monotonic() + timeout_s
     left: dict[str, str] = {}
     while True:
         for name in processes.workers:

@@ -25,7 +25,7 @@ from headrace_engine.sim.model import SimModel
 from headrace_engine.sim.settings import parse_settings
 from tests.chaos.load import Clients, Outcomes
 from tests.chaos.plan import ChaosPlan, requests
-from tests.chaos.processes import MODEL, Processes
+from tests.chaos.processes import Processes
 from tests.chaos.run import left_behind, until_served
 
 CONCURRENCY = 8
@@ -105,7 +105,7 @@ async def soak(seconds: float, seed: int, folder: Path) -> SoakReport:
     try:
         await processes.start()
         routers = [processes.endpoint(name) for name in processes.routers]
-        model = SimModel(parse_settings(MODEL))
+        model = SimModel(parse_settings(plan.model))
         clients = Clients(routers, model, plan.deadline_s, report.outcomes)
         watched = {name: psutil.Process(pid) for name, pid in processes.process_ids().items()}
         samples: dict[str, list[Sample]] = {name: [] for name in watched}

@@ -42,7 +42,6 @@ from headrace_kv.transport.factory import open_transport
 from headrace_prefill.pull_session import PullSession
 from tests.chaos.plan import WireFaults
 
-WATCH_INTERVAL_S = 0.5
 # A stream without these has not begun, and a credit that is lost is lost for ever: no real fault loses only these.
 NEVER_LOST = frozenset({"hello", "welcome", "credit"})
 
@@ -221,7 +220,7 @@ def break_part(name: str) -> None:
             raise SystemExit(f"there is no safeguard named {name}")
 
 
-def report_on(folder: Path, service: str, dice: Dice) -> None:
+def report_on(folder: Path, service: str, dice: Dice, interval_s: float) -> None:
     """From now on every engine that starts looks after its free blocks, and the messages' fates are noted."""
     start: Callable[[SimEngine], Awaitable[None]] = SimEngine.start
     tasks: set[asyncio.Task[None]] = set()
@@ -238,7 +237,7 @@ def report_on(folder: Path, service: str, dice: Dice) -> None:
                     )
             told |= found
             counts.write_text(json.dumps(dice.counts), encoding="utf-8")
-            await asyncio.sleep(WATCH_INTERVAL_S)
+            await asyncio.sleep(interval_s)
 
     async def started(engine: SimEngine) -> None:
         await start(engine)
@@ -252,7 +251,8 @@ def main() -> None:
     faults = WireFaults(**json.loads(os.environ["HEADRACE_CHAOS"]))
     dice = Dice(faults)
     break_part(faults.break_part)
-    report_on(Path(os.environ["HEADRACE_CHAOS_REPORTS"]), service, dice)
+    reports = Path(os.environ["HEADRACE_CHAOS_REPORTS"])
+    report_on(reports, service, dice, faults.watch_interval_s)
     if service == "decode":
         put(headrace_decode.main, "HandoffServicer", lossy_handoffs(dice))
         headrace_decode.main.main()

@@ -25,6 +25,15 @@ RANKS = (1, 2, 4)
 WRITES = {case.__name__: f"write: {case.__name__}" for case in CASES}
 WRITES_MOVED = "write: all of it by RDMA"
 CONTROL = "control: over TCP no RDMA packet is sent"
+CHAOS_FAULTS = "chaos: faults of every kind"
+CHAOS_ANSWERS = "chaos: nothing wrong, late or unnamed"
+CHAOS_FOREIGN = "chaos: foreign writes"
+CHAOS_LEFT = "chaos: left behind"
+CHAOS_MOVED = "chaos: the KV by RDMA"
+CHAOS_CASES = (CHAOS_FAULTS, CHAOS_ANSWERS, CHAOS_FOREIGN, CHAOS_LEFT, CHAOS_MOVED)
+# How the chaos machine gets its orders.
+SEED_VARIABLE = "HEADRACE_CHAOS_SEED"
+REQUESTS_VARIABLE = "HEADRACE_CHAOS_REQUESTS"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,20 +88,28 @@ LANES: Mapping[str, tuple[Group, ...]] = {
 BETWEEN_HOSTS = (Group("gqa", 2, (4,), True), Group("mla", 4, (2,), True))
 
 WRITES_ROLE = "writes"
+CHAOS_ROLE = "chaos"
 HOST_ROLES = ("host-1", "host-2")
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Machines that start and end together; `roles` says what each of them does."""
+    """Machines that start and end together; `roles` says what each of them does.
+
+    A quiet machine with two cores takes a fifth of `timeout_s`; emulation shares the cores with whoever else is there.
+    """
 
     name: str
     roles: tuple[str, ...]
+    timeout_s: float = 600.0
+    memory_mib: int = 1536
 
     def expected_names(self) -> tuple[str, ...]:
         """The results that the machines must report, whatever else they do."""
         if self.roles == (WRITES_ROLE,):
             return (*WRITES.values(), WRITES_MOVED, CONTROL)
+        if self.roles == (CHAOS_ROLE,):
+            return CHAOS_CASES
         groups = BETWEEN_HOSTS if self.roles == HOST_ROLES else LANES[self.name]
         return tuple(name for group in groups for name in group.names())
 
@@ -103,3 +120,5 @@ JOBS = (
     Job("writes", (WRITES_ROLE,)),
     *(Job(lane, (lane,)) for lane in LANES),
 )
+CHAOS = Job("chaos", (CHAOS_ROLE,), timeout_s=2400.0, memory_mib=3072)
+"""Runs only when asked for by name: it takes several minutes."""

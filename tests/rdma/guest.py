@@ -13,6 +13,8 @@ from functools import partial
 
 from tests.rdma.cases import (
     BETWEEN_HOSTS,
+    CHAOS_ANSWERS,
+    CHAOS_ROLE,
     CONTROL,
     HOST_ROLES,
     LANES,
@@ -21,6 +23,7 @@ from tests.rdma.cases import (
     WRITES_ROLE,
     Group,
 )
+from tests.rdma.chaos import start_chaos
 from tests.rdma.conformance import CASES, Harness, large_runs
 from tests.rdma.device import Traffic, check_crossed_by_rdma, check_moved_by_rdma, traffic
 from tests.rdma.peers import PeerSettings
@@ -43,6 +46,7 @@ _WELL = "ended well"
 _LANE_TIMEOUT_S = 520.0
 _WRITES_TIMEOUT_S = 460.0
 _CONTROL_TIMEOUT_S = 90.0
+_CHAOS_END_TIMEOUT_S = 30.0
 _MEET_PORT = 7999
 _MEET_TIMEOUT_S = 180.0
 _LARGE_BYTES = 26 << 20
@@ -60,6 +64,9 @@ def main() -> None:
         finish(WRITES_MOVED, fork("writes", conformance), _WRITES_TIMEOUT_S)
         case = partial(run_case, CONTROL, control)
         finish(CONTROL, fork("control", case), _CONTROL_TIMEOUT_S)
+        return
+    if role == CHAOS_ROLE:
+        finish(CHAOS_ANSWERS, start_chaos(FIRST_HOST, _SLOWNESS), _CHAOS_END_TIMEOUT_S)
         return
     started_s = time.monotonic()
     import_services()

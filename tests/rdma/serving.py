@@ -35,7 +35,7 @@ _REQUEST_TIMEOUT_S = 90.0
 _CLIENT_TIMEOUT_S = 300.0
 _ROUNDS_MAX = 6
 _JOIN_TIMEOUT_S = 90.0
-_INSTALLED = re.compile(r"installTransport, type=(\w+)")
+INSTALLED = re.compile(r"installTransport, type=(\w+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,14 +187,18 @@ async def _ask(router: RouterClient, group: Group, prompt: list[int]) -> str:
 
 def payload_bytes(group: Group) -> int:
     """KV of the prompts' tokens but the last, for each decode worker once."""
-    settings = parse_settings(group.model)
-    token_bytes = settings.layers * settings.heads * settings.head_bytes
-    return (PROMPT_TOKENS - 1) * token_bytes * len(group.decode_ranks)
+    return (PROMPT_TOKENS - 1) * token_bytes(group.model) * len(group.decode_ranks)
+
+
+def token_bytes(model: str) -> int:
+    """Of attention's KV of one token."""
+    settings = parse_settings(model)
+    return settings.layers * settings.heads * settings.head_bytes
 
 
 def check_engines(worker: str) -> None:
     """Every Mooncake engine of the worker says that RDMA, and nothing else, is what it uses."""
-    kinds = _INSTALLED.findall(log_of(worker).read_text(errors="replace"))
+    kinds = INSTALLED.findall(log_of(worker).read_text(errors="replace"))
     assert kinds, f"{worker}'s log names no transport"
     assert set(kinds) == {"rdma"}, f"{worker}'s engines use {kinds}"
 

@@ -46,6 +46,7 @@ class EtcdServer:
     port: int = field(default_factory=free_port)
     peer_port: int = field(default_factory=free_port)
     process: subprocess.Popen[bytes] | None = None
+    start_timeout_s: float = 20.0
 
     def start(self) -> None:
         client = f"http://127.0.0.1:{self.port}"
@@ -56,7 +57,7 @@ class EtcdServer:
         command += ["--initial-cluster", f"test={peer}", "--log-level", "error", "--logger", "zap"]
         with (self.folder.parent / "etcd.log").open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
-        deadline_s = time.monotonic() + 20
+        deadline_s = time.monotonic() + self.start_timeout_s
         while not self._answers():
             assert self.process.poll() is None, "etcd ended at its start"
             assert time.monotonic() < deadline_s, "etcd does not answer"

@@ -11,8 +11,8 @@ import pytest
 
 import rdma_vm
 from rdma_vm_archive import folder_entries, write_archive
-from rdma_vm_machines import EMULATION, VIRTUALIZATION, Console, command
-from tests.rdma.cases import BETWEEN_HOSTS, JOBS, LANES, RANKS
+from rdma_vm_machines import EMULATION, VIRTUALIZATION, Console, Machine, command
+from tests.rdma.cases import BETWEEN_HOSTS, JOBS, LANES, RANKS, REQUESTS_VARIABLE, SEED_VARIABLE
 from tests.rdma.device import (
     Traffic,
     check_crossed_by_rdma,
@@ -52,10 +52,20 @@ def test_a_console_gives_whole_lines_and_keeps_everything() -> None:
         (["--only", "two"], ["two-hosts"]),
         (["--only", "one"], [job.name for job in JOBS if len(job.roles) == 1]),
         (["--only", "mla"], ["mla"]),
+        (["--only", "chaos"], ["chaos"]),
     ],
 )
 def test_jobs_by_command_line(words: list[str], names: list[str]) -> None:
-    assert [job.name for job in rdma_vm.parse_options(words)] == names
+    assert [job.name for job in rdma_vm.parse_options(words).jobs] == names
+
+
+def test_chaos_is_told_what_to_replay() -> None:
+    words = ["--only", "chaos", "--seed", "7", "--requests", "30"]
+    replayed = rdma_vm.parse_options(words)
+    assert replayed.variables == {SEED_VARIABLE: "7", REQUESTS_VARIABLE: "30"}
+    chosen = rdma_vm.parse_options(words[:2])
+    assert chosen.variables[REQUESTS_VARIABLE] == "200"
+    assert chosen.variables[SEED_VARIABLE].isdigit()
 
 
 def test_every_pair_is_expected_once() -> None:
@@ -71,7 +81,7 @@ def test_every_pair_is_expected_once() -> None:
 
 def test_unreported_cases_have_failed() -> None:
     first, *others = JOBS[0].expected_names()
-    missing = rdma_vm.missing(JOBS[0].name, {first: RESULT}, "time is up")
+    missing = rdma_vm.missing(JOBS[0], {first: RESULT}, "time is up")
     assert [(result.name, result.passed, result.note) for result in missing] == [
         (name, False, "time is up") for name in others
     ]
@@ -95,10 +105,14 @@ def test_skipping_is_loud_and_says_why() -> None:
 
 def test_the_machines_command() -> None:
     boot = (Path("kernel"), Path("archive"))
-    alone = command("gqa", boot, EMULATION, [])
+    alone = command(Machine("gqa", 1536, {}), boot, EMULATION, [])
     assert alone[alone.index("-net") + 1] == "none"
     assert alone[alone.index("-append") + 1].endswith("HEADRACE_RDMA_ROLE=gqa")
-    linked = command("host-1", boot, VIRTUALIZATION, [("52:54:00:00:00:01", 7), ("b", 8)])
+    told = command(Machine("chaos", 512, {"SEED": "7"}), boot, EMULATION, [])
+    assert told[told.index("-append") + 1].endswith("HEADRACE_RDMA_ROLE=chaos SEED=7")
+    assert told[told.index("-m") + 1] == "512"
+    ends = [("52:54:00:00:00:01", 7), ("b", 8)]
+    linked = command(Machine("host-1", 1536, {}), boot, VIRTUALIZATION, ends)
     assert "-net" not in linked
     assert [word for word in linked if word.startswith("socket,")] == [
         "socket,id=net0,fd=7",
