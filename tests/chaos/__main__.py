@@ -33,9 +33,9 @@ def main() -> int:
     console.print(f"seed {seed}, logs in {folder}")
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "errors.log").open("w", encoding="utf-8") as errors:
-        report = asyncio.run(
-            run_chaos(plan, folder, lambda line: print(line, file=errors, flush=True))
-        )
+        report = ChaosReport(plan)
+        report.outcomes.on_error = lambda line: print(line, file=errors, flush=True)
+        asyncio.run(run_chaos(plan, folder, report=report))
     show(report, console)
     return 1 if report.violations else 0
 

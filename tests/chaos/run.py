@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace.worker.v1 import worker_pb2
-from headrace_cli.client import open_router, worker_status
+from headrace_cli.client import RouterClient, open_router, worker_status
 from headrace_common.errors import HeadraceError
 from headrace_engine.sim.model import SimModel
 from headrace_engine.sim.settings import parse_settings
@@ -45,18 +45,10 @@ class ChaosReport:
 
 
 async def run_chaos(
-    plan: ChaosPlan,
-    folder: Path,
-    place: Place = HERE,
-    on_error: Callable[[str], None] | None = None,
+    plan: ChaosPlan, folder: Path, place: Place = HERE, report: ChaosReport | None = None
 ) -> ChaosReport:
-    """Raises only when a process does not come up; what faults break is in the report.
-
-    `on_error` hears at once of each request that ended in an error.
-    """
-    report = ChaosReport(plan)
-    if on_error is not None:
-        report.outcomes.on_error = on_error
+    """Fills the report, and raises only when a process does not come up; what faults break is in the report."""
+    report = report or ChaosReport(plan)
     processes = Processes(plan, folder, place)
     try:
         await processes.start()
@@ -91,8 +83,16 @@ async def until_served(processes: Processes, timeout_s: float = SERVED_WITHIN_S)
     async with asyncio.timeout(timeout_s):
         for name in processes.routers:
             async with open_router(processes.endpoint(name)) as router:
-                while not any(model.decode_worker_count for model in await router.models()):
+                while not await _serves(router):
                     await asyncio.sleep(0.05)
+
+
+async def _serves(router: RouterClient) -> bool:
+    try:
+        return any(model.decode_worker_count for model in await router.models())
+    except HeadraceError:
+        # On a machine that stands still, even this may take longer than its time.
+        return False
 
 
 async def _inject(plan: ChaosPlan, processes: Processes, report: ChaosReport) -> None:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from tests.chaos.run import ChaosReport
 
 _SHOWN = 5
+_PROGRESS_S = 15.0
 # As in headrace_common.channel, of a machine that is not emulated.
 _PING_TIMEOUT_S = 4.0
 
@@ -103,13 +104,23 @@ def report(plan: ChaosPlan, host: str, connection: socket.socket) -> None:
 async def _run(plan: ChaosPlan, host: str, connection: socket.socket) -> ChaosReport:
     # Loads gRPC's threads, so only after the fork.
     from tests.chaos.processes import Place
-    from tests.chaos.run import run_chaos
+    from tests.chaos.run import ChaosReport, run_chaos
 
     forks = ForkClient(connection)
+    done = ChaosReport(plan)
+    telling = asyncio.create_task(_tell_progress(done))
     try:
-        return await run_chaos(plan, LOGS, Place(host, forks.spawn))
+        return await run_chaos(plan, LOGS, Place(host, forks.spawn), done)
     finally:
+        telling.cancel()
         await forks.close()
+
+
+async def _tell_progress(done: ChaosReport) -> None:
+    while True:
+        ended, faults = len(done.outcomes.latencies_s), done.process_faults.total()
+        print(f"{ended} of {done.plan.requests} requests have ended, {faults} faults", flush=True)
+        await asyncio.sleep(_PROGRESS_S)
 
 
 def check_faults(done: ChaosReport) -> str:

@@ -52,6 +52,8 @@ _MEET_TIMEOUT_S = 180.0
 _LARGE_BYTES = 26 << 20
 # Emulation on cores that others use as well.
 _SLOWNESS = 5.0
+# The same with a fleet of services, and everything that they are told in seconds: see tests.chaos.plan.slowed.
+_CHAOS_SLOWNESS = 8.0
 
 
 def main() -> None:
@@ -66,7 +68,7 @@ def main() -> None:
         finish(CONTROL, fork("control", case), _CONTROL_TIMEOUT_S)
         return
     if role == CHAOS_ROLE:
-        finish(CHAOS_ANSWERS, start_chaos(FIRST_HOST, _SLOWNESS), _CHAOS_END_TIMEOUT_S)
+        finish(CHAOS_ANSWERS, start_chaos(FIRST_HOST, _CHAOS_SLOWNESS), _CHAOS_END_TIMEOUT_S)
         return
     started_s = time.monotonic()
     import_services()
