@@ -46,7 +46,7 @@ class StandaloneSettings:
 
     `listen` and `advertise`: the pair address, and how others reach it. `transfer_timeout_s`: deadline of requests that
     name none. `hold_s`: how long a computed prompt waits for its Fetch. `lease_ttl_s` and `quarantine_s`: see Receiver.
-    `late_layers` and `late_layer_wait_s`: see LateLayers. `gpu_direct`: whether RDMA adapters may reach KV memory on a GPU.
+    `late_layers` and `late_layer_wait_s`: see LateLayers. `gpu_direct`: whether RDMA adapters may reach a GPU's memory.
     `fingerprint`: the model's identity, when two servers load the same model from different places.
     """
 
