@@ -28,7 +28,7 @@ class LogitsTap(AdapterLogitsProcessor):
     @classmethod
     def listen(cls, listener: OnLogits) -> None:
         """`listener` gets the transfer, and a function that reads the row there and then, on the compute thread."""
-        cls._listener = staticmethod(listener)  # type: ignore[assignment]
+        cls._listener = staticmethod(listener)
 
     def is_argmax_invariant(self) -> bool:
         """vLLM leaves out those that are where nobody samples at random, and shows them changed logits."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, TypeAlias
 
 from headrace.inference.v1 import first_token_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_router.placement import Decision
 from headrace_router.validate import PreparedRequest
 
-Policy = first_token_pb2.FirstTokenPolicy.ValueType
+Policy: TypeAlias = first_token_pb2.FirstTokenPolicy.ValueType
 
 BY_DECODE: Final = first_token_pb2.FIRST_TOKEN_POLICY_DECODE
 BY_PREFILL: Final = first_token_pb2.FIRST_TOKEN_POLICY_PREFILL
