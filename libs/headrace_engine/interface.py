@@ -168,9 +168,9 @@ class Engine(ABC):
 
         When the reservation is not empty, no token is yielded before its cache is whole, but for one that is chosen
         from `first_logits`; the end can follow that one at once. The engine waits for `arrived`, unless its
-        `arrival_listener` has heard that before. Closing the iterator aborts the
-        request, but the reservation's blocks stay held until `arrived` or `released` was called (I1). An empty
-        reservation (start_token == end_token) needs neither; one that awaits its first token is never empty.
+        `arrival_listener` has heard that before. Closing the iterator aborts the request, but the reservation's blocks
+        stay held until `arrived` or `released` was called (I1). An empty reservation (start_token == end_token) needs
+        neither; one that awaits its first token is never empty.
         """
 
     @abstractmethod

@@ -227,7 +227,11 @@ class Attempt:
             if self.work.from_logits:
                 times.sampled_unix_ns = times.sampled_unix_ns or now
             if self.generated_tokens > (1 if self.work.from_logits else 0):
-                if self._passing is not None and self.summary is None:
+                if (
+                    self._passing is not None
+                    and self._transfer is not None
+                    and self._transfer.active
+                ):
                     raise InternalError("the engine generated before the KV cache was there")
                 times.first_token_unix_ns = times.first_token_unix_ns or now
             times.last_token_unix_ns = now
