@@ -255,7 +255,7 @@ def first_batch(
         max_num_batched_tokens=1,
         device=cpu,
         vocab_size=vocabulary_size(vllm_config),
-        block_sizes=[len(prompt) + 1],
+        block_sizes=[1],
         max_num_blocks_per_req=[1],
         logitsprocs=build_logitsprocs(vllm_config, cpu, False, False),
     )
