@@ -26,7 +26,7 @@ from tests.vllm.pair import GREEDY, Answer, Pair, reset, running_pair, wait_unti
 LATE = LateLayers(count=2, wait_s=1.0)
 SLOW_S = 0.15
 STUCK_S = 2.5
-LENGTHS = (33, 64, 65, 300)
+LENGTHS = (33, 65, 300)
 CONTEXT_TOKENS = 1024
 LONG = replace(GREEDY, max_tokens=400)
 

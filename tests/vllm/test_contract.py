@@ -30,6 +30,7 @@ HOOKS = {
     "bind_connector_metadata": ("connector_metadata",),
     "bind_kv_cache_manager": ("kv_cache_manager",),
     "build_connector_meta": ("scheduler_output",),
+    "get_block_ids_with_load_errors": (),
     "get_loaded_kv_cache_group_ids": ("request",),
     "get_num_new_matched_tokens": ("request", "num_computed_tokens"),
     "get_required_kvcache_layout": ("vllm_config",),
@@ -62,6 +63,7 @@ CALLS = {
     "vllm.config.model.ModelConfig.get_total_num_kv_heads": (),
     "vllm.v1.core.block_pool.BlockPool.get_num_free_blocks": (),
     "vllm.v1.core.kv_cache_manager.KVCacheBlocks.get_block_ids": (),
+    "vllm.v1.core.kv_cache_manager.KVCacheManager.evict_blocks": ("block_ids",),
     "vllm.v1.request.Request.append_output_token_ids": ("token_ids",),
     "vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler": ("use_fp64_gumbel",),
     "vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler.forward_native": (

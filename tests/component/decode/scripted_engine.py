@@ -14,6 +14,7 @@ from headrace_engine.interface import (
     PrefillOutcome,
     PrefillWork,
 )
+from headrace_kv.incoming import Transfer
 from headrace_kv.layout import KvDescriptor, KvLayout, RankMemory
 from headrace_kv.region_plan import place_regions
 
@@ -38,6 +39,7 @@ class ScriptedEngine(Engine):
         self.first_logits_given: list[tuple[str, bytes]] = []
         self.released_ids: list[str] = []
         self.closed = 0
+        self.listener: Callable[[Transfer], None] | None = None
 
     async def start(self) -> None:
         """Nothing to load."""
@@ -60,6 +62,9 @@ class ScriptedEngine(Engine):
 
     def arrived(self, transfer_id: str) -> None:
         self.arrived_ids.append(transfer_id)
+
+    def arrival_listener(self) -> Callable[[Transfer], None] | None:
+        return self.listener
 
     def first_token(self, transfer_id: str, token_id: int) -> None:
         self.first_tokens.append((transfer_id, token_id))
