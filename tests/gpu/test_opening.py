@@ -103,7 +103,8 @@ def test_memory_that_the_adapter_refuses_is_staged(
 ) -> None:
     from headrace_kv.transport.in_memory import InMemoryTransport
 
-    usual, closed = InMemoryTransport.register, []
+    usual = InMemoryTransport.register
+    closed: list[InMemoryTransport] = []
 
     def register(self: InMemoryTransport, base_address: int, nbytes: int) -> None:
         if nbytes == 4096:
@@ -201,10 +202,14 @@ def test_a_layer_is_sent_once_the_event_after_its_kernels_is_passed(
     from headrace_engine.torch_memory.opening import gate
     from headrace_engine.torch_memory.order import CudaOrder
 
-    stream, devices = Stream(), []
-    monkeypatch.setattr(
-        torch.cuda, "current_stream", lambda device: (devices.append(device), stream)[1]
-    )
+    stream = Stream()
+    devices: list[object] = []
+
+    def current_stream(device: object) -> Stream:
+        devices.append(device)
+        return stream
+
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
     said: list[str] = []
     sender = Noting(said)
     gated = gate(sender, CudaOrder(torch.device("cuda", 1), None))

@@ -133,7 +133,7 @@ def test_a_block_of_a_head_goes_in_one_run_in_the_order_that_the_connector_asks_
     order = HeadraceConnector.get_required_kvcache_layout(Model(latent=False))
     assert order == "LBHNC"
     assert HeadraceConnector.get_required_kvcache_layout(Model(latent=True)) is None
-    cache = Cache(order)
+    cache = Cache("LBHNC")
     memory = rank_memory(cache.arena, rank=0, transport="in_memory", session="s")
     span = Span(0, 2 * BLOCK_TOKENS, np.array([4, 1]), 0, np.array([2, 5]), 0)
     one_head = CopyPlanner(memory, memory).plan(Edge(0, 0, 1, 1, 1), 0, span)
