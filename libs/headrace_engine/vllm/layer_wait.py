@@ -6,8 +6,9 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+from headrace_common.errors import TransferFailed
 from headrace_engine.vllm.step import LateLoad
 
 log = logging.getLogger(__name__)
@@ -21,6 +22,7 @@ class LayerWait:
 
     A layer's new token is written into a block before the layer's hook is called, and what arrives are whole blocks,
     which would undo that. So a layer's hook waits for the next layer too; the first is there before a request begins.
+    `fence` lets what is queued after it see what has arrived, see DeviceOrder.
     """
 
     def __init__(self, layer_count: int, wait_s: float) -> None:
@@ -31,6 +33,7 @@ class LayerWait:
         self._awaited: dict[str, LateLoad] = {}
         self._invalid: set[int] = set()
         self._patience_end_s: float | None = None
+        self.fence: Callable[[], None] = lambda: None
 
     def heard(self, transfer_id: str, layer_count: int, *, failed: bool) -> None:
         """So many layers, from the first one, are there; no more will come when it has failed."""
@@ -46,11 +49,15 @@ class LayerWait:
         """Before the forward pass."""
         self._patience_end_s = None
         self._awaited.clear()
+        begun: list[LateLoad] = []
         for load in late:
             if load.lost:
                 self._invalid.update(load.block_ids)
-            elif self._arrived.get(load.transfer_id, 0) < self._layer_count:
+                continue
+            begun.append(load)
+            if self._arrived.get(load.transfer_id, 0) < self._layer_count:
                 self._awaited[load.transfer_id] = load
+        self._see_arrived(begun)
 
     def before_attention(self, layer: int) -> None:
         """Returns once the layer and the next one may be used and written to, or what is late is given up."""
@@ -65,9 +72,21 @@ class LayerWait:
                     break
                 if not self._wait(lacking):
                     self._give_up(lacking)
+        self._see_arrived(list(self._awaited.values()))
         for load in list(self._awaited.values()):
             if self._has(load, self._layer_count):
                 del self._awaited[load.transfer_id]
+
+    def _see_arrived(self, loads: Sequence[LateLoad]) -> None:
+        if not loads:
+            return
+        try:
+            self.fence()
+        except TransferFailed as exc:
+            log.error("what has arrived cannot be read: %s", exc)
+            for load in loads:
+                self._awaited[load.transfer_id] = load
+                self._refuse(load.transfer_id)
 
     def _has(self, load: LateLoad, layer_count: int) -> bool:
         return self._arrived.get(load.transfer_id, 0) >= layer_count

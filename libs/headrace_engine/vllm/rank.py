@@ -82,6 +82,8 @@ class Rank:
         )
         self._transport = transport
         self.side.fence = order.fence
+        if self._wait is not None:
+            self._wait.fence = order.fence
         memory = rank_memory(
             arena, rank=self._rank, transport=transport.name, session=transport.session
         )

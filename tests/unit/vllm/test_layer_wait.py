@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from headrace_common.errors import TransferFailed
 from headrace_engine.vllm.layer_wait import LayerWait
 from headrace_engine.vllm.step import LateLoad
 
@@ -149,3 +150,40 @@ def test_layers_that_were_there_before_the_step_need_no_hook() -> None:
     wait.begin_step([late()])
     wait.end_step()
     assert wait.take_invalid_blocks() == set()
+
+
+def test_what_has_come_is_fenced_before_it_is_read() -> None:
+    wait = LayerWait(LAYERS, 5.0)
+    fences: list[int] = []
+    wait.fence = lambda: fences.append(0)
+    wait.begin_step([late(lost=True)])
+    wait.before_attention(0)
+    assert fences == []
+    wait.take_invalid_blocks()
+    wait.heard("x2", LAYERS - 1, failed=False)
+    wait.begin_step([late("x2")])
+    assert len(fences) == 1
+    wait.before_attention(0)
+    assert len(fences) == 2
+    wait.heard("x2", LAYERS, failed=False)
+    wait.before_attention(LAYERS - 2)
+    wait.before_attention(LAYERS - 1)
+    # Nothing is late any more after the first of these.
+    assert len(fences) == 3
+    wait.end_step()
+    assert wait.take_invalid_blocks() == set()
+    wait.begin_step([late("x2")])
+    assert len(fences) == 4
+
+
+def test_what_cannot_be_fenced_is_given_up() -> None:
+    wait = LayerWait(LAYERS, 5.0)
+
+    def fail() -> None:
+        raise TransferFailed("code 700")
+
+    wait.fence = fail
+    wait.heard("x1", LAYERS, failed=False)
+    wait.begin_step([late()])
+    assert forward(wait) < 1
+    assert wait.take_invalid_blocks() == {10, 11}
