@@ -83,7 +83,7 @@ def test_without_an_adapter_the_memory_is_staged(
 ) -> None:
     from headrace_engine.torch_memory import opening
 
-    usual = opening.open_transport
+    usual = open_transport
 
     def refuse(kind: str, host: str, protocol: str = "auto", memory: Any = None) -> KvTransport:
         if protocol == "rdma":
@@ -168,6 +168,9 @@ class Noting:
     def push(self, piece: LayerPiece) -> None:
         self._said.append(f"push {piece.layer}")
         self.pushed.set()
+
+    def push_logits(self, transfer_id: str, logits: bytes) -> None:
+        self._said.append("logits")
 
     def finish(self, transfer_id: str) -> None:
         self._said.append("finish")

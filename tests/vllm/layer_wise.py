@@ -136,7 +136,7 @@ async def slow_pair(
     model: str, prefill_ranks: int = 1, decode_ranks: int = 1, **late: Any
 ) -> AsyncIterator[Rig]:
     """Engines whose prefill is slow with the last layers while `_delay_s` says so."""
-    rank.gate = lambda sender, device: SlowTail(sender)
+    vars(rank)["gate"] = lambda sender, order: SlowTail(sender)
     changes: dict[str, object] = {
         "model": model,
         "context_tokens": CONTEXT_TOKENS,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -183,15 +182,17 @@ async def first_from_logits(
     tokens = list(first.token_ids)
     await asyncio.gather(transfer.wait(), prefill)
     both.decode.arrived(transfer_id)
+    ended: DecodeEnded | None = None
     async for event in reader:
         if isinstance(event, DecodeTokens):
             tokens += event.token_ids
-        else:
-            assert isinstance(event, DecodeEnded)
+        elif isinstance(event, DecodeEnded):
+            ended = event
             break
     await reader.aclose()  # type: ignore[attr-defined]
     await until(lambda: both.decode.free_block_count() == free)
-    return tuple(tokens), event, len(first.token_ids)
+    assert ended is not None
+    return tuple(tokens), ended, len(first.token_ids)
 
 
 def from_logits(prompt: list[int], sampling: Sampling, transfer_id: str) -> DecodeWork:
@@ -224,12 +225,12 @@ async def test_a_token_from_logits_that_ends_the_answer(ends: str) -> None:
         length = both.decode.context_tokens - 1 if ends == "context" else 40
         prompt = prompt_of(length)
         first = both.decode.model.expected_tokens(prompt, 1)
-        changes: dict[str, Any] = {
-            "max_tokens": {"max_tokens": 1},
-            "stop": {"stop_token_ids": first},
-            "context": {},
+        sampling = {
+            "max_tokens": replace(GREEDY, max_tokens=1),
+            "stop": replace(GREEDY, stop_token_ids=first),
+            "context": GREEDY,
         }[ends]
-        tokens, end, _ = await first_from_logits(both, prompt, replace(GREEDY, **changes), "x1")
+        tokens, end, _ = await first_from_logits(both, prompt, sampling, "x1")
         assert tokens == first
         assert end.stopped == (ends == "stop")
 

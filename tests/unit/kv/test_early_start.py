@@ -81,7 +81,8 @@ def test_a_hole_counts_whatever_has_come_after_it() -> None:
     assert not arrival.heard.began
     arrival.land((0, 0, 2))
     # Whole at once: there is nothing to begin early for.
-    assert arrival.heard.began == arrival.heard.layers == []
+    assert not arrival.heard.began
+    assert not arrival.heard.layers
 
 
 def test_a_failure_is_told_to_those_who_began() -> None:

@@ -165,7 +165,7 @@ def test_tokens_that_may_be_copied_one_by_one_lie_in_either_order_with_the_heads
     found = []
     for cache in (tensor(0), token_first):
         arena = describe_arena(
-            {"l0": cache},  # type: ignore[dict-item]  # as much of a tensor as is asked for
+            {"l0": cache},
             [group(TOKENS, ("l0",))],
             rank=0,
             tensor_parallel_size=1,
