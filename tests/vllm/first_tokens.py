@@ -20,10 +20,15 @@ class Compared:
     alone: list[list[int]]
     continued: list[list[int]]
     after_first: list[list[int]]
+    from_logits: list[list[int]]
 
 
 async def compare(
-    decode_ranks: int, decode_blocks: int, context_tokens: int, length: int
+    prefill_ranks: int,
+    decode_ranks: int,
+    decode_blocks: int,
+    context_tokens: int,
+    length: int,
 ) -> Compared:
     """Asks one prompt after the other of decode alone, and then all at once what goes on."""
     changes: dict[str, object] = {
@@ -32,7 +37,8 @@ async def compare(
         "max_batched_tokens": 256,
     }
     decode = changes | {"tensor_parallel_size": decode_ranks, "block_count": decode_blocks}
-    async with running_pair(prefill=changes, decode=decode) as pair:
+    prefill = changes | {"tensor_parallel_size": prefill_ranks}
+    async with running_pair(prefill=prefill, decode=decode) as pair:
         random = Random(length)
         asked = [
             ([random.randrange(3, 500) for _ in range(length)], sampling)
@@ -52,7 +58,16 @@ async def compare(
         after_first = await asyncio.gather(
             *(pair.split_after_first(prompt, sampling) for prompt, sampling in asked)
         )
-        return Compared(alone, continued, [answer.token_ids for answer in after_first])
+        await pair.reset()
+        from_logits = await asyncio.gather(
+            *(pair.split_from_logits(prompt, sampling) for prompt, sampling in asked)
+        )
+        return Compared(
+            alone,
+            continued,
+            [answer.token_ids for answer in after_first],
+            [answer.token_ids for answer in from_logits],
+        )
 
 
 async def _continued(

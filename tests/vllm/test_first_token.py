@@ -285,19 +285,21 @@ async def test_logits_of_another_vocabulary_are_refused(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize(
-    ("decode_ranks", "decode_blocks"),
+    ("prefill_ranks", "decode_ranks", "decode_blocks"),
     [
-        pytest.param(1, 24, id="preempted"),
-        pytest.param(2, 64, id="two-ranks", marks=pytest.mark.long),
+        pytest.param(1, 1, 24, id="preempted"),
+        pytest.param(1, 2, 64, id="two-ranks", marks=pytest.mark.long),
+        pytest.param(2, 1, 64, id="two-prefill-ranks", marks=pytest.mark.long),
     ],
 )
 async def test_answers_go_on_where_requests_are_preempted_and_over_ranks(
-    zygote: Zygote, decode_ranks: int, decode_blocks: int
+    zygote: Zygote, prefill_ranks: int, decode_ranks: int, decode_blocks: int
 ) -> None:
     """24 blocks hold no more than four of the six whole answers."""
     said = await asyncio.to_thread(
         zygote.run,
         "tests.vllm.first_tokens:compare",
+        prefill_ranks=prefill_ranks,
         decode_ranks=decode_ranks,
         decode_blocks=decode_blocks,
         context_tokens=512,
@@ -306,3 +308,4 @@ async def test_answers_go_on_where_requests_are_preempted_and_over_ranks(
     assert all(len(answer) == 100 for answer in said["alone"])
     assert said["continued"] == said["alone"]
     assert said["after_first"] == said["alone"]
+    assert said["from_logits"] == said["alone"]
