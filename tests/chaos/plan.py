@@ -99,6 +99,8 @@ class ChaosPlan:
     member_ttl_s: float = 3.0
     drain_grace_s: float = 5.0
     migration_wait_s: float = 10.0
+    store_timeout_s: float = 2.0
+    store_start_timeout_s: float = 5.0
     block_count: int = 512
     head_bytes: int = 16
     slowness: float = 1.0
@@ -135,6 +137,8 @@ def slowed(plan: ChaosPlan, slowness: float) -> ChaosPlan:
         member_ttl_s=plan.member_ttl_s * slowness,
         drain_grace_s=plan.drain_grace_s * slowness,
         migration_wait_s=plan.migration_wait_s * slowness,
+        store_timeout_s=plan.store_timeout_s * slowness,
+        store_start_timeout_s=plan.store_start_timeout_s * slowness,
         slowness=plan.slowness * slowness,
     )
 

@@ -57,6 +57,8 @@ def settings(plan: ChaosPlan) -> tuple[tuple[str, str, str], ...]:
         ("decode", "lease_ttl_s", str(plan.lease_ttl_s)),
         ("decode", "quarantine_s", str(plan.quarantine_s)),
         ("router", "migration_wait_s", str(plan.migration_wait_s)),
+        ("registry", "store_timeout_s", str(plan.store_timeout_s)),
+        ("registry", "store_start_timeout_s", str(plan.store_start_timeout_s)),
     )
 
 

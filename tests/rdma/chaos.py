@@ -48,7 +48,7 @@ def emulated(seed: int, requests: int, slowness: float) -> ChaosPlan:
         wire=replace(plan.wire, lost=0.005, doubled=0.02, delayed=0.02),
         concurrency=6,
         prefill_tensor_parallel=(1, 2),
-        decode_tensor_parallel=(1, 2, 1),
+        decode_tensor_parallel=(2, 1),
         block_count=96,
         head_bytes=256,
     )
