@@ -38,6 +38,8 @@ _STOP_TIMEOUT_S: Final = 2.0
 _DESCRIPTORS_MAX: Final = 1024
 # A worker is seen a moment before its descriptor is.
 _DESCRIPTOR_SETTLE_S: Final = 0.5
+# How often a descriptor is asked for that nobody needs yet.
+_AHEAD_TRIES: Final = 50
 _DEFAULT_RETRY_BUDGET: Final = 2
 
 
@@ -342,7 +344,7 @@ class DescriptorCache:
         self._link = RegistryLink(registry, "KV descriptors")
         self._known: OrderedDict[tuple[str, str], layout_pb2.KvDescriptor] = OrderedDict()
         self._fetches: dict[tuple[str, str], asyncio.Task[layout_pb2.KvDescriptor]] = {}
-        self._ahead: dict[tuple[str, str], None] = {}
+        self._ahead: dict[tuple[str, str], int] = {}
         self._fetching_ahead: asyncio.Task[None] | None = None
 
     def foresee(self, members: Iterable[tuple[str, str]]) -> None:
@@ -350,7 +352,7 @@ class DescriptorCache:
 
         So workers that have never met can meet while the registry is away.
         """
-        self._ahead = {key: None for key in members if key not in self._known}
+        self._ahead = {key: _AHEAD_TRIES for key in members if key not in self._known}
         if self._ahead and (self._fetching_ahead is None or self._fetching_ahead.done()):
             self._fetching_ahead = asyncio.create_task(self._fetch_ahead())
 
@@ -391,10 +393,16 @@ class DescriptorCache:
 
     async def _fetch_ahead(self) -> None:
         while self._ahead:
-            key, _ = self._ahead.popitem()
+            key = next(iter(self._ahead))
+            tries = self._ahead.pop(key)
             try:
                 await self._fetch(key, Deadline.after(_CALL_TIMEOUT_S))
                 _log.debug("the KV memory of %s@%s is known before it is needed", *key)
+            except NotFound:
+                # A worker publishes its memory a moment after it has joined.
+                if tries > 1:
+                    self._ahead.setdefault(key, tries - 1)
+                    await asyncio.sleep(BACKOFF_MIN_S)
             except (HeadraceError, TimeoutError) as error:
                 # It is asked for again when it is needed.
                 _log.debug("no descriptor of %s@%s yet: %r", *key, error)
