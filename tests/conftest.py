@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import pytest
 from hypothesis import settings
@@ -21,3 +22,19 @@ def pytest_collection() -> object:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Every process of pytest-xdist starts with its share of the whole deployments, which take long, and all end with
+    what is quick: so none is left alone with something long at the end.
+    """
+    count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    slow = [item for item in items if "suite" in item.path.parts]
+    quick = [item for item in items if "suite" not in item.path.parts]
+    # It deals out as many neighbours to each, whose fixtures are shared.
+    cuts = [number * len(quick) // count for number in range(count + 1)]
+    items[:] = [
+        item
+        for number in range(count)
+        for item in (*slow[number::count], *quick[cuts[number] : cuts[number + 1]])
+    ]

@@ -7,10 +7,11 @@ import os
 import random
 import signal
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 from rich.console import Console
@@ -106,22 +107,60 @@ class Suite:
     async def status(self, name: str) -> worker_pb2.WatchStatusResponse:
         return await worker_status(self.child(name).endpoint)
 
+    async def until(
+        self,
+        name: str,
+        check: Callable[[worker_pb2.WatchStatusResponse], bool],
+        timeout_s: float = 20.0,
+    ) -> None:
+        """Until a worker's status is as it should be."""
+        give_up = time.monotonic() + timeout_s
+        while not check(status := await self.status(name)):
+            assert time.monotonic() < give_up, f"{name} after {timeout_s:g} s: {status}"
+            await asyncio.sleep(0.02)
+
     async def wait_empty(self, name: str, timeout_s: float = 10.0) -> None:
         """Until a worker holds nothing: no request, block, quarantine or transfer."""
+        await self.until(name, _holds_nothing, timeout_s)
+
+    async def wait_running(self, *names: str) -> None:
+        """Until each of these workers computes something."""
+        for name in names:
+            await self.until(name, lambda status: status.running_requests > 0)
+
+    async def busier(self, one: str, other: str) -> tuple[str, str]:
+        """The worker of two that runs more requests, at least one, and the other of them."""
+        running = {name: (await self.status(name)).running_requests for name in (one, other)}
+        idle, busy = sorted(running, key=running.__getitem__)
+        assert running[busy], "nothing runs any more"
+        return busy, idle
+
+    async def wait_foreseen(self, timeout_s: float = 20.0) -> None:
+        """Until every prefill worker knows the memory of every decode worker, which it may never have met. Prefill's
+        log_level must be debug.
+        """
+        names = {child.spec.name: child for child in self.deployment.children}
+        wanted = [f"the KV memory of {name}@" for name in names if name.startswith("decode-")]
         give_up = time.monotonic() + timeout_s
-        while True:
-            status = await self.status(name)
-            held = (
-                status.running_requests,
-                status.waiting_requests,
-                status.reserved_blocks,
-                status.quarantined_blocks,
-                status.active_transfers,
-            )
-            if not any(held):
-                return
-            assert time.monotonic() < give_up, f"{name} still holds {status}"
-            await asyncio.sleep(0.05)
+        for name, child in names.items():
+            while name.startswith("prefill-"):
+                log = child.spec.log_file.read_text()
+                if all(text in log for text in wanted):
+                    break
+                assert time.monotonic() < give_up, f"{name} does not know of all: {log}"
+                await asyncio.sleep(0.02)
+
+    async def begun(
+        self, prompts: Sequence[Sequence[int]], count: int, **options: Any
+    ) -> list[asyncio.Task[Outcome]]:
+        """Answers under way: each has brought its first token."""
+        starts = [asyncio.Event() for _ in prompts]
+        tasks = [
+            asyncio.create_task(self.generate(prompt, count, started=start, **options))
+            for prompt, start in zip(prompts, starts, strict=True)
+        ]
+        await all_begun(tasks, starts)
+        return tasks
 
     def kill(self, name: str) -> None:
         """kill -9; the suite does not expect the process to end well any more."""
@@ -196,6 +235,31 @@ class Suite:
             await asyncio.sleep(0.02)
         child.endpoint = endpoint
         return child
+
+
+def _holds_nothing(status: worker_pb2.WatchStatusResponse) -> bool:
+    return not (
+        status.running_requests
+        or status.waiting_requests
+        or status.reserved_blocks
+        or status.quarantined_blocks
+        or status.active_transfers
+    )
+
+
+async def all_begun(
+    tasks: Sequence[asyncio.Task[Any]], starts: Sequence[asyncio.Event], timeout_s: float = 20.0
+) -> None:
+    """Until each task's event is set. Raises what a task raises before."""
+    async with asyncio.timeout(timeout_s):
+        for task, start in zip(tasks, starts, strict=True):
+            waiting = asyncio.create_task(start.wait())
+            try:
+                await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+                if not start.is_set():
+                    raise AssertionError(f"it ended before it began: {task.result()}")
+            finally:
+                waiting.cancel()
 
 
 @asynccontextmanager

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from headrace.inference.v1 import inference_pb2
+from headrace_cli.client import list_members
 from headrace_cli.drain import drain_worker
 from headrace_common.errors import DeadlineExceeded, HeadraceError, InternalError
 from tests.ports import free_port
@@ -18,6 +19,7 @@ DEADLINE_S = 15.0
 # Each prompt token takes this long, so that requests are in flight when something dies.
 SLOW_PREFILL = ("prefill", "model", "sim:prefill_s_per_token=0.004")
 SLOW_DECODE = ("decode", "model", "sim:decode_step_s=0.02")
+MEMBER_TTL_S = 3.0
 
 
 async def ended(it: Suite, prompt: list[int], count: int) -> Outcome | HeadraceError:
@@ -35,7 +37,7 @@ async def test_a_killed_prefill_worker_costs_no_answer_while_another_lives(tmp_p
     async with suite(tmp_path, prefill_count=2, settings=(SLOW_PREFILL,)) as it:
         prompts = [prompt_of(150, number) for number in range(8)]
         running = [asyncio.create_task(ended(it, prompt, 6)) for prompt in prompts]
-        await asyncio.sleep(0.5)
+        await it.wait_running("prefill-0")
         it.kill("prefill-0")
         for prompt, outcome in zip(prompts, await asyncio.gather(*running), strict=True):
             assert isinstance(outcome, Outcome), outcome
@@ -48,7 +50,7 @@ async def test_the_only_prefill_worker_killed_ends_in_answers_or_named_errors(
     async with suite(tmp_path, settings=(SLOW_PREFILL,)) as it:
         prompts = [prompt_of(150, number) for number in range(6)]
         running = [asyncio.create_task(ended(it, prompt, 6)) for prompt in prompts]
-        await asyncio.sleep(0.5)
+        await it.wait_running("prefill-0")
         it.kill("prefill-0")
         for prompt, outcome in zip(prompts, await asyncio.gather(*running), strict=True):
             if isinstance(outcome, Outcome):
@@ -65,8 +67,13 @@ async def test_the_only_prefill_worker_killed_ends_in_answers_or_named_errors(
 
 async def test_no_request_fails_while_the_registry_is_away_and_comes_back(tmp_path: Path) -> None:
     # It comes back on its address, which nobody may take meanwhile.
-    listen = ("registry", "listen", f"127.0.0.1:{free_port()}")
-    async with suite(tmp_path, prefill_count=2, settings=(SLOW_DECODE, listen)) as it:
+    settings = (
+        SLOW_DECODE,
+        ("registry", "listen", f"127.0.0.1:{free_port()}"),
+        ("prefill", "member_ttl_s", str(MEMBER_TTL_S)),
+        ("decode", "member_ttl_s", str(MEMBER_TTL_S)),
+    )
+    async with suite(tmp_path, prefill_count=2, settings=settings) as it:
         stop = asyncio.Event()
         right = 0
 
@@ -79,29 +86,37 @@ async def test_no_request_fails_while_the_registry_is_away_and_comes_back(tmp_pa
                 assert outcome.token_ids == it.expected(prompt, 5)
                 right += 1
 
+        async def more(count: int) -> None:
+            goal = right + count
+            async with asyncio.timeout(DEADLINE_S):
+                while right < goal and not any(task.done() for task in load_tasks):
+                    await asyncio.sleep(0.02)
+
         load_tasks = [asyncio.create_task(load(number)) for number in range(3)]
         try:
-            await asyncio.sleep(1)
+            await more(10)
             it.kill("registry")
-            await asyncio.sleep(4)
-            during = right
+            # Longer than a lease would last.
+            await asyncio.sleep(MEMBER_TTL_S + 1)
+            await more(10)
             await it.restart("registry")
-            await asyncio.sleep(4)
+            async with asyncio.timeout(DEADLINE_S):
+                while len(await list_members(it.deployment.registry)) < 3:
+                    await asyncio.sleep(0.05)
+            await asyncio.sleep(MEMBER_TTL_S)
+            await more(10)
         finally:
             stop.set()
             await asyncio.gather(*load_tasks)
-        assert during > 5
-        assert right > during
-        models = await it.client.models()
-        assert [(model.prefill_worker_count, model.decode_worker_count) for model in models] == [
-            (2, 1)
-        ]
+        await it.wait_joined(2, 1)
 
 
 async def test_workers_that_die_while_the_registry_is_away_cost_one_attempt_at_most(
     tmp_path: Path,
 ) -> None:
-    async with suite(tmp_path, prefill_count=2, decode_count=2) as it:
+    loud = ("prefill", "log_level", "debug")
+    async with suite(tmp_path, prefill_count=2, decode_count=2, settings=(loud,)) as it:
+        await it.wait_foreseen()
         for number in range(4):
             await it.generate(prompt_of(60, number), 4)
         it.kill("registry")
@@ -126,8 +141,7 @@ async def test_workers_that_die_while_the_registry_is_away_cost_one_attempt_at_m
 async def test_a_decode_worker_that_drains_finishes_what_it_has(tmp_path: Path) -> None:
     async with suite(tmp_path, decode_count=2, settings=(SLOW_DECODE,)) as it:
         prompts = [prompt_of(40, number) for number in range(6)]
-        running = [asyncio.create_task(it.generate(prompt, 50)) for prompt in prompts]
-        await asyncio.sleep(0.5)
+        running = await it.begun(prompts, 50)
         assert await it.terminate("decode-0") == 0
         for prompt, outcome in zip(prompts, await asyncio.gather(*running), strict=True):
             assert outcome.token_ids == it.expected(prompt, 50)
@@ -141,7 +155,7 @@ async def test_what_a_prefill_worker_cannot_finish_in_its_grace_is_computed_else
     async with suite(tmp_path, prefill_count=2, settings=(SLOW_PREFILL,)) as it:
         prompts = [prompt_of(250, number) for number in range(6)]
         running = [asyncio.create_task(it.generate(prompt, 4)) for prompt in prompts]
-        await asyncio.sleep(0.5)
+        await it.wait_running("prefill-0")
         with (tmp_path / "drain.log").open("w") as said:
             await drain_worker(
                 it.deployment.registry, "prefill-0", 0.0, wait=True, console=Console(file=said)
@@ -157,7 +171,7 @@ async def test_a_prefill_worker_that_drains_gives_its_tasks_back(tmp_path: Path)
     async with suite(tmp_path, prefill_count=2, settings=(SLOW_PREFILL,)) as it:
         prompts = [prompt_of(120, number) for number in range(12)]
         running = [asyncio.create_task(it.generate(prompt, 4)) for prompt in prompts]
-        await asyncio.sleep(0.5)
+        await it.wait_running("prefill-0")
         assert await it.terminate("prefill-0") == 0
         for prompt, outcome in zip(prompts, await asyncio.gather(*running), strict=True):
             assert outcome.token_ids == it.expected(prompt, 4)

@@ -27,11 +27,11 @@ def frozen(it: Suite, name: str) -> Iterator[None]:
 
 
 async def test_prompts_of_a_frozen_prefill_worker_are_computed_elsewhere(tmp_path: Path) -> None:
-    slow = ("prefill", "model", "sim:prefill_s_per_token=0.004")
+    slow = ("prefill", "model", "sim:prefill_s_per_token=0.002")
     async with suite(tmp_path, prefill_count=2, settings=(slow,)) as it:
         prompts = [prompt_of(150, number) for number in range(8)]
         running = [asyncio.create_task(it.generate(one, 6, timeout_s=60)) for one in prompts]
-        await asyncio.sleep(0.5)
+        await it.wait_running("prefill-0")
         started_s = time.monotonic()
         with frozen(it, "prefill-0"):
             outcomes = await asyncio.gather(*running)

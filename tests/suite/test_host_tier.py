@@ -27,7 +27,7 @@ async def test_evicted_prefixes_are_announced_credited_explained_and_used(tmp_pa
             return candidate.cached_tokens
 
         async def credited(prompt: list[int], tokens: int) -> None:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(20):
                 while await credit(prompt) != tokens:
                     await asyncio.sleep(0.02)
 

@@ -12,14 +12,14 @@ from headrace_common.errors import DecodeFull, InvalidRequest
 from tests.suite.deployment import greedy, prompt_of, suite
 
 SLOW_DECODE = ("decode", "model", "sim:decode_step_s=0.02")
+GIVEN_UP_S = 5.0
 
 
 async def test_a_full_decode_worker_says_when_to_come_back(tmp_path: Path) -> None:
     settings = (("decode", "max_requests", "2"), SLOW_DECODE)
     async with suite(tmp_path, settings=settings) as it:
         prompts = [prompt_of(20, number) for number in range(2)]
-        running = [asyncio.create_task(it.generate(prompt, 150)) for prompt in prompts]
-        await asyncio.sleep(0.5)
+        running = await it.begun(prompts, 150)
         with pytest.raises(DecodeFull) as refused:
             await it.generate(prompt_of(20, 9), 5)
         # By the number of requests ahead, so it must have travelled.
@@ -34,15 +34,12 @@ async def test_blocks_bound_what_is_admitted(tmp_path: Path) -> None:
     # 20 blocks of 32 tokens hold two such requests, with the block that engines keep for themselves.
     settings = (("decode", "block_count", "20"), SLOW_DECODE)
     async with suite(tmp_path, settings=settings) as it:
-        running = [
-            asyncio.create_task(it.generate(prompt_of(200, number), 60)) for number in range(2)
-        ]
-        await asyncio.sleep(0.5)
+        running = await it.begun([prompt_of(200, number) for number in range(2)], 80)
         with pytest.raises(DecodeFull, match="blocks"):
-            await it.generate(prompt_of(200, 5), 60)
+            await it.generate(prompt_of(200, 5), 80)
         await asyncio.gather(*running)
         with pytest.raises(InvalidRequest):
-            await it.generate(prompt_of(1_000, 6), 60)
+            await it.generate(prompt_of(1_000, 6), 80)
         await it.wait_empty("decode-0")
 
 
@@ -71,16 +68,16 @@ async def test_a_client_that_goes_away_leaves_nothing_behind(tmp_path: Path) -> 
         stub = inference_pb2_grpc.InferenceServiceStub(it.channel)
         calls = [stub.Generate(greedy(prompt_of(150, n), 500), timeout=30) for n in range(6)]
         readers = [asyncio.create_task(call.read()) for call in calls]
-        # Some generate, some wait for their KV cache, some for a prefill slot.
-        await asyncio.sleep(1.2)
-        before = await it.status("decode-0")
-        assert before.reserved_blocks > 0
+        # One generates, the others wait for their KV cache or a prefill slot.
+        await it.until("decode-0", lambda now: now.running_requests > 0 < now.active_transfers)
         for call in calls:
             call.cancel()
         await asyncio.gather(*readers, return_exceptions=True)
-        await asyncio.sleep(1.0)
-        status = await it.status("decode-0")
-        assert (status.running_requests, status.active_transfers) == (0, 0)
+        await it.until(
+            "decode-0",
+            lambda now: not now.running_requests and not now.active_transfers,
+            timeout_s=GIVEN_UP_S,
+        )
         await it.wait_empty("decode-0")
         await it.wait_empty("prefill-0")
         prompt = prompt_of(60, 42)

@@ -17,7 +17,14 @@ from headrace_engine.sim.model import SimModel
 from headrace_engine.sim.settings import SimSettings
 from headrace_engine.words import sampling_from_proto
 from tests.ports import free_port
-from tests.suite.deployment import VOCABULARY, Suite, default_model, prompt_of, suite
+from tests.suite.deployment import (
+    VOCABULARY,
+    Suite,
+    all_begun,
+    default_model,
+    prompt_of,
+    suite,
+)
 from tests.suite.test_frozen import NOTICED_S, frozen
 
 TOKENS = 60
@@ -47,13 +54,21 @@ class Heard:
 
 
 async def ask(
-    it: Suite, prompt: Sequence[int], params: sampling_pb2.SamplingParams, timeout_s: float = 30.0
+    it: Suite,
+    prompt: Sequence[int],
+    params: sampling_pb2.SamplingParams,
+    started: asyncio.Event,
+    timeout_s: float = 30.0,
 ) -> Heard:
     stub = inference_pb2_grpc.InferenceServiceStub(it.channel)
     request = inference_pb2.GenerateRequest(
         tokens=inference_pb2.TokenIds(ids=prompt), sampling=params
     )
-    responses = [r async for r in stub.Generate(request, timeout=timeout_s)]
+    responses = []
+    async for response in stub.Generate(request, timeout=timeout_s):
+        responses.append(response)
+        if response.token_ids:
+            started.set()
     return Heard(
         tuple(token for r in responses for token in r.token_ids),
         sum(len(r.logprobs) for r in responses),
@@ -67,55 +82,75 @@ def expected(prompt: Sequence[int], params: sampling_pb2.SamplingParams) -> tupl
     return tuple(default_model().expected_tokens(prompt, params.max_tokens, sampling))
 
 
-def begin(
-    it: Suite, count: int, first_seed: int = 0
-) -> list[tuple[list[int], sampling_pb2.SamplingParams, asyncio.Task[Heard]]]:
+@dataclass(frozen=True)
+class Begun:
+    """An answer under way. `started` is set with its first token."""
+
+    prompt: list[int]
+    params: sampling_pb2.SamplingParams
+    started: asyncio.Event
+    task: asyncio.Task[Heard]
+
+
+def begin(it: Suite, count: int, first_seed: int = 0) -> list[Begun]:
     """Half of the answers greedy, half by a seed and with penalties."""
     begun = []
     for number in range(count):
         prompt, params = prompt_of(30 + number, first_seed + number), (GREEDY, SEEDED)[number % 2]
-        begun.append((prompt, params, asyncio.create_task(ask(it, prompt, params))))
+        started = asyncio.Event()
+        task = asyncio.create_task(ask(it, prompt, params, started))
+        begun.append(Begun(prompt, params, started, task))
     return begun
 
 
-async def check(
-    begun: list[tuple[list[int], sampling_pb2.SamplingParams, asyncio.Task[Heard]]],
-) -> list[Heard]:
+async def running(it: Suite, count: int) -> list[Begun]:
+    """The same, each with a token or more."""
+    begun = begin(it, count)
+    await all_begun([one.task for one in begun], [one.started for one in begun])
+    return begun
+
+
+async def check(begun: list[Begun]) -> list[Heard]:
     """All are right, whatever happened under way."""
     heard = []
-    for prompt, params, task in begun:
-        one = await task
-        assert one.token_ids == expected(prompt, params)
-        assert one.logprob_count == (TOKENS if params.HasField("logprobs") else 0)
+    for asked in begun:
+        one = await asked.task
+        assert one.token_ids == expected(asked.prompt, asked.params)
+        assert one.logprob_count == (TOKENS if asked.params.HasField("logprobs") else 0)
         usage = one.last.usage
-        assert (usage.prompt_tokens, usage.completion_tokens) == (len(prompt), TOKENS)
+        assert (usage.prompt_tokens, usage.completion_tokens) == (len(asked.prompt), TOKENS)
         assert one.last.finish_reason == sampling_pb2.FINISH_REASON_LENGTH
         heard.append(one)
     return heard
 
 
+def moved_to(heard: list[Heard]) -> set[str]:
+    """Where the answers ended that took a second attempt; none took a third."""
+    assert {one.last.timing.attempts for one in heard} <= {1, 2}
+    return {one.last.timing.decode_worker_id for one in heard if one.last.timing.attempts == 2}
+
+
 async def test_answers_of_a_killed_decode_worker_go_on_at_the_other(tmp_path: Path) -> None:
     async with suite(tmp_path, decode_count=2, settings=(SLOW_DECODE,)) as it:
-        undisturbed = await asyncio.gather(*(task for _, _, task in begin(it, 8)))
-        begun = begin(it, 8)
-        await asyncio.sleep(0.7)
-        it.kill("decode-0")
+        undisturbed = await asyncio.gather(*(one.task for one in begin(it, 8)))
+        begun = await running(it, 8)
+        victim, survivor = await it.busier("decode-0", "decode-1")
+        it.kill(victim)
         heard = await check(begun)
         assert [one.text for one in heard] == [one.text for one in undisturbed]
-        assert {one.last.timing.decode_worker_id for one in heard} == {"decode-1"}
-        assert sorted({one.last.timing.attempts for one in heard}) == [1, 2]
-        await it.wait_empty("decode-1")
+        assert moved_to(heard) == {survivor}
+        await it.wait_empty(survivor)
 
 
 async def test_answers_of_a_frozen_decode_worker_go_on_within_ten_seconds(tmp_path: Path) -> None:
     async with suite(tmp_path, decode_count=2, settings=(SLOW_DECODE,)) as it:
-        begun = begin(it, 8)
-        await asyncio.sleep(0.7)
+        begun = await running(it, 8)
+        victim, survivor = await it.busier("decode-0", "decode-1")
         started_s = time.monotonic()
-        with frozen(it, "decode-0"):
+        with frozen(it, victim):
             heard = await check(begun)
             assert time.monotonic() - started_s < NOTICED_S
-        assert sorted({one.last.timing.attempts for one in heard}) == [1, 2]
+        assert moved_to(heard) == {survivor}
         # Thawed, it has let go of them, and serves again without anybody's help.
         for name in ("decode-0", "decode-1"):
             await it.wait_empty(name)
@@ -133,13 +168,12 @@ async def test_answers_of_the_only_decode_worker_wait_for_its_next_incarnation(
     tmp_path: Path,
 ) -> None:
     async with suite(tmp_path, settings=(SLOW_DECODE,)) as it:
-        begun = begin(it, 6)
-        await asyncio.sleep(0.7)
+        begun = await running(it, 6)
+        await it.wait_running("decode-0")
         child = it.child("decode-0")
         it.kill("decode-0")
         await it.begin_again(child)
-        heard = await check(begun)
-        assert {one.last.timing.attempts for one in heard} == {2}
+        assert moved_to(await check(begun)) == {"decode-0"}
 
 
 async def test_prompts_are_done_again_at_whatever_stage_their_prefill_worker_dies(
@@ -167,18 +201,19 @@ async def _at_every_stage(folder: Path, *, freeze: bool) -> None:
         for step in range(16):
             begun += begin(it, 1, first_seed=100 + step)
             await asyncio.sleep(0.06)
+        await it.wait_running("prefill-0")
         started_s = time.monotonic()
         if freeze:
             with frozen(it, "prefill-0"):
-                heard = await asyncio.gather(*(task for _, _, task in begun))
+                heard = await asyncio.gather(*(one.task for one in begun))
                 # Noticed, begun again, and sixty tokens.
                 assert time.monotonic() - started_s < NOTICED_S + 4
         else:
             it.kill("prefill-0")
-            heard = await asyncio.gather(*(task for _, _, task in begun))
-        for (prompt, params, _), one in zip(begun, heard, strict=True):
-            sampling = sampling_from_proto(params, ())
-            assert one.token_ids == model.expected_tokens(prompt, TOKENS, sampling)
+            heard = await asyncio.gather(*(one.task for one in begun))
+        for asked, one in zip(begun, heard, strict=True):
+            sampling = sampling_from_proto(asked.params, ())
+            assert one.token_ids == model.expected_tokens(asked.prompt, TOKENS, sampling)
         attempts = [one.last.timing.attempts for one in heard]
         # Those that were done before it went have not noticed.
         assert min(attempts) == 1
@@ -191,11 +226,8 @@ async def test_prefill_lets_go_of_what_a_killed_decode_worker_was_to_get(tmp_pat
     settings = (("prefill", "model", "sim:layer_s=0.5"), ("decode", "lease_ttl_s", "2"))
     async with suite(tmp_path, settings=settings) as it:
         asked = [asyncio.create_task(it.generate(prompt_of(60, n), 2, timeout_s=6)) for n in (1, 2)]
-        async with asyncio.timeout(5):
-            while not (await it.status("decode-0")).active_transfers:
-                await asyncio.sleep(0.02)
-        await asyncio.sleep(0.3)
-        assert (await it.status("prefill-0")).running_requests
+        await it.until("decode-0", lambda status: status.active_transfers > 0)
+        await it.wait_running("prefill-0")
         it.kill("decode-0")
         await it.wait_empty("prefill-0", timeout_s=3)
         for task in asked:
@@ -219,10 +251,15 @@ async def test_what_a_killed_router_had_begun_is_let_go_of_within_seconds(tmp_pa
         for number in range(12):
             lost.append(asyncio.create_task(it.generate(prompt_of(60, number), 200)))
             await asyncio.sleep(0.1)
-        status = await asyncio.gather(*(it.status(f"decode-{n}") for n in (0, 1)))
-        assert sum(one.active_transfers for one in status)
-        assert sum(one.running_requests for one in status)
-        assert (await it.status("prefill-0")).running_requests
+        async with asyncio.timeout(10):
+            while True:
+                status = await asyncio.gather(*(it.status(f"decode-{n}") for n in (0, 1)))
+                waiting = sum(one.active_transfers for one in status)
+                answering = sum(one.running_requests for one in status)
+                prefilling = (await it.status("prefill-0")).running_requests
+                if waiting and answering and prefilling:
+                    break
+                await asyncio.sleep(0.02)
         it.kill("router")
         killed_s = time.monotonic()
         for task in lost:
@@ -238,15 +275,16 @@ async def test_what_a_killed_router_had_begun_is_let_go_of_within_seconds(tmp_pa
 async def test_a_worker_that_dies_while_the_registry_is_gone_is_noticed_by_the_router(
     tmp_path: Path,
 ) -> None:
-    listen = ("registry", "listen", f"127.0.0.1:{free_port()}")
-    async with suite(
-        tmp_path, prefill_count=2, decode_count=2, settings=(SLOW_DECODE, listen)
-    ) as it:
-        # Prefill workers have asked for the memory of decode workers that they have never met.
-        await asyncio.sleep(0.5)
+    settings = (
+        SLOW_DECODE,
+        ("registry", "listen", f"127.0.0.1:{free_port()}"),
+        ("prefill", "log_level", "debug"),
+    )
+    async with suite(tmp_path, prefill_count=2, decode_count=2, settings=settings) as it:
+        await it.wait_foreseen()
         it.kill("registry")
-        begun = begin(it, 6)
-        await asyncio.sleep(0.5)
+        begun = await running(it, 6)
+        await it.wait_running("decode-0")
         it.kill("decode-0")
         it.kill("prefill-0")
         await check(begun)
@@ -291,11 +329,14 @@ async def test_workers_that_restart_three_times_on_their_addresses_delay_nobody(
                     child = it.child(name)
                     it.kill(name)
                     await it.begin_again(child)
-                    await asyncio.sleep(1.0)
+                    goal = right + 12
+                    async with asyncio.timeout(deadline_s):
+                        while right < goal and not any(task.done() for task in tasks):
+                            await asyncio.sleep(0.02)
+                    await it.wait_joined(2, 2)
         finally:
             stop.set()
             await asyncio.gather(*tasks)
-        assert right > 50
         # Nothing had to wait for a timeout, of whatever layer.
         assert longest_s < 7.0
         await it.wait_joined(2, 2)

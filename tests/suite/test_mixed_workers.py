@@ -50,8 +50,11 @@ async def test_only_pairs_that_fit_are_routed(tmp_path: Path) -> None:
     async with suite(tmp_path, sim=SimModel(parse_settings(MODEL)), settings=SETTINGS) as it:
         await _start_others(it)
         pairs: list[tuple[str, str]] = []
-        for first in range(100, 180, 20):
+        for first in range(100, 400, 20):
             pairs += await _burst(it, first, 20)
+            # Whoever is quick takes most.
+            if len(pairs) >= 80 and len({prefill for _, prefill in pairs}) > len(PREFILLS):
+                break
         for decode, prefill in pairs:
             if decode == "decode-whole":
                 assert prefill == "prefill-whole"
@@ -62,7 +65,7 @@ async def test_only_pairs_that_fit_are_routed(tmp_path: Path) -> None:
         # Without its only partner a decode worker comes after all that have one.
         assert await it.terminate("prefill-whole") == 0
         await it.wait_joined(3, 3)
-        pairs = await _burst(it, 300, 20)
+        pairs = await _burst(it, 500, 20)
         assert {decode for decode, _ in pairs} <= DECODES
         assert {prefill for _, prefill in pairs} <= PREFILLS
         for name in (*DECODES, *PREFILLS, "decode-whole"):

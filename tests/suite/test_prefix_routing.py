@@ -6,25 +6,40 @@ import asyncio
 import time
 from pathlib import Path
 
+from headrace_cli.client import list_members
 from headrace_common.errors import HeadraceError
-from tests.suite.deployment import PROMPT_VOCABULARY, Suite, prompt_of, suite
+from tests.suite.deployment import PROMPT_VOCABULARY, Suite, greedy, prompt_of, suite
 
 BLOCK = 32
-# What a worker caches is known to routers within a flush and a message.
-SETTLE_S = 0.3
+DECODES = ("decode-0", "decode-1", "decode-2")
 
 
 async def turn(it: Suite, prompt: list[int]) -> tuple[list[int], int, str]:
     """The conversation with its answer, what decode had of it, and which worker that was."""
     outcome = await it.generate(prompt, 8)
     assert outcome.token_ids == it.expected(prompt, 8)
-    await asyncio.sleep(SETTLE_S)
     last = outcome.last
+    await until_known(it, prompt, last.timing.decode_worker_id)
     return (
         [*prompt, *(token % PROMPT_VOCABULARY for token in outcome.token_ids)],
         last.usage.decode_cached_tokens,
         last.timing.decode_worker_id,
     )
+
+
+async def until_known(it: Suite, prompt: list[int], home: str) -> None:
+    """Until the router knows that a worker has the whole blocks of a prompt."""
+    whole = (len(prompt) - 1) // BLOCK * BLOCK
+    give_up = time.monotonic() + 15
+    while True:
+        candidates = (await it.client.explain(greedy(prompt, 1))).candidates
+        cached = {one.worker_id: one.cached_tokens for one in candidates}
+        if cached.get(home, 0) >= whole:
+            return
+        assert time.monotonic() < give_up, (
+            f"{home} has {whole} tokens, the router knows of {cached}"
+        )
+        await asyncio.sleep(0.02)
 
 
 async def until_answered(it: Suite, prompt: list[int], timeout_s: float = 20.0) -> None:
@@ -40,7 +55,7 @@ async def until_answered(it: Suite, prompt: list[int], timeout_s: float = 20.0) 
 
 
 async def test_conversations_stay_where_their_beginning_is(tmp_path: Path) -> None:
-    async with suite(tmp_path, decode_count=3) as it:
+    async with suite(tmp_path, decode_count=len(DECODES)) as it:
         homes: dict[int, str] = {}
         prompts = {seed: prompt_of(4 * BLOCK + 5, seed) for seed in range(4)}
         for round_number in range(4):
@@ -56,17 +71,20 @@ async def test_conversations_stay_where_their_beginning_is(tmp_path: Path) -> No
 async def test_what_is_cached_is_still_found_after_registry_and_router_restart(
     tmp_path: Path,
 ) -> None:
-    async with suite(tmp_path, decode_count=3) as it:
+    async with suite(tmp_path, decode_count=len(DECODES)) as it:
         prompts = [prompt_of(6 * BLOCK, seed) for seed in range(6)]
         homes = [(await turn(it, prompt))[2] for prompt in prompts]
         it.kill("registry")
         await it.restart("registry")
         # The members bring the key along that they all use.
-        await asyncio.sleep(2.0)
+        async with asyncio.timeout(20):
+            while len(await list_members(it.deployment.registry)) < len(DECODES) + 1:
+                await asyncio.sleep(0.05)
         it.kill("router")
         await it.restart("router")
         await until_answered(it, prompt_of(3, 99))
-        await asyncio.sleep(2.0)
+        for prompt, home in zip(prompts, homes, strict=True):
+            await until_known(it, prompt, home)
         for prompt, home in zip(prompts, homes, strict=True):
             _, cached, place = await turn(it, prompt)
             assert (cached, place) == (5 * BLOCK, home)
