@@ -24,6 +24,18 @@ def pytest_collection() -> object:
         gc.enable()
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport() -> object:
+    """A report parses the source, and Python 3.11's parser breaks, and with it the whole run, when a finalizer that
+    garbage brings about meanwhile parses some too: so there is none.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Every process of pytest-xdist starts with its share of the whole deployments, which take long, and all end with
     what is quick: so none is left alone with something long at the end.
