@@ -37,6 +37,8 @@ VOCABULARY = 32_000
 # The router's text side of the sim model knows fewer tokens than the model makes.
 PROMPT_VOCABULARY = 512
 DEADLINE_S = 20.0
+# A process needs a second or two, on a busy machine many times as long.
+START_S = 40.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +193,7 @@ class Suite:
             environment=old.environment,
         )
         child = await self.deployment.supervisor.start(spec)
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(START_S):
             await self.deployment.supervisor.wait_ready([child])
         return child
 
@@ -203,7 +205,7 @@ class Suite:
 
     async def wait_joined(self, prefill_count: int, decode_count: int) -> None:
         """Until this router knows so many workers."""
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(START_S):
             while [
                 (model.prefill_worker_count, model.decode_worker_count)
                 for model in await self.client.models()
@@ -228,7 +230,7 @@ class Suite:
             environment=old.spec.environment,
         )
         child = await self.deployment.supervisor.start(spec)
-        give_up = time.monotonic() + 15
+        give_up = time.monotonic() + START_S
         while not spec.port_file.exists():
             assert child.running, spec.log_file.read_text()
             assert time.monotonic() < give_up
