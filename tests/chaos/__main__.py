@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import random
 import sys
 import tempfile
@@ -25,6 +26,7 @@ def main() -> int:
     parser.add_argument("--scenario", choices=SCENARIOS, default="all")
     parser.add_argument("--break", dest="broken", default="", help="quarantine, lease or ledger")
     parser.add_argument("--folder", type=Path, default=None, help="for logs; a new one by default")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="sends none after that")
     arguments = parser.parse_args()
     seed = random.randrange(1 << 31) if arguments.seed is None else arguments.seed
     plan = scenario(arguments.scenario, seed, arguments.requests, arguments.broken)
@@ -35,7 +37,7 @@ def main() -> int:
     with (folder / "errors.log").open("w", encoding="utf-8") as errors:
         report = ChaosReport(plan)
         report.outcomes.on_error = lambda line: print(line, file=errors, flush=True)
-        asyncio.run(run_chaos(plan, folder, report=report))
+        asyncio.run(run_chaos(plan, folder, report=report, last_s=arguments.seconds))
     show(report, console)
     return 1 if report.violations else 0
 
@@ -43,7 +45,7 @@ def main() -> int:
 def show(report: ChaosReport, console: Console) -> None:
     """The table of faults and outcomes."""
     outcomes = report.outcomes
-    table = Table(title=f"{report.plan.requests} requests in {report.seconds:.0f} s")
+    table = Table(title=f"{report.requests} requests in {report.seconds:.0f} s")
     table.add_column("")
     table.add_column("count", justify="right")
     for title, counts in (
@@ -55,6 +57,7 @@ def show(report: ChaosReport, console: Console) -> None:
         for what, count in sorted(counts.items()):
             table.add_row(f"{title}: {what}", str(count))
     table.add_section()
+    table.add_row("seconds for which the clients stood still", f"{outcomes.stood_still_s:.1f}")
     table.add_row("wrong, late or unnamed outcomes", str(len(outcomes.violations)))
     table.add_row("free blocks written to", str(report.foreign_blocks))
     table.add_row("workers that hold something afterwards", str(len(report.left_behind)))

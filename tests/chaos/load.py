@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -13,6 +14,7 @@ import grpc.aio
 
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
 from headrace_common.errors import (
+    Cancelled,
     DeadlineExceeded,
     Draining,
     HeadraceError,
@@ -24,6 +26,7 @@ from headrace_common.status import error_from_rpc
 from headrace_engine.sim.model import SimModel
 from tests.chaos.plan import ChaosRequest
 
+_TICK_S = 0.05
 # The router's own.
 RETRY_BUDGET = 2
 
@@ -39,6 +42,7 @@ class Outcomes:
     violations: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     latencies_s: list[float] = field(default_factory=list)
+    stood_still_s: float = 0.0
     on_error: Callable[[str], None] = lambda line: None
     transferred_tokens: int = 0
 
@@ -71,23 +75,40 @@ class Clients:
         self._outcomes = outcomes
         self.done = 0
 
-    async def run(self, requests: Iterable[ChaosRequest], concurrency: int) -> None:
-        """Returns when every request has ended."""
+    async def run(
+        self, requests: Iterable[ChaosRequest], concurrency: int, last_s: float = math.inf
+    ) -> None:
+        """Returns when every request has ended, or all that were sent within `last_s`."""
         source = iter(requests)
+        end_s = time.monotonic() + last_s
 
         async def one_client() -> None:
             for request in source:
+                if time.monotonic() > end_s:
+                    return
                 await self._send(request)
                 self.done += 1
 
-        await asyncio.gather(*(one_client() for _ in range(concurrency)))
+        clock = asyncio.create_task(self._watch_clock())
+        try:
+            await asyncio.gather(*(one_client() for _ in range(concurrency)))
+        finally:
+            clock.cancel()
 
     async def close(self) -> None:
         for channel in self._channels:
             await channel.close()
 
+    async def _watch_clock(self) -> None:
+        """Counts the time for which this process itself was not given a processor: nobody can be heard in it."""
+        while True:
+            slept_s = time.monotonic()
+            await asyncio.sleep(_TICK_S)
+            self._outcomes.stood_still_s += max(0.0, time.monotonic() - slept_s - 2 * _TICK_S)
+
     async def _send(self, request: ChaosRequest) -> None:
         tokens: list[int] = []
+        still_s = self._outcomes.stood_still_s
         started_s = time.monotonic()
         error = await self._attempt(request, request.router, tokens)
         if _is_of_router(error):
@@ -95,9 +116,12 @@ class Clients:
             what = "gone on with" if tokens else "retried"
             self._outcomes.counts[f"{what} on another router"] += 1
             await asyncio.sleep(0.05)
+            still_s = self._outcomes.stood_still_s
             started_s = time.monotonic()
             error = await self._attempt(request, request.router + 1, tokens)
-        self._judge(request, tokens, error, time.monotonic() - started_s)
+        elapsed_s = time.monotonic() - started_s
+        late_s = self._late_s + self._outcomes.stood_still_s - still_s
+        self._judge(request, tokens, error, elapsed_s, late_s)
 
     async def _attempt(
         self, request: ChaosRequest, router: int, tokens: list[int]
@@ -131,13 +155,14 @@ class Clients:
         tokens: Sequence[int],
         error: HeadraceError | None,
         elapsed_s: float,
+        late_s: float,
     ) -> None:
         expected = self._model.expected_tokens(request.prompt, request.answer_tokens)
         outcomes = self._outcomes
         outcomes.latencies_s.append(elapsed_s)
         if tuple(tokens) != expected[: len(tokens)]:
             outcomes.violated(request, f"tokens: {list(tokens)} instead of {list(expected)}")
-        if elapsed_s > self._deadline_s + self._late_s:
+        if elapsed_s > self._deadline_s + late_s:
             outcomes.violated(request, f"late: ended after {elapsed_s:.1f} s")
         if error is None:
             if len(tokens) == len(expected):
@@ -170,4 +195,7 @@ def _could_go_on(error: HeadraceError) -> bool:
 
 def _is_of_router(error: HeadraceError | None) -> bool:
     """Whether the router itself is going or gone, and not a worker that it names."""
+    # A call that comes in the moment in which the server stops is cancelled by gRPC, without a word of ours.
+    if isinstance(error, Cancelled):
+        return "grpc_code" in error.metadata
     return isinstance(error, WorkerGone | Draining) and "worker_id" not in error.metadata

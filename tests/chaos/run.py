@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ class ChaosReport:
 
     plan: ChaosPlan
     seconds: float = 0.0
+    requests: int = 0
     outcomes: Outcomes = field(default_factory=Outcomes)
     process_faults: Counter[str] = field(default_factory=Counter)
     wire_faults: Counter[str] = field(default_factory=Counter)
@@ -45,9 +47,16 @@ class ChaosReport:
 
 
 async def run_chaos(
-    plan: ChaosPlan, folder: Path, place: Place = HERE, report: ChaosReport | None = None
+    plan: ChaosPlan,
+    folder: Path,
+    place: Place = HERE,
+    report: ChaosReport | None = None,
+    last_s: float = math.inf,
 ) -> ChaosReport:
-    """Fills the report, and raises only when a process does not come up; what faults break is in the report."""
+    """Fills the report, and raises only when a process does not come up; what faults break is in the report.
+
+    No request is sent after `last_s`.
+    """
     report = report or ChaosReport(plan)
     processes = Processes(plan, folder, place)
     try:
@@ -59,7 +68,8 @@ async def run_chaos(
         faults = asyncio.create_task(_inject(plan, processes, report))
         try:
             await until_served(processes, SERVED_WITHIN_S * plan.slowness)
-            await clients.run(requests(plan), plan.concurrency)
+            await clients.run(requests(plan), plan.concurrency, last_s)
+            report.requests = clients.done
         finally:
             failed = faults.done()
             faults.cancel()

@@ -104,8 +104,7 @@ class Generator:
         attempt: Attempt | None = None
         number = 0
         while not (reason := job.answer.ended_by):
-            if number:
-                await self._before_another(job, blame)
+            await self._before_an_attempt(job, blame, number)
             token_ids = job.request.token_ids + job.answer.generated
             decision = self._route(
                 job.request, token_ids, job.root, job.deadline, blame, blame.local_only
@@ -179,10 +178,13 @@ class Generator:
         if job.answer.generated:
             self._on_migration(error.reason)
 
-    async def _before_another(self, job: Job, blame: Blame) -> None:
-        """Waits for a decode worker that answers, rather than spend attempts on dead ones."""
+    async def _before_an_attempt(self, job: Job, blame: Blame, number: int) -> None:
+        """Waits for a decode worker that answers, rather than spend attempts on dead ones; longer for a begun answer.
+
+        Whoever answers when it returns still does in `_route`, unless something is awaited in between.
+        """
         blame.forget_full()
-        if not job.answer.generated:
+        if not number or not job.answer.generated:
             await self._view.wait_for_worker(job.request.model, job.deadline)
             return
         give_up = Deadline.after(min(blame.wait_left_s, job.deadline.remaining_s()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -48,6 +49,23 @@ async def test_workers_that_are_lost_sight_of_are_waited_for(patient: Rig) -> No
     assert not asking.done()
     patient.refresh()
     assert text_of(await asking) == "ok"
+
+
+async def test_workers_lost_sight_of_between_the_check_and_the_placement_are_waited_for_too(
+    patient: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await patient.add_decode(say("ok"))
+    inference = patient.router.inference
+    prepare = inference._prepare
+
+    async def prepare_and_lose(*arguments: Any) -> Any:
+        prepared = await prepare(*arguments)
+        patient.router.update([])
+        asyncio.get_running_loop().call_later(0.3, patient.refresh)
+        return prepared
+
+    monkeypatch.setattr(inference, "_prepare", prepare_and_lose)
+    assert text_of(await patient.ask()) == "ok"
 
 
 async def test_a_request_that_has_not_begun_waits_for_the_next_incarnation(patient: Rig) -> None:
