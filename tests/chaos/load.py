@@ -164,6 +164,8 @@ class Clients:
             outcomes.violated(request, f"tokens: {list(tokens)} instead of {list(expected)}")
         if elapsed_s > self._deadline_s + late_s:
             outcomes.violated(request, f"late: ended after {elapsed_s:.1f} s")
+        elif elapsed_s > self._deadline_s + LATE_S:
+            outcomes.counts["late, while the clients stood still"] += 1
         if error is None:
             if len(tokens) == len(expected):
                 outcomes.counts["right"] += 1
