@@ -45,6 +45,7 @@ HOOKS = {
     "save_kv_layer": ("layer_name", "kv_layer", "attn_metadata", "kwargs"),
     "shutdown": (),
     "start_load_kv": ("forward_context", "kwargs"),
+    "update_connector_output": ("connector_output",),
     "update_state_after_alloc": ("request", "blocks", "num_external_tokens"),
     "wait_for_layer_load": ("layer_name",),
     "wait_for_save": (),
@@ -119,6 +120,7 @@ FIELDS = {
         "failed_recving",
     ),
     f"{BASE}.KVConnectorMetadata": (),
+    "vllm.v1.outputs.KVConnectorOutput": ("finished_recving",),
     f"{BASE}.KVConnectorRole": ("SCHEDULER", "WORKER"),
     f"{OUTPUT}.SchedulerOutput": (
         "scheduled_new_reqs",

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 log = logging.getLogger(__name__)
@@ -273,6 +274,11 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
         if self._pairing is not None:
             self._pairing.scheduler.add_held(plan)
         return HeadraceMetadata(plan)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        received = connector_output.finished_recving
+        if received:
+            received -= self._require_scheduler().late.withheld(received)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]

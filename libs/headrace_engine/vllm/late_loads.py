@@ -77,6 +77,14 @@ class LateLoads:
                 return not one.lost
         return False
 
+    def withheld(self, received: Iterable[str]) -> set[str]:
+        """Of the requests that vLLM is about to take for received, those that ended during the very step that said so.
+
+        For these vLLM would free the blocks; they stay until their transfer has settled, as for `finished`.
+        """
+        over = {one.request_id for one in self._begun.values() if one.over}
+        return over.intersection(received)
+
     def plan(self, plan: StepPlan, scheduled_request_ids: Iterable[str]) -> None:
         """Tells the ranks whom the step may have to wait for."""
         if not self._begun:

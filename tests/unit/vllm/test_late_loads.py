@@ -92,6 +92,18 @@ def test_its_blocks_stay_until_nobody_writes(whole: bool) -> None:
     assert scheduler.plan_step([], ()).finished_sends == {}
 
 
+def test_one_that_is_aborted_while_it_is_reported_keeps_its_blocks() -> None:
+    scheduler, _ = early()
+    # The ranks report it as received during this step, and vLLM hears of the abort first.
+    assert scheduler.plan_step([], ()).received == ["r"]
+    assert scheduler.late.withheld({"r", "other"}) == set()
+    assert scheduler.late.finished("r")
+    assert scheduler.late.withheld({"r", "other"}) == {"r"}
+    scheduler.settle("x1", whole=False)
+    assert scheduler.plan_step([], ()).finished_sends == {"r": "x1"}
+    assert scheduler.late.withheld({"r"}) == set()
+
+
 def test_one_that_is_lost_before_it_runs_fails_in_its_first_step() -> None:
     scheduler, evicted = early()
     scheduler.plan_step([], ())
