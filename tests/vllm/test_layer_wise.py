@@ -59,6 +59,7 @@ def test_what_begins_early_and_what_fails_late(zygote: Zygote) -> None:
     assert shared["answer"] == shared["plain"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "model, prefill_ranks, decode_ranks",
     [("tiny-llama", 1, 2), ("tiny-llama", 2, 1), ("tiny-deepseek-v3", 1, 1)],
