@@ -108,7 +108,7 @@ class Rig:
         try:
             await wait_until(lambda: len(one.token_ids) > 3)
             yield one
-            await wait_until(lambda: len(one.token_ids) >= len(one.plain))
+            await wait_until(lambda: len(one.token_ids) >= len(one.plain), 60)
         finally:
             task.cancel()
             await asyncio.wait({task})
