@@ -8,7 +8,8 @@ import json
 import os
 import signal
 import sys
-from dataclasses import asdict, dataclass, replace
+from collections import Counter
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from headrace_cli.supervisor import Child, Spawn, Supervisor, spawn_program
@@ -25,6 +26,7 @@ from tests.component.registry.harness import EtcdServer
 from tests.ports import free_port
 
 START_TIMEOUT_S = 40.0
+KEEP_INTERVAL_S = 0.2
 TERMINATE_TIMEOUT_S = 40.0
 STOP_GRACE_S = 20.0
 ETCD_START_TIMEOUT_S = 20.0
@@ -64,13 +66,18 @@ def settings(plan: ChaosPlan) -> tuple[tuple[str, str, str], ...]:
 
 @dataclass(slots=True)
 class Process:
-    """One service, whichever process serves it just now; `starts` counts them."""
+    """One service, whichever process serves it just now; `starts` counts them.
+
+    `wanted`: nobody has killed it or asked it to end.
+    """
 
     spec: ProcessSpec
     endpoint: str
     child: Child | None = None
     starts: int = 0
+    wanted: bool = False
     frozen: bool = False
+    starting: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class Processes:
@@ -178,23 +185,34 @@ class Processes:
         one = self._all[name]
         log = self._folder / f"{name}.{one.starts}.log"
         try:
-            async with asyncio.timeout(START_TIMEOUT_S * self._plan.slowness):
+            async with asyncio.timeout(START_TIMEOUT_S * self._plan.slowness), one.starting:
                 while True:
                     if one.child is None or not one.child.running:
                         log = self._folder / f"{name}.{one.starts}.log"
                         one.starts += 1
                         one.child = await self._supervisor.start(replace(one.spec, log_file=log))
                     elif one.spec.port_file.exists():
+                        one.wanted = True
                         return
                     await asyncio.sleep(0.05)
         except TimeoutError:
             raise InternalError(f"{name} does not serve; its log is {log}") from None
+
+    async def keep(self, ended: Counter[str]) -> None:
+        """Until cancelled: starts services again that end by themselves, as whoever runs them does, and counts them."""
+        while True:
+            for name, one in self._all.items():
+                if one.wanted and one.child is not None and not one.child.running:
+                    ended[f"{one.spec.service} ended by itself"] += 1
+                    await self.begin(name)
+            await asyncio.sleep(KEEP_INTERVAL_S * self._plan.slowness)
 
     async def kill(self, name: str) -> None:
         """kill -9; returns when it has ended."""
         if name == ETCD:
             self.etcd.kill()
             return
+        self._all[name].wanted = False
         self._signal(name, signal.SIGKILL)
         child = self._all[name].child
         assert child is not None
@@ -219,6 +237,7 @@ class Processes:
         child = self._all[name].child
         assert child is not None
         child.stopping = True
+        self._all[name].wanted = False
         self._signal(name, signal.SIGTERM)
         return await self._ended(child)
 

@@ -61,23 +61,16 @@ async def run_chaos(
     processes = Processes(plan, folder, place)
     try:
         await processes.start()
-        started_s = time.monotonic()
-        routers = [processes.endpoint(name) for name in processes.routers]
-        model = SimModel(parse_settings(plan.model))
-        clients = Clients(routers, model, plan.deadline_s, report.outcomes, plan.late_s)
-        faults = asyncio.create_task(_inject(plan, processes, report))
+        keeping = asyncio.create_task(processes.keep(report.process_faults))
         try:
             await until_served(processes, SERVED_WITHIN_S * plan.slowness)
-            await clients.run(requests(plan), plan.concurrency, last_s)
-            report.requests = clients.done
+            await _load(plan, processes, report, last_s)
         finally:
-            failed = faults.done()
-            faults.cancel()
-            await asyncio.gather(faults, return_exceptions=True)
-            await clients.close()
+            failed = keeping.done()
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
         if failed:
-            await faults
-        report.seconds = time.monotonic() - started_s
+            await keeping
         await _repair(processes)
         report.left_behind = await left_behind(processes, QUIESCE_S * plan.slowness)
         # Every worker looks at its free blocks once more.
@@ -86,6 +79,28 @@ async def run_chaos(
     finally:
         await processes.stop()
     return report
+
+
+async def _load(
+    plan: ChaosPlan, processes: Processes, report: ChaosReport, last_s: float
+) -> None:
+    """All requests, or those until `last_s`, while faults happen."""
+    started_s = time.monotonic()
+    routers = [processes.endpoint(name) for name in processes.routers]
+    model = SimModel(parse_settings(plan.model))
+    clients = Clients(routers, model, plan.deadline_s, report.outcomes, plan.late_s)
+    faults = asyncio.create_task(_inject(plan, processes, report))
+    try:
+        await clients.run(requests(plan), plan.concurrency, last_s)
+        report.requests = clients.done
+    finally:
+        failed = faults.done()
+        faults.cancel()
+        await asyncio.gather(faults, return_exceptions=True)
+        await clients.close()
+    if failed:
+        await faults
+    report.seconds = time.monotonic() - started_s
 
 
 async def until_served(processes: Processes, timeout_s: float = SERVED_WITHIN_S) -> None:
