@@ -164,7 +164,7 @@ class Clients:
             outcomes.violated(request, f"tokens: {list(tokens)} instead of {list(expected)}")
         if elapsed_s > self._deadline_s + late_s:
             outcomes.violated(request, f"late: ended after {elapsed_s:.1f} s")
-        elif elapsed_s > self._deadline_s + LATE_S:
+        elif elapsed_s > self._deadline_s + self._late_s:
             outcomes.counts["late, while the clients stood still"] += 1
         if error is None:
             if len(tokens) == len(expected):

@@ -81,9 +81,7 @@ async def run_chaos(
     return report
 
 
-async def _load(
-    plan: ChaosPlan, processes: Processes, report: ChaosReport, last_s: float
-) -> None:
+async def _load(plan: ChaosPlan, processes: Processes, report: ChaosReport, last_s: float) -> None:
     """All requests, or those until `last_s`, while faults happen."""
     started_s = time.monotonic()
     routers = [processes.endpoint(name) for name in processes.routers]
