@@ -83,7 +83,7 @@ def test_without_an_adapter_the_memory_is_staged(
 ) -> None:
     from headrace_engine.torch_memory import opening
 
-    usual = open_transport
+    usual = vars(opening)["open_transport"]
 
     def refuse(kind: str, host: str, protocol: str = "auto", memory: Any = None) -> KvTransport:
         if protocol == "rdma":
