@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +84,7 @@ def test_without_an_adapter_the_memory_is_staged(
 ) -> None:
     from headrace_engine.torch_memory import opening
 
-    usual = vars(opening)["open_transport"]
+    usual: Callable[..., KvTransport] = vars(opening)["open_transport"]
 
     def refuse(kind: str, host: str, protocol: str = "auto", memory: Any = None) -> KvTransport:
         if protocol == "rdma":
