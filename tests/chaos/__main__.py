@@ -59,6 +59,7 @@ def show(report: ChaosReport, console: Console) -> None:
     table.add_section()
     table.add_row("seconds for which the clients stood still", f"{outcomes.stood_still_s:.1f}")
     table.add_row("wrong, late or unnamed outcomes", str(len(outcomes.violations)))
+    table.add_row("processes that ended by themselves", str(len(report.crashes)))
     table.add_row("free blocks written to", str(report.foreign_blocks))
     table.add_row("workers that hold something afterwards", str(len(report.left_behind)))
     console.print(table)

@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from headrace_cli.supervisor import Child, Spawn, Supervisor, spawn_program
+from headrace_cli.supervisor import EXIT_MISCONFIGURED, Child, Spawn, Supervisor, spawn_program
 from headrace_cli.topology import (
     ProcessSpec,
     Topology,
@@ -198,12 +198,19 @@ class Processes:
         except TimeoutError:
             raise InternalError(f"{name} does not serve; its log is {log}") from None
 
-    async def keep(self, ended: Counter[str]) -> None:
-        """Until cancelled: starts services again that end by themselves, as whoever runs them does, and counts them."""
+    async def keep(self, ended: Counter[str], crashes: list[str]) -> None:
+        """Until cancelled: starts services again that end by themselves, as whoever runs them does.
+
+        They may when they find no registry at their start, which is counted; any other end is a crash.
+        """
         while True:
             for name, one in self._all.items():
                 if one.wanted and one.child is not None and not one.child.running:
-                    ended[f"{one.spec.service} ended by itself"] += 1
+                    status = one.child.process.returncode
+                    if status == EXIT_MISCONFIGURED:
+                        ended[f"{one.spec.service} found no registry"] += 1
+                    else:
+                        crashes.append(f"{name} ended by itself with status {status}")
                     await self.begin(name)
             await asyncio.sleep(KEEP_INTERVAL_S * self._plan.slowness)
 

@@ -36,6 +36,7 @@ class ChaosReport:
     outcomes: Outcomes = field(default_factory=Outcomes)
     process_faults: Counter[str] = field(default_factory=Counter)
     wire_faults: Counter[str] = field(default_factory=Counter)
+    crashes: list[str] = field(default_factory=list)
     foreign_blocks: int = 0
     left_behind: list[str] = field(default_factory=list)
 
@@ -43,7 +44,7 @@ class ChaosReport:
     def violations(self) -> list[str]:
         """Every promise that was broken, in words."""
         foreign = [f"{self.foreign_blocks} free blocks were written to"] * bool(self.foreign_blocks)
-        return [*self.outcomes.violations, *foreign, *self.left_behind]
+        return [*self.outcomes.violations, *self.crashes, *foreign, *self.left_behind]
 
 
 async def run_chaos(
@@ -61,7 +62,7 @@ async def run_chaos(
     processes = Processes(plan, folder, place)
     try:
         await processes.start()
-        keeping = asyncio.create_task(processes.keep(report.process_faults))
+        keeping = asyncio.create_task(processes.keep(report.process_faults, report.crashes))
         try:
             await until_served(processes, SERVED_WITHIN_S * plan.slowness)
             await _load(plan, processes, report, last_s)

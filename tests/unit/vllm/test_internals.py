@@ -108,6 +108,7 @@ def test_only_these_modules_reach_into_vllm() -> None:
         "connector.py",
         "continuation.py",
         "internals.py",
+        "logits_tap.py",
         "launch.py",
         "sampling.py",
         "standalone/requests.py",
