@@ -68,7 +68,7 @@ async def plain_of(pair: Pair, prompt: list[int], sampling: Sampling) -> Answer:
 
 @pytest.mark.parametrize("name", SAMPLINGS)
 @pytest.mark.parametrize("remote", [False, True], ids=["local", "remote"])
-@pytest.mark.parametrize("generated", [1, 5])
+@pytest.mark.parametrize("generated", [1, pytest.param(5, marks=pytest.mark.long)])
 async def test_an_answer_goes_on_as_if_never_interrupted(
     pair: Pair, name: str, remote: bool, generated: int
 ) -> None:

@@ -1,4 +1,4 @@
-"""The link outlives idleness. Named to run last here: it starts gRPC, and engines fork before that."""
+"""The link between a service and its engine outlives idleness."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from tests.unit.vllm.test_link import RESERVATION, attached, until
 IDLE_S = 50.0
 
 
-@pytest.mark.vllm
 @pytest.mark.timeout(90)
 async def test_an_idle_link_lives(tmp_path: Path) -> None:
     async with attached(tmp_path / "link") as ends:
