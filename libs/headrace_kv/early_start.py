@@ -51,7 +51,6 @@ class EarlyStart:
     def __init__(self, news: EarlyNews, *, late_layers: int, layer_count: int, rank_count: int):
         self._news = news
         self._enough_layers = layer_count - late_layers
-        self._layer_count = layer_count
         self._told = dict.fromkeys(range(rank_count), 0)
         self._begun = False
 

@@ -52,7 +52,7 @@ def describe_attempt(
             step(schema.SPAN_DECODE_SAMPLE, times.logits_unix_ns, times.sampled_unix_ns, {})
         # An answer can end with the token that needs no KV.
         over = error is None and not times.first_token_unix_ns
-        ready_ns = 0 if over else max(ready_ns, times.sampled_unix_ns) if ready_ns else 0
+        ready_ns = max(ready_ns, times.sampled_unix_ns) if ready_ns and not over else 0
     elif ready_ns and attempt.work.awaits_first_token:
         told_ns = max(times.told_unix_ns, ready_ns) if times.told_unix_ns else 0
         step(schema.SPAN_DECODE_TOKEN_WAIT, ready_ns, told_ns, {})

@@ -15,7 +15,7 @@ from typing import Final
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from headrace.decode.v1 import decode_pb2
-from headrace.inference.v1 import first_token_pb2, inference_pb2
+from headrace.inference.v1 import inference_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import (
@@ -30,6 +30,7 @@ from headrace_kv.layout import WorkerRef
 from headrace_router.answer import ended_by
 from headrace_router.attempt import decode_request
 from headrace_router.direct_answers import DirectAnswers
+from headrace_router.first_token import BY_DECODE
 from headrace_router.generate import Generator
 from headrace_router.load_table import Worker
 from headrace_router.placement import CandidateCost, Decision
@@ -37,10 +38,6 @@ from headrace_router.prefill_queue import PrefillQueue
 from headrace_router.validate import PreparedRequest
 from headrace_router.view import Promise, WorkerView
 
-_BY_DECODE: Final = (
-    first_token_pb2.FIRST_TOKEN_POLICY_UNSPECIFIED,
-    first_token_pb2.FIRST_TOKEN_POLICY_DECODE,
-)
 _SEEN_MAX: Final = 65_536
 # A client that has its reservation has long come back by then.
 _RESERVATION_S: Final = 1.0
@@ -84,7 +81,7 @@ class LookAside:
         """
         if not self._allowed or request.stop_texts or not self._signer.key:
             return None
-        if request.first_token not in _BY_DECODE:
+        if (request.first_token or BY_DECODE) != BY_DECODE:
             return None
         if ended_by(request, request.generated):
             return None
