@@ -28,10 +28,14 @@ def test_only_a_listening_socket_is_meant() -> None:
 
 
 def test_the_end_of_a_mooncake_engine_holds_up_nobody() -> None:
-    transport = open_transport("mooncake", "127.0.0.1", "tcp")
-    assert transport.session
-    # Mooncake's thread naps a second from its start: the end falls into its second nap.
-    time.sleep(1.2)
-    started_s = time.monotonic()
-    transport.close()
-    assert time.monotonic() - started_s < 0.5
+    ends_s = []
+    for _ in range(3):
+        transport = open_transport("mooncake", "127.0.0.1", "tcp")
+        assert transport.session
+        # Mooncake's thread naps a second from its start: the end falls into its second nap.
+        time.sleep(1.2)
+        started_s = time.monotonic()
+        transport.close()
+        ends_s.append(time.monotonic() - started_s)
+    # A busy machine may hold up one of them, the nap would hold up each.
+    assert min(ends_s) < 0.5

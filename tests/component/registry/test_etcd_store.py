@@ -184,7 +184,7 @@ async def test_what_changed_while_the_watch_was_broken_is_found(etcd: EtcdServer
 
 async def test_an_etcd_that_hangs_holds_up_nobody(etcd: EtcdServer) -> None:
     async with (
-        running_registry(store=f"etcd://127.0.0.1:{etcd.port}", store_timeout_s=0.5) as registry,
+        running_registry(store=f"etcd://127.0.0.1:{etcd.port}", store_timeout_s=2.0) as registry,
         registry_stub(registry.endpoint) as stub,
     ):
         store = registry.store
@@ -192,13 +192,13 @@ async def test_an_etcd_that_hangs_holds_up_nobody(etcd: EtcdServer) -> None:
         lease_id = (await store.register(worker(), 30)).lease_id
         etcd.pause()
         try:
-            calls = [fails_quickly(store.keep_alive(lease_id), 2.0) for _ in range(20)]
+            calls = [fails_quickly(store.keep_alive(lease_id), 6.0) for _ in range(20)]
             pending = asyncio.gather(*calls)
             for _ in range(10):
                 started_s = time.monotonic()
                 listed = await stub.ListMembers(registry_pb2.ListMembersRequest(), timeout=2)
                 assert len(listed.members) == 1
-                assert time.monotonic() - started_s < 0.45
+                assert time.monotonic() - started_s < 1.9
             await pending
         finally:
             etcd.resume()

@@ -83,14 +83,14 @@ async def test_a_request_that_has_not_begun_waits_for_the_next_incarnation(patie
 
 
 async def test_once_the_wait_is_over_the_answer_comes_at_once() -> None:
-    rig = await Rig(worker_wait_s=1.0).start()
+    rig = await Rig(worker_wait_s=2.0).start()
     try:
         error, waited_s = await _error(rig)
         assert isinstance(error, NoDecodeWorker)
-        assert waited_s < 3
+        assert waited_s < 4
         error, waited_s = await _error(rig)
         assert isinstance(error, NoDecodeWorker)
-        assert waited_s < 0.5
+        assert waited_s < 1.9
     finally:
         await rig.close()
 

@@ -41,9 +41,9 @@ def test_an_idle_step_ends_with_what_its_requests_wait_for(news: str) -> None:
     scheduler.wait_for_news(10)
     scheduler.plan_step((), ())
     start_s = time.monotonic()
-    scheduler.wait_for_news(0.5)
+    scheduler.wait_for_news(1.5)
     # A transfer that failed leaves nothing to wait for.
-    assert (time.monotonic() - start_s < 0.45) == (news == "released")
+    assert (time.monotonic() - start_s < 1.4) == (news == "released")
 
 
 def test_an_idle_step_without_incoming_transfers_does_not_wait() -> None:
