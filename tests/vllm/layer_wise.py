@@ -140,7 +140,7 @@ async def slow_pair(
     changes: dict[str, object] = {
         "model": model,
         "context_tokens": CONTEXT_TOKENS,
-        "max_batched_tokens": 256,
+        "max_batched_tokens": 256 if "deepseek" not in model else CONTEXT_TOKENS,
     }
     async with running_pair(
         prefill=changes | {"tensor_parallel_size": prefill_ranks},

@@ -60,13 +60,18 @@ def test_what_begins_early_and_what_fails_late(zygote: Zygote) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("prefill_ranks, decode_ranks", [(1, 2), (2, 1)])
-def test_several_ranks_begin_early_too(
-    zygote: Zygote, prefill_ranks: int, decode_ranks: int
+@pytest.mark.parametrize(
+    "model, prefill_ranks, decode_ranks",
+    [("tiny-llama", 1, 2), ("tiny-llama", 2, 1), ("tiny-deepseek-v3", 1, 1)],
+)
+def test_other_layouts_begin_early_too(
+    zygote: Zygote, model: str, prefill_ranks: int, decode_ranks: int
 ) -> None:
+    if not Path("models", model).is_dir():
+        pytest.skip(f"{model} is not there: make setup")
     result = zygote.run(
         "tests.vllm.layer_wise:answers",
-        model="models/tiny-llama",
+        model=f"models/{model}",
         prefill_ranks=prefill_ranks,
         decode_ranks=decode_ranks,
     )

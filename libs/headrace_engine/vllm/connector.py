@@ -98,11 +98,7 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
                 kv_head_count=kv_head_count(vllm_config),
                 tensor_parallel_size=tensor_parallel_size(vllm_config),
             )
-            check_late_layers(
-                groups,
-                self._settings.late_layers,
-                latent_attention=uses_latent_attention(vllm_config),
-            )
+            check_late_layers(groups, self._settings.late_layers)
             self._group_ids = tuple(sorted(group.index for group in groups))
             if role == KVConnectorRole.SCHEDULER:
                 self._start_scheduler(groups, settings, tensor_parallel_size(vllm_config))

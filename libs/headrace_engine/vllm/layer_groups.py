@@ -44,19 +44,10 @@ def token_stride(groups: Iterable[LayerGroup]) -> int:
     return lcm(*sizes) if sizes else 0
 
 
-def check_late_layers(
-    groups: Sequence[LayerGroup], late_layers: LateLayers, *, latent_attention: bool
-) -> None:
+def check_late_layers(groups: Sequence[LayerGroup], late_layers: LateLayers) -> None:
     """Raises ConfigError for a model whose requests cannot begin before their last layers are there."""
     if not late_layers.count:
         return
-    if latent_attention:
-        # DeepSeek-V3 gave other tokens than plain vLLM does; why is not known.
-        raise ConfigError(
-            f"late_layers is {late_layers.count}, which models of latent attention (MLA) do not support: "
-            "set late_layers to 0",
-            metadata={"field": "late_layers"},
-        )
     if len(groups) != 1 or groups[0].kind != TOKENS:
         names = ", ".join(group.name for group in groups)
         raise ConfigError(

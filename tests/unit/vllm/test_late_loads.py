@@ -135,20 +135,14 @@ def of_kind(kind: str, layers: int) -> LayerGroup:
 
 
 def test_the_first_layer_must_be_there() -> None:
-    check_late_layers([of_kind(TOKENS, 4)], LateLayers(3), latent_attention=False)
+    check_late_layers([of_kind(TOKENS, 4)], LateLayers(3))
     with pytest.raises(ConfigError, match="choose 3 or less"):
-        check_late_layers([of_kind(TOKENS, 4)], LateLayers(4), latent_attention=False)
+        check_late_layers([of_kind(TOKENS, 4)], LateLayers(4))
 
 
 def test_models_with_states_or_several_groups_are_refused_by_name() -> None:
     groups = [of_kind(TOKENS, 4), of_kind(STATE, 4)]
-    check_late_layers(groups, LateLayers(), latent_attention=False)
+    check_late_layers(groups, LateLayers())
     for refused in (groups, groups[1:]):
         with pytest.raises(ConfigError, match=STATE):
-            check_late_layers(refused, LateLayers(1), latent_attention=False)
-
-
-def test_models_of_latent_attention_are_refused() -> None:
-    check_late_layers([of_kind(TOKENS, 4)], LateLayers(), latent_attention=True)
-    with pytest.raises(ConfigError, match="latent attention"):
-        check_late_layers([of_kind(TOKENS, 4)], LateLayers(1), latent_attention=True)
+            check_late_layers(refused, LateLayers(1))
