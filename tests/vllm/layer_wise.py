@@ -21,6 +21,7 @@ from headrace_engine.torch_memory.gated_sender import GatedSender, Sender
 from headrace_engine.vllm import rank
 from headrace_kv.early_start import LateLayers
 from headrace_kv.transfer import LayerPiece, Reservation
+from tests.vllm.hybrids import mend_rotation
 from tests.vllm.pair import GREEDY, Answer, Pair, reset, running_pair, wait_until
 
 LATE = LateLayers(count=2, wait_s=1.0)
@@ -137,6 +138,7 @@ async def slow_pair(
 ) -> AsyncIterator[Rig]:
     """Engines whose prefill is slow with the last layers while `_delay_s` says so."""
     vars(rank)["gate"] = lambda sender, order: SlowTail(sender)
+    mend_rotation()
     changes: dict[str, object] = {
         "model": model,
         "context_tokens": CONTEXT_TOKENS,
