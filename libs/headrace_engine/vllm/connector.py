@@ -41,7 +41,12 @@ from headrace_engine.vllm.link_words import (
 )
 from headrace_engine.vllm.load import LoadMeter, report_changes
 from headrace_engine.vllm.rank import Rank
-from headrace_engine.vllm.scheduler import ScheduledRequest, SchedulerSide
+from headrace_engine.vllm.scheduler import (
+    LONG_STEP_S,
+    SHORT_STEP_S,
+    ScheduledRequest,
+    SchedulerSide,
+)
 from headrace_engine.vllm.standalone.logs import join_vllm_log
 from headrace_engine.vllm.standalone.pairing import Pairing
 from headrace_engine.vllm.standalone.requests import is_complete, prompt_of
@@ -60,9 +65,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 log = logging.getLogger(__name__)
-
-# While all requests wait for their KV, vLLM steps on without end. A new request waits for the end of such a step.
-IDLE_STEP_S = 0.005
 
 
 @dataclass
@@ -142,6 +144,8 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
                 scheduler.first_token(first.transfer_id, first.token_id)
             elif response.HasField("released"):
                 scheduler.settle(response.released.transfer_id, whole=False)
+            elif response.HasField("request_coming"):
+                scheduler.request_coming()
 
         link = Link(Path(self._settings.link_path), link_pb2.Attachment(scheduler=True), hear)
         self._scheduler, self._link = scheduler, link
@@ -269,7 +273,7 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
         self._load.stepped(scheduler_output.num_scheduled_tokens, preempted)
         scheduler = self._require_scheduler()
         if not scheduler_output.total_num_scheduled_tokens:
-            scheduler.wait_for_news(IDLE_STEP_S)
+            scheduler.wait_for_news(SHORT_STEP_S if self._standalone else LONG_STEP_S)
         plan = scheduler.plan_step(scheduled_requests(scheduler_output), preempted)
         if self._pairing is not None:
             self._pairing.scheduler.add_held(plan)

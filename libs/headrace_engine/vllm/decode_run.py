@@ -78,6 +78,7 @@ class DecodeRun:
     async def events(self) -> AsyncIterator[DecodeEvent]:
         """See Engine.decode."""
         cached_tokens = 0
+        self._link.request_coming()
         self._next = asyncio.create_task(self._take())
         if self._work.remote_kv:
             reservation = await self._wait_reserved(self._next)

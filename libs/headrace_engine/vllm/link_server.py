@@ -122,6 +122,12 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
             layouts.pop(), tuple(rank_memory_from_proto(item.memory) for item in attachments)
         )
 
+    def request_coming(self) -> None:
+        """Tells the scheduler that a request is on its way, before vLLM is given it."""
+        self._tell(
+            self._scheduler, link_pb2.AttachResponse(request_coming=link_pb2.RequestComing())
+        )
+
     def arrived(self, transfer_id: str) -> None:
         """Tells the scheduler that a transfer is whole."""
         self._tell(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import defaultdict, deque
@@ -20,6 +21,12 @@ from headrace_engine.vllm.settings import (
 from headrace_engine.vllm.step import StepPlan, TokenSpan
 from headrace_kv.layout import STATE, TOKENS
 from headrace_kv.transfer import Reservation, TransferTarget
+
+# While all requests wait for their KV, vLLM steps on without end, and a new request waits for the end of such a step:
+# it is a long one only where requests are announced, and there is none that is still on its way.
+SHORT_STEP_S = 0.005
+LONG_STEP_S = 0.1
+ON_ITS_WAY_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +75,8 @@ class _Send:
 
 
 class SchedulerSide:
-    """Called on the engine's scheduling thread, except `settle`, `arriving` and `first_token`, which any
-    thread may call.
+    """Called on the engine's scheduling thread, except `settle`, `arriving`, `first_token` and `request_coming`, which
+    any thread may call.
 
     `late` are requests that began before the last layers of their KV were there. `on_reserved` gets the blocks of every
     incoming transfer, an empty Reservation when nothing is missing.
@@ -90,6 +97,7 @@ class SchedulerSide:
         self._first_tokens: deque[tuple[str, int]] = deque()
         self._finished_sends: dict[str, str] = {}
         self._news = threading.Event()
+        self._coming_until_s = -math.inf
 
     def missing_tokens(
         self, params: MutableMapping[str, Any] | None, known_tokens: int, cached_tokens: int
@@ -145,10 +153,16 @@ class SchedulerSide:
         self._first_tokens.append((transfer_id, token_id))
         self._news.set()
 
+    def request_coming(self) -> None:
+        """A request will be there any moment."""
+        self._coming_until_s = time.monotonic() + ON_ITS_WAY_S
+        self._news.set()
+
     def wait_for_news(self, timeout_s: float) -> None:
         """Before a step that computes nothing: returns once an incoming transfer has news, or none is awaited."""
         if self._receives or self.late:
-            self._news.wait(timeout_s)
+            is_coming = time.monotonic() < self._coming_until_s
+            self._news.wait(min(timeout_s, SHORT_STEP_S) if is_coming else timeout_s)
 
     def plan_step(
         self, scheduled: Iterable[ScheduledRequest], preempted_request_ids: Iterable[str]

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from headrace_engine.vllm.layer_groups import LayerGroup
-from headrace_engine.vllm.scheduler import SchedulerSide
+from headrace_engine.vllm.scheduler import ON_ITS_WAY_S, SchedulerSide
 from headrace_engine.vllm.settings import incoming_params
 from headrace_kv.layout import TOKENS
 
@@ -32,8 +32,8 @@ def test_an_idle_step_ends_with_what_its_requests_wait_for(news: str) -> None:
         "first token": lambda: scheduler.first_token("x1", 7),
     }
     teller = threading.Timer(0.05, tells[news])
-    teller.start()
     start_s = time.monotonic()
+    teller.start()
     scheduler.wait_for_news(10)
     assert 0.04 < time.monotonic() - start_s < 5
     teller.join()
@@ -44,6 +44,25 @@ def test_an_idle_step_ends_with_what_its_requests_wait_for(news: str) -> None:
     scheduler.wait_for_news(1.5)
     # A transfer that failed leaves nothing to wait for.
     assert (time.monotonic() - start_s < 1.4) == (news == "released")
+
+
+def test_an_idle_step_lets_a_new_request_in() -> None:
+    scheduler = waiting()
+    teller = threading.Timer(0.05, scheduler.request_coming)
+    start_s = time.monotonic()
+    teller.start()
+    scheduler.wait_for_news(10)
+    teller.join()
+    # As long as it is on its way, steps are short.
+    for _ in range(3):
+        scheduler.plan_step((), ())
+        scheduler.wait_for_news(10)
+    assert 0.04 < time.monotonic() - start_s < 5
+    scheduler.plan_step((), ())
+    time.sleep(ON_ITS_WAY_S)
+    start_s = time.monotonic()
+    scheduler.wait_for_news(0.5)
+    assert time.monotonic() - start_s > 0.4
 
 
 def test_an_idle_step_without_incoming_transfers_does_not_wait() -> None:

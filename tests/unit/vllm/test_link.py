@@ -133,11 +133,12 @@ async def test_everything_that_is_said_arrives(tmp_path: Path) -> None:
         assert (ends.reserved, ends.reports) == ([RESERVATION], [REPORT])
         ends.server.arrived("x1")
         ends.server.released("x2")
+        ends.server.request_coming()
         ends.server.stop("x3")
-        await until(lambda: len(ends.heard["scheduler"]) == 2 and len(ends.heard["rank 0"]) == 1)
+        await until(lambda: len(ends.heard["scheduler"]) == 3 and len(ends.heard["rank 0"]) == 1)
         await until(lambda: len(ends.heard["rank 1"]) == 1)
         assert ends.heard == {
-            "scheduler": ["arrived", "released"],
+            "scheduler": ["arrived", "released", "request_coming"],
             "rank 0": ["stop"],
             "rank 1": ["stop"],
         }
