@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
 
 from google.protobuf import duration_pb2
 
@@ -21,6 +19,8 @@ from headrace_common.errors import (
 )
 from headrace_common.pacing import LoopLoad
 from headrace_decode.event_buffer import EventBuffer
+from headrace_decode.kv_intake import KvIntake
+from headrace_decode.milestones import Milestones
 from headrace_decode.words import tokens_to_proto
 from headrace_engine.interface import DecodeEnded, DecodeEvent, DecodeTokens, DecodeWork, Engine
 from headrace_kv.receiver import Receiver, Transfer, TransferSummary
@@ -32,25 +32,6 @@ log = logging.getLogger(__name__)
 # which keys are missing.
 TELL_MARGIN_S = 0.5
 TELL_MARGIN_SHARE = 0.1
-SETTLE_TIMEOUT_S = 5.0
-
-
-@dataclass(slots=True)
-class Milestones:
-    """When an attempt got where, in Unix nanoseconds; 0 for what has not happened.
-
-    `sampled_unix_ns` is that of a first token made from logits; `first_token_unix_ns` of the first made from KV.
-    """
-
-    start_unix_ns: int = 0
-    reserved_unix_ns: int = 0
-    logits_unix_ns: int = 0
-    sampled_unix_ns: int = 0
-    arrived_unix_ns: int = 0
-    told_unix_ns: int = 0
-    first_token_unix_ns: int = 0
-    last_token_unix_ns: int = 0
-    end_unix_ns: int = 0
 
 
 class Attempt:
@@ -70,7 +51,6 @@ class Attempt:
         self.work = work
         self.milestones = Milestones(start_unix_ns=time.time_ns())
         self.reservation: Reservation | None = None
-        self.summary: TransferSummary | None = None
         self.generated_tokens = 0
         self.cached_tokens = 0
         self.on_transfer_free: Callable[[Transfer], None] | None = None
@@ -80,15 +60,18 @@ class Attempt:
         self._on_settled = on_settled
         self._load = load
         self._events: EventBuffer | None = None
-        self._arrival: asyncio.Task[TransferSummary] | None = None
-        self._transfer: Transfer | None = None
-        self._passing: asyncio.Task[None] | None = None
+        self._intake: KvIntake | None = None
         self._closed = False
 
     @property
     def awaits_kv(self) -> bool:
         """Whether a transfer was opened for it."""
-        return self._arrival is not None
+        return self._intake is not None
+
+    @property
+    def summary(self) -> TransferSummary | None:
+        """What came, once it is whole."""
+        return self._intake.summary if self._intake is not None else None
 
     async def responses(self) -> AsyncIterator[decode_pb2.GenerateResponse]:
         """The attempt's stream. Raises HeadraceError; `close` must be called afterwards whatever
@@ -105,14 +88,11 @@ class Attempt:
                     start_token=reservation.start_token, end_token=reservation.end_token
                 )
             )
-            if self._arrival is not None and self._transfer is not None:
+            if self._intake is not None:
                 if self.work.from_logits:
-                    self._passing = asyncio.create_task(
-                        self._pass_on(self._events, self._transfer, self._arrival),
-                        name=f"logits and KV of {transfer_id}",
-                    )
+                    self._intake.pass_on(self._events)
                 else:
-                    await self._await_kv(self._events, self._arrival)
+                    await self._intake.wait_whole(self._events, self._deadline)
         else:
             self.milestones.reserved_unix_ns = time.time_ns()
             yield decode_pb2.GenerateResponse(reserved=decode_pb2.Reserved())
@@ -164,51 +144,16 @@ class Attempt:
                 self._engine.arrival_listener(),
                 logits_bytes=self._engine.logits_bytes if self.work.from_logits else 0,
             )
-            self._transfer = transfer
-            self._arrival = asyncio.create_task(
-                transfer.wait(), name=f"transfer {self.work.transfer_id}"
-            )
+            self._intake = KvIntake(transfer, self._engine, self.milestones)
         return first
-
-    async def _await_kv(self, events: EventBuffer, arrival: asyncio.Task[TransferSummary]) -> None:
-        """Waits until every expected key is counted, and only then lets the engine run (I3)."""
-        spoken = asyncio.create_task(events.spoken())
-        try:
-            await asyncio.wait({arrival, spoken}, return_when=asyncio.FIRST_COMPLETED)
-            if spoken.done() and (self._transfer is None or self._transfer.active):
-                # Only an error of the engine is in order here; take raises it.
-                await events.take(self._deadline)
-                raise InternalError("the engine generated before the KV cache was there")
-        finally:
-            spoken.cancel()
-        # An engine that hears of the failed transfer first says less about it.
-        self._note_arrival(await arrival)
-
-    async def _pass_on(
-        self, events: EventBuffer, transfer: Transfer, arrival: asyncio.Task[TransferSummary]
-    ) -> None:
-        """Gives the engine the logits and then word of the whole KV, while it speaks already."""
-        try:
-            logits = await transfer.logits()
-            self.milestones.logits_unix_ns = time.time_ns()
-            self._engine.first_logits(self.work.transfer_id, logits)
-            await asyncio.wait({arrival})
-            self._note_arrival(arrival.result())
-        except HeadraceError as error:
-            events.interrupt(error)
-
-    def _note_arrival(self, summary: TransferSummary) -> None:
-        self.summary = summary
-        self.milestones.arrived_unix_ns = time.time_ns()
-        self._engine.arrived(self.work.transfer_id)
 
     async def _next_events(self, events: EventBuffer) -> list[DecodeEvent]:
         try:
             return await events.take(self._deadline)
         except HeadraceError:
             # An engine that hears of the failed transfer first says less about it.
-            if self._passing is not None and self._transfer is not None and self._transfer.error:
-                raise self._transfer.error from None
+            if self.work.from_logits and self._intake is not None and self._intake.error:
+                raise self._intake.error from None
             raise
 
     def _take(self, events: list[DecodeEvent]) -> tuple[list[DecodeTokens], DecodeEnded | None]:
@@ -227,12 +172,8 @@ class Attempt:
             if self.work.from_logits:
                 times.sampled_unix_ns = times.sampled_unix_ns or now
             if self.generated_tokens > (1 if self.work.from_logits else 0):
-                if (
-                    self._passing is not None
-                    and self._transfer is not None
-                    and self._transfer.active
-                ):
-                    raise InternalError("the engine generated before the KV cache was there")
+                if self._intake is not None:
+                    self._intake.require_whole()
                 times.first_token_unix_ns = times.first_token_unix_ns or now
             times.last_token_unix_ns = now
         return tokens, ended
@@ -269,38 +210,24 @@ class Attempt:
         reason = "CANCELLED" if error is None else error.reason
         detail = "the request has ended" if error is None else error.detail
         try:
-            if self._passing is not None:
-                self._passing.cancel()
-                await asyncio.wait({self._passing})
-            if self._arrival is not None and self.summary is None:
-                self._receiver.cancel(transfer_id, reason, detail)
+            if self._intake is not None:
+                await self._intake.stop_passing()
+                if self._intake.summary is None:
+                    self._receiver.cancel(transfer_id, reason, detail)
             if self._events is not None and not await self._events.close():
                 log.error("the engine did not abort %s within its time", transfer_id)
-            await self._settle_transfer()
+            if self._intake is not None:
+                await self._intake.settle()
+            elif self.work.remote_kv:
+                self._give_back_blocks()
         finally:
             self._on_settled()
 
-    async def _settle_transfer(self) -> None:
-        """Tells the engine about blocks that the receiver will not speak of again."""
-        transfer_id = self.work.transfer_id
-        if not self.work.remote_kv or self.summary is not None:
-            return
-        if self._arrival is None:
-            if (
-                self.reservation is None
-                or self.reservation.start_token < self.reservation.end_token
-            ):
-                self._engine.released(transfer_id)
-            return
-        await asyncio.wait({self._arrival}, timeout=SETTLE_TIMEOUT_S)
-        if not self._arrival.done():
-            log.error(
-                "transfer %s did not end within %g s of its cancel", transfer_id, SETTLE_TIMEOUT_S
-            )
-            self._arrival.cancel()
-        elif not self._arrival.cancelled() and self._arrival.exception() is None:
-            # It became whole while the request was given up: the receiver's part is over.
-            self._engine.arrived(transfer_id)
+    def _give_back_blocks(self) -> None:
+        """Tells the engine about blocks that the receiver was never told of."""
+        reserved = self.reservation
+        if reserved is None or reserved.start_token < reserved.end_token:
+            self._engine.released(self.work.transfer_id)
 
 
 def transfer_deadline(deadline: Deadline) -> Deadline:
