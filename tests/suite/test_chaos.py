@@ -21,6 +21,8 @@ async def test_500_requests_through_killed_frozen_and_restarted_services(tmp_pat
     assert report.wire_faults["lost"]
     assert report.wire_faults["doubled"]
     assert report.outcomes.counts["right"] > 300
+    # Of about 90 tokens each.
+    assert report.outcomes.transferred_tokens > 10_000
 
 
 @pytest.mark.etcd

@@ -38,8 +38,9 @@ class Blame:
     """Who failed so far.
 
     Nobody in `failed` is asked again, and nobody in `suspect` while there is another. `attempts_left` are those after
-    a failure. Once the client has tokens, refusals cost none: who drains is not asked again, and who was full is asked
-    a while later, but not when no attempt has brought a token for `patience_s`.
+    a failure. A decode worker that drains or is another one by now costs none, for it is not asked again; once the
+    client has tokens, one that was full costs none either, and is asked a while later, but not when no attempt has
+    brought a token for `patience_s`.
     """
 
     attempts_left: int
@@ -79,7 +80,7 @@ class Blame:
         self.last_error = error
         if attempt.decode_spoke or not self._waiting_since_s:
             self._waiting_since_s = time.monotonic()
-        if begun and isinstance(error, Draining | StaleIncarnation):
+        if isinstance(error, Draining | StaleIncarnation) and (begun or not attempt.prefill_failed):
             self.failed.add(attempt.decode_worker)
             return remaining_s > 0
         if begun and isinstance(error, DecodeFull) and not attempt.decode_spoke:

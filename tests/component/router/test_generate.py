@@ -216,16 +216,24 @@ async def test_decode_dying_before_the_first_token_is_retried_elsewhere(rig: Rig
     await eventually(lambda: prefill.cancels == [lost] or len(prefill.tasks) == 1)
 
 
-async def test_a_stale_incarnation_is_retried_on_the_new_one(rig: Rig) -> None:
-    async def stale(worker: FakeDecode, request: Any) -> Any:
-        raise StaleIncarnation("another one is here")
-        yield  # type: ignore[unreachable]
+async def test_workers_that_left_or_began_anew_cost_no_attempt(rig: Rig) -> None:
+    rig.policy.policy.retry_budget = 1
 
-    await rig.add_decode(stale)
+    def turn_away(error: HeadraceError) -> Any:
+        async def script(worker: FakeDecode, request: Any) -> Any:
+            raise error
+            yield  # type: ignore[unreachable]
+
+        return script
+
+    for error in (StaleIncarnation("another one"), Draining("leaving"), StaleIncarnation("again")):
+        await rig.add_decode(turn_away(error))
     spare = await rig.add_decode(say("ok"))
     spare.running_requests = 5
     await rig.loads_known()
-    assert text_of(await rig.ask()) == "ok"
+    responses = await rig.ask()
+    assert text_of(responses) == "ok"
+    assert responses[-1].timing.attempts == 4
 
 
 @pytest.mark.parametrize(
