@@ -9,6 +9,7 @@ BUF := node_modules/.bin/buf
 MODEL := models/SmolLM2-135M-Instruct
 TINY_MODEL := models/tiny-llama
 SINGLE_HEAD_MODEL := models/tiny-llama-mqa
+DEEP_MODEL := models/tiny-llama-deep
 HYBRID_MODELS := $(addprefix models/tiny-,deepseek-v2 deepseek-v3 lfm2 mamba2 qwen3-next)
 BASELINE := protos/baseline.binpb
 PYTEST := $(BIN)/python -m pytest
@@ -45,6 +46,9 @@ $(TINY_MODEL)/config.json: | runtime
 $(SINGLE_HEAD_MODEL)/config.json: | runtime
 	@$(BIN)/python scripts/make_tiny_model.py --kv-heads 1 --target $(SINGLE_HEAD_MODEL)
 
+$(DEEP_MODEL)/config.json: | runtime
+	@$(BIN)/python scripts/make_tiny_model.py --layers 30 --target $(DEEP_MODEL)
+
 # One run makes all that are missing.
 $(addsuffix /config.json,$(HYBRID_MODELS)) &: | runtime
 	@$(BIN)/python scripts/make_tiny_hybrids.py
@@ -65,7 +69,7 @@ test-fast: setup ## the tests that need no vLLM
 	@$(PYTEST) -m 'not vllm' --numprocesses 3 --dist worksteal $(ARGS)
 
 VLLM_TESTS := vllm
-test-vllm: setup $(MODEL)/config.json $(TINY_MODEL)/config.json $(SINGLE_HEAD_MODEL)/config.json $(addsuffix /config.json,$(HYBRID_MODELS)) ## the tests with vLLM, the long ones too
+test-vllm: setup $(MODEL)/config.json $(TINY_MODEL)/config.json $(SINGLE_HEAD_MODEL)/config.json $(DEEP_MODEL)/config.json $(addsuffix /config.json,$(HYBRID_MODELS)) ## the tests with vLLM, the long ones too
 	@$(PYTEST) -m '$(VLLM_TESTS)' $(ARGS)
 
 chaos: setup ## 10,000 requests while services die, freeze and restart (SEED=... replays, REQUESTS=..., ARGS="--seconds 600"; RDMA=1: 200 over RDMA verbs)

@@ -1,8 +1,8 @@
 """Write models/tiny-llama: a random Llama small enough for tests, at milliseconds a token.
 
 Always the same bytes: the weights come from a seeded generator and the vocabulary from the text
-below. Its layout is a big model's in small: 4 layers, 8 heads over 4 KV heads of 32 channels, or over
-as many as `--kv-heads` says.
+below. Its layout is a big model's in small: 4 layers, or as many as `--layers` says, and 8 heads over 4 KV
+heads of 32 channels, or over as many as `--kv-heads` says.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ lists and a piece of code that returns another piece of code. Please explain it 
 """
 
 
-def model_config(tokenizer: Tokenizer, kv_heads: int) -> dict[str, Any]:
+def model_config(tokenizer: Tokenizer, layers: int, kv_heads: int) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -67,7 +67,7 @@ def model_config(tokenizer: Tokenizer, kv_heads: int) -> dict[str, Any]:
         "max_position_embeddings": POSITIONS,
         "mlp_bias": False,
         "num_attention_heads": HEADS,
-        "num_hidden_layers": LAYERS,
+        "num_hidden_layers": layers,
         "num_key_value_heads": kv_heads,
         "rms_norm_eps": 1e-05,
         "rope_theta": 10_000.0,
@@ -78,7 +78,7 @@ def model_config(tokenizer: Tokenizer, kv_heads: int) -> dict[str, Any]:
     }
 
 
-def random_weights(kv_heads: int) -> dict[str, FloatArray]:
+def random_weights(layers: int, kv_heads: int) -> dict[str, FloatArray]:
     """Every matrix keeps its input's scale, so that the next token depends on the whole prompt."""
     generator = np.random.default_rng(SEED)
 
@@ -89,7 +89,7 @@ def random_weights(kv_heads: int) -> dict[str, FloatArray]:
     ones = np.ones(HIDDEN, dtype=np.float32)
     embedding = generator.standard_normal((VOCABULARY, HIDDEN)).astype(np.float32)
     weights = {"model.embed_tokens.weight": embedding}
-    for layer in range(LAYERS):
+    for layer in range(layers):
         prefix = f"model.layers.{layer}"
         weights |= {
             f"{prefix}.input_layernorm.weight": ones,
@@ -123,7 +123,7 @@ def build_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def write_model(target: Path, kv_heads: int) -> None:
+def write_model(target: Path, layers: int, kv_heads: int) -> None:
     tokenizer = build_tokenizer()
     with new_directory(target) as directory:
         write_tokenizer(
@@ -133,9 +133,9 @@ def write_model(target: Path, kv_heads: int) -> None:
             chat_template=CHAT_TURNS,
             max_length_tokens=POSITIONS,
         )
-        write_weights(directory, random_weights(kv_heads), dtype="F32")
+        write_weights(directory, random_weights(layers, kv_heads), dtype="F32")
         write_generation_config(directory, tokenizer)
-        write_json(directory / "config.json", model_config(tokenizer, kv_heads))
+        write_json(directory / "config.json", model_config(tokenizer, layers, kv_heads))
 
 
 def main() -> int:
@@ -143,11 +143,12 @@ def main() -> int:
     parser.add_argument(
         "--target", type=Path, default=DEFAULT_TARGET, help="model directory to write"
     )
+    parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--kv-heads", type=int, default=KV_HEADS, help="KV heads per layer")
     arguments = parser.parse_args()
     target = arguments.target
     if not is_complete(target):
-        write_model(target, arguments.kv_heads)
+        write_model(target, arguments.layers, arguments.kv_heads)
     print(f"[model] {target} is ready")
     return 0
 

@@ -40,7 +40,7 @@ def zygote() -> Iterator[Zygote]:
 async def pair() -> AsyncIterator[Pair]:
     """Engines that every test of the package shares."""
     if not MODEL.is_dir():
-        pytest.skip(f"the model folder {MODEL} is missing; scripts/prepare_model.py makes it")
+        pytest.skip(f"the model folder {MODEL} is missing: make setup")
     with warnings.catch_warnings():
         # vLLM's imports warn of their own.
         warnings.simplefilter("ignore")

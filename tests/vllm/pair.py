@@ -32,10 +32,9 @@ from headrace_kv.layout import KvDescriptor, WorkerRef
 from headrace_kv.receiver import Receiver, Transfer, TransferSummary
 from headrace_kv.transfer import Reservation, TransferTarget
 
-MODEL = Path(os.environ.get("HEADRACE_TEST_MODEL", "models/SmolLM2-135M-Instruct"))
+MODEL = Path(os.environ.get("HEADRACE_TEST_MODEL", "models/tiny-llama-deep"))
 BLOCK_TOKENS = 32
 CHUNK_TOKENS = 512
-LAYER_COUNT = 30
 TIMEOUT_S = 60.0
 GREEDY = Sampling(temperature=0.0, max_tokens=16)
 

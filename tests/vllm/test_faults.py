@@ -10,6 +10,7 @@ import pytest
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import Cancelled, HeadraceError, TransferFailed, TransferTimeout
 from headrace_engine.interface import DecodeWork, PrefillWork
+from headrace_kv.receiver import Transfer
 from headrace_kv.transfer import Reservation
 from tests.vllm.pair import GREEDY, Pair, reset, wait_until
 from tests.vllm.test_handover import prompt_of
@@ -24,6 +25,12 @@ pytestmark = [
 
 def remote_work(pair: Pair, prompt: list[int]) -> DecodeWork:
     return DecodeWork(pair.new_transfer_id(), tuple(prompt), GREEDY, remote_kv=True)
+
+
+async def first_layer_of(transfer: Transfer) -> None:
+    """Returns when it has come, long before the last one."""
+    await wait_until(lambda: transfer.ledger is not None and transfer.ledger.ack_count > 0)
+    assert transfer.active
 
 
 async def blocks_are_held(pair: Pair) -> bool:
@@ -95,7 +102,7 @@ async def test_a_transfer_out_of_time_fails_on_both_sides(pair: Pair) -> None:
     assert isinstance(reservation, Reservation)
     transfer = pair.receiver.reserve(reservation, Deadline.after(30))
     waiting = asyncio.ensure_future(transfer.wait())
-    target = pair.target(reservation, timeout_s=0.4)
+    target = pair.target(reservation, timeout_s=0.15)
     with pytest.raises((TransferTimeout, TransferFailed)):
         await pair.prefill.prefill(PrefillWork(tuple(prompt[:-1]), target))
     # Prefill is quiet, so its blocks are free.
@@ -122,7 +129,7 @@ async def test_a_cancelled_prefill_is_quiet_when_it_returns(pair: Pair) -> None:
     waiting = asyncio.ensure_future(transfer.wait())
     work = PrefillWork(tuple(prompt[:-1]), pair.target(reservation))
     prefill = asyncio.ensure_future(pair.prefill.prefill(work))
-    await asyncio.sleep(0.3)
+    await first_layer_of(transfer)
     start_s = time.monotonic()
     prefill.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -159,7 +166,7 @@ async def test_a_decode_that_gives_up_ends_the_prefill(pair: Pair) -> None:
     waiting = asyncio.ensure_future(transfer.wait())
     work = PrefillWork(tuple(prompt[:-1]), pair.target(reservation))
     prefill = asyncio.ensure_future(pair.prefill.prefill(work))
-    await asyncio.sleep(0.3)
+    await first_layer_of(transfer)
     pair.receiver.cancel(reservation.transfer_id, "CANCELLED", "the client went away")
     await events.aclose()
     with pytest.raises(Cancelled):

@@ -12,7 +12,6 @@ from tests.vllm.pair import (
     BLOCK_TOKENS,
     CHUNK_TOKENS,
     GREEDY,
-    LAYER_COUNT,
     Pair,
     reset,
 )
@@ -28,14 +27,20 @@ LENGTHS = (1, 2, 33, 127, 128, 129, 255, 256, 257, 511, 1000, 1500)
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
-    """Random tokens of the ordinary vocabulary."""
+    """Random tokens that the vocabulary of any model has."""
     numbers = random.Random(f"{length}/{seed}")
-    return [numbers.randrange(100, 40_000) for _ in range(length)]
+    return [numbers.randrange(3, 500) for _ in range(length)]
 
 
-def layer_block_bytes(pair: Pair) -> int:
+def layer_count(pair: Pair) -> int:
+    return pair.decode.descriptor.layout.layer_count
+
+
+def block_bytes(pair: Pair) -> int:
+    """Of all layers."""
     layout = pair.decode.descriptor.layout
-    return layout.groups[0].bytes_between(0, layout.block_tokens, layout.kv_head_count)
+    layer = layout.groups[0].bytes_between(0, layout.block_tokens, layout.kv_head_count)
+    return layout.layer_count * layer
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -58,7 +63,7 @@ async def test_greedy_tokens_equal_plain_vllm(pair: Pair, length: int) -> None:
     assert split.summary is not None
     assert split.prefill is not None
     blocks = -(-(length - 1) // BLOCK_TOKENS)
-    assert split.summary.payload_bytes == blocks * LAYER_COUNT * layer_block_bytes(pair)
+    assert split.summary.payload_bytes == blocks * block_bytes(pair)
 
 
 async def test_seeded_sampling_equals_plain_vllm(pair: Pair) -> None:
@@ -108,7 +113,7 @@ async def test_chunks_are_sent_while_later_chunks_are_computed(pair: Pair) -> No
     assert split.summary is not None
     assert split.prefill is not None
     chunk_count = -(-(length - 1) // CHUNK_TOKENS)
-    assert split.summary.acknowledgement_count == LAYER_COUNT * chunk_count
+    assert split.summary.acknowledgement_count == layer_count(pair) * chunk_count
     # The last chunk starts after the last layer of the chunk before it.
     last_chunk_start_ns = max(
         sent.ready_unix_ns
@@ -117,7 +122,7 @@ async def test_chunks_are_sent_while_later_chunks_are_computed(pair: Pair) -> No
     )
     assert split.summary.first_ack_unix_ns < last_chunk_start_ns
     first_chunk = [sent for _, sent in split.prefill.layers if sent.start_token == 0]
-    assert len(first_chunk) == LAYER_COUNT
+    assert len(first_chunk) == layer_count(pair)
     assert all(sent.end_token == CHUNK_TOKENS for sent in first_chunk)
     outcome = split.prefill
     assert outcome.compute_start_unix_ns < last_chunk_start_ns < outcome.compute_end_unix_ns
@@ -147,7 +152,7 @@ async def test_shared_prefix_transfers_only_what_decode_lacks(pair: Pair) -> Non
     assert split.prefill is not None
     assert split.prefill.cached_tokens == 512
     missing_blocks = -(-(len(second) - 1 - 512) // BLOCK_TOKENS)
-    expected = missing_blocks * LAYER_COUNT * layer_block_bytes(pair)
+    expected = missing_blocks * block_bytes(pair)
     assert split.summary.payload_bytes == expected
     await pair.reset()
     plain = await pair.plain(second)

@@ -1,0 +1,42 @@
+"""A model with weights that were trained, on engines that are started for that alone. Runs in a process of its own."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+
+from tests.vllm.pair import GREEDY, running_pair
+
+LENGTHS = (33, 300, 1500)
+SEEDED = replace(GREEDY, temperature=0.9, top_k=50, seed=5)
+
+
+@dataclass(slots=True)
+class Compared:
+    """Answers of one engine alone, and of two, by how they shared the work."""
+
+    plain: list[list[int]] = field(default_factory=list)
+    split: list[list[int]] = field(default_factory=list)
+    after_first: list[list[int]] = field(default_factory=list)
+    from_logits: list[list[int]] = field(default_factory=list)
+
+
+async def compare(model: str) -> Compared:
+    """Asks one prompt after the other."""
+    compared = Compared()
+    change: dict[str, object] = {"model": model}
+    numbers = random.Random(3)
+    async with running_pair(prefill=change, decode=change) as pair:
+        for length in LENGTHS:
+            prompt = [numbers.randrange(100, 40_000) for _ in range(length)]
+            for sampling in (GREEDY, SEEDED):
+                compared.plain.append((await pair.plain(prompt, sampling)).token_ids)
+                await pair.reset()
+                for answers, run in (
+                    (compared.split, pair.split),
+                    (compared.after_first, pair.split_after_first),
+                    (compared.from_logits, pair.split_from_logits),
+                ):
+                    answers.append((await run(prompt, sampling)).token_ids)
+                    await pair.reset()
+    return compared

@@ -1,0 +1,25 @@
+"""SmolLM2 on two engines answers as on one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.real_weights import LENGTHS
+from tests.vllm.zygote import Zygote
+
+MODEL = "models/SmolLM2-135M-Instruct"
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.long,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not Path(MODEL).is_dir(), reason="the model is not there: make model"),
+]
+
+
+def test_two_engines_answer_as_one(zygote: Zygote) -> None:
+    said = zygote.run("tests.vllm.real_weights:compare", model=MODEL)
+    assert len(said["plain"]) == 2 * len(LENGTHS)
+    assert said["split"] == said["after_first"] == said["from_logits"] == said["plain"]
