@@ -45,6 +45,8 @@ PROJECT = (
     "tests/rdma",
     "tests/chaos",
     "tests/component/registry/harness.py",
+    "tests/fork_server.py",
+    "tests/forked.py",
     "tests/ports.py",
 )
 # This machine's; only the chaos job's has it.

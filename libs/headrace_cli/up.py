@@ -16,7 +16,7 @@ from rich.console import Console
 from headrace_cli.client import open_router
 from headrace_cli.progress import StartProgress
 from headrace_cli.state import UpState, clear_state, default_folder, make_folder, write_state
-from headrace_cli.supervisor import Child, Supervisor
+from headrace_cli.supervisor import Child, Spawn, Supervisor, spawn_program
 from headrace_cli.topology import (
     DEFAULT_PORT,
     Topology,
@@ -80,7 +80,11 @@ class Signals:
 
 @asynccontextmanager
 async def deployed(
-    topology: Topology, folder: Path | None, console: Console, signals: Signals
+    topology: Topology,
+    folder: Path | None,
+    console: Console,
+    signals: Signals,
+    spawn: Spawn = spawn_program,
 ) -> AsyncIterator[Deployment]:
     """Starts everything, yields once requests can be served, and ends everything.
 
@@ -90,7 +94,7 @@ async def deployed(
     """
     check_topology(topology)
     logs = make_folder(folder or default_folder(topology.port))
-    supervisor = Supervisor()
+    supervisor = Supervisor(spawn=spawn)
     await supervisor.open()
     failed = True
     try:

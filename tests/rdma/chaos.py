@@ -14,6 +14,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tests.chaos.plan import ChaosPlan, FaultKind, scenario, slowed
+from tests.fork_server import ForkClient, ForkServer
+from tests.forked import Forked, fork, import_services
 from tests.rdma.cases import (
     CHAOS_ANSWERS,
     CHAOS_CASES,
@@ -25,8 +27,6 @@ from tests.rdma.cases import (
     SEED_VARIABLE,
 )
 from tests.rdma.device import Traffic, check_moved_by_rdma, traffic
-from tests.rdma.fork_server import ForkClient, serve_forks
-from tests.rdma.processes import Forked, fork, import_services
 from tests.rdma.report import LOGS, Result, run_case, show_logs, tell
 from tests.rdma.serving import INSTALLED, token_bytes
 
@@ -70,7 +70,7 @@ def start_chaos(host: str, slowness: float) -> Forked:
 
     started = fork("chaos", client)
     theirs.close()
-    serve_forks(ours)
+    ForkServer().serve(ours)
     return started
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from tests.forked import Forked, fork, import_services
 from tests.rdma.cases import (
     BETWEEN_HOSTS,
     CHAOS_ANSWERS,
@@ -27,7 +28,6 @@ from tests.rdma.chaos import start_chaos
 from tests.rdma.conformance import CASES, Harness, large_runs
 from tests.rdma.device import Traffic, check_crossed_by_rdma, check_moved_by_rdma, traffic
 from tests.rdma.peers import PeerSettings
-from tests.rdma.processes import Forked, fork, import_services
 from tests.rdma.report import LOGS, Result, run_case, show_logs, tell
 from tests.rdma.serving import (
     Site,

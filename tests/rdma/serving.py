@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_engine.sim.model import SimModel
 from headrace_engine.sim.settings import parse_settings
+from tests.forked import Forked, fork
 from tests.rdma.cases import MODELS, Group
 from tests.rdma.device import Traffic, check_moved_by_rdma, traffic
-from tests.rdma.processes import Forked, fork, log_of, start_service, stop, wait_serving
+from tests.rdma.processes import log_of, start_service, stop, wait_serving
 from tests.rdma.report import Result, show_logs, tell
 
 if TYPE_CHECKING:

@@ -32,6 +32,7 @@ from headrace_common.channel import open_channel
 from headrace_common.status import error_from_rpc
 from headrace_engine.sim.model import SimModel
 from headrace_engine.sim.settings import SimSettings
+from tests.fork_server import forking
 
 VOCABULARY = 32_000
 # The router's text side of the sim model knows fewer tokens than the model makes.
@@ -272,7 +273,8 @@ async def suite(
     wanted = Topology(**{"engine": "sim", "port": 0, **topology})  # type: ignore[arg-type]
     with (folder / "console.log").open("w") as log, Signals() as signals:
         async with (
-            deployed(wanted, folder, Console(file=log), signals) as deployment,
+            forking(wanted.engine) as spawn,
+            deployed(wanted, folder, Console(file=log), signals, spawn) as deployment,
             open_channel(deployment.router) as channel,
         ):
             yield Suite(deployment, channel, sim or default_model())

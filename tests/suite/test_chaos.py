@@ -6,16 +6,23 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.plan import scenario
-from tests.chaos.run import run_chaos
+from tests.chaos.plan import ChaosPlan, scenario
+from tests.chaos.processes import Place
+from tests.chaos.run import ChaosReport, run_chaos
+from tests.fork_server import forking
 
 SEED = 20
+
+
+async def chaos(plan: ChaosPlan, folder: Path) -> ChaosReport:
+    async with forking() as spawn:
+        return await run_chaos(plan, folder, Place(spawn=spawn))
 
 
 @pytest.mark.etcd
 @pytest.mark.timeout(180)
 async def test_500_requests_through_killed_frozen_and_restarted_services(tmp_path: Path) -> None:
-    report = await run_chaos(scenario("all", SEED, 500), tmp_path)
+    report = await chaos(scenario("all", SEED, 500), tmp_path)
     assert not report.violations
     assert report.process_faults.total() >= 3
     assert report.wire_faults["lost"]
@@ -28,7 +35,7 @@ async def test_500_requests_through_killed_frozen_and_restarted_services(tmp_pat
 @pytest.mark.etcd
 @pytest.mark.timeout(120)
 async def test_a_run_of_doubled_acknowledgements_finds_nothing(tmp_path: Path) -> None:
-    report = await run_chaos(scenario("ledger", SEED, 150), tmp_path)
+    report = await chaos(scenario("ledger", SEED, 150), tmp_path)
     assert not report.violations
 
 
@@ -40,5 +47,5 @@ async def test_a_run_of_doubled_acknowledgements_finds_nothing(tmp_path: Path) -
 async def test_the_loss_of_a_safeguard_is_noticed(
     safeguard: str, requests: int, tmp_path: Path
 ) -> None:
-    report = await run_chaos(scenario(safeguard, SEED, requests, broken=safeguard), tmp_path)
+    report = await chaos(scenario(safeguard, SEED, requests, broken=safeguard), tmp_path)
     assert report.violations

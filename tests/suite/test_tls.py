@@ -22,6 +22,7 @@ from headrace_cli.topology import Topology, registry_spec, router_spec, worker_s
 from headrace_client import Client
 from headrace_common.channel import TlsFiles, open_channel
 from headrace_common.errors import WorkerGone
+from tests.fork_server import forking
 from tests.suite.certificates import Authority
 from tests.suite.deployment import default_model, greedy, prompt_of
 
@@ -38,21 +39,22 @@ async def deployed(folder: Path, tls: TlsFiles) -> AsyncIterator[dict[str, Child
     )
     settings += (("router", "look_aside", "true"),)
     topology = Topology(engine="sim", port=0, settings=settings)
-    supervisor = Supervisor()
-    await supervisor.open()
-    try:
-        registry = await supervisor.start(registry_spec(topology, folder))
-        await supervisor.wait_ready([registry])
-        for spec in (
-            router_spec(topology, folder, registry.endpoint),
-            *worker_specs(topology, folder, registry.endpoint),
-        ):
-            await supervisor.start(spec)
-        async with asyncio.timeout(20):
-            await supervisor.wait_ready(supervisor.children)
-        yield {child.spec.service: child for child in supervisor.children}
-    finally:
-        unclean = await supervisor.stop()
+    async with forking() as spawn:
+        supervisor = Supervisor(spawn=spawn)
+        await supervisor.open()
+        try:
+            registry = await supervisor.start(registry_spec(topology, folder))
+            await supervisor.wait_ready([registry])
+            for spec in (
+                router_spec(topology, folder, registry.endpoint),
+                *worker_specs(topology, folder, registry.endpoint),
+            ):
+                await supervisor.start(spec)
+            async with asyncio.timeout(20):
+                await supervisor.wait_ready(supervisor.children)
+            yield {child.spec.service: child for child in supervisor.children}
+        finally:
+            unclean = await supervisor.stop()
     assert unclean == []
 
 

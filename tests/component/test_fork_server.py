@@ -6,15 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 # What forks must have no threads, so it is a process of its own, as in the virtual machines.
 PROGRAM = """
 import asyncio, socket, signal, sys
 from pathlib import Path
 from headrace_cli.supervisor import Supervisor
 from headrace_cli.topology import ProcessSpec
-from tests.rdma.fork_server import ForkClient, serve_forks
-from tests.rdma.processes import fork
+from tests.fork_server import ForkClient, ForkServer
+from tests.forked import fork
 
 folder = Path(sys.argv[1])
 ours, theirs = socket.socketpair()
@@ -54,7 +54,7 @@ def main():
 
 asking = fork("asking", main)
 theirs.close()
-serve_forks(ours)
+ForkServer().serve(ours)
 sys.exit(asking.wait(5.0))
 """
 MODULE = """
