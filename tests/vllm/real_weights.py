@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from tests.vllm.pair import GREEDY, running_pair
 
-LENGTHS = (33, 300, 1500)
+LENGTHS = (33, 600)
 SEEDED = replace(GREEDY, temperature=0.9, top_k=50, seed=5)
 
 

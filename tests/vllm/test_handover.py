@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from tests.vllm.pair import (
     GREEDY,
     Pair,
     reset,
+    wait_until,
 )
 
 pytestmark = [
@@ -158,6 +160,30 @@ async def test_shared_prefix_transfers_only_what_decode_lacks(pair: Pair) -> Non
     plain = await pair.plain(second)
     await pair.reset()
     assert split.token_ids == plain.token_ids
+
+
+async def test_prompts_of_one_step_share_what_only_that_step_computes(pair: Pair) -> None:
+    """vLLM takes blocks for cached as soon as it plans to fill them, so that they may hold anything until it has."""
+    sampling = replace(GREEDY, logprobs=1)
+    shared = prompt_of(2 * BLOCK_TOKENS, seed=1)
+    prompts = [shared + prompt_of(10 + number, seed=2) for number in range(3)]
+    plain = [await pair.plain(prompt, sampling) for prompt in prompts]
+    await pair.reset()
+    # While its chunks are computed, the others gather; its last one leaves room for them in a step.
+    long = asyncio.create_task(pair.split(prompt_of(2 * CHUNK_TOKENS + 300)))
+    await wait_until(lambda: pair.prefill.load.running_requests > 0)
+    split = await asyncio.gather(*(pair.split(prompt, sampling) for prompt in prompts))
+    await long
+    await pair.reset()
+    for one, other in zip(split, plain, strict=True):
+        assert one.token_ids == other.token_ids
+        for ours, theirs in zip(one.logprobs, other.logprobs, strict=True):
+            assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-3)
+    assert [one.prefill is not None and one.prefill.cached_tokens for one in split] == [
+        0,
+        2 * BLOCK_TOKENS,
+        2 * BLOCK_TOKENS,
+    ]
 
 
 async def test_nothing_is_transferred_when_decode_has_everything(pair: Pair) -> None:

@@ -115,11 +115,15 @@ def start_llm(vllm_config: VllmConfig) -> AsyncLLM:
 
 
 async def end_llm(llm: AsyncLLM) -> None:
-    """Ends the engine's processes, and waits for the task that reads their outputs."""
+    """Ends the task that reads the outputs of the engine's processes, and then these.
+
+    vLLM blocks until they have ended; this loop goes on meanwhile, for they may speak with servers that run on it.
+    """
     outputs = llm.output_handler
-    llm.shutdown()
     if outputs is not None:
+        outputs.cancel()
         await asyncio.wait({outputs}, timeout=OUTPUTS_END_S)
+    await asyncio.to_thread(llm.shutdown)
 
 
 async def reset_prefix_cache(llm: AsyncLLM) -> bool:

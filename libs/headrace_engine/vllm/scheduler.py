@@ -230,7 +230,6 @@ class SchedulerSide:
             send.start_unix_ns = time.time_ns()
             send.cached_tokens = request.computed_tokens
             plan.opened.append(send.target)
-            self._hand_over(plan.cached, send, request.computed_tokens)
         known_tokens = request.computed_tokens + request.step_tokens
         if self._has_states and known_tokens > send.target.end_token:
             # A state is overwritten by the next one: what is under way or still to come would be another's.
@@ -238,11 +237,12 @@ class SchedulerSide:
                 plan.overrun.append(send.target.transfer_id)
             send.overrun = True
             return
-        self._hand_over(plan.computed, send, known_tokens)
+        # What vLLM found in its prefix cache, too: it may be what another request of this very step is to compute.
+        self._hand_over(plan, send, known_tokens)
         if send.target.with_logits and known_tokens >= send.target.end_token:
             plan.final.append(send.target.transfer_id)
 
-    def _hand_over(self, spans: list[TokenSpan], send: _Send, known_tokens: int) -> None:
+    def _hand_over(self, plan: StepPlan, send: _Send, known_tokens: int) -> None:
         """Adds the tokens up to `known_tokens` that are not handed over yet, whole blocks only but for the last."""
         end = send.target.end_token
         is_last = known_tokens >= end
@@ -251,7 +251,9 @@ class SchedulerSide:
             end = known_tokens - known_tokens % stride if stride else send.handed_tokens
         if end > send.handed_tokens:
             blocks = tuple(self._source_blocks(send, group, is_last) for group in self._groups)
-            spans.append(TokenSpan(send.target.transfer_id, send.handed_tokens, end, blocks))
+            plan.computed.append(
+                TokenSpan(send.target.transfer_id, send.handed_tokens, end, blocks)
+            )
             send.handed_tokens = end
 
     def _source_blocks(self, send: _Send, group: LayerGroup, is_last: bool) -> tuple[int, ...]:

@@ -38,8 +38,9 @@ class LateLoad:
 class StepPlan:
     """One step's news. Request ids are vLLM's, transfer ids ours.
 
-    `opened`: transfers that begin. `cached`: tokens that the prefix cache had, ready before the step. `computed`:
-    tokens that this step's forward pass completes. `preempted`: transfers whose blocks are about to be overwritten.
+    `opened`: transfers that begin. `ready`: tokens that an earlier step has completed. `computed`: tokens that are
+    complete, layer by layer, with this step's forward pass. `preempted`: transfers whose blocks are about to be
+    overwritten.
     `final`: transfers whose last token this step computes, so that its logits are theirs.
     `overrun`: transfers whose states the step takes beyond their last token.
     `finished_sends`: requests that are done computing, with their transfer; their blocks are freed once it is quiet.
@@ -48,7 +49,7 @@ class StepPlan:
     """
 
     opened: list[TransferTarget] = field(default_factory=list)
-    cached: list[TokenSpan] = field(default_factory=list)
+    ready: list[TokenSpan] = field(default_factory=list)
     computed: list[TokenSpan] = field(default_factory=list)
     final: list[str] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)

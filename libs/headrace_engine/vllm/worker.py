@@ -122,7 +122,7 @@ class RankSide:
                     self._open(self._sender, target)
         self._end_now(plan.overrun, "prefill computed more tokens than its state is wanted for")
         ready_ns = time.time_ns()
-        for span in plan.cached:
+        for span in plan.ready:
             for layer, kind in enumerate(self._layers):
                 if not kind.is_state:
                     self._push(span, layer, ready_ns)

@@ -265,7 +265,7 @@ def test_a_held_prompt_is_sent_when_it_is_fetched() -> None:
     side.scheduler.add_held(plan)
     assert plan.opened == [offer.target]
     assert plan.finished_sends == {"r": transfer_id}
-    (span,) = plan.cached
+    (span,) = plan.ready
     assert (span.transfer_id, span.start_token, span.end_token) == (transfer_id, 32, END)
     assert span.block_ids == ((4, 5, 6),)
     again = StepPlan()

@@ -57,9 +57,9 @@ def quiet(side: RankSide, transfer_id: str = "x1", reason: str = "") -> None:
     side.quiet(SendReport(transfer_id, 0, reason, "", ()))
 
 
-def test_cached_tokens_go_first_for_all_layers_then_each_layer_as_it_is_written() -> None:
+def test_ready_tokens_go_first_for_all_layers_then_each_layer_as_it_is_written() -> None:
     side, sender, _ = started()
-    side.begin_step(StepPlan(opened=[TARGET], cached=[SPAN], computed=[TAIL]))
+    side.begin_step(StepPlan(opened=[TARGET], ready=[SPAN], computed=[TAIL]))
     assert [(p.layer, p.start_token) for p in sender.pieces] == [(0, 0), (1, 0)]
     side.layer_written(0)
     side.layer_written(1)
@@ -99,7 +99,7 @@ def test_a_stop_before_the_transfer_opens_refuses_it_and_reports_once() -> None:
     side.stop("x1")
     side.stop("x1")
     assert [(report.transfer_id, report.reason) for report in reports] == [("x1", "CANCELLED")]
-    side.begin_step(StepPlan(opened=[TARGET], cached=[SPAN], computed=[TAIL]))
+    side.begin_step(StepPlan(opened=[TARGET], ready=[SPAN], computed=[TAIL]))
     side.layer_written(0)
     assert sender.said == []
     assert sender.pieces == []
@@ -120,7 +120,7 @@ def test_a_stop_of_an_open_transfer_leaves_the_report_to_the_sender() -> None:
 
 def test_a_sender_that_takes_no_more_fails_only_that_transfer() -> None:
     side, _, reports = started(full=True)
-    side.begin_step(StepPlan(opened=[TARGET], cached=[SPAN]))
+    side.begin_step(StepPlan(opened=[TARGET], ready=[SPAN]))
     assert [(report.transfer_id, report.reason) for report in reports] == [("x1", "QUEUE_FULL")]
     side.begin_step(StepPlan(finished_sends={"r": "x1"}))
     assert side.end_step()[0] == {"r"}
@@ -156,7 +156,7 @@ def test_receivers_are_reported_as_the_plan_says() -> None:
 
 def test_states_go_after_the_forward_pass_that_makes_them_final() -> None:
     side, sender, _ = started(layers=(STATE, TOKENS, STATE))
-    side.begin_step(StepPlan(opened=[TARGET], cached=[SPAN]))
+    side.begin_step(StepPlan(opened=[TARGET], ready=[SPAN]))
     side.layer_written(1)
     side.states_written()
     assert [piece.layer for piece in sender.pieces] == [1]

@@ -133,7 +133,6 @@ def test_chunks_hand_over_whole_blocks_until_the_last() -> None:
     admit_send(scheduler, target_of(0, 150))
     first = scheduler.plan_step([step("r", 0, 70, (1, 2, 3), new=True)], ())
     assert [target.transfer_id for target in first.opened] == ["x1"]
-    assert first.cached == []
     assert [(s.start_token, s.end_token, s.block_ids[0]) for s in first.computed] == [
         (0, 64, (1, 2, 3))
     ]
@@ -156,12 +155,12 @@ def test_the_step_of_the_last_token_is_told_where_its_logits_are_wanted() -> Non
     assert (first.final, last.final) == ([], ["x2"])
 
 
-def test_a_cached_prefix_is_handed_over_from_where_decode_lacks_it() -> None:
+def test_a_cached_prefix_is_handed_over_with_the_step_from_where_decode_lacks_it() -> None:
     scheduler, _ = side()
     admit_send(scheduler, target_of(32, 150))
     plan = scheduler.plan_step([step("r", 128, 22, (1, 2, 3, 4, 5), new=True)], ())
-    assert [(s.start_token, s.end_token) for s in plan.cached] == [(32, 128)]
-    assert [(s.start_token, s.end_token) for s in plan.computed] == [(128, 150)]
+    assert plan.ready == []
+    assert [(s.start_token, s.end_token) for s in plan.computed] == [(32, 150)]
     times = scheduler.finished("r")
     assert times is not None
     assert times.cached_tokens == 128
@@ -172,7 +171,7 @@ def test_tokens_that_decode_has_are_not_handed_over() -> None:
     admit_send(scheduler, target_of(128, 150))
     plan = scheduler.plan_step([step("r", 0, 100, (1, 2, 3, 4), new=True)], ())
     assert plan.opened
-    assert plan.cached == plan.computed == []
+    assert plan.computed == []
     plan = scheduler.plan_step([step("r", 100, 50, (5,))], ())
     assert [(s.start_token, s.end_token) for s in plan.computed] == [(128, 150)]
 
@@ -230,13 +229,12 @@ def test_every_missing_token_is_handed_over_once(
         blocks = tuple(range(held, needed))
         held = max(held, needed)
         plan = scheduler.plan_step([step("r", computed, count, blocks, new=first)], ())
-        for span in (*plan.cached, *plan.computed):
+        assert plan.ready == []
+        for span in plan.computed:
             assert span.start_token == covered
             assert span.end_token % BLOCK == 0 or span.end_token == end
             assert len(span.block_ids[0]) * BLOCK >= span.end_token
             covered = span.end_token
-        for span in plan.cached:
-            assert span.end_token <= computed
         computed += count
         assert covered <= max(computed, start)
         first = False

@@ -281,6 +281,6 @@ class PairScheduler:
             return
         target = offer.target
         plan.opened.append(target)
-        plan.cached.append(
+        plan.ready.append(
             TokenSpan(target.transfer_id, target.start_token, target.end_token, held.block_ids)
         )
