@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,23 +12,16 @@ from headrace_common.errors import KvCorrupt
 from tests.suite.deployment import Suite, prompt_of, suite
 
 DIGEST = ("decode", "digest", "on")
-# What this process tells of what it sends is wrong: to decode that looks like bytes that changed on their way.
-LIAR = """
-import headrace_kv.digest as digest
-told = digest.source_digest
-digest.source_digest = lambda memory, runs: told(memory, runs) ^ 1
-"""
 
 
-async def add_liar(it: Suite, folder: Path) -> None:
+async def add_liar(it: Suite) -> None:
     """Starts one more prefill worker, and lets the honest one go."""
-    code = folder / "code"
-    code.mkdir()
-    (code / "sitecustomize.py").write_text(LIAR)
     honest = it.child("prefill-0")
-    path = os.pathsep.join([str(code), *filter(None, sys.path)])
-    environment = {**honest.spec.environment, "PYTHONPATH": path}
-    kept, honest.spec = honest.spec, replace(honest.spec, environment=environment)
+    kept = honest.spec
+    program = tuple(
+        "tests.suite.liar" if text == "headrace_prefill" else text for text in kept.arguments
+    )
+    honest.spec = replace(kept, arguments=program)
     await it.add("prefill-liar", "prefill-0")
     honest.spec = kept
 
@@ -54,7 +45,7 @@ async def test_digests_pass_in_a_whole_deployment(tmp_path: Path) -> None:
 
 async def test_a_pair_whose_bytes_break_is_routed_together_no_more(tmp_path: Path) -> None:
     async with suite(tmp_path, settings=(DIGEST, ("decode", "digest_mismatch_limit", "2"))) as it:
-        await add_liar(it, tmp_path)
+        await add_liar(it)
         await it.wait_joined(2, 1)
         assert await it.terminate("prefill-0") == 0
         await it.wait_joined(1, 1)

@@ -1,0 +1,18 @@
+"""A prefill worker that tells wrong digests: to decode that looks like bytes that changed on their way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace_kv import send_loop
+from headrace_kv.digest import source_digest
+from headrace_prefill.__main__ import main
+
+
+def _lie(*arguments: Any) -> int:
+    return source_digest(*arguments) ^ 1
+
+
+if __name__ == "__main__":
+    vars(send_loop)["source_digest"] = _lie
+    main()
