@@ -35,7 +35,7 @@ class DecodeConfig(WorkerConfig):
     late_layers: NonNegativeCount = Field(
         0,
         description="Layers, the last ones, that may be missing when a request's first step begins, which then waits "
-        "for each, and all others in the step with it. Engine vllm, models with one kind of cache, not a latent one.",
+        "for each, and all others in the step with it. Engine vllm, models with one kind of cache.",
     )
     late_layer_wait_s: PositiveSeconds = Field(
         0.5,
