@@ -9,8 +9,8 @@ from random import Random
 from headrace_engine.interface import Sampling
 from tests.vllm.pair import GREEDY, Pair, running_pair
 
-SEEDED = Sampling(temperature=0.9, top_k=50, presence_penalty=0.7, seed=3, max_tokens=100)
-PENALIZED = replace(GREEDY, frequency_penalty=1.2, repetition_penalty=1.5, max_tokens=100)
+SEEDED = Sampling(temperature=0.9, top_k=50, presence_penalty=0.7, seed=3)
+PENALIZED = replace(GREEDY, frequency_penalty=1.2, repetition_penalty=1.5)
 
 
 @dataclass(slots=True)
@@ -29,6 +29,7 @@ async def compare(
     decode_blocks: int,
     context_tokens: int,
     length: int,
+    answer_tokens: int,
 ) -> Compared:
     """Asks one prompt after the other of decode alone, and then all at once what goes on."""
     changes: dict[str, object] = {
@@ -41,7 +42,10 @@ async def compare(
     async with running_pair(prefill=prefill, decode=decode) as pair:
         random = Random(length)
         asked = [
-            ([random.randrange(3, 500) for _ in range(length)], sampling)
+            (
+                [random.randrange(3, 500) for _ in range(length)],
+                replace(sampling, max_tokens=answer_tokens),
+            )
             for sampling in (SEEDED, PENALIZED) * 3
         ]
         alone = []

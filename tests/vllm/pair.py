@@ -294,8 +294,9 @@ async def running_pair(**changes: dict[str, object]) -> AsyncIterator[Pair]:
         await server.start()
         yield pair
     finally:
-        await prefill.close()
+        closing = asyncio.gather(prefill.close(), decode.close())
+        await asyncio.wait({closing})
         if server is not None:
             await pair.receiver.drain(5)
             await server.stop(1)
-        await decode.close()
+        closing.result()

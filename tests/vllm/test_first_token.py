@@ -285,15 +285,15 @@ async def test_logits_of_another_vocabulary_are_refused(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prefill_ranks", "decode_ranks", "decode_blocks"),
+    ("prefill_ranks", "decode_ranks", "decode_blocks", "answer_tokens"),
     [
-        pytest.param(1, 1, 24, id="preempted"),
-        pytest.param(1, 2, 64, id="two-ranks", marks=pytest.mark.long),
-        pytest.param(2, 1, 64, id="two-prefill-ranks", marks=pytest.mark.long),
+        pytest.param(1, 1, 24, 100, id="preempted"),
+        pytest.param(1, 2, 64, 40, id="two-ranks", marks=pytest.mark.long),
+        pytest.param(2, 1, 64, 40, id="two-prefill-ranks", marks=pytest.mark.long),
     ],
 )
 async def test_answers_go_on_where_requests_are_preempted_and_over_ranks(
-    zygote: Zygote, prefill_ranks: int, decode_ranks: int, decode_blocks: int
+    zygote: Zygote, prefill_ranks: int, decode_ranks: int, decode_blocks: int, answer_tokens: int
 ) -> None:
     """24 blocks hold no more than four of the six whole answers."""
     said = await asyncio.to_thread(
@@ -304,8 +304,9 @@ async def test_answers_go_on_where_requests_are_preempted_and_over_ranks(
         decode_blocks=decode_blocks,
         context_tokens=512,
         length=60,
+        answer_tokens=answer_tokens,
     )
-    assert all(len(answer) == 100 for answer in said["alone"])
+    assert all(len(answer) == answer_tokens for answer in said["alone"])
     assert said["continued"] == said["alone"]
     assert said["after_first"] == said["alone"]
     assert said["from_logits"] == said["alone"]
