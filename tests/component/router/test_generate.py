@@ -22,6 +22,7 @@ from headrace_common.errors import (
     StaleIncarnation,
     TransferFailed,
     TransferTimeout,
+    Unauthenticated,
 )
 from headrace_common.status import error_from_rpc
 from tests.component.router.fakes import (
@@ -216,16 +217,30 @@ async def test_decode_dying_before_the_first_token_is_retried_elsewhere(rig: Rig
     await eventually(lambda: prefill.cancels == [lost] or len(prefill.tasks) == 1)
 
 
+def turn_away(error: HeadraceError) -> Any:
+    """Of a decode worker that takes nothing."""
+
+    async def script(worker: FakeDecode, request: Any) -> Any:
+        raise error
+        yield  # type: ignore[unreachable]
+
+    return script
+
+
+async def test_a_ticket_that_expired_on_its_way_is_written_anew(rig: Rig) -> None:
+    refused = await rig.add_decode(turn_away(Unauthenticated("the ticket has expired")))
+    spare = await rig.add_decode(say("ok"))
+    spare.running_requests = 5
+    await rig.loads_known()
+    responses = await rig.ask()
+    assert text_of(responses) == "ok"
+    assert responses[-1].timing.attempts == 2
+    tickets = {worker.requests[0].ticket for worker in (refused, spare)}
+    assert len(tickets) == 2
+
+
 async def test_workers_that_left_or_began_anew_cost_no_attempt(rig: Rig) -> None:
     rig.policy.policy.retry_budget = 1
-
-    def turn_away(error: HeadraceError) -> Any:
-        async def script(worker: FakeDecode, request: Any) -> Any:
-            raise error
-            yield  # type: ignore[unreachable]
-
-        return script
-
     for error in (StaleIncarnation("another one"), Draining("leaving"), StaleIncarnation("again")):
         await rig.add_decode(turn_away(error))
     spare = await rig.add_decode(say("ok"))
