@@ -91,7 +91,10 @@ class ForkServer:
         self._selector.register(connection, selectors.EVENT_READ, lambda _: self._hear(customer))
 
     def _hear(self, customer: _Customer) -> None:
-        data = customer.connection.recv(_READ_BYTES)
+        try:
+            data = customer.connection.recv(_READ_BYTES)
+        except ConnectionResetError:
+            data = b""
         if not data:
             self._dismiss(customer)
             return
@@ -129,7 +132,10 @@ class ForkServer:
     def _become(self, order: dict[str, Any]) -> None:
         """Is from now on what `python -m MODULE FLAGS`, the order's arguments, would be."""
         for key in list(self._selector.get_map().values()):
-            os.close(key.fd)
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
+            else:
+                os.close(key.fd)
         self._selector.close()
         os.setsid()
         os.chdir(order["folder"])

@@ -86,7 +86,7 @@ async def deployed(
     signals: Signals,
     spawn: Spawn = spawn_program,
 ) -> AsyncIterator[Deployment]:
-    """Starts everything, yields once requests can be served, and ends everything.
+    """Starts everything, by `spawn`, yields once requests can be served, and ends everything.
 
     Raises ConfigError when a process cannot start as configured, WorkerGone when one dies,
     Cancelled when a signal
