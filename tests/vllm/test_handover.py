@@ -179,11 +179,8 @@ async def test_prompts_of_one_step_share_what_only_that_step_computes(pair: Pair
         assert one.token_ids == other.token_ids
         for ours, theirs in zip(one.logprobs, other.logprobs, strict=True):
             assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-3)
-    assert [one.prefill is not None and one.prefill.cached_tokens for one in split] == [
-        0,
-        2 * BLOCK_TOKENS,
-        2 * BLOCK_TOKENS,
-    ]
+    cached = sorted(one.prefill.cached_tokens for one in split if one.prefill is not None)
+    assert cached == [0, 2 * BLOCK_TOKENS, 2 * BLOCK_TOKENS]
 
 
 async def test_nothing_is_transferred_when_decode_has_everything(pair: Pair) -> None:
