@@ -47,7 +47,7 @@ $(SINGLE_HEAD_MODEL)/config.json: | runtime
 	@$(BIN)/python scripts/make_tiny_model.py --kv-heads 1 --target $(SINGLE_HEAD_MODEL)
 
 $(DEEP_MODEL)/config.json: | runtime
-	@$(BIN)/python scripts/make_tiny_model.py --layers 30 --target $(DEEP_MODEL)
+	@$(BIN)/python scripts/make_tiny_model.py --layers 12 --target $(DEEP_MODEL)
 
 # One run makes all that are missing.
 $(addsuffix /config.json,$(HYBRID_MODELS)) &: | runtime

@@ -170,7 +170,7 @@ async def test_prompts_of_one_step_share_what_only_that_step_computes(pair: Pair
     plain = [await pair.plain(prompt, sampling) for prompt in prompts]
     await pair.reset()
     # While its chunks are computed, the others gather; its last one leaves room for them in a step.
-    long = asyncio.create_task(pair.split(prompt_of(2 * CHUNK_TOKENS + 300)))
+    long = asyncio.create_task(pair.split(prompt_of(3 * CHUNK_TOKENS + 300)))
     await wait_until(lambda: pair.prefill.load.running_requests > 0)
     split = await asyncio.gather(*(pair.split(prompt, sampling) for prompt in prompts))
     await long
