@@ -1,15 +1,21 @@
-"""Decides whether a request fits, before anything is spent on it. Pure."""
+"""Decides whether a request fits, before anything is spent on it."""
 
 from __future__ import annotations
 
+import math
+import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from headrace_common.errors import DecodeFull, DuplicateTransfer, InvalidRequest
+from headrace_decode.pace import Pace
 
 RETRY_AFTER_S_MIN = 0.2
 RETRY_AFTER_S_MAX = 5.0
 SECONDS_PER_REQUEST_AHEAD = 0.05
+# Who is refused comes again after the time that it is told, and perhaps half as long again.
+COMING_BACK = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,17 +31,27 @@ class Capacity:
 
     def blocks_for(self, prompt_tokens: int, max_tokens: int) -> int:
         """Blocks that a prompt and its longest answer take; the context bounds both together."""
-        final_tokens = min(prompt_tokens + max_tokens, self.context_tokens)
+        final_tokens = prompt_tokens + self.answer_tokens(prompt_tokens, max_tokens)
         return -(-final_tokens // self.block_tokens)
+
+    def answer_tokens(self, prompt_tokens: int, max_tokens: int) -> int:
+        """The longest answer that the context has room for."""
+        return min(max_tokens, self.context_tokens - prompt_tokens)
 
 
 class Admission:
     """Keeps the books of what has been promised: one entry per admitted attempt, until it is
     settled.
+
+    While others want the room, none is given to an answer that cannot end in time: it would take from them what does
+    not help it.
     """
 
-    def __init__(self, capacity: Capacity) -> None:
+    def __init__(self, capacity: Capacity, clock: Callable[[], float] = time.monotonic) -> None:
         self.capacity = capacity
+        self.pace = Pace()
+        self._clock = clock
+        self._wanted_until_s = -math.inf
         self._promised_blocks: dict[str, int] = {}
         self._total_blocks = 0
 
@@ -50,24 +66,49 @@ class Admission:
         return self._total_blocks
 
     def admit(
-        self, transfer_id: str, *, prompt_tokens: int, max_tokens: int, quarantined_blocks: int
+        self,
+        transfer_id: str,
+        *,
+        prompt_tokens: int,
+        max_tokens: int,
+        quarantined_blocks: int,
+        remaining_s: float = math.inf,
     ) -> None:
         """Promises blocks to the attempt, or raises.
 
-        InvalidRequest: the prompt can never fit. DecodeFull: it does not fit now.
+        InvalidRequest: the prompt can never fit. DecodeFull: it does not fit now, or `remaining_s` are too few for its
+        answer and others were refused lately.
         """
         needed = self._needed_blocks(prompt_tokens, max_tokens)
-        if len(self._promised_blocks) >= self.capacity.max_requests:
-            raise self._full(f"all {self.capacity.max_requests} request slots are taken")
-        free = self.capacity.usable_blocks - self._total_blocks - quarantined_blocks
-        if needed > free:
-            raise self._full(f"{needed} blocks are needed and {max(0, free)} are free")
+        self._check_room(needed, quarantined_blocks)
+        self._check_time(prompt_tokens, max_tokens, remaining_s)
         self._promised_blocks[transfer_id] = needed
         self._total_blocks += needed
 
     def settle(self, transfer_id: str) -> None:
         """Takes the promise back: the attempt has ended. Settling twice is harmless."""
         self._total_blocks -= self._promised_blocks.pop(transfer_id, 0)
+
+    def _check_room(self, needed: int, quarantined_blocks: int) -> None:
+        free = self.capacity.usable_blocks - self._total_blocks - quarantined_blocks
+        if len(self._promised_blocks) >= self.capacity.max_requests:
+            refusal = self._full(f"all {self.capacity.max_requests} request slots are taken")
+        elif needed > free:
+            refusal = self._full(f"{needed} blocks are needed and {max(0, free)} are free")
+        else:
+            return
+        self._wanted_until_s = self._clock() + COMING_BACK * (refusal.retry_after_s or 0.0)
+        raise refusal
+
+    def _check_time(self, prompt_tokens: int, max_tokens: int, remaining_s: float) -> None:
+        if self._clock() >= self._wanted_until_s:
+            return
+        expected_s = self.pace.expected_s(self.capacity.answer_tokens(prompt_tokens, max_tokens))
+        if expected_s > remaining_s:
+            raise self._full(
+                f"others want the room, and of about {expected_s:.2f} s that the answer takes only "
+                f"{remaining_s:.2f} s are left; come with a later deadline"
+            )
 
     def _needed_blocks(self, prompt_tokens: int, max_tokens: int) -> int:
         if prompt_tokens < 1:

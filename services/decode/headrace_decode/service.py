@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 
@@ -150,6 +151,8 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
             prompt_tokens=len(work.token_ids),
             max_tokens=work.sampling.max_tokens - work.generated_tokens,
             quarantined_blocks=self._receiver.quarantined_blocks,
+            # The caller of an answer that has begun has use for every further token.
+            remaining_s=math.inf if work.generated_tokens else deadline.remaining_s(),
         )
         self._seen.remember(work.transfer_id)
         self._idle.clear()
@@ -198,9 +201,24 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         if not attempt.begin_close():
             return
         self._awaiting.pop(attempt.work.transfer_id, None)
+        if error is None:
+            self._note_pace(attempt)
         task = asyncio.get_running_loop().create_task(self._close(attempt, span, error))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
+
+    def _note_pace(self, attempt: Attempt) -> None:
+        times, work = attempt.milestones, attempt.work
+        if not attempt.generated_tokens:
+            return
+        max_tokens = work.sampling.max_tokens - work.generated_tokens
+        first_ns = times.sampled_unix_ns or times.first_token_unix_ns
+        self._admission.pace.note(
+            lead_s=(first_ns - times.start_unix_ns) / 1e9,
+            stream_s=(times.last_token_unix_ns - first_ns) / 1e9,
+            tokens=attempt.generated_tokens,
+            max_tokens=self._admission.capacity.answer_tokens(len(work.token_ids), max_tokens),
+        )
 
     async def _close(self, attempt: Attempt, span: Span, error: HeadraceError | None) -> None:
         try:

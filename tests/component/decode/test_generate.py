@@ -267,6 +267,40 @@ async def test_a_full_worker_refuses_with_a_time_to_come_back(served: Served) ->
     assert [r async for r in served.decode.Generate(request("y3", remote_prefill=False))]
 
 
+async def test_room_that_others_want_is_not_spent_on_what_ends_too_late(served: Served) -> None:
+    two = sampling_pb2.SamplingParams(max_tokens=2)
+    slow = aiter(served.decode.Generate(request("slow", remote_prefill=False, sampling=two)))
+    assert await next_event(slow) == "reserved"
+    served.engine.script.put_nowait(DecodeTokens((1,)))
+    assert await next_event(slow) == "tokens"
+    await asyncio.sleep(2.0)
+    for event in (DecodeTokens((2,)), DecodeEnded(False, 0)):
+        served.engine.script.put_nowait(event)
+    assert [await next_event(slow), await next_event(slow)] == ["tokens", "finished"]
+    # A refusal counts for 0.3 s: on a machine that stood still for as long, the late one gets its chance.
+    for turn in range(20):
+        await until(lambda: served.service.status().reserved_blocks == 0, "room")
+        calls = [
+            served.decode.Generate(request(f"y{turn}{n}", remote_prefill=False)) for n in range(2)
+        ]
+        for call in calls:
+            assert await next_event(aiter(call)) == "reserved"
+        assert "slots" in (await failure_of(served.decode.Generate(request(f"f{turn}")))).detail
+        for call in calls:
+            call.cancel()
+        await until(lambda: served.service.status().reserved_blocks == 0, "room")
+        late = request(f"late{turn}", remote_prefill=False, sampling=two)
+        error = await failure_of(served.decode.Generate(late, timeout=1.0))
+        if error.reason == "DECODE_FULL":
+            assert "come with a later deadline" in error.detail
+            break
+        assert error.reason == "DEADLINE_EXCEEDED"
+    else:
+        pytest.fail("what ends too late was let in twenty times")
+    in_time = aiter(served.decode.Generate(request("in time", remote_prefill=False, sampling=two)))
+    assert await next_event(in_time) == "reserved"
+
+
 async def test_an_engines_failure_is_the_requests(served: Served) -> None:
     call = served.decode.Generate(request())
     served.engine.script.put_nowait(RESERVATION)
