@@ -50,9 +50,9 @@ TOKENS = 3 * BLOCK_TOKENS
 
 
 async def test_failed_write_is_told_at_once_and_released_only_when_quiet() -> None:
-    """The transport says "failed", yet its bytes land 1 s later: the blocks must stay held that long."""
-    late = FaultPlan({4: Fault(FaultKind.FAIL_LATE, seconds=1.0)})
-    transports = memory_transports(late, quiet_after_failure_s=1.2)
+    """The transport says "failed", yet its bytes land 3 s later: the blocks must stay held that long."""
+    late = FaultPlan({4: Fault(FaultKind.FAIL_LATE, seconds=3.0)})
+    transports = memory_transports(late, quiet_after_failure_s=3.2)
     async with running(make_layout(1), make_layout(1), transports) as rig:
         rig.fill(BLOCKS, seed=1)
         transfer = rig.reserve(TOKENS)
@@ -61,7 +61,7 @@ async def test_failed_write_is_told_at_once_and_released_only_when_quiet() -> No
         start = time.monotonic()
         with pytest.raises(TransferFailed, match="rank 0 of prefill-0"):
             await transfer.wait()
-        assert time.monotonic() - start < 0.95
+        assert time.monotonic() - start < 2.9
         assert rig.receiver.quarantined_blocks == 3
         assert not rig.released
         assert rig.senders[0].is_active(transfer.transfer_id)
@@ -175,7 +175,7 @@ async def test_broken_stream_quarantines_the_blocks() -> None:
         peer.end(ProtocolViolation("the test cuts the stream"))
         with pytest.raises(TransferFailed, match="stream of rank 0"):
             await transfer.wait()
-        assert time.monotonic() - broken < 1.0
+        assert time.monotonic() - broken < 5.0
         await asyncio.sleep(0.5)
         assert not rig.released
         hold.release.set()
@@ -236,7 +236,7 @@ async def test_unopened_transfer_is_released_at_once() -> None:
 async def test_timeout_names_what_is_missing() -> None:
     async with running(make_layout(2), make_layout(1), memory_transports()) as rig:
         rig.fill(BLOCKS, seed=1)
-        transfer = rig.reserve(TOKENS, timeout_s=0.5)
+        transfer = rig.reserve(TOKENS, timeout_s=2.0)
         rig.open(rig.target(transfer))
         rig.push(transfer.transfer_id, BLOCKS, 0, TOKENS, range(2))
         with pytest.raises(
@@ -253,7 +253,7 @@ async def test_senders_deadline_ends_the_transfer() -> None:
     async with running(make_layout(1), make_layout(1), memory_transports()) as rig:
         rig.fill(BLOCKS, seed=1)
         transfer = rig.reserve(TOKENS)
-        rig.open(rig.target(transfer, timeout_s=0.3))
+        rig.open(rig.target(transfer, timeout_s=1.5))
         rig.push(transfer.transfer_id, BLOCKS, 0, TOKENS, range(5))
         with pytest.raises(TransferTimeout, match=r"layers 5 \(1 of 6\)"):
             await transfer.wait()
@@ -273,7 +273,7 @@ async def test_cancel_from_decode_stops_every_rank() -> None:
         rig.receiver.cancel(transfer.transfer_id, "CANCELLED", "the client left")
         assert not rig.released
         await until(lambda: bool(rig.released))
-        assert time.monotonic() - start < 1.0
+        assert time.monotonic() - start < 5.0
         before = [arena.cells.copy() for arena in rig.destinations]
         rig.push(transfer.transfer_id, BLOCKS, 0, TOKENS, range(3, 6))
         reports = await rig.quiet(transfer.transfer_id)

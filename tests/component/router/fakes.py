@@ -72,6 +72,9 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
         self.metadata: list[dict[str, Any]] = []
         self.cancelled: set[str] = set()
         self.running_requests = 0
+        self.reports = asyncio.Event()
+        """Clear while it says nothing of itself."""
+        self.reports.set()
         self.hashing: worker_pb2.KvHashing | None = None
         """How it names cached prefixes; None makes it one that does not say what it caches."""
         self.background: list[asyncio.Task[None]] = []
@@ -153,6 +156,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
                 total_blocks=100,
             )
             await asyncio.sleep(0.05)
+            await self.reports.wait()
 
 
 def reserved(request: decode_pb2.GenerateRequest, start: int = 0) -> decode_pb2.GenerateResponse:
