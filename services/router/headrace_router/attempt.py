@@ -28,6 +28,7 @@ from headrace_common.errors import (
     HeadraceError,
     NotFound,
     ProtocolViolation,
+    Unauthenticated,
     WorkerGone,
 )
 from headrace_common.identity import new_transfer_id
@@ -322,17 +323,24 @@ class Attempt:
         return event  # type: ignore[no-any-return]
 
     def _named(self, error: HeadraceError) -> HeadraceError:
-        """gRPC's own deadline does not say what was waited for, nor a broken connection to whom."""
+        """gRPC's own deadline does not say what was waited for, nor a broken connection to whom. A client would take a
+        refused ticket for its own key.
+        """
+        ref = self._decision.worker.ref
         if isinstance(error, DeadlineExceeded) and "waited_for" not in error.metadata:
             what = self._waiting()
             return DeadlineExceeded(
                 f"the deadline passed while waiting for {what}", metadata={"waited_for": what}
             )
         if isinstance(error, WorkerGone) and "worker_id" not in error.metadata:
-            worker = self._decision.worker.ref
             return WorkerGone(
-                f"decode worker {worker} vanished: {error.detail}",
-                metadata={**error.metadata, "worker_id": worker.worker_id},
+                f"decode worker {ref} vanished: {error.detail}",
+                metadata={**error.metadata, "worker_id": ref.worker_id},
+            )
+        if isinstance(error, Unauthenticated):
+            return WorkerGone(
+                f"decode worker {ref} refused this router's ticket: {error.detail}",
+                metadata={**error.metadata, "worker_id": ref.worker_id},
             )
         return error
 

@@ -18,7 +18,6 @@ from headrace_common.errors import (
     StaleIncarnation,
     TransferFailed,
     TransferTimeout,
-    Unauthenticated,
     WorkerGone,
 )
 from headrace_kv.layout import WorkerRef
@@ -30,9 +29,8 @@ _FULL_S: Final = 0.5
 # The pair failed: its prefill worker is not asked again, its decode worker only if it is alone. Cancelled is a prefill
 # worker's that ends before its task: a caller that goes away is heard elsewhere first.
 _PAIR_ERRORS = (Cancelled, TransferFailed, TransferTimeout, LayoutMismatch, ProtocolViolation)
-# The decode worker said that it will not take this request, or will not end it. A ticket that it refuses is the
-# router's: it has lain before a worker that stood still until it had expired.
-_REFUSALS = (DecodeFull, Draining, StaleIncarnation, Unauthenticated)
+# The decode worker said that it will not take this request, or will not end it.
+_REFUSALS = (DecodeFull, Draining, StaleIncarnation)
 
 
 @dataclass(slots=True)

@@ -23,6 +23,7 @@ from headrace_common.errors import (
     TransferFailed,
     TransferTimeout,
     Unauthenticated,
+    WorkerGone,
 )
 from headrace_common.status import error_from_rpc
 from tests.component.router.fakes import (
@@ -237,6 +238,17 @@ async def test_a_ticket_that_expired_on_its_way_is_written_anew(rig: Rig) -> Non
     assert responses[-1].timing.attempts == 2
     tickets = {worker.requests[0].ticket for worker in (refused, spare)}
     assert len(tickets) == 2
+
+
+async def test_a_refused_ticket_is_not_the_clients_fault(rig: Rig) -> None:
+    """And the next one may do: this one may have lain before a worker that stood still."""
+    refused = await rig.add_decode(turn_away(Unauthenticated("the ticket has expired")))
+    error = await _error(rig)
+    assert isinstance(error, WorkerGone)
+    assert "d0" in error.detail
+    assert "refused this router's ticket: the ticket has expired" in error.detail
+    tickets = [request.ticket for request in refused.requests]
+    assert len(tickets) == len(set(tickets)) > 1
 
 
 async def test_workers_that_left_or_began_anew_cost_no_attempt(rig: Rig) -> None:
