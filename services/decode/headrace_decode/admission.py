@@ -10,10 +10,8 @@ from dataclasses import dataclass
 
 from headrace_common.errors import DecodeFull, DuplicateTransfer, InvalidRequest
 from headrace_decode.pace import Pace
+from headrace_decode.retry_hint import RetryHint
 
-RETRY_AFTER_S_MIN = 0.2
-RETRY_AFTER_S_MAX = 5.0
-SECONDS_PER_REQUEST_AHEAD = 0.05
 # Who is refused comes again after the time that it is told, and perhaps half as long again.
 COMING_BACK = 1.5
 
@@ -50,6 +48,7 @@ class Admission:
     def __init__(self, capacity: Capacity, clock: Callable[[], float] = time.monotonic) -> None:
         self.capacity = capacity
         self.pace = Pace()
+        self._hint = RetryHint(clock)
         self._clock = clock
         self._wanted_until_s = -math.inf
         self._promised_blocks: dict[str, int] = {}
@@ -87,7 +86,9 @@ class Admission:
 
     def settle(self, transfer_id: str) -> None:
         """Takes the promise back: the attempt has ended. Settling twice is harmless."""
-        self._total_blocks -= self._promised_blocks.pop(transfer_id, 0)
+        if transfer_id in self._promised_blocks:
+            self._total_blocks -= self._promised_blocks.pop(transfer_id)
+            self._hint.ended()
 
     def _check_room(self, needed: int, quarantined_blocks: int) -> None:
         free = self.capacity.usable_blocks - self._total_blocks - quarantined_blocks
@@ -132,11 +133,10 @@ class Admission:
         return needed
 
     def _full(self, why: str) -> DecodeFull:
-        waiting_s = SECONDS_PER_REQUEST_AHEAD * len(self._promised_blocks)
         return DecodeFull(
             f"decode worker is full: {why}",
             metadata={"why": why},
-            retry_after_s=min(RETRY_AFTER_S_MAX, max(RETRY_AFTER_S_MIN, waiting_s)),
+            retry_after_s=self._hint.refused(),
         )
 
 

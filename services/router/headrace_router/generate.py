@@ -16,7 +16,7 @@ from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common import telemetry_schema as schema
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import HeadraceError, NoDecodeWorker, WorkerGone
+from headrace_common.errors import DecodeFull, HeadraceError, NoDecodeWorker, WorkerGone
 from headrace_common.telemetry import Telemetry
 from headrace_common.tickets import TicketSigner
 from headrace_kv.layout import WorkerRef, fingerprint
@@ -120,7 +120,11 @@ class Generator:
             try:
                 outcome = await attempt.run()
             except HeadraceError as error:
-                _LOG.warning("attempt %d of %s: %s", number, job.request.request_id, error.detail)
+                # Those that have no room say so often when they do.
+                level = logging.DEBUG if isinstance(error, DecodeFull) else logging.WARNING
+                _LOG.log(
+                    level, "attempt %d of %s: %s", number, job.request.request_id, error.detail
+                )
                 error.metadata["attempts"] = str(number)
                 self._judge(job, error, attempt, blame)
             else:

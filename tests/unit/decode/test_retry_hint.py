@@ -1,0 +1,73 @@
+"""However many are refused, those who come again are few for each place that becomes free, and never none."""
+
+from __future__ import annotations
+
+import heapq
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace_decode.retry_hint import ASKERS_PER_END, HINT_S_MAX, HINT_S_MIN, RetryHint
+
+
+class Crowd:
+    """Callers who come again when told, before a worker that ends an answer every `end_every_s`."""
+
+    def __init__(self, callers: int, end_every_s: float) -> None:
+        self.now_s = 0.0
+        self.hint = RetryHint(lambda: self.now_s)
+        self._random = random.Random(callers)
+        self._comes_s = [self._random.uniform(0, HINT_S_MIN) for _ in range(callers)]
+        heapq.heapify(self._comes_s)
+        self._end_every_s = end_every_s
+        self._ends_s = 0.0
+
+    def asks_until(self, until_s: float) -> int:
+        """How often somebody asks until then. The one who gets a place asks for the next one after it."""
+        asks = 0
+        while self._comes_s[0] < until_s:
+            self.now_s = self._comes_s[0]
+            asks += 1
+            free = self._ends_s <= self.now_s
+            if free:
+                self.hint.ended()
+                self._ends_s = self.now_s + self._end_every_s
+            wait_s = self._end_every_s if free else self.hint.refused()
+            heapq.heapreplace(self._comes_s, self.now_s + wait_s * self._random.uniform(1.0, 1.5))
+        return asks
+
+
+@pytest.mark.parametrize("callers", [40, 100, 150])
+def test_askers_settle_at_a_few_for_each_end(callers: int) -> None:
+    crowd = Crowd(callers, end_every_s=0.1)
+    crowd.asks_until(20.0)
+    asks_per_end = crowd.asks_until(60.0) / (40.0 / 0.1)
+    assert 1.5 < asks_per_end < 2 * ASKERS_PER_END
+
+
+def test_a_few_callers_are_told_to_come_soon() -> None:
+    crowd = Crowd(3, end_every_s=0.5)
+    crowd.asks_until(20.0)
+    assert crowd.hint.refused() < 0.5
+
+
+def test_a_crowd_that_is_gone_is_forgotten() -> None:
+    crowd = Crowd(1_000, end_every_s=0.5)
+    crowd.asks_until(20.0)
+    assert crowd.hint.refused() == HINT_S_MAX
+    crowd.now_s += 2 * HINT_S_MAX
+    assert crowd.hint.refused() == HINT_S_MIN
+
+
+@given(st.lists(st.tuples(st.floats(0, 10), st.booleans()), max_size=200))
+def test_hints_are_bounded(steps: list[tuple[float, bool]]) -> None:
+    now_s = 0.0
+    hint = RetryHint(lambda: now_s)
+    for passed_s, ended in steps:
+        now_s += passed_s
+        if ended:
+            hint.ended()
+        else:
+            assert HINT_S_MIN <= hint.refused() <= HINT_S_MAX
