@@ -132,7 +132,8 @@ class Bench:
             noted = pair.times.since(start_ns)
             hand_over_ms = (pieces[0].made_unix_ns - made[0].made_unix_ns) / 1e6
             exposed_ms = (noted["received"] - noted["written"]) / 1e6
-            return sample_of(seed, start_ns, pieces, cpu_s, hand_over_ms, None, exposed_ms)
+            late_ms = (noted["received"] - made[0].made_unix_ns) / 1e6
+            return sample_of(seed, start_ns, pieces, cpu_s, hand_over_ms, None, exposed_ms, late_ms)
 
         return ask
 
@@ -158,6 +159,7 @@ def sample_of(
     hand_over_ms: float | None = None,
     transfer_ms: float | None = None,
     exposed_ms: float | None = None,
+    late_ms: float | None = None,
     compute_ms: float | None = None,
 ) -> Sample:
     """Of an answer that was asked for at `start_ns`."""
@@ -171,6 +173,7 @@ def sample_of(
         hand_over_ms=hand_over_ms,
         transfer_ms=transfer_ms,
         exposed_ms=exposed_ms,
+        late_ms=late_ms,
         compute_ms=compute_ms,
     )
 
@@ -198,7 +201,7 @@ def peer_id(port: int) -> str:
 
 
 def trace_times(trace: trace_pb2.Trace) -> tuple[float, ...]:
-    """Milliseconds of hand-over, transfer, exposed transfer and prefill, from the spans of a request."""
+    """Milliseconds of hand-over, transfer, exposed transfer, its lateness and prefill, from the spans of a request."""
     took_ns = {span.name: span.duration.ToNanoseconds() for span in trace.spans}
     ends = {
         span.name: span.start_time.ToNanoseconds() + span.duration.ToNanoseconds()
@@ -215,6 +218,7 @@ def trace_times(trace: trace_pb2.Trace) -> tuple[float, ...]:
         (ends[schema.SPAN_DECODE_FIRST_TOKEN] - computed_ns) / 1e6,
         busy_ns(layers) / 1e6,
         (ends[schema.SPAN_DECODE_KV_WAIT] - written_ns) / 1e6,
+        (ends[schema.SPAN_DECODE_KV_WAIT] - computed_ns) / 1e6,
         took_ns[schema.SPAN_PREFILL_COMPUTE] / 1e6,
     )
 
@@ -279,8 +283,9 @@ to decode's own first token leaving its engine: token 1 with "first token by dec
 "first token by prefill" and "from logits"; it is negative where decode was first. Transfer is the time in which
 something was written. Exposed is from the last layer's KV being in prefill's cache to decode knowing its own to be
 whole: what prefill computes after that is hidden at ours, and not at the peer, which writes everything in one piece at
-the end; "from logits" it holds computing and sending these, too. CPU is that of all processes of a way, for the prompt
-and {answer} tokens.
+the end; "from logits" it holds computing and sending these, too. Late is how long after the point from which hand-over
+counts that was: negative where the KV was whole while prefill still computed. CPU is that of all processes of a way,
+for the prompt and {answer} tokens.
 
 What each does. Headrace: the services as `headrace up` starts them, asked by gRPC at the router, which places the
 prompt, queues it for a prefill worker and turns tokens into text; leases, acknowledgements by layer, and a trace of

@@ -27,8 +27,8 @@ class Sample:
     `first_ms` and `second_ms`: from asking to the first and the second token, at the client. `compute_ms`:
     of prefill's engine. `hand_over_ms`: from
     prefill's end of computing, or its own first token, to decode's own first token. `transfer_ms`: time in which
-    something was written. `exposed_ms`: from prefill's last layer to decode knowing its KV to be whole. `cpu_ms`: of
-    all processes of the way.
+    something was written. `exposed_ms`: from prefill's last layer to decode knowing its KV to be whole. `late_ms`: from
+    where hand-over begins to that; negative when prefill was still computing. `cpu_ms`: of all processes of the way.
     """
 
     prompt_seed: int
@@ -39,6 +39,7 @@ class Sample:
     hand_over_ms: float | None = None
     transfer_ms: float | None = None
     exposed_ms: float | None = None
+    late_ms: float | None = None
     compute_ms: float | None = None
 
 
@@ -73,7 +74,8 @@ def table(samples: Samples) -> str:
     """A row for each way."""
     titles = (
         *("way", "TTFT, ms", "beside plain", "prefill, ms", "second token, ms"),
-        *("hand-over, ms", "transfer, ms", "exposed, ms", "CPU, ms", "answers as plain's"),
+        *("hand-over, ms", "transfer, ms", "exposed, ms", "late, ms", "CPU, ms"),
+        "answers as plain's",
     )
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     plain = samples.get(PLAIN, ())
@@ -91,6 +93,7 @@ def table(samples: Samples) -> str:
             middle([sample.hand_over_ms for sample in found], 1),
             middle([sample.transfer_ms for sample in found], 1),
             middle([sample.exposed_ms for sample in found], 1),
+            middle([sample.late_ms for sample in found], 1),
             middle([sample.cpu_ms for sample in found]),
             equal,
         )

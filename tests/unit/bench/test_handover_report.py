@@ -19,7 +19,9 @@ from bench.handover_report import (
 from bench.vllm_ways import alternating
 
 PLAIN_ONE = Sample(1, first_ms=1000, second_ms=1020, cpu_ms=1300, token_ids=(7, 8))
-HANDED = replace(PLAIN_ONE, first_ms=1010, hand_over_ms=20, transfer_ms=60, exposed_ms=3)
+HANDED = replace(
+    PLAIN_ONE, first_ms=1010, hand_over_ms=20, transfer_ms=60, exposed_ms=3, late_ms=-70
+)
 
 
 def test_the_middle_leaves_out_what_is_not_known() -> None:
@@ -43,6 +45,7 @@ def test_the_table_has_a_row_for_each_way_with_dashes_for_what_it_lacks() -> Non
     assert len({row.count("|") for row in rows}) == 1
     assert "| 1.010 |" in rows[2]
     assert "20.0 (20.0 to 20.0)" in rows[2]
+    assert "-70.0 (-70.0 to -70.0)" in rows[2]
     assert rows[3].startswith(f"| {PLAIN} | 1,000")
     assert "| - | - | - |" in rows[3]
     assert rows[3].endswith("| 1 of 1 |")
