@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -24,28 +25,9 @@ LOCAL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
 )
 
-# Both ends ping a silent peer, and end the connection of one that is frozen or cut off within 7 s. gRPC's own
-# keepalive_timeout is overruled by its ping timeout, which is a minute unless it is set. Machines that stand still for
-# seconds, such as emulated ones, need more.
-_PING_TIMEOUT_MS = round(1e3 * float(os.environ.get("HEADRACE_PING_TIMEOUT_S", "4")))
-KEEPALIVE_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.keepalive_time_ms", 3_000),
-    ("grpc.keepalive_timeout_ms", _PING_TIMEOUT_MS),
-    ("grpc.http2.ping_timeout_ms", _PING_TIMEOUT_MS),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-)
-
-CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
-    *LOCAL_OPTIONS,
-    ("grpc.max_metadata_size", METADATA_BYTES_MAX),
-    ("grpc.absolute_max_metadata_size", 2 * METADATA_BYTES_MAX),
-    *KEEPALIVE_OPTIONS,
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 2_000),
-    ("grpc.max_reconnect_backoff_ms", 2_000),
-    ("grpc.enable_http_proxy", 0),
-)
+PING_TIMEOUT_VARIABLE = "HEADRACE_PING_TIMEOUT_S"
+PING_TIMEOUT_S = 4.0
+_PING_TIMEOUT_S_MAX = 3_600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +59,45 @@ class TlsFiles:
         return cls(**files)
 
 
+def keepalive_options() -> tuple[tuple[str, int], ...]:
+    """Of both ends, which ping a silent peer, and end the connection of one that is frozen or cut off within 7 s.
+
+    Machines that stand still for seconds, such as emulated ones, need more than the 4 s that HEADRACE_PING_TIMEOUT_S
+    is otherwise. Raises ConfigError when it is no such time.
+    """
+    text = os.environ.get(PING_TIMEOUT_VARIABLE, "") or str(PING_TIMEOUT_S)
+    try:
+        timeout_s = float(text)
+    except ValueError:
+        timeout_s = math.nan
+    if not 0 < timeout_s <= _PING_TIMEOUT_S_MAX:
+        raise ConfigError(
+            f"{PING_TIMEOUT_VARIABLE}: must be seconds above 0 and at most {_PING_TIMEOUT_S_MAX:g}, but is {text!r}"
+        )
+    # gRPC's own keepalive_timeout is overruled by its ping timeout, which is a minute unless it is set.
+    timeout_ms = max(1, round(1e3 * timeout_s))
+    return (
+        ("grpc.keepalive_time_ms", 3_000),
+        ("grpc.keepalive_timeout_ms", timeout_ms),
+        ("grpc.http2.ping_timeout_ms", timeout_ms),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    )
+
+
+def _channel_options() -> tuple[tuple[str, int | str], ...]:
+    return (
+        *LOCAL_OPTIONS,
+        ("grpc.max_metadata_size", METADATA_BYTES_MAX),
+        ("grpc.absolute_max_metadata_size", 2 * METADATA_BYTES_MAX),
+        *keepalive_options(),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 2_000),
+        ("grpc.max_reconnect_backoff_ms", 2_000),
+        ("grpc.enable_http_proxy", 0),
+    )
+
+
 def open_channel(endpoint: str, config: ServiceConfig | TlsFiles | None = None) -> grpc.aio.Channel:
     """Opens a channel to "host:port", with mutual TLS when `config` names the files.
 
@@ -84,16 +105,16 @@ def open_channel(endpoint: str, config: ServiceConfig | TlsFiles | None = None) 
     """
     credentials = channel_credentials(config)
     if credentials is None:
-        return grpc.aio.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
-    return grpc.aio.secure_channel(endpoint, credentials, options=CHANNEL_OPTIONS)
+        return grpc.aio.insecure_channel(endpoint, options=_channel_options())
+    return grpc.aio.secure_channel(endpoint, credentials, options=_channel_options())
 
 
 def open_blocking_channel(endpoint: str, config: ServiceConfig | None = None) -> grpc.Channel:
     """The same for threads."""
     credentials = channel_credentials(config)
     if credentials is None:
-        return grpc.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
-    return grpc.secure_channel(endpoint, credentials, options=CHANNEL_OPTIONS)
+        return grpc.insecure_channel(endpoint, options=_channel_options())
+    return grpc.secure_channel(endpoint, credentials, options=_channel_options())
 
 
 def channel_credentials(config: ServiceConfig | TlsFiles | None) -> grpc.ChannelCredentials | None:

@@ -17,9 +17,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from headrace_common.channel import (
-    KEEPALIVE_OPTIONS,
     MESSAGE_BYTES_MAX,
     METADATA_BYTES_MAX,
+    keepalive_options,
     read_tls_files,
 )
 from headrace_common.config import ServiceConfig, split_host_port
@@ -39,7 +39,6 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_metadata_size", METADATA_BYTES_MAX),
     ("grpc.absolute_max_metadata_size", 2 * METADATA_BYTES_MAX),
     ("grpc.max_concurrent_streams", 4_096),
-    *KEEPALIVE_OPTIONS,
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
 )
 
@@ -68,7 +67,7 @@ class GrpcServer:
         self._in_flight = InFlightInterceptor()
         self.server: grpc.aio.Server = grpc.aio.server(
             interceptors=[ErrorInterceptor(), self._in_flight, TraceInterceptor(), *interceptors],
-            options=_OPTIONS,
+            options=(*_OPTIONS, *keepalive_options()),
         )
         self._health = health.aio.HealthServicer()
         self._health_updates: set[asyncio.Task[None]] = set()

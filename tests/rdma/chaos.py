@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -13,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from headrace_common.channel import PING_TIMEOUT_S, PING_TIMEOUT_VARIABLE
 from tests.chaos.plan import ChaosPlan, FaultKind, scenario, slowed
 from tests.fork_server import ForkClient, ForkServer
 from tests.forked import Forked, fork, import_services
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 _SHOWN = 5
 _PROGRESS_S = 15.0
-# As in headrace_common.channel, of a machine that is not emulated.
-_PING_TIMEOUT_S = 4.0
 
 
 def emulated(seed: int, requests: int, slowness: float) -> ChaosPlan:
@@ -57,9 +55,7 @@ def emulated(seed: int, requests: int, slowness: float) -> ChaosPlan:
 
 def start_chaos(host: str, slowness: float) -> Forked:
     """A process that runs it, with services that this one forks until it has ended."""
-    # It is read when what speaks gRPC is imported.
-    assert "headrace_common.channel" not in sys.modules
-    os.environ["HEADRACE_PING_TIMEOUT_S"] = str(_PING_TIMEOUT_S * slowness)
+    os.environ[PING_TIMEOUT_VARIABLE] = str(PING_TIMEOUT_S * slowness)
     import_services()
     ours, theirs = socket.socketpair()
     plan = emulated(int(os.environ[SEED_VARIABLE]), int(os.environ[REQUESTS_VARIABLE]), slowness)

@@ -30,7 +30,7 @@ from headrace.prefill.v1 import prefill_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_cli.client import list_members
-from headrace_common.channel import CHANNEL_OPTIONS
+from headrace_common.channel import open_blocking_channel
 from headrace_common.deadlines import Deadline
 from headrace_common.registry_client import DescriptorCache
 from tests.suite.deployment import Suite, greedy, prompt_of, suite
@@ -268,7 +268,7 @@ async def targets_of(it: Suite) -> list[Target]:
     found = []
     for name in SERVICES:
         child = it.child(name)
-        channel = grpc.insecure_channel(child.endpoint, options=CHANNEL_OPTIONS)
+        channel = open_blocking_channel(child.endpoint)
         incarnation = members[name].incarnation if name in members else ""
         found.append(Target(name, child.process.pid, channel, fuzz, good, incarnation))
     return found
