@@ -20,6 +20,7 @@ from headrace_engine.interface import PrefillWork, Sampling
 from headrace_engine.sim.faults import CorruptByte, SimFaults
 from headrace_kv.shard_map import expected_keys
 from headrace_kv.transfer import LayerSent, Reservation
+from headrace_kv.transfer_state import TransferState
 from headrace_kv.transport.base import KvTransport
 from headrace_kv.transport.in_memory import Fault, FaultKind, FaultPlan, InMemoryTransport
 from tests.component.sim.support import (
@@ -188,9 +189,9 @@ async def test_many_requests_at_once() -> None:
 
 
 async def start_prefill(
-    both: Pair, timeout_s: float = 20.0
+    both: Pair, timeout_s: float = 20.0, *, opened: bool = False
 ) -> tuple[asyncio.Task[object], asyncio.Task[object]]:
-    """A prefill under way, and decode's wait for it; the decode request is aborted in the
+    """A prefill under way, its transfer open if need be, and decode's wait for it; the decode request is aborted in the
     background.
     """
     reader = both.decode.decode(decode_work(PROMPT, GREEDY, remote_kv=True))
@@ -207,6 +208,8 @@ async def start_prefill(
     waiting: asyncio.Task[object] = asyncio.create_task(wait())
     work = PrefillWork(tuple(PROMPT[:-1]), both.target(reservation, timeout_s))
     prefill: asyncio.Task[object] = asyncio.create_task(both.prefill.prefill(work))
+    if opened:
+        await until(lambda: transfer.state is not TransferState.RESERVED)
     return prefill, waiting
 
 
@@ -317,8 +320,7 @@ async def test_a_prefix_that_only_decode_has_is_computed_but_not_sent() -> None:
 
 async def test_closing_ends_a_prefill() -> None:
     async with pair(model=SLOW, max_batched_tokens=16) as both:
-        prefill, waiting = await start_prefill(both)
-        await asyncio.sleep(0.08)
+        prefill, waiting = await start_prefill(both, opened=True)
         await both.prefill.close()
         with pytest.raises(Draining):
             await prefill
