@@ -159,6 +159,8 @@ class HandoffLink:
 
     def _finish(self, error: HeadraceError) -> None:
         self.lease.revoke()
+        if not self._closing:
+            _log.warning("the handoff stream to %s ended: %s", self.decode, error.detail)
         self._events.link_ended(self, error)
         if not self.ended.done():
             self.ended.set_result(None)

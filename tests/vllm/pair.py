@@ -36,6 +36,8 @@ MODEL = Path(os.environ.get("HEADRACE_TEST_MODEL", "models/tiny-llama-deep"))
 BLOCK_TOKENS = 32
 CHUNK_TOKENS = 512
 TIMEOUT_S = 60.0
+# vLLM's ranks spin while they wait: four of them keep each other's threads from two cores for seconds.
+LEASE_TTL_S = 20.0
 GREEDY = Sampling(temperature=0.0, max_tokens=16)
 
 
@@ -284,7 +286,10 @@ async def running_pair(**changes: dict[str, object]) -> AsyncIterator[Pair]:
         await decode.attach()
         await prefill.attach()
         pair.receiver = Receiver(
-            ref=refs["decode"], layout=decode.descriptor.layout, on_released=pair.release
+            ref=refs["decode"],
+            layout=decode.descriptor.layout,
+            lease_ttl_s=LEASE_TTL_S,
+            on_released=pair.release,
         )
         server = grpc.aio.server()
         handoff_pb2_grpc.add_HandoffServiceServicer_to_server(
