@@ -228,11 +228,17 @@ def turn_away(error: HeadraceError) -> Any:
     return script
 
 
-async def test_a_ticket_that_expired_on_its_way_is_written_anew(rig: Rig) -> None:
-    refused = await rig.add_decode(turn_away(Unauthenticated("the ticket has expired")))
+async def add_spare(rig: Rig) -> FakeDecode:
+    """A decode worker that says "ok", and is busier than those before it."""
     spare = await rig.add_decode(say("ok"))
     spare.running_requests = 5
     await rig.loads_known()
+    return spare
+
+
+async def test_a_ticket_that_expired_on_its_way_is_written_anew(rig: Rig) -> None:
+    refused = await rig.add_decode(turn_away(Unauthenticated("the ticket has expired")))
+    spare = await add_spare(rig)
     responses = await rig.ask()
     assert text_of(responses) == "ok"
     assert responses[-1].timing.attempts == 2
@@ -255,9 +261,7 @@ async def test_workers_that_left_or_began_anew_cost_no_attempt(rig: Rig) -> None
     rig.policy.policy.retry_budget = 1
     for error in (StaleIncarnation("another one"), Draining("leaving"), StaleIncarnation("again")):
         await rig.add_decode(turn_away(error))
-    spare = await rig.add_decode(say("ok"))
-    spare.running_requests = 5
-    await rig.loads_known()
+    await add_spare(rig)
     responses = await rig.ask()
     assert text_of(responses) == "ok"
     assert responses[-1].timing.attempts == 4
