@@ -8,6 +8,8 @@ import os
 import pytest
 from hypothesis import settings
 
+pytest_plugins = ["tests.standstill"]
+
 # A single example may well be slow on a busy machine; pytest's timeout bounds the test.
 settings.register_profile("headrace", parent=settings(), deadline=None)
 settings.load_profile("headrace")

@@ -67,7 +67,8 @@ async def ask(it: Suite, number: int, ends: Counter[str]) -> None:
             assert outcome.token_ids == it.expected(prompt, ANSWER_TOKENS)
             ends["right"] += 1
             return
-    assert time.monotonic() - started_s < DEADLINE_S + 1
+    # All clients share one event loop, which is late itself on a slow machine; chaos has the narrow bound.
+    assert time.monotonic() - started_s < DEADLINE_S + 4
     ends["out of time"] += 1
 
 

@@ -13,7 +13,8 @@ from headrace_common.errors import HeadraceError
 from tests.suite.deployment import Outcome, Suite, greedy, prompt_of, suite
 
 STREAMS = 6
-TOKENS = 40
+TOKENS = 150
+"""Some 6 s: all streams have long begun before any has ended."""
 SETTINGS = (("decode", "model", "sim:decode_step_s=0.04"), ("decode", "max_requests", "32"))
 
 
@@ -67,8 +68,8 @@ async def test_load_that_went_through_one_router_is_seen_by_the_other(tmp_path: 
 
 async def test_killing_a_router_ends_its_own_streams_only(tmp_path: Path) -> None:
     async with _with_two_routers(tmp_path) as (it, other):
-        lost = [await _begun(it, seed) for seed in range(STREAMS)]
-        kept = [await _begun(other, 100 + seed) for seed in range(STREAMS)]
+        lost = await asyncio.gather(*(_begun(it, seed) for seed in range(STREAMS)))
+        kept = await asyncio.gather(*(_begun(other, 100 + seed) for seed in range(STREAMS)))
         assert not any(task.done() for task in (*lost, *kept))
         it.kill("router")
         for task in lost:

@@ -544,7 +544,7 @@ async def test_drain_waits_then_ends_everything() -> None:
         whole, stuck = rig.reserve(TOKENS), rig.reserve(TOKENS)
         for transfer in (whole, stuck):
             rig.open(rig.target(transfer))
-        drain = asyncio.create_task(rig.receiver.drain(0.5))
+        drain = asyncio.create_task(rig.receiver.drain(2.0))
         await asyncio.sleep(0.05)
         rig.push(whole.transfer_id, BLOCKS, 0, TOKENS)
         await whole.wait()

@@ -254,7 +254,7 @@ async def test_a_late_local_copy_is_named() -> None:
         mla(1), mla(2, 2), decode.transports, make_broadcast=decode.broadcast
     ) as rig:
         rig.fill(BLOCKS, seed=1)
-        transfer = rig.reserve(TOKENS, timeout_s=0.4)
+        transfer = rig.reserve(TOKENS, timeout_s=2.0)
         start(rig, transfer)
         with pytest.raises(TransferTimeout, match=r"layers? .*from decode rank \d to rank \d"):
             await transfer.wait()

@@ -50,7 +50,8 @@ async def push_layer(
         transfer.transfer_id, blocks, start, start + CHUNK_TOKENS, layers=range(layer, layer + 1)
     )
     await until(
-        lambda: transfer.ledger is not None and transfer.ledger.ack_count == before_count + 1
+        lambda: transfer.ledger is not None and transfer.ledger.ack_count == before_count + 1,
+        timeout_s=20.0,
     )
     return tracemalloc.get_traced_memory()[1] - before
 
@@ -64,11 +65,11 @@ async def cost_of(token_count: int, scattered: bool) -> Cost:
         Random(2).shuffle(target)
     layout = make_layout(1, layers=LAYERS)
     async with running(
-        layout, layout, memory_transports(), lease_ttl_s=30.0, block_count=block_count
+        layout, layout, memory_transports(), lease_ttl_s=50.0, block_count=block_count
     ) as rig:
         reservation = Reservation(new_transfer_id(), tuple(target), 0, token_count)
-        transfer = rig.receiver.reserve(reservation, Deadline.after(30.0))
-        rig.open(rig.target(transfer, timeout_s=30.0))
+        transfer = rig.receiver.reserve(reservation, Deadline.after(50.0))
+        rig.open(rig.target(transfer, timeout_s=50.0))
         blocks = tuple(source)
         for start in range(0, token_count - CHUNK_TOKENS, CHUNK_TOKENS):
             for layer in range(LAYERS):

@@ -284,7 +284,7 @@ async def test_a_passed_deadline_names_what_was_waited_for(
     start = time.monotonic()
     # Long enough for the router's margin before the client's own deadline to be at its longest.
     error = await _error(rig, timeout_s=2.0)
-    assert time.monotonic() - start < 2.5
+    assert time.monotonic() - start < 4.0
     assert isinstance(error, DeadlineExceeded)
     assert words in error.detail
     await eventually(lambda: len(decode.cancelled) == 1, 1.0)

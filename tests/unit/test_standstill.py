@@ -1,0 +1,83 @@
+"""A failure is forgiven where the machine stood still, and only there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.machine_watch import MachineWatch
+
+ROOT = Path(__file__).resolve().parents[2]
+STILL_S = 0.6
+# The first run of either fails.
+TESTS = """
+from tests.standstill import WATCH
+
+runs = {"stood": 0, "ran": 0}
+
+class Told:
+    def __init__(self):
+        self.value = 0.0
+    def lost_s(self):
+        value, self.value = self.value, 0.0
+        return value
+    def close(self):
+        pass
+
+def test_begins(request):
+    request.config.stash[WATCH].close()
+    request.config.stash[WATCH] = Told()
+
+def test_stood(request):
+    runs["stood"] += 1
+    if runs["stood"] == 1:
+        request.config.stash[WATCH].value = 0.5
+    assert runs["stood"] == 2
+
+def test_ran():
+    runs["ran"] += 1
+    assert runs["ran"] == 2
+"""
+
+
+@pytest.fixture
+def watch() -> Iterator[MachineWatch]:
+    watch = MachineWatch()
+    yield watch
+    watch.close()
+
+
+def test_a_watch_that_woke_late_says_by_how_much(watch: MachineWatch) -> None:
+    watch.process.send_signal(signal.SIGSTOP)
+    time.sleep(STILL_S)
+    watch.process.send_signal(signal.SIGCONT)
+    until_s = time.monotonic() + 10
+    while not (lost_s := watch.lost_s()) and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert lost_s > STILL_S / 2
+
+
+def test_only_a_test_that_stood_still_runs_again(tmp_path: Path) -> None:
+    (tmp_path / "test_both.py").write_text(TESTS, encoding="utf-8")
+    plugin = 'pytest_plugins = ["tests.standstill"]\n'
+    (tmp_path / "conftest.py").write_text(plugin, encoding="utf-8")
+    command = (sys.executable, "-m", "pytest", "-q", "--rootdir", tmp_path, tmp_path)
+    run = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert "test_both.py::test_ran" in run.stdout, run.stdout + run.stderr
+    assert "1 failed, 2 passed, 1 rerun" in run.stdout, run.stdout
