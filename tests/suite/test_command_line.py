@@ -37,9 +37,16 @@ async def headrace(*arguments: str, stdin: str = "", timeout_s: float = 50.0) ->
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONFAULTHANDLER": "1"},
     )
     try:
-        out, err = await asyncio.wait_for(process.communicate(stdin.encode()), timeout_s)
+        finish = asyncio.create_task(process.communicate(stdin.encode()))
+        in_time, _ = await asyncio.wait({finish}, timeout=timeout_s)
+        if not in_time:
+            # It says where it stands.
+            process.send_signal(signal.SIGABRT)
+        out, err = await asyncio.wait_for(finish, 5)
+        assert in_time, f"{arguments} did not end:\n{out.decode()}{err.decode()}"
     finally:
         if process.returncode is None:
             process.kill()

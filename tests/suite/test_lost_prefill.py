@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 
-from tests.suite.deployment import Suite, prompt_of, suite
+from headrace.worker.v1 import worker_pb2
+from tests.suite.deployment import prompt_of, suite
 
 _TASKS = 10
 SETTINGS = (
     ("prefill", "max_requests", str(_TASKS)),
-    # A prompt takes 0.6 s at the least, so that all are in work when the worker is killed.
-    ("prefill", "model", "sim:prefill_s_per_token=0.004"),
+    # A prompt takes 0.9 s, one after the other, so that none is done before the last has come.
+    ("prefill", "model", "sim:prefill_s_per_token=0.006"),
     ("decode", "max_requests", "64"),
 )
 
 
-async def _wait_until_holding(it: Suite, name: str, count: int) -> None:
-    give_up = time.monotonic() + 10
-    while True:
-        status = await it.status(name)
-        held = status.running_requests + status.waiting_requests
-        if held >= count:
-            return
-        assert time.monotonic() < give_up, f"{name} holds {held} tasks, not {count}"
-        await asyncio.sleep(0.01)
+def _holds_all(status: worker_pb2.WatchStatusResponse) -> bool:
+    return status.running_requests + status.waiting_requests >= _TASKS
 
 
 async def test_all_ten_tasks_of_a_killed_prefill_worker_finish_elsewhere(tmp_path: Path) -> None:
     async with suite(tmp_path, prefill_count=2, settings=SETTINGS) as it:
         prompts = [prompt_of(150, number) for number in range(2 * _TASKS)]
-        running = [asyncio.create_task(it.generate(prompt, 6)) for prompt in prompts]
-        await _wait_until_holding(it, "prefill-0", _TASKS)
+        running = [asyncio.create_task(it.generate(prompt, 6, timeout_s=50)) for prompt in prompts]
+        await it.until("prefill-0", _holds_all, 10)
         it.kill("prefill-0")
         outcomes = await asyncio.gather(*running)
         for prompt, outcome in zip(prompts, outcomes, strict=True):
