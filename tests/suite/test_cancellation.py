@@ -9,8 +9,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from headrace.worker.v1 import worker_pb2
 from tests.suite.deployment import Suite, greedy, prompt_of, suite
@@ -93,7 +91,6 @@ async def in_local_prefill(it: Suite) -> list[Asked]:
     return asked
 
 
-@pytest.mark.timeout(90)
 async def test_a_client_that_goes_away_is_heard_at_every_stage(tmp_path: Path) -> None:
     decode = ("decode", "model", "sim:decode_step_s=0.02,prefill_s_per_token=0.002")
     settings = (

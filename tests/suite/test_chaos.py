@@ -20,7 +20,6 @@ async def chaos(plan: ChaosPlan, folder: Path) -> ChaosReport:
 
 
 @pytest.mark.etcd
-@pytest.mark.timeout(180)
 async def test_500_requests_through_killed_frozen_and_restarted_services(tmp_path: Path) -> None:
     report = await chaos(scenario("all", SEED, 500), tmp_path)
     assert not report.violations
@@ -33,14 +32,12 @@ async def test_500_requests_through_killed_frozen_and_restarted_services(tmp_pat
 
 
 @pytest.mark.etcd
-@pytest.mark.timeout(120)
 async def test_a_run_of_doubled_acknowledgements_finds_nothing(tmp_path: Path) -> None:
     report = await chaos(scenario("ledger", SEED, 150), tmp_path)
     assert not report.violations
 
 
 @pytest.mark.etcd
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("safeguard", "requests"), [("ledger", 150), ("quarantine", 120), ("lease", 200)]
 )

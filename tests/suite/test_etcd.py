@@ -68,7 +68,6 @@ async def until_counts(it: Suite, wanted: tuple[int, int], timeout_s: float) -> 
 
 
 @pytest.mark.etcd
-@pytest.mark.timeout(120)
 async def test_etcd_away_for_longer_than_leases_last_fails_no_request(tmp_path: Path) -> None:
     with running_etcd(tmp_path) as etcd:
         async with suite(

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import pytest
 from google.protobuf import message_factory
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.duration_pb2 import Duration
@@ -284,7 +283,6 @@ async def answers_right(it: Suite, seed: int) -> None:
         assert outcome.token_ids == it.expected(prompt, 6)
 
 
-@pytest.mark.timeout(150)
 async def test_bad_peers_and_bad_messages_end_no_process_and_grow_none(tmp_path: Path) -> None:
     settings = (("decode", "quarantine_s", "1"), ("decode", "lease_ttl_s", "1"))
     async with suite(tmp_path, settings=settings) as it:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import pytest
-
 from headrace.engine.v1 import link_pb2
 from headrace_engine.vllm.link_words import reservation_to_proto
 from tests.unit.vllm.test_link import RESERVATION, attached, until
@@ -15,7 +13,6 @@ from tests.unit.vllm.test_link import RESERVATION, attached, until
 IDLE_S = 50.0
 
 
-@pytest.mark.timeout(90)
 async def test_an_idle_link_lives(tmp_path: Path) -> None:
     async with attached(tmp_path / "link") as ends:
         await asyncio.sleep(IDLE_S)

@@ -271,7 +271,6 @@ async def test_what_a_killed_router_had_begun_is_let_go_of_within_seconds(tmp_pa
         assert outcome.token_ids == other.expected(prompt_of(70, 99), 3)
 
 
-@pytest.mark.timeout(120)
 async def test_a_worker_that_dies_while_the_registry_is_gone_is_noticed_by_the_router(
     tmp_path: Path,
 ) -> None:
@@ -302,7 +301,6 @@ async def test_a_worker_that_dies_while_the_registry_is_gone_is_noticed_by_the_r
         assert outcome.last.timing.decode_worker_id == "decode-1"
 
 
-@pytest.mark.timeout(120)
 async def test_workers_that_restart_three_times_on_their_addresses_delay_nobody(
     tmp_path: Path,
 ) -> None:

@@ -9,8 +9,6 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import pytest
-
 from headrace.worker.v1 import worker_pb2
 from headrace_common.errors import DeadlineExceeded, DecodeFull, QueueFull, TransferTimeout
 from tests.suite.deployment import Suite, prompt_of, suite
@@ -72,7 +70,6 @@ async def ask(it: Suite, number: int, ends: Counter[str]) -> None:
     ends["out of time"] += 1
 
 
-@pytest.mark.timeout(90)
 async def test_overload_is_shed_with_hints_and_what_is_let_in_is_answered(tmp_path: Path) -> None:
     async with suite(
         tmp_path, prefill_count=WORKERS, decode_count=WORKERS, settings=SETTINGS

@@ -12,8 +12,6 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import pytest
-
 from headrace.inference.v1 import inference_pb2
 from headrace_common.errors import Draining, HeadraceError, WorkerGone
 from tests.ports import free_port
@@ -92,7 +90,6 @@ async def connected(way: Suite) -> None:
         await way.channel.channel_ready()
 
 
-@pytest.mark.timeout(120)
 async def test_a_rolling_restart_of_every_service_fails_no_request(tmp_path: Path) -> None:
     # Routers and registry come back on their addresses, which nobody may take meanwhile.
     listen = [(name, "listen", f"127.0.0.1:{free_port()}") for name in ("registry", "router")]
