@@ -30,7 +30,7 @@ class Finished:
     err: str
 
 
-async def headrace(*arguments: str, stdin: str = "", timeout_s: float = 50.0) -> Finished:
+async def headrace(*arguments: str, stdin: str = "", timeout_s: float = 120.0) -> Finished:
     process = await asyncio.create_subprocess_exec(
         *COMMAND,
         *arguments,

@@ -48,7 +48,7 @@ async def test_workers_come_and_go_under_load(tmp_path: Path) -> None:
     async with suite(tmp_path, settings=SETTINGS) as it:
         seen = await churn(it, duration_s=6.0, every_s=0.5)
         assert seen.failures == []
-        assert seen.changes >= 6
-        assert len(seen.seconds) > 50
+        assert seen.changes >= 2
+        assert len(seen.seconds) > 20
         assert seen.attempts.keys() <= {1, 2}
         assert seen.slowest_s < HANG_S
