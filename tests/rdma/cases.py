@@ -96,12 +96,12 @@ HOST_ROLES = ("host-1", "host-2")
 class Job:
     """Machines that start and end together; `roles` says what each of them does.
 
-    A quiet machine with two cores takes a fifth of `timeout_s`; emulation shares the cores with whoever else is there.
+    A quiet machine with two cores takes a tenth of `timeout_s`; emulation shares the cores with whoever else is there.
     """
 
     name: str
     roles: tuple[str, ...]
-    timeout_s: float = 600.0
+    timeout_s: float = 1200.0
     memory_mib: int = 1536
 
     def expected_names(self) -> tuple[str, ...]:

@@ -49,6 +49,7 @@ class Harness:
     def __init__(self, settings: PeerSettings, slowness: float = 1.0) -> None:
         self.settings = settings
         self.failure_limit_s = FAILURE_LIMIT_S * slowness
+        self._write_timeout_s = TIMEOUT_S * slowness
         self._retry_s = _RETRY_S * slowness
         self.crosses_processes = settings.transport != "in_memory"
         self.allocate = ALLOCATORS[settings.memory]
@@ -103,7 +104,7 @@ class Harness:
         )
 
     def write(self, peer: Peer, runs: Runs) -> None:
-        self.transport.write(peer.session, runs, TIMEOUT_S)
+        self.transport.write(peer.session, runs, self._write_timeout_s)
 
     def write_patiently(self, peer: Peer, runs: Runs) -> None:
         """Writes again for a while: after a failure a transport may rest."""

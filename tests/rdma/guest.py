@@ -43,12 +43,12 @@ from tests.rdma.serving import (
 FIRST_HOST = "10.99.0.1"
 SECOND_HOST = "10.99.0.2"
 _WELL = "ended well"
-_LANE_TIMEOUT_S = 520.0
-_WRITES_TIMEOUT_S = 460.0
-_CONTROL_TIMEOUT_S = 90.0
+_LANE_TIMEOUT_S = 1100.0
+_WRITES_TIMEOUT_S = 900.0
+_CONTROL_TIMEOUT_S = 200.0
 _CHAOS_END_TIMEOUT_S = 30.0
 _MEET_PORT = 7999
-_MEET_TIMEOUT_S = 180.0
+_MEET_TIMEOUT_S = 400.0
 _LARGE_BYTES = 26 << 20
 # Emulation on cores that others use as well.
 _SLOWNESS = 5.0
