@@ -29,7 +29,7 @@ SLOW_S = 0.15
 STUCK_S = 2.5
 LENGTHS = (33, 65, 300)
 CONTEXT_TOKENS = 1024
-LONG = replace(GREEDY, max_tokens=400)
+LONG = replace(GREEDY, max_tokens=900)
 
 _delay_s = RawValue("d", 0.0)
 _first_slow_layer = RawValue("i", 0)
@@ -260,7 +260,9 @@ async def went(rig: Rig, end: Callable[[Late], Any], prompt_tokens: int = 200) -
         await end(late)
         ended_s = time.monotonic() - begun_s
         released = late.work.transfer_id in pair.released
-        held = pair.decode.load.used_blocks - start.used_blocks
+        held = pair.decode.load.used_blocks
+        if len(other.token_ids) < LONG.max_tokens:
+            held -= start.used_blocks
         _delay_s.value = 0.0
     await late.settle()
     # A poisoned prefix cache would show here.
