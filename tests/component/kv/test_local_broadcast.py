@@ -76,6 +76,7 @@ class Decode:
     job_limit: int = 1024
     fabric: MemoryFabric = field(default_factory=MemoryFabric)
     ranks: list[KvTransport] = field(default_factory=list)
+    writing: threading.Event = field(default_factory=threading.Event)
 
     def transports(self, role: str, rank: int) -> KvTransport:
         if role == "prefill":
@@ -87,6 +88,7 @@ class Decode:
     def write(
         self, source: RankMemory, destination: RankMemory, runs: Runs, timeout_s: float
     ) -> object:
+        self.writing.set()
         return self.ranks[source.rank].write(destination.session, runs, timeout_s)
 
     def broadcast(self, descriptor: KvDescriptor) -> LocalBroadcast:
@@ -187,7 +189,8 @@ async def test_blocks_are_not_released_while_a_local_copy_may_write() -> None:
         rig.fill(BLOCKS, seed=1)
         transfer = rig.reserve(TOKENS)
         start(rig, transfer)
-        await until(lambda: transfer.landed and transfer.copying)
+        # A copy whose thread has not begun would be dropped, and rightly.
+        await until(lambda: transfer.landed and decode.writing.is_set())
         rig.receiver.cancel(transfer.transfer_id, "CANCELLED", "the client left")
         with pytest.raises(Cancelled, match="the client left"):
             await transfer.wait()
