@@ -45,10 +45,9 @@ class MachineWatch:
 
 def _stolen() -> tuple[int, int]:
     """Ticks of all processors: given to other machines, and in all (Linux, proc_stat(5))."""
-    total = [
-        int(word) for word in Path("/proc/stat").read_text("ascii").split("\n", 1)[0].split()[1:9]
-    ]
-    return total[7], sum(total)
+    all_processors = Path("/proc/stat").read_text("ascii").split("\n", 1)[0]
+    ticks = [int(word) for word in all_processors.split()[1:9]]
+    return ticks[-1], sum(ticks)
 
 
 def _look_on(parent: int) -> None:

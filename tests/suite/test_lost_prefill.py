@@ -35,7 +35,7 @@ async def test_all_ten_tasks_of_a_killed_prefill_worker_finish_elsewhere(tmp_pat
         # Between the look and the kill some may have ended.
         again = [timing for timing in timings if timing.attempts == 2]
         assert _TASKS / 2 <= len(again) <= _TASKS
-        # All were computed by the other worker, none on the decode worker as a last resort.
+        # These were computed by the other worker, none on the decode worker as a last resort.
         assert {timing.prefill_worker_id for timing in again} == {"prefill-1"}
         assert {timing.prefill_worker_id for timing in timings} <= {"prefill-0", "prefill-1"}
         await it.wait_empty("prefill-1")
