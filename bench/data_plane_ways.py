@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_kv.block_map import Runs
+from headrace_kv.plan.copy_plan import Runs
 from headrace_kv.transport.base import Written
 from headrace_kv.transport.factory import open_transport
-from headrace_kv.transport.mooncake import configure_environment
+from headrace_kv.transport.mooncake.transport import configure_environment
 
 Bytes = NDArray[np.uint8]
 Indices = NDArray[np.int64]

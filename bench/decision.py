@@ -31,11 +31,11 @@ from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_common.config import ServiceConfig
 from headrace_common.deadlines import Deadline
-from headrace_common.telemetry import Telemetry, init_telemetry
-from headrace_common.tickets import TicketSigner
-from headrace_kv.layout import KvLayout, WorkerRef, layout_to_proto
-from headrace_kv.prefix_events import KvEvent, Tier, event_to_proto
-from headrace_router.generate import Generator
+from headrace_common.rpc.tickets import TicketSigner
+from headrace_common.telemetry.setup import Telemetry, init_telemetry
+from headrace_kv.layout.layout import KvLayout, WorkerRef, layout_to_proto
+from headrace_kv.prefix.events import KvEvent, Tier, event_to_proto
+from headrace_router.dispatch.dispatcher import Generator
 from headrace_router.placement import (
     Candidates,
     KvAware,
@@ -43,11 +43,11 @@ from headrace_router.placement import (
     PlacementRequest,
     RoutePolicy,
 )
-from headrace_router.prefill_queue import PrefillQueue
-from headrace_router.prefix_indexes import PrefixIndexes
-from headrace_router.text.bytes import ByteCodec
-from headrace_router.validate import PreparedRequest
-from headrace_router.view import WorkerView
+from headrace_router.prefill_queue.queue import PrefillQueue
+from headrace_router.prefix_cache.models import PrefixIndexes
+from headrace_router.request.validation import PreparedRequest
+from headrace_router.workers.directory import WorkerView
+from headrace_text.bytes import ByteCodec
 
 MODEL = "bench"
 TARGET_GROWTH = 2.0

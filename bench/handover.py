@@ -56,9 +56,9 @@ from bench.vllm_ways import (
     prompt_of,
 )
 from headrace.inference.v1 import trace_pb2
-from headrace_cli.trace import busy_ns
-from headrace_cli.waterfall import layer_spans
-from headrace_common import telemetry_schema as schema
+from headrace_cli.commands.trace import busy_ns
+from headrace_cli.waterfall.waterfall import layer_spans
+from headrace_common.telemetry import schema
 
 BY_US: Final = {"decode": DECODE, "prefill": PREFILL, "logits": LOGITS}
 NAMES: Final = {

@@ -30,9 +30,9 @@ from bench.vllm_ways import Quiet, Tree, alternating, prompt_of
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError
 from headrace_engine.interface import DecodeTokens, DecodeWork, PrefillWork
-from headrace_kv.early_start import EarlyStart, LateLayers
-from headrace_kv.incoming import Transfer
-from headrace_kv.transfer import Reservation
+from headrace_kv.handoff.messages import Reservation
+from headrace_kv.receive.early_start import EarlyStart, LateLayers
+from headrace_kv.receive.transfer import Transfer
 from tests.vllm.pair import GREEDY, Pair, running_pair, wait_until
 
 ANSWERS: Final = 4

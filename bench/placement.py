@@ -31,16 +31,16 @@ from typing import Any
 from bench.placement_report import Row, draw, render
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
-from headrace_cli.supervisor import Supervisor
-from headrace_cli.topology import Topology, registry_spec, worker_specs
-from headrace_common import telemetry_schema as schema
-from headrace_common.channel import open_channel
+from headrace_cli.up.supervisor import Supervisor
+from headrace_cli.up.topology import Topology, registry_spec, worker_specs
 from headrace_common.errors import NoDecodeWorker
 from headrace_common.identity import new_incarnation
-from headrace_common.registry_client import Membership, RegistryView
-from headrace_common.server import GrpcServer
-from headrace_common.telemetry import init_telemetry
-from headrace_router.assembly import SERVICES, Router, assemble
+from headrace_common.registry.membership import Membership, RegistryView
+from headrace_common.rpc.channel import open_channel
+from headrace_common.rpc.server import GrpcServer
+from headrace_common.telemetry import schema
+from headrace_common.telemetry.setup import init_telemetry
+from headrace_router.app import SERVICES, Router, assemble
 from headrace_router.config import RouterConfig
 from headrace_router.placement import (
     Candidates,
@@ -49,7 +49,7 @@ from headrace_router.placement import (
     Placement,
     PlacementRequest,
 )
-from headrace_router.text.bytes import ByteCodec
+from headrace_text.bytes import ByteCodec
 
 # What a missing token weighs against a held one, where placement looks at costs at all.
 WEIGHTS = {

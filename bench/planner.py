@@ -19,12 +19,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_kv.block_map import CopyPlanner
-from headrace_kv.layout import KvLayout, RankMemory, WorkerRef
-from headrace_kv.ledger import Ledger
-from headrace_kv.outgoing import Outgoing
-from headrace_kv.region_plan import HEAD_OUTER, TOKENS_OUTER, Dimension, place_regions
-from headrace_kv.transfer import LayerPiece, LayerSent, Reservation, TransferTarget
+from headrace_kv.handoff.messages import LayerPiece, LayerSent, Reservation, TransferTarget
+from headrace_kv.layout.layout import KvLayout, RankMemory, WorkerRef
+from headrace_kv.plan.copy_plan import CopyPlanner
+from headrace_kv.plan.regions import HEAD_OUTER, TOKENS_OUTER, Dimension, place_regions
+from headrace_kv.receive.ledger import Ledger
+from headrace_kv.send.transfer import Outgoing
 
 _LAYERS = 61
 _MEMCPY_BYTES = 256 * 1024 * 1024

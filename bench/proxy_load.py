@@ -14,8 +14,8 @@ from bench.proxy_workers import MODEL, TOKENS
 from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
 from headrace_client import Client
-from headrace_common.channel import open_channel
 from headrace_common.identity import new_transfer_id
+from headrace_common.rpc.channel import open_channel
 
 PROMPT = "hello " * 32
 

@@ -27,9 +27,9 @@ from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_common.config import ServiceConfig
 from headrace_common.identity import new_incarnation
-from headrace_common.registry_client import Membership
-from headrace_common.server import GrpcServer
-from headrace_kv.layout import KvLayout, layout_to_proto
+from headrace_common.registry.membership import Membership
+from headrace_common.rpc.server import GrpcServer
+from headrace_kv.layout.layout import KvLayout, layout_to_proto
 
 TOKENS: Final = 64
 MODEL: Final = "sim"

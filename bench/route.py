@@ -37,8 +37,8 @@ from bench.route_workload import (
     worker_ref,
 )
 from headrace.worker.v1 import worker_pb2
-from headrace_kv.prefix_events import KvEvent, Tier, event_from_proto
-from headrace_router.prefix_index import ApplyResult, PrefixIndex
+from headrace_kv.prefix.events import KvEvent, Tier, event_from_proto
+from headrace_router.prefix_cache.index import ApplyResult, PrefixIndex
 
 _MEMORY_BLOCKS = 1 << 20
 _ROUND_US = 500.0

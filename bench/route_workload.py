@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_kv.layout import WorkerRef
-from headrace_kv.prefix_events import KvEvent, Tier, event_to_proto, pack_hashes, xor_of
-from headrace_kv.prefix_hash import PrefixHasher, root_hash
+from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.prefix.events import KvEvent, Tier, event_to_proto, pack_hashes, xor_of
+from headrace_kv.prefix.hashing import PrefixHasher, root_hash
 
 BLOCK_TOKENS = 16
 EVENT_BLOCKS = 32

@@ -16,10 +16,10 @@ from concurrent.futures import Future
 import numpy as np
 from data_plane_ways import HOST, KIB, MIB, TIMEOUT_S, Bytes, Receiver, block_orders
 
-from headrace_kv.block_map import Runs
+from headrace_kv.plan.copy_plan import Runs
 from headrace_kv.transport.base import Written
-from headrace_kv.transport.costs import initial_costs, least_bytes_alone
-from headrace_kv.transport.mooncake import MooncakeTransport
+from headrace_kv.transport.mooncake.transport import MooncakeTransport
+from headrace_kv.transport.staging.cost_model import initial_costs, least_bytes_alone
 
 ENTRY_BYTES = [KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB]
 ENTRIES_MAX, PIECE_BYTES = 2048, 4 * MIB

@@ -24,10 +24,10 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from headrace_cli.supervisor import Spawn
-from headrace_cli.topology import ProcessSpec
+from headrace_cli.up.supervisor import Spawn
+from headrace_cli.up.topology import ProcessSpec
 from headrace_common.errors import WorkerGone
-from headrace_engine.vllm.internals import import_vllm, set_vllm_environment
+from headrace_engine.vllm.compat import import_vllm, set_vllm_environment
 from tests.forked import Forked, fork, import_services
 
 _READ_BYTES = 65536
@@ -155,7 +155,7 @@ def _say(customer: _Customer, message: dict[str, int | None]) -> None:
 
 
 class RemoteFork:
-    """A process of the other end; a headrace_cli.supervisor.ChildProcess."""
+    """A process of the other end; a headrace_cli.up.supervisor.ChildProcess."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid

@@ -11,19 +11,19 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace_cli.chat import ChatOptions, chat_once, converse, summary
-from headrace_cli.client import chat_request, open_router
+from headrace_cli.commands.chat import ChatOptions, chat_once, converse, summary
+from headrace_cli.commands.client import chat_request, open_router
+from headrace_cli.commands.demo import DEFAULT_PROMPT, run_demo
+from headrace_cli.commands.drain import drain_worker
+from headrace_cli.commands.policy import set_policy, show_policy
+from headrace_cli.commands.route import route_view
+from headrace_cli.commands.trace import show_trace, traces_table
+from headrace_cli.commands.workers import reset_caches, workers_view
 from headrace_cli.console import answer_console, notice_console
-from headrace_cli.demo import DEFAULT_PROMPT, run_demo
-from headrace_cli.drain import drain_worker
-from headrace_cli.pair import Listening, run_pair
-from headrace_cli.policy import set_policy, show_policy
-from headrace_cli.route import route_view
-from headrace_cli.state import find_registry
-from headrace_cli.topology import DEFAULT_PORT, SIM, Topology, parse_setting
-from headrace_cli.trace import show_trace, traces_table
-from headrace_cli.up import run_up
-from headrace_cli.workers import reset_caches, workers_view
+from headrace_cli.pair.proxy import Listening, run_pair
+from headrace_cli.up.state import find_registry
+from headrace_cli.up.topology import DEFAULT_PORT, SIM, Topology, parse_setting
+from headrace_cli.up.up import run_up
 from headrace_common.errors import Cancelled, ConfigError, HeadraceError
 
 EXIT_FAILED = 1

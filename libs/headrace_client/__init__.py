@@ -10,6 +10,6 @@ from the decode worker directly, past the router: see Client. Services with cert
 
 from headrace_client.client import Client, rpc_errors
 from headrace_client.requests import build_request
-from headrace_common.channel import TlsFiles
+from headrace_common.rpc.channel import TlsFiles
 
 __all__ = ["Client", "TlsFiles", "build_request", "rpc_errors"]

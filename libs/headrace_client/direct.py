@@ -15,7 +15,7 @@ from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from headrace_client.progress import Progress
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import ProtocolViolation, WorkerGone
-from headrace_common.tickets import decode_request_of
+from headrace_common.rpc.tickets import decode_request_of
 
 # The prefill worker's own report comes about when the first token does.
 _REPORT_WAIT_S: Final = 1.0

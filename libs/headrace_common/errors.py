@@ -24,7 +24,7 @@ HeadraceError
 ├── WatchExpired            OUT_OF_RANGE         the changes asked for are no longer kept
 └── InternalError           INTERNAL             a bug in Headrace
 
-`headrace_common.status` turns them into statuses and back.
+`headrace_common.rpc.status` turns them into statuses and back.
 """
 
 from __future__ import annotations

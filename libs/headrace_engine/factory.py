@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from headrace_common.channel import TlsFiles
 from headrace_common.errors import ConfigError
-from headrace_kv.early_start import LateLayers
-from headrace_kv.layout import WorkerRef
+from headrace_common.rpc.channel import TlsFiles
+from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.receive.early_start import LateLayers
 
 if TYPE_CHECKING:
     from headrace_engine.interface import Engine
-    from headrace_kv.sender import DescriptorSource
-    from headrace_kv.sender_thread import SenderThread
+    from headrace_kv.send.sender import DescriptorSource
+    from headrace_kv.send.thread import SenderThread
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from headrace_common.errors import InternalError
-from headrace_engine.prefix_announcer import PrefixAnnouncer
-from headrace_kv.incoming import Transfer
-from headrace_kv.layout import KvDescriptor
-from headrace_kv.local_broadcast import LocalBroadcast
-from headrace_kv.transfer import LayerSent, Reservation, TransferTarget
+from headrace_engine.prefix.announcer import PrefixAnnouncer
+from headrace_kv.handoff.messages import LayerSent, Reservation, TransferTarget
+from headrace_kv.layout.layout import KvDescriptor
+from headrace_kv.receive.local_broadcast import LocalBroadcast
+from headrace_kv.receive.transfer import Transfer
 from headrace_kv.transport.memory import Memory
 
 

@@ -22,7 +22,7 @@ from headrace_common.errors import (
     TransferTimeout,
     WorkerGone,
 )
-from headrace_common.status import error_from_rpc
+from headrace_common.rpc.status import error_from_rpc
 from headrace_engine.sim.model import SimModel
 from tests.chaos.plan import ChaosRequest
 

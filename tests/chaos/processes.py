@@ -12,8 +12,8 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from headrace_cli.supervisor import EXIT_MISCONFIGURED, Child, Spawn, Supervisor, spawn_program
-from headrace_cli.topology import (
+from headrace_cli.up.supervisor import EXIT_MISCONFIGURED, Child, Spawn, Supervisor, spawn_program
+from headrace_cli.up.topology import (
     ProcessSpec,
     Topology,
     registry_spec,

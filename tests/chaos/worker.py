@@ -22,21 +22,21 @@ import grpc.aio
 
 import headrace_decode.main
 import headrace_engine.sim.engine
-import headrace_kv.incoming
+import headrace_kv.receive.transfer
 import headrace_prefill.main
 import headrace_prefill.puller
 from headrace.kv.v1 import handoff_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.errors import ProtocolViolation, WorkerGone
 from headrace_engine.sim.engine import SimEngine
-from headrace_kv.block_map import Runs
-from headrace_kv.handoff_server import HandoffServicer
-from headrace_kv.layout import KvLayout
-from headrace_kv.leases import QuarantinePolicy, WriteLease
-from headrace_kv.ledger import Ledger
-from headrace_kv.send_loop import SendLoop
-from headrace_kv.shard_map import Key
-from headrace_kv.transfer import Reservation
+from headrace_kv.handoff.leases import QuarantinePolicy, WriteLease
+from headrace_kv.handoff.messages import Reservation
+from headrace_kv.layout.layout import KvLayout
+from headrace_kv.plan.copy_plan import Runs
+from headrace_kv.plan.shard_map import Key
+from headrace_kv.receive.ledger import Ledger
+from headrace_kv.receive.service import HandoffServicer
+from headrace_kv.send.loop import SendLoop
 from headrace_kv.transport.base import KvTransport, Written
 from headrace_kv.transport.factory import open_transport
 from headrace_prefill.pull_session import PullSession
@@ -215,7 +215,7 @@ def break_part(name: str) -> None:
             put(WriteLease, "alive", lambda lease, now_s: True)
             put(WriteLease, "remaining_s", lambda lease, now_s: 3600.0)
         case "ledger":
-            put(headrace_kv.incoming, "Ledger", CountingLedger)
+            put(headrace_kv.receive.transfer, "Ledger", CountingLedger)
         case _:
             raise SystemExit(f"there is no safeguard named {name}")
 

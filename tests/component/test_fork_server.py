@@ -11,8 +11,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import asyncio, socket, signal, sys
 from pathlib import Path
-from headrace_cli.supervisor import Supervisor
-from headrace_cli.topology import ProcessSpec
+from headrace_cli.up.supervisor import Supervisor
+from headrace_cli.up.topology import ProcessSpec
 from tests.fork_server import ForkClient, ForkServer
 from tests.forked import fork
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from headrace_kv.layout import KvLayout, RankMemory, Region
-from headrace_kv.region_plan import place_regions
+from headrace_kv.layout.layout import KvLayout, RankMemory, Region
+from headrace_kv.plan.regions import place_regions
 from headrace_kv.transport.base import KvTransport, Written
 from tests.model.streams import ModelLink
 

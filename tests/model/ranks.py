@@ -7,13 +7,13 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from headrace_kv.block_map import Runs
-from headrace_kv.clock import Clock
-from headrace_kv.layout import WorkerRef
-from headrace_kv.send_loop import SendLoop
-from headrace_kv.sender_inbox import SenderInbox
-from headrace_kv.sender_parts import SenderParts
-from headrace_kv.transfer import SendReport
+from headrace_kv.handoff.clock import Clock
+from headrace_kv.handoff.messages import SendReport
+from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.plan.copy_plan import Runs
+from headrace_kv.send.context import SenderParts
+from headrace_kv.send.loop import SendLoop
+from headrace_kv.send.mailbox import SenderInbox
 from headrace_kv.transport.base import KvTransport, Written
 from tests.model.ground import HANDSHAKE_S
 from tests.model.streams import ModelStream

@@ -11,11 +11,11 @@ from google.protobuf.duration_pb2 import Duration
 
 from headrace.kv.v1 import handoff_pb2
 from headrace_common.errors import HeadraceError, TransferFailed, WorkerGone
-from headrace_kv.handoff_client import HandoffLink
-from headrace_kv.incoming import PrefillPeer
-from headrace_kv.layout import KvDescriptor
-from headrace_kv.leases import WriteLease
-from headrace_kv.receiver import Receiver
+from headrace_kv.handoff.leases import WriteLease
+from headrace_kv.layout.layout import KvDescriptor
+from headrace_kv.receive.receiver import Receiver
+from headrace_kv.receive.transfer import PrefillPeer
+from headrace_kv.send.stream import HandoffLink
 from tests.model.virtual_time import VirtualHandle, VirtualTimers
 
 Direction = Literal["to_decode", "to_prefill"]

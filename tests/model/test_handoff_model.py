@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from headrace_kv.leases import WriteLease
-from headrace_kv.ledger import Ledger
+from headrace_kv.handoff.leases import WriteLease
+from headrace_kv.receive.ledger import Ledger
 from tests.model.explorer import Course, Search, explore, run, wander
 from tests.model.ground import LEASE_S, QUIET_S, Settings
 from tests.model.streams import ModelLink
@@ -136,7 +136,7 @@ class CountingLedger(Ledger):
 def test_without_the_ledgers_set_a_missing_key_is_found(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace_kv.incoming.Ledger", CountingLedger)
+    monkeypatch.setattr("headrace_kv.receive.transfer.Ledger", CountingLedger)
     assert "have not landed" in found_without(settings)
 
 

@@ -12,11 +12,11 @@ from concurrent.futures import Future
 from functools import partial
 
 from headrace_common.errors import TransferFailed
-from headrace_kv.block_map import Runs
-from headrace_kv.layout import KvDescriptor, WorkerRef
-from headrace_kv.receiver import Receiver, ReceiverLimits, Transfer
-from headrace_kv.transfer import LayerPiece, Reservation, SendReport, TransferTarget
-from headrace_kv.transfer_state import TransferState
+from headrace_kv.handoff.messages import LayerPiece, Reservation, SendReport, TransferTarget
+from headrace_kv.layout.layout import KvDescriptor, WorkerRef
+from headrace_kv.plan.copy_plan import Runs
+from headrace_kv.receive.receiver import Receiver, ReceiverLimits, Transfer
+from headrace_kv.receive.state import TransferState
 from headrace_kv.transport.base import Written
 from tests.model.ground import (
     BLOCK_TOKENS,

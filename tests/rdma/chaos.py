@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from headrace_common.channel import PING_TIMEOUT_S, PING_TIMEOUT_VARIABLE
+from headrace_common.rpc.channel import PING_TIMEOUT_S, PING_TIMEOUT_VARIABLE
 from tests.chaos.plan import ChaosPlan, FaultKind, scenario, slowed
 from tests.fork_server import ForkClient, ForkServer
 from tests.forked import Forked, fork, import_services

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from headrace_common.errors import ConfigError, TransferFailed
-from headrace_kv.block_map import Runs
+from headrace_kv.plan.copy_plan import Runs
 from headrace_kv.transport.base import KvTransport
 from headrace_kv.transport.factory import open_transport
 from tests.rdma.peers import (

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from headrace.inference.v1 import inference_pb2
-from headrace_cli.policy import set_policy
+from headrace_cli.commands.policy import set_policy
 from headrace_common.errors import HeadraceError
 from tests.suite.deployment import Suite, prompt_of, suite
 from tests.suite.fleet import Fleet, Guest

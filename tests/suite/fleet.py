@@ -11,13 +11,13 @@ from typing import Any
 import headrace_decode.main as decode
 import headrace_prefill.main as prefill
 from headrace_common.identity import new_incarnation
-from headrace_common.server import Drainer, GrpcServer
+from headrace_common.rpc.server import Drainer, GrpcServer
 from headrace_decode.config import DecodeConfig
 from headrace_engine.factory import build_engine
-from headrace_engine.worker_config import engine_config
-from headrace_engine.worker_host import HostedWorker, Role, WorkerHost
-from headrace_kv.layout import WorkerRef
-from headrace_kv.sender_thread import SenderThread
+from headrace_engine.worker.config import engine_config
+from headrace_engine.worker.host import HostedWorker, Role, WorkerHost
+from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.send.thread import SenderThread
 from headrace_prefill.config import PrefillConfig
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace_kv import send_loop
-from headrace_kv.digest import source_digest
+from headrace_kv.handoff.checksum import source_digest
+from headrace_kv.send import loop as send_loop
 from headrace_prefill.__main__ import main
 
 

@@ -18,8 +18,8 @@ from headrace.inference.v1 import (
     trace_pb2,
 )
 from headrace.registry.v1 import registry_pb2
-from headrace_cli.policy import set_policy
-from headrace_common import telemetry_schema as schema
+from headrace_cli.commands.policy import set_policy
+from headrace_common.telemetry import schema
 from tests.suite.deployment import Suite, prompt_of, suite
 
 PREFILL = first_token_pb2.FIRST_TOKEN_POLICY_PREFILL

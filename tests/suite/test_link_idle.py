@@ -6,8 +6,8 @@ import asyncio
 from pathlib import Path
 
 from headrace.engine.v1 import link_pb2
-from headrace_engine.vllm.link_words import reservation_to_proto
-from tests.unit.vllm.test_link import RESERVATION, attached, until
+from headrace_engine.vllm.link.messages import reservation_to_proto
+from tests.unit.engine.vllm.link.test_link import RESERVATION, attached, until
 
 # gRPC ends a connection over pings that its server did not allow at the fourth, 10 s apart.
 IDLE_S = 50.0

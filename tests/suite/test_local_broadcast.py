@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace_common import telemetry_schema as schema
+from headrace_common.telemetry import schema
 from headrace_engine.sim.model import SimModel
 from headrace_engine.sim.settings import parse_settings
 from tests.suite.deployment import VOCABULARY, prompt_of, suite

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from headrace.inference.v1 import inference_pb2
-from headrace_cli.policy import set_policy
+from headrace_cli.commands.policy import set_policy
 from tests.suite.deployment import Outcome, Suite, greedy, prompt_of, suite
 
 REMOTE = inference_pb2.PREFILL_PLACEMENT_REMOTE

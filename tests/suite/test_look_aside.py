@@ -11,10 +11,10 @@ import pytest
 from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
 from headrace.inference.v1 import inference_pb2
 from headrace_client import Client
-from headrace_common import telemetry_schema as schema
-from headrace_common.channel import open_channel
 from headrace_common.errors import HeadraceError, Unauthenticated
-from headrace_common.status import error_from_rpc
+from headrace_common.rpc.channel import open_channel
+from headrace_common.rpc.status import error_from_rpc
+from headrace_common.telemetry import schema
 from tests.suite.deployment import DEADLINE_S, Suite, greedy, prompt_of, suite
 
 STRICT = (("router", "look_aside", "true"), ("decode", "require_ticket", "true"))

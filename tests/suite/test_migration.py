@@ -13,9 +13,9 @@ import pytest
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
 from headrace_client import Client
 from headrace_common.errors import HeadraceError
+from headrace_engine.proto import sampling_from_proto
 from headrace_engine.sim.model import SimModel
 from headrace_engine.sim.settings import SimSettings
-from headrace_engine.words import sampling_from_proto
 from tests.ports import free_port
 from tests.suite.deployment import (
     VOCABULARY,

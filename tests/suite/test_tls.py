@@ -16,12 +16,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from headrace.worker.v1 import worker_pb2
-from headrace_cli.client import list_members, open_router, worker_status
-from headrace_cli.supervisor import Child, Supervisor
-from headrace_cli.topology import Topology, registry_spec, router_spec, worker_specs
+from headrace_cli.commands.client import list_members, open_router, worker_status
+from headrace_cli.up.supervisor import Child, Supervisor
+from headrace_cli.up.topology import Topology, registry_spec, router_spec, worker_specs
 from headrace_client import Client
-from headrace_common.channel import TlsFiles, open_channel
 from headrace_common.errors import WorkerGone
+from headrace_common.rpc.channel import TlsFiles, open_channel
 from tests.fork_server import forking
 from tests.suite.certificates import Authority
 from tests.suite.deployment import default_model, greedy, prompt_of

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 from headrace.inference.v1 import inference_pb2, trace_pb2
-from headrace_common import telemetry_schema as schema
+from headrace_common.telemetry import schema
 from tests.suite.deployment import prompt_of, suite
 
 LAYERS = 7

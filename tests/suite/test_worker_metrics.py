@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from headrace.inference.v1 import inference_pb2
-from headrace_common import telemetry_schema as schema
+from headrace_common.telemetry import schema
 from tests.collector import Collector, collecting
 from tests.suite.deployment import prompt_of, suite
 

@@ -11,8 +11,8 @@ from random import Random
 from headrace_common.errors import HeadraceError
 from headrace_engine.interface import DecodeTokens, DecodeWork, PrefillWork, Sampling
 from headrace_engine.vllm.engine import VllmEngine
-from headrace_engine.vllm.load import EngineLoad
-from headrace_kv.transfer import Reservation
+from headrace_engine.vllm.scheduler.load import EngineLoad
+from headrace_kv.handoff.messages import Reservation
 from tests.vllm.pair import Pair, reset, running_pair, wait_until
 
 BLOCK_COUNT = 20

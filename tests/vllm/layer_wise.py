@@ -18,9 +18,9 @@ from typing import Any
 from headrace_common.errors import TransferFailed
 from headrace_engine.interface import DecodeTokens, DecodeWork, PrefillWork
 from headrace_engine.torch_memory.gated_sender import GatedSender, Sender
-from headrace_engine.vllm import rank
-from headrace_kv.early_start import LateLayers
-from headrace_kv.transfer import LayerPiece, Reservation
+from headrace_engine.vllm.rank import rank
+from headrace_kv.handoff.messages import LayerPiece, Reservation
+from headrace_kv.receive.early_start import LateLayers
 from tests.vllm.hybrids import mend_rotation
 from tests.vllm.pair import GREEDY, Answer, Pair, reset, running_pair, wait_until
 

@@ -27,10 +27,10 @@ from headrace_engine.interface import (
     TokenLogprobs,
 )
 from headrace_engine.vllm.engine import VllmEngine
-from headrace_kv.handoff_server import HandoffServicer
-from headrace_kv.layout import KvDescriptor, WorkerRef
-from headrace_kv.receiver import Receiver, Transfer, TransferSummary
-from headrace_kv.transfer import Reservation, TransferTarget
+from headrace_kv.handoff.messages import Reservation, TransferTarget
+from headrace_kv.layout.layout import KvDescriptor, WorkerRef
+from headrace_kv.receive.receiver import Receiver, Transfer, TransferSummary
+from headrace_kv.receive.service import HandoffServicer
 
 MODEL = Path(os.environ.get("HEADRACE_TEST_MODEL", "models/tiny-llama-deep"))
 BLOCK_TOKENS = 32

@@ -14,8 +14,8 @@ import psutil
 
 from headrace_common.deadlines import Deadline
 from headrace_engine.interface import DecodeTokens, DecodeWork, PrefillWork, Sampling
-from headrace_kv.receiver import TransferSummary
-from headrace_kv.transfer import Reservation
+from headrace_kv.handoff.messages import Reservation
+from headrace_kv.receive.receiver import TransferSummary
 from tests.vllm.aborts import settled
 from tests.vllm.pair import TIMEOUT_S, Pair, running_pair
 

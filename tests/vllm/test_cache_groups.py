@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from headrace_common.errors import ConfigError
-from headrace_engine.vllm.internals import set_vllm_environment
-from headrace_engine.vllm.layer_groups import LayerGroup
-from headrace_kv.layout import STATE, TOKEN_OUTER, TOKENS
+from headrace_engine.vllm.compat import set_vllm_environment
+from headrace_engine.vllm.step.groups import LayerGroup
+from headrace_kv.layout.layout import STATE, TOKEN_OUTER, TOKENS
 
 pytestmark = [
     pytest.mark.vllm,
@@ -30,7 +30,7 @@ def environment() -> None:
 def groups_of(*found: tuple[list[str], Any], ranks: int = 2) -> tuple[LayerGroup, ...]:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
-    from headrace_engine.vllm.cache_groups import read_groups
+    from headrace_engine.vllm.rank.cache_groups import read_groups
 
     config = KVCacheConfig(
         num_blocks=8,

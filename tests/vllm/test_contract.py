@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace_engine.vllm.internals import require_vllm, set_vllm_environment
+from headrace_engine.vllm.compat import require_vllm, set_vllm_environment
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
@@ -363,9 +363,9 @@ def test_every_hook_that_we_override_is_listed() -> None:
 
 
 def test_logits_are_taken_where_vllm_lets_anybody_change_them() -> None:
-    tap = lookup("headrace_engine.vllm.logits_tap.LogitsTap")
+    tap = lookup("headrace_engine.vllm.rank.logits_tap.LogitsTap")
     assert tap.__abstractmethods__ == frozenset()
-    module, name = lookup("headrace_engine.vllm.launch.LOGITS_TAP").split(":")
+    module, name = lookup("headrace_engine.vllm.service.launch.LOGITS_TAP").split(":")
     assert lookup(f"{module}.{name}") is tap
 
 

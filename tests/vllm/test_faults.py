@@ -10,8 +10,8 @@ import pytest
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import Cancelled, HeadraceError, TransferFailed, TransferTimeout
 from headrace_engine.interface import DecodeWork, PrefillWork
-from headrace_kv.receiver import Transfer
-from headrace_kv.transfer import Reservation
+from headrace_kv.handoff.messages import Reservation
+from headrace_kv.receive.receiver import Transfer
 from tests.vllm.pair import GREEDY, Pair, reset, wait_until
 from tests.vllm.test_handover import prompt_of
 

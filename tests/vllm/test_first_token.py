@@ -10,7 +10,7 @@ import pytest
 
 from headrace_common.errors import TransferFailed
 from headrace_engine.interface import DecodeTokens, DecodeWork, Sampling
-from headrace_kv.transfer import Reservation
+from headrace_kv.handoff.messages import Reservation
 from tests.vllm.pair import BLOCK_TOKENS, CHUNK_TOKENS, GREEDY, Answer, Pair
 from tests.vllm.zygote import Zygote
 

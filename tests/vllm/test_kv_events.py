@@ -10,9 +10,9 @@ import pytest
 
 from headrace_engine.interface import DecodeWork, EngineUsage, Sampling
 from headrace_engine.vllm.engine import VllmEngine
-from headrace_kv.prefix_events import unpack_hashes
-from headrace_kv.prefix_hash import PrefixHasher
-from headrace_kv.transfer import Reservation
+from headrace_kv.handoff.messages import Reservation
+from headrace_kv.prefix.events import unpack_hashes
+from headrace_kv.prefix.hashing import PrefixHasher
 from tests.vllm.pair import BLOCK_TOKENS, GREEDY, Pair, wait_until
 
 pytestmark = [

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from headrace_engine.vllm.internals import set_vllm_environment
-from headrace_engine.vllm.layer_groups import LayerGroup
-from headrace_engine.vllm.memory import Arena, describe_arena, rank_memory
-from headrace_kv.block_map import CopyPlanner, Span
-from headrace_kv.layout import TOKEN_OUTER, TOKENS
-from headrace_kv.shard_map import Edge
+from headrace_engine.vllm.compat import set_vllm_environment
+from headrace_engine.vllm.rank.memory import Arena, describe_arena, rank_memory
+from headrace_engine.vllm.step.groups import LayerGroup
+from headrace_kv.layout.layout import TOKEN_OUTER, TOKENS
+from headrace_kv.plan.copy_plan import CopyPlanner, Span
+from headrace_kv.plan.shard_map import Edge
 
 if TYPE_CHECKING:
     from torch import Tensor

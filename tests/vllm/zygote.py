@@ -21,7 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from headrace_engine.vllm.internals import import_vllm, set_vllm_environment
+from headrace_engine.vllm.compat import import_vllm, set_vllm_environment
 
 log = logging.getLogger(__name__)
 

@@ -32,35 +32,35 @@ from headrace_engine.interface import (
     PrefillWork,
     Sampling,
 )
-from headrace_engine.prefix_announcer import PrefixAnnouncer
+from headrace_engine.prefix.announcer import PrefixAnnouncer
+from headrace_engine.sim.cache.host_tier import open_host_tier
+from headrace_engine.sim.cache.memory import SimMemory
+from headrace_engine.sim.cache.pools import CachePools
 from headrace_engine.sim.faults import SimFaults
-from headrace_engine.sim.handover import Handover
-from headrace_engine.sim.host_tier import open_host_tier
-from headrace_engine.sim.logits import logits_bytes
-from headrace_engine.sim.memory import SimMemory
+from headrace_engine.sim.handover.handover import Handover
 from headrace_engine.sim.model import SimModel
-from headrace_engine.sim.pools import CachePools
-from headrace_engine.sim.schedule import plan_step
-from headrace_engine.sim.sequence import (
+from headrace_engine.sim.settings import plan_shape
+from headrace_engine.sim.step.logits import logits_bytes
+from headrace_engine.sim.step.schedule import plan_step
+from headrace_engine.sim.step.sequence import (
     FirstToken,
     Sequence,
     decode_sequence,
     prefill_sequence,
 )
-from headrace_engine.sim.settings import plan_shape
-from headrace_engine.sim.stepper import Stepper
-from headrace_kv.layout import KvDescriptor
-from headrace_kv.local_broadcast import LocalBroadcast
-from headrace_kv.prefix_events import Tier
-from headrace_kv.sender import RankSender, SenderLimits
-from headrace_kv.transfer import Reservation, SendReport
+from headrace_engine.sim.step.stepper import Stepper
+from headrace_kv.handoff.messages import Reservation, SendReport
+from headrace_kv.layout.layout import KvDescriptor
+from headrace_kv.prefix.events import Tier
+from headrace_kv.receive.local_broadcast import LocalBroadcast
+from headrace_kv.send.sender import RankSender, SenderLimits
 from headrace_kv.transport.factory import open_transport
 from headrace_kv.transport.memory import HOST_MEMORY
 
 if TYPE_CHECKING:
     from headrace_engine.factory import EngineConfig
-    from headrace_kv.sender import DescriptorSource
-    from headrace_kv.sender_thread import SenderThread
+    from headrace_kv.send.sender import DescriptorSource
+    from headrace_kv.send.thread import SenderThread
     from headrace_kv.transport.base import KvTransport
 
 _logger = logging.getLogger(__name__)

@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace_engine.interface import Sampling
-from headrace_engine.sim.caches import SimCache, SimPart
+from headrace_engine.sim.cache.caches import SimCache, SimPart
 from headrace_engine.sim.mix import WORD_MASK, U64Array, counted_words, mix_int, mix_words
-from headrace_engine.sim.sampling import choose_token
 from headrace_engine.sim.settings import SimSettings
-from headrace_kv.layout import STATE
+from headrace_engine.sim.step.sampling import choose_token
+from headrace_kv.layout.layout import STATE
 
 GREEDY = Sampling(temperature=0.0)
 

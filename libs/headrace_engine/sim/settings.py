@@ -9,10 +9,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from headrace_common.errors import ConfigError
-from headrace_engine.sim.caches import TOKEN_INNER, SimCache, SimPart, spread_caches
-from headrace_kv.layout import STATE, TOKEN_OUTER, TOKENS, CacheGroup
-from headrace_kv.region_plan import HEAD_OUTER, TOKENS_OUTER, Dimension
-from headrace_kv.shard_map import heads_held
+from headrace_engine.sim.cache.caches import TOKEN_INNER, SimCache, SimPart, spread_caches
+from headrace_kv.layout.layout import STATE, TOKEN_OUTER, TOKENS, CacheGroup
+from headrace_kv.plan.regions import HEAD_OUTER, TOKENS_OUTER, Dimension
+from headrace_kv.plan.shard_map import heads_held
 
 if TYPE_CHECKING:
     from headrace_engine.factory import EngineConfig

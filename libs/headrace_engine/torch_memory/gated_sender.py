@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from headrace_common.errors import QueueFull, TransferFailed
-from headrace_kv.transfer import LayerPiece, TransferTarget
+from headrace_kv.handoff.messages import LayerPiece, TransferTarget
 
 _log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from headrace_common.errors import TransferFailed
-from headrace_kv.runs import Int64Array
+from headrace_kv.plan.runs import Int64Array
 
 _WORD_BYTES = 8
 

@@ -21,37 +21,37 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from headrace.engine.v1 import link_pb2
 from headrace_common.errors import HeadraceError
-from headrace_engine.vllm import continuation
-from headrace_engine.vllm.cache_groups import read_groups
-from headrace_engine.vllm.failure_note import write_failure
-from headrace_engine.vllm.internals import (
+from headrace_engine.vllm.compat import (
     block_counts,
     kv_head_count,
     require_vllm,
     tensor_parallel_size,
     uses_latent_attention,
 )
-from headrace_engine.vllm.layer_groups import LayerGroup, check_late_layers
-from headrace_engine.vllm.link_client import Link
-from headrace_engine.vllm.link_words import (
+from headrace_engine.vllm.link.client import Link
+from headrace_engine.vllm.link.messages import (
     NANOSECONDS,
     load_to_proto,
     reservation_to_proto,
     unix_ns,
 )
-from headrace_engine.vllm.load import LoadMeter, report_changes
-from headrace_engine.vllm.rank import Rank
-from headrace_engine.vllm.scheduler import (
+from headrace_engine.vllm.link.startup_failure import write_failure
+from headrace_engine.vllm.rank import continuation
+from headrace_engine.vllm.rank.cache_groups import read_groups
+from headrace_engine.vllm.rank.rank import Rank
+from headrace_engine.vllm.scheduler.connector_scheduler import (
     LONG_STEP_S,
     SHORT_STEP_S,
     ScheduledRequest,
     SchedulerSide,
 )
+from headrace_engine.vllm.scheduler.load import LoadMeter, report_changes
 from headrace_engine.vllm.standalone.logs import join_vllm_log
-from headrace_engine.vllm.standalone.pairing import Pairing
+from headrace_engine.vllm.standalone.node import Pairing
 from headrace_engine.vllm.standalone.requests import is_complete, prompt_of
 from headrace_engine.vllm.standalone.settings import Settings, settings_of
-from headrace_engine.vllm.step import StepPlan
+from headrace_engine.vllm.step.groups import LayerGroup, check_late_layers
+from headrace_engine.vllm.step.plan import StepPlan
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -23,28 +23,28 @@ from headrace_engine.interface import (
     PrefillOutcome,
     PrefillWork,
 )
-from headrace_engine.prefix_announcer import PrefixAnnouncer
-from headrace_engine.vllm.decode_run import DecodeRun
-from headrace_engine.vllm.internals import (
+from headrace_engine.prefix.announcer import PrefixAnnouncer
+from headrace_engine.vllm.compat import (
     context_tokens,
     end_llm,
     reset_prefix_cache,
     runs_on_cpu,
 )
-from headrace_engine.vllm.launch import check_config, launch
-from headrace_engine.vllm.load import EngineLoad
-from headrace_engine.vllm.prefill_run import PrefillRun
-from headrace_kv.early_start import EarlyStart
-from headrace_kv.incoming import Transfer
-from headrace_kv.transfer import Reservation, SendReport
+from headrace_engine.vllm.scheduler.load import EngineLoad
+from headrace_engine.vllm.service.decode_request import DecodeRun
+from headrace_engine.vllm.service.launch import check_config, launch
+from headrace_engine.vllm.service.prefill_request import PrefillRun
+from headrace_kv.handoff.messages import Reservation, SendReport
+from headrace_kv.receive.early_start import EarlyStart
+from headrace_kv.receive.transfer import Transfer
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from headrace_engine.vllm.first_sample import FirstSampler
-    from headrace_engine.vllm.kv_events import KvEventReader
-    from headrace_engine.vllm.link_server import LinkServer
-    from headrace_kv.sender import DescriptorSource
+    from headrace_engine.vllm.link.server import LinkServer
+    from headrace_engine.vllm.service.first_token_sampler import FirstSampler
+    from headrace_engine.vllm.service.kv_events import KvEventReader
+    from headrace_kv.send.sender import DescriptorSource
 
 log = logging.getLogger(__name__)
 
@@ -88,8 +88,8 @@ class VllmEngine(Engine):
 
     async def attach(self) -> None:
         """Joins the launched processes. Raises InternalError when they do not answer."""
-        from headrace_engine.vllm.kv_events import KvEventReader, events_endpoint
-        from headrace_engine.vllm.link_server import LinkEvents, LinkServer
+        from headrace_engine.vllm.link.server import LinkEvents, LinkServer
+        from headrace_engine.vllm.service.kv_events import KvEventReader, events_endpoint
 
         if self._llm is None:
             raise InternalError("the engine is not launched")
@@ -110,7 +110,7 @@ class VllmEngine(Engine):
 
     async def _prepare_logits(self) -> None:
         """On other devices the sampler is another one, and so are its random numbers: none of that is done there."""
-        from headrace_engine.vllm.first_sample import FirstSampler
+        from headrace_engine.vllm.service.first_token_sampler import FirstSampler
 
         assert self._llm is not None
         if not runs_on_cpu():

@@ -6,9 +6,9 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
-from headrace_kv.early_start import LateLayers
-from headrace_kv.layout import WorkerRef
-from headrace_kv.transfer import TransferTarget
+from headrace_kv.handoff.messages import TransferTarget
+from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.receive.early_start import LateLayers
 
 PARAMS_KEY = "headrace"
 LOGITS_KEY = "headrace_logits"

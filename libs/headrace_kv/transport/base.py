@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from headrace_common.errors import HeadraceError, TransferFailed
-from headrace_kv.block_map import Runs
+from headrace_kv.plan.copy_plan import Runs
 from headrace_kv.transport.memory import HOST_MEMORY, Memory
 
 Strategy = Literal["in_flight", "before", "after", "both"]

@@ -6,14 +6,14 @@ import logging
 
 from headrace_common.errors import ConfigError
 from headrace_kv.transport.base import KvTransport
-from headrace_kv.transport.costs import WireCosts, initial_costs
+from headrace_kv.transport.fallback import PreferredTransport
 from headrace_kv.transport.in_memory import InMemoryTransport
 from headrace_kv.transport.memory import HOST_MEMORY, Memory
-from headrace_kv.transport.mooncake import MooncakeTransport, prepare_device_memory
-from headrace_kv.transport.preferred import PreferredTransport
-from headrace_kv.transport.same_host import SameHostTransport
-from headrace_kv.transport.scatter_agent import LandingLimits
-from headrace_kv.transport.staged import StagedTransport, StagingLimits
+from headrace_kv.transport.mooncake.transport import MooncakeTransport, prepare_device_memory
+from headrace_kv.transport.same_host.transport import SameHostTransport
+from headrace_kv.transport.staging.cost_model import WireCosts, initial_costs
+from headrace_kv.transport.staging.scatter_server import LandingLimits
+from headrace_kv.transport.staging.transport import StagedTransport, StagingLimits
 
 _log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from headrace_common.errors import ConfigError, TransferFailed
-from headrace_kv.block_map import Runs
+from headrace_kv.plan.copy_plan import Runs
 from headrace_kv.transport.base import KvTransport, Written
 from headrace_kv.transport.sessions import session_of
 

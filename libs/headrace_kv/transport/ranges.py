@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from headrace_kv.block_map import Int64Array
+from headrace_kv.plan.copy_plan import Int64Array
 
 
 class MemoryRanges:

@@ -1,6 +1,6 @@
 """Starts the decode service."""
 
-from headrace_common.start import start
+from headrace_common.process.start import start
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from headrace_common.errors import DecodeFull, DuplicateTransfer, InvalidRequest
-from headrace_decode.pace import Pace
+from headrace_decode.completion_time import Pace
 from headrace_decode.retry_hint import RetryHint
 
 # Who is refused comes again after the time that it is told, and perhaps half as long again.

@@ -17,14 +17,14 @@ from headrace_common.errors import (
     InternalError,
     InvalidRequest,
 )
-from headrace_common.pacing import LoopLoad
+from headrace_common.process.pacing import LoopLoad
 from headrace_decode.event_buffer import EventBuffer
-from headrace_decode.kv_intake import KvIntake
-from headrace_decode.milestones import Milestones
-from headrace_decode.words import tokens_to_proto
+from headrace_decode.proto import tokens_to_proto
+from headrace_decode.timestamps import Milestones
+from headrace_decode.transfer_waiter import KvIntake
 from headrace_engine.interface import DecodeEnded, DecodeEvent, DecodeTokens, DecodeWork, Engine
-from headrace_kv.receiver import Receiver, Transfer, TransferSummary
-from headrace_kv.transfer import Reservation
+from headrace_kv.handoff.messages import Reservation
+from headrace_kv.receive.receiver import Receiver, Transfer, TransferSummary
 
 log = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pydantic import Field, model_validator
 
 from headrace_common.config import NonNegativeCount, PositiveSeconds, require_order
-from headrace_engine.worker_config import WorkerConfig
-from headrace_kv.digest import DigestMode
-from headrace_kv.early_start import LateLayers
+from headrace_engine.worker.config import WorkerConfig
+from headrace_kv.handoff.checksum import DigestMode
+from headrace_kv.receive.early_start import LateLayers
 
 
 class DecodeConfig(WorkerConfig):

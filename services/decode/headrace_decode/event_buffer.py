@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import DeadlineExceeded, InternalError
-from headrace_common.pacing import FlushPace, LoopLoad
+from headrace_common.process.pacing import FlushPace, LoopLoad
 from headrace_engine.interface import DecodeEvent
 
 CLOSE_TIMEOUT_S = 5.0

@@ -12,20 +12,20 @@ from headrace_common.config import load_config
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError, InternalError
 from headrace_common.logs import setup_logging
-from headrace_common.run import run_service
-from headrace_common.server import GrpcServer
+from headrace_common.process.run import run_service
+from headrace_common.rpc.server import GrpcServer
 from headrace_decode.admission import Admission, Capacity
 from headrace_decode.config import DecodeConfig
 from headrace_decode.service import DecodeService
 from headrace_engine.interface import Engine
-from headrace_engine.worker_config import worker_member
-from headrace_engine.worker_host import HostedWorker, WorkerHost, host_workers
-from headrace_engine.worker_membership import WorkerMembership
-from headrace_engine.worker_status import WorkerStatusServicer
-from headrace_kv.digest_checks import DigestChecks
-from headrace_kv.handoff_server import HandoffServicer
-from headrace_kv.layout import KvDescriptor, WorkerRef
-from headrace_kv.receiver import Receiver
+from headrace_engine.worker.config import worker_member
+from headrace_engine.worker.host import HostedWorker, WorkerHost, host_workers
+from headrace_engine.worker.membership import WorkerMembership
+from headrace_engine.worker.status import WorkerStatusServicer
+from headrace_kv.layout.layout import KvDescriptor, WorkerRef
+from headrace_kv.receive.receiver import Receiver
+from headrace_kv.receive.service import HandoffServicer
+from headrace_kv.receive.verification import DigestChecks
 
 PROG = "headrace-decode"
 SERVICES = (

@@ -26,17 +26,17 @@ from headrace_common.errors import (
     StaleIncarnation,
     Unauthenticated,
 )
-from headrace_common.pacing import LoopLoad
-from headrace_common.telemetry import Telemetry
-from headrace_common.telemetry_schema import SPAN_DECODE
-from headrace_common.tickets import check_ticket
+from headrace_common.process.pacing import LoopLoad
+from headrace_common.rpc.tickets import check_ticket
+from headrace_common.telemetry.schema import SPAN_DECODE
+from headrace_common.telemetry.setup import Telemetry
 from headrace_decode.admission import Admission, SeenTransfers
 from headrace_decode.attempt import Attempt
+from headrace_decode.proto import work_from_proto
 from headrace_decode.spans import describe_attempt, describe_transfer, start_attributes
-from headrace_decode.words import work_from_proto
 from headrace_engine.interface import Engine
-from headrace_kv.layout import WorkerRef
-from headrace_kv.receiver import Receiver
+from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.receive.receiver import Receiver
 
 log = logging.getLogger(__name__)
 

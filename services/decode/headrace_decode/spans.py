@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from opentelemetry.trace import Span, Status, StatusCode, set_span_in_context
 
-from headrace_common import telemetry_schema as schema
 from headrace_common.errors import HeadraceError
-from headrace_common.telemetry import Telemetry
+from headrace_common.telemetry import schema
+from headrace_common.telemetry.setup import Telemetry
 from headrace_decode.attempt import Attempt
 from headrace_engine.interface import DecodeWork
-from headrace_kv.layout import WorkerRef
-from headrace_kv.receiver import Transfer
+from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.receive.receiver import Transfer
 
 
 def start_attributes(request_id: str, work: DecodeWork, ref: WorkerRef) -> dict[str, str | int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from headrace_common.config import PositiveCount, PositiveSeconds
-from headrace_engine.worker_config import WorkerConfig
+from headrace_engine.worker.config import WorkerConfig
 
 
 class PrefillConfig(WorkerConfig):

@@ -10,14 +10,19 @@ from headrace_common.config import load_config
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import InternalError
 from headrace_common.logs import setup_logging
-from headrace_common.registry_client import DescriptorCache
-from headrace_common.run import run_service
-from headrace_common.server import GrpcServer
-from headrace_engine.worker_config import served_model, worker_member
-from headrace_engine.worker_host import HostedWorker, WorkerHost, host_workers
-from headrace_engine.worker_membership import WorkerMembership
-from headrace_engine.worker_status import WorkerStatusServicer
-from headrace_kv.layout import KvDescriptor, WorkerRef, descriptor_from_proto, layout_to_proto
+from headrace_common.process.run import run_service
+from headrace_common.registry.membership import DescriptorCache
+from headrace_common.rpc.server import GrpcServer
+from headrace_engine.worker.config import served_model, worker_member
+from headrace_engine.worker.host import HostedWorker, WorkerHost, host_workers
+from headrace_engine.worker.membership import WorkerMembership
+from headrace_engine.worker.status import WorkerStatusServicer
+from headrace_kv.layout.layout import (
+    KvDescriptor,
+    WorkerRef,
+    descriptor_from_proto,
+    layout_to_proto,
+)
 from headrace_prefill.config import PrefillConfig
 from headrace_prefill.puller import Puller
 from headrace_prefill.worker import PrefillWorker

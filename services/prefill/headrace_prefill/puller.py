@@ -12,11 +12,11 @@ import grpc.aio
 from headrace.kv.v1 import layout_pb2
 from headrace.prefill.v1 import prefill_pb2, prefill_pb2_grpc
 from headrace.registry.v1 import registry_pb2
-from headrace_common.channel import open_channel
 from headrace_common.config import ServiceConfig
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import QueueFull
-from headrace_common.status import error_from_rpc
+from headrace_common.rpc.channel import open_channel
+from headrace_common.rpc.status import error_from_rpc
 from headrace_prefill.pull_session import PullSession
 from headrace_prefill.worker import PrefillWorker
 

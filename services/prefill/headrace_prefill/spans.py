@@ -5,12 +5,12 @@ from __future__ import annotations
 from opentelemetry.trace import Status, StatusCode, set_span_in_context
 
 from headrace.prefill.v1 import prefill_pb2
-from headrace_common import telemetry_schema as schema
 from headrace_common.errors import HeadraceError
-from headrace_common.telemetry import Telemetry, context_from_traceparent
+from headrace_common.telemetry import schema
+from headrace_common.telemetry.setup import Telemetry, context_from_traceparent
 from headrace_engine.interface import PrefillOutcome
-from headrace_kv.layout import WorkerRef
-from headrace_kv.transfer import LayerSent
+from headrace_kv.handoff.messages import LayerSent
+from headrace_kv.layout.layout import WorkerRef
 
 
 def record_task(

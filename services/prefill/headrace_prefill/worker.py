@@ -20,11 +20,11 @@ from headrace_common.errors import (
     InternalError,
     InvalidRequest,
 )
-from headrace_common.telemetry import Telemetry
+from headrace_common.telemetry.setup import Telemetry
 from headrace_engine.interface import DecodeTokens, Engine, PrefillOutcome, PrefillWork
-from headrace_engine.words import logprobs_to_proto, sampling_from_proto
-from headrace_kv.layout import WorkerRef
-from headrace_kv.transfer import TransferTarget
+from headrace_engine.proto import logprobs_to_proto, sampling_from_proto
+from headrace_kv.handoff.messages import TransferTarget
+from headrace_kv.layout.layout import WorkerRef
 from headrace_prefill.spans import record_task
 
 log = logging.getLogger(__name__)

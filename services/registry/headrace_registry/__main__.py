@@ -1,6 +1,6 @@
 """Starts the registry service."""
 
-from headrace_common.start import start
+from headrace_common.process.start import start
 
 
 def main() -> None:

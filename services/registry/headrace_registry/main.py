@@ -9,12 +9,12 @@ from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
 from headrace_common.config import load_config, redacted
 from headrace_common.deadlines import Deadline
 from headrace_common.logs import setup_logging
-from headrace_common.run import run_service
-from headrace_common.server import GrpcServer
+from headrace_common.process.run import run_service
+from headrace_common.rpc.server import GrpcServer
 from headrace_registry.config import MEMORY_STORE, RegistryConfig
-from headrace_registry.memory_store import MemoryStore
 from headrace_registry.service import RegistryServicer
-from headrace_registry.store import Store
+from headrace_registry.store.base import Store
+from headrace_registry.store.memory import MemoryStore
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def open_store(config: RegistryConfig) -> Store:
     if config.store == MEMORY_STORE:
         return MemoryStore(config.history_size)
     # Only here, so that a registry without etcd needs no etcd3.
-    from headrace_registry.etcd_store import EtcdStore
+    from headrace_registry.store.etcd_store import EtcdStore
 
     host, port = config.etcd_address
     return EtcdStore(

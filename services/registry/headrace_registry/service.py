@@ -16,7 +16,7 @@ from headrace_common.errors import QueueFull
 from headrace_common.identity import is_worker_id
 from headrace_registry import validation
 from headrace_registry.feed import DEFAULT_RETRY_BUDGET
-from headrace_registry.store import Store
+from headrace_registry.store.base import Store
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 

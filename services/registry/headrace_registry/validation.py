@@ -14,8 +14,8 @@ from headrace.registry.v1 import registry_pb2
 from headrace_common.config import split_host_port
 from headrace_common.errors import InvalidRequest
 from headrace_common.identity import is_worker_id
-from headrace_common.layout_limits import limit_violations
-from headrace_registry.store import TICKET_KEY_BYTES
+from headrace_common.limits import limit_violations
+from headrace_registry.store.base import TICKET_KEY_BYTES
 
 TTL_MIN_S: Final = 1
 TTL_MAX_S: Final = 300

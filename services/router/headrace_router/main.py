@@ -12,17 +12,17 @@ from contextlib import AsyncExitStack
 from typing import NoReturn
 
 from headrace.registry.v1 import registry_pb2
-from headrace_common.channel import open_channel
 from headrace_common.config import load_config, redacted, split_host_port
 from headrace_common.identity import new_incarnation
 from headrace_common.logs import setup_logging
-from headrace_common.registry_client import Membership, RegistryView
-from headrace_common.run import run_service
-from headrace_common.server import GrpcServer
-from headrace_common.telemetry import init_telemetry
-from headrace_router.assembly import SERVICES, Router, assemble
+from headrace_common.process.run import run_service
+from headrace_common.registry.membership import Membership, RegistryView
+from headrace_common.rpc.channel import open_channel
+from headrace_common.rpc.server import GrpcServer
+from headrace_common.telemetry.setup import init_telemetry
+from headrace_router.app import SERVICES, Router, assemble
 from headrace_router.config import RouterConfig
-from headrace_router.text.load import load_codecs
+from headrace_text.load import load_codecs
 
 _LOG = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ from typing import Final
 
 from opentelemetry.metrics import Meter
 
-from headrace_common import telemetry_schema as schema
 from headrace_common.errors import Cancelled, HeadraceError
-from headrace_router.admission import Admission
-from headrace_router.prefill_queue import PrefillQueue
-from headrace_router.prefix_indexes import PrefixIndexes
+from headrace_common.telemetry import schema
+from headrace_router.admission.admission import Admission
+from headrace_router.prefill_queue.queue import PrefillQueue
+from headrace_router.prefix_cache.models import PrefixIndexes
 
 _INTERVAL_S: Final = 1.0
 

@@ -17,8 +17,8 @@ import numpy as np
 from headrace.inference.v1 import inference_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import NoDecodeWorker
-from headrace_kv.layout import KvLayout, WorkerRef
-from headrace_router.load_table import Flags, LoadTable, Numbers, Worker
+from headrace_kv.layout.layout import KvLayout, WorkerRef
+from headrace_router.workers.table import Flags, LoadTable, Numbers, Worker
 
 EXPLAINED_CANDIDATES: Final = 5
 # Most of what more weight gains in time to first token, at the balance of less: bench/results/placement.md.

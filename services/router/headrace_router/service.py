@@ -16,24 +16,24 @@ from opentelemetry import trace
 from opentelemetry.trace import Span, Status, StatusCode
 
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
-from headrace_common import telemetry_schema as schema
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import Draining, HeadraceError
-from headrace_common.pacing import LoopLoad
-from headrace_common.telemetry import Telemetry, traceparent
-from headrace_router.admission import Admission, Ticket
-from headrace_router.answer import Answer
-from headrace_router.generate import Generator
-from headrace_router.job import Job
-from headrace_router.look_aside import LookAside, candidates_to_proto
+from headrace_common.process.pacing import LoopLoad
+from headrace_common.telemetry import schema
+from headrace_common.telemetry.setup import Telemetry, traceparent
+from headrace_router.admission.admission import Admission, Ticket
+from headrace_router.admission.tenants import Tenants
+from headrace_router.dispatch.dispatcher import Generator
+from headrace_router.lookaside.tickets import LookAside, candidates_to_proto
 from headrace_router.metrics import RouterMetrics
-from headrace_router.prefill_queue import PrefillQueue
-from headrace_router.prefix_indexes import PrefixIndexes
-from headrace_router.tenants import Tenants
-from headrace_router.text.codec import TextCodec
-from headrace_router.trace_store import TraceStore
-from headrace_router.validate import REQUEST_ID_CHARACTERS_MAX, PreparedRequest, prepare
-from headrace_router.view import WorkerView
+from headrace_router.prefill_queue.queue import PrefillQueue
+from headrace_router.prefix_cache.models import PrefixIndexes
+from headrace_router.request.request import Job
+from headrace_router.request.response_stream import Answer
+from headrace_router.request.validation import REQUEST_ID_CHARACTERS_MAX, PreparedRequest, prepare
+from headrace_router.tracing.store import TraceStore
+from headrace_router.workers.directory import WorkerView
+from headrace_text.codec import TextCodec
 
 # An error that names what was waited for must reach the client before its own clock ends the call.
 _DEADLINE_MARGIN_S = 0.2

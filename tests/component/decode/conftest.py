@@ -15,16 +15,16 @@ from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
 from headrace.inference.v1 import sampling_pb2
 from headrace.kv.v1 import handoff_pb2_grpc
 from headrace.worker.v1 import worker_pb2_grpc
-from headrace_common.channel import open_channel
 from headrace_common.config import ServiceConfig
-from headrace_common.server import GrpcServer
-from headrace_common.telemetry import Telemetry, init_telemetry
+from headrace_common.rpc.channel import open_channel
+from headrace_common.rpc.server import GrpcServer
+from headrace_common.telemetry.setup import Telemetry, init_telemetry
 from headrace_decode.admission import Admission, Capacity
 from headrace_decode.service import DecodeService
-from headrace_engine.worker_status import WorkerStatusServicer
-from headrace_kv.handoff_server import HandoffServicer
-from headrace_kv.layout import WorkerRef
-from headrace_kv.receiver import Receiver
+from headrace_engine.worker.status import WorkerStatusServicer
+from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.receive.receiver import Receiver
+from headrace_kv.receive.service import HandoffServicer
 from tests.component.decode.scripted_engine import ScriptedEngine
 
 REF = WorkerRef("decode-0", "00112233445566ff")

@@ -14,9 +14,9 @@ from headrace_engine.interface import (
     PrefillOutcome,
     PrefillWork,
 )
-from headrace_kv.incoming import Transfer
-from headrace_kv.layout import KvDescriptor, KvLayout, RankMemory
-from headrace_kv.region_plan import place_regions
+from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory
+from headrace_kv.plan.regions import place_regions
+from headrace_kv.receive.transfer import Transfer
 
 LAYOUT = KvLayout.attention(
     model="m", dtype="float32", layer_count=2, kv_head_count=2, block_tokens=16, parts={"kv": 4}

@@ -11,7 +11,7 @@ from google.protobuf.duration_pb2 import Duration
 from headrace.worker.v1 import worker_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import Draining, HeadraceError, InvalidRequest, StaleIncarnation
-from headrace_common.status import error_from_rpc
+from headrace_common.rpc.status import error_from_rpc
 from headrace_engine.interface import DecodeTokens
 from tests.component.decode.conftest import REF, Served, request
 from tests.component.decode.test_generate import RESERVATION, failure_of, next_event, until

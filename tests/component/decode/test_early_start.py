@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace_engine.interface import DecodeEnded, DecodeTokens
-from headrace_kv.incoming import Transfer
+from headrace_kv.receive.transfer import Transfer
 from tests.component.decode.conftest import Served, request
 from tests.component.decode.test_generate import (
     RESERVATION,

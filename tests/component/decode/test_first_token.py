@@ -12,7 +12,6 @@ import pytest
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import first_token_pb2, sampling_pb2
 from headrace.kv.v1 import handoff_pb2
-from headrace_common import telemetry_schema as schema
 from headrace_common.errors import (
     DuplicateTransfer,
     HeadraceError,
@@ -23,10 +22,11 @@ from headrace_common.errors import (
     StaleIncarnation,
     TransferFailed,
 )
-from headrace_common.status import error_from_rpc
+from headrace_common.rpc.status import error_from_rpc
+from headrace_common.telemetry import schema
 from headrace_engine.interface import DecodeEnded, DecodeTokens
-from headrace_kv.logits import logits_parts
-from headrace_kv.transfer import Reservation
+from headrace_kv.handoff.logits import logits_parts
+from headrace_kv.handoff.messages import Reservation
 from tests.component.decode.conftest import REF, Served, request
 from tests.component.decode.test_generate import PIECE_BYTES, PrefillRank, until
 

@@ -16,13 +16,13 @@ from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import sampling_pb2
 from headrace.kv.v1 import handoff_pb2
 from headrace.worker.v1 import worker_pb2
-from headrace_common import telemetry_schema as schema
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError, TransferFailed
-from headrace_common.status import error_from_rpc
+from headrace_common.rpc.status import error_from_rpc
+from headrace_common.telemetry import schema
 from headrace_engine.interface import DecodeEnded, DecodeTokens
-from headrace_kv.layout import layout_to_proto
-from headrace_kv.transfer import Reservation
+from headrace_kv.handoff.messages import Reservation
+from headrace_kv.layout.layout import layout_to_proto
 from tests.component.decode.conftest import REF, Served, request
 from tests.component.decode.scripted_engine import LAYOUT
 

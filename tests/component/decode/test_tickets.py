@@ -7,8 +7,8 @@ import pytest
 
 from headrace.decode.v1 import decode_pb2
 from headrace_common.errors import DuplicateTransfer, HeadraceError, Unauthenticated
-from headrace_common.status import error_from_rpc
-from headrace_common.tickets import TicketSigner
+from headrace_common.rpc.status import error_from_rpc
+from headrace_common.rpc.tickets import TicketSigner
 from tests.component.decode.conftest import REF, Served, request
 
 KEY = bytes(range(32))

@@ -17,17 +17,17 @@ from headrace.kv.v1 import handoff_pb2_grpc
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import StaleIncarnation
 from headrace_common.identity import new_transfer_id
-from headrace_common.status import ErrorInterceptor
-from headrace_kv.block_map import Runs
-from headrace_kv.digest_checks import DigestChecks
-from headrace_kv.handoff_server import HandoffServicer
-from headrace_kv.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
-from headrace_kv.local_broadcast import LocalBroadcast
-from headrace_kv.receiver import Receiver, ReceiverLimits, Transfer
-from headrace_kv.region_plan import place_regions
-from headrace_kv.sender import RankSender, SenderLimits
-from headrace_kv.shard_map import heads_held
-from headrace_kv.transfer import LayerPiece, Reservation, SendReport, TransferTarget
+from headrace_common.rpc.status import ErrorInterceptor
+from headrace_kv.handoff.messages import LayerPiece, Reservation, SendReport, TransferTarget
+from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
+from headrace_kv.plan.copy_plan import Runs
+from headrace_kv.plan.regions import place_regions
+from headrace_kv.plan.shard_map import heads_held
+from headrace_kv.receive.local_broadcast import LocalBroadcast
+from headrace_kv.receive.receiver import Receiver, ReceiverLimits, Transfer
+from headrace_kv.receive.service import HandoffServicer
+from headrace_kv.receive.verification import DigestChecks
+from headrace_kv.send.sender import RankSender, SenderLimits
 from headrace_kv.transport.base import KvTransport, Written
 from headrace_kv.transport.in_memory import FaultPlan, InMemoryTransport, MemoryFabric
 

@@ -15,7 +15,7 @@ from headrace.prefill.v1 import prefill_pb2, prefill_pb2_grpc
 from headrace.registry.v1 import registry_pb2
 from headrace_common.config import ServiceConfig
 from headrace_common.deadlines import Deadline
-from headrace_kv.layout import WorkerRef
+from headrace_kv.layout.layout import WorkerRef
 from headrace_prefill.puller import Puller
 
 REF = WorkerRef("prefill-0", "00112233445566ff")

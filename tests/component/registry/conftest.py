@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from headrace_registry.memory_store import MemoryStore
-from headrace_registry.store import Store
+from headrace_registry.store.base import Store
+from headrace_registry.store.memory import MemoryStore
 from tests.component.registry.harness import ETCD, EtcdServer, running_etcd
 
 _PREFIX_NUMBERS = itertools.count()

@@ -18,13 +18,13 @@ import grpc.aio
 
 from headrace.kv.v1 import layout_pb2
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
-from headrace_common.channel import open_channel
-from headrace_common.server import GrpcServer
+from headrace_common.rpc.channel import open_channel
+from headrace_common.rpc.server import GrpcServer
 from headrace_registry.config import RegistryConfig
-from headrace_registry.etcd_store import EtcdStore
 from headrace_registry.main import SERVICE, open_store
 from headrace_registry.service import RegistryServicer
-from headrace_registry.store import Store
+from headrace_registry.store.base import Store
+from headrace_registry.store.etcd_store import EtcdStore
 from tests.ports import free_port
 
 ETCD = Path("/usr/bin/etcd")

@@ -8,9 +8,9 @@ import logging
 import pytest
 
 from headrace.registry.v1 import registry_pb2
-from headrace_common.registry_client import Membership
+from headrace_common.registry.membership import Membership
 from headrace_registry.config import RegistryConfig
-from headrace_registry.store import Store
+from headrace_registry.store.base import Store
 from tests.component.registry.harness import (
     EtcdServer,
     registry_stub,

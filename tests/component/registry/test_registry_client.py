@@ -18,7 +18,7 @@ from headrace_common.errors import (
     RegistryUnavailable,
     StaleIncarnation,
 )
-from headrace_common.registry_client import DescriptorCache, Membership, RegistryView
+from headrace_common.registry.membership import DescriptorCache, Membership, RegistryView
 from tests.component.registry.harness import (
     EtcdServer,
     kv_descriptor,

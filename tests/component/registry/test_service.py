@@ -18,7 +18,7 @@ from headrace_common.errors import (
     RegistryUnavailable,
     WatchExpired,
 )
-from headrace_common.status import error_from_rpc
+from headrace_common.rpc.status import error_from_rpc
 from tests.component.registry.harness import (
     EtcdServer,
     kv_descriptor,

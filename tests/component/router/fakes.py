@@ -21,16 +21,16 @@ from headrace.inference.v1 import (
 from headrace.prefill.v1 import prefill_pb2, prefill_pb2_grpc
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
-from headrace_common.channel import open_channel
 from headrace_common.config import ServiceConfig
 from headrace_common.errors import DecodeFull
 from headrace_common.identity import new_incarnation
-from headrace_common.server import GrpcServer
-from headrace_common.telemetry import Telemetry, init_telemetry
-from headrace_kv.layout import KvLayout, layout_to_proto
-from headrace_router.assembly import SERVICES, Router, assemble
+from headrace_common.rpc.channel import open_channel
+from headrace_common.rpc.server import GrpcServer
+from headrace_common.telemetry.setup import Telemetry, init_telemetry
+from headrace_kv.layout.layout import KvLayout, layout_to_proto
+from headrace_router.app import SERVICES, Router, assemble
 from headrace_router.config import RouterConfig
-from headrace_router.text.bytes import ByteCodec
+from headrace_text.bytes import ByteCodec
 
 LAYOUT = KvLayout.attention(
     model="sim", dtype="float32", layer_count=4, kv_head_count=2, block_tokens=16, parts={"kv": 64}

@@ -20,7 +20,7 @@ from headrace_common.errors import (
     QueueFull,
     Unauthenticated,
 )
-from headrace_common.status import error_from_rpc
+from headrace_common.rpc.status import error_from_rpc
 from tests.component.router.fakes import Rig, eventually, hang, say
 
 _KEYS = {"greedy": "key-greedy", "late": "key-late"}

@@ -9,8 +9,8 @@ import grpc.aio
 import pytest
 
 from headrace.worker.v1 import worker_pb2
-from headrace_common import telemetry_schema as schema
 from headrace_common.errors import InvalidRequest
+from headrace_common.telemetry import schema
 from tests.collector import Collector, collecting
 from tests.component.router.fakes import Rig, eventually, hand_over, say
 

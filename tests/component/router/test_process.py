@@ -20,12 +20,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
-from headrace_common.channel import open_channel
 from headrace_common.config import ServiceConfig
 from headrace_common.errors import NoDecodeWorker
-from headrace_common.registry_client import Membership
-from headrace_common.server import GrpcServer
-from headrace_common.status import error_from_rpc
+from headrace_common.registry.membership import Membership
+from headrace_common.rpc.channel import open_channel
+from headrace_common.rpc.server import GrpcServer
+from headrace_common.rpc.status import error_from_rpc
 from tests.component.router.fakes import FakeDecode, FakePrefill, Handoff, hand_over, say, text_of
 from tests.ports import free_port
 

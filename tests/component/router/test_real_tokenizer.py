@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from headrace_router.detokenize import TextStream
-from headrace_router.text.codec import ChatMessage
-from headrace_router.text.hf import HuggingFaceCodec
+from headrace_text.codec import ChatMessage
+from headrace_text.detokenizer import TextStream
+from headrace_text.hf import HuggingFaceCodec
 
 _FOLDER = Path(__file__).parents[3] / "models" / "SmolLM2-135M-Instruct"
 

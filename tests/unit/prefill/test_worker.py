@@ -11,10 +11,10 @@ import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from headrace.prefill.v1 import prefill_pb2
-from headrace_common import telemetry_schema as schema
 from headrace_common.config import ServiceConfig
 from headrace_common.errors import InternalError, TransferFailed
-from headrace_common.telemetry import Telemetry, init_telemetry
+from headrace_common.telemetry import schema
+from headrace_common.telemetry.setup import Telemetry, init_telemetry
 from headrace_engine.interface import (
     DecodeEvent,
     DecodeTokens,
@@ -25,8 +25,8 @@ from headrace_engine.interface import (
     PrefillWork,
     TokenLogprobs,
 )
-from headrace_kv.layout import WorkerRef
-from headrace_kv.transfer import LayerSent
+from headrace_kv.handoff.messages import LayerSent
+from headrace_kv.layout.layout import WorkerRef
 from headrace_prefill.worker import PrefillWorker
 
 REF = WorkerRef("prefill-0", "00112233445566ff")

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from headrace.inference.v1 import inference_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import NoDecodeWorker
-from headrace_kv.layout import KvLayout, WorkerRef, fingerprint
-from headrace_router.load_table import Load, LoadTable, Worker
+from headrace_kv.layout.layout import KvLayout, WorkerRef, fingerprint
 from headrace_router.placement import (
     Candidates,
     Decision,
@@ -24,6 +23,7 @@ from headrace_router.placement import (
     PlacementRequest,
     RoutePolicy,
 )
+from headrace_router.workers.table import Load, LoadTable, Worker
 
 _LAYOUT = KvLayout.attention(
     model="sim", dtype="float32", layer_count=4, kv_head_count=2, block_tokens=16, parts={"kv": 64}

@@ -63,7 +63,7 @@ def test_the_router_needs_no_engine_libraries() -> None:
 
         sys.meta_path.insert(0, Refuse())
         import headrace_router.main as router
-        from headrace_router.text.load import load_codecs
+        from headrace_text.load import load_codecs
 
         load_codecs({"sim": "sim"})
         router.main(["--model", "sim", "--registry", "nonsense"])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import DuplicateTransfer, NotFound, QueueFull
-from headrace_kv.transfer import TransferTarget
+from headrace_kv.handoff.messages import TransferTarget
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import Any
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import InvalidRequest
 from headrace_engine.vllm.settings import PARAMS_KEY
-from headrace_kv.layout import WorkerRef
+from headrace_kv.layout.layout import WorkerRef
 
 TRANSFER_ID_CHARACTERS_MAX = 128
 PORT_MAX = 65_535

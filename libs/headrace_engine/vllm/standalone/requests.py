@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace_engine.vllm.standalone.scheduler import Prompt
+from headrace_engine.vllm.standalone.pair_scheduler import Prompt
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from headrace_common.config import ServiceConfig, split_host_port
 from headrace_common.errors import ConfigError
-from headrace_engine.vllm.internals import (
+from headrace_engine.vllm.compat import (
     engine_id,
     extra_config,
     kv_role,
@@ -25,9 +25,9 @@ from headrace_engine.vllm.internals import (
     schedules_ahead,
     stage_count,
 )
-from headrace_engine.vllm.model_folder import digest_of, read_model_folder
+from headrace_engine.vllm.service.model_folder import digest_of, read_model_folder
 from headrace_engine.vllm.settings import ConnectorSettings
-from headrace_kv.early_start import LateLayers
+from headrace_kv.receive.early_start import LateLayers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -1,0 +1,152 @@
+"""The services' RPCs, as the command line uses them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager, asynccontextmanager
+
+import grpc.aio
+
+import headrace_client
+from headrace.inference.v1 import (
+    inference_pb2,
+    inference_pb2_grpc,
+    trace_pb2,
+    trace_pb2_grpc,
+)
+from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
+from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
+from headrace_common.deadlines import Deadline
+from headrace_common.errors import NotFound, WorkerGone
+from headrace_common.rpc.channel import TlsFiles, open_channel
+
+CALL_TIMEOUT_S = 5.0
+TRACE_POLL_S = 0.1
+LISTED_MEMBERS_MAX = 1_000
+_HINT = "is it running? `headrace up` starts it"
+
+
+def rpc_errors(what: str) -> AbstractContextManager[None]:
+    """Raises Headrace's own error for an RPC that failed, with the remedy when nobody answered."""
+    return headrace_client.rpc_errors(what, _HINT)
+
+
+def call_channel(endpoint: str) -> grpc.aio.Channel:
+    """A channel to a service, with the certificates that the environment names."""
+    return open_channel(endpoint, TlsFiles.from_environment())
+
+
+class RouterClient:
+    """Calls one router. Use `open_router`."""
+
+    def __init__(self, endpoint: str, channel: grpc.aio.Channel) -> None:
+        self.endpoint = endpoint
+        self._client = headrace_client.Client(channel, hint=_HINT, name=endpoint)
+        self._inference = inference_pb2_grpc.InferenceServiceStub(channel)
+        self._traces = trace_pb2_grpc.TraceServiceStub(channel)
+
+    async def generate(
+        self, request: inference_pb2.GenerateRequest, timeout_s: float
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        """Streams the answer; asks again when a busy router says when to."""
+        async for response in self._client.stream(request, timeout_s):
+            yield response
+
+    async def explain(self, request: inference_pb2.GenerateRequest) -> inference_pb2.RouteResponse:
+        """Where the prompt would go now."""
+        return await self._client.route(request, CALL_TIMEOUT_S, explain=True)
+
+    async def models(self) -> list[inference_pb2.Model]:
+        """The models served."""
+        return list((await self._list_models()).models)
+
+    async def prefix_key_fingerprint(self) -> int:
+        """Of the key that it hashes prompts under; 0 while it has none."""
+        return (await self._list_models()).prefix_key_fingerprint
+
+    async def _list_models(self) -> inference_pb2.ListModelsResponse:
+        with rpc_errors(f"the router on {self.endpoint}"):
+            return await self._inference.ListModels(
+                inference_pb2.ListModelsRequest(), timeout=CALL_TIMEOUT_S
+            )
+
+    async def trace(self, trace_id: str, wait_s: float) -> trace_pb2.Trace:
+        """The trace, waiting up to `wait_s` for its last spans. Raises NotFound."""
+        deadline = Deadline.after(wait_s)
+        found: trace_pb2.Trace | None = None
+        while True:
+            try:
+                with rpc_errors(f"the router on {self.endpoint}"):
+                    response = await self._traces.GetTrace(
+                        trace_pb2.GetTraceRequest(id=trace_id), timeout=CALL_TIMEOUT_S
+                    )
+                found = response.trace
+            except NotFound:
+                if deadline.expired:
+                    raise
+            if found is not None and (found.complete or deadline.expired):
+                return found
+            await asyncio.sleep(TRACE_POLL_S)
+
+    async def traces(self, count: int) -> list[trace_pb2.Trace]:
+        """The newest traces, without their spans."""
+        with rpc_errors(f"the router on {self.endpoint}"):
+            response = await self._traces.ListTraces(
+                trace_pb2.ListTracesRequest(page_size=count), timeout=CALL_TIMEOUT_S
+            )
+        return list(response.traces)
+
+
+@asynccontextmanager
+async def open_router(endpoint: str) -> AsyncIterator[RouterClient]:
+    """A client of the router at "host:port"."""
+    async with call_channel(endpoint) as channel:
+        yield RouterClient(endpoint, channel)
+
+
+async def list_members(registry: str) -> list[registry_pb2.Member]:
+    """Who is registered, by worker id."""
+    async with call_channel(registry) as channel:
+        with rpc_errors(f"the registry on {registry}"):
+            response = await registry_pb2_grpc.RegistryServiceStub(channel).ListMembers(
+                registry_pb2.ListMembersRequest(page_size=LISTED_MEMBERS_MAX),
+                timeout=CALL_TIMEOUT_S,
+            )
+    return list(response.members)
+
+
+async def worker_status(endpoint: str) -> worker_pb2.WatchStatusResponse:
+    """A worker's state now."""
+    async with call_channel(endpoint) as channel:
+        with rpc_errors(f"the worker on {endpoint}"):
+            call = worker_pb2_grpc.WorkerServiceStub(channel).WatchStatus(
+                worker_pb2.WatchStatusRequest(), timeout=CALL_TIMEOUT_S
+            )
+            async for status in call:
+                call.cancel()
+                return status
+    raise WorkerGone(f"the worker on {endpoint} said nothing")
+
+
+async def reset_prefix_cache(endpoint: str, timeout_s: float) -> None:
+    """Empties a worker's prefix cache once it holds no request's KV."""
+    async with call_channel(endpoint) as channel:
+        with rpc_errors(f"the worker on {endpoint}"):
+            await worker_pb2_grpc.WorkerServiceStub(channel).ResetPrefixCache(
+                worker_pb2.ResetPrefixCacheRequest(), timeout=timeout_s
+            )
+
+
+def chat_request(
+    messages: list[tuple[str, str]],
+    *,
+    model: str = "",
+    max_tokens: int = 0,
+    temperature: float | None = None,
+    seed: int | None = None,
+) -> inference_pb2.GenerateRequest:
+    """A conversation of (role, content), oldest first. 0 tokens means what the context leaves."""
+    return headrace_client.build_request(
+        messages=messages, model=model, max_tokens=max_tokens, temperature=temperature, seed=seed
+    )

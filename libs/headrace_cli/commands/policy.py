@@ -1,0 +1,132 @@
+"""`headrace policy`: reads and changes the deployment's run-time policy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from google.protobuf import json_format
+from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
+from google.protobuf.duration_pb2 import Duration
+from rich import box
+from rich.table import Table
+
+from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
+from headrace_cli.commands.client import CALL_TIMEOUT_S, call_channel, rpc_errors
+from headrace_common.errors import ConfigError
+
+_FIELDS = registry_pb2.Policy.DESCRIPTOR.fields_by_name
+
+
+async def show_policy(registry: str) -> Table:
+    """The policy in force, a row for each field."""
+    async with call_channel(registry) as channel:
+        response = await _get(registry_pb2_grpc.RegistryServiceStub(channel), registry)
+    return policy_table(response.policy)
+
+
+async def set_policy(registry: str, changes: Sequence[str]) -> Table:
+    """Changes the named fields and leaves the others as they are. Gives the new policy back.
+
+    Raises ConfigError for a field that does not exist or cannot be read, InvalidRequest for a value that the registry
+    refuses, Conflict when somebody else changed the policy in between.
+    """
+    async with call_channel(registry) as channel:
+        stub = registry_pb2_grpc.RegistryServiceStub(channel)
+        current = await _get(stub, registry)
+        policy = current.policy
+        for change in changes:
+            apply_change(policy, change)
+        request = registry_pb2.SetPolicyRequest(policy=policy, expected_revision=current.revision)
+        with rpc_errors(f"the registry on {registry}"):
+            await stub.SetPolicy(request, timeout=CALL_TIMEOUT_S)
+        return policy_table((await _get(stub, registry)).policy)
+
+
+def apply_change(policy: registry_pb2.Policy, change: str) -> None:
+    """Applies "field=value"; "field=" takes the field back to its default, "field.key=value" sets an entry of a map.
+
+    Raises ConfigError.
+    """
+    path, equals, text = change.partition("=")
+    name, _, key = path.strip().partition(".")
+    field = _FIELDS.get(name)
+    if field is None or not equals:
+        known = ", ".join(_FIELDS)
+        raise ConfigError(f"{change!r} changes nothing: write FIELD=VALUE with one of {known}")
+    keyed = field.message_type is not None and field.message_type.GetOptions().map_entry
+    if keyed != bool(key):
+        raise ConfigError(f"{change!r} is wrong: write {name}{'.NAME' if keyed else ''}=VALUE")
+    text = text.strip()
+    if keyed and not text:
+        getattr(policy, name).pop(key, None)
+    elif keyed:
+        getattr(policy, name)[key] = _number(change, text, float)
+    elif not text:
+        policy.ClearField(name)  # type: ignore[arg-type]  # the stubs list the names one by one
+    elif field.enum_type is not None:
+        _set(policy, change, name, _named_value(change, field.enum_type, text))
+    elif field.message_type is Duration.DESCRIPTOR:
+        seconds = _number(change, text.removesuffix("s"), float)
+        getattr(policy, name).FromNanoseconds(round(seconds * 1e9))
+    else:
+        whole = field.type == FieldDescriptor.TYPE_UINT32
+        _set(policy, change, name, _number(change, text, int if whole else float))
+
+
+def policy_table(policy: registry_pb2.Policy) -> Table:
+    """A row for each field; "-" where nothing is set."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("field", no_wrap=True)
+    table.add_column("value")
+    values = json_format.MessageToDict(
+        policy, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    for name in _FIELDS:
+        value = values.get(name)
+        if isinstance(value, dict):
+            value = ", ".join(f"{key}={number:g}" for key, number in sorted(value.items()))
+        kind = _FIELDS[name].enum_type
+        if kind is not None:
+            value = _short_name(kind, str(value)).removeprefix("unspecified")
+        table.add_row(name, "-" if value in (None, "") else str(value))
+    return table
+
+
+async def _get(
+    stub: registry_pb2_grpc.RegistryServiceAsyncStub, registry: str
+) -> registry_pb2.GetPolicyResponse:
+    with rpc_errors(f"the registry on {registry}"):
+        return await stub.GetPolicy(registry_pb2.GetPolicyRequest(), timeout=CALL_TIMEOUT_S)
+
+
+def _named_value(change: str, kind: EnumDescriptor, text: str) -> int:
+    """The value that a name stands for, without the words that every name of the kind begins with."""
+    names = {_short_name(kind, value.name): value.number for value in kind.values if value.number}
+    if text.lower() not in names:
+        raise ConfigError(f"{change!r} is wrong: give {' or '.join(names)}")
+    return names[text.lower()]
+
+
+def _short_name(kind: EnumDescriptor, name: str) -> str:
+    prefix = kind.values[0].name.removesuffix("UNSPECIFIED")
+    return name.removeprefix(prefix).lower()
+
+
+def _number(change: str, text: str, kind: type[int] | type[float]) -> Any:
+    try:
+        number = kind(text)
+        if not math.isfinite(number):
+            raise ValueError(text)
+        return number
+    except ValueError:
+        what = "a whole number" if kind is int else "a number"
+        raise ConfigError(f"{change!r} is wrong: give {what}") from None
+
+
+def _set(policy: registry_pb2.Policy, change: str, name: str, value: float) -> None:
+    try:
+        setattr(policy, name, value)
+    except ValueError:
+        raise ConfigError(f"{change!r} is wrong: the number does not fit") from None

@@ -1,0 +1,1 @@
+"""The proxy that joins two stock vLLM servers."""

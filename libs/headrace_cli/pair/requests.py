@@ -1,0 +1,90 @@
+"""One request to a model server as two, for two vLLM servers with Headrace's connector. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from headrace_cli.pair.http_streams import HttpRequest
+
+PAIRED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
+PROMPT_TOKENS_MIN = 2
+# What concerns the answer alone, which prefill does not give.
+ANSWER_FIELDS = (
+    "best_of",
+    "echo",
+    "logprobs",
+    "max_completion_tokens",
+    "min_tokens",
+    "n",
+    "prompt_logprobs",
+    "response_format",
+    "stop",
+    "stop_token_ids",
+    "stream",
+    "stream_options",
+    "structured_outputs",
+    "tool_choice",
+    "top_logprobs",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The two requests that become of one."""
+
+    prefill: HttpRequest
+    decode: HttpRequest
+
+
+def clean(request: HttpRequest) -> HttpRequest:
+    """The request without kv_transfer_params: clients must not say where servers connect to."""
+    body = _json_object(request)
+    if body is None or "kv_transfer_params" not in body:
+        return request
+    return request.with_json({k: v for k, v in body.items() if k != "kv_transfer_params"})
+
+
+def split(
+    request: HttpRequest, *, transfer_id: str, pair_address: tuple[str, int], deadline_unix_s: float
+) -> Pair | None:
+    """None for a request that one server answers alone: another path, several prompts or several answers."""
+    body = _json_object(request)
+    if body is None or request.path not in PAIRED_PATHS or not _is_single(body):
+        return None
+    common = {"transfer_id": transfer_id, "deadline_unix_s": deadline_unix_s}
+    host, port = pair_address
+    source = {"remote_host": host, "remote_port": port}
+    prefill = {name: value for name, value in body.items() if name not in ANSWER_FIELDS}
+    prefill |= {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True} | common}
+    decode = body | {"kv_transfer_params": {"do_remote_prefill": True} | common | source}
+    return Pair(request.with_json(prefill), request.with_json(decode))
+
+
+def _json_object(request: HttpRequest) -> dict[str, Any] | None:
+    if request.method != "POST":
+        return None
+    try:
+        body = json.loads(request.body)
+    except ValueError:
+        return None
+    return body if isinstance(body, dict) else None
+
+
+def _is_single(body: Mapping[str, Any]) -> bool:
+    if body.get("use_beam_search"):
+        return False
+    if any(body.get(name) not in (None, 1) for name in ("n", "best_of")):
+        return False
+    if "messages" in body:
+        return True
+    prompt = body.get("prompt")
+    if isinstance(prompt, str):
+        return bool(prompt)
+    return (
+        isinstance(prompt, list)
+        and len(prompt) >= PROMPT_TOKENS_MIN
+        and all(isinstance(token, int) for token in prompt)
+    )

@@ -1,0 +1,201 @@
+"""`headrace up`: the whole deployment as processes on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from rich.console import Console
+
+from headrace_cli.commands.client import open_router
+from headrace_cli.up.progress import StartProgress
+from headrace_cli.up.state import UpState, clear_state, default_folder, make_folder, write_state
+from headrace_cli.up.supervisor import Child, Spawn, Supervisor, spawn_program
+from headrace_cli.up.topology import (
+    DEFAULT_PORT,
+    Topology,
+    check_topology,
+    registry_spec,
+    router_spec,
+    worker_specs,
+)
+from headrace_common.deadlines import Deadline
+from headrace_common.errors import Cancelled, DeadlineExceeded, HeadraceError, InternalError
+
+Result = TypeVar("Result")
+
+POLL_S = 0.1
+JOIN_TIMEOUT_S = 30.0
+LOGGED_LINES_SHOWN = 15
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """What runs."""
+
+    router: str
+    registry: str
+    folder: Path
+    children: tuple[Child, ...]
+    supervisor: Supervisor
+
+
+class Signals:
+    """Turns SIGINT and SIGTERM into an event for as long as it is open."""
+
+    def __init__(self) -> None:
+        self.stop = asyncio.Event()
+
+    def __enter__(self) -> Signals:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self.stop.set)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.remove_signal_handler(number)
+
+    async def unless_stopped(self, work: Awaitable[Result]) -> Result:
+        """The work's result. Raises Cancelled, with the work cancelled, once a signal comes."""
+        task = asyncio.ensure_future(work)
+        stopped = asyncio.create_task(self.stop.wait())
+        try:
+            await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise Cancelled("stopped by a signal")
+            return task.result()
+        finally:
+            stopped.cancel()
+            task.cancel()
+            await asyncio.gather(task, stopped, return_exceptions=True)
+
+
+@asynccontextmanager
+async def deployed(
+    topology: Topology,
+    folder: Path | None,
+    console: Console,
+    signals: Signals,
+    spawn: Spawn = spawn_program,
+) -> AsyncIterator[Deployment]:
+    """Starts everything, by `spawn`, yields once requests can be served, and ends everything.
+
+    Raises ConfigError when a process cannot start as configured, WorkerGone when one dies,
+    Cancelled when a signal
+    comes during the start, InternalError when a process did not end well.
+    """
+    check_topology(topology)
+    logs = make_folder(folder or default_folder(topology.port))
+    supervisor = Supervisor(spawn=spawn)
+    await supervisor.open()
+    failed = True
+    try:
+        deployment = await signals.unless_stopped(_start(topology, logs, console, supervisor))
+        state_folder = make_folder(default_folder(topology.port))
+        write_state(state_folder, UpState(deployment.router, deployment.registry, os.getpid()))
+        try:
+            yield deployment
+        finally:
+            clear_state(state_folder)
+        failed = False
+    except HeadraceError as error:
+        show_log(error, console)
+        raise
+    finally:
+        unclean = await supervisor.stop()
+    if unclean and not failed:
+        ends = ", ".join(f"{child.spec.name}: {child.process.returncode}" for child in unclean)
+        raise InternalError(f"not everything ended well ({ends}); the logs are in {logs}")
+
+
+async def run_up(topology: Topology, folder: Path | None, console: Console) -> None:
+    """Serves until SIGINT or SIGTERM, or until a process dies."""
+    with Signals() as signals:
+        async with deployed(topology, folder, console, signals) as deployment:
+            console.print(ready_text(topology, deployment))
+            death = asyncio.create_task(deployment.supervisor.wait_any_end())
+            stopped = asyncio.create_task(signals.stop.wait())
+            try:
+                await asyncio.wait({death, stopped}, return_when=asyncio.FIRST_COMPLETED)
+                if death.done():
+                    death.result()
+            finally:
+                death.cancel()
+                stopped.cancel()
+            console.print("stopping")
+
+
+def ready_text(topology: Topology, deployment: Deployment) -> str:
+    """What to do with what runs."""
+    port = "" if topology.port == DEFAULT_PORT else f" --router {deployment.router}"
+    return "\n".join(
+        [
+            f"{topology.model_name} is served on {deployment.router}",
+            f"registry on {deployment.registry}, logs in {deployment.folder}",
+            f'  headrace chat{port} "What is the capital of France?"',
+            f"  headrace workers{port}",
+            f"  headrace trace{port}",
+            "Ctrl-C stops everything.",
+        ]
+    )
+
+
+def show_log(error: HeadraceError, console: Console) -> None:
+    """The dead process's last lines, when the error carries them."""
+    for line in error.metadata.get("log", "").splitlines()[-LOGGED_LINES_SHOWN:]:
+        console.print(f"  {line}", style="dim", markup=False)
+
+
+async def _start(
+    topology: Topology, folder: Path, console: Console, supervisor: Supervisor
+) -> Deployment:
+    """Registry first, because all need its address; then the rest at once, because loading takes
+    long.
+    """
+    children: list[Child] = []
+    with StartProgress(console, supervisor.children) as progress:
+        registry = await supervisor.start(registry_spec(topology, folder))
+        await supervisor.wait_ready([registry])
+        router = await supervisor.start(router_spec(topology, folder, registry.endpoint))
+        children += [registry, router]
+        for spec in worker_specs(topology, folder, registry.endpoint):
+            children.append(await supervisor.start(spec))
+        waiting = asyncio.create_task(supervisor.wait_ready(children))
+        try:
+            while not waiting.done():
+                progress.tell()
+                await asyncio.wait({waiting}, timeout=POLL_S)
+            waiting.result()
+        finally:
+            waiting.cancel()
+    deployment = Deployment(router.endpoint, registry.endpoint, folder, tuple(children), supervisor)
+    await _wait_joined(topology, deployment)
+    return deployment
+
+
+async def _wait_joined(topology: Topology, deployment: Deployment) -> None:
+    """Returns once the router knows every worker."""
+    deadline = Deadline.after(JOIN_TIMEOUT_S)
+    async with open_router(deployment.router) as router:
+        while True:
+            deployment.supervisor.check()
+            for model in await router.models():
+                if (
+                    model.prefill_worker_count >= topology.prefill_count
+                    and model.decode_worker_count >= topology.decode_count
+                ):
+                    return
+            if deadline.expired:
+                raise DeadlineExceeded(
+                    f"the router did not learn of every worker within {JOIN_TIMEOUT_S:g} s; "
+                    f"the logs are in {deployment.folder}"
+                )
+            await asyncio.sleep(POLL_S)

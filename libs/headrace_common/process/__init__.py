@@ -1,0 +1,1 @@
+"""Start, run and end of a service process."""

@@ -1,0 +1,1 @@
+"""The client of the registry: membership, view of members, KV descriptors."""

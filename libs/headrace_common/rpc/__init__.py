@@ -1,0 +1,1 @@
+"""gRPC servers, channels and the mapping between errors and statuses."""

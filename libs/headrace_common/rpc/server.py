@@ -1,0 +1,246 @@
+"""The gRPC server that every service runs in: health, reflection, errors, traces, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from headrace_common.config import ServiceConfig, split_host_port
+from headrace_common.deadlines import Deadline
+from headrace_common.errors import ConfigError
+from headrace_common.rpc.channel import (
+    MESSAGE_BYTES_MAX,
+    METADATA_BYTES_MAX,
+    keepalive_options,
+    read_tls_files,
+)
+from headrace_common.rpc.in_flight import InFlightInterceptor
+from headrace_common.rpc.status import ErrorInterceptor
+from headrace_common.telemetry.setup import TraceInterceptor
+
+_LOG = logging.getLogger(__name__)
+
+# so_reuseport off: two services on one port would each get half of the connections, silently.
+_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_metadata_size", METADATA_BYTES_MAX),
+    ("grpc.absolute_max_metadata_size", 2 * METADATA_BYTES_MAX),
+    ("grpc.max_concurrent_streams", 4_096),
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+)
+
+_CUT_S = 1.0
+# How long a service may take to end what is not done after the grace.
+END_UNFINISHED_S = 4.0
+
+Drainer = Callable[[Deadline], Awaitable[None]]
+
+
+class GrpcServer:
+    """One server on one port. Add servicers to `.server`, start it, then serve until a signal.
+
+    `services` are the full names shown by health checks and reflection. `interceptors` run inside
+    those that map errors and carry traces.
+    """
+
+    def __init__(
+        self,
+        config: ServiceConfig,
+        services: Sequence[str],
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    ) -> None:
+        self._config = config
+        self._services = tuple(services)
+        self._in_flight = InFlightInterceptor()
+        self.server: grpc.aio.Server = grpc.aio.server(
+            interceptors=[ErrorInterceptor(), self._in_flight, TraceInterceptor(), *interceptors],
+            options=(*_OPTIONS, *keepalive_options()),
+        )
+        self._health = health.aio.HealthServicer()
+        self._health_updates: set[asyncio.Task[None]] = set()
+        self._drain_asked = asyncio.Event()
+        self._drain_deadline: Deadline | None = None
+        self._stop_asked = False
+        self._hurry = asyncio.Event()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self.server)
+
+    @property
+    def draining(self) -> bool:
+        """Whether it has been asked to end."""
+        return self._drain_asked.is_set()
+
+    async def start(self) -> str:
+        """Listens, reports SERVING and returns the host:port by which others reach this server.
+
+        Raises ConfigError when the address cannot be listened on or a TLS file cannot be read.
+        """
+        host, port = split_host_port(self._config.listen)
+        _check_free(self._config.listen, host, port)
+        credentials = self._credentials()
+        try:
+            if credentials is None:
+                port = self.server.add_insecure_port(self._config.listen)
+            else:
+                port = self.server.add_secure_port(self._config.listen, credentials)
+        except RuntimeError as error:
+            raise _cannot_listen(self._config.listen, str(error)) from error
+        await self.server.start()
+        await self._set_health(True)
+        advertised = self._advertised(host, port)
+        if self._config.port_file:
+            write_port_file(self._config.port_file, advertised)
+        return advertised
+
+    def set_serving(self, serving: bool) -> None:
+        """Sets what health checks answer, for the server and for each of its services."""
+        update = asyncio.get_running_loop().create_task(self._set_health(serving))
+        self._health_updates.add(update)
+        update.add_done_callback(self._health_updates.discard)
+
+    def request_stop(self) -> None:
+        """Does what a first SIGTERM does; asked again, what a second one does."""
+        if self._stop_asked:
+            self._hurry.set()
+        self._stop_asked = True
+        self.request_drain()
+
+    def request_drain(self, grace_s: float | None = None) -> Deadline:
+        """Begins to drain, unless it has begun; when what is in flight must have ended.
+
+        None means drain_grace_s.
+        """
+        if self._drain_deadline is None:
+            grace_s = self._config.drain_grace_s if grace_s is None else grace_s
+            self._drain_deadline = Deadline.after(grace_s)
+            self._drain_asked.set()
+        return self._drain_deadline
+
+    async def serve_until_signal(self, on_drain: Drainer) -> None:
+        """Serves until SIGTERM or SIGINT, then drains and returns. See serve_until_stopped."""
+        with stop_signals(self.request_stop):
+            await self.serve_until_stopped(on_drain)
+
+    async def serve_until_stopped(self, on_drain: Drainer) -> None:
+        """Serves until `request_stop` or `request_drain` is called, then drains and returns.
+
+        Draining reports NOT_SERVING and awaits `on_drain`, in which the service refuses new work by
+        itself while what is in flight may still call in; at the deadline that it is given, it ends
+        the rest. Then every new RPC is refused and those in flight may end. Whatever is left at the
+        deadline ends with Draining, as do streams that have no end of their own. A second
+        `request_stop` ends at once.
+        """
+        try:
+            await self._drain_asked.wait()
+            await self._drain(on_drain, self.request_drain())
+        finally:
+            await self.server.stop(None)
+
+    async def _drain(self, on_drain: Drainer, deadline: Deadline) -> None:
+        _LOG.info("draining for up to %g s", deadline.remaining_s())
+        drain = asyncio.create_task(self._drain_in_order(on_drain, deadline))
+        hurry = asyncio.create_task(self._hurry.wait())
+        try:
+            await asyncio.wait({drain, hurry}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            hurry.cancel()
+            drain.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await drain
+
+    async def _drain_in_order(self, on_drain: Drainer, deadline: Deadline) -> None:
+        await self._set_health(False)
+        try:
+            async with asyncio.timeout(deadline.remaining_s() + END_UNFINISHED_S):
+                await on_drain(deadline)
+        except TimeoutError:
+            _LOG.warning("work in flight did not end within the grace")
+        stop = asyncio.create_task(self.server.stop(deadline.remaining_s() + _CUT_S))
+        if not await self._in_flight.wait_answered(deadline):
+            _LOG.warning("cutting off %d requests", self._in_flight.answer_count)
+        self._in_flight.cut()
+        # A stream cut in the middle of a write ends without a status, and would hold the server
+        # up until the grace is over: stop() in serve_until_stopped ends it.
+        await asyncio.wait({stop}, timeout=_CUT_S)
+
+    async def _set_health(self, serving: bool) -> None:
+        states = health_pb2.HealthCheckResponse
+        state = states.SERVING if serving else states.NOT_SERVING
+        for service in ("", *self._services):
+            await self._health.set(service, state)
+
+    def _credentials(self) -> grpc.ServerCredentials | None:
+        if not self._config.tls_certificate_file:
+            return None
+        certificate, key, authority = read_tls_files(self._config)
+        return grpc.ssl_server_credentials(
+            [(key, certificate)], authority, require_client_auth=True
+        )
+
+    def _advertised(self, host: str, port: int) -> str:
+        if not self._config.advertise:
+            return f"{host}:{port}"
+        advertised_host, advertised_port = split_host_port(self._config.advertise)
+        return f"{advertised_host}:{advertised_port or port}"
+
+
+@contextlib.contextmanager
+def stop_signals(on_signal: Callable[[], None]) -> Iterator[None]:
+    """Meanwhile, SIGTERM and SIGINT call `on_signal`."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+def _cannot_listen(listen: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"cannot listen on {listen}: {why}; stop what uses the port or set listen",
+        metadata={"listen": listen, "cause": why},
+    )
+
+
+def _check_free(listen: str, host: str, port: int) -> None:
+    """Tries the port first: gRPC logs lines of its own about a taken one and hides the reason."""
+    try:
+        addresses = socket.getaddrinfo(
+            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        for family, kind, protocol, _, address in addresses:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+    except OSError as error:
+        raise _cannot_listen(listen, error.strerror or str(error)) from error
+
+
+def write_port_file(path: str, advertised: str) -> None:
+    """Readers see all of it or no file. Raises ConfigError when it cannot be written."""
+    draft = Path(f"{path}.{os.getpid()}")
+    try:
+        draft.write_text(advertised, encoding="utf-8")
+        draft.replace(path)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write port_file {path}: {error.strerror}; "
+            "name a file in a folder that this user can write to",
+            metadata={"port_file": path},
+        ) from error

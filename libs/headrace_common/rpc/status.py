@@ -1,0 +1,248 @@
+"""Errors become gRPC statuses on the server, and the same errors again on the client."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf import descriptor_pool
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from headrace_common import errors
+from headrace_common.errors import HeadraceError, InternalError, InvalidRequest
+from headrace_common.rpc import handlers
+from headrace_common.rpc.handlers import Context, guarded
+from headrace_common.rpc.malformed import text_fields_at_fault
+
+_LOG = logging.getLogger(__name__)
+
+DOMAIN = "headrace"
+_DETAILS_KEY = "grpc-status-details-bin"
+# A status travels in HTTP/2 trailers, which gRPC clients cap at 8 KiB by default, and there the
+# detail stands twice.
+_DETAIL_BYTES_MAX = 1_024
+_VALUE_BYTES_MAX = 512
+_VALUES_BYTES_MAX = 1_536
+
+_WITHOUT_DETAILS: Mapping[grpc.StatusCode, type[HeadraceError]] = {
+    grpc.StatusCode.UNAVAILABLE: errors.WorkerGone,
+    grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceeded,
+    grpc.StatusCode.CANCELLED: errors.Cancelled,
+    grpc.StatusCode.UNAUTHENTICATED: errors.Unauthenticated,
+    grpc.StatusCode.NOT_FOUND: errors.NotFound,
+    grpc.StatusCode.ALREADY_EXISTS: errors.DuplicateTransfer,
+    grpc.StatusCode.ABORTED: errors.Conflict,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: errors.QueueFull,
+    grpc.StatusCode.FAILED_PRECONDITION: errors.ProtocolViolation,
+    grpc.StatusCode.UNIMPLEMENTED: errors.ProtocolViolation,
+    grpc.StatusCode.OUT_OF_RANGE: errors.WatchExpired,
+}
+
+
+def status_of(error: HeadraceError) -> status_pb2.Status:
+    """The google.rpc.Status of an error: ErrorInfo, and BadRequest or RetryInfo where due."""
+    metadata = _bounded_values(error.metadata)
+    status = status_pb2.Status(
+        code=error.code.value[0], message=_bounded(error.detail, _DETAIL_BYTES_MAX)
+    )
+    status.details.add().Pack(
+        error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata)
+    )
+    if isinstance(error, InvalidRequest):
+        bad_request = error_details_pb2.BadRequest()
+        for field, remedy in _bounded_values(error.violations).items():
+            bad_request.field_violations.add(field=field, description=remedy)
+        status.details.add().Pack(bad_request)
+    if error.retry_after_s is not None:
+        delay = Duration()
+        delay.FromNanoseconds(round(error.retry_after_s * 1e9))
+        status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
+    return status
+
+
+def error_from_rpc(exc: grpc.RpcError) -> HeadraceError:
+    """The error that the server raised, or the nearest one to a status without our details."""
+    code, detail, trailers = _parts_of(exc)
+    status = _rich_status(trailers)
+    if status is None:
+        return _error_without_details(code, detail)
+    info, bad_request, retry = (
+        error_details_pb2.ErrorInfo(),
+        error_details_pb2.BadRequest(),
+        error_details_pb2.RetryInfo(),
+    )
+    for packed in status.details:
+        for message in (info, bad_request, retry):
+            packed.Unpack(message)
+    kind = _by_reason().get(info.reason) if info.domain == DOMAIN else None
+    if kind is None:
+        return _error_without_details(code, detail)
+    retry_after_s = (
+        retry.retry_delay.ToNanoseconds() / 1e9 if retry.HasField("retry_delay") else None
+    )
+    if kind is InvalidRequest:
+        violations = {v.field: v.description for v in bad_request.field_violations}
+        error: HeadraceError = InvalidRequest(violations)
+        error.retry_after_s = retry_after_s
+        return error
+    return kind(status.message, metadata=info.metadata, retry_after_s=retry_after_s)
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """The one place where errors become statuses.
+
+    Requests that cannot be parsed become InvalidRequest too, for handlers that get them as an
+    argument or by `async for`. Anything that is not a HeadraceError is a bug: INTERNAL with an id,
+    under which the log has the traceback.
+    """
+
+    async def intercept_service(
+        self,
+        continuation: handlers.Continuation,
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> handlers.Handler | None:
+        """Wraps the handler found by `continuation`."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        method = handler_call_details.method
+        deserialize = handler.request_deserializer
+        return guarded(
+            handler,
+            lambda context: _reporting(method, context),
+            _checked_stream if handler.request_streaming else _checked,
+            _tolerant(deserialize, method) if deserialize is not None else None,
+        )
+
+
+@asynccontextmanager
+async def _reporting(method: str, context: Context) -> AsyncIterator[None]:
+    try:
+        yield
+    except (asyncio.CancelledError, grpc.aio.AbortError):
+        raise
+    except HeadraceError as error:
+        if error.code is grpc.StatusCode.INTERNAL:
+            _LOG.error("%s failed: %s", method, error.detail, exc_info=error)
+        await _abort(context, error)
+    except Exception as error:  # noqa: BLE001 - the outermost frame of a request
+        error_id = secrets.token_hex(4)
+        _LOG.exception("%s failed, error %s", method, error_id)
+        detail = f"a bug in Headrace; the log of this process has error {error_id}"
+        await _abort(
+            context,
+            InternalError(
+                detail, metadata={"error_id": error_id, "exception": type(error).__name__}
+            ),
+        )
+
+
+async def _abort(context: Context, error: HeadraceError) -> None:
+    status = rpc_status.to_status(status_of(error))
+    await context.abort(error.code, status.details, status.trailing_metadata)
+
+
+@dataclass(frozen=True, slots=True)
+class _Malformed:
+    """Stands in for a request that could not be parsed: of itself, gRPC would answer INTERNAL."""
+
+    error: InvalidRequest
+
+
+def _tolerant(deserialize: Callable[[bytes], Any], method: str) -> Callable[[bytes], Any]:
+    def tolerant(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError as error:
+            return _Malformed(_violations_of(data, method, error))
+
+    return tolerant
+
+
+def _violations_of(data: bytes, method: str, error: DecodeError) -> InvalidRequest:
+    request_type = _request_type(method)
+    fields = text_fields_at_fault(data, request_type) if request_type is not None else []
+    if fields:
+        return InvalidRequest(dict.fromkeys(fields[:16], "is not valid UTF-8; send text as UTF-8"))
+    return InvalidRequest(
+        {"request": f"cannot be parsed ({error}); send the message type of {method}"}
+    )
+
+
+def _request_type(method: str) -> Descriptor | None:
+    service, _, name = method.strip("/").rpartition("/")
+    try:
+        methods = descriptor_pool.Default().FindServiceByName(service).methods_by_name
+    except KeyError:
+        return None
+    return methods[name].input_type if name in methods else None
+
+
+def _checked(request: Any) -> Any:
+    if isinstance(request, _Malformed):
+        raise request.error
+    return request
+
+
+async def _checked_stream(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield _checked(request)
+
+
+@cache
+def _by_reason() -> dict[str, type[HeadraceError]]:
+    return {kind.reason: kind for kind in HeadraceError.__subclasses__()}
+
+
+def _parts_of(exc: grpc.RpcError) -> tuple[grpc.StatusCode, str, Any]:
+    # Threaded clients raise what is also a grpc.Call; AioRpcError has the same methods.
+    if isinstance(exc, grpc.aio.AioRpcError | grpc.Call):
+        return exc.code(), exc.details() or "", exc.trailing_metadata() or ()
+    return grpc.StatusCode.UNKNOWN, str(exc), ()
+
+
+def _rich_status(trailers: Any) -> status_pb2.Status | None:
+    for key, value in trailers:
+        if key == _DETAILS_KEY:
+            with contextlib.suppress(DecodeError):
+                return status_pb2.Status.FromString(value)
+    return None
+
+
+def _error_without_details(code: grpc.StatusCode, detail: str) -> HeadraceError:
+    if code is grpc.StatusCode.INVALID_ARGUMENT:
+        return InvalidRequest({"request": detail})
+    kind = _WITHOUT_DETAILS.get(code, InternalError)
+    return kind(detail or code_pb2.Code.Name(code.value[0]), metadata={"grpc_code": code.name})
+
+
+def _bounded(text: str, bytes_max: int) -> str:
+    encoded = text.encode("utf-8", "replace")
+    if len(encoded) > bytes_max:
+        return encoded[: bytes_max - 3].decode("utf-8", "ignore") + "..."
+    return encoded.decode()
+
+
+def _bounded_values(values: Mapping[str, str]) -> dict[str, str]:
+    bounded: dict[str, str] = {}
+    room = _VALUES_BYTES_MAX
+    for key, value in values.items():
+        short_key, short_value = _bounded(key, 128), _bounded(str(value), _VALUE_BYTES_MAX)
+        room -= len(short_key.encode()) + len(short_value.encode())
+        if room < 0:
+            break
+        bounded[short_key] = short_value
+    return bounded

@@ -1,0 +1,1 @@
+"""OpenTelemetry set-up, metrics, and the schema of every telemetry name."""

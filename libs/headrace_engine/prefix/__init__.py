@@ -1,0 +1,1 @@
+"""Publishes the prefix cache of an engine to routers."""

@@ -1,0 +1,199 @@
+"""Collects what an engine caches and tells everybody who has subscribed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from typing import Final, Literal
+
+from headrace.worker.v1 import worker_pb2
+from headrace_common.errors import InternalError, QueueFull
+from headrace_engine.prefix.publisher import PrefixPublisher
+from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.prefix.events import KvEvent, Tier, event_to_proto
+from headrace_kv.prefix.hashing import PrefixHasher
+from headrace_kv.prefix.scope import key_fingerprint, prefix_hasher
+
+FLUSH_S: Final = 0.02
+SUBSCRIBERS_MAX: Final = 64
+BUFFERED_MESSAGES_MAX: Final = 4_096
+BUFFERED_BYTES_MAX: Final = 4 << 20
+
+_Kind = Literal["stored", "removed", "cleared"]
+Message = worker_pb2.SubscribeKvEventsResponse
+
+
+class PrefixAnnouncer:
+    """The prefixes that one worker's engine caches, in blocks of `block_tokens`. One event loop owns it.
+
+    The engine tells it of blocks named by `hasher`, which is there from `begin` on; what was cached before stays
+    untold. Changes are numbered and sent together, at most `flush_s` after the first. Nobody who listens slowly holds
+    the engine up: a subscription whose buffer is full ends. `tiers` are those where the engine keeps blocks.
+    """
+
+    def __init__(
+        self,
+        ref: WorkerRef,
+        block_tokens: int,
+        flush_s: float = FLUSH_S,
+        tiers: Sequence[Tier] = (Tier.DEVICE,),
+    ) -> None:
+        self.ref = ref
+        self.block_tokens = block_tokens
+        self.hasher: PrefixHasher | None = None
+        self.hashing: worker_pb2.KvHashing | None = None
+        """How the blocks are named, for those who compare; None before `begin`."""
+        self._flush_s = flush_s
+        self.tiers = tuple(tiers)
+        self._publisher = PrefixPublisher(ref.incarnation, tiers)
+        self._pending: list[_Change] = []
+        self._flush: asyncio.TimerHandle | None = None
+        self._subscriptions: set[Subscription] = set()
+
+    def begin(self, prefix_hash_key: int, model: str) -> None:
+        """The worker has joined a deployment, as a server of `model`. Raises InternalError the second time."""
+        if self.hasher is not None:
+            raise InternalError("prefixes have been hashed with another key already")
+        self.hasher = prefix_hasher(prefix_hash_key, model, self.block_tokens)
+        self.hashing = worker_pb2.KvHashing(
+            key_fingerprint=key_fingerprint(prefix_hash_key), block_tokens=self.block_tokens
+        )
+
+    def stored(self, parent: int | None, hashes: Sequence[int], tier: Tier = Tier.DEVICE) -> None:
+        """Consecutive blocks after `parent`, None at the start of a prompt, can be found in `tier` now."""
+        last = self._pending[-1] if self._pending else None
+        if last is not None and last.of == ("stored", tier) and parent == last.hashes[-1]:
+            last.hashes.extend(hashes)
+        elif hashes:
+            self._add(_Change("stored", parent, list(hashes), tier))
+
+    def removed(self, hashes: Sequence[int], tier: Tier = Tier.DEVICE) -> None:
+        """These blocks cannot be found in `tier` any more."""
+        last = self._pending[-1] if self._pending else None
+        if last is not None and last.of == ("removed", tier):
+            last.hashes.extend(hashes)
+        elif hashes:
+            self._add(_Change("removed", None, list(hashes), tier))
+
+    def cleared(self) -> None:
+        """No block can be found any more."""
+        self._pending.clear()
+        self._add(_Change("cleared", None, [], Tier.DEVICE))
+
+    @contextmanager
+    def subscribe(self, since_sequence: int) -> Iterator[Subscription]:
+        """What is announced, or changed after `since_sequence`, and then every change. Raises QueueFull."""
+        if len(self._subscriptions) >= SUBSCRIBERS_MAX:
+            raise QueueFull(
+                f"{len(self._subscriptions)} routers follow this worker's KV events already",
+                metadata={"max_subscribers": str(SUBSCRIBERS_MAX)},
+            )
+        missed = self._publisher.replay(since_sequence) if since_sequence else None
+        if missed is None:
+            missed = self._publisher.snapshot()
+        subscription = Subscription(self, missed)
+        self._subscriptions.add(subscription)
+        try:
+            yield subscription
+        finally:
+            self._subscriptions.discard(subscription)
+
+    def heartbeats(self) -> Iterator[Message]:
+        """One for each tier."""
+        for event in self._publisher.heartbeats():
+            message = event_to_proto(event)
+            if self.hashing is not None:
+                message.heartbeat.hashing.CopyFrom(self.hashing)
+            yield message
+
+    def _add(self, change: _Change) -> None:
+        self._pending.append(change)
+        if self._flush is None:
+            loop = asyncio.get_running_loop()
+            self._flush = loop.call_later(self._flush_s, self._send_pending)
+
+    def _send_pending(self) -> None:
+        self._flush = None
+        pending, self._pending = self._pending, []
+        for (kind, tier), changes in groupby(pending, key=lambda change: change.of):
+            for event in self._publish(kind, tier, list(changes)):
+                if self._subscriptions:
+                    message = event_to_proto(event)
+                    for subscription in self._subscriptions:
+                        subscription.put(message)
+
+    def _publish(self, kind: _Kind, tier: Tier, changes: list[_Change]) -> list[KvEvent]:
+        match kind:
+            case "stored":
+                chains = [(one.parent, one.hashes) for one in changes]
+                return self._publisher.stored_chains(chains, tier)
+            case "removed":
+                return self._publisher.removed(changes[0].hashes, tier)
+            case "cleared":
+                return self._publisher.cleared()
+
+
+class _Change:
+    """Something that the engine has told and nobody has heard yet."""
+
+    __slots__ = ("hashes", "of", "parent")
+
+    def __init__(self, kind: _Kind, parent: int | None, hashes: list[int], tier: Tier) -> None:
+        self.of = (kind, tier)
+        self.parent = parent
+        self.hashes = hashes
+
+
+class Subscription:
+    """One router's. `missed` is what it must hear first."""
+
+    def __init__(self, announcer: PrefixAnnouncer, missed: Sequence[KvEvent]) -> None:
+        self._announcer = announcer
+        self._missed = missed
+        self._buffer: deque[Message] = deque()
+        self._buffered_bytes = 0
+        self._overrun = False
+        self._news = asyncio.Event()
+
+    def put(self, message: Message) -> None:
+        """Never blocks: what does not fit ends the subscription."""
+        if self._overrun:
+            return
+        self._buffer.append(message)
+        self._buffered_bytes += message.ByteSize()
+        if len(self._buffer) > BUFFERED_MESSAGES_MAX or self._buffered_bytes > BUFFERED_BYTES_MAX:
+            self._overrun = True
+            self._buffer.clear()
+        self._news.set()
+
+    async def messages(self, interval_s: float) -> AsyncIterator[Message]:
+        """Without end, a heartbeat for each tier first and then once per interval.
+
+        Raises QueueFull when they are taken too slowly.
+        """
+        missed, self._missed = self._missed, ()
+        for event in missed:
+            yield event_to_proto(event)
+        loop = asyncio.get_running_loop()
+        due_s = loop.time()
+        while True:
+            while self._buffer:
+                message = self._buffer.popleft()
+                self._buffered_bytes -= message.ByteSize()
+                yield message
+            if self._overrun:
+                raise QueueFull("KV events come faster than they are read: subscribe again")
+            if loop.time() >= due_s:
+                due_s = loop.time() + interval_s
+                for heartbeat in self._announcer.heartbeats():
+                    yield heartbeat
+                continue
+            self._news.clear()
+            try:
+                async with asyncio.timeout_at(due_s):
+                    await self._news.wait()
+            except TimeoutError:
+                continue

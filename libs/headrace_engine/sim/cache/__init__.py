@@ -1,0 +1,1 @@
+"""KV memory and block pools of the simulation engine."""

@@ -1,0 +1,93 @@
+"""What the sim model keeps of a prompt: caches per token and states per request, as data. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd
+from typing import Final
+
+import numpy as np
+
+from headrace_kv.layout.layout import STATE, TOKEN_OUTER, CacheGroup, GroupKind, Part
+
+TOKEN_INNER: Final = "token_inner"
+"""An opaque interior: the tokens of a (block, head) lie innermost, so that none is in one piece."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimPart:
+    """One array of a cache: `nbytes` for one head of one token, or of one request's state."""
+
+    name: str
+    nbytes: int
+    dtype: str = "uint8"
+
+    @property
+    def word(self) -> np.dtype[np.unsignedinteger]:
+        """The widest unsigned integer that divides it."""
+        return np.dtype(f"u{gcd(8, self.nbytes)}")
+
+    @property
+    def word_count(self) -> int:
+        """Words of one head."""
+        return self.nbytes // self.word.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class SimCache:
+    """A cache group without what depends on the worker."""
+
+    name: str
+    kind: GroupKind
+    layers: tuple[int, ...]
+    heads: int
+    parts: tuple[SimPart, ...]
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one head of one token, or of one state, over all parts."""
+        return sum(part.nbytes for part in self.parts)
+
+    def group(self, block_tokens: int, interior: str) -> CacheGroup:
+        """The group of a worker with blocks of `block_tokens`; a state has neither blocks nor
+        interior.
+        """
+        is_state = self.kind == STATE
+        interior = TOKEN_OUTER if is_state else interior
+        tokens = 1 if interior == TOKEN_OUTER else block_tokens
+        return CacheGroup(
+            name=self.name,
+            layers=self.layers,
+            kind=self.kind,
+            head_count=self.heads,
+            block_tokens=0 if is_state else block_tokens,
+            parts=tuple(
+                Part(part.name, part.dtype, part.nbytes * tokens, interior) for part in self.parts
+            ),
+        )
+
+
+def spread_caches(
+    kinds: Sequence[tuple[str, GroupKind, int, int, tuple[SimPart, ...]]],
+) -> tuple[SimCache, ...]:
+    """Caches of (name, kind, layer count, heads, parts), their layers dealt evenly among each other.
+
+    Kinds without layers are left out.
+    """
+    turns = sorted(
+        ((2 * index + 1) / count, number)
+        for number, (_, _, count, _, _) in enumerate(kinds)
+        for index in range(count)
+    )
+    return tuple(
+        SimCache(
+            name=name,
+            kind=kind,
+            layers=tuple(layer for layer, (_, owner) in enumerate(turns) if owner == number),
+            heads=heads,
+            parts=parts,
+        )
+        for number, (name, kind, count, heads, parts) in enumerate(kinds)
+        if count
+    )

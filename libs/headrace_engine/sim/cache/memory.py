@@ -1,0 +1,241 @@
+"""The KV memory of a sim engine's ranks: one arena each, laid out as the settings say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace_engine.sim.cache.arena_views import HeldCache, held_caches
+from headrace_engine.sim.mix import WORD_MASK, U64Array, mix_int
+from headrace_engine.sim.model import SimModel, WordArray
+from headrace_engine.sim.settings import SimShape
+from headrace_kv.layout.arena import allocate_arena, suited_alignment_bytes
+from headrace_kv.layout.layout import STATE, KvLayout, RankMemory
+from headrace_kv.plan.regions import PlacedRegions, place_regions
+
+_GROUP_ALIGNMENT_BYTES = 64
+_MOST_HEADS = 1 << 20
+
+
+class SimMemory:
+    """Writes a model's KV and reads it back. Not thread-safe; transports write into it from
+    outside.
+
+    Blocks that nobody holds are filled with a guard word, which is this memory's own. Block ids by
+    group are in the layout's order.
+    """
+
+    def __init__(self, model: SimModel, shape: SimShape, guard_seed: int) -> None:
+        self._model = model
+        self._shape = shape
+        self._guard = np.array(mix_int(guard_seed), np.uint64)
+        layout = self.layout()
+        self.groups = layout.groups
+        self._placed = tuple(self._place(layout, rank) for rank in range(layout.rank_count))
+        self._arenas = tuple(_new_arena(placed.arena_bytes) for placed in self._placed)
+        self._held: tuple[tuple[HeldCache, ...], ...] = tuple(
+            held_caches(layout, model, rank, placed.regions, arena)
+            for rank, (placed, arena) in enumerate(zip(self._placed, self._arenas, strict=True))
+        )
+        self._readings = tuple(_readings(self._held))
+        # By the layers of a step, which are one or all.
+        self._by_layers: dict[range, tuple[HeldCache, ...]] = {}
+        for group, _ in enumerate(self.groups):
+            for view in self._views_of(group):
+                view[...] = self._guard.astype(view.dtype)
+
+    def layout(self, broadcast_width: int = 1) -> KvLayout:
+        """How the memory lies, for peers, and how many ranks pass equal bytes on to each other."""
+        return KvLayout(
+            model=self._model.name(),
+            tensor_parallel_size=self._shape.tensor_parallel_size,
+            groups=self._shape.groups,
+            stage_starts=self._shape.stage_starts,
+            broadcast_width=broadcast_width,
+        )
+
+    def _place(self, layout: KvLayout, rank: int) -> PlacedRegions:
+        shape = self._shape
+        return place_regions(
+            layout, rank, shape.block_counts, shape.settings.order, _GROUP_ALIGNMENT_BYTES
+        )
+
+    def address(self, rank: int) -> int:
+        """First byte of a rank's arena."""
+        return int(self._arenas[rank].ctypes.data)
+
+    def arena_bytes(self, rank: int) -> int:
+        """Bytes of a rank's arena."""
+        return int(self._arenas[rank].nbytes)
+
+    def rank_memory(self, rank: int, transport: str, session: str) -> RankMemory:
+        """A rank's arena as peers need it."""
+        return RankMemory(
+            rank=rank,
+            transport=transport,
+            session=session,
+            base_address=self.address(rank),
+            arena_bytes=self.arena_bytes(rank),
+            regions=self._placed[rank].regions,
+        )
+
+    def write(
+        self,
+        layers: range,
+        hashes: U64Array,
+        positions: U64Array,
+        blocks_by_group: Sequence[U64Array],
+    ) -> None:
+        """Stores the KV of some positions in those of `layers` that keep tokens.
+
+        Shapes [positions]; blocks_by_group[i] holds each position's own block of group i.
+        """
+        for held in self._touched(layers):
+            if held.is_state:
+                continue
+            blocks = blocks_by_group[held.group][:, None]
+            tokens = np.uint64(self.groups[held.group].block_tokens)
+            offsets = (positions % tokens)[:, None]
+            heads = np.arange(len(held.heads))[None, :]
+            for view, formula in zip(held.views, held.formulas, strict=True):
+                view[:, blocks, heads, offsets] = formula.words(hashes).transpose(1, 0, 2, 3)
+
+    def advance_states(
+        self,
+        layers: range,
+        hashes_before: U64Array,
+        hashes_after: U64Array,
+        is_first: NDArray[np.bool_],
+        pages_by_group: Sequence[U64Array],
+    ) -> None:
+        """Takes states from one position on to another, in those of `layers` that keep them.
+
+        What was wrong in a page stays wrong by as much. Where `is_first`, there is no position
+        before and the page's content is not looked at. Shapes [states].
+        """
+        for held in self._touched(layers):
+            if not held.is_state:
+                continue
+            pages = pages_by_group[held.group]
+            for view, formula in zip(held.views, held.formulas, strict=True):
+                states = view[:, :, :, 0]
+                found = states[:, pages].transpose(1, 0, 2, 3)
+                wrong_by = found - formula.words(hashes_before)
+                wrong_by[is_first] = 0
+                moved = wrong_by + formula.words(hashes_after)
+                states[:, pages] = moved.transpose(1, 0, 2, 3)
+
+    def digest(self, block_ids_by_group: Sequence[Sequence[int]], token_count: int) -> int:
+        """Reads the KV of `token_count` tokens back, on every rank, layer, head and part, and the
+        states.
+
+        Equals the model's closed form exactly when every byte is right and copies of a head agree.
+        """
+        selections = [
+            self._selection(group, block_ids, token_count)
+            for group, block_ids in enumerate(block_ids_by_group)
+        ]
+        first_copies: dict[int, int] = {}
+        total = 0
+        for group, view, part_weights, head_names in self._readings:
+            blocks, weights = selections[group]
+            sums = np.einsum("lbhtw,bt->lhw", view[:, blocks], weights)
+            sums *= part_weights
+            by_head = sums.sum(axis=(0, 2), dtype=np.uint64).tolist()
+            for head, value in zip(head_names, by_head, strict=True):
+                first = first_copies.setdefault(head, value)
+                # Zero for a copy that agrees, so that the digest does not depend on the number of ranks.
+                if value != first:
+                    total += mix_int(value - first)
+        return (total + sum(first_copies.values())) & WORD_MASK
+
+    def _selection(
+        self, index: int, block_ids: Sequence[int], token_count: int
+    ) -> tuple[slice | list[int], U64Array]:
+        """The blocks that hold the tokens, and each token's weight. Shape [blocks, tokens]."""
+        group = self.groups[index]
+        if group.kind == STATE:
+            page = block_ids[0]
+            return slice(page, page + 1), np.ones((1, 1), np.uint64)
+        size = group.block_tokens
+        used = list(block_ids[: -(-token_count // size)])
+        capacity = len(used) * size
+        weights = self._model.position_weights(capacity).copy()
+        weights[token_count:] = 0
+        contiguous = used[-1] - used[0] == len(used) - 1 and used == list(
+            range(used[0], used[-1] + 1)
+        )
+        selected = slice(used[0], used[-1] + 1) if contiguous else used
+        return selected, weights.reshape(len(used), size)
+
+    def fill_guard(self, group: int, block_ids: Sequence[int]) -> None:
+        """Overwrites blocks of a group that nobody holds any more."""
+        if block_ids:
+            for view in self._views_of(group):
+                view[:, list(block_ids)] = self._guard.astype(view.dtype)
+
+    def save_block(self, group: int, block: int) -> tuple[WordArray, ...]:
+        """A copy of everything that a block of a group holds, on all ranks."""
+        return tuple(view[:, block].copy() for view in self._views_of(group))
+
+    def restore_block(self, group: int, block: int, content: Sequence[WordArray]) -> None:
+        """Writes what `save_block` returned into a block of the same group."""
+        for view, saved in zip(self._views_of(group), content, strict=True):
+            view[:, block] = saved
+
+    def guard_violations(self, group: int, block_ids: Sequence[int]) -> tuple[int, ...]:
+        """Those of the given free blocks of a group that somebody wrote to."""
+        ids = np.asarray(block_ids, np.intp)
+        touched = np.zeros(len(ids), bool)
+        for view in self._views_of(group):
+            touched |= (view[:, ids] != self._guard.astype(view.dtype)).any(axis=(0, 2, 3, 4))
+        return tuple(ids[touched].tolist())
+
+    def invert_byte(
+        self, rank: int, layer: int, part: str, block: int, head: int, token: int, byte: int
+    ) -> None:
+        """Makes one byte wrong: `layer` of the model, `head` within the rank, `token` within the
+        block, 0 in a state, and `byte` within the token's part. An empty `part` is the first.
+        """
+        for held in self._held[rank]:
+            if layer in held.layer_ids:
+                names = [one.name for one in self.groups[held.group].parts]
+                view = held.views[names.index(part) if part else 0]
+                word, shift = divmod(byte, view.dtype.itemsize)
+                at = (held.layer_ids.index(layer), block, head, token, word)
+                view[at] ^= view.dtype.type(0xFF << 8 * shift)
+
+    def _views_of(self, group: int) -> Iterator[WordArray]:
+        """Every array that holds blocks of a group."""
+        for rank in self._held:
+            for held in rank:
+                if held.group == group:
+                    yield from held.views
+
+    def _touched(self, layers: range) -> tuple[HeldCache, ...]:
+        """What the ranks hold of some layers."""
+        found = self._by_layers.get(layers)
+        if found is None:
+            parts = (held.within(layers) for rank in self._held for held in rank)
+            found = self._by_layers[layers] = tuple(part for part in parts if part is not None)
+        return found
+
+
+_Reading = tuple[int, WordArray, U64Array, range]
+"""A group, one part of it on one rank, its weights, and numbers that its heads' copies share."""
+
+
+def _readings(held_by_rank: Sequence[Sequence[HeldCache]]) -> Iterator[_Reading]:
+    first_names: dict[tuple[int, int, int], int] = {}
+    for held in (one for rank in held_by_rank for one in rank):
+        for part, (view, formula) in enumerate(zip(held.views, held.formulas, strict=True)):
+            at = (held.stage, held.group, part)
+            first = first_names.setdefault(at, len(first_names) * _MOST_HEADS)
+            names = range(first + held.heads.start, first + held.heads.stop)
+            yield held.group, view, formula.weights, names
+
+
+def _new_arena(nbytes: int) -> NDArray[np.uint8]:
+    return allocate_arena(nbytes, suited_alignment_bytes(nbytes))

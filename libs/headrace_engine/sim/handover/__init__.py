@@ -1,0 +1,1 @@
+"""Transfers of the simulation engine."""

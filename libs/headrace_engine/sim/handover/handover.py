@@ -1,0 +1,200 @@
+"""One prefill's transfer, over the senders of all ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from headrace_common.errors import (
+    Cancelled,
+    Conflict,
+    DeadlineExceeded,
+    DecodeFull,
+    Draining,
+    DuplicateTransfer,
+    HeadraceError,
+    InternalError,
+    KvCorrupt,
+    LayoutMismatch,
+    NotFound,
+    ProtocolViolation,
+    RegistryUnavailable,
+    StaleIncarnation,
+    TransferFailed,
+    TransferTimeout,
+    WorkerGone,
+)
+from headrace_kv.handoff.logits import LOGITS_RANK
+from headrace_kv.handoff.messages import LayerPiece, LayerSent, SendReport, TransferTarget
+from headrace_kv.layout.layout import KvLayout
+
+if TYPE_CHECKING:
+    from headrace_kv.send.sender import RankSender
+
+_QUIET_LIMIT_S = 120.0
+
+_ERRORS: dict[str, type[HeadraceError]] = {
+    error.reason: error
+    for error in (
+        Cancelled,
+        Conflict,
+        DeadlineExceeded,
+        DecodeFull,
+        Draining,
+        DuplicateTransfer,
+        InternalError,
+        KvCorrupt,
+        LayoutMismatch,
+        NotFound,
+        ProtocolViolation,
+        RegistryUnavailable,
+        StaleIncarnation,
+        TransferFailed,
+        TransferTimeout,
+        WorkerGone,
+    )
+}
+
+
+def error_of_report(report: SendReport) -> HeadraceError:
+    """The error that a failed report stands for."""
+    kind = _ERRORS.get(report.reason, TransferFailed)
+    return kind(
+        f"rank {report.rank}: {report.detail}",
+        metadata={"transfer_id": report.transfer_id, "rank": str(report.rank)},
+    )
+
+
+class Handover:
+    """Opens, feeds and ends a transfer on every rank, and collects what the ranks report.
+
+    `quiet` is set once no rank writes any more; `failure` is then the first thing that went wrong,
+    or None.
+    """
+
+    def __init__(
+        self, target: TransferTarget, senders: Sequence[RankSender], layout: KvLayout
+    ) -> None:
+        self.target = target
+        self.failure: HeadraceError | None = None
+        self.quiet = asyncio.Event()
+        self._senders = senders
+        self._layout = layout
+        self._opened: list[int] = []
+        self._reports: dict[int, SendReport] = {}
+
+    @property
+    def failed(self) -> bool:
+        """Whether anything went wrong so far."""
+        return self.failure is not None
+
+    async def run(self) -> None:
+        """Waits until every rank is quiet, and stops them when cancelled or out of time.
+
+        Raises what went wrong. Even a cancellation waits: blocks must not be reused before (I2).
+        """
+        target = self.target
+        try:
+            async with asyncio.timeout(max(0.0, target.deadline_unix_s - time.time())):
+                await self.quiet.wait()
+        except TimeoutError:
+            detail = f"transfer {target.transfer_id} ran out of time"
+            self.fail(TransferTimeout(detail, metadata={"transfer_id": target.transfer_id}))
+        except asyncio.CancelledError:
+            self.fail(Cancelled("the prefill was given up"))
+            await self._fall_quiet()
+            raise
+        await self._fall_quiet()
+        if self.failure is not None:
+            raise self.failure
+
+    async def _fall_quiet(self) -> None:
+        cancelled = False
+        limit_s = time.monotonic() + _QUIET_LIMIT_S
+        while not self.quiet.is_set():
+            try:
+                async with asyncio.timeout(max(0.0, limit_s - time.monotonic())):
+                    await self.quiet.wait()
+            except asyncio.CancelledError:
+                cancelled = True
+            except TimeoutError as exc:
+                raise InternalError(
+                    f"ranks {self._loud_ranks()} did not fall quiet in {_QUIET_LIMIT_S:.0f} s",
+                    metadata={"transfer_id": self.target.transfer_id},
+                ) from exc
+        if cancelled:
+            raise asyncio.CancelledError
+
+    def open(self) -> None:
+        """Starts the transfer on every rank."""
+        for rank, sender in enumerate(self._senders):
+            sender.open(self.target)
+            self._opened.append(rank)
+
+    def push(
+        self, layer: int, start_token: int, end_token: int, block_ids: tuple[int, ...]
+    ) -> None:
+        """Sends tokens of one layer, whose KV is written, from the ranks that hold it."""
+        if self.failed:
+            return
+        piece = LayerPiece(
+            transfer_id=self.target.transfer_id,
+            layer=layer,
+            start_token=start_token,
+            end_token=end_token,
+            block_ids=block_ids,
+            ready_unix_ns=time.time_ns(),
+        )
+        ranks = self._layout.tensor_parallel_size
+        first = self._layout.stage_of(layer) * ranks
+        for sender in self._senders[first : first + ranks]:
+            sender.push(piece)
+
+    def push_logits(self, logits: bytes) -> None:
+        """Sends the last token's logits."""
+        if not self.failed:
+            self._senders[LOGITS_RANK].push_logits(self.target.transfer_id, logits)
+
+    def finish(self) -> None:
+        """Nothing more will be pushed."""
+        if not self.failed:
+            for sender in self._senders:
+                sender.finish(self.target.transfer_id)
+
+    def fail(self, failure: HeadraceError) -> None:
+        """Stops every rank. Only the first failure counts."""
+        if self.failed or self.quiet.is_set():
+            return
+        self.failure = failure
+        for rank in self._opened:
+            if rank not in self._reports:
+                self._senders[rank].stop(self.target.transfer_id, failure.reason, failure.detail)
+        self._check_quiet()
+
+    def report(self, report: SendReport) -> None:
+        """A rank is quiet."""
+        self._reports[report.rank] = report
+        if report.reason and not self.failed:
+            self.fail(error_of_report(report))
+        self._check_quiet()
+
+    def _check_quiet(self) -> None:
+        whole = len(self._opened) == len(self._senders) or self.failed
+        if whole and len(self._reports) == len(self._opened):
+            self.quiet.set()
+
+    def _loud_ranks(self) -> tuple[int, ...]:
+        return tuple(rank for rank in self._opened if rank not in self._reports)
+
+    @property
+    def control_bytes(self) -> int:
+        """As in SendReport, of every rank."""
+        return sum(report.control_bytes for report in self._reports.values())
+
+    def layers_sent(self) -> tuple[tuple[int, LayerSent], ...]:
+        """What every rank sent, as (rank, piece)."""
+        return tuple(
+            (rank, sent) for rank, report in sorted(self._reports.items()) for sent in report.layers
+        )

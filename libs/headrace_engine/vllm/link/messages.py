@@ -1,0 +1,121 @@
+"""The link's messages to and from the words of headrace_kv. Pure."""
+
+from __future__ import annotations
+
+from google.protobuf import duration_pb2, timestamp_pb2
+
+from headrace.engine.v1 import link_pb2
+from headrace.kv.v1 import handoff_pb2
+from headrace_engine.vllm.scheduler.load import EngineLoad
+from headrace_kv.handoff.messages import LayerSent, Reservation, SendReport
+
+NANOSECONDS = 1_000_000_000
+
+
+def timestamp(unix_ns: int) -> timestamp_pb2.Timestamp:
+    """A point in time, in nanoseconds since the Unix epoch."""
+    return timestamp_pb2.Timestamp(seconds=unix_ns // NANOSECONDS, nanos=unix_ns % NANOSECONDS)
+
+
+def unix_ns(time: timestamp_pb2.Timestamp) -> int:
+    """The reverse of `timestamp`."""
+    return time.seconds * NANOSECONDS + time.nanos
+
+
+def reservation_to_proto(reservation: Reservation) -> link_pb2.BlocksReserved:
+    return link_pb2.BlocksReserved(
+        transfer_id=reservation.transfer_id,
+        block_ids=reservation.block_ids,
+        start_token=reservation.start_token,
+        end_token=reservation.end_token,
+        further_block_ids=[
+            handoff_pb2.BlockList(block_ids=block_ids)
+            for block_ids in reservation.further_block_ids
+        ],
+    )
+
+
+def reservation_from_proto(message: link_pb2.BlocksReserved) -> Reservation:
+    return Reservation(
+        message.transfer_id,
+        tuple(message.block_ids),
+        message.start_token,
+        message.end_token,
+        tuple(tuple(group.block_ids) for group in message.further_block_ids),
+    )
+
+
+def load_to_proto(load: EngineLoad) -> link_pb2.EngineLoad:
+    return link_pb2.EngineLoad(
+        running_requests=load.running_requests,
+        waiting_requests=load.waiting_requests,
+        used_blocks=load.used_blocks,
+        total_blocks=load.total_blocks,
+    )
+
+
+def load_from_proto(message: link_pb2.EngineLoad) -> EngineLoad:
+    return EngineLoad(
+        message.running_requests,
+        message.waiting_requests,
+        message.used_blocks,
+        message.total_blocks,
+    )
+
+
+def report_to_proto(report: SendReport) -> link_pb2.SendReport:
+    return link_pb2.SendReport(
+        transfer_id=report.transfer_id,
+        rank=report.rank,
+        reason=report.reason,
+        detail=report.detail,
+        layers=[_layer_to_proto(layer) for layer in report.layers],
+        control_bytes=report.control_bytes,
+    )
+
+
+def report_from_proto(message: link_pb2.SendReport) -> SendReport:
+    return SendReport(
+        transfer_id=message.transfer_id,
+        rank=message.rank,
+        reason=message.reason,
+        detail=message.detail,
+        layers=tuple(_layer_from_proto(layer) for layer in message.layers),
+        control_bytes=message.control_bytes,
+    )
+
+
+def _layer_to_proto(layer: LayerSent) -> link_pb2.LayerSent:
+    return link_pb2.LayerSent(
+        layer=layer.layer,
+        destination_rank=layer.destination_rank,
+        start_token=layer.start_token,
+        end_token=layer.end_token,
+        payload_bytes=layer.payload_bytes,
+        run_count=layer.run_count,
+        ready_time=timestamp(layer.ready_unix_ns),
+        start_time=timestamp(layer.start_unix_ns),
+        duration=duration_pb2.Duration(
+            seconds=layer.duration_ns // NANOSECONDS, nanos=layer.duration_ns % NANOSECONDS
+        ),
+        transport=layer.transport,
+        strategy=layer.strategy,
+        entry_count=layer.entry_count,
+    )
+
+
+def _layer_from_proto(message: link_pb2.LayerSent) -> LayerSent:
+    return LayerSent(
+        layer=message.layer,
+        destination_rank=message.destination_rank,
+        start_token=message.start_token,
+        end_token=message.end_token,
+        payload_bytes=message.payload_bytes,
+        run_count=message.run_count,
+        ready_unix_ns=unix_ns(message.ready_time),
+        start_unix_ns=unix_ns(message.start_time),
+        duration_ns=message.duration.seconds * NANOSECONDS + message.duration.nanos,
+        transport=message.transport,
+        strategy=message.strategy,
+        entry_count=message.entry_count,
+    )

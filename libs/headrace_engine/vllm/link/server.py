@@ -1,0 +1,251 @@
+"""The service's end of the link to its engine processes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import grpc.aio
+
+from headrace.engine.v1 import link_pb2, link_pb2_grpc
+from headrace_common.deadlines import Deadline
+from headrace_common.errors import HeadraceError, InternalError, ProtocolViolation
+from headrace_common.rpc.channel import LOCAL_OPTIONS
+from headrace_engine.vllm.link.messages import (
+    NANOSECONDS,
+    load_from_proto,
+    report_from_proto,
+    reservation_from_proto,
+    timestamp,
+    unix_ns,
+)
+from headrace_engine.vllm.scheduler.load import EngineLoad
+from headrace_kv.handoff.messages import Reservation, SendReport
+from headrace_kv.layout.layout import (
+    KvDescriptor,
+    WorkerRef,
+    descriptor_to_proto,
+    layout_from_proto,
+    rank_memory_from_proto,
+)
+
+log = logging.getLogger(__name__)
+
+DescriptorSource = Callable[[WorkerRef, Deadline], Awaitable[KvDescriptor]]
+
+UNSENT_MAX = 65_536
+QUERIES_MAX = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class LinkEvents:
+    """What the service does about news of its engine processes. Called on the link's loop; must not block."""
+
+    reserved: Callable[[Reservation], None]
+    report: Callable[[SendReport], None]
+    lost: Callable[[str], None]
+    load: Callable[[EngineLoad], None] = lambda load: None
+
+
+@dataclass(slots=True)
+class _Peer:
+    attachment: link_pb2.Attachment
+    outbox: asyncio.Queue[link_pb2.AttachResponse | None] = field(
+        default_factory=lambda: asyncio.Queue(UNSENT_MAX)
+    )
+    queries: set[asyncio.Task[None]] = field(default_factory=set)
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return "scheduler" if self.attachment.scheduler else f"rank {self.attachment.rank}"
+
+
+class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
+    """Owns the streams of all connectors: one scheduler's and one per rank."""
+
+    def __init__(self, path: Path, events: LinkEvents, descriptors: DescriptorSource) -> None:
+        self._path = path
+        self._events = events
+        self._descriptors = descriptors
+        self._server: grpc.aio.Server | None = None
+        self._scheduler: _Peer | None = None
+        self._ranks: dict[int, _Peer] = {}
+        self._changed = asyncio.Event()
+        self._closing = False
+
+    async def start(self) -> None:
+        """Serves on the socket. Raises InternalError when that cannot be bound."""
+        self._server = grpc.aio.server(options=LOCAL_OPTIONS)
+        link_pb2_grpc.add_EngineLinkServiceServicer_to_server(self, self._server)
+        try:
+            self._server.add_insecure_port(f"unix:{self._path}")
+        except RuntimeError as exc:
+            raise InternalError(f"cannot serve the engine link on {self._path}: {exc}") from exc
+        await self._server.start()
+
+    def begin_close(self) -> None:
+        """From now on, engine processes may end."""
+        self._closing = True
+
+    async def close(self) -> None:
+        """Ends all streams."""
+        self.begin_close()
+        if self._server is not None:
+            await self._server.stop(grace=None)
+
+    async def wait_attached(
+        self, rank_count: int, timeout_s: float, *, with_scheduler: bool = True
+    ) -> KvDescriptor:
+        """The worker's memory, once all its connectors are there. Raises InternalError when they do not come.
+
+        Without `with_scheduler`, ranks alone attach: the scheduler is in this process.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                while (with_scheduler and self._scheduler is None) or len(self._ranks) < rank_count:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            raise InternalError(
+                f"{len(self._ranks)} of {rank_count} ranks of the engine answered within {timeout_s:g} s"
+            ) from None
+        attachments = [self._ranks[rank].attachment for rank in sorted(self._ranks)]
+        layouts = {layout_from_proto(attachment.layout) for attachment in attachments}
+        if len(layouts) != 1:
+            raise InternalError("the engine's ranks disagree on their KV layout")
+        return KvDescriptor(
+            layouts.pop(), tuple(rank_memory_from_proto(item.memory) for item in attachments)
+        )
+
+    def request_coming(self) -> None:
+        """Tells the scheduler that a request is on its way, before vLLM is given it."""
+        self._tell(
+            self._scheduler, link_pb2.AttachResponse(request_coming=link_pb2.RequestComing())
+        )
+
+    def arrived(self, transfer_id: str) -> None:
+        """Tells the scheduler that a transfer is whole."""
+        self._tell(
+            self._scheduler,
+            link_pb2.AttachResponse(arrived=link_pb2.Arrived(transfer_id=transfer_id)),
+        )
+
+    def released(self, transfer_id: str) -> None:
+        """Tells the scheduler that a transfer will never be whole, and nothing writes for it."""
+        self._tell(
+            self._scheduler,
+            link_pb2.AttachResponse(released=link_pb2.Released(transfer_id=transfer_id)),
+        )
+
+    def arriving(self, transfer_id: str, deadline: Deadline) -> None:
+        """Tells the scheduler that all but the last layers of a transfer are there."""
+        arriving = link_pb2.Arriving(
+            transfer_id=transfer_id, deadline_time=timestamp(round(deadline.unix_s * NANOSECONDS))
+        )
+        self._tell(self._scheduler, link_pb2.AttachResponse(arriving=arriving))
+
+    def layers_arrived(
+        self, transfer_id: str, rank: int, layer_count: int, *, failed: bool
+    ) -> None:
+        """Tells a rank how far a transfer has come."""
+        arrived = link_pb2.LayersArrived(
+            transfer_id=transfer_id, layer_count=layer_count, failed=failed
+        )
+        self._tell(self._ranks.get(rank), link_pb2.AttachResponse(layers_arrived=arrived))
+
+    def first_token(self, transfer_id: str, token_id: int) -> None:
+        """Tells the scheduler the first token of a request that awaits it."""
+        first = link_pb2.FirstToken(transfer_id=transfer_id, token_id=token_id)
+        self._tell(self._scheduler, link_pb2.AttachResponse(first_token=first))
+
+    def stop(self, transfer_id: str) -> None:
+        """Tells every rank to stop sending a transfer and to report."""
+        for peer in self._ranks.values():
+            self._tell(peer, link_pb2.AttachResponse(stop=link_pb2.Stop(transfer_id=transfer_id)))
+
+    def _tell(self, peer: _Peer | None, response: link_pb2.AttachResponse) -> None:
+        if peer is None:
+            return
+        try:
+            peer.outbox.put_nowait(response)
+        except asyncio.QueueFull:
+            self._lose(f"{peer.name} of the engine has not read {UNSENT_MAX} messages")
+
+    def _lose(self, why: str) -> None:
+        if not self._closing:
+            self._events.lost(why)
+
+    async def Attach(
+        self,
+        request_iterator: AsyncIterator[link_pb2.AttachRequest],
+        context: grpc.aio.ServicerContext[link_pb2.AttachRequest, link_pb2.AttachResponse],
+    ) -> AsyncIterator[link_pb2.AttachResponse]:
+        """One connector's stream."""
+        peer = await self._admit(request_iterator)
+        reader = asyncio.create_task(self._read(peer, request_iterator), name=f"link {peer.name}")
+        try:
+            while (response := await peer.outbox.get()) is not None:
+                yield response
+        finally:
+            for task in (reader, *peer.queries):
+                task.cancel()
+            self._dismiss(peer)
+
+    async def _admit(self, requests: AsyncIterator[link_pb2.AttachRequest]) -> _Peer:
+        async for request in requests:
+            if request.WhichOneof("message") != "attachment":
+                break
+            peer = _Peer(request.attachment)
+            if peer.attachment.scheduler:
+                self._scheduler = peer
+            else:
+                self._ranks[peer.attachment.rank] = peer
+            self._changed.set()
+            return peer
+        raise ProtocolViolation("the first message on the engine link must be an attachment")
+
+    def _dismiss(self, peer: _Peer) -> None:
+        if self._scheduler is peer:
+            self._scheduler = None
+        elif self._ranks.get(peer.attachment.rank) is peer:
+            del self._ranks[peer.attachment.rank]
+        self._lose(f"the engine's {peer.name} has ended")
+
+    async def _read(self, peer: _Peer, requests: AsyncIterator[link_pb2.AttachRequest]) -> None:
+        try:
+            async for request in requests:
+                self._hear(peer, request)
+        finally:
+            # A full outbox has already cost the peer its life.
+            if not peer.outbox.full():
+                peer.outbox.put_nowait(None)
+
+    def _hear(self, peer: _Peer, request: link_pb2.AttachRequest) -> None:
+        kind = request.WhichOneof("message")
+        if kind == "reserved":
+            self._events.reserved(reservation_from_proto(request.reserved))
+        elif kind == "report":
+            self._events.report(report_from_proto(request.report))
+        elif kind == "load":
+            self._events.load(load_from_proto(request.load))
+        elif kind == "descriptor_query" and len(peer.queries) < QUERIES_MAX:
+            query = asyncio.create_task(self._answer(peer, request.descriptor_query))
+            peer.queries.add(query)
+            query.add_done_callback(peer.queries.discard)
+        else:
+            log.error("%s of the engine said %s out of order", peer.name, kind)
+
+    async def _answer(self, peer: _Peer, query: link_pb2.DescriptorQuery) -> None:
+        answer = link_pb2.DescriptorAnswer(query_id=query.query_id)
+        deadline = Deadline(unix_ns(query.deadline_time) / NANOSECONDS)
+        try:
+            found = await self._descriptors(WorkerRef(query.worker_id, query.incarnation), deadline)
+            answer.descriptor.CopyFrom(descriptor_to_proto(found))
+        except HeadraceError as exc:
+            answer.reason, answer.detail = exc.reason, exc.detail
+        self._tell(peer, link_pb2.AttachResponse(descriptor_answer=answer))

@@ -1,0 +1,1 @@
+"""The worker side of the connector, one per rank."""

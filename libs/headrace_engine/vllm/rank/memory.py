@@ -1,0 +1,175 @@
+"""Describes a rank's KV tensors as regions of one arena."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from headrace_common.errors import ConfigError
+from headrace_engine.vllm.step.groups import LayerGroup
+from headrace_kv.layout.layout import (
+    STATE,
+    TOKEN_OUTER,
+    TOKENS,
+    CacheGroup,
+    KvLayout,
+    Part,
+    RankMemory,
+    Region,
+)
+from headrace_kv.plan.shard_map import heads_held
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+WHOLE_BLOCKS = "vllm-blocks"
+"""The interior of blocks whose tokens lie one by one, but go together."""
+
+BlockInterior = Callable[["Tensor", int], str]
+"""How the attention kernels pack a block of a layer's tensor, given its block_tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arena:
+    """One allocation that holds every layer's cache, in regions by layer."""
+
+    base_address: int
+    arena_bytes: int
+    groups: tuple[CacheGroup, ...]
+    regions: tuple[Region, ...]
+
+
+def describe_arena(
+    kv_caches: Mapping[str, Tensor],
+    groups: Sequence[LayerGroup],
+    *,
+    rank: int,
+    tensor_parallel_size: int,
+    block_interior: BlockInterior,
+) -> Arena:
+    """Takes tensors of shape [blocks, heads, tokens, channels], or [blocks, 1, 1, bytes] of states, on any device.
+
+    Where tokens may be copied one by one, heads and tokens may lie in either order. Beside states they may not: what a
+    block's end holds must be known then, because it may have been a state before. Raises ConfigError when they are
+    anything else, differ within a group, or do not share one allocation.
+    """
+    storages = {tensor.untyped_storage().data_ptr() for tensor in kv_caches.values()}
+    if len(storages) != 1:
+        raise _refusal("layers in separate allocations")
+    base = storages.pop()
+    has_states = any(group.kind == STATE for group in groups)
+    told: list[CacheGroup] = []
+    regions: list[Region] = []
+    for group in groups:
+        tensors = [kv_caches[name] for _, name in group.layers]
+        parts = {
+            _part(group, name, kv_caches[name], block_interior, has_states)
+            for _, name in group.layers
+        }
+        if len(parts) != 1 or len({tensor.shape for tensor in tensors}) != 1:
+            raise _refusal(f"layers of group {group.name} with caches of different sizes")
+        held = heads_held(rank, tensor_parallel_size, group.head_count)
+        part = parts.pop()
+        for (number, name), tensor in zip(group.layers, tensors, strict=True):
+            if tensor.shape[1] != len(held):
+                raise _refusal(
+                    f"{tensor.shape[1]} heads on rank {rank} in {name} instead of {len(held)}"
+                )
+            regions.append(_region(number, part, group, tensor, base))
+        told.append(
+            CacheGroup(
+                name=group.name,
+                layers=tuple(number for number, _ in group.layers),
+                kind=group.kind,
+                head_count=group.head_count,
+                block_tokens=group.block_tokens if group.kind == TOKENS else 0,
+                parts=(part,),
+            )
+        )
+    return Arena(
+        base_address=base,
+        arena_bytes=next(iter(kv_caches.values())).untyped_storage().nbytes(),
+        groups=tuple(told),
+        regions=tuple(regions),
+    )
+
+
+def _part(
+    group: LayerGroup,
+    name: str,
+    tensor: Tensor,
+    block_interior: BlockInterior,
+    has_states: bool,
+) -> Part:
+    tokens = group.block_tokens if group.kind == TOKENS else 1
+    if tensor.dim() == 4 and tokens > tensor.shape[2] and tokens % tensor.shape[2] == 0:
+        raise ConfigError(
+            f"blocks hold {tokens} tokens, but the attention kernels of {name} take {tensor.shape[2]}: "
+            f"set block_tokens to {tensor.shape[2]}",
+            metadata={"field": "block_tokens"},
+        )
+    if tensor.dim() != 4 or tensor.stride(3) != 1 or tensor.shape[2] != tokens:
+        raise _refusal(_described(name, tensor, tokens))
+    interior = group.interior or block_interior(tensor, tokens)
+    if interior == TOKEN_OUTER and has_states:
+        interior = WHOLE_BLOCKS
+        if tensor.stride(2) != tensor.shape[3]:
+            raise ConfigError(
+                f"{name} keeps heads inside of tokens, and beside states blocks must be handed over whole: set "
+                "VLLM_KV_CACHE_LAYOUT=HND",
+                metadata={"field": "model"},
+            )
+    if interior != TOKEN_OUTER and tensor.stride(2) != tensor.shape[3]:
+        raise _refusal(_described(name, tensor, tokens))
+    token_bytes = tensor.shape[3] * tensor.element_size()
+    return Part(
+        name="state" if group.kind == STATE else "kv",
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        unit_bytes=token_bytes if interior == TOKEN_OUTER else token_bytes * tokens,
+        interior=interior,
+    )
+
+
+def _described(name: str, tensor: Tensor, tokens: int) -> str:
+    return f"a cache of shape {tuple(tensor.shape)} and strides {tensor.stride()} in {name}, {tokens} tokens to a block"
+
+
+def _region(number: int, part: Part, group: LayerGroup, tensor: Tensor, base: int) -> Region:
+    element_bytes = tensor.element_size()
+    return Region(
+        layer=number,
+        part=part.name,
+        offset_bytes=tensor.data_ptr() - base,
+        block_count=tensor.shape[0],
+        head_count=tensor.shape[1],
+        block_tokens=group.block_tokens if group.kind == TOKENS else 0,
+        unit_bytes=part.unit_bytes,
+        block_stride_bytes=tensor.stride(0) * element_bytes,
+        head_stride_bytes=tensor.stride(1) * element_bytes,
+        token_stride_bytes=tensor.stride(2) * element_bytes if part.interior == TOKEN_OUTER else 0,
+    )
+
+
+def layout_of(arena: Arena, *, fingerprint: str, tensor_parallel_size: int) -> KvLayout:
+    """The worker's layout as a rank sees it: the same on every rank."""
+    return KvLayout(fingerprint, tensor_parallel_size, arena.groups)
+
+
+def rank_memory(arena: Arena, *, rank: int, transport: str, session: str) -> RankMemory:
+    """The rank's registered memory."""
+    return RankMemory(
+        rank=rank,
+        transport=transport,
+        session=session,
+        base_address=arena.base_address,
+        arena_bytes=arena.arena_bytes,
+        regions=arena.regions,
+    )
+
+
+def _refusal(what: str) -> ConfigError:
+    return ConfigError(
+        f"the model has {what}, which Headrace cannot hand over: serve another model",
+        metadata={"field": "model"},
+    )

@@ -1,0 +1,1 @@
+"""The scheduler side of the connector."""

@@ -1,0 +1,1 @@
+"""The vLLM engine as seen from the service process."""

@@ -1,0 +1,100 @@
+"""Chooses the first token of an answer from logits that came from elsewhere, as vLLM's own step would have.
+
+The batch, the sampler and what they make of a request's settings are vLLM's; only the row of logits is given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from headrace_common.errors import InternalError, TransferFailed
+from headrace_engine.interface import DecodeTokens, Sampling, TokenLogprobs
+from headrace_engine.vllm.compat import first_batch, make_sampler, vocabulary_size
+from headrace_engine.vllm.service.sampling import sampling_params
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from vllm.config import VllmConfig
+
+FLOAT_BYTES = 4
+
+
+class FirstSampler:
+    """Samples on a thread of its own, one row at a time."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self._config = vllm_config
+        self._vocabulary = vocabulary_size(vllm_config)
+        self._sampler = make_sampler(vllm_config)
+        self._thread = ThreadPoolExecutor(
+            1, thread_name_prefix="headrace-first-sample", initializer=_use_one_thread
+        )
+
+    @property
+    def logits_bytes(self) -> int:
+        """Of one row."""
+        return FLOAT_BYTES * self._vocabulary
+
+    async def choose(
+        self, logits: bytes, prompt: Sequence[int], sampling: Sampling
+    ) -> DecodeTokens:
+        """The token after the prompt. Raises TransferFailed for logits of another vocabulary, else InternalError."""
+        if len(logits) != self.logits_bytes:
+            raise TransferFailed(
+                f"{len(logits)} bytes of logits came, but those of this model have {self.logits_bytes}"
+            )
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(
+                self._thread, self._choose, logits, list(prompt), sampling
+            )
+        except RuntimeError as exc:
+            raise InternalError(f"vLLM could not sample: {exc}") from exc
+
+    async def warm(self) -> None:
+        """Samples once by each way, since what is used first is slow."""
+        logits = bytes(self.logits_bytes)
+        seeded = Sampling(top_p=0.9, top_k=2, min_p=0.1, seed=1, presence_penalty=1.0, logprobs=1)
+        for sampling in (Sampling(temperature=0.0), Sampling(), seeded):
+            await self.choose(logits, (0,), sampling)
+
+    def close(self) -> None:
+        """Ends the thread, after the row that it is at."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _choose(self, logits: bytes, prompt: list[int], sampling: Sampling) -> DecodeTokens:
+        import torch
+
+        params = sampling_params(sampling, None)
+        batch = first_batch(self._config, prompt, params)
+        # Sampling writes into the row, which the bytes do not allow.
+        row = torch.frombuffer(bytearray(logits), dtype=torch.float32).unsqueeze(0)
+        with torch.inference_mode():
+            output = self._sampler(row, batch.sampling_metadata)
+        token_id = int(output.sampled_token_ids[0, 0])
+        if output.logprobs_tensors is None or sampling.logprobs is None:
+            return DecodeTokens((token_id,))
+        found = output.logprobs_tensors
+        return DecodeTokens(
+            (token_id,),
+            (_logprobs(found.logprob_token_ids[0], found.logprobs[0], sampling.logprobs),),
+        )
+
+
+def _use_one_thread() -> None:
+    """One row is little work, and OpenMP's threads spin after it."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def _logprobs(token_ids: Tensor, logprobs: Tensor, count: int) -> TokenLogprobs:
+    """The chosen token comes first, and then the likeliest ones."""
+    ids: list[Any] = token_ids.tolist()
+    values: list[float] = logprobs.tolist()
+    return TokenLogprobs(
+        values[0], tuple(zip(ids[1 : count + 1], values[1 : count + 1], strict=True))
+    )

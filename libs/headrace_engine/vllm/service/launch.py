@@ -1,0 +1,184 @@
+"""Starts vLLM: its settings from ours, and its processes as ours."""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from dataclasses import astuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headrace_common.errors import ConfigError
+from headrace_engine.factory import EngineConfig
+from headrace_engine.vllm.compat import (
+    import_vllm,
+    require_vllm,
+    runs_on_cpu,
+    set_vllm_environment,
+    start_llm,
+)
+from headrace_engine.vllm.link.startup_failure import read_failure
+from headrace_engine.vllm.service.model_folder import ModelFolder, read_model_folder
+from headrace_engine.vllm.service.process import engine_children
+from headrace_engine.vllm.settings import ConnectorSettings
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+log = logging.getLogger(__name__)
+
+_GIB = 1 << 30
+_LEAST_FREE_SHARE = 0.02
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+FIT_TO_MEMORY = -1
+LOGITS_TAP = "headrace_engine.vllm.rank.logits_tap:LogitsTap"
+MAMBA2_MODEL_TYPES = frozenset({"falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"})
+
+
+def check_config(config: EngineConfig) -> ModelFolder:
+    """What can be said before anything is loaded. Raises ConfigError."""
+    require_vllm()
+    if config.transport != "mooncake":
+        raise ConfigError(
+            f"transport {config.transport} does not reach vLLM's engine process: set transport to mooncake",
+            metadata={"field": "transport"},
+        )
+    if config.dtype not in DTYPES:
+        raise ConfigError(
+            f"dtype is {config.dtype!r}: choose one of {', '.join(DTYPES)}",
+            metadata={"field": "dtype"},
+        )
+    if config.max_batched_tokens < config.max_requests:
+        raise ConfigError(
+            f"max_batched_tokens is {config.max_batched_tokens}, fewer than the {config.max_requests} requests that "
+            "one step may serve: raise it, or lower max_requests",
+            metadata={"field": "max_batched_tokens"},
+        )
+    _require_room(config)
+    return read_model_folder(config.model, config.context_tokens)
+
+
+def _require_room(config: EngineConfig) -> None:
+    if config.block_count == 1:
+        raise ConfigError(
+            "1 block holds no tokens, because vLLM keeps it for itself: raise block_count",
+            metadata={"field": "block_count"},
+        )
+    # Of blocks whose size vLLM chooses while it loads, it says itself whether they are enough.
+    held = (config.block_count - 1) * config.block_tokens
+    if config.block_count and config.block_tokens and config.context_tokens > held:
+        raise ConfigError(
+            f"{config.block_count} blocks of {config.block_tokens} tokens hold {held} tokens: "
+            "raise block_count, or lower context_tokens",
+            metadata={"field": "block_count"},
+        )
+
+
+def launch(config: EngineConfig, folder: ModelFolder, link_path: Path) -> AsyncLLM:
+    """Loads the model in a process of its own; blocks until it can serve. Must run on the main thread.
+
+    Raises ConfigError when vLLM refuses the model or the settings.
+    """
+    set_vllm_environment(
+        host=config.host,
+        kv_cache_gib=config.kv_cache_gib,
+        tensor_parallel_size=config.tensor_parallel_size,
+    )
+    with warnings.catch_warnings():
+        # vLLM and torch deprecate each other's names, here and in the processes that are forked.
+        warnings.simplefilter("ignore")
+        return _launch(config, folder, link_path)
+
+
+def _launch(config: EngineConfig, folder: ModelFolder, link_path: Path) -> AsyncLLM:
+    start_s = time.monotonic()
+    log.info("loading vLLM")
+    import_vllm()
+    log.info("loading model %s (vLLM took %.1f s)", folder.path.name, time.monotonic() - start_s)
+    try:
+        vllm_config = _engine_args(config, folder, link_path).create_engine_config()
+        with engine_children(keeps_memory=runs_on_cpu()):
+            return start_llm(vllm_config)
+    except (RuntimeError, ValueError) as exc:
+        failure = read_failure(link_path)
+        if failure is not None:
+            raise failure from exc
+        said = " ".join(str(exc).split())[:300]
+        raise ConfigError(
+            f"vLLM cannot serve {folder.path}: {said}; its log above says why",
+            metadata={"field": "model", "model": config.model},
+        ) from exc
+
+
+def _caches_prefixes(folder: ModelFolder) -> bool:
+    """Whether vLLM may keep prefixes for later requests."""
+    # To keep the states in the middle of a prompt, vLLM calls a kernel that it lacks for processors and fails.
+    return not (runs_on_cpu() and folder.model_type in MAMBA2_MODEL_TYPES)
+
+
+def _device_args(config: EngineConfig, *, on_cpu: bool) -> dict[str, Any]:
+    """The settings of vLLM that depend on what computes."""
+    if on_cpu:
+        # Compiling takes minutes on a processor. The size of its cache is in the environment.
+        return {"enforce_eager": True}
+    return {
+        # Graphs are captured around the layer hooks, see HeadraceConnector.requires_piecewise_for_cudagraph.
+        "enforce_eager": config.eager,
+        "kv_cache_memory_bytes": int(config.kv_cache_gib * _GIB),
+        # The cache's size is given: the share is only compared with what is free at the start.
+        "gpu_memory_utilization": _LEAST_FREE_SHARE,
+    }
+
+
+def _engine_args(config: EngineConfig, folder: ModelFolder, link_path: Path) -> AsyncEngineArgs:
+    from vllm.config import KVEventsConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from headrace_engine.vllm.service.kv_events import events_endpoint
+
+    settings = ConnectorSettings(
+        role=config.role,
+        worker_id=config.ref.worker_id,
+        incarnation=config.ref.incarnation,
+        host=config.host,
+        transport=config.transport,
+        fingerprint=folder.fingerprint,
+        link_path=str(link_path),
+        tls=astuple(config.tls),
+        gpu_direct=config.gpu_direct,
+        late_layers=config.late_layers,
+    )
+    return AsyncEngineArgs(
+        model=str(folder.path),
+        dtype=config.dtype,
+        seed=config.seed,
+        max_model_len=config.context_tokens or FIT_TO_MEMORY,
+        tensor_parallel_size=config.tensor_parallel_size,
+        # Without a number, what vLLM finds best for platform and model.
+        block_size=config.block_tokens or None,
+        num_gpu_blocks_override=config.block_count or None,
+        max_num_seqs=config.max_requests,
+        max_num_batched_tokens=config.max_batched_tokens,
+        enable_prefix_caching=_caches_prefixes(folder),
+        kv_events_config=KVEventsConfig(
+            enable_kv_cache_events=True, publisher="zmq", endpoint=events_endpoint(link_path)
+        ),
+        enable_chunked_prefill=True,
+        **_device_args(config, on_cpu=runs_on_cpu()),
+        # A step's plan must not be made before the results of the step before it are known.
+        async_scheduling=False,
+        skip_tokenizer_init=True,
+        generation_config="vllm",
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+        logits_processors=[LOGITS_TAP] if config.role == "prefill" and runs_on_cpu() else None,
+        kv_transfer_config={
+            "kv_connector": "HeadraceConnector",
+            "kv_connector_module_path": "headrace_engine.vllm.connector",
+            "kv_role": "kv_producer" if config.role == "prefill" else "kv_consumer",
+            "kv_load_failure_policy": "fail",
+            "kv_connector_extra_config": settings.to_extra_config(),
+        },
+    )

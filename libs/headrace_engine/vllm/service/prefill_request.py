@@ -1,0 +1,158 @@
+"""One prefill on vLLM, from its first token to its last rank being quiet."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from headrace_common.deadlines import Deadline
+from headrace_common.errors import HeadraceError, InternalError, TransferTimeout
+from headrace_engine.interface import DecodeTokens, PrefillOutcome, PrefillWork, Sampling
+from headrace_engine.vllm.reasons import error_of
+from headrace_engine.vllm.service.sampling import sampling_params, tokens_of
+from headrace_engine.vllm.settings import PrefillTimes, outgoing_params
+from headrace_kv.handoff.messages import SendReport
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from headrace_engine.vllm.link.server import LinkServer
+
+log = logging.getLogger(__name__)
+
+QUIET_TIMEOUT_S = 30.0
+GREEDY_ONE_TOKEN = Sampling(temperature=0.0, max_tokens=1)
+
+
+class PrefillRun:
+    """`reported` and `lost` are called from the link; `outcome` once."""
+
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        link: LinkServer,
+        work: PrefillWork,
+        rank_count: int,
+        on_first_token: Callable[[DecodeTokens], None] | None = None,
+    ) -> None:
+        self._llm = llm
+        self._link = link
+        self._work = work
+        self._rank_count = rank_count
+        self._on_first_token = on_first_token
+        self._reports: dict[int, SendReport] = {}
+        self._failure: HeadraceError | None = None
+        self._failed = asyncio.Event()
+        self._quiet = asyncio.Event()
+
+    def reported(self, report: SendReport) -> None:
+        """A rank is quiet."""
+        self._reports[report.rank] = report
+        if len(self._reports) == self._rank_count:
+            self._quiet.set()
+        if report.reason:
+            self.fail(
+                error_of(
+                    report.reason,
+                    f"rank {report.rank}: {report.detail}",
+                    {"transfer_id": report.transfer_id, "rank": str(report.rank)},
+                )
+            )
+
+    def fail(self, error: HeadraceError) -> None:
+        """Nothing can become of it any more. The first failure counts."""
+        if self._failure is None:
+            self._failure = error
+            self._failed.set()
+
+    def lost(self, error: HeadraceError) -> None:
+        """The engine's processes are gone, and with them whatever wrote."""
+        self.fail(error)
+        self._quiet.set()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    async def outcome(self) -> PrefillOutcome:
+        """See Engine.prefill."""
+        deadline = Deadline(self._work.target.deadline_unix_s)
+        compute = asyncio.create_task(self._compute())
+        failed = asyncio.create_task(self._failed.wait())
+        quiet = asyncio.create_task(self._quiet.wait())
+        try:
+            async with asyncio.timeout(deadline.remaining_s()):
+                await asyncio.wait({compute, failed}, return_when=asyncio.FIRST_COMPLETED)
+                self._raise_failure()
+                times = compute.result()
+                await asyncio.wait({failed, quiet}, return_when=asyncio.FIRST_COMPLETED)
+                self._raise_failure()
+            return PrefillOutcome(
+                cached_tokens=times.cached_tokens,
+                compute_start_unix_ns=times.compute_start_unix_ns,
+                compute_end_unix_ns=times.compute_end_unix_ns,
+                layers=tuple(
+                    (rank, layer)
+                    for rank, report in sorted(self._reports.items())
+                    for layer in report.layers
+                ),
+                control_bytes=sum(report.control_bytes for report in self._reports.values()),
+            )
+        except TimeoutError:
+            raise TransferTimeout(
+                f"the deadline passed with {self._rank_count - len(self._reports)} of {self._rank_count} ranks "
+                "still sending",
+                metadata={"transfer_id": self._work.target.transfer_id},
+            ) from None
+        finally:
+            failed.cancel()
+            quiet.cancel()
+            if not (compute.done() and self._quiet.is_set()):
+                await asyncio.shield(asyncio.create_task(self._stop(compute)))
+
+    async def _compute(self) -> PrefillTimes:
+        target = self._work.target
+        sampling = GREEDY_ONE_TOKEN
+        if self._work.sampling is not None:
+            # Decode decides what ends an answer.
+            sampling = replace(self._work.sampling, max_tokens=1, stop_token_ids=())
+        logits_for = target.transfer_id if target.with_logits else ""
+        params = sampling_params(sampling, outgoing_params(target), logits_for=logits_for)
+        prompt = {"prompt_token_ids": list(self._work.token_ids)}
+        last = None
+        try:
+            async for output in self._llm.generate(prompt, params, target.transfer_id):
+                last = output
+                if self._on_first_token is not None and output.outputs[0].token_ids:
+                    self._on_first_token(tokens_of(output.outputs[0], sampling.logprobs))
+        except HeadraceError:
+            raise
+        except Exception as exc:
+            raise InternalError(f"vLLM failed: {type(exc).__name__}: {exc}") from exc
+        times = PrefillTimes.from_params(last.kv_transfer_params if last is not None else None)
+        if times is None:
+            raise InternalError("vLLM ended the prefill without saying when it ran")
+        return times
+
+    async def _stop(self, compute: asyncio.Task[PrefillTimes]) -> None:
+        """Ends the computation and waits until nothing is sent any more (I2)."""
+        transfer_id = self._work.target.transfer_id
+        start_s = time.monotonic()
+        self._link.stop(transfer_id)
+        compute.cancel()
+        await asyncio.wait({compute})
+        try:
+            async with asyncio.timeout(QUIET_TIMEOUT_S):
+                await self._quiet.wait()
+        except TimeoutError:
+            log.error(
+                "%d of %d ranks were not quiet for transfer %s after %.0f s",
+                self._rank_count - len(self._reports),
+                self._rank_count,
+                transfer_id,
+                time.monotonic() - start_s,
+            )

@@ -1,0 +1,199 @@
+"""Settings that prefill and decode workers share, and what follows from them."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeVar
+
+from pydantic import Field, model_validator
+
+from headrace.registry.v1 import registry_pb2
+from headrace_common.config import (
+    NonNegativeCount,
+    PositiveCount,
+    PositiveSeconds,
+    ServiceConfig,
+    WorkerId,
+    split_host_port,
+)
+from headrace_common.identity import is_worker_id
+from headrace_common.rpc.channel import TlsFiles
+from headrace_engine.factory import EngineConfig
+from headrace_engine.interface import Engine
+from headrace_kv.layout.layout import WorkerRef, layout_to_proto
+from headrace_kv.receive.early_start import LateLayers
+
+
+class WorkerConfig(ServiceConfig):
+    """What every worker can be told."""
+
+    worker_id: WorkerId = Field(description="Name that stays the same over restarts.")
+    count: PositiveCount = Field(
+        1,
+        description="Workers of this process: engine sim with transport same_host may have hundreds, named "
+        "worker_id-0 and so on, each on a port of its own.",
+    )
+    engine: Literal["vllm", "sim"] = Field(
+        "vllm", description="What computes: vllm for real models, sim for the simulated one."
+    )
+    model: str = Field(
+        "sim", description="Folder of the model in the Hugging Face layout; sim needs none."
+    )
+    served_model: str = Field(
+        "", description="Name that clients call the model by; empty means the engine's own."
+    )
+    transport: Literal["auto", "mooncake", "same_host", "in_memory"] = Field(
+        "mooncake",
+        description="What moves KV bytes; auto takes same_host for peers of this host and mooncake for others, "
+        "in_memory only reaches the same process.",
+    )
+    tensor_parallel_size: PositiveCount = Field(1, description="Ranks the model is spread over.")
+    context_tokens: NonNegativeCount = Field(
+        0, description="Most tokens of prompt and answer together; 0 means the model's own."
+    )
+    max_requests: PositiveCount = Field(64, description="Most requests worked on at once.")
+    dtype: str = Field(
+        "auto", description="Type of weights and KV cache: auto, float32, bfloat16 or float16."
+    )
+    block_count: NonNegativeCount = Field(
+        0, description="KV blocks on each rank; 0 means as many as kv_cache_gib holds."
+    )
+    kv_cache_gib: float = Field(
+        1.0,
+        gt=0,
+        description="Memory for KV blocks on each rank, in GiB; the workers of a process share it.",
+    )
+    max_batched_tokens: PositiveCount = Field(
+        2048, description="Most tokens of one engine step, which is the size of a prefill chunk."
+    )
+    block_tokens: NonNegativeCount = Field(
+        0,
+        description="Tokens of one KV block, which is also the grain of the prefix cache; 0 means the engine's own: "
+        "vllm's for its platform and model (128 on processors, mostly 16 on CUDA), 32 for sim.",
+    )
+    seed: NonNegativeCount = Field(0, description="Seed of the engine.")
+    local_broadcast: bool = Field(
+        True,
+        description="Whether, of decode ranks that need the same KV bytes, one receives them and passes them on "
+        "locally. Engine sim does so; vllm does not yet, because its ranks are processes of their own.",
+    )
+    gpu_direct: bool = Field(
+        True,
+        description="Whether RDMA adapters may read and write KV on a GPU where they can; otherwise it crosses host "
+        "memory. Engine vllm on CUDA.",
+    )
+    eager: bool = Field(
+        False,
+        description="Whether a GPU computes without compiled code and graphs: starts sooner, answers later. On "
+        "processors vllm always does.",
+    )
+    registration_timeout_s: PositiveSeconds = Field(
+        30.0, description="Seconds that the registry may take to answer at start."
+    )
+    member_ttl_s: PositiveSeconds = Field(
+        10.0, description="Seconds after which a silent worker is struck from the registry."
+    )
+
+    @property
+    def early_start(self) -> LateLayers:
+        """How early a request may begin. Only decode workers have a say in it."""
+        return LateLayers()
+
+    @model_validator(mode="after")
+    def _check_count(self) -> WorkerConfig:
+        if self.count == 1:
+            return self
+        needed = {"engine": "sim", "transport": "same_host"}
+        problems = [
+            f"count is {self.count}: set {field} to {value}, or start {self.count} processes"
+            for field, value in needed.items()
+            if getattr(self, field) != value
+        ]
+        for field in ("listen", "advertise"):
+            address: str = getattr(self, field)
+            if address and split_host_port(address)[1]:
+                problems.append(f"count is {self.count}: give {field} the port 0, which takes any")
+        if not is_worker_id(_worker_id(self, self.count - 1)):
+            problems.append(f"count is {self.count}: choose a shorter worker_id")
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+
+Config = TypeVar("Config", bound=WorkerConfig)
+
+
+def worker_configs(config: Config) -> tuple[Config, ...]:
+    """The settings of each worker of a process, which has `count` of them."""
+    if config.count == 1:
+        return (config,)
+    shared = {"count": 1, "port_file": "", "kv_cache_gib": config.kv_cache_gib / config.count}
+    return tuple(
+        config.model_copy(update={**shared, "worker_id": _worker_id(config, number)})
+        for number in range(config.count)
+    )
+
+
+def _worker_id(config: WorkerConfig, number: int) -> str:
+    return f"{config.worker_id}-{number}"
+
+
+def engine_config(
+    config: WorkerConfig, *, role: Literal["prefill", "decode"], ref: WorkerRef
+) -> EngineConfig:
+    """What the worker's settings mean to its engine."""
+    host, _ = split_host_port(config.advertise or config.listen)
+    return EngineConfig(
+        engine=config.engine,
+        model=config.model,
+        role=role,
+        ref=ref,
+        host=host,
+        transport=config.transport,
+        tensor_parallel_size=config.tensor_parallel_size,
+        context_tokens=config.context_tokens,
+        max_requests=config.max_requests,
+        dtype=config.dtype,
+        block_count=config.block_count,
+        kv_cache_gib=config.kv_cache_gib,
+        max_batched_tokens=config.max_batched_tokens,
+        block_tokens=config.block_tokens,
+        seed=config.seed,
+        local_broadcast=config.local_broadcast,
+        gpu_direct=config.gpu_direct,
+        eager=config.eager,
+        tls=TlsFiles.of(config),
+        late_layers=config.early_start,
+    )
+
+
+def worker_member(
+    config: WorkerConfig,
+    *,
+    role: registry_pb2.Member.Role.ValueType,
+    ref: WorkerRef,
+    endpoint: str,
+    engine: Engine,
+    start_unix_ns: int,
+) -> registry_pb2.Member:
+    """The worker's record in the registry, once its engine has started."""
+    layout = engine.descriptor.layout
+    return registry_pb2.Member(
+        worker_id=ref.worker_id,
+        incarnation=ref.incarnation,
+        role=role,
+        endpoint=endpoint,
+        model=served_model(config, engine),
+        context_tokens=engine.context_tokens,
+        layout=layout_to_proto(layout),
+        max_requests=config.max_requests,
+        start_unix_ns=start_unix_ns,
+    )
+
+
+def served_model(config: WorkerConfig, engine: Engine) -> str:
+    """The name clients call the model by: as configured, else the model folder's own name."""
+    if config.served_model:
+        return config.served_model
+    if config.engine == "sim":
+        return "sim"
+    return config.model.rstrip("/").rpartition("/")[2] or engine.descriptor.layout.model

@@ -1,0 +1,161 @@
+"""WorkerService, the same for prefill and decode workers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+
+from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
+from headrace_common.deadlines import Deadline
+from headrace_common.errors import DeadlineExceeded, InvalidRequest, StaleIncarnation
+from headrace_engine.prefix.announcer import PrefixAnnouncer
+from headrace_kv.layout.layout import WorkerRef
+
+DEFAULT_INTERVAL_S = 1.0
+SHORTEST_INTERVAL_S = 0.1
+LONGEST_INTERVAL_S = 60.0
+LONGEST_GRACE_S = 3_600.0
+POLL_S = 0.05
+RESET_WAIT_S = 60.0
+# The answer must reach a caller before its deadline does.
+ANSWER_S = 0.2
+
+
+class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
+    """Streams what `snapshot` says: at once, on every change, and at least once per interval.
+
+    Changes are found by looking again every `POLL_S`, so that nothing that holds requests has to
+    know its watchers,
+    and a burst of changes is one message. Without `prefix_events`, SubscribeKvEvents is
+    UNIMPLEMENTED, and without `reset_prefix_cache`, which is Engine's, ResetPrefixCache; so is Drain without
+    `on_drain`, which begins to drain within the seconds it is given, or the worker's own, and says when that ends.
+    """
+
+    def __init__(
+        self,
+        snapshot: Callable[[], worker_pb2.WatchStatusResponse],
+        prefix_events: PrefixAnnouncer | None = None,
+        reset_prefix_cache: Callable[[], Awaitable[bool]] | None = None,
+        on_drain: Callable[[float | None], Deadline] | None = None,
+    ) -> None:
+        self._snapshot = snapshot
+        self._reset_prefix_cache = reset_prefix_cache
+        self._prefix_events = prefix_events
+        self._on_drain = on_drain
+
+    async def WatchStatus(
+        self,
+        request: worker_pb2.WatchStatusRequest,
+        context: grpc.aio.ServicerContext[
+            worker_pb2.WatchStatusRequest, worker_pb2.WatchStatusResponse
+        ],
+    ) -> AsyncIterator[worker_pb2.WatchStatusResponse]:
+        interval_s = interval_s_of(request)
+        loop = asyncio.get_running_loop()
+        while True:
+            sent = self._status()
+            yield sent
+            send_by = loop.time() + interval_s
+            while loop.time() < send_by:
+                await asyncio.sleep(min(POLL_S, max(0.0, send_by - loop.time())))
+                if self._status() != sent:
+                    break
+
+    def _status(self) -> worker_pb2.WatchStatusResponse:
+        status = self._snapshot()
+        if self._prefix_events is not None and self._prefix_events.hashing is not None:
+            status.kv_hashing.CopyFrom(self._prefix_events.hashing)
+        return status
+
+    async def SubscribeKvEvents(
+        self,
+        request: worker_pb2.SubscribeKvEventsRequest,
+        context: grpc.aio.ServicerContext[
+            worker_pb2.SubscribeKvEventsRequest, worker_pb2.SubscribeKvEventsResponse
+        ],
+    ) -> AsyncIterator[worker_pb2.SubscribeKvEventsResponse]:
+        events = self._prefix_events
+        if events is None:
+            await context.abort(
+                grpc.StatusCode.UNIMPLEMENTED, "this worker's engine does not say what it caches"
+            )
+        interval_s = interval_s_of(request)
+        _check_meant(request.incarnation, events.ref)
+        with events.subscribe(request.since_sequence) as subscription:
+            async for message in subscription.messages(interval_s):
+                yield message
+
+    async def ResetPrefixCache(
+        self,
+        request: worker_pb2.ResetPrefixCacheRequest,
+        context: grpc.aio.ServicerContext[
+            worker_pb2.ResetPrefixCacheRequest, worker_pb2.ResetPrefixCacheResponse
+        ],
+    ) -> worker_pb2.ResetPrefixCacheResponse:
+        reset = self._reset_prefix_cache
+        if reset is None:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this worker keeps no prefixes")
+        status = self._snapshot()
+        if request.incarnation:
+            _check_meant(request.incarnation, WorkerRef(status.worker_id, status.incarnation))
+        remaining_s = Deadline.from_context(context, RESET_WAIT_S).remaining_s()
+        wait_s = min(RESET_WAIT_S, remaining_s - ANSWER_S)
+        give_up_s = asyncio.get_running_loop().time() + wait_s
+        while not await reset():
+            if asyncio.get_running_loop().time() >= give_up_s:
+                held = self._snapshot().used_blocks
+                raise DeadlineExceeded(
+                    f"requests still hold {held} KV blocks: try again when the worker has less to do",
+                    metadata={"worker_id": status.worker_id, "used_blocks": str(held)},
+                )
+            await asyncio.sleep(POLL_S)
+        return worker_pb2.ResetPrefixCacheResponse()
+
+    async def Drain(
+        self,
+        request: worker_pb2.DrainRequest,
+        context: grpc.aio.ServicerContext[worker_pb2.DrainRequest, worker_pb2.DrainResponse],
+    ) -> worker_pb2.DrainResponse:
+        """See worker.proto."""
+        if self._on_drain is None:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this worker cannot be drained")
+        status = self._snapshot()
+        _check_meant(request.incarnation, WorkerRef(status.worker_id, status.incarnation))
+        grace_s: float | None = None
+        if request.HasField("grace"):
+            grace_s = _seconds_in(request.grace, "grace", 0.0, LONGEST_GRACE_S)
+        deadline = self._on_drain(grace_s)
+        remaining = Duration()
+        remaining.FromNanoseconds(round(deadline.remaining_s() * 1e9))
+        return worker_pb2.DrainResponse(
+            remaining=remaining, request_count=status.running_requests + status.waiting_requests
+        )
+
+
+def _check_meant(incarnation: str, actual: WorkerRef) -> None:
+    if incarnation != actual.incarnation:
+        raise StaleIncarnation(
+            f"this is {actual}, not incarnation {incarnation or '(none)'}",
+            metadata={"worker_id": actual.worker_id, "incarnation": actual.incarnation},
+        )
+
+
+def interval_s_of(
+    request: worker_pb2.WatchStatusRequest | worker_pb2.SubscribeKvEventsRequest,
+) -> float:
+    """The longest silence that the caller wants. Raises InvalidRequest when it is out of range."""
+    if not request.HasField("max_interval"):
+        return DEFAULT_INTERVAL_S
+    return _seconds_in(
+        request.max_interval, "max_interval", SHORTEST_INTERVAL_S, LONGEST_INTERVAL_S
+    )
+
+
+def _seconds_in(duration: Duration, field: str, least_s: float, most_s: float) -> float:
+    seconds = duration.seconds + duration.nanos / 1e9
+    if not least_s <= seconds <= most_s:
+        raise InvalidRequest({field: f"must be {least_s:g} s to {most_s:g} s, not {seconds:g} s"})
+    return seconds

@@ -1,0 +1,1 @@
+"""Definitions that the sender and the receiver share."""

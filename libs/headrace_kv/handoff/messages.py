@@ -1,0 +1,117 @@
+"""The words in which one transfer is spoken of. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace_kv.layout.layout import TOKENS, KvLayout, WorkerRef
+
+
+@dataclass(frozen=True, slots=True)
+class TransferTarget:
+    """Where one prompt's KV cache goes.
+
+    `start_token` is the first token that decode lacks, as the router learned from the reservation, and `end_token`
+    one past the last; `deadline_unix_s` is when the transfer becomes worthless. With `with_logits`, the last token's
+    logits go there too.
+    """
+
+    transfer_id: str
+    decode: WorkerRef
+    handoff_endpoint: str
+    start_token: int
+    end_token: int
+    deadline_unix_s: float
+    with_logits: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Decode's blocks for one transfer, the same on every decode rank.
+
+    `block_ids` are of the layout's first cache group, `further_block_ids` of the others. Block i of a list holds tokens
+    from (start_token // block_tokens + i) * block_tokens, by decode's block_tokens of the group; a state group has one
+    page. Where a group's tokens are not addressable, start_token is a multiple of its block_tokens.
+    """
+
+    transfer_id: str
+    block_ids: tuple[int, ...]
+    start_token: int
+    end_token: int
+    further_block_ids: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def block_ids_by_group(self) -> tuple[tuple[int, ...], ...]:
+        """Block lists in the order of the layout's groups."""
+        return (self.block_ids, *self.further_block_ids)
+
+    def find_fault(self, layout: KvLayout) -> str:
+        """Why the blocks cannot hold the tokens in decode's `layout`; empty when they can."""
+        start, end = self.start_token, self.end_token
+        if not 0 <= start <= end:
+            return f"has tokens [{start}, {end})"
+        lists = self.block_ids_by_group
+        if len(lists) != len(layout.groups):
+            return f"has blocks of {len(lists)} cache groups instead of {len(layout.groups)}"
+        for group, block_ids in zip(layout.groups, lists, strict=True):
+            if len(block_ids) < group.blocks_between(start, end):
+                return f"has {len(block_ids)} blocks of {group.name} for tokens [{start}, {end})"
+            if group.kind == TOKENS and not group.token_addressable and start % group.block_tokens:
+                return f"starts at token {start}, inside a block of {group.block_tokens}"
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPiece:
+    """Tokens [start_token, end_token) of one layer, written to prefill's cache and ready to be sent.
+
+    `block_ids` are the request's source blocks of the layer's cache group, in token order from token 0. Where tokens
+    are not addressable, start_token is a multiple of block_tokens, and so is end_token unless it is the transfer's
+    last. A state is pushed once, when it is final: end_token is the transfer's, and block_ids is its page.
+    `ready_unix_ns` is when the engine handed the piece over.
+    """
+
+    transfer_id: str
+    layer: int
+    start_token: int
+    end_token: int
+    block_ids: tuple[int, ...]
+    ready_unix_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSent:
+    """One piece, sent to one decode rank and acknowledged by the transport.
+
+    `run_count` is what was planned, `entry_count` what the transport was given; `transport` and `strategy` are as in
+    Written, joined by "+" where parts of the piece went different ways.
+    """
+
+    layer: int
+    destination_rank: int
+    start_token: int
+    end_token: int
+    payload_bytes: int
+    run_count: int
+    ready_unix_ns: int
+    start_unix_ns: int
+    duration_ns: int
+    transport: str
+    strategy: str
+    entry_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendReport:
+    """What one prefill rank did for one transfer, made once, when nothing of it writes any more.
+
+    `reason` is empty when all went well, else a reason of the error tree. `control_bytes` are those of the handoff
+    stream's messages about the transfer, both ways, as serialized and without gRPC's frames.
+    """
+
+    transfer_id: str
+    rank: int
+    reason: str
+    detail: str
+    layers: tuple[LayerSent, ...]
+    control_bytes: int = 0

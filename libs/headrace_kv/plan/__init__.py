@@ -1,0 +1,1 @@
+"""Pure planning: which rank copies which bytes."""

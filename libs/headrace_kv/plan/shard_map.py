@@ -1,0 +1,227 @@
+"""Which prefill rank writes which heads to which decode rank. Pure, and the same on both sides.
+
+Any two numbers of ranks and heads go together. Of `t` tensor-parallel ranks, rank r holds the heads from
+`r * heads // t` to the next rank's first, and one at least: beyond the head count, neighbouring ranks hold copies.
+Where copies exist the writer is chosen by (transfer, layer), so that one transfer uses every copy's network card while
+both sides still know, without talking, who writes what. A pipeline stage takes part in its own layers only.
+
+Where decode's ranks hold copies and share a host (KvLayout.broadcast_width), one of them, the leader, is written to
+from outside and passes the bytes on to the others by local edges. Leaders are chosen by (transfer, layer) as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
+from math import lcm
+
+from headrace_common.errors import LayoutMismatch
+from headrace_kv.layout.layout import KvLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """`head_count` heads that go from one rank to another, from head `..._head` of each on.
+
+    The source is a prefill rank, or in a local edge a decode rank, like every destination.
+    """
+
+    source_rank: int
+    destination_rank: int
+    source_head: int
+    destination_head: int
+    head_count: int
+
+
+Key = tuple[int, int, int]
+"""(source rank, destination rank, layer): what the ledger counts, network and local edges apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Heads `heads`, held alike by the `copies` tensor-parallel ranks from `first_rank` on."""
+
+    heads: range
+    first_rank: int
+    copies: int
+
+    def hosts(self, width: int) -> Iterator[range]:
+        """Its ranks, by the host that they share when every `width` ranks have one."""
+        rank, end = self.first_rank, self.first_rank + self.copies
+        while rank < end:
+            stop = min(end, (rank // width + 1) * width)
+            yield range(rank, stop)
+            rank = stop
+
+
+@lru_cache(maxsize=4096)
+def transfer_seed(transfer_id: str) -> int:
+    """A number that every process derives alike from a transfer's id."""
+    return int.from_bytes(blake2b(transfer_id.encode(), digest_size=8).digest(), "little")
+
+
+def heads_held(tp_rank: int, tensor_parallel_size: int, head_count: int) -> range:
+    """The model's heads that a rank of a stage holds."""
+    first = tp_rank * head_count // tensor_parallel_size
+    end = (tp_rank + 1) * head_count // tensor_parallel_size
+    return range(first, max(end, first + 1))
+
+
+@lru_cache(maxsize=1024)
+def shards(tensor_parallel_size: int, head_count: int) -> tuple[Shard, ...]:
+    """The distinct shares of the heads, by head. Raises LayoutMismatch when there are no ranks or no heads."""
+    if tensor_parallel_size < 1 or head_count < 1:
+        raise LayoutMismatch(
+            f"{tensor_parallel_size} ranks cannot share {head_count} heads: give 1 or more of each",
+            metadata={
+                "tensor_parallel_size": str(tensor_parallel_size),
+                "head_count": str(head_count),
+            },
+        )
+    found: list[Shard] = []
+    for rank in range(tensor_parallel_size):
+        heads = heads_held(rank, tensor_parallel_size, head_count)
+        if found and found[-1].heads == heads:
+            found[-1] = Shard(heads, found[-1].first_rank, found[-1].copies + 1)
+        else:
+            found.append(Shard(heads, rank, 1))
+    return tuple(found)
+
+
+def edges(prefill: KvLayout, decode: KvLayout, layer: int, transfer_id: str) -> tuple[Edge, ...]:
+    """Every edge of one layer that crosses the network, by destination rank and head.
+
+    Raises LayoutMismatch as `shards` does.
+    """
+    return _edges_of_turn(
+        *_shape(prefill, decode, layer), _turn(prefill, decode, layer, transfer_id)
+    )
+
+
+def edges_from(
+    source_rank: int, prefill: KvLayout, decode: KvLayout, layer: int, transfer_id: str
+) -> tuple[Edge, ...]:
+    """The edges of one layer that leave one prefill rank."""
+    turn = _turn(prefill, decode, layer, transfer_id)
+    return _edges_of_source(*_shape(prefill, decode, layer), turn, source_rank)
+
+
+def local_edges(decode: KvLayout, layer: int, transfer_id: str) -> tuple[Edge, ...]:
+    """The edges of one layer by which decode's leaders pass on what they were sent, by destination rank.
+
+    Raises LayoutMismatch as `shards` does.
+    """
+    tp, width = decode.tensor_parallel_size, decode.broadcast_width
+    head_count = decode.group_of(layer).head_count
+    turn = (transfer_seed(transfer_id) + layer) % _leader_cycle(tp, head_count, width)
+    return _local_edges_of_turn(tp, decode.stage_of(layer), head_count, width, turn)
+
+
+def expected_keys(prefill: KvLayout, decode: KvLayout, transfer_id: str) -> frozenset[Key]:
+    """The effective transfers of a whole prompt over the network."""
+    return frozenset(
+        (edge.source_rank, edge.destination_rank, layer)
+        for layer in range(decode.layer_count)
+        for edge in edges(prefill, decode, layer, transfer_id)
+    )
+
+
+def _shape(prefill: KvLayout, decode: KvLayout, layer: int) -> tuple[int, int, int, int, int, int]:
+    return (
+        prefill.tensor_parallel_size,
+        prefill.stage_of(layer),
+        decode.tensor_parallel_size,
+        decode.stage_of(layer),
+        decode.group_of(layer).head_count,
+        decode.broadcast_width,
+    )
+
+
+def _turn(prefill: KvLayout, decode: KvLayout, layer: int, transfer_id: str) -> int:
+    head_count = decode.group_of(layer).head_count
+    writers = _cycle(prefill.tensor_parallel_size, head_count)
+    leaders = _leader_cycle(decode.tensor_parallel_size, head_count, decode.broadcast_width)
+    return (transfer_seed(transfer_id) + layer) % lcm(writers, leaders)
+
+
+@lru_cache(maxsize=1024)
+def _cycle(prefill_tp: int, head_count: int) -> int:
+    """After how many layers the same copies write again."""
+    return lcm(*(shard.copies for shard in shards(prefill_tp, head_count)))
+
+
+@lru_cache(maxsize=1024)
+def _leader_cycle(decode_tp: int, head_count: int, width: int) -> int:
+    """After how many layers the same ranks lead again."""
+    found = shards(decode_tp, head_count)
+    if width == 1:
+        return 1
+    return lcm(*(len(host) for shard in found for host in shard.hosts(width)))
+
+
+@lru_cache(maxsize=4096)
+def _edges_of_turn(
+    prefill_tp: int,
+    prefill_stage: int,
+    decode_tp: int,
+    decode_stage: int,
+    head_count: int,
+    width: int,
+    turn: int,
+) -> tuple[Edge, ...]:
+    found = []
+    for wanted in shards(decode_tp, head_count):
+        for index, host in enumerate(wanted.hosts(width)):
+            for held in shards(prefill_tp, head_count):
+                low = max(wanted.heads.start, held.heads.start)
+                high = min(wanted.heads.stop, held.heads.stop)
+                if low >= high:
+                    continue
+                source = held.first_rank + (turn + index) % held.copies
+                found.append(
+                    Edge(
+                        source_rank=prefill_stage * prefill_tp + source,
+                        destination_rank=decode_stage * decode_tp + _leader(host, turn),
+                        source_head=low - held.heads.start,
+                        destination_head=low - wanted.heads.start,
+                        head_count=high - low,
+                    )
+                )
+    return tuple(found)
+
+
+def _leader(host: range, turn: int) -> int:
+    return host[turn % len(host)]
+
+
+@lru_cache(maxsize=4096)
+def _local_edges_of_turn(
+    decode_tp: int, stage: int, head_count: int, width: int, turn: int
+) -> tuple[Edge, ...]:
+    first = stage * decode_tp
+    return tuple(
+        Edge(first + _leader(host, turn), first + rank, 0, 0, len(shard.heads))
+        for shard in shards(decode_tp, head_count)
+        for host in shard.hosts(width)
+        for rank in host
+        if rank != _leader(host, turn)
+    )
+
+
+@lru_cache(maxsize=16_384)
+def _edges_of_source(
+    prefill_tp: int,
+    prefill_stage: int,
+    decode_tp: int,
+    decode_stage: int,
+    head_count: int,
+    width: int,
+    turn: int,
+    source_rank: int,
+) -> tuple[Edge, ...]:
+    every = _edges_of_turn(
+        prefill_tp, prefill_stage, decode_tp, decode_stage, head_count, width, turn
+    )
+    return tuple(edge for edge in every if edge.source_rank == source_rank)

@@ -1,0 +1,253 @@
+"""Turns two strided arrays and a list of token segments into byte runs. Pure, vectorised.
+
+A copy is a nest of dimensions: segments (runs of tokens inside one block on both sides), parts, heads and tokens. From
+the inside out, a dimension whose stride equals what is already contiguous, on both sides, only makes the runs longer;
+any other multiplies them. Which one it is may differ between segments: a full block of tokens may join its heads where
+a partial one cannot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from headrace_kv.layout.layout import Region
+from headrace_kv.plan.runs import Int64Array, Runs, concatenate
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Stretches of tokens: where each starts on either side, as (block, token in the block), and how long it is.
+
+    Four positions and `token_counts`, all of shape [segment]. For units that are only copied whole, a token is a block.
+    """
+
+    source_blocks: Int64Array
+    source_tokens: Int64Array
+    destination_blocks: Int64Array
+    destination_tokens: Int64Array
+    token_counts: Int64Array
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A dimension with the bytes from one element to the next on either side."""
+
+    count: int
+    source_stride: int
+    destination_stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class PairedPart:
+    """One part on both sides, or several that are alike: `repeats` says where the others lie.
+
+    Offsets count from the bases of the two memories.
+    """
+
+    source: Region
+    destination: Region
+    repeats: Axis = Axis(1, 0, 0)
+
+    @property
+    def token_strides(self) -> tuple[int, int]:
+        """Bytes from one token to the next; of units that are copied whole, from one to an adjacent one."""
+        unit = self.source.unit_bytes
+        return (
+            self.source.token_stride_bytes or unit,
+            self.destination.token_stride_bytes or unit,
+        )
+
+
+def pair_parts(pairs: list[tuple[Region, Region]]) -> tuple[PairedPart, ...]:
+    """Pairs the parts of one layer, joining those that lie side by side in every token or at equal distances."""
+    fused: list[PairedPart] = []
+    for source, destination in sorted(pairs, key=lambda pair: pair[0].offset_bytes):
+        part = PairedPart(source, destination)
+        joined = _join_tokens(fused[-1], part) if fused else None
+        if joined is not None:
+            fused[-1] = joined
+        else:
+            fused.append(part)
+    found: list[PairedPart] = []
+    for part in fused:
+        repeated = _repeat(found[-1], part) if found else None
+        if repeated is not None:
+            found[-1] = repeated
+        else:
+            found.append(part)
+    return tuple(found)
+
+
+def _join_tokens(left: PairedPart, right: PairedPart) -> PairedPart | None:
+    """Both as one part, if the right one follows the left one within each token on both sides."""
+    unit = left.source.unit_bytes
+    if not left.source.token_addressable or _offsets(left, right) != (unit, unit):
+        return None
+    total = unit + right.source.unit_bytes
+    if not _alike(left.source, right.source) or not _alike(left.destination, right.destination):
+        return None
+    if min(left.token_strides) < total:
+        return None
+    return PairedPart(
+        replace(left.source, unit_bytes=total), replace(left.destination, unit_bytes=total)
+    )
+
+
+def _repeat(left: PairedPart, right: PairedPart) -> PairedPart | None:
+    """Both as one part, if they differ only in where they lie, by the same distance as those before."""
+    same = left.source.unit_bytes == right.source.unit_bytes
+    if not same or not _alike(left.source, right.source):
+        return None
+    if not _alike(left.destination, right.destination):
+        return None
+    count = left.repeats.count
+    source_step, destination_step = _offsets(left, right)
+    if source_step % count or destination_step % count:
+        return None
+    step = Axis(count + 1, source_step // count, destination_step // count)
+    if count > 1 and replace(step, count=count) != left.repeats:
+        return None
+    return replace(left, repeats=step)
+
+
+def _offsets(left: PairedPart, right: PairedPart) -> tuple[int, int]:
+    return (
+        right.source.offset_bytes - left.source.offset_bytes,
+        right.destination.offset_bytes - left.destination.offset_bytes,
+    )
+
+
+def _alike(left: Region, right: Region) -> bool:
+    """Whether two regions differ at most by part, place and unit."""
+    return (
+        replace(right, part=left.part, offset_bytes=left.offset_bytes, unit_bytes=left.unit_bytes)
+        == left
+    )
+
+
+def plan_part(
+    part: PairedPart, source_base: int, destination_base: int, heads: Axis, segments: Segments
+) -> Runs:
+    """Runs of one part. `heads` has the strides; the bases are the addresses of the first head to be copied."""
+    tokens = part.token_strides
+    source = source_base + segments.source_blocks * part.source.block_stride_bytes
+    source += segments.source_tokens * tokens[0]
+    destination = destination_base + segments.destination_blocks * (
+        part.destination.block_stride_bytes
+    )
+    destination += segments.destination_tokens * tokens[1]
+    stretches = _join_segments(Runs(source, destination, segments.token_counts), tokens)
+    inner = sorted(
+        (axis for axis in (part.repeats, heads) if axis.count > 1),
+        key=lambda axis: axis.source_stride,
+    )
+    nest = _Nest(tokens, tuple(inner), part.source.block_stride_bytes, part.source.unit_bytes)
+    return nest.expand(stretches)
+
+
+def _join_segments(stretches: Runs, tokens: tuple[int, int]) -> Runs:
+    """Joins stretches whose tokens go on across the border of a block. Their lengths are tokens here."""
+    if len(stretches) < 2:
+        return stretches
+    counts = stretches.lengths[:-1]
+    breaks = (np.diff(stretches.source_addresses) != counts * tokens[0]) | (
+        np.diff(stretches.destination_addresses) != counts * tokens[1]
+    )
+    firsts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
+    return Runs(
+        stretches.source_addresses[firsts],
+        stretches.destination_addresses[firsts],
+        np.add.reduceat(stretches.lengths, firsts),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Nest:
+    """The dimensions of one part. `inner` are ordered by source stride, ascending, tokens apart."""
+
+    tokens: tuple[int, int]
+    inner: tuple[Axis, ...]
+    block_stride: int
+    unit_bytes: int
+
+    def expand(self, stretches: Runs) -> Runs:
+        """Stretches, whose lengths are tokens, as byte runs."""
+        lengths = np.full(len(stretches), self.unit_bytes, dtype=np.int64)
+        found: list[Runs] = []
+        self._grow(stretches, lengths, 0, False, (), found)
+        return concatenate(found)
+
+    def _grow(
+        self,
+        stretches: Runs,
+        lengths: Int64Array,
+        depth: int,
+        tokens_done: bool,
+        loops: tuple[Axis, ...],
+        found: list[Runs],
+    ) -> None:
+        """Takes the next dimension in; splits the stretches where it joins for some only."""
+        if not len(stretches):
+            return
+        axis = self.inner[depth] if depth < len(self.inner) else None
+        if axis is None and tokens_done:
+            found.append(self._list(stretches, lengths, loops))
+            return
+        if not tokens_done and (axis is None or self.tokens[0] <= axis.source_stride):
+            # Dimensions inside a token have treated every stretch alike.
+            if lengths[0] == self.tokens[0] == self.tokens[1]:
+                lengths = lengths * stretches.lengths
+            else:
+                stretches, lengths = self._by_token(stretches, lengths)
+            self._grow(stretches, lengths, depth, True, loops, found)
+            return
+        assert axis is not None
+        joins = (lengths == axis.source_stride) & (lengths == axis.destination_stride)
+        for chosen, factor, more in ((joins, axis.count, ()), (~joins, 1, (axis,))):
+            if chosen.all():
+                every = (stretches, lengths * factor, depth + 1, tokens_done)
+                self._grow(*every, (*loops, *more), found)
+            elif chosen.any():
+                some = (_some(stretches, chosen), lengths[chosen] * factor, depth + 1, tokens_done)
+                self._grow(*some, (*loops, *more), found)
+
+    def _by_token(self, stretches: Runs, lengths: Int64Array) -> tuple[Runs, Int64Array]:
+        """One stretch per token."""
+        counts = stretches.lengths
+        which = np.repeat(np.arange(len(stretches)), counts)
+        token = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
+        each = Runs(
+            stretches.source_addresses[which] + token * self.tokens[0],
+            stretches.destination_addresses[which] + token * self.tokens[1],
+            np.ones(len(which), dtype=np.int64),
+        )
+        return each, lengths[which]
+
+    def _list(self, stretches: Runs, lengths: Int64Array, loops: tuple[Axis, ...]) -> Runs:
+        source, destination = stretches.source_addresses, stretches.destination_addresses
+        # What lies farther apart than blocks goes outside, so that blocks which follow each other stay neighbours.
+        within = [axis for axis in loops if axis.source_stride <= self.block_stride]
+        beyond = [axis for axis in loops if axis.source_stride > self.block_stride]
+        for axis in (*reversed(within), *beyond):
+            steps = np.arange(axis.count, dtype=np.int64)
+            outer = axis in beyond
+            source = _spread(source, steps * axis.source_stride, outer)
+            destination = _spread(destination, steps * axis.destination_stride, outer)
+            lengths = _spread(lengths, np.zeros_like(steps), outer)
+        return Runs(source, destination, lengths)
+
+
+def _some(stretches: Runs, chosen: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> Runs:
+    return Runs(
+        stretches.source_addresses[chosen],
+        stretches.destination_addresses[chosen],
+        stretches.lengths[chosen],
+    )
+
+
+def _spread(starts: Int64Array, steps: Int64Array, outer: bool) -> Int64Array:
+    if outer:
+        return (steps[:, None] + starts[None, :]).ravel()
+    return (starts[:, None] + steps[None, :]).ravel()

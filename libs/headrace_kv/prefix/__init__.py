@@ -1,0 +1,1 @@
+"""Hashes of prompt prefixes and events of prefix caches."""

@@ -1,0 +1,133 @@
+"""The gRPC side of the Receiver: one handler per prefill rank's stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+from google.protobuf.duration_pb2 import Duration
+
+from headrace.kv.v1 import handoff_pb2, handoff_pb2_grpc
+from headrace_common.errors import HeadraceError, ProtocolViolation, QueueFull
+from headrace_kv.receive.receiver import Receiver
+from headrace_kv.receive.transfer import PrefillPeer
+
+_HELLO_TIMEOUT_S = 10.0
+_OUTBOX_LIMIT = 65_536
+
+
+class _Outbox:
+    """Messages to one prefill rank, and the error that ends its stream."""
+
+    def __init__(self) -> None:
+        self.wake = asyncio.Event()
+        self.ended: asyncio.Future[HeadraceError] = asyncio.get_running_loop().create_future()
+        self._messages: deque[handoff_pb2.HandoffResponse] = deque()
+
+    def send(self, message: handoff_pb2.HandoffResponse) -> None:
+        if len(self._messages) >= _OUTBOX_LIMIT:
+            self.end(QueueFull("the prefill rank reads its handoff stream too slowly"))
+            return
+        self._messages.append(message)
+        self.wake.set()
+
+    def end(self, error: HeadraceError) -> None:
+        if not self.ended.done():
+            self.ended.set_result(error)
+
+    def take(self) -> handoff_pb2.HandoffResponse | None:
+        return self._messages.popleft() if self._messages else None
+
+
+class HandoffServicer(handoff_pb2_grpc.HandoffServiceServicer):
+    """Serves handoff streams into a receiver."""
+
+    def __init__(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+
+    async def Handoff(  # type: ignore[override]
+        self,
+        request_iterator: AsyncIterator[handoff_pb2.HandoffRequest],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> None:
+        """See handoff.proto. Raises what Receiver.connect raises, or why the receiver ended the stream."""
+        hello = await _read_hello(request_iterator)
+        outbox = _Outbox()
+        peer = self._receiver.connect(hello, outbox.send, outbox.end)
+        tasks: set[asyncio.Task[None]] = set()
+        try:
+            reader = asyncio.create_task(self._read(peer, request_iterator))
+            tasks.add(reader)
+            writer = asyncio.create_task(self._write(outbox, context))
+            tasks.add(writer)
+            waited: set[asyncio.Future[Any]] = {reader, writer, outbox.ended}
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            # The rank no longer hears us: from here on its lease runs out.
+            self._receiver.disconnect(peer)
+            for task in tasks:
+                task.cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+        if outbox.ended.done():
+            raise outbox.ended.result()
+        for result in results:
+            if isinstance(result, HeadraceError):
+                raise result
+
+    async def _read(
+        self, peer: PrefillPeer, requests: AsyncIterator[handoff_pb2.HandoffRequest]
+    ) -> None:
+        async for request in requests:
+            self._receiver.handle(peer, request)
+
+    async def _write(self, outbox: _Outbox, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        lease_ttl = _duration(self._receiver.lease_ttl_s)
+        loop = asyncio.get_running_loop()
+        interval_s = self._receiver.lease_ttl_s / 3
+        welcome_s = loop.time()
+        await context.write(
+            handoff_pb2.HandoffResponse(
+                welcome=handoff_pb2.Welcome(
+                    lease_ttl=lease_ttl, digest_share=self._receiver.digest_share
+                )
+            )
+        )
+        renew_s = welcome_s + interval_s
+        while True:
+            outbox.wake.clear()
+            while (message := outbox.take()) is not None:
+                await context.write(message)
+            now_s = loop.time()
+            if now_s >= renew_s:
+                renewal = handoff_pb2.Renewal(
+                    lease_ttl=lease_ttl, sent_after=_duration(now_s - welcome_s)
+                )
+                await context.write(handoff_pb2.HandoffResponse(renewal=renewal))
+                renew_s = now_s + interval_s
+            try:
+                async with asyncio.timeout_at(renew_s):
+                    await outbox.wake.wait()
+            except TimeoutError:
+                continue
+
+
+async def _read_hello(
+    requests: AsyncIterator[handoff_pb2.HandoffRequest],
+) -> handoff_pb2.Hello:
+    try:
+        async with asyncio.timeout(_HELLO_TIMEOUT_S):
+            first = await anext(aiter(requests), None)
+    except TimeoutError:
+        raise ProtocolViolation(f"no Hello came within {_HELLO_TIMEOUT_S:g} s") from None
+    if first is None or first.WhichOneof("message") != "hello":
+        raise ProtocolViolation("the first message on a handoff stream must be a Hello")
+    return first.hello
+
+
+def _duration(seconds: float) -> Duration:
+    duration = Duration()
+    duration.FromNanoseconds(round(seconds * 1e9))
+    return duration

@@ -1,0 +1,1 @@
+"""The prefill side of a transfer."""

@@ -1,0 +1,1 @@
+"""The Mooncake TransferEngine as a transport."""

@@ -1,0 +1,215 @@
+"""Mooncake's TransferEngine, the only module that imports it.
+
+What shapes this code: a return value of -1 means "failed, and may still be writing", for as long as the engine object
+lives; an engine can be stuck with a peer for good after a failure; a call that waits for its write spins on a core;
+many entries at once are rejected. So writes are submitted and looked after by a thread (write_worker.py), and sending
+has an engine of its own, apart from the one that peers write to: after a failed write it is destroyed, which does end
+its writing, and a fresh one takes its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from concurrent.futures import Future
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from headrace_common.errors import ConfigError, TransferFailed
+from headrace_kv.plan.copy_plan import Runs
+from headrace_kv.transport.base import KvTransport, Written, ended, failed
+from headrace_kv.transport.mooncake.accept_timeout import set_accept_timeout
+from headrace_kv.transport.mooncake.write_worker import Engine, WriteWorker
+from headrace_kv.transport.ranges import MemoryRanges
+from headrace_kv.transport.sessions import session_of
+
+_log = logging.getLogger(__name__)
+
+TRANSFER_TIMEOUT_S = 5
+"""The least that Mooncake takes; how long a write waits for a peer that stands still."""
+
+# A peer that failed a write is left alone this long: Mooncake itself refuses to reconnect within a second.
+_PEER_REST_S = 1.0
+# An engine's end waits for an accept that is under way.
+_ACCEPT_TIMEOUT_S = 0.05
+_INFINIBAND = Path("/sys/class/infiniband")
+_PEER_MEMORY_MODULE = Path("/sys/module/nvidia_peermem")
+# Builds of one module: installed side by side they overwrite each other's files.
+_BUILDS = (
+    "mooncake-transfer-engine-non-cuda",
+    "mooncake-transfer-engine-cuda13",
+    "mooncake-transfer-engine",
+)
+_LIBRARY_PACKAGES = "libibverbs1 libcurl4 libnuma1"
+
+
+def configure_environment(want: str) -> str:
+    """Sets Mooncake's environment variables and returns the protocol that it will use, "rdma" or "tcp".
+
+    Must run before the first engine is made. `want` is "auto", "rdma" or "tcp"; the engine's own protocol argument
+    selects nothing. Raises ConfigError when RDMA is asked for without a device.
+    """
+    if want not in ("auto", "rdma", "tcp"):
+        raise ConfigError(f'the transport protocol is "{want}": choose auto, rdma or tcp')
+    present = _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir())
+    if want == "rdma" and not present:
+        raise ConfigError(
+            "RDMA is asked for but this machine has no RDMA device: choose auto or tcp"
+        )
+    use = "rdma" if present and want != "tcp" else "tcp"
+    for name in ("MC_FORCE_TCP", "MC_FORCE_HCA"):
+        os.environ.pop(name, None)
+    os.environ["MC_FORCE_HCA" if use == "rdma" else "MC_FORCE_TCP"] = "1"
+    os.environ["MC_TRANSFER_TIMEOUT"] = str(TRANSFER_TIMEOUT_S)
+    os.environ["MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER"] = "65535"
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    return use
+
+
+def prepare_device_memory() -> None:
+    """Lets Mooncake register a CUDA device's memory; comes before the first engine that does.
+
+    By default it leaves that to a kernel module. Without the module, a build for CUDA can share the memory as a DMA
+    buffer.
+    """
+    os.environ.setdefault("WITH_NVIDIA_PEERMEM", "1" if _PEER_MEMORY_MODULE.is_dir() else "0")
+
+
+class MooncakeTransport(KvTransport):
+    """KV memory over Mooncake, by RDMA where a device is present and otherwise by TCP.
+
+    Peers authenticate to nobody and reach every registered byte: keep the port range inside a trusted network.
+    """
+
+    name = "mooncake"
+    # After a failure the engine is gone before `write` raises; what is left are bytes in the peer's own sockets.
+    quiet_after_failure_s = 0.5
+    byte_limit = 16 * 1024 * 1024
+    pending_limit = 4
+
+    def __init__(self, host: str, protocol: str = "auto") -> None:
+        self._host = host
+        self.protocol = configure_environment(protocol)
+        self._engine_type = _load_engine_type()
+        self._lock = threading.Lock()
+        self._memory = MemoryRanges()
+        self._receiving: Any = None
+        self._session = ""
+        self._sending: Any = None
+        self._worker: WriteWorker | None = None
+        self._closed = False
+        _log.info("KV bytes move by Mooncake over %s, from %s", self.protocol, host)
+
+    @property
+    def session(self) -> str:
+        with self._lock:
+            if self._receiving is None:
+                self._receiving = self._make_engine()
+                self._session = f"{self._host}:{self._receiving.get_rpc_port()}"
+            return self._session
+
+    def register(self, base_address: int, nbytes: int) -> None:
+        with self._lock:
+            if nbytes <= 0:
+                raise ConfigError(f"cannot register {nbytes} bytes of KV memory")
+            self._memory.add(base_address, nbytes)
+            for engine in (self._receiving, self._sending):
+                if engine is not None:
+                    _register(engine, base_address, nbytes)
+
+    def write(self, session: str, runs: Runs, timeout_s: float) -> Written:
+        return ended(self.submit(session, runs, timeout_s), timeout_s)
+
+    def submit(self, session: str, runs: Runs, timeout_s: float) -> Future[Written]:
+        # A peer that offers several transports names them all.
+        session = session_of(self.name, session) or session
+        if self._closed:
+            return failed(TransferFailed("the transport is closed"))
+        # Over TCP, Mooncake itself would read any memory.
+        if not self._memory.covers(runs.source_addresses, runs.lengths):
+            return failed(TransferFailed("a source address is not registered"))
+        if self._worker is None:
+            self._worker = WriteWorker(
+                self._open_sending,
+                self._drop_sending,
+                f"{self.name}/{self.protocol}",
+                stall_s=TRANSFER_TIMEOUT_S,
+                rest_s=_PEER_REST_S,
+            )
+        return self._worker.submit(session, runs, timeout_s)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._worker is not None:
+            self._worker.close()
+        with self._lock:
+            self._receiving = None
+
+    def _open_sending(self) -> Engine:
+        with self._lock:
+            self._sending = self._make_engine()
+            engine: Engine = self._sending
+            return engine
+
+    def _drop_sending(self) -> None:
+        with self._lock:
+            self._sending = None
+
+    def _make_engine(self) -> Any:
+        if self._closed:
+            raise TransferFailed("the transport is closed")
+        engine = self._engine_type()
+        code = engine.initialize(self._host, "P2PHANDSHAKE", self.protocol, "")
+        if code != 0:
+            raise ConfigError(
+                f"Mooncake cannot start over {self.protocol} on {self._host} (code {code}): check that the address is "
+                "this machine's and that ports from 15000 to 17000 are free"
+            )
+        set_accept_timeout(engine.get_rpc_port(), _ACCEPT_TIMEOUT_S)
+        for start, end in self._memory.spans:
+            _register(engine, start, end - start)
+        return engine
+
+
+def _register(engine: Any, base_address: int, nbytes: int) -> None:
+    code = engine.register_memory(base_address, nbytes)
+    if code != 0:
+        raise ConfigError(
+            f"Mooncake cannot register {nbytes} bytes of KV memory (code {code}): for RDMA, raise the limit on locked "
+            "memory (ulimit -l unlimited)"
+        )
+
+
+def _load_engine_type() -> Any:
+    found = _installed_builds()
+    if len(found) > 1:
+        raise ConfigError(
+            f"Mooncake is installed {len(found)} times, as {' and '.join(found)}, over each other: uninstall "
+            "them, then install the one that the vllm-cpu or the vllm-cuda extra names"
+        )
+    try:
+        from mooncake.engine import TransferEngine
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"Mooncake is not installed: pip install {_BUILDS[0]}, or {_BUILDS[1]} for KV on CUDA devices"
+        ) from error
+    except ImportError as error:
+        cuda = f" Without CUDA's libraries, install {_BUILDS[0]}." if "libcud" in str(error) else ""
+        raise ConfigError(
+            f"Mooncake's libraries are missing ({error}): sudo apt-get install {_LIBRARY_PACKAGES}{cuda}"
+        ) from error
+    return TransferEngine
+
+
+def _installed_builds() -> list[str]:
+    found = []
+    for name in _BUILDS:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            metadata.version(name)
+            found.append(name)
+    return found

@@ -1,0 +1,1 @@
+"""A transport between two processes of one host."""

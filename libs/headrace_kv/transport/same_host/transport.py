@@ -1,0 +1,236 @@
+"""Straight into the memory of another process of this host, by the kernel.
+
+A session proves three things before the first write: the same boot of the same kernel, the same pid namespace, and
+permission, by reading a random token at an address that only the receiver knows. The page with the token also lists
+what the receiver has registered, since the kernel itself would write anywhere. Token and life are checked before each
+system call; the life once more after the last, so that nothing is ever taken to have landed in a dead process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from headrace_common.errors import ConfigError, TransferFailed
+from headrace_kv.plan.copy_plan import Runs
+from headrace_kv.transport.base import KvTransport, Written
+from headrace_kv.transport.ranges import MemoryRanges
+from headrace_kv.transport.same_host.process_memory import (
+    ENTRIES_PER_CALL,
+    ProcessMemory,
+    permit_any_tracer,
+    start_time_ticks,
+    tracing_scope,
+)
+from headrace_kv.transport.sessions import session_of
+
+_log = logging.getLogger(__name__)
+
+# The page: token (two words), count of ranges, one spare word, then base and bytes of each range.
+_TOKEN_BYTES = 16
+_HEADER_WORDS = 4
+_RANGE_LIMIT = 254
+_PAGE_WORDS = _HEADER_WORDS + 2 * _RANGE_LIMIT
+_PEER_LIMIT = 1024
+_BYTES_PER_CALL = 8 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Address:
+    """A session in parts."""
+
+    boot_id: str
+    pid_namespace: str
+    pid: int
+    start_ticks: int
+    page_address: int
+    token: bytes
+
+    def text(self) -> str:
+        return ".".join(
+            (
+                self.boot_id,
+                self.pid_namespace,
+                str(self.pid),
+                str(self.start_ticks),
+                f"{self.page_address:x}",
+                self.token.hex(),
+            )
+        )
+
+
+class _Peer:
+    """A process that has been proven to be the one described, and its registered ranges as last read."""
+
+    def __init__(self, address: _Address) -> None:
+        self._address = address
+        self.memory = ProcessMemory(address.pid, address.start_ticks)
+        self.ranges = MemoryRanges()
+        try:
+            self.refresh()
+        except TransferFailed:
+            self.memory.close()
+            raise
+
+    def check(self) -> None:
+        """Raises TransferFailed unless the process lives and its transport is open."""
+        self.memory.require_alive()
+        if self.memory.read(self._address.page_address, _TOKEN_BYTES) != self._address.token:
+            raise TransferFailed(f"the transport of process {self._address.pid} is closed")
+
+    def refresh(self) -> None:
+        """Reads the ranges again."""
+        self.check()
+        page = np.frombuffer(
+            self.memory.read(self._address.page_address, _PAGE_WORDS * 8), np.uint64
+        )
+        count = min(int(page[2]), _RANGE_LIMIT)
+        pairs = page[_HEADER_WORDS : _HEADER_WORDS + 2 * count].reshape(-1, 2).tolist()
+        self.ranges = MemoryRanges(tuple((base, base + nbytes) for base, nbytes in pairs))
+
+
+class SameHostTransport(KvTransport):
+    """KV memory of processes that share a host, a pid namespace and a user.
+
+    `permit_tracers` lets every process of this user into this one where Yama's ptrace_scope is 1; without it such a
+    host's processes cannot prove permission. Raises ConfigError where the kernel cannot tell processes apart.
+    """
+
+    name = "same_host"
+    # The system call returns when the kernel has copied; nothing is under way afterwards.
+    quiet_after_failure_s = 0.0
+    entry_limit = 8192
+
+    def __init__(self, *, permit_tracers: bool = False) -> None:
+        self._lock = threading.Lock()
+        self._own = MemoryRanges()
+        self._page = np.zeros(_PAGE_WORDS, np.uint64)
+        token = secrets.token_bytes(_TOKEN_BYTES)
+        self._page[:2] = np.frombuffer(token, np.uint64)
+        self._host = _host_identity()
+        self._address = _Address(
+            *self._host, os.getpid(), start_time_ticks(os.getpid()), self._page.ctypes.data, token
+        )
+        self._peers: OrderedDict[str, _Peer] = OrderedDict()
+        self._closed = False
+        scope = tracing_scope()
+        if scope == 1 and permit_tracers:
+            permit_any_tracer()
+        elif scope:
+            _log.info(
+                "Yama's ptrace_scope is %d: peers of this host can hardly write to process %d directly",
+                scope,
+                os.getpid(),
+            )
+
+    @property
+    def session(self) -> str:
+        return self._address.text()
+
+    def register(self, base_address: int, nbytes: int) -> None:
+        if nbytes <= 0:
+            raise ConfigError(f"cannot register {nbytes} bytes of KV memory")
+        with self._lock:
+            count = int(self._page[2])
+            if count >= _RANGE_LIMIT:
+                raise ConfigError(
+                    f"{_RANGE_LIMIT} memory ranges are registered already: use one arena per rank"
+                )
+            first = _HEADER_WORDS + 2 * count
+            self._page[first : first + 2] = (base_address, nbytes)
+            self._page[2] = count + 1
+            self._own.add(base_address, nbytes)
+
+    def write(self, session: str, runs: Runs, timeout_s: float) -> Written:
+        session = session_of(self.name, session) or session
+        with self._lock:
+            if self._closed:
+                raise TransferFailed("the transport is closed")
+            if not self._own.covers(runs.source_addresses, runs.lengths):
+                raise TransferFailed("a source address is not registered")
+            peer = self._peer(session)
+            try:
+                self._write(peer, runs, time.monotonic() + timeout_s)
+            except TransferFailed:
+                # The next write proves everything anew.
+                self._peers.pop(session).memory.close()
+                raise
+        return Written(self.name, "in_flight", len(runs))
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._page[:] = 0
+            for peer in self._peers.values():
+                peer.memory.close()
+            self._peers.clear()
+
+    def _write(self, peer: _Peer, runs: Runs, deadline_s: float) -> None:
+        if not peer.ranges.covers(runs.destination_addresses, runs.lengths):
+            peer.refresh()
+            if not peer.ranges.covers(runs.destination_addresses, runs.lengths):
+                raise TransferFailed("a destination address is not registered")
+        written_bytes = 0
+        for batch in runs.batches(ENTRIES_PER_CALL, _BYTES_PER_CALL):
+            if time.monotonic() >= deadline_s:
+                raise TransferFailed("copying to another process took longer than its time")
+            peer.check()
+            try:
+                peer.memory.write(batch)
+            except TransferFailed as error:
+                if written_bytes:
+                    error.metadata.pop("written_bytes", None)
+                raise
+            written_bytes += batch.payload_bytes
+        peer.memory.require_alive()
+
+    def _peer(self, session: str) -> _Peer:
+        peer = self._peers.get(session)
+        if peer is None:
+            peer = _Peer(self._parse(session))
+            self._peers[session] = peer
+            if len(self._peers) > _PEER_LIMIT:
+                self._peers.popitem(last=False)[1].memory.close()
+        return peer
+
+    def _parse(self, session: str) -> _Address:
+        try:
+            boot_id, namespace, pid, start_ticks, page_address, token = session.split(".")
+            address = _Address(
+                boot_id,
+                namespace,
+                int(pid),
+                int(start_ticks),
+                int(page_address, 16),
+                bytes.fromhex(token),
+            )
+        except ValueError as error:
+            raise _unproven(f'"{session}" does not name a process') from error
+        if (address.boot_id, address.pid_namespace) != self._host:
+            raise _unproven("the peer is on another host or in another pid namespace")
+        return address
+
+
+def _unproven(detail: str) -> TransferFailed:
+    return TransferFailed(detail, metadata={"written_bytes": "0"})
+
+
+def _host_identity() -> tuple[str, str]:
+    """Boot id and pid namespace, which two processes share exactly when their pids mean the same."""
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = Path("/proc/self/ns/pid").readlink().name.strip("pid:[]")
+        os.close(os.pidfd_open(os.getpid()))
+    except (OSError, AttributeError) as error:
+        raise ConfigError(
+            f"processes of this host cannot prove who they are ({error}): choose another transport"
+        ) from error
+    return boot_id, namespace

@@ -1,0 +1,1 @@
+"""Staged writes: gather, scatter, and the cost model that chooses."""

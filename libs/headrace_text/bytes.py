@@ -1,0 +1,42 @@
+"""The simulated model's text side: one token per byte."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headrace_text.codec import ChatMessage, TextCodec
+
+_BYTE_COUNT = 256
+# The simulated engine's own default.
+_VOCABULARY_SIZE = 32_000
+# Tokens beyond the bytes have no text of their own. Each is shown as one ideograph, so that an
+# answer is made of whole characters and different answers look different.
+_FIRST_IDEOGRAPH = 0x4E00
+_IDEOGRAPH_COUNT = 0x5000
+
+
+class ByteCodec(TextCodec):
+    """Tokens 0-255 are the bytes of UTF-8; others are shown as one character and never made."""
+
+    vocabulary_size = _VOCABULARY_SIZE
+    context_tokens = 0
+    stop_token_ids: frozenset[int] = frozenset()
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_chat(
+        self, messages: Sequence[ChatMessage], *, continue_final_message: bool
+    ) -> list[int]:
+        lines = [f"{message.role}: {message.content}" for message in messages]
+        text = "\n".join(lines)
+        return self.encode(text if continue_final_message else f"{text}\nassistant: ")
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        content = b"".join(
+            bytes((token_id,))
+            if token_id < _BYTE_COUNT
+            else chr(_FIRST_IDEOGRAPH + (token_id - _BYTE_COUNT) % _IDEOGRAPH_COUNT).encode()
+            for token_id in token_ids
+        )
+        return content.decode(errors="replace")

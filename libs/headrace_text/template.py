@@ -1,0 +1,110 @@
+"""Chat templates: Jinja, as model folders carry them, rendered in a sandbox."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.nodes
+import jinja2.parser
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from headrace_common.errors import ConfigError, InvalidRequest
+from headrace_text.codec import ChatMessage
+
+_FIELD = "chat.messages"
+# Marks the end of the final message, so that what the template puts behind it can be cut off. The
+# space after it is
+# how one sees whether the template trimmed the message.
+_END_MARK = "\u2060headrace-end-of-message\u2060 "
+
+
+class _GenerationBlock(Extension):
+    """Accepts {% generation %} blocks, which matter to training only, as their content."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    """One compiled template. `special_tokens` are the names that it may use, such as bos_token."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        self._special_tokens = dict(special_tokens)
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise ConfigError(
+                f"the model's chat template cannot be compiled: {error}; repair it in the model folder",
+                metadata={"cause": str(error)},
+            ) from error
+
+    def render(self, messages: Sequence[ChatMessage], *, continue_final_message: bool) -> str:
+        """The conversation as text. Raises InvalidRequest with the template's words."""
+        plain = [{"role": message.role, "content": message.content} for message in messages]
+        if not continue_final_message:
+            return self._render(plain, add_generation_prompt=True)
+        final_content = plain[-1]["content"]
+        plain[-1]["content"] = final_content + _END_MARK
+        rendered = self._render(plain, add_generation_prompt=False)
+        return _cut_at_mark(rendered, final_content)
+
+    def _render(self, messages: list[dict[str, str]], *, add_generation_prompt: bool) -> str:
+        try:
+            return self._template.render(
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens,
+            )
+        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+            raise InvalidRequest(
+                {_FIELD: f"the chat template refuses them: {str(error) or type(error).__name__}"}
+            ) from error
+
+
+def _cut_at_mark(rendered: str, final_content: str) -> str:
+    mark = _END_MARK.strip()
+    end = rendered.rfind(mark)
+    if end < 0 or final_content.strip() not in rendered:
+        raise InvalidRequest(
+            {_FIELD: "the chat template drops part of the final message: it cannot be continued"}
+        )
+    if rendered.startswith(_END_MARK, end):
+        return rendered[:end]
+    return rendered[:end].rstrip()
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes for HTML, which no model was trained on.
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().astimezone().strftime(pattern)

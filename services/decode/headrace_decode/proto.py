@@ -1,0 +1,51 @@
+"""Between the decode contract's messages and the engine's values. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headrace.decode.v1 import decode_pb2
+from headrace.inference.v1 import first_token_pb2
+from headrace_common.errors import InvalidRequest
+from headrace_engine.interface import DecodeTokens, DecodeWork
+from headrace_engine.proto import logprobs_to_proto, sampling_from_proto
+
+TRANSFER_ID_CHARACTERS_MAX = 64
+
+
+def work_from_proto(request: decode_pb2.GenerateRequest) -> DecodeWork:
+    """Raises InvalidRequest naming every field that the router should have set."""
+    violations: dict[str, str] = {}
+    if not 0 < len(request.transfer_id) <= TRANSFER_ID_CHARACTERS_MAX:
+        violations["transfer_id"] = f"must be 1 to {TRANSFER_ID_CHARACTERS_MAX} characters"
+    if not request.token_ids:
+        violations["token_ids"] = "must hold at least one token"
+    generated = request.generated_token_count
+    if request.token_ids and generated >= len(request.token_ids):
+        violations["generated_token_count"] = "must leave a token of token_ids for the prompt"
+    if request.sampling.max_tokens <= generated:
+        violations["sampling.max_tokens"] = f"must be {generated + 1} or more"
+    from_logits = request.first_token == first_token_pb2.FIRST_TOKEN_POLICY_LOGITS
+    told = from_logits or request.first_token == first_token_pb2.FIRST_TOKEN_POLICY_PREFILL
+    if told and (generated or not request.remote_prefill):
+        violations["first_token"] = "needs remote_prefill, and nothing that was generated"
+    if violations:
+        raise InvalidRequest(violations)
+    return DecodeWork(
+        transfer_id=request.transfer_id,
+        token_ids=tuple(request.token_ids),
+        sampling=sampling_from_proto(request.sampling, request.stop_token_ids),
+        remote_kv=request.remote_prefill and (told or len(request.token_ids) > 1),
+        generated_tokens=generated,
+        awaits_first_token=told,
+        from_logits=from_logits,
+    )
+
+
+def tokens_to_proto(pieces: Sequence[DecodeTokens]) -> decode_pb2.Tokens:
+    """All pieces as one message, in order."""
+    message = decode_pb2.Tokens()
+    for piece in pieces:
+        message.token_ids.extend(piece.token_ids)
+        message.logprobs.extend(map(logprobs_to_proto, piece.logprobs))
+    return message

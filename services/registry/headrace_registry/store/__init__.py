@@ -1,0 +1,1 @@
+"""Stores of the registry: in memory and in etcd."""

@@ -1,0 +1,268 @@
+"""The store that keeps everything in etcd and follows it, so that several registries may serve at
+once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, Final, TypeAlias
+
+from google.protobuf.message import DecodeError
+
+from headrace.kv.v1 import layout_pb2
+from headrace.registry.v1 import registry_pb2
+from headrace_common.errors import ConfigError, RegistryUnavailable, WatchExpired
+from headrace_common.registry.link import end_task, run_forever
+from headrace_registry.feed import ChangeFeed, PolicyRecord, default_policy
+from headrace_registry.store.base import Registration, Store, descriptor_missing
+from headrace_registry.store.etcd_connection import EtcdConnection
+from headrace_registry.store.etcd_table import EtcdTable, Listing, Record
+
+_log = logging.getLogger(__name__)
+
+_Message: TypeAlias = registry_pb2.Member | layout_pb2.KvDescriptor | registry_pb2.Policy
+
+_RETRY_S: Final = (0.1, 0.2, 0.4, 0.8, 1.0)
+_READ_OWN_WRITE_S: Final = 1.0
+
+
+class EtcdStore(Store):
+    """A table in etcd and this process's copy of it. Owned by one event loop.
+
+    One task follows etcd: it lists, then watches from the listing's revision, and starts over
+    whenever the watch breaks; what changed meanwhile is found by comparing. While etcd is away the
+    copy stays as it was.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        prefix: str,
+        history_size: int,
+        timeout_s: float,
+        start_timeout_s: float,
+    ) -> None:
+        super().__init__(ChangeFeed(history_size))
+        self._connection = EtcdConnection(host, port, timeout_s)
+        self._table = EtcdTable(self._connection.client, prefix)
+        self._timeout_s = timeout_s
+        self._start_timeout_s = start_timeout_s
+        self._cluster_id: int | None = None
+        self._leases: dict[str, int] = {}
+        self._descriptors: dict[str, layout_pb2.KvDescriptor] = {}
+        self._follower: asyncio.Task[None] | None = None
+        self._failure_count = 0
+
+    async def start(self) -> None:
+        deadline_s = asyncio.get_running_loop().time() + self._start_timeout_s
+        while True:
+            try:
+                self._take(await self._connection.call(self._table.list))
+                break
+            except RegistryUnavailable as error:
+                if asyncio.get_running_loop().time() >= deadline_s:
+                    self._connection.close()
+                    raise ConfigError(
+                        f"store: {error.detail} Start etcd there, or give --store memory",
+                        metadata=error.metadata,
+                    ) from error
+            await asyncio.sleep(_RETRY_S[1])
+        self._follower = run_forever(self._follow(), "etcd-follower")
+
+    async def close(self) -> None:
+        await end_task(self._follower)
+        self._connection.close()
+
+    async def register(self, member: registry_pb2.Member, ttl_s: int) -> Registration:
+        registration = await self._connection.call(lambda: self._table.register(member, ttl_s))
+        await self.feed.wait_for(registration.revision, _READ_OWN_WRITE_S)
+        return registration
+
+    async def keep_alive(self, lease_id: str) -> float | None:
+        lease = _parse_lease(lease_id)
+        if lease is None or not await self._owns(lease):
+            return None
+        return await self._connection.call(lambda: self._table.refresh(lease))
+
+    async def deregister(self, lease_id: str) -> None:
+        lease = _parse_lease(lease_id)
+        if lease is None or not await self._owns(lease):
+            return
+        worker_id = next((name for name, held in self._leases.items() if held == lease), None)
+        await self._connection.call(lambda: self._table.revoke(lease))
+        # etcd3 does not tell the revision of a revocation, so the change itself is waited for.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_READ_OWN_WRITE_S):
+                while worker_id is not None and self._leases.get(worker_id) == lease:
+                    await self.feed.wait_for(self.feed.revision + 1, _READ_OWN_WRITE_S)
+
+    async def put_descriptor(
+        self,
+        lease_id: str,
+        reference: registry_pb2.MemberRef,
+        descriptor: layout_pb2.KvDescriptor,
+    ) -> int:
+        lease = _parse_lease(lease_id) or 0
+        revision = await self._connection.call(
+            lambda: self._table.put_descriptor(lease, reference, descriptor)
+        )
+        await self.feed.wait_for(revision, _READ_OWN_WRITE_S)
+        return revision
+
+    async def get_descriptor(self, reference: registry_pb2.MemberRef) -> layout_pb2.KvDescriptor:
+        known = self._descriptors.get(f"{reference.worker_id}/{reference.incarnation}")
+        if known is not None:
+            return known
+        # It may have been written through another registry a moment ago.
+        found = await self._connection.call(lambda: self._table.get_descriptor(reference))
+        if found is None:
+            raise descriptor_missing(reference)
+        return found
+
+    async def set_policy(self, policy: registry_pb2.Policy, expected_revision: int) -> int:
+        revision = await self._connection.call(
+            lambda: self._table.set_policy(policy, expected_revision)
+        )
+        await self.feed.wait_for(revision, _READ_OWN_WRITE_S)
+        return revision
+
+    async def prefix_hash_key(self, proposed: int) -> int:
+        return await self._connection.call(lambda: self._table.prefix_hash_key(proposed))
+
+    async def ticket_key(self, proposed: bytes) -> bytes:
+        return await self._connection.call(lambda: self._table.ticket_key(proposed))
+
+    async def watch(self, start_revision: int) -> AsyncIterator[registry_pb2.WatchResponse]:
+        if start_revision > self.feed.revision:
+            # Another registry may be ahead of this one; what is ahead of etcd is of another etcd.
+            current = await self._connection.call(self._table.revision)
+            if start_revision > current:
+                raise WatchExpired(
+                    f"revision {start_revision} is not one of this registry's: watch again from 0",
+                    metadata={"start_revision": str(start_revision), "revision": str(current)},
+                )
+        async for response in self.feed.watch(start_revision, ahead=True):
+            yield response
+
+    async def _owns(self, lease: int) -> bool:
+        if lease in self._leases.values():
+            return True
+        return await self._connection.call(lambda: self._table.owns(lease))
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                self._take(await self._connection.call(self._table.list))
+                await self._follow_watch()
+            except RegistryUnavailable as error:
+                if self._failure_count == 0:
+                    _log.warning("serving the last view: %s", error.detail)
+            delay_s = _RETRY_S[min(self._failure_count, len(_RETRY_S) - 1)]
+            self._failure_count += 1
+            await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
+
+    async def _follow_watch(self) -> None:
+        watch = self._connection.watch(self._table.prefix, self.feed.revision + 1)
+        try:
+            async for response in watch.responses(self._timeout_s):
+                if response.canceled or response.compact_revision:
+                    raise RegistryUnavailable(
+                        f"etcd cancelled the watch: {response.cancel_reason or 'compacted'}"
+                    )
+                if self._failure_count:
+                    _log.info("following etcd at %s again", self._connection.endpoint)
+                self._failure_count = 0
+                self._apply(response.events)
+        finally:
+            watch.close()
+
+    def _take(self, listing: Listing) -> None:
+        members: dict[str, registry_pb2.Member] = {}
+        policy = PolicyRecord(default_policy(), 0)
+        self._leases.clear()
+        self._descriptors.clear()
+        for record in listing.records:
+            name = record.key.partition("/")[2]
+            value = _parse(record)
+            if isinstance(value, registry_pb2.Member):
+                members[name] = value
+                self._leases[name] = record.lease
+            elif isinstance(value, layout_pb2.KvDescriptor):
+                self._descriptors[name] = value
+            elif isinstance(value, registry_pb2.Policy):
+                policy = PolicyRecord(value, record.revision)
+        continues = (
+            listing.cluster_id == self._cluster_id and listing.revision >= self.feed.revision
+        )
+        self._cluster_id = listing.cluster_id
+        if continues:
+            self.feed.replace(listing.revision, members, policy)
+        else:
+            self.feed.restart(listing.revision, members, policy)
+
+    def _apply(self, events: Any) -> None:
+        """Takes in the events of one watch response, revision by revision."""
+        by_revision: dict[int, list[Record]] = {}
+        for event in events:
+            record = self._table.record(event.kv, deleted=event.type != 0)
+            by_revision.setdefault(record.revision, []).append(record)
+        for revision, records in by_revision.items():
+            self._apply_revision(revision, records)
+
+    def _apply_revision(self, revision: int, records: list[Record]) -> None:
+        members: dict[str, registry_pb2.Member | None] = {}
+        policy: PolicyRecord | None = None
+        for record in records:
+            kind, _, name = record.key.partition("/")
+            value = _parse(record)
+            if kind == "members":
+                self._leases.pop(name, None)
+                members[name] = None
+                if isinstance(value, registry_pb2.Member):
+                    self._leases[name] = record.lease
+                    members[name] = value
+            elif kind == "descriptors":
+                self._descriptors.pop(name, None)
+                if isinstance(value, layout_pb2.KvDescriptor):
+                    self._descriptors[name] = value
+            elif kind == "policy":
+                policy = PolicyRecord(default_policy(), 0)
+                if isinstance(value, registry_pb2.Policy):
+                    policy = PolicyRecord(value, record.revision)
+        self.feed.apply(revision, members, policy)
+
+
+_MESSAGES: Final[Mapping[str, type[_Message]]] = {
+    "members": registry_pb2.Member,
+    "descriptors": layout_pb2.KvDescriptor,
+    "policy": registry_pb2.Policy,
+}
+
+
+def _parse(record: Record) -> _Message | None:
+    """The message in a record; None when it was deleted, or holds what no registry wrote."""
+    message = _MESSAGES.get(record.key.partition("/")[0])
+    if message is None or record.value is None:
+        return None
+    parsed = message()
+    try:
+        parsed.ParseFromString(record.value)
+    except DecodeError:
+        _log.warning("etcd key %r does not hold a %s: ignored", record.key, message.DESCRIPTOR.name)
+        return None
+    return parsed
+
+
+def _parse_lease(lease_id: str) -> int | None:
+    """etcd's number of a lease, None when the text cannot be one of ours."""
+    try:
+        lease = int(lease_id, 16) if len(lease_id) <= 16 else 0
+    except ValueError:
+        return None
+    return lease if 0 < lease < 1 << 63 else None

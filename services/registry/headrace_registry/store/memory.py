@@ -1,0 +1,151 @@
+"""The store that keeps everything in this process and forgets it at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Final
+
+from headrace.kv.v1 import layout_pb2
+from headrace.registry.v1 import registry_pb2
+from headrace_registry.feed import ChangeFeed, PolicyRecord
+from headrace_registry.store.base import (
+    Registration,
+    Store,
+    descriptor_missing,
+    new_prefix_hash_key,
+    new_ticket_key,
+    require_newer,
+    require_owner,
+    require_policy_revision,
+)
+
+_STALL_S: Final = 0.5
+
+
+@dataclass(slots=True)
+class _Lease:
+    lease_id: str
+    ttl_s: int
+    # On the event loop's clock.
+    expires_at_s: float
+    member: registry_pb2.Member
+    descriptor: layout_pb2.KvDescriptor | None
+    timer: asyncio.TimerHandle
+
+
+class MemoryStore(Store):
+    """One process's table. Owned by the event loop it was made on.
+
+    Revisions start at the time of the start in microseconds, so that a watcher that comes back with
+    one from before a restart is told that its watch has expired.
+    """
+
+    def __init__(self, history_size: int) -> None:
+        super().__init__(ChangeFeed(history_size, revision=time.time_ns() // 1000))
+        self._leases: dict[str, _Lease] = {}
+        self._lease_ids: dict[str, str] = {}
+        self._prefix_hash_key = 0
+        self._ticket_key = b""
+
+    async def start(self) -> None:
+        """Nothing to reach."""
+
+    async def close(self) -> None:
+        for lease in self._leases.values():
+            lease.timer.cancel()
+
+    async def register(self, member: registry_pb2.Member, ttl_s: int) -> Registration:
+        require_newer(self.members.get(member.worker_id), member)
+        previous = self._leases.get(self._lease_ids.get(member.worker_id, ""))
+        descriptor = None
+        if previous is not None:
+            self._forget(previous)
+            if previous.member.incarnation == member.incarnation:
+                descriptor = previous.descriptor
+        loop = asyncio.get_running_loop()
+        lease_id = secrets.token_hex(8)
+        expires_at_s = loop.time() + ttl_s
+        timer = loop.call_at(expires_at_s, self._on_timer, lease_id)
+        self._leases[lease_id] = _Lease(lease_id, ttl_s, expires_at_s, member, descriptor, timer)
+        self._lease_ids[member.worker_id] = lease_id
+        revision = self.feed.revision + 1
+        self.feed.apply(revision, {member.worker_id: member})
+        return Registration(lease_id, ttl_s, revision)
+
+    async def keep_alive(self, lease_id: str) -> float | None:
+        lease = self._leases.get(lease_id)
+        if lease is None:
+            return None
+        lease.expires_at_s = asyncio.get_running_loop().time() + lease.ttl_s
+        return float(lease.ttl_s)
+
+    async def deregister(self, lease_id: str) -> None:
+        lease = self._leases.get(lease_id)
+        if lease is not None:
+            self._end(lease)
+
+    async def put_descriptor(
+        self,
+        lease_id: str,
+        reference: registry_pb2.MemberRef,
+        descriptor: layout_pb2.KvDescriptor,
+    ) -> int:
+        held_id = self._lease_ids.get(reference.worker_id, "")
+        current = self.members.get(reference.worker_id)
+        require_owner(current, held_id == lease_id, lease_id, reference)
+        self._leases[held_id].descriptor = descriptor
+        revision = self.feed.revision + 1
+        self.feed.apply(revision, {})
+        return revision
+
+    async def get_descriptor(self, reference: registry_pb2.MemberRef) -> layout_pb2.KvDescriptor:
+        lease = self._leases.get(self._lease_ids.get(reference.worker_id, ""))
+        if (
+            lease is None
+            or lease.descriptor is None
+            or lease.member.incarnation != reference.incarnation
+        ):
+            raise descriptor_missing(reference)
+        return lease.descriptor
+
+    async def set_policy(self, policy: registry_pb2.Policy, expected_revision: int) -> int:
+        require_policy_revision(self.policy.revision, expected_revision)
+        revision = self.feed.revision + 1
+        self.feed.apply(revision, {}, PolicyRecord(policy, revision))
+        return revision
+
+    async def prefix_hash_key(self, proposed: int) -> int:
+        self._prefix_hash_key = self._prefix_hash_key or proposed or new_prefix_hash_key()
+        return self._prefix_hash_key
+
+    async def ticket_key(self, proposed: bytes) -> bytes:
+        self._ticket_key = self._ticket_key or proposed or new_ticket_key()
+        return self._ticket_key
+
+    def watch(self, start_revision: int) -> AsyncIterator[registry_pb2.WatchResponse]:
+        return self.feed.watch(start_revision)
+
+    def _on_timer(self, lease_id: str) -> None:
+        lease = self._leases[lease_id]
+        loop = asyncio.get_running_loop()
+        now_s = loop.time()
+        if now_s - lease.expires_at_s > _STALL_S:
+            # This process stood still, so it is no sign of the member's end that nothing was heard.
+            lease.expires_at_s = now_s + lease.ttl_s
+        if lease.expires_at_s > now_s:
+            lease.timer = loop.call_at(lease.expires_at_s, self._on_timer, lease_id)
+        else:
+            self._end(lease)
+
+    def _forget(self, lease: _Lease) -> None:
+        lease.timer.cancel()
+        del self._leases[lease.lease_id]
+        del self._lease_ids[lease.member.worker_id]
+
+    def _end(self, lease: _Lease) -> None:
+        self._forget(lease)
+        self.feed.apply(self.feed.revision + 1, {lease.member.worker_id: None})

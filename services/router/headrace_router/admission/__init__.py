@@ -1,0 +1,1 @@
+"""Admission control: limits, tenants and fair shares."""

@@ -1,0 +1,142 @@
+"""The router's parts, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import grpc.aio
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
+
+from headrace.inference.v1 import inference_pb2_grpc, trace_pb2_grpc
+from headrace.prefill.v1 import prefill_pb2_grpc
+from headrace.registry.v1 import registry_pb2
+from headrace_common.rpc.channel import open_channel
+from headrace_common.rpc.tickets import TicketSigner
+from headrace_common.telemetry.setup import Telemetry
+from headrace_router.admission.admission import Admission, AdmissionLimits
+from headrace_router.admission.tenants import load_tenants
+from headrace_router.config import RouterConfig
+from headrace_router.dispatch.dispatcher import Generator, PolicySource
+from headrace_router.lookaside.tickets import LookAside
+from headrace_router.lookaside.tracking import DirectAnswers
+from headrace_router.metrics import RouterMetrics
+from headrace_router.placement import KvAware, Placement
+from headrace_router.prefill_queue.queue import PrefillQueue
+from headrace_router.prefill_queue.service import PullService
+from headrace_router.prefix_cache.models import PrefixIndexes
+from headrace_router.service import FrontDoor, InferenceService
+from headrace_router.tracing.service import OTLP_SERVICE_NAME, SpanCollector, TraceReader
+from headrace_router.tracing.store import StoreExporter, TraceStore
+from headrace_router.workers.directory import WorkerView
+from headrace_text.codec import TextCodec
+
+SERVICES = (
+    "headrace.inference.v1.InferenceService",
+    "headrace.inference.v1.TraceService",
+    "headrace.prefill.v1.PrefillQueueService",
+    OTLP_SERVICE_NAME,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """One router's parts.
+
+    Nothing here talks to the registry: `update` is told of members.
+    """
+
+    inference: InferenceService
+    workers: WorkerView
+    prefixes: PrefixIndexes
+    queue: PrefillQueue
+    traces: TraceStore
+    metrics: RouterMetrics
+    direct: DirectAnswers
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Adds every servicer in SERVICES."""
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(self.inference, server)
+        trace_pb2_grpc.add_TraceServiceServicer_to_server(TraceReader(self.traces), server)
+        prefill_pb2_grpc.add_PrefillQueueServiceServicer_to_server(PullService(self.queue), server)
+        add_collector: Any = trace_service_pb2_grpc.add_TraceServiceServicer_to_server
+        add_collector(SpanCollector(self.traces, self.direct), server)
+
+    def update(self, members: Collection[registry_pb2.Member]) -> None:
+        """Takes over the registry's members."""
+        self.workers.update(members)
+        self.prefixes.update(members)
+
+    async def close(self) -> None:
+        """Ends every stream to workers."""
+        self.direct.close()
+        await self.metrics.close()
+        await self.prefixes.close()
+        await self.workers.close()
+
+
+def assemble(
+    config: RouterConfig,
+    codecs: Mapping[str, TextCodec],
+    telemetry: Telemetry,
+    policy: PolicySource,
+    prefix_hash_key: Callable[[], int],
+    ticket_key: Callable[[], bytes] = bytes,
+    placement: Placement | None = None,
+) -> Router:
+    """Builds the parts; must run on the event loop that will own them. Places by KvAware unless told otherwise.
+
+    `prefix_hash_key` and `ticket_key` return the deployment's; 0 and no bytes while they are not known.
+    """
+    store = TraceStore(config.trace_count)
+    telemetry.add_exporter(StoreExporter(store))
+    workers = WorkerView(lambda endpoint: open_channel(endpoint, config), config.worker_wait_s)
+    prefixes = PrefixIndexes(lambda endpoint: open_channel(endpoint, config), prefix_hash_key)
+    queue = PrefillQueue(config.max_queued_tasks, config.prefix_wait_s)
+    limits = AdmissionLimits(
+        max_requests=config.max_concurrent_requests,
+        max_queued_tokens=config.max_queued_tokens,
+        wait_s=config.admission_wait_s,
+    )
+    admission = Admission(limits, lambda: policy.policy.tenant_weights)
+    metrics = RouterMetrics(telemetry.metrics.meter, queue, admission, prefixes)
+    signer = TicketSigner(ticket_key, config.ticket_ttl_s)
+    generator = Generator(
+        view=workers,
+        queue=queue,
+        placement=placement or KvAware(Random()),
+        prefixes=prefixes,
+        policy=policy,
+        retry_budget=config.retry_budget,
+        signer=signer,
+        telemetry=telemetry,
+        migration_wait_s=config.migration_wait_s,
+        on_migration=metrics.migrated,
+    )
+    direct = DirectAnswers(
+        workers, telemetry, ttl_s=config.ticket_ttl_s, longest_s=config.default_deadline_s
+    )
+    look_aside = LookAside(
+        view=workers,
+        queue=queue,
+        generator=generator,
+        signer=signer,
+        allowed=config.look_aside,
+        late_s=config.default_deadline_s,
+        direct=direct,
+    )
+    inference = InferenceService(
+        codecs=codecs,
+        view=workers,
+        queue=queue,
+        prefixes=prefixes,
+        generator=generator,
+        look_aside=look_aside,
+        store=store,
+        telemetry=telemetry,
+        door=FrontDoor(load_tenants(config.api_keys_file), admission, metrics),
+        default_deadline_s=config.default_deadline_s,
+    )
+    return Router(inference, workers, prefixes, queue, store, metrics, direct)

@@ -1,0 +1,1 @@
+"""Attempts of a request, and retries."""

@@ -1,0 +1,35 @@
+"""Who makes a request's first token. Pure."""
+
+from __future__ import annotations
+
+from typing import Final, TypeAlias
+
+from headrace.inference.v1 import first_token_pb2
+from headrace.registry.v1 import registry_pb2
+from headrace_router.placement import Decision
+from headrace_router.request.validation import PreparedRequest
+
+Policy: TypeAlias = first_token_pb2.FirstTokenPolicy.ValueType
+
+BY_DECODE: Final = first_token_pb2.FIRST_TOKEN_POLICY_DECODE
+BY_PREFILL: Final = first_token_pb2.FIRST_TOKEN_POLICY_PREFILL
+FROM_LOGITS: Final = first_token_pb2.FIRST_TOKEN_POLICY_LOGITS
+MAKER_NAMES: Final = {BY_DECODE: "decode", BY_PREFILL: "prefill", FROM_LOGITS: "logits"}
+
+
+def first_token_maker(
+    request: PreparedRequest,
+    policy: registry_pb2.Policy,
+    decision: Decision,
+    generated_tokens: int,
+    attempt: int,
+) -> Policy:
+    """Who is to make it in the attempt of that number, from 1: what the client says counts, else the policy.
+
+    Decode workers make it of what they prefill themselves; once a token is generated there is none to make. Logits are
+    asked for once: whatever lost them, another attempt does without.
+    """
+    if not decision.remote or generated_tokens:
+        return BY_DECODE
+    wanted = request.first_token or policy.first_token or BY_DECODE
+    return BY_DECODE if wanted == FROM_LOGITS and attempt > 1 else wanted

@@ -1,0 +1,1 @@
+"""Look-aside requests: tickets, and tracking of direct requests."""

@@ -1,0 +1,1 @@
+"""The index of cached prefixes of all workers."""

@@ -1,0 +1,34 @@
+"""A request on its way through its attempts, and how one of them ended. Values only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from opentelemetry.trace import Span
+
+from headrace.inference.v1 import sampling_pb2
+from headrace_common.deadlines import Deadline
+from headrace_router.admission.tenants import DEFAULT_TENANT
+from headrace_router.request.response_stream import Answer
+from headrace_router.request.validation import PreparedRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request on its way: what is asked, where the answer goes, and until when."""
+
+    request: PreparedRequest
+    answer: Answer
+    root: Span
+    deadline: Deadline
+    arrival_unix_ns: int
+    tenant: str = DEFAULT_TENANT
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptOutcome:
+    """How a successful attempt ended."""
+
+    reason: sampling_pb2.FinishReason.ValueType
+    cached_tokens: int
+    transferred_tokens: int

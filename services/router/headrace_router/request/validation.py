@@ -1,0 +1,197 @@
+"""From a client's request to one that can be placed, or to everything that is wrong with it.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
+from headrace_common.errors import InvalidRequest
+from headrace_router.request.sampling import sampling_violations, with_defaults
+from headrace_text.codec import ChatMessage, TextCodec
+
+REQUEST_ID_CHARACTERS_MAX = 128
+_REQUEST_ID = re.compile(r"[!-~]*")
+_PROMPT_FIELDS = ("text", "chat", "tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A request that passed every check: the prompt as tokens, every default filled in."""
+
+    request_id: str
+    model: str
+    codec: TextCodec
+    token_ids: tuple[int, ...]
+    sampling: sampling_pb2.SamplingParams
+    stop_token_ids: tuple[int, ...]
+    stop_texts: tuple[str, ...]
+    placement: inference_pb2.PrefillPlacement.ValueType
+    first_token: first_token_pb2.FirstTokenPolicy.ValueType = (
+        first_token_pb2.FIRST_TOKEN_POLICY_UNSPECIFIED
+    )
+    generated: tuple[int, ...] = ()
+    """What the client has of the answer already."""
+
+
+def resolve_model(name: str, codecs: Mapping[str, TextCodec]) -> str:
+    """The served name that is meant. Raises InvalidRequest listing the names served."""
+    if name in codecs:
+        return name
+    served = ", ".join(sorted(codecs))
+    if name:
+        raise InvalidRequest({"model": f"{name!r} is not served; use one of: {served}"})
+    if len(codecs) > 1:
+        raise InvalidRequest({"model": f"must be set, as several are served; use one of: {served}"})
+    return next(iter(codecs))
+
+
+def prepare(
+    request: inference_pb2.GenerateRequest,
+    *,
+    request_id: str,
+    codecs: Mapping[str, TextCodec],
+    context_tokens: Mapping[str, int],
+) -> PreparedRequest:
+    """Checks and tokenizes. Takes time with the prompt's length, so it belongs on a thread.
+
+    `context_tokens` holds, by model, what the live decode workers take; a model without any falls
+    back on its own
+    files. Raises InvalidRequest with every violation at once.
+    """
+    violations = request_violations(request)
+    try:
+        model = resolve_model(request.model, codecs)
+    except InvalidRequest as error:
+        raise InvalidRequest({**error.violations, **violations}) from error
+    codec = codecs[model]
+    token_ids: Sequence[int] = ()
+    prompt_field = _prompt_field(request)
+    if not any(path.partition(".")[0] in (*_PROMPT_FIELDS, "prompt") for path in violations):
+        try:
+            token_ids = _prompt_tokens(request, codec)
+        except InvalidRequest as error:
+            violations.update(error.violations)
+        else:
+            context = context_tokens.get(model) or codec.context_tokens
+            violations.update(_length_violations(request, prompt_field, len(token_ids), context))
+    violations.update(_vocabulary_violations(request, codec.vocabulary_size))
+    if violations:
+        raise InvalidRequest(violations)
+    context = context_tokens.get(model) or codec.context_tokens
+    max_tokens = request.sampling.max_tokens or _room(context, len(token_ids))
+    if len(request.generated.ids) > max_tokens:
+        raise InvalidRequest(
+            {
+                "generated.ids": f"must hold at most max_tokens, {max_tokens}, not {len(request.generated.ids)}"
+            }
+        )
+    own_stops = frozenset() if request.sampling.ignore_eos else codec.stop_token_ids
+    return PreparedRequest(
+        request_id=request_id,
+        model=model,
+        codec=codec,
+        token_ids=tuple(token_ids),
+        sampling=with_defaults(request.sampling, max_tokens),
+        stop_token_ids=tuple(sorted(own_stops.union(request.sampling.stop_token_ids))),
+        stop_texts=tuple(request.sampling.stop),
+        placement=request.prefill_placement,
+        first_token=request.first_token,
+        generated=tuple(request.generated.ids),
+    )
+
+
+def request_violations(request: inference_pb2.GenerateRequest) -> dict[str, str]:
+    """What is wrong without knowing the model: path of each field at fault -> remedy."""
+    violations = sampling_violations(request.sampling)
+    given = [name for name in _PROMPT_FIELDS if request.HasField(name)]  # type: ignore[arg-type]
+    if not given:
+        violations["prompt"] = "set one of text, chat and tokens"
+    elif len(given) > 1:
+        violations["prompt"] = f"set only one of text, chat and tokens, not {' and '.join(given)}"
+    if given == ["text"] and not request.text:
+        violations["text"] = "must not be empty"
+    if given == ["tokens"] and not request.tokens.ids:
+        violations["tokens.ids"] = "must not be empty"
+    if given == ["chat"]:
+        violations.update(_chat_violations(request.chat))
+    if len(request.request_id) > REQUEST_ID_CHARACTERS_MAX:
+        violations["request_id"] = f"must have at most {REQUEST_ID_CHARACTERS_MAX} characters"
+    elif not _REQUEST_ID.fullmatch(request.request_id):
+        violations["request_id"] = "must hold visible ASCII characters only, without spaces"
+    if request.prefill_placement not in inference_pb2.PrefillPlacement.values():
+        violations["prefill_placement"] = "must be one of the named values"
+    if request.first_token not in first_token_pb2.FirstTokenPolicy.values():
+        violations["first_token"] = "must be one of the named values"
+    return violations
+
+
+def _chat_violations(chat: inference_pb2.Chat) -> dict[str, str]:
+    if not chat.messages:
+        return {"chat.messages": "must hold at least one message"}
+    return {
+        f"chat.messages[{index}].role": 'must be set, such as to "user"'
+        for index, message in enumerate(chat.messages)
+        if not message.role
+    }
+
+
+def _prompt_field(request: inference_pb2.GenerateRequest) -> str:
+    if request.HasField("chat"):
+        return "chat.messages"
+    return "tokens.ids" if request.HasField("tokens") else "text"
+
+
+def _prompt_tokens(request: inference_pb2.GenerateRequest, codec: TextCodec) -> Sequence[int]:
+    if request.HasField("tokens"):
+        return request.tokens.ids
+    if request.HasField("text"):
+        return codec.encode(request.text)
+    messages = [ChatMessage(message.role, message.content) for message in request.chat.messages]
+    return codec.encode_chat(messages, continue_final_message=request.chat.continue_final_message)
+
+
+def _length_violations(
+    request: inference_pb2.GenerateRequest, prompt_field: str, prompt_tokens: int, context: int
+) -> dict[str, str]:
+    if not prompt_tokens:
+        return {prompt_field: "must make at least one token"}
+    if not context:
+        return {}
+    room = context - prompt_tokens
+    if room < 1:
+        return {
+            prompt_field: f"makes {prompt_tokens} tokens, and the context of {context} must hold "
+            f"one more for an answer; shorten it by {1 - room}"
+        }
+    if request.sampling.max_tokens > room:
+        return {
+            "sampling.max_tokens": f"must be at most {room}, what the context of {context} leaves "
+            f"after {prompt_tokens} tokens of prompt, not {request.sampling.max_tokens}"
+        }
+    return {}
+
+
+def _vocabulary_violations(
+    request: inference_pb2.GenerateRequest, vocabulary_size: int
+) -> dict[str, str]:
+    violations: dict[str, str] = {}
+    fields = {
+        "tokens.ids": request.tokens.ids,
+        "generated.ids": request.generated.ids,
+        "sampling.stop_token_ids": request.sampling.stop_token_ids,
+    }
+    for path, ids in fields.items():
+        index = next((i for i, token_id in enumerate(ids) if token_id >= vocabulary_size), None)
+        if index is not None:
+            violations[f"{path}[{index}]"] = f"must be below {vocabulary_size}, not {ids[index]}"
+    return violations
+
+
+def _room(context_tokens: int, prompt_tokens: int) -> int:
+    """Tokens that the context leaves; the least there can be where nobody knows the context."""
+    return max(1, context_tokens - prompt_tokens)

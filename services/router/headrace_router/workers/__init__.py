@@ -1,0 +1,1 @@
+"""The view of workers, their availability and load."""

@@ -1,0 +1,97 @@
+"""The decode workers of one model and their load, column by column, so that choosing among hundreds stays cheap."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace_kv.layout.layout import KvLayout, WorkerRef, fingerprint
+
+Numbers = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One incarnation of a decode worker, as it registered."""
+
+    ref: WorkerRef
+    endpoint: str
+    model: str
+    context_tokens: int
+    max_requests: int
+    layout: KvLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A decode worker at one moment: what it reported, and what this router has promised it since.
+
+    `held_tokens` is what its taken blocks hold, growth included, and `total_tokens` what all its blocks do.
+    """
+
+    requests: int = 0
+    held_tokens: int = 0
+    total_tokens: int = 0
+    reachable: bool = True
+    draining: bool = False
+
+
+class LoadTable:
+    """A row for each worker, by worker id; columns have shape [worker].
+
+    Rows only move when members come or go: then the view makes a new table.
+    """
+
+    def __init__(self, workers: Iterable[Worker]) -> None:
+        self.workers = tuple(sorted(workers, key=lambda worker: str(worker.ref)))
+        count = len(self.workers)
+        self.requests: Numbers = np.zeros(count)
+        self.max_requests: Numbers = np.array([w.max_requests for w in self.workers], np.float64)
+        self.held_tokens: Numbers = np.zeros(count)
+        self.total_tokens: Numbers = np.zeros(count)
+        self.reachable: Flags = np.zeros(count, np.bool_)
+        self.draining: Flags = np.zeros(count, np.bool_)
+        self._rows = {worker.ref: row for row, worker in enumerate(self.workers)}
+        # Workers of one layout group can all receive from the same prefill workers.
+        self.layouts: tuple[KvLayout, ...] = ()
+        groups: dict[KvLayout, int] = {}
+        self.layout_of = np.array(
+            [groups.setdefault(fingerprint(w.layout), len(groups)) for w in self.workers], np.intp
+        )
+        self.layouts = tuple(groups)
+
+    def __len__(self) -> int:
+        return len(self.workers)
+
+    def set(self, ref: WorkerRef, load: Load) -> None:
+        """Takes over a worker's load."""
+        row = self._rows[ref]
+        self.requests[row] = load.requests
+        self.held_tokens[row] = load.held_tokens
+        self.total_tokens[row] = load.total_tokens
+        self.reachable[row] = load.reachable
+        self.draining[row] = load.draining
+
+    @property
+    def answering(self) -> bool:
+        """Whether any worker reports and takes new requests."""
+        return bool((self.reachable & ~self.draining).any())
+
+    def flags(self, refs: Collection[WorkerRef]) -> Flags:
+        """True in the rows of these workers."""
+        marked: Flags = np.zeros(len(self), np.bool_)
+        for ref in refs:
+            row = self._rows.get(ref)
+            if row is not None:
+                marked[row] = True
+        return marked
+
+    def paired(self, prefill_layouts: Collection[KvLayout]) -> Flags:
+        """True for workers that can receive from a prefill worker of one of these fingerprints."""
+        by_layout = np.array([layout in prefill_layouts for layout in self.layouts], np.bool_)
+        found: Flags = by_layout[self.layout_of]
+        return found

@@ -1,0 +1,210 @@
+"""A service in a process of its own: health, reflection, drain, and why it cannot start."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
+from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
+from headrace_common.errors import Draining
+from headrace_common.rpc.channel import open_channel
+from headrace_common.rpc.status import error_from_rpc
+
+SERVICE = "headrace.inference.v1.InferenceService"
+SCRIPT = Path(__file__).with_name("kiln_service.py")
+Process = asyncio.subprocess.Process
+
+
+async def spawn(*flags: str) -> Process:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        str(SCRIPT),
+        *flags,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=environment,
+    )
+
+
+@asynccontextmanager
+async def running(*flags: str) -> AsyncIterator[tuple[Process, str]]:
+    """The process and the host:port it prints."""
+    process = await spawn(*flags)
+    assert process.stdout is not None
+    try:
+        line = await asyncio.wait_for(process.stdout.readline(), 30)
+        yield process, line.decode().strip()
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+async def outcome(process: Process) -> tuple[int | None, str, str]:
+    out, err = await asyncio.wait_for(process.communicate(), 30)
+    return process.returncode, out.decode(), err.decode()
+
+
+async def health_of(channel: grpc.aio.Channel, service: str) -> int:
+    request = health_pb2.HealthCheckRequest(service=service)
+    response = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=5)
+    return int(response.status)
+
+
+async def test_health_answers_for_the_server_and_its_service(tmp_path: Path) -> None:
+    port_file = tmp_path / "port"
+    async with (
+        running(f"--port-file={port_file}") as (_, endpoint),
+        open_channel(endpoint) as channel,
+    ):
+        assert port_file.read_text() == endpoint
+        serving = health_pb2.HealthCheckResponse.SERVING
+        assert await health_of(channel, "") == serving
+        assert await health_of(channel, SERVICE) == serving
+        with pytest.raises(grpc.aio.AioRpcError):
+            await health_of(channel, "headrace.kiln.v1.KilnService")
+
+
+async def test_reflection_describes_the_contract() -> None:
+    async with running() as (_, endpoint), open_channel(endpoint) as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        requests = [
+            reflection_pb2.ServerReflectionRequest(list_services=""),
+            reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE),
+        ]
+        responses = [r async for r in stub.ServerReflectionInfo(iter(requests), timeout=10)]
+        names = {service.name for service in responses[0].list_services_response.service}
+        assert {SERVICE, "grpc.health.v1.Health"} <= names
+        files = [
+            FileDescriptorProto.FromString(data)
+            for data in responses[1].file_descriptor_response.file_descriptor_proto
+        ]
+        assert any(file.name == "headrace/inference/v1/inference.proto" for file in files)
+
+
+async def test_sigterm_lets_a_stream_end_and_refuses_what_is_new() -> None:
+    async with running() as (process, endpoint), open_channel(endpoint) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        watch = registry_pb2_grpc.RegistryServiceStub(channel).Watch(registry_pb2.WatchRequest())
+        assert await watch.read() == registry_pb2.WatchResponse(revision=1)
+        stream = aiter(stub.Generate(inference_pb2.GenerateRequest()))
+        texts = [(await anext(stream)).text]
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout is not None
+        assert await process.stdout.readline() == b"draining\n"
+        await asyncio.sleep(0.1)
+        async with open_channel(endpoint) as late:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await inference_pb2_grpc.InferenceServiceStub(late).ListModels(
+                    inference_pb2.ListModelsRequest(), timeout=5
+                )
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        texts += [response.text async for response in stream]
+        assert texts == ["0", "1", "2", "3", "4"]
+        with pytest.raises(grpc.aio.AioRpcError) as cut:
+            await watch.read()
+        assert isinstance(error_from_rpc(cut.value), Draining)
+        code, out, _ = await outcome(process)
+        assert (code, out) == (0, "stopped\n")
+
+
+async def seconds_to_end(process: Process) -> tuple[float, int | None]:
+    start = time.monotonic()
+    code, _, _ = await outcome(process)
+    return time.monotonic() - start, code
+
+
+@pytest.mark.parametrize(
+    "flags, signals", [(["--drain-grace-s=0.5"], 1), (["--drain-grace-s=60"], 2)]
+)
+async def test_a_stuck_request_ends_with_the_grace_or_a_second_signal(
+    flags: list[str], signals: int
+) -> None:
+    async with running(*flags) as (process, endpoint), open_channel(endpoint) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        stream = stub.Generate(inference_pb2.GenerateRequest(text="stuck"))
+        await stream.read()
+        for _ in range(signals):
+            process.send_signal(signal.SIGTERM)
+            await asyncio.sleep(0.3)
+        seconds, code = await seconds_to_end(process)
+        assert code == 0
+        assert seconds < 10
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            await stream.read()
+        # Asked twice, it ends too fast to say why.
+        assert signals == 2 or isinstance(error_from_rpc(ended.value), Draining)
+
+
+async def test_an_idle_service_with_a_watcher_ends_at_once_on_ctrl_c() -> None:
+    async with running("--drain-grace-s=60") as (process, endpoint):
+        async with open_channel(endpoint) as channel:
+            watch = registry_pb2_grpc.RegistryServiceStub(channel).Watch(
+                registry_pb2.WatchRequest()
+            )
+            await watch.read()
+            process.send_signal(signal.SIGINT)
+            seconds, code = await seconds_to_end(process)
+            watch.cancel()
+        assert code == 0
+        assert seconds < 10
+
+
+def taken_port(folder: Path) -> tuple[list[str], str]:
+    holder = socket.create_server(("127.0.0.1", 0))
+    HELD.append(holder)
+    listen = f"127.0.0.1:{holder.getsockname()[1]}"
+    return [f"--listen={listen}"], (
+        f"headrace-kiln: cannot listen on {listen}: Address already in use; "
+        "stop what uses the port or set listen"
+    )
+
+
+def foreign_address(folder: Path) -> tuple[list[str], str]:
+    return ["--listen=192.0.2.1:7000"], "headrace-kiln: cannot listen on 192.0.2.1:7000: Cannot"
+
+
+def wrong_settings(folder: Path) -> tuple[list[str], str]:
+    return ["--listen=nowhere", "--log-level=loud"], "headrace-kiln: listen = 'nowhere' (flag"
+
+
+def missing_certificate(folder: Path) -> tuple[list[str], str]:
+    names = ("certificate", "key", "authority")
+    flags = [f"--tls-{name}-file={folder / name}" for name in names]
+    return flags, f"headrace-kiln: tls_certificate_file: cannot read {folder / 'certificate'}"
+
+
+HELD: list[socket.socket] = []
+
+
+@pytest.mark.parametrize(
+    "situation", [taken_port, foreign_address, wrong_settings, missing_certificate]
+)
+async def test_what_cannot_start_says_one_line_and_exits_2(
+    situation: Callable[[Path], tuple[list[str], str]], tmp_path: Path
+) -> None:
+    flags, expected = situation(tmp_path)
+    try:
+        code, out, err = await outcome(await spawn(*flags))
+    finally:
+        while HELD:
+            HELD.pop().close()
+    assert (code, out) == (2, "")
+    assert err.startswith(expected)
+    assert err.count("\n") == 1

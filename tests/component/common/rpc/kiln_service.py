@@ -1,0 +1,71 @@
+"""A whole service in one file, for tests of the bootstrap in a process of its own.
+
+Generate streams five pieces, one each 0.2 s; after the text "stuck" each takes a minute.
+Watch never ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
+from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
+from headrace_common.config import ServiceConfig, load_config
+from headrace_common.deadlines import Deadline
+from headrace_common.logs import setup_logging
+from headrace_common.process.run import run_service
+from headrace_common.rpc.server import GrpcServer
+
+SERVICE = "headrace.inference.v1.InferenceService"
+
+
+class Kiln(inference_pb2_grpc.InferenceServiceServicer):
+    """Slow answers; the rest of the service is left unimplemented."""
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: object
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        for number in range(5):
+            yield inference_pb2.GenerateResponse(text=str(number))
+            await asyncio.sleep(60 if request.text == "stuck" else 0.2)
+
+    async def ListModels(
+        self, request: inference_pb2.ListModelsRequest, context: object
+    ) -> inference_pb2.ListModelsResponse:
+        return inference_pb2.ListModelsResponse()
+
+
+class Watched(registry_pb2_grpc.RegistryServiceServicer):
+    """An endless stream; the rest of the service is left unimplemented."""
+
+    async def Watch(
+        self, request: registry_pb2.WatchRequest, context: object
+    ) -> AsyncIterator[registry_pb2.WatchResponse]:
+        yield registry_pb2.WatchResponse(revision=1)
+        await asyncio.Event().wait()
+
+
+async def serve() -> None:
+    config = load_config(ServiceConfig, None, prog="headrace-kiln", env_prefix="HEADRACE_KILN_")
+    setup_logging(config.log_level, "headrace-kiln", "kiln-0")
+    server = GrpcServer(config, [SERVICE])
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(
+        Kiln(),  # type: ignore[abstract]
+        server.server,
+    )
+    registry_pb2_grpc.add_RegistryServiceServicer_to_server(
+        Watched(),  # type: ignore[abstract]
+        server.server,
+    )
+    print(await server.start(), flush=True)
+
+    async def on_drain(deadline: Deadline) -> None:
+        print("draining", flush=True)
+
+    await server.serve_until_signal(on_drain)
+    print("stopped", flush=True)
+
+
+if __name__ == "__main__":
+    run_service("headrace-kiln", serve)

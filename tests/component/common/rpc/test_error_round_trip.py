@@ -1,0 +1,228 @@
+"""Every error of the tree, raised by a real server, comes back as itself."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
+from headrace.prefill.v1 import prefill_pb2, prefill_pb2_grpc
+from headrace_common.config import ServiceConfig
+from headrace_common.deadlines import Deadline
+from headrace_common.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    HeadraceError,
+    InternalError,
+    InvalidRequest,
+    WorkerGone,
+)
+from headrace_common.rpc.channel import open_channel
+from headrace_common.rpc.handlers import Context
+from headrace_common.rpc.server import GrpcServer
+from headrace_common.rpc.status import error_from_rpc
+
+GENERATE = "/headrace.inference.v1.InferenceService/Generate"
+PULL = "/headrace.prefill.v1.PrefillQueueService/Pull"
+KINDS = [kind for kind in HeadraceError.__subclasses__() if kind is not InvalidRequest]
+
+
+class Failing(
+    inference_pb2_grpc.InferenceServiceServicer, prefill_pb2_grpc.PrefillQueueServiceServicer
+):
+    """Raises `error` from whatever is called."""
+
+    def __init__(self) -> None:
+        self.error: Exception = InternalError("unset")
+        self.remaining_s = -1.0
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: object
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        yield inference_pb2.GenerateResponse(text="first")
+        raise self.error
+
+    async def ListModels(
+        self, request: inference_pb2.ListModelsRequest, context: Context
+    ) -> inference_pb2.ListModelsResponse:
+        self.remaining_s = Deadline.from_context(context, 30.0).remaining_s()
+        raise self.error
+
+    async def Pull(
+        self, request_iterator: AsyncIterator[prefill_pb2.PullRequest], context: object
+    ) -> AsyncIterator[prefill_pb2.PullResponse]:
+        async for _ in request_iterator:
+            yield prefill_pb2.PullResponse()
+        raise self.error
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[tuple[Failing, grpc.aio.Channel]]:
+    failing = Failing()  # type: ignore[abstract]
+    server = GrpcServer(ServiceConfig(), ["headrace.inference.v1.InferenceService"])
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(failing, server.server)
+    prefill_pb2_grpc.add_PrefillQueueServiceServicer_to_server(failing, server.server)
+    endpoint = await server.start()
+    async with open_channel(endpoint) as channel:
+        yield failing, channel
+    await server.server.stop(None)
+
+
+async def unary_error(channel: grpc.aio.Channel) -> HeadraceError:
+    stub = inference_pb2_grpc.InferenceServiceStub(channel)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.ListModels(inference_pb2.ListModelsRequest())
+    return error_from_rpc(caught.value)
+
+
+METADATA = st.dictionaries(st.text(max_size=10), st.text(max_size=20), max_size=5)
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    kind=st.sampled_from(KINDS),
+    detail=st.text(max_size=100),
+    metadata=METADATA,
+    retry_after_s=st.none() | st.integers(0, 10_000).map(lambda ms: ms / 1e3),
+)
+async def test_every_class_of_the_tree_returns_whole(
+    served: tuple[Failing, grpc.aio.Channel],
+    kind: type[HeadraceError],
+    detail: str,
+    metadata: dict[str, str],
+    retry_after_s: float | None,
+) -> None:
+    failing, channel = served
+    failing.error = raised = kind(detail, metadata=metadata, retry_after_s=retry_after_s)
+    error = await unary_error(channel)
+    assert type(error) is kind
+    assert error.detail == detail
+    assert error.metadata == metadata
+    assert error.retry_after_s == raised.retry_after_s
+
+
+async def test_violations_return_field_by_field(served: tuple[Failing, grpc.aio.Channel]) -> None:
+    failing, channel = served
+    failing.error = InvalidRequest({"sampling.top_p": "use above 0 to 1", "text": "is empty"})
+    error = await unary_error(channel)
+    assert isinstance(error, InvalidRequest)
+    assert error.violations == {"sampling.top_p": "use above 0 to 1", "text": "is empty"}
+
+
+@pytest.mark.parametrize("size", [10, 100_000])
+async def test_streams_fail_with_the_same_errors(
+    served: tuple[Failing, grpc.aio.Channel], size: int
+) -> None:
+    failing, channel = served
+    failing.error = WorkerGone("ä" * size, metadata={"worker_id": "decode-0"})
+    stub = inference_pb2_grpc.InferenceServiceStub(channel)
+    responses = aiter(stub.Generate(inference_pb2.GenerateRequest()))
+    first = await anext(responses)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await anext(responses)
+    error = error_from_rpc(caught.value)
+    assert first.text == "first"
+    assert isinstance(error, WorkerGone)
+    assert error.detail[:10] == "ä" * 10
+    assert error.metadata == {"worker_id": "decode-0"}
+
+
+async def test_a_bug_is_internal_and_its_id_is_in_the_log(
+    served: tuple[Failing, grpc.aio.Channel], caplog: pytest.LogCaptureFixture
+) -> None:
+    failing, channel = served
+    failing.error = KeyError("a detail that is nobody's business")
+    with caplog.at_level(logging.ERROR):
+        error = await unary_error(channel)
+    assert isinstance(error, InternalError)
+    assert "nobody's business" not in error.detail
+    assert any(error.metadata["error_id"] in record.getMessage() for record in caplog.records)
+    assert any(record.exc_info for record in caplog.records)
+
+
+async def test_deadlines_come_from_the_caller_or_the_default(
+    served: tuple[Failing, grpc.aio.Channel],
+) -> None:
+    failing, channel = served
+    stub = inference_pb2_grpc.InferenceServiceStub(channel)
+    with pytest.raises(grpc.aio.AioRpcError):
+        await stub.ListModels(inference_pb2.ListModelsRequest())
+    assert 25 < failing.remaining_s <= 30
+    with pytest.raises(grpc.aio.AioRpcError):
+        await stub.ListModels(inference_pb2.ListModelsRequest(), timeout=5)
+    assert 1 < failing.remaining_s <= 5.1
+
+
+@pytest.mark.parametrize(
+    "data, field",
+    [
+        (b"\x12\x01\xff", "text"),
+        (b"\x1a\x0a\x0a\x03\x12\x01a\x0a\x03\x12\x01\xff", "chat.messages[1].content"),
+        (b"\x0f", "request"),
+    ],
+)
+async def test_malformed_requests_name_the_field(
+    served: tuple[Failing, grpc.aio.Channel], data: bytes, field: str
+) -> None:
+    _, channel = served
+    generate: Any = channel.unary_stream(GENERATE)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await anext(aiter(generate(data)))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    error = error_from_rpc(caught.value)
+    assert isinstance(error, InvalidRequest)
+    assert list(error.violations) == [field]
+
+
+async def test_malformed_messages_of_a_stream_name_the_field(
+    served: tuple[Failing, grpc.aio.Channel],
+) -> None:
+    _, channel = served
+    hello = prefill_pb2.PullRequest(hello=prefill_pb2.Hello(worker_id="a")).SerializeToString()
+    pull: Any = channel.stream_stream(PULL)
+    call = pull()
+    await call.write(hello)
+    assert await call.read() == b""
+    await call.write(hello.replace(b"a", b"\xff"))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    error = error_from_rpc(caught.value)
+    assert isinstance(error, InvalidRequest)
+    assert list(error.violations) == ["hello.worker_id"]
+
+
+@pytest.mark.parametrize(
+    "code, kind",
+    [
+        (grpc.StatusCode.UNAVAILABLE, WorkerGone),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, DeadlineExceeded),
+        (grpc.StatusCode.CANCELLED, Cancelled),
+        (grpc.StatusCode.INVALID_ARGUMENT, InvalidRequest),
+        (grpc.StatusCode.UNKNOWN, InternalError),
+    ],
+)
+def test_statuses_without_details_map_to_the_nearest_error(
+    code: grpc.StatusCode, kind: type[HeadraceError]
+) -> None:
+    foreign = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), "lost")
+    error = error_from_rpc(foreign)
+    assert type(error) is kind
+    assert "lost" in error.detail
+
+
+async def test_a_server_that_is_not_there_is_gone() -> None:
+    async with open_channel("127.0.0.1:1") as nowhere:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await inference_pb2_grpc.InferenceServiceStub(nowhere).ListModels(
+                inference_pb2.ListModelsRequest()
+            )
+    assert isinstance(error_from_rpc(caught.value), WorkerGone)

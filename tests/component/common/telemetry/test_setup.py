@@ -1,0 +1,245 @@
+"""Spans cross process borders by gRPC metadata and reach real OTLP receivers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.proto.trace.v1 import trace_pb2
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
+from headrace_common.config import ServiceConfig
+from headrace_common.rpc.channel import open_channel
+from headrace_common.rpc.server import GrpcServer
+from headrace_common.telemetry.schema import (
+    ATTRIBUTE_LAYER,
+    SPAN_ATTEMPT,
+    SPAN_DECODE,
+    SPAN_REQUEST,
+    SPAN_TRANSFER_LAYER,
+)
+from headrace_common.telemetry.setup import (
+    Telemetry,
+    context_from_traceparent,
+    init_telemetry,
+    metadata_with_trace,
+    traceparent,
+)
+
+
+class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
+    """Keeps what is exported to it."""
+
+    def __init__(self) -> None:
+        self.requests: list[trace_service_pb2.ExportTraceServiceRequest] = []
+
+    async def Export(
+        self, request: trace_service_pb2.ExportTraceServiceRequest, context: object
+    ) -> trace_service_pb2.ExportTraceServiceResponse:
+        self.requests.append(request)
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+    @property
+    def spans(self) -> dict[str, trace_pb2.Span]:
+        """The spans received, by name."""
+        return {
+            span.name: span
+            for request in self.requests
+            for resource in request.resource_spans
+            for scope in resource.scope_spans
+            for span in scope.spans
+        }
+
+
+class Traced(inference_pb2_grpc.InferenceServiceServicer):
+    """Makes a decode span in each call."""
+
+    def __init__(self, telemetry: Telemetry) -> None:
+        self._telemetry = telemetry
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: object
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        with self._telemetry.tracer.start_as_current_span(SPAN_DECODE):
+            yield inference_pb2.GenerateResponse(text="a")
+            await asyncio.sleep(0)
+            yield inference_pb2.GenerateResponse(text="b")
+
+    async def ListModels(
+        self, request: inference_pb2.ListModelsRequest, context: object
+    ) -> inference_pb2.ListModelsResponse:
+        return inference_pb2.ListModelsResponse()
+
+
+@pytest.fixture
+async def receiver() -> AsyncIterator[tuple[Receiver, str]]:
+    receiving = Receiver()
+    server = GrpcServer(ServiceConfig(), [])
+    add_receiver: Any = trace_service_pb2_grpc.add_TraceServiceServicer_to_server
+    add_receiver(receiving, server.server)
+    yield receiving, await server.start()
+    await server.server.stop(None)
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+def free_endpoint() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+async def stop(telemetry: Telemetry) -> float:
+    start = time.monotonic()
+    await asyncio.to_thread(telemetry.shutdown)
+    return time.monotonic() - start
+
+
+async def test_spans_of_two_services_meet_as_one_tree(receiver: tuple[Receiver, str]) -> None:
+    receiving, collector = receiver
+    router = init_telemetry("router", "router-0", ServiceConfig())
+    decode = init_telemetry("decode", "decode-0", ServiceConfig())
+    router.set_collectors([collector])
+    decode.set_collectors([collector])
+    server = GrpcServer(ServiceConfig(), [])
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(
+        Traced(decode),  # type: ignore[abstract]
+        server.server,
+    )
+    async with open_channel(await server.start()) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        with (
+            router.tracer.start_as_current_span(SPAN_REQUEST),
+            router.tracer.start_as_current_span(SPAN_ATTEMPT) as attempt,
+        ):
+            metadata = metadata_with_trace([("x-kiln", "1")])
+            call = stub.Generate(inference_pb2.GenerateRequest(), metadata=metadata)
+            assert [response.text async for response in call] == ["a", "b"]
+            stored = traceparent(attempt)
+        now_ns = time.time_ns()
+        decode.record_span(
+            SPAN_TRANSFER_LAYER,
+            context_from_traceparent(stored),
+            now_ns - 5_000_000,
+            now_ns,
+            {ATTRIBUTE_LAYER: 7},
+            error="torn",
+        )
+        await until(lambda: len(receiving.spans) == 4)
+    await server.server.stop(None)
+    spans = receiving.spans
+    root, layer = spans[SPAN_REQUEST], spans[SPAN_TRANSFER_LAYER]
+    assert root.parent_span_id == b""
+    assert spans[SPAN_ATTEMPT].parent_span_id == root.span_id
+    assert spans[SPAN_DECODE].parent_span_id == spans[SPAN_ATTEMPT].span_id
+    assert layer.parent_span_id == spans[SPAN_ATTEMPT].span_id
+    assert {span.trace_id for span in spans.values()} == {root.trace_id}
+    assert layer.end_time_unix_nano - layer.start_time_unix_nano == 5_000_000
+    assert layer.attributes[0].value.int_value == 7
+    assert (layer.status.code, layer.status.message) == (trace_pb2.Status.STATUS_CODE_ERROR, "torn")
+    origins = {
+        attribute.value.string_value
+        for request in receiving.requests
+        for resource in request.resource_spans
+        for attribute in resource.resource.attributes
+        if attribute.key in ("service.name", "service.instance.id")
+    }
+    assert origins == {"headrace-router", "router-0", "headrace-decode", "decode-0"}
+    assert await stop(router) < 2
+    assert await stop(decode) < 2
+
+
+async def test_a_call_without_a_trace_starts_none(receiver: tuple[Receiver, str]) -> None:
+    receiving, collector = receiver
+    telemetry = init_telemetry("decode", "decode-0", ServiceConfig())
+    telemetry.set_collectors([collector])
+    server = GrpcServer(ServiceConfig(), [])
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(
+        Traced(telemetry),  # type: ignore[abstract]
+        server.server,
+    )
+    assert metadata_with_trace() == ()
+    async with open_channel(await server.start()) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        async for _ in stub.Generate(inference_pb2.GenerateRequest()):
+            pass
+    await stop(telemetry)
+    await server.server.stop(None)
+    assert receiving.spans[SPAN_DECODE].parent_span_id == b""
+
+
+@pytest.mark.parametrize("text", ["", "00-zz-11-01", "nonsense"])
+def test_a_traceparent_that_names_no_span(text: str) -> None:
+    span = trace.get_current_span(context_from_traceparent(text))
+    assert not span.get_span_context().is_valid
+    assert traceparent(span) == ""
+
+
+async def test_collectors_come_and_go(
+    receiver: tuple[Receiver, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    receiving, collector = receiver
+    gone = free_endpoint()
+    telemetry = init_telemetry("prefill", "prefill-0", ServiceConfig())
+    telemetry.set_collectors([gone, collector])
+    assert telemetry.collectors == tuple(sorted([gone, collector]))
+    with caplog.at_level(logging.WARNING):
+        for name in ("a", "b", "c"):
+            telemetry.tracer.start_span(name).end()
+            await asyncio.to_thread(telemetry.force_flush)
+    assert set(receiving.spans) == {"a", "b", "c"}
+    assert sum(gone in record.getMessage() for record in caplog.records) == 1
+    telemetry.set_collectors([])
+    telemetry.tracer.start_span("d").end()
+    assert await stop(telemetry) < 2
+    assert "d" not in receiving.spans
+
+
+async def test_shutdown_is_prompt_when_nobody_answers() -> None:
+    # These accept connections and then say nothing, which costs more than a refusal.
+    silent = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+    endpoints = [f"127.0.0.1:{listener.getsockname()[1]}" for listener in silent]
+    telemetry = init_telemetry(
+        "decode", "decode-0", ServiceConfig(otlp_endpoint=f"http://{endpoints[0]}")
+    )
+    telemetry.set_collectors(endpoints)
+    for _ in range(3_000):
+        telemetry.tracer.start_span("lost").end()
+    try:
+        assert await stop(telemetry) < 2
+    finally:
+        for listener in silent:
+            listener.close()
+
+
+async def test_an_otlp_endpoint_gets_every_span(receiver: tuple[Receiver, str]) -> None:
+    receiving, collector = receiver
+    config = ServiceConfig(otlp_endpoint=f"http://{collector}")
+    telemetry = init_telemetry("router", "router-0", config)
+    kept = InMemorySpanExporter()
+    telemetry.add_exporter(kept)
+    telemetry.tracer.start_span("both").end()
+    await until(lambda: "both" in receiving.spans and len(kept.get_finished_spans()) == 1, 2.0)
+    assert await stop(telemetry) < 2
+
+
+def test_importing_starts_no_thread_and_needs_no_arrays() -> None:
+    program = (
+        "import sys, threading, headrace_common.rpc.server, headrace_common.process.run, headrace_common.logs;"
+        "assert threading.active_count() == 1, threading.enumerate();"
+        "assert not {'numpy', 'torch'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

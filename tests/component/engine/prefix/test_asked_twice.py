@@ -1,0 +1,51 @@
+"""What is remembered from one question to the next never makes the next answer stale."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from random import Random
+
+import pytest
+
+from headrace_kv.layout.layout import WorkerRef
+from tests.component.engine.prefix.workers import MODEL, EventRig, random_prompt
+from tests.component.engine.sim.support import until as eventually
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[EventRig]:
+    rig = EventRig()
+    yield rig
+    await rig.close()
+
+
+async def test_the_same_prompt_and_workers_are_looked_up_anew(rig: EventRig) -> None:
+    prompt = tuple(random_prompt(Random(1), 50))
+    first, second = await rig.add("w-0"), await rig.add("w-1")
+    refs = frozenset({first.ref, second.ref})
+
+    def held() -> dict[WorkerRef, int]:
+        return rig.indexes.cached_refs(MODEL, prompt, refs)
+
+    table = rig.follow([first])
+    await rig.until_cached(table, list(prompt), w_0=0)
+    assert held() == {}
+    await first.answer(list(prompt))
+    await eventually(lambda: held() == {first.ref: 48})
+    # The second one is asked about before the router has heard of it.
+    await second.answer(list(prompt[:20]))
+    table = rig.follow([first, second])
+    await eventually(lambda: held() == {first.ref: 48, second.ref: 16})
+    assert rig.indexes.cached_tokens(table, prompt).tolist() == [48.0, 16.0]
+    rig.follow([second])
+    assert held() == {second.ref: 16}
+
+
+async def test_a_list_that_has_changed_is_another_prompt(rig: EventRig) -> None:
+    prompt = random_prompt(Random(2), 50)
+    worker = await rig.add("w-0")
+    table = rig.follow()
+    await worker.answer(list(prompt))
+    await rig.until_cached(table, prompt, w_0=48)
+    prompt[20] += 1
+    assert rig.cached(table, prompt) == {"w-0": 16}

@@ -1,0 +1,385 @@
+"""Real workers announce what they cache, and a real router believes them exactly that much."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from random import Random
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from headrace.registry.v1 import registry_pb2
+from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
+from headrace_common.errors import (
+    DeadlineExceeded,
+    QueueFull,
+    StaleIncarnation,
+    TransferFailed,
+)
+from headrace_common.rpc.channel import open_channel
+from headrace_common.rpc.status import error_from_rpc
+from headrace_engine.prefix import announcer as prefix_announcer
+from headrace_kv.handoff.messages import Reservation
+from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.prefix.scope import key_fingerprint
+from headrace_router.workers.directory import worker_from_member
+from headrace_router.workers.table import LoadTable
+from tests.component.engine.prefix.workers import (
+    BLOCK_TOKENS,
+    KEY,
+    MODEL,
+    CachingWorker,
+    EventRig,
+    random_prompt,
+    whole_blocks,
+)
+from tests.component.engine.sim.support import decode_work, pair
+from tests.component.engine.sim.support import until as eventually
+
+Messages = AsyncIterator[worker_pb2.SubscribeKvEventsResponse]
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[EventRig]:
+    rig = EventRig()
+    yield rig
+    await rig.close()
+
+
+@pytest.fixture
+async def hasty_rig() -> AsyncIterator[EventRig]:
+    """Its router bears less silence."""
+    rig = EventRig(silence_s=1.5)
+    yield rig
+    await rig.close()
+
+
+async def test_what_was_cached_before_comes_in_a_snapshot_and_the_rest_as_it_happens(
+    rig: EventRig,
+) -> None:
+    random = Random(1)
+    early, late = random_prompt(random, 50), random_prompt(random, 50)
+    first, second = await rig.add("w-0"), await rig.add("w-1")
+    await first.answer(early)
+    table = rig.follow()
+    await rig.until_cached(table, early, w_0=48, w_1=0)
+    whole, _ = await second.answer(late, max_tokens=31)
+    # The answer's last token has no KV.
+    await rig.until_cached(table, [*whole, 1, 2], w_0=0, w_1=80)
+    # Only the beginning that is the same counts.
+    assert rig.cached(table, [*early[:20], *late]) == {"w-0": 16, "w-1": 0}
+    assert rig.cached(table, early[:7]) == {"w-0": 0, "w-1": 0}
+    assert rig.cached(table, []) == {"w-0": 0, "w-1": 0}
+
+
+@pytest.mark.parametrize("model", ["sim:context=512", "sim:context=512,index_layers=1"])
+async def test_the_credit_is_what_the_engine_finds(rig: EventRig, model: str) -> None:
+    """Over many prompts that share beginnings, on engines that have to give blocks up."""
+    random = Random(2)
+    for number in range(2):
+        await rig.add(f"w-{number}", model=model, block_count=40, seed=number)
+    table = rig.follow()
+    beginnings = [random_prompt(random, random.randrange(20, 120)) for _ in range(4)]
+    known = 0
+    for _ in range(60):
+        beginning = random.choice(beginnings)
+        prompt = beginning[: random.randrange(1, len(beginning))]
+        prompt += random_prompt(random, random.randrange(1, 60))
+        worker = random.choice(rig.workers)
+        credit = rig.cached(table, prompt)[worker.ref.worker_id]
+        _, cached = await worker.answer(prompt)
+        # An engine always computes the prompt's last token.
+        assert cached == min(credit, whole_blocks(prompt[:-1])), prompt
+        known += cached
+        await rig.until_cached(
+            table, prompt, **{worker.ref.worker_id.replace("-", "_"): whole_blocks(prompt)}
+        )
+    assert known > 500
+
+
+async def test_another_key_or_block_size_counts_for_nothing_and_is_said_once(
+    rig: EventRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompt = random_prompt(Random(4), 50)
+    good, odd = await rig.add("w-0"), await rig.add("w-1")
+    for worker in (good, odd):
+        await worker.answer(prompt)
+    members = [good.member(), odd.member()]
+    for group in members[1].layout.groups:
+        group.block_tokens = 2 * BLOCK_TOKENS
+    rig.indexes.update(members)
+    table = LoadTable(map(worker_from_member, members))
+    await rig.until_cached(table, prompt, w_0=48, w_1=0)
+    await eventually(lambda: set(rig.indexes.faults) == {odd.ref})
+    assert f"blocks of {BLOCK_TOKENS} tokens" in rig.indexes.faults[odd.ref]
+    rig.indexes.update([])
+    assert not rig.indexes.faults
+    caplog.clear()
+    # The registry was started anew with another key: this router joined it afterwards, the workers before.
+    rig.key = KEY + 1
+    table = rig.follow()
+    await eventually(lambda: set(rig.indexes.faults) == {good.ref, odd.ref})
+    await asyncio.sleep(1.2)
+    assert rig.cached(table, prompt) == {"w-0": 0, "w-1": 0}
+    warnings = [r.getMessage() for r in caplog.records if "no credit" in r.getMessage()]
+    assert len(warnings) == 2
+    for fingerprint in map(key_fingerprint, (KEY, KEY + 1)):
+        assert all(f"{fingerprint:08x}" in warning for warning in warnings)
+
+
+async def test_prefill_and_decode_workers_know_what_was_handed_over() -> None:
+    prompt = random_prompt(Random(3), 67)
+    async with pair(decode={"block_tokens": 16}) as engines:
+        rig = EventRig()
+        try:
+            prefill_ref = WorkerRef("p-0", "0123456789abcdef")
+            decode_ref = WorkerRef("d-0", "0123456789abcdef")
+            for engine, ref in ((engines.prefill, prefill_ref), (engines.decode, decode_ref)):
+                assert engine.prefix_events is not None
+                engine.prefix_events.ref = ref
+            workers = [
+                await CachingWorker.serving(
+                    engines.prefill, prefill_ref, registry_pb2.Member.ROLE_PREFILL
+                ),
+                await CachingWorker.serving(engines.decode, decode_ref),
+            ]
+            rig.follow(workers)
+            await engines.generate(prompt)
+            refs = [prefill_ref, decode_ref, WorkerRef("x-0", "0" * 16)]
+            await eventually(
+                lambda: (
+                    rig.indexes.cached_refs(MODEL, prompt, refs)
+                    == {prefill_ref: 64, decode_ref: 64}
+                )
+            )
+            assert rig.indexes.cached_refs(MODEL, prompt[:40], refs) == {
+                prefill_ref: 40,
+                decode_ref: 32,
+            }
+            assert rig.indexes.cached_refs("another", prompt, refs) == {}
+            for worker in workers:
+                await worker.cut()
+        finally:
+            await rig.close()
+
+
+async def test_a_broken_stream_is_taken_up_where_it_broke(rig: EventRig) -> None:
+    random = Random(4)
+    before, meanwhile = random_prompt(random, 40), random_prompt(random, 40)
+    worker = await rig.add("w-0")
+    table = rig.follow()
+    await worker.answer(before)
+    await rig.until_cached(table, before, w_0=40)
+    await worker.cut()
+    await worker.answer(meanwhile)
+    # What it said last counts for a while.
+    assert rig.cached(table, before) == {"w-0": 40}
+    await worker.serve()
+    await rig.until_cached(table, meanwhile, w_0=40)
+    assert rig.cached(table, before) == {"w-0": 40}
+    assert worker.servicer.requests[-1].since_sequence > 0
+
+
+async def test_a_worker_that_stays_silent_loses_its_credit_and_gets_it_back(
+    hasty_rig: EventRig,
+) -> None:
+    prompt = random_prompt(Random(5), 40)
+    worker = await hasty_rig.add("w-0")
+    table = hasty_rig.follow()
+    await worker.answer(prompt)
+    await hasty_rig.until_cached(table, prompt, w_0=40)
+    # Heartbeats keep it.
+    await asyncio.sleep(2.5)
+    assert hasty_rig.cached(table, prompt) == {"w-0": 40}
+    await worker.cut()
+    cut_s = time.monotonic()
+    await hasty_rig.until_cached(table, prompt, w_0=0)
+    assert time.monotonic() - cut_s < 4
+    await worker.serve()
+    await hasty_rig.until_cached(table, prompt, w_0=40)
+
+
+@pytest.mark.parametrize("kind", ["stored", "removed", "snapshot"])
+async def test_a_lost_event_is_noticed_and_made_good(rig: EventRig, kind: str) -> None:
+    random = Random(6)
+    worker = await rig.add("w-0", block_count=17)
+    lost: list[str] = []
+
+    async def losing(messages: Messages) -> Messages:
+        async for message in messages:
+            if not lost and message.WhichOneof("event") == kind:
+                lost.append(kind)
+            else:
+                yield message
+
+    worker.servicer.relay = losing
+    prompts = [random_prompt(random, 60) for _ in range(4)]
+    await worker.answer(prompts[0])
+    table = rig.follow()
+    for prompt in prompts[1:]:
+        await worker.answer(prompt)
+        await asyncio.sleep(0.05)
+    await eventually(lambda: bool(lost))
+    await rig.until_cached(table, prompts[-1], w_0=56)
+    _, cached = await worker.answer(prompts[0])
+    assert cached < 56
+    await rig.until_cached(table, prompts[0], w_0=56)
+    assert len(worker.servicer.requests) == 2
+
+
+async def test_a_new_incarnation_starts_with_no_credit(rig: EventRig) -> None:
+    prompt = random_prompt(Random(7), 40)
+    old = await rig.add("w-0", generation=1)
+    table = rig.follow([old])
+    await old.answer(prompt)
+    await rig.until_cached(table, prompt, w_0=40)
+    new = await rig.add("w-0", generation=2)
+    table = rig.follow([new])
+    assert rig.cached(table, prompt) == {"w-0": 0}
+    await new.answer(prompt[:20])
+    await rig.until_cached(table, prompt, w_0=16)
+    assert len(rig.channels) == 2
+
+
+async def test_a_worker_that_restarted_unnoticed_is_not_mistaken_for_its_old_self(
+    hasty_rig: EventRig,
+) -> None:
+    prompt = random_prompt(Random(8), 40)
+    old = await hasty_rig.add("w-0", generation=1)
+    table = hasty_rig.follow([old])
+    await old.answer(prompt)
+    await hasty_rig.until_cached(table, prompt, w_0=40)
+    new = await hasty_rig.add("w-0", generation=2)
+    await new.cut()
+    await old.cut()
+    new.endpoint = old.endpoint
+    await new.serve()
+    await eventually(lambda: bool(new.servicer.requests))
+    await hasty_rig.until_cached(table, prompt, w_0=0)
+    async with open_channel(new.endpoint) as channel:
+        call = worker_pb2_grpc.WorkerServiceStub(channel).SubscribeKvEvents(
+            worker_pb2.SubscribeKvEventsRequest(incarnation=old.ref.incarnation)
+        )
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+    assert isinstance(error_from_rpc(caught.value), StaleIncarnation)
+
+
+async def test_who_reads_too_slowly_is_ended_and_slows_nobody(
+    rig: EventRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # gRPC itself takes 4 MiB before a stream stalls.
+    monkeypatch.setattr(prefix_announcer, "BUFFERED_BYTES_MAX", 512 << 10)
+    worker = await rig.add("w-0")
+    table = rig.follow()
+    events = worker.engine.prefix_events
+    assert events is not None
+    prompt = random_prompt(Random(9), 40)
+    random = Random(10)
+    async with open_channel(worker.endpoint) as channel:
+        slow = worker_pb2_grpc.WorkerServiceStub(channel).SubscribeKvEvents(
+            worker_pb2.SubscribeKvEventsRequest(incarnation=worker.ref.incarnation)
+        )
+        await slow.read()
+        for _ in range(45):
+            events.stored(None, [random.getrandbits(64) for _ in range(16_000)])
+            await asyncio.sleep(0.03)
+        start_s = time.monotonic()
+        await worker.answer(prompt)
+        assert time.monotonic() - start_s < 5
+        await rig.until_cached(table, prompt, w_0=40)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await _read_all(slow)
+    assert isinstance(error_from_rpc(caught.value), QueueFull)
+    # The router read fast enough, but for once perhaps where the machine is busy.
+    assert len(worker.servicer.requests) <= 3
+
+
+async def test_a_worker_that_serves_no_events_has_no_credit_and_is_left_alone(
+    rig: EventRig,
+) -> None:
+    worker = await rig.add("w-0")
+    worker.servicer._prefix_events = None
+    prompt = random_prompt(Random(11), 40)
+    await worker.answer(prompt)
+    table = rig.follow()
+    await eventually(lambda: bool(worker.servicer.requests))
+    await asyncio.sleep(0.5)
+    assert rig.cached(table, prompt) == {"w-0": 0}
+    assert len(worker.servicer.requests) == 1
+
+
+async def test_workers_of_several_block_sizes_are_credited_together(rig: EventRig) -> None:
+    prompt = random_prompt(Random(12), 50)
+    for worker_id, size in (("w-0", 8), ("w-1", 16), ("w-2", 16)):
+        worker = await rig.add(worker_id, block_tokens=size)
+        await worker.answer(prompt if worker_id != "w-2" else prompt[:20])
+    table = rig.follow()
+    await rig.until_cached(table, prompt, w_0=48, w_1=48, w_2=16)
+    # Tables of others do not matter, whatever rows they have.
+    alone = LoadTable([table.workers[2]])
+    assert rig.cached(alone, prompt) == {"w-2": 16}
+    assert rig.cached(table, prompt) == {"w-0": 48, "w-1": 48, "w-2": 16}
+    rig.key = 0
+    assert rig.cached(table, prompt) == {"w-0": 0, "w-1": 0, "w-2": 0}
+
+
+async def test_members_that_leave_take_streams_and_blocks_with_them(rig: EventRig) -> None:
+    prompt = random_prompt(Random(13), 40)
+    for number in range(3):
+        await (await rig.add(f"w-{number}")).answer(prompt)
+    table = rig.follow()
+    await rig.until_cached(table, prompt, w_0=40, w_1=40, w_2=40)
+    rig.follow(rig.workers[:1])
+    assert rig.cached(table, prompt) == {"w-0": 40, "w-1": 0, "w-2": 0}
+    index = next(iter(rig.indexes._scopes[MODEL].values())).index
+    await eventually(lambda: not index._slots.retired)
+    assert index.block_count == 40 // BLOCK_TOKENS
+    assert len(rig.indexes._feeds) == 1
+    rig.follow([])
+    assert rig.indexes._scopes == {}
+
+
+async def _read_all(call: Any) -> None:
+    async with asyncio.timeout(10):
+        while True:
+            await call.read()
+
+
+async def test_a_reset_cache_is_announced_once_no_request_holds_blocks(rig: EventRig) -> None:
+    prompt = random_prompt(Random(9), 50)
+    worker = await rig.add("w-0")
+    table = rig.follow()
+    await worker.answer(prompt)
+    await rig.until_cached(table, prompt, w_0=48)
+    async with open_channel(worker.endpoint) as channel:
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.ResetPrefixCache(worker_pb2.ResetPrefixCacheRequest(incarnation="0" * 16))
+        assert isinstance(error_from_rpc(caught.value), StaleIncarnation)
+
+        work = decode_work(prompt, transfer_id="x9", remote_kv=True)
+        events = worker.engine.decode(work)
+        assert isinstance(await anext(events), Reservation)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.ResetPrefixCache(worker_pb2.ResetPrefixCacheRequest(), timeout=0.5)
+        refused = error_from_rpc(caught.value)
+        assert isinstance(refused, DeadlineExceeded)
+        assert int(refused.metadata["used_blocks"]) >= 7
+        assert rig.cached(table, prompt) == {"w-0": 48}
+
+        resetting = stub.ResetPrefixCache(
+            worker_pb2.ResetPrefixCacheRequest(incarnation=worker.ref.incarnation), timeout=5
+        )
+        await asyncio.sleep(0.2)
+        assert not resetting.done()
+        worker.engine.released(work.transfer_id)
+        with pytest.raises(TransferFailed):
+            await anext(events)
+        await resetting
+    await rig.until_cached(table, prompt, w_0=0)
+    _, cached = await worker.answer(prompt)
+    assert cached == 0

@@ -1,0 +1,190 @@
+"""Sim engines that announce what they cache over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import grpc.aio
+
+from headrace.registry.v1 import registry_pb2
+from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
+from headrace_common.config import ServiceConfig
+from headrace_common.rpc.channel import open_channel
+from headrace_common.rpc.server import GrpcServer
+from headrace_engine.interface import Sampling
+from headrace_engine.sim.engine import SimEngine
+from headrace_engine.worker.status import WorkerStatusServicer
+from headrace_kv.layout.layout import WorkerRef, layout_to_proto
+from headrace_router.prefix_cache.models import PrefixIndexes
+from headrace_router.workers.directory import worker_from_member
+from headrace_router.workers.table import LoadTable
+from tests.component.engine.sim.support import answer_of, decode_work, engine_config, no_descriptors
+
+KEY = 0x5EC2_E700_0000_0001
+MODEL = "small"
+BLOCK_TOKENS = 8
+
+Relay = Callable[
+    [AsyncIterator[worker_pb2.SubscribeKvEventsResponse]],
+    AsyncIterator[worker_pb2.SubscribeKvEventsResponse],
+]
+
+
+class Servicer(WorkerStatusServicer):
+    """The worker's own, with a `relay` that may lose what passes through it."""
+
+    def __init__(self, engine: SimEngine) -> None:
+        super().__init__(self.status, engine.prefix_events, engine.reset_prefix_cache)
+        self.engine = engine
+        self.requests: list[worker_pb2.SubscribeKvEventsRequest] = []
+        self.relay: Relay | None = None
+
+    def status(self) -> worker_pb2.WatchStatusResponse:
+        assert self.engine.prefix_events is not None
+        ref = self.engine.prefix_events.ref
+        return worker_pb2.WatchStatusResponse(
+            worker_id=ref.worker_id,
+            incarnation=ref.incarnation,
+            used_blocks=self.engine.usage().used_blocks,
+        )
+
+    async def SubscribeKvEvents(
+        self, request: worker_pb2.SubscribeKvEventsRequest, context: Any
+    ) -> AsyncIterator[worker_pb2.SubscribeKvEventsResponse]:
+        self.requests.append(request)
+        messages = super().SubscribeKvEvents(request, context)
+        async for message in self.relay(messages) if self.relay else messages:
+            yield message
+
+
+@dataclass
+class CachingWorker:
+    """One incarnation of a worker. Its server may be stopped and started anew on the same port."""
+
+    ref: WorkerRef
+    engine: SimEngine
+    servicer: Servicer
+    role: registry_pb2.Member.Role.ValueType = registry_pb2.Member.ROLE_DECODE
+    endpoint: str = "127.0.0.1:0"
+    server: GrpcServer | None = None
+    prompt_count: int = 0
+
+    @classmethod
+    async def start(cls, worker_id: str, generation: int = 1, **changes: Any) -> CachingWorker:
+        ref = WorkerRef(worker_id, f"{generation:016x}")
+        settings = {"ref": ref, "block_tokens": BLOCK_TOKENS} | changes
+        engine = SimEngine(engine_config("decode", **settings), no_descriptors)
+        await engine.start()
+        return await cls.serving(engine, ref)
+
+    @classmethod
+    async def serving(
+        cls,
+        engine: SimEngine,
+        ref: WorkerRef,
+        role: registry_pb2.Member.Role.ValueType = registry_pb2.Member.ROLE_DECODE,
+    ) -> CachingWorker:
+        assert engine.prefix_events is not None
+        engine.prefix_events.begin(KEY, MODEL)
+        worker = cls(ref, engine, Servicer(engine), role)
+        await worker.serve()
+        return worker
+
+    async def serve(self) -> None:
+        self.server = GrpcServer(ServiceConfig(listen=self.endpoint), ())
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self.servicer, self.server.server)
+        self.endpoint = await self.server.start()
+
+    async def cut(self) -> None:
+        """Every connection breaks, and nobody can connect."""
+        assert self.server is not None
+        await self.server.server.stop(0)
+
+    async def close(self) -> None:
+        await self.cut()
+        await self.engine.close()
+
+    def member(self) -> registry_pb2.Member:
+        return registry_pb2.Member(
+            worker_id=self.ref.worker_id,
+            incarnation=self.ref.incarnation,
+            role=self.role,
+            endpoint=self.endpoint,
+            model=MODEL,
+            context_tokens=512,
+            layout=layout_to_proto(self.engine.descriptor.layout),
+            max_requests=8,
+            start_unix_ns=int(self.ref.incarnation, 16),
+        )
+
+    async def answer(self, prompt: list[int], max_tokens: int = 1) -> tuple[list[int], int]:
+        """The prompt and its answer, and how many tokens of it the engine had cached."""
+        self.prompt_count += 1
+        work = decode_work(
+            prompt,
+            Sampling(temperature=0.0, max_tokens=max_tokens),
+            transfer_id=f"x{self.prompt_count}",
+        )
+        tokens, end, _ = await answer_of(self.engine, work)
+        return [*prompt, *tokens], end.cached_tokens
+
+
+@dataclass
+class EventRig:
+    """Workers, and a router's indexes that follow them."""
+
+    silence_s: float = 5.0
+    key: int = KEY
+    workers: list[CachingWorker] = field(default_factory=list)
+    channels: list[grpc.aio.Channel] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.indexes = PrefixIndexes(self._open_channel, lambda: self.key, silence_s=self.silence_s)
+
+    def _open_channel(self, endpoint: str) -> grpc.aio.Channel:
+        self.channels.append(open_channel(endpoint))
+        return self.channels[-1]
+
+    async def add(self, worker_id: str, generation: int = 1, **changes: Any) -> CachingWorker:
+        worker = await CachingWorker.start(worker_id, generation, **changes)
+        self.workers.append(worker)
+        return worker
+
+    def follow(self, workers: Iterable[CachingWorker] | None = None) -> LoadTable:
+        """Tells the router of these workers, or of all."""
+        members = [worker.member() for worker in (self.workers if workers is None else workers)]
+        self.indexes.update(members)
+        return LoadTable(map(worker_from_member, members))
+
+    async def close(self) -> None:
+        await self.indexes.close()
+        for worker in self.workers:
+            await worker.close()
+
+    def cached(self, table: LoadTable, prompt: list[int]) -> dict[str, int]:
+        """Credited tokens by worker id."""
+        found = self.indexes.cached_tokens(table, prompt).tolist()
+        refs = [worker.ref.worker_id for worker in table.workers]
+        return dict(zip(refs, map(int, found), strict=True))
+
+    async def until_cached(
+        self, table: LoadTable, prompt: list[int], timeout_s: float = 10.0, **tokens: int
+    ) -> None:
+        """Waits until the workers named have that credit for the prompt."""
+        expected = {name.replace("_", "-"): count for name, count in tokens.items()}
+        async with asyncio.timeout(timeout_s):
+            while not expected.items() <= self.cached(table, prompt).items():
+                await asyncio.sleep(0.01)
+
+
+def whole_blocks(prompt: list[int], block_tokens: int = BLOCK_TOKENS) -> int:
+    """Tokens in the prompt's whole blocks."""
+    return len(prompt) // block_tokens * block_tokens
+
+
+def random_prompt(random: Random, count: int) -> list[int]:
+    return [random.randrange(30_000) for _ in range(count)]

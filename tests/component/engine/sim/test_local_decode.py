@@ -1,0 +1,213 @@
+"""A sim engine that computes prompts itself."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from headrace_common.errors import (
+    DecodeFull,
+    Draining,
+    DuplicateTransfer,
+    InternalError,
+    InvalidRequest,
+)
+from headrace_engine.interface import DecodeTokens, Sampling
+from headrace_engine.sim.faults import SimFaults
+from tests.component.engine.sim.support import GREEDY, answer_of, decode_engine, decode_work, until
+
+PROMPT = list(range(100, 139))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("heads", [1, 2, 4])
+async def test_answers_equal_the_closed_form(ranks: int, heads: int) -> None:
+    model = f"sim:layers=3,heads={heads},context=512"
+    async with decode_engine(model=model, tensor_parallel_size=ranks) as engine:
+        tokens, end, _ = await answer_of(engine, decode_work(PROMPT))
+        assert tokens == engine.model.expected_tokens(PROMPT, 6)
+        assert (end.stopped, end.cached_tokens) == (False, 0)
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 64, 65, 200])
+async def test_prompts_of_any_length(length: int) -> None:
+    async with decode_engine() as engine:
+        prompt = list(range(length))
+        for transfer_id, cached in (("x1", 0), ("x2", (length - 1) // 8 * 8)):
+            work = decode_work(prompt, transfer_id=transfer_id)
+            tokens, end, _ = await answer_of(engine, work)
+            assert tokens == engine.model.expected_tokens(prompt, 6)
+            assert end.cached_tokens == cached
+
+
+async def test_seeds_make_sampling_repeatable() -> None:
+    sampling = Sampling(temperature=0.8, top_p=0.9, seed=42, max_tokens=12, presence_penalty=0.5)
+    async with decode_engine() as engine:
+        first, _, _ = await answer_of(engine, decode_work(PROMPT, sampling))
+        assert first == engine.model.expected_tokens(PROMPT, 12, sampling)
+        assert first != engine.model.expected_tokens(PROMPT, 12)
+        unseeded = decode_work(PROMPT, replace(sampling, seed=None))
+        answers = {(await answer_of(engine, unseeded))[0] for _ in range(3)}
+        assert len(answers) > 1
+
+
+async def test_many_requests_share_little_memory() -> None:
+    async with decode_engine(block_count=20, max_requests=4) as engine:
+        prompts = [[number, *range(20 + number)] for number in range(30)]
+        answers = await asyncio.gather(
+            *(
+                answer_of(engine, decode_work(prompt, transfer_id=f"x{number}"))
+                for number, prompt in enumerate(prompts)
+            )
+        )
+        for prompt, (tokens, _, _) in zip(prompts, answers, strict=True):
+            assert tokens == engine.model.expected_tokens(prompt, 6)
+
+
+async def test_a_prefix_is_found_again_and_so_is_the_answer() -> None:
+    async with decode_engine() as engine:
+        sampling = replace(GREEDY, max_tokens=20)
+        tokens, _, _ = await answer_of(engine, decode_work(PROMPT, sampling))
+        # The last token of an answer has no KV.
+        known = (len(PROMPT) + len(tokens) - 1) // 8 * 8
+        longer = [*PROMPT, *tokens, 1, 2, 3]
+        again, end, _ = await answer_of(engine, decode_work(longer, transfer_id="x2"))
+        assert again == engine.model.expected_tokens(longer, 6)
+        assert end.cached_tokens == known
+        other = [*PROMPT[:20], 9, *PROMPT[21:]]
+        _, end, _ = await answer_of(engine, decode_work(other, transfer_id="x3"))
+        assert end.cached_tokens == 16
+
+
+async def test_stop_tokens_end_the_answer_and_belong_to_it() -> None:
+    async with decode_engine() as engine:
+        expected = engine.model.expected_tokens(PROMPT, 6)
+        sampling = replace(GREEDY, stop_token_ids=(expected[3], 31999))
+        tokens, end, _ = await answer_of(engine, decode_work(PROMPT, sampling))
+        assert tokens == expected[:4]
+        assert end.stopped
+
+
+async def test_the_context_ends_the_answer() -> None:
+    async with decode_engine(context_tokens=42) as engine:
+        tokens, end, _ = await answer_of(engine, decode_work(PROMPT))
+        assert tokens == engine.model.expected_tokens(PROMPT, 3)
+        assert not end.stopped
+        with pytest.raises(InvalidRequest):
+            await answer_of(engine, decode_work(list(range(42))))
+
+
+async def test_logprobs_come_with_every_token() -> None:
+    async with decode_engine() as engine:
+        _, _, events = await answer_of(engine, decode_work(PROMPT, replace(GREEDY, logprobs=3)))
+        batches = [event for event in events if isinstance(event, DecodeTokens)]
+        for batch in batches:
+            assert len(batch.logprobs) == len(batch.token_ids)
+            for token, logprobs in zip(batch.token_ids, batch.logprobs, strict=True):
+                assert logprobs.alternatives[0] == (token, logprobs.logprob)
+                assert len(logprobs.alternatives) == 3
+
+
+async def test_a_slow_reader_gets_tokens_joined() -> None:
+    async with decode_engine() as engine:
+        reader = engine.decode(decode_work(PROMPT, replace(GREEDY, max_tokens=50)))
+        first = await anext(reader)
+        assert isinstance(first, DecodeTokens)
+        await until(lambda: engine.usage().running_requests == 0)
+        rest = await anext(reader)
+        assert isinstance(rest, DecodeTokens)
+        together = first.token_ids + rest.token_ids
+        assert together == engine.model.expected_tokens(PROMPT, 50)
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 0.02, 0.08, 0.2])
+async def test_aborts_give_every_block_back(wait_s: float) -> None:
+    model = "sim:context=512,prefill_s_per_token=0.002,decode_step_s=0.005"
+    async with decode_engine(model=model) as engine:
+        reader = engine.decode(decode_work(PROMPT, replace(GREEDY, max_tokens=100)))
+        waiter = asyncio.ensure_future(anext(reader))
+        await asyncio.sleep(wait_s)
+        waiter.cancel()
+        await asyncio.gather(waiter, return_exceptions=True)
+        await reader.aclose()  # type: ignore[attr-defined]
+
+
+async def test_an_aborted_request_leaves_the_queue() -> None:
+    async with decode_engine(max_requests=1, model="sim:context=512,decode_step_s=0.01") as engine:
+        running = asyncio.create_task(answer_of(engine, decode_work(PROMPT)))
+        await until(lambda: engine.usage().running_requests == 1)
+        waiting = asyncio.create_task(answer_of(engine, decode_work(PROMPT, transfer_id="x2")))
+        await until(lambda: engine.usage().waiting_requests == 1)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert engine.usage().waiting_requests == 0
+        assert (await running)[0] == engine.model.expected_tokens(PROMPT, 6)
+
+
+async def test_a_transfer_id_cannot_be_used_twice_at_a_time() -> None:
+    async with decode_engine(model="sim:context=512,decode_step_s=0.01") as engine:
+        running = asyncio.create_task(answer_of(engine, decode_work(PROMPT)))
+        await until(lambda: engine.usage().running_requests == 1)
+        with pytest.raises(DuplicateTransfer):
+            await answer_of(engine, decode_work(PROMPT))
+        assert (await running)[0] == engine.model.expected_tokens(PROMPT, 6)
+
+
+async def test_the_queue_is_bounded() -> None:
+    async with decode_engine(max_requests=1, model="sim:context=512,decode_step_s=0.02") as engine:
+        tasks = [
+            asyncio.create_task(answer_of(engine, decode_work([1, 2], transfer_id=f"x{number}")))
+            for number in range(90)
+        ]
+        await until(lambda: any(task.done() for task in tasks))
+        refused = [task for task in tasks if task.done() and task.exception()]
+        assert refused
+        for task in refused:
+            assert isinstance(task.exception(), DecodeFull)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_a_failing_step_fails_its_requests_only() -> None:
+    async with decode_engine(SimFaults(fail_chunk=1), max_batched_tokens=32) as engine:
+        with pytest.raises(InternalError, match="chunk 1"):
+            await answer_of(engine, decode_work(PROMPT))
+        tokens, _, _ = await answer_of(engine, decode_work([1, 2, 3], transfer_id="x2"))
+        assert tokens == engine.model.expected_tokens([1, 2, 3], 6)
+
+
+async def test_wrong_requests_are_refused() -> None:
+    async with decode_engine() as engine:
+        with pytest.raises(InvalidRequest):
+            await answer_of(engine, decode_work([]))
+        with pytest.raises(InvalidRequest):
+            await answer_of(engine, decode_work([1], replace(GREEDY, max_tokens=0)))
+
+
+async def test_closing_ends_what_runs_and_refuses_more() -> None:
+    async with decode_engine(model="sim:context=512,decode_step_s=0.05") as engine:
+        running = asyncio.create_task(answer_of(engine, decode_work(PROMPT)))
+        await until(lambda: engine.usage().running_requests == 1)
+        await engine.close()
+        with pytest.raises(Draining):
+            await running
+        with pytest.raises(Draining):
+            await answer_of(engine, decode_work(PROMPT, transfer_id="x2"))
+
+
+async def test_prompts_are_computed_together_in_fair_shares() -> None:
+    model = "sim:context=512,prefill_s_per_token=0.0005"
+    async with decode_engine(model=model, max_batched_tokens=16) as engine:
+        ends: list[str] = []
+
+        async def one(name: str, length: int) -> None:
+            prompt = list(range(length))
+            prompt[0] = ord(name)
+            await answer_of(engine, decode_work(prompt, transfer_id=name))
+            ends.append(name)
+
+        long = asyncio.create_task(one("l", 300))
+        await until(lambda: engine.usage().running_requests == 1)
+        await asyncio.gather(long, one("s", 20))
+        assert ends == ["s", "l"]

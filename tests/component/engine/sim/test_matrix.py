@@ -1,0 +1,139 @@
+"""Every kind of layout against others, from engine to engine over Mooncake's TCP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from headrace_kv.layout.layout import STATE
+from headrace_kv.plan.shard_map import expected_keys
+from headrace_kv.transport.base import KvTransport
+from headrace_kv.transport.factory import open_transport
+from tests.component.engine.sim.pairings import MODELS, PAIRINGS, Pairing, Side
+from tests.component.engine.sim.support import (
+    Handed,
+    Lent,
+    Pair,
+    answer_of,
+    decode_work,
+    needed_bytes,
+    pair,
+    planned_bytes,
+)
+
+PROMPT = list(range(100, 161))
+ANSWER_TOKENS = 6
+# Whole blocks of most sizes, and part of one.
+SHARED_TOKENS = 50
+
+
+@dataclass(slots=True)
+class Ranks:
+    """Mooncake transports that are lent to one pair after another, and the memory that they know."""
+
+    prefill: list[KvTransport] = field(default_factory=list)
+    decode: list[KvTransport] = field(default_factory=list)
+    kept: list[Pair] = field(default_factory=list)
+
+    def lend(self, transports: list[KvTransport], number: int, *, receives: bool) -> Lent:
+        while len(transports) <= number:
+            transports.append(open_transport("mooncake", "127.0.0.1"))
+        return Lent(transports[number], receives=receives)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    held = Ranks()
+    yield held
+    for transport in (*held.prefill, *held.decode):
+        transport.close()
+
+
+def config_of(side: Side, model: str) -> dict[str, Any]:
+    settings = [MODELS[model], "context=256", *filter(None, [side.settings])]
+    return {
+        "model": f"sim:{','.join(settings)}",
+        "tensor_parallel_size": side.ranks,
+        "block_tokens": side.block_tokens,
+        "block_count": -(-512 // side.block_tokens),
+        "max_batched_tokens": 48,
+        "local_broadcast": side.broadcast,
+    }
+
+
+def check_bytes(both: Pair, handed: Handed) -> None:
+    """What was sent is what the plan says, and all that decode needs, once."""
+    layouts = (both.prefill.descriptor.layout, both.decode.descriptor.layout)
+    reservation, summary, outcome = handed.reservation, handed.summary, handed.outcome
+    assert summary is not None
+    assert outcome is not None
+    tokens = (reservation.start_token, reservation.end_token)
+    assert summary.payload_bytes == planned_bytes(*layouts, reservation.transfer_id, *tokens)
+    assert summary.payload_bytes + summary.local_bytes == needed_bytes(layouts[1], *tokens)
+    assert sum(sent.payload_bytes for _, sent in outcome.layers) == summary.payload_bytes
+    keys = {(rank, sent.destination_rank, sent.layer) for rank, sent in outcome.layers}
+    assert keys == expected_keys(*layouts, reservation.transfer_id)
+    assert all(sent.transport == "mooncake/tcp" for _, sent in outcome.layers)
+    for _, sent in outcome.layers:
+        if layouts[0].group_of(sent.layer).kind == STATE:
+            assert (sent.start_token, sent.end_token) == tokens
+
+
+async def check_pairing(both: Pair) -> None:
+    """A prompt in chunks, one that decode computes itself, and one whose beginning decode knows."""
+    model = both.decode.model
+    first = await both.generate(PROMPT)
+    assert first.tokens == model.expected_tokens(PROMPT, ANSWER_TOKENS)
+    assert first.reservation.start_token == 0
+    check_bytes(both, first)
+    alone = [*PROMPT[:SHARED_TOKENS], 7, 8, 9]
+    local, _, _ = await answer_of(both.decode, decode_work(alone, transfer_id="x2"))
+    assert local == model.expected_tokens(alone, ANSWER_TOKENS)
+    other = [*PROMPT[:SHARED_TOKENS], *range(500, 537)]
+    second = await both.generate(other, transfer_id="x3")
+    assert second.tokens == model.expected_tokens(other, ANSWER_TOKENS)
+    assert 0 < second.reservation.start_token <= SHARED_TOKENS
+    check_bytes(both, second)
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS, ids=str)
+async def test_a_pair_hands_over(ranks: Ranks, pairing: Pairing) -> None:
+    numbers = {"prefill": iter(range(64)), "decode": iter(range(64))}
+    async with pair(
+        prefill=config_of(pairing.prefill, pairing.model),
+        decode=config_of(pairing.decode, pairing.model),
+        prefill_transports=lambda: ranks.lend(
+            ranks.prefill, next(numbers["prefill"]), receives=False
+        ),
+        decode_transports=lambda: ranks.lend(ranks.decode, next(numbers["decode"]), receives=True),
+    ) as both:
+        # Mooncake knows the memory for as long as its engines live.
+        ranks.kept.append(both)
+        await check_pairing(both)
+
+
+def test_the_matrix_is_what_it_should_be() -> None:
+    assert len(set(map(str, PAIRINGS))) == len(PAIRINGS) >= 60
+    assert {pairing.model for pairing in PAIRINGS} == set(MODELS)
+
+
+async def test_two_transfers_complete_a_layer_from_four_ranks_to_two() -> None:
+    """One head that every rank holds: whoever waits for as many transfers as there are prefill ranks waits for ever."""
+    pairing = Pairing("mla", Side(4), Side(2))
+    assert pairing in PAIRINGS
+    async with pair(
+        prefill=config_of(pairing.prefill, "mla"), decode=config_of(pairing.decode, "mla")
+    ) as both:
+        handed = await both.generate(PROMPT)
+        assert handed.tokens == both.decode.model.expected_tokens(PROMPT, ANSWER_TOKENS)
+        assert handed.outcome is not None
+        for layer in range(3):
+            sent = [(rank, one) for rank, one in handed.outcome.layers if one.layer == layer]
+            whole = [one for _, one in sent if one.end_token == len(PROMPT) - 1]
+            assert sorted(one.destination_rank for one in whole) == [0, 1]
+            assert len({rank for rank, _ in sent}) == 2
+        senders = {rank for rank, _ in handed.outcome.layers}
+        assert len(senders) == 4

@@ -1,0 +1,126 @@
+"""The decode half of a handover, without a sender: who holds the blocks, and until when."""
+
+import asyncio
+
+import pytest
+
+from headrace_common.errors import TransferFailed
+from headrace_engine.interface import DecodeEnded, DecodeTokens
+from headrace_kv.handoff.messages import Reservation
+from tests.component.engine.sim.support import answer_of, decode_engine, decode_work, until
+
+PROMPT = list(range(100, 139))
+
+
+async def test_a_reservation_holds_all_but_the_last_token() -> None:
+    async with decode_engine() as engine:
+        reader = engine.decode(decode_work(PROMPT, remote_kv=True))
+        reservation = await anext(reader)
+        assert isinstance(reservation, Reservation)
+        assert (reservation.start_token, reservation.end_token) == (0, 38)
+        assert len(reservation.block_ids) == 5
+        engine.arrived("x1")
+        assert isinstance(await anext(reader), DecodeTokens)
+        await reader.aclose()  # type: ignore[attr-defined]
+
+
+async def test_a_cache_that_never_came_gives_another_answer() -> None:
+    async with decode_engine() as engine:
+        tokens: list[int] = []
+        async for event in engine.decode(decode_work(PROMPT, remote_kv=True)):
+            if isinstance(event, Reservation):
+                engine.arrived("x1")
+            elif isinstance(event, DecodeTokens):
+                tokens.extend(event.token_ids)
+        assert len(tokens) == 6
+        assert tuple(tokens) != engine.model.expected_tokens(PROMPT, 6)
+
+
+@pytest.mark.parametrize("prompt", [[7], PROMPT[:33]])
+async def test_nothing_is_awaited_when_only_the_last_token_is_missing(prompt: list[int]) -> None:
+    async with decode_engine() as engine:
+        await answer_of(engine, decode_work(prompt, transfer_id="x0"))
+        tokens, end, events = await answer_of(engine, decode_work(prompt, remote_kv=True))
+        reservation = events[0]
+        assert isinstance(reservation, Reservation)
+        assert reservation.start_token == reservation.end_token == len(prompt) - 1
+        assert reservation.block_ids == ()
+        assert end.cached_tokens == len(prompt) - 1
+        assert tokens == engine.model.expected_tokens(prompt, 6)
+
+
+async def test_a_cached_prefix_is_not_asked_for() -> None:
+    async with decode_engine() as engine:
+        await answer_of(engine, decode_work(PROMPT[:20], transfer_id="x0"))
+        reader = engine.decode(decode_work(PROMPT, remote_kv=True))
+        reservation = await anext(reader)
+        assert isinstance(reservation, Reservation)
+        assert (reservation.start_token, reservation.end_token) == (16, 38)
+        assert len(reservation.block_ids) == 3
+        await reader.aclose()  # type: ignore[attr-defined]
+        engine.released("x1")
+
+
+async def test_blocks_are_shared_only_once_they_have_arrived() -> None:
+    async with decode_engine() as engine:
+        first = engine.decode(decode_work(PROMPT, remote_kv=True))
+        await anext(first)
+        second = engine.decode(decode_work(PROMPT, transfer_id="x2", remote_kv=True))
+        reservation = await anext(second)
+        assert isinstance(reservation, Reservation)
+        assert reservation.start_token == 0
+        engine.arrived("x1")
+        third = engine.decode(decode_work(PROMPT, transfer_id="x3", remote_kv=True))
+        reservation = await anext(third)
+        assert isinstance(reservation, Reservation)
+        assert reservation.start_token == 32
+        for reader in (first, second, third):
+            await reader.aclose()  # type: ignore[attr-defined]
+        engine.released("x2")
+        engine.released("x3")
+
+
+@pytest.mark.parametrize("ending", ["arrived", "released"])
+async def test_an_aborted_reservation_stays_held_until_told(ending: str) -> None:
+    async with decode_engine() as engine:
+        before = engine.free_block_count()
+        reader = engine.decode(decode_work(PROMPT, remote_kv=True))
+        await anext(reader)
+        await reader.aclose()  # type: ignore[attr-defined]
+        await answer_of(engine, decode_work([1, 2, 3], transfer_id="x2"))
+        # 39 tokens of prompt and 5 of the answer: 6 blocks of 8.
+        assert engine.free_block_count() == before - 6
+        getattr(engine, ending)("x1")
+        await until(lambda: engine.free_block_count() == before)
+        getattr(engine, ending)("x1")
+
+
+async def test_a_reservation_that_nobody_read_is_given_up_with_its_request() -> None:
+    async with decode_engine() as engine:
+        before = engine.free_block_count()
+        reader = engine.decode(decode_work(PROMPT, remote_kv=True))
+        waiting = asyncio.ensure_future(anext(reader))
+        while engine.free_block_count() == before:
+            await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert engine.free_block_count() == before
+
+
+async def test_a_released_reservation_fails_its_request() -> None:
+    async with decode_engine() as engine:
+        reader = engine.decode(decode_work(PROMPT, remote_kv=True))
+        await anext(reader)
+        engine.released("x1")
+        with pytest.raises(TransferFailed):
+            await anext(reader)
+
+
+async def test_word_of_an_unknown_transfer_changes_nothing() -> None:
+    async with decode_engine() as engine:
+        engine.arrived("nobody")
+        engine.released("nobody")
+        _, end, _ = await answer_of(engine, decode_work(PROMPT))
+        engine.released("x1")
+        assert isinstance(end, DecodeEnded)

@@ -1,0 +1,80 @@
+"""Prefill's blocks are not given back while a write may still read them (I2)."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from headrace_common.deadlines import Deadline
+from headrace_common.errors import Cancelled
+from headrace_engine.interface import PrefillWork
+from headrace_kv.handoff.messages import Reservation
+from headrace_kv.plan.copy_plan import Runs
+from headrace_kv.receive.state import TransferState
+from headrace_kv.transport.base import KvTransport, Written
+from headrace_kv.transport.in_memory import Fault, FaultKind, FaultPlan, InMemoryTransport
+from tests.component.engine.sim.support import decode_work, pair, until
+
+PROMPT = list(range(100, 150))
+
+
+class ThreadedTransport(InMemoryTransport):
+    """Two writes under way at once, each on a thread of its own."""
+
+    pending_limit = 2
+
+    def __init__(self, faults: FaultPlan) -> None:
+        super().__init__(faults)
+        self._threads = ThreadPoolExecutor(2)
+
+    def submit(self, session: str, runs: Runs, timeout_s: float) -> Future[Written]:
+        return self._threads.submit(self.write, session, runs, timeout_s)
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        super().close()
+
+
+@pytest.mark.parametrize("kind", [InMemoryTransport, ThreadedTransport])
+@pytest.mark.parametrize("who", ["prefill", "decode"])
+async def test_held_writes_hold_the_source_blocks(
+    kind: type[InMemoryTransport] | type[ThreadedTransport], who: str
+) -> None:
+    """Whoever gives the request up, no block comes back before the held write has ended."""
+    hold = Fault(FaultKind.HOLD)
+    held: list[InMemoryTransport] = []
+
+    def transport() -> KvTransport:
+        held.append(kind(FaultPlan({2: hold})))
+        return held[0]
+
+    async with pair(prefill_transports=transport, model="sim:layers=3,context=512") as both:
+        free = both.prefill.free_block_count()
+        reader = both.decode.decode(decode_work(PROMPT, remote_kv=True))
+        reservation = await anext(reader)
+        assert isinstance(reservation, Reservation)
+        transfer = both.receiver.reserve(reservation, Deadline.after(20.0))
+        work = PrefillWork(tuple(PROMPT[:-1]), both.target(reservation))
+        prefill = asyncio.create_task(both.prefill.prefill(work))
+        await until(lambda: held[0].write_count >= 2)
+        await asyncio.sleep(0.1)
+        taken = free - both.prefill.free_block_count()
+        assert taken == 7
+        if who == "prefill":
+            prefill.cancel()
+        else:
+            both.receiver.cancel("x1", "CANCELLED", "the client left")
+        await asyncio.sleep(0.3)
+        assert not prefill.done()
+        assert free - both.prefill.free_block_count() == taken
+        assert transfer.state is not TransferState.FREE
+        hold.release.set()
+        await asyncio.wait({prefill}, timeout=5.0)
+        assert prefill.done()
+        await until(lambda: both.prefill.free_block_count() == free)
+        await until(lambda: transfer.state is TransferState.FREE)
+        with pytest.raises((asyncio.CancelledError, Cancelled)):
+            await prefill
+        await reader.aclose()  # type: ignore[attr-defined]

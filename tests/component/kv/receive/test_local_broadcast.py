@@ -1,0 +1,387 @@
+"""One decode rank is sent what several of a host need, and passes it on: with real senders, streams and copies."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+
+from headrace_common.deadlines import Deadline
+from headrace_common.errors import (
+    Cancelled,
+    Draining,
+    InternalError,
+    ProtocolViolation,
+    TransferFailed,
+    TransferTimeout,
+)
+from headrace_kv.handoff.messages import Reservation
+from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
+from headrace_kv.plan.copy_plan import Runs
+from headrace_kv.receive.ledger import Ledger
+from headrace_kv.receive.local_broadcast import (
+    LocalBroadcast,
+    LocalJob,
+    LocalWrite,
+    copy_in_process,
+)
+from headrace_kv.receive.receiver import Receiver
+from headrace_kv.receive.state import TransferState
+from headrace_kv.receive.transfer import Transfer
+from headrace_kv.transport.base import KvTransport
+from headrace_kv.transport.in_memory import (
+    Fault,
+    FaultKind,
+    FaultPlan,
+    InMemoryTransport,
+    MemoryFabric,
+)
+from tests.component.kv.harness import (
+    BLOCK_TOKENS,
+    PARTS,
+    TOKEN_BYTES,
+    Arena,
+    Rig,
+    make_layout,
+    memory_transports,
+    running,
+    until,
+)
+
+BLOCKS = (1, 2, 3)
+TOKENS = 3 * BLOCK_TOKENS - 1
+LAYERS = 6
+CACHE_BYTES = TOKENS * LAYERS * len(PARTS) * TOKEN_BYTES
+"""The prompt's KV once, with one head."""
+
+
+def mla(ranks: int, width: int = 1) -> KvLayout:
+    return replace(make_layout(ranks, heads=1), broadcast_width=width)
+
+
+def start(rig: Rig, transfer: Transfer) -> None:
+    """Sends the whole prompt, in two chunks."""
+    rig.open(rig.target(transfer))
+    rig.push(transfer.transfer_id, BLOCKS, 0, 2 * BLOCK_TOKENS)
+    rig.push(transfer.transfer_id, BLOCKS, 2 * BLOCK_TOKENS, TOKENS)
+    rig.finish(transfer.transfer_id)
+
+
+@dataclass
+class Decode:
+    """Decode's transports, through which its ranks pass on; all of them have the same faults."""
+
+    faults: FaultPlan
+    quiet_after_failure_s: float = 0.0
+    job_limit: int = 1024
+    fabric: MemoryFabric = field(default_factory=MemoryFabric)
+    ranks: list[KvTransport] = field(default_factory=list)
+    writing: threading.Event = field(default_factory=threading.Event)
+
+    def transports(self, role: str, rank: int) -> KvTransport:
+        if role == "prefill":
+            return InMemoryTransport(fabric=self.fabric)
+        transport = InMemoryTransport(self.faults, fabric=self.fabric)
+        self.ranks.append(transport)
+        return transport
+
+    def write(
+        self, source: RankMemory, destination: RankMemory, runs: Runs, timeout_s: float
+    ) -> object:
+        self.writing.set()
+        return self.ranks[source.rank].write(destination.session, runs, timeout_s)
+
+    def broadcast(self, descriptor: KvDescriptor) -> LocalBroadcast:
+        return LocalBroadcast(
+            descriptor,
+            self.write,
+            quiet_after_failure_s=self.quiet_after_failure_s,
+            job_limit=self.job_limit,
+        )
+
+
+def holding() -> tuple[Decode, threading.Event]:
+    fault = Fault(FaultKind.HOLD)
+    return Decode(FaultPlan(every=fault)), fault.release
+
+
+@pytest.mark.parametrize(
+    "prefill_tp, decode_tp, width, crossing",
+    [(2, 4, 4, 1), (2, 4, 2, 2), (1, 4, 3, 2), (4, 2, 2, 1), (2, 4, 1, 4)],
+)
+async def test_one_rank_of_a_host_is_sent_what_all_get(
+    prefill_tp: int, decode_tp: int, width: int, crossing: int
+) -> None:
+    async with running(mla(prefill_tp), mla(decode_tp, width), memory_transports()) as rig:
+        truth = rig.fill(BLOCKS, seed=1)
+        transfer = rig.reserve(TOKENS)
+        start(rig, transfer)
+        summary = await transfer.wait()
+        rig.check_bytes(truth, transfer.reservation)
+        assert summary.payload_bytes == crossing * CACHE_BYTES
+        assert summary.local_bytes == (decode_tp - crossing) * CACHE_BYTES
+        assert summary.acknowledgement_count == 2 * LAYERS * crossing
+        await rig.quiet(transfer.transfer_id)
+        assert not rig.released
+
+
+async def test_ranks_of_one_head_of_several_pass_on_too() -> None:
+    decode = replace(make_layout(4, heads=2), broadcast_width=4)
+    async with running(make_layout(1, heads=2), decode, memory_transports()) as rig:
+        truth = rig.fill(BLOCKS, seed=2)
+        transfer = rig.reserve(TOKENS, start_token=BLOCK_TOKENS)
+        rig.open(rig.target(transfer))
+        rig.push(transfer.transfer_id, BLOCKS, 0, TOKENS)
+        summary = await transfer.wait()
+        rig.check_bytes(truth, transfer.reservation, first_block=1)
+        assert summary.payload_bytes == summary.local_bytes
+        await rig.quiet(transfer.transfer_id)
+
+
+async def test_a_transfer_waits_for_its_local_copies_and_the_event_loop_for_none() -> None:
+    decode, release = holding()
+    async with running(
+        mla(2), mla(4, 4), decode.transports, make_broadcast=decode.broadcast
+    ) as rig:
+        truth = rig.fill(BLOCKS, seed=1)
+        transfer = rig.reserve(TOKENS)
+        start(rig, transfer)
+        reports = await rig.quiet(transfer.transfer_id)
+        assert [report.reason for report in reports] == ["", ""]
+        await until(lambda: transfer.landed)
+        assert transfer.state is TransferState.RECEIVING
+        ticks = 0
+        for _ in range(20):
+            await asyncio.sleep(0.005)
+            ticks += 1
+        assert ticks == 20
+        assert transfer.state is TransferState.RECEIVING
+        assert "from decode rank" in transfer.missing()
+        release.set()
+        await transfer.wait()
+        rig.check_bytes(truth, transfer.reservation)
+
+
+async def test_a_stream_that_ends_once_all_has_landed_spoils_nothing() -> None:
+    decode, release = holding()
+    async with running(
+        mla(1), mla(4, 4), decode.transports, make_broadcast=decode.broadcast
+    ) as rig:
+        truth = rig.fill(BLOCKS, seed=1)
+        transfer = rig.reserve(TOKENS)
+        rig.open(rig.target(transfer))
+        await until(lambda: transfer.state is TransferState.OPEN)
+        (peer,) = transfer.writers
+        rig.push(transfer.transfer_id, BLOCKS, 0, TOKENS)
+        await until(lambda: transfer.landed)
+        peer.end(ProtocolViolation("the test cuts the stream"))
+        await rig.quiet(transfer.transfer_id)
+        release.set()
+        await transfer.wait()
+        rig.check_bytes(truth, transfer.reservation)
+
+
+async def test_blocks_are_not_released_while_a_local_copy_may_write() -> None:
+    decode, release = holding()
+    async with running(
+        mla(2), mla(4, 4), decode.transports, make_broadcast=decode.broadcast
+    ) as rig:
+        rig.fill(BLOCKS, seed=1)
+        transfer = rig.reserve(TOKENS)
+        start(rig, transfer)
+        # A copy whose thread has not begun would be dropped, and rightly.
+        await until(lambda: transfer.landed and decode.writing.is_set())
+        rig.receiver.cancel(transfer.transfer_id, "CANCELLED", "the client left")
+        with pytest.raises(Cancelled, match="the client left"):
+            await transfer.wait()
+        await asyncio.sleep(0.1)
+        assert not rig.released
+        assert rig.receiver.quarantined_blocks == len(BLOCKS)
+        release.set()
+        await until(lambda: bool(rig.released))
+        # The write that was held has been made, and none after it.
+        written_bytes = sum(np.count_nonzero(arena.cells) for arena in rig.destinations)
+        assert 0 < written_bytes - CACHE_BYTES <= CACHE_BYTES // LAYERS
+        again = rig.reserve(TOKENS)
+        start(rig, again)
+        await again.wait()
+
+
+async def test_a_failed_local_copy_fails_its_transfer_only() -> None:
+    decode = Decode(FaultPlan({2: Fault(FaultKind.FAIL)}))
+    async with running(
+        mla(1), mla(2, 2), decode.transports, make_broadcast=decode.broadcast
+    ) as rig:
+        truth = rig.fill(BLOCKS, seed=1)
+        transfer = rig.reserve(TOKENS)
+        start(rig, transfer)
+        with pytest.raises(
+            TransferFailed, match=r"layer \d from decode rank [01] to rank [01] could not be copied"
+        ) as failure:
+            await transfer.wait()
+        assert failure.value.metadata["layer"].isdigit()
+        await until(lambda: rig.released_ids() == [transfer.transfer_id])
+        for index in range(3):
+            fine = rig.reserve(TOKENS, first_block=20 + index)
+            start(rig, fine)
+            try:
+                await fine.wait()
+            except TransferFailed:
+                # Each of the two leaders fails once.
+                continue
+            rig.check_bytes(truth, fine.reservation)
+            break
+        else:
+            raise AssertionError("no transfer came through")
+
+
+async def test_bytes_that_land_after_a_failed_local_copy_find_the_blocks_held() -> None:
+    late = FaultPlan(every=Fault(FaultKind.FAIL_LATE, seconds=0.3))
+    decode = Decode(late, quiet_after_failure_s=0.5)
+    async with running(
+        mla(1), mla(2, 2), decode.transports, make_broadcast=decode.broadcast
+    ) as rig:
+        rig.fill(BLOCKS, seed=1)
+        transfer = rig.reserve(TOKENS)
+        begin = time.monotonic()
+        start(rig, transfer)
+        with pytest.raises(TransferFailed):
+            await transfer.wait()
+        await until(lambda: bool(rig.released))
+        assert rig.released[0][1] - begin >= 0.5
+
+
+async def test_a_late_local_copy_is_named() -> None:
+    decode, release = holding()
+    async with running(
+        mla(1), mla(2, 2), decode.transports, make_broadcast=decode.broadcast
+    ) as rig:
+        rig.fill(BLOCKS, seed=1)
+        transfer = rig.reserve(TOKENS, timeout_s=2.0)
+        start(rig, transfer)
+        with pytest.raises(TransferTimeout, match=r"layers? .*from decode rank \d to rank \d"):
+            await transfer.wait()
+        # The transport was given no more time than the transfer had.
+        await until(lambda: bool(rig.released), timeout_s=2.0)
+        assert not release.is_set()
+
+
+async def test_jobs_are_bounded() -> None:
+    decode, release = holding()
+    decode.job_limit = 1
+    async with running(
+        mla(1), mla(2, 2), decode.transports, make_broadcast=decode.broadcast
+    ) as rig:
+        truth = rig.fill(BLOCKS, seed=1)
+        first = rig.reserve(TOKENS)
+        start(rig, first)
+        await until(lambda: first.copying)
+        second = rig.reserve(TOKENS, first_block=20)
+        start(rig, second)
+        with pytest.raises(TransferFailed, match="too many local copies"):
+            await second.wait()
+        await until(lambda: rig.released_ids() == [second.transfer_id])
+        release.set()
+        await first.wait()
+        rig.check_bytes(truth, first.reservation)
+
+
+async def test_many_transfers_at_once() -> None:
+    async with running(mla(2), mla(4, 4), memory_transports(), block_count=100) as rig:
+        truth = rig.fill(BLOCKS, seed=1)
+        transfers = [rig.reserve(TOKENS, first_block=99 - 3 * index) for index in range(30)]
+        for transfer in transfers:
+            start(rig, transfer)
+        for transfer in transfers:
+            summary = await transfer.wait()
+            assert summary.payload_bytes == CACHE_BYTES
+            rig.check_bytes(truth, transfer.reservation)
+
+
+def lone_broadcast(
+    write: LocalWrite = copy_in_process,
+) -> tuple[LocalBroadcast, list[Arena], Callable[[], LocalJob]]:
+    """Two ranks without a receiver, and a maker of jobs for one transfer that has landed."""
+    layout = mla(2, 2)
+    arenas = [Arena(layout, rank, InMemoryTransport(), 8) for rank in range(2)]
+    broadcast = LocalBroadcast(KvDescriptor(layout, tuple(arena.memory for arena in arenas)), write)
+
+    def make() -> LocalJob:
+        reservation = Reservation("x1", (5, 2, 6), 0, TOKENS)
+        ledger = Ledger(layout, mla(1), reservation)
+        for key in ledger.expected_keys:
+            ledger.land(key, 0, TOKENS, TOKENS * len(PARTS) * TOKEN_BYTES)
+        copies = ledger.take_local(1 << 30)
+        return LocalJob(reservation, copies, Deadline.after(5.0), threading.Event())
+
+    return broadcast, arenas, make
+
+
+def test_a_cancelled_or_late_job_writes_nothing() -> None:
+    broadcast, arenas, make = lone_broadcast()
+    try:
+        for arena in arenas:
+            arena.cells[:] = 1 + arena.memory.rank
+        cancelled = make()
+        cancelled.cancelled.set()
+        with pytest.raises(Cancelled):
+            broadcast.submit(cancelled).result(5.0)
+        with pytest.raises(TransferTimeout, match="the deadline passed"):
+            broadcast.submit(replace(make(), deadline=Deadline(0.0))).result(5.0)
+        assert [set(np.unique(arena.cells)) for arena in arenas] == [{1}, {2}]
+        broadcast.submit(make()).result(5.0)
+        assert all((arena.cells == 1).any() and (arena.cells == 2).any() for arena in arenas)
+    finally:
+        broadcast.close()
+
+
+def test_closing_ends_what_runs_and_drops_what_waits() -> None:
+    started, release = threading.Event(), threading.Event()
+
+    def write(source: RankMemory, destination: RankMemory, runs: Runs, timeout_s: float) -> None:
+        started.set()
+        release.wait(timeout_s)
+
+    broadcast, _, make = lone_broadcast(write)
+    first = broadcast.submit(make())
+    waiting = broadcast.submit(make())
+    assert started.wait(5.0)
+    closing = threading.Thread(target=broadcast.close)
+    closing.start()
+    closing.join(0.1)
+    assert closing.is_alive()
+    release.set()
+    closing.join(5.0)
+    assert first.done()
+    assert waiting.cancelled()
+    with pytest.raises(Draining):
+        broadcast.submit(make())
+    broadcast.close()
+
+
+async def test_an_unexpected_error_ends_the_transfer_and_is_not_lost() -> None:
+    def write(source: RankMemory, destination: RankMemory, runs: Runs, timeout_s: float) -> None:
+        raise ValueError("out of order")
+
+    async with running(
+        mla(1),
+        mla(2, 2),
+        memory_transports(),
+        make_broadcast=lambda descriptor: LocalBroadcast(descriptor, write),
+    ) as rig:
+        rig.fill(BLOCKS, seed=1)
+        transfer = rig.reserve(TOKENS)
+        start(rig, transfer)
+        with pytest.raises(InternalError, match="out of order"):
+            await transfer.wait()
+        await until(lambda: bool(rig.released))
+
+
+async def test_a_width_without_anything_that_copies_is_refused() -> None:
+    with pytest.raises(InternalError, match="nothing copies"):
+        Receiver(ref=WorkerRef("d", "1"), layout=mla(2, 2), on_released=lambda _: None)

@@ -1,0 +1,194 @@
+"""What landed is compared with what was sent, before anybody may read it (I3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import pytest
+
+from headrace_common.errors import KvCorrupt, ProtocolViolation, TransferFailed
+from headrace_kv.handoff.checksum import DigestMode, is_digested
+from headrace_kv.handoff.messages import Reservation
+from headrace_kv.layout.layout import KvDescriptor
+from headrace_kv.receive.state import TransferState
+from headrace_kv.receive.transfer import LandedPiece
+from headrace_kv.receive.verification import DigestChecks
+from headrace_kv.send import proto as handoff_words
+from headrace_kv.transport.factory import open_transport
+from headrace_kv.transport.in_memory import Fault, FaultKind, FaultPlan
+from tests.component.kv.harness import (
+    BLOCK_TOKENS,
+    Arena,
+    LentTransport,
+    make_layout,
+    memory_transports,
+    running,
+    until,
+)
+
+BLOCKS = (1, 2, 3)
+TOKENS = 3 * BLOCK_TOKENS - 1
+
+
+def checks(mode: DigestMode, mismatch_limit: int = 3) -> Callable[[KvDescriptor], DigestChecks]:
+    return partial(DigestChecks, mode=mode, mismatch_limit=mismatch_limit)
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 1), (1, 4), (4, 2), (8, 4)])
+async def test_whole_transfers_pass(prefill: int, decode: int) -> None:
+    layouts = (make_layout(prefill), make_layout(decode))
+    async with running(*layouts, memory_transports(), make_checks=checks("on")) as rig:
+        truth = rig.fill(BLOCKS, seed=1)
+        transfer = rig.reserve(TOKENS)
+        rig.open(rig.target(transfer))
+        # In chunks: each has digests of its own.
+        for start, end in ((0, BLOCK_TOKENS + 1), (BLOCK_TOKENS + 1, TOKENS)):
+            rig.push(transfer.transfer_id, BLOCKS, start, end)
+        await transfer.wait()
+        assert transfer.state is TransferState.FREE
+        rig.check_bytes(truth, transfer.reservation)
+
+
+async def test_a_changed_bit_fails_its_transfer_and_names_the_key() -> None:
+    faults = FaultPlan({4: Fault(FaultKind.CORRUPT)})
+    async with running(
+        make_layout(1), make_layout(1), memory_transports(faults), make_checks=checks("on")
+    ) as rig:
+        truth = rig.fill(BLOCKS, seed=1)
+        broken, fine = rig.reserve(TOKENS), rig.reserve(TOKENS, first_block=20)
+        for transfer in (broken, fine):
+            rig.open(rig.target(transfer))
+        rig.push(broken.transfer_id, BLOCKS, 0, TOKENS)
+        with pytest.raises(KvCorrupt, match="layer 3 from rank 0 to rank 0") as raised:
+            await broken.wait()
+        assert raised.value.metadata["keys"] == "layer 3 from rank 0 to rank 0"
+        assert raised.value.metadata["prefill"] == str(rig.prefill_ref)
+        await until(lambda: rig.released_ids() == [broken.transfer_id])
+        assert rig.receiver.distrusted == ()
+        rig.push(fine.transfer_id, BLOCKS, 0, TOKENS)
+        await fine.wait()
+        rig.check_bytes(truth, fine.reservation)
+
+
+@pytest.mark.parametrize(("mode", "found"), [("on", True), ("off", False), ("sampled", None)])
+async def test_every_byte_broken(mode: DigestMode, found: bool | None) -> None:
+    """Sampling finds it in those layers that it takes."""
+    faults = FaultPlan(every=Fault(FaultKind.CORRUPT))
+    layout = make_layout(1, layers=30)
+    async with running(
+        layout,
+        layout,
+        memory_transports(faults),
+        make_checks=checks(mode) if mode != "off" else None,
+    ) as rig:
+        rig.fill(BLOCKS, seed=1)
+        transfer = rig.reserve(TOKENS)
+        rig.open(rig.target(transfer))
+        rig.push(transfer.transfer_id, BLOCKS, 0, TOKENS)
+        share = rig.receiver.digest_share
+        sampled = [one for one in range(30) if is_digested(share, transfer.transfer_id, one)]
+        assert len(sampled) in {"on": {30}, "off": {0}, "sampled": set(range(12))}[mode]
+        if sampled:
+            with pytest.raises(KvCorrupt) as raised:
+                await transfer.wait()
+            named = raised.value.metadata["keys"].split(";")[0].split()[1]
+            assert int(named) in sampled
+        else:
+            await transfer.wait()
+        assert found is None or found == bool(sampled)
+
+
+async def test_a_pair_with_repeated_mismatches_is_parted() -> None:
+    faults = FaultPlan(every=Fault(FaultKind.CORRUPT))
+    async with running(
+        make_layout(1), make_layout(1), memory_transports(faults), make_checks=checks("on", 2)
+    ) as rig:
+        rig.fill(BLOCKS, seed=1)
+        for count in range(2):
+            assert rig.receiver.distrusted == ()
+            transfer = rig.reserve(TOKENS)
+            rig.open(rig.target(transfer))
+            rig.push(transfer.transfer_id, BLOCKS, 0, TOKENS)
+            with pytest.raises(KvCorrupt):
+                await transfer.wait()
+            await until(lambda n=count: len(rig.released) == n + 1)  # type: ignore[misc]
+        assert rig.receiver.distrusted == (rig.prefill_ref,)
+        refused = rig.reserve(TOKENS)
+        rig.open(rig.target(refused))
+        (report,) = await rig.quiet(refused.transfer_id)
+        assert report.reason == TransferFailed.reason
+        assert "arrived broken" in report.detail
+        # Somebody else may still send it.
+        assert refused.state is TransferState.RESERVED
+
+
+async def test_a_rank_that_gives_no_digest_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    say = handoff_words.layer_done
+
+    def silent(*arguments: object) -> object:
+        layer = say(*arguments)  # type: ignore[arg-type]
+        layer.ClearField("digest")
+        return layer
+
+    monkeypatch.setattr(handoff_words, "layer_done", silent)
+    async with running(
+        make_layout(1), make_layout(1), memory_transports(), make_checks=checks("on")
+    ) as rig:
+        transfer = rig.reserve(TOKENS)
+        rig.open(rig.target(transfer))
+        rig.push(transfer.transfer_id, BLOCKS, 0, TOKENS)
+        with pytest.raises(ProtocolViolation, match="no digest of layer 0"):
+            await transfer.wait()
+        await until(lambda: bool(rig.released))
+
+
+class LaterCorruption(DigestChecks):
+    """Decode's memory changes after a piece has landed, before it is looked at."""
+
+    arena: Arena | None = None
+
+    def find_broken(
+        self, reservation: Reservation, pieces: tuple[LandedPiece, ...]
+    ) -> tuple[LandedPiece, ...]:
+        if self.arena is not None and any(piece.layer == 2 for piece in pieces):
+            self.arena.cells[2, 1, reservation.block_ids[1], 0, 5] ^= 0x10
+            self.arena = None
+        return super().find_broken(reservation, pieces)
+
+
+async def test_memory_that_changes_after_mooncake_has_written_it_is_noticed() -> None:
+    lent: list[LentTransport] = []
+
+    def transports(role: str, rank: int) -> LentTransport:
+        lent.append(LentTransport(open_transport("mooncake", "127.0.0.1", "tcp")))
+        return lent[-1]
+
+    made: list[LaterCorruption] = []
+
+    def make_checks(descriptor: KvDescriptor) -> DigestChecks:
+        made.append(LaterCorruption(descriptor, "on"))
+        return made[-1]
+
+    try:
+        async with running(
+            make_layout(1), make_layout(1), transports, make_checks=make_checks
+        ) as rig:
+            truth = rig.fill(BLOCKS, seed=1)
+            for broken in (False, True):
+                made[0].arena = rig.destinations[0] if broken else None
+                transfer = rig.reserve(TOKENS)
+                rig.open(rig.target(transfer))
+                rig.push(transfer.transfer_id, BLOCKS, 0, TOKENS)
+                if broken:
+                    with pytest.raises(KvCorrupt, match="layer 2 from rank 0 to rank 0"):
+                        await transfer.wait()
+                else:
+                    await transfer.wait()
+                    rig.check_bytes(truth, transfer.reservation)
+            await until(lambda: len(rig.released) == 1)
+            assert np.count_nonzero(rig.destinations[0].cells) > 0
+    finally:
+        for one in lent:
+            one.close_lender()

@@ -1,0 +1,137 @@
+"""What a request costs on the handoff stream: block ids and layers, and no descriptor after the first."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import Any
+
+import pytest
+
+from headrace.kv.v1 import handoff_pb2
+from headrace_common.deadlines import Deadline
+from headrace_kv.handoff.messages import SendReport
+from headrace_kv.layout.layout import KvDescriptor, WorkerRef
+from headrace_kv.receive.receiver import Receiver
+from headrace_kv.receive.transfer import PrefillPeer
+from headrace_kv.send.sender import RankSender
+from tests.component.kv import harness
+from tests.component.kv.harness import BLOCK_TOKENS, Rig, make_layout, memory_transports, running
+
+
+class Wire:
+    """Notes what crosses the streams, by transfer, and who asks for descriptors."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.messages: dict[str, Counter[str]] = defaultdict(Counter)
+        self.message_bytes = 0
+        self.layer_messages = 0
+        self.queries: list[WorkerRef] = []
+        monkeypatch.setattr(harness, "Receiver", self._receiver_class())
+        monkeypatch.setattr(harness, "RankSender", self._sender)
+
+    def _receiver_class(self) -> type[Receiver]:
+        wire = self
+
+        class NotingReceiver(Receiver):
+            def connect(self, hello: handoff_pb2.Hello, send: Any, end: Any) -> PrefillPeer:
+                def noted(response: handoff_pb2.HandoffResponse) -> None:
+                    wire.note(response)
+                    send(response)
+
+                return super().connect(hello, noted, end)
+
+            def handle(self, peer: PrefillPeer, request: handoff_pb2.HandoffRequest) -> None:
+                wire.note(request)
+                super().handle(peer, request)
+
+        return NotingReceiver
+
+    def _sender(self, **settings: Any) -> RankSender:
+        inner = settings["descriptors"]
+
+        async def noted(ref: WorkerRef, deadline: Deadline) -> KvDescriptor:
+            self.queries.append(ref)
+            found: KvDescriptor = await inner(ref, deadline)
+            return found
+
+        return RankSender(**(settings | {"descriptors": noted}))
+
+    def note(self, message: handoff_pb2.HandoffRequest | handoff_pb2.HandoffResponse) -> None:
+        kind = message.WhichOneof("message")
+        assert kind is not None
+        self.message_bytes += message.ByteSize()
+        if kind == "layers_done":
+            assert isinstance(message, handoff_pb2.HandoffRequest)
+            self.layer_messages += 1
+            for layer in message.layers_done.layers:
+                self.messages[layer.transfer_id]["layer"] += 1
+        else:
+            self.messages[getattr(message, kind).transfer_id][kind] += 1
+
+
+async def send(rig: Rig, block_count: int) -> list[SendReport]:
+    """One request of whole blocks, in one chunk."""
+    token_count = block_count * BLOCK_TOKENS
+    transfer = rig.reserve(token_count, first_block=block_count - 1)
+    rig.open(rig.target(transfer))
+    rig.push(transfer.transfer_id, tuple(range(block_count)), 0, token_count)
+    await transfer.wait()
+    return await rig.quiet(transfer.transfer_id)
+
+
+async def test_descriptors_travel_once_and_requests_carry_block_ids(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wire = Wire(monkeypatch)
+    async with running(make_layout(2), make_layout(2), memory_transports()) as rig:
+        for _ in range(20):
+            for report in await send(rig, 3):
+                assert report.reason == ""
+        assert wire.queries == [rig.decode_ref] * 2
+        assert len(wire.messages) == 20
+        expected = {"open": 2, "reservation": 2, "layer": 12, "commit": 2}
+        await harness.until(lambda: all(noted == expected for noted in wire.messages.values()))
+
+
+async def test_counted_bytes_are_those_on_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    wire = Wire(monkeypatch)
+    async with running(make_layout(2), make_layout(4), memory_transports()) as rig:
+        counted = 0
+        for blocks in (1, 7, 30):
+            counted += sum(report.control_bytes for report in await send(rig, blocks))
+        await harness.until(lambda: all(noted["commit"] == 2 for noted in wire.messages.values()))
+        # Messages of landed layers have a frame of 2 to 6 bytes, which no transfer owns.
+        assert counted + 2 * wire.layer_messages <= wire.message_bytes
+        assert wire.message_bytes <= counted + 6 * wire.layer_messages
+
+
+async def test_bytes_grow_with_blocks_and_layers_only() -> None:
+    found: dict[tuple[int, int], int] = {}
+    for layers in (6, 12):
+        decode = make_layout(1, layers=layers)
+        async with running(make_layout(1, layers=layers), decode, memory_transports()) as rig:
+            for blocks in (4, 8, 32):
+                sizes = set()
+                for _ in range(3):
+                    (report,) = await send(rig, blocks)
+                    sizes.add(report.control_bytes)
+                (found[layers, blocks],) = sizes
+    # Block ids below 128 are a byte each; larger counts of tokens and bytes take a byte more in places.
+    for layers in (6, 12):
+        assert 4 <= found[layers, 8] - found[layers, 4] <= 4 + layers + 3
+        assert 24 <= found[layers, 32] - found[layers, 8] <= 24 + 2 * layers + 3
+    per_layer = (found[12, 32] - found[6, 32]) / 6
+    assert 40 <= per_layer <= 60
+    assert found[12, 32] - 12 * per_layer < 200
+
+
+async def test_a_cancelled_request_is_counted_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    wire = Wire(monkeypatch)
+    async with running(make_layout(1), make_layout(1), memory_transports()) as rig:
+        transfer = rig.reserve(BLOCK_TOKENS)
+        rig.open(rig.target(transfer))
+        await harness.until(lambda: wire.messages[transfer.transfer_id]["reservation"] == 1)
+        rig.receiver.cancel(transfer.transfer_id, "CANCELLED", "the client left")
+        (report,) = await rig.quiet(transfer.transfer_id)
+        await harness.until(lambda: wire.messages[transfer.transfer_id]["quiesced"] == 1)
+        assert report.control_bytes == wire.message_bytes

@@ -1,0 +1,148 @@
+"""Prefill gets its blocks back within a second of an abort, at any stage and from either side (I2)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+
+import pytest
+
+from headrace_common.identity import new_transfer_id
+from headrace_kv.receive.receiver import ReceiverLimits
+from headrace_kv.receive.state import TransferState
+from headrace_kv.transport.base import KvTransport
+from headrace_kv.transport.factory import open_transport
+from headrace_kv.transport.in_memory import Fault, FaultKind, FaultPlan
+from tests.component.kv.harness import (
+    BLOCK_TOKENS,
+    LentTransport,
+    Rig,
+    TransportSource,
+    make_layout,
+    memory_transports,
+    running,
+    until,
+)
+
+BLOCKS = (1, 2, 3)
+TOKENS = 3 * BLOCK_TOKENS
+LAYERS = 6
+FREE_WITHIN_S = 1.0
+STAGES = ("connecting", "without a reservation", "open", "sending", "last layer", "committed")
+
+
+@dataclass
+class Mooncake:
+    """Transports of this module, lent to one rig after another."""
+
+    held: dict[tuple[str, int], LentTransport]
+
+    def __call__(self, role: str, rank: int) -> KvTransport:
+        found = self.held.get((role, rank))
+        if found is None:
+            found = LentTransport(open_transport("mooncake", "127.0.0.1", "tcp"))
+            self.held[role, rank] = found
+        return found
+
+
+@pytest.fixture(scope="module")
+def mooncake() -> Iterator[Mooncake]:
+    lender = Mooncake({})
+    yield lender
+    for transport in lender.held.values():
+        transport.close_lender()
+
+
+@asynccontextmanager
+async def rig_at(stage: str, transports: TransportSource) -> AsyncIterator[tuple[Rig, str]]:
+    """A transfer of two prefill ranks that has come as far as `stage`, and its id."""
+    limits = ReceiverLimits(open_wait_s=30.0)
+    layouts = (make_layout(2, layers=LAYERS), make_layout(1, layers=LAYERS))
+    async with running(*layouts, transports, receiver_limits=limits) as rig:
+        rig.fill(BLOCKS, seed=1)
+        if stage == "without a reservation":
+            target = replace(rig.target(rig.reserve(TOKENS)), transfer_id=new_transfer_id())
+            rig.open(target)
+            await asyncio.sleep(0.2)
+            yield rig, target.transfer_id
+            return
+        transfer = rig.reserve(TOKENS)
+        rig.open(rig.target(transfer))
+        name = transfer.transfer_id
+        if stage != "connecting":
+            await until(lambda: len(transfer.writers) == 2)
+        if stage == "sending":
+            rig.push(name, BLOCKS, 0, TOKENS, range(3))
+            await until(lambda: transfer.state is TransferState.RECEIVING)
+        elif stage == "last layer":
+            rig.push(name, BLOCKS, 0, TOKENS, range(LAYERS - 1))
+            await until(lambda: "layer 5" in transfer.missing())
+            rig.push(name, BLOCKS, 0, TOKENS, range(LAYERS - 1, LAYERS))
+        elif stage == "committed":
+            rig.push(name, BLOCKS, 0, TOKENS)
+            await transfer.wait()
+        yield rig, name
+
+
+def by_decode(rig: Rig, transfer_id: str) -> None:
+    rig.receiver.cancel(transfer_id, "CANCELLED", "the client left")
+
+
+def by_prefill(rig: Rig, transfer_id: str) -> None:
+    for sender in rig.senders:
+        sender.stop(transfer_id, "CANCELLED", "the client left")
+
+
+async def check_release(
+    stage: str, transports: TransportSource, abort: Callable[[Rig, str], None]
+) -> None:
+    async with rig_at(stage, transports) as (rig, transfer_id):
+        start = time.monotonic()
+        abort(rig, transfer_id)
+        await rig.quiet(transfer_id, FREE_WITHIN_S)
+        assert not any(sender.is_active(transfer_id) for sender in rig.senders)
+        if stage != "without a reservation" and abort is by_decode:
+            await until(lambda: not rig.receiver.active_count, FREE_WITHIN_S)
+            await until(lambda: not rig.receiver.quarantined_blocks, FREE_WITHIN_S)
+        assert time.monotonic() - start < FREE_WITHIN_S
+        assert len(rig.reports) == 2
+
+
+@pytest.mark.parametrize("abort", [by_decode, by_prefill])
+@pytest.mark.parametrize("stage", STAGES)
+async def test_over_a_slow_transport(stage: str, abort: Callable[[Rig, str], None]) -> None:
+    slow = FaultPlan(every=Fault(FaultKind.DELAY, seconds=0.15))
+    await check_release(stage, memory_transports(slow), abort)
+
+
+@pytest.mark.parametrize("abort", [by_decode, by_prefill])
+@pytest.mark.parametrize("stage", STAGES)
+async def test_over_mooncake(
+    stage: str, abort: Callable[[Rig, str], None], mooncake: Mooncake
+) -> None:
+    await check_release(stage, mooncake, abort)
+
+
+async def test_a_write_that_stands_still_is_given_up_with_the_lease() -> None:
+    """Nobody can call it back, but nobody waits for it beyond the lease either."""
+    hold = Fault(FaultKind.HOLD)
+    async with running(
+        make_layout(1),
+        make_layout(1),
+        memory_transports(FaultPlan({2: hold})),
+        lease_ttl_s=0.8,
+        quarantine_s=0.2,
+    ) as rig:
+        rig.fill(BLOCKS, seed=1)
+        transfer = rig.reserve(TOKENS)
+        rig.open(rig.target(transfer))
+        rig.push(transfer.transfer_id, BLOCKS, 0, TOKENS)
+        await until(lambda: transfer.state is TransferState.RECEIVING)
+        start = time.monotonic()
+        rig.receiver.cancel(transfer.transfer_id, "CANCELLED", "the client left")
+        await rig.quiet(transfer.transfer_id, 5.0)
+        assert time.monotonic() - start < 0.8 + 2
+        await until(lambda: bool(rig.released), 2.0)

@@ -1,0 +1,401 @@
+"""Proof of a shared host, fallback, and packing: what the conformance suite cannot see from outside."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headrace_common.errors import ConfigError, TransferFailed
+from headrace_kv.plan.copy_plan import Int64Array, Runs
+from headrace_kv.transport.base import Written
+from headrace_kv.transport.fallback import PreferredTransport
+from headrace_kv.transport.in_memory import Fault, FaultKind, FaultPlan, InMemoryTransport
+from headrace_kv.transport.memory import HostMemory
+from headrace_kv.transport.same_host import process_memory
+from headrace_kv.transport.same_host.transport import SameHostTransport
+from headrace_kv.transport.sessions import session_of
+from headrace_kv.transport.staging.cost_model import TransferCosts, WireCosts
+from headrace_kv.transport.staging.scatter_client import ScatterLane
+from headrace_kv.transport.staging.scatter_server import LandingLimits
+from headrace_kv.transport.staging.transport import StagedTransport, StagingLimits
+from tests.rdma.peers import PEER_BYTES, Bytes, PeerSettings, ProcessPeer, digest_of
+
+
+@pytest.fixture
+def peer() -> Iterator[ProcessPeer]:
+    made = ProcessPeer(PeerSettings("same_host"))
+    yield made
+    made.end()
+
+
+def one_run(source: Bytes, address: int) -> Runs:
+    return Runs(np.array([source.ctypes.data]), np.array([address]), np.array([source.nbytes]))
+
+
+def filled(nbytes: int, seed: int = 1) -> Bytes:
+    return np.random.default_rng(seed).integers(1, 256, nbytes, np.uint8)
+
+
+def new_sender(source: Bytes) -> SameHostTransport:
+    transport = SameHostTransport()
+    transport.register(source.ctypes.data, source.nbytes)
+    return transport
+
+
+@pytest.mark.parametrize(
+    "part, value, reason",
+    [
+        (0, "another-boot", "another host"),
+        (1, "1", "another host"),
+        (3, "1", "not the one that was described"),
+        (4, "1000", "cannot be read"),
+        (5, "00" * 16, "closed"),
+        (2, "word", "does not name a process"),
+    ],
+)
+def test_every_part_of_a_session_is_proven(
+    peer: ProcessPeer, part: int, value: str, reason: str
+) -> None:
+    """Another boot, namespace, start, page or token: nothing is written."""
+    source = filled(1000)
+    transport = new_sender(source)
+    parts = peer.session.split(".")
+    parts[part] = value
+    with pytest.raises(TransferFailed, match=reason):
+        transport.write(".".join(parts), one_run(source, peer.address), 1.0)
+    assert peer.digest() == digest_of(np.zeros(PEER_BYTES, np.uint8))
+    transport.close()
+
+
+def test_an_ended_process_is_an_error_before_its_pid_is_free(peer: ProcessPeer) -> None:
+    source = filled(1000)
+    transport = new_sender(source)
+    transport.write(peer.session, one_run(source, peer.address), 1.0)
+    pid = int(peer.session.split(".")[2])
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    with pytest.raises(TransferFailed, match="it has ended"):
+        transport.write(peer.session, one_run(source, peer.address), 1.0)
+    transport.close()
+
+
+def test_partial_copies_go_on_and_a_hole_fails(peer: ProcessPeer) -> None:
+    """The vectors that are left after a partial copy start in the middle of one."""
+    vectors = np.array([[100, 10], [200, 20], [300, 30]])
+    assert process_memory._without(vectors, 10).tolist() == [[200, 20], [300, 30]]
+    assert process_memory._without(vectors, 15).tolist() == [[205, 15], [300, 30]]
+    source = filled(8192)
+    pid, start_ticks = (int(part) for part in peer.session.split(".")[2:4])
+    memory = process_memory.ProcessMemory(pid, start_ticks)
+    runs = Runs(
+        np.array([source.ctypes.data, source.ctypes.data + 4096]),
+        np.array([peer.address, 4096]),
+        np.array([4096, 4096]),
+    )
+    with pytest.raises(TransferFailed, match="not mapped") as caught:
+        memory.write(runs)
+    assert caught.value.metadata["written_bytes"] == "4096"
+    memory.close()
+
+
+def test_registrations_are_bounded() -> None:
+    transport = SameHostTransport()
+    memory = filled(1000)
+    for offset in range(254):
+        transport.register(memory.ctypes.data + offset, 1)
+    with pytest.raises(ConfigError, match="one arena"):
+        transport.register(memory.ctypes.data, 1)
+    transport.close()
+
+
+def test_yama_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    scope = tmp_path / "ptrace_scope"
+    scope.write_text("2\n")
+    monkeypatch.setattr(process_memory, "_YAMA", scope)
+    with caplog.at_level(logging.INFO):
+        SameHostTransport(permit_tracers=True).close()
+    assert "ptrace_scope is 2" in caplog.text
+
+
+class Unproven(InMemoryTransport):
+    """Fails every write before anything is written."""
+
+    def write(self, session: str, runs: Runs, timeout_s: float) -> Written:
+        self.write_count += 1
+        raise TransferFailed("no proof", metadata={"written_bytes": "0"})
+
+
+class Pair:
+    """A sender with a first and a last transport, and a receiver that has both."""
+
+    def __init__(self, first: InMemoryTransport) -> None:
+        self.source, self.target = filled(100), np.zeros(100, np.uint8)
+        self.first, self.last = first, InMemoryTransport()
+        first.name, self.last.name = "first", "last"
+        self.sender = PreferredTransport([first, self.last])
+        self.sender.register(self.source.ctypes.data, 100)
+        receivers = {"first": InMemoryTransport(), "last": InMemoryTransport()}
+        for receiver in receivers.values():
+            receiver.register(self.target.ctypes.data, 100)
+        self.only_last = receivers["last"].session
+        self.session = f"first={receivers['first'].session};last={self.only_last}"
+
+    def write(self, session: str) -> None:
+        self.sender.write(session, one_run(self.source, self.target.ctypes.data), 1.0)
+
+    def landed(self) -> bool:
+        return np.array_equal(self.source, self.target)
+
+
+def test_the_first_transport_is_preferred() -> None:
+    pair = Pair(InMemoryTransport())
+    assert pair.sender.route(pair.session) == ""
+    pair.write(pair.session)
+    assert pair.landed()
+    assert (pair.first.write_count, pair.last.write_count) == (1, 0)
+    assert pair.sender.route(pair.session) == "first"
+
+
+def test_a_transport_without_proof_is_given_up_for_that_peer() -> None:
+    pair = Pair(Unproven())
+    pair.write(pair.session)
+    pair.write(pair.session)
+    assert pair.landed()
+    assert (pair.first.write_count, pair.last.write_count) == (1, 2)
+    assert pair.sender.route(pair.session) == "last"
+
+
+def test_a_write_that_may_have_begun_is_not_repeated() -> None:
+    pair = Pair(InMemoryTransport(FaultPlan({1: Fault(FaultKind.FAIL)})))
+    with pytest.raises(TransferFailed):
+        pair.write(pair.session)
+    assert pair.last.write_count == 0
+    pair.write(pair.session)
+    assert pair.first.write_count == 2
+
+
+def test_peers_with_fewer_transports_are_reached() -> None:
+    pair = Pair(InMemoryTransport())
+    pair.write(pair.only_last)
+    assert pair.landed()
+    assert pair.first.write_count == 0
+    with pytest.raises(TransferFailed, match="no transport"):
+        pair.write("third=somewhere")
+
+
+class FixedCosts(WireCosts):
+    """Runs of less than 100 bytes are staged, when there are more than a few; nothing is learnt."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            TransferCosts(
+                entry_s=200e-9,
+                byte_s=1e-9,
+                gather_run_s=0.0,
+                gather_byte_s=1e-9,
+                scatter_run_s=0.0,
+                scatter_byte_s=1e-9,
+                message_s=500e-9,
+            )
+        )
+
+    def observe(self, entry_count: int, payload_bytes: int, seconds: float) -> None:
+        pass
+
+
+class PackedPair:
+    """A staging sender and a receiver with one loan, over the in-memory transport."""
+
+    def __init__(self) -> None:
+        self.limits = StagingLimits(
+            landing=LandingLimits(senders=1, slots=2, slot_bytes=1000), staging_slots=3
+        )
+        self.source, self.target = filled(20_000), np.zeros(20_000, np.uint8)
+        self.inner = InMemoryTransport()
+        self.receiver = StagedTransport(InMemoryTransport(), "127.0.0.1", FixedCosts(), self.limits)
+        self.receiver.register(self.target.ctypes.data, self.target.nbytes)
+        self.session = self.receiver.session
+        self.sender = self.new_sender(self.inner)
+
+    def new_sender(self, inner: InMemoryTransport) -> StagedTransport:
+        sender = StagedTransport(inner, "127.0.0.1", FixedCosts(), self.limits)
+        sender.register(self.source.ctypes.data, self.source.nbytes)
+        return sender
+
+    def runs(self, count: int = 100, long: int = 0) -> Runs:
+        """`count` runs of 40 to 64 bytes and `long` ones of 200, in mixed order, landing where they came from."""
+        lengths = np.array([40 + index % 25 for index in range(count)] + [200] * long)
+        offsets = np.cumsum(lengths + 3) - lengths
+        order = np.random.default_rng(5).permutation(len(lengths))
+        return Runs(
+            (self.source.ctypes.data + offsets)[order],
+            (self.target.ctypes.data + offsets)[order],
+            lengths[order],
+        )
+
+    def check(self, runs: Runs) -> None:
+        mask = np.zeros(len(self.source), bool)
+        for start, length in zip(
+            runs.destination_addresses.tolist(), runs.lengths.tolist(), strict=True
+        ):
+            mask[start - self.target.ctypes.data :][:length] = True
+        assert np.array_equal(self.target, np.where(mask, self.source, 0))
+
+    def close(self) -> None:
+        self.sender.close()
+        self.receiver.close()
+
+
+@pytest.fixture
+def packed() -> Iterator[PackedPair]:
+    made = PackedPair()
+    yield made
+    made.close()
+
+
+def test_short_runs_are_staged_and_long_ones_are_not(packed: PackedPair) -> None:
+    runs = packed.runs(100, long=3)
+    written = packed.sender.write(packed.session, runs, 5.0)
+    packed.check(runs)
+    assert written.strategy == "both"
+    # 5.2 kB through slots of 1 kB, and the long runs.
+    assert written.entry_count < 10
+
+
+def test_few_short_runs_are_not_staged(packed: PackedPair) -> None:
+    runs = packed.runs(3)
+    assert packed.sender.write(packed.session, runs, 5.0) == Written("in_memory", "in_flight", 3)
+    packed.check(runs)
+
+
+def test_runs_that_meet_on_one_side_are_copied_once(packed: PackedPair) -> None:
+    steps, apart = np.arange(100) * 40, np.arange(100) * 90
+    lengths = np.full(100, 40)
+    for source, destination, strategy in ((apart, steps, "before"), (steps, apart, "after")):
+        packed.target[:] = 0
+        runs = Runs(
+            packed.source.ctypes.data + source,
+            packed.target.ctypes.data + destination,
+            lengths,
+        )
+        written = packed.sender.write(packed.session, runs, 5.0)
+        assert (written.strategy, written.entry_count) == (strategy, 4)
+        for start, end in zip(source.tolist(), destination.tolist(), strict=True):
+            assert np.array_equal(packed.source[start:][:40], packed.target[end:][:40])
+
+
+def test_without_a_loan_runs_go_one_by_one_and_a_loan_comes_back(packed: PackedPair) -> None:
+    packed.sender.write(packed.session, packed.runs(), 5.0)
+    other = packed.new_sender(InMemoryTransport())
+    assert other.write(packed.session, packed.runs(), 5.0).strategy == "in_flight"
+    other.close()
+    packed.sender.close()
+    third = packed.new_sender(InMemoryTransport())
+    assert third.write(packed.session, packed.runs(), 5.0).strategy == "both"
+    third.close()
+
+
+def test_a_peer_without_an_agent_is_written_to_directly(packed: PackedPair) -> None:
+    plain = InMemoryTransport()
+    plain.register(packed.target.ctypes.data, packed.target.nbytes)
+    written = packed.sender.write(plain.session, packed.runs(), 5.0)
+    packed.check(packed.runs())
+    assert written.strategy == "in_flight"
+
+
+def test_a_peer_that_does_not_scatter_fails_all_that_is_under_way(packed: PackedPair) -> None:
+    """The lane's first deadline ends it: no future is left, and nothing is put in place afterwards."""
+    packed.sender.write(packed.session, packed.runs(), 5.0)
+    packed.target[:] = 0
+    agent = packed.receiver._agent
+    assert agent is not None
+    scatter, held = agent._memory.scatter, threading.Event()
+
+    class Held(HostMemory):
+        def scatter(self, source: Bytes, addresses: Int64Array, lengths: Int64Array) -> None:
+            held.wait(5.0)
+            scatter(source, addresses, lengths)
+
+    agent._memory = Held()
+    start_s = time.monotonic()
+    first, second = (packed.sender.submit(packed.session, packed.runs(15), 0.3) for _ in range(2))
+    for future in (first, second):
+        with pytest.raises(TransferFailed, match="in time"):
+            future.result(3.0)
+    assert time.monotonic() - start_s < 2.0
+    held.set()
+
+
+def test_scattering_stays_within_registered_memory_and_time(packed: PackedPair) -> None:
+    agent = session_of("scatter", packed.session)
+    assert agent is not None
+    inside = packed.target.ctypes.data
+    for address, seconds, reason in ((inside - 1, 5.0, "outside"), (inside, -60.0, "late")):
+        lane = lane_once_lent(agent)
+        where = Runs(np.array([0]), np.array([address]), np.array([10]))
+        ends: queue.SimpleQueue[TransferFailed | None] = queue.SimpleQueue()
+        lane.submit(lane.slots.take(0.0), where, time.monotonic() + seconds, ends.put)
+        assert reason in str(ends.get(timeout=5.0))
+        lane.close(clean=False)
+        break_rest(packed)
+    assert not packed.target.any()
+
+
+def test_a_wrong_token_lends_nothing(packed: PackedPair) -> None:
+    agent = session_of("scatter", packed.session)
+    assert agent is not None
+    with pytest.raises(TransferFailed, match="token is wrong"):
+        ScatterLane(agent.partition("/")[0] + "/" + "00" * 16, 5.0)
+
+
+def test_a_loan_that_was_broken_off_rests(packed: PackedPair) -> None:
+    """Bytes of a vanished sender's last write must not land in somebody else's slot."""
+    agent = session_of("scatter", packed.session)
+    assert agent is not None
+    ScatterLane(agent, 5.0).close(clean=False)
+    with pytest.raises(TransferFailed, match="no slots"):
+        ScatterLane(agent, 5.0)
+    break_rest(packed)
+    lane_once_lent(agent).close(clean=True)
+    lane_once_lent(agent).close(clean=True)
+
+
+def test_a_failed_write_breaks_the_lane_off(packed: PackedPair) -> None:
+    packed.sender.write(packed.session, packed.runs(), 5.0)
+    packed.sender._inner = InMemoryTransport(FaultPlan(every=Fault(FaultKind.FAIL)))
+    with pytest.raises(TransferFailed):
+        packed.sender.write(packed.session, packed.runs(), 5.0)
+    assert all(lane.broken for lane in packed.sender._lanes.values())
+
+
+def break_rest(packed: PackedPair) -> None:
+    """Lets time pass for the agent's loans, once the stream's end has reached it."""
+    agent = packed.receiver._agent
+    assert agent is not None
+    deadline_s = time.monotonic() + 5.0
+    while agent._lent and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    agent._free_from_s = [0.0]
+
+
+def lane_once_lent(agent: str) -> ScatterLane:
+    """A lane, as soon as the end of the stream before has reached the agent."""
+    deadline_s = time.monotonic() + 5.0
+    while True:
+        try:
+            return ScatterLane(agent, 5.0)
+        except TransferFailed:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.02)

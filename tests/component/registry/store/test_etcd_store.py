@@ -1,0 +1,213 @@
+"""Several registries over one etcd, and an etcd that goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable
+from pathlib import Path
+
+import pytest
+
+from headrace.registry.v1 import registry_pb2
+from headrace_common.errors import ConfigError, RegistryUnavailable, WatchExpired
+from headrace_registry.store.etcd_store import EtcdStore
+from tests.component.registry.harness import (
+    EtcdServer,
+    kv_descriptor,
+    reference,
+    registry_stub,
+    running_registry,
+    until,
+    worker,
+)
+from tests.ports import free_port
+
+pytestmark = pytest.mark.etcd
+
+
+async def fails_quickly(call: Awaitable[object], timeout_s: float) -> None:
+    started_s = time.monotonic()
+    with pytest.raises(RegistryUnavailable):
+        await call
+    assert time.monotonic() - started_s < timeout_s
+
+
+async def test_registries_over_one_etcd_agree(shared_etcd: EtcdServer, etcd_prefix: str) -> None:
+    one, two = shared_etcd.store(etcd_prefix), shared_etcd.store(etcd_prefix)
+    await one.start()
+    await two.start()
+    member = worker()
+    registration = await one.register(member, 30)
+    await one.put_descriptor(registration.lease_id, reference(member), kv_descriptor())
+    assert await two.get_descriptor(reference(member)) == kv_descriptor()
+    assert await two.keep_alive(registration.lease_id) is not None
+    assert await two.feed.wait_for(registration.revision, 2)
+    assert dict(two.members) == {"decode-0": member}
+    revision = await two.set_policy(registry_pb2.Policy(retry_budget=5), 0)
+    assert await one.feed.wait_for(revision, 2)
+    assert one.policy == two.policy
+    # A watcher of the one goes on at the other from the same revision.
+    resumed = two.watch(registration.revision)
+    assert (await anext(resumed)).changes[-1].policy_put.retry_budget == 5
+    await two.deregister(registration.lease_id)
+    await until(lambda: not one.members, 2, "the other registry's view without the member")
+    await one.close()
+    await two.close()
+
+
+async def test_a_registry_that_lags_takes_a_watcher_from_one_that_is_ahead(
+    shared_etcd: EtcdServer, etcd_prefix: str
+) -> None:
+    ahead, other = shared_etcd.store(etcd_prefix), shared_etcd.store(f"{etcd_prefix}other/")
+    await ahead.start()
+    await other.start()
+    # Progress reports of etcd may let the other catch up at any moment: take a change that it has not heard of.
+    revision = 0
+    for number in range(50):
+        revision = (await ahead.register(worker(f"decode-{number + 10}"), 30)).revision
+        if other.feed.revision < revision:
+            break
+    assert other.feed.revision < revision
+    watch = other.watch(revision)
+    assert not (await anext(watch)).changes
+    later = (await other.register(worker("decode-1"), 30)).revision
+    response = await anext(watch)
+    assert response.revision == later
+    assert response.changes[0].member_put.worker_id == "decode-1"
+    await ahead.close()
+    await other.close()
+
+
+async def test_keys_of_others_are_left_alone(shared_etcd: EtcdServer, etcd_prefix: str) -> None:
+    store = shared_etcd.store(etcd_prefix)
+    await store.start()
+    client = store._connection.client
+    foreign = await asyncio.to_thread(client.lease, 30)
+    await asyncio.to_thread(client.put, "/not-ours", b"x", foreign)
+    await asyncio.to_thread(client.put, f"{etcd_prefix}members/broken", b"\xff\xff\xff")
+    await asyncio.to_thread(client.put, f"{etcd_prefix}strange", b"x")
+    lease_id = f"{foreign.id:x}"
+    assert await store.keep_alive(lease_id) is None
+    await store.deregister(lease_id)
+    assert (await asyncio.to_thread(client.get, "/not-ours"))[0] == b"x"
+    await store.register(worker(), 30)
+    assert list(store.members) == ["decode-0"]
+    await store.close()
+
+
+async def test_etcd_killed_and_restarted_on_its_data(etcd: EtcdServer) -> None:
+    store = etcd.store()
+    await store.start()
+    members = [worker(f"decode-{number}") for number in range(3)]
+    leases = [(await store.register(member, 12)).lease_id for member in members]
+    await store.put_descriptor(leases[0], reference(members[0]), kv_descriptor())
+    watch = store.watch(0)
+    before = await anext(watch)
+    change = asyncio.ensure_future(anext(watch))
+    etcd.kill()
+    killed_s = time.monotonic()
+    await fails_quickly(store.register(worker("decode-9"), 12), 2.5)
+    await fails_quickly(store.keep_alive(leases[0]), 2.5)
+    await fails_quickly(store.set_policy(registry_pb2.Policy(), 0), 2.5)
+    assert len(store.members) == 3
+    assert await store.get_descriptor(reference(members[0])) == kv_descriptor()
+    await asyncio.sleep(max(0.0, 5 - (time.monotonic() - killed_s)))
+    assert not change.done()
+    await asyncio.to_thread(etcd.start)
+    await until_serving(store, leases[0])
+    for lease_id in leases:
+        assert await store.keep_alive(lease_id) is not None
+    assert {member.worker_id for member in store.members.values()} == {
+        member.worker_id for member in before.snapshot.members
+    }
+    registration = await store.register(worker("decode-3"), 12)
+    response = await asyncio.wait_for(change, 5)
+    assert [entry.member_put.worker_id for entry in response.changes] == ["decode-3"]
+    assert response.revision == registration.revision
+    await store.close()
+
+
+async def until_serving(store: EtcdStore, lease_id: str) -> None:
+    for _ in range(100):
+        try:
+            await store.keep_alive(lease_id)
+        except RegistryUnavailable:
+            await asyncio.sleep(0.1)
+        else:
+            return
+    pytest.fail("the store did not come back")
+
+
+async def test_leases_lost_with_etcds_data_are_reported_gone(etcd: EtcdServer) -> None:
+    store = etcd.store()
+    await store.start()
+    lease_id = (await store.register(worker(), 30)).lease_id
+    watch = store.watch(0)
+    await anext(watch)
+    etcd.kill()
+    etcd.folder = etcd.folder.parent / "other"
+    await asyncio.to_thread(etcd.start)
+    with pytest.raises(WatchExpired):
+        await asyncio.wait_for(anext(watch), 10)
+    assert await store.keep_alive(lease_id) is None
+    assert not store.members
+    renewed = await store.register(worker(), 30)
+    assert await store.keep_alive(renewed.lease_id) is not None
+    await store.close()
+
+
+async def test_what_changed_while_the_watch_was_broken_is_found(etcd: EtcdServer) -> None:
+    here, there = etcd.store(), etcd.store()
+    await here.start()
+    await there.start()
+    gone = await here.register(worker("decode-0"), 30)
+    await there.feed.wait_for(gone.revision, 2)
+    watch = here.watch(0)
+    await anext(watch)
+    # Cut off one of the two: its follower ends as by an error, and starts anew later.
+    assert here._follower is not None
+    here._follower.cancel()
+    await asyncio.wait([here._follower])
+    await there.deregister(gone.lease_id)
+    await there.register(worker("decode-1"), 30)
+    here._follower = asyncio.create_task(here._follow())
+    response = await asyncio.wait_for(anext(watch), 5)
+    assert [change.WhichOneof("change") for change in response.changes] == [
+        "member_gone",
+        "member_put",
+    ]
+    assert list(here.members) == ["decode-1"]
+    await here.close()
+    await there.close()
+
+
+async def test_an_etcd_that_hangs_holds_up_nobody(etcd: EtcdServer) -> None:
+    async with (
+        running_registry(store=f"etcd://127.0.0.1:{etcd.port}", store_timeout_s=2.0) as registry,
+        registry_stub(registry.endpoint) as stub,
+    ):
+        store = registry.store
+        assert store is not None
+        lease_id = (await store.register(worker(), 30)).lease_id
+        etcd.pause()
+        try:
+            calls = [fails_quickly(store.keep_alive(lease_id), 6.0) for _ in range(20)]
+            pending = asyncio.gather(*calls)
+            for _ in range(10):
+                started_s = time.monotonic()
+                listed = await stub.ListMembers(registry_pb2.ListMembersRequest(), timeout=2)
+                assert len(listed.members) == 1
+                assert time.monotonic() - started_s < 1.9
+            await pending
+        finally:
+            etcd.resume()
+        assert isinstance(store, EtcdStore)
+        await until_serving(store, lease_id)
+
+
+async def test_no_etcd_at_the_start_is_a_configuration_error() -> None:
+    absent = EtcdServer(folder=Path("/nonexistent"), port=free_port())
+    store = absent.store(store_timeout_s=0.3, store_start_timeout_s=0.5)
+    with pytest.raises(ConfigError, match=r"store: etcd at 127\.0\.0\.1:\d+ does not serve"):
+        await store.start()

@@ -1,0 +1,210 @@
+"""What every store promises, tried on each."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from headrace.registry.v1 import registry_pb2
+from headrace_common.errors import Conflict, NotFound, StaleIncarnation, WatchExpired
+from headrace_registry.store.base import Store
+from tests.component.registry.harness import kv_descriptor, reference, until, worker
+
+
+async def take(
+    watch: AsyncIterator[registry_pb2.WatchResponse], timeout_s: float = 5.0
+) -> registry_pb2.WatchResponse:
+    async with asyncio.timeout(timeout_s):
+        return await anext(watch)
+
+
+def kinds(response: registry_pb2.WatchResponse) -> list[str | None]:
+    return [change.WhichOneof("change") for change in response.changes]
+
+
+async def test_a_member_is_seen_once_registered_and_gone_once_deregistered(store: Store) -> None:
+    member = worker()
+    registration = await store.register(member, 5)
+    assert registration.ttl_s == 5
+    assert dict(store.members) == {"decode-0": member}
+    await store.deregister(registration.lease_id)
+    assert dict(store.members) == {}
+    await store.deregister(registration.lease_id)
+    assert await store.keep_alive(registration.lease_id) is None
+
+
+async def test_a_lease_ends_when_not_kept_alive_and_takes_the_descriptor(store: Store) -> None:
+    member = worker()
+    watch = store.watch(0)
+    assert not (await take(watch)).snapshot.members
+    registration = await store.register(member, 1)
+    await store.put_descriptor(registration.lease_id, reference(member), kv_descriptor())
+    assert kinds(await take(watch)) == ["member_put"]
+    gone = await take(watch, 8.0)
+    assert gone.changes[0].member_gone == reference(member)
+    assert dict(store.members) == {}
+    assert await store.keep_alive(registration.lease_id) is None
+    with pytest.raises(NotFound):
+        await store.get_descriptor(reference(member))
+
+
+async def test_a_lease_lives_on_while_kept_alive(store: Store) -> None:
+    registration = await store.register(worker(), 2)
+    for _ in range(8):
+        await asyncio.sleep(0.5)
+        ttl_s = await store.keep_alive(registration.lease_id)
+        assert ttl_s is not None
+        assert 1.0 <= ttl_s <= 2.0
+    assert "decode-0" in store.members
+
+
+@pytest.mark.parametrize("lease_id", ["", "zz", "0", "7fffffffffffff00", "f" * 40, "-1"])
+async def test_an_unknown_lease_is_gone(store: Store, lease_id: str) -> None:
+    assert await store.keep_alive(lease_id) is None
+    await store.deregister(lease_id)
+    with pytest.raises(NotFound):
+        await store.put_descriptor(lease_id, reference(worker()), kv_descriptor())
+
+
+async def test_a_newer_incarnation_replaces_the_older_at_once(store: Store) -> None:
+    old, new = worker(generation=1), worker(generation=2)
+    first = await store.register(old, 30)
+    await store.put_descriptor(first.lease_id, reference(old), kv_descriptor())
+    watch = store.watch(0)
+    await take(watch)
+    second = await store.register(new, 30)
+    assert dict(store.members) == {"decode-0": new}
+    change = await take(watch)
+    assert kinds(change) == ["member_gone", "member_put"]
+    assert change.changes[0].member_gone == reference(old)
+    assert await store.keep_alive(first.lease_id) is None
+    assert await store.keep_alive(second.lease_id) is not None
+    for incarnation in (old, new):
+        with pytest.raises(NotFound):
+            await store.get_descriptor(reference(incarnation))
+
+
+async def test_an_older_incarnation_is_refused(store: Store) -> None:
+    new = worker(generation=2)
+    registration = await store.register(new, 30)
+    with pytest.raises(Conflict, match="newer incarnation"):
+        await store.register(worker(generation=1), 30)
+    assert dict(store.members) == {"decode-0": new}
+    assert await store.keep_alive(registration.lease_id) is not None
+
+
+async def test_registering_again_renews_the_record_and_keeps_the_descriptor(store: Store) -> None:
+    member = worker()
+    first = await store.register(member, 30)
+    await store.put_descriptor(first.lease_id, reference(member), kv_descriptor())
+    changed = worker()
+    changed.max_requests = 99
+    second = await store.register(changed, 20)
+    assert second.ttl_s == 20
+    assert store.members["decode-0"].max_requests == 99
+    assert await store.get_descriptor(reference(member)) == kv_descriptor()
+    assert await store.keep_alive(second.lease_id) is not None
+    assert await store.keep_alive(first.lease_id) is None
+    await store.deregister(second.lease_id)
+    with pytest.raises(NotFound):
+        await store.get_descriptor(reference(member))
+
+
+async def test_a_descriptor_is_bound_to_its_owner(store: Store) -> None:
+    member, other = worker(), worker("decode-1")
+    registration = await store.register(member, 30)
+    await store.register(other, 30)
+    with pytest.raises(NotFound):
+        await store.get_descriptor(reference(member))
+    revision = await store.put_descriptor(
+        registration.lease_id, reference(member), kv_descriptor(8192)
+    )
+    assert revision > registration.revision
+    assert await store.get_descriptor(reference(member)) == kv_descriptor(8192)
+    with pytest.raises(StaleIncarnation):
+        await store.put_descriptor(
+            registration.lease_id, reference(worker(generation=7)), kv_descriptor()
+        )
+    with pytest.raises(NotFound):
+        await store.put_descriptor(registration.lease_id, reference(other), kv_descriptor())
+
+
+async def test_a_watch_resumes_from_where_it_was(store: Store) -> None:
+    await store.register(worker("decode-0"), 30)
+    watch = store.watch(0)
+    snapshot = await take(watch)
+    assert [member.worker_id for member in snapshot.snapshot.members] == ["decode-0"]
+    assert snapshot.snapshot.policy.retry_budget == 2
+    await store.register(worker("decode-1"), 30)
+    await store.register(worker("decode-2"), 30)
+    resumed = store.watch(snapshot.revision)
+    missed = await take(resumed)
+    assert [change.member_put.worker_id for change in missed.changes] == ["decode-1", "decode-2"]
+    assert missed.revision == store.feed.revision
+    again = await take(store.watch(missed.revision))
+    assert not again.changes
+    assert not again.HasField("snapshot")
+
+
+async def test_a_watch_from_before_the_history_has_expired(store: Store) -> None:
+    start = (await take(store.watch(0))).revision
+    for number in range(10):
+        await store.register(worker(f"decode-{number}"), 30)
+    with pytest.raises(WatchExpired):
+        await take(store.watch(start))
+    with pytest.raises(WatchExpired):
+        await take(store.watch(store.feed.revision + 1_000_000))
+
+
+async def test_a_watcher_that_lags_behind_the_history_is_ended_alone(store: Store) -> None:
+    slow, fast = store.watch(0), store.watch(0)
+    await take(slow)
+    await take(fast)
+    for number in range(10):
+        await store.register(worker(f"decode-{number}"), 30)
+        await take(fast)
+    with pytest.raises(WatchExpired):
+        await take(slow)
+
+
+async def test_the_policy_is_replaced_by_revision(store: Store) -> None:
+    assert store.policy.revision == 0
+    assert store.policy.policy == registry_pb2.Policy(retry_budget=2)
+    watch = store.watch(0)
+    await take(watch)
+    first = registry_pb2.Policy(local_prefill_max_tokens=64, retry_budget=1)
+    revision = await store.set_policy(first, 0)
+    assert (store.policy.policy, store.policy.revision) == (first, revision)
+    assert (await take(watch)).changes[0].policy_put == first
+    second = registry_pb2.Policy(local_prefill_max_tokens=128, retry_budget=0)
+    newer = await store.set_policy(second, revision)
+    with pytest.raises(Conflict):
+        await store.set_policy(first, revision)
+    assert (store.policy.policy, store.policy.revision) == (second, newer)
+    await store.set_policy(first, 0)
+    assert store.policy.policy == first
+
+
+async def test_of_many_writers_from_one_revision_one_wins(store: Store) -> None:
+    revision = await store.set_policy(registry_pb2.Policy(retry_budget=1), 0)
+    outcomes = await asyncio.gather(
+        *(
+            store.set_policy(registry_pb2.Policy(retry_budget=number), revision)
+            for number in range(6)
+        ),
+        return_exceptions=True,
+    )
+    assert sum(isinstance(outcome, int) for outcome in outcomes) == 1
+    assert sum(isinstance(outcome, Conflict) for outcome in outcomes) == 5
+
+
+async def test_many_members_at_once(store: Store) -> None:
+    registrations = await asyncio.gather(
+        *(store.register(worker(f"decode-{number}"), 30) for number in range(40))
+    )
+    assert len({registration.lease_id for registration in registrations}) == 40
+    await until(lambda: len(store.members) == 40, 5, "40 members")
+    alive = await asyncio.gather(*(store.keep_alive(r.lease_id) for r in registrations))
+    assert None not in alive

@@ -1,0 +1,293 @@
+"""First tokens from prefill workers or their logits, through a real router to scripted workers."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from headrace.inference.v1 import (
+    first_token_pb2,
+    inference_pb2,
+    sampling_pb2,
+    trace_pb2,
+    trace_pb2_grpc,
+)
+from headrace_common.errors import TransferFailed
+from headrace_common.telemetry import schema
+from tests.component.router.fakes import (
+    FakeDecode,
+    FakePrefill,
+    Rig,
+    begin_answer,
+    eventually,
+    fail,
+    finished,
+    go_on,
+    hand_over,
+    reserved,
+    say,
+    stall,
+    text_of,
+    tokens,
+)
+
+PREFILL = first_token_pb2.FIRST_TOKEN_POLICY_PREFILL
+DECODE = first_token_pb2.FIRST_TOKEN_POLICY_DECODE
+LOGITS = first_token_pb2.FIRST_TOKEN_POLICY_LOGITS
+
+
+def sampling(count: int, **fields: Any) -> sampling_pb2.SamplingParams:
+    return sampling_pb2.SamplingParams(max_tokens=count, seed=7, **fields)
+
+
+async def rest_of(call: Any) -> list[inference_pb2.GenerateResponse]:
+    responses = []
+    while (response := await call.read()) is not grpc.aio.EOF:
+        responses.append(response)
+    return responses
+
+
+async def test_the_client_has_prefills_token_before_the_transfer_is_done(rig: Rig) -> None:
+    decode = await rig.add_decode(go_on("aris"))
+    prefill = await rig.add_prefill(begin_answer("P", stall))
+    request = inference_pb2.GenerateRequest(
+        text="capital?", first_token=PREFILL, sampling=sampling(9, logprobs=1)
+    )
+    call = rig.stub.Generate(request, timeout=10)
+    first = await call.read()
+    assert first.text == "P"
+    (task,), (asked,) = prefill.tasks, decode.requests
+    assert bytes(task.token_ids) == bytes(asked.token_ids) == b"capital?"
+    assert task.sampling == asked.sampling
+    assert asked.first_token == PREFILL
+    await eventually(lambda: bool(decode.first_tokens))
+    (told,) = decode.first_tokens
+    assert (told.transfer_id, told.token_id) == (asked.transfer_id, ord("P"))
+    assert told.incarnation == decode.member.incarnation
+    await hand_over(prefill, task)
+    responses = [first, *await rest_of(call)]
+    assert text_of(responses) == "Paris"
+    assert responses[-1].usage.completion_tokens == 5
+    assert responses[-1].timing.attempts == 1
+
+
+async def test_the_policy_decides_unless_the_client_does(rig: Rig) -> None:
+    decode = await rig.add_decode(say("xyz"))
+    prefill = await rig.add_prefill(hand_over)
+    await rig.ask(first_token=DECODE)
+    rig.policy.policy.first_token = PREFILL
+    await rig.ask(first_token=DECODE)
+    assert not any(task.HasField("sampling") for task in prefill.tasks)
+    assert {request.first_token for request in decode.requests} == {0}
+    decode.script = go_on("b")
+    prefill.behaviour = begin_answer("a")
+    assert text_of(await rig.ask()) == "ab"
+    assert decode.requests[-1].first_token == PREFILL
+
+
+async def test_a_prompt_that_stays_on_decode_knows_no_policy(rig: Rig) -> None:
+    decode = await rig.add_decode(say("xyz"))
+    await rig.add_prefill(hand_over)
+    local = inference_pb2.PREFILL_PLACEMENT_LOCAL
+    responses = await rig.ask(first_token=PREFILL, prefill_placement=local)
+    assert text_of(responses) == "xyz"
+    assert decode.requests[0].first_token == 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason", "text"),
+    [
+        (sampling(1), sampling_pb2.FINISH_REASON_LENGTH, "P"),
+        (sampling(9, stop_token_ids=[ord("P")]), sampling_pb2.FINISH_REASON_STOP, ""),
+        (sampling(9, stop=["P"]), sampling_pb2.FINISH_REASON_STOP, ""),
+    ],
+    ids=["max_tokens", "stop token", "stop text"],
+)
+async def test_a_first_token_that_ends_the_answer_ends_everything(
+    rig: Rig, asked: sampling_pb2.SamplingParams, reason: int, text: str
+) -> None:
+    decode = await rig.add_decode(go_on("never"))
+    prefill = await rig.add_prefill(begin_answer("P", stall))
+    responses = await rig.ask(first_token=PREFILL, sampling=asked)
+    assert text_of(responses) == text
+    assert responses[-1].finish_reason == reason
+    assert responses[-1].usage.completion_tokens == 1
+    (task,) = prefill.tasks
+    await eventually(lambda: prefill.cancels == [task.transfer_id])
+    await eventually(lambda: decode.cancelled == {task.transfer_id})
+    assert not decode.first_tokens
+
+
+def from_logits(text: str) -> Any:
+    """The first letter at once, and the others after the KV cache."""
+
+    async def script(worker: FakeDecode, request: Any) -> Any:
+        yield reserved(request)
+        yield tokens(text[0])
+        await worker.handoff.of(request.transfer_id).wait()
+        yield tokens(text[1:])
+        yield finished(request)
+
+    return script
+
+
+async def test_the_client_has_a_token_from_logits_before_the_transfer_is_done(rig: Rig) -> None:
+    decode = await rig.add_decode(from_logits("Paris"))
+    prefill = await rig.add_prefill(stall)
+    request = inference_pb2.GenerateRequest(
+        text="capital?", first_token=LOGITS, sampling=sampling(9)
+    )
+    call = rig.stub.Generate(request, timeout=10)
+    first = await call.read()
+    assert first.text == "P"
+    await eventually(lambda: bool(prefill.tasks))
+    (task,), (asked,) = prefill.tasks, decode.requests
+    assert bytes(task.token_ids) == bytes(asked.token_ids) == b"capital?"
+    assert task.send_logits
+    assert not task.HasField("sampling")
+    assert asked.first_token == LOGITS
+    await hand_over(prefill, task)
+    responses = [first, *await rest_of(call)]
+    assert text_of(responses) == "Paris"
+    assert responses[-1].timing.attempts == 1
+
+
+async def test_a_prefill_that_fails_after_a_token_from_logits_costs_no_token(rig: Rig) -> None:
+    """The token shows nothing of the transfer, so the prefill worker is still heard."""
+    spoken = asyncio.Event()
+
+    async def decode_script(worker: FakeDecode, request: Any) -> Any:
+        if request.generated_token_count:
+            async for event in say("aris")(worker, request):
+                yield event
+            return
+        yield reserved(request)
+        yield tokens("P")
+        spoken.set()
+        await asyncio.sleep(60)
+
+    async def prefill_script(worker: FakePrefill, task: Any) -> None:
+        if task.send_logits:
+            await spoken.wait()
+            await asyncio.sleep(0.2)
+            await fail(TransferFailed.reason)(worker, task)
+        else:
+            await hand_over(worker, task)
+
+    for _ in range(2):
+        await rig.add_decode(decode_script)
+        await rig.add_prefill(prefill_script)
+    responses = await rig.ask("capital?", first_token=LOGITS)
+    assert text_of(responses) == "Paris"
+    assert responses[-1].timing.attempts == 2
+    assert responses[-1].usage.completion_tokens == 5
+
+
+async def test_logits_that_are_lost_are_not_asked_for_again(rig: Rig) -> None:
+    for _ in range(2):
+        await rig.add_decode(wait_for_logits)
+        await rig.add_prefill(lose_logits)
+    responses = await rig.ask("capital?", first_token=LOGITS)
+    assert text_of(responses) == "Paris"
+    assert responses[-1].timing.attempts == 2
+    requests = [request for decode in rig.decodes for request in decode.requests]
+    assert sorted(request.first_token for request in requests) == [0, LOGITS]
+    tasks = [task for prefill in rig.prefills for task in prefill.tasks]
+    assert {task.send_logits: bytes(task.token_ids) for task in tasks} == {
+        True: b"capital?",
+        False: b"capital",
+    }
+
+
+async def wait_for_logits(worker: FakeDecode, request: Any) -> Any:
+    async for event in (stay_silent if request.first_token else say("Paris"))(worker, request):
+        yield event
+
+
+async def stay_silent(worker: FakeDecode, request: Any) -> Any:
+    yield reserved(request)
+    await asyncio.sleep(60)
+
+
+async def lose_logits(worker: FakePrefill, task: Any) -> None:
+    await (fail(TransferFailed.reason) if task.send_logits else hand_over)(worker, task)
+
+
+async def break_transfer(worker: FakePrefill, task: Any) -> None:
+    if task.HasField("sampling"):
+        await begin_answer("P", fail(TransferFailed.reason))(worker, task)
+    else:
+        await hand_over(worker, task)
+
+
+async def break_decode(worker: FakeDecode, request: Any) -> Any:
+    if request.first_token:
+        yield reserved(request)
+        await worker.told.wait()
+        worker.background.append(asyncio.create_task(worker.kill()))
+        await asyncio.sleep(60)
+    async for event in say("aris")(worker, request):
+        yield event
+
+
+@pytest.mark.parametrize("breaks", ["transfer", "decode"])
+async def test_another_attempt_goes_on_after_the_token_that_the_client_has(
+    rig: Rig, breaks: str
+) -> None:
+    for _ in range(2):
+        await rig.add_decode(break_decode)
+        await rig.add_prefill(break_transfer if breaks == "transfer" else begin_or_hand_over)
+    responses = await rig.ask("capital?", first_token=PREFILL)
+    assert text_of(responses) == "Paris"
+    last = responses[-1]
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (8, 5)
+    assert last.timing.attempts > 1
+    requests = [request for decode in rig.decodes for request in decode.requests]
+    begun, gone_on = sorted(requests, key=lambda request: request.generated_token_count)
+    assert (begun.first_token, gone_on.first_token) == (PREFILL, 0)
+    assert bytes(gone_on.token_ids) == b"capital?P"
+    assert gone_on.generated_token_count == 1
+    assert begun.transfer_id != gone_on.transfer_id
+    tasks = [task for prefill in rig.prefills for task in prefill.tasks]
+    assert tasks
+    for task in tasks:
+        assert bytes(task.token_ids) == b"capital?"
+        assert task.HasField("sampling") == (task.transfer_id == begun.transfer_id)
+
+
+async def begin_or_hand_over(worker: FakePrefill, task: Any) -> None:
+    await (begin_answer("P", stall) if task.HasField("sampling") else hand_over)(worker, task)
+
+
+async def test_a_prefill_worker_that_keeps_the_token_to_itself_fails_the_attempt(rig: Rig) -> None:
+    decode = await rig.add_decode(go_on("never"))
+    await rig.add_prefill(hand_over)
+    decode.script = first_remote_then_local
+    responses = await rig.ask(first_token=PREFILL)
+    assert text_of(responses) == "local"
+    assert responses[-1].timing.attempts > 1
+
+
+async def first_remote_then_local(worker: FakeDecode, request: Any) -> Any:
+    script = go_on("never") if request.first_token else say("local")
+    async for event in script(worker, request):
+        yield event
+
+
+async def test_the_trace_says_which_token_waited_for_the_transfer(rig: Rig) -> None:
+    await rig.add_decode(go_on("aris"))
+    await rig.add_prefill(begin_answer("P"))
+    responses = await rig.ask(first_token=PREFILL)
+    stub: Any = trace_pb2_grpc.TraceServiceStub(rig.channel)
+    spans: dict[str, trace_pb2.Span] = {}
+    async with asyncio.timeout(5):
+        while schema.SPAN_REQUEST not in spans:
+            await asyncio.sleep(0.02)
+            asked = trace_pb2.GetTraceRequest(id=responses[0].trace_id)
+            trace = (await stub.GetTrace(asked)).trace
+            spans = {span.name: span for span in trace.spans}
+    assert spans[schema.SPAN_REQUEST].attributes[schema.ATTRIBUTE_FIRST_TOKEN] == "prefill"
+    assert spans[schema.SPAN_SECOND_TOKEN].duration.ToNanoseconds() > 0

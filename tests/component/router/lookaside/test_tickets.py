@@ -1,0 +1,267 @@
+"""Route, and clients that go past the router with its ticket."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from headrace.decode.v1 import decode_pb2
+from headrace.inference.v1 import inference_pb2
+from headrace_client import Client, build_request
+from headrace_client.progress import Progress
+from headrace_common.deadlines import Deadline
+from headrace_common.errors import (
+    DuplicateTransfer,
+    HeadraceError,
+    InvalidRequest,
+    NoDecodeWorker,
+    QueueFull,
+    Unauthenticated,
+    WorkerGone,
+)
+from headrace_common.rpc.status import error_from_rpc
+from headrace_common.rpc.tickets import check_ticket, decode_request_of
+from tests.component.router.fakes import (
+    TICKET_KEY,
+    FakeDecode,
+    Rig,
+    eventually,
+    fail,
+    full,
+    hand_over,
+    hang,
+    say,
+    stall,
+)
+
+REMOTE = inference_pb2.PREFILL_PLACEMENT_REMOTE
+PROMPT = b"a prompt"
+
+
+@pytest.fixture
+async def open_rig() -> AsyncIterator[Rig]:
+    """A router that allows look-aside."""
+    rig = await Rig(look_aside=True).start()
+    yield rig
+    await rig.close()
+
+
+async def route(rig: Rig, *, explain: bool = False, **fields: Any) -> inference_pb2.RouteResponse:
+    request = inference_pb2.GenerateRequest(text=PROMPT.decode(), **fields)
+    routed: inference_pb2.RouteResponse = await rig.stub.Route(
+        inference_pb2.RouteRequest(request=request, explain=explain), timeout=5
+    )
+    return routed
+
+
+async def prefill_error(rig: Rig, direct: inference_pb2.DirectRequest) -> HeadraceError:
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await rig.stub.Prefill(inference_pb2.PrefillRequest(direct=direct), timeout=5)
+    return error_from_rpc(raised.value)
+
+
+async def tokens_of(client: Client, **options: Any) -> tuple[bytes, list[Any]]:
+    responses = [
+        response
+        async for response in client.generate(
+            PROMPT.decode(), tokens_only=True, timeout_s=10, **options
+        )
+    ]
+    return bytes(token for response in responses for token in response.token_ids), responses
+
+
+async def test_an_explanation_lists_costs_and_promises_nothing(open_rig: Rig) -> None:
+    workers = [await open_rig.add_decode(say("abc")) for _ in range(3)]
+    routed = await route(open_rig, explain=True)
+    assert {candidate.worker_id for candidate in routed.candidates} == {"d0", "d1", "d2"}
+    chosen = routed.candidates[0]
+    assert chosen.worker_id == routed.worker_id
+    assert (chosen.missing_tokens, chosen.cached_tokens) == (len(PROMPT) - 1, 0)
+    assert chosen.cost == pytest.approx(4 * chosen.missing_tokens + chosen.held_tokens)
+    assert "local prefill" in routed.explanation
+    assert not routed.HasField("direct")
+    assert not any(worker.requests for worker in workers)
+    assert not open_rig.router.workers.table("sim").requests.any()
+
+
+async def test_without_permission_there_is_no_ticket(rig: Rig) -> None:
+    await rig.add_decode(say("abc"))
+    assert not (await route(rig)).HasField("direct")
+    async with Client(rig.endpoint, look_aside=True) as client:
+        assert (await tokens_of(client))[0] == b"abc"
+        assert client.direct_answers == 0
+
+
+async def test_what_cannot_be_placed_is_said_as_in_generate(open_rig: Rig) -> None:
+    for request, expected in (("x", NoDecodeWorker), ("", InvalidRequest)):
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await open_rig.stub.Route(
+                inference_pb2.RouteRequest(request=inference_pb2.GenerateRequest(text=request))
+            )
+        assert isinstance(error_from_rpc(raised.value), expected)
+
+
+async def test_a_ticket_is_for_the_request_and_counts_on_its_worker(open_rig: Rig) -> None:
+    worker = await open_rig.add_decode(say("abc"))
+    direct = (await route(open_rig, request_id="mine")).direct
+    assert direct.endpoint == worker.member.endpoint
+    assert bytes(direct.token_ids) == PROMPT
+    claims = check_ticket(TICKET_KEY, decode_request_of(direct), "d0")
+    assert claims.tenant == "default"
+    assert open_rig.router.workers.table("sim").requests.sum() == 1
+
+
+async def test_text_that_must_be_searched_for_stops_goes_through_the_router(open_rig: Rig) -> None:
+    await open_rig.add_decode(say("abcdef"))
+    async with Client(open_rig.endpoint, look_aside=True) as client:
+        responses = [
+            response
+            async for response in client.generate("x", stop=["c"], tokens_only=True, timeout_s=10)
+        ]
+        assert "".join(response.text for response in responses) == "ab"
+        assert client.direct_answers == 0
+
+
+async def test_the_routers_own_calls_bear_a_ticket(open_rig: Rig) -> None:
+    worker = await open_rig.add_decode(say("abc"))
+    await open_rig.ask()
+    assert check_ticket(TICKET_KEY, worker.requests[0], "d0").tenant == "default"
+
+
+@pytest.mark.parametrize("remote", [False, True])
+async def test_tokens_come_past_the_router(open_rig: Rig, remote: bool) -> None:
+    worker = await open_rig.add_decode(say("hello"))
+    if remote:
+        await open_rig.add_prefill(hand_over)
+    async with Client(open_rig.endpoint, look_aside=True) as client:
+        tokens, responses = await tokens_of(client)
+        assert tokens == b"hello"
+        assert client.direct_answers == 1
+    (spoken,) = worker.requests
+    assert spoken.remote_prefill is remote
+    check_ticket(TICKET_KEY, spoken, "d0")
+    last = responses[-1]
+    assert last.finish_reason
+    assert last.usage.prompt_tokens == len(PROMPT)
+    assert last.usage.completion_tokens == 5
+    assert last.usage.transferred_tokens == (len(PROMPT) - 1 if remote else 0)
+    assert last.timing.prefill_worker_id == ("p0" if remote else "")
+    assert responses[0].trace_id in worker.metadata[0]["traceparent"]
+
+
+async def test_a_failed_prefill_is_made_again_by_the_router(open_rig: Rig) -> None:
+    worker = await open_rig.add_decode(say("hello"))
+    await open_rig.add_prefill(fail("TRANSFER_FAILED"))
+    async with Client(open_rig.endpoint, look_aside=True) as client:
+        assert (await tokens_of(client))[0] == b"hello"
+        assert client.direct_answers == 0
+    assert worker.requests[0].remote_prefill is True
+    assert worker.requests[-1].remote_prefill is False
+    await eventually(lambda: worker.requests[0].transfer_id in worker.cancelled)
+
+
+async def test_a_full_worker_sends_the_client_to_the_router(open_rig: Rig) -> None:
+    turns = iter((full, say("later")))
+
+    async def script(worker: FakeDecode, request: decode_pb2.GenerateRequest) -> AsyncIterator[Any]:
+        async for event in next(turns)(worker, request):
+            yield event
+
+    await open_rig.add_decode(script)
+    async with Client(open_rig.endpoint, look_aside=True) as client:
+        assert (await tokens_of(client))[0] == b"later"
+
+
+async def test_workers_out_of_reach_are_asked_through_the_router(open_rig: Rig) -> None:
+    await open_rig.add_decode(say("hello"))
+    async with Client(open_rig.endpoint, look_aside=True) as client:
+        request = build_request("x")
+        routed = await client.route(request)
+        routed.direct.endpoint = "127.0.0.1:1"
+        with pytest.raises(WorkerGone):
+            async for _ in client._directly(routed, Progress(request), Deadline.after(5)):
+                pass
+        assert (await tokens_of(client))[0] == b"hello"
+        assert client.direct_answers == 0
+
+
+async def test_a_prompt_is_handed_to_the_queue_once_and_only_with_its_ticket(open_rig: Rig) -> None:
+    await open_rig.add_decode(hang)
+    prefill = await open_rig.add_prefill(stall)
+    direct = (await route(open_rig, prefill_placement=REMOTE)).direct
+    assert direct.remote_prefill
+    changed = inference_pb2.DirectRequest()
+    changed.CopyFrom(direct)
+    changed.token_ids[0] += 1
+    assert isinstance(await prefill_error(open_rig, changed), Unauthenticated)
+    call = open_rig.stub.Prefill(inference_pb2.PrefillRequest(direct=direct), timeout=5)
+    await eventually(lambda: len(prefill.tasks) == 1)
+    assert prefill.tasks[0].transfer_id == direct.transfer_id
+    assert isinstance(await prefill_error(open_rig, direct), DuplicateTransfer)
+    call.cancel()
+    await eventually(lambda: prefill.cancels == [direct.transfer_id])
+    assert len(prefill.tasks) == 1
+
+
+async def test_a_local_prompt_has_no_place_in_the_queue(open_rig: Rig) -> None:
+    await open_rig.add_decode(hang)
+    assert isinstance(await prefill_error(open_rig, (await route(open_rig)).direct), InvalidRequest)
+
+
+async def test_a_busy_router_is_asked_again_when_it_says_so() -> None:
+    rig = await Rig(max_concurrent_requests=1).start()
+    try:
+        gate = asyncio.Event()
+
+        async def script(
+            worker: FakeDecode, request: decode_pb2.GenerateRequest
+        ) -> AsyncIterator[Any]:
+            await gate.wait()
+            async for event in say("ok")(worker, request):
+                yield event
+
+        worker = await rig.add_decode(script)
+        async with Client(rig.endpoint) as client, Client(rig.endpoint, retries_max=0) as hasty:
+            first = asyncio.create_task(tokens_of(client))
+            await eventually(lambda: len(worker.requests) == 1)
+            with pytest.raises(QueueFull):
+                await tokens_of(hasty)
+            second = asyncio.create_task(tokens_of(client))
+            await asyncio.sleep(0.05)
+            gate.set()
+            assert [(await task)[0] for task in (first, second)] == [b"ok", b"ok"]
+    finally:
+        await rig.close()
+
+
+def test_a_request_has_one_kind_of_prompt() -> None:
+    assert build_request(tokens=[1, 2]).tokens.ids == [1, 2]
+    assert build_request(messages=[("user", "x")]).chat.messages[0].role == "user"
+    for arguments in ({}, {"prompt": "x", "tokens": [1]}):
+        with pytest.raises(InvalidRequest):
+            build_request(**arguments)  # type: ignore[arg-type]
+
+
+async def test_the_command_line_draws_the_candidates(rig: Rig) -> None:
+    for _ in range(3):
+        await rig.add_decode(say("abc"))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "headrace_cli", "route", "--explain", "a prompt", "--router", rig.endpoint),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    output, complaints = await asyncio.wait_for(process.communicate(), 30)
+    assert process.returncode == 0, complaints.decode()
+    lines = output.decode().splitlines()
+    chosen = lines[0].partition(",")[0]
+    assert "prefilled there" in lines[0]
+    assert any({"missing", "held", "requests"} <= set(line.split()) for line in lines[1:])
+    rows = [line.split() for line in lines[1:]]
+    assert any(row[:2] == ["*", chosen] for row in rows)
+    assert {"d0", "d1", "d2"} <= {word for row in rows for word in row}

@@ -1,0 +1,86 @@
+"""Requests that stream past the router count until they have ended, and leave a whole trace."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc.aio
+import pytest
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
+from opentelemetry.proto.common.v1 import common_pb2
+from opentelemetry.proto.trace.v1 import trace_pb2
+
+from headrace.inference.v1 import inference_pb2
+from headrace_common.errors import QueueFull
+from headrace_common.rpc.status import error_from_rpc
+from headrace_common.telemetry import schema
+from headrace_router.tracing.service import SpanCollector
+from tests.component.router.fakes import Rig, eventually, say
+
+
+async def route(rig: Rig) -> inference_pb2.RouteResponse:
+    request = inference_pb2.GenerateRequest(text="a prompt")
+    routed: inference_pb2.RouteResponse = await rig.stub.Route(
+        inference_pb2.RouteRequest(request=request), timeout=5
+    )
+    return routed
+
+
+def decode_spans(
+    direct: inference_pb2.DirectRequest,
+) -> trace_service_pb2.ExportTraceServiceRequest:
+    trace_id = bytes.fromhex(direct.traceparent.split("-")[1])
+    transfer = common_pb2.KeyValue(
+        key=schema.ATTRIBUTE_TRANSFER_ID,
+        value=common_pb2.AnyValue(string_value=direct.transfer_id),
+    )
+    spans = [
+        trace_pb2.Span(
+            name=schema.SPAN_DECODE_GENERATE,
+            trace_id=trace_id,
+            span_id=b"generate",
+            start_time_unix_nano=2 * 10**18,
+            end_time_unix_nano=2 * 10**18 + 5_000_000,
+        ),
+        trace_pb2.Span(
+            name=schema.SPAN_DECODE, trace_id=trace_id, span_id=b"decode..", attributes=[transfer]
+        ),
+    ]
+    scope = trace_pb2.ScopeSpans(spans=spans)
+    return trace_service_pb2.ExportTraceServiceRequest(
+        resource_spans=[trace_pb2.ResourceSpans(scope_spans=[scope])]
+    )
+
+
+async def test_a_ticket_takes_a_place_until_its_answer_has_ended() -> None:
+    rig = await Rig(look_aside=True, max_concurrent_requests=1, admission_wait_s=0.05).start()
+    try:
+        await rig.add_decode(say("abc"))
+        routed = await route(rig)
+        assert len(rig.router.direct) == 1
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await route(rig)
+        assert isinstance(error_from_rpc(raised.value), QueueFull)
+        collector = SpanCollector(rig.router.traces, rig.router.direct)
+        await collector.Export(decode_spans(routed.direct), None)  # type: ignore[arg-type]
+        assert len(rig.router.direct) == 0
+        rig.telemetry.force_flush()
+        trace_id = routed.direct.traceparent.split("-")[1]
+        spans = {span.name: span for span in rig.router.traces.get(trace_id).spans}
+        assert spans[schema.SPAN_STREAM].duration.ToMilliseconds() == 5
+        root = spans[schema.SPAN_REQUEST].span_id
+        assert spans[schema.SPAN_FIRST_TOKEN].parent_span_id == root
+        await route(rig)
+    finally:
+        await rig.close()
+
+
+async def test_a_ticket_that_nobody_used_gives_its_place_back() -> None:
+    rig = await Rig(look_aside=True, max_concurrent_requests=1, ticket_ttl_s=0.3).start()
+    try:
+        await rig.add_decode(say("abc"))
+        await route(rig)
+        await eventually(lambda: not len(rig.router.direct))
+        await asyncio.wait_for(route(rig), 5)
+    finally:
+        await rig.close()

@@ -1,0 +1,55 @@
+"""Workers that name cached prefixes otherwise than the router: nothing they cache counts, and everybody can see why."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from headrace.inference.v1 import inference_pb2
+from headrace.worker.v1 import worker_pb2
+from headrace_cli.commands.route import candidates_table
+from headrace_kv.prefix.scope import key_fingerprint
+from tests.component.router.fakes import LAYOUT, PREFIX_KEY, Rig, eventually, say
+
+_OURS = worker_pb2.KvHashing(
+    key_fingerprint=key_fingerprint(PREFIX_KEY), block_tokens=LAYOUT.block_tokens
+)
+
+
+async def test_a_foreign_worker_is_named_by_warning_metric_and_explanation(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    await rig.add_decode(say("ok"), _OURS)
+    await rig.add_decode(say("ok"))
+    with caplog.at_level(logging.WARNING, "headrace_router.prefix_cache.models"):
+        foreign = await rig.add_decode(
+            say("ok"), worker_pb2.KvHashing(key_fingerprint=0xABCD, block_tokens=32)
+        )
+        faults = rig.router.prefixes.faults
+        await eventually(lambda: len(faults) == 1)
+    ((ref, fault),) = faults.items()
+    assert ref.worker_id == foreign.member.worker_id
+    assert fault == (
+        "it hashes blocks of 32 tokens under key 0000abcd, this router blocks of 16 tokens under key "
+        f"{key_fingerprint(PREFIX_KEY):08x}"
+    )
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{ref} gets no credit for its cache: {fault}"
+    ]
+    route = inference_pb2.RouteRequest(
+        request=inference_pb2.GenerateRequest(text="a prompt"), explain=True
+    )
+    routed = await rig.stub.Route(route, timeout=5)
+    shown = {one.worker_id: one.prefix_fault for one in routed.candidates}
+    assert shown == {"d0": "", "d1": "", "d2": fault}
+    cells = list(candidates_table(routed).columns[-1].cells)
+    assert [cell for cell in cells if fault in str(cell)] == [
+        f"unpaired; without credit for its cache: {fault}"
+    ]
+    listed = await rig.stub.ListModels(inference_pb2.ListModelsRequest(), timeout=5)
+    assert listed.prefix_key_fingerprint == key_fingerprint(PREFIX_KEY)
+    rig.decodes.remove(foreign)
+    rig.refresh()
+    assert not faults
+    await foreign.kill()

@@ -1,0 +1,169 @@
+"""One request's trace, as the router keeps it and shows it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from headrace.inference.v1 import inference_pb2, trace_pb2, trace_pb2_grpc
+from headrace.prefill.v1 import prefill_pb2
+from headrace_common.config import ServiceConfig
+from headrace_common.telemetry import schema
+from headrace_common.telemetry.setup import Telemetry, context_from_traceparent, init_telemetry
+from tests.component.router.fakes import (
+    FakeDecode,
+    FakePrefill,
+    Rig,
+    fail,
+    hand_over,
+    say,
+)
+
+
+@dataclass
+class Workers:
+    """The telemetry of a prefill and a decode process."""
+
+    prefill: Telemetry
+    decode: Telemetry
+
+
+@pytest.fixture
+async def workers(rig: Rig) -> Any:
+    made = Workers(
+        init_telemetry("prefill", "p0", ServiceConfig()),
+        init_telemetry("decode", "d0", ServiceConfig()),
+    )
+    for telemetry in (made.prefill, made.decode):
+        telemetry.set_collectors([rig.endpoint])
+    yield made
+    await asyncio.to_thread(made.prefill.shutdown)
+    await asyncio.to_thread(made.decode.shutdown)
+
+
+async def _trace(rig: Rig, name: str, *, complete: bool) -> trace_pb2.Trace:
+    stub: Any = trace_pb2_grpc.TraceServiceStub(rig.channel)
+    async with asyncio.timeout(5):
+        while True:
+            response = await stub.GetTrace(trace_pb2.GetTraceRequest(id=name), timeout=5)
+            trace: trace_pb2.Trace = response.trace
+            if trace.complete is complete and trace.spans:
+                return trace
+            await asyncio.sleep(0.05)
+
+
+async def _attempts(rig: Rig, name: str) -> list[trace_pb2.Span]:
+    trace = await _trace(rig, name, complete=False)
+    return [span for span in trace.spans if span.name == schema.SPAN_ATTEMPT]
+
+
+def _by_name(trace: trace_pb2.Trace) -> dict[str, trace_pb2.Span]:
+    return {span.name: span for span in trace.spans}
+
+
+async def test_a_request_makes_one_trace_over_all_processes(rig: Rig, workers: Workers) -> None:
+    async def prefill(worker: FakePrefill, task: prefill_pb2.PrefillTask) -> None:
+        parent = context_from_traceparent(task.traceparent)
+        span = workers.prefill.tracer.start_span(schema.SPAN_PREFILL, context=parent)
+        await hand_over(worker, task)
+        span.end()
+
+    answer = say("Paris")
+
+    async def decode(worker: FakeDecode, request: Any) -> Any:
+        parent = context_from_traceparent(str(worker.metadata[-1]["traceparent"]))
+        with workers.decode.tracer.start_as_current_span(schema.SPAN_DECODE, context=parent):
+            async for event in answer(worker, request):
+                yield event
+
+    await rig.add_decode(decode)
+    await rig.add_prefill(prefill)
+    responses = await rig.ask("capital?", request_id="r1")
+    trace = await _trace(rig, "r1", complete=True)
+    assert trace.trace_id == responses[0].trace_id
+    spans = _by_name(trace)
+    root, attempt = spans[schema.SPAN_REQUEST], spans[schema.SPAN_ATTEMPT]
+    for name in (
+        schema.SPAN_TOKENIZE,
+        schema.SPAN_ROUTE,
+        schema.SPAN_ATTEMPT,
+        schema.SPAN_FIRST_TOKEN,
+        schema.SPAN_STREAM,
+    ):
+        assert spans[name].parent_span_id == root.span_id, name
+    for name in (
+        schema.SPAN_RESERVE,
+        schema.SPAN_QUEUE,
+        schema.SPAN_PREFILL,
+        schema.SPAN_DECODE,
+    ):
+        assert spans[name].parent_span_id == attempt.span_id, name
+    assert len(trace.spans) == 10
+    assert (spans[schema.SPAN_DECODE].service, spans[schema.SPAN_DECODE].worker_id) == (
+        "decode",
+        "d0",
+    )
+    assert root.attributes[schema.ATTRIBUTE_COMPLETION_TOKENS] == "5"
+    assert root.attributes[schema.ATTRIBUTE_FINISH_REASON] == "length"
+    assert attempt.attributes[schema.ATTRIBUTE_PREFILL_WORKER_ID] == "p0"
+    assert "cheapest of 1" in spans[schema.SPAN_ROUTE].attributes[schema.ATTRIBUTE_EXPLANATION]
+    first_token = responses[-1].timing.time_to_first_token.ToNanoseconds()
+    assert spans[schema.SPAN_FIRST_TOKEN].duration.ToNanoseconds() == first_token
+
+
+async def test_failed_attempts_stay_visible(rig: Rig) -> None:
+    await rig.add_decode(say("ok"))
+    await rig.add_prefill(fail("TRANSFER_FAILED"))
+    await rig.ask(request_id="r1")
+    # The fake workers make no spans, so the trace never becomes complete: its last attempt ends it.
+    async with asyncio.timeout(5):
+        while len(attempts := await _attempts(rig, "r1")) < 2:
+            await asyncio.sleep(0.05)
+    assert [span.error for span in attempts] == ["as scripted", ""]
+    assert attempts[0].attributes[schema.ATTRIBUTE_ERROR_REASON] == "TRANSFER_FAILED"
+    assert [span.attributes[schema.ATTRIBUTE_PLACEMENT] for span in attempts] == ["remote", "local"]
+
+
+async def test_a_refused_request_leaves_a_whole_trace(rig: Rig) -> None:
+    with pytest.raises(grpc.aio.AioRpcError):
+        await rig.ask("x" * 2_000, request_id="r1")
+    trace = await _trace(rig, "", complete=True)
+    spans = _by_name(trace)
+    assert set(spans) == {schema.SPAN_REQUEST, schema.SPAN_TOKENIZE, schema.SPAN_ROUTE}
+    assert "no live decode worker" in spans[schema.SPAN_REQUEST].error
+
+
+async def test_traces_are_listed_newest_first(rig: Rig) -> None:
+    await rig.add_decode(say("ok"))
+    for number in range(3):
+        await rig.ask(request_id=f"r{number}")
+    stub: Any = trace_pb2_grpc.TraceServiceStub(rig.channel)
+    first = await stub.ListTraces(trace_pb2.ListTracesRequest(page_size=2), timeout=5)
+    second = await stub.ListTraces(
+        trace_pb2.ListTracesRequest(page_size=2, page_token=first.next_page_token), timeout=5
+    )
+    names = [trace.request_id for trace in (*first.traces, *second.traces)]
+    assert names == ["r2", "r1", "r0"]
+    assert not second.next_page_token
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.GetTrace(trace_pb2.GetTraceRequest(id="unknown"), timeout=5)
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_clients_own_trace_is_continued(rig: Rig) -> None:
+    await rig.add_decode(say("ok"))
+    trace_id = "ab" * 16
+    call = rig.stub.Generate(
+        inference_pb2.GenerateRequest(text="x", request_id="r1"),
+        timeout=10,
+        metadata=(("traceparent", f"00-{trace_id}-{'cd' * 8}-01"),),
+    )
+    responses = [response async for response in call]
+    assert responses[0].trace_id == trace_id
+    spans = _by_name(await _trace(rig, trace_id, complete=False))
+    assert spans[schema.SPAN_REQUEST].parent_span_id == ""

@@ -1,0 +1,126 @@
+"""Requests that come before any decode worker is known, or after the last one is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from headrace.inference.v1 import inference_pb2
+from headrace_common.errors import HeadraceError, InvalidRequest, NoDecodeWorker
+from headrace_common.rpc.status import error_from_rpc
+from tests.component.router.fakes import CONTEXT_TOKENS, Rig, die_after, eventually, say, text_of
+
+
+@pytest.fixture
+async def patient() -> AsyncIterator[Rig]:
+    """A router whose requests wait long enough for anything that a test does meanwhile."""
+    rig = await Rig(worker_wait_s=20.0).start()
+    yield rig
+    await rig.close()
+
+
+async def _error(rig: Rig, text: str = "a prompt") -> tuple[HeadraceError, float]:
+    """What a request ends with, and after how many seconds."""
+    started_s = time.monotonic()
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await rig.ask(text)
+    return error_from_rpc(raised.value), time.monotonic() - started_s
+
+
+async def test_a_request_waits_for_the_first_worker(patient: Rig) -> None:
+    asking = [asyncio.create_task(patient.ask()) for _ in range(3)]
+    await asyncio.sleep(0.3)
+    assert not any(one.done() for one in asking)
+    await patient.add_decode(say("ok"))
+    assert [text_of(await one) for one in asking] == ["ok"] * 3
+
+
+async def test_workers_that_are_lost_sight_of_are_waited_for(patient: Rig) -> None:
+    await patient.add_decode(say("ok"))
+    assert text_of(await patient.ask()) == "ok"
+    patient.router.update([])
+    asking = asyncio.create_task(patient.ask())
+    await asyncio.sleep(0.3)
+    assert not asking.done()
+    patient.refresh()
+    assert text_of(await asking) == "ok"
+
+
+async def test_workers_lost_sight_of_between_the_check_and_the_placement_are_waited_for_too(
+    patient: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await patient.add_decode(say("ok"))
+    inference = patient.router.inference
+    prepare = inference._prepare
+
+    async def prepare_and_lose(*arguments: Any) -> Any:
+        prepared = await prepare(*arguments)
+        patient.router.update([])
+        asyncio.get_running_loop().call_later(0.3, patient.refresh)
+        return prepared
+
+    monkeypatch.setattr(inference, "_prepare", prepare_and_lose)
+    assert text_of(await patient.ask()) == "ok"
+
+
+async def test_a_request_that_has_not_begun_waits_for_the_next_incarnation(patient: Rig) -> None:
+    dying = await patient.add_decode(die_after(""))
+    asking = asyncio.create_task(patient.ask())
+    await eventually(lambda: bool(dying.background))
+    await asyncio.gather(*dying.background)
+    await asyncio.sleep(0.5)
+    assert not asking.done()
+    patient.decodes.remove(dying)
+    await patient.add_decode(say("ok"))
+    responses = await asking
+    assert text_of(responses) == "ok"
+    assert responses[-1].timing.attempts == 2
+
+
+async def test_once_the_wait_is_over_the_answer_comes_at_once() -> None:
+    rig = await Rig(worker_wait_s=2.0).start()
+    try:
+        error, waited_s = await _error(rig)
+        assert isinstance(error, NoDecodeWorker)
+        assert waited_s < 4
+        error, waited_s = await _error(rig)
+        assert isinstance(error, NoDecodeWorker)
+        assert waited_s < 1.9
+    finally:
+        await rig.close()
+
+
+async def test_nobody_waits_past_the_deadline(patient: Rig) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await patient.ask(timeout_s=1.0)
+    assert isinstance(error_from_rpc(raised.value), NoDecodeWorker)
+
+
+async def test_what_the_late_worker_takes_counts(patient: Rig) -> None:
+    asking = asyncio.create_task(_error(patient, "x" * 2 * CONTEXT_TOKENS))
+    await asyncio.sleep(0.2)
+    await patient.add_decode(say("ok"))
+    error, _ = await asking
+    assert isinstance(error, InvalidRequest)
+
+
+async def test_a_route_waits_and_its_explanation_does_not(patient: Rig) -> None:
+    def route(explain: bool) -> grpc.aio.UnaryUnaryCall[object, inference_pb2.RouteResponse]:
+        request = inference_pb2.GenerateRequest(text="a prompt")
+        call: grpc.aio.UnaryUnaryCall[object, inference_pb2.RouteResponse] = patient.stub.Route(
+            inference_pb2.RouteRequest(request=request, explain=explain), timeout=10
+        )
+        return call
+
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        async with asyncio.timeout(2):
+            await route(explain=True)
+    assert isinstance(error_from_rpc(raised.value), NoDecodeWorker)
+    routing = route(explain=False)
+    worker = await patient.add_decode(say("ok"))
+    assert (await routing).worker_id == worker.member.worker_id

@@ -1,0 +1,70 @@
+"""What `headrace policy set` makes of what is typed."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.inference.v1 import first_token_pb2
+from headrace.registry.v1 import registry_pb2
+from headrace_cli.commands.policy import apply_change, policy_table
+from headrace_common.errors import ConfigError
+
+
+def _changed(*changes: str) -> registry_pb2.Policy:
+    policy = registry_pb2.Policy(local_prefill_max_tokens=7, retry_budget=1)
+    for change in changes:
+        apply_change(policy, change)
+    return policy
+
+
+def test_a_field_changes_and_the_others_stay() -> None:
+    policy = _changed("local_prefill_max_tokens=256", "temperature=0.25")
+    assert policy == registry_pb2.Policy(
+        local_prefill_max_tokens=256, retry_budget=1, temperature=0.25
+    )
+
+
+@pytest.mark.parametrize("text", ["2", "2s", " 2.0 s", "2.0s"])
+def test_a_duration_is_given_in_seconds(text: str) -> None:
+    assert _changed(f"max_queue_wait={text}").max_queue_wait.ToMilliseconds() == 2_000
+
+
+def test_an_empty_value_takes_a_field_back() -> None:
+    policy = _changed("overlap_weight=2", "overlap_weight=", "retry_budget=")
+    assert not policy.HasField("overlap_weight")
+    assert not policy.HasField("retry_budget")
+
+
+def test_a_named_value_is_given_by_its_last_word() -> None:
+    prefill = first_token_pb2.FIRST_TOKEN_POLICY_PREFILL
+    assert _changed("first_token=prefill").first_token == prefill
+    assert _changed("first_token=PREFILL", "first_token=").first_token == 0
+    with pytest.raises(ConfigError, match="decode or prefill"):
+        _changed("first_token=both")
+    cells = list(policy_table(_changed("first_token=decode")).columns[1].cells)
+    assert cells[-1] == "decode"
+    assert list(policy_table(registry_pb2.Policy()).columns[1].cells)[-1] == "-"
+
+
+def test_a_map_is_changed_by_entry() -> None:
+    policy = _changed("tenant_weights.batch=0.5", "tenant_weights.chat=3", "tenant_weights.batch=")
+    assert dict(policy.tenant_weights) == {"chat": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("change", "remedy"),
+    [
+        ("temperture=1", "one of local_prefill_max_tokens"),
+        ("temperature", "FIELD=VALUE"),
+        ("temperature=warm", "give a number"),
+        ("retry_budget=1.5", "give a whole number"),
+        ("retry_budget=-1", "does not fit"),
+        ("temperature.x=1", "write temperature=VALUE"),
+        ("tenant_weights=1", "write tenant_weights.NAME=VALUE"),
+        ("max_queue_wait=long", "give a number"),
+        ("max_queue_wait=nan", "give a number"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_a_remedy(change: str, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=remedy):
+        _changed(change)

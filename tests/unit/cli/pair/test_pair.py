@@ -1,0 +1,263 @@
+"""`headrace pair` before two small HTTP servers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from headrace_cli.pair.http_streams import Address, HttpRequest, read_http_request
+from headrace_cli.pair.proxy import Listening, PairOptions, PairProxy
+from headrace_cli.pair.requests import clean, split
+from headrace_common.errors import ConfigError
+
+PATH = "/v1/completions"
+Behaviour = Callable[["Upstream", asyncio.StreamWriter], Awaitable[None]]
+
+
+@dataclass(slots=True)
+class Upstream:
+    """A server that writes down what it is asked, and behaves as told."""
+
+    behaviour: Behaviour
+    port: int = 0
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    hangups: int = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        request = await read_http_request(reader, writer)
+        if request is not None:
+            self.bodies.append(json.loads(request.body) if request.body else {})
+            working = asyncio.ensure_future(self.behaviour(self, writer))
+            hangup = asyncio.ensure_future(reader.read(1))
+            await asyncio.wait({working, hangup}, return_when=asyncio.FIRST_COMPLETED)
+            self.hangups += not working.done()
+            for task in (working, hangup):
+                task.cancel()
+            await asyncio.gather(working, hangup, return_exceptions=True)
+        writer.close()
+
+
+def response(body: bytes, status: str = "200 OK") -> bytes:
+    return f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+async def says(upstream: Upstream, writer: asyncio.StreamWriter) -> None:
+    writer.write(response(b'{"number": %d}' % len(upstream.bodies)))
+    await writer.drain()
+
+
+async def fails(upstream: Upstream, writer: asyncio.StreamWriter) -> None:
+    writer.write(response(b'{"error": "no"}', "500 Internal Server Error"))
+    await writer.drain()
+
+
+async def hangs(upstream: Upstream, writer: asyncio.StreamWriter) -> None:
+    await asyncio.sleep(60)
+
+
+async def breaks(upstream: Upstream, writer: asyncio.StreamWriter) -> None:
+    writer.transport.abort()
+
+
+async def waits_once(upstream: Upstream, writer: asyncio.StreamWriter) -> None:
+    """As decode does that waits for a KV cache, unless it is to compute by itself."""
+    if "kv_transfer_params" in upstream.bodies[-1]:
+        await asyncio.sleep(60)
+    await says(upstream, writer)
+
+
+async def streams(upstream: Upstream, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n")
+    for number in range(3):
+        writer.write(b"data: %d\n\n" % number)
+        await writer.drain()
+        await asyncio.sleep(0.02)
+
+
+@dataclass(slots=True)
+class Proxied:
+    """A proxy with what is behind it."""
+
+    prefill: Upstream
+    decode: Upstream
+    port: int
+
+    async def post(self, body: object, path: str = PATH) -> tuple[int, bytes]:
+        payload = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(payload)}\r\n\r\n"
+        return await self.send(head.encode() + payload)
+
+    async def send(self, data: bytes) -> tuple[int, bytes]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        try:
+            writer.write(data)
+            async with asyncio.timeout(10):
+                answer = await reader.read()
+        finally:
+            writer.close()
+        head, _, content = answer.partition(b"\r\n\r\n")
+        return int(head.split()[1]), content
+
+
+@asynccontextmanager
+async def proxied(
+    prefill: Behaviour | None, decode: Behaviour | None, transfer_timeout_s: float = 5.0
+) -> AsyncIterator[Proxied]:
+    servers: list[asyncio.Server] = []
+    upstreams: list[Upstream] = []
+    for behaviour in (prefill, decode):
+        upstream = Upstream(behaviour or hangs)
+        server = await asyncio.start_server(upstream.serve, "127.0.0.1", 0)
+        upstream.port = server.sockets[0].getsockname()[1]
+        if behaviour is None:
+            server.close()
+            await server.wait_closed()
+        upstreams.append(upstream)
+        servers.append(server)
+    options = PairOptions(
+        prefill=Address("127.0.0.1", upstreams[0].port),
+        decode=Address("127.0.0.1", upstreams[1].port),
+        pair_address=("10.0.0.5", 7730),
+        listening=Listening("127.0.0.1", 0),
+        timeout_s=2.0,
+        transfer_timeout_s=transfer_timeout_s,
+    )
+    front = await PairProxy(options).serve()
+    servers.append(front)
+    try:
+        yield Proxied(upstreams[0], upstreams[1], front.sockets[0].getsockname()[1])
+    finally:
+        for server in servers:
+            server.close()
+            await server.wait_closed()
+        await asyncio.sleep(0.05)
+
+
+async def test_both_servers_get_the_request_with_one_transfer_id() -> None:
+    async with proxied(says, says) as it:
+        body = {"model": "m", "prompt": "hello", "max_tokens": 9, "stream": True, "n": 1}
+        assert await it.post(body) == (200, b'{"number": 1}')
+        (prefill,), (decode,) = it.prefill.bodies, it.decode.bodies
+    sent, fetched = prefill.pop("kv_transfer_params"), decode.pop("kv_transfer_params")
+    assert prefill == {"model": "m", "prompt": "hello", "max_tokens": 1}
+    assert decode == body
+    assert sent.pop("do_remote_decode") is fetched.pop("do_remote_prefill") is True
+    assert (fetched.pop("remote_host"), fetched.pop("remote_port")) == ("10.0.0.5", 7730)
+    assert sent == fetched
+    assert set(sent) == {"transfer_id", "deadline_unix_s"}
+
+
+async def test_a_stream_is_passed_on_as_it_comes() -> None:
+    async with proxied(says, streams) as it:
+        status, content = await it.post({"messages": [{"role": "user", "content": "hi"}]})
+    assert (status, content) == (200, b"data: 0\n\ndata: 1\n\ndata: 2\n\n")
+
+
+@pytest.mark.parametrize("prefill", [None, fails, breaks])
+async def test_decode_computes_what_prefill_cannot(prefill: Behaviour | None) -> None:
+    async with proxied(prefill, waits_once) as it:
+        status, _ = await it.post({"prompt": "hello"})
+        assert status == 200
+        assert [("kv_transfer_params" in body) for body in it.decode.bodies][-1] is False
+        await asyncio.sleep(0.05)
+        assert it.decode.hangups == len(it.decode.bodies) - 1
+
+
+async def test_a_prefill_server_that_hangs_costs_its_timeout() -> None:
+    async with proxied(hangs, waits_once, transfer_timeout_s=0.2) as it:
+        assert (await it.post({"prompt": "hello"}))[0] == 200
+        await asyncio.sleep(0.05)
+        assert it.prefill.hangups == 1
+
+
+async def test_decode_that_answers_first_ends_prefill() -> None:
+    async with proxied(hangs, says) as it:
+        assert (await it.post({"prompt": "hello"}))[0] == 200
+        await asyncio.sleep(0.05)
+        assert it.prefill.hangups == 1
+
+
+@pytest.mark.parametrize(
+    ("decode", "status", "reason"),
+    [(None, 502, "WORKER_GONE"), (breaks, 502, "WORKER_GONE"), (hangs, 504, "DEADLINE_EXCEEDED")],
+)
+async def test_errors_are_named(decode: Behaviour | None, status: int, reason: str) -> None:
+    async with proxied(says, decode) as it:
+        got, content = await it.post({"prompt": "hello"})
+    assert got == status
+    assert json.loads(content)["error"]["type"] == reason
+    assert json.loads(content)["error"]["message"]
+
+
+async def test_a_client_that_hangs_up_ends_both() -> None:
+    async with proxied(hangs, hangs) as it:
+        request = asyncio.ensure_future(it.post({"prompt": "hello"}))
+        async with asyncio.timeout(5):
+            while not (it.prefill.bodies and it.decode.bodies):
+                await asyncio.sleep(0.01)
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
+        async with asyncio.timeout(1):
+            while not (it.prefill.hangups and it.decode.hangups):
+                await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"nonsense\r\n\r\n",
+        b"POST / HTTP/1.1\r\nContent-Length: x\r\n\r\n",
+        b"POST / HTTP/1.1\r\nContent-Length: 99999999999\r\n\r\n",
+        b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n",
+    ],
+)
+async def test_what_is_no_request_is_refused(data: bytes) -> None:
+    async with proxied(says, says) as it:
+        status, content = await it.send(data)
+        assert status == 400
+        assert json.loads(content)["error"]["type"] == "INVALID_FIELD"
+        assert it.decode.bodies == []
+
+
+def request_of(body: object, path: str = PATH, method: str = "POST") -> HttpRequest:
+    return HttpRequest(method, path, (), json.dumps(body).encode())
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        request_of({"prompt": "x"}, "/v1/embeddings"),
+        request_of({"prompt": "x"}, PATH, "GET"),
+        request_of({"prompt": ["a", "b"]}),
+        request_of({"prompt": [[1, 2], [3, 4]]}),
+        request_of({"prompt": [1]}),
+        request_of({"prompt": ""}),
+        request_of({"prompt": "x", "n": 2}),
+        request_of({"prompt": "x", "best_of": 3}),
+        request_of({"messages": [], "use_beam_search": True}),
+        request_of([1, 2]),
+        HttpRequest("POST", PATH, (), b"{"),
+    ],
+)
+def test_what_one_server_answers_alone(request_: HttpRequest) -> None:
+    pair = split(request_, transfer_id="x", pair_address=("h", 1), deadline_unix_s=1.0)
+    assert pair is None
+
+
+def test_clients_do_not_say_where_servers_connect_to() -> None:
+    cleaned = clean(request_of({"prompt": "x", "kv_transfer_params": {"remote_host": "evil"}}))
+    assert json.loads(cleaned.body) == {"prompt": "x"}
+
+
+@pytest.mark.parametrize(
+    "url", ["h:1", "https://h:1", "http://h", "http://h:99999", "http://h:1/v1"]
+)
+def test_addresses_are_checked(url: str) -> None:
+    with pytest.raises(ConfigError, match="http://host:port"):
+        Address.of_url(url)

@@ -1,0 +1,181 @@
+"""Processes are started, watched and ended, whatever they do."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from headrace_cli.up.supervisor import Supervisor, log_tail
+from headrace_cli.up.topology import ProcessSpec
+from headrace_common.errors import ConfigError, WorkerGone
+
+# Whoever sees the file sees all of it, as with services.
+READY = (
+    "import sys, pathlib; ready = pathlib.Path(sys.argv[1] + '.draft'); "
+    "ready.write_text('127.0.0.1:1'); ready.replace(sys.argv[1]);"
+)
+# What a signal does is settled before the port file invites one.
+OBEDIENT = f"import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); {READY} signal.pause()"
+DEAF = (
+    f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {READY} "
+    "signal.pause(); signal.pause()"
+)
+
+MakeSpec = Callable[..., ProcessSpec]
+
+
+@pytest.fixture
+async def supervisor() -> AsyncIterator[Supervisor]:
+    supervisor = Supervisor(stop_grace_s=1.0)
+    await supervisor.open()
+    yield supervisor
+    await supervisor.stop()
+
+
+@pytest.fixture
+def make_spec(tmp_path: Path) -> MakeSpec:
+    def make(code: str, name: str = "decode-0", service: str = "decode") -> ProcessSpec:
+        port_file = tmp_path / f"{name}.port"
+        return ProcessSpec(
+            name=name,
+            service=service,
+            arguments=(sys.executable, "-I", "-c", code, str(port_file)),
+            port_file=port_file,
+            log_file=tmp_path / f"{name}.log",
+            environment={},
+        )
+
+    return make
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    status = Path(f"/proc/{pid}/stat")
+    return not status.exists() or status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+async def wait_gone(pid: int) -> None:
+    give_up = time.monotonic() + 10
+    while alive(pid):
+        assert time.monotonic() < give_up, f"{pid} is still there"
+        await asyncio.sleep(0.05)
+
+
+async def test_ready_is_when_the_port_file_is_there(
+    supervisor: Supervisor, make_spec: MakeSpec
+) -> None:
+    child = await supervisor.start(make_spec(OBEDIENT))
+    await supervisor.wait_ready([child])
+    assert child.endpoint == "127.0.0.1:1"
+    assert await supervisor.stop() == []
+    assert child.process.returncode == 0
+
+
+async def test_an_early_death_is_told_with_the_end_of_the_log(
+    supervisor: Supervisor, make_spec: MakeSpec
+) -> None:
+    child = await supervisor.start(make_spec("print('one'); print('two'); raise SystemExit(3)"))
+    with pytest.raises(WorkerGone, match="decode-0 ended with 3") as told:
+        await supervisor.wait_ready([child])
+    assert told.value.metadata["log"] == "one\ntwo"
+
+
+async def test_a_wrong_setting_is_told_in_the_childs_own_words(
+    supervisor: Supervisor, make_spec: MakeSpec
+) -> None:
+    code = (
+        "import sys; print('headrace-decode: model: name a folder', file=sys.stderr); sys.exit(2)"
+    )
+    child = await supervisor.start(make_spec(code))
+    with pytest.raises(ConfigError, match=r"^headrace-decode: model: name a folder$"):
+        await supervisor.wait_ready([child])
+
+
+async def test_a_later_death_is_noticed(supervisor: Supervisor, make_spec: MakeSpec) -> None:
+    child = await supervisor.start(make_spec(OBEDIENT))
+    await supervisor.wait_ready([child])
+    child.process.send_signal(signal.SIGKILL)
+    with pytest.raises(WorkerGone, match="killed by signal 9"):
+        await asyncio.wait_for(supervisor.wait_any_end(), 5)
+
+
+async def test_the_deaf_are_killed_and_told(supervisor: Supervisor, make_spec: MakeSpec) -> None:
+    children = [
+        await supervisor.start(make_spec(DEAF, "prefill-0", "prefill")),
+        await supervisor.start(make_spec(OBEDIENT, "decode-0", "decode")),
+    ]
+    await supervisor.wait_ready(children)
+    unclean = await supervisor.stop()
+    assert [child.spec.name for child in unclean] == ["prefill-0"]
+    assert [child.process.returncode for child in children] == [-signal.SIGKILL, 0]
+
+
+async def test_what_a_child_left_in_its_group_goes_too(
+    supervisor: Supervisor, make_spec: MakeSpec, tmp_path: Path
+) -> None:
+    pid_file = tmp_path / "grandchild"
+    code = (
+        f"{READY} import subprocess;"
+        "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']);"
+        f"pathlib.Path({str(pid_file)!r}).write_text(str(p.pid)); p.wait()"
+    )
+    child = await supervisor.start(make_spec(code))
+    await supervisor.wait_ready([child])
+    give_up = time.monotonic() + 5
+    while not pid_file.exists() or not pid_file.read_text():
+        assert time.monotonic() < give_up
+        await asyncio.sleep(0.02)
+    grandchild = int(pid_file.read_text())
+    child.process.send_signal(signal.SIGKILL)
+    await supervisor.stop()
+    await wait_gone(grandchild)
+
+
+async def test_children_end_when_their_parent_is_killed(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    parent_code = f"""
+import asyncio, sys
+from pathlib import Path
+from headrace_cli.up.supervisor import Supervisor
+from headrace_cli.up.topology import ProcessSpec
+
+async def main():
+    folder = Path({str(tmp_path)!r})
+    supervisor = Supervisor()
+    await supervisor.open()
+    spec = ProcessSpec("decode-0", "decode", (sys.executable, "-I", "-c", {OBEDIENT!r}, str(folder / "port")),
+                       folder / "port", folder / "log", {{}})
+    child = await supervisor.start(spec)
+    await supervisor.wait_ready([child])
+    Path({str(pid_file)!r}).write_text(str(child.process.pid))
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", parent_code)
+    give_up = time.monotonic() + 20
+    while not pid_file.exists() or not pid_file.read_text():
+        assert time.monotonic() < give_up
+        await asyncio.sleep(0.05)
+    child_pid = int(pid_file.read_text())
+    assert alive(child_pid)
+    parent.kill()
+    await parent.wait()
+    await wait_gone(child_pid)
+
+
+def test_the_tail_of_a_long_log_is_its_last_lines(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("".join(f"line {number}\n\n" for number in range(10_000)))
+    assert log_tail(log, 2) == ["line 9998", "line 9999"]
+    assert log_tail(tmp_path / "none", 2) == []

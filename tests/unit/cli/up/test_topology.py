@@ -1,0 +1,123 @@
+"""Flags of the processes that `headrace up` starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headrace_cli.main import parse_ranks
+from headrace_cli.up.topology import (
+    ProcessSpec,
+    Topology,
+    check_topology,
+    parse_setting,
+    registry_spec,
+    router_spec,
+    worker_specs,
+)
+from headrace_common.errors import ConfigError
+
+FOLDER = Path("logs")
+
+
+def flag(spec: ProcessSpec, name: str) -> list[str]:
+    return [text for text in spec.arguments if text.startswith(f"--{name}=")]
+
+
+def test_one_process_per_worker_with_its_own_name_and_files() -> None:
+    topology = Topology(engine="sim", prefill_count=2, decode_count=3, decode_tensor_parallel=2)
+    specs = worker_specs(topology, FOLDER, "127.0.0.1:7001")
+    assert [spec.name for spec in specs] == [
+        "prefill-0",
+        "prefill-1",
+        "decode-0",
+        "decode-1",
+        "decode-2",
+    ]
+    assert len({spec.port_file for spec in specs} | {spec.log_file for spec in specs}) == 10
+    assert flag(specs[0], "tensor-parallel-size") == ["--tensor-parallel-size=1"]
+    assert flag(specs[2], "tensor-parallel-size") == ["--tensor-parallel-size=2"]
+
+
+def test_many_sim_workers_of_a_role_share_one_process() -> None:
+    topology = Topology(engine="sim", prefill_count=8, decode_count=200)
+    specs = worker_specs(topology, FOLDER, "127.0.0.1:7001")
+    assert [spec.name for spec in specs] == [f"prefill-{number}" for number in range(8)] + [
+        "decode"
+    ]
+    assert not flag(specs[0], "count")
+    assert flag(specs[-1], "count") == ["--count=200"]
+    assert flag(specs[-1], "worker-id") == ["--worker-id=decode"]
+    # Few and many must agree on what carries KV bytes.
+    assert {tuple(flag(spec, "transport")) for spec in specs} == {("--transport=same_host",)}
+
+
+def test_real_engines_never_share_a_process() -> None:
+    specs = worker_specs(Topology(model="m", decode_count=9), FOLDER, "127.0.0.1:7001")
+    assert len(specs) == 10
+    assert not any(flag(spec, "count") for spec in specs)
+
+
+def test_a_setting_replaces_the_flag_of_its_service_only() -> None:
+    topology = Topology(
+        engine="sim",
+        settings=(("decode", "context_tokens", "64"), ("router", "listen", "127.0.0.1:9")),
+    )
+    prefill, decode = worker_specs(topology, FOLDER, "127.0.0.1:7001")
+    assert flag(decode, "context-tokens") == ["--context-tokens=64"]
+    assert not flag(prefill, "context-tokens")
+    router = router_spec(topology, FOLDER, "127.0.0.1:7001")
+    assert flag(router, "listen") == ["--listen=127.0.0.1:9"]
+
+
+def test_the_model_is_served_under_its_folders_name() -> None:
+    topology = Topology(model="models/tiny/")
+    router = router_spec(topology, FOLDER, "127.0.0.1:7001")
+    assert flag(router, "model") == ["--model=tiny=models/tiny/"]
+    worker = worker_specs(topology, FOLDER, "127.0.0.1:7001")[0]
+    assert flag(worker, "served-model") == ["--served-model=tiny"]
+
+
+def test_the_store_goes_to_the_registry() -> None:
+    topology = Topology(engine="sim", store="etcd://127.0.0.1:2379")
+    assert flag(registry_spec(topology, FOLDER), "store") == ["--store=etcd://127.0.0.1:2379"]
+
+
+@pytest.mark.parametrize("text", ["", "decode", "decode.x", "x.y=1", "decode.=1", "=1"])
+def test_a_wrong_setting_is_refused_with_the_remedy(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"SERVICE\.FIELD=VALUE"):
+        parse_setting(text)
+
+
+def test_a_setting_may_hold_anything() -> None:
+    assert parse_setting("decode.model=sim:layers=4,heads=2") == (
+        "decode",
+        "model",
+        "sim:layers=4,heads=2",
+    )
+
+
+@pytest.mark.parametrize(
+    "topology,remedy",
+    [
+        (Topology(engine="magic"), "choose vllm or sim"),
+        (Topology(), "--model FOLDER"),
+        (Topology(model="nowhere"), "not a model folder"),
+        (Topology(engine="sim", decode_count=0), "--decode 1"),
+    ],
+)
+def test_an_impossible_topology_says_what_to_do(topology: Topology, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=remedy):
+        check_topology(topology)
+
+
+@pytest.mark.parametrize("text,ranks", [("1", (1, 1)), ("2", (2, 2)), ("2:1", (2, 1))])
+def test_ranks_of_both_sides(text: str, ranks: tuple[int, int]) -> None:
+    assert parse_ranks(text) == ranks
+
+
+@pytest.mark.parametrize("text", ["", "0", "a", "1:", ":1", "1:2:3", "-1"])
+def test_wrong_ranks_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--tensor-parallel"):
+        parse_ranks(text)

@@ -1,0 +1,121 @@
+"""The waterfall fits the terminal and shows every span once."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.inference.v1 import trace_pb2
+from headrace_cli.waterfall.waterfall import draw_waterfall, format_bytes, format_ms, trace_rows
+from headrace_common.telemetry import schema
+
+MS = 10**6
+
+
+def span(
+    name: str,
+    span_id: str,
+    parent: str,
+    start_ms: float,
+    length_ms: float,
+    service: str = "router",
+    **attributes: str,
+) -> trace_pb2.Span:
+    message = trace_pb2.Span(
+        span_id=span_id, parent_span_id=parent, name=name, service=service, attributes=attributes
+    )
+    message.start_time.FromNanoseconds(1_700_000_000 * 10**9 + int(start_ms * MS))
+    message.duration.FromNanoseconds(int(length_ms * MS))
+    return message
+
+
+@pytest.fixture
+def trace() -> trace_pb2.Trace:
+    layers = [
+        span(
+            schema.SPAN_TRANSFER_LAYER,
+            f"l{layer}",
+            "p",
+            10 + layer,
+            0.5,
+            "prefill",
+            **{schema.ATTRIBUTE_LAYER: str(layer), schema.ATTRIBUTE_PAYLOAD_BYTES: "98304"},
+        )
+        for layer in reversed(range(30))
+    ]
+    return trace_pb2.Trace(
+        trace_id="4bf92f3577b34da6a3ce929d0e0e4736",
+        request_id="r",
+        complete=True,
+        spans=[
+            *layers,
+            span(schema.SPAN_REQUEST, "r", "", 0, 100),
+            span(schema.SPAN_ATTEMPT, "a", "r", 2, 98),
+            span(schema.SPAN_PREFILL, "p", "a", 8, 40, "prefill"),
+            span(schema.SPAN_DECODE, "d", "a", 3, 96, "decode"),
+            span(schema.SPAN_DECODE_KV_WAIT, "w", "d", 4, 40, "decode"),
+        ],
+    )
+
+
+def test_rows_are_a_tree_with_layers_in_order(trace: trace_pb2.Trace) -> None:
+    rows = trace_rows(trace, layers=True)
+    assert len(rows) == len(trace.spans)
+    assert [(row.label, row.depth) for row in rows[:4]] == [
+        ("request", 0),
+        ("attempt", 1),
+        ("decode", 2),
+        ("kv wait", 3),
+    ]
+    assert [row.label.split()[1] for row in rows if row.label.startswith("layer")] == [
+        str(layer) for layer in range(30)
+    ]
+
+
+def test_layers_fold_into_one_row(trace: trace_pb2.Trace) -> None:
+    folded = [row for row in trace_rows(trace, layers=False) if "layers" in row.label]
+    assert [(row.label, row.start_ns, row.duration_ns) for row in folded] == [
+        ("30 layers 2.8 MiB", 10 * MS, int(29.5 * MS))
+    ]
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 400])
+@pytest.mark.parametrize("ascii_only", [True, False])
+def test_no_line_is_wider_than_the_terminal(
+    trace: trace_pb2.Trace, width: int, ascii_only: bool
+) -> None:
+    lines = draw_waterfall(trace, layers=True, width=width, ascii_only=ascii_only)
+    assert len(lines) == 1 + len(trace.spans)
+    assert max(line.cell_len for line in lines) <= width
+    if ascii_only:
+        assert all(line.plain.isascii() for line in lines)
+
+
+def test_every_span_has_a_mark(trace: trace_pb2.Trace) -> None:
+    lines = draw_waterfall(trace, layers=True, width=80, ascii_only=True)
+    assert all("#" in line.plain or "|" in line.plain for line in lines[1:])
+
+
+def test_spans_whose_parent_is_missing_are_shown_and_errors_are_said() -> None:
+    orphan = span(schema.SPAN_PREFILL, "p", "lost", 0, 1, "prefill")
+    orphan.error = "the peer is gone"
+    lines = draw_waterfall(trace_pb2.Trace(spans=[orphan]), layers=True, width=80)
+    assert "prefill" in lines[1].plain
+    assert "the peer is gone" in lines[2].plain
+
+
+def test_an_empty_trace_is_one_line() -> None:
+    assert len(draw_waterfall(trace_pb2.Trace(trace_id="0"), layers=True, width=80)) == 1
+
+
+@pytest.mark.parametrize(
+    "count,text", [(0, "0 B"), (1023, "1023 B"), (98304, "96.0 KiB"), (3 << 30, "3.0 GiB")]
+)
+def test_bytes_are_readable(count: int, text: str) -> None:
+    assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    "nanoseconds,text", [(0, "0.00 ms"), (1_234_567, "1.23 ms"), (2_500 * MS, "2,500 ms")]
+)
+def test_times_are_readable(nanoseconds: int, text: str) -> None:
+    assert format_ms(nanoseconds) == text

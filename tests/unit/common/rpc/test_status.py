@@ -1,0 +1,91 @@
+"""Errors as statuses: bounded in size, and naming the fields that are not UTF-8."""
+
+from __future__ import annotations
+
+from google.rpc import error_details_pb2
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.inference.v1 import inference_pb2
+from headrace_common.errors import DecodeFull, HeadraceError, InvalidRequest, TransferTimeout
+from headrace_common.rpc.malformed import text_fields_at_fault
+from headrace_common.rpc.status import DOMAIN, status_of
+
+REQUEST = inference_pb2.GenerateRequest.DESCRIPTOR
+MARK = "\u2603"
+TEXTS = st.text(alphabet=st.characters(exclude_characters=MARK, codec="utf-8"), max_size=20)
+
+
+def spoiled(request: inference_pb2.GenerateRequest) -> bytes:
+    """The request's bytes, with every snowman (three bytes) replaced by what is not UTF-8."""
+    return request.SerializeToString().replace(MARK.encode(), b"\xff\xfe\xfd")
+
+
+@given(
+    text=TEXTS,
+    request_id=TEXTS,
+    stop=st.lists(TEXTS, max_size=4),
+    contents=st.lists(TEXTS, min_size=1, max_size=5),
+    data=st.data(),
+)
+def test_exactly_the_spoiled_fields_are_named(
+    text: str, request_id: str, stop: list[str], contents: list[str], data: st.DataObject
+) -> None:
+    paths = ["text", "request_id"]
+    paths += [f"sampling.stop[{i}]" for i in range(len(stop))]
+    paths += [f"chat.messages[{i}].content" for i in range(len(contents))]
+    bad = data.draw(st.sets(st.sampled_from(paths)))
+
+    def value(path: str, good: str) -> str:
+        return good + MARK if path in bad else good
+
+    request = inference_pb2.GenerateRequest(
+        text=value("text", text), request_id=value("request_id", request_id)
+    )
+    request.sampling.stop.extend(value(f"sampling.stop[{i}]", s) for i, s in enumerate(stop))
+    for i, content in enumerate(contents):
+        request.chat.messages.add(
+            role="user", content=value(f"chat.messages[{i}].content", content)
+        )
+    assert set(text_fields_at_fault(spoiled(request), REQUEST)) == bad
+
+
+@given(st.binary(max_size=200))
+def test_garbage_never_raises(data: bytes) -> None:
+    for path in text_fields_at_fault(data, REQUEST):
+        assert path
+
+
+def test_a_field_nested_too_deep_to_matter_ends_the_search() -> None:
+    data = b"\x0a\x01\xff"
+    for _ in range(100):
+        data = b"\x1a" + bytes([len(data) & 0x7F]) + data[:0x7F]
+    text_fields_at_fault(data, REQUEST)
+
+
+@given(
+    st.text(max_size=5_000),
+    st.dictionaries(st.text(max_size=300), st.text(max_size=3_000), max_size=50),
+)
+def test_a_status_fits_into_trailers_whatever_the_error_holds(
+    detail: str, metadata: dict[str, str]
+) -> None:
+    status = status_of(TransferTimeout(detail, metadata=metadata))
+    assert status.ByteSize() < 3_500
+    invalid = status_of(InvalidRequest(metadata))
+    assert invalid.ByteSize() < 5_500
+
+
+def test_details_say_reason_domain_and_when_to_retry() -> None:
+    status = status_of(DecodeFull("no room for 12 blocks", metadata={"blocks": "12"}))
+    info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+    assert status.details[0].Unpack(info)
+    assert status.details[1].Unpack(retry)
+    assert (info.reason, info.domain) == ("DECODE_FULL", DOMAIN)
+    assert dict(info.metadata) == {"blocks": "12"}
+    assert retry.retry_delay.ToMilliseconds() == 500
+
+
+def test_every_reason_is_one_class() -> None:
+    kinds = HeadraceError.__subclasses__()
+    assert len({kind.reason for kind in kinds}) == len(kinds)

@@ -1,0 +1,83 @@
+"""Telemetry names live in the schema and nowhere else."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from headrace_common.telemetry import schema as telemetry_schema
+
+ROOT = Path(__file__).parents[3]
+SCHEMA = ROOT / "libs/headrace_common/telemetry/schema.py"
+GENERATED = ROOT / "libs/headrace"
+# Names of gRPC packages, which begin alike.
+PREFIX = "headrace."
+AREAS = ("decode", "engine", "inference", "kv", "prefill", "registry", "worker")
+PACKAGES = tuple(f"headrace.{area}." for area in AREAS)
+
+
+def is_telemetry_name(text: str) -> bool:
+    """The bare prefix names nothing: it may be cut off for display."""
+    return len(text) > len(PREFIX) and text.startswith(PREFIX) and not is_package_name(text)
+
+
+def is_package_name(text: str) -> bool:
+    return any(text.startswith(f"{package}v{n}") for package in PACKAGES for n in range(1, 10))
+
+
+def telemetry_literals(source: str) -> Iterator[str]:
+    """String literals of a module that look like telemetry names, docstrings left out."""
+    tree = ast.parse(source)
+    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Constant) or id(node) in prose:
+            continue
+        text = node.value
+        if isinstance(text, str) and is_telemetry_name(text):
+            yield text
+
+
+def modules() -> list[Path]:
+    folders = (ROOT / "libs", ROOT / "services")
+    found = sorted(path for folder in folders for path in folder.rglob("*.py"))
+    return [path for path in found if path != SCHEMA and GENERATED not in path.parents]
+
+
+def test_no_other_module_spells_a_name() -> None:
+    assert modules()
+    spelled = {
+        str(path.relative_to(ROOT)): names
+        for path in modules()
+        if (names := list(telemetry_literals(path.read_text(encoding="utf-8"))))
+    }
+    assert spelled == {}
+
+
+def test_names_are_distinct_and_well_formed() -> None:
+    names = [value for name, value in vars(telemetry_schema).items() if name.isupper()]
+    assert len(names) == len(set(names))
+    assert all(isinstance(name, str) and name.startswith("headrace.") for name in names)
+
+
+@pytest.mark.parametrize("prefix", ["SPAN_", "ATTRIBUTE_", "METRIC_"])
+def test_every_constant_is_explained(prefix: str) -> None:
+    lines = SCHEMA.read_text(encoding="utf-8").splitlines()
+    constants = [index for index, line in enumerate(lines) if line.startswith(prefix)]
+    assert constants
+    assert all(lines[index - 1].startswith("# ") for index in constants)
+
+
+@pytest.mark.parametrize(
+    "source, found",
+    [
+        ('x = "headrace.request"', ["headrace.request"]),
+        ('x = f"headrace.request{1}"', ["headrace.request"]),
+        ('"""headrace.request is a span."""', []),
+        ('x = "headrace.inference.v1.InferenceService"', []),
+    ],
+)
+def test_the_scan_itself(source: str, found: list[str]) -> None:
+    assert list(telemetry_literals(source)) == found

@@ -1,0 +1,85 @@
+"""The contract's defaults, and refusals that name the field."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.decode.v1 import decode_pb2
+from headrace.inference.v1 import first_token_pb2, sampling_pb2
+from headrace_common.errors import InvalidRequest
+from headrace_decode.proto import tokens_to_proto, work_from_proto
+from headrace_engine.interface import DecodeTokens, Sampling, TokenLogprobs
+from headrace_engine.proto import sampling_from_proto
+
+
+def request(**changes: object) -> decode_pb2.GenerateRequest:
+    fields: dict[str, object] = {
+        "transfer_id": "x1",
+        "token_ids": [5, 6, 7],
+        "sampling": sampling_pb2.SamplingParams(max_tokens=4),
+        "stop_token_ids": [2],
+        "remote_prefill": True,
+    }
+    return decode_pb2.GenerateRequest(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def test_absent_sampling_fields_take_the_contract_defaults() -> None:
+    sampling = sampling_from_proto(sampling_pb2.SamplingParams(max_tokens=9), [3])
+    assert sampling == Sampling(max_tokens=9, stop_token_ids=(3,))
+
+
+def test_zero_is_not_absent() -> None:
+    params = sampling_pb2.SamplingParams(max_tokens=1, temperature=0.0, seed=0, logprobs=0)
+    sampling = sampling_from_proto(params, [])
+    assert (sampling.temperature, sampling.seed, sampling.logprobs) == (0.0, 0, 0)
+
+
+def test_every_wrong_field_is_named_at_once() -> None:
+    wrong = request(transfer_id="", token_ids=[], sampling=sampling_pb2.SamplingParams())
+    with pytest.raises(InvalidRequest) as refused:
+        work_from_proto(wrong)
+    assert set(refused.value.violations) == {"transfer_id", "token_ids", "sampling.max_tokens"}
+
+
+def test_one_token_has_nothing_to_transfer() -> None:
+    assert work_from_proto(request()).remote_kv
+    assert not work_from_proto(request(token_ids=[5])).remote_kv
+    assert not work_from_proto(request(remote_prefill=False)).remote_kv
+
+
+def test_what_was_generated_leaves_a_prompt_and_a_token_to_make() -> None:
+    work = work_from_proto(request(generated_token_count=2))
+    assert (work.prompt_tokens, work.generated_tokens, work.transferable_tokens) == (1, 2, 2)
+    with pytest.raises(InvalidRequest) as refused:
+        work_from_proto(request(generated_token_count=3))
+    assert set(refused.value.violations) == {"generated_token_count"}
+    params = sampling_pb2.SamplingParams(max_tokens=2)
+    with pytest.raises(InvalidRequest) as refused:
+        work_from_proto(request(generated_token_count=2, sampling=params))
+    assert set(refused.value.violations) == {"sampling.max_tokens"}
+
+
+@pytest.mark.parametrize("maker", ["PREFILL", "LOGITS"])
+def test_a_first_token_by_prefills_help_needs_a_transfer_of_everything(maker: str) -> None:
+    told = first_token_pb2.FirstTokenPolicy.Value(f"FIRST_TOKEN_POLICY_{maker}")
+    work = work_from_proto(request(first_token=told, token_ids=[5]))
+    assert work.remote_kv
+    assert work.awaits_first_token
+    assert work.from_logits == (maker == "LOGITS")
+    assert work.transferable_tokens == 1
+    for changes in ({"remote_prefill": False}, {"generated_token_count": 1}):
+        with pytest.raises(InvalidRequest) as refused:
+            work_from_proto(request(first_token=told, **changes))
+        assert set(refused.value.violations) == {"first_token"}
+
+
+def test_pieces_become_one_message_in_order() -> None:
+    message = tokens_to_proto(
+        [
+            DecodeTokens((1, 2), (TokenLogprobs(-0.5, ((1, -0.5),)), TokenLogprobs(-1.0, ()))),
+            DecodeTokens((3,), (TokenLogprobs(-2.0, ((3, -2.0), (4, -3.0))),)),
+        ]
+    )
+    assert list(message.token_ids) == [1, 2, 3]
+    assert [entry.logprob for entry in message.logprobs] == [-0.5, -1.0, -2.0]
+    assert [alternative.token_id for alternative in message.logprobs[2].alternatives] == [3, 4]

@@ -1,0 +1,188 @@
+"""The worker's side: what is announced is prefix-closed after every single event, and is all it may be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.worker.v1 import worker_pb2
+from headrace_common.errors import InternalError, ProtocolViolation
+from headrace_engine.prefix.publisher import PrefixPublisher
+from headrace_kv.prefix.events import (
+    KvEvent,
+    Tier,
+    event_from_proto,
+    event_to_proto,
+    unpack_hashes,
+    xor_of,
+    xor_of_packed,
+)
+
+# A small forest: block n's parent is in PARENT[n].
+PARENT: dict[int, int | None] = {n: None if n < 3 else (n - 3) // 2 for n in range(40)}
+HASH = {n: (n + 1) * 0x9E3779B97F4A7C15 % 2**64 for n in PARENT}
+PARENT_HASH = {HASH[n]: None if p is None else HASH[p] for n, p in PARENT.items()}
+
+
+def closed_part(held: set[int]) -> set[int]:
+    """The blocks all of whose ancestors are held."""
+
+    def whole(block: int | None) -> bool:
+        return block is None or (block in held and whole(PARENT_HASH[block]))
+
+    return {block for block in held if whole(block)}
+
+
+class Follower:
+    """Applies events literally and checks each of them."""
+
+    def __init__(self) -> None:
+        self.sets: dict[int, set[int]] = {tier: set() for tier in Tier}
+        self.sequence = 0
+
+    def take(self, events: Iterable[KvEvent]) -> None:
+        for event in events:
+            self.sequence += 1
+            assert event.sequence == self.sequence
+            announced = self.sets[event.tier]
+            hashes = unpack_hashes(event.packed)
+            for block in hashes:
+                # One block at a time: the order within an event keeps the set closed too.
+                if event.kind == "stored":
+                    assert block not in announced
+                    announced.add(block)
+                else:
+                    announced.remove(block)
+                assert closed_part(announced) == announced
+            if event.kind == "cleared":
+                for each in self.sets.values():
+                    each.clear()
+            assert event.block_count == len(self.sets[event.tier])
+            assert event.hash_xor == xor_of(self.sets[event.tier])
+
+
+changes = st.lists(
+    st.tuples(
+        st.sampled_from(["store", "store", "remove", "clear"]),
+        st.lists(st.sampled_from(sorted(PARENT)), min_size=1, max_size=6, unique=True),
+        st.sampled_from(list(Tier)),
+    ),
+    max_size=40,
+)
+
+
+@given(changes=changes, tier_count=st.integers(1, 3), event_hashes_max=st.integers(1, 4))
+def test_announced_sets_are_closed_and_maximal(
+    changes: list[tuple[str, list[int], Tier]], tier_count: int, event_hashes_max: int
+) -> None:
+    tiers = tuple(Tier)[:tier_count]
+    publisher = PrefixPublisher("i", tiers, event_hashes_max=event_hashes_max)
+    follower = Follower()
+    held: dict[Tier, set[int]] = {tier: set() for tier in tiers}
+    for kind, blocks, any_tier in changes:
+        tier = any_tier if any_tier in tiers else Tier.DEVICE
+        hashes = [HASH[block] for block in blocks]
+        if kind == "store":
+            # Each with its own parent: engines store out of order too.
+            for block in blocks:
+                follower.take(publisher.stored(PARENT_HASH[HASH[block]], [HASH[block]], tier))
+            held[tier] |= set(hashes)
+        elif kind == "remove":
+            follower.take(publisher.removed(hashes, tier))
+            held[tier] -= set(hashes)
+        elif blocks[0] < 2:
+            follower.take(publisher.cleared())
+            held = {tier: set() for tier in tiers}
+        reachable: set[int] = set()
+        for at in tiers:
+            reachable |= held[at]
+            assert follower.sets[at] == closed_part(reachable)
+        for beat in publisher.heartbeats():
+            assert beat.sequence == follower.sequence
+            assert beat.hash_xor == xor_of(follower.sets[beat.tier])
+    check_snapshot(publisher, follower)
+
+
+def check_snapshot(publisher: PrefixPublisher, follower: Follower) -> None:
+    parts = publisher.snapshot()
+    assert [part.last for part in parts] == [False] * (len(parts) - 1) + [True]
+    for tier in {part.tier for part in parts}:
+        seen: set[int] = set()
+        for block in (b for part in parts if part.tier == tier for b in unpack_hashes(part.packed)):
+            seen.add(block)
+            assert closed_part(seen) == seen
+        assert seen == follower.sets[tier]
+
+
+def test_a_middle_eviction_withdraws_all_behind_it_until_it_is_back() -> None:
+    publisher = PrefixPublisher("i")
+    publisher.stored(None, [1, 2, 3, 4])
+    publisher.stored(2, [30, 40])
+    (gone,) = publisher.removed([2])
+    assert set(unpack_hashes(gone.packed)) == {2, 3, 4, 30, 40}
+    assert gone.block_count == 1
+    assert publisher.removed([4]) == []
+    (back,) = publisher.stored(1, [2])
+    assert set(unpack_hashes(back.packed)) == {2, 3, 30, 40}
+
+
+def test_a_block_whose_parent_is_missing_waits() -> None:
+    publisher = PrefixPublisher("i")
+    assert publisher.stored(1, [2, 3]) == []
+    (event,) = publisher.stored(None, [1])
+    assert unpack_hashes(event.packed) == [1, 2, 3]
+
+
+def test_replay_answers_only_what_it_still_has() -> None:
+    publisher = PrefixPublisher("i", replay_hashes_max=6)
+    events = [event for n in range(5) for event in publisher.stored(None, [2 * n + 1, 2 * n + 2])]
+    assert publisher.replay(5) == []
+    assert publisher.replay(2) == events[2:]
+    assert publisher.replay(4) == events[4:]
+    assert publisher.replay(1) is None
+    assert publisher.replay(6) is None
+
+
+def test_tiers_must_be_in_order_and_known() -> None:
+    for tiers in ((), (Tier.HOST, Tier.DEVICE), (Tier.DEVICE, Tier.DEVICE)):
+        with pytest.raises(InternalError, match="in order"):
+            PrefixPublisher("i", tiers)
+    with pytest.raises(InternalError, match="HOST"):
+        PrefixPublisher("i").stored(None, [1], Tier.HOST)
+
+
+def test_events_survive_the_wire() -> None:
+    publisher = PrefixPublisher("i", (Tier.DEVICE, Tier.HOST))
+    events = publisher.stored(None, [1, 2**64 - 1]) + publisher.removed([2**64 - 1])
+    events += publisher.heartbeats() + publisher.snapshot() + publisher.cleared()
+    assert {event.kind for event in events} == {
+        "stored",
+        "removed",
+        "heartbeat",
+        "snapshot",
+        "cleared",
+    }
+    for event in events:
+        wire = event_to_proto(event).SerializeToString()
+        assert event_from_proto(worker_pb2.SubscribeKvEventsResponse.FromString(wire)) == event
+
+
+def test_messages_no_worker_may_send_are_refused() -> None:
+    tier = worker_pb2.KV_TIER_DEVICE
+    for message, words in (
+        (worker_pb2.SubscribeKvEventsResponse(tier=tier), "kind"),
+        (worker_pb2.SubscribeKvEventsResponse(tier=tier, stored=b"123"), "whole"),
+        (worker_pb2.SubscribeKvEventsResponse(stored=b"12345678"), "tier"),
+    ):
+        with pytest.raises(ProtocolViolation, match=words):
+            event_from_proto(message)
+
+
+@given(hashes=st.lists(st.integers(0, 2**64 - 1)))
+def test_both_ways_to_digest_agree(hashes: list[int]) -> None:
+    packed = b"".join(block.to_bytes(8, "little") for block in hashes)
+    assert unpack_hashes(packed) == hashes
+    assert xor_of_packed(packed) == xor_of(hashes)

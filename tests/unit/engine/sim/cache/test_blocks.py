@@ -1,0 +1,135 @@
+"""Ownership of blocks."""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from headrace_engine.sim.cache.blocks import BlockPool
+
+
+def new_pool(count: int = 8) -> tuple[BlockPool, list[int]]:
+    cleared: list[int] = []
+    return BlockPool(count, cleared.extend), cleared
+
+
+def test_blocks_are_contiguous_where_possible() -> None:
+    pool, _ = new_pool()
+    assert pool.take(3) == [0, 1, 2]
+    middle = pool.take(2)
+    assert middle == [3, 4]
+    pool.release(middle)
+    assert pool.take(2) == [3, 4]
+    pool.release([1])
+    assert pool.take(3) == [5, 6, 7]
+    assert pool.take(1) == [1]
+    assert pool.take(1) is None
+
+
+def test_fragments_are_used_when_nothing_contiguous_is_left() -> None:
+    pool, _ = new_pool(5)
+    assert pool.take(5) is not None
+    pool.release([0])
+    pool.release([2, 3])
+    assert pool.take(3) == [2, 3, 0]
+
+
+def test_published_blocks_are_found_and_shared() -> None:
+    pool, cleared = new_pool()
+    held = pool.take(3)
+    assert held == [0, 1, 2]
+    pool.publish(0, 100)
+    pool.publish(1, 101)
+    assert pool.cached([100, 101, 102]) == [0, 1]
+    assert pool.cached([101]) == [1]
+    assert pool.cached([99, 100]) == []
+    pool.hold([0, 1])
+    pool.release(held)
+    assert cleared == [2]
+    assert pool.available_count == 6
+    pool.release([0, 1])
+    assert pool.available_count == 8
+    assert pool.cached([100, 101]) == [0, 1]
+    assert pool.free_ids() == (2, 3, 4, 5, 6, 7)
+
+
+def test_the_oldest_and_deepest_prefix_is_given_up_first() -> None:
+    pool, cleared = new_pool(4)
+    old = pool.take(2)
+    assert old is not None
+    pool.publish(0, 100)
+    pool.publish(1, 101)
+    pool.release(old)
+    young = pool.take(2)
+    assert young == [2, 3]
+    pool.publish(2, 200)
+    pool.release(young)
+    cleared.clear()
+    assert pool.take(2) is not None
+    assert cleared == [1]
+    assert pool.cached([100]) == [0]
+    assert pool.cached([200]) == [2]
+
+
+def test_a_second_block_with_a_known_prefix_stays_private() -> None:
+    pool, cleared = new_pool(4)
+    assert pool.take(2) == [0, 1]
+    pool.publish(0, 100)
+    pool.publish(1, 100)
+    pool.release([1])
+    assert cleared == [1]
+    assert pool.cached([100]) == [0]
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Random users of a pool; a plain model counts holders."""
+
+    @initialize()
+    def start(self) -> None:
+        self.cleared: list[int] = []
+        self.pool = BlockPool(6, self.cleared.extend)
+        self.held: list[list[int]] = []
+        self.next_prefix = 0
+        self.known: list[int] = []
+
+    @rule(count=st.integers(0, 6))
+    def take(self, count: int) -> None:
+        available = self.pool.available_count
+        taken = self.pool.take(count)
+        assert (taken is not None) == (count <= available)
+        if taken is not None:
+            others = {block for blocks in self.held for block in blocks}
+            assert len(set(taken)) == count
+            assert not others & set(taken)
+            self.held.append(taken)
+
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        if self.held:
+            index = data.draw(st.integers(0, len(self.held) - 1))
+            self.pool.release(self.held.pop(index))
+
+    @rule(data=st.data())
+    def publish(self, data: st.DataObject) -> None:
+        blocks = [block for held in self.held for block in held]
+        if blocks:
+            self.pool.publish(data.draw(st.sampled_from(blocks)), self.next_prefix)
+            self.known.append(self.next_prefix)
+            self.next_prefix += 1
+
+    @rule(data=st.data())
+    def share(self, data: st.DataObject) -> None:
+        if self.known:
+            found = self.pool.cached([data.draw(st.sampled_from(self.known))])
+            self.pool.hold(found)
+            self.held.append(found)
+
+    @invariant()
+    def counts_agree(self) -> None:
+        if hasattr(self, "pool"):
+            held = {block for blocks in self.held for block in blocks}
+            assert self.pool.available_count == 6 - len(held)
+            assert not held & set(self.pool.free_ids())
+
+
+PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestPool = PoolMachine.TestCase

@@ -1,0 +1,232 @@
+"""Memory of any layout, written and read back, against the model's closed form."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace_engine.interface import Sampling
+from headrace_engine.sim.cache.memory import SimMemory
+from headrace_engine.sim.model import SimModel
+from headrace_engine.sim.settings import SimShape, parse_settings
+from headrace_engine.sim.step.sampling import choose_token
+from headrace_kv.layout.layout import STATE
+
+BLOCK_TOKENS = 4
+BLOCK_COUNT = 8
+MODELS = [
+    "layers=3,heads=4",
+    "layers=3,heads=1,parts=nope:16/rope:8",
+    "heads=4,parts=k:16:int8/v:16:int8/scale:4:float32,order=nhd",
+    "heads=5,parts=k:12/v:3,order=block/layer/head/token/part",
+    "parts=k:16/v:20,interior=token_inner",
+    "state_layers=3,state_heads=3,stages=2",
+    "layers=3,index_layers=3,index_block_tokens=6,order=nhd",
+    "index_layers=1,state_layers=2,stages=3,order=part/block/token/layer/head,interior=token_inner",
+]
+
+
+class Filled:
+    """A memory that holds one prompt, in blocks and pages taken at random."""
+
+    def __init__(self, text: str, ranks: int, prompt: list[int], random: Random) -> None:
+        self.shape = SimShape(
+            settings=parse_settings(f"sim:vocabulary=1073741824,{text}"),
+            tensor_parallel_size=ranks,
+            block_tokens=BLOCK_TOKENS,
+            block_count=BLOCK_COUNT,
+            context_tokens=BLOCK_TOKENS * BLOCK_COUNT,
+            max_requests=4,
+            max_batched_tokens=64,
+        )
+        self.model = SimModel(self.shape.settings)
+        self.memory = SimMemory(self.model, self.shape, guard_seed=7)
+        self.blocks = tuple(
+            random.sample(range(count), count)[: 1 if group.kind == STATE else count]
+            for group, count in zip(self.shape.groups, self.shape.block_counts, strict=True)
+        )
+        self.tokens: list[int] = []
+        cut = random.randrange(len(prompt)) if len(prompt) > 1 else 0
+        for part in (prompt[:cut], prompt[cut:]):
+            if part:
+                self.append(part)
+
+    def append(self, tokens: list[int]) -> None:
+        """Computes more tokens, in one step."""
+        start = len(self.tokens)
+        self.tokens += tokens
+        hashes = self.model.prefix_hashes(self.tokens)
+        positions = np.arange(start, len(self.tokens), dtype=np.uint64)
+        layers = range(self.model.layer_count)
+        owners = tuple(
+            np.array(ids, np.uint64)[positions // np.uint64(group.block_tokens or 64)]
+            for group, ids in zip(self.shape.groups, self.blocks, strict=True)
+        )
+        self.memory.write(layers, hashes[start:], positions, owners)
+        pages = tuple(np.array(ids[:1], np.uint64) for ids in self.blocks)
+        before, is_first = hashes[max(0, start - 1)][None], np.array([start == 0])
+        self.memory.advance_states(layers, before, hashes[-1:], is_first, pages)
+
+    def digest(self) -> int:
+        return self.memory.digest(self.blocks, len(self.tokens))
+
+    def expected(self) -> int:
+        return self.model.expected_digest(self.model.prefix_hashes(self.tokens))
+
+    def answer(self, count: int) -> tuple[int, ...]:
+        """Goes on from memory."""
+        prompt = len(self.tokens)
+        for _ in range(count):
+            sampling = Sampling(temperature=0.0)
+            choice = choose_token(self.digest(), self.model.vocabulary, sampling, self.tokens, [])
+            self.append([choice.token_id])
+        return tuple(self.tokens[prompt:])
+
+    def invert_any_byte(self, data: st.DataObject) -> None:
+        """One byte that the prompt's KV has, in any rank, layer, part, head and token."""
+        rank = data.draw(st.integers(0, self.memory.layout().rank_count - 1), "rank")
+        held = data.draw(st.sampled_from(self.memory._held[rank]), "cache")
+        part = data.draw(st.sampled_from(self.model.caches[held.group].parts), "part")
+        token = data.draw(st.integers(0, len(self.tokens) - 1), "token")
+        group = self.shape.groups[held.group]
+        block, token = (0, 0) if group.kind == STATE else divmod(token, group.block_tokens)
+        self.memory.invert_byte(
+            rank,
+            data.draw(st.sampled_from(held.layer_ids), "layer"),
+            part.name,
+            self.blocks[held.group][block],
+            data.draw(st.integers(0, len(held.heads) - 1), "head"),
+            token,
+            data.draw(st.integers(0, part.nbytes - 1), "byte"),
+        )
+
+
+texts = st.sampled_from(MODELS)
+ranks_of = st.integers(1, 6)
+prompts = st.lists(st.integers(0, 99), min_size=1, max_size=BLOCK_TOKENS * BLOCK_COUNT)
+short_prompts = st.lists(st.integers(0, 99), min_size=1, max_size=24)
+
+
+@given(texts, ranks_of, prompts, st.randoms())
+def test_memory_that_is_right_gives_the_closed_form(
+    text: str, ranks: int, prompt: list[int], random: Random
+) -> None:
+    filled = Filled(text, ranks, prompt, random)
+    assert filled.digest() == filled.expected()
+
+
+@given(texts, ranks_of, prompts, st.randoms(), st.data())
+def test_one_wrong_byte_anywhere_changes_the_digest(
+    text: str, ranks: int, prompt: list[int], random: Random, data: st.DataObject
+) -> None:
+    filled = Filled(text, ranks, prompt, random)
+    filled.invert_any_byte(data)
+    assert filled.digest() != filled.expected()
+
+
+@settings(max_examples=60)
+@given(texts, ranks_of, short_prompts, st.randoms(), st.data())
+def test_one_wrong_byte_anywhere_changes_the_answer(
+    text: str, ranks: int, prompt: list[int], random: Random, data: st.DataObject
+) -> None:
+    filled = Filled(text, ranks, prompt, random)
+    expected = filled.model.expected_tokens(prompt, 3)
+    assert Filled(text, ranks, prompt, random).answer(3) == expected
+    filled.invert_any_byte(data)
+    assert filled.answer(3) != expected
+
+
+@given(st.randoms(), short_prompts, st.integers(1, 4), st.data())
+def test_a_state_that_was_once_wrong_stays_wrong(
+    random: Random, prompt: list[int], ranks: int, data: st.DataObject
+) -> None:
+    filled = Filled("layers=1,state_layers=1", ranks, prompt, random)
+    rank = data.draw(st.integers(0, ranks - 1))
+    filled.memory.invert_byte(rank, 1, "ssm", filled.blocks[1][0], 0, 0, 9)
+    for token in range(5):
+        filled.append([token])
+        assert filled.digest() != filled.expected()
+
+
+def test_another_page_or_an_older_state_changes_the_digest() -> None:
+    filled = Filled("state_layers=1", 1, list(range(9)), Random(1))
+    blocks, page = filled.blocks
+    other = (page[0] + 1) % 4
+    assert filled.memory.digest((blocks, [other]), 9) != filled.expected()
+    stale = Filled("state_layers=1", 1, list(range(8)), Random(1))
+    stale.tokens.append(8)
+    positions = np.array([8], np.uint64)
+    owners = (np.array([stale.blocks[0][2]], np.uint64), np.array(page, np.uint64))
+    hashes = stale.model.prefix_hashes(stale.tokens)
+    stale.memory.write(range(stale.model.layer_count), hashes[8:], positions, owners)
+    assert stale.digest() != stale.expected() == filled.digest()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("text", ["layers=2", "interior=token_inner", "order=nhd,parts=k:8/v:4"])
+def test_missing_stale_and_misplaced_blocks_change_the_digest(text: str, ranks: int) -> None:
+    filled = Filled(text, ranks, list(range(20)), Random(1))
+    right, (blocks,) = filled.digest(), filled.blocks
+    assert filled.memory.digest([[blocks[1], blocks[0], *blocks[2:]]], 20) != right
+    assert filled.memory.digest([[*blocks[:4], blocks[5]]], 20) != right
+    filled.memory.fill_guard(0, [blocks[2]])
+    assert filled.digest() != right
+
+
+def test_tokens_beyond_the_count_are_not_looked_at() -> None:
+    for text in ("layers=2", "interior=token_inner"):
+        filled = Filled(text, 1, list(range(8)), Random(1))
+        right = filled.memory.digest(filled.blocks, 6)
+        filled.memory.invert_byte(0, 0, "", filled.blocks[0][1], 0, 2, 0)
+        assert filled.memory.digest(filled.blocks, 6) == right
+        assert filled.memory.digest(filled.blocks, 7) != filled.expected()
+
+
+@pytest.mark.parametrize("text", ["layers=2", "interior=token_inner", "order=nhd,parts=k:8/v:4"])
+def test_guard_shows_foreign_writes(text: str) -> None:
+    filled = Filled(text, 2, list(range(8)), Random(1))
+    used = filled.blocks[0][:2]
+    free = [block for block in range(BLOCK_COUNT) if block not in used]
+    assert filled.memory.guard_violations(0, free) == ()
+    assert filled.memory.guard_violations(0, range(BLOCK_COUNT)) == tuple(sorted(used))
+    filled.memory.fill_guard(0, used)
+    filled.memory.invert_byte(1, 1, "", 5, 0, 3, 7)
+    assert filled.memory.guard_violations(0, range(BLOCK_COUNT)) == (5,)
+
+
+def test_guard_shows_foreign_writes_to_states() -> None:
+    filled = Filled("state_layers=1", 2, list(range(8)), Random(1))
+    assert filled.memory.guard_violations(1, range(4)) == (filled.blocks[1][0],)
+
+
+def test_regions_lie_where_the_bytes_are() -> None:
+    filled = Filled("layers=2,heads=4", 2, [1], Random(1))
+    described = filled.memory.rank_memory(1, "in_memory", "here")
+    assert described.base_address % 4096 == 0
+    region = described.regions[1]
+    last = region.offset_bytes + BLOCK_COUNT * region.block_stride_bytes
+    assert last == described.arena_bytes == filled.memory.arena_bytes(1)
+    assert region.block_stride_bytes == 2 * region.head_stride_bytes == 2 * BLOCK_TOKENS * 16
+    assert region.unit_bytes == filled.memory.layout().groups[0].parts[0].unit_bytes
+
+
+@pytest.mark.parametrize("text", MODELS)
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_regions_of_a_rank_lie_apart_and_within_its_arena(text: str, ranks: int) -> None:
+    filled = Filled(text, ranks, [1], Random(1))
+    for rank in range(filled.memory.layout().rank_count):
+        described = filled.memory.rank_memory(rank, "in_memory", "here")
+        touched = np.zeros(described.arena_bytes, np.uint8)
+        for region in described.regions:
+            tokens = region.block_tokens if region.token_addressable else 1
+            for block in range(region.block_count):
+                for head in range(region.head_count):
+                    for token in range(tokens):
+                        at = region.offset_bytes + block * region.block_stride_bytes
+                        at += head * region.head_stride_bytes + token * region.token_stride_bytes
+                        touched[at : at + region.unit_bytes] += 1
+        assert touched.max() == 1

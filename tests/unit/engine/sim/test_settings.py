@@ -1,0 +1,117 @@
+"""Settings of the sim engine."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from headrace_common.errors import ConfigError
+from headrace_engine.factory import EngineConfig, build_engine
+from headrace_engine.sim.settings import SimSettings, parse_settings, plan_shape
+from headrace_kv.layout.layout import WorkerRef
+
+CONFIG = EngineConfig(engine="sim", model="sim", role="decode", ref=WorkerRef("w", "1" * 16))
+
+
+def test_the_plain_name_takes_the_defaults() -> None:
+    assert parse_settings("sim") == SimSettings()
+
+
+def test_every_setting_can_be_given() -> None:
+    text = "sim:layers=4,heads=8,head_bytes=32,vocabulary=50,context=64,layer_s=0.5"
+    expected = SimSettings(4, 8, 32, 50, 64, layer_s=0.5)
+    assert parse_settings(text) == expected
+
+
+def test_caches_can_be_given_as_data() -> None:
+    text = (
+        "sim:layers=2,heads=6,parts=k:16:int8/scale:4:float32,state_layers=1,index_layers=1,"
+        "order=block/layer/part/head/token,interior=token_inner,stages=2"
+    )
+    shape = plan_shape(replace(CONFIG, model=text, block_tokens=32))
+    attention, index, state = shape.groups
+    assert attention.layers == (0, 3)
+    assert {*index.layers, *state.layers} == {1, 2}
+    assert [(part.name, part.unit_bytes) for part in attention.parts] == [
+        ("k", 16 * 32),
+        ("scale", 4 * 32),
+    ]
+    assert (state.kind, state.block_tokens, state.parts[0].interior) == ("state", 0, "token_outer")
+    assert shape.stage_starts == (0, 2)
+    assert shape.block_counts[2] == CONFIG.max_requests
+
+
+@pytest.mark.parametrize(
+    "model, field",
+    [
+        ("llama", "model"),
+        ("simple", "model"),
+        ("sim:layers=0", "model.layers"),
+        ("sim:layers=two", "model.layers"),
+        ("sim:layers", "model.layers"),
+        ("sim:colour=4", "model.colour"),
+        ("sim:heads=2,heads=2", "model.heads"),
+        ("sim:head_bytes=12", "model.head_bytes"),
+        ("sim:layer_s=nan", "model.layer_s"),
+        ("sim:decode_step_s=-1", "model.decode_step_s"),
+        ("sim:parts=", "model.parts"),
+        ("sim:parts=k", "model.parts"),
+        ("sim:parts=k:0", "model.parts"),
+        ("sim:parts=k:8/k:8", "model.parts"),
+        ("sim:parts=k:8:fp 8", "model.parts"),
+        ("sim:parts=k:8,head_bytes=8", "model.head_bytes"),
+        ("sim:state_parts=8", "model.state_parts"),
+        ("sim:index_layers=-1", "model.index_layers"),
+        ("sim:order=dhn", "model.order"),
+        ("sim:order=layer/part/block/head", "model.order"),
+        ("sim:interior=inside", "model.interior"),
+        ("sim:layers=2,stages=3", "model.stages"),
+        ("sim:heads=0,order=dhn", "model.heads, model.order"),
+    ],
+)
+def test_wrong_settings_are_named(model: str, field: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse_settings(model)
+    assert raised.value.metadata["field"] == field
+    assert raised.value.detail.startswith(field.partition(",")[0])
+
+
+@pytest.mark.parametrize(
+    "changes, field",
+    [
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size"),
+        ({"block_tokens": -1}, "block_tokens"),
+        ({"max_requests": 0}, "max_requests"),
+        ({"max_batched_tokens": 8}, "max_batched_tokens"),
+        ({"block_count": -1}, "block_count"),
+        ({"kv_cache_gib": 0.0}, "kv_cache_gib"),
+        ({"context_tokens": -1}, "context_tokens"),
+        ({"context_tokens": 500, "block_count": 4}, "context_tokens"),
+        ({"block_tokens": -1, "max_requests": 0}, "block_tokens, max_requests"),
+        (
+            {"model": "sim:index_layers=1,index_block_tokens=30", "max_batched_tokens": 400},
+            "max_batched_tokens",
+        ),
+    ],
+)
+def test_wrong_fields_of_the_configuration_are_named(changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        plan_shape(replace(CONFIG, **changes))
+    assert raised.value.metadata["field"] == field
+
+
+def test_blocks_come_from_memory_but_not_more_than_requests_can_use() -> None:
+    shape = plan_shape(replace(CONFIG, max_requests=2, context_tokens=100))
+    assert shape.block_count == 2 * 4
+    block_bytes = 2 * 2 * 16 * 32
+    shape = plan_shape(replace(CONFIG, kv_cache_gib=10 * block_bytes / (1 << 30)))
+    assert shape.block_count == 10
+    assert shape.context_tokens == 320
+
+
+def test_an_unknown_engine_is_refused() -> None:
+    async def descriptors(*_: object) -> None:
+        return None
+
+    with pytest.raises(ConfigError, match="unknown"):
+        build_engine(replace(CONFIG, engine="tgi"), descriptors)  # type: ignore[arg-type]

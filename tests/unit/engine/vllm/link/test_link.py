@@ -1,0 +1,185 @@
+"""The link between a service and its engine processes, over a real socket; both ends in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from headrace.engine.v1 import link_pb2
+from headrace_common.deadlines import Deadline
+from headrace_common.errors import InternalError, StaleIncarnation
+from headrace_engine.vllm.link.client import Link
+from headrace_engine.vllm.link.messages import (
+    report_from_proto,
+    report_to_proto,
+    reservation_from_proto,
+    reservation_to_proto,
+)
+from headrace_engine.vllm.link.server import LinkEvents, LinkServer
+from headrace_engine.vllm.link.startup_failure import read_failure, write_failure
+from headrace_kv.handoff.messages import LayerSent, Reservation, SendReport
+from headrace_kv.layout.layout import (
+    KvDescriptor,
+    KvLayout,
+    RankMemory,
+    WorkerRef,
+    layout_to_proto,
+    rank_memory_to_proto,
+)
+
+LAYOUT = KvLayout.attention(
+    model="m:1",
+    dtype="float32",
+    layer_count=2,
+    kv_head_count=4,
+    tensor_parallel_size=2,
+    block_tokens=32,
+    parts={"kv": 4096},
+    interior="vllm-cpu-vec",
+)
+SENT = LayerSent(
+    1, 0, 0, 32, 8192, 2, 10**18 + 7, 10**18, 2500, "mooncake/tcp", "in_flight+both", 3
+)
+REPORT = SendReport("x1", 1, "", "", (SENT,), 240)
+RESERVATION = Reservation("x1", (4, 2), 32, 70, ((3,), (7, 8)))
+
+
+def memory(rank: int) -> RankMemory:
+    return RankMemory(rank, "mooncake", f"h:{rank}", 4096, 8192, ())
+
+
+def rank_attachment(rank: int) -> link_pb2.Attachment:
+    return link_pb2.Attachment(
+        rank=rank, layout=layout_to_proto(LAYOUT), memory=rank_memory_to_proto(memory(rank))
+    )
+
+
+@dataclass(slots=True)
+class Ends:
+    """A server with what it heard, and three attached connectors with what they heard."""
+
+    server: LinkServer
+    reserved: list[Reservation]
+    reports: list[SendReport]
+    lost: list[str]
+    links: dict[str, Link] = field(default_factory=dict)
+    heard: dict[str, list[str | None]] = field(default_factory=dict)
+
+    def attach(self, path: Path, name: str, attachment: link_pb2.Attachment) -> None:
+        self.heard[name] = []
+        self.links[name] = Link(
+            path,
+            attachment,
+            lambda response: self.heard[name].append(response.WhichOneof("message")),
+        )
+
+
+async def no_descriptors(ref: WorkerRef, deadline: Deadline) -> KvDescriptor:
+    if ref.incarnation == "old":
+        raise StaleIncarnation(f"{ref} is gone")
+    return KvDescriptor(LAYOUT, (memory(0), memory(1)))
+
+
+@asynccontextmanager
+async def attached(path: Path) -> AsyncIterator[Ends]:
+    reserved: list[Reservation] = []
+    reports: list[SendReport] = []
+    lost: list[str] = []
+    events = LinkEvents(reserved.append, reports.append, lost.append)
+    ends = Ends(LinkServer(path, events, no_descriptors), reserved, reports, lost)
+    # The connectors are there first, as in the engine's start.
+    ends.attach(path, "scheduler", link_pb2.Attachment(scheduler=True))
+    ends.attach(path, "rank 1", rank_attachment(1))
+    ends.attach(path, "rank 0", rank_attachment(0))
+    await asyncio.sleep(0.1)
+    await ends.server.start()
+    try:
+        yield ends
+    finally:
+        ends.server.begin_close()
+        for link in ends.links.values():
+            link.close()
+        await ends.server.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def on_link_loop(link: Link, work: Awaitable[KvDescriptor]) -> KvDescriptor:
+    async def run() -> KvDescriptor:
+        return await work
+
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(run(), link.loop))
+
+
+async def test_everything_that_is_said_arrives(tmp_path: Path) -> None:
+    async with attached(tmp_path / "link") as ends:
+        descriptor = await ends.server.wait_attached(2, timeout_s=10)
+        assert descriptor == KvDescriptor(LAYOUT, (memory(0), memory(1)))
+        ends.links["scheduler"].send(
+            link_pb2.AttachRequest(reserved=reservation_to_proto(RESERVATION))
+        )
+        ends.links["rank 1"].send(link_pb2.AttachRequest(report=report_to_proto(REPORT)))
+        await until(lambda: bool(ends.reserved and ends.reports))
+        assert (ends.reserved, ends.reports) == ([RESERVATION], [REPORT])
+        ends.server.arrived("x1")
+        ends.server.released("x2")
+        ends.server.request_coming()
+        ends.server.stop("x3")
+        await until(lambda: len(ends.heard["scheduler"]) == 3 and len(ends.heard["rank 0"]) == 1)
+        await until(lambda: len(ends.heard["rank 1"]) == 1)
+        assert ends.heard == {
+            "scheduler": ["arrived", "released", "request_coming"],
+            "rank 0": ["stop"],
+            "rank 1": ["stop"],
+        }
+        assert ends.lost == []
+
+
+async def test_ranks_find_descriptors_through_the_service(tmp_path: Path) -> None:
+    async with attached(tmp_path / "link") as ends:
+        await ends.server.wait_attached(2, timeout_s=10)
+        link = ends.links["rank 0"]
+        deadline = Deadline(time.time() + 5)
+        found = await on_link_loop(link, link.find_descriptor(WorkerRef("d0", "new"), deadline))
+        assert found.ranks == (memory(0), memory(1))
+        with pytest.raises(StaleIncarnation, match="d0@old is gone"):
+            await on_link_loop(link, link.find_descriptor(WorkerRef("d0", "old"), deadline))
+
+
+async def test_a_connector_that_ends_is_noticed(tmp_path: Path) -> None:
+    async with attached(tmp_path / "link") as ends:
+        await ends.server.wait_attached(2, timeout_s=10)
+        ends.links["rank 1"].close()
+        await until(lambda: bool(ends.lost))
+        assert "rank 1" in ends.lost[0]
+
+
+async def test_missing_ranks_are_counted(tmp_path: Path) -> None:
+    async with attached(tmp_path / "link") as ends:
+        with pytest.raises(InternalError, match="2 of 3 ranks"):
+            await ends.server.wait_attached(3, timeout_s=1)
+
+
+def test_words_survive_the_way() -> None:
+    assert report_from_proto(report_to_proto(REPORT)) == REPORT
+    assert reservation_from_proto(reservation_to_proto(RESERVATION)) == RESERVATION
+
+
+def test_an_engine_that_cannot_start_leaves_a_note(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    assert read_failure(link) is None
+    write_failure(link, StaleIncarnation("first", metadata={"a": "b"}))
+    write_failure(link, InternalError("second"))
+    found = read_failure(link)
+    assert isinstance(found, StaleIncarnation)
+    assert (found.detail, found.metadata) == ("first", {"a": "b"})

@@ -1,0 +1,203 @@
+"""KV tensors as regions, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from headrace_common.errors import ConfigError
+from headrace_engine.vllm.rank.memory import (
+    WHOLE_BLOCKS,
+    Arena,
+    describe_arena,
+    layout_of,
+    rank_memory,
+)
+from headrace_engine.vllm.step.groups import LayerGroup
+from headrace_kv.layout.layout import STATE, TOKEN_OUTER, TOKENS, GroupKind, Part
+
+BASE = 0x10000
+
+
+@dataclass
+class FakeStorage:
+    base: int
+
+    def data_ptr(self) -> int:
+        return self.base
+
+    def nbytes(self) -> int:
+        return 1 << 20
+
+
+@dataclass
+class FakeTensor:
+    """As much of a torch tensor as the module asks for; strides in elements of 4 bytes."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    base: int = BASE
+    dtype: str = "torch.float32"
+
+    def untyped_storage(self) -> FakeStorage:
+        return FakeStorage(self.base)
+
+    def data_ptr(self) -> int:
+        return self.base + self.offset
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def stride(self, dim: int | None = None) -> Any:
+        return self.strides if dim is None else self.strides[dim]
+
+    def element_size(self) -> int:
+        return 4
+
+
+def tensor(layer: int, **changes: Any) -> FakeTensor:
+    values: dict[str, Any] = {
+        "shape": (8, 3, 32, 128),
+        "strides": (3 * 4096, 4096, 128, 1),
+        "offset": layer * 8 * 3 * 4096 * 4,
+    }
+    return FakeTensor(**(values | changes))
+
+
+def group(
+    kind: GroupKind, names: Sequence[str], *, index: int = 0, block_tokens: int = 32, **changes: Any
+) -> LayerGroup:
+    values: dict[str, Any] = {
+        "index": index,
+        "name": f"group.{index}",
+        "kind": kind,
+        "head_count": 3,
+        "block_tokens": block_tokens,
+        "interior": "",
+        "layers": tuple((int(name[1:]), name) for name in names),
+    }
+    return LayerGroup(**(values | changes))
+
+
+def describe(
+    *tensors: FakeTensor, groups: Sequence[LayerGroup] = (), rank: int = 0, ranks: int = 1
+) -> Arena:
+    caches: dict[str, Any] = {f"l{number}": item for number, item in enumerate(tensors)}
+    return describe_arena(
+        caches,
+        groups or [group(TOKENS, list(caches))],
+        rank=rank,
+        tensor_parallel_size=ranks,
+        block_interior=lambda cache, block_tokens: f"packed-{block_tokens}",
+    )
+
+
+def test_regions_lie_where_the_tensors_do() -> None:
+    groups = [group(TOKENS, ("l0", "l1"), head_count=6)]
+    arena = describe(tensor(0), tensor(1), groups=groups, rank=1, ranks=2)
+    assert (arena.base_address, arena.arena_bytes) == (BASE, 1 << 20)
+    assert [region.offset_bytes for region in arena.regions] == [0, 8 * 3 * 4096 * 4]
+    region = arena.regions[1]
+    assert (region.layer, region.block_stride_bytes) == (1, 3 * 4096 * 4)
+    assert (region.head_stride_bytes, region.unit_bytes) == (4096 * 4, 32 * 128 * 4)
+    layout = layout_of(arena, fingerprint="m:1", tensor_parallel_size=2)
+    assert (layout.dtype, layout.layer_count, layout.block_tokens) == ("float32", 2, 32)
+    assert layout.groups[0].parts == (Part("kv", "float32", region.unit_bytes, "packed-32"),)
+    memory = rank_memory(arena, rank=1, transport="mooncake", session="h:1")
+    assert (memory.rank, memory.regions) == (1, arena.regions)
+
+
+def test_tokens_of_latent_attention_lie_one_by_one() -> None:
+    latent = tensor(0, shape=(8, 1, 16, 576), strides=(9216, 9216, 576, 1))
+    groups = [group(TOKENS, ("l0",), head_count=1, block_tokens=16, interior=TOKEN_OUTER)]
+    arena = describe(latent, groups=groups, rank=1, ranks=2)
+    assert arena.groups[0].token_addressable
+    assert (arena.regions[0].unit_bytes, arena.regions[0].token_stride_bytes) == (2304, 2304)
+
+
+def test_groups_may_share_their_memory() -> None:
+    """A page and a block at the same place: which it is, the block lists say."""
+    page = tensor(0, shape=(8, 1, 1, 1000), strides=(12288, 12288, 1000, 1))
+    groups = [
+        group(TOKENS, ("l1",), index=1),
+        group(STATE, ("l0",), head_count=1, block_tokens=32, interior="state"),
+    ]
+    arena = describe(page, tensor(0), groups=groups)
+    attention, state = arena.regions
+    assert attention.offset_bytes == state.offset_bytes == 0
+    assert (state.layer, state.block_tokens, state.token_stride_bytes) == (0, 0, 0)
+    assert (state.unit_bytes, state.block_stride_bytes) == (4000, 49152)
+    layout = layout_of(arena, fingerprint="m:1", tensor_parallel_size=1)
+    assert [(g.kind, g.layers, g.block_tokens) for g in layout.groups] == [
+        (TOKENS, (1,), 32),
+        (STATE, (0,), 0),
+    ]
+    assert layout.group_index(0) == 1
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"shape": (8, 3, 16, 128)},
+        {"base": BASE * 2},
+        {"shape": (9, 3, 32, 128)},
+        {"strides": (3 * 4096, 4096, 1, 32)},
+        {"shape": (8, 1, 4096), "strides": (4096, 4096, 1)},
+        {"dtype": "torch.bfloat16"},
+        {"shape": (8, 2, 32, 128)},
+    ],
+)
+def test_caches_that_are_not_alike_are_refused(odd: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        describe(tensor(0), tensor(1, **odd))
+
+
+def by_token(cache: Any, block_tokens: int) -> str:
+    return TOKEN_OUTER
+
+
+def test_tokens_that_may_be_copied_one_by_one_lie_in_either_order_with_the_heads() -> None:
+    token_first = tensor(0, strides=(3 * 4096, 128, 3 * 128, 1))
+    found = []
+    for cache in (tensor(0), token_first):
+        arena = describe_arena(
+            {"l0": cache},
+            [group(TOKENS, ("l0",))],
+            rank=0,
+            tensor_parallel_size=1,
+            block_interior=by_token,
+        )
+        region = arena.regions[0]
+        found.append((region.head_stride_bytes, region.token_stride_bytes))
+        assert arena.groups[0].parts == (Part("kv", "float32", 512, TOKEN_OUTER),)
+    assert found == [(4096 * 4, 512), (512, 3 * 512)]
+
+
+def test_beside_states_blocks_go_whole() -> None:
+    page = tensor(1, shape=(8, 1, 1, 1000), strides=(12288, 12288, 1000, 1))
+    groups = [
+        group(TOKENS, ("l0",)),
+        group(STATE, ("l1",), index=1, head_count=1, interior="pages"),
+    ]
+
+    def described(cache: FakeTensor) -> Arena:
+        caches: dict[str, Any] = {"l0": cache, "l1": page}
+        return describe_arena(
+            caches, groups, rank=0, tensor_parallel_size=1, block_interior=by_token
+        )
+
+    arena = described(tensor(0))
+    assert arena.groups[0].parts == (Part("kv", "float32", 32 * 512, WHOLE_BLOCKS),)
+    assert arena.regions[0].token_stride_bytes == 0
+    with pytest.raises(ConfigError, match="VLLM_KV_CACHE_LAYOUT=HND"):
+        described(tensor(0, strides=(3 * 4096, 128, 3 * 128, 1)))
+
+
+def test_kernels_that_split_blocks_name_the_size_to_set() -> None:
+    with pytest.raises(ConfigError, match="set block_tokens to 16") as caught:
+        describe(tensor(0, shape=(16, 3, 16, 128), strides=(3 * 2048, 2048, 128, 1)))
+    assert caught.value.metadata["field"] == "block_tokens"

@@ -1,0 +1,201 @@
+"""vLLM's events, turned into names that routers know."""
+
+from __future__ import annotations
+
+import asyncio
+from random import Random
+from typing import Any
+
+import pytest
+
+from headrace_engine.prefix.announcer import PrefixAnnouncer
+from headrace_engine.vllm.service.kv_events import VllmPrefixes
+from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.prefix.events import Tier, unpack_hashes
+from headrace_kv.prefix.scope import prefix_hasher
+
+BLOCK = 4
+KEY = 77
+HASHER = prefix_hasher(KEY, "m", BLOCK)
+
+
+def names(tokens: list[int]) -> list[int]:
+    return HASHER.hashes(tokens)
+
+
+def vllm_hashes(tokens: list[int]) -> list[int]:
+    """Stand-ins for vLLM's own: anything that tells prefixes apart."""
+    ends = range(BLOCK, len(tokens) + 1, BLOCK)
+    return [hash((len(tokens[:end]), *tokens[:end])) & (1 << 64) - 1 for end in ends]
+
+
+def stored(tokens: list[int], first: int, end: int, **changes: Any) -> dict[str, Any]:
+    """The event of the prompt's blocks [first, end)."""
+    hashes = vllm_hashes(tokens)
+    return {
+        "type": "BlockStored",
+        "block_hashes": hashes[first:end],
+        "parent_block_hash": hashes[first - 1] if first else None,
+        "token_ids": tokens[first * BLOCK : end * BLOCK],
+        "block_size": BLOCK,
+        "medium": "GPU",
+        "group_idx": 0,
+    } | changes
+
+
+def removed(*hashes: int, group: int = 0) -> dict[str, Any]:
+    return {"type": "BlockRemoved", "block_hashes": list(hashes), "group_idx": group}
+
+
+class Rig:
+    def __init__(self, *tiers: Tier) -> None:
+        self.events = PrefixAnnouncer(
+            WorkerRef("w", "1" * 16), BLOCK, flush_s=0.0, tiers=tiers or (Tier.DEVICE,)
+        )
+        self.prefixes = VllmPrefixes(self.events)
+
+    async def announced(self, tier: Tier = Tier.DEVICE) -> set[int]:
+        await asyncio.sleep(0.01)
+        found: set[int] = set()
+        with self.events.subscribe(0) as subscription:
+            async for message in subscription.messages(1.0):
+                if message.WhichOneof("event") != "snapshot":
+                    break
+                if int(message.tier) == tier:
+                    found.update(unpack_hashes(message.snapshot.hashes))
+        return found
+
+
+@pytest.fixture
+def rig() -> Rig:
+    rig = Rig()
+    rig.events.begin(KEY, "m")
+    return rig
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_blocks_get_the_same_names_however_they_come(rig: Rig, seed: int) -> None:
+    random = Random(seed)
+    base = [random.randrange(1 << 31) for _ in range(random.randrange(30, 100) * BLOCK)]
+    fork = random.randrange(1, len(base) // BLOCK)
+    other = base[: fork * BLOCK] + [random.randrange(1000) for _ in range(20 * BLOCK)]
+    for tokens, start in ((base, 0), (other, fork)):
+        first = start
+        while first < len(tokens) // BLOCK:
+            end = min(first + random.randrange(1, 12), len(tokens) // BLOCK)
+            rig.prefixes.take(stored(tokens, first, end))
+            first = end
+    assert await rig.announced() == {*names(base), *names(other)}
+
+
+async def test_removal_from_the_end_and_storing_again(rig: Rig) -> None:
+    tokens = list(range(20 * BLOCK))
+    hashes = vllm_hashes(tokens)
+    rig.prefixes.take(stored(tokens, 0, 20))
+    for block_hash in reversed(hashes[5:]):
+        rig.prefixes.take(removed(block_hash))
+    assert await rig.announced() == set(names(tokens)[:5])
+    rig.prefixes.take(stored(tokens, 5, 20))
+    assert await rig.announced() == set(names(tokens))
+    rig.prefixes.take({"type": "AllBlocksCleared"})
+    assert await rig.announced() == set()
+    rig.prefixes.take(stored(tokens, 0, 1))
+    assert await rig.announced() == set(names(tokens)[:1])
+
+
+async def test_a_block_counts_until_its_last_copy_goes(rig: Rig) -> None:
+    tokens = list(range(2 * BLOCK))
+    last = vllm_hashes(tokens)[1]
+    rig.prefixes.take(stored(tokens, 0, 2))
+    rig.prefixes.take(stored(tokens, 0, 2))
+    rig.prefixes.take(removed(last))
+    assert await rig.announced() == set(names(tokens))
+    rig.prefixes.take(removed(last))
+    rig.prefixes.take(removed(last))
+    assert await rig.announced() == set(names(tokens)[:1])
+
+
+async def test_of_a_hybrid_the_group_with_attention_counts(rig: Rig) -> None:
+    tokens = list(range(4 * BLOCK))
+    state = {"group_idx": 0, "kv_cache_spec_kind": "mamba"}
+    rig.prefixes.take(stored(tokens, 0, 1, **state))
+    assert await rig.announced() == set()
+    for index in (3, 4):
+        attention = {"group_idx": index, "kv_cache_spec_kind": "full_attention"}
+        rig.prefixes.take(stored(tokens, 0, 2, **attention))
+    assert await rig.announced() == set(names(tokens)[:2])
+    rig.prefixes.take(removed(vllm_hashes(tokens)[1], group=4))
+    rig.prefixes.take(removed(vllm_hashes(tokens)[1], group=0))
+    assert await rig.announced() == set(names(tokens)[:2])
+    rig.prefixes.take(removed(vllm_hashes(tokens)[1], group=3))
+    assert await rig.announced() == set(names(tokens)[:1])
+
+
+async def test_what_tokens_alone_do_not_name_is_left_out(rig: Rig) -> None:
+    tokens = list(range(4 * BLOCK))
+    rig.prefixes.take(stored(tokens, 1, 2))
+    rig.prefixes.take(stored(tokens, 0, 1, extra_keys=[("adapter",)]))
+    rig.prefixes.take(stored(tokens, 0, 1, group_idx=1))
+    rig.prefixes.take(stored(tokens, 0, 1, block_size=2 * BLOCK))
+    rig.prefixes.take(stored(tokens, 0, 2, token_ids=tokens[:BLOCK]))
+    assert await rig.announced() == set()
+    rig.prefixes.take(stored(tokens, 0, 2, extra_keys=[None, None]))
+    rig.prefixes.take(removed(vllm_hashes(tokens)[0], group=1))
+    assert await rig.announced() == set(names(tokens)[:2])
+
+
+async def test_nothing_is_named_before_the_key_is_known() -> None:
+    rig = Rig()
+    tokens = list(range(2 * BLOCK))
+    rig.prefixes.take(stored(tokens, 0, 1))
+    rig.events.begin(KEY, "m")
+    rig.prefixes.take(stored(tokens, 1, 2))
+    assert await rig.announced() == set()
+
+
+async def test_blocks_of_another_size_are_named_once(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    for tokens in ([1] * 2 * BLOCK, [2] * 2 * BLOCK):
+        rig.prefixes.take(stored(tokens, 0, 1, block_size=2 * BLOCK))
+    assert await rig.announced() == set()
+    (warning,) = (record.getMessage() for record in caplog.records)
+    assert f"blocks of {2 * BLOCK} tokens" in warning
+    assert f"blocks of {BLOCK}:" in warning
+
+
+def offloaded(tokens: list[int], first: int, end: int) -> dict[str, Any]:
+    """As OffloadingConnector has it that copies blocks and says no more than their hashes."""
+    return stored(tokens, first, end, medium="CPU", token_ids=[], parent_block_hash=None) | {
+        "block_size": 0
+    }
+
+
+async def test_copies_in_main_memory_are_a_tier_of_their_own() -> None:
+    rig = Rig(Tier.DEVICE, Tier.HOST)
+    rig.events.begin(KEY, "m")
+    tokens = list(range(12 * BLOCK))
+    hashes, known = vllm_hashes(tokens), names(tokens)
+    rig.prefixes.take(stored(tokens, 0, 10))
+    rig.prefixes.take(offloaded(tokens, 0, 6))
+    rig.prefixes.take(stored(tokens, 10, 12, medium="CPU"))
+    for block_hash in reversed(hashes[2:10]):
+        rig.prefixes.take(removed(block_hash) | {"medium": "GPU"})
+    assert await rig.announced() == set(known[:2])
+    # The chain breaks after the sixth: what lies behind cannot be reached.
+    assert await rig.announced(Tier.HOST) == set(known[:6])
+    rig.prefixes.take(removed(*reversed(hashes[1:6])) | {"medium": "CPU"})
+    assert await rig.announced() == set(known[:2])
+    assert await rig.announced(Tier.HOST) == set(known[:2])
+
+
+async def test_copies_in_a_tier_that_is_not_announced_change_nothing(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokens = list(range(4 * BLOCK))
+    rig.prefixes.take(stored(tokens, 0, 4))
+    rig.prefixes.take(offloaded(tokens, 0, 4))
+    rig.prefixes.take(removed(*vllm_hashes(tokens)) | {"medium": "CPU"})
+    rig.prefixes.take(removed(*vllm_hashes(tokens)) | {"medium": "STORAGE"})
+    assert await rig.announced() == set(names(tokens))
+    assert not caplog.records

@@ -1,0 +1,114 @@
+"""What a model's folder says before it is loaded."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from headrace_common.errors import ConfigError
+from headrace_engine.factory import EngineConfig
+from headrace_engine.vllm.service import launch
+from headrace_engine.vllm.service.model_folder import read_model_folder
+from headrace_kv.layout.layout import WorkerRef
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "max_position_embeddings": 2048,
+    "torch_dtype": "bfloat16",
+}
+
+
+def folder(path: Path, **changes: object) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(CONFIG | changes))
+    (path / "model.safetensors").touch()
+    return path
+
+
+def test_the_fingerprint_names_the_model_and_what_it_computes(tmp_path: Path) -> None:
+    first = read_model_folder(str(folder(tmp_path / "m")), 0)
+    assert first.fingerprint.startswith("m:")
+    assert first.context_tokens == 2048
+    (tmp_path / "b").mkdir()
+    stored = read_model_folder(str(folder(tmp_path / "b" / "m", torch_dtype="float32")), 0)
+    assert stored.fingerprint == first.fingerprint
+    other = read_model_folder(str(folder(tmp_path / "b" / "m", hidden_size=32)), 0)
+    assert other.fingerprint != first.fingerprint
+
+
+@pytest.mark.parametrize("context_tokens", [0, 1, 2048])
+def test_a_context_up_to_the_models_own_is_fine(tmp_path: Path, context_tokens: int) -> None:
+    read_model_folder(str(folder(tmp_path / "m")), context_tokens)
+
+
+def complaint(path: Path, context_tokens: int = 0) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read_model_folder(str(path), context_tokens)
+    assert "\n" not in caught.value.detail
+    return caught.value.detail
+
+
+def test_wrong_folders_are_refused_in_one_line(tmp_path: Path) -> None:
+    assert "does not exist" in complaint(tmp_path / "missing")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "no config.json" in complaint(empty)
+    broken = folder(tmp_path / "broken")
+    (broken / "config.json").write_text("{")
+    assert "cannot read" in complaint(broken)
+    (broken / "config.json").write_text("[]")
+    assert "holds no object" in complaint(broken)
+    assert "no architectures" in complaint(folder(tmp_path / "other", architectures=None))
+    weightless = folder(tmp_path / "weightless")
+    (weightless / "model.safetensors").unlink()
+    assert "no weights" in complaint(weightless)
+    assert "2049" in complaint(folder(tmp_path / "m"), 2049)
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"transport": "in_memory"}, "mooncake"),
+        ({"dtype": "int4"}, "dtype"),
+        ({"max_batched_tokens": 4}, "max_batched_tokens"),
+        ({"block_count": 1}, "block_count"),
+        ({"block_count": 5, "block_tokens": 32, "context_tokens": 129}, "context_tokens"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], word: str
+) -> None:
+    monkeypatch.setattr(launch, "require_vllm", lambda: "0.32.0")
+    values = {
+        "engine": "vllm",
+        "model": str(folder(tmp_path / "m")),
+        "role": "decode",
+        "ref": WorkerRef("d0", "1"),
+        "block_count": 5,
+        "context_tokens": 128,
+    }
+    # Blocks of 32 just hold it; how many tokens vLLM's own hold is not known yet.
+    for allowed in ({}, {"block_tokens": 32}, {"context_tokens": 2048}):
+        launch.check_config(EngineConfig(**(values | allowed)))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=word):
+        launch.check_config(EngineConfig(**(values | changes)))  # type: ignore[arg-type]
+
+
+def test_a_gpus_cache_is_sized_and_its_graphs_are_kept(tmp_path: Path) -> None:
+    config = EngineConfig(
+        engine="vllm",
+        model=str(folder(tmp_path / "m")),
+        role="decode",
+        ref=WorkerRef("d", "1"),
+        kv_cache_gib=2.5,
+    )
+    assert launch._device_args(config, on_cpu=True) == {"enforce_eager": True}
+    on_gpu = launch._device_args(config, on_cpu=False)
+    assert on_gpu["enforce_eager"] is False
+    assert on_gpu["kv_cache_memory_bytes"] == 5 << 29
+    assert 0.0 < on_gpu["gpu_memory_utilization"] < 0.1
+    assert launch._device_args(replace(config, eager=True), on_cpu=False)["enforce_eager"] is True

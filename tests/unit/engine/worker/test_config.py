@@ -1,0 +1,44 @@
+"""Settings of a process with several workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from headrace_engine.worker.config import WorkerConfig, worker_configs
+
+FLEET = {"worker_id": "w", "count": 4, "engine": "sim", "transport": "same_host"}
+
+
+def config(**settings: Any) -> WorkerConfig:
+    return WorkerConfig.model_validate(FLEET | settings)
+
+
+def test_each_worker_has_its_name_and_its_share_of_the_memory() -> None:
+    workers = worker_configs(config(kv_cache_gib=2.0, port_file="ports"))
+    assert [worker.worker_id for worker in workers] == ["w-0", "w-1", "w-2", "w-3"]
+    assert {(worker.count, worker.port_file, worker.kv_cache_gib) for worker in workers} == {
+        (1, "", 0.5)
+    }
+
+
+def test_a_worker_alone_keeps_its_settings() -> None:
+    alone = config(count=1, engine="vllm", transport="mooncake", listen="127.0.0.1:7003")
+    assert worker_configs(alone) == (alone,)
+
+
+@pytest.mark.parametrize(
+    "settings,remedy",
+    [
+        ({"engine": "vllm"}, "set engine to sim, or start 4 processes"),
+        ({"transport": "mooncake"}, "set transport to same_host"),
+        ({"listen": "127.0.0.1:7003"}, "give listen the port 0"),
+        ({"advertise": "127.0.0.1:7003"}, "give advertise the port 0"),
+        ({"worker_id": "w" * 62}, "choose a shorter worker_id"),
+    ],
+)
+def test_what_several_workers_cannot_have_is_refused(settings: dict[str, Any], remedy: str) -> None:
+    with pytest.raises(ValidationError, match=remedy):
+        config(**settings)

@@ -1,0 +1,76 @@
+"""Digests: the same on both sides, whatever the runs are like and however they are listed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from xxhash import xxh3_64_intdigest
+
+from headrace_common.errors import TransferFailed
+from headrace_kv.handoff.checksum import (
+    SAMPLED_SHARE,
+    destination_digest,
+    digest_share,
+    is_digested,
+    source_digest,
+)
+from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.plan.runs import Runs
+from headrace_kv.receive.verification import Distrust
+from headrace_kv.transport.memory import HOST_MEMORY
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 60), st.sampled_from([1, 3, 40, 9000]), st.integers(0, 2**32 - 1))
+def test_both_sides_agree_on_any_list_of_runs(count: int, length_max: int, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    lengths = generator.integers(1, length_max + 1, count)
+    total = int(lengths.sum())
+    source = generator.integers(0, 256, total + count, dtype=np.uint8)
+    destination = np.zeros_like(source)
+    at = np.cumsum(lengths + 1) - lengths - 1
+    to = np.empty_like(at)
+    order = generator.permutation(count)
+    to[order] = np.cumsum(lengths[order] + 1) - lengths[order] - 1
+    runs = Runs(source.ctypes.data + at, destination.ctypes.data + to, lengths)
+    pieces = []
+    for i in order.tolist():
+        piece = source[at[i] : at[i] + lengths[i]]
+        destination[to[i] : to[i] + lengths[i]] = piece
+        pieces.append(piece.tobytes())
+    expected = xxh3_64_intdigest(b"".join(pieces))
+    assert source_digest(HOST_MEMORY, runs) == expected
+    assert destination_digest(HOST_MEMORY, runs) == expected
+    relisted = Runs(
+        runs.source_addresses[order], runs.destination_addresses[order], runs.lengths[order]
+    )
+    assert source_digest(HOST_MEMORY, relisted) == expected
+    destination[to[order[0]]] ^= 1
+    assert destination_digest(HOST_MEMORY, runs) != expected
+
+
+def test_sampling_takes_its_share_and_both_sides_the_same() -> None:
+    pairs = [(f"x{number:032x}", layer) for number in range(200) for layer in range(40)]
+    chosen = [is_digested(digest_share("sampled"), *pair) for pair in pairs]
+    assert chosen == [is_digested(SAMPLED_SHARE, *pair) for pair in pairs]
+    assert 0.75 * SAMPLED_SHARE < sum(chosen) / len(chosen) < 1.25 * SAMPLED_SHARE
+    assert all(is_digested(digest_share("on"), *pair) for pair in pairs)
+    assert not any(is_digested(digest_share("off"), *pair) for pair in pairs)
+
+
+def test_distrust_needs_repeats_and_ends_with_the_incarnation() -> None:
+    distrust = Distrust(2)
+    bad, reborn = WorkerRef("prefill-0", "a" * 16), WorkerRef("prefill-0", "b" * 16)
+    distrust.note(bad)
+    distrust.check(bad)
+    assert not distrust.refs
+    distrust.note(bad)
+    with pytest.raises(TransferFailed, match="arrived broken"):
+        distrust.check(bad)
+    assert list(distrust.refs) == [bad]
+    distrust.check(reborn)
+    for number in range(3000):
+        distrust.note(WorkerRef("other", str(number)))
+    assert len(distrust.refs) <= 1

@@ -1,0 +1,82 @@
+"""Logits in parts: only the whole, in order and intact, is taken."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from random import Random
+
+import pytest
+
+from headrace.kv.v1 import handoff_pb2
+from headrace_common.errors import HeadraceError, KvCorrupt, ProtocolViolation
+from headrace_kv.handoff.logits import PART_BYTES, IncomingLogits, logits_parts
+
+SIZES = (1, 8, PART_BYTES - 1, PART_BYTES, PART_BYTES + 1, 3 * PART_BYTES + 5)
+
+
+def parts_of(size: int) -> tuple[bytes, list[handoff_pb2.LogitsPart]]:
+    logits = Random(size).randbytes(size)
+    return logits, [request.logits for request in logits_parts("x1", logits)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_what_is_sent_arrives(size: int) -> None:
+    logits, parts = parts_of(size)
+    incoming = IncomingLogits("x1", size)
+    for part in parts:
+        assert not incoming.complete
+        assert part.transfer_id == "x1"
+        assert len(part.data) <= PART_BYTES
+        incoming.take(part)
+    assert incoming.complete
+    assert await incoming.wait() == logits
+
+
+async def test_who_waits_hears_that_none_come() -> None:
+    incoming = IncomingLogits("x1", 8)
+    waiting = asyncio.create_task(incoming.wait())
+    await asyncio.sleep(0)
+    incoming.end()
+    assert await waiting is None
+
+
+def test_where_none_are_due_none_are_taken() -> None:
+    incoming = IncomingLogits("x1", 0)
+    assert incoming.complete
+    with pytest.raises(ProtocolViolation):
+        incoming.take(parts_of(8)[1][0])
+
+
+Change = Callable[[handoff_pb2.LogitsPart], None]
+WRONG: dict[str, tuple[int, Change, type[HeadraceError]]] = {
+    "size": (0, lambda part: setattr(part, "total_bytes", 99), ProtocolViolation),
+    "gap": (1, lambda part: setattr(part, "start_byte", PART_BYTES + 1), ProtocolViolation),
+    "again": (1, lambda part: setattr(part, "start_byte", 0), ProtocolViolation),
+    "empty": (0, lambda part: setattr(part, "data", b""), ProtocolViolation),
+    "huge": (0, lambda part: setattr(part, "data", bytes(PART_BYTES + 1)), ProtocolViolation),
+    "over": (1, lambda part: setattr(part, "data", bytes(101)), ProtocolViolation),
+    "no digest": (1, lambda part: part.ClearField("digest"), ProtocolViolation),
+    "one byte": (1, lambda part: setattr(part, "data", bytes(100)), KvCorrupt),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_part_is_refused(name: str) -> None:
+    place, change, error = WRONG[name]
+    _, parts = parts_of(PART_BYTES + 100)
+    incoming = IncomingLogits("x1", PART_BYTES + 100)
+    for part in parts[:place]:
+        incoming.take(part)
+    change(parts[place])
+    with pytest.raises(error, match="x1"):
+        incoming.take(parts[place])
+    assert not incoming.complete
+
+
+def test_nothing_is_taken_after_the_whole() -> None:
+    _, parts = parts_of(8)
+    incoming = IncomingLogits("x1", 8)
+    incoming.take(parts[0])
+    with pytest.raises(ProtocolViolation):
+        incoming.take(parts[0])

@@ -1,0 +1,61 @@
+"""A layout that claims too much is refused before anything counts up to what it claims."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from headrace.kv.v1 import layout_pb2
+from headrace_common.errors import LayoutMismatch
+from headrace_kv.layout.layout import KvLayout, layout_from_proto, layout_to_proto
+from headrace_registry.validation import descriptor_violations, layout_violations
+
+MOST = 2**32 - 1
+LAYOUT = KvLayout.attention(
+    model="m", dtype="float32", layer_count=2, kv_head_count=2, block_tokens=16, parts={"kv": 4}
+)
+
+
+def many_ranks(layout: layout_pb2.KvLayout) -> None:
+    layout.tensor_parallel_size = MOST
+
+
+def many_stages(layout: layout_pb2.KvLayout) -> None:
+    layout.tensor_parallel_size = 1_000
+    layout.stage_starts[:] = range(1_000)
+
+
+def many_heads(layout: layout_pb2.KvLayout) -> None:
+    layout.groups[0].head_count = MOST
+
+
+def many_layers(layout: layout_pb2.KvLayout) -> None:
+    layout.groups[0].layers.extend(range(100_000))
+
+
+def many_parts(layout: layout_pb2.KvLayout) -> None:
+    layout.groups[0].parts.extend([layout.groups[0].parts[0]] * 1_000)
+
+
+def many_groups(layout: layout_pb2.KvLayout) -> None:
+    layout.groups.extend([layout_pb2.CacheGroup(name="x")] * 10_000)
+
+
+@pytest.mark.parametrize(
+    "spoil", [many_ranks, many_stages, many_heads, many_layers, many_parts, many_groups]
+)
+def test_what_is_beyond_all_bounds_is_refused_fast_by_workers_and_registry(
+    spoil: Callable[[layout_pb2.KvLayout], None],
+) -> None:
+    layout = layout_to_proto(LAYOUT)
+    assert layout_from_proto(layout) == LAYOUT
+    assert layout_violations(layout, "layout") == {}
+    spoil(layout)
+    started_s = time.process_time()
+    with pytest.raises(LayoutMismatch, match="beyond all bounds"):
+        layout_from_proto(layout)
+    assert layout_violations(layout, "layout")
+    assert descriptor_violations(layout_pb2.KvDescriptor(layout=layout), "descriptor")
+    assert time.process_time() - started_s < 1.0

@@ -1,0 +1,207 @@
+"""Planned runs of chosen cases: how few they are, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace_common.errors import LayoutMismatch, ProtocolViolation
+from headrace_kv.layout.layout import KvLayout, RankMemory
+from headrace_kv.plan.copy_plan import CopyPlanner, Runs, Span, plan_runs
+from headrace_kv.plan.regions import HEAD_OUTER, TOKENS_OUTER, Dimension, place_regions
+from headrace_kv.plan.shard_map import Edge
+
+BLOCK_TOKENS = 4
+UNIT = 10
+TOGETHER: tuple[Dimension, ...] = ("layer", "block", "part", "head", "token")
+INTERLEAVED: tuple[Dimension, ...] = ("layer", "block", "head", "token", "part")
+BLOCK_MAJOR: tuple[Dimension, ...] = ("block", "layer", "part", "head", "token")
+
+
+def memory(
+    heads: int = 4,
+    order: tuple[Dimension, ...] = HEAD_OUTER,
+    *,
+    blocks: int = 8,
+    block_tokens: int = BLOCK_TOKENS,
+    parts: dict[str, int] | None = None,
+    interior: str = "token_outer",
+    layers: int = 1,
+) -> RankMemory:
+    layout = KvLayout.attention(
+        model="m",
+        dtype="uint8",
+        layer_count=layers,
+        kv_head_count=heads,
+        block_tokens=block_tokens,
+        parts=parts or {"k": UNIT, "v": UNIT},
+        interior=interior,
+    )
+    placed = place_regions(layout, 0, (blocks,), order)
+    return RankMemory(0, "in_memory", "s", 1000, placed.arena_bytes, placed.regions)
+
+
+def span(source: list[int], destination: list[int], start: int = 0, end: int | None = None) -> Span:
+    """Blocks from the one that holds `start` on, with equal block sizes."""
+    first = start - start % BLOCK_TOKENS
+    end = first + len(source) * BLOCK_TOKENS if end is None else end
+    arrays = (np.array(source, dtype=np.int64), np.array(destination, dtype=np.int64))
+    return Span(start, end, arrays[0], first, arrays[1], first)
+
+
+def lengths(source: RankMemory, destination: RankMemory, edge: Edge, chosen: Span) -> list[int]:
+    return list(map(int, plan_runs(source, destination, edge, 0, chosen).lengths))
+
+
+WHOLE = Edge(0, 0, 0, 0, 4)
+HEAD = BLOCK_TOKENS * UNIT
+
+
+def test_neighbours_are_merged() -> None:
+    scattered = span([1, 2, 3, 5], [4, 5, 6, 7])
+    assert lengths(memory(), memory(), WHOLE, scattered) == [12 * HEAD, 4 * HEAD] * 2
+    half = Edge(0, 0, 2, 0, 2)
+    assert lengths(memory(), memory(), half, span([1, 2], [1, 2])) == [2 * HEAD] * 4
+    # All blocks of k end where those of v begin.
+    everything = span(list(range(8)), list(range(8)))
+    assert lengths(memory(), memory(), WHOLE, everything) == [64 * HEAD]
+
+
+def test_partial_blocks_are_cut_by_head() -> None:
+    """Tokens [1, 14) of four blocks: the two whole ones join their heads, their neighbours' nearest heads with them."""
+    found = sorted(lengths(memory(), memory(), WHOLE, span([1, 2, 3, 4], [1, 2, 3, 4], 1, 14)))
+    assert found == [2 * UNIT] * 6 + [3 * UNIT] * 6 + [5 * UNIT + 8 * HEAD] * 2
+
+
+def test_token_outer_blocks_need_no_cut() -> None:
+    one = memory(order=TOKENS_OUTER)
+    assert lengths(one, one, WHOLE, span([1, 2, 3, 4], [1, 2, 3, 4], 1, 14)) == [13 * 4 * UNIT] * 2
+    half = Edge(0, 0, 2, 0, 2)
+    assert lengths(one, one, half, span([1], [1])) == [2 * UNIT] * 8
+
+
+def test_between_token_outer_and_head_outer_every_token_is_a_run() -> None:
+    source, destination = memory(order=TOKENS_OUTER), memory()
+    found = lengths(source, destination, WHOLE, span([1, 2], [1, 5]))
+    assert found == [UNIT] * (2 * 8 * 4)
+    one_head = memory(1), memory(1, TOKENS_OUTER)
+    assert lengths(*one_head, Edge(0, 0, 0, 0, 1), span([1, 2], [1, 2])) == [8 * UNIT] * 2
+
+
+@pytest.mark.parametrize("order", [TOGETHER, INTERLEAVED])
+def test_keys_and_values_together(order: tuple[Dimension, ...]) -> None:
+    one = memory(order=order)
+    assert lengths(one, one, WHOLE, span([1, 2, 4], [1, 2, 5])) == [16 * HEAD, 8 * HEAD]
+
+
+def test_merged_and_apart_latents_talk() -> None:
+    """nope and rope in one latent are one run per stretch of tokens; apart, one each per token."""
+    parts = {"nope": 16, "rope": 2}
+    merged, apart = memory(1, INTERLEAVED, parts=parts), memory(1, parts=parts)
+    edge = Edge(0, 0, 0, 0, 1)
+    assert lengths(merged, merged, edge, span([1, 2], [4, 5])) == [8 * 18]
+    assert sorted(lengths(apart, apart, edge, span([1, 2], [4, 5]))) == [8 * 2, 8 * 16]
+    assert sorted(lengths(merged, apart, edge, span([1], [4]))) == [2] * 4 + [16] * 4
+
+
+def test_block_sizes_may_differ() -> None:
+    """Blocks of 4 into blocks of 6 from a prefix of 5 on, one head: as many runs as borders."""
+    source, destination = memory(1), memory(1, block_tokens=6)
+    chosen = Span(5, 21, np.array([7, 0, 2, 4, 6]), 4, np.array([5, 3, 1, 0]), 0)
+    # Source borders at 8, 12, 16, 20 and destination borders at 6, 12, 18 make 7 pieces per part.
+    assert len(plan_runs(source, destination, Edge(0, 0, 0, 0, 1), 0, chosen)) == 14
+
+
+def test_runs_grow_with_fragments_not_tokens() -> None:
+    for blocks in (8, 64, 512):
+        one = memory(1, blocks=blocks)
+        everything = span(list(range(blocks)), list(range(blocks)), 1)
+        assert len(plan_runs(one, one, Edge(0, 0, 0, 0, 1), 0, everything)) == 2
+
+
+def test_a_plan_moves_between_layers() -> None:
+    """Layer 1 lies elsewhere, layer 2 has its parts in another order."""
+
+    def shifted(base: int, last: tuple[int, int]) -> RankMemory:
+        pairs = ((0, 320), (1000, 1320), last)
+        regions = tuple(
+            replace(region, layer=layer, offset_bytes=offset)
+            for layer, pair in enumerate(pairs)
+            for region, offset in zip(memory(1).regions, pair, strict=True)
+        )
+        return RankMemory(0, "in_memory", "s", base, 4000, regions)
+
+    source, destination = shifted(5000, (3000, 2000)), shifted(9000, (2500, 3500))
+    planner = CopyPlanner(source, destination)
+    edge, chosen = Edge(0, 0, 0, 0, 1), span([1, 4], [0, 3])
+    for layer in (0, 1, 2, 0):
+        runs = planner.plan(edge, layer, chosen)
+        fresh = plan_runs(source, destination, edge, layer, chosen)
+        assert runs.source_addresses.tolist() == fresh.source_addresses.tolist()
+        assert runs.destination_addresses.tolist() == fresh.destination_addresses.tolist()
+        assert runs.lengths.tolist() == fresh.lengths.tolist()
+
+
+def test_only_shared_layers_are_planned() -> None:
+    both = memory(layers=3)
+    first = replace(both, regions=both.regions[:4])
+    last = replace(both, regions=both.regions[2:])
+    planner = CopyPlanner(first, last)
+    assert len(planner.plan(WHOLE, 1, span([1], [1])))
+    for layer in (0, 2, 3):
+        with pytest.raises(LayoutMismatch, match=f"do not both hold layer {layer}"):
+            planner.plan(WHOLE, layer, span([1], [1]))
+
+
+def test_impossible_copies_are_refused() -> None:
+    one = memory()
+    with pytest.raises(ProtocolViolation, match="destination block 8"):
+        plan_runs(one, one, WHOLE, 0, span([1], [8]))
+    with pytest.raises(ProtocolViolation, match="source block -1"):
+        plan_runs(one, one, WHOLE, 0, span([-1], [1]))
+    with pytest.raises(ProtocolViolation, match="leave the destination arena"):
+        plan_runs(one, replace(one, arena_bytes=600), WHOLE, 0, span([7], [7]))
+    with pytest.raises(ProtocolViolation, match="1 destination blocks do not hold"):
+        plan_runs(one, one, WHOLE, 0, span([1, 2], [1]))
+    with pytest.raises(LayoutMismatch, match=r"unit_bytes \(10 != 8\)"):
+        plan_runs(one, memory(parts={"k": 8, "v": 8}), WHOLE, 0, span([1], [1]))
+    partless = replace(one, regions=one.regions[:1])
+    with pytest.raises(LayoutMismatch, match="layer 0 part v"):
+        plan_runs(one, partless, WHOLE, 0, span([1], [1]))
+    with pytest.raises(LayoutMismatch, match="heads 2 to 5"):
+        plan_runs(one, one, Edge(0, 0, 2, 0, 4), 0, span([1], [1]))
+    opaque = memory(interior="packed")
+    with pytest.raises(LayoutMismatch, match="token_addressable"):
+        plan_runs(one, opaque, WHOLE, 0, span([1], [1]))
+    with pytest.raises(LayoutMismatch, match=r"block_tokens \(4 != 8\)"):
+        plan_runs(opaque, memory(interior="packed", block_tokens=8), WHOLE, 0, span([1], [1]))
+    with pytest.raises(ProtocolViolation, match="start inside a block of 4"):
+        plan_runs(opaque, opaque, WHOLE, 0, span([1, 2], [1, 2], 1))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 500), st.integers(1, 90)), max_size=12),
+    st.integers(1, 5),
+    st.integers(1, 40),
+)
+def test_batches_keep_every_byte_and_both_limits(
+    sizes: list[tuple[int, int]], entry_limit: int, byte_limit: int
+) -> None:
+    sources = np.array([source for source, _ in sizes], dtype=np.int64)
+    runs = Runs(sources, sources + 7, np.array([size for _, size in sizes], dtype=np.int64))
+    copied: list[tuple[int, int]] = []
+    for batch in runs.batches(entry_limit, byte_limit):
+        assert 0 < len(batch) <= entry_limit
+        assert batch.payload_bytes <= byte_limit
+        for source, destination, length in zip(
+            batch.source_addresses, batch.destination_addresses, batch.lengths, strict=True
+        ):
+            copied += [(source + at, destination + at) for at in range(length)]
+    assert copied == [
+        (source + at, source + 7 + at) for source, size in sizes for at in range(size)
+    ]

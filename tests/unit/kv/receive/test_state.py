@@ -1,0 +1,70 @@
+"""A transfer's states: only what the diagram shows, and nothing changes when something else is tried."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from headrace_common.errors import InternalError
+from headrace_kv.receive.state import ACTIVE_STATES, NEXT_STATES, StateMachine, TransferState
+
+S = TransferState
+WHOLE = (S.OPEN, S.RECEIVING, S.COMPLETE, S.FREE)
+PATHS = {
+    S.RESERVED: (),
+    S.OPEN: (S.OPEN,),
+    S.RECEIVING: (S.OPEN, S.RECEIVING),
+    S.COMPLETE: (S.OPEN, S.RECEIVING, S.COMPLETE),
+    S.FAILED: (S.FAILED,),
+    S.DRAINING: (S.FAILED, S.DRAINING),
+    S.FREE: (S.FAILED, S.DRAINING, S.FREE),
+}
+
+
+def at(state: TransferState) -> StateMachine:
+    machine = StateMachine("x1")
+    for step in PATHS[state]:
+        machine.enter(step)
+    return machine
+
+
+@pytest.mark.parametrize(("state", "following"), list(itertools.product(S, S)))
+def test_only_what_follows_may_be_entered(state: TransferState, following: TransferState) -> None:
+    machine = at(state)
+    before = machine.transitions
+    if following in NEXT_STATES[state]:
+        machine.enter(following)
+        assert machine.state is following
+        assert machine.transitions[:-1] == before
+    else:
+        with pytest.raises(InternalError, match=f"from {state.value} to {following.value}"):
+            machine.enter(following)
+        assert machine.state is state
+        assert machine.transitions == before
+
+
+def test_every_state_leads_to_free_without_a_circle() -> None:
+    def longest(state: TransferState, seen: frozenset[TransferState]) -> int:
+        assert state not in seen
+        ways = NEXT_STATES[state]
+        assert ways or state is S.FREE
+        return 1 + max((longest(way, seen | {state}) for way in ways), default=0)
+
+    assert longest(S.RESERVED, frozenset()) == 6
+
+
+def test_a_transfer_that_has_ended_is_not_active() -> None:
+    assert {S.RESERVED, S.OPEN, S.RECEIVING} == ACTIVE_STATES
+    for active in ACTIVE_STATES:
+        assert S.FAILED in NEXT_STATES[active]
+
+
+def test_the_times_are_kept() -> None:
+    ticks = itertools.count(10)
+    machine = StateMachine("x1", lambda: next(ticks))
+    for state in WHOLE:
+        machine.enter(state)
+    assert machine.transitions == tuple(zip((S.RESERVED, *WHOLE), range(10, 15), strict=True))
+    assert machine.entered_unix_ns(S.COMPLETE) == 13
+    assert machine.entered_unix_ns(S.FAILED) == 0

@@ -1,0 +1,162 @@
+"""The cost model: what it counts, what it picks, and how it learns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace_kv.plan.copy_plan import Runs
+from headrace_kv.transport.base import Strategy
+from headrace_kv.transport.staging.cost_model import (
+    RunShape,
+    TransferCosts,
+    WireCosts,
+    cheapest,
+    initial_costs,
+    least_bytes_alone,
+    shape_of,
+    strategy_seconds,
+)
+from headrace_kv.transport.staging.strategy import Arrangements, arrange, select
+
+TCP = TransferCosts(entry_s=20e-6, byte_s=0.35e-9)
+EVERY: frozenset[Strategy] = frozenset({"in_flight", "before", "after", "both"})
+KIB = 1024
+
+
+def runs_of(sources: list[int], destinations: list[int], lengths: list[int]) -> Runs:
+    return Runs(*(np.array(values, np.int64) for values in (sources, destinations, lengths)))
+
+
+def scattered(count: int, length: int) -> Runs:
+    """Runs with gaps on both sides."""
+    starts = (np.arange(count) * (length + 64)).tolist()
+    return runs_of(starts, starts[::-1], [length] * count)
+
+
+@pytest.mark.parametrize(
+    "shape, strategy",
+    [
+        (RunShape(4, 4 << 20, 4, 4), "in_flight"),
+        (RunShape(4096, 4 << 20, 4096, 4096), "both"),
+        (RunShape(4096, 4 << 20, 4096, 4), "before"),
+        (RunShape(4096, 4 << 20, 4, 4096), "after"),
+        (RunShape(4096, 4 << 20, 2, 2), "before"),
+        (RunShape(3, 3 * KIB, 3, 3), "in_flight"),
+    ],
+)
+def test_what_is_picked(shape: RunShape, strategy: Strategy) -> None:
+    assert cheapest(TCP, shape, EVERY) == strategy
+
+
+def test_only_what_is_allowed_is_picked() -> None:
+    short = RunShape(4096, 4 << 20, 4096, 4096)
+    assert cheapest(TCP, short, {"in_flight"}) == "in_flight"
+    assert cheapest(TCP, RunShape(1, 1 << 20, 1, 1), {"both"}) == "both"
+
+
+@given(
+    st.integers(1, 100_000),
+    st.integers(1, 1 << 26),
+    st.integers(0, 100_000),
+    st.integers(0, 1 << 26),
+)
+def test_more_never_costs_less(runs: int, nbytes: int, more_runs: int, more_bytes: int) -> None:
+    few = strategy_seconds(TCP, RunShape(runs, nbytes, runs, runs))
+    total = runs + more_runs
+    many = strategy_seconds(TCP, RunShape(total, nbytes + more_bytes, total, total))
+    assert all(many[strategy] >= few[strategy] for strategy in few)
+
+
+@given(st.floats(1e-7, 1e-3))
+def test_dearer_entries_never_turn_staging_off(entry_s: float) -> None:
+    """The length from which a run goes alone grows with what an entry costs."""
+    less, more = (replace(TCP, entry_s=entry_s * factor) for factor in (1.0, 1.5))
+    assert least_bytes_alone(more) >= least_bytes_alone(less)
+
+
+def test_stretches_are_counted_in_any_order() -> None:
+    runs = runs_of([300, 0, 100, 200], [0, 500, 700, 900], [100, 100, 100, 100])
+    assert shape_of(runs) == RunShape(4, 400, 1, 4)
+    turned = Runs(runs.destination_addresses, runs.source_addresses, runs.lengths)
+    assert shape_of(turned) == RunShape(4, 400, 4, 1)
+    assert shape_of(select(runs, np.array([], np.int64))) == RunShape(0, 0, 0, 0)
+
+
+def test_long_runs_go_alone_beside_short_ones() -> None:
+    short, long = scattered(1000, KIB), scattered(2, 1 << 20)
+    mixed = Runs(
+        np.concatenate([long.source_addresses, short.source_addresses]),
+        np.concatenate([long.destination_addresses, short.destination_addresses]),
+        np.concatenate([long.lengths, short.lengths]),
+    )
+    found = arrange(TCP, mixed, EVERY)
+    assert found.strategy == "both"
+    assert found.alone is not None
+    assert found.order is not None
+    assert found.alone.tolist() == [0, 1]
+    assert sorted(found.order.tolist()) == list(range(2, 1002))
+    whole = arrange(TCP, mixed, frozenset({"both"}))
+    assert whole.alone is None
+
+
+def test_neighbours_meet_in_the_order_of_staging() -> None:
+    """Before: by destination. After: by source."""
+    count = 2000
+    backwards = (np.arange(count)[::-1] * 256).tolist()
+    apart = (np.arange(count) * 1000).tolist()
+    gathered = runs_of(apart, backwards, [256] * count)
+    found = arrange(TCP, gathered, EVERY)
+    assert found.strategy == "before"
+    assert found.order is not None
+    assert len(select(gathered, found.order).merged()) == count
+    assert bool((np.diff(gathered.destination_addresses[found.order]) == 256).all())
+    landed = runs_of(backwards, apart, [256] * count)
+    found = arrange(TCP, landed, EVERY)
+    assert found.strategy == "after"
+    assert found.order is not None
+    assert bool((np.diff(landed.source_addresses[found.order]) == 256).all())
+
+
+def test_moved_copies_share_a_choice() -> None:
+    arrangements = Arrangements(WireCosts(TCP))
+    runs = scattered(1000, KIB)
+    moved = Runs(runs.source_addresses + 99, runs.destination_addresses - 7, runs.lengths)
+    first = arrangements.choose(runs, EVERY)
+    assert arrangements.choose(moved, EVERY) is first
+    assert arrangements.choose(moved, frozenset({"in_flight"})) is not first
+    assert arrangements.choose(scattered(1000, KIB), EVERY) is not first
+
+
+def test_the_wire_is_learnt() -> None:
+    """Both constants are found from writes of different kinds, about: the start keeps some weight."""
+    wire = WireCosts(TCP)
+    for _ in range(300):
+        for entries, nbytes in ((256, 1 << 20), (4, 4 << 20)):
+            wire.observe(entries, nbytes, entries * 50e-6 + nbytes * 0.2e-9)
+    assert wire.costs.entry_s == pytest.approx(50e-6, rel=0.3)
+    assert wire.costs.byte_s == pytest.approx(0.2e-9, rel=0.3)
+
+
+def test_outliers_and_nonsense_hardly_move_it() -> None:
+    wire = WireCosts(TCP)
+    wire.observe(0, 0, 1.0)
+    wire.observe(4, 1 << 20, -1.0)
+    assert wire.costs == TCP
+    wire.observe(4, 4 << 20, 3600.0)
+    assert wire.costs.byte_s < 2.0 * TCP.byte_s
+    for _ in range(1000):
+        wire.observe(4, 4 << 20, 3600.0)
+    assert wire.costs.byte_s <= 8.0 * TCP.byte_s
+
+
+def test_this_machine_is_measured() -> None:
+    costs = initial_costs("mooncake/tcp")
+    assert 1e-12 < costs.gather_byte_s < 1e-8
+    assert 1e-12 < costs.scatter_byte_s < 1e-8
+    assert costs.entry_s == TCP.entry_s
+    assert initial_costs("unheard of").entry_s < costs.entry_s

@@ -1,0 +1,193 @@
+"""Transports by name, and the in-memory one's faults."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import tomllib
+from collections.abc import Sequence
+from importlib import metadata
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headrace_common.errors import ConfigError, TransferFailed
+from headrace_kv.plan.copy_plan import Runs
+from headrace_kv.transport.factory import open_transport
+from headrace_kv.transport.in_memory import (
+    Fault,
+    FaultKind,
+    FaultPlan,
+    InMemoryTransport,
+    MemoryFabric,
+)
+from headrace_kv.transport.mooncake import transport as mooncake
+
+
+class Pair:
+    """Two transports and their memory."""
+
+    def __init__(self, faults: FaultPlan | None = None) -> None:
+        fabric = MemoryFabric()
+        self.source = np.arange(1, 101, dtype=np.uint8)
+        self.destination = np.zeros(100, dtype=np.uint8)
+        self.sender = InMemoryTransport(faults, fabric=fabric)
+        self.receiver = InMemoryTransport(fabric=fabric)
+        self.sender.register(self.source.ctypes.data, 100)
+        self.receiver.register(self.destination.ctypes.data, 100)
+
+    def runs(self, offset: int = 0) -> Runs:
+        starts = np.array([0, 50], dtype=np.int64)
+        return Runs(
+            self.source.ctypes.data + starts,
+            self.destination.ctypes.data + starts + offset,
+            np.array([50, 50], dtype=np.int64),
+        )
+
+    def write(self, timeout_s: float = 1.0) -> None:
+        self.sender.write(self.receiver.session, self.runs(), timeout_s)
+
+
+def test_copies() -> None:
+    pair = Pair()
+    pair.write()
+    assert np.array_equal(pair.source, pair.destination)
+
+
+def test_unregistered_memory_and_sessions_are_refused() -> None:
+    pair = Pair()
+    with pytest.raises(TransferFailed, match="not registered with"):
+        pair.sender.write(pair.receiver.session, pair.runs(offset=1), 1.0)
+    pair.receiver.close()
+    with pytest.raises(TransferFailed):
+        pair.write()
+    pair.sender.close()
+    with pytest.raises(TransferFailed, match="closed"):
+        pair.write()
+
+
+@pytest.mark.parametrize(
+    "kind, landed", [(FaultKind.FAIL, 0), (FaultKind.TRUNCATE, 50), (FaultKind.FAIL_LATE, 0)]
+)
+def test_failing_faults(kind: FaultKind, landed: int) -> None:
+    pair = Pair(FaultPlan({1: Fault(kind, seconds=0.05)}))
+    with pytest.raises(TransferFailed):
+        pair.write()
+    assert np.count_nonzero(pair.destination) == landed
+    if kind is FaultKind.FAIL_LATE:
+        deadline = time.monotonic() + 2.0
+        while not pair.destination[99] and time.monotonic() < deadline:
+            time.sleep(0.005)
+        assert np.count_nonzero(pair.destination) == 100
+    pair.sender.close()
+
+
+def test_drop_delay_and_hold() -> None:
+    hold = Fault(FaultKind.HOLD)
+    pair = Pair(FaultPlan({1: Fault(FaultKind.DROP), 2: Fault(FaultKind.DELAY, 0.05), 3: hold}))
+    pair.write()
+    assert not pair.destination.any()
+    start = time.monotonic()
+    pair.write()
+    assert time.monotonic() - start >= 0.05
+    pair.destination[:] = 0
+    threading.Timer(0.05, hold.release.set).start()
+    pair.write()
+    assert pair.destination.all()
+
+
+def test_hold_ends_with_the_timeout() -> None:
+    pair = Pair(FaultPlan(every=Fault(FaultKind.HOLD)))
+    with pytest.raises(TransferFailed, match="beyond its time"):
+        pair.write(timeout_s=0.02)
+
+
+def test_factory_refuses_unknown_kinds() -> None:
+    assert open_transport("in_memory", "127.0.0.1").name == "in_memory"
+    with pytest.raises(ConfigError, match="mooncake or in_memory"):
+        open_transport("pigeon", "127.0.0.1")
+
+
+def test_mooncake_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MC_FORCE_TCP", "MC_FORCE_HCA", "MC_TRANSFER_TIMEOUT"):
+        monkeypatch.setenv(name, "old")
+    assert mooncake.configure_environment("tcp") == "tcp"
+    assert os.environ["MC_FORCE_TCP"] == "1"
+    assert "MC_FORCE_HCA" not in os.environ
+    with pytest.raises(ConfigError, match="choose auto, rdma or tcp"):
+        mooncake.configure_environment("avian")
+
+
+def test_rdma_without_a_device_is_a_config_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(mooncake, "_INFINIBAND", tmp_path / "none")
+    with pytest.raises(ConfigError, match="no RDMA device"):
+        mooncake.configure_environment("rdma")
+
+
+@pytest.mark.parametrize(("loaded", "expected"), [(True, "1"), (False, "0")])
+def test_device_memory_is_shared_as_the_kernel_can(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, loaded: bool, expected: str
+) -> None:
+    module = tmp_path / "nvidia_peermem"
+    if loaded:
+        module.mkdir()
+    monkeypatch.setattr(mooncake, "_PEER_MEMORY_MODULE", module)
+    monkeypatch.setenv("WITH_NVIDIA_PEERMEM", "mine")
+    mooncake.prepare_device_memory()
+    assert os.environ["WITH_NVIDIA_PEERMEM"] == "mine"
+    monkeypatch.delenv("WITH_NVIDIA_PEERMEM")
+    mooncake.prepare_device_memory()
+    assert os.environ["WITH_NVIDIA_PEERMEM"] == expected
+
+
+def test_two_builds_of_mooncake_are_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine-cuda13"]
+
+    def version(name: str) -> str:
+        if name not in names:
+            raise metadata.PackageNotFoundError(name)
+        return "0.3.13"
+
+    monkeypatch.setattr(metadata, "version", version)
+    with pytest.raises(ConfigError, match=" and ".join(names)):
+        open_transport("mooncake", "127.0.0.1", "tcp")
+
+
+def test_extras_bring_one_build_of_mooncake_each() -> None:
+    text = (Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8")
+    extras = tomllib.loads(text)["project"]["optional-dependencies"]
+    builds = {
+        name: [root for root in roots if root.startswith("mooncake")]
+        for name, roots in extras.items()
+    }
+    chosen = {name: found for name, found in builds.items() if found}
+    assert set(chosen) == {"mooncake", "vllm-cpu", "vllm-cuda"}
+    assert chosen["mooncake"] == chosen["vllm-cpu"] != chosen["vllm-cuda"]
+    assert {len(found) for found in chosen.values()} == {1}
+    known = {found[0].partition("==")[0] for found in chosen.values()}
+    assert known <= set(mooncake._BUILDS)
+
+
+class _Libraryless:
+    """Finds Mooncake, and fails to load it as the dynamic linker does."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: object = None
+    ) -> ModuleSpec | None:
+        if name.startswith("mooncake"):
+            raise ImportError("libibverbs.so.1: cannot open shared object file")
+        return None
+
+
+def test_missing_libraries_name_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "mooncake"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [_Libraryless(), *sys.meta_path])
+    with pytest.raises(ConfigError, match="apt-get install libibverbs1 libcurl4"):
+        open_transport("mooncake", "127.0.0.1", "tcp")

@@ -1,0 +1,87 @@
+"""Gathering and scattering, against plain slices."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace_kv.plan.copy_plan import Int64Array
+from headrace_kv.transport.ranges import MemoryRanges
+from headrace_kv.transport.sessions import join_sessions, session_of
+from headrace_kv.transport.staging.packing import by_length, gather, scatter
+
+
+@st.composite
+def places(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+    """Offsets and lengths of runs that do not overlap, in any order."""
+    lengths = draw(st.lists(st.sampled_from([1, 3, 8, 8, 8, 64]), min_size=1, max_size=30))
+    gaps = draw(st.lists(st.integers(0, 9), min_size=len(lengths), max_size=len(lengths)))
+    offsets, position = [], 0
+    for length, gap in zip(lengths, gaps, strict=True):
+        offsets.append(position + gap)
+        position += gap + length
+    order = draw(st.permutations(range(len(lengths))))
+    return [offsets[i] for i in order], [lengths[i] for i in order]
+
+
+@given(places())
+def test_gather_then_scatter(found: tuple[list[int], list[int]]) -> None:
+    offsets, lengths = found
+    size = sum(lengths) + 10 * len(lengths)
+    source = np.random.default_rng(1).integers(1, 256, size, np.uint8)
+    packed = np.zeros(sum(lengths), np.uint8)
+    addresses: Int64Array = np.array(offsets, np.int64) + source.ctypes.data
+    gather(addresses, np.array(lengths, np.int64), packed)
+    expected = [source[o : o + n] for o, n in zip(offsets, lengths, strict=True)]
+    assert np.array_equal(packed, np.concatenate(expected))
+    target = np.zeros(size, np.uint8)
+    scatter(packed, addresses - source.ctypes.data + target.ctypes.data, np.array(lengths))
+    mask = np.zeros(size, bool)
+    for offset, length in zip(offsets, lengths, strict=True):
+        mask[offset : offset + length] = True
+    assert np.array_equal(target, np.where(mask, source, 0))
+
+
+def test_equal_lengths_are_brought_together() -> None:
+    assert by_length(np.array([8, 8, 8])) is None
+    order = by_length(np.array([8, 4, 8, 4]))
+    assert order is not None
+    assert order.tolist() == [1, 3, 0, 2]
+
+
+@pytest.mark.parametrize(
+    "spans, start, length, covered",
+    [
+        (((0, 10),), 0, 10, True),
+        (((0, 10),), 1, 10, False),
+        (((0, 10), (20, 30)), 20, 10, True),
+        (((0, 10), (10, 30)), 5, 10, False),
+        ((), 0, 1, False),
+    ],
+)
+def test_ranges(spans: tuple[tuple[int, int], ...], start: int, length: int, covered: bool) -> None:
+    one = np.array([start], np.int64), np.array([length], np.int64)
+    assert MemoryRanges(spans).covers(*one) is covered
+    nothing = np.empty(0, np.int64)
+    assert MemoryRanges(spans).covers(nothing, nothing)
+
+
+def test_ranges_of_several_spans() -> None:
+    ranges = MemoryRanges()
+    ranges.add(0, 10)
+    ranges.add(100, 10)
+    lengths = np.array([5, 5])
+    assert ranges.covers(np.array([5, 105]), lengths)
+    assert not ranges.covers(np.array([5, 106]), lengths)
+
+
+def test_sessions() -> None:
+    inner = join_sessions({"mooncake": "h:1", "scatter": "h:2/ab"})
+    outer = join_sessions({"same_host": "a.b", "mooncake": inner})
+    assert session_of("same_host", outer) == "a.b"
+    assert session_of("mooncake", outer) == "h:1"
+    assert session_of("scatter", outer) == "h:2/ab"
+    assert session_of("same_host", inner) is None
+    assert session_of("mooncake", "h:1") == "h:1"

@@ -1,0 +1,182 @@
+"""The thread that feeds an engine, with an engine whose faults can be set."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from headrace_common.errors import ConfigError, TransferFailed
+from headrace_kv.plan.copy_plan import Runs
+from headrace_kv.transport.base import Written
+from headrace_kv.transport.mooncake.write_worker import WriteWorker
+
+
+@dataclass
+class FakeEngine:
+    """Ends what is submitted when it is asked, unless the peer is `stuck` or `failing`."""
+
+    stuck: set[str] = field(default_factory=set)
+    failing: set[str] = field(default_factory=set)
+    silent: set[str] = field(default_factory=set)
+    answer: threading.Event = field(default_factory=threading.Event)
+    batches: dict[int, str] = field(default_factory=dict)
+    most_pending: int = 0
+
+    def transfer_submit_write(
+        self, session: str, source_address: int, destination_address: int, length: int
+    ) -> int:
+        if length == 0:
+            if session in self.silent:
+                self.answer.wait(10.0)
+            return 1
+        number = len(self.batches) + 10
+        self.batches[number] = session
+        pending = sum(1 for peer in self.batches.values() if peer)
+        self.most_pending = max(self.most_pending, pending)
+        return -1 if length == 666 else number
+
+    @property
+    def batches_begun(self) -> int:
+        """Entries of the first write, which is the longest."""
+        return len(self.batches) - 8
+
+    def transfer_check_status(self, batch: int) -> int:
+        session = self.batches[batch]
+        assert session, "an ended batch was asked for again"
+        if session in self.stuck:
+            return 0
+        self.batches[batch] = ""
+        return -1 if session in self.failing else 1
+
+
+class Rig:
+    """A worker, and the engines that it has opened."""
+
+    def __init__(self) -> None:
+        self.engines: list[FakeEngine] = []
+        self.next = FakeEngine()
+        self.dropped = 0
+        self.fault: ConfigError | None = None
+        self.worker = WriteWorker(self.open, self.drop, "fake", stall_s=0.3, rest_s=0.2)
+
+    def open(self) -> FakeEngine:
+        if self.fault is not None:
+            raise self.fault
+        self.engines.append(self.next)
+        self.next = FakeEngine()
+        return self.engines[-1]
+
+    def drop(self) -> None:
+        self.dropped += 1
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    made = Rig()
+    yield made
+    made.worker.close()
+
+
+def runs(count: int = 4, length: int = 100) -> Runs:
+    starts = np.arange(count, dtype=np.int64) * length
+    return Runs(starts, starts, np.full(count, length, np.int64))
+
+
+def test_writes_end_and_say_what_they_took(rig: Rig) -> None:
+    futures = [rig.worker.submit("peer", runs(1000), 5.0) for _ in range(3)]
+    assert {future.result(5.0) for future in futures} == {Written("fake", "in_flight", 1000)}
+    assert rig.engines[0].most_pending <= 256
+    assert rig.dropped == 0
+
+
+def test_nothing_is_written_at_once(rig: Rig) -> None:
+    assert rig.worker.submit("peer", runs(0), 5.0).result(0.0).entry_count == 0
+    with pytest.raises(TransferFailed, match="no time"):
+        rig.worker.submit("peer", runs(), 0.0).result(0.0)
+
+
+@pytest.mark.parametrize("how", ["failing", "stuck", "refused"])
+def test_a_failure_costs_the_engine_and_all_writes_to_that_peer(rig: Rig, how: str) -> None:
+    if how != "refused":
+        getattr(rig.next, how).add("bad")
+    good = rig.worker.submit("good", runs(), 5.0)
+    length = 666 if how == "refused" else 100
+    bad = [rig.worker.submit("bad", runs(length=length), 5.0) for _ in range(3)]
+    for future in bad:
+        with pytest.raises(TransferFailed):
+            future.result(5.0)
+    assert good.result(5.0).entry_count == 4
+    with pytest.raises(TransferFailed, match="nothing was written"):
+        rig.worker.submit("bad", runs(), 5.0).result(5.0)
+    assert rig.worker.submit("good", runs(), 5.0).result(5.0).entry_count == 4
+    time.sleep(0.25)
+    assert rig.worker.submit("bad", runs(), 5.0).result(5.0).entry_count == 4
+    assert len(rig.engines) == 2
+    assert rig.dropped == 1
+
+
+def test_a_deadline_ends_what_is_under_way(rig: Rig) -> None:
+    rig.next.stuck.add("bad")
+    start_s = time.monotonic()
+    with pytest.raises(TransferFailed, match="has not moved"):
+        rig.worker.submit("bad", runs(), 0.1).result(5.0)
+    assert time.monotonic() - start_s < 3.0
+
+
+def test_a_late_write_that_still_moves_costs_nobody_else_anything(rig: Rig) -> None:
+    engine = rig.next
+    engine.stuck.add("slow")
+    late = rig.worker.submit("slow", runs(600), 0.1)
+    other = rig.worker.submit("slow", runs(), 5.0)
+    time.sleep(0.2)
+    assert not late.done()
+    engine.stuck.clear()
+    with pytest.raises(TransferFailed, match="longer than its time"):
+        late.result(2.0)
+    assert other.result(2.0).entry_count == 4
+    assert rig.worker.submit("slow", runs(), 5.0).result(2.0).entry_count == 4
+    assert rig.dropped == 0
+    assert 0 < engine.batches_begun < 600
+
+
+def test_writes_to_others_do_not_hang_with_one_that_is_stuck(rig: Rig) -> None:
+    """Two peers stand still: the first to be late takes the other's writes with its engine."""
+    rig.next.stuck |= {"bad", "worse"}
+    futures = [rig.worker.submit(peer, runs(), t) for peer, t in (("bad", 0.1), ("worse", 4.0))]
+    for future in futures:
+        with pytest.raises(TransferFailed):
+            future.result(2.0)
+
+
+def test_a_peer_that_never_answers_holds_up_nobody(rig: Rig) -> None:
+    engine = rig.next
+    engine.silent.add("bad")
+    bad = rig.worker.submit("bad", runs(), 5.0)
+    assert rig.worker.submit("good", runs(), 5.0).result(0.25).entry_count == 4
+    with pytest.raises(TransferFailed, match="does not answer"):
+        bad.result(2.0)
+    assert rig.dropped == 0
+    time.sleep(0.25)
+    engine.answer.set()
+    assert rig.worker.submit("bad", runs(), 5.0).result(2.0).entry_count == 4
+
+
+def test_an_engine_that_does_not_start_fails_the_write(rig: Rig) -> None:
+    rig.fault = ConfigError("no device")
+    with pytest.raises(TransferFailed, match="no device"):
+        rig.worker.submit("peer", runs(), 5.0).result(5.0)
+
+
+def test_closing_fails_what_is_under_way(rig: Rig) -> None:
+    rig.next.stuck.add("bad")
+    futures = [rig.worker.submit("bad", runs(), 5.0) for _ in range(3)]
+    time.sleep(0.05)
+    rig.worker.close()
+    for future in futures:
+        with pytest.raises(TransferFailed, match="closed"):
+            future.result(0.0)

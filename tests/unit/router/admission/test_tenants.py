@@ -1,0 +1,98 @@
+"""API keys: where they may stand, what is refused and how, and that they are told to nobody."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from headrace_common.errors import ConfigError, Unauthenticated
+from headrace_router.admission.tenants import DEFAULT_TENANT, load_tenants
+
+_KEY = "hr-secret-1"
+
+
+def _file(folder: Path, text: str, name: str = "keys.txt") -> str:
+    path = folder / name
+    path.write_text(text)
+    return str(path)
+
+
+def test_without_a_file_everybody_is_one_tenant() -> None:
+    tenants = load_tenants("")
+    assert tenants.tenant_of(None) == DEFAULT_TENANT
+    assert tenants.tenant_of([("authorization", "Bearer whatever")]) == DEFAULT_TENANT
+
+
+@pytest.mark.parametrize(
+    "name,text",
+    [
+        ("keys.txt", f"# ours\n\n{_KEY} chat  # the front end\nother batch\n"),
+        ("keys.toml", f'# ours\n"{_KEY}" = "chat"\nother = "batch"\n'),
+        ("keys.txt", f"sha256:{hashlib.sha256(_KEY.encode()).hexdigest()} chat\nother batch\n"),
+    ],
+)
+def test_keys_name_tenants(tmp_path: Path, name: str, text: str) -> None:
+    tenants = load_tenants(_file(tmp_path, text, name))
+    for metadata in (
+        [("authorization", f"Bearer {_KEY}")],
+        [("user-agent", "x"), ("authorization", f"bearer  {_KEY} ")],
+        [("x-api-key", _KEY)],
+        [("authorization", "Basic abc"), ("x-api-key", _KEY.encode())],
+    ):
+        assert tenants.tenant_of(metadata) == "chat"
+    assert tenants.tenant_of([("x-api-key", "other")]) == "batch"
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        None,
+        [],
+        [("authorization", _KEY)],
+        [("authorization", "Bearer")],
+        [("x-api-key", "")],
+        [("x-api-key", _KEY + "x")],
+        [("x-api-key", hashlib.sha256(_KEY.encode()).hexdigest())],
+        [("x-api-key", "k" * 100_000)],
+    ],
+)
+def test_strangers_are_told_the_remedy_and_nothing_else(
+    tmp_path: Path, metadata: list[tuple[str, str]] | None
+) -> None:
+    tenants = load_tenants(_file(tmp_path, f"{_KEY} chat\n"))
+    with pytest.raises(Unauthenticated, match="x-api-key: KEY") as caught:
+        tenants.tenant_of(metadata)
+    assert _KEY not in caught.value.detail
+    assert caught.value.retry_after_s is None
+
+
+@pytest.mark.parametrize(
+    "name,text,words",
+    [
+        ("keys.txt", f"{_KEY}\n", "line 1: write it as KEY TENANT"),
+        ("keys.txt", f"a chat\n{_KEY} Not Good\n", "line 2: write it as"),
+        ("keys.txt", f"{_KEY} Chat\n", "line 1: name the tenant"),
+        ("keys.txt", f"{_KEY} a\n{_KEY} b\n", "line 2: the key belongs to two tenants"),
+        ("keys.txt", "# nothing\n", "names no key"),
+        ("keys.toml", f'"{_KEY}" = \n', "is not TOML"),
+        ("keys.toml", f'"{_KEY}" = 3\n', "entry 1: write it as"),
+    ],
+)
+def test_a_wrong_file_is_named_without_its_keys(
+    tmp_path: Path, name: str, text: str, words: str
+) -> None:
+    path = _file(tmp_path, text, name)
+    with pytest.raises(ConfigError, match=words) as caught:
+        load_tenants(path)
+    assert path in caught.value.detail
+    assert _KEY not in caught.value.detail
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_tenants(str(tmp_path / "absent"))
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_tenants(str(tmp_path / "binary"))

@@ -1,0 +1,336 @@
+"""The prefill queue's rules: order, credits, layouts, cancellation, loss of workers, bounds."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from contextlib import ExitStack
+from dataclasses import replace
+
+import pytest
+
+from headrace.prefill.v1 import prefill_pb2
+from headrace_common.errors import (
+    Draining,
+    DuplicateTransfer,
+    ProtocolViolation,
+    QueueFull,
+    TransferFailed,
+    WorkerGone,
+)
+from headrace_kv.layout.layout import KvLayout, WorkerRef, fingerprint
+from headrace_router.prefill_queue.queue import CREDITS_MAX, PrefillQueue
+from headrace_router.prefill_queue.task import Puller, QueuedTask, TaskTerms
+
+LAYOUT = KvLayout.attention(
+    model="sim", dtype="float32", layer_count=4, kv_head_count=2, block_tokens=16, parts={"kv": 64}
+)
+
+
+def join(queue: PrefillQueue, name: str = "p0", layout: KvLayout = LAYOUT) -> Puller:
+    return queue.join(WorkerRef(name, "i0"), "sim", layout)
+
+
+def add(
+    queue: PrefillQueue,
+    name: str,
+    deadline_unix_s: float = 100.0,
+    layout: KvLayout = LAYOUT,
+    tokens: int = 0,
+    **terms: object,
+) -> QueuedTask:
+    task = prefill_pb2.PrefillTask(transfer_id=name, token_ids=range(tokens))
+    given = TaskTerms(deadline_unix_s, **terms)  # type: ignore[arg-type]
+    return queue.enqueue(task, layout=layout, terms=given)
+
+
+def where(queued: QueuedTask) -> WorkerRef | None:
+    """The worker that has the task now."""
+    return queued.worker
+
+
+def sent(puller: Puller) -> list[str]:
+    messages = puller.outbox.take_all()
+    return [
+        f"cancel {message.cancel.transfer_id}"
+        if message.HasField("cancel")
+        else message.task.transfer_id
+        for message in messages
+    ]
+
+
+def end(queue: PrefillQueue, puller: Puller, name: str, reason: str = "", detail: str = "") -> None:
+    queue.finish(puller, prefill_pb2.TaskDone(transfer_id=name, reason=reason, detail=detail))
+
+
+async def test_tasks_go_out_by_deadline_then_arrival_one_per_credit() -> None:
+    queue = PrefillQueue(10)
+    puller = join(queue)
+    tasks = [add(queue, name, at) for name, at in (("a", 3), ("b", 1), ("c", 2), ("d", 1))]
+    assert [task.tasks_ahead for task in tasks] == [0, 0, 1, 1]
+    assert sent(puller) == []
+    queue.add_credits(puller, 1)
+    assert sent(puller) == ["b"]
+    queue.add_credits(puller, 2)
+    assert sent(puller) == ["d", "c"]
+    assert queue.depth == 1
+    assert tasks[0].worker is None
+    assert tasks[1].worker == puller.ref
+
+
+async def test_the_worker_with_the_least_to_do_gets_the_task_at_the_last_moment() -> None:
+    queue = PrefillQueue(10)
+    small, large = join(queue, "p0"), join(queue, "p1")
+    queue.add_credits(small, 1)
+    queue.add_credits(large, 2)
+    for name in "abc":
+        add(queue, name)
+    assert len(sent(small)) == 1
+    assert len(sent(large)) == 2
+    queue.add_credits(small, 2)
+    queue.add_credits(large, 2)
+    add(queue, "long", tokens=500)
+    long, short = (small, large) if sent(small) else (large, small)
+    add(queue, "d", tokens=100)
+    add(queue, "e", tokens=100)
+    assert sent(short)[-2:] == ["d", "e"]
+    assert sent(long) == []
+
+
+async def test_only_matching_layouts_get_a_task_whatever_their_parallelism() -> None:
+    queue = PrefillQueue(10)
+    foreign = replace(LAYOUT, model="other")
+    other = join(queue, "p0", foreign)
+    wide = join(queue, "p1", replace(LAYOUT, tensor_parallel_size=2))
+    queue.add_credits(other, 5)
+    task = add(queue, "a")
+    assert sent(other) == []
+    queue.add_credits(wide, 1)
+    assert task.worker == wide.ref
+    assert queue.partners() == {
+        fingerprint(LAYOUT): {wide.ref},
+        fingerprint(foreign): {other.ref},
+    }
+    queue.leave(other)
+    assert queue.partners() == {fingerprint(LAYOUT): {wide.ref}}
+
+
+async def test_avoided_workers_are_passed_over_also_when_they_pull_again() -> None:
+    queue = PrefillQueue(10)
+    failed, good = join(queue, "p0"), join(queue, "p1")
+    queue.add_credits(failed, 5)
+    task = add(queue, "a", avoid=frozenset({failed.ref}))
+    assert task.worker is None
+    queue.leave(failed)
+    failed = join(queue, "p0")
+    queue.add_credits(failed, 1)
+    assert task.worker is None
+    assert add(queue, "b", 200.0).worker == failed.ref
+    queue.add_credits(good, 1)
+    assert task.worker == good.ref
+
+
+async def test_nobody_to_take_a_task_is_said_at_once() -> None:
+    queue = PrefillQueue(10)
+    with pytest.raises(WorkerGone, match="no prefill worker"):
+        add(queue, "a")
+    puller = join(queue)
+    with pytest.raises(WorkerGone):
+        add(queue, "a", avoid=frozenset({puller.ref}))
+    assert queue.depth == 0
+
+
+async def test_a_cancelled_task_vanishes_and_a_running_one_is_stopped() -> None:
+    queue = PrefillQueue(10)
+    puller = join(queue)
+    waiting, running = add(queue, "a", 2), add(queue, "b", 1)
+    queue.add_credits(puller, 1)
+    waiting.cancel()
+    running.cancel()
+    running.cancel()
+    assert sent(puller) == ["b", "cancel b"]
+    assert queue.depth == 0
+    queue.add_credits(puller, 1)
+    assert sent(puller) == []
+    end(queue, puller, "b", "CANCELLED")
+    assert not puller.tasks
+    queue.leave(puller)
+    running.cancel()
+    waiting.cancel()
+
+
+async def test_a_finished_task_says_how_it_went() -> None:
+    queue = PrefillQueue(10)
+    puller = join(queue)
+    queue.add_credits(puller, 2)
+    good, bad = add(queue, "a"), add(queue, "b")
+    queue.finish(puller, prefill_pb2.TaskDone(transfer_id="a", payload_bytes=7))
+    end(queue, puller, "b", "TRANSFER_FAILED", "refused")
+    end(queue, puller, "unknown")
+    queue.start(puller, "unknown")
+    outcome = await good.outcome
+    assert outcome.error is None
+    assert outcome.done is not None
+    assert outcome.done.payload_bytes == 7
+    error = (await bad.outcome).error
+    assert isinstance(error, TransferFailed)
+    assert error.detail == "refused"
+
+
+async def test_a_lost_worker_fails_its_open_tasks_and_those_nobody_else_can_take() -> None:
+    queue = PrefillQueue(10)
+    lost, other = join(queue, "p0"), join(queue, "p1")
+    queue.add_credits(lost, 1)
+    running, waiting = add(queue, "a", 1, returns_max=2), add(queue, "b", 2)
+    picky = add(queue, "c", 3, avoid=frozenset({other.ref}))
+    queue.start(lost, "a")
+    queue.leave(lost)
+    assert "vanished with task a" in str((await running.outcome).error)
+    assert isinstance((await picky.outcome).error, WorkerGone)
+    assert not waiting.outcome.done()
+    assert queue.depth == 1
+    queue.leave(other)
+    assert isinstance((await waiting.outcome).error, WorkerGone)
+
+
+async def test_unopened_tasks_of_a_lost_worker_go_to_the_front_under_the_same_transfer() -> None:
+    queue = PrefillQueue(100)
+    lost, other = join(queue, "p0"), join(queue, "p1")
+    queue.add_credits(lost, 10)
+    held = [add(queue, f"t{i}", 50.0 + i, returns_max=1) for i in range(10)]
+    urgent = add(queue, "urgent", 1.0)
+    held[3].cancel()
+    queue.start(lost, "t0")
+    queue.leave(lost)
+    assert isinstance((await held[0].outcome).error, WorkerGone)
+    queue.add_credits(other, 20)
+    assert sent(other) == [f"t{i}" for i in (1, 2, 4, 5, 6, 7, 8, 9)] + ["urgent"]
+    for task in (*held, urgent):
+        if task not in (held[0], held[3]):
+            end(queue, other, task.task.transfer_id)
+            assert (await task.outcome).error is None
+
+
+async def test_a_task_comes_back_as_often_as_allowed() -> None:
+    queue = PrefillQueue(10)
+    workers = [join(queue, f"p{i}") for i in range(4)]
+    queue.add_credits(workers[0], 1)
+    task = add(queue, "a", returns_max=2)
+    for worker, following in itertools.pairwise(workers):
+        assert task.worker == worker.ref
+        queue.leave(worker)
+        if following is not workers[3]:
+            queue.add_credits(following, 1)
+    assert "vanished" in str((await task.outcome).error)
+
+
+async def test_attempts_after_a_lost_worker_stand_before_the_others() -> None:
+    queue = PrefillQueue(10)
+    puller = join(queue)
+    for name, at, front in (("a", 1.0, False), ("c", 9.0, True), ("b", 8.0, True)):
+        add(queue, name, at, front=front)
+    queue.add_credits(puller, 3)
+    assert sent(puller) == ["b", "c", "a"]
+
+
+async def test_a_draining_worker_gives_back_what_it_refuses_and_gets_nothing_more() -> None:
+    queue = PrefillQueue(10)
+    draining, other = join(queue, "p0"), join(queue, "p1")
+    queue.add_credits(draining, 5)
+    refused, running = add(queue, "a", returns_max=1), add(queue, "b", returns_max=1)
+    queue.start(draining, "b")
+    end(queue, draining, "a", "DRAINING")
+    assert queue.partners() == {fingerprint(LAYOUT): {other.ref}}
+    queue.add_credits(draining, 1)
+    assert where(refused) is None
+    queue.add_credits(other, 1)
+    assert where(refused) == other.ref
+    # What had begun may have been opened.
+    end(queue, draining, "b", "DRAINING", "no more")
+    assert isinstance((await running.outcome).error, Draining)
+    queue.leave(draining)
+
+
+async def test_the_last_worker_draining_fails_what_waits() -> None:
+    queue = PrefillQueue(10)
+    draining = join(queue)
+    queue.add_credits(draining, 1)
+    refused, waiting = add(queue, "a", returns_max=1), add(queue, "b")
+    end(queue, draining, "a", "DRAINING")
+    assert isinstance((await refused.outcome).error, WorkerGone)
+    assert isinstance((await waiting.outcome).error, WorkerGone)
+    with pytest.raises(WorkerGone):
+        add(queue, "c")
+
+
+async def paced(queue: PrefillQueue, puller: Puller, tokens: int = 100) -> None:
+    """One task of so many tokens has taken 0.1 s."""
+    queue.add_credits(puller, 1)
+    add(queue, "paced", tokens=tokens)
+    queue.start(puller, "paced")
+    puller.tasks["paced"].pulled_s -= 0.1
+    end(queue, puller, "paced")
+
+
+async def test_prompts_that_wait_for_their_reservation_count_as_if_they_were_queued() -> None:
+    queue = PrefillQueue(100)
+    puller = join(queue)
+    await paced(queue, puller)
+    queue.add_credits(puller, 1)
+    with ExitStack() as promises:
+        waits_s = []
+        for _ in range(5):
+            waits_s.append(queue.estimate("sim").wait_s)
+            promises.enter_context(queue.promised(LAYOUT, 100))
+        # The first finds room. Each of the others is one task of 0.1 s further from it.
+        assert waits_s == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4], rel=0.05)
+        assert queue.estimate().depth == 0
+    assert queue.estimate("sim").wait_s == 0.0
+
+
+async def test_a_promise_ends_where_its_task_begins() -> None:
+    queue = PrefillQueue(100)
+    puller = join(queue)
+    await paced(queue, puller)
+    queue.add_credits(puller, 1)
+    add(queue, "running", tokens=100)
+    with queue.promised(LAYOUT, 100):
+        before_s = queue.estimate().wait_s
+    waiting = add(queue, "waiting", tokens=100)
+    assert queue.estimate().wait_s == pytest.approx(before_s, abs=0.045)
+    waiting.cancel()
+    assert queue.estimate().wait_s == pytest.approx(before_s / 2, abs=0.045)
+
+
+async def test_promises_fill_the_queue_and_outlive_its_workers() -> None:
+    queue = PrefillQueue(2)
+    puller = join(queue)
+    with ExitStack() as promises:
+        promises.enter_context(queue.promised(replace(LAYOUT, model="nobody's"), 100))
+        for _ in range(2):
+            assert queue.estimate().wait_s < math.inf
+            promises.enter_context(queue.promised(LAYOUT, 100))
+        assert queue.estimate().wait_s == math.inf
+        queue.leave(puller)
+        again = join(queue, "p1")
+        queue.add_credits(again, 1)
+        assert queue.estimate().wait_s == 0.0
+    assert queue.estimate().wait_s == 0.0
+
+
+async def test_bounds_are_kept() -> None:
+    queue = PrefillQueue(2)
+    puller = join(queue)
+    add(queue, "a")
+    assert queue.estimate().wait_s < math.inf
+    add(queue, "b")
+    assert queue.estimate().wait_s == math.inf
+    with pytest.raises(QueueFull) as full:
+        add(queue, "c")
+    assert full.value.retry_after_s is not None
+    assert 0 < full.value.retry_after_s <= 60
+    with pytest.raises(ProtocolViolation, match=str(CREDITS_MAX)):
+        queue.add_credits(puller, CREDITS_MAX + 1)
+    with pytest.raises(DuplicateTransfer, match="pulls already"):
+        join(queue)
+    assert queue.puller_counts() == {"sim": 1}

@@ -1,0 +1,323 @@
+"""The index alone: slots, sweeping, bounds, tiers, and holes that only a walk sees."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace_common.errors import InternalError
+from headrace_engine.prefix.publisher import SNAPSHOT_HASHES_MAX, PrefixPublisher
+from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.prefix.events import KvEvent, Tier, pack_hashes
+from headrace_kv.prefix.hashing import PrefixHasher
+from headrace_router.prefix_cache.block_table import PrefixTable
+from headrace_router.prefix_cache.index import ApplyResult, PrefixIndex
+from headrace_router.prefix_cache.lookup import Depths
+
+A, B, C = (WorkerRef(name, "1") for name in "abc")
+HASHER = PrefixHasher(3, 1)
+CHAIN = [(n + 1) * 0x9E3779B97F4A7C15 % 2**64 for n in range(2_000)]
+
+
+def join(index: PrefixIndex, ref: WorkerRef, *chains: Sequence[int]) -> PrefixPublisher:
+    publisher = PrefixPublisher(ref.incarnation)
+    index.add_worker(ref)
+    for chain in chains:
+        publisher.stored(None, chain)
+    feed(index, ref, publisher.snapshot())
+    return publisher
+
+
+def feed(index: PrefixIndex, ref: WorkerRef, events: Sequence[KvEvent]) -> None:
+    for event in events:
+        assert index.apply(ref, event) is ApplyResult.APPLIED
+
+
+def sweep(index: PrefixIndex, budget: int = 100) -> None:
+    for _ in range(1_000):
+        if not index.sweep(budget):
+            return
+    raise AssertionError("sweeping does not end")
+
+
+def naive_depths(table: dict[int, int], hashes: Sequence[int], among: int) -> dict[int, int]:
+    depths: dict[int, int] = {}
+    for slot in range(among.bit_length()):
+        depth = 0
+        while depth < len(hashes) and table.get(hashes[depth], 0) & among & 1 << slot:
+            depth += 1
+        if depth:
+            depths[slot] = depth
+    return depths
+
+
+def by_slot(depths: Depths) -> dict[int, int]:
+    assert len({blocks for blocks, _ in depths}) == len(depths)
+    return {
+        slot: blocks
+        for blocks, mask in depths
+        for slot in range(mask.bit_length())
+        if mask >> slot & 1
+    }
+
+
+@given(
+    held=st.lists(st.integers(0, 300), min_size=1, max_size=40)
+    | st.lists(st.sampled_from([7, 8, 9, 64, 130]), min_size=1, max_size=40),
+    count=st.integers(0, 300),
+    among=st.integers(0, 2**40 - 1) | st.just(-1),
+)
+def test_every_way_finds_what_walking_finds(held: list[int], count: int, among: int) -> None:
+    table = PrefixTable(1_000)
+    tokens = np.arange(300, dtype=np.uint32)
+    chain = HASHER.hashes(tokens)
+    naive: dict[int, int] = {}
+    for slot, depth in enumerate(held):
+        assert table.add(1 << slot, chain[:depth]) == (depth, 0)
+        for block in chain[:depth]:
+            naive[block] = naive.get(block, 0) | 1 << slot
+    expected = naive_depths(naive, chain[:count], 2**40 - 1 & among)
+    assert by_slot(table.find(chain[:count], among)) == expected
+    assert by_slot(table.find_prompt(HASHER.lazy(tokens[:count]), among)) == expected
+    assert table.hole_count == 0
+
+
+@given(
+    held=st.lists(st.sets(st.integers(0, 59)), min_size=1, max_size=12),
+    blocks_from=st.integers(0, 3),
+    count=st.integers(1, 60),
+    among=st.integers(1, 2**12 - 1),
+)
+def test_holes_never_hide_a_depth_or_stop_a_lookup(
+    held: list[set[int]], blocks_from: int, count: int, among: int
+) -> None:
+    table = PrefixTable(1_000)
+    tokens = np.arange(60, dtype=np.uint32)
+    chain = HASHER.hashes(tokens)
+    naive: dict[int, int] = {}
+    for slot, lacking in enumerate(held):
+        blocks = [chain[n] for n in range(60) if n < blocks_from or n not in lacking]
+        table.add(1 << slot, blocks)
+        for block in blocks:
+            naive[block] = naive.get(block, 0) | 1 << slot
+    least = naive_depths(naive, chain[:count], among)
+    for found in (
+        by_slot(table.find(chain[:count], among)),
+        by_slot(table.find_prompt(HASHER.lazy(tokens[:count]), among)),
+    ):
+        assert found.keys() == least.keys()
+        for slot, depth in found.items():
+            # A hole that no lookup met may credit too much, but only up to a block that the worker holds.
+            assert depth == least[slot] or naive[chain[depth - 1]] >> slot & 1
+
+
+@given(held=st.lists(st.integers(0, 9), min_size=1, max_size=70))
+def test_depths_by_slot_are_those_by_worker(held: list[int]) -> None:
+    index = PrefixIndex()
+    refs = [WorkerRef("w", str(number)) for number in range(len(held))]
+    for ref, depth in zip(refs, held, strict=True):
+        join(index, ref, CHAIN[:depth])
+    found = index.find(CHAIN)
+    slots = index.slots(index.mask(refs)).tolist()
+    assert index.blocks(found)[slots].tolist() == [
+        index.scores(found).get(ref, 0) for ref in index.refs(index.mask(refs))
+    ]
+    assert index.scores(found) == {r: d for r, d in zip(refs, held, strict=True) if d}
+
+
+def test_a_hole_in_a_set_is_met_by_a_probe_and_walked_around() -> None:
+    table = PrefixTable(10_000)
+    table.add(1, CHAIN)
+    table.add(2, CHAIN)
+    table.drop(1, CHAIN[700:710])
+    answers = [by_slot(table.find(CHAIN, -1)) for _ in range(2_000)]
+    # A lookup that probes inside the hole tells the truth; every block is probed in its turn.
+    assert answers.count({0: 700, 1: 2_000}) == table.hole_count == 10
+
+
+def test_lookups_by_worker_and_among_candidates() -> None:
+    index = PrefixIndex()
+    join(index, A, CHAIN[:100])
+    join(index, B, CHAIN[:60])
+    join(index, C, CHAIN[:60])
+    assert index.scores(index.find(CHAIN)) == {A: 100, B: 60, C: 60}
+    assert index.scores(index.find(CHAIN[:50])) == {A: 50, B: 50, C: 50}
+    assert index.scores(index.find(CHAIN, index.mask([B, WorkerRef("x", "1")]))) == {B: 60}
+    assert index.scores(index.find(CHAIN[1:])) == {A: 99, B: 59, C: 59}
+    assert index.find([5]) == []
+    assert index.find([]) == []
+
+
+def test_a_suspended_worker_is_credited_again_once_its_set_is_known() -> None:
+    index = PrefixIndex()
+    publisher = join(index, A, CHAIN[:100])
+    index.suspend(A)
+    assert index.find(CHAIN) == []
+    (lost,) = publisher.removed(CHAIN[90:100])
+    (beat,) = publisher.heartbeats()
+    assert index.apply(A, beat) is ApplyResult.NEEDS_RESYNC
+    assert index.find(CHAIN) == []
+    assert publisher.replay(index.resume_after(A)) == [lost]
+    feed(index, A, [lost, beat])
+    assert index.scores(index.find(CHAIN)) == {A: 90}
+
+
+def test_a_prompt_is_hashed_no_further_than_blocks_reach() -> None:
+    hasher = PrefixHasher(3, 4)
+    tokens = list(range(4 * 1_000))
+    index = PrefixIndex()
+    join(index, A, hasher.hashes(tokens)[:40])
+    prompt = hasher.lazy(tokens)
+    assert index.scores(index.find_prompt(prompt)) == {A: 40}
+    assert len(prompt.stations) == 8
+    missed = hasher.lazy([9, *tokens])
+    assert index.find_prompt(missed) == []
+    assert len(missed.stations) == 0
+    assert index.find_prompt(hasher.lazy(tokens[:3])) == []
+
+
+def test_a_removed_worker_counts_no_more_and_its_slot_comes_back_after_the_sweep() -> None:
+    index = PrefixIndex()
+    join(index, A, CHAIN[:500], CHAIN[1_000:])
+    join(index, B, CHAIN[:300])
+    slot_mask, generation = index.mask([A]), index.generation
+    index.remove_worker(A)
+    index.remove_worker(A)
+    assert index.generation > generation
+    assert index.scores(index.find(CHAIN)) == {B: 300}
+    assert index.block_count == 1_500
+    assert index.mask([A]) == 0
+    # The old bit is still on blocks, so nobody may get it yet.
+    index.add_worker(C)
+    assert index.mask([C]) != slot_mask
+    sweep(index)
+    assert index.block_count == 300
+    assert not index.sweep()
+    join(index, A, CHAIN[300:])
+    assert index.scores(index.find(CHAIN)) == {B: 300}
+
+
+def test_slots_are_used_again_however_often_workers_come_and_go() -> None:
+    index = PrefixIndex(slots_max=8)
+    for number in range(100):
+        ref = WorkerRef("w", str(number))
+        join(index, ref, CHAIN[: number + 1])
+        assert index.scores(index.find(CHAIN)) == {ref: number + 1}
+        index.remove_worker(ref)
+    sweep(index)
+    assert index.block_count == 0
+    for number in range(8):
+        index.add_worker(WorkerRef("w", str(number)))
+    with pytest.raises(InternalError, match="8 slots"):
+        index.add_worker(A)
+    with pytest.raises(InternalError, match="already"):
+        PrefixIndex.add_worker(index, WorkerRef("w", "0"))
+
+
+def test_sweeping_in_small_slices_among_changes_clears_everything_retired() -> None:
+    index = PrefixIndex()
+    join(index, A, CHAIN)
+    publisher = join(index, B, CHAIN[:1_000])
+    index.remove_worker(A)
+    while index.sweep(37):
+        feed(index, B, publisher.removed([CHAIN[999]]))
+        feed(index, B, publisher.stored(CHAIN[998], [CHAIN[999]]))
+    assert index.block_count == 1_000
+    assert index.scores(index.find(CHAIN)) == {B: 1_000}
+
+
+def test_a_full_index_credits_what_fitted_and_recovers_when_there_is_room() -> None:
+    index = PrefixIndex(blocks_max=1_000)
+    join(index, A, CHAIN[:900])
+    publisher = join(index, B, [*CHAIN[:50], *CHAIN[1_000:1_200]])
+    assert index.block_count == 1_000
+    assert index.refused_count == 100
+    full = [*CHAIN[:50], *CHAIN[1_000:1_200]]
+    assert index.scores(index.find(full)) == {A: 50, B: 150}
+    # Stored events are refused whole from now on, removals still count.
+    feed(index, B, publisher.stored(None, CHAIN[1_500:1_510]))
+    assert index.find(CHAIN[1_500:]) == []
+    feed(index, B, publisher.removed([CHAIN[1_050]]))
+    assert index.scores(index.find(full)) == {A: 50, B: 100}
+    feed(index, B, publisher.heartbeats())
+    assert index.memory_bytes() < 1_000 * 200
+    index.remove_worker(A)
+    sweep(index)
+    (beat,) = publisher.heartbeats()
+    assert index.apply(B, beat) is ApplyResult.NEEDS_RESYNC
+    assert index.resume_after(B) == 0
+    feed(index, B, publisher.snapshot())
+    assert index.scores(index.find(CHAIN[1_500:])) == {B: 10}
+
+
+def test_tiers_are_looked_up_apart() -> None:
+    index = PrefixIndex()
+    index.add_worker(A)
+    publisher = PrefixPublisher("1", (Tier.DEVICE, Tier.HOST))
+    feed(index, A, publisher.snapshot())
+    feed(index, A, publisher.stored(None, CHAIN[:100]))
+    feed(index, A, publisher.stored(None, CHAIN[:80], Tier.HOST))
+    feed(index, A, publisher.removed(CHAIN[60:100]))
+    assert index.scores(index.find(CHAIN)) == {A: 60}
+    assert index.scores(index.find(CHAIN, tier=Tier.HOST)) == {A: 80}
+    feed(index, A, publisher.heartbeats())
+    feed(index, A, publisher.snapshot())
+    assert index.scores(index.find(CHAIN, tier=Tier.HOST)) == {A: 80}
+    feed(index, A, publisher.cleared())
+    assert index.find(CHAIN, tier=Tier.HOST) == []
+
+
+def test_a_snapshot_counts_only_when_whole() -> None:
+    chain = list(range(1, 2 * SNAPSHOT_HASHES_MAX))
+    index = PrefixIndex()
+    index.add_worker(A)
+    publisher = PrefixPublisher("1")
+    publisher.stored(None, chain)
+    first, last = publisher.snapshot()
+    assert index.apply(A, last) is ApplyResult.NEEDS_RESYNC
+    assert index.find(chain) == []
+    assert index.apply(A, first) is ApplyResult.APPLIED
+    assert index.find(chain) == []
+    assert index.apply(A, last) is ApplyResult.APPLIED
+    assert index.scores(index.find(chain)) == {A: len(chain)}
+
+
+def test_a_wrong_digest_takes_the_credit_away_at_the_next_heartbeat() -> None:
+    index = PrefixIndex()
+    publisher = join(index, A, CHAIN[:100])
+    (event,) = publisher.stored(CHAIN[99], [CHAIN[100]])
+    # As many blocks as announced, but another one: only the exclusive or can tell.
+    feed(index, A, [event._replace(packed=pack_hashes([12_345]))])
+    assert index.scores(index.find(CHAIN)) == {A: 100}
+    (beat,) = publisher.heartbeats()
+    assert index.apply(A, beat) is ApplyResult.NEEDS_RESYNC
+    assert index.find(CHAIN) == []
+    assert index.resume_after(A) == 0
+    feed(index, A, publisher.snapshot())
+    assert index.scores(index.find(CHAIN)) == {A: 101}
+
+
+def test_another_incarnation_or_an_unknown_worker_is_not_heard() -> None:
+    index = PrefixIndex()
+    join(index, A, CHAIN[:10])
+    stranger = PrefixPublisher("2")
+    for event in stranger.stored(None, CHAIN[:20]) + stranger.snapshot() + stranger.cleared():
+        assert index.apply(A, event) is ApplyResult.IGNORED
+        assert index.apply(B, event) is ApplyResult.IGNORED
+    assert index.scores(index.find(CHAIN)) == {A: 10}
+
+
+def test_the_garbage_collector_never_walks_the_blocks() -> None:
+    index = PrefixIndex()
+    join(index, A, CHAIN)
+    join(index, B, CHAIN[:1_000])
+    index.remove_worker(A)
+    sweep(index)
+    tables = index._tables
+    assert not any(gc.is_tracked(table._mask_of) for table in tables)
+    assert not any(gc.is_tracked(table._shared) for table in tables)

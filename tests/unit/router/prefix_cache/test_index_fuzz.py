@@ -1,0 +1,188 @@
+"""Random loss, duplication and reordering of events never yields a worker that is credited for blocks it lacks for
+longer than one repair interval.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.worker.v1 import worker_pb2
+from headrace_engine.prefix.publisher import PrefixPublisher
+from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.prefix.events import KvEvent, event_from_proto, event_to_proto
+from headrace_router.prefix_cache.index import ApplyResult, PrefixIndex
+
+WORKERS = 4
+# Prompts as (root, length): a forest with forks, each block named by its path.
+FORKS = (0, 3, 7)
+PROMPT_BLOCKS = 14
+
+
+def block_name(fork: int, position: int) -> int:
+    """Prompts share the blocks before their fork."""
+    own = fork if position >= FORKS[fork] else 0
+    return (own * 1_000 + position + 1) * 0x9E3779B97F4A7C15 % 2**64
+
+
+PROMPTS = [
+    [block_name(fork, position) for position in range(PROMPT_BLOCKS)] for fork in range(len(FORKS))
+]
+BLOCKS = sorted({block for prompt in PROMPTS for block in prompt})
+
+
+@dataclass
+class Worker:
+    """One worker, what its engine holds, and the stream between it and the router."""
+
+    ref: WorkerRef
+    publisher: PrefixPublisher
+    held: set[int] = field(default_factory=set)
+    stream: list[KvEvent] = field(default_factory=list)
+
+    def depth(self, prompt: Sequence[int]) -> int:
+        """The naive model: how many blocks from the first on the engine could use."""
+        for depth, block in enumerate(prompt):
+            if block not in self.held:
+                return depth
+        return len(prompt)
+
+
+class Deployment:
+    """Workers, an index, and a network that loses, doubles and reorders."""
+
+    def __init__(self) -> None:
+        self.index = PrefixIndex(slots_max=32)
+        self.workers = [self.start(number, 0) for number in range(WORKERS)]
+
+    def start(self, number: int, incarnation: int) -> Worker:
+        ref = WorkerRef(f"w{number}", f"i{incarnation}")
+        self.index.add_worker(ref)
+        # A short memory, so that some gaps are repaired by replay and some by snapshot.
+        worker = Worker(ref, PrefixPublisher(ref.incarnation, replay_hashes_max=12))
+        worker.stream += worker.publisher.snapshot()
+        return worker
+
+    def restart(self, number: int) -> None:
+        old = self.workers[number].ref
+        self.index.remove_worker(old)
+        self.workers[number] = self.start(number, int(old.incarnation[1:]) + 1)
+
+    def deliver(self, worker: Worker, events: Sequence[KvEvent]) -> bool:
+        """Over the wire. Returns whether the index wants a new subscription."""
+        wants = False
+        for event in events:
+            wire = event_to_proto(event).SerializeToString()
+            heard = event_from_proto(worker_pb2.SubscribeKvEventsResponse.FromString(wire))
+            wants |= self.index.apply(worker.ref, heard) is ApplyResult.NEEDS_RESYNC
+        return wants
+
+    def repair_interval(self) -> None:
+        """Within one, the streams are read to their ends, heartbeats come, the router subscribes again."""
+        for worker in self.workers:
+            self.deliver(worker, worker.stream)
+            worker.stream.clear()
+            for _ in range(3):
+                if not self.deliver(worker, worker.publisher.heartbeats()):
+                    break
+                since = self.index.resume_after(worker.ref)
+                missing = worker.publisher.replay(since) if since else None
+                if missing is None:
+                    missing = worker.publisher.snapshot()
+                self.deliver(worker, missing)
+            else:
+                raise AssertionError("three subscriptions do not repair it")
+        self.index.sweep(16)
+
+    def check(self) -> None:
+        everyone = self.index.mask(worker.ref for worker in self.workers)
+        for prompt in PROMPTS:
+            expected = {worker.ref: worker.depth(prompt) for worker in self.workers}
+            found = self.index.scores(self.index.find(prompt, everyone))
+            assert found == {ref: depth for ref, depth in expected.items() if depth}
+        assert self.index.hole_count == 0
+
+
+def change(worker: Worker, kind: str, fork: int, start: int, count: int) -> None:
+    """The engine stores or evicts, in the middle too."""
+    prompt = PROMPTS[fork]
+    blocks = prompt[start : start + count]
+    if kind == "store" and blocks:
+        worker.held |= set(blocks)
+        worker.stream += worker.publisher.stored(prompt[start - 1] if start else None, blocks)
+    elif kind == "remove":
+        worker.held -= set(blocks)
+        worker.stream += worker.publisher.removed(blocks)
+    elif kind == "clear":
+        worker.held.clear()
+        worker.stream += worker.publisher.cleared()
+
+
+def disturb(deployment: Deployment, worker: Worker, kind: str, position: int, count: int) -> None:
+    """The network, or the worker's fate."""
+    stream = worker.stream
+    part = slice(position, position + count)
+    if kind == "lose":
+        del stream[part]
+    elif kind == "double":
+        stream[position:position] = stream[part]
+    elif kind == "reorder":
+        stream[part] = reversed(stream[part])
+    elif kind == "delay":
+        held_back, stream[part] = stream[part], []
+        stream += held_back
+    elif kind == "deliver":
+        deployment.deliver(worker, stream[part])
+        del stream[part]
+    elif kind == "restart":
+        deployment.restart(int(worker.ref.worker_id[1:]))
+
+
+ENGINE = ("store", "remove", "clear")
+# Weighted by repeating: a cache that is cleared all the time tests little.
+KINDS = ["store"] * 6 + ["remove"] * 3 + ["clear", "restart", "repair"]
+KINDS += ["lose", "double", "reorder", "delay", "deliver"]
+
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(KINDS),
+        st.integers(0, WORKERS - 1),
+        st.integers(0, len(FORKS) - 1),
+        st.integers(0, PROMPT_BLOCKS - 1),
+        st.integers(1, PROMPT_BLOCKS),
+    ),
+    min_size=5,
+    max_size=80,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(steps=steps)
+def test_no_credit_for_lacking_blocks_outlives_a_repair_interval(
+    steps: list[tuple[str, int, int, int, int]],
+) -> None:
+    deployment = Deployment()
+    for kind, number, fork, start, count in steps:
+        worker = deployment.workers[number]
+        if kind == "repair":
+            deployment.repair_interval()
+            deployment.check()
+        elif kind in ENGINE:
+            change(worker, kind, fork, start, count)
+        else:
+            disturb(deployment, worker, kind, start % 5, count % 5 + 1)
+    deployment.repair_interval()
+    deployment.check()
+    for worker in deployment.workers:
+        worker_blocks = [block for block in BLOCKS if worker.held and block in worker.held]
+        worker.stream += worker.publisher.removed(worker_blocks)
+        worker.held.clear()
+    deployment.repair_interval()
+    deployment.check()
+    for _ in range(100):
+        if not deployment.index.sweep(16):
+            break
+    assert deployment.index.block_count == 0

@@ -1,0 +1,149 @@
+"""The trace store: what it keeps, when a trace is whole, what it drops."""
+
+from __future__ import annotations
+
+import pytest
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, KeyValue
+from opentelemetry.proto.resource.v1.resource_pb2 import Resource
+from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, Status
+
+from headrace_common.errors import InvalidRequest, NotFound
+from headrace_common.telemetry import schema
+from headrace_router.tracing import store as trace_store
+from headrace_router.tracing.store import TraceStore
+
+_TRACE = "ab" * 16
+_ROOT, _ATTEMPT = "01" * 8, "02" * 8
+
+
+def _span(
+    name: str,
+    span_id: str,
+    parent: str = "",
+    *,
+    service: str = "router",
+    trace_id: str = _TRACE,
+    error: str = "",
+    **attributes: str,
+) -> ResourceSpans:
+    keys = {"worker": schema.ATTRIBUTE_PREFILL_WORKER_ID, "request": schema.ATTRIBUTE_REQUEST_ID}
+    span = Span(
+        trace_id=bytes.fromhex(trace_id),
+        span_id=bytes.fromhex(span_id),
+        parent_span_id=bytes.fromhex(parent),
+        name=name,
+        start_time_unix_nano=1_000,
+        end_time_unix_nano=3_000,
+        attributes=[
+            KeyValue(key=keys[key], value=AnyValue(string_value=value))
+            for key, value in attributes.items()
+        ],
+    )
+    if error:
+        span.status.CopyFrom(Status(code=Status.STATUS_CODE_ERROR, message=error))
+    resource = Resource(
+        attributes=[
+            KeyValue(key="service.name", value=AnyValue(string_value=f"headrace-{service}")),
+            KeyValue(key="service.instance.id", value=AnyValue(string_value=f"{service}-0")),
+        ]
+    )
+    return ResourceSpans(resource=resource, scope_spans=[ScopeSpans(spans=[span])])
+
+
+def _store(trace_count: int = 10) -> TraceStore:
+    store = TraceStore(trace_count)
+    store.begin(_TRACE, "r1", 500)
+    return store
+
+
+def test_a_trace_is_complete_once_the_workers_of_the_good_attempt_have_reported() -> None:
+    store = _store()
+    parts = [
+        _span(schema.SPAN_ATTEMPT, "07" * 8, _ROOT, error="prefill worker died", worker="p9"),
+        _span(schema.SPAN_DECODE, "03" * 8, _ATTEMPT, service="decode"),
+        _span(schema.SPAN_ATTEMPT, _ATTEMPT, _ROOT, worker="p0"),
+        _span(schema.SPAN_REQUEST, _ROOT, "ff" * 8, request="r1"),
+        _span(schema.SPAN_PREFILL, "04" * 8, _ATTEMPT, service="prefill"),
+    ]
+    completeness = []
+    for part in parts:
+        store.add([part])
+        completeness.append(store.get("r1").complete)
+    assert completeness == [False, False, False, False, True]
+    trace = store.get(_TRACE)
+    assert trace.start_time.ToNanoseconds() == 500
+    spans = {span.name: span for span in trace.spans if not span.error}
+    assert spans[schema.SPAN_REQUEST].parent_span_id == ""
+    assert spans[schema.SPAN_PREFILL].parent_span_id == _ATTEMPT
+    assert spans[schema.SPAN_PREFILL].service == "prefill"
+    assert spans[schema.SPAN_PREFILL].worker_id == "prefill-0"
+    assert spans[schema.SPAN_REQUEST].worker_id == ""
+    assert spans[schema.SPAN_PREFILL].duration.ToNanoseconds() == 2_000
+    assert [span.error for span in trace.spans if span.error] == ["prefill worker died"]
+
+
+def test_a_local_prefill_needs_no_prefill_span() -> None:
+    store = _store()
+    store.add([_span(schema.SPAN_REQUEST, _ROOT, request="r1")])
+    assert store.get("r1").complete
+    store.add([_span(schema.SPAN_ATTEMPT, _ATTEMPT, _ROOT)])
+    assert not store.get("r1").complete
+    store.add([_span(schema.SPAN_DECODE, "03" * 8, _ATTEMPT, service="decode")])
+    assert store.get("r1").complete
+
+
+def test_spans_of_foreign_traces_are_dropped() -> None:
+    store = _store()
+    store.add([_span(schema.SPAN_DECODE, "03" * 8, trace_id="cd" * 16)])
+    with pytest.raises(NotFound, match="no trace"):
+        store.get("cd" * 16)
+    assert not store.get("").spans
+
+
+def test_old_traces_make_room_and_the_newest_is_the_default() -> None:
+    store = TraceStore(2)
+    with pytest.raises(NotFound, match="yet"):
+        store.get("")
+    for number in range(3):
+        store.begin(f"{number:032x}", f"r{number}", number)
+    assert store.get("").request_id == "r2"
+    assert store.get("r1").trace_id == f"{1:032x}"
+    with pytest.raises(NotFound):
+        store.get("r0")
+
+
+def test_spans_per_trace_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_store, "SPANS_PER_TRACE_MAX", 3)
+    store = _store()
+    for number in range(9):
+        store.add([_span(schema.SPAN_TRANSFER_LAYER, f"{number + 1:016x}")])
+    assert len(store.get("").spans) == 3
+
+
+def test_pages_go_from_new_to_old() -> None:
+    store = TraceStore(10)
+    for number in range(5):
+        store.begin(f"{number:032x}", f"r{number}", number)
+    first, token = store.page(2, "")
+    second, token_2 = store.page(2, token)
+    third, end = store.page(2, token_2)
+    names = [trace.request_id for trace in (*first, *second, *third)]
+    assert names == ["r4", "r3", "r2", "r1", "r0"]
+    assert end == ""
+    for size, wrong in ((1_001, ""), (1, "x")):
+        with pytest.raises(InvalidRequest):
+            store.page(size, wrong)
+
+
+def test_attribute_values_become_text() -> None:
+    values = {
+        "true": AnyValue(bool_value=True),
+        "7": AnyValue(int_value=7),
+        "0.5": AnyValue(double_value=0.5),
+        "a, b": AnyValue(
+            array_value=ArrayValue(values=[AnyValue(string_value="a"), AnyValue(string_value="b")])
+        ),
+        "": AnyValue(),
+    }
+    for text, value in values.items():
+        assert trace_store._text(value) == text

@@ -1,0 +1,171 @@
+"""Model folders as text codecs: what is read from them, and what is wrong with bad ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+from headrace_common.errors import ConfigError, InvalidRequest
+from headrace_text.bytes import ByteCodec
+from headrace_text.codec import ChatMessage
+from headrace_text.detokenizer import TextStream
+from headrace_text.hf import HuggingFaceCodec
+from headrace_text.load import load_codecs
+from headrace_text.template import ChatTemplate
+
+_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}"
+    "{{ raise_exception('no system messages here') }}{% endif %}[{{ m.role }}]{{ m.content }}"
+    "<eos>{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+_USER = ChatMessage("user", "hé")
+
+
+def _write_model(folder: Path, **tokenizer_config: object) -> Path:
+    """A byte-level model of 256 bytes, <bos> and <eos>, whose tokenizer adds <bos> to text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: index for index, letter in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<bos>"), AddedToken("<eos>"), AddedToken("<end>")])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", 256)]
+    )
+    tokenizer.enable_truncation(4)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"vocab_size": 300, "max_position_embeddings": 64, "eos_token_id": 299}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [258]}))
+    settings = {"bos_token": "<bos>", "eos_token": {"content": "<eos>"}, **tokenizer_config}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_a_folder_says_vocabulary_context_and_every_stop_token(tmp_path: Path) -> None:
+    codec = HuggingFaceCodec(_write_model(tmp_path, chat_template=_TEMPLATE))
+    assert codec.vocabulary_size == 300
+    assert codec.context_tokens == 64
+    assert codec.stop_token_ids == {257, 258}
+
+
+def test_text_gets_the_tokenizers_bos_and_chat_only_the_templates(tmp_path: Path) -> None:
+    codec = HuggingFaceCodec(_write_model(tmp_path, chat_template=_TEMPLATE))
+    tokens = codec.encode("a longer text than four")
+    assert tokens[0] == 256
+    assert tokens.count(256) == 1
+    assert codec.decode(tokens) == "a longer text than four"
+    chat = codec.encode_chat([_USER], continue_final_message=False)
+    assert chat.count(256) == 1
+    assert codec.decode(chat) == "[user]hé[assistant]"
+    assert chat.count(257) == 1
+
+
+def test_the_final_message_can_be_continued(tmp_path: Path) -> None:
+    codec = HuggingFaceCodec(_write_model(tmp_path, chat_template=_TEMPLATE))
+    messages = [_USER, ChatMessage("assistant", "well ")]
+    tokens = codec.encode_chat(messages, continue_final_message=True)
+    assert codec.decode(tokens) == "[user]hé[assistant]well "
+    assert tokens.count(257) == 1
+
+
+def test_a_template_that_trims_is_continued_without_trailing_space() -> None:
+    template = ChatTemplate("{% for m in messages %}{{ m.content | trim }}|{% endfor %}", {})
+    messages = [_USER, ChatMessage("assistant", " well ")]
+    assert template.render(messages, continue_final_message=True) == "hé|well"
+
+
+def test_a_template_that_drops_the_final_message_cannot_be_continued() -> None:
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    with pytest.raises(InvalidRequest, match="cannot be continued"):
+        template.render([_USER, ChatMessage("assistant", "x")], continue_final_message=True)
+
+
+@pytest.mark.parametrize(
+    "source,words",
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[7].content }}", "has no element"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ messages.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe"),
+    ],
+)
+def test_a_templates_error_is_told_in_its_own_words(source: str, words: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        ChatTemplate(source, {}).render([_USER], continue_final_message=False)
+    assert words in caught.value.violations["chat.messages"]
+
+
+def test_templates_may_use_generation_blocks_json_and_loop_controls() -> None:
+    source = (
+        "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
+        "{% generation %}{{ m | tojson }}{% endgeneration %}{% endfor %}"
+    )
+    text = ChatTemplate(source, {}).render([_USER, _USER], continue_final_message=False)
+    assert text == '{"role": "user", "content": "hé"}'
+
+
+def test_the_template_comes_from_its_own_file_or_by_name(tmp_path: Path) -> None:
+    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "named"}]
+    folder = _write_model(tmp_path, chat_template=named)
+    codec = HuggingFaceCodec(folder)
+    chat = codec.encode_chat([_USER], continue_final_message=False)
+    assert codec.decode(chat) == "named"
+    (folder / "chat_template.jinja").write_text("from its file")
+    chat = HuggingFaceCodec(folder).encode_chat([_USER], continue_final_message=False)
+    assert codec.decode(chat) == "from its file"
+
+
+def test_a_model_without_template_refuses_chat(tmp_path: Path) -> None:
+    codec = HuggingFaceCodec(_write_model(tmp_path))
+    with pytest.raises(InvalidRequest, match="no chat template; send text"):
+        codec.encode_chat([_USER], continue_final_message=False)
+
+
+@pytest.mark.parametrize(
+    "damage,words",
+    [
+        ("missing", "does not exist"),
+        ("no tokenizer.json", "has no tokenizer.json"),
+        ("no config.json", "has no config.json"),
+        ("broken tokenizer.json", "tokenizer.json that cannot be read"),
+        ("broken config.json", "config.json that cannot be read"),
+        ("broken template", "chat template cannot be compiled"),
+    ],
+)
+def test_a_folder_that_is_no_model_is_refused_in_one_line(
+    tmp_path: Path, damage: str, words: str
+) -> None:
+    template = "{% if %}" if damage == "broken template" else _TEMPLATE
+    folder = _write_model(tmp_path, chat_template=template)
+    kind, _, name = damage.partition(" ")
+    if kind == "no":
+        (folder / name).unlink()
+    elif kind == "missing":
+        folder = tmp_path / "absent"
+    elif name.endswith(".json"):
+        (folder / name).write_text("{")
+    with pytest.raises(ConfigError, match=words) as caught:
+        load_codecs({"m": str(folder)})
+    assert "\n" not in caught.value.detail
+
+
+def test_the_simulated_models_tokens_are_bytes_and_ideographs() -> None:
+    codec = ByteCodec()
+    assert codec.encode("é") == [0xC3, 0xA9]
+    assert codec.decode([0xC3, 0xA9, 256, 511]) == "é\u4e00\u4eff"
+    chat = codec.encode_chat([_USER], continue_final_message=False)
+    assert codec.decode(chat) == "user: hé\nassistant: "
+    chat = codec.encode_chat([_USER], continue_final_message=True)
+    assert codec.decode(chat) == "user: hé"
+
+
+def test_special_tokens_have_no_text_in_a_stream(tmp_path: Path) -> None:
+    codec = HuggingFaceCodec(_write_model(tmp_path))
+    tokens = [*codec.encode("a€")[1:], 257, *codec.encode("b")[1:]]
+    stream = TextStream(codec.decode, codec.encode("prompt"))
+    assert [stream.push(token) for token in tokens] == ["a", "", "", "€", "", "b"]
