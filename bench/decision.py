@@ -33,7 +33,8 @@ from headrace_common.config import ServiceConfig
 from headrace_common.deadlines import Deadline
 from headrace_common.rpc.tickets import TicketSigner
 from headrace_common.telemetry.setup import Telemetry, init_telemetry
-from headrace_kv.layout.layout import KvLayout, WorkerRef, layout_to_proto
+from headrace_kv.layout.layout import KvLayout, WorkerRef
+from headrace_kv.layout.proto import layout_to_proto
 from headrace_kv.prefix.events import KvEvent, Tier, event_to_proto
 from headrace_router.dispatch.dispatcher import Generator
 from headrace_router.placement import (

@@ -35,7 +35,8 @@ from headrace_cli.up.supervisor import Supervisor
 from headrace_cli.up.topology import Topology, registry_spec, worker_specs
 from headrace_common.errors import NoDecodeWorker
 from headrace_common.identity import new_incarnation
-from headrace_common.registry.membership import Membership, RegistryView
+from headrace_common.registry.membership import Membership
+from headrace_common.registry.view import RegistryView
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.server import GrpcServer
 from headrace_common.telemetry import schema

@@ -37,7 +37,7 @@ from bench.proxy_load import (
     run_streams,
 )
 from bench.proxy_workers import MODEL, TOKENS
-from headrace_cli.commands.client import list_members
+from headrace_cli.client import list_members
 
 DIRECT: Final = "direct, gRPC"
 OURS: Final = "Headrace"

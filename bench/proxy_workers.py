@@ -29,7 +29,8 @@ from headrace_common.config import ServiceConfig
 from headrace_common.identity import new_incarnation
 from headrace_common.registry.membership import Membership
 from headrace_common.rpc.server import GrpcServer
-from headrace_kv.layout.layout import KvLayout, layout_to_proto
+from headrace_kv.layout.layout import KvLayout
+from headrace_kv.layout.proto import layout_to_proto
 
 TOKENS: Final = 64
 MODEL: Final = "sim"

@@ -24,7 +24,7 @@ def import_services() -> None:
     for service in _SERVICES:
         importlib.import_module(f"headrace_{service}.main")
     importlib.import_module("headrace_engine.sim.engine")
-    importlib.import_module("headrace_cli.commands.client")
+    importlib.import_module("headrace_cli.client")
 
 
 @dataclass(slots=True)

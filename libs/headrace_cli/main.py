@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
+from headrace_cli.client import chat_request, open_router
 from headrace_cli.commands.chat import ChatOptions, chat_once, converse, summary
-from headrace_cli.commands.client import chat_request, open_router
 from headrace_cli.commands.demo import DEFAULT_PROMPT, run_demo
 from headrace_cli.commands.drain import drain_worker
 from headrace_cli.commands.policy import set_policy, show_policy

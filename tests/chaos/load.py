@@ -23,7 +23,7 @@ from headrace_common.errors import (
     WorkerGone,
 )
 from headrace_common.rpc.status import error_from_rpc
-from headrace_engine.sim.model import SimModel
+from headrace_engine.sim.model.model import SimModel
 from tests.chaos.plan import ChaosRequest
 
 _TICK_S = 0.05

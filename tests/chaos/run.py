@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace.worker.v1 import worker_pb2
-from headrace_cli.commands.client import RouterClient, open_router, worker_status
+from headrace_cli.client import RouterClient, open_router, worker_status
 from headrace_common.errors import HeadraceError
-from headrace_engine.sim.model import SimModel
-from headrace_engine.sim.settings import parse_settings
+from headrace_engine.sim.model.model import SimModel
+from headrace_engine.sim.model.settings import parse_settings
 from tests.chaos.load import Clients, Outcomes
 from tests.chaos.plan import ChaosPlan, FaultKind, ProcessFault, process_faults, requests
 from tests.chaos.processes import ETCD, HERE, Place, Processes

@@ -21,8 +21,8 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from headrace_engine.sim.model import SimModel
-from headrace_engine.sim.settings import parse_settings
+from headrace_engine.sim.model.model import SimModel
+from headrace_engine.sim.model.settings import parse_settings
 from tests.chaos.load import Clients, Outcomes
 from tests.chaos.plan import ChaosPlan, requests
 from tests.chaos.processes import Processes

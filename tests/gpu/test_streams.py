@@ -14,7 +14,7 @@ import pytest
 from headrace_common.errors import TransferFailed
 from headrace_engine.torch_memory.gated_sender import GatedSender, Mark
 from headrace_kv.handoff.messages import LayerPiece, TransferTarget
-from headrace_kv.transport.staging.packing import Bytes
+from headrace_kv.transport.packing import Bytes
 
 if TYPE_CHECKING:
     from headrace_engine.torch_memory.device_memory import TorchMemory

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.errors import DeadlineExceeded
-from headrace_engine.sim.model import SimModel
-from headrace_engine.sim.settings import parse_settings
+from headrace_engine.sim.model.model import SimModel
+from headrace_engine.sim.model.settings import parse_settings
 from tests.forked import Forked, fork
 from tests.rdma.cases import MODELS, Group
 from tests.rdma.device import Traffic, check_moved_by_rdma, traffic
@@ -26,7 +26,7 @@ from tests.rdma.processes import log_of, start_service, stop, wait_serving
 from tests.rdma.report import Result, show_logs, tell
 
 if TYPE_CHECKING:
-    from headrace_cli.commands.client import RouterClient
+    from headrace_cli.client import RouterClient
 
 REGISTRY_PORT = 7001
 ROUTER_PORT = 7050
@@ -157,7 +157,7 @@ async def _ask_all(group: Group, site: Site, seen: set[int]) -> tuple[Traffic, i
     router falls back to a local prefill: that is right, but no case of ours, and asked again.
     """
     # Loads gRPC's threads, so only after the forks.
-    from headrace_cli.commands.client import open_router
+    from headrace_cli.client import open_router
 
     async with open_router(site.router) as router:
         await _joined(router, group)

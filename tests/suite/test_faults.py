@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from headrace.inference.v1 import inference_pb2
-from headrace_cli.commands.client import list_members
+from headrace_cli.client import list_members
 from headrace_cli.commands.drain import drain_worker
 from headrace_common.errors import DeadlineExceeded, HeadraceError, InternalError
 from tests.ports import free_port

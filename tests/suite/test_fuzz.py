@@ -28,9 +28,9 @@ from headrace.kv.v1 import handoff_pb2, layout_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
-from headrace_cli.commands.client import list_members
+from headrace_cli.client import list_members
 from headrace_common.deadlines import Deadline
-from headrace_common.registry.membership import DescriptorCache
+from headrace_common.registry.descriptors import DescriptorCache
 from headrace_common.rpc.channel import open_blocking_channel
 from tests.suite.deployment import Suite, greedy, prompt_of, suite
 from tests.suite.fuzz import Fuzz, mostly

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace_engine.sim.model import SimModel
-from headrace_engine.sim.settings import parse_settings
+from headrace_engine.sim.model.model import SimModel
+from headrace_engine.sim.model.settings import parse_settings
 from tests.suite.deployment import VOCABULARY, prompt_of, suite
 
 MODEL = f"sim:layers=2,heads=6,parts=k:16:int8/scale:4:float32,vocabulary={VOCABULARY}"

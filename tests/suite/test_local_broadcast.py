@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from headrace_common.telemetry import schema
-from headrace_engine.sim.model import SimModel
-from headrace_engine.sim.settings import parse_settings
+from headrace_engine.sim.model.model import SimModel
+from headrace_engine.sim.model.settings import parse_settings
 from tests.suite.deployment import VOCABULARY, prompt_of, suite
 
 LAYERS, RANKS = 3, 4

@@ -14,8 +14,8 @@ from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, sampling_pb
 from headrace_client import Client
 from headrace_common.errors import HeadraceError
 from headrace_engine.proto import sampling_from_proto
-from headrace_engine.sim.model import SimModel
-from headrace_engine.sim.settings import SimSettings
+from headrace_engine.sim.model.model import SimModel
+from headrace_engine.sim.model.settings import SimSettings
 from tests.ports import free_port
 from tests.suite.deployment import (
     VOCABULARY,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from headrace_engine.sim.model import SimModel
-from headrace_engine.sim.settings import parse_settings
+from headrace_engine.sim.model.model import SimModel
+from headrace_engine.sim.model.settings import parse_settings
 from tests.suite.deployment import VOCABULARY, Outcome, Suite, prompt_of, suite
 
 MODEL = f"sim:heads=4,vocabulary={VOCABULARY}"

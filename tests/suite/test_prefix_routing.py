@@ -6,7 +6,7 @@ import asyncio
 import time
 from pathlib import Path
 
-from headrace_cli.commands.client import list_members
+from headrace_cli.client import list_members
 from headrace_common.errors import HeadraceError
 from tests.suite.deployment import PROMPT_VOCABULARY, Suite, greedy, prompt_of, suite
 

@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from headrace.worker.v1 import worker_pb2
-from headrace_cli.commands.client import list_members, open_router, worker_status
+from headrace_cli.client import list_members, open_router, worker_status
 from headrace_cli.up.supervisor import Child, Supervisor
 from headrace_cli.up.topology import Topology, registry_spec, router_spec, worker_specs
 from headrace_client import Client

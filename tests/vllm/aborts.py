@@ -11,7 +11,7 @@ from random import Random
 from headrace_common.errors import HeadraceError
 from headrace_engine.interface import DecodeTokens, DecodeWork, PrefillWork, Sampling
 from headrace_engine.vllm.engine import VllmEngine
-from headrace_engine.vllm.scheduler.load import EngineLoad
+from headrace_engine.vllm.link.messages import EngineLoad
 from headrace_kv.handoff.messages import Reservation
 from tests.vllm.pair import Pair, reset, running_pair, wait_until
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace_engine.vllm.scheduler.load import EngineLoad
+from headrace_engine.vllm.link.messages import EngineLoad
 from tests.vllm.aborts import BLOCK_COUNT, STATES
 from tests.vllm.zygote import Zygote
 

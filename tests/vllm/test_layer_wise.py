@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from headrace_engine.vllm.scheduler.load import EngineLoad
+from headrace_engine.vllm.link.messages import EngineLoad
 from tests.vllm.layer_wise import LATE, LENGTHS
 from tests.vllm.zygote import Zygote
 

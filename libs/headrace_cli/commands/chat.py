@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 
 from headrace.inference.v1 import inference_pb2
-from headrace_cli.commands.client import RouterClient, chat_request, open_router
+from headrace_cli.client import RouterClient, chat_request, open_router
 from headrace_cli.console import notice_console
 from headrace_common.errors import InternalError
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from headrace_cli.client import open_router
 from headrace_cli.commands.chat import Answer, ChatOptions, chat_once, summary
-from headrace_cli.commands.client import open_router
 from headrace_cli.commands.trace import show_trace
 from headrace_cli.up.topology import Topology
 from headrace_cli.up.up import Deployment, Signals, deployed

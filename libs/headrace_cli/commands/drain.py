@@ -11,7 +11,7 @@ from rich.console import Console
 
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
-from headrace_cli.commands.client import CALL_TIMEOUT_S, call_channel, list_members, rpc_errors
+from headrace_cli.client import CALL_TIMEOUT_S, call_channel, list_members, rpc_errors
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import DeadlineExceeded, NotFound
 from headrace_common.rpc.server import END_UNFINISHED_S

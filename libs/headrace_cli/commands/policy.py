@@ -13,7 +13,7 @@ from rich import box
 from rich.table import Table
 
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
-from headrace_cli.commands.client import CALL_TIMEOUT_S, call_channel, rpc_errors
+from headrace_cli.client import CALL_TIMEOUT_S, call_channel, rpc_errors
 from headrace_common.errors import ConfigError
 
 _FIELDS = registry_pb2.Policy.DESCRIPTOR.fields_by_name

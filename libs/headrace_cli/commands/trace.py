@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace.inference.v1 import trace_pb2
-from headrace_cli.commands.client import RouterClient
+from headrace_cli.client import RouterClient
 from headrace_cli.console import can_draw_blocks
 from headrace_cli.waterfall.waterfall import draw_waterfall, format_bytes, format_ms, layer_spans
 from headrace_common.telemetry import schema

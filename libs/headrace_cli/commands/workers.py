@@ -13,7 +13,7 @@ from rich.text import Text
 
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
-from headrace_cli.commands.client import (
+from headrace_cli.client import (
     list_members,
     open_router,
     reset_prefix_cache,

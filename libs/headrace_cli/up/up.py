@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from rich.console import Console
 
-from headrace_cli.commands.client import open_router
+from headrace_cli.client import open_router
 from headrace_cli.up.progress import StartProgress
 from headrace_cli.up.state import UpState, clear_state, default_folder, make_folder, write_state
 from headrace_cli.up.supervisor import Child, Spawn, Supervisor, spawn_program

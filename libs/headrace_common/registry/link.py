@@ -25,6 +25,8 @@ from headrace_common.rpc.status import error_from_rpc
 
 _log = logging.getLogger(__name__)
 
+CALL_TIMEOUT_S: Final = 5.0
+
 BACKOFF_MIN_S: Final = 0.1
 _BACKOFF_MAX_S: Final = 1.0
 _Result = TypeVar("_Result")

@@ -27,7 +27,7 @@ from headrace_common.rpc.channel import (
 )
 from headrace_common.rpc.in_flight import InFlightInterceptor
 from headrace_common.rpc.status import ErrorInterceptor
-from headrace_common.telemetry.setup import TraceInterceptor
+from headrace_common.rpc.trace_context import TraceInterceptor
 
 _LOG = logging.getLogger(__name__)
 

@@ -5,116 +5,25 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
-import grpc
-import grpc.aio
-from opentelemetry import context as otel_context
-from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
 from opentelemetry.trace import Span, Status, StatusCode, Tracer
-from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
 from headrace_common.config import ServiceConfig
-from headrace_common.rpc import handlers
-from headrace_common.rpc.channel import open_blocking_channel
+from headrace_common.telemetry.exporter import _EXPORT_TIMEOUT_S, CollectorExporter
 from headrace_common.telemetry.metrics import Metrics
 
 _LOG = logging.getLogger(__name__)
 
 _BATCH_DELAY_MS = 200
 _QUEUED_SPANS_MAX = 8_192
-_EXPORT_TIMEOUT_S = 1.0
 _SHUTDOWN_S = 1.5
-_EXPORT_METHOD = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
-_PROPAGATOR = TraceContextTextMapPropagator()
-
-
-class CollectorExporter(SpanExporter):
-    """Sends each batch to every collector of the moment. One that is away misses its spans."""
-
-    def __init__(self, config: ServiceConfig) -> None:
-        self._config = config
-        self._lock = threading.Lock()
-        self._channels: dict[str, grpc.Channel] = {}
-        self._failing: set[str] = set()
-        self._close_unix_s = float("inf")
-
-    @property
-    def endpoints(self) -> tuple[str, ...]:
-        """The collectors, in order of name."""
-        with self._lock:
-            return tuple(sorted(self._channels))
-
-    def set_endpoints(self, endpoints: Sequence[str]) -> None:
-        """Replaces the collectors. Channels of those that stay are kept."""
-        with self._lock:
-            gone = [self._channels.pop(name) for name in set(self._channels) - set(endpoints)]
-            for name in endpoints:
-                if name not in self._channels:
-                    self._channels[name] = open_blocking_channel(name, self._config)
-            self._failing &= set(endpoints)
-        for channel in gone:
-            channel.close()
-
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Sends the spans to all collectors at once, waiting 1 s at most."""
-        timeout_s = min(_EXPORT_TIMEOUT_S, self._close_unix_s - time.time())
-        with self._lock:
-            channels = dict(self._channels)
-        if timeout_s <= 0 or not channels:
-            return SpanExportResult.FAILURE if channels else SpanExportResult.SUCCESS
-        request = encode_spans(spans)
-        calls: dict[str, Any] = {}
-        for name, channel in channels.items():
-            try:
-                export: grpc.UnaryUnaryMultiCallable[Any, Any] = channel.unary_unary(
-                    _EXPORT_METHOD, request_serializer=ExportTraceServiceRequest.SerializeToString
-                )
-                calls[name] = export.future(request, timeout=timeout_s)
-            except ValueError:
-                _LOG.debug("collector %s was dropped during an export", name)
-        delivered = [self._await(name, call) for name, call in calls.items()]
-        return SpanExportResult.SUCCESS if all(delivered) else SpanExportResult.FAILURE
-
-    def close_by(self, unix_s: float) -> None:
-        """Exports after this moment are dropped at once."""
-        self._close_unix_s = unix_s
-
-    def shutdown(self) -> None:
-        """Closes every channel; exports under way end."""
-        self.set_endpoints(())
-
-    def _await(self, name: str, call: Any) -> bool:
-        try:
-            call.result()
-        except (grpc.RpcError, grpc.FutureCancelledError) as error:
-            self._note_failure(name, error)
-            return False
-        with self._lock:
-            recovered = name in self._failing
-            self._failing.discard(name)
-        if recovered:
-            _LOG.info("collector %s takes spans again", name)
-        return True
-
-    def _note_failure(self, name: str, error: Exception) -> None:
-        with self._lock:
-            known = name in self._failing or name not in self._channels
-            if name in self._channels:
-                self._failing.add(name)
-        if not known:
-            reason = error.details() if isinstance(error, grpc.Call) else str(error)
-            _LOG.warning("collector %s takes no spans until further notice: %s", name, reason)
 
 
 class Telemetry:
@@ -234,52 +143,3 @@ def _otlp_exporter(endpoint: str) -> SpanExporter:
 
     insecure = not endpoint.startswith("https://")
     return OTLPSpanExporter(endpoint=endpoint, insecure=insecure, timeout=_EXPORT_TIMEOUT_S)
-
-
-def traceparent(span: Span) -> str:
-    """The W3C traceparent of a span, to be stored in a message; empty for an invalid span."""
-    carrier: dict[str, str] = {}
-    _PROPAGATOR.inject(carrier, context=trace.set_span_in_context(span))
-    return carrier.get("traceparent", "")
-
-
-def context_from_traceparent(text: str) -> Context:
-    """The context whose span is the one that `text` names; an empty one when it names none."""
-    return _PROPAGATOR.extract({"traceparent": text}, context=Context())
-
-
-def metadata_with_trace(
-    metadata: Sequence[tuple[str, str | bytes]] = (), context: Context | None = None
-) -> tuple[tuple[str, str | bytes], ...]:
-    """Metadata for an RPC that carries the current span, or that of `context`, to the server."""
-    carrier: dict[str, str] = {}
-    _PROPAGATOR.inject(carrier, context=context)
-    return (*metadata, *carrier.items())
-
-
-class TraceInterceptor(grpc.aio.ServerInterceptor):
-    """Makes the caller's span the current one while a handler runs."""
-
-    async def intercept_service(
-        self,
-        continuation: handlers.Continuation,
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> handlers.Handler | None:
-        """Wraps the handler found by `continuation`."""
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
-        return handlers.guarded(handler, _inside_callers_span)
-
-
-@asynccontextmanager
-async def _inside_callers_span(context: handlers.Context) -> AsyncIterator[None]:
-    carrier = {
-        key: value
-        for key, value in context.invocation_metadata() or ()
-        if key in ("traceparent", "tracestate") and isinstance(value, str)
-    }
-    # Never detached: each RPC runs in a task of its own, and the attachment ends with it. An
-    # asynchronous generator may be closed from another task, where detaching would fail.
-    otel_context.attach(_PROPAGATOR.extract(carrier, context=Context()))
-    yield

@@ -14,8 +14,7 @@ from headrace_common.errors import InternalError, QueueFull
 from headrace_engine.prefix.publisher import PrefixPublisher
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.prefix.events import KvEvent, Tier, event_to_proto
-from headrace_kv.prefix.hashing import PrefixHasher
-from headrace_kv.prefix.scope import key_fingerprint, prefix_hasher
+from headrace_kv.prefix.hashing import PrefixHasher, key_fingerprint, prefix_hasher
 
 FLUSH_S: Final = 0.02
 SUBSCRIBERS_MAX: Final = 64

@@ -37,17 +37,17 @@ from headrace_engine.sim.cache.host_tier import open_host_tier
 from headrace_engine.sim.cache.memory import SimMemory
 from headrace_engine.sim.cache.pools import CachePools
 from headrace_engine.sim.faults import SimFaults
-from headrace_engine.sim.handover.handover import Handover
-from headrace_engine.sim.model import SimModel
-from headrace_engine.sim.settings import plan_shape
-from headrace_engine.sim.step.logits import logits_bytes
-from headrace_engine.sim.step.schedule import plan_step
-from headrace_engine.sim.step.sequence import (
+from headrace_engine.sim.model.logits import logits_bytes
+from headrace_engine.sim.model.model import SimModel
+from headrace_engine.sim.model.settings import plan_shape
+from headrace_engine.sim.request.handover import Handover
+from headrace_engine.sim.request.sequence import (
     FirstToken,
     Sequence,
     decode_sequence,
     prefill_sequence,
 )
+from headrace_engine.sim.step.schedule import plan_step
 from headrace_engine.sim.step.stepper import Stepper
 from headrace_kv.handoff.messages import Reservation, SendReport
 from headrace_kv.layout.layout import KvDescriptor
@@ -58,7 +58,7 @@ from headrace_kv.transport.factory import open_transport
 from headrace_kv.transport.memory import HOST_MEMORY
 
 if TYPE_CHECKING:
-    from headrace_engine.factory import EngineConfig
+    from headrace_engine.config import EngineConfig
     from headrace_kv.send.sender import DescriptorSource
     from headrace_kv.send.thread import SenderThread
     from headrace_kv.transport.base import KvTransport

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace_common.errors import DuplicateTransfer, InternalError
-from headrace_engine.factory import EngineConfig
+from headrace_engine.config import EngineConfig
 from headrace_engine.interface import (
     DecodeEvent,
     DecodeTokens,
@@ -30,7 +30,7 @@ from headrace_engine.vllm.compat import (
     reset_prefix_cache,
     runs_on_cpu,
 )
-from headrace_engine.vllm.scheduler.load import EngineLoad
+from headrace_engine.vllm.link.messages import EngineLoad
 from headrace_engine.vllm.service.decode_request import DecodeRun
 from headrace_engine.vllm.service.launch import check_config, launch
 from headrace_engine.vllm.service.prefill_request import PrefillRun

@@ -116,3 +116,7 @@ class PrefillTimes:
         """None when the request ended without them."""
         ours = (params or {}).get(PARAMS_KEY)
         return cls(**ours) if ours else None
+
+
+GENERATED_KEY = "headrace_generated"
+"""In SamplingParams.extra_args: the tokens of the answer that were generated already."""

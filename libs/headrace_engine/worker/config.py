@@ -17,9 +17,10 @@ from headrace_common.config import (
 )
 from headrace_common.identity import is_worker_id
 from headrace_common.rpc.channel import TlsFiles
-from headrace_engine.factory import EngineConfig
+from headrace_engine.config import EngineConfig
 from headrace_engine.interface import Engine
-from headrace_kv.layout.layout import WorkerRef, layout_to_proto
+from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout.proto import layout_to_proto
 from headrace_kv.receive.early_start import LateLayers
 
 

@@ -12,7 +12,8 @@ from typing import Any, Generic, Literal, TypeVar
 
 from headrace.registry.v1 import registry_pb2
 from headrace_common.identity import new_incarnation
-from headrace_common.registry.membership import DescriptorCache, RegistryView
+from headrace_common.registry.descriptors import DescriptorCache
+from headrace_common.registry.view import RegistryView
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.server import Drainer, GrpcServer, stop_signals, write_port_file
 from headrace_common.telemetry.setup import init_telemetry

@@ -7,7 +7,8 @@ from headrace_common.registry.membership import Membership
 from headrace_engine.prefix.announcer import PrefixAnnouncer
 from headrace_engine.worker.config import WorkerConfig
 from headrace_engine.worker.host import RouterListener, WorkerHost
-from headrace_kv.layout.layout import KvDescriptor, descriptor_to_proto
+from headrace_kv.layout.layout import KvDescriptor
+from headrace_kv.layout.proto import descriptor_to_proto
 
 
 class WorkerMembership:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from headrace_kv.layout.layout import TOKENS, KvLayout, WorkerRef
+from headrace_kv.plan.copy_plan import Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,3 +118,13 @@ class SendReport:
     detail: str
     layers: tuple[LayerSent, ...]
     control_bytes: int = 0
+
+
+def reserved_span(
+    layout: KvLayout, reservation: Reservation, group_index: int, start_token: int, end_token: int
+) -> Span:
+    """Tokens [start_token, end_token) of one of the layout's cache groups, in the reserved blocks on both sides."""
+    blocks = np.asarray(reservation.block_ids_by_group[group_index], dtype=np.int64)
+    first = reservation.start_token
+    first -= first % max(1, layout.groups[group_index].block_tokens)
+    return Span(start_token, end_token, blocks, first, blocks, first)

@@ -8,7 +8,8 @@ from itertools import chain
 
 from headrace_common.errors import InternalError, ProtocolViolation
 from headrace_kv.handoff.messages import Reservation
-from headrace_kv.layout.layout import STATE, KvLayout, count_spans
+from headrace_kv.layout.compatibility import count_spans
+from headrace_kv.layout.layout import STATE, KvLayout
 from headrace_kv.plan.shard_map import Edge, Key, edges, local_edges
 
 

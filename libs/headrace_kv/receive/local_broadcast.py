@@ -24,8 +24,7 @@ from headrace_common.errors import (
     TransferTimeout,
 )
 from headrace_kv.handoff.leases import Quarantine, QuarantinePolicy
-from headrace_kv.handoff.messages import Reservation
-from headrace_kv.handoff.reserved_span import reserved_span
+from headrace_kv.handoff.messages import Reservation, reserved_span
 from headrace_kv.layout.layout import KvDescriptor, RankMemory
 from headrace_kv.plan.copy_plan import CopyPlanner, Runs, Span
 from headrace_kv.receive.ledger import LocalCopy

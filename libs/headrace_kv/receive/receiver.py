@@ -23,12 +23,13 @@ from headrace_kv.handoff.clock import TimerHandle, Timers, running_timers
 from headrace_kv.handoff.leases import Quarantine, QuarantinePolicy
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.layout.layout import KvLayout, WorkerRef
+from headrace_kv.receive.distrust import Distrust
 from headrace_kv.receive.handshake import check_hello
 from headrace_kv.receive.local_broadcast import LocalBroadcast, LocalPasses
 from headrace_kv.receive.pending_opens import WaitingOpens
 from headrace_kv.receive.state import TransferState
 from headrace_kv.receive.transfer import PrefillPeer, Transfer, TransferSummary, ended_error
-from headrace_kv.receive.verification import DigestChecks, DigestPasses, Distrust
+from headrace_kv.receive.verification import DigestChecks, DigestPasses
 
 __all__ = ["Receiver", "ReceiverLimits", "Transfer", "TransferState", "TransferSummary"]
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from headrace_common.errors import Draining, HeadraceError, InternalError, KvCorrupt, TransferFailed
+from headrace_common.errors import Draining, HeadraceError, InternalError, KvCorrupt
 from headrace_kv.handoff.checksum import DigestMode, destination_digest, digest_share
-from headrace_kv.handoff.messages import Reservation
-from headrace_kv.handoff.reserved_span import reserved_span
-from headrace_kv.layout.layout import KvDescriptor, WorkerRef
+from headrace_kv.handoff.messages import Reservation, reserved_span
+from headrace_kv.layout.layout import KvDescriptor
 from headrace_kv.plan.copy_plan import CopyPlanner
 from headrace_kv.plan.shard_map import Edge
 from headrace_kv.receive.transfer import LandedPiece, Transfer
@@ -20,7 +18,6 @@ from headrace_kv.transport.memory import HOST_MEMORY, Memory
 
 _log = logging.getLogger(__name__)
 
-_DISTRUSTED_LIMIT = 1024
 _NAMED_LIMIT = 8
 
 
@@ -132,34 +129,6 @@ class DigestPasses:
             for piece in pieces:
                 transfer.ledger.note_checked(piece.key, piece.end_token)
         self._on_step(transfer, error)
-
-
-class Distrust:
-    """Prefill workers of which `limit` transfers arrived broken."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._counts: OrderedDict[WorkerRef, int] = OrderedDict()
-
-    @property
-    def refs(self) -> tuple[WorkerRef, ...]:
-        """Those that are distrusted."""
-        return tuple(ref for ref, count in self._counts.items() if count >= self._limit)
-
-    def note(self, ref: WorkerRef) -> None:
-        """One more of its transfers is broken."""
-        count = self._counts[ref] = self._counts.pop(ref, 0) + 1
-        if count == self._limit:
-            _log.error("nothing is taken from %s any more: too much of it arrived broken", ref)
-        if len(self._counts) > _DISTRUSTED_LIMIT:
-            self._counts.popitem(last=False)
-
-    def check(self, ref: WorkerRef) -> None:
-        """Raises TransferFailed for a worker that is distrusted: another one can send."""
-        if self._counts.get(ref, 0) >= self._limit:
-            raise TransferFailed(
-                f"too much that {ref} sent here arrived broken", metadata={"prefill": str(ref)}
-            )
 
 
 def _corrupt(transfer: Transfer, broken: tuple[LandedPiece, ...]) -> KvCorrupt:

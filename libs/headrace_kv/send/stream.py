@@ -26,13 +26,9 @@ from headrace_common.rpc.status import error_from_rpc
 from headrace_kv.handoff.clock import Clock
 from headrace_kv.handoff.leases import WriteLease
 from headrace_kv.handoff.messages import Reservation
-from headrace_kv.layout.layout import (
-    KvDescriptor,
-    KvLayout,
-    WorkerRef,
-    layout_to_proto,
-    require_compatible,
-)
+from headrace_kv.layout.compatibility import require_compatible
+from headrace_kv.layout.layout import KvDescriptor, KvLayout, WorkerRef
+from headrace_kv.layout.proto import layout_to_proto
 
 _log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from headrace_common.errors import ConfigError
 from headrace_kv.plan.copy_plan import Int64Array
-from headrace_kv.transport.staging.packing import Bytes, gather, scatter
+from headrace_kv.transport.packing import Bytes, gather, scatter
 
 
 class Memory(Protocol):

@@ -11,18 +11,14 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import InternalError
 from headrace_common.logs import setup_logging
 from headrace_common.process.run import run_service
-from headrace_common.registry.membership import DescriptorCache
+from headrace_common.registry.descriptors import DescriptorCache
 from headrace_common.rpc.server import GrpcServer
 from headrace_engine.worker.config import served_model, worker_member
 from headrace_engine.worker.host import HostedWorker, WorkerHost, host_workers
 from headrace_engine.worker.membership import WorkerMembership
 from headrace_engine.worker.status import WorkerStatusServicer
-from headrace_kv.layout.layout import (
-    KvDescriptor,
-    WorkerRef,
-    descriptor_from_proto,
-    layout_to_proto,
-)
+from headrace_kv.layout.layout import KvDescriptor, WorkerRef
+from headrace_kv.layout.proto import descriptor_from_proto, layout_to_proto
 from headrace_prefill.config import PrefillConfig
 from headrace_prefill.puller import Puller
 from headrace_prefill.worker import PrefillWorker

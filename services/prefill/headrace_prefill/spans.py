@@ -6,8 +6,9 @@ from opentelemetry.trace import Status, StatusCode, set_span_in_context
 
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.errors import HeadraceError
+from headrace_common.rpc.trace_context import context_from_traceparent
 from headrace_common.telemetry import schema
-from headrace_common.telemetry.setup import Telemetry, context_from_traceparent
+from headrace_common.telemetry.setup import Telemetry
 from headrace_engine.interface import PrefillOutcome
 from headrace_kv.handoff.messages import LayerSent
 from headrace_kv.layout.layout import WorkerRef

@@ -16,7 +16,8 @@ from headrace_common.config import load_config, redacted, split_host_port
 from headrace_common.identity import new_incarnation
 from headrace_common.logs import setup_logging
 from headrace_common.process.run import run_service
-from headrace_common.registry.membership import Membership, RegistryView
+from headrace_common.registry.membership import Membership
+from headrace_common.registry.view import RegistryView
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.server import GrpcServer
 from headrace_common.telemetry.setup import init_telemetry

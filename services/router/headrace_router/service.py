@@ -19,8 +19,9 @@ from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, sampling_pb
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import Draining, HeadraceError
 from headrace_common.process.pacing import LoopLoad
+from headrace_common.rpc.trace_context import traceparent
 from headrace_common.telemetry import schema
-from headrace_common.telemetry.setup import Telemetry, traceparent
+from headrace_common.telemetry.setup import Telemetry
 from headrace_router.admission.admission import Admission, Ticket
 from headrace_router.admission.tenants import Tenants
 from headrace_router.dispatch.dispatcher import Generator

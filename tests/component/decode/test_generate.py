@@ -22,7 +22,7 @@ from headrace_common.rpc.status import error_from_rpc
 from headrace_common.telemetry import schema
 from headrace_engine.interface import DecodeEnded, DecodeTokens
 from headrace_kv.handoff.messages import Reservation
-from headrace_kv.layout.layout import layout_to_proto
+from headrace_kv.layout.proto import layout_to_proto
 from tests.component.decode.conftest import REF, Served, request
 from tests.component.decode.scripted_engine import LAYOUT
 

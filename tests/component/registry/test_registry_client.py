@@ -18,7 +18,9 @@ from headrace_common.errors import (
     RegistryUnavailable,
     StaleIncarnation,
 )
-from headrace_common.registry.membership import DescriptorCache, Membership, RegistryView
+from headrace_common.registry.descriptors import DescriptorCache
+from headrace_common.registry.membership import Membership
+from headrace_common.registry.view import RegistryView
 from tests.component.registry.harness import (
     EtcdServer,
     kv_descriptor,

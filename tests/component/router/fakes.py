@@ -27,7 +27,8 @@ from headrace_common.identity import new_incarnation
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.server import GrpcServer
 from headrace_common.telemetry.setup import Telemetry, init_telemetry
-from headrace_kv.layout.layout import KvLayout, layout_to_proto
+from headrace_kv.layout.layout import KvLayout
+from headrace_kv.layout.proto import layout_to_proto
 from headrace_router.app import SERVICES, Router, assemble
 from headrace_router.config import RouterConfig
 from headrace_text.bytes import ByteCodec

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from headrace.inference.v1 import inference_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import NoDecodeWorker
-from headrace_kv.layout.layout import KvLayout, WorkerRef, fingerprint
+from headrace_kv.layout.compatibility import fingerprint
+from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_router.placement import (
     Candidates,
     Decision,

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from headrace_engine.prefix.announcer import PrefixAnnouncer
-from headrace_engine.sim.step.sequence import Sequence
+from headrace_engine.sim.request.sequence import Sequence
 from headrace_kv.prefix.events import Tier
 from headrace_kv.prefix.hashing import STATION_BLOCKS
 

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace_common.errors import InternalError
-from headrace_engine.sim.cache.caches import TOKEN_INNER, SimPart
-from headrace_engine.sim.model import PartFormula, SimModel, WordArray
+from headrace_engine.sim.model.caches import TOKEN_INNER, SimPart
+from headrace_engine.sim.model.model import PartFormula, SimModel, WordArray
 from headrace_kv.layout.layout import STATE, CacheGroup, KvLayout, Region
 from headrace_kv.plan.shard_map import heads_held
 

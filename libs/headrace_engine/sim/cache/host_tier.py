@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from headrace_engine.sim.cache.memory import SimMemory
-from headrace_engine.sim.model import WordArray
+from headrace_engine.sim.model.model import WordArray
 
 Content = tuple[WordArray, ...]
 """A block's bytes, a copy for each array of the KV memory that holds a part of it."""

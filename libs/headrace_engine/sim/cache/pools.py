@@ -13,7 +13,7 @@ from headrace_engine.prefix.announcer import PrefixAnnouncer
 from headrace_engine.sim.cache.announcements import Announcements
 from headrace_engine.sim.cache.blocks import BlockPool
 from headrace_engine.sim.cache.host_tier import Content, HostTier
-from headrace_engine.sim.step.sequence import Sequence
+from headrace_engine.sim.request.sequence import Sequence
 from headrace_kv.layout.layout import STATE, CacheGroup
 from headrace_kv.prefix.events import Tier
 

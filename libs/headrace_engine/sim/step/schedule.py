@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
-from headrace_engine.sim.step.sequence import Sequence
+from headrace_engine.sim.request.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)

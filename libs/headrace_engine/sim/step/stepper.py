@@ -11,13 +11,13 @@ from headrace_engine.interface import DecodeEnded, DecodeTokens, Sampling
 from headrace_engine.sim.cache.memory import SimMemory
 from headrace_engine.sim.cache.pools import CachePools
 from headrace_engine.sim.faults import SimFaults
-from headrace_engine.sim.handover.handover import Handover
-from headrace_engine.sim.model import SimModel
-from headrace_engine.sim.settings import SimSettings, SimShape
-from headrace_engine.sim.step.logits import digest_of, logits_of
-from headrace_engine.sim.step.sampling import Choice, choose_token
+from headrace_engine.sim.model.logits import digest_of, logits_of
+from headrace_engine.sim.model.model import SimModel
+from headrace_engine.sim.model.sampling import Choice, choose_token
+from headrace_engine.sim.model.settings import SimSettings, SimShape
+from headrace_engine.sim.request.handover import Handover
+from headrace_engine.sim.request.sequence import Generation, Sequence
 from headrace_engine.sim.step.schedule import Chunk
-from headrace_engine.sim.step.sequence import Generation, Sequence
 from headrace_engine.sim.step.writes import StepWrites
 from headrace_kv.layout.layout import STATE
 

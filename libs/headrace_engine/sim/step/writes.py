@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace_engine.sim.cache.memory import SimMemory
-from headrace_engine.sim.mix import U64Array
+from headrace_engine.sim.model.mix import U64Array
 from headrace_engine.sim.step.schedule import Chunk
 from headrace_kv.layout.layout import STATE, CacheGroup
 

@@ -20,7 +20,8 @@ from headrace_common.errors import DeadlineExceeded
 from headrace_common.rpc.channel import LOCAL_OPTIONS
 from headrace_engine.vllm.link.messages import NANOSECONDS, timestamp
 from headrace_engine.vllm.reasons import error_of
-from headrace_kv.layout.layout import KvDescriptor, WorkerRef, descriptor_from_proto
+from headrace_kv.layout.layout import KvDescriptor, WorkerRef
+from headrace_kv.layout.proto import descriptor_from_proto
 
 log = logging.getLogger(__name__)
 

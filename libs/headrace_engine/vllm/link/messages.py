@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from google.protobuf import duration_pb2, timestamp_pb2
 
 from headrace.engine.v1 import link_pb2
 from headrace.kv.v1 import handoff_pb2
-from headrace_engine.vllm.scheduler.load import EngineLoad
 from headrace_kv.handoff.messages import LayerSent, Reservation, SendReport
 
 NANOSECONDS = 1_000_000_000
@@ -119,3 +120,13 @@ def _layer_from_proto(message: link_pb2.LayerSent) -> LayerSent:
         strategy=message.strategy,
         entry_count=message.entry_count,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """Requests in the batch and outside it, and KV blocks that requests hold, of all that they can hold."""
+
+    running_requests: int = 0
+    waiting_requests: int = 0
+    used_blocks: int = 0
+    total_blocks: int = 0

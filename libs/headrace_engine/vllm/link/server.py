@@ -17,21 +17,16 @@ from headrace_common.errors import HeadraceError, InternalError, ProtocolViolati
 from headrace_common.rpc.channel import LOCAL_OPTIONS
 from headrace_engine.vllm.link.messages import (
     NANOSECONDS,
+    EngineLoad,
     load_from_proto,
     report_from_proto,
     reservation_from_proto,
     timestamp,
     unix_ns,
 )
-from headrace_engine.vllm.scheduler.load import EngineLoad
 from headrace_kv.handoff.messages import Reservation, SendReport
-from headrace_kv.layout.layout import (
-    KvDescriptor,
-    WorkerRef,
-    descriptor_to_proto,
-    layout_from_proto,
-    rank_memory_from_proto,
-)
+from headrace_kv.layout.layout import KvDescriptor, WorkerRef
+from headrace_kv.layout.proto import descriptor_to_proto, layout_from_proto, rank_memory_from_proto
 
 log = logging.getLogger(__name__)
 

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from headrace_engine.vllm.settings import GENERATED_KEY
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
     from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
-
-GENERATED_KEY = "headrace_generated"
-"""In SamplingParams.extra_args: the tokens of the answer that were generated already."""
 
 
 def begin(request: Request) -> None:

@@ -27,7 +27,8 @@ from headrace_engine.vllm.step.groups import LayerGroup
 from headrace_engine.vllm.step.plan import StepPlan
 from headrace_kv.handoff.logits import LOGITS_RANK
 from headrace_kv.handoff.messages import SendReport
-from headrace_kv.layout.layout import STATE, layout_to_proto, rank_memory_to_proto
+from headrace_kv.layout.layout import STATE
+from headrace_kv.layout.proto import layout_to_proto, rank_memory_to_proto
 from headrace_kv.send.sender import RankSender
 from headrace_kv.transport.base import KvTransport
 

@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Final
 
+from headrace_engine.vllm.link.messages import EngineLoad
+
 REPORT_S: Final = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLoad:
-    """Requests in the batch and outside it, and KV blocks that requests hold, of all that they can hold."""
-
-    running_requests: int = 0
-    waiting_requests: int = 0
-    used_blocks: int = 0
-    total_blocks: int = 0
 
 
 class LoadMeter:

@@ -28,7 +28,7 @@ def sampling_params(
     """
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-    from headrace_engine.vllm.rank.continuation import GENERATED_KEY
+    from headrace_engine.vllm.settings import GENERATED_KEY
 
     extra: dict[str, Any] = {}
     if kv_transfer_params:

@@ -25,12 +25,8 @@ from headrace_common.rpc.status import error_from_rpc
 from headrace_engine.vllm.reasons import error_of
 from headrace_engine.vllm.standalone.offers import Offer, Offers
 from headrace_kv.handoff.messages import SendReport, TransferTarget
-from headrace_kv.layout.layout import (
-    KvDescriptor,
-    WorkerRef,
-    descriptor_from_proto,
-    descriptor_to_proto,
-)
+from headrace_kv.layout.layout import KvDescriptor, WorkerRef
+from headrace_kv.layout.proto import descriptor_from_proto, descriptor_to_proto
 
 log = logging.getLogger(__name__)
 

@@ -24,9 +24,9 @@ from headrace_engine.vllm.standalone.params import (
     Sends,
     clear_request,
     held_params,
+    prompt_digest,
     read_request,
 )
-from headrace_engine.vllm.standalone.prompts import prompt_digest
 from headrace_engine.vllm.step.plan import StepPlan, TokenSpan
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.layout.layout import WorkerRef

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+import xxhash
 
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import InvalidRequest
@@ -104,3 +107,11 @@ def held_params(transfer_id: str, ref: WorkerRef, endpoint: str) -> dict[str, An
         "remote_host": host,
         "remote_port": int(port),
     }
+
+
+def prompt_digest(token_ids: Sequence[int], extras: Sequence[str]) -> int:
+    """64 bits over tokens and whatever else decides their KV cache, such as an adapter's name."""
+    digest = xxhash.xxh3_64(np.asarray(token_ids, dtype=np.int64).tobytes())
+    for extra in extras:
+        digest.update(b"\0" + extra.encode())
+    return digest.intdigest()

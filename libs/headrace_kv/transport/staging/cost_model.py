@@ -17,7 +17,7 @@ import numpy as np
 
 from headrace_kv.plan.copy_plan import Int64Array, Runs
 from headrace_kv.transport.base import Strategy
-from headrace_kv.transport.staging.packing import gather, scatter
+from headrace_kv.transport.packing import gather, scatter
 
 _FORGETTING = 0.98
 _PRIOR_WEIGHT = 4.0

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from headrace_kv.plan.copy_plan import Int64Array, Runs
 from headrace_kv.transport.base import Strategy
+from headrace_kv.transport.packing import by_length
 from headrace_kv.transport.staging.cost_model import (
     TransferCosts,
     WireCosts,
@@ -19,7 +20,6 @@ from headrace_kv.transport.staging.cost_model import (
     least_bytes_alone,
     shape_of,
 )
-from headrace_kv.transport.staging.packing import by_length
 
 _REMEMBERED = 64
 # The costs follow the wire, and so must the choice.

@@ -22,10 +22,10 @@ from headrace_common.errors import HeadraceError, TransferFailed
 from headrace_kv.plan.copy_plan import Int64Array, Runs
 from headrace_kv.transport.base import KvTransport, Strategy, Written, ended, failed
 from headrace_kv.transport.memory import HOST_MEMORY, Memory
+from headrace_kv.transport.packing import Bytes
 from headrace_kv.transport.ranges import MemoryRanges
 from headrace_kv.transport.sessions import join_sessions, session_of
 from headrace_kv.transport.staging.cost_model import WireCosts
-from headrace_kv.transport.staging.packing import Bytes
 from headrace_kv.transport.staging.scatter_client import LaneWatch, ScatterLane
 from headrace_kv.transport.staging.scatter_server import LandingLimits, ScatterAgent
 from headrace_kv.transport.staging.slots import Slots

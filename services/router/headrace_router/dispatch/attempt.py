@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -33,14 +34,15 @@ from headrace_common.errors import (
 from headrace_common.identity import new_transfer_id
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.rpc.tickets import TicketSigner
+from headrace_common.rpc.trace_context import metadata_with_trace, traceparent
 from headrace_common.telemetry import schema
-from headrace_common.telemetry.setup import Telemetry, metadata_with_trace, traceparent
+from headrace_common.telemetry.setup import Telemetry
 from headrace_kv.layout.layout import WorkerRef
 from headrace_router.dispatch.first_token import BY_DECODE, BY_PREFILL, FROM_LOGITS, Policy
 from headrace_router.placement import Decision
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.task import QueuedTask, TaskTerms
-from headrace_router.request.request import AttemptOutcome, Job
+from headrace_router.request.request import Job
 from headrace_router.request.validation import PreparedRequest
 
 _LOG = logging.getLogger(__name__)
@@ -412,3 +414,12 @@ def decode_request(
 def _mark_failed(span: Span, error: HeadraceError) -> None:
     span.set_status(Status(StatusCode.ERROR, error.detail))
     span.set_attribute(schema.ATTRIBUTE_ERROR_REASON, error.reason)
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptOutcome:
+    """How a successful attempt ended."""
+
+    reason: sampling_pb2.FinishReason.ValueType
+    cached_tokens: int
+    transferred_tokens: int

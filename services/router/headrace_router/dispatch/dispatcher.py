@@ -19,8 +19,9 @@ from headrace_common.errors import DecodeFull, HeadraceError, NoDecodeWorker, Wo
 from headrace_common.rpc.tickets import TicketSigner
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.setup import Telemetry
-from headrace_kv.layout.layout import WorkerRef, fingerprint
-from headrace_router.dispatch.attempt import Attempt
+from headrace_kv.layout.compatibility import fingerprint
+from headrace_kv.layout.layout import WorkerRef
+from headrace_router.dispatch.attempt import Attempt, AttemptOutcome
 from headrace_router.dispatch.first_token import BY_DECODE, MAKER_NAMES, first_token_maker
 from headrace_router.dispatch.retry_policy import Blame
 from headrace_router.placement import (
@@ -32,7 +33,7 @@ from headrace_router.placement import (
 )
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.task import TaskTerms
-from headrace_router.request.request import AttemptOutcome, Job
+from headrace_router.request.request import Job
 from headrace_router.request.validation import PreparedRequest
 from headrace_router.workers.directory import Promise, WorkerView
 from headrace_router.workers.table import LoadTable, Numbers, Worker

@@ -15,8 +15,9 @@ from typing import Final
 from opentelemetry.proto.trace.v1 import trace_pb2 as otlp_pb2
 
 from headrace.inference.v1 import inference_pb2
+from headrace_common.rpc.trace_context import context_from_traceparent
 from headrace_common.telemetry import schema
-from headrace_common.telemetry.setup import Telemetry, context_from_traceparent
+from headrace_common.telemetry.setup import Telemetry
 from headrace_kv.layout.layout import WorkerRef
 from headrace_router.admission.admission import Ticket
 from headrace_router.workers.directory import WorkerView

@@ -28,7 +28,8 @@ from headrace_common.errors import (
     WorkerGone,
 )
 from headrace_common.queues import BoundedQueue
-from headrace_kv.layout.layout import KvLayout, WorkerRef, fingerprint
+from headrace_kv.layout.compatibility import fingerprint
+from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_router.prefill_queue.estimate import QueueEstimate
 from headrace_router.prefill_queue.group import QueueGroup
 from headrace_router.prefill_queue.task import Puller, QueuedTask, TaskTerms
@@ -116,7 +117,7 @@ class PrefillQueue:
         group = self._groups.get(fingerprint(layout))
         if group is None:
             raise _no_taker(task.transfer_id)
-        queued = QueuedTask(task, group, terms, next(self._numbers), self.cancel)
+        queued = QueuedTask(task, group.layout, terms, next(self._numbers), self.cancel)
         if not group.has_taker(queued):
             raise _no_taker(task.transfer_id)
         queued.tasks_ahead = group.tasks_before(queued)
@@ -128,7 +129,9 @@ class PrefillQueue:
         transfer_id = queued.task.transfer_id
         puller = self._pullers.get(queued.worker) if queued.worker is not None else None
         if queued.worker is None:
-            queued.group.remove(queued)
+            group = self._groups.get(queued.group_key)
+            if group is not None:
+                group.remove(queued)
         elif puller is not None and not queued.outcome.done():
             cancel = prefill_pb2.CancelTask(transfer_id=transfer_id)
             puller.outbox.put_nowait(prefill_pb2.PullResponse(cancel=cancel))
@@ -152,7 +155,7 @@ class PrefillQueue:
         )
         key = fingerprint(layout)
         group = self._groups.setdefault(key, QueueGroup(key, self._prefix_wait_s))
-        puller = Puller(ref, model, group, next(self._numbers), outbox)
+        puller = Puller(ref, model, key, next(self._numbers), outbox)
         self._pullers[ref] = puller
         group.join(puller)
         self._note_partners(group)
@@ -174,7 +177,7 @@ class PrefillQueue:
                 metadata={"worker_id": puller.ref.worker_id, "transfer_id": transfer_id},
             )
             self._give_back(puller, transfer_id, error, None)
-        group = puller.group
+        group = self._groups[puller.group_key]
         group.streams -= 1
         if not group.streams:
             group.close()
@@ -190,7 +193,7 @@ class PrefillQueue:
         if puller.draining:
             return
         puller.credits += task_count
-        puller.group.serve(puller)
+        self._groups[puller.group_key].serve(puller)
 
     def start(self, puller: Puller, transfer_id: str) -> None:
         """A worker is about to open a task's transfer, so that nobody else can do the task."""
@@ -225,10 +228,10 @@ class PrefillQueue:
         if refused:
             self._give_back(puller, done.transfer_id, _error_of(done), done)
             return
-        puller.group.drop(puller, done.transfer_id)
+        self._groups[puller.group_key].drop(puller, done.transfer_id)
         if not done.reason:
             now_s = time.monotonic()
-            puller.group.pace.note(queued.tokens, now_s - queued.pulled_s, now_s)
+            self._groups[puller.group_key].pace.note(queued.tokens, now_s - queued.pulled_s, now_s)
         queued.end(_error_of(done) if done.reason else None, done)
 
     @property
@@ -261,8 +264,8 @@ class PrefillQueue:
         if puller.draining:
             return
         puller.draining = True
-        stranded = puller.group.leave(puller)
-        self._note_partners(puller.group)
+        stranded = self._groups[puller.group_key].leave(puller)
+        self._note_partners(self._groups[puller.group_key])
         _fail(stranded)
 
     def _give_back(
@@ -274,16 +277,16 @@ class PrefillQueue:
     ) -> None:
         """A task's worker will not end it: another one may, unless the transfer may be open."""
         queued = puller.tasks[transfer_id]
-        puller.group.drop(puller, transfer_id)
+        self._groups[puller.group_key].drop(puller, transfer_id)
         if queued.outcome.done():
             return
         if queued.started or queued.returns_left < 1:
             queued.end(error, done)
             return
         queued.return_from(puller.ref)
-        if puller.group.has_taker(queued):
+        if self._groups[puller.group_key].has_taker(queued):
             _LOG.info("task %s goes back to the queue: %s", transfer_id, error.detail)
-            puller.group.add(queued)
+            self._groups[puller.group_key].add(queued)
         else:
             _fail((queued,))
 

@@ -10,7 +10,8 @@ import grpc.aio
 
 from headrace.prefill.v1 import prefill_pb2, prefill_pb2_grpc
 from headrace_common.errors import ProtocolViolation
-from headrace_kv.layout.layout import WorkerRef, layout_from_proto
+from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout.proto import layout_from_proto
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.task import Puller
 

@@ -8,16 +8,13 @@ import itertools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.errors import HeadraceError
 from headrace_common.queues import BoundedQueue
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_router.prefill_queue.sorted_map import Key, Ordered
-
-if TYPE_CHECKING:
-    from headrace_router.prefill_queue.group import QueueGroup
 
 _FAVOURITES_MAX: Final = 8
 _AT_FRONT: Final = 0
@@ -49,18 +46,21 @@ class TaskTerms:
 
 
 class QueuedTask:
-    """One task, from joining the queue to its end. Only the queue changes it."""
+    """One task, from joining the queue to its end. Only the queue changes it.
+
+    `group_key` is the layout fingerprint of its group, and names the group in the queue.
+    """
 
     def __init__(
         self,
         task: prefill_pb2.PrefillTask,
-        group: QueueGroup,
+        group_key: KvLayout,
         terms: TaskTerms,
         number: int,
         cancel: Callable[[QueuedTask], None],
     ) -> None:
         self.task = task
-        self.group = group
+        self.group_key = group_key
         self.tokens = len(task.token_ids)
         self.number = number
         self.avoid = terms.avoid
@@ -128,7 +128,7 @@ class Puller:
 
     ref: WorkerRef
     model: str
-    group: QueueGroup
+    group_key: KvLayout
     number: int
     outbox: BoundedQueue[prefill_pb2.PullResponse]
     credits: int = 0

@@ -17,10 +17,16 @@ from numpy.typing import NDArray
 
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
-from headrace_kv.layout.layout import WorkerRef, layout_from_proto
+from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout.proto import layout_from_proto
 from headrace_kv.prefix.events import Tier
-from headrace_kv.prefix.hashing import PrefixHasher, PromptHashes, TokenIds
-from headrace_kv.prefix.scope import key_fingerprint, prefix_hasher
+from headrace_kv.prefix.hashing import (
+    PrefixHasher,
+    PromptHashes,
+    TokenIds,
+    key_fingerprint,
+    prefix_hasher,
+)
 from headrace_router.prefix_cache.event_stream import SILENCE_S, KvEventFeed
 from headrace_router.prefix_cache.index import SLOTS_MAX, PrefixIndex
 from headrace_router.prefix_cache.lookup import Depths

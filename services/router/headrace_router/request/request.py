@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from opentelemetry.trace import Span
 
-from headrace.inference.v1 import sampling_pb2
 from headrace_common.deadlines import Deadline
 from headrace_router.admission.tenants import DEFAULT_TENANT
 from headrace_router.request.response_stream import Answer
@@ -23,12 +22,3 @@ class Job:
     deadline: Deadline
     arrival_unix_ns: int
     tenant: str = DEFAULT_TENANT
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptOutcome:
-    """How a successful attempt ended."""
-
-    reason: sampling_pb2.FinishReason.ValueType
-    cached_tokens: int
-    transferred_tokens: int

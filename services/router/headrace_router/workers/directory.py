@@ -16,7 +16,8 @@ from google.protobuf.duration_pb2 import Duration
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_common.deadlines import Deadline
-from headrace_kv.layout.layout import WorkerRef, layout_from_proto
+from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout.proto import layout_from_proto
 from headrace_router.workers.availability import Presence
 from headrace_router.workers.table import Load, LoadTable, Worker
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_kv.layout.layout import KvLayout, WorkerRef, fingerprint
+from headrace_kv.layout.compatibility import fingerprint
+from headrace_kv.layout.layout import KvLayout, WorkerRef
 
 Numbers = NDArray[np.float64]
 Flags = NDArray[np.bool_]

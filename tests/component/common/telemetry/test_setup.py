@@ -21,6 +21,11 @@ from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from headrace_common.config import ServiceConfig
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.server import GrpcServer
+from headrace_common.rpc.trace_context import (
+    context_from_traceparent,
+    metadata_with_trace,
+    traceparent,
+)
 from headrace_common.telemetry.schema import (
     ATTRIBUTE_LAYER,
     SPAN_ATTEMPT,
@@ -28,13 +33,7 @@ from headrace_common.telemetry.schema import (
     SPAN_REQUEST,
     SPAN_TRANSFER_LAYER,
 )
-from headrace_common.telemetry.setup import (
-    Telemetry,
-    context_from_traceparent,
-    init_telemetry,
-    metadata_with_trace,
-    traceparent,
-)
+from headrace_common.telemetry.setup import Telemetry, init_telemetry
 
 
 class Receiver(trace_service_pb2_grpc.TraceServiceServicer):

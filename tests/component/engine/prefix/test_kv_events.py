@@ -24,7 +24,7 @@ from headrace_common.rpc.status import error_from_rpc
 from headrace_engine.prefix import announcer as prefix_announcer
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.layout.layout import WorkerRef
-from headrace_kv.prefix.scope import key_fingerprint
+from headrace_kv.prefix.hashing import key_fingerprint
 from headrace_router.workers.directory import worker_from_member
 from headrace_router.workers.table import LoadTable
 from tests.component.engine.prefix.workers import (

@@ -15,7 +15,7 @@ import grpc.aio
 from headrace.kv.v1 import handoff_pb2_grpc
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import Cancelled, NotFound
-from headrace_engine.factory import EngineConfig
+from headrace_engine.config import EngineConfig
 from headrace_engine.interface import (
     DecodeEnded,
     DecodeEvent,

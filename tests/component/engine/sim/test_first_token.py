@@ -17,7 +17,7 @@ from headrace_engine.interface import (
     Sampling,
 )
 from headrace_engine.sim.faults import SimFaults
-from headrace_engine.sim.step.logits import logits_of
+from headrace_engine.sim.model.logits import logits_of
 from headrace_kv.handoff.messages import Reservation
 from tests.component.engine.sim.support import (
     GREEDY,

@@ -11,7 +11,7 @@ import pytest
 from headrace_common.errors import ConfigError
 from headrace_engine.interface import Sampling
 from headrace_engine.sim.engine import SimEngine
-from headrace_engine.sim.settings import parse_settings
+from headrace_engine.sim.model.settings import parse_settings
 from tests.component.engine.prefix.workers import random_prompt
 from tests.component.engine.sim.support import (
     answer_of,

@@ -13,9 +13,10 @@ from headrace_common.errors import HeadraceError, LayoutMismatch
 from headrace_engine.interface import PrefillWork
 from headrace_engine.sim.engine import SimEngine
 from headrace_engine.sim.faults import CorruptByte, SimFaults
-from headrace_engine.sim.settings import SimSettings, parse_settings
+from headrace_engine.sim.model.settings import SimSettings, parse_settings
 from headrace_kv.handoff.messages import Reservation
-from headrace_kv.layout.layout import STATE, layout_differences
+from headrace_kv.layout.compatibility import layout_differences
+from headrace_kv.layout.layout import STATE
 from headrace_kv.transport.in_memory import Fault, FaultKind, FaultPlan, InMemoryTransport
 from tests.component.engine.sim.support import (
     GREEDY,

@@ -28,7 +28,8 @@ from headrace_common.errors import (
 )
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
-from headrace_kv.layout.layout import WorkerRef, layout_to_proto
+from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout.proto import layout_to_proto
 from headrace_kv.plan.copy_plan import Runs
 from headrace_kv.receive.receiver import ReceiverLimits
 from headrace_kv.receive.state import TransferState

@@ -9,7 +9,7 @@ import pytest
 from headrace.inference.v1 import inference_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_cli.commands.route import candidates_table
-from headrace_kv.prefix.scope import key_fingerprint
+from headrace_kv.prefix.hashing import key_fingerprint
 from tests.component.router.fakes import LAYOUT, PREFIX_KEY, Rig, eventually, say
 
 _OURS = worker_pb2.KvHashing(

@@ -13,8 +13,9 @@ import pytest
 from headrace.inference.v1 import inference_pb2, trace_pb2, trace_pb2_grpc
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.config import ServiceConfig
+from headrace_common.rpc.trace_context import context_from_traceparent
 from headrace_common.telemetry import schema
-from headrace_common.telemetry.setup import Telemetry, context_from_traceparent, init_telemetry
+from headrace_common.telemetry.setup import Telemetry, init_telemetry
 from tests.component.router.fakes import (
     FakeDecode,
     FakePrefill,

@@ -10,7 +10,7 @@ import pytest
 
 from headrace_common.telemetry import schema as telemetry_schema
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 SCHEMA = ROOT / "libs/headrace_common/telemetry/schema.py"
 GENERATED = ROOT / "libs/headrace"
 # Names of gRPC packages, which begin alike.

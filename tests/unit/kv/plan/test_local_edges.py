@@ -9,13 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_kv.layout.layout import (
-    KvLayout,
-    fingerprint,
-    layout_from_proto,
-    layout_to_proto,
-    require_compatible,
-)
+from headrace_kv.layout.compatibility import fingerprint, require_compatible
+from headrace_kv.layout.layout import KvLayout
+from headrace_kv.layout.proto import layout_from_proto, layout_to_proto
 from headrace_kv.plan.shard_map import edges, edges_from, heads_held, local_edges
 
 UNIT_BYTES = 8

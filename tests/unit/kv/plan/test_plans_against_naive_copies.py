@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from headrace_common.deadlines import Deadline
 from headrace_kv.handoff.messages import LayerPiece, LayerSent, Reservation, TransferTarget
+from headrace_kv.layout.compatibility import require_compatible
 from headrace_kv.layout.layout import (
     STATE,
     TOKEN_OUTER,
@@ -28,7 +29,6 @@ from headrace_kv.layout.layout import (
     RankMemory,
     Region,
     WorkerRef,
-    require_compatible,
 )
 from headrace_kv.plan.copy_plan import CopyPlanner, Runs
 from headrace_kv.plan.regions import HEAD_OUTER, covered_ranges, place_regions

@@ -160,7 +160,7 @@ def test_two_builds_of_mooncake_are_one_too_many(monkeypatch: pytest.MonkeyPatch
 
 
 def test_extras_bring_one_build_of_mooncake_each() -> None:
-    text = (Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[4] / "pyproject.toml").read_text(encoding="utf-8")
     extras = tomllib.loads(text)["project"]["optional-dependencies"]
     builds = {
         name: [root for root in roots if root.startswith("mooncake")]

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_kv.plan.copy_plan import Int64Array
+from headrace_kv.transport.packing import by_length, gather, scatter
 from headrace_kv.transport.ranges import MemoryRanges
 from headrace_kv.transport.sessions import join_sessions, session_of
-from headrace_kv.transport.staging.packing import by_length, gather, scatter
 
 
 @st.composite

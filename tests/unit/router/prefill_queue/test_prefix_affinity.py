@@ -138,7 +138,7 @@ async def test_the_estimate_follows_from_what_ended() -> None:
     assert estimate.wait_s == pytest.approx(11.0, rel=0.05)
     assert queue.estimate("sim").depth == 10
     assert queue.estimate("another").depth == 0
-    oldest = next(iter(a.group))
+    oldest = next(iter(queue._groups[a.group_key]))
     oldest.queued_s -= 40
     # What has waited longer than that says that the workers have become slow.
     assert queue.estimate().wait_s == pytest.approx(40.0, abs=1.0)

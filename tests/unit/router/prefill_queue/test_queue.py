@@ -18,7 +18,8 @@ from headrace_common.errors import (
     TransferFailed,
     WorkerGone,
 )
-from headrace_kv.layout.layout import KvLayout, WorkerRef, fingerprint
+from headrace_kv.layout.compatibility import fingerprint
+from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_router.prefill_queue.queue import CREDITS_MAX, PrefillQueue
 from headrace_router.prefill_queue.task import Puller, QueuedTask, TaskTerms
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from headrace_engine.interface import Sampling
 from headrace_engine.sim.cache.memory import SimMemory
-from headrace_engine.sim.model import SimModel
-from headrace_engine.sim.settings import SimShape, parse_settings
-from headrace_engine.sim.step.sampling import choose_token
+from headrace_engine.sim.model.model import SimModel
+from headrace_engine.sim.model.sampling import choose_token
+from headrace_engine.sim.model.settings import SimShape, parse_settings
 from headrace_kv.layout.layout import STATE
 
 BLOCK_TOKENS = 4

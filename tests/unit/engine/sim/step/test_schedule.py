@@ -4,10 +4,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_engine.interface import DecodeWork, Sampling
-from headrace_engine.sim.model import SimModel
-from headrace_engine.sim.settings import SimSettings
+from headrace_engine.sim.model.model import SimModel
+from headrace_engine.sim.model.settings import SimSettings
+from headrace_engine.sim.request.sequence import Sequence, decode_sequence
 from headrace_engine.sim.step.schedule import plan_step
-from headrace_engine.sim.step.sequence import Sequence, decode_sequence
 
 MODEL = SimModel(SimSettings(1, 1, 8, 100))
 

@@ -24,14 +24,8 @@ from headrace_engine.vllm.link.messages import (
 from headrace_engine.vllm.link.server import LinkEvents, LinkServer
 from headrace_engine.vllm.link.startup_failure import read_failure, write_failure
 from headrace_kv.handoff.messages import LayerSent, Reservation, SendReport
-from headrace_kv.layout.layout import (
-    KvDescriptor,
-    KvLayout,
-    RankMemory,
-    WorkerRef,
-    layout_to_proto,
-    rank_memory_to_proto,
-)
+from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
+from headrace_kv.layout.proto import layout_to_proto, rank_memory_to_proto
 
 LAYOUT = KvLayout.attention(
     model="m:1",

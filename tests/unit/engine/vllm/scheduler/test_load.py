@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from headrace_engine.vllm.link.messages import load_from_proto, load_to_proto
-from headrace_engine.vllm.scheduler.load import REPORT_S, EngineLoad, LoadMeter, report_changes
+from headrace_engine.vllm.link.messages import EngineLoad, load_from_proto, load_to_proto
+from headrace_engine.vllm.scheduler.load import REPORT_S, LoadMeter, report_changes
 
 
 def test_requests_are_followed_through_every_state() -> None:

@@ -12,7 +12,7 @@ from headrace_engine.prefix.announcer import PrefixAnnouncer
 from headrace_engine.vllm.service.kv_events import VllmPrefixes
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.prefix.events import Tier, unpack_hashes
-from headrace_kv.prefix.scope import prefix_hasher
+from headrace_kv.prefix.hashing import prefix_hasher
 
 BLOCK = 4
 KEY = 77

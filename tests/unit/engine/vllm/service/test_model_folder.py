@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headrace_common.errors import ConfigError
-from headrace_engine.factory import EngineConfig
+from headrace_engine.config import EngineConfig
 from headrace_engine.vllm.service import launch
 from headrace_engine.vllm.service.model_folder import read_model_folder
 from headrace_kv.layout.layout import WorkerRef

@@ -22,8 +22,7 @@ from headrace_engine.vllm.standalone.fetch_client import Wanted
 from headrace_engine.vllm.standalone.node import require_no_states
 from headrace_engine.vllm.standalone.offers import Offer, Offers
 from headrace_engine.vllm.standalone.pair_scheduler import PairScheduler, Prompt
-from headrace_engine.vllm.standalone.params import Fetches, Sends, read_request
-from headrace_engine.vllm.standalone.prompts import prompt_digest
+from headrace_engine.vllm.standalone.params import Fetches, Sends, prompt_digest, read_request
 from headrace_engine.vllm.standalone.settings import StandaloneSettings
 from headrace_engine.vllm.step.plan import StepPlan
 from headrace_kv.handoff.messages import Reservation, TransferTarget

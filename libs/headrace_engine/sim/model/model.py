@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace_engine.interface import Sampling
-from headrace_engine.sim.cache.caches import SimCache, SimPart
-from headrace_engine.sim.mix import WORD_MASK, U64Array, counted_words, mix_int, mix_words
-from headrace_engine.sim.settings import SimSettings
-from headrace_engine.sim.step.sampling import choose_token
+from headrace_engine.sim.model.caches import SimCache, SimPart
+from headrace_engine.sim.model.mix import WORD_MASK, U64Array, counted_words, mix_int, mix_words
+from headrace_engine.sim.model.sampling import choose_token
+from headrace_engine.sim.model.settings import SimSettings
 from headrace_kv.layout.layout import STATE
 
 GREEDY = Sampling(temperature=0.0)

@@ -9,13 +9,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from headrace_common.errors import ConfigError
-from headrace_engine.sim.cache.caches import TOKEN_INNER, SimCache, SimPart, spread_caches
+from headrace_engine.sim.model.caches import TOKEN_INNER, SimCache, SimPart, spread_caches
 from headrace_kv.layout.layout import STATE, TOKEN_OUTER, TOKENS, CacheGroup
 from headrace_kv.plan.regions import HEAD_OUTER, TOKENS_OUTER, Dimension
 from headrace_kv.plan.shard_map import heads_held
 
 if TYPE_CHECKING:
-    from headrace_engine.factory import EngineConfig
+    from headrace_engine.config import EngineConfig
 
 _GIB = 1 << 30
 BLOCK_TOKENS = 32

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from headrace_engine.interface import DecodeTokens, DecodeWork, PrefillWork, Sampling
-from headrace_engine.sim.handover.handover import Handover
-from headrace_engine.sim.handover.mailbox import Mailbox
-from headrace_engine.sim.mix import U64Array, mix_words
-from headrace_engine.sim.model import SimModel
+from headrace_engine.sim.model.mix import U64Array, mix_words
+from headrace_engine.sim.model.model import SimModel
+from headrace_engine.sim.request.handover import Handover
+from headrace_engine.sim.request.mailbox import Mailbox
 
 
 @dataclass(slots=True, eq=False)

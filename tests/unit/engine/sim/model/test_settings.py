@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from headrace_common.errors import ConfigError
-from headrace_engine.factory import EngineConfig, build_engine
-from headrace_engine.sim.settings import SimSettings, parse_settings, plan_shape
+from headrace_engine.config import EngineConfig
+from headrace_engine.factory import build_engine
+from headrace_engine.sim.model.settings import SimSettings, parse_settings, plan_shape
 from headrace_kv.layout.layout import WorkerRef
 
 CONFIG = EngineConfig(engine="sim", model="sim", role="decode", ref=WorkerRef("w", "1" * 16))

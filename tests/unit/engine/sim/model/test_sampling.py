@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_engine.interface import Sampling
-from headrace_engine.sim.step.sampling import choose_token
+from headrace_engine.sim.model.sampling import choose_token
 
 VOCABULARY = 1000
 digests = st.integers(0, (1 << 64) - 1)

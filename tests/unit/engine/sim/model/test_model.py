@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_engine.interface import Sampling
-from headrace_engine.sim.mix import counted_words, mix_int, mix_words
-from headrace_engine.sim.model import SimModel
-from headrace_engine.sim.settings import SimSettings, parse_settings
+from headrace_engine.sim.model.mix import counted_words, mix_int, mix_words
+from headrace_engine.sim.model.model import SimModel
+from headrace_engine.sim.model.settings import SimSettings, parse_settings
 
 prompts = st.lists(st.integers(0, 99), min_size=1, max_size=32)
 

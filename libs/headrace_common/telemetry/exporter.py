@@ -1,0 +1,104 @@
+"""Exports spans to the collectors of the moment over gRPC."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+from headrace_common.config import ServiceConfig
+from headrace_common.rpc.channel import open_blocking_channel
+
+_LOG = logging.getLogger(__name__)
+
+_EXPORT_TIMEOUT_S = 1.0
+
+
+_EXPORT_METHOD = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
+
+
+class CollectorExporter(SpanExporter):
+    """Sends each batch to every collector of the moment. One that is away misses its spans."""
+
+    def __init__(self, config: ServiceConfig) -> None:
+        self._config = config
+        self._lock = threading.Lock()
+        self._channels: dict[str, grpc.Channel] = {}
+        self._failing: set[str] = set()
+        self._close_unix_s = float("inf")
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """The collectors, in order of name."""
+        with self._lock:
+            return tuple(sorted(self._channels))
+
+    def set_endpoints(self, endpoints: Sequence[str]) -> None:
+        """Replaces the collectors. Channels of those that stay are kept."""
+        with self._lock:
+            gone = [self._channels.pop(name) for name in set(self._channels) - set(endpoints)]
+            for name in endpoints:
+                if name not in self._channels:
+                    self._channels[name] = open_blocking_channel(name, self._config)
+            self._failing &= set(endpoints)
+        for channel in gone:
+            channel.close()
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Sends the spans to all collectors at once, waiting 1 s at most."""
+        timeout_s = min(_EXPORT_TIMEOUT_S, self._close_unix_s - time.time())
+        with self._lock:
+            channels = dict(self._channels)
+        if timeout_s <= 0 or not channels:
+            return SpanExportResult.FAILURE if channels else SpanExportResult.SUCCESS
+        request = encode_spans(spans)
+        calls: dict[str, Any] = {}
+        for name, channel in channels.items():
+            try:
+                export: grpc.UnaryUnaryMultiCallable[Any, Any] = channel.unary_unary(
+                    _EXPORT_METHOD, request_serializer=ExportTraceServiceRequest.SerializeToString
+                )
+                calls[name] = export.future(request, timeout=timeout_s)
+            except ValueError:
+                _LOG.debug("collector %s was dropped during an export", name)
+        delivered = [self._await(name, call) for name, call in calls.items()]
+        return SpanExportResult.SUCCESS if all(delivered) else SpanExportResult.FAILURE
+
+    def close_by(self, unix_s: float) -> None:
+        """Exports after this moment are dropped at once."""
+        self._close_unix_s = unix_s
+
+    def shutdown(self) -> None:
+        """Closes every channel; exports under way end."""
+        self.set_endpoints(())
+
+    def _await(self, name: str, call: Any) -> bool:
+        try:
+            call.result()
+        except (grpc.RpcError, grpc.FutureCancelledError) as error:
+            self._note_failure(name, error)
+            return False
+        with self._lock:
+            recovered = name in self._failing
+            self._failing.discard(name)
+        if recovered:
+            _LOG.info("collector %s takes spans again", name)
+        return True
+
+    def _note_failure(self, name: str, error: Exception) -> None:
+        with self._lock:
+            known = name in self._failing or name not in self._channels
+            if name in self._channels:
+                self._failing.add(name)
+        if not known:
+            reason = error.details() if isinstance(error, grpc.Call) else str(error)
+            _LOG.warning("collector %s takes no spans until further notice: %s", name, reason)

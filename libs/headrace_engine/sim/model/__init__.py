@@ -1,0 +1,1 @@
+"""The model of the simulation engine: KV bytes and tokens have a closed form."""

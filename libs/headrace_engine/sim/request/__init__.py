@@ -1,0 +1,1 @@
+"""One request of the simulation engine, and its transfer."""

@@ -1,0 +1,74 @@
+"""Decides whether two layouts can exchange KV (I8). Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from headrace_common.errors import LayoutMismatch
+from headrace_kv.layout.layout import KvLayout
+
+
+def fingerprint(layout: KvLayout) -> KvLayout:
+    """The layout without what may differ between two workers that hand over to each other.
+
+    That is parallelism, local broadcast, and the block size where tokens are addressable. Two workers can talk when
+    their fingerprints are equal.
+    """
+    groups = (
+        replace(group, block_tokens=0) if group.token_addressable else group
+        for group in layout.groups
+    )
+    ordered = tuple(
+        replace(group, parts=tuple(sorted(group.parts, key=lambda part: part.name)))
+        for group in groups
+    )
+    return KvLayout(layout.model, 0, ordered)
+
+
+def layout_differences(ours: KvLayout, theirs: KvLayout) -> dict[str, str]:
+    """What keeps two workers from talking: paths such as "attention.k.dtype", each with both values."""
+    left, right = _flat(fingerprint(ours)), _flat(fingerprint(theirs))
+    return {
+        path: f"{left.get(path, 'none')} != {right.get(path, 'none')}"
+        for path in sorted(left.keys() | right.keys())
+        if left.get(path) != right.get(path)
+    }
+
+
+def require_compatible(ours: KvLayout, theirs: KvLayout) -> None:
+    """Raises LayoutMismatch naming the differing fields (I8)."""
+    differences = layout_differences(ours, theirs)
+    if differences:
+        named = ", ".join(f"{name} ({values})" for name, values in differences.items())
+        raise LayoutMismatch(
+            f"KV layouts differ in {named}: start both workers with the same model and cache settings",
+            metadata=differences,
+        )
+
+
+def count_spans(numbers: Iterable[int]) -> str:
+    """ "3, 17-29" for {3, 17, 18, ..., 29}."""
+    spans: list[list[int]] = []
+    for number in sorted(numbers):
+        if spans and spans[-1][1] + 1 == number:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
+
+
+def _flat(layout: KvLayout) -> dict[str, str]:
+    found = {"model": layout.model, "groups": ", ".join(group.name for group in layout.groups)}
+    for group in layout.groups:
+        at = group.name
+        found[f"{at}.layers"] = count_spans(group.layers)
+        found[f"{at}.kind"] = group.kind
+        found[f"{at}.head_count"] = str(group.head_count)
+        found[f"{at}.block_tokens"] = str(group.block_tokens)
+        found[f"{at}.parts"] = ", ".join(part.name for part in group.parts)
+        for part in group.parts:
+            found[f"{at}.{part.name}.dtype"] = part.dtype
+            found[f"{at}.{part.name}.unit_bytes"] = str(part.unit_bytes)
+            found[f"{at}.{part.name}.interior"] = part.interior
+    return found
