@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace_kv.plan.copy_plan import Runs
-from headrace_kv.transport.base import Written
+from headrace_kv.transport.base import WriteResult
 from headrace_kv.transport.factory import open_transport
 from headrace_kv.transport.mooncake.transport import configure_environment
 
@@ -222,7 +222,7 @@ class Ours(Way):
         self.how.clear()
 
     def write(self) -> None:
-        pending: deque[Future[Written]] = deque()
+        pending: deque[Future[WriteResult]] = deque()
         for piece in self.pieces:
             if len(pending) == self.transport.pending_limit:
                 self._note(pending.popleft().result(TIMEOUT_S))
@@ -230,7 +230,7 @@ class Ours(Way):
         for future in pending:
             self._note(future.result(TIMEOUT_S))
 
-    def _note(self, written: Written) -> None:
+    def _note(self, written: WriteResult) -> None:
         self.how.add(f"{written.transport} {written.strategy}")
 
 

@@ -36,7 +36,7 @@ from headrace_common.telemetry.setup import Telemetry, init_telemetry
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_kv.layout.proto import layout_to_proto
 from headrace_kv.prefix.events import KvEvent, Tier, event_to_proto
-from headrace_router.dispatch.dispatcher import Generator
+from headrace_router.dispatch.dispatcher import RequestDispatcher
 from headrace_router.placement import (
     Candidates,
     KvAware,
@@ -45,9 +45,9 @@ from headrace_router.placement import (
     RoutePolicy,
 )
 from headrace_router.prefill_queue.queue import PrefillQueue
-from headrace_router.prefix_cache.models import PrefixIndexes
+from headrace_router.prefix_cache.models import PrefixCacheDirectory
 from headrace_router.request.validation import PreparedRequest
-from headrace_router.workers.directory import WorkerView
+from headrace_router.workers.directory import WorkerDirectory
 from headrace_text.bytes import ByteCodec
 
 MODEL = "bench"
@@ -107,10 +107,10 @@ class Site:
 
     decode_count: int
     workload: Workload
-    view: WorkerView
-    prefixes: PrefixIndexes
+    view: WorkerDirectory
+    prefixes: PrefixCacheDirectory
     queue: PrefillQueue
-    generator: Generator
+    generator: RequestDispatcher
     placement: Placement
     telemetry: Telemetry
 
@@ -124,12 +124,12 @@ class Site:
         def open_channel(endpoint: str) -> Any:
             return channels[endpoint]
 
-        view = WorkerView(open_channel)
-        prefixes = PrefixIndexes(open_channel, lambda: 1, silence_s=_FILL_TIMEOUT_S)
+        view = WorkerDirectory(open_channel)
+        prefixes = PrefixCacheDirectory(open_channel, lambda: 1, silence_s=_FILL_TIMEOUT_S)
         queue = PrefillQueue(1_024)
         telemetry = init_telemetry("router", "router-0", ServiceConfig())
         placement = KvAware(Random(1))
-        generator = Generator(
+        generator = RequestDispatcher(
             view=view,
             queue=queue,
             placement=placement,
@@ -227,8 +227,8 @@ def _member(number: int, decode_count: int) -> registry_pb2.Member:
         endpoint=str(ref),
         model=MODEL,
         layout=layout_to_proto(_LAYOUT),
-        context_tokens=1 << 18,
-        max_requests=64,
+        max_model_len=1 << 18,
+        max_num_seqs=64,
     )
 
 

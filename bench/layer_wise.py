@@ -31,8 +31,8 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError
 from headrace_engine.interface import DecodeTokens, DecodeWork, PrefillWork
 from headrace_kv.handoff.messages import Reservation
-from headrace_kv.receive.early_start import EarlyStart, LateLayers
-from headrace_kv.receive.transfer import Transfer
+from headrace_kv.receive.layer_overlap import LayerOverlap, OverlapSettings
+from headrace_kv.receive.transfer import IncomingTransfer
 from tests.vllm.pair import GREEDY, Pair, running_pair, wait_until
 
 ANSWERS: Final = 4
@@ -94,9 +94,9 @@ class Measured:
         self._late_layers = 0
         self._block = Block()
 
-    async def block(self, late_layers: int, seconds: float) -> Block:
+    async def block(self, overlap_layers: int, seconds: float) -> Block:
         """Running answers first, prompts once all of them run."""
-        self._late_layers = late_layers
+        self._late_layers = overlap_layers
         block = self._block = Block()
         tasks = [asyncio.create_task(self._answer()) for _ in range(ANSWERS)]
         try:
@@ -123,7 +123,7 @@ class Measured:
             await asyncio.gather(*tasks, return_exceptions=True)
         return block
 
-    def _listener(self) -> Callable[[Transfer], None] | None:
+    def _listener(self) -> Callable[[IncomingTransfer], None] | None:
         link, pair = self._pair.decode._link, self._pair  # noqa: SLF001 - way by way, not engine by engine
         if not self._late_layers or link is None:
             return None
@@ -139,9 +139,9 @@ class Measured:
                 block.early += 1
                 arriving(transfer_id, deadline)
 
-        return EarlyStart(
+        return LayerOverlap(
             News(),
-            late_layers=self._late_layers,
+            overlap_layers=self._late_layers,
             layer_count=pair.decode.descriptor.layout.layer_count,
             rank_count=1,
         ).advance
@@ -216,13 +216,13 @@ async def measure(arguments: argparse.Namespace) -> dict[int, list[Block]]:
     changes: dict[str, object] = {
         "model": arguments.model,
         "dtype": arguments.dtype,
-        "block_count": BLOCK_COUNT,
-        "max_batched_tokens": 2048,
+        "num_gpu_blocks_override": BLOCK_COUNT,
+        "max_num_batched_tokens": 2048,
     }
-    late = LateLayers(count=max(ways) or 1, wait_s=arguments.wait)
+    late = OverlapSettings(count=max(ways) or 1, wait_s=arguments.wait)
     quiet = Quiet(arguments.before, arguments.after)
     found: dict[int, list[Block]] = {way: [] for way in ways}
-    async with running_pair(prefill=changes, decode=changes | {"late_layers": late}) as pair:
+    async with running_pair(prefill=changes, decode=changes | {"overlap_layers": late}) as pair:
         pin_engines(cores)
         measured = Measured(pair, arguments.every)
         await measured.block(max(ways), 2 * arguments.every)
@@ -233,7 +233,7 @@ async def measure(arguments: argparse.Namespace) -> dict[int, list[Block]]:
                     found[int(name)].append(block)
                     gaps = list(block.gaps_ms())
                     print(
-                        f"{number} late_layers {name}: p99 {percentile(gaps, 0.99):.0f}, max {max(gaps):.0f} ms",
+                        f"{number} overlap_layers {name}: p99 {percentile(gaps, 0.99):.0f}, max {max(gaps):.0f} ms",
                         file=sys.stderr,
                     )
     return found
@@ -253,7 +253,13 @@ def pin_engines(cores: list[int]) -> None:
 def table(found: dict[int, list[Block]]) -> str:
     """A row for each way."""
     titles = (
-        *("late_layers", "gaps p50, ms", "p99, ms", "longest, ms", "longest at a prompt p50, ms"),
+        *(
+            "overlap_layers",
+            "gaps p50, ms",
+            "p99, ms",
+            "longest, ms",
+            "longest at a prompt p50, ms",
+        ),
         *("TTFT p50, ms (decode's first token)", "second token p50, ms (prefill's first token)"),
         *("prompts", "began early", "failed"),
     )

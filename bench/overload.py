@@ -134,9 +134,9 @@ async def measure(scenario: str, seconds: float) -> list[Phase]:
     settings = (
         ("prefill", "model", prefill),
         ("decode", "model", decode),
-        ("decode", "max_requests", str(SLOTS)),
-        ("prefill", "max_requests", "4"),
-        *((service, "max_batched_tokens", "128") for service in ("prefill", "decode")),
+        ("decode", "max_num_seqs", str(SLOTS)),
+        ("prefill", "max_num_seqs", "4"),
+        *((service, "max_num_batched_tokens", "128") for service in ("prefill", "decode")),
     )
     with tempfile.TemporaryDirectory() as folder:
         async with suite(
@@ -170,10 +170,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seconds", type=float, default=15.0, help="of each load")
-    parser.add_argument("--scenario", choices=[*SCENARIOS, "both"], default="both")
+    parser.add_argument(
+        "--scenario", choices=[*SCENARIOS, "gather_scatter"], default="gather_scatter"
+    )
     parser.add_argument("--output", type=Path, help="folder for overload.md")
     options = parser.parse_args()
-    chosen = list(SCENARIOS) if options.scenario == "both" else [options.scenario]
+    chosen = list(SCENARIOS) if options.scenario == "gather_scatter" else [options.scenario]
     parts = []
     for scenario in chosen:
         parts.append(report(scenario, asyncio.run(measure(scenario, options.seconds))))

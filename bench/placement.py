@@ -71,11 +71,11 @@ SETTINGS = (
         (service, name, str(value))
         for service in ("prefill", "decode")
         for name, value in (
-            ("block_count", CACHE_TOKENS // BLOCK_TOKENS),
-            ("block_tokens", BLOCK_TOKENS),
+            ("num_gpu_blocks_override", CACHE_TOKENS // BLOCK_TOKENS),
+            ("block_size", BLOCK_TOKENS),
         )
     ),
-    ("decode", "max_requests", "32"),
+    ("decode", "max_num_seqs", "32"),
 )
 
 

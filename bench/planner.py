@@ -19,12 +19,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_kv.handoff.messages import LayerPiece, LayerSent, Reservation, TransferTarget
+from headrace_kv.handoff.messages import LayerRange, LayerSent, Reservation, TransferTarget
 from headrace_kv.layout.layout import KvLayout, RankMemory, WorkerRef
 from headrace_kv.plan.copy_plan import CopyPlanner
 from headrace_kv.plan.regions import HEAD_OUTER, TOKENS_OUTER, Dimension, place_regions
 from headrace_kv.receive.ledger import Ledger
-from headrace_kv.send.transfer import Outgoing
+from headrace_kv.send.transfer import OutgoingTransfer
 
 _LAYERS = 61
 _MEMCPY_BYTES = 256 * 1024 * 1024
@@ -150,11 +150,11 @@ def plan(
     start_s = time.perf_counter()
     ledger = Ledger(case.decode, case.prefill, reservation)
     for rank, to_ranks in enumerate(planners):
-        outgoing = Outgoing(target, 0.0)
+        outgoing = OutgoingTransfer(target, 0.0)
         outgoing.plan(rank, case.prefill, case.decode)
         outgoing.reserve(reservation)
         for layer in range(case.prefill.layer_count):
-            for copy in outgoing.copies(LayerPiece(transfer_id, layer, 0, tokens, source_ids, 0)):
+            for copy in outgoing.copies(LayerRange(transfer_id, layer, 0, tokens, source_ids, 0)):
                 destination = copy.edge.destination_rank
                 runs = to_ranks[destination].plan(copy.edge, layer, copy.span)
                 nbytes = runs.payload_bytes

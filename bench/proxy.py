@@ -219,7 +219,7 @@ async def sim_ways(folder: Path, gap_ms: int) -> AsyncIterator[list[Way]]:
 
         await start(registry, "registry")
         engine = ("--worker-id=decode-0", "--engine=sim", f"--model={model}", "--served-model=sim")
-        room = ("--max-requests=256", "--block-count=4096")
+        room = ("--max-num-seqs=256", "--num-gpu-blocks-override=4096")
         await start(decode, "decode", f"--registry={here}", *engine, *room)
         ours = await start(
             router, "router", f"--registry={here}", f"--model={MODEL}", "--look-aside"

@@ -106,9 +106,9 @@ async def serve_grpc(registry: str) -> tuple[GrpcServer, Membership]:
         incarnation=new_incarnation(),
         role=registry_pb2.Member.ROLE_DECODE,
         model=MODEL,
-        context_tokens=8_192,
+        max_model_len=8_192,
         layout=layout_to_proto(_LAYOUT),
-        max_requests=10_000,
+        max_num_seqs=10_000,
         start_unix_ns=time.time_ns(),
     )
     # Without the interceptors of a real worker.

@@ -17,7 +17,7 @@ import numpy as np
 from data_plane_ways import HOST, KIB, MIB, TIMEOUT_S, Bytes, Receiver, block_orders
 
 from headrace_kv.plan.copy_plan import Runs
-from headrace_kv.transport.base import Written
+from headrace_kv.transport.base import WriteResult
 from headrace_kv.transport.mooncake.transport import MooncakeTransport
 from headrace_kv.transport.staging.cost_model import initial_costs, least_bytes_alone
 
@@ -27,7 +27,7 @@ ENTRIES_MAX, PIECE_BYTES = 2048, 4 * MIB
 
 def taken_s(transport: MooncakeTransport, session: str, pieces: list[Runs]) -> float:
     """Seconds for all pieces, as many under way as the transport likes."""
-    pending: deque[Future[Written]] = deque()
+    pending: deque[Future[WriteResult]] = deque()
     start_s = time.perf_counter()
     for piece in pieces:
         if len(pending) == transport.pending_limit:

@@ -116,7 +116,10 @@ async def ours(model: Path, dtype: str, cache_tokens: int, folder: Path) -> Asyn
     workers = [
         (service, name, value)
         for service in ("prefill", "decode")
-        for name, value in (("dtype", dtype), ("block_count", str(cache_tokens // BLOCK_TOKENS)))
+        for name, value in (
+            ("dtype", dtype),
+            ("num_gpu_blocks_override", str(cache_tokens // BLOCK_TOKENS)),
+        )
     ]
     topology = Topology(model=str(model), port=free_port(), settings=tuple(workers))
     await asyncio.to_thread(folder.mkdir)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from headrace_common.rpc.channel import TlsFiles
 from headrace_kv.layout.layout import WorkerRef
-from headrace_kv.receive.early_start import LateLayers
+from headrace_kv.receive.layer_overlap import OverlapSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,16 +16,17 @@ class EngineConfig:
 
     `engine`: "vllm" or "sim". `model`: a path, or "sim" with settings as in "sim:layers=4,heads=4".
     `host`: the address under which other workers reach this one's memory. `tensor_parallel_size`:
-    ranks. `context_tokens`: longest prompt and answer together; 0 takes the model's own.
-    `max_requests`: requests held at a time. `dtype`: type of the weights, "auto" for the model's
-    own. `block_count`: KV blocks per rank; 0 takes what `kv_cache_gib` holds. `max_batched_tokens`:
-    most prompt tokens computed in one step. `block_tokens`: tokens of one KV block; 0 takes the
+    ranks. `max_model_len`: longest prompt and answer together; 0 takes the model's own.
+    `max_num_seqs`: requests held at a time. `dtype`: type of the weights, "auto" for the model's
+    own. `num_gpu_blocks_override`: KV blocks per rank; 0 takes what `kv_cache_gib` holds. `max_num_batched_tokens`:
+    most prompt tokens computed in one step. `block_size`: tokens of one KV block; 0 takes the
     engine's own. `seed`: of requests that bring none. `local_broadcast`: whether decode ranks of one
     host pass equal KV on to each other, where the engine can do it. `link_path`: socket between
     service and engine processes, where an engine has its own; empty picks one. `tls`: files for
-    handoff streams; none means plaintext. `late_layers`: how many layers may be missing when a
+    handoff streams; none means plaintext. `overlap_layers`: how many layers may be missing when a
     request of decode begins.
-    Only where a GPU computes: `gpu_direct` lets RDMA adapters reach its memory, and `eager` keeps it from graphs.
+    Only where a GPU computes: `gpu_direct` lets RDMA adapters reach its memory, and
+    `enforce_eager` keeps it from graphs.
     """
 
     engine: Literal["vllm", "sim"]
@@ -35,17 +36,17 @@ class EngineConfig:
     host: str = "127.0.0.1"
     transport: Literal["auto", "mooncake", "same_host", "in_memory"] = "mooncake"
     tensor_parallel_size: int = 1
-    context_tokens: int = 0
-    max_requests: int = 64
+    max_model_len: int = 0
+    max_num_seqs: int = 64
     dtype: str = "auto"
-    block_count: int = 0
+    num_gpu_blocks_override: int = 0
     kv_cache_gib: float = 1.0
-    max_batched_tokens: int = 2048
-    block_tokens: int = 0
+    max_num_batched_tokens: int = 2048
+    block_size: int = 0
     seed: int = 0
     local_broadcast: bool = True
     link_path: str = ""
     tls: TlsFiles = field(default_factory=TlsFiles)
     gpu_direct: bool = True
-    eager: bool = False
-    late_layers: LateLayers = field(default_factory=LateLayers)
+    enforce_eager: bool = False
+    overlap_layers: OverlapSettings = field(default_factory=OverlapSettings)

@@ -25,10 +25,10 @@ def build_engine(
     Raises ConfigError when there is no such engine, or it is not installed.
     """
     if config.engine == "sim":
-        if config.late_layers.count:
+        if config.overlap_layers.count:
             raise ConfigError(
-                "engine sim begins with whole caches only: set late_layers to 0",
-                metadata={"field": "late_layers"},
+                "engine sim begins with whole caches only: set overlap_layers to 0",
+                metadata={"field": "overlap_layers"},
             )
         from headrace_engine.sim.engine import SimEngine
 

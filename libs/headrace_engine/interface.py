@@ -11,7 +11,7 @@ from headrace_engine.prefix.announcer import PrefixAnnouncer
 from headrace_kv.handoff.messages import LayerSent, Reservation, TransferTarget
 from headrace_kv.layout.layout import KvDescriptor
 from headrace_kv.receive.local_broadcast import LocalBroadcast
-from headrace_kv.receive.transfer import Transfer
+from headrace_kv.receive.transfer import IncomingTransfer
 from headrace_kv.transport.memory import Memory
 
 
@@ -133,7 +133,7 @@ class Engine(ABC):
     """
 
     descriptor: KvDescriptor
-    context_tokens: int
+    max_model_len: int
     broadcast: LocalBroadcast | None = None
     """What copies between the ranks, after `start`, of a layout with a broadcast_width. `close` ends it."""
     landed_memory: Memory | None = None
@@ -146,7 +146,7 @@ class Engine(ABC):
 
     @abstractmethod
     async def start(self) -> None:
-        """Loads the model and registers the KV memory; afterwards `descriptor` and `context_tokens` are set.
+        """Loads the model and registers the KV memory; afterwards `descriptor` and `max_model_len` are set.
 
         Raises ConfigError with one line that says what to do.
         """
@@ -177,7 +177,7 @@ class Engine(ABC):
     def arrived(self, transfer_id: str) -> None:
         """The KV cache is whole: the request may run."""
 
-    def arrival_listener(self) -> Callable[[Transfer], None] | None:
+    def arrival_listener(self) -> Callable[[IncomingTransfer], None] | None:
         """What is told whenever something of one transfer lands, of an engine that may begin before the last layers are
         there. `arrived` and `released` are called all the same.
         """

@@ -19,7 +19,7 @@ class ByteCodec(TextCodec):
     """Tokens 0-255 are the bytes of UTF-8; others are shown as one character and never made."""
 
     vocabulary_size = _VOCABULARY_SIZE
-    context_tokens = 0
+    max_model_len = 0
     stop_token_ids: frozenset[int] = frozenset()
 
     def encode(self, text: str) -> list[int]:

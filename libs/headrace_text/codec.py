@@ -20,7 +20,7 @@ class TextCodec(ABC):
 
     vocabulary_size: int
     """Token ids are below this."""
-    context_tokens: int
+    max_model_len: int
     """Most tokens of prompt and answer together, by the model's own files; 0 when they do not say."""
     stop_token_ids: frozenset[int]
     """Tokens with which the model ends its answer."""

@@ -42,7 +42,7 @@ class HuggingFaceCodec(TextCodec):
         self._tokenizer = _load_tokenizer(folder)
         special_tokens = _special_tokens(tokenizer_config)
         self.vocabulary_size = _text_field(config, "vocab_size") or self._tokenizer.get_vocab_size()
-        self.context_tokens = next(
+        self.max_model_len = next(
             (value for name in _CONTEXT_FIELDS if (value := _text_field(config, name))), 0
         )
         self.stop_token_ids = self._stop_tokens(config, special_tokens)

@@ -47,7 +47,7 @@ HERE = Place()
 def settings(plan: ChaosPlan) -> tuple[tuple[str, str, str], ...]:
     """What the services are told, as Topology.settings."""
     both = {
-        "block_count": str(plan.block_count),
+        "num_gpu_blocks_override": str(plan.block_count),
         "member_ttl_s": str(plan.member_ttl_s),
         "drain_grace_s": str(plan.drain_grace_s),
     }

@@ -37,7 +37,7 @@ from headrace_kv.plan.shard_map import Key
 from headrace_kv.receive.ledger import Ledger
 from headrace_kv.receive.service import HandoffServicer
 from headrace_kv.send.loop import SendLoop
-from headrace_kv.transport.base import KvTransport, Written
+from headrace_kv.transport.base import KvTransport, WriteResult
 from headrace_kv.transport.factory import open_transport
 from headrace_prefill.pull_session import PullSession
 from tests.chaos.plan import WireFaults
@@ -160,7 +160,7 @@ class SlowWrites(KvTransport):
     def register(self, base_address: int, nbytes: int) -> None:
         self._inner.register(base_address, nbytes)
 
-    def write(self, session: str, runs: Runs, timeout_s: float) -> Written:
+    def write(self, session: str, runs: Runs, timeout_s: float) -> WriteResult:
         time.sleep(self._dice.dawdle(self._most_s))
         return self._inner.write(session, runs, timeout_s)
 

@@ -43,7 +43,7 @@ async def measure(model: str, dtype: str, eager: bool, gpu_direct: bool) -> Pair
         "eager": eager,
         "gpu_direct": gpu_direct,
         "kv_cache_gib": 1.0,
-        "max_batched_tokens": 256,
+        "max_num_batched_tokens": 256,
     }
     random = Random(7)
     async with running_pair(prefill=changes, decode=changes) as pair:

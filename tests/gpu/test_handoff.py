@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from headrace_engine.torch_memory.gated_sender import GatedSender
+from headrace_engine.torch_memory.event_ordered_sender import EventOrderedSender
 from headrace_kv.transport.base import KvTransport
 from headrace_kv.transport.factory import open_transport
 from tests.component.kv.harness import (
@@ -75,7 +75,7 @@ async def test_layers_are_read_once_they_are_written(prefill_tp: int, decode_tp:
             arena.cells[:] = 0
         transfer = rig.reserve(token_count)
         devices = [Device() for _ in rig.senders]
-        gates = [GatedSender(s, d.mark) for s, d in zip(rig.senders, devices, strict=True)]
+        gates = [EventOrderedSender(s, d.mark) for s, d in zip(rig.senders, devices, strict=True)]
         rig.senders, senders = gates, rig.senders  # type: ignore[assignment]  # fed like senders
         rig.open(rig.target(transfer))
         rig.push(transfer.transfer_id, source_blocks, 0, token_count)

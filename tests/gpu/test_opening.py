@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from headrace_common.errors import ConfigError, TransferFailed
-from headrace_kv.handoff.messages import LayerPiece, TransferTarget
+from headrace_kv.handoff.messages import LayerRange, TransferTarget
 from headrace_kv.transport.base import KvTransport
 from headrace_kv.transport.factory import open_transport
 
@@ -166,7 +166,7 @@ class Noting:
     def open(self, target: TransferTarget) -> None:
         self._said.append("open")
 
-    def push(self, piece: LayerPiece) -> None:
+    def push(self, piece: LayerRange) -> None:
         self._said.append(f"push {piece.layer}")
         self.pushed.set()
 
@@ -218,8 +218,8 @@ def test_a_layer_is_sent_once_the_event_after_its_kernels_is_passed(
     sender = Noting(said)
     gated = gate(sender, CudaOrder(torch.device("cuda", 1), None))
     assert gated is not None
-    gated.push(LayerPiece("a", 0, 0, 8, (1,), 0))
-    gated.push(LayerPiece("a", 1, 0, 8, (1,), 0))
+    gated.push(LayerRange("a", 0, 0, 8, (1,), 0))
+    gated.push(LayerRange("a", 1, 0, 8, (1,), 0))
     assert devices == [torch.device("cuda", 1)] * 2
     assert not sender.pushed.wait(0.05)
     stream.events[0].done = True

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.gpu.pair import LENGTHS, PairResult, Tokens
-from tests.vllm.zygote import Zygote
+from tests.vllm.fork_server import ForkServer
 
 MODEL = "models/tiny-llama"
 # Kernels differ between a chunk of a prompt and a single token, and with them the last digits.
@@ -25,7 +25,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
+def zygote() -> Iterator[ForkServer]:
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         built = torch.version.cuda
@@ -34,7 +34,7 @@ def zygote() -> Iterator[Zygote]:
         pytest.skip("vLLM is not installed")
     if not Path(MODEL).is_dir():
         pytest.skip(f"the model folder {MODEL} is missing: scripts/make_tiny_model.py makes it")
-    started = Zygote()
+    started = ForkServer()
     yield started
     started.close()
 
@@ -43,7 +43,7 @@ def tokens(values: dict[str, Any]) -> Tokens:
     return Tokens(values["token_ids"], [[(t, p) for t, p in e] for e in values["likeliest"]])
 
 
-def asked(zygote: Zygote, **settings: object) -> PairResult:
+def asked(zygote: ForkServer, **settings: object) -> PairResult:
     said = zygote.run("tests.gpu.pair:measure", model=MODEL, **settings)
     lists = {
         name: [tokens(values) for values in said[name]]
@@ -68,7 +68,7 @@ def differ(plain: Tokens, other: Tokens) -> str:
 @pytest.mark.parametrize(
     ("dtype", "eager"), [("float32", True), ("bfloat16", False)], ids=["eager", "graphs"]
 )
-def test_tokens_equal_plain_vllm(zygote: Zygote, dtype: str, eager: bool) -> None:
+def test_tokens_equal_plain_vllm(zygote: ForkServer, dtype: str, eager: bool) -> None:
     result = asked(zygote, dtype=dtype, eager=eager, gpu_direct=True)
     assert len(result.plain) == len(LENGTHS)
     for length, plain, split, after_first in zip(
@@ -79,7 +79,7 @@ def test_tokens_equal_plain_vllm(zygote: Zygote, dtype: str, eager: bool) -> Non
         assert not differ(plain, after_first), f"{length} tokens, the first from prefill"
 
 
-def test_staged_on_request(zygote: Zygote) -> None:
+def test_staged_on_request(zygote: ForkServer) -> None:
     result = asked(zygote, dtype="float32", eager=True, gpu_direct=False)
     assert "landing=" in result.session
     for plain, split in zip(result.plain, result.split, strict=True):

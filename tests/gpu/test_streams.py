@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from headrace_common.errors import TransferFailed
-from headrace_engine.torch_memory.gated_sender import GatedSender, Mark
-from headrace_kv.handoff.messages import LayerPiece, TransferTarget
+from headrace_engine.torch_memory.event_ordered_sender import EventOrderedSender, Mark
+from headrace_kv.handoff.messages import LayerRange, TransferTarget
 from headrace_kv.transport.packing import Bytes
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class GatheringSender:
     def open(self, target: TransferTarget) -> None:
         raise AssertionError("no transfer is opened here")
 
-    def push(self, piece: LayerPiece) -> None:
+    def push(self, piece: LayerRange) -> None:
         found = self._cache.gather(piece.layer)
         self.right.append(bool((found == piece.layer + 1).all()))
         self.beside.append(self.last_mark is not None and not self.last_mark.query())
@@ -96,12 +96,12 @@ def test_layers_are_gathered_as_they_are_written_while_later_ones_are_computed(d
     cache = Cache(device)
     cache.gather(0)
     sender = GatheringSender(cache)
-    gate = GatedSender(sender, lambda: mark_compute(torch.device(device)))
+    gate = EventOrderedSender(sender, lambda: mark_compute(torch.device(device)))
     start_s = time.monotonic()
     for layer in range(LAYERS):
         keep_busy(device)
         cache.layers[layer].fill_(layer + 1)
-        gate.push(LayerPiece("a", layer, 0, 8, (1,), time.time_ns()))
+        gate.push(LayerRange("a", layer, 0, 8, (1,), time.time_ns()))
     queued_s = time.monotonic() - start_s
     sender.last_mark = mark_compute(torch.device(device))
     gate.finish("a")

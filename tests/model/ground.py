@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from headrace_kv.layout.layout import KvLayout, RankMemory, Region
 from headrace_kv.plan.regions import place_regions
-from headrace_kv.transport.base import KvTransport, Written
+from headrace_kv.transport.base import KvTransport, WriteResult
 from tests.model.streams import ModelLink
 
 LEASE_S = 3.0
@@ -75,7 +75,7 @@ class Write:
     pieces: frozenset[tuple[int, int, int]]
     """(source rank, layer, destination block)"""
     end_s: float
-    future: Future[Written] | None
+    future: Future[WriteResult] | None
     late: bool = False
     """Whether it lands by the clock, not by choice."""
 

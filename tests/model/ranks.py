@@ -11,10 +11,10 @@ from headrace_kv.handoff.clock import Clock
 from headrace_kv.handoff.messages import SendReport
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.plan.copy_plan import Runs
-from headrace_kv.send.context import SenderParts
+from headrace_kv.send.context import SenderContext
 from headrace_kv.send.loop import SendLoop
 from headrace_kv.send.mailbox import SenderInbox
-from headrace_kv.transport.base import KvTransport, Written
+from headrace_kv.transport.base import KvTransport, WriteResult
 from tests.model.ground import HANDSHAKE_S
 from tests.model.streams import ModelStream
 
@@ -39,10 +39,10 @@ class ModelTransport(KvTransport):
     def register(self, base_address: int, nbytes: int) -> None:
         pass
 
-    def write(self, session: str, runs: Runs, timeout_s: float) -> Written:
+    def write(self, session: str, runs: Runs, timeout_s: float) -> WriteResult:
         raise NotImplementedError
 
-    def submit(self, session: str, runs: Runs, timeout_s: float) -> Future[Written]:
+    def submit(self, session: str, runs: Runs, timeout_s: float) -> Future[WriteResult]:
         return self._world.submit(self, session, runs, timeout_s)
 
     def close(self) -> None:
@@ -60,7 +60,7 @@ class Rank:
         self.opened: set[str] = set()
         self.reports: dict[str, SendReport] = {}
         self.streams: list[ModelStream] = []
-        parts = SenderParts(
+        parts = SenderContext(
             ref=self.ref,
             rank=rank,
             layout=world.prefill,

@@ -12,12 +12,12 @@ from concurrent.futures import Future
 from functools import partial
 
 from headrace_common.errors import TransferFailed
-from headrace_kv.handoff.messages import LayerPiece, Reservation, SendReport, TransferTarget
+from headrace_kv.handoff.messages import LayerRange, Reservation, SendReport, TransferTarget
 from headrace_kv.layout.layout import KvDescriptor, WorkerRef
 from headrace_kv.plan.copy_plan import Runs
-from headrace_kv.receive.receiver import Receiver, ReceiverLimits, Transfer
+from headrace_kv.receive.receiver import IncomingTransfer, Receiver, ReceiverLimits
 from headrace_kv.receive.state import TransferState
-from headrace_kv.transport.base import Written
+from headrace_kv.transport.base import WriteResult
 from tests.model.ground import (
     BLOCK_TOKENS,
     BLOCKS,
@@ -75,7 +75,7 @@ class World:
         (self._destination,) = memories(self.decode_layout, f"decode-0/{incarnation}")
         self.descriptor = KvDescriptor(self.decode_layout, (self._destination,))
         self.owners: dict[int, str] = {}
-        self.transfers: dict[str, Transfer] = {}
+        self.transfers: dict[str, IncomingTransfer] = {}
         self.receiver = Receiver(
             ref=self.decode_ref,
             layout=self.decode_layout,
@@ -131,7 +131,7 @@ class World:
 
     def _push(self, rank: Rank, transfer_id: str, number: int, chunk: int, layer: int) -> None:
         first = self._source_block(number)
-        piece = LayerPiece(
+        piece = LayerRange(
             transfer_id,
             layer,
             chunk * BLOCK_TOKENS,
@@ -205,11 +205,11 @@ class World:
 
     def submit(
         self, transport: ModelTransport, session: str, runs: Runs, timeout_s: float
-    ) -> Future[Written]:
+    ) -> Future[WriteResult]:
         pieces = frozenset(self._pieces(transport.rank, runs))
         number = self._number_of(transport.rank, runs)
         transfer_id = f"x{number}"
-        future: Future[Written] = Future()
+        future: Future[WriteResult] = Future()
         self.writes.append(
             Write(
                 transport,
@@ -248,7 +248,7 @@ class World:
                 )
             self.landed[write.transfer_id].add((rank, layer, block))
         if write.future is not None:
-            write.future.set_result(Written("model", "in_flight", 1))
+            write.future.set_result(WriteResult("model", "direct", 1))
 
     def lose(self, write: Write) -> None:
         """The write fails; nothing of it lands."""

@@ -89,9 +89,9 @@ def start_worker(role: str, group: Group, ranks: int, site: Site) -> Forked:
         "tensor-parallel-size": ranks,
         "block-tokens": _BLOCK_TOKENS,
         "block-count": 128,
-        "max-requests": 4,
+        "max-num-seqs": 4,
         # Two chunks of the prompt.
-        "max-batched-tokens": 160,
+        "max-num-batched-tokens": 160,
         # Under emulation on a busy machine, everybody is late.
         "member-ttl-s": 120,
     }

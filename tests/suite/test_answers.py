@@ -23,7 +23,7 @@ async def test_answers_are_right_for_every_pair_of_ranks(
         tmp_path,
         prefill_tensor_parallel=prefill_ranks,
         decode_tensor_parallel=decode_ranks,
-        settings=(("prefill", "max_batched_tokens", "64"),),
+        settings=(("prefill", "max_num_batched_tokens", "64"),),
     ) as it:
         for length in (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, BLOCK + 2, 64, 65, 66, 300):
             prompt = prompt_of(length, length)

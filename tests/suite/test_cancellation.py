@@ -18,7 +18,7 @@ REMOTE = inference_pb2.PREFILL_PLACEMENT_REMOTE
 # One step of prefill takes 0.1 s, and nothing of it can be stopped in the middle.
 SLOW_PREFILL = (
     ("prefill", "model", "sim:prefill_s_per_token=0.002"),
-    ("prefill", "max_batched_tokens", "64"),
+    ("prefill", "max_num_batched_tokens", "64"),
 )
 
 Status = worker_pb2.WatchStatusResponse
@@ -96,8 +96,8 @@ async def test_a_client_that_goes_away_is_heard_at_every_stage(tmp_path: Path) -
     settings = (
         *SLOW_PREFILL,
         decode,
-        ("decode", "max_batched_tokens", "64"),
-        ("prefill", "max_requests", "1"),
+        ("decode", "max_num_batched_tokens", "64"),
+        ("prefill", "max_num_seqs", "1"),
     )
     stages: tuple[Callable[[Suite], Awaitable[list[Asked]]], ...] = (
         in_the_queue,
@@ -119,7 +119,7 @@ async def test_a_client_that_goes_away_is_heard_at_every_stage(tmp_path: Path) -
 
 
 async def test_a_queued_prompt_that_is_given_up_is_never_computed(tmp_path: Path) -> None:
-    settings = (*SLOW_PREFILL, ("prefill", "max_requests", "1"))
+    settings = (*SLOW_PREFILL, ("prefill", "max_num_seqs", "1"))
     async with suite(tmp_path, settings=settings) as it:
         first, second = await in_the_queue(it)
         await second.go_away()
@@ -142,7 +142,7 @@ async def ttft_s(it: Suite, seed: int) -> float:
 
 
 async def test_ten_cancelled_long_prompts_do_not_delay_a_short_one(tmp_path: Path) -> None:
-    settings = (*SLOW_PREFILL, ("prefill", "max_requests", "4"))
+    settings = (*SLOW_PREFILL, ("prefill", "max_num_seqs", "4"))
     async with suite(tmp_path, settings=settings) as it:
         await ttft_s(it, 100)
         unloaded_s = await ttft_s(it, 101)

@@ -76,7 +76,7 @@ async def test_every_policy_gives_the_same_answer(
         tmp_path,
         prefill_tensor_parallel=prefill_ranks,
         decode_tensor_parallel=decode_ranks,
-        settings=(("prefill", "max_batched_tokens", "64"),),
+        settings=(("prefill", "max_num_batched_tokens", "64"),),
     ) as it:
         # Of each length both make one first token at least.
         makers = itertools.cycle((PREFILL, LOGITS))

@@ -11,8 +11,8 @@ from tests.suite.deployment import greedy, prompt_of, suite
 LOCAL = inference_pb2.PREFILL_PLACEMENT_LOCAL
 SETTINGS = (
     ("decode", "model", "sim:host_blocks=32,host_copy_s_per_token=0.0001"),
-    ("decode", "block_tokens", "16"),
-    ("decode", "block_count", "24"),
+    ("decode", "block_size", "16"),
+    ("decode", "num_gpu_blocks_override", "24"),
 )
 PROMPT_TOKENS = 16 * 16 + 1
 HOST_CREDIT = 0.75

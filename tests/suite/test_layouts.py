@@ -30,7 +30,7 @@ async def test_workers_that_lay_their_caches_differently(
         ("decode", "model", f"{model},{decode}"),
         ("prefill", "tensor_parallel_size", "3"),
         ("decode", "tensor_parallel_size", "2"),
-        ("decode", "block_tokens", "8"),
+        ("decode", "block_size", "8"),
     )
     async with suite(tmp_path, sim=SimModel(parse_settings(model)), settings=settings) as it:
         for number in range(3):

@@ -16,7 +16,7 @@ GIVEN_UP_S = 5.0
 
 
 async def test_a_full_decode_worker_says_when_to_come_back(tmp_path: Path) -> None:
-    settings = (("decode", "max_requests", "2"), SLOW_DECODE)
+    settings = (("decode", "max_num_seqs", "2"), SLOW_DECODE)
     async with suite(tmp_path, settings=settings) as it:
         prompts = [prompt_of(20, number) for number in range(2)]
         running = await it.begun(prompts, 150)
@@ -32,7 +32,7 @@ async def test_a_full_decode_worker_says_when_to_come_back(tmp_path: Path) -> No
 
 async def test_blocks_bound_what_is_admitted(tmp_path: Path) -> None:
     # 20 blocks of 32 tokens hold two such requests, with the block that engines keep for themselves.
-    settings = (("decode", "block_count", "20"), SLOW_DECODE)
+    settings = (("decode", "num_gpu_blocks_override", "20"), SLOW_DECODE)
     async with suite(tmp_path, settings=settings) as it:
         running = await it.begun([prompt_of(200, number) for number in range(2)], 80)
         with pytest.raises(DecodeFull, match="blocks"):

@@ -18,9 +18,9 @@ LONG_TOKENS = 120
 QUEUED = 14
 SETTINGS = (
     # One prompt at a time, 0.24 s for each.
-    ("prefill", "max_requests", "1"),
+    ("prefill", "max_num_seqs", "1"),
     ("prefill", "model", "sim:prefill_s_per_token=0.002"),
-    ("decode", "max_requests", "128"),
+    ("decode", "max_num_seqs", "128"),
 )
 numbers = itertools.count()
 

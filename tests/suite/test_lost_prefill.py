@@ -10,9 +10,9 @@ from tests.suite.deployment import prompt_of, suite
 
 _TASKS = 10
 SETTINGS = (
-    ("prefill", "max_requests", str(_TASKS)),
+    ("prefill", "max_num_seqs", str(_TASKS)),
     ("prefill", "model", "sim:prefill_s_per_token=0.003"),
-    ("decode", "max_requests", "64"),
+    ("decode", "max_num_seqs", "64"),
 )
 
 

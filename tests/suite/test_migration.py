@@ -193,7 +193,7 @@ async def _at_every_stage(folder: Path, *, freeze: bool) -> None:
     settings = (
         ("prefill", "model", "sim:layers=4,layer_s=0.15"),
         ("decode", "model", "sim:layers=4,decode_step_s=0.02"),
-        ("prefill", "max_requests", "16"),
+        ("prefill", "max_num_seqs", "16"),
     )
     model = SimModel(SimSettings(vocabulary=VOCABULARY, layers=4))
     async with suite(folder, prefill_count=2, settings=settings) as it:
@@ -239,7 +239,7 @@ async def test_what_a_killed_router_had_begun_is_let_go_of_within_seconds(tmp_pa
     """Prompts that wait, are computed, are sent, and answers: reservations, tasks and leases are gone at once."""
     settings = (
         ("prefill", "model", "sim:layer_s=0.2"),
-        ("prefill", "max_requests", "4"),
+        ("prefill", "max_num_seqs", "4"),
         ("decode", "model", "sim:decode_step_s=0.05"),
     )
     async with (

@@ -11,12 +11,12 @@ from tests.suite.deployment import VOCABULARY, Outcome, Suite, prompt_of, suite
 
 MODEL = f"sim:heads=4,vocabulary={VOCABULARY}"
 # Such blocks can only be copied whole, between workers that both have them.
-WHOLE = f"{MODEL},interior=token_inner"
+WHOLE = f"{MODEL},block_format=token_inner"
 SETTINGS = (
     ("prefill", "model", f"{MODEL},prefill_s_per_token=0.0005"),
     ("decode", "model", f"{MODEL},decode_step_s=0.002"),
-    ("decode", "block_tokens", "16"),
-    ("prefill", "block_tokens", "16"),
+    ("decode", "block_size", "16"),
+    ("prefill", "block_size", "16"),
 )
 PREFILLS = {"prefill-0", "prefill-1", "prefill-2"}
 DECODES = {"decode-0", "decode-1"}
@@ -24,10 +24,10 @@ DECODES = {"decode-0", "decode-1"}
 
 async def _start_others(it: Suite) -> None:
     await asyncio.gather(
-        it.add("prefill-1", "prefill-0", "--tensor-parallel-size=2", "--block-tokens=32"),
+        it.add("prefill-1", "prefill-0", "--tensor-parallel-size=2", "--block-size=32"),
         it.add("prefill-2", "prefill-0", "--tensor-parallel-size=4"),
         it.add("prefill-whole", "prefill-0", f"--model={WHOLE},prefill_s_per_token=0.0005"),
-        it.add("decode-1", "decode-0", "--tensor-parallel-size=2", "--block-tokens=32"),
+        it.add("decode-1", "decode-0", "--tensor-parallel-size=2", "--block-size=32"),
         it.add("decode-whole", "decode-0", f"--model={WHOLE},decode_step_s=0.002"),
     )
     await it.wait_joined(4, 3)

@@ -23,8 +23,8 @@ ANSWER_TOKENS = 12
 SETTINGS = (
     ("prefill", "model", "sim:prefill_s_per_token=0.0005"),
     ("decode", "model", "sim:decode_step_s=0.05,prefill_s_per_token=0.0005"),
-    ("decode", "max_requests", str(SLOTS)),
-    ("decode", "block_count", str(BLOCKS)),
+    ("decode", "max_num_seqs", str(SLOTS)),
+    ("decode", "num_gpu_blocks_override", str(BLOCKS)),
 )
 OFFERED_PER_S = 36.0
 

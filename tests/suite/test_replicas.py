@@ -15,7 +15,7 @@ from tests.suite.deployment import Outcome, Suite, greedy, prompt_of, suite
 STREAMS = 6
 TOKENS = 150
 """Some 6 s: all streams have long begun before any has ended."""
-SETTINGS = (("decode", "model", "sim:decode_step_s=0.04"), ("decode", "max_requests", "32"))
+SETTINGS = (("decode", "model", "sim:decode_step_s=0.04"), ("decode", "max_num_seqs", "32"))
 
 
 @asynccontextmanager

@@ -65,7 +65,12 @@ async def test_every_step_of_a_request_is_in_its_trace_once(tmp_path: Path) -> N
                 for s in layers
             }
             assert {transport for transport, _ in ways} == {"mooncake/tcp"}
-            assert {strategy for _, strategy in ways} <= {"in_flight", "before", "after", "both"}
+            assert {strategy for _, strategy in ways} <= {
+                "direct",
+                "gather",
+                "scatter",
+                "gather_scatter",
+            }
             assert all(int(s.attributes[schema.ATTRIBUTE_ENTRIES]) >= 1 for s in layers)
             (prefill,) = (s for s in trace.spans if s.name == schema.SPAN_PREFILL)
             assert int(prefill.attributes[schema.ATTRIBUTE_PAYLOAD_BYTES]) == LAYERS * 49 * 2 * 16

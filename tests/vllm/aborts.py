@@ -190,12 +190,13 @@ async def measure(model: str) -> AbortResult:
     """Gives a request up in every state that there is."""
     changes: dict[str, object] = {
         "model": model,
-        "block_count": BLOCK_COUNT,
-        "context_tokens": CONTEXT_TOKENS,
-        "max_requests": 4,
+        "num_gpu_blocks_override": BLOCK_COUNT,
+        "max_model_len": CONTEXT_TOKENS,
+        "max_num_seqs": 4,
     }
     async with running_pair(
-        prefill=changes | {"max_batched_tokens": 16}, decode=changes | {"max_batched_tokens": 256}
+        prefill=changes | {"max_num_batched_tokens": 16},
+        decode=changes | {"max_num_batched_tokens": 256},
     ) as pair:
         rig = Rig(pair)
         async with rig.decoding(40, remote=True, hand_over=True):

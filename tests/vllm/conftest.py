@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from tests.vllm.fork_server import ForkServer
 from tests.vllm.pair import MODEL, Pair, running_pair
-from tests.vllm.zygote import Zygote
 
 HERE = Path(__file__).parent
 
@@ -29,9 +29,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="package")
-def zygote() -> Iterator[Zygote]:
+def zygote() -> Iterator[ForkServer]:
     """Runs jobs with engines of their own."""
-    started = Zygote()
+    started = ForkServer()
     yield started
     started.close()
 

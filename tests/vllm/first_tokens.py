@@ -27,17 +27,20 @@ async def compare(
     prefill_ranks: int,
     decode_ranks: int,
     decode_blocks: int,
-    context_tokens: int,
+    max_model_len: int,
     length: int,
     answer_tokens: int,
 ) -> Compared:
     """Asks one prompt after the other of decode alone, and then all at once what goes on."""
     changes: dict[str, object] = {
         "model": "models/tiny-llama",
-        "context_tokens": context_tokens,
-        "max_batched_tokens": 256,
+        "max_model_len": max_model_len,
+        "max_num_batched_tokens": 256,
     }
-    decode = changes | {"tensor_parallel_size": decode_ranks, "block_count": decode_blocks}
+    decode = changes | {
+        "tensor_parallel_size": decode_ranks,
+        "num_gpu_blocks_override": decode_blocks,
+    }
     prefill = changes | {"tensor_parallel_size": prefill_ranks}
     async with running_pair(prefill=prefill, decode=decode) as pair:
         random = Random(length)

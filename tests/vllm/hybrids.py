@@ -222,9 +222,9 @@ async def tell(model: str) -> Told:
     config: dict[str, object] = {
         "model": f"models/{model}",
         "dtype": expected.dtype,
-        "block_count": BLOCK_COUNT,
-        "max_batched_tokens": CHUNK_TOKENS,
-        "context_tokens": CONTEXT_TOKENS,
+        "num_gpu_blocks_override": BLOCK_COUNT,
+        "max_num_batched_tokens": CHUNK_TOKENS,
+        "max_model_len": CONTEXT_TOKENS,
     }
     async with running_pair(prefill=config, decode=config) as pair:
         story = Story(pair, expected)

@@ -17,14 +17,14 @@ from typing import Any
 
 from headrace_common.errors import TransferFailed
 from headrace_engine.interface import DecodeTokens, DecodeWork, PrefillWork
-from headrace_engine.torch_memory.gated_sender import GatedSender, Sender
+from headrace_engine.torch_memory.event_ordered_sender import EventOrderedSender, Sender
 from headrace_engine.vllm.rank import rank
-from headrace_kv.handoff.messages import LayerPiece, Reservation
-from headrace_kv.receive.early_start import LateLayers
+from headrace_kv.handoff.messages import LayerRange, Reservation
+from headrace_kv.receive.layer_overlap import OverlapSettings
 from tests.vllm.hybrids import mend_rotation
 from tests.vllm.pair import GREEDY, Answer, Pair, reset, running_pair, wait_until
 
-LATE = LateLayers(count=2, wait_s=1.0)
+LATE = OverlapSettings(count=2, wait_s=1.0)
 SLOW_S = 0.15
 STUCK_S = 2.5
 LENGTHS = (33, 65, 300)
@@ -43,14 +43,14 @@ class _Past:
         return time.monotonic() >= self._when_s
 
 
-class SlowTail(GatedSender):
+class SlowTail(EventOrderedSender):
     """Sends the last layers late, as a slow network would."""
 
     def __init__(self, sender: Sender) -> None:
         self._when_s = 0.0
         super().__init__(sender, lambda: _Past(self._when_s))
 
-    def push(self, piece: LayerPiece) -> None:
+    def push(self, piece: LayerRange) -> None:
         is_slow = piece.layer >= _first_slow_layer.value
         self._when_s = time.monotonic() + (_delay_s.value if is_slow else 0.0)
         super().push(piece)
@@ -141,13 +141,13 @@ async def slow_pair(
     mend_rotation()
     changes: dict[str, object] = {
         "model": model,
-        "context_tokens": CONTEXT_TOKENS,
-        "max_batched_tokens": 256 if "deepseek" not in model else CONTEXT_TOKENS,
+        "max_model_len": CONTEXT_TOKENS,
+        "max_num_batched_tokens": 256 if "deepseek" not in model else CONTEXT_TOKENS,
     }
     async with running_pair(
         prefill=changes | {"tensor_parallel_size": prefill_ranks},
         decode=changes
-        | {"tensor_parallel_size": decode_ranks, "late_layers": replace(LATE, **late)},
+        | {"tensor_parallel_size": decode_ranks, "overlap_layers": replace(LATE, **late)},
     ) as pair:
         layers = pair.decode.descriptor.layout.layer_count
         _first_slow_layer.value = layers - min(LATE.count, layers - 1)

@@ -29,7 +29,7 @@ from headrace_engine.interface import (
 from headrace_engine.vllm.engine import VllmEngine
 from headrace_kv.handoff.messages import Reservation, TransferTarget
 from headrace_kv.layout.layout import KvDescriptor, WorkerRef
-from headrace_kv.receive.receiver import Receiver, Transfer, TransferSummary
+from headrace_kv.receive.receiver import IncomingTransfer, Receiver, TransferSummary
 from headrace_kv.receive.service import HandoffServicer
 
 MODEL = Path(os.environ.get("HEADRACE_TEST_MODEL", "models/tiny-llama-deep"))
@@ -71,10 +71,10 @@ def engine_config(role: str, **changes: object) -> EngineConfig:
         "role": role,
         "ref": WorkerRef(role, f"{role[0]}{time.time_ns():015x}"[:16]),
         "dtype": "float32",
-        "block_count": 128,
-        "block_tokens": BLOCK_TOKENS,
-        "max_requests": 8,
-        "max_batched_tokens": CHUNK_TOKENS,
+        "num_gpu_blocks_override": 128,
+        "block_size": BLOCK_TOKENS,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": CHUNK_TOKENS,
     }
     return EngineConfig(**(values | changes))  # type: ignore[arg-type]
 
@@ -192,7 +192,7 @@ class Pair:
             await reader.aclose()
         return answer
 
-    def reserve(self, reservation: Reservation, logits_bytes: int = 0) -> Transfer:
+    def reserve(self, reservation: Reservation, logits_bytes: int = 0) -> IncomingTransfer:
         """Opens the books for a reservation, as the decode service does."""
         return self.receiver.reserve(
             reservation,

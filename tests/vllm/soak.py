@@ -146,9 +146,9 @@ async def measure(model: str, requests: int) -> SoakResult:
     """Runs `requests` on a pair of the model's engines."""
     changes: dict[str, object] = {
         "model": model,
-        "block_count": BLOCK_COUNT,
-        "context_tokens": 1024,
-        "max_batched_tokens": 256,
+        "num_gpu_blocks_override": BLOCK_COUNT,
+        "max_model_len": 1024,
+        "max_num_batched_tokens": 256,
     }
     async with running_pair(prefill=changes, decode=changes) as pair:
         return await Soak(pair, requests).run()

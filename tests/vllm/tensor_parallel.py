@@ -71,7 +71,7 @@ async def measure(model: str, prefill_ranks: int, decode_ranks: int) -> CellResu
         role: {
             "model": model,
             "tensor_parallel_size": ranks,
-            "max_batched_tokens": CHUNK_TOKENS,
+            "max_num_batched_tokens": CHUNK_TOKENS,
         }
         for role, ranks in (("prefill", prefill_ranks), ("decode", decode_ranks))
     }

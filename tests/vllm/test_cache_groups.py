@@ -70,16 +70,16 @@ def test_groups_with_tokens_come_first_and_layers_keep_the_models_order() -> Non
     assert [[number for number, _ in group.layers] for group in found] == [[1, 4], [0, 3], [2]]
     # A rank's page of a state is its own, unless all ranks keep the same.
     assert [group.head_count for group in found] == [4, 2, 1]
-    assert found[0].interior == ""
-    assert found[1].interior == "vllm-mamba2-3x8:bfloat16+2x4x4:float32"
+    assert found[0].block_format == ""
+    assert found[1].block_format == "vllm-mamba2-3x8:bfloat16+2x4x4:float32"
 
 
 def test_tokens_of_latent_attention_may_be_taken_apart_but_not_beside_states() -> None:
     latent = spec("MLAAttentionSpec", num_kv_heads=1, head_size=576, block_size=16)
     (alone,) = groups_of((["m.0.attn"], latent))
-    assert (alone.head_count, alone.interior) == (1, TOKEN_OUTER)
+    assert (alone.head_count, alone.block_format) == (1, TOKEN_OUTER)
     beside, _ = groups_of((["m.0.attn"], latent), (["m.1.conv"], state_spec()))
-    assert beside.interior not in ("", TOKEN_OUTER)
+    assert beside.block_format not in ("", TOKEN_OUTER)
 
 
 @pytest.mark.parametrize("name", ["SlidingWindowSpec", "ChunkedLocalAttentionSpec"])

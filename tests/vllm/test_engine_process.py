@@ -25,7 +25,7 @@ async def nobody(ref, deadline):
     raise AssertionError(ref)
 
 async def main():
-    engine = VllmEngine(engine_config("decode", block_count=16), nobody)
+    engine = VllmEngine(engine_config("decode", num_gpu_blocks_override=16), nobody)
     await engine.start()
     print("started", flush=True)
     await asyncio.sleep(100)

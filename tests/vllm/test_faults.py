@@ -11,7 +11,7 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import Cancelled, HeadraceError, TransferFailed, TransferTimeout
 from headrace_engine.interface import DecodeWork, PrefillWork
 from headrace_kv.handoff.messages import Reservation
-from headrace_kv.receive.receiver import Transfer
+from headrace_kv.receive.receiver import IncomingTransfer
 from tests.vllm.pair import GREEDY, Pair, reset, wait_until
 from tests.vllm.test_handover import prompt_of
 
@@ -27,7 +27,7 @@ def remote_work(pair: Pair, prompt: list[int]) -> DecodeWork:
     return DecodeWork(pair.new_transfer_id(), tuple(prompt), GREEDY, remote_kv=True)
 
 
-async def first_layer_of(transfer: Transfer) -> None:
+async def first_layer_of(transfer: IncomingTransfer) -> None:
     """Returns when it has come, long before the last one."""
     await wait_until(lambda: transfer.ledger is not None and transfer.ledger.ack_count > 0)
     assert transfer.active

@@ -11,8 +11,8 @@ import pytest
 from headrace_common.errors import TransferFailed
 from headrace_engine.interface import DecodeTokens, DecodeWork, Sampling
 from headrace_kv.handoff.messages import Reservation
+from tests.vllm.fork_server import ForkServer
 from tests.vllm.pair import BLOCK_TOKENS, CHUNK_TOKENS, GREEDY, Answer, Pair
-from tests.vllm.zygote import Zygote
 
 pytestmark = [
     pytest.mark.vllm,
@@ -293,7 +293,11 @@ async def test_logits_of_another_vocabulary_are_refused(pair: Pair) -> None:
     ],
 )
 async def test_answers_go_on_where_requests_are_preempted_and_over_ranks(
-    zygote: Zygote, prefill_ranks: int, decode_ranks: int, decode_blocks: int, answer_tokens: int
+    zygote: ForkServer,
+    prefill_ranks: int,
+    decode_ranks: int,
+    decode_blocks: int,
+    answer_tokens: int,
 ) -> None:
     """24 blocks hold no more than four of the six whole answers."""
     said = await asyncio.to_thread(
@@ -302,7 +306,7 @@ async def test_answers_go_on_where_requests_are_preempted_and_over_ranks(
         prefill_ranks=prefill_ranks,
         decode_ranks=decode_ranks,
         decode_blocks=decode_blocks,
-        context_tokens=512,
+        max_model_len=512,
         length=60,
         answer_tokens=answer_tokens,
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.vllm.zygote import Zygote
+from tests.vllm.fork_server import ForkServer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(180)]
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(180)]
         pytest.param("tiny-qwen3-next", marks=pytest.mark.long),
     ],
 )
-def test_two_engines_answer_as_one(zygote: Zygote, model: str) -> None:
+def test_two_engines_answer_as_one(zygote: ForkServer, model: str) -> None:
     if not Path("models", model).is_dir():
         pytest.skip(f"the model folder models/{model} is missing: make setup")
     said = zygote.run("tests.vllm.hybrids:tell", model=model)

@@ -77,13 +77,13 @@ class Cache:
                     kind=TOKENS,
                     head_count=HEADS,
                     block_tokens=BLOCK_TOKENS,
-                    interior="",
+                    block_format="",
                     layers=tuple(enumerate(names)),
                 )
             ],
             rank=0,
             tensor_parallel_size=1,
-            block_interior=lambda tensor, tokens: TOKEN_OUTER,
+            block_format_of=lambda tensor, tokens: TOKEN_OUTER,
         )
 
     def tokens(self, layer: int, blocks: list[int]) -> Any:

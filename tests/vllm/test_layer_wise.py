@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from headrace_engine.vllm.link.messages import EngineLoad
+from tests.vllm.fork_server import ForkServer
 from tests.vllm.layer_wise import LATE, LENGTHS
-from tests.vllm.zygote import Zygote
 
 pytestmark = [
     pytest.mark.vllm,
@@ -39,7 +39,7 @@ def assert_failed_alone(went: dict[str, Any]) -> None:
     assert EngineLoad(**went["load"]) == EngineLoad(0, 0, 0, BLOCK_COUNT - 1)
 
 
-def test_what_begins_early_and_what_fails_late(zygote: Zygote) -> None:
+def test_what_begins_early_and_what_fails_late(zygote: ForkServer) -> None:
     result = zygote.run("tests.vllm.layer_wise:story", model="models/tiny-llama")
     assert_equal(result)
     for name in ("given_up", "aborted", "cut_off"):
@@ -65,7 +65,7 @@ def test_what_begins_early_and_what_fails_late(zygote: Zygote) -> None:
     [("tiny-llama", 1, 2), ("tiny-llama", 2, 1), ("tiny-deepseek-v3", 1, 1)],
 )
 def test_other_layouts_begin_early_too(
-    zygote: Zygote, model: str, prefill_ranks: int, decode_ranks: int
+    zygote: ForkServer, model: str, prefill_ranks: int, decode_ranks: int
 ) -> None:
     if not Path("models", model).is_dir():
         pytest.skip(f"{model} is not there: make setup")

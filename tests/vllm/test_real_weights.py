@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.vllm.fork_server import ForkServer
 from tests.vllm.real_weights import LENGTHS
-from tests.vllm.zygote import Zygote
 
 MODEL = "models/SmolLM2-135M-Instruct"
 
@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 
-def test_two_engines_answer_as_one(zygote: Zygote) -> None:
+def test_two_engines_answer_as_one(zygote: ForkServer) -> None:
     said = zygote.run("tests.vllm.real_weights:compare", model=MODEL)
     assert len(said["plain"]) == len(LENGTHS)
     assert said["split"] == said["after_first"] == said["from_logits"] == said["plain"]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.vllm.fork_server import ForkServer
 from tests.vllm.soak import BLOCK_COUNT, SAMPLES, SoakResult
-from tests.vllm.zygote import Zygote
 
 MODEL = "models/tiny-llama"
 IDLE = {
@@ -26,7 +26,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("requests", [60, pytest.param(500, marks=pytest.mark.long)])
-def test_mixed_requests_leave_no_block_behind(zygote: Zygote, requests: int) -> None:
+def test_mixed_requests_leave_no_block_behind(zygote: ForkServer, requests: int) -> None:
     result = SoakResult(**zygote.run("tests.vllm.soak:measure", model=MODEL, requests=requests))
     print(result)
     assert result.wrong == []

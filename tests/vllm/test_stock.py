@@ -37,7 +37,12 @@ pytestmark = [
     pytest.mark.skipif(not MODEL.is_dir(), reason="the model is not there: make setup"),
 ]
 
-QUICK = {"lease_ttl_s": 1.0, "quarantine_s": 2.0, "transfer_timeout_s": 20.0, "hold_s": 3.0}
+QUICK = {
+    "lease_ttl_s": 1.0,
+    "quarantine_s": 2.0,
+    "transfer_timeout_s": 20.0,
+    "kv_hold_timeout_s": 3.0,
+}
 LAYER_COUNT = 4
 TOKEN_BYTES = 2 * 4 * 32 * 4
 LENGTHS = (2, 33, 300, 700)
@@ -179,7 +184,7 @@ async def test_what_nobody_fetches_is_let_go(stock: Stock) -> None:
     prompt = ODD_PROMPTS[2]
     held = (await stock.first.generate(prompt, {"do_remote_decode": True}, 1)).transfer
     assert await stock.first.metric("kv_cache_usage_perc") > 0
-    await stock.first.idle(timeout_s=QUICK["hold_s"] + 10)
+    await stock.first.idle(timeout_s=QUICK["kv_hold_timeout_s"] + 10)
     late = await stock.second.generate(prompt, held)
     assert late.token_ids == stock.expected(prompt)
     assert late.transfer["transferred_tokens"] == 0

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.vllm.fork_server import ForkServer
 from tests.vllm.pair import BLOCK_TOKENS
 from tests.vllm.tensor_parallel import CHUNK_TOKENS, SAMPLING, CellResult, Transferred, prompts
-from tests.vllm.zygote import Zygote
 
 GROUPED = "models/tiny-llama"
 SINGLE = "models/tiny-llama-mqa"
@@ -31,7 +31,7 @@ PAIRS = [
 ]
 
 
-def result_of(zygote: Zygote, model: str, prefill_ranks: int, decode_ranks: int) -> CellResult:
+def result_of(zygote: ForkServer, model: str, prefill_ranks: int, decode_ranks: int) -> CellResult:
     if not Path(model).is_dir():
         pytest.skip(f"the model folder {model} is missing: make setup")
     said = zygote.run(
@@ -47,7 +47,7 @@ def result_of(zygote: Zygote, model: str, prefill_ranks: int, decode_ranks: int)
 
 @pytest.mark.parametrize(("model", "prefill_ranks", "decode_ranks", "writes"), PAIRS)
 def test_tokens_equal_plain_vllm_and_only_effective_writes_are_made(
-    zygote: Zygote, model: str, prefill_ranks: int, decode_ranks: int, writes: int
+    zygote: ForkServer, model: str, prefill_ranks: int, decode_ranks: int, writes: int
 ) -> None:
     result = result_of(zygote, model, prefill_ranks, decode_ranks)
     assert all(len(token_ids) == SAMPLING.max_tokens for token_ids in result.plain)

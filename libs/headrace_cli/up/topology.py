@@ -73,12 +73,12 @@ def check_topology(topology: Topology) -> None:
 
 
 def parse_setting(text: str) -> tuple[str, str, str]:
-    """Reads "decode.max_requests=4". Raises ConfigError."""
+    """Reads "decode.max_num_seqs=4". Raises ConfigError."""
     name, equals, value = text.partition("=")
     service, dot, setting = name.partition(".")
     if not equals or not dot or service not in SERVICES or not setting:
         raise ConfigError(
-            f"--set {text!r} is wrong: write SERVICE.FIELD=VALUE, such as decode.max_requests=4; "
+            f"--set {text!r} is wrong: write SERVICE.FIELD=VALUE, such as decode.max_num_seqs=4; "
             f"services are {', '.join(SERVICES)}"
         )
     return service, setting, value
@@ -132,9 +132,9 @@ def worker_specs(topology: Topology, folder: Path, registry: str) -> list[Proces
                 f"--tensor-parallel-size={ranks[service]}",
             ]
             if topology.engine == VLLM:
-                flags.append(f"--context-tokens={VLLM_CONTEXT_TOKENS}")
+                flags.append(f"--max-model-len={VLLM_CONTEXT_TOKENS}")
             if members > 1:
-                flags.append(f"--count={members}")
+                flags.append(f"--workers-per-process={members}")
             if topology.engine == SIM and max(counts.values()) > SIM_PROCESSES:
                 # Mooncake's threads would be each worker's own; all must take the same transport.
                 flags.append("--transport=same_host")

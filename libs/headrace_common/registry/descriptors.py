@@ -44,7 +44,7 @@ class DescriptorCache:
         self._ahead: dict[tuple[str, str], int] = {}
         self._fetching_ahead: asyncio.Task[None] | None = None
 
-    def foresee(self, members: Iterable[tuple[str, str]]) -> None:
+    def prefetch(self, members: Iterable[tuple[str, str]]) -> None:
         """Asks for these (worker id, incarnation) before anybody needs them, one after the other.
 
         So workers that have never met can meet while the registry is away.

@@ -115,7 +115,7 @@ ATTRIBUTE_RUNS: Final = "headrace.runs"
 ATTRIBUTE_ENTRIES: Final = "headrace.entries"
 # Transport that carried the bytes, e.g. "mooncake/tcp"; several are joined by "+".
 ATTRIBUTE_TRANSPORT: Final = "headrace.transport"
-# How short runs got across: "in_flight", "before", "after" or "both"; several are joined by "+".
+# How short runs got across: "direct", "gather", "scatter" or "gather_scatter"; several are joined by "+".
 ATTRIBUTE_STRATEGY: Final = "headrace.strategy"
 # Bytes of the handoff streams' messages about a transfer, both ways.
 ATTRIBUTE_CONTROL_BYTES: Final = "headrace.control_bytes"

@@ -128,7 +128,7 @@ class SimEngine(Engine):
             ranks.append(self._memory.rank_memory(rank, transport.name, transport.session))
         self.descriptor = KvDescriptor(layout, tuple(ranks))
         self.broadcast = LocalBroadcast(self.descriptor) if local else None
-        self.context_tokens = shape.context_tokens
+        self.max_model_len = shape.max_model_len
         if config.role == "prefill":
             self._senders = [self._new_sender(rank) for rank in range(len(ranks))]
         self._task = asyncio.create_task(self._run(), name=f"sim engine {config.ref}")
@@ -179,8 +179,8 @@ class SimEngine(Engine):
     def _check_prefill(self, work: PrefillWork) -> None:
         target, count = work.target, len(work.token_ids)
         violations = {}
-        if not 0 < count < self.context_tokens:
-            violations["token_ids"] = f"give 1 to {self.context_tokens - 1} tokens"
+        if not 0 < count < self.max_model_len:
+            violations["token_ids"] = f"give 1 to {self.max_model_len - 1} tokens"
         if not 0 <= target.start_token < target.end_token == count:
             violations["target.end_token"] = "it is the number of tokens, beyond start_token"
         if violations:
@@ -205,13 +205,13 @@ class SimEngine(Engine):
             self._settle(sequence)
 
     def _enter_decode(self, work: DecodeWork) -> Sequence:
-        if not 0 < len(work.token_ids) < self.context_tokens:
-            raise InvalidRequest({"token_ids": f"give 1 to {self.context_tokens - 1} tokens"})
+        if not 0 < len(work.token_ids) < self.max_model_len:
+            raise InvalidRequest({"token_ids": f"give 1 to {self.max_model_len - 1} tokens"})
         if work.sampling.max_tokens <= work.generated_tokens:
             least = work.generated_tokens + 1
             raise InvalidRequest({"sampling.max_tokens": f"take {least} or more"})
         sampling = self._seeded(work.sampling)
-        sequence = decode_sequence(work, sampling, self.model, self.context_tokens)
+        sequence = decode_sequence(work, sampling, self.model, self.max_model_len)
         self._enqueue(sequence, DecodeFull)
         return sequence
 
@@ -229,7 +229,7 @@ class SimEngine(Engine):
                 metadata={"transfer_id": sequence.transfer_id},
             )
         if len(self._waiting) >= max(
-            _WAITING_LEAST, _WAITING_PER_RUNNING * self._shape.max_requests
+            _WAITING_LEAST, _WAITING_PER_RUNNING * self._shape.max_num_seqs
         ):
             raise full(f"{len(self._waiting)} requests are waiting already")
         self._active[sequence.transfer_id] = sequence
@@ -365,7 +365,7 @@ class SimEngine(Engine):
         self._admit()
         ready = [sequence for sequence in self._running if sequence.is_ready]
         shape = self._shape
-        chunks = plan_step(ready, shape.max_batched_tokens, shape.span_tokens)
+        chunks = plan_step(ready, shape.max_num_batched_tokens, shape.span_tokens)
         if not chunks:
             return False
         for chunk in chunks:
@@ -382,7 +382,7 @@ class SimEngine(Engine):
         return True
 
     def _admit(self) -> None:
-        while self._waiting and len(self._running) < self._shape.max_requests:
+        while self._waiting and len(self._running) < self._shape.max_num_seqs:
             sequence = self._waiting[0]
             if not self._pools.place(sequence):
                 return

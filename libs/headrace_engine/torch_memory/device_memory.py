@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from headrace_common.errors import ConfigError
+from headrace_engine.torch_memory.segments import Batch, Rows, Segment, batch, cut, rows_of
 from headrace_engine.torch_memory.streams import open_copy_stream
-from headrace_engine.torch_memory.stretches import Batch, Rows, Stretch, batch, cut, rows_of
 from headrace_kv.plan.runs import Int64Array
 from headrace_kv.transport.packing import Bytes
 
@@ -159,6 +159,6 @@ class TorchMemory:
         return torch.from_numpy(index).to(self.device)
 
 
-def _run(spans: tuple[_Span, ...], stretch: Stretch) -> Tensor:
+def _run(spans: tuple[_Span, ...], stretch: Segment) -> Tensor:
     first = int(stretch.offsets[0])
     return spans[stretch.span].data[first : first + stretch.length]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from headrace_common.errors import ConfigError
 from headrace_engine.torch_memory.device_memory import TorchMemory
-from headrace_engine.torch_memory.gated_sender import GatedSender, Sender
+from headrace_engine.torch_memory.event_ordered_sender import EventOrderedSender, Sender
 from headrace_engine.torch_memory.order import DeviceOrder, open_order
 from headrace_kv.transport.base import KvTransport
 from headrace_kv.transport.factory import open_transport
@@ -60,6 +60,6 @@ def _open_direct(tensor: Tensor, host: str) -> tuple[KvTransport, DeviceOrder] |
     return transport, order
 
 
-def gate(sender: Sender, order: DeviceOrder) -> GatedSender | None:
+def gate(sender: Sender, order: DeviceOrder) -> EventOrderedSender | None:
     """What to feed instead of the sender where the forward pass only queues its work; None elsewhere."""
-    return GatedSender(sender, order.mark) if order.queues else None
+    return EventOrderedSender(sender, order.mark) if order.queues else None

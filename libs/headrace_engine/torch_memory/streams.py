@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from headrace_common.errors import TransferFailed
-from headrace_engine.torch_memory.gated_sender import Mark
+from headrace_engine.torch_memory.event_ordered_sender import Mark
 
 _POLL_S = 20e-6
 

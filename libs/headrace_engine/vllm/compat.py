@@ -132,7 +132,7 @@ async def reset_prefix_cache(llm: AsyncLLM) -> bool:
     return done
 
 
-def context_tokens(llm: AsyncLLM) -> int:
+def max_model_len(llm: AsyncLLM) -> int:
     """The longest context that the engine takes, once it has fitted it to its memory."""
     found: int = llm.vllm_config.model_config.max_model_len
     return found
@@ -286,7 +286,7 @@ def runs_on_cpu() -> bool:
     return found
 
 
-def block_interior(tensor: Tensor, block_size: int) -> str:
+def block_format_of(tensor: Tensor, block_size: int) -> str:
     """How the attention kernels pack a block: on processors it depends on the processor, and is nothing to take apart.
 
     `tensor` is one layer's KV cache, [blocks, heads, tokens, channels of K and V together].

@@ -42,12 +42,12 @@ from headrace_engine.vllm.rank.rank import Rank
 from headrace_engine.vllm.scheduler.connector_scheduler import (
     LONG_STEP_S,
     SHORT_STEP_S,
+    ConnectorScheduler,
     ScheduledRequest,
-    SchedulerSide,
 )
 from headrace_engine.vllm.scheduler.load import LoadMeter, report_changes
 from headrace_engine.vllm.standalone.logs import join_vllm_log
-from headrace_engine.vllm.standalone.node import Pairing
+from headrace_engine.vllm.standalone.node import StandaloneNode
 from headrace_engine.vllm.standalone.requests import is_complete, prompt_of
 from headrace_engine.vllm.standalone.settings import Settings, settings_of
 from headrace_engine.vllm.step.groups import LayerGroup, check_late_layers
@@ -88,19 +88,19 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
         if self._standalone:
             join_vllm_log()
         self._rank: Rank | None = None
-        self._scheduler: SchedulerSide | None = None
+        self._scheduler: ConnectorScheduler | None = None
         self._link: Link | None = None
         self._load = LoadMeter()
         self._reporting: Future[None] | None = None
         self._flush = False
-        self._pairing: Pairing | None = None
+        self._pairing: StandaloneNode | None = None
         try:
             groups = read_groups(
                 kv_cache_config,
                 kv_head_count=kv_head_count(vllm_config),
                 tensor_parallel_size=tensor_parallel_size(vllm_config),
             )
-            check_late_layers(groups, self._settings.late_layers)
+            check_late_layers(groups, self._settings.overlap_layers)
             self._group_ids = tuple(sorted(group.index for group in groups))
             if role == KVConnectorRole.SCHEDULER:
                 self._start_scheduler(groups, settings, tensor_parallel_size(vllm_config))
@@ -121,11 +121,11 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
         self, groups: tuple[LayerGroup, ...], settings: Settings, rank_count: int
     ) -> None:
         if settings.standalone is not None:
-            self._pairing = Pairing(settings.connector, settings.standalone, rank_count)
-            self._scheduler = SchedulerSide(groups, self._pairing.reserved)
+            self._pairing = StandaloneNode(settings.connector, settings.standalone, rank_count)
+            self._scheduler = ConnectorScheduler(groups, self._pairing.reserved)
             self._pairing.start(self._scheduler.settle, self._scheduler.arriving)
             return
-        scheduler = SchedulerSide(
+        scheduler = ConnectorScheduler(
             groups,
             lambda reservation: link.send(
                 link_pb2.AttachRequest(reserved=reservation_to_proto(reservation))
@@ -160,7 +160,7 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Whole graphs are replayed without the hooks that say that a layer is written, or wait until one is there."""
-        return extra_config.get("role") != "decode" or bool(extra_config.get("late_layers"))
+        return extra_config.get("role") != "decode" or bool(extra_config.get("overlap_layers"))
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
@@ -319,7 +319,7 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._rank is not None, "a rank's hook was called on the scheduler's connector"
         return self._rank
 
-    def _require_scheduler(self) -> SchedulerSide:
+    def _require_scheduler(self) -> ConnectorScheduler:
         assert self._scheduler is not None, "the scheduler's hook was called on a rank's connector"
         return self._scheduler
 

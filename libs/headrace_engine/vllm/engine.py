@@ -25,8 +25,8 @@ from headrace_engine.interface import (
 )
 from headrace_engine.prefix.announcer import PrefixAnnouncer
 from headrace_engine.vllm.compat import (
-    context_tokens,
     end_llm,
+    max_model_len,
     reset_prefix_cache,
     runs_on_cpu,
 )
@@ -35,8 +35,8 @@ from headrace_engine.vllm.service.decode_request import DecodeRun
 from headrace_engine.vllm.service.launch import check_config, launch
 from headrace_engine.vllm.service.prefill_request import PrefillRun
 from headrace_kv.handoff.messages import Reservation, SendReport
-from headrace_kv.receive.early_start import EarlyStart
-from headrace_kv.receive.transfer import Transfer
+from headrace_kv.receive.layer_overlap import LayerOverlap
+from headrace_kv.receive.transfer import IncomingTransfer
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -102,7 +102,7 @@ class VllmEngine(Engine):
         self.descriptor = await self._link.wait_attached(
             self._config.tensor_parallel_size, ATTACH_TIMEOUT_S
         )
-        self.context_tokens = context_tokens(self._llm)
+        self.max_model_len = max_model_len(self._llm)
         self.prefix_events = PrefixAnnouncer(self._config.ref, self.descriptor.layout.block_tokens)
         self._kv_events = KvEventReader(events_endpoint(self._link_path), self.prefix_events)
         self._kv_events.start()
@@ -143,7 +143,7 @@ class VllmEngine(Engine):
     async def decode(self, work: DecodeWork) -> AsyncGenerator[DecodeEvent, None]:
         llm, link = self._require_started()
         self._require_new(work.transfer_id)
-        run = DecodeRun(llm, link, work, self._first_sampler, self.context_tokens)
+        run = DecodeRun(llm, link, work, self._first_sampler, self.max_model_len)
         self._decodes[work.transfer_id] = run
         try:
             async for event in run.events():
@@ -155,13 +155,13 @@ class VllmEngine(Engine):
     def arrived(self, transfer_id: str) -> None:
         self._require_started()[1].arrived(transfer_id)
 
-    def arrival_listener(self) -> Callable[[Transfer], None] | None:
-        late = self._config.late_layers
+    def arrival_listener(self) -> Callable[[IncomingTransfer], None] | None:
+        late = self._config.overlap_layers
         if not late.count:
             return None
-        return EarlyStart(
+        return LayerOverlap(
             self._require_started()[1],
-            late_layers=late.count,
+            overlap_layers=late.count,
             layer_count=self.descriptor.layout.layer_count,
             rank_count=self._config.tensor_parallel_size,
         ).advance

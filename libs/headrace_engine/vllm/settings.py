@@ -8,13 +8,13 @@ from typing import Any, Literal
 
 from headrace_kv.handoff.messages import TransferTarget
 from headrace_kv.layout.layout import WorkerRef
-from headrace_kv.receive.early_start import LateLayers
+from headrace_kv.receive.layer_overlap import OverlapSettings
 
 PARAMS_KEY = "headrace"
 LOGITS_KEY = "headrace_logits"
 """In SamplingParams.extra_args: the transfer that is to have the logits before the first token."""
 _NO_TLS = ("", "", "")
-_NESTED = ("tls", "late_layers")
+_NESTED = ("tls", "overlap_layers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class ConnectorSettings:
     """Certificate, key and authority as in TlsFiles, for handoff streams."""
     gpu_direct: bool = True
     """Whether adapters may reach KV memory on a device, where they can."""
-    late_layers: LateLayers = field(default_factory=LateLayers)
+    overlap_layers: OverlapSettings = field(default_factory=OverlapSettings)
 
     @property
     def ref(self) -> WorkerRef:
@@ -41,8 +41,8 @@ class ConnectorSettings:
 
     def to_extra_config(self) -> dict[str, Any]:
         """For vLLM's kv_connector_extra_config."""
-        late = self.late_layers
-        return {**asdict(self), "late_layers": late.count, "late_layer_wait_s": late.wait_s}
+        late = self.overlap_layers
+        return {**asdict(self), "overlap_layers": late.count, "overlap_wait_s": late.wait_s}
 
     @classmethod
     def from_extra_config(cls, values: Mapping[str, Any]) -> ConnectorSettings:
@@ -55,12 +55,12 @@ class ConnectorSettings:
         return cls(
             **given,
             tls=tuple(values.get("tls", _NO_TLS)),
-            late_layers=LateLayers(values["late_layers"], values["late_layer_wait_s"]),
+            overlap_layers=OverlapSettings(values["overlap_layers"], values["overlap_wait_s"]),
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Incoming:
+class ReceiveParams:
     """A decode request whose KV comes over the data plane, of all its tokens when it awaits its first token too."""
 
     transfer_id: str
@@ -79,19 +79,21 @@ def outgoing_params(target: TransferTarget) -> dict[str, Any]:
     return {PARAMS_KEY: {"outgoing": values}}
 
 
-def read_params(params: Mapping[str, Any] | None) -> Incoming | TransferTarget | None:
+def read_params(params: Mapping[str, Any] | None) -> ReceiveParams | TransferTarget | None:
     """What a request's kv_transfer_params say; None when they do not concern Headrace, or did already."""
     ours = (params or {}).get(PARAMS_KEY)
     if not ours:
         return None
     if "incoming" in ours:
-        return Incoming(*ours["incoming"])
+        return ReceiveParams(*ours["incoming"])
     values = dict(ours["outgoing"])
     values["decode"] = WorkerRef(*values["decode"])
     return TransferTarget(**values)
 
 
-def consume_params(params: MutableMapping[str, Any] | None) -> Incoming | TransferTarget | None:
+def consume_params(
+    params: MutableMapping[str, Any] | None,
+) -> ReceiveParams | TransferTarget | None:
     """Reads once: after a preemption vLLM asks again, and the request must then be computed here."""
     said = read_params(params)
     if params is not None:

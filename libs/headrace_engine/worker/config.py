@@ -21,14 +21,14 @@ from headrace_engine.config import EngineConfig
 from headrace_engine.interface import Engine
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.layout.proto import layout_to_proto
-from headrace_kv.receive.early_start import LateLayers
+from headrace_kv.receive.layer_overlap import OverlapSettings
 
 
 class WorkerConfig(ServiceConfig):
     """What every worker can be told."""
 
     worker_id: WorkerId = Field(description="Name that stays the same over restarts.")
-    count: PositiveCount = Field(
+    workers_per_process: PositiveCount = Field(
         1,
         description="Workers of this process: engine sim with transport same_host may have hundreds, named "
         "worker_id-0 and so on, each on a port of its own.",
@@ -48,14 +48,14 @@ class WorkerConfig(ServiceConfig):
         "in_memory only reaches the same process.",
     )
     tensor_parallel_size: PositiveCount = Field(1, description="Ranks the model is spread over.")
-    context_tokens: NonNegativeCount = Field(
+    max_model_len: NonNegativeCount = Field(
         0, description="Most tokens of prompt and answer together; 0 means the model's own."
     )
-    max_requests: PositiveCount = Field(64, description="Most requests worked on at once.")
+    max_num_seqs: PositiveCount = Field(64, description="Most requests worked on at once.")
     dtype: str = Field(
         "auto", description="Type of weights and KV cache: auto, float32, bfloat16 or float16."
     )
-    block_count: NonNegativeCount = Field(
+    num_gpu_blocks_override: NonNegativeCount = Field(
         0, description="KV blocks on each rank; 0 means as many as kv_cache_gib holds."
     )
     kv_cache_gib: float = Field(
@@ -63,10 +63,10 @@ class WorkerConfig(ServiceConfig):
         gt=0,
         description="Memory for KV blocks on each rank, in GiB; the workers of a process share it.",
     )
-    max_batched_tokens: PositiveCount = Field(
+    max_num_batched_tokens: PositiveCount = Field(
         2048, description="Most tokens of one engine step, which is the size of a prefill chunk."
     )
-    block_tokens: NonNegativeCount = Field(
+    block_size: NonNegativeCount = Field(
         0,
         description="Tokens of one KV block, which is also the grain of the prefix cache; 0 means the engine's own: "
         "vllm's for its platform and model (128 on processors, mostly 16 on CUDA), 32 for sim.",
@@ -82,7 +82,7 @@ class WorkerConfig(ServiceConfig):
         description="Whether RDMA adapters may read and write KV on a GPU where they can; otherwise it crosses host "
         "memory. Engine vllm on CUDA.",
     )
-    eager: bool = Field(
+    enforce_eager: bool = Field(
         False,
         description="Whether a GPU computes without compiled code and graphs: starts sooner, answers later. On "
         "processors vllm always does.",
@@ -95,26 +95,29 @@ class WorkerConfig(ServiceConfig):
     )
 
     @property
-    def early_start(self) -> LateLayers:
+    def early_start(self) -> OverlapSettings:
         """How early a request may begin. Only decode workers have a say in it."""
-        return LateLayers()
+        return OverlapSettings()
 
     @model_validator(mode="after")
-    def _check_count(self) -> WorkerConfig:
-        if self.count == 1:
+    def _check_workers_per_process(self) -> WorkerConfig:
+        workers = self.workers_per_process
+        if workers == 1:
             return self
         needed = {"engine": "sim", "transport": "same_host"}
         problems = [
-            f"count is {self.count}: set {field} to {value}, or start {self.count} processes"
+            f"workers_per_process is {workers}: set {field} to {value}, or start {workers} processes"
             for field, value in needed.items()
             if getattr(self, field) != value
         ]
         for field in ("listen", "advertise"):
             address: str = getattr(self, field)
             if address and split_host_port(address)[1]:
-                problems.append(f"count is {self.count}: give {field} the port 0, which takes any")
-        if not is_worker_id(_worker_id(self, self.count - 1)):
-            problems.append(f"count is {self.count}: choose a shorter worker_id")
+                problems.append(
+                    f"workers_per_process is {workers}: give {field} the port 0, which takes any"
+                )
+        if not is_worker_id(_worker_id(self, workers - 1)):
+            problems.append(f"workers_per_process is {workers}: choose a shorter worker_id")
         if problems:
             raise ValueError("; ".join(problems))
         return self
@@ -124,13 +127,17 @@ Config = TypeVar("Config", bound=WorkerConfig)
 
 
 def worker_configs(config: Config) -> tuple[Config, ...]:
-    """The settings of each worker of a process, which has `count` of them."""
-    if config.count == 1:
+    """The settings of each worker of a process, which has `workers_per_process` of them."""
+    if config.workers_per_process == 1:
         return (config,)
-    shared = {"count": 1, "port_file": "", "kv_cache_gib": config.kv_cache_gib / config.count}
+    shared = {
+        "workers_per_process": 1,
+        "port_file": "",
+        "kv_cache_gib": config.kv_cache_gib / config.workers_per_process,
+    }
     return tuple(
         config.model_copy(update={**shared, "worker_id": _worker_id(config, number)})
-        for number in range(config.count)
+        for number in range(config.workers_per_process)
     )
 
 
@@ -151,19 +158,19 @@ def engine_config(
         host=host,
         transport=config.transport,
         tensor_parallel_size=config.tensor_parallel_size,
-        context_tokens=config.context_tokens,
-        max_requests=config.max_requests,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
         dtype=config.dtype,
-        block_count=config.block_count,
+        num_gpu_blocks_override=config.num_gpu_blocks_override,
         kv_cache_gib=config.kv_cache_gib,
-        max_batched_tokens=config.max_batched_tokens,
-        block_tokens=config.block_tokens,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        block_size=config.block_size,
         seed=config.seed,
         local_broadcast=config.local_broadcast,
         gpu_direct=config.gpu_direct,
-        eager=config.eager,
+        enforce_eager=config.enforce_eager,
         tls=TlsFiles.of(config),
-        late_layers=config.early_start,
+        overlap_layers=config.early_start,
     )
 
 
@@ -184,9 +191,9 @@ def worker_member(
         role=role,
         endpoint=endpoint,
         model=served_model(config, engine),
-        context_tokens=engine.context_tokens,
+        max_model_len=engine.max_model_len,
         layout=layout_to_proto(layout),
-        max_requests=config.max_requests,
+        max_num_seqs=config.max_num_seqs,
         start_unix_ns=start_unix_ns,
     )
 

@@ -77,8 +77,8 @@ class WorkerHost:
     async def serve(self, endpoint: str, server: GrpcServer, on_drain: Drainer) -> None:
         """Serves a worker until it is drained or a signal comes, heard once all workers of the process serve."""
         self._servers[endpoint] = server
-        if len(self._servers) == self._config.count:
-            if self._config.count > 1 and self._config.port_file:
+        if len(self._servers) == self._config.workers_per_process:
+            if self._config.workers_per_process > 1 and self._config.port_file:
                 write_port_file(self._config.port_file, "\n".join(self._servers))
             self._ends.enter_context(stop_signals(self._request_stop))
         await server.serve_until_stopped(on_drain)
@@ -106,7 +106,7 @@ class WorkerHost:
             listener(list(routers))
         if self._sends:
             decodes = view.of_role(registry_pb2.Member.ROLE_DECODE)
-            self.descriptors.foresee([(one.worker_id, one.incarnation) for one in decodes])
+            self.descriptors.prefetch([(one.worker_id, one.incarnation) for one in decodes])
 
 
 async def host_workers(
@@ -121,9 +121,9 @@ async def host_workers(
     The engines come first: they may start processes of their own, which must not inherit gRPC's
     threads.
     """
-    if config.count > 1:
+    if config.workers_per_process > 1:
         _lift_file_limit()
-    sender_thread = SenderThread("kv-sender") if config.count > 1 else None
+    sender_thread = SenderThread("kv-sender") if config.workers_per_process > 1 else None
     workers: list[HostedWorker[Config]] = []
     try:
         for own in worker_configs(config):

@@ -65,7 +65,7 @@ class Reservation:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerPiece:
+class LayerRange:
     """Tokens [start_token, end_token) of one layer, written to prefill's cache and ready to be sent.
 
     `block_ids` are the request's source blocks of the layer's cache group, in token order from token 0. Where tokens

@@ -70,5 +70,5 @@ def _flat(layout: KvLayout) -> dict[str, str]:
         for part in group.parts:
             found[f"{at}.{part.name}.dtype"] = part.dtype
             found[f"{at}.{part.name}.unit_bytes"] = str(part.unit_bytes)
-            found[f"{at}.{part.name}.interior"] = part.interior
+            found[f"{at}.{part.name}.block_format"] = part.block_format
     return found

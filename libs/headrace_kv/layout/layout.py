@@ -15,7 +15,7 @@ from typing import Final, Literal, NamedTuple
 from headrace_common.errors import InternalError
 
 TOKEN_OUTER: Final = "token_outer"
-"""The interior in which one head's tokens of a block may be addressed one by one."""
+"""The block_format in which one head's tokens of a block may be addressed one by one."""
 
 GroupKind = Literal["tokens", "state"]
 TOKENS: Final = "tokens"
@@ -26,14 +26,14 @@ STATE: Final = "state"
 class Part:
     """One named array of a group: "kv", "k", "v", "nope", "rope", "k_scale", "conv", "ssm" ...
 
-    `unit_bytes` is what one head takes for one token; with another interior than TOKEN_OUTER, for one whole block, and
-    in a state group, for one request's page.
+    `unit_bytes` is what one head takes for one token; with another block_format than TOKEN_OUTER, for one whole
+    block, and in a state group, for one request's page.
     """
 
     name: str
     dtype: str
     unit_bytes: int
-    interior: str = TOKEN_OUTER
+    block_format: str = TOKEN_OUTER
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class CacheGroup:
     @property
     def token_addressable(self) -> bool:
         """Whether any token may be copied alone, so that block sizes may differ between workers."""
-        return self.kind == TOKENS and all(part.interior == TOKEN_OUTER for part in self.parts)
+        return self.kind == TOKENS and all(part.block_format == TOKEN_OUTER for part in self.parts)
 
     def blocks_between(self, start_token: int, end_token: int) -> int:
         """Blocks that hold tokens [start_token, end_token): one page for a state."""
@@ -68,7 +68,7 @@ class CacheGroup:
         blocks = self.blocks_between(start_token, end_token)
         tokens = blocks if self.kind == STATE else end_token - start_token
         return heads * sum(
-            part.unit_bytes * (tokens if part.interior == TOKEN_OUTER else blocks)
+            part.unit_bytes * (tokens if part.block_format == TOKEN_OUTER else blocks)
             for part in self.parts
         )
 
@@ -94,7 +94,7 @@ class KvLayout:
         block_tokens: int,
         parts: Mapping[str, int],
         tensor_parallel_size: int = 1,
-        interior: str = TOKEN_OUTER,
+        block_format: str = TOKEN_OUTER,
         stage_starts: tuple[int, ...] = (0,),
         broadcast_width: int = 1,
     ) -> KvLayout:
@@ -105,7 +105,7 @@ class KvLayout:
             kind=TOKENS,
             head_count=kv_head_count,
             block_tokens=block_tokens,
-            parts=tuple(Part(name, dtype, size, interior) for name, size in parts.items()),
+            parts=tuple(Part(name, dtype, size, block_format) for name, size in parts.items()),
         )
         return cls(model, tensor_parallel_size, (group,), stage_starts, broadcast_width)
 

@@ -69,7 +69,7 @@ def layout_from_proto(message: layout_pb2.KvLayout) -> KvLayout:
                 head_count=group.head_count,
                 block_tokens=group.block_tokens,
                 parts=tuple(
-                    Part(part.name, part.dtype, part.unit_bytes, part.interior)
+                    Part(part.name, part.dtype, part.unit_bytes, part.block_format)
                     for part in group.parts
                 ),
             )

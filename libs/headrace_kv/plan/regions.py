@@ -124,7 +124,7 @@ def _place_group(
 
 
 def _addressable(group: CacheGroup, part: Part) -> bool:
-    return group.kind != STATE and part.interior == TOKEN_OUTER
+    return group.kind != STATE and part.block_format == TOKEN_OUTER
 
 
 def _tokens(group: CacheGroup, part: Part) -> int:

@@ -28,7 +28,7 @@ TokenIds: TypeAlias = (
 )
 """Token ids as a list or tuple, or, without a copy for each id, as a buffer of little-endian u32."""
 
-STATION_BLOCKS: Final = 8
+CHECKPOINT_BLOCKS: Final = 8
 
 _FORMATS: Final = {("B", 1), ("I", 4), ("i", 4), ("L", 4), ("l", 4)}
 
@@ -55,7 +55,7 @@ class PrefixHasher:
         self.root = root
         self.block_tokens = block_tokens
         self._block = np.dtype(f"V{4 * block_tokens}")
-        self._stretch = np.dtype(f"V{4 * block_tokens * STATION_BLOCKS}")
+        self._stretch = np.dtype(f"V{4 * block_tokens * CHECKPOINT_BLOCKS}")
 
     def hashes(self, tokens: TokenIds, parent: int | None = None) -> list[int]:
         """One hash per whole block; tokens beyond the last whole block have none.
@@ -109,8 +109,8 @@ class PromptHashes:
         return self.block_count
 
     def __getitem__(self, position: int) -> int:
-        stretch, offset = divmod(position, STATION_BLOCKS)
-        if offset == STATION_BLOCKS - 1:
+        stretch, offset = divmod(position, CHECKPOINT_BLOCKS)
+        if offset == CHECKPOINT_BLOCKS - 1:
             self.reach(stretch + 1)
             return self.stations[stretch]
         size = self._hasher.block_tokens
@@ -125,12 +125,14 @@ class PromptHashes:
     def first(self, count: int) -> list[int]:
         """The hashes of the first `count` blocks, no more than there are."""
         hashes = [0] * count
-        self.reach(count // STATION_BLOCKS)
-        hashes[STATION_BLOCKS - 1 :: STATION_BLOCKS] = self.stations[: count // STATION_BLOCKS]
+        self.reach(count // CHECKPOINT_BLOCKS)
+        hashes[CHECKPOINT_BLOCKS - 1 :: CHECKPOINT_BLOCKS] = self.stations[
+            : count // CHECKPOINT_BLOCKS
+        ]
         parents = [self._before, *self.stations]
         words = self._converted(count * self._hasher.block_tokens)
-        for offset in range(min(STATION_BLOCKS - 1, count)):
-            positions = slice(offset, count, STATION_BLOCKS)
+        for offset in range(min(CHECKPOINT_BLOCKS - 1, count)):
+            positions = slice(offset, count, CHECKPOINT_BLOCKS)
             parents = hashes[positions] = self._hasher.blocks(words, positions, parents)
         return hashes
 
@@ -138,7 +140,7 @@ class PromptHashes:
         """Computes stations up to that many, of those that there are."""
         start = len(self.stations)
         if start < station_count:
-            size = self._hasher.block_tokens * STATION_BLOCKS
+            size = self._hasher.block_tokens * CHECKPOINT_BLOCKS
             words = self._converted(station_count * size)
             self.stations += self._hasher.stations(
                 words[start * size : station_count * size], self.before(start)

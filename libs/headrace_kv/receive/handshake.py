@@ -10,7 +10,7 @@ from headrace_kv.layout.proto import layout_from_proto
 from headrace_kv.plan.shard_map import shards
 
 
-def check_hello(
+def validate_handshake(
     hello: handoff_pb2.Hello, ref: WorkerRef, layout: KvLayout
 ) -> tuple[WorkerRef, KvLayout]:
     """Who speaks, and its layout; `ref` and `layout` are decode's.

@@ -28,7 +28,7 @@ from headrace_kv.handoff.messages import Reservation, reserved_span
 from headrace_kv.layout.layout import KvDescriptor, RankMemory
 from headrace_kv.plan.copy_plan import CopyPlanner, Runs, Span
 from headrace_kv.receive.ledger import LocalCopy
-from headrace_kv.receive.transfer import Transfer
+from headrace_kv.receive.transfer import IncomingTransfer
 
 _log = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ class LocalBroadcast:
             self._write(source, destination, batch, job.deadline.remaining_s())
 
 
-class LocalPasses:
+class LocalCopyJobs:
     """Hands the copies that are due to a broadcast, at most one job per transfer at a time. Runs on one event loop.
 
     `on_step(transfer, error)` is called after each job.
@@ -162,12 +162,12 @@ class LocalPasses:
     def __init__(
         self,
         broadcast: LocalBroadcast,
-        on_step: Callable[[Transfer, HeadraceError | None], None],
+        on_step: Callable[[IncomingTransfer, HeadraceError | None], None],
     ) -> None:
         self._broadcast = broadcast
         self._on_step = on_step
 
-    def advance(self, transfer: Transfer) -> None:
+    def advance(self, transfer: IncomingTransfer) -> None:
         """Starts on what is due, if anything. Raises as LocalBroadcast.submit does."""
         if transfer.copying or transfer.ledger is None:
             return
@@ -183,7 +183,7 @@ class LocalPasses:
     def _call_soon(
         self,
         loop: asyncio.AbstractEventLoop,
-        transfer: Transfer,
+        transfer: IncomingTransfer,
         copies: tuple[LocalCopy, ...],
         done: Future[None],
     ) -> None:
@@ -191,7 +191,9 @@ class LocalPasses:
         if not loop.is_closed():
             loop.call_soon_threadsafe(self._ended, transfer, copies, done)
 
-    def _ended(self, transfer: Transfer, copies: tuple[LocalCopy, ...], done: Future[None]) -> None:
+    def _ended(
+        self, transfer: IncomingTransfer, copies: tuple[LocalCopy, ...], done: Future[None]
+    ) -> None:
         transfer.copying = False
         error = _error_of(done)
         if error is None and transfer.ledger is not None:

@@ -8,7 +8,7 @@ from headrace_kv.handoff.clock import TimerHandle, Timers, running_timers
 from headrace_kv.receive.transfer import PrefillPeer
 
 
-class WaitingOpens:
+class PendingOpens:
     """At most `limit` Opens, each for `wait_s`; those that waited in vain go to `on_expired(transfer_id, peer)`."""
 
     def __init__(

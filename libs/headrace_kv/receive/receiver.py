@@ -23,15 +23,15 @@ from headrace_kv.handoff.clock import TimerHandle, Timers, running_timers
 from headrace_kv.handoff.leases import Quarantine, QuarantinePolicy
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.layout.layout import KvLayout, WorkerRef
-from headrace_kv.receive.distrust import Distrust
-from headrace_kv.receive.handshake import check_hello
-from headrace_kv.receive.local_broadcast import LocalBroadcast, LocalPasses
-from headrace_kv.receive.pending_opens import WaitingOpens
+from headrace_kv.receive.corrupt_senders import CorruptSenderTracker
+from headrace_kv.receive.handshake import validate_handshake
+from headrace_kv.receive.local_broadcast import LocalBroadcast, LocalCopyJobs
+from headrace_kv.receive.pending_opens import PendingOpens
 from headrace_kv.receive.state import TransferState
-from headrace_kv.receive.transfer import PrefillPeer, Transfer, TransferSummary, ended_error
-from headrace_kv.receive.verification import DigestChecks, DigestPasses
+from headrace_kv.receive.transfer import IncomingTransfer, PrefillPeer, TransferSummary, ended_error
+from headrace_kv.receive.verification import DigestChecks, DigestJobs
 
-__all__ = ["Receiver", "ReceiverLimits", "Transfer", "TransferState", "TransferSummary"]
+__all__ = ["IncomingTransfer", "Receiver", "ReceiverLimits", "TransferState", "TransferSummary"]
 
 _log = logging.getLogger(__name__)
 
@@ -83,15 +83,15 @@ class Receiver:
         self._limits = limits or ReceiverLimits()
         self._timers = timers
         self._policy = QuarantinePolicy(lease_ttl_s, quarantine_s)
-        self._transfers: dict[str, Transfer] = {}
+        self._transfers: dict[str, IncomingTransfer] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()
-        self._waiting = WaitingOpens(
+        self._waiting = PendingOpens(
             self._limits.waiting_opens, self._limits.open_wait_s, self._give_up, timers
         )
-        self._passes = LocalPasses(broadcast, self._passed_on) if broadcast is not None else None
+        self._passes = LocalCopyJobs(broadcast, self._passed_on) if broadcast is not None else None
         self._checks = checks
-        self._digests = DigestPasses(checks, self._checked) if checks is not None else None
-        self._distrust = Distrust(checks.mismatch_limit if checks is not None else 1)
+        self._digests = DigestJobs(checks, self._checked) if checks is not None else None
+        self._distrust = CorruptSenderTracker(checks.mismatch_limit if checks is not None else 1)
         self._peers: set[PrefillPeer] = set()
         self._tick_handle: TimerHandle | None = None
         self._draining = False
@@ -126,11 +126,11 @@ class Receiver:
         self,
         reservation: Reservation,
         deadline: Deadline,
-        on_free: Callable[[Transfer], None] | None = None,
-        on_advance: Callable[[Transfer], None] | None = None,
+        on_free: Callable[[IncomingTransfer], None] | None = None,
+        on_advance: Callable[[IncomingTransfer], None] | None = None,
         *,
         logits_bytes: int = 0,
-    ) -> Transfer:
+    ) -> IncomingTransfer:
         """Lets prefill ranks write into the blocks until the transfer is whole or the deadline has passed.
 
         `on_free` is called when nobody may write into them any more, however the transfer ended; `on_advance` whenever
@@ -146,7 +146,7 @@ class Receiver:
                 f"transfer {transfer_id} was used before", metadata={"transfer_id": transfer_id}
             )
         self._check(reservation)
-        transfer = Transfer(
+        transfer = IncomingTransfer(
             reservation,
             self._layout,
             deadline,
@@ -213,7 +213,7 @@ class Receiver:
         """
         if self._closed:
             raise Draining("the decode worker takes no new streams")
-        ref, layout = check_hello(hello, self._ref, self._layout)
+        ref, layout = validate_handshake(hello, self._ref, self._layout)
         peer = PrefillPeer(ref, hello.rank, layout, send, end)
         self._peers.add(peer)
         return peer
@@ -261,7 +261,7 @@ class Receiver:
             detail = "too many transfers are opened before their reservation"
             peer.refuse(transfer_id, "QUEUE_FULL", detail)
 
-    def _admit(self, transfer: Transfer, peer: PrefillPeer) -> None:
+    def _admit(self, transfer: IncomingTransfer, peer: PrefillPeer) -> None:
         transfer_id = transfer.transfer_id
         if not transfer.active:
             reason = transfer.error.reason if transfer.error else "CANCELLED"
@@ -305,7 +305,7 @@ class Receiver:
         except HeadraceError as error:
             self._fail(transfer, error)
 
-    def _advance(self, transfer: Transfer) -> None:
+    def _advance(self, transfer: IncomingTransfer) -> None:
         if transfer.whole:
             transfer.complete()
             self._release(transfer)
@@ -317,7 +317,7 @@ class Receiver:
             self._passes.advance(transfer)
         transfer.advanced()
 
-    def _passed_on(self, transfer: Transfer, error: HeadraceError | None) -> None:
+    def _passed_on(self, transfer: IncomingTransfer, error: HeadraceError | None) -> None:
         """A local copy has ended."""
         if transfer.active and error is None:
             try:
@@ -329,7 +329,7 @@ class Receiver:
         if not self._closed:
             self._release_if_quiet(transfer)
 
-    def _checked(self, transfer: Transfer, error: HeadraceError | None) -> None:
+    def _checked(self, transfer: IncomingTransfer, error: HeadraceError | None) -> None:
         """Some digests have been compared."""
         if not transfer.active:
             return
@@ -369,16 +369,16 @@ class Receiver:
         if transfer.active and not transfer.landed:
             self._fail(transfer, TransferFailed(f"{peer} stopped sending {transfer_id}"))
 
-    def _silence(self, transfer: Transfer, peer: PrefillPeer) -> None:
+    def _silence(self, transfer: IncomingTransfer, peer: PrefillPeer) -> None:
         """The rank writes no more for the transfer."""
         transfer.writers.discard(peer)
         peer.transfers.pop(transfer.transfer_id, None)
         self._release_if_quiet(transfer)
 
-    def _time_out(self, transfer: Transfer) -> None:
+    def _time_out(self, transfer: IncomingTransfer) -> None:
         self._fail(transfer, transfer.too_late())
 
-    def _fail(self, transfer: Transfer, error: HeadraceError) -> None:
+    def _fail(self, transfer: IncomingTransfer, error: HeadraceError) -> None:
         if not transfer.active:
             return
         _log.info("transfer %s failed: %s", transfer.transfer_id, error.detail)
@@ -389,12 +389,12 @@ class Receiver:
         self._release_if_quiet(transfer)
         self._arm()
 
-    def _release_if_quiet(self, transfer: Transfer) -> None:
+    def _release_if_quiet(self, transfer: IncomingTransfer) -> None:
         if transfer.state is TransferState.DRAINING and transfer.quiet:
             self._release(transfer)
             self._on_released(transfer.transfer_id)
 
-    def _release(self, transfer: Transfer) -> None:
+    def _release(self, transfer: IncomingTransfer) -> None:
         transfer.free()
         for peer in transfer.writers:
             peer.transfers.pop(transfer.transfer_id, None)

@@ -44,7 +44,7 @@ class PrefillPeer:
     layout: KvLayout
     send: Callable[[handoff_pb2.HandoffResponse], None]
     end: Callable[[HeadraceError], None]
-    transfers: dict[str, Transfer] = field(default_factory=dict)
+    transfers: dict[str, IncomingTransfer] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.ref}"
@@ -90,7 +90,7 @@ class LandedPiece:
         return f"layer {self.layer} from rank {edge.source_rank} to rank {edge.destination_rank}"
 
 
-class Transfer:
+class IncomingTransfer:
     """A reservation being filled. The receiver owns it; others only wait for it and look at it.
 
     `unchecked` are pieces whose digests are to be compared, `checking` while some are.
@@ -103,9 +103,9 @@ class Transfer:
         reservation: Reservation,
         layout: KvLayout,
         deadline: Deadline,
-        on_free: Callable[[Transfer], None] | None = None,
+        on_free: Callable[[IncomingTransfer], None] | None = None,
         digest_share: float = 0.0,
-        on_advance: Callable[[Transfer], None] | None = None,
+        on_advance: Callable[[IncomingTransfer], None] | None = None,
         logits_bytes: int = 0,
     ) -> None:
         self.reservation = reservation

@@ -13,7 +13,7 @@ from headrace_kv.handoff.messages import Reservation, reserved_span
 from headrace_kv.layout.layout import KvDescriptor
 from headrace_kv.plan.copy_plan import CopyPlanner
 from headrace_kv.plan.shard_map import Edge
-from headrace_kv.receive.transfer import LandedPiece, Transfer
+from headrace_kv.receive.transfer import IncomingTransfer, LandedPiece
 from headrace_kv.transport.memory import HOST_MEMORY, Memory
 
 _log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class DigestChecks:
         return destination_digest(self._memory, planner.plan(own, piece.layer, span))
 
 
-class DigestPasses:
+class DigestJobs:
     """Has landed pieces checked, at most one job per transfer at a time. Runs on one event loop.
 
     `on_step(transfer, error)` is called after each job.
@@ -83,12 +83,12 @@ class DigestPasses:
     def __init__(
         self,
         checks: DigestChecks,
-        on_step: Callable[[Transfer, HeadraceError | None], None],
+        on_step: Callable[[IncomingTransfer, HeadraceError | None], None],
     ) -> None:
         self._checks = checks
         self._on_step = on_step
 
-    def advance(self, transfer: Transfer) -> None:
+    def advance(self, transfer: IncomingTransfer) -> None:
         """Starts on what has landed, if anything. Raises as DigestChecks.submit does."""
         if transfer.checking or not transfer.unchecked:
             return
@@ -102,7 +102,7 @@ class DigestPasses:
     def _call_soon(
         self,
         loop: asyncio.AbstractEventLoop,
-        transfer: Transfer,
+        transfer: IncomingTransfer,
         pieces: tuple[LandedPiece, ...],
         done: Future[tuple[LandedPiece, ...]],
     ) -> None:
@@ -112,7 +112,7 @@ class DigestPasses:
 
     def _ended(
         self,
-        transfer: Transfer,
+        transfer: IncomingTransfer,
         pieces: tuple[LandedPiece, ...],
         done: Future[tuple[LandedPiece, ...]],
     ) -> None:
@@ -131,7 +131,7 @@ class DigestPasses:
         self._on_step(transfer, error)
 
 
-def _corrupt(transfer: Transfer, broken: tuple[LandedPiece, ...]) -> KvCorrupt:
+def _corrupt(transfer: IncomingTransfer, broken: tuple[LandedPiece, ...]) -> KvCorrupt:
     named = "; ".join(map(str, broken[:_NAMED_LIMIT]))
     more = f" and {len(broken) - _NAMED_LIMIT} more" if len(broken) > _NAMED_LIMIT else ""
     what = f"what has landed of transfer {transfer.transfer_id} is not what was sent: {named}{more}"

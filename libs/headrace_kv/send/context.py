@@ -15,7 +15,7 @@ from headrace_kv.transport.base import KvTransport
 
 
 @dataclass(frozen=True, slots=True)
-class SenderParts:
+class SenderContext:
     """See RankSender. `link` makes the streams."""
 
     ref: WorkerRef

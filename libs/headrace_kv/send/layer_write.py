@@ -6,10 +6,10 @@ import time
 from dataclasses import dataclass
 
 from headrace_common.errors import InternalError
-from headrace_kv.handoff.messages import LayerPiece, LayerSent
+from headrace_kv.handoff.messages import LayerRange, LayerSent
 from headrace_kv.plan.copy_plan import Runs, Span
 from headrace_kv.plan.shard_map import Edge
-from headrace_kv.transport.base import KvTransport, Written
+from headrace_kv.transport.base import KvTransport, WriteResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +28,14 @@ class PieceCopy:
         return self.span.end_token
 
 
-class CopyWrite:
+class LayerWrite:
     """A copy, cut into batches that are written one by one, and what has become of them.
 
     `next_batch`, of `next_bytes`, is the next to be taken; None when all are.
     """
 
     def __init__(
-        self, piece: LayerPiece, copy: PieceCopy, session: str, runs: Runs, transport: KvTransport
+        self, piece: LayerRange, copy: PieceCopy, session: str, runs: Runs, transport: KvTransport
     ) -> None:
         self.copy = copy
         self.layer = piece.layer
@@ -86,7 +86,7 @@ class CopyWrite:
         if batch is not None:
             self.next_bytes = self.payload_bytes if batch is self._whole else batch.payload_bytes
 
-    def note(self, written: Written, end_ns: int) -> None:
+    def note(self, written: WriteResult, end_ns: int) -> None:
         """A batch has landed, at `end_ns` of the performance counter."""
         self._pending_count -= 1
         self._entry_count += written.entry_count

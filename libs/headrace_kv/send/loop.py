@@ -18,18 +18,18 @@ from headrace_common.errors import (
 )
 from headrace_kv.handoff.checksum import is_digested, source_digest
 from headrace_kv.handoff.logits import logits_parts
-from headrace_kv.handoff.messages import LayerPiece, Reservation, TransferTarget
+from headrace_kv.handoff.messages import LayerRange, Reservation, TransferTarget
 from headrace_kv.layout.layout import KvDescriptor, WorkerRef
 from headrace_kv.send import proto as words
-from headrace_kv.send.context import SenderParts
-from headrace_kv.send.layer_write import CopyWrite
+from headrace_kv.send.context import SenderContext
+from headrace_kv.send.layer_write import LayerWrite
 from headrace_kv.send.mailbox import SenderInbox
 from headrace_kv.send.peer import SenderPeer
-from headrace_kv.send.round_robin import SenderTurns
+from headrace_kv.send.round_robin import RoundRobinQueue
 from headrace_kv.send.stream import HandoffLink
-from headrace_kv.send.transfer import Outgoing
-from headrace_kv.send.write_window import PendingWrite, PendingWrites
-from headrace_kv.transport.base import Written
+from headrace_kv.send.transfer import OutgoingTransfer
+from headrace_kv.send.write_window import PendingWrite, WriteWindow
+from headrace_kv.transport.base import WriteResult
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class SendLoop:
     Each turn takes commands, plans one piece or starts one write, and looks at the clock.
     """
 
-    def __init__(self, parts: SenderParts, inbox: SenderInbox) -> None:
+    def __init__(self, parts: SenderContext, inbox: SenderInbox) -> None:
         self._parts = parts
         self._rank = parts.rank
         self._clock = parts.clock
@@ -53,9 +53,9 @@ class SendLoop:
         self._inbox = inbox
         self._peers: dict[WorkerRef, SenderPeer] = {}
         self._links: set[HandoffLink] = set()
-        self._transfers: dict[str, tuple[Outgoing, SenderPeer]] = {}
-        self._writes = PendingWrites(parts.transport, parts.clock)
-        self._turns = SenderTurns(self._writes.has_room)
+        self._transfers: dict[str, tuple[OutgoingTransfer, SenderPeer]] = {}
+        self._writes = WriteWindow(parts.transport, parts.clock)
+        self._turns = RoundRobinQueue(self._writes.has_room)
         self._next_sweep_s = 0.0
         self._gave_up = False
 
@@ -74,7 +74,7 @@ class SendLoop:
     def link_ended(self, link: HandoffLink, error: HeadraceError) -> None:
         self._inbox.post(self._lose, link, error)
 
-    def write_ended(self, pending: PendingWrite, future: Future[Written]) -> None:
+    def write_ended(self, pending: PendingWrite, future: Future[WriteResult]) -> None:
         """A transport is done with a write."""
         self._inbox.post(self._settle, pending, future, time.perf_counter_ns())
 
@@ -119,7 +119,7 @@ class SendLoop:
     def open(self, target: TransferTarget) -> None:
         """Starts a transfer, and a stream if there is none to that worker yet."""
         deadline_s = self._clock.monotonic_s() + target.deadline_unix_s - self._clock.unix_s()
-        transfer = Outgoing(target, deadline_s)
+        transfer = OutgoingTransfer(target, deadline_s)
         peer = self._peers.get(target.decode)
         if peer is None:
             peer = self._connect(target)
@@ -158,7 +158,7 @@ class SendLoop:
             if not transfer.stopped:
                 self._ask(transfer, peer)
 
-    def _ask(self, transfer: Outgoing, peer: SenderPeer) -> None:
+    def _ask(self, transfer: OutgoingTransfer, peer: SenderPeer) -> None:
         """Asks for the reservation, unless this rank's heads are all sent by other copies."""
         assert peer.descriptor is not None
         try:
@@ -172,7 +172,7 @@ class SendLoop:
         transfer.opened = True
         self._ask_for_reservation(transfer, peer)
 
-    def _ask_for_reservation(self, transfer: Outgoing, peer: SenderPeer) -> None:
+    def _ask_for_reservation(self, transfer: OutgoingTransfer, peer: SenderPeer) -> None:
         transfer.ask_again_s = self._clock.monotonic_s() + _ASK_AGAIN_S
         self._next_sweep_s = min(self._next_sweep_s, transfer.ask_again_s)
         _say(transfer, peer, words.opening(transfer.transfer_id))
@@ -191,7 +191,7 @@ class SendLoop:
             return
         self._advance(transfer, peer)
 
-    def push(self, piece: LayerPiece) -> None:
+    def push(self, piece: LayerRange) -> None:
         """Queues a piece of an open transfer."""
         transfer, peer = self._transfers.get(piece.transfer_id, (None, None))
         if transfer is None or peer is None or transfer.stopped:
@@ -214,7 +214,7 @@ class SendLoop:
             transfer.finished = True
             self._advance(transfer, peer)
 
-    def _advance(self, transfer: Outgoing, peer: SenderPeer) -> None:
+    def _advance(self, transfer: OutgoingTransfer, peer: SenderPeer) -> None:
         """Queues, completes or fails a transfer, according to what it has."""
         if transfer.reservation is None:
             return
@@ -246,7 +246,11 @@ class SendLoop:
             self._for(transfer, peer, self._write, write)
 
     def _for(
-        self, transfer: Outgoing, peer: SenderPeer, step: Callable[..., None], *writes: CopyWrite
+        self,
+        transfer: OutgoingTransfer,
+        peer: SenderPeer,
+        step: Callable[..., None],
+        *writes: LayerWrite,
     ) -> None:
         """Does a step of one transfer. What goes wrong fails it alone."""
         try:
@@ -254,7 +258,7 @@ class SendLoop:
         except Exception as error:  # noqa: BLE001 - fails this transfer alone
             self._fail_with(transfer, peer, error)
 
-    def _take_piece(self, transfer: Outgoing, peer: SenderPeer) -> None:
+    def _take_piece(self, transfer: OutgoingTransfer, peer: SenderPeer) -> None:
         """Plans a transfer's next piece."""
         piece = transfer.pieces.popleft()
         self._inbox.forget_pieces(1)
@@ -263,12 +267,12 @@ class SendLoop:
             planner = peer.planner(self._parts.memory, destination)
             runs = planner.plan(copy.edge, piece.layer, copy.span)
             session = peer.memory(destination).session
-            write = CopyWrite(piece, copy, session, runs, self._transport)
+            write = LayerWrite(piece, copy, session, runs, self._transport)
             transfer.writing.append(write)
             peer.backlog.append((transfer, write))
         self._acknowledge(transfer, peer)
 
-    def _write(self, transfer: Outgoing, peer: SenderPeer, write: CopyWrite) -> None:
+    def _write(self, transfer: OutgoingTransfer, peer: SenderPeer, write: LayerWrite) -> None:
         """Starts a copy's next batch, if there is a lease and time."""
         now_s = self._clock.monotonic_s()
         lease_s = peer.link.lease.remaining_s(now_s)
@@ -290,7 +294,7 @@ class SendLoop:
             else:
                 future.add_done_callback(partial(self.write_ended, pending))
 
-    def _settle(self, pending: PendingWrite, future: Future[Written], end_ns: int) -> None:
+    def _settle(self, pending: PendingWrite, future: Future[WriteResult], end_ns: int) -> None:
         """A write is over."""
         self._writes.remove(pending)
         self._turns.write_ended()
@@ -308,7 +312,7 @@ class SendLoop:
         if transfer.stopped:
             self._end_when_quiet(transfer, peer)
 
-    def _acknowledge(self, transfer: Outgoing, peer: SenderPeer) -> None:
+    def _acknowledge(self, transfer: OutgoingTransfer, peer: SenderPeer) -> None:
         """Counts and tells what has landed, in the order in which it was planned."""
         while transfer.writing and transfer.writing[0].landed:
             write = transfer.writing.popleft()
@@ -318,7 +322,7 @@ class SendLoop:
             peer.link.acknowledge(layer)
         self._advance(transfer, peer)
 
-    def _commit(self, transfer: Outgoing, peer: SenderPeer) -> None:
+    def _commit(self, transfer: OutgoingTransfer, peer: SenderPeer) -> None:
         _say(transfer, peer, words.commit(transfer.transfer_id, transfer.payload_bytes))
         transfer.opened = False
         self._end(transfer, peer)
@@ -355,10 +359,10 @@ class SendLoop:
                 transfer, peer, words.reason_from_peer(error.reason), error.detail, tell=False
             )
 
-    def _fail(self, transfer: Outgoing, peer: SenderPeer, error: HeadraceError) -> None:
+    def _fail(self, transfer: OutgoingTransfer, peer: SenderPeer, error: HeadraceError) -> None:
         self._halt(transfer, peer, error.reason, error.detail, tell=True)
 
-    def _fail_with(self, transfer: Outgoing, peer: SenderPeer, error: Exception) -> None:
+    def _fail_with(self, transfer: OutgoingTransfer, peer: SenderPeer, error: Exception) -> None:
         if not isinstance(error, HeadraceError):
             name = transfer.transfer_id
             _log.error("rank %d: sending %s met a bug", self._rank, name, exc_info=error)
@@ -366,7 +370,7 @@ class SendLoop:
         self._fail(transfer, peer, error)
 
     def _halt(
-        self, transfer: Outgoing, peer: SenderPeer, reason: str, detail: str, *, tell: bool
+        self, transfer: OutgoingTransfer, peer: SenderPeer, reason: str, detail: str, *, tell: bool
     ) -> None:
         """Starts no more writes for a transfer; it is quiet once those under way can land no more."""
         if transfer.stopped:
@@ -380,7 +384,7 @@ class SendLoop:
             _say(transfer, peer, words.failed(transfer.transfer_id, reason, detail))
         self._end_when_quiet(transfer, peer)
 
-    def _end_when_quiet(self, transfer: Outgoing, peer: SenderPeer) -> None:
+    def _end_when_quiet(self, transfer: OutgoingTransfer, peer: SenderPeer) -> None:
         if transfer.pending_count:
             return
         if self._clock.monotonic_s() >= transfer.quiet_s:
@@ -402,7 +406,7 @@ class SendLoop:
             else:
                 self._next_sweep_s = min(self._next_sweep_s, transfer.deadline_s)
 
-    def _end(self, transfer: Outgoing, peer: SenderPeer) -> None:
+    def _end(self, transfer: OutgoingTransfer, peer: SenderPeer) -> None:
         """The transfer is quiet: tells decode, then the engine."""
         if self._transfers.pop(transfer.transfer_id, None) is None:
             return
@@ -424,6 +428,6 @@ class SendLoop:
         return peer if peer is not None and peer.link is link else None
 
 
-def _say(transfer: Outgoing, peer: SenderPeer, request: handoff_pb2.HandoffRequest) -> None:
+def _say(transfer: OutgoingTransfer, peer: SenderPeer, request: handoff_pb2.HandoffRequest) -> None:
     transfer.control_bytes += request.ByteSize()
     peer.link.send(request)

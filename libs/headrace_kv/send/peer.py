@@ -7,9 +7,9 @@ from collections import deque
 from headrace_common.errors import InternalError
 from headrace_kv.layout.layout import KvDescriptor, RankMemory
 from headrace_kv.plan.copy_plan import CopyPlanner
-from headrace_kv.send.layer_write import CopyWrite
+from headrace_kv.send.layer_write import LayerWrite
 from headrace_kv.send.stream import HandoffLink
-from headrace_kv.send.transfer import Outgoing
+from headrace_kv.send.transfer import OutgoingTransfer
 
 
 class SenderPeer:
@@ -21,9 +21,9 @@ class SenderPeer:
     def __init__(self, link: HandoffLink) -> None:
         self.link = link
         self.descriptor: KvDescriptor | None = None
-        self.transfers: dict[str, Outgoing] = {}
-        self.ready: deque[Outgoing] = deque()
-        self.backlog: deque[tuple[Outgoing, CopyWrite]] = deque()
+        self.transfers: dict[str, OutgoingTransfer] = {}
+        self.ready: deque[OutgoingTransfer] = deque()
+        self.backlog: deque[tuple[OutgoingTransfer, LayerWrite]] = deque()
         self.in_turn = False
         self._planners: dict[int, CopyPlanner] = {}
 
@@ -42,7 +42,7 @@ class SenderPeer:
             raise InternalError(f"{self.link.decode} describes no rank {destination_rank}")
         return ranks[destination_rank]
 
-    def next_write(self) -> tuple[Outgoing, CopyWrite] | None:
+    def next_write(self) -> tuple[OutgoingTransfer, LayerWrite] | None:
         """The copy whose next batch is to be written, if a piece has been taken; stopped transfers are dropped."""
         while self.backlog:
             transfer, write = self.backlog[0]
@@ -51,7 +51,7 @@ class SenderPeer:
             self.backlog.popleft()
         return None
 
-    def next_ready(self) -> Outgoing | None:
+    def next_ready(self) -> OutgoingTransfer | None:
         """Takes the next transfer that has a piece; stopped ones are dropped."""
         while self.ready:
             transfer = self.ready.popleft()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headrace.kv.v1 import handoff_pb2
 from headrace_common.errors import Cancelled, Draining, TransferFailed, WorkerGone
-from headrace_kv.send.layer_write import CopyWrite
+from headrace_kv.send.layer_write import LayerWrite
 
 
 def reason_from_peer(reason: str) -> str:
@@ -21,7 +21,7 @@ def opening(transfer_id: str) -> handoff_pb2.HandoffRequest:
     return handoff_pb2.HandoffRequest(open=handoff_pb2.Open(transfer_id=transfer_id))
 
 
-def layer_done(transfer_id: str, write: CopyWrite) -> handoff_pb2.LayerDone:
+def layer_done(transfer_id: str, write: LayerWrite) -> handoff_pb2.LayerDone:
     return handoff_pb2.LayerDone(
         transfer_id=transfer_id,
         layer=write.layer,

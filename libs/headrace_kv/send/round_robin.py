@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from headrace_kv.send.layer_write import CopyWrite
+from headrace_kv.send.layer_write import LayerWrite
 from headrace_kv.send.peer import SenderPeer
-from headrace_kv.send.transfer import Outgoing
+from headrace_kv.send.transfer import OutgoingTransfer
 
-Step = tuple[SenderPeer, Outgoing, CopyWrite | None]
+Step = tuple[SenderPeer, OutgoingTransfer, LayerWrite | None]
 """The next batch of this copy is to be written; without a copy, the transfer's next piece is to be planned."""
 
 
-class SenderTurns:
+class RoundRobinQueue:
     """The workers that have something to be written, in turn; one that has to wait holds up no other."""
 
     def __init__(self, has_room: Callable[[str, int], bool]) -> None:

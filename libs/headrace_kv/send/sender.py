@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from headrace_common.errors import QueueFull
 from headrace_common.rpc.channel import TlsFiles
-from headrace_kv.handoff.messages import LayerPiece, SendReport, TransferTarget
+from headrace_kv.handoff.messages import LayerRange, SendReport, TransferTarget
 from headrace_kv.layout.layout import KvLayout, RankMemory, WorkerRef
-from headrace_kv.send.context import SenderParts
+from headrace_kv.send.context import SenderContext
 from headrace_kv.send.loop import SendLoop
 from headrace_kv.send.mailbox import SenderInbox
 from headrace_kv.send.stream import DescriptorSource
@@ -58,7 +58,7 @@ class RankSender:
     ) -> None:
         self.closed: concurrent.futures.Future[None] = concurrent.futures.Future()
         limits = limits or SenderLimits()
-        parts = SenderParts(
+        parts = SenderContext(
             ref=ref,
             rank=rank,
             layout=layout,
@@ -82,7 +82,7 @@ class RankSender:
         """
         self._inbox.admit(target.transfer_id, self._loop.open, target)
 
-    def push(self, piece: LayerPiece) -> None:
+    def push(self, piece: LayerRange) -> None:
         """Hands over a piece that is in this rank's cache. Too many waiting pieces fail the transfer."""
         if not self._inbox.admit_piece(piece.transfer_id, self._loop.push, piece):
             self.stop(piece.transfer_id, QueueFull.reason, "too many pieces wait to be sent")

@@ -10,7 +10,7 @@ import numpy as np
 from headrace_common.errors import InternalError, ProtocolViolation, TransferTimeout
 from headrace_kv.handoff.logits import LOGITS_RANK
 from headrace_kv.handoff.messages import (
-    LayerPiece,
+    LayerRange,
     LayerSent,
     Reservation,
     SendReport,
@@ -19,10 +19,10 @@ from headrace_kv.handoff.messages import (
 from headrace_kv.layout.layout import STATE, CacheGroup, KvLayout
 from headrace_kv.plan.copy_plan import Int64Array, Span
 from headrace_kv.plan.shard_map import Edge, edges_from
-from headrace_kv.send.layer_write import CopyWrite, PieceCopy
+from headrace_kv.send.layer_write import LayerWrite, PieceCopy
 
 
-class Outgoing:
+class OutgoingTransfer:
     """What is known, waiting, under way, sent and still to be sent of one transfer.
 
     `writing` are the copies that are not acknowledged yet, in order; `pending_count` the batches that a transport has.
@@ -34,7 +34,7 @@ class Outgoing:
     def __init__(self, target: TransferTarget, deadline_s: float) -> None:
         self.target = target
         self.deadline_s = deadline_s
-        self.pieces: deque[LayerPiece] = deque()
+        self.pieces: deque[LayerRange] = deque()
         self.sent: list[LayerSent] = []
         self.finished = False
         self.queued = False
@@ -44,7 +44,7 @@ class Outgoing:
         self.reason = ""
         self.detail = ""
         self.quiet_s = 0.0
-        self.writing: deque[CopyWrite] = deque()
+        self.writing: deque[LayerWrite] = deque()
         self.pending_count = 0
         self.payload_bytes = 0
         self.control_bytes = 0
@@ -113,7 +113,7 @@ class Outgoing:
         self._landed = dict(self._taken)
         self._open_edges = len(self._landed) if end > start else 0
 
-    def copies(self, piece: LayerPiece) -> list[PieceCopy]:
+    def copies(self, piece: LayerRange) -> list[PieceCopy]:
         """What of a piece is still to be copied, clamped to the reservation. A token is given out once.
 
         Raises InternalError when the engine skipped tokens, cut a block, gave too few blocks or an unfinished state.
@@ -185,7 +185,7 @@ class Outgoing:
             raise InternalError(f"{self.transfer_id} has no plan yet")
         return self._layout.group_of(layer)
 
-    def _whole_state(self, piece: LayerPiece) -> LayerPiece:
+    def _whole_state(self, piece: LayerRange) -> LayerRange:
         """A state stands for all tokens. Raises InternalError for one that is not final."""
         assert self.reservation is not None
         if piece.end_token < self.reservation.end_token:
@@ -194,7 +194,7 @@ class Outgoing:
             )
         return replace(piece, start_token=0)
 
-    def _span(self, piece: LayerPiece, start: int, end: int) -> Span:
+    def _span(self, piece: LayerRange, start: int, end: int) -> Span:
         """The tokens and their blocks. The same object comes back for the same chunk's other layers of a group.
 
         Raises InternalError when the engine cut a block that must be whole, or gave too few.

@@ -6,24 +6,24 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from headrace_kv.handoff.clock import Clock
-from headrace_kv.send.layer_write import CopyWrite
+from headrace_kv.send.layer_write import LayerWrite
 from headrace_kv.send.peer import SenderPeer
-from headrace_kv.send.transfer import Outgoing
-from headrace_kv.transport.base import KvTransport, Written
+from headrace_kv.send.transfer import OutgoingTransfer
+from headrace_kv.transport.base import KvTransport, WriteResult
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingWrite:
     """One batch under way; the transport means to have ended it by `end_s` of the monotonic clock."""
 
-    transfer: Outgoing
+    transfer: OutgoingTransfer
     peer: SenderPeer
-    write: CopyWrite
+    write: LayerWrite
     payload_bytes: int
     end_s: float
 
 
-class PendingWrites:
+class WriteWindow:
     """Hands batches to the transport, and keeps no more under way to a session than the transport can use.
 
     A session has at most `pending_limit` writes under way, and no more bytes than one write may have, so that they
@@ -47,8 +47,8 @@ class PendingWrites:
         )
 
     def submit(
-        self, transfer: Outgoing, peer: SenderPeer, write: CopyWrite, timeout_s: float
-    ) -> tuple[PendingWrite, Future[Written]]:
+        self, transfer: OutgoingTransfer, peer: SenderPeer, write: LayerWrite, timeout_s: float
+    ) -> tuple[PendingWrite, Future[WriteResult]]:
         """Starts the next batch of a copy; whatever goes wrong is in the future. `remove` follows when that is done."""
         nbytes = write.next_bytes
         batch = write.take()

@@ -11,13 +11,13 @@ from headrace_common.errors import HeadraceError, TransferFailed
 from headrace_kv.plan.copy_plan import Runs
 from headrace_kv.transport.memory import HOST_MEMORY, Memory
 
-Strategy = Literal["in_flight", "before", "after", "both"]
-"""How runs that are short on either side got across: written one by one ("in_flight"), put into the receiver's order
+Strategy = Literal["direct", "gather", "scatter", "gather_scatter"]
+"""How runs that are short on either side got across: written one by one ("direct"), put into the receiver's order
 before writing, put into place after landing, or both."""
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WriteResult:
     """How runs got across: the transport that carried them, and the entries that it was given."""
 
     transport: str
@@ -63,14 +63,14 @@ class KvTransport(ABC):
     """Writes that are worth having under way to one peer at once."""
 
     @abstractmethod
-    def write(self, session: str, runs: Runs, timeout_s: float) -> Written:
+    def write(self, session: str, runs: Runs, timeout_s: float) -> WriteResult:
         """Copies the runs into the memory of `session` and returns when they have landed.
 
         Raises TransferFailed: then an unknown part has landed, and more may until `quiet_after_failure_s` has passed.
         A transport may take longer than `timeout_s` where its library cannot be interrupted.
         """
 
-    def submit(self, session: str, runs: Runs, timeout_s: float) -> Future[Written]:
+    def submit(self, session: str, runs: Runs, timeout_s: float) -> Future[WriteResult]:
         """Starts a write; the future is done when `write` would return or raise, within about `timeout_s`.
 
         Until then the source must stay as it is. Blocks for as long as the transport cannot take more.
@@ -79,7 +79,7 @@ class KvTransport(ABC):
             written = self.write(session, runs, timeout_s)
         except HeadraceError as error:
             return failed(error)
-        future: Future[Written] = Future()
+        future: Future[WriteResult] = Future()
         future.set_result(written)
         return future
 
@@ -92,14 +92,14 @@ class KvTransport(ABC):
         """Ends the transport; afterwards nothing lands any more. May be called twice."""
 
 
-def failed(error: HeadraceError) -> Future[Written]:
+def failed(error: HeadraceError) -> Future[WriteResult]:
     """A future that has ended with an error."""
-    future: Future[Written] = Future()
+    future: Future[WriteResult] = Future()
     future.set_exception(error)
     return future
 
 
-def ended(future: Future[Written], timeout_s: float) -> Written:
+def ended(future: Future[WriteResult], timeout_s: float) -> WriteResult:
     """Waits for the future of a write that was submitted with `timeout_s`; returns or raises what it holds."""
     try:
         return future.result(max(0.0, timeout_s) + _GRACE_S)

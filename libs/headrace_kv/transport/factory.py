@@ -6,7 +6,7 @@ import logging
 
 from headrace_common.errors import ConfigError
 from headrace_kv.transport.base import KvTransport
-from headrace_kv.transport.fallback import PreferredTransport
+from headrace_kv.transport.fallback import FallbackTransport
 from headrace_kv.transport.in_memory import InMemoryTransport
 from headrace_kv.transport.memory import HOST_MEMORY, Memory
 from headrace_kv.transport.mooncake.transport import MooncakeTransport, prepare_device_memory
@@ -38,7 +38,7 @@ def open_transport(
             prepare_device_memory()
         return _staged(_open(kind, host, protocol), host, memory)
     if kind == "auto":
-        return PreferredTransport([*_open_same_host(), open_transport("mooncake", host, protocol)])
+        return FallbackTransport([*_open_same_host(), open_transport("mooncake", host, protocol)])
     inner = _open(kind, host, protocol)
     # Host memory goes over RDMA run by run: an entry costs about as much as the copy of it that staging would save,
     # and a landing area would be pinned for every rank.
@@ -56,7 +56,7 @@ def _staged(inner: KvTransport, host: str, memory: Memory) -> KvTransport:
 def _open(kind: str, host: str, protocol: str) -> KvTransport:
     """One that carries bytes as they are."""
     if kind == "auto":
-        return PreferredTransport([*_open_same_host(), MooncakeTransport(host, protocol)])
+        return FallbackTransport([*_open_same_host(), MooncakeTransport(host, protocol)])
     if kind == "mooncake":
         return MooncakeTransport(host, protocol)
     if kind == "same_host":

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 
 from headrace_common.errors import ConfigError, TransferFailed
 from headrace_kv.plan.copy_plan import Runs
-from headrace_kv.transport.base import KvTransport, Written, failed
+from headrace_kv.transport.base import KvTransport, WriteResult, failed
 from headrace_kv.transport.sessions import join_sessions, session_of
 
 _log = logging.getLogger(__name__)
@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 _CHOICE_LIMIT = 4096
 
 
-class PreferredTransport(KvTransport):
+class FallbackTransport(KvTransport):
     """Tries `transports` in order and stays, for each peer, with the first that has not failed before writing.
 
     A transport is given up for a peer when its error's metadata says that no byte was written (`written_bytes` is "0")
@@ -50,7 +50,7 @@ class PreferredTransport(KvTransport):
         choices = self._choices.get(session)
         return choices[0] if choices else ""
 
-    def write(self, session: str, runs: Runs, timeout_s: float) -> Written:
+    def write(self, session: str, runs: Runs, timeout_s: float) -> WriteResult:
         deadline_s = time.monotonic() + timeout_s
         names = self._names(session)
         while True:
@@ -64,7 +64,7 @@ class PreferredTransport(KvTransport):
                 names = names[1:]
                 self._choices[session] = names
 
-    def submit(self, session: str, runs: Runs, timeout_s: float) -> Future[Written]:
+    def submit(self, session: str, runs: Runs, timeout_s: float) -> Future[WriteResult]:
         try:
             names = self._names(session)
         except TransferFailed as error:

@@ -11,7 +11,7 @@ from enum import Enum
 
 from headrace_common.errors import ConfigError, TransferFailed
 from headrace_kv.plan.copy_plan import Runs
-from headrace_kv.transport.base import KvTransport, Written
+from headrace_kv.transport.base import KvTransport, WriteResult
 from headrace_kv.transport.sessions import session_of
 
 
@@ -118,7 +118,7 @@ class InMemoryTransport(KvTransport):
             raise ConfigError(f"cannot register {nbytes} bytes of KV memory")
         self._fabric.add(self._session, base_address, nbytes)
 
-    def write(self, session: str, runs: Runs, timeout_s: float) -> Written:
+    def write(self, session: str, runs: Runs, timeout_s: float) -> WriteResult:
         if self._closed:
             raise TransferFailed("the transport is closed")
         session = session_of(self.name, session) or session
@@ -134,7 +134,7 @@ class InMemoryTransport(KvTransport):
             self._copy(runs)
         else:
             self._misbehave(fault, runs, timeout_s)
-        return Written(self.name, "in_flight", len(runs))
+        return WriteResult(self.name, "direct", len(runs))
 
     def close(self) -> None:
         self._closed = True

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from headrace_common.errors import DecodeFull, DuplicateTransfer, InvalidRequest
-from headrace_decode.completion_time import Pace
+from headrace_decode.completion_time import CompletionTimeEstimator
 from headrace_decode.retry_hint import RetryHint
 
 # Who is refused comes again after the time that it is told, and perhaps half as long again.
@@ -24,8 +24,8 @@ class Capacity:
 
     usable_blocks: int
     block_tokens: int
-    context_tokens: int
-    max_requests: int
+    max_model_len: int
+    max_num_seqs: int
 
     def blocks_for(self, prompt_tokens: int, max_tokens: int) -> int:
         """Blocks that a prompt and its longest answer take; the context bounds both together."""
@@ -34,7 +34,7 @@ class Capacity:
 
     def answer_tokens(self, prompt_tokens: int, max_tokens: int) -> int:
         """The longest answer that the context has room for."""
-        return min(max_tokens, self.context_tokens - prompt_tokens)
+        return min(max_tokens, self.max_model_len - prompt_tokens)
 
 
 class Admission:
@@ -47,7 +47,7 @@ class Admission:
 
     def __init__(self, capacity: Capacity, clock: Callable[[], float] = time.monotonic) -> None:
         self.capacity = capacity
-        self.pace = Pace()
+        self.pace = CompletionTimeEstimator()
         self._hint = RetryHint(clock)
         self._clock = clock
         self._wanted_until_s = -math.inf
@@ -92,8 +92,8 @@ class Admission:
 
     def _check_room(self, needed: int, quarantined_blocks: int) -> None:
         free = self.capacity.usable_blocks - self._total_blocks - quarantined_blocks
-        if len(self._promised_blocks) >= self.capacity.max_requests:
-            refusal = self._full(f"all {self.capacity.max_requests} request slots are taken")
+        if len(self._promised_blocks) >= self.capacity.max_num_seqs:
+            refusal = self._full(f"all {self.capacity.max_num_seqs} request slots are taken")
         elif needed > free:
             refusal = self._full(f"{needed} blocks are needed and {max(0, free)} are free")
         else:
@@ -114,11 +114,11 @@ class Admission:
     def _needed_blocks(self, prompt_tokens: int, max_tokens: int) -> int:
         if prompt_tokens < 1:
             raise InvalidRequest({"token_ids": "must hold at least one token"})
-        if prompt_tokens >= self.capacity.context_tokens:
+        if prompt_tokens >= self.capacity.max_model_len:
             raise InvalidRequest(
                 {
                     "token_ids": "must be shorter than the context of "
-                    f"{self.capacity.context_tokens} tokens, "
+                    f"{self.capacity.max_model_len} tokens, "
                     f"but has {prompt_tokens}"
                 }
             )

@@ -20,11 +20,11 @@ from headrace_common.errors import (
 from headrace_common.process.pacing import LoopLoad
 from headrace_decode.event_buffer import EventBuffer
 from headrace_decode.proto import tokens_to_proto
-from headrace_decode.timestamps import Milestones
-from headrace_decode.transfer_waiter import KvIntake
+from headrace_decode.timestamps import RequestTimestamps
+from headrace_decode.transfer_waiter import TransferWaiter
 from headrace_engine.interface import DecodeEnded, DecodeEvent, DecodeTokens, DecodeWork, Engine
 from headrace_kv.handoff.messages import Reservation
-from headrace_kv.receive.receiver import Receiver, Transfer, TransferSummary
+from headrace_kv.receive.receiver import IncomingTransfer, Receiver, TransferSummary
 
 log = logging.getLogger(__name__)
 
@@ -49,18 +49,18 @@ class Attempt:
     ) -> None:
         """`on_transfer_free` may be set before the first response: it is told when the transfer's blocks are free."""
         self.work = work
-        self.milestones = Milestones(start_unix_ns=time.time_ns())
+        self.milestones = RequestTimestamps(start_unix_ns=time.time_ns())
         self.reservation: Reservation | None = None
         self.generated_tokens = 0
         self.cached_tokens = 0
-        self.on_transfer_free: Callable[[Transfer], None] | None = None
+        self.on_transfer_free: Callable[[IncomingTransfer], None] | None = None
         self._engine = engine
         self._receiver = receiver
         self._deadline = deadline
         self._on_settled = on_settled
         self._load = load
         self._events: EventBuffer | None = None
-        self._intake: KvIntake | None = None
+        self._intake: TransferWaiter | None = None
         self._closed = False
 
     @property
@@ -118,7 +118,7 @@ class Attempt:
                 f"transfer {work.transfer_id} has its first token already",
                 metadata={"transfer_id": work.transfer_id},
             )
-        room = min(work.sampling.max_tokens, self._engine.context_tokens - len(work.token_ids))
+        room = min(work.sampling.max_tokens, self._engine.max_model_len - len(work.token_ids))
         if token_id in work.sampling.stop_token_ids or room < 2:
             raise InvalidRequest({"token_id": "ends the answer; give the attempt up instead"})
         self.milestones.told_unix_ns = time.time_ns()
@@ -144,7 +144,7 @@ class Attempt:
                 self._engine.arrival_listener(),
                 logits_bytes=self._engine.logits_bytes if self.work.from_logits else 0,
             )
-            self._intake = KvIntake(transfer, self._engine, self.milestones)
+            self._intake = TransferWaiter(transfer, self._engine, self.milestones)
         return first
 
     async def _next_events(self, events: EventBuffer) -> list[DecodeEvent]:

@@ -10,7 +10,7 @@ _NEWS_SHARE: Final = 0.1
 
 
 @dataclass(slots=True)
-class Pace:
+class CompletionTimeEstimator:
     """Guesses that err towards too short, so that only what is hopeless counts as such.
 
     `lead_s` is from admission to the first token: near the least of late, for it also depends on the prompt. The means

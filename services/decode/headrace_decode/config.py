@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from headrace_common.config import NonNegativeCount, PositiveSeconds, require_order
 from headrace_engine.worker.config import WorkerConfig
 from headrace_kv.handoff.checksum import DigestMode
-from headrace_kv.receive.early_start import LateLayers
+from headrace_kv.receive.layer_overlap import OverlapSettings
 
 
 class DecodeConfig(WorkerConfig):
@@ -32,12 +32,12 @@ class DecodeConfig(WorkerConfig):
         ge=1,
         description="Broken transfers of one prefill worker after which nothing is taken from it any more.",
     )
-    late_layers: NonNegativeCount = Field(
+    overlap_layers: NonNegativeCount = Field(
         0,
         description="Layers, the last ones, that may be missing when a request's first step begins, which then waits "
         "for each, and all others in the step with it. Engine vllm, models with one kind of cache.",
     )
-    late_layer_wait_s: PositiveSeconds = Field(
+    overlap_wait_s: PositiveSeconds = Field(
         0.5,
         description="Seconds that one step waits for missing layers at most; then what is late has failed.",
     )
@@ -51,8 +51,8 @@ class DecodeConfig(WorkerConfig):
     )
 
     @property
-    def early_start(self) -> LateLayers:
-        return LateLayers(self.late_layers, self.late_layer_wait_s)
+    def early_start(self) -> OverlapSettings:
+        return OverlapSettings(self.overlap_layers, self.overlap_wait_s)
 
     @model_validator(mode="after")
     def _check_waits(self) -> DecodeConfig:
@@ -60,6 +60,6 @@ class DecodeConfig(WorkerConfig):
         require_order(
             self, ("lease_ttl_s", "request_timeout_s"), ("quarantine_s", "request_timeout_s")
         )
-        if self.late_layers:
-            require_order(self, ("late_layer_wait_s", "lease_ttl_s"))
+        if self.overlap_layers:
+            require_order(self, ("overlap_wait_s", "lease_ttl_s"))
         return self

@@ -144,7 +144,7 @@ def _capacity(config: DecodeConfig, engine: Engine) -> Capacity:
     return Capacity(
         usable_blocks=engine.descriptor.ranks[0].block_count - ENGINE_OWN_BLOCKS,
         # A state is one block, however long the context.
-        block_tokens=engine.descriptor.layout.groups[0].block_tokens or engine.context_tokens,
-        context_tokens=engine.context_tokens,
-        max_requests=config.max_requests,
+        block_tokens=engine.descriptor.layout.groups[0].block_tokens or engine.max_model_len,
+        max_model_len=engine.max_model_len,
+        max_num_seqs=config.max_num_seqs,
     )

@@ -10,7 +10,7 @@ from headrace_common.telemetry.setup import Telemetry
 from headrace_decode.attempt import Attempt
 from headrace_engine.interface import DecodeWork
 from headrace_kv.layout.layout import WorkerRef
-from headrace_kv.receive.receiver import Transfer
+from headrace_kv.receive.receiver import IncomingTransfer
 
 
 def start_attributes(request_id: str, work: DecodeWork, ref: WorkerRef) -> dict[str, str | int]:
@@ -74,7 +74,7 @@ def describe_attempt(
     span.end(times.end_unix_ns)
 
 
-def describe_transfer(telemetry: Telemetry, span: Span, transfer: Transfer) -> None:
+def describe_transfer(telemetry: Telemetry, span: Span, transfer: IncomingTransfer) -> None:
     """Records the states that a transfer of this attempt has been in, once it is in the last."""
     transitions = transfer.transitions
     telemetry.record_span(

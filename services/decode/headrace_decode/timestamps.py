@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class Milestones:
+class RequestTimestamps:
     """In Unix nanoseconds; 0 for what has not happened.
 
     `sampled_unix_ns` is that of a first token made from logits; `first_token_unix_ns` of the first made from KV.

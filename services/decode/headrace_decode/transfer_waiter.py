@@ -9,22 +9,24 @@ import time
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError, InternalError
 from headrace_decode.event_buffer import EventBuffer
-from headrace_decode.timestamps import Milestones
+from headrace_decode.timestamps import RequestTimestamps
 from headrace_engine.interface import Engine
-from headrace_kv.receive.receiver import Transfer, TransferSummary
+from headrace_kv.receive.receiver import IncomingTransfer, TransferSummary
 
 log = logging.getLogger(__name__)
 
 SETTLE_TIMEOUT_S = 5.0
 
 
-class KvIntake:
+class TransferWaiter:
     """One transfer, from its reservation on. Either `wait_whole` or `pass_on` is called once, and `settle` at the end.
 
     `summary` is there once every expected key was counted, and the engine has heard of it.
     """
 
-    def __init__(self, transfer: Transfer, engine: Engine, milestones: Milestones) -> None:
+    def __init__(
+        self, transfer: IncomingTransfer, engine: Engine, milestones: RequestTimestamps
+    ) -> None:
         self.summary: TransferSummary | None = None
         self._transfer = transfer
         self._engine = engine

@@ -11,5 +11,5 @@ from headrace_engine.worker.config import WorkerConfig
 class PrefillConfig(WorkerConfig):
     """A prefill worker: computes prompts and hands their KV cache over."""
 
-    max_requests: PositiveCount = Field(4, description="Most prompts worked on at once.")
+    max_num_seqs: PositiveCount = Field(4, description="Most prompts worked on at once.")
     task_timeout_s: PositiveSeconds = Field(600.0, description="Deadline of tasks that bring none.")

@@ -20,7 +20,7 @@ from headrace_engine.worker.status import WorkerStatusServicer
 from headrace_kv.layout.layout import KvDescriptor, WorkerRef
 from headrace_kv.layout.proto import descriptor_from_proto, layout_to_proto
 from headrace_prefill.config import PrefillConfig
-from headrace_prefill.puller import Puller
+from headrace_prefill.puller import TaskPuller
 from headrace_prefill.worker import PrefillWorker
 
 PROG = "headrace-prefill"
@@ -78,11 +78,11 @@ async def serve_worker(host: WorkerHost, hosted: HostedWorker[PrefillConfig]) ->
         ref=ref,
         engine=engine,
         telemetry=host.telemetry.for_worker(ref.worker_id),
-        slot_count=config.max_requests,
+        slot_count=config.max_num_seqs,
         task_timeout_s=config.task_timeout_s,
         on_ended=partial(host.metrics.transfer_ended, ref.worker_id),
     )
-    puller = Puller(
+    puller = TaskPuller(
         config,
         worker,
         model=served_model(config, engine),

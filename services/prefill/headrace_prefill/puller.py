@@ -26,7 +26,7 @@ RETRY_S_MIN = 0.1
 RETRY_S_MAX = 3.0
 
 
-class Puller:
+class TaskPuller:
     """Keeps one Pull stream to each router incarnation, and shares the worker's slots out among
     them.
     """

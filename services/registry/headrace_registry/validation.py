@@ -95,7 +95,7 @@ def _group_violations(group: layout_pb2.CacheGroup, path: str) -> dict[str, str]
         violations[f"{path}.parts"] = "give at least one part"
     for index, part in enumerate(group.parts):
         where = f"{path}.parts[{index}]"
-        violations.update(_text_violations(part, ("name", "dtype", "interior"), where))
+        violations.update(_text_violations(part, ("name", "dtype", "block_format"), where))
         if part.unit_bytes == 0:
             violations[f"{where}.unit_bytes"] = "give a number above 0"
     return violations
@@ -171,7 +171,7 @@ def _worker_violations(member: registry_pb2.Member, path: str) -> dict[str, str]
         violations[f"{path}.model"] = (
             f"give the name of the model served, 1 to {_TEXT_MAX} characters"
         )
-    for name in ("context_tokens", "max_requests"):
+    for name in ("max_model_len", "max_num_seqs"):
         if getattr(member, name) == 0:
             violations[f"{path}.{name}"] = "give a number above 0"
     if not member.HasField("layout"):

@@ -19,18 +19,18 @@ from headrace_common.telemetry.setup import Telemetry
 from headrace_router.admission.admission import Admission, AdmissionLimits
 from headrace_router.admission.tenants import load_tenants
 from headrace_router.config import RouterConfig
-from headrace_router.dispatch.dispatcher import Generator, PolicySource
+from headrace_router.dispatch.dispatcher import PolicySource, RequestDispatcher
 from headrace_router.lookaside.tickets import LookAside
-from headrace_router.lookaside.tracking import DirectAnswers
+from headrace_router.lookaside.tracking import DirectRequestTracker
 from headrace_router.metrics import RouterMetrics
 from headrace_router.placement import KvAware, Placement
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.service import PullService
-from headrace_router.prefix_cache.models import PrefixIndexes
+from headrace_router.prefix_cache.models import PrefixCacheDirectory
 from headrace_router.service import FrontDoor, InferenceService
 from headrace_router.tracing.service import OTLP_SERVICE_NAME, SpanCollector, TraceReader
 from headrace_router.tracing.store import StoreExporter, TraceStore
-from headrace_router.workers.directory import WorkerView
+from headrace_router.workers.directory import WorkerDirectory
 from headrace_text.codec import TextCodec
 
 SERVICES = (
@@ -49,12 +49,12 @@ class Router:
     """
 
     inference: InferenceService
-    workers: WorkerView
-    prefixes: PrefixIndexes
+    workers: WorkerDirectory
+    prefixes: PrefixCacheDirectory
     queue: PrefillQueue
     traces: TraceStore
     metrics: RouterMetrics
-    direct: DirectAnswers
+    direct: DirectRequestTracker
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Adds every servicer in SERVICES."""
@@ -92,18 +92,20 @@ def assemble(
     """
     store = TraceStore(config.trace_count)
     telemetry.add_exporter(StoreExporter(store))
-    workers = WorkerView(lambda endpoint: open_channel(endpoint, config), config.worker_wait_s)
-    prefixes = PrefixIndexes(lambda endpoint: open_channel(endpoint, config), prefix_hash_key)
+    workers = WorkerDirectory(lambda endpoint: open_channel(endpoint, config), config.worker_wait_s)
+    prefixes = PrefixCacheDirectory(
+        lambda endpoint: open_channel(endpoint, config), prefix_hash_key
+    )
     queue = PrefillQueue(config.max_queued_tasks, config.prefix_wait_s)
     limits = AdmissionLimits(
-        max_requests=config.max_concurrent_requests,
+        max_num_seqs=config.max_concurrent_requests,
         max_queued_tokens=config.max_queued_tokens,
         wait_s=config.admission_wait_s,
     )
     admission = Admission(limits, lambda: policy.policy.tenant_weights)
     metrics = RouterMetrics(telemetry.metrics.meter, queue, admission, prefixes)
     signer = TicketSigner(ticket_key, config.ticket_ttl_s)
-    generator = Generator(
+    generator = RequestDispatcher(
         view=workers,
         queue=queue,
         placement=placement or KvAware(Random()),
@@ -115,7 +117,7 @@ def assemble(
         migration_wait_s=config.migration_wait_s,
         on_migration=metrics.migrated,
     )
-    direct = DirectAnswers(
+    direct = DirectRequestTracker(
         workers, telemetry, ttl_s=config.ticket_ttl_s, longest_s=config.default_deadline_s
     )
     look_aside = LookAside(

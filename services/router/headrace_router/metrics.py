@@ -14,7 +14,7 @@ from headrace_common.errors import Cancelled, HeadraceError
 from headrace_common.telemetry import schema
 from headrace_router.admission.admission import Admission
 from headrace_router.prefill_queue.queue import PrefillQueue
-from headrace_router.prefix_cache.models import PrefixIndexes
+from headrace_router.prefix_cache.models import PrefixCacheDirectory
 
 _INTERVAL_S: Final = 1.0
 
@@ -26,7 +26,11 @@ class RouterMetrics:
     """
 
     def __init__(
-        self, meter: Meter, queue: PrefillQueue, admission: Admission, prefixes: PrefixIndexes
+        self,
+        meter: Meter,
+        queue: PrefillQueue,
+        admission: Admission,
+        prefixes: PrefixCacheDirectory,
     ) -> None:
         self._queue = queue
         self._prefixes = prefixes
@@ -73,7 +77,7 @@ class RouterMetrics:
         self._set_depth("tokens", self._admission.queued_tokens)
         for name, limit in (
             ("prefill", self._queue.max_queued_tasks),
-            ("requests", self._admission.max_requests),
+            ("requests", self._admission.max_num_seqs),
             ("tokens", self._admission.max_queued_tokens),
         ):
             self._limit.set(limit, {schema.ATTRIBUTE_QUEUE: name})

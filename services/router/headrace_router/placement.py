@@ -144,7 +144,7 @@ class KvAware(Placement):
         faults = (
             table.flags(request.suspect),
             ~table.reachable,
-            table.requests >= table.max_requests,
+            table.requests >= table.max_num_seqs,
             (missing >= max(1, policy.local_prefill_max_tokens)) & ~paired & wish,
         )
         unfitness = sum(flags.astype(np.int64) << (3 - i) for i, flags in enumerate(faults))

@@ -22,18 +22,18 @@ from headrace_common.process.pacing import LoopLoad
 from headrace_common.rpc.trace_context import traceparent
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.setup import Telemetry
-from headrace_router.admission.admission import Admission, Ticket
+from headrace_router.admission.admission import Admission, AdmissionPermit
 from headrace_router.admission.tenants import Tenants
-from headrace_router.dispatch.dispatcher import Generator
+from headrace_router.dispatch.dispatcher import RequestDispatcher
 from headrace_router.lookaside.tickets import LookAside, candidates_to_proto
 from headrace_router.metrics import RouterMetrics
 from headrace_router.prefill_queue.queue import PrefillQueue
-from headrace_router.prefix_cache.models import PrefixIndexes
-from headrace_router.request.request import Job
-from headrace_router.request.response_stream import Answer
+from headrace_router.prefix_cache.models import PrefixCacheDirectory
+from headrace_router.request.request import RoutedRequest
+from headrace_router.request.response_stream import ResponseStream
 from headrace_router.request.validation import REQUEST_ID_CHARACTERS_MAX, PreparedRequest, prepare
 from headrace_router.tracing.store import TraceStore
-from headrace_router.workers.directory import WorkerView
+from headrace_router.workers.directory import WorkerDirectory
 from headrace_text.codec import TextCodec
 
 # An error that names what was waited for must reach the client before its own clock ends the call.
@@ -58,10 +58,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self,
         *,
         codecs: Mapping[str, TextCodec],
-        view: WorkerView,
+        view: WorkerDirectory,
         queue: PrefillQueue,
-        prefixes: PrefixIndexes,
-        generator: Generator,
+        prefixes: PrefixCacheDirectory,
+        generator: RequestDispatcher,
         look_aside: LookAside,
         store: TraceStore,
         telemetry: Telemetry,
@@ -111,10 +111,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self,
         request: inference_pb2.GenerateRequest,
         context: grpc.aio.ServicerContext[Any, Any],
-        ticket: Ticket,
+        ticket: AdmissionPermit,
         deadline: Deadline,
         arrival_unix_ns: int,
-    ) -> Answer:
+    ) -> ResponseStream:
         request_id = _request_id(request)
         with self._request_span(request_id, arrival_unix_ns) as root:
             prepared = await self._prepare(request, request_id, root, deadline)
@@ -185,14 +185,14 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> inference_pb2.ListModelsResponse:
         """The models that at least one live decode worker serves, by name."""
-        contexts = self._view.context_tokens()
+        contexts = self._view.max_model_len()
         decode_counts = self._view.decode_worker_counts()
         prefill_counts = self._queue.puller_counts()
         return inference_pb2.ListModelsResponse(
             models=[
                 inference_pb2.Model(
                     name=name,
-                    context_tokens=contexts[name],
+                    max_model_len=contexts[name],
                     prefill_worker_count=prefill_counts.get(name, 0),
                     decode_worker_count=decode_counts[name],
                 )
@@ -204,7 +204,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def _admit(
         self, context: grpc.aio.ServicerContext[Any, Any], deadline: Deadline
-    ) -> Ticket:
+    ) -> AdmissionPermit:
         """Raises Unauthenticated, Draining, QueueFull or DeadlineExceeded, before any work is done."""
         tenant = self._tenants.tenant_of(context.invocation_metadata())
         self._refuse_when_draining()
@@ -242,13 +242,13 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self,
         prepared: PreparedRequest,
         context: grpc.aio.ServicerContext[Any, Any],
-        ticket: Ticket,
+        ticket: AdmissionPermit,
         root: Span,
         deadline: Deadline,
         arrival_unix_ns: int,
-    ) -> Answer:
-        answer = Answer(prepared, _trace_id(root), self._load)
-        job = Job(prepared, answer, root, deadline, arrival_unix_ns, ticket.tenant)
+    ) -> ResponseStream:
+        answer = ResponseStream(prepared, _trace_id(root), self._load)
+        job = RoutedRequest(prepared, answer, root, deadline, arrival_unix_ns, ticket.tenant)
 
         async def produce() -> None:
             try:
@@ -292,7 +292,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 request,
                 request_id=request_id,
                 codecs=self._codecs,
-                context_tokens=self._view.context_tokens(),
+                max_model_len=self._view.max_model_len(),
             )
             # A short prompt takes less time than the way to a thread.
             short = request.ByteSize() <= _SHORT_REQUEST_BYTES

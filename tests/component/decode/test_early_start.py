@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace_engine.interface import DecodeEnded, DecodeTokens
-from headrace_kv.receive.transfer import Transfer
+from headrace_kv.receive.transfer import IncomingTransfer
 from tests.component.decode.conftest import Served, request
 from tests.component.decode.test_generate import (
     RESERVATION,
@@ -23,7 +23,7 @@ class Listener:
         self.heard: list[tuple[int, bool]] = []
         served.engine.listener = self.advance
 
-    def advance(self, transfer: Transfer) -> None:
+    def advance(self, transfer: IncomingTransfer) -> None:
         assert transfer.ledger is not None
         layers = transfer.ledger.arrived_layers(0)
         self.heard.append((layers, transfer.active))

@@ -18,17 +18,17 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import StaleIncarnation
 from headrace_common.identity import new_transfer_id
 from headrace_common.rpc.status import ErrorInterceptor
-from headrace_kv.handoff.messages import LayerPiece, Reservation, SendReport, TransferTarget
+from headrace_kv.handoff.messages import LayerRange, Reservation, SendReport, TransferTarget
 from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
 from headrace_kv.plan.copy_plan import Runs
 from headrace_kv.plan.regions import place_regions
 from headrace_kv.plan.shard_map import heads_held
 from headrace_kv.receive.local_broadcast import LocalBroadcast
-from headrace_kv.receive.receiver import Receiver, ReceiverLimits, Transfer
+from headrace_kv.receive.receiver import IncomingTransfer, Receiver, ReceiverLimits
 from headrace_kv.receive.service import HandoffServicer
 from headrace_kv.receive.verification import DigestChecks
 from headrace_kv.send.sender import RankSender, SenderLimits
-from headrace_kv.transport.base import KvTransport, Written
+from headrace_kv.transport.base import KvTransport, WriteResult
 from headrace_kv.transport.in_memory import FaultPlan, InMemoryTransport, MemoryFabric
 
 BLOCK_TOKENS = 4
@@ -67,7 +67,7 @@ class LentTransport(KvTransport):
         assert base_address == self.buffer.ctypes.data
         assert nbytes <= self.buffer.nbytes
 
-    def write(self, session: str, runs: Runs, timeout_s: float) -> Written:
+    def write(self, session: str, runs: Runs, timeout_s: float) -> WriteResult:
         return self._lender.write(session, runs, timeout_s)
 
     def close(self) -> None:
@@ -132,13 +132,13 @@ class Rig:
         timeout_s: float = 20.0,
         transfer_id: str | None = None,
         first_block: int = 30,
-    ) -> Transfer:
+    ) -> IncomingTransfer:
         blocks = -(-token_count // BLOCK_TOKENS) - start_token // BLOCK_TOKENS
         ids = tuple(first_block - index for index in range(blocks))
         reservation = Reservation(transfer_id or new_transfer_id(), ids, start_token, token_count)
         return self.receiver.reserve(reservation, Deadline.after(timeout_s))
 
-    def target(self, transfer: Transfer, *, timeout_s: float = 20.0) -> TransferTarget:
+    def target(self, transfer: IncomingTransfer, *, timeout_s: float = 20.0) -> TransferTarget:
         return TransferTarget(
             transfer_id=transfer.transfer_id,
             decode=self.decode_ref,
@@ -176,7 +176,7 @@ class Rig:
         layers: range | None = None,
     ) -> None:
         for layer in layers or range(self.prefill.layer_count):
-            piece = LayerPiece(
+            piece = LayerRange(
                 transfer_id, layer, start_token, end_token, block_ids, time.time_ns()
             )
             for sender in self.senders:

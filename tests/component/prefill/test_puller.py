@@ -16,7 +16,7 @@ from headrace.registry.v1 import registry_pb2
 from headrace_common.config import ServiceConfig
 from headrace_common.deadlines import Deadline
 from headrace_kv.layout.layout import WorkerRef
-from headrace_prefill.puller import Puller
+from headrace_prefill.puller import TaskPuller
 
 REF = WorkerRef("prefill-0", "00112233445566ff")
 LAYOUT = layout_pb2.KvLayout(model="m", tensor_parallel_size=2)
@@ -135,8 +135,8 @@ async def worker() -> ScriptedWorker:
 
 
 @pytest.fixture
-async def puller(worker: ScriptedWorker) -> AsyncIterator[Puller]:
-    puller = Puller(ServiceConfig(), worker, model="m", layout=LAYOUT)  # type: ignore[arg-type]
+async def puller(worker: ScriptedWorker) -> AsyncIterator[TaskPuller]:
+    puller = TaskPuller(ServiceConfig(), worker, model="m", layout=LAYOUT)  # type: ignore[arg-type]
     yield puller
     await puller.close()
 
@@ -152,7 +152,7 @@ async def until(check: object, what: str, timeout_s: float = 5.0) -> None:
 
 
 async def test_it_says_hello_and_gives_credit_for_every_slot(
-    puller: Puller, routers: list[ServedRouter]
+    puller: TaskPuller, routers: list[ServedRouter]
 ) -> None:
     queue = routers[0].queue
     puller.set_routers([routers[0].member("r0")])
@@ -164,7 +164,7 @@ async def test_it_says_hello_and_gives_credit_for_every_slot(
 
 
 async def test_the_router_hears_that_a_task_starts_before_its_transfer_may_be_open(
-    puller: Puller, routers: list[ServedRouter], worker: ScriptedWorker
+    puller: TaskPuller, routers: list[ServedRouter], worker: ScriptedWorker
 ) -> None:
     queue = routers[0].queue
     puller.set_routers([routers[0].member("r0")])
@@ -177,7 +177,7 @@ async def test_the_router_hears_that_a_task_starts_before_its_transfer_may_be_op
 
 
 async def test_a_task_that_ends_gives_its_credit_back(
-    puller: Puller, routers: list[ServedRouter], worker: ScriptedWorker
+    puller: TaskPuller, routers: list[ServedRouter], worker: ScriptedWorker
 ) -> None:
     queue = routers[0].queue
     puller.set_routers([routers[0].member("r0")])
@@ -191,7 +191,7 @@ async def test_a_task_that_ends_gives_its_credit_back(
 
 
 async def test_a_first_token_is_reported_while_the_task_goes_on(
-    puller: Puller, routers: list[ServedRouter], worker: ScriptedWorker
+    puller: TaskPuller, routers: list[ServedRouter], worker: ScriptedWorker
 ) -> None:
     queue = routers[0].queue
     puller.set_routers([routers[0].member("r0")])
@@ -205,7 +205,7 @@ async def test_a_first_token_is_reported_while_the_task_goes_on(
 
 
 async def test_a_cancelled_task_is_reported_too(
-    puller: Puller, routers: list[ServedRouter], worker: ScriptedWorker
+    puller: TaskPuller, routers: list[ServedRouter], worker: ScriptedWorker
 ) -> None:
     queue = routers[0].queue
     puller.set_routers([routers[0].member("r0")])
@@ -217,7 +217,7 @@ async def test_a_cancelled_task_is_reported_too(
     assert queue.done[0].reason == "CANCELLED"
 
 
-async def test_routers_share_the_slots(puller: Puller, routers: list[ServedRouter]) -> None:
+async def test_routers_share_the_slots(puller: TaskPuller, routers: list[ServedRouter]) -> None:
     puller.set_routers([router.member(f"r{i}") for i, router in enumerate(routers)])
     await until(lambda: all(router.queue.credit == 2 for router in routers), "equal shares")
     puller.set_routers([routers[0].member("r0")])
@@ -225,7 +225,7 @@ async def test_routers_share_the_slots(puller: Puller, routers: list[ServedRoute
 
 
 async def test_a_router_that_comes_back_is_pulled_from_again(
-    puller: Puller, routers: list[ServedRouter], worker: ScriptedWorker
+    puller: TaskPuller, routers: list[ServedRouter], worker: ScriptedWorker
 ) -> None:
     router = routers[0]
     puller.set_routers([router.member("r0")])
@@ -239,7 +239,7 @@ async def test_a_router_that_comes_back_is_pulled_from_again(
 
 
 async def test_draining_gives_new_tasks_back_and_waits_for_the_old(
-    puller: Puller, routers: list[ServedRouter], worker: ScriptedWorker
+    puller: TaskPuller, routers: list[ServedRouter], worker: ScriptedWorker
 ) -> None:
     queue = routers[0].queue
     puller.set_routers([routers[0].member("r0")])
@@ -259,7 +259,7 @@ async def test_draining_gives_new_tasks_back_and_waits_for_the_old(
 
 
 async def test_what_is_not_done_in_time_is_stopped_and_reported(
-    puller: Puller, routers: list[ServedRouter], worker: ScriptedWorker
+    puller: TaskPuller, routers: list[ServedRouter], worker: ScriptedWorker
 ) -> None:
     queue = routers[0].queue
     puller.set_routers([routers[0].member("r0")])
@@ -272,7 +272,7 @@ async def test_what_is_not_done_in_time_is_stopped_and_reported(
 
 
 async def test_a_router_that_breaks_its_credit_is_refused(
-    puller: Puller, routers: list[ServedRouter], worker: ScriptedWorker
+    puller: TaskPuller, routers: list[ServedRouter], worker: ScriptedWorker
 ) -> None:
     queue = routers[0].queue
     puller.set_routers([routers[0].member("r0")])

@@ -182,7 +182,9 @@ def kv_layout(tensor_parallel_size: int = 1) -> layout_pb2.KvLayout:
         kind=layout_pb2.CacheGroup.KIND_TOKENS,
         head_count=2,
         block_tokens=16,
-        parts=[layout_pb2.Part(name="kv", dtype="float32", unit_bytes=64, interior="token_outer")],
+        parts=[
+            layout_pb2.Part(name="kv", dtype="float32", unit_bytes=64, block_format="token_outer")
+        ],
     )
     return layout_pb2.KvLayout(
         model="sim",
@@ -218,9 +220,9 @@ def worker(
         role=role,
         endpoint="127.0.0.1:7100",
         model="sim",
-        context_tokens=2048,
+        max_model_len=2048,
         layout=kv_layout(),
-        max_requests=8,
+        max_num_seqs=8,
         start_unix_ns=1_700_000_000_000_000_000 + generation,
     )
 

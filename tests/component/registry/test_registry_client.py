@@ -210,7 +210,7 @@ async def test_a_descriptor_that_was_foreseen_is_there_when_the_registry_is_not(
         cache = DescriptorCache(registry.endpoint)
         ref = reference(worker())
         # One that is not there holds up nobody.
-        cache.foresee([(ref.worker_id, ref.incarnation), ("decode-9", "f" * 16)])
+        cache.prefetch([(ref.worker_id, ref.incarnation), ("decode-9", "f" * 16)])
         async with asyncio.timeout(5):
             while not cache._known:
                 await asyncio.sleep(0.01)
@@ -225,7 +225,7 @@ async def test_a_descriptor_is_foreseen_before_it_is_published() -> None:
     async with running_registry() as registry:
         cache = DescriptorCache(registry.endpoint)
         ref = reference(worker())
-        cache.foresee([("decode-9", "f" * 16), (ref.worker_id, ref.incarnation)])
+        cache.prefetch([("decode-9", "f" * 16), (ref.worker_id, ref.incarnation)])
         await asyncio.sleep(0.3)
         assert not cache._known
         membership = Membership(registry.endpoint, worker(), 10.0, kv_descriptor())

@@ -84,9 +84,9 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
             incarnation=new_incarnation(),
             role=registry_pb2.Member.ROLE_DECODE,
             model="sim",
-            context_tokens=CONTEXT_TOKENS,
+            max_model_len=CONTEXT_TOKENS,
             layout=layout_to_proto(LAYOUT),
-            max_requests=8,
+            max_num_seqs=8,
             start_unix_ns=time.time_ns(),
         )
         self._server = GrpcServer(ServiceConfig(), ())

@@ -82,6 +82,6 @@ def test_a_stream_gives_the_text_in_whole_characters(codec: HuggingFaceCodec, te
 
 
 def test_the_model_says_its_context_vocabulary_and_stop_token(codec: HuggingFaceCodec) -> None:
-    assert codec.context_tokens == 8_192
+    assert codec.max_model_len == 8_192
     assert codec.vocabulary_size == 49_152
     assert codec.stop_token_ids == {2}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from headrace_common.errors import DecodeFull, DuplicateTransfer, InvalidRequest
 from headrace_decode.admission import Admission, Capacity, SeenTransfers
 
-CAPACITY = Capacity(usable_blocks=10, block_tokens=16, context_tokens=96, max_requests=3)
+CAPACITY = Capacity(usable_blocks=10, block_tokens=16, max_model_len=96, max_num_seqs=3)
 
 
 def admit(
@@ -51,7 +51,7 @@ def test_quarantined_blocks_are_not_promised() -> None:
 
 
 def test_a_prompt_that_can_never_fit_is_not_told_to_come_back() -> None:
-    small = Capacity(usable_blocks=2, block_tokens=16, context_tokens=96, max_requests=3)
+    small = Capacity(usable_blocks=2, block_tokens=16, max_model_len=96, max_num_seqs=3)
     with pytest.raises(InvalidRequest, match="token_ids"):
         admit(Admission(small), "a", 40, 1)
     with pytest.raises(InvalidRequest, match="shorter than the context"):
@@ -140,7 +140,7 @@ def test_promises_never_exceed_what_is_there(steps: list[tuple[int, int, int, in
         held[name] = CAPACITY.blocks_for(prompt, answer)
         assert admission.reserved_blocks + quarantined <= CAPACITY.usable_blocks
         assert admission.reserved_blocks == sum(held.values())
-        assert admission.request_count == len(held) <= CAPACITY.max_requests
+        assert admission.request_count == len(held) <= CAPACITY.max_num_seqs
 
 
 def test_seen_transfers_are_refused_and_bounded() -> None:

@@ -6,22 +6,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_decode.completion_time import Pace
+from headrace_decode.completion_time import CompletionTimeEstimator
 
 
 def test_nothing_is_expected_of_what_is_unknown() -> None:
-    assert Pace().expected_s(1_000_000) == 0
+    assert CompletionTimeEstimator().expected_s(1_000_000) == 0
 
 
 def test_the_first_answer_is_all_that_is_known() -> None:
-    pace = Pace()
+    pace = CompletionTimeEstimator()
     pace.note(lead_s=0.5, stream_s=0.9, tokens=10, max_tokens=40)
     assert pace.expected_s(40) == pytest.approx(0.5 + 10 * 0.1)
     assert pace.expected_s(80) == pytest.approx(0.5 + 20 * 0.1)
 
 
 def test_a_short_lead_is_believed_at_once_and_a_long_one_slowly() -> None:
-    pace = Pace()
+    pace = CompletionTimeEstimator()
     pace.note(lead_s=0.5, stream_s=0.0, tokens=1, max_tokens=1)
     pace.note(lead_s=0.1, stream_s=0.0, tokens=1, max_tokens=1)
     assert pace.expected_s(1) == pytest.approx(0.1)
@@ -30,7 +30,7 @@ def test_a_short_lead_is_believed_at_once_and_a_long_one_slowly() -> None:
 
 
 def test_an_answer_of_one_token_tells_nothing_of_the_gap_between_two() -> None:
-    pace = Pace()
+    pace = CompletionTimeEstimator()
     pace.note(lead_s=0.0, stream_s=0.0, tokens=1, max_tokens=1)
     pace.note(lead_s=0.0, stream_s=1.0, tokens=11, max_tokens=11)
     for _ in range(100):
@@ -39,7 +39,7 @@ def test_an_answer_of_one_token_tells_nothing_of_the_gap_between_two() -> None:
 
 
 def test_a_clock_that_was_set_back_does_no_harm() -> None:
-    pace = Pace()
+    pace = CompletionTimeEstimator()
     pace.note(lead_s=-5.0, stream_s=-5.0, tokens=3, max_tokens=3)
     assert pace.expected_s(100) == 0
 
@@ -54,7 +54,7 @@ def test_a_clock_that_was_set_back_does_no_harm() -> None:
 def test_the_guess_stays_within_what_was_seen(
     answers: list[tuple[float, float, int, int]],
 ) -> None:
-    pace = Pace()
+    pace = CompletionTimeEstimator()
     for lead_s, stream_s, tokens, max_tokens in answers:
         pace.note(lead_s=lead_s, stream_s=stream_s, tokens=tokens, max_tokens=max_tokens)
     longest_token_s = max(stream_s / max(1, tokens - 1) for _, stream_s, tokens, _ in answers)

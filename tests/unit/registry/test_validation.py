@@ -44,8 +44,8 @@ def test_a_good_record_has_no_violations() -> None:
         ("endpoint", "a b:1"),
         ("model", ""),
         ("model", "m" * 256),
-        ("context_tokens", 0),
-        ("max_requests", 0),
+        ("max_model_len", 0),
+        ("max_num_seqs", 0),
         ("start_unix_ns", 0),
     ],
 )
@@ -62,7 +62,7 @@ def test_a_workers_layout_is_checked() -> None:
         layers=[1],
         kind=layout_pb2.CacheGroup.KIND_STATE,
         block_tokens=3,
-        parts=[layout_pb2.Part(name="ssm", interior="token_outer")],
+        parts=[layout_pb2.Part(name="ssm", block_format="token_outer")],
     )
     layout = layout_pb2.KvLayout(model="m", groups=[group, layout_pb2.CacheGroup()])
     member.layout.CopyFrom(layout)

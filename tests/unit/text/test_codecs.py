@@ -48,7 +48,7 @@ def _write_model(folder: Path, **tokenizer_config: object) -> Path:
 def test_a_folder_says_vocabulary_context_and_every_stop_token(tmp_path: Path) -> None:
     codec = HuggingFaceCodec(_write_model(tmp_path, chat_template=_TEMPLATE))
     assert codec.vocabulary_size == 300
-    assert codec.context_tokens == 64
+    assert codec.max_model_len == 64
     assert codec.stop_token_ids == {257, 258}
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from headrace_engine.prefix.announcer import PrefixAnnouncer
 from headrace_engine.sim.request.sequence import Sequence
 from headrace_kv.prefix.events import Tier
-from headrace_kv.prefix.hashing import STATION_BLOCKS
+from headrace_kv.prefix.hashing import CHECKPOINT_BLOCKS
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class Announcements:
             return
         size = self._events.block_tokens
         names = sequence.block_names
-        start = len(names) - len(names) % STATION_BLOCKS
+        start = len(names) - len(names) % CHECKPOINT_BLOCKS
         tokens = sequence.tokens[start * size : (indices[-1] + 1) * size]
         names[start:] = self._events.hasher.hashes(tokens, names[start - 1] if start else None)
         for index in indices:

@@ -90,7 +90,7 @@ def _view(
     word = part.word.itemsize
     tokens = 1 if group.kind == STATE else group.block_tokens
     token_stride, word_stride = first.token_stride_bytes, word
-    if group.kind != STATE and group.parts[0].interior == TOKEN_INNER:
+    if group.kind != STATE and group.parts[0].block_format == TOKEN_INNER:
         token_stride, word_stride = word, tokens * word
     strides = (first.block_stride_bytes, first.head_stride_bytes, token_stride, word_stride)
     return np.ndarray(

@@ -12,7 +12,7 @@ import numpy as np
 from headrace_kv.layout.layout import STATE, TOKEN_OUTER, CacheGroup, GroupKind, Part
 
 TOKEN_INNER: Final = "token_inner"
-"""An opaque interior: the tokens of a (block, head) lie innermost, so that none is in one piece."""
+"""An opaque block_format: the tokens of a (block, head) lie innermost, so that none is in one piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +49,13 @@ class SimCache:
         """Bytes of one head of one token, or of one state, over all parts."""
         return sum(part.nbytes for part in self.parts)
 
-    def group(self, block_tokens: int, interior: str) -> CacheGroup:
+    def group(self, block_tokens: int, block_format: str) -> CacheGroup:
         """The group of a worker with blocks of `block_tokens`; a state has neither blocks nor
-        interior.
+        block_format.
         """
         is_state = self.kind == STATE
-        interior = TOKEN_OUTER if is_state else interior
-        tokens = 1 if interior == TOKEN_OUTER else block_tokens
+        block_format = TOKEN_OUTER if is_state else block_format
+        tokens = 1 if block_format == TOKEN_OUTER else block_tokens
         return CacheGroup(
             name=self.name,
             layers=self.layers,
@@ -63,7 +63,8 @@ class SimCache:
             head_count=self.heads,
             block_tokens=0 if is_state else block_tokens,
             parts=tuple(
-                Part(part.name, part.dtype, part.nbytes * tokens, interior) for part in self.parts
+                Part(part.name, part.dtype, part.nbytes * tokens, block_format)
+                for part in self.parts
             ),
         )
 

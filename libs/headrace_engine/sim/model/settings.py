@@ -38,7 +38,7 @@ class SimSettings:
     SSM states, with `state_heads` and `state_parts`. Layers of all three are dealt evenly.
 
     The worker, which prefill and decode may set differently. `order`: how blocks lie, "hnd", "nhd"
-    or all dimensions from the outermost in, as in "block/layer/part/head/token". `interior`:
+    or all dimensions from the outermost in, as in "block/layer/part/head/token". `block_format`:
     "token_outer", or "token_inner" for blocks that can only be copied whole; then both sides need
     the same one. `index_block_tokens`: tokens of one block of the index; 0 for block_tokens.
     `stages`: pipeline stages, each with tensor_parallel_size ranks. `host_blocks`: blocks that are
@@ -62,7 +62,7 @@ class SimSettings:
     state_heads: int = 2
     state_parts: tuple[SimPart, ...] = (SimPart("conv", 24), SimPart("ssm", 64))
     order: tuple[Dimension, ...] = HEAD_OUTER
-    interior: str = TOKEN_OUTER
+    block_format: str = TOKEN_OUTER
     index_block_tokens: int = 0
     stages: int = 1
     host_blocks: int = 0
@@ -118,16 +118,16 @@ class SimShape:
     tensor_parallel_size: int
     block_tokens: int
     block_count: int
-    context_tokens: int
-    max_requests: int
-    max_batched_tokens: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
 
     @cached_property
     def groups(self) -> tuple[CacheGroup, ...]:
         """The worker's cache groups, attention first."""
         sizes = {"index": self.settings.index_block_tokens or self.block_tokens}
         return tuple(
-            cache.group(sizes.get(cache.name, self.block_tokens), self.settings.interior)
+            cache.group(sizes.get(cache.name, self.block_tokens), self.settings.block_format)
             for cache in self.settings.caches
         )
 
@@ -141,7 +141,7 @@ class SimShape:
         """Blocks of each group: as many tokens as the first group's, and one page per request."""
         tokens = self.block_count * self.block_tokens
         return tuple(
-            self.max_requests if group.kind == STATE else -(-tokens // group.block_tokens)
+            self.max_num_seqs if group.kind == STATE else -(-tokens // group.block_tokens)
             for group in self.groups
         )
 
@@ -202,7 +202,10 @@ def _contradictions(values: dict[str, Any]) -> list[_Fault]:
 
 def _read(key: str, text: str, kind: type) -> object:
     """A setting's value. Raises ValueError that says what to write."""
-    readers: dict[str, Callable[[str], object]] = {"order": _order, "interior": _interior}
+    readers: dict[str, Callable[[str], object]] = {
+        "order": _order,
+        "block_format": _parse_block_format,
+    }
     if key in readers:
         return readers[key](text)
     if kind is tuple:
@@ -244,7 +247,7 @@ def _order(text: str) -> tuple[Dimension, ...]:
     return order
 
 
-def _interior(text: str) -> str:
+def _parse_block_format(text: str) -> str:
     if text not in (TOKEN_OUTER, TOKEN_INNER):
         raise ValueError(f"take {TOKEN_OUTER} or {TOKEN_INNER}")
     return text
@@ -257,35 +260,35 @@ def plan_shape(config: EngineConfig) -> SimShape:
         (field, getattr(config, field), f"take {least} or more")
         for field, least in (
             ("tensor_parallel_size", 1),
-            ("block_tokens", 0),
-            ("max_requests", 1),
-            ("max_batched_tokens", 1),
-            ("context_tokens", 0),
-            ("block_count", 0),
+            ("block_size", 0),
+            ("max_num_seqs", 1),
+            ("max_num_batched_tokens", 1),
+            ("max_model_len", 0),
+            ("num_gpu_blocks_override", 0),
         )
         if getattr(config, field) < least
     ]
     if faults:
         raise _refusal(faults)
-    config = replace(config, block_tokens=config.block_tokens or BLOCK_TOKENS)
-    context = config.context_tokens or settings.context
+    config = replace(config, block_size=config.block_size or BLOCK_TOKENS)
+    context = config.max_model_len or settings.context
     block_count = _block_count(config, settings, context)
-    capacity = block_count * config.block_tokens
+    capacity = block_count * config.block_size
     shape = SimShape(
         settings=settings,
         tensor_parallel_size=config.tensor_parallel_size,
-        block_tokens=config.block_tokens,
+        block_tokens=config.block_size,
         block_count=block_count,
-        context_tokens=min(context, capacity),
-        max_requests=config.max_requests,
-        max_batched_tokens=config.max_batched_tokens,
+        max_model_len=min(context, capacity),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
     )
-    if config.max_batched_tokens < shape.span_tokens:
+    if config.max_num_batched_tokens < shape.span_tokens:
         remedy = f"take {shape.span_tokens}, which fill whole blocks, or more"
-        faults.append(("max_batched_tokens", config.max_batched_tokens, remedy))
-    if config.context_tokens > capacity:
+        faults.append(("max_num_batched_tokens", config.max_num_batched_tokens, remedy))
+    if config.max_model_len > capacity:
         remedy = f"{block_count} blocks hold {capacity} tokens: take more blocks or less context"
-        faults.append(("context_tokens", context, remedy))
+        faults.append(("max_model_len", context, remedy))
     if faults:
         raise _refusal(faults)
     return shape
@@ -293,8 +296,8 @@ def plan_shape(config: EngineConfig) -> SimShape:
 
 def _block_count(config: EngineConfig, settings: SimSettings, context: int) -> int:
     """Blocks as configured, or as many as all ranks' memory holds and requests can use."""
-    if config.block_count:
-        return config.block_count
+    if config.num_gpu_blocks_override:
+        return config.num_gpu_blocks_override
     ranks = config.tensor_parallel_size
     token_bytes = page_bytes = 0
     for cache in settings.caches:
@@ -304,12 +307,12 @@ def _block_count(config: EngineConfig, settings: SimSettings, context: int) -> i
             page_bytes += nbytes
         else:
             token_bytes += nbytes
-    budget = int(config.kv_cache_gib * _GIB) - config.max_requests * page_bytes
-    affordable = budget // (token_bytes * config.block_tokens)
+    budget = int(config.kv_cache_gib * _GIB) - config.max_num_seqs * page_bytes
+    affordable = budget // (token_bytes * config.block_size)
     if affordable < 1:
         remedy = "it does not hold one block: take more"
         raise _refusal([("kv_cache_gib", config.kv_cache_gib, remedy)])
-    useful = config.max_requests * -(-context // config.block_tokens)
+    useful = config.max_num_seqs * -(-context // config.block_size)
     return min(affordable, useful)
 
 

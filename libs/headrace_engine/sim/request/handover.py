@@ -27,7 +27,7 @@ from headrace_common.errors import (
     WorkerGone,
 )
 from headrace_kv.handoff.logits import LOGITS_RANK
-from headrace_kv.handoff.messages import LayerPiece, LayerSent, SendReport, TransferTarget
+from headrace_kv.handoff.messages import LayerRange, LayerSent, SendReport, TransferTarget
 from headrace_kv.layout.layout import KvLayout
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class Handover:
         """Sends tokens of one layer, whose KV is written, from the ranks that hold it."""
         if self.failed:
             return
-        piece = LayerPiece(
+        piece = LayerRange(
             transfer_id=self.target.transfer_id,
             layer=layer,
             start_token=start_token,

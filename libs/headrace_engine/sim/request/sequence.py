@@ -140,10 +140,10 @@ def prefill_sequence(
 
 
 def decode_sequence(
-    work: DecodeWork, sampling: Sampling, model: SimModel, context_tokens: int
+    work: DecodeWork, sampling: Sampling, model: SimModel, max_model_len: int
 ) -> Sequence:
     """A prompt that is answered. The last token of the answer needs no KV."""
-    total = min(work.prompt_tokens + sampling.max_tokens, context_tokens)
+    total = min(work.prompt_tokens + sampling.max_tokens, max_model_len)
     sequence = _sequence(work.transfer_id, work.token_ids, total - 1, model)
     sequence.prompt_count = work.prompt_tokens
     sequence.generation = Generation(

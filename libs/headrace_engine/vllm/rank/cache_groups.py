@@ -35,14 +35,14 @@ def read_groups(
     found: list[LayerGroup] = []
     for index, (group, spec) in enumerate(zip(kv_cache_config.kv_cache_groups, specs, strict=True)):
         kind: GroupKind = TOKENS
-        head_count, interior = kv_head_count, ""
+        head_count, block_format = kv_head_count, ""
         if isinstance(spec, MambaSpec):
-            kind, interior = STATE, _state_interior(spec)
+            kind, block_format = STATE, _state_block_format(spec)
             # A page holds a rank's share of every array in it, which nobody else can take apart.
             head_count = 1 if spec.tp_replicated else tensor_parallel_size
         elif type(spec) is MLAAttentionSpec:
             # Beside states, what a block's end holds must be known: it may have been a state before.
-            head_count, interior = 1, "vllm-latent" if has_states else TOKEN_OUTER
+            head_count, block_format = 1, "vllm-latent" if has_states else TOKEN_OUTER
         elif type(spec) is not FullAttentionSpec:
             raise _refusal(f"layers that keep a {type(spec).__name__}")
         name = "state" if kind == STATE else "attention"
@@ -54,7 +54,7 @@ def read_groups(
                 kind=kind,
                 head_count=head_count,
                 block_tokens=spec.block_size,
-                interior=interior,
+                block_format=block_format,
                 layers=tuple(
                     sorted((numbers[layer_name], layer_name) for layer_name in group.layer_names)
                 ),
@@ -79,7 +79,7 @@ def _one_spec(spec: KVCacheSpec) -> KVCacheSpec:
     return of_layers[0]
 
 
-def _state_interior(spec: MambaSpec) -> str:
+def _state_block_format(spec: MambaSpec) -> str:
     arrays = "+".join(
         f"{'x'.join(map(str, shape))}:{str(dtype).removeprefix('torch.')}"
         for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from headrace_common.errors import Cancelled, HeadraceError, TransferFailed
 from headrace_engine.vllm.step.plan import StepPlan, TokenSpan
-from headrace_kv.handoff.messages import LayerPiece, SendReport, TransferTarget
+from headrace_kv.handoff.messages import LayerRange, SendReport, TransferTarget
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ class Sender(Protocol):
 
     def open(self, target: TransferTarget) -> None: ...
 
-    def push(self, piece: LayerPiece) -> None: ...
+    def push(self, piece: LayerRange) -> None: ...
 
     def push_logits(self, transfer_id: str, logits: bytes) -> None: ...
 
@@ -42,7 +42,7 @@ class LayerKind:
     is_state: bool
 
 
-class RankSide:
+class ConnectorWorker:
     """Called on the rank's compute thread, except `stop` and `quiet`, which any thread may call.
 
     `on_report` gets one report per transfer that was opened or stopped, when nothing of it writes any more. `fence`
@@ -159,7 +159,7 @@ class RankSide:
     def _push(self, span: TokenSpan, layer: int, ready_ns: int) -> None:
         if self._sender is not None and span.transfer_id in self._active:
             self._sender.push(
-                LayerPiece(
+                LayerRange(
                     span.transfer_id,
                     layer,
                     span.start_token,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 WHOLE_BLOCKS = "vllm-blocks"
-"""The interior of blocks whose tokens lie one by one, but go together."""
+"""The block_format of blocks whose tokens lie one by one, but go together."""
 
 BlockInterior = Callable[["Tensor", int], str]
 """How the attention kernels pack a block of a layer's tensor, given its block_tokens."""
@@ -46,7 +46,7 @@ def describe_arena(
     *,
     rank: int,
     tensor_parallel_size: int,
-    block_interior: BlockInterior,
+    block_format_of: BlockInterior,
 ) -> Arena:
     """Takes tensors of shape [blocks, heads, tokens, channels], or [blocks, 1, 1, bytes] of states, on any device.
 
@@ -64,7 +64,7 @@ def describe_arena(
     for group in groups:
         tensors = [kv_caches[name] for _, name in group.layers]
         parts = {
-            _part(group, name, kv_caches[name], block_interior, has_states)
+            _part(group, name, kv_caches[name], block_format_of, has_states)
             for _, name in group.layers
         }
         if len(parts) != 1 or len({tensor.shape for tensor in tensors}) != 1:
@@ -99,35 +99,35 @@ def _part(
     group: LayerGroup,
     name: str,
     tensor: Tensor,
-    block_interior: BlockInterior,
+    block_format_of: BlockInterior,
     has_states: bool,
 ) -> Part:
     tokens = group.block_tokens if group.kind == TOKENS else 1
     if tensor.dim() == 4 and tokens > tensor.shape[2] and tokens % tensor.shape[2] == 0:
         raise ConfigError(
             f"blocks hold {tokens} tokens, but the attention kernels of {name} take {tensor.shape[2]}: "
-            f"set block_tokens to {tensor.shape[2]}",
-            metadata={"field": "block_tokens"},
+            f"set block_size to {tensor.shape[2]}",
+            metadata={"field": "block_size"},
         )
     if tensor.dim() != 4 or tensor.stride(3) != 1 or tensor.shape[2] != tokens:
         raise _refusal(_described(name, tensor, tokens))
-    interior = group.interior or block_interior(tensor, tokens)
-    if interior == TOKEN_OUTER and has_states:
-        interior = WHOLE_BLOCKS
+    block_format = group.block_format or block_format_of(tensor, tokens)
+    if block_format == TOKEN_OUTER and has_states:
+        block_format = WHOLE_BLOCKS
         if tensor.stride(2) != tensor.shape[3]:
             raise ConfigError(
                 f"{name} keeps heads inside of tokens, and beside states blocks must be handed over whole: set "
                 "VLLM_KV_CACHE_LAYOUT=HND",
                 metadata={"field": "model"},
             )
-    if interior != TOKEN_OUTER and tensor.stride(2) != tensor.shape[3]:
+    if block_format != TOKEN_OUTER and tensor.stride(2) != tensor.shape[3]:
         raise _refusal(_described(name, tensor, tokens))
     token_bytes = tensor.shape[3] * tensor.element_size()
     return Part(
         name="state" if group.kind == STATE else "kv",
         dtype=str(tensor.dtype).removeprefix("torch."),
-        unit_bytes=token_bytes if interior == TOKEN_OUTER else token_bytes * tokens,
-        interior=interior,
+        unit_bytes=token_bytes if block_format == TOKEN_OUTER else token_bytes * tokens,
+        block_format=block_format,
     )
 
 
@@ -147,7 +147,9 @@ def _region(number: int, part: Part, group: LayerGroup, tensor: Tensor, base: in
         unit_bytes=part.unit_bytes,
         block_stride_bytes=tensor.stride(0) * element_bytes,
         head_stride_bytes=tensor.stride(1) * element_bytes,
-        token_stride_bytes=tensor.stride(2) * element_bytes if part.interior == TOKEN_OUTER else 0,
+        token_stride_bytes=tensor.stride(2) * element_bytes
+        if part.block_format == TOKEN_OUTER
+        else 0,
     )
 
 

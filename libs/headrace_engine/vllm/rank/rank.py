@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 
 from headrace.engine.v1 import link_pb2
 from headrace_common.rpc.channel import TlsFiles
-from headrace_engine.torch_memory.gated_sender import GatedSender
+from headrace_engine.torch_memory.event_ordered_sender import EventOrderedSender
 from headrace_engine.torch_memory.opening import gate, open_tensor_transport
 from headrace_engine.vllm.compat import (
-    block_interior,
+    block_format_of,
     tensor_parallel_rank,
     tensor_parallel_size,
 )
 from headrace_engine.vllm.link.client import Link
 from headrace_engine.vllm.link.messages import report_to_proto
-from headrace_engine.vllm.rank.connector_worker import LayerKind, RankSide
+from headrace_engine.vllm.rank.connector_worker import ConnectorWorker, LayerKind
 from headrace_engine.vllm.rank.layer_wait import LayerWait
 from headrace_engine.vllm.rank.logits_tap import LogitsTap
 from headrace_engine.vllm.rank.memory import describe_arena, layout_of, rank_memory
@@ -54,10 +54,10 @@ class Rank:
         self._layer_numbers = {name: number for group in groups for number, name in group.layers}
         self._transport: KvTransport | None = None
         self._sender: RankSender | None = None
-        self._gate: GatedSender | None = None
+        self._gate: EventOrderedSender | None = None
         self._link: Link | None = None
-        self.side = RankSide(self._rank, self._report)
-        late = settings.late_layers
+        self.side = ConnectorWorker(self._rank, self._report)
+        late = settings.overlap_layers
         self._wait = LayerWait(len(self._layer_numbers), late.wait_s) if late.count else None
 
     def register(self, kv_caches: Mapping[str, Tensor]) -> None:
@@ -67,7 +67,7 @@ class Rank:
             self._groups,
             rank=self._rank,
             tensor_parallel_size=self._tensor_parallel_size,
-            block_interior=block_interior,
+            block_format_of=block_format_of,
         )
         layout = layout_of(
             arena,
@@ -126,7 +126,7 @@ class Rank:
             self._wait.before_attention(self._layer_numbers[layer_name])
 
     def end_step(self) -> tuple[set[str], set[str], set[str]]:
-        """After the forward pass. See RankSide."""
+        """After the forward pass. See ConnectorWorker."""
         if self._wait is not None:
             self._wait.end_step()
         return self.side.end_step()

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace_engine.vllm.scheduler.early_requests import LateLoads
+from headrace_engine.vllm.scheduler.overlapped_requests import OverlappedRequests
 from headrace_engine.vllm.settings import (
-    Incoming,
     PrefillTimes,
+    ReceiveParams,
     consume_params,
     read_params,
 )
@@ -74,7 +74,7 @@ class _Send:
         return self.start_unix_ns > 0
 
 
-class SchedulerSide:
+class ConnectorScheduler:
     """Called on the engine's scheduling thread, except `settle`, `arriving`, `first_token` and `request_coming`, which
     any thread may call.
 
@@ -93,7 +93,7 @@ class SchedulerSide:
         self._receives: dict[str, _Receive] = {}
         self._settled: deque[tuple[str, bool]] = deque()
         self._arriving: deque[tuple[str, float]] = deque()
-        self.late = LateLoads()
+        self.late = OverlappedRequests()
         self._first_tokens: deque[tuple[str, int]] = deque()
         self._finished_sends: dict[str, str] = {}
         self._news = threading.Event()
@@ -104,7 +104,7 @@ class SchedulerSide:
     ) -> int:
         """Tokens after the cached ones that come over the data plane. The last one that is known is computed here."""
         said = read_params(params)
-        if not isinstance(said, Incoming):
+        if not isinstance(said, ReceiveParams):
             return 0
         return max(0, _end_token(said, known_tokens) - cached_tokens)
 
@@ -279,6 +279,6 @@ class SchedulerSide:
         return PrefillTimes(send.cached_tokens, send.start_unix_ns, time.time_ns())
 
 
-def _end_token(incoming: Incoming, known_tokens: int) -> int:
+def _end_token(incoming: ReceiveParams, known_tokens: int) -> int:
     """One past the last token that is transferred."""
     return known_tokens if incoming.awaits_first_token else known_tokens - 1

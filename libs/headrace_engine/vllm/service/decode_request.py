@@ -38,13 +38,13 @@ class DecodeRun:
         link: LinkServer,
         work: DecodeWork,
         sampler: FirstSampler | None = None,
-        context_tokens: int = 0,
+        max_model_len: int = 0,
     ) -> None:
-        """Of an engine that takes `context_tokens`. `sampler` makes the first token of a work with `from_logits`."""
+        """Of an engine that takes `max_model_len`. `sampler` makes the first token of a work with `from_logits`."""
         self._link = link
         self._work = work
         self._sampler = sampler
-        self._context_tokens = context_tokens
+        self._context_tokens = max_model_len
         self._logits: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._reservation: Reservation | None = None
         self._told = False

@@ -17,7 +17,7 @@ import zmq.asyncio
 from headrace_common.registry.link import end_task, run_forever
 from headrace_engine.prefix.announcer import PrefixAnnouncer
 from headrace_kv.prefix.events import Tier
-from headrace_kv.prefix.hashing import STATION_BLOCKS
+from headrace_kv.prefix.hashing import CHECKPOINT_BLOCKS
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ class VllmPrefixes:
         ):
             return
         stretch: list[_Block] = []
-        ancestor = None if parent is None or parent.offset == STATION_BLOCKS - 1 else parent
+        ancestor = None if parent is None or parent.offset == CHECKPOINT_BLOCKS - 1 else parent
         while ancestor is not None:
             stretch.insert(0, ancestor)
             ancestor = ancestor.before
@@ -149,7 +149,7 @@ class VllmPrefixes:
             block.copies[tier] += 1
             offset += 1
             last = block
-            if offset == STATION_BLOCKS:
+            if offset == CHECKPOINT_BLOCKS:
                 station, last, offset = name, None, 0
 
     def _remove(self, block_hashes: Sequence[int | bytes], tier: Tier) -> None:

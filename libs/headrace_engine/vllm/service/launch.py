@@ -50,29 +50,29 @@ def check_config(config: EngineConfig) -> ModelFolder:
             f"dtype is {config.dtype!r}: choose one of {', '.join(DTYPES)}",
             metadata={"field": "dtype"},
         )
-    if config.max_batched_tokens < config.max_requests:
+    if config.max_num_batched_tokens < config.max_num_seqs:
         raise ConfigError(
-            f"max_batched_tokens is {config.max_batched_tokens}, fewer than the {config.max_requests} requests that "
-            "one step may serve: raise it, or lower max_requests",
-            metadata={"field": "max_batched_tokens"},
+            f"max_num_batched_tokens is {config.max_num_batched_tokens}, fewer than the {config.max_num_seqs} requests "
+            "that one step may serve: raise it, or lower max_num_seqs",
+            metadata={"field": "max_num_batched_tokens"},
         )
     _require_room(config)
-    return read_model_folder(config.model, config.context_tokens)
+    return read_model_folder(config.model, config.max_model_len)
 
 
 def _require_room(config: EngineConfig) -> None:
-    if config.block_count == 1:
+    if config.num_gpu_blocks_override == 1:
         raise ConfigError(
-            "1 block holds no tokens, because vLLM keeps it for itself: raise block_count",
-            metadata={"field": "block_count"},
+            "1 block holds no tokens, because vLLM keeps it for itself: raise num_gpu_blocks_override",
+            metadata={"field": "num_gpu_blocks_override"},
         )
     # Of blocks whose size vLLM chooses while it loads, it says itself whether they are enough.
-    held = (config.block_count - 1) * config.block_tokens
-    if config.block_count and config.block_tokens and config.context_tokens > held:
+    held = (config.num_gpu_blocks_override - 1) * config.block_size
+    if config.num_gpu_blocks_override and config.block_size and config.max_model_len > held:
         raise ConfigError(
-            f"{config.block_count} blocks of {config.block_tokens} tokens hold {held} tokens: "
-            "raise block_count, or lower context_tokens",
-            metadata={"field": "block_count"},
+            f"{config.num_gpu_blocks_override} blocks of {config.block_size} tokens hold {held} tokens: "
+            "raise num_gpu_blocks_override, or lower max_model_len",
+            metadata={"field": "num_gpu_blocks_override"},
         )
 
 
@@ -125,7 +125,7 @@ def _device_args(config: EngineConfig, *, on_cpu: bool) -> dict[str, Any]:
         return {"enforce_eager": True}
     return {
         # Graphs are captured around the layer hooks, see HeadraceConnector.requires_piecewise_for_cudagraph.
-        "enforce_eager": config.eager,
+        "enforce_eager": config.enforce_eager,
         "kv_cache_memory_bytes": int(config.kv_cache_gib * _GIB),
         # The cache's size is given: the share is only compared with what is free at the start.
         "gpu_memory_utilization": _LEAST_FREE_SHARE,
@@ -148,19 +148,19 @@ def _engine_args(config: EngineConfig, folder: ModelFolder, link_path: Path) -> 
         link_path=str(link_path),
         tls=astuple(config.tls),
         gpu_direct=config.gpu_direct,
-        late_layers=config.late_layers,
+        overlap_layers=config.overlap_layers,
     )
     return AsyncEngineArgs(
         model=str(folder.path),
         dtype=config.dtype,
         seed=config.seed,
-        max_model_len=config.context_tokens or FIT_TO_MEMORY,
+        max_model_len=config.max_model_len or FIT_TO_MEMORY,
         tensor_parallel_size=config.tensor_parallel_size,
         # Without a number, what vLLM finds best for platform and model.
-        block_size=config.block_tokens or None,
-        num_gpu_blocks_override=config.block_count or None,
-        max_num_seqs=config.max_requests,
-        max_num_batched_tokens=config.max_batched_tokens,
+        block_size=config.block_size or None,
+        num_gpu_blocks_override=config.num_gpu_blocks_override or None,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
         enable_prefix_caching=_caches_prefixes(folder),
         kv_events_config=KVEventsConfig(
             enable_kv_cache_events=True, publisher="zmq", endpoint=events_endpoint(link_path)

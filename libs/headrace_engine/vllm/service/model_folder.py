@@ -22,18 +22,18 @@ DIGEST_HEX_LENGTH = 12
 class ModelFolder:
     """`path`: the folder. `fingerprint`: the model's identity for KvLayout.model, "name:digest".
 
-    `context_tokens`: the longest context that the model was made for; 0 when its config does not say. `model_type`: the
+    `max_model_len`: the longest context that the model was made for; 0 when its config does not say. `model_type`: the
     kind of model, as its config names it.
     """
 
     path: Path
     fingerprint: str
-    context_tokens: int
+    max_model_len: int
     model_type: str
 
 
-def read_model_folder(model: str, context_tokens: int) -> ModelFolder:
-    """Checks a folder in the Hugging Face layout. `context_tokens` is what is asked for; 0 takes the model's own.
+def read_model_folder(model: str, max_model_len: int) -> ModelFolder:
+    """Checks a folder in the Hugging Face layout. `max_model_len` is what is asked for; 0 takes the model's own.
 
     Raises ConfigError with one line that says what to do.
     """
@@ -55,11 +55,11 @@ def read_model_folder(model: str, context_tokens: int) -> ModelFolder:
             f"model folder {model} holds no weights: put the *.safetensors files beside config.json",
         )
     longest = _longest_context(config)
-    if longest and context_tokens > longest:
+    if longest and max_model_len > longest:
         raise ConfigError(
-            f"context_tokens is {context_tokens}, but {path.name} was made for {longest}: "
+            f"max_model_len is {max_model_len}, but {path.name} was made for {longest}: "
             f"ask for {longest} or less, or for 0 to take the model's own",
-            metadata={"field": "context_tokens", "model": model},
+            metadata={"field": "max_model_len", "model": model},
         )
     fingerprint = f"{path.resolve().name}:{digest_of(config)}"
     return ModelFolder(path, fingerprint, longest, str(config.get("model_type", "")))

@@ -14,10 +14,10 @@ from headrace.kv.v1 import pair_pb2, pair_pb2_grpc
 from headrace_common.errors import Cancelled, HeadraceError
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
-from headrace_engine.vllm.standalone.params import Fetches
+from headrace_engine.vllm.standalone.params import ConsumerParams
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.layout.layout import WorkerRef
-from headrace_kv.receive.receiver import Receiver, Transfer, TransferSummary
+from headrace_kv.receive.receiver import IncomingTransfer, Receiver, TransferSummary
 
 log = logging.getLogger(__name__)
 
@@ -27,15 +27,15 @@ FETCH_END_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class FetchPlan:
     """Blocks that wait for a prompt's KV cache, and where it comes from."""
 
     reservation: Reservation
-    fetches: Fetches
+    fetches: ConsumerParams
     prompt_digest: int
 
 
-class Sink:
+class FetchClient:
     """`on_whole` is called once for each transfer whose KV cache is there; the receiver tells of the others itself,
     and `on_refused` of those that it never took. `listen` makes what hears of a
     transfer's layers, where somebody wants to.
@@ -49,7 +49,7 @@ class Sink:
         receiver: Receiver,
         on_whole: Callable[[str, TransferSummary], None],
         on_refused: Callable[[str], None],
-        listen: Callable[[], Callable[[Transfer], None] | None] = lambda: None,
+        listen: Callable[[], Callable[[IncomingTransfer], None] | None] = lambda: None,
     ) -> None:
         self._ref = ref
         self._endpoint = endpoint
@@ -59,7 +59,7 @@ class Sink:
         self._listen = listen
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def begin(self, wanted: Wanted) -> None:
+    def begin(self, wanted: FetchPlan) -> None:
         """Blocks are held: from now on they may be written into."""
         reservation = wanted.reservation
         if reservation.start_token == reservation.end_token:
@@ -90,7 +90,7 @@ class Sink:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _fill(self, wanted: Wanted, transfer: Transfer) -> None:
+    async def _fill(self, wanted: FetchPlan, transfer: IncomingTransfer) -> None:
         transfer_id = transfer.transfer_id
         arrival = asyncio.create_task(transfer.wait())
         fetch = asyncio.create_task(self._fetch(wanted, wanted.fetches.deadline.remaining_s()))
@@ -117,14 +117,14 @@ class Sink:
             fetch.cancel()
             await asyncio.gather(fetch, return_exceptions=True)
 
-    async def _decline(self, wanted: Wanted) -> None:
+    async def _decline(self, wanted: FetchPlan) -> None:
         """Tells prefill that nothing is wanted, so that it does not wait for this engine."""
         try:
             await self._fetch(wanted, DECLINE_TIMEOUT_S)
         except HeadraceError as exc:
             log.info("%s: %s", wanted.reservation.transfer_id, exc.detail)
 
-    async def _fetch(self, wanted: Wanted, timeout_s: float) -> None:
+    async def _fetch(self, wanted: FetchPlan, timeout_s: float) -> None:
         reservation = wanted.reservation
         try:
             async with open_channel(wanted.fetches.source) as channel:

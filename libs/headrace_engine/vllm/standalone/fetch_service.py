@@ -23,7 +23,7 @@ from headrace_common.errors import (
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
 from headrace_engine.vllm.reasons import error_of
-from headrace_engine.vllm.standalone.offers import Offer, Offers
+from headrace_engine.vllm.standalone.pending_fetches import Offer, PendingFetches
 from headrace_kv.handoff.messages import SendReport, TransferTarget
 from headrace_kv.layout.layout import KvDescriptor, WorkerRef
 from headrace_kv.layout.proto import descriptor_from_proto, descriptor_to_proto
@@ -102,7 +102,7 @@ class _Run:
         self.over.set()
 
 
-class Source(pair_pb2_grpc.PairServiceServicer):
+class FetchService(pair_pb2_grpc.PairServiceServicer):
     """`stop` ends a transfer on every rank; their reports come to `reported`."""
 
     def __init__(
@@ -110,7 +110,7 @@ class Source(pair_pb2_grpc.PairServiceServicer):
         *,
         ref: WorkerRef,
         descriptor: KvDescriptor,
-        offers: Offers,
+        offers: PendingFetches,
         memories: DecodeMemories,
         stop: Callable[[str], None],
         timeout_s: float,

@@ -18,15 +18,15 @@ from headrace_common.rpc.server import GrpcServer
 from headrace_engine.vllm.link.client import LinkLoop
 from headrace_engine.vllm.link.server import LinkEvents, LinkServer
 from headrace_engine.vllm.settings import ConnectorSettings
-from headrace_engine.vllm.standalone.fetch_client import Sink, Wanted
-from headrace_engine.vllm.standalone.fetch_service import DecodeMemories, Source
-from headrace_engine.vllm.standalone.offers import Offers
+from headrace_engine.vllm.standalone.fetch_client import FetchClient, FetchPlan
+from headrace_engine.vllm.standalone.fetch_service import DecodeMemories, FetchService
 from headrace_engine.vllm.standalone.pair_scheduler import PairScheduler
+from headrace_engine.vllm.standalone.pending_fetches import PendingFetches
 from headrace_engine.vllm.standalone.settings import StandaloneSettings
 from headrace_kv.handoff.messages import Reservation, SendReport
 from headrace_kv.layout.layout import STATE, KvDescriptor, KvLayout, WorkerRef
-from headrace_kv.receive.early_start import EarlyStart
-from headrace_kv.receive.receiver import Receiver, Transfer, TransferSummary
+from headrace_kv.receive.layer_overlap import LayerOverlap
+from headrace_kv.receive.receiver import IncomingTransfer, Receiver, TransferSummary
 from headrace_kv.receive.service import HandoffServicer
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ OnSettled = Callable[[str, bool], None]
 OnArriving = Callable[[str, float], None]
 
 
-class Pairing:
+class StandaloneNode:
     """Starts and ends in the thread of the scheduler, and runs on the process's link loop.
 
     Requests go through `scheduler`, which is there once `start` has returned.
@@ -61,7 +61,7 @@ class Pairing:
         self._link_path = Path(connector.link_path)
         # Each start is another incarnation, also where vLLM keeps its engine_id over restarts.
         self._ref = WorkerRef(connector.worker_id, new_incarnation())
-        self._offers = Offers()
+        self._offers = PendingFetches()
         self._memories = DecodeMemories()
         self._link = LinkServer(
             self._link_path,
@@ -73,8 +73,8 @@ class Pairing:
         self._on_arriving: OnArriving
         self._server: GrpcServer
         self._receiver: Receiver
-        self._source: Source
-        self._sink: Sink
+        self._source: FetchService
+        self._sink: FetchClient
 
     def start(self, on_settled: OnSettled, on_arriving: OnArriving) -> None:
         """Serves, once all ranks are there. Raises ConfigError for an address that cannot be listened on.
@@ -102,7 +102,7 @@ class Pairing:
             can_send=role != "decode",
             can_receive=role != "prefill",
             timeout_s=self._settings.transfer_timeout_s,
-            hold_s=self._settings.hold_s,
+            kv_hold_timeout_s=self._settings.kv_hold_timeout_s,
         )
         log.info("%s pairs at %s", self._ref, endpoint)
 
@@ -127,7 +127,7 @@ class Pairing:
             HandoffServicer(self._receiver), grpc_server
         )
         endpoint = await self._server.start()
-        self._sink = Sink(
+        self._sink = FetchClient(
             ref=self._ref,
             endpoint=endpoint,
             receiver=self._receiver,
@@ -137,12 +137,12 @@ class Pairing:
         )
         return endpoint
 
-    def _arrival_listener(self, layer_count: int) -> Callable[[Transfer], None] | None:
-        late = self._connector.late_layers
+    def _arrival_listener(self, layer_count: int) -> Callable[[IncomingTransfer], None] | None:
+        late = self._connector.overlap_layers
         if not late.count:
             return None
-        return EarlyStart(
-            self, late_layers=late.count, layer_count=layer_count, rank_count=self._rank_count
+        return LayerOverlap(
+            self, overlap_layers=late.count, layer_count=layer_count, rank_count=self._rank_count
         ).advance
 
     def arriving(self, transfer_id: str, deadline: Deadline) -> None:
@@ -154,8 +154,8 @@ class Pairing:
     ) -> None:
         self._link.layers_arrived(transfer_id, rank, layer_count, failed=failed)
 
-    def _make_source(self, descriptor: KvDescriptor) -> Source:
-        return Source(
+    def _make_source(self, descriptor: KvDescriptor) -> FetchService:
+        return FetchService(
             ref=self._ref,
             descriptor=descriptor,
             offers=self._offers,
@@ -179,7 +179,7 @@ class Pairing:
         # vLLM itself notices that a rank has ended, and ends the engine.
         log.error("%s", why)
 
-    def begin(self, wanted: Wanted) -> None:
+    def begin(self, wanted: FetchPlan) -> None:
         """See PairPeer; so are the two below."""
         self._loop.call_soon_threadsafe(self._sink.begin, wanted)
 

@@ -17,16 +17,16 @@ from headrace_common.errors import (
 )
 from headrace_common.identity import new_transfer_id
 from headrace_engine.vllm.settings import PARAMS_KEY, incoming_params, outgoing_params
-from headrace_engine.vllm.standalone.fetch_client import Wanted
-from headrace_engine.vllm.standalone.offers import Offer, Offers
+from headrace_engine.vllm.standalone.fetch_client import FetchPlan
 from headrace_engine.vllm.standalone.params import (
-    Fetches,
-    Sends,
+    ConsumerParams,
+    ProducerParams,
     clear_request,
     held_params,
     prompt_digest,
     read_request,
 )
+from headrace_engine.vllm.standalone.pending_fetches import Offer, PendingFetches
 from headrace_engine.vllm.step.plan import StepPlan, TokenSpan
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.layout.layout import WorkerRef
@@ -68,7 +68,7 @@ class _Receiving:
 class PairPeer(Protocol):
     """What the scheduler tells its event loop; nothing here blocks."""
 
-    def begin(self, wanted: Wanted) -> None: ...
+    def begin(self, wanted: FetchPlan) -> None: ...
 
     def give_up(self, transfer_id: str) -> None: ...
 
@@ -83,12 +83,12 @@ class PairScheduler:
         *,
         ref: WorkerRef,
         endpoint: str,
-        offers: Offers,
+        offers: PendingFetches,
         peer: PairPeer,
         can_send: bool,
         can_receive: bool,
         timeout_s: float,
-        hold_s: float,
+        kv_hold_timeout_s: float,
     ) -> None:
         self._ref = ref
         self._endpoint = endpoint
@@ -97,11 +97,11 @@ class PairScheduler:
         self._can_send = can_send
         self._can_receive = can_receive
         self._timeout_s = timeout_s
-        self._hold_s = hold_s
+        self._kv_hold_timeout_s = kv_hold_timeout_s
         self._seen: OrderedDict[str, None] = OrderedDict()
-        self._fetching: dict[str, tuple[Fetches, Prompt]] = {}
+        self._fetching: dict[str, tuple[ConsumerParams, Prompt]] = {}
         self._receiving: dict[str, _Receiving] = {}
-        self._waiting: dict[str, Sends] = {}
+        self._waiting: dict[str, ProducerParams] = {}
         self._sending: dict[str, str] = {}
         self._minting: set[str] = set()
         self._held: dict[str, _Held] = {}
@@ -119,7 +119,7 @@ class PairScheduler:
             said = waiting or read_request(prompt.params, self._timeout_s)
             if said is None or prompt.request_id in self._minting:
                 return True
-            if isinstance(said, Fetches):
+            if isinstance(said, ConsumerParams):
                 self._fetch(prompt, said)
             else:
                 return self._send(prompt, said)
@@ -131,7 +131,7 @@ class PairScheduler:
     def _knows(self, request_id: str) -> bool:
         return request_id in self._receiving or request_id in self._sending
 
-    def _fetch(self, prompt: Prompt, said: Fetches) -> None:
+    def _fetch(self, prompt: Prompt, said: ConsumerParams) -> None:
         if not self._can_receive:
             raise InvalidRequest({"do_remote_prefill": "needs kv_role kv_consumer or kv_both"})
         self._require_new(prompt, said.transfer_id)
@@ -141,7 +141,7 @@ class PairScheduler:
         assert prompt.params is not None
         prompt.params.update(incoming_params(said.transfer_id))
 
-    def _send(self, prompt: Prompt, said: Sends) -> bool:
+    def _send(self, prompt: Prompt, said: ProducerParams) -> bool:
         if prompt.request_id not in self._waiting:
             if not self._can_send:
                 raise InvalidRequest({"do_remote_decode": "needs kv_role kv_producer or kv_both"})
@@ -198,7 +198,7 @@ class PairScheduler:
         if receiving is not None:
             receiving.reservation = reservation
         digest = prompt_digest(prompt.token_ids[: reservation.end_token], prompt.extras)
-        self._peer.begin(Wanted(reservation, said, digest))
+        self._peer.begin(FetchPlan(reservation, said, digest))
 
     def note_whole(self, transfer_id: str, summary: TransferSummary) -> None:
         """A transfer's KV cache is there. Told to the client in the request's last output."""
@@ -255,7 +255,7 @@ class PairScheduler:
     def _hold(self, prompt: Prompt, block_ids: tuple[tuple[int, ...], ...]) -> dict[str, Any]:
         transfer_id = new_transfer_id()
         self._held[transfer_id] = _Held(
-            prompt.request_id, prompt, block_ids, Deadline.after(self._hold_s)
+            prompt.request_id, prompt, block_ids, Deadline.after(self._kv_hold_timeout_s)
         )
         return held_params(transfer_id, self._ref, self._endpoint)
 

@@ -23,7 +23,7 @@ SENDS = "do_remote_decode"
 
 
 @dataclass(frozen=True, slots=True)
-class Fetches:
+class ConsumerParams:
     """The prompt's KV cache comes from the engine whose pair address is `source`; `incarnation` is empty for any."""
 
     transfer_id: str
@@ -33,14 +33,16 @@ class Fetches:
 
 
 @dataclass(frozen=True, slots=True)
-class Sends:
+class ProducerParams:
     """The prompt's KV cache goes to whoever fetches it; `transfer_id` is empty when the engine is to mint it."""
 
     transfer_id: str
     deadline: Deadline
 
 
-def read_request(params: Mapping[str, Any] | None, timeout_s: float) -> Fetches | Sends | None:
+def read_request(
+    params: Mapping[str, Any] | None, timeout_s: float
+) -> ConsumerParams | ProducerParams | None:
     """What a request asks for, and None when that is nothing. `timeout_s` is the most that its deadline may be away.
 
     Raises InvalidRequest naming every field that is wrong.
@@ -65,8 +67,10 @@ def read_request(params: Mapping[str, Any] | None, timeout_s: float) -> Fetches 
     if problems:
         raise InvalidRequest(problems)
     if not fetches:
-        return Sends(transfer_id, deadline)
-    return Fetches(transfer_id, source, str(params.get("remote_incarnation") or ""), deadline)
+        return ProducerParams(transfer_id, deadline)
+    return ConsumerParams(
+        transfer_id, source, str(params.get("remote_incarnation") or ""), deadline
+    )
 
 
 def _deadline(said: object, timeout_s: float, problems: dict[str, str]) -> Deadline:

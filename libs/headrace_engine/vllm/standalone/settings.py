@@ -27,7 +27,7 @@ from headrace_engine.vllm.compat import (
 )
 from headrace_engine.vllm.service.model_folder import digest_of, read_model_folder
 from headrace_engine.vllm.settings import ConnectorSettings
-from headrace_kv.receive.early_start import LateLayers
+from headrace_kv.receive.layer_overlap import OverlapSettings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -45,8 +45,9 @@ class StandaloneSettings:
     """What kv_connector_extra_config may say. Times are in seconds.
 
     `listen` and `advertise`: the pair address, and how others reach it. `transfer_timeout_s`: deadline of requests that
-    name none. `hold_s`: how long a computed prompt waits for its Fetch. `lease_ttl_s` and `quarantine_s`: see Receiver.
-    `late_layers` and `late_layer_wait_s`: see LateLayers. `gpu_direct`: whether RDMA adapters may reach a GPU's memory.
+    name none. `kv_hold_timeout_s`: how long a computed prompt waits for its Fetch. `lease_ttl_s`, `quarantine_s`: see
+    Receiver. `overlap_layers` and `overlap_wait_s`: see OverlapSettings. `gpu_direct`: whether RDMA adapters may reach
+    the memory of a GPU.
     `fingerprint`: the model's identity, when two servers load the same model from different places.
     """
 
@@ -54,13 +55,13 @@ class StandaloneSettings:
     advertise: str = ""
     transport: Literal["mooncake"] = "mooncake"
     transfer_timeout_s: float = 60.0
-    hold_s: float = 60.0
+    kv_hold_timeout_s: float = 60.0
     lease_ttl_s: float = 5.0
     quarantine_s: float = 15.0
     fingerprint: str = ""
     gpu_direct: bool = True
-    late_layers: int = 0
-    late_layer_wait_s: float = LateLayers().wait_s
+    overlap_layers: int = 0
+    overlap_wait_s: float = OverlapSettings().wait_s
 
     @classmethod
     def read(cls, values: Mapping[str, Any], role: Role) -> StandaloneSettings:
@@ -69,8 +70,8 @@ class StandaloneSettings:
         problems = {name: "is not a setting of Headrace" for name in values if name not in known}
         taken = {name: value for name, value in values.items() if name in known}
         for name in (
-            *("transfer_timeout_s", "hold_s", "lease_ttl_s"),
-            *("quarantine_s", "late_layer_wait_s"),
+            *("transfer_timeout_s", "kv_hold_timeout_s", "lease_ttl_s"),
+            *("quarantine_s", "overlap_wait_s"),
         ):
             value = taken.get(name, 1.0)
             if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
@@ -79,9 +80,9 @@ class StandaloneSettings:
             problems["gpu_direct"] = "must be true or false"
         if taken.get("transport", "mooncake") != "mooncake":
             problems["transport"] = "must be mooncake: no other transport reaches vLLM's processes"
-        late = taken.get("late_layers", 0)
+        late = taken.get("overlap_layers", 0)
         if isinstance(late, bool) or not isinstance(late, int) or late < 0:
-            problems["late_layers"] = "must be a number of layers, 0 or above"
+            problems["overlap_layers"] = "must be a number of layers, 0 or above"
         taken.setdefault("listen", DECODE_LISTEN if role == "decode" else PREFILL_LISTEN)
         try:
             ServiceConfig(listen=taken["listen"], advertise=taken.get("advertise", ""))
@@ -97,10 +98,10 @@ class StandaloneSettings:
 
     def check_waits(self) -> None:
         """Raises ConfigError for a step that may wait longer than a sender without a lease writes."""
-        if self.late_layers and self.late_layer_wait_s >= self.lease_ttl_s:
-            problem = {"late_layer_wait_s": "must be below lease_ttl_s"}
+        if self.overlap_layers and self.overlap_wait_s >= self.lease_ttl_s:
+            problem = {"overlap_wait_s": "must be below lease_ttl_s"}
             raise ConfigError(
-                "kv_connector_extra_config: late_layer_wait_s must be below lease_ttl_s",
+                "kv_connector_extra_config: overlap_wait_s must be below lease_ttl_s",
                 metadata=problem,
             )
 
@@ -131,10 +132,11 @@ def settings_of(vllm_config: VllmConfig) -> Settings:
     _require_supported(vllm_config)
     role = ROLES[kv_role(vllm_config)]
     standalone = StandaloneSettings.read(extra, role)
-    if standalone.late_layers and recomputes_failed_loads(vllm_config):
+    if standalone.overlap_layers and recomputes_failed_loads(vllm_config):
         raise ConfigError(
-            "late_layers needs kv_load_failure_policy fail: vLLM would compute into blocks that are still written to",
-            metadata={"field": "late_layers"},
+            "overlap_layers needs kv_load_failure_policy fail: vLLM would compute into blocks that are still "
+            "written to",
+            metadata={"field": "overlap_layers"},
         )
     identity = f"{engine_id(vllm_config)}/{standalone.listen}"
     name = hashlib.sha256(identity.encode()).hexdigest()[:INCARNATION_HEX_LENGTH]
@@ -145,7 +147,7 @@ def settings_of(vllm_config: VllmConfig) -> Settings:
         host=standalone.host,
         transport=standalone.transport,
         fingerprint=standalone.fingerprint or _fingerprint(vllm_config),
-        late_layers=LateLayers(standalone.late_layers, standalone.late_layer_wait_s),
+        overlap_layers=OverlapSettings(standalone.overlap_layers, standalone.overlap_wait_s),
         link_path=str(_private_folder(f"headrace-{os.getuid()}-{name}") / "link"),
         gpu_direct=standalone.gpu_direct,
     )

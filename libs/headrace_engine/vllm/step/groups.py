@@ -8,7 +8,7 @@ from math import lcm
 
 from headrace_common.errors import ConfigError
 from headrace_kv.layout.layout import STATE, TOKENS, GroupKind
-from headrace_kv.receive.early_start import LateLayers
+from headrace_kv.receive.layer_overlap import OverlapSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class LayerGroup:
 
     Entry i of a request's block list holds tokens from i * block_tokens on; of a state, what is known after the last of
     these tokens that was computed. Groups may share their memory: a block belongs to one of them at a time.
-    `interior` says how a block is packed; it is empty where the attention kernels decide that.
+    `block_format` says how a block is packed; it is empty where the attention kernels decide that.
     """
 
     index: int
@@ -25,7 +25,7 @@ class LayerGroup:
     kind: GroupKind
     head_count: int
     block_tokens: int
-    interior: str
+    block_format: str
     layers: tuple[tuple[int, str], ...]
 
     def blocks_between(
@@ -44,15 +44,15 @@ def token_stride(groups: Iterable[LayerGroup]) -> int:
     return lcm(*sizes) if sizes else 0
 
 
-def check_late_layers(groups: Sequence[LayerGroup], late_layers: LateLayers) -> None:
+def check_late_layers(groups: Sequence[LayerGroup], overlap_layers: OverlapSettings) -> None:
     """Raises ConfigError for a model whose requests cannot begin before their last layers are there."""
-    if not late_layers.count:
+    if not overlap_layers.count:
         return
     if len(groups) != 1 or groups[0].kind != TOKENS:
         names = ", ".join(group.name for group in groups)
         raise ConfigError(
-            f"late_layers is {late_layers.count}, but the model has several kinds of cache ({names}), of which vLLM "
-            "waits for none by itself: set late_layers to 0",
-            metadata={"field": "late_layers", "groups": names},
+            f"overlap_layers is {overlap_layers.count}, but the model has several kinds of cache ({names}), of which "
+            "vLLM waits for none by itself: set overlap_layers to 0",
+            metadata={"field": "overlap_layers", "groups": names},
         )
-    late_layers.check(len(groups[0].layers))
+    overlap_layers.check(len(groups[0].layers))

@@ -20,7 +20,7 @@ from typing import Any
 
 from headrace_common.errors import ConfigError, TransferFailed
 from headrace_kv.plan.copy_plan import Runs
-from headrace_kv.transport.base import KvTransport, Written, ended, failed
+from headrace_kv.transport.base import KvTransport, WriteResult, ended, failed
 from headrace_kv.transport.mooncake.accept_timeout import set_accept_timeout
 from headrace_kv.transport.mooncake.write_worker import Engine, WriteWorker
 from headrace_kv.transport.ranges import MemoryRanges
@@ -120,10 +120,10 @@ class MooncakeTransport(KvTransport):
                 if engine is not None:
                     _register(engine, base_address, nbytes)
 
-    def write(self, session: str, runs: Runs, timeout_s: float) -> Written:
+    def write(self, session: str, runs: Runs, timeout_s: float) -> WriteResult:
         return ended(self.submit(session, runs, timeout_s), timeout_s)
 
-    def submit(self, session: str, runs: Runs, timeout_s: float) -> Future[Written]:
+    def submit(self, session: str, runs: Runs, timeout_s: float) -> Future[WriteResult]:
         # A peer that offers several transports names them all.
         session = session_of(self.name, session) or session
         if self._closed:

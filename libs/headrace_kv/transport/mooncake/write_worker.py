@@ -18,7 +18,7 @@ from typing import Protocol
 
 from headrace_common.errors import HeadraceError, TransferFailed
 from headrace_kv.plan.copy_plan import Runs
-from headrace_kv.transport.base import Written
+from headrace_kv.transport.base import WriteResult
 
 _log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class _Job:
         self.deadline_s = time.monotonic() + timeout_s
         self.position = 0
         self.pending: deque[int] = deque()
-        self.future: Future[Written] = Future()
+        self.future: Future[WriteResult] = Future()
 
     @property
     def submitted(self) -> bool:
@@ -114,14 +114,14 @@ class WriteWorker:
         self._thread = threading.Thread(target=self._run, name="kv-write", daemon=True)
         self._thread.start()
 
-    def submit(self, session: str, runs: Runs, timeout_s: float) -> Future[Written]:
+    def submit(self, session: str, runs: Runs, timeout_s: float) -> Future[WriteResult]:
         """Queues a write. Not to be called during or after `close`."""
         job = _Job(session, runs, timeout_s)
         if timeout_s <= 0.0:
             job.future.set_exception(TransferFailed("no time is left for this write"))
             return job.future
         if job.submitted:
-            job.future.set_result(Written(self._transport, "in_flight", 0))
+            job.future.set_result(WriteResult(self._transport, "direct", 0))
             return job.future
         try:
             self._arrivals.put(job, timeout=timeout_s)
@@ -204,7 +204,7 @@ class WriteWorker:
             peer.progress_s = now_s
         for job in [job for job in peer.jobs if job.submitted and not job.pending]:
             peer.jobs.remove(job)
-            job.future.set_result(Written(self._transport, "in_flight", len(job.lengths)))
+            job.future.set_result(WriteResult(self._transport, "direct", len(job.lengths)))
         if not peer.jobs:
             del self._peers[session]
         elif now_s - peer.progress_s > self._stall_s:

@@ -21,7 +21,7 @@ import numpy as np
 
 from headrace_common.errors import ConfigError, TransferFailed
 from headrace_kv.plan.copy_plan import Runs
-from headrace_kv.transport.base import KvTransport, Written
+from headrace_kv.transport.base import KvTransport, WriteResult
 from headrace_kv.transport.ranges import MemoryRanges
 from headrace_kv.transport.same_host.process_memory import (
     ENTRIES_PER_CALL,
@@ -149,7 +149,7 @@ class SameHostTransport(KvTransport):
             self._page[2] = count + 1
             self._own.add(base_address, nbytes)
 
-    def write(self, session: str, runs: Runs, timeout_s: float) -> Written:
+    def write(self, session: str, runs: Runs, timeout_s: float) -> WriteResult:
         session = session_of(self.name, session) or session
         with self._lock:
             if self._closed:
@@ -163,7 +163,7 @@ class SameHostTransport(KvTransport):
                 # The next write proves everything anew.
                 self._peers.pop(session).memory.close()
                 raise
-        return Written(self.name, "in_flight", len(runs))
+        return WriteResult(self.name, "direct", len(runs))
 
     def close(self) -> None:
         with self._lock:

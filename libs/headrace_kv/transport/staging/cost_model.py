@@ -92,10 +92,14 @@ def strategy_seconds(costs: TransferCosts, shape: RunShape) -> dict[Strategy, fl
     before_entries = max(shape.destination_stretches, staged_entries)
     after_entries = max(shape.source_stretches, staged_entries)
     return {
-        "in_flight": wire_s + runs * costs.entry_s,
-        "before": wire_s + before_entries * costs.entry_s + gather_s,
-        "after": wire_s + after_entries * costs.entry_s + scatter_s + costs.message_s,
-        "both": wire_s + staged_entries * costs.entry_s + gather_s + scatter_s + costs.message_s,
+        "direct": wire_s + runs * costs.entry_s,
+        "gather": wire_s + before_entries * costs.entry_s + gather_s,
+        "scatter": wire_s + after_entries * costs.entry_s + scatter_s + costs.message_s,
+        "gather_scatter": wire_s
+        + staged_entries * costs.entry_s
+        + gather_s
+        + scatter_s
+        + costs.message_s,
     }
 
 

@@ -27,7 +27,7 @@ _REMEMBERED_S = 1.0
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Arrangement:
+class StagingPlan:
     """A strategy for runs `order` (None: all as they are listed); runs `alone` are so long that they go by themselves.
 
     Indices, shape [some of the runs]. They are a permutation whatever the addresses, so that moved copies of the same
@@ -44,7 +44,7 @@ class _Remembered:
     # Held, so that no other array can have its id.
     lengths: Int64Array
     until_s: float
-    arrangement: Arrangement
+    arrangement: StagingPlan
 
 
 _Key = tuple[int, int, int, int, frozenset[Strategy]]
@@ -64,10 +64,10 @@ class Arrangements:
         """The costs as known now."""
         return self._wire.costs
 
-    def choose(self, runs: Runs, allowed: frozenset[Strategy]) -> Arrangement:
+    def choose(self, runs: Runs, allowed: frozenset[Strategy]) -> StagingPlan:
         """The cheapest of the strategies allowed. The planner's moved copies of one plan share a choice for a while."""
         if not len(runs):
-            return Arrangement(cheapest(self.costs, shape_of(runs), allowed), None, None)
+            return StagingPlan(cheapest(self.costs, shape_of(runs), allowed), None, None)
         source, destination = runs.source_addresses, runs.destination_addresses
         key = (
             id(runs.lengths),
@@ -95,26 +95,26 @@ class Arrangements:
         self._wire.observe(entry_count, payload_bytes, end_s - begun_s)
 
 
-def arrange(costs: TransferCosts, runs: Runs, allowed: frozenset[Strategy]) -> Arrangement:
+def arrange(costs: TransferCosts, runs: Runs, allowed: frozenset[Strategy]) -> StagingPlan:
     """Sets long runs apart where they may go by themselves, and chooses for the others. There must be some runs."""
     lengths = runs.lengths
     alone: Int64Array | None = None
     order: Int64Array | None = None
     rest = runs
-    if "in_flight" in allowed:
+    if "direct" in allowed:
         long: NDArray[np.bool_] = lengths >= least_bytes_alone(costs)
         if long.all():
-            return Arrangement("in_flight", None, None)
+            return StagingPlan("direct", None, None)
         if long.any():
             alone, order = np.flatnonzero(long), np.flatnonzero(~long)
             rest = select(runs, order)
     strategy = cheapest(costs, shape_of(rest), allowed)
-    if strategy == "in_flight":
-        return Arrangement("in_flight", None, None)
+    if strategy == "direct":
+        return StagingPlan("direct", None, None)
     inner = _staging_order(strategy, rest)
     if inner is not None:
         order = inner if order is None else order[inner]
-    return Arrangement(strategy, order, alone)
+    return StagingPlan(strategy, order, alone)
 
 
 def select(runs: Runs, which: Int64Array) -> Runs:
@@ -126,9 +126,9 @@ def select(runs: Runs, which: Int64Array) -> Runs:
 
 def _staging_order(strategy: Strategy, runs: Runs) -> Int64Array | None:
     """The order in which neighbours meet; for runs that meet on neither side, one that makes copying quick."""
-    if strategy == "both":
+    if strategy == "gather_scatter":
         return by_length(runs.lengths)
-    addresses = runs.destination_addresses if strategy == "before" else runs.source_addresses
+    addresses = runs.destination_addresses if strategy == "gather" else runs.source_addresses
     if bool((addresses[1:] >= addresses[:-1]).all()):
         return None
     return np.argsort(addresses, kind="stable")

@@ -20,7 +20,7 @@ import numpy as np
 
 from headrace_common.errors import HeadraceError, TransferFailed
 from headrace_kv.plan.copy_plan import Int64Array, Runs
-from headrace_kv.transport.base import KvTransport, Strategy, Written, ended, failed
+from headrace_kv.transport.base import KvTransport, Strategy, WriteResult, ended, failed
 from headrace_kv.transport.memory import HOST_MEMORY, Memory
 from headrace_kv.transport.packing import Bytes
 from headrace_kv.transport.ranges import MemoryRanges
@@ -29,7 +29,7 @@ from headrace_kv.transport.staging.cost_model import WireCosts
 from headrace_kv.transport.staging.scatter_client import LaneWatch, ScatterLane
 from headrace_kv.transport.staging.scatter_server import LandingLimits, ScatterAgent
 from headrace_kv.transport.staging.slots import Slots
-from headrace_kv.transport.staging.strategy import Arrangement, Arrangements, select
+from headrace_kv.transport.staging.strategy import Arrangements, StagingPlan, select
 from headrace_kv.transport.staging.write import StagedWrite
 
 _log = logging.getLogger(__name__)
@@ -109,10 +109,10 @@ class StagedTransport(KvTransport):
     def route(self, session: str) -> str:
         return self._inner.route(session)
 
-    def write(self, session: str, runs: Runs, timeout_s: float) -> Written:
+    def write(self, session: str, runs: Runs, timeout_s: float) -> WriteResult:
         return ended(self.submit(session, runs, timeout_s), timeout_s)
 
-    def submit(self, session: str, runs: Runs, timeout_s: float) -> Future[Written]:
+    def submit(self, session: str, runs: Runs, timeout_s: float) -> Future[WriteResult]:
         deadline_s = time.monotonic() + timeout_s
         if self._closed:
             return failed(TransferFailed("the transport is closed"))
@@ -154,15 +154,17 @@ class StagedTransport(KvTransport):
 
     def _choose(
         self, session: str, runs: Runs, timeout_s: float
-    ) -> tuple[Arrangement, ScatterLane | None]:
+    ) -> tuple[StagingPlan, ScatterLane | None]:
         """The cheapest way there is to this peer, and the lane that it needs."""
         agent, direct = _agent_of(session)
         if direct and not self.memory.staged and not self.memory.on_host:
-            return Arrangement("in_flight", None, None), None
-        allowed: set[Strategy] = {"before"} if direct else set()
+            return StagingPlan("direct", None, None), None
+        allowed: set[Strategy] = {"gather"} if direct else set()
         if direct and not self.memory.staged:
-            allowed.add("in_flight")
-        landing: set[Strategy] = {"both"} if self.memory.staged else {"after", "both"}
+            allowed.add("direct")
+        landing: set[Strategy] = (
+            {"gather_scatter"} if self.memory.staged else {"scatter", "gather_scatter"}
+        )
         if agent and (session in self._lanes or not self._refused(session)):
             arrangement = self._arrangements.choose(runs, frozenset(allowed | landing))
             if arrangement.strategy not in landing:
@@ -180,12 +182,12 @@ class StagedTransport(KvTransport):
         self,
         write: StagedWrite,
         session: str,
-        arrangement: Arrangement,
+        arrangement: StagingPlan,
         lane: ScatterLane | None,
         runs: Runs,
         deadline_s: float,
     ) -> None:
-        if arrangement.strategy == "in_flight":
+        if arrangement.strategy == "direct":
             self._send(write, session, runs, deadline_s, write.end)
             return
         if arrangement.alone is not None:
@@ -197,7 +199,7 @@ class StagedTransport(KvTransport):
             if lane is None:
                 self._put_before(write, session, chunk, deadline_s)
             else:
-                gathered = arrangement.strategy == "both"
+                gathered = arrangement.strategy == "gather_scatter"
                 self._put_after(write, session, chunk, deadline_s, lane, gathered)
 
     def _put_before(self, write: StagedWrite, session: str, chunk: Runs, deadline_s: float) -> None:
@@ -275,7 +277,7 @@ class StagedTransport(KvTransport):
             future = failed(TransferFailed(f"writing met a bug: {error}"))
         nbytes = entries.payload_bytes
 
-        def done(future: Future[Written]) -> None:
+        def done(future: Future[WriteResult]) -> None:
             error = future.exception()
             if error is None:
                 written = future.result()

@@ -6,7 +6,7 @@ import threading
 from concurrent.futures import Future
 
 from headrace_common.errors import HeadraceError
-from headrace_kv.transport.base import Strategy, Written
+from headrace_kv.transport.base import Strategy, WriteResult
 
 
 class StagedWrite:
@@ -16,7 +16,7 @@ class StagedWrite:
     """
 
     def __init__(self, strategy: Strategy, transport: str) -> None:
-        self.future: Future[Written] = Future()
+        self.future: Future[WriteResult] = Future()
         self._lock = threading.Lock()
         self._strategy = strategy
         self._transport = transport
@@ -34,7 +34,7 @@ class StagedWrite:
         with self._lock:
             self._parts += 1
 
-    def note(self, written: Written) -> None:
+    def note(self, written: WriteResult) -> None:
         """What the transport below was given."""
         with self._lock:
             self._transport = written.transport
@@ -51,5 +51,5 @@ class StagedWrite:
         if error is not None:
             self.future.set_exception(error)
         else:
-            written = Written(self._transport, self._strategy, self._entry_count)
+            written = WriteResult(self._transport, self._strategy, self._entry_count)
             self.future.set_result(written)

@@ -14,7 +14,7 @@ from typing import Final
 
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import DeadlineExceeded, HeadraceError, InvalidRequest, QueueFull
-from headrace_router.admission.fair_share import Answer, Claim, FairPool
+from headrace_router.admission.fair_share import CapacityRequest, FairPool, Grant
 from headrace_router.admission.tenants import DEFAULT_TENANT
 
 _RETRY_MIN_S: Final = 0.05
@@ -30,7 +30,7 @@ class AdmissionLimits:
     tenant below its share may wait for one that is above to end.
     """
 
-    max_requests: int
+    max_num_seqs: int
     max_queued_tokens: int
     wait_s: float
 
@@ -51,11 +51,11 @@ class _Gate:
 
     async def enter(self, tenant: str, amount: int, deadline: Deadline) -> None:
         granted = asyncio.Event()
-        claim = Claim(tenant, amount, granted.set)
+        claim = CapacityRequest(tenant, amount, granted.set)
         answer = self.pool.ask(claim)
-        if answer is Answer.REFUSED:
+        if answer is Grant.REFUSED:
             raise self._refusal(tenant, amount)
-        if answer is Answer.TAKEN:
+        if answer is Grant.TAKEN:
             return
         wait_s = min(self._wait_s, deadline.remaining_s())
         try:
@@ -117,7 +117,7 @@ class _Gate:
         return min(_RETRY_MAX_S, max(_RETRY_MIN_S, min(own_s, self._mean_hold_s), all_s))
 
 
-class Ticket:
+class AdmissionPermit:
     """A request that was let in."""
 
     def __init__(self, tenant: str, tokens: _Gate, deadline: Deadline) -> None:
@@ -154,14 +154,14 @@ class Admission:
 
     def __init__(self, limits: AdmissionLimits, weights: Callable[[], Mapping[str, float]]) -> None:
         self._requests = _Gate(
-            "requests", "requests", FairPool(limits.max_requests, weights), limits.wait_s
+            "requests", "requests", FairPool(limits.max_num_seqs, weights), limits.wait_s
         )
         self._tokens = _Gate(
             "tokens", "queued tokens", FairPool(limits.max_queued_tokens, weights), limits.wait_s
         )
 
     @property
-    def max_requests(self) -> int:
+    def max_num_seqs(self) -> int:
         """Most requests that are let in."""
         return self._requests.pool.capacity
 
@@ -185,22 +185,22 @@ class Admission:
         """Prompt tokens of requests whose first token has not come."""
         return self._tokens.pool.used
 
-    async def enter(self, tenant: str, deadline: Deadline) -> Ticket:
+    async def enter(self, tenant: str, deadline: Deadline) -> AdmissionPermit:
         """Lets a request in, at the latest after the time that may be waited. `leave` must follow.
 
         Raises QueueFull with an estimate of when to come again, or DeadlineExceeded.
         """
         self._tokens.refuse_when_full(tenant)
         await self._requests.enter(tenant, 1, deadline)
-        return Ticket(tenant, self._tokens, deadline)
+        return AdmissionPermit(tenant, self._tokens, deadline)
 
-    def leave(self, ticket: Ticket, held_s: float) -> None:
+    def leave(self, ticket: AdmissionPermit, held_s: float) -> None:
         """The request has ended after `held_s`."""
         ticket.first_token()
         self._requests.leave(ticket.tenant, 1, held_s)
 
     @contextmanager
-    def holding(self, ticket: Ticket) -> Iterator[Ticket]:
+    def holding(self, ticket: AdmissionPermit) -> Iterator[AdmissionPermit]:
         """Holds a ticket until the block ends."""
         entered_s = time.monotonic()
         try:

@@ -19,7 +19,7 @@ _WEIGHT_DEFAULT: Final = 1.0
 _ROUNDING: Final = 1e-9
 
 
-class Answer(Enum):
+class Grant(Enum):
     """What a tenant that asks is told."""
 
     TAKEN = "taken"
@@ -28,7 +28,7 @@ class Answer(Enum):
 
 
 @dataclass(eq=False, slots=True)
-class Claim:
+class CapacityRequest:
     """What one request asks for. `on_granted` is called when it got it after having waited."""
 
     tenant: str
@@ -40,7 +40,7 @@ class Claim:
 class _Tenant:
     used: int = 0
     waiting: int = 0
-    claims: OrderedDict[Claim, None] = field(default_factory=OrderedDict)
+    claims: OrderedDict[CapacityRequest, None] = field(default_factory=OrderedDict)
 
 
 class FairPool:
@@ -65,22 +65,22 @@ class FairPool:
         total = sum(_weight(weights, name) for name in self._tenants.keys() | {tenant})
         return self.capacity * _weight(weights, tenant) / total
 
-    def ask(self, claim: Claim) -> Answer:
+    def ask(self, claim: CapacityRequest) -> Grant:
         """Takes what is asked for, lets the claim wait, or refuses it. More than the capacity is always refused."""
         if claim.amount > self.capacity:
-            return Answer.REFUSED
+            return Grant.REFUSED
         if self.used + claim.amount <= self.capacity and not self.waiting:
             self._take(claim)
-            return Answer.TAKEN
+            return Grant.TAKEN
         entry = self._tenants.get(claim.tenant)
         wanted = entry.used + entry.waiting if entry is not None else 0
         if wanted and wanted + claim.amount > self.share(claim.tenant) + _ROUNDING:
-            return Answer.REFUSED
+            return Grant.REFUSED
         entry = self._tenants.setdefault(claim.tenant, _Tenant())
         entry.claims[claim] = None
         self.waiting += 1
         entry.waiting += claim.amount
-        return Answer.WAITING
+        return Grant.WAITING
 
     def give_back(self, tenant: str, amount: int) -> None:
         """Returns what was taken; claims that wait get it."""
@@ -90,7 +90,7 @@ class FairPool:
         self._forget_if_idle(tenant)
         self._grant()
 
-    def withdraw(self, claim: Claim) -> bool:
+    def withdraw(self, claim: CapacityRequest) -> bool:
         """A claim waits no more; False when it does not wait, because it was granted."""
         entry = self._tenants.get(claim.tenant)
         if entry is None or claim not in entry.claims:
@@ -126,11 +126,11 @@ class FairPool:
         first = next(iter(entry.claims))
         return True, (entry.used + first.amount) / _weight(weights, name)
 
-    def _take(self, claim: Claim) -> None:
+    def _take(self, claim: CapacityRequest) -> None:
         self._tenants.setdefault(claim.tenant, _Tenant()).used += claim.amount
         self.used += claim.amount
 
-    def _drop(self, entry: _Tenant, claim: Claim) -> None:
+    def _drop(self, entry: _Tenant, claim: CapacityRequest) -> None:
         del entry.claims[claim]
         self.waiting -= 1
         entry.waiting -= claim.amount

@@ -42,7 +42,7 @@ from headrace_router.dispatch.first_token import BY_DECODE, BY_PREFILL, FROM_LOG
 from headrace_router.placement import Decision
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.task import QueuedTask, TaskTerms
-from headrace_router.request.request import Job
+from headrace_router.request.request import RoutedRequest
 from headrace_router.request.validation import PreparedRequest
 
 _LOG = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class Attempt:
 
     def __init__(
         self,
-        job: Job,
+        job: RoutedRequest,
         decision: Decision,
         *,
         number: int,

@@ -23,7 +23,7 @@ from headrace_kv.layout.compatibility import fingerprint
 from headrace_kv.layout.layout import WorkerRef
 from headrace_router.dispatch.attempt import Attempt, AttemptOutcome
 from headrace_router.dispatch.first_token import BY_DECODE, MAKER_NAMES, first_token_maker
-from headrace_router.dispatch.retry_policy import Blame
+from headrace_router.dispatch.retry_policy import RetryState
 from headrace_router.placement import (
     Candidates,
     Decision,
@@ -33,9 +33,9 @@ from headrace_router.placement import (
 )
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.task import TaskTerms
-from headrace_router.request.request import Job
+from headrace_router.request.request import RoutedRequest
 from headrace_router.request.validation import PreparedRequest
-from headrace_router.workers.directory import Promise, WorkerView
+from headrace_router.workers.directory import Promise, WorkerDirectory
 from headrace_router.workers.table import LoadTable, Numbers, Worker
 
 _LOG = logging.getLogger(__name__)
@@ -67,13 +67,13 @@ class PolicySource(Protocol):
         ...
 
 
-class Generator:
+class RequestDispatcher:
     """Runs requests to their end. Holds no state of any one request."""
 
     def __init__(
         self,
         *,
-        view: WorkerView,
+        view: WorkerDirectory,
         queue: PrefillQueue,
         placement: Placement,
         prefixes: PrefixSource,
@@ -96,12 +96,12 @@ class Generator:
         self._retry_budget = retry_budget
         self._telemetry = telemetry
 
-    async def run(self, job: Job) -> None:
+    async def run(self, job: RoutedRequest) -> None:
         """Fills and finishes the job's answer, from where it is.
 
         Raises the last attempt's error when no other attempt may be made.
         """
-        blame = Blame(self._budget, self._migration_wait_s)
+        blame = RetryState(self._budget, self._migration_wait_s)
         attempt: Attempt | None = None
         number = 0
         while not (reason := job.answer.ended_by):
@@ -139,12 +139,12 @@ class Generator:
 
     def _attempt(
         self,
-        job: Job,
+        job: RoutedRequest,
         decision: Decision,
         promise: Promise,
         number: int,
         token_ids: Sequence[int],
-        blame: Blame,
+        blame: RetryState,
     ) -> Attempt:
         return Attempt(
             job,
@@ -166,10 +166,12 @@ class Generator:
             telemetry=self._telemetry,
         )
 
-    def _judge(self, job: Job, error: HeadraceError, attempt: Attempt, blame: Blame) -> None:
+    def _judge(
+        self, job: RoutedRequest, error: HeadraceError, attempt: Attempt, blame: RetryState
+    ) -> None:
         """Returns when another attempt may be made, or none is needed. Raises `error` when none may be."""
         if isinstance(error, WorkerGone) and "grpc_code" in error.metadata:
-            self._view.doubt(attempt.decode_worker)
+            self._view.mark_unreachable(attempt.decode_worker)
         retryable = blame.note(
             error,
             attempt,
@@ -183,7 +185,7 @@ class Generator:
         if job.answer.generated:
             self._on_migration(error.reason)
 
-    async def _before_an_attempt(self, job: Job, blame: Blame, number: int) -> None:
+    async def _before_an_attempt(self, job: RoutedRequest, blame: RetryState, number: int) -> None:
         """Waits for a decode worker that answers, rather than spend attempts on dead ones; longer for a begun answer.
 
         Whoever answers when it returns still does in `_route`, unless something is awaited in between.
@@ -220,7 +222,7 @@ class Generator:
         workers = self._view.table(request.model).workers
         suspect = {worker.ref for worker in workers if worker.ref.worker_id in avoid}
         token_ids = request.token_ids + request.generated
-        blame = Blame(self._budget, self._migration_wait_s, suspect=suspect)
+        blame = RetryState(self._budget, self._migration_wait_s, suspect=suspect)
         return self._route(request, token_ids, root, deadline, blame, local_only=False)
 
     def task_terms(
@@ -251,7 +253,7 @@ class Generator:
         token_ids: Sequence[int],
         root: Span,
         deadline: Deadline,
-        blame: Blame,
+        blame: RetryState,
         local_only: bool,
     ) -> Decision:
         start_unix_ns = time.time_ns()
@@ -299,7 +301,7 @@ class Generator:
 
     def _finish(
         self,
-        job: Job,
+        job: RoutedRequest,
         attempt: Attempt | None,
         outcome: AttemptOutcome,
         number: int,

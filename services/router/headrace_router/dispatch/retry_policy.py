@@ -34,7 +34,7 @@ _REFUSALS = (DecodeFull, Draining, StaleIncarnation)
 
 
 @dataclass(slots=True)
-class Blame:
+class RetryState:
     """Who failed so far.
 
     Nobody in `failed` is asked again, and nobody in `suspect` while there is another. `attempts_left` are those after

@@ -28,14 +28,14 @@ from headrace_common.identity import new_transfer_id
 from headrace_common.rpc.tickets import TicketSigner, check_ticket, decode_request_of
 from headrace_kv.layout.layout import WorkerRef
 from headrace_router.dispatch.attempt import decode_request
-from headrace_router.dispatch.dispatcher import Generator
+from headrace_router.dispatch.dispatcher import RequestDispatcher
 from headrace_router.dispatch.first_token import BY_DECODE
-from headrace_router.lookaside.tracking import DirectAnswers
+from headrace_router.lookaside.tracking import DirectRequestTracker
 from headrace_router.placement import CandidateCost, Decision
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.request.response_stream import ended_by
 from headrace_router.request.validation import PreparedRequest
-from headrace_router.workers.directory import Promise, WorkerView
+from headrace_router.workers.directory import Promise, WorkerDirectory
 from headrace_router.workers.table import Worker
 
 _SEEN_MAX: Final = 65_536
@@ -53,13 +53,13 @@ class LookAside:
     def __init__(
         self,
         *,
-        view: WorkerView,
+        view: WorkerDirectory,
         queue: PrefillQueue,
-        generator: Generator,
+        generator: RequestDispatcher,
         signer: TicketSigner,
         allowed: bool,
         late_s: float,
-        direct: DirectAnswers,
+        direct: DirectRequestTracker,
     ) -> None:
         self._view = view
         self._queue = queue

@@ -19,8 +19,8 @@ from headrace_common.rpc.trace_context import context_from_traceparent
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.setup import Telemetry
 from headrace_kv.layout.layout import WorkerRef
-from headrace_router.admission.admission import Ticket
-from headrace_router.workers.directory import WorkerView
+from headrace_router.admission.admission import AdmissionPermit
+from headrace_router.workers.directory import WorkerDirectory
 
 _SWEEP_S: Final = 1.0
 _STEPS: Final = (schema.SPAN_DECODE, schema.SPAN_DECODE_GENERATE)
@@ -31,18 +31,18 @@ class _Held:
     trace_id: bytes
     ref: WorkerRef
     traceparent: str
-    ticket: Ticket
+    ticket: AdmissionPermit
     release: Callable[[], None]
     arrival_unix_ns: int
     expire_monotonic_s: float
     end_monotonic_s: float
 
 
-class DirectAnswers:
+class DirectRequestTracker:
     """One event loop owns it. `ttl_s` is a ticket's life, `longest_s` that of a request that set no deadline."""
 
     def __init__(
-        self, view: WorkerView, telemetry: Telemetry, *, ttl_s: float, longest_s: float
+        self, view: WorkerDirectory, telemetry: Telemetry, *, ttl_s: float, longest_s: float
     ) -> None:
         self._view = view
         self._telemetry = telemetry
@@ -59,7 +59,7 @@ class DirectAnswers:
         self,
         direct: inference_pb2.DirectRequest,
         ref: WorkerRef,
-        ticket: Ticket,
+        ticket: AdmissionPermit,
         release: Callable[[], None],
         arrival_unix_ns: int,
     ) -> None:
@@ -75,7 +75,7 @@ class DirectAnswers:
         if self._sweeping is None:
             self._sweeping = asyncio.get_running_loop().call_later(_SWEEP_S, self._sweep)
 
-    def ticket(self, transfer_id: str) -> Ticket | None:
+    def ticket(self, transfer_id: str) -> AdmissionPermit | None:
         """What lets a request in whose prompt is handed back; None when it does not count here any more."""
         held = self._held.get(transfer_id)
         return None if held is None else held.ticket
@@ -120,7 +120,9 @@ class DirectAnswers:
             elif now_s >= held.expire_monotonic_s:
                 expired.setdefault(held.ref, []).append(transfer_id)
         for ref, transfer_ids in expired.items():
-            for transfer_id in transfer_ids[: len(transfer_ids) - self._view.unplaced(ref)]:
+            for transfer_id in transfer_ids[
+                : len(transfer_ids) - self._view.external_request_count(ref)
+            ]:
                 self._release(transfer_id)
         loop = asyncio.get_running_loop()
         self._sweeping = loop.call_later(_SWEEP_S, self._sweep) if self._held else None

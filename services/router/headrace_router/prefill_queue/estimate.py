@@ -22,7 +22,7 @@ class QueueEstimate:
     wait_s: float
 
 
-class Pace:
+class ThroughputEstimator:
     """Tokens that a task on a worker gets done per second, recent tasks counting for more."""
 
     def __init__(self) -> None:

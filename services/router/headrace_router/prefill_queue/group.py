@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from typing import Final
 
 from headrace_kv.layout.layout import KvLayout, WorkerRef
-from headrace_router.prefill_queue.estimate import Pace
-from headrace_router.prefill_queue.sorted_map import Ordered
-from headrace_router.prefill_queue.task import Puller, QueuedTask
+from headrace_router.prefill_queue.estimate import ThroughputEstimator
+from headrace_router.prefill_queue.sorted_map import SortedMap
+from headrace_router.prefill_queue.task import PrefillWorkerStream, QueuedTask
 
 # Waiting for a worker pays when it saves at least this part of the prompt.
 _WORTHY_SHARE: Final = 0.25
@@ -27,11 +27,11 @@ class QueueGroup:
     def __init__(self, layout: KvLayout, prefix_wait_s: float) -> None:
         self.layout = layout
         """The fingerprint that the group's workers share."""
-        self.pullers: dict[WorkerRef, Puller] = {}
+        self.pullers: dict[WorkerRef, PrefillWorkerStream] = {}
         """Those that take tasks."""
         self.streams = 0
         """All whose stream lasts."""
-        self.pace = Pace()
+        self.pace = ThroughputEstimator()
         self.queued_tokens = 0
         self.running_tasks = 0
         self.promised_tasks = 0
@@ -39,10 +39,10 @@ class QueueGroup:
         self._room_tasks = 0
         self._prefix_wait_s = prefix_wait_s
         self._waiting: OrderedDict[int, QueuedTask] = OrderedDict()
-        self._lanes: dict[frozenset[WorkerRef], Ordered[QueuedTask]] = {}
-        self._with_room: dict[WorkerRef, Puller] = {}
-        self._by_room: Ordered[Puller] = Ordered()
-        self._hopes: Ordered[QueuedTask] = Ordered()
+        self._lanes: dict[frozenset[WorkerRef], SortedMap[QueuedTask]] = {}
+        self._with_room: dict[WorkerRef, PrefillWorkerStream] = {}
+        self._by_room: SortedMap[PrefillWorkerStream] = SortedMap()
+        self._hopes: SortedMap[QueuedTask] = SortedMap()
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
@@ -99,7 +99,7 @@ class QueueGroup:
         self._forget(queued)
         return True
 
-    def join(self, puller: Puller) -> None:
+    def join(self, puller: PrefillWorkerStream) -> None:
         """A worker begins to pull, as yet without room."""
         self.pullers[puller.ref] = puller
         self.streams += 1
@@ -108,12 +108,12 @@ class QueueGroup:
                 self._leave_lane(queued)
                 self._enter_lane(queued)
 
-    def leave(self, puller: Puller) -> tuple[QueuedTask, ...]:
+    def leave(self, puller: PrefillWorkerStream) -> tuple[QueuedTask, ...]:
         """A worker takes nothing more. The tasks that nobody else may take are taken out, and returned."""
         self.pullers.pop(puller.ref, None)
         puller.credits = 0
         self._note_room(puller)
-        for queued in tuple(puller.hoped_for):
+        for queued in tuple(puller.affinity_waiters):
             self._end_hope(queued)
             self._offer(queued)
         active = self.pullers.keys()
@@ -122,20 +122,20 @@ class QueueGroup:
             self.remove(queued)
         return stranded
 
-    def serve(self, puller: Puller) -> None:
+    def serve(self, puller: PrefillWorkerStream) -> None:
         """Gives a worker tasks for the room that it has."""
         now_s = time.monotonic()
         while puller.credits and (queued := self._next_for(puller)) is not None:
             hopes = () if queued.waits_for else self._worth_waiting_for(queued, puller, now_s)
             if hopes:
                 self._leave_lane(queued)
-                self._hope(queued, hopes, now_s)
+                self._wait_for_affinity(queued, hopes, now_s)
             else:
                 self.remove(queued)
                 self._hand(queued, puller, now_s)
         self._note_room(puller)
 
-    def drop(self, puller: Puller, transfer_id: str) -> QueuedTask | None:
+    def drop(self, puller: PrefillWorkerStream, transfer_id: str) -> QueuedTask | None:
         """A worker has ended a task; None when it has no such one."""
         queued = puller.drop(transfer_id)
         if queued is not None:
@@ -154,7 +154,7 @@ class QueueGroup:
         now_s = time.monotonic()
         hopes = self._worth_waiting_for(queued, puller, now_s) if puller is not None else ()
         if hopes:
-            self._hope(queued, hopes, now_s)
+            self._wait_for_affinity(queued, hopes, now_s)
         elif puller is None:
             self._enter_lane(queued)
         else:
@@ -162,11 +162,11 @@ class QueueGroup:
             self._hand(queued, puller, now_s)
             self._note_room(puller)
 
-    def _hand(self, queued: QueuedTask, puller: Puller, now_s: float) -> None:
+    def _hand(self, queued: QueuedTask, puller: PrefillWorkerStream, now_s: float) -> None:
         puller.hand(queued, now_s)
         self.running_tasks += 1
 
-    def _note_room(self, puller: Puller) -> None:
+    def _note_room(self, puller: PrefillWorkerStream) -> None:
         """Files a worker under the room that it has now."""
         if puller.room_key:
             self._by_room.remove(puller.room_key)
@@ -184,7 +184,7 @@ class QueueGroup:
             self._with_room[puller.ref] = puller
             self._room_tasks += puller.credits
 
-    def _best_with_room(self, queued: QueuedTask) -> Puller | None:
+    def _best_with_room(self, queued: QueuedTask) -> PrefillWorkerStream | None:
         """The worker where the fewest tokens are to be computed, counting those that it computes already."""
         best = next((puller for puller in self._by_room if puller.ref not in queued.avoid), None)
         if best is None or not queued.cached:
@@ -203,15 +203,15 @@ class QueueGroup:
         return best
 
     def _worth_waiting_for(
-        self, queued: QueuedTask, puller: Puller, now_s: float
-    ) -> tuple[Puller, ...]:
+        self, queued: QueuedTask, puller: PrefillWorkerStream, now_s: float
+    ) -> tuple[PrefillWorkerStream, ...]:
         """Workers soon to have room that hold far more of the prompt than the one that would take it now."""
         if not queued.patient or self._prefix_wait_s <= 0:
             return ()
         worthy = queued.cached_tokens(puller.ref) + max(1.0, _WORTHY_SHARE * queued.tokens)
         return tuple(
             better
-            for ref in queued.favourites
+            for ref in queued.preferred_workers
             if queued.cached_tokens(ref) >= worthy
             and ref not in queued.avoid
             and (better := self.pullers.get(ref)) is not None
@@ -219,19 +219,21 @@ class QueueGroup:
             and better.has_room_within(self._prefix_wait_s, self.pace.task_duration_s, now_s)
         )
 
-    def _hope(self, queued: QueuedTask, pullers: tuple[Puller, ...], now_s: float) -> None:
+    def _wait_for_affinity(
+        self, queued: QueuedTask, pullers: tuple[PrefillWorkerStream, ...], now_s: float
+    ) -> None:
         """Sets a task aside for the workers that it hopes for, until its patience ends."""
         queued.patient = False
         queued.waits_for = pullers
         queued.wait_key = (now_s + self._prefix_wait_s, float(queued.number))
         for puller in pullers:
-            puller.hoped_for.add(queued.order, queued)
+            puller.affinity_waiters.add(queued.order, queued)
         self._hopes.add(queued.wait_key, queued)
         self._arm()
 
     def _end_hope(self, queued: QueuedTask) -> None:
         for puller in queued.waits_for:
-            puller.hoped_for.remove(queued.order)
+            puller.affinity_waiters.remove(queued.order)
         self._hopes.remove(queued.wait_key)
         queued.waits_for = ()
 
@@ -255,7 +257,7 @@ class QueueGroup:
 
     def _enter_lane(self, queued: QueuedTask) -> None:
         queued.lane = frozenset(ref for ref in queued.avoid if ref in self.pullers)
-        self._lanes.setdefault(queued.lane, Ordered()).add(queued.order, queued)
+        self._lanes.setdefault(queued.lane, SortedMap()).add(queued.order, queued)
 
     def _leave_lane(self, queued: QueuedTask) -> None:
         lane = self._lanes[queued.lane]
@@ -263,9 +265,9 @@ class QueueGroup:
         if not lane:
             del self._lanes[queued.lane]
 
-    def _next_for(self, puller: Puller) -> QueuedTask | None:
+    def _next_for(self, puller: PrefillWorkerStream) -> QueuedTask | None:
         """The most urgent task that the worker may take."""
-        best = puller.hoped_for.first if puller.hoped_for else None
+        best = puller.affinity_waiters.first if puller.affinity_waiters else None
         for avoid, lane in self._lanes.items():
             if puller.ref not in avoid and (best is None or lane.first_key < best.order):
                 best = lane.first

@@ -32,7 +32,7 @@ from headrace_kv.layout.compatibility import fingerprint
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_router.prefill_queue.estimate import QueueEstimate
 from headrace_router.prefill_queue.group import QueueGroup
-from headrace_router.prefill_queue.task import Puller, QueuedTask, TaskTerms
+from headrace_router.prefill_queue.task import PrefillWorkerStream, QueuedTask, TaskTerms
 
 _LOG = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class PrefillQueue:
         self.max_queued_tasks = max_queued_tasks
         self._prefix_wait_s = prefix_wait_s
         self._groups: dict[KvLayout, QueueGroup] = {}
-        self._pullers: dict[WorkerRef, Puller] = {}
+        self._pullers: dict[WorkerRef, PrefillWorkerStream] = {}
         self._partners: dict[KvLayout, frozenset[WorkerRef]] = {}
         self._numbers = itertools.count(1)
 
@@ -137,7 +137,7 @@ class PrefillQueue:
             puller.outbox.put_nowait(prefill_pb2.PullResponse(cancel=cancel))
         queued.end(WorkerGone("the task was given up", metadata={"transfer_id": transfer_id}))
 
-    def join(self, ref: WorkerRef, model: str, layout: KvLayout) -> Puller:
+    def join(self, ref: WorkerRef, model: str, layout: KvLayout) -> PrefillWorkerStream:
         """A worker begins to pull. Raises DuplicateTransfer when this incarnation pulls already."""
         if ref in self._pullers:
             raise DuplicateTransfer(
@@ -155,14 +155,14 @@ class PrefillQueue:
         )
         key = fingerprint(layout)
         group = self._groups.setdefault(key, QueueGroup(key, self._prefix_wait_s))
-        puller = Puller(ref, model, key, next(self._numbers), outbox)
+        puller = PrefillWorkerStream(ref, model, key, next(self._numbers), outbox)
         self._pullers[ref] = puller
         group.join(puller)
         self._note_partners(group)
         _LOG.info("prefill worker %s pulls", ref)
         return puller
 
-    def leave(self, puller: Puller) -> None:
+    def leave(self, puller: PrefillWorkerStream) -> None:
         """A worker's stream has ended.
 
         What it had not opened goes to the front, or fails like the rest when it was given back too often or nobody
@@ -183,7 +183,7 @@ class PrefillQueue:
             group.close()
             del self._groups[group.layout]
 
-    def add_credits(self, puller: Puller, task_count: int) -> None:
+    def add_credits(self, puller: PrefillWorkerStream, task_count: int) -> None:
         """A worker has room for more. Raises ProtocolViolation beyond CREDITS_MAX tasks in all."""
         if puller.credits + len(puller.tasks) + task_count > CREDITS_MAX:
             raise ProtocolViolation(
@@ -195,7 +195,7 @@ class PrefillQueue:
         puller.credits += task_count
         self._groups[puller.group_key].serve(puller)
 
-    def start(self, puller: Puller, transfer_id: str) -> None:
+    def start(self, puller: PrefillWorkerStream, transfer_id: str) -> None:
         """A worker is about to open a task's transfer, so that nobody else can do the task."""
         queued = puller.tasks.get(transfer_id)
         if queued is None:
@@ -203,7 +203,7 @@ class PrefillQueue:
         else:
             queued.started = True
 
-    def first_token(self, puller: Puller, first: prefill_pb2.FirstToken) -> None:
+    def first_token(self, puller: PrefillWorkerStream, first: prefill_pb2.FirstToken) -> None:
         """A worker has made a task's first token. The first one counts."""
         queued = puller.tasks.get(first.transfer_id)
         if queued is None or not queued.task.HasField("sampling"):
@@ -213,7 +213,7 @@ class PrefillQueue:
         elif not queued.first_token.done():
             queued.first_token.set_result(first)
 
-    def finish(self, puller: Puller, done: prefill_pb2.TaskDone) -> None:
+    def finish(self, puller: PrefillWorkerStream, done: prefill_pb2.TaskDone) -> None:
         """A worker has ended a task. One that nobody waits for any more is merely noted."""
         queued = puller.tasks.get(done.transfer_id)
         if queued is None:
@@ -259,7 +259,7 @@ class PrefillQueue:
         else:
             self._partners.pop(group.layout, None)
 
-    def _retire(self, puller: Puller) -> None:
+    def _retire(self, puller: PrefillWorkerStream) -> None:
         """A worker takes nothing more: tasks that only it could take fail."""
         if puller.draining:
             return
@@ -270,7 +270,7 @@ class PrefillQueue:
 
     def _give_back(
         self,
-        puller: Puller,
+        puller: PrefillWorkerStream,
         transfer_id: str,
         error: HeadraceError,
         done: prefill_pb2.TaskDone | None,

@@ -13,7 +13,7 @@ from headrace_common.errors import ProtocolViolation
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.layout.proto import layout_from_proto
 from headrace_router.prefill_queue.queue import PrefillQueue
-from headrace_router.prefill_queue.task import Puller
+from headrace_router.prefill_queue.task import PrefillWorkerStream
 
 _HELLO_TIMEOUT_S = 10.0
 
@@ -42,7 +42,7 @@ class PullService(prefill_pb2_grpc.PrefillQueueServiceServicer):
             writer.cancel()
             await asyncio.gather(writer, return_exceptions=True)
 
-    def _handle(self, puller: Puller, request: prefill_pb2.PullRequest) -> None:
+    def _handle(self, puller: PrefillWorkerStream, request: prefill_pb2.PullRequest) -> None:
         kind = request.WhichOneof("message")
         if kind == "credit":
             self._queue.add_credits(puller, request.credit.task_count)
@@ -72,6 +72,6 @@ async def _read_hello(requests: AsyncIterator[prefill_pb2.PullRequest]) -> prefi
     return first.hello
 
 
-async def _write(puller: Puller, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+async def _write(puller: PrefillWorkerStream, context: grpc.aio.ServicerContext[Any, Any]) -> None:
     while True:
         await context.write(await puller.outbox.get())

@@ -10,7 +10,7 @@ T = TypeVar("T")
 Key = tuple[float, ...]
 
 
-class Ordered(Generic[T]):
+class SortedMap(Generic[T]):
     """Unique keys, each with an item, smallest first.
 
     Two sorted lists: moving thousands of pointers costs less than a heap's stale entries, and an item's rank is known.

@@ -14,9 +14,9 @@ from headrace.prefill.v1 import prefill_pb2
 from headrace_common.errors import HeadraceError
 from headrace_common.queues import BoundedQueue
 from headrace_kv.layout.layout import KvLayout, WorkerRef
-from headrace_router.prefill_queue.sorted_map import Key, Ordered
+from headrace_router.prefill_queue.sorted_map import Key, SortedMap
 
-_FAVOURITES_MAX: Final = 8
+_PREFERRED_WORKERS_MAX: Final = 8
 _AT_FRONT: Final = 0
 _IN_TURN: Final = 1
 
@@ -86,19 +86,19 @@ class QueuedTask:
         """Of a task with `sampling`: settled before `outcome`, unless that is an error."""
         self.patient = bool(terms.cached)
         """Whether it may still wait for a worker that has its prefix."""
-        self.waits_for: tuple[Puller, ...] = ()
+        self.waits_for: tuple[PrefillWorkerStream, ...] = ()
         self.wait_key: Key = ()
-        self._favourites: list[WorkerRef] | None = None
+        self._preferred_workers: list[WorkerRef] | None = None
         self._cancel = cancel
 
     @property
-    def favourites(self) -> list[WorkerRef]:
+    def preferred_workers(self) -> list[WorkerRef]:
         """The workers with most of the prompt, the best first."""
-        if self._favourites is None:
-            self._favourites = heapq.nlargest(
-                _FAVOURITES_MAX, self.cached, key=self.cached.__getitem__
+        if self._preferred_workers is None:
+            self._preferred_workers = heapq.nlargest(
+                _PREFERRED_WORKERS_MAX, self.cached, key=self.cached.__getitem__
             )
-        return self._favourites
+        return self._preferred_workers
 
     def cached_tokens(self, ref: WorkerRef) -> int:
         """Prompt tokens that a worker need not compute."""
@@ -123,7 +123,7 @@ class QueuedTask:
 
 
 @dataclass(slots=True, eq=False)
-class Puller:
+class PrefillWorkerStream:
     """A prefill worker's stream: the room it has left and the tasks it works on."""
 
     ref: WorkerRef
@@ -137,7 +137,7 @@ class Puller:
     draining: bool = False
     tasks: dict[str, QueuedTask] = field(default_factory=dict)
     """Oldest first."""
-    hoped_for: Ordered[QueuedTask] = field(default_factory=Ordered)
+    affinity_waiters: SortedMap[QueuedTask] = field(default_factory=SortedMap)
     """Tasks that wait for this very worker."""
     room_key: Key = ()
 
@@ -161,6 +161,6 @@ class Puller:
 
     def has_room_within(self, wait_s: float, task_duration_s: float, now_s: float) -> bool:
         """Whether it is likely to have room for one more than hope for it already, by the age of what it works on."""
-        rank = len(self.hoped_for)
+        rank = len(self.affinity_waiters)
         oldest = next(itertools.islice(self.tasks.values(), rank, None), None)
         return oldest is not None and oldest.pulled_s + task_duration_s <= now_s + wait_s

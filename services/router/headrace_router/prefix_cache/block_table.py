@@ -13,7 +13,12 @@ from itertools import repeat
 from typing import Final
 
 from headrace_kv.prefix.hashing import PromptHashes
-from headrace_router.prefix_cache.lookup import Depths, depths_of_hashes, depths_of_prompt, walked
+from headrace_router.prefix_cache.lookup import (
+    Depths,
+    depths_of_hashes,
+    depths_of_prompt,
+    linear_lookup,
+)
 
 # What one hash takes as a key: an integer of three digits, rounded up to the allocator's step.
 _KEY_BYTES: Final = 48
@@ -93,7 +98,7 @@ class PrefixTable:
             if found is not None:
                 return found
         self.hole_count += 1
-        return walked(mask_of, hashes, first)
+        return linear_lookup(mask_of, hashes, first)
 
     def find_prompt(self, prompt: PromptHashes, among: int) -> Depths:
         """The same of a prompt, hashing little more of it than the answer needs."""
@@ -113,7 +118,7 @@ class PrefixTable:
             if mask_of(prompt[probe % reach], 0) & end == end:
                 return found
         self.hole_count += 1
-        return walked(mask_of, prompt.first(reach), first)
+        return linear_lookup(mask_of, prompt.first(reach), first)
 
     def start_sweep(self) -> None:
         """Every block that is there now is to be looked at by `sweep`."""

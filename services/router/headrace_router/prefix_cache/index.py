@@ -21,7 +21,7 @@ from headrace_kv.prefix.hashing import PromptHashes
 from headrace_router.prefix_cache.block_table import PrefixTable
 from headrace_router.prefix_cache.lookup import Depths
 from headrace_router.prefix_cache.worker_bits import SlotPool
-from headrace_router.prefix_cache.worker_state import Feed, Filling, Holding
+from headrace_router.prefix_cache.worker_state import SnapshotBuffer, TierDigest, WorkerCacheState
 
 BLOCKS_MAX: Final = 16_000_000
 SLOTS_MAX: Final = 4_096
@@ -55,12 +55,12 @@ class PrefixIndex:
         self._tables = [PrefixTable(blocks_max) for _ in range(max(Tier) + 1)]
         self._blocks_max = blocks_max
         self._slots = SlotPool(slots_max)
-        self._feeds: dict[WorkerRef, Feed] = {}
+        self._feeds: dict[WorkerRef, WorkerCacheState] = {}
         # Bits that lookups may report.
         self._live = 0
         # Retired bits that the pass under way clears.
         self._sweeping = 0
-        self._handlers: dict[str, Callable[[Feed, KvEvent], ApplyResult]] = {
+        self._handlers: dict[str, Callable[[WorkerCacheState, KvEvent], ApplyResult]] = {
             "stored": self._store,
             "removed": self._remove,
             "snapshot": self._fill,
@@ -86,7 +86,7 @@ class PrefixIndex:
         """The worker's slot. It gets no credit before its first snapshot is whole."""
         if ref in self._feeds:
             raise InternalError(f"{ref} is in the prefix index already")
-        feed = Feed(ref, Filling(self._take_slot(ref), 0))
+        feed = WorkerCacheState(ref, SnapshotBuffer(self._take_slot(ref), 0))
         self._feeds[ref] = feed
         self.generation += 1
         return feed.current.slot
@@ -171,7 +171,7 @@ class PrefixIndex:
             self._sweeping = 0
         return bool(self._slots.retired)
 
-    def _store(self, feed: Feed, event: KvEvent) -> ApplyResult:
+    def _store(self, feed: WorkerCacheState, event: KvEvent) -> ApplyResult:
         current = feed.current
         verdict = self._in_order(feed, event)
         if verdict is not None:
@@ -184,7 +184,7 @@ class PrefixIndex:
         self._add(current, holding, event)
         return self._count_checked(feed, holding, event)
 
-    def _remove(self, feed: Feed, event: KvEvent) -> ApplyResult:
+    def _remove(self, feed: WorkerCacheState, event: KvEvent) -> ApplyResult:
         current = feed.current
         verdict = self._in_order(feed, event)
         if verdict is not None:
@@ -195,24 +195,24 @@ class PrefixIndex:
         holding.changed(event.packed, -dropped)
         return self._count_checked(feed, holding, event)
 
-    def _clear(self, feed: Feed, event: KvEvent) -> ApplyResult:
+    def _clear(self, feed: WorkerCacheState, event: KvEvent) -> ApplyResult:
         if event.sequence <= feed.current.sequence:
             return ApplyResult.IGNORED
         # Whatever was lost before it, an empty set is an empty set.
         if feed.next is not None:
             self._retire(feed.next)
-        feed.next = Filling(self._take_slot(feed.ref), event.sequence)
+        feed.next = SnapshotBuffer(self._take_slot(feed.ref), event.sequence)
         self._replace(feed, feed.next)
         return ApplyResult.APPLIED
 
-    def _fill(self, feed: Feed, event: KvEvent) -> ApplyResult:
+    def _fill(self, feed: WorkerCacheState, event: KvEvent) -> ApplyResult:
         if event.sequence < feed.current.sequence:
             return ApplyResult.IGNORED
         filling = feed.next
         if filling is None or filling.sequence != event.sequence:
             if filling is not None:
                 self._retire(filling)
-            filling = feed.next = Filling(self._take_slot(feed.ref), event.sequence)
+            filling = feed.next = SnapshotBuffer(self._take_slot(feed.ref), event.sequence)
         filling.expected[event.tier] = event
         self._add(filling, filling.holding(event.tier), event)
         if not event.last:
@@ -222,7 +222,7 @@ class PrefixIndex:
         self._replace(feed, filling)
         return ApplyResult.APPLIED
 
-    def _check(self, feed: Feed, event: KvEvent) -> ApplyResult:
+    def _check(self, feed: WorkerCacheState, event: KvEvent) -> ApplyResult:
         current = feed.current
         if event.sequence < current.sequence:
             return ApplyResult.IGNORED
@@ -239,7 +239,7 @@ class PrefixIndex:
         self._live |= current.bit
         return ApplyResult.APPLIED
 
-    def _in_order(self, feed: Feed, event: KvEvent) -> ApplyResult | None:
+    def _in_order(self, feed: WorkerCacheState, event: KvEvent) -> ApplyResult | None:
         """None when the event is the next one."""
         if event.sequence <= feed.current.sequence:
             return ApplyResult.IGNORED
@@ -247,7 +247,7 @@ class PrefixIndex:
             return self._needs_resync()
         return None
 
-    def _add(self, filling: Filling, holding: Holding, event: KvEvent) -> None:
+    def _add(self, filling: SnapshotBuffer, holding: TierDigest, event: KvEvent) -> None:
         """Once something did not fit, nothing more is added: what is there stays prefix-closed."""
         if filling.truncated:
             self.refused_count += len(event.packed) >> 3
@@ -260,13 +260,15 @@ class PrefixIndex:
         if added:
             holding.changed(event.packed, added)
 
-    def _count_checked(self, feed: Feed, holding: Holding, event: KvEvent) -> ApplyResult:
+    def _count_checked(
+        self, feed: WorkerCacheState, holding: TierDigest, event: KvEvent
+    ) -> ApplyResult:
         """The cheap half of the digest; heartbeats check the other."""
         if holding.count != event.block_count and not feed.current.truncated:
             return self._differs(feed)
         return ApplyResult.APPLIED
 
-    def _differs(self, feed: Feed) -> ApplyResult:
+    def _differs(self, feed: WorkerCacheState) -> ApplyResult:
         feed.broken = True
         self._live &= ~feed.current.bit
         return self._needs_resync()
@@ -275,13 +277,13 @@ class PrefixIndex:
         self.resync_count += 1
         return ApplyResult.NEEDS_RESYNC
 
-    def _replace(self, feed: Feed, filling: Filling) -> None:
+    def _replace(self, feed: WorkerCacheState, filling: SnapshotBuffer) -> None:
         self._retire(feed.current)
         feed.current, feed.next, feed.broken = filling, None, False
         filling.expected.clear()
         self._live |= filling.bit
 
-    def _retire(self, filling: Filling) -> None:
+    def _retire(self, filling: SnapshotBuffer) -> None:
         self.generation += 1
         self.change_count += 1
         self._live &= ~filling.bit

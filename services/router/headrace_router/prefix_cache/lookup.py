@@ -12,7 +12,7 @@ from itertools import compress, count, repeat
 from operator import and_, itemgetter, ne, xor
 from typing import Final
 
-from headrace_kv.prefix.hashing import STATION_BLOCKS, PromptHashes
+from headrace_kv.prefix.hashing import CHECKPOINT_BLOCKS, PromptHashes
 
 Depths = list[tuple[int, int]]
 """(blocks, mask): workers of `mask` hold exactly the first `blocks` blocks. No depth and no worker comes twice."""
@@ -45,7 +45,7 @@ def depths_of_hashes(
         depths = [(position, before ^ after) for position, before, after in changes]
         return _checked(depths, first, len(hashes), end)
     among = _needed_filter(known, first)
-    marks = [*hashes[STATION_BLOCKS - 1 : -1 : STATION_BLOCKS], hashes[-1]]
+    marks = [*hashes[CHECKPOINT_BLOCKS - 1 : -1 : CHECKPOINT_BLOCKS], hashes[-1]]
     stretches = _changes(mask_of, among, marks, first)
     if (first ^ end).bit_count() > _DENSE_HOLDERS * len(stretches):
         masks = _masks(mask_of, among, hashes)
@@ -67,7 +67,7 @@ def depths_of_prompt(
 ) -> tuple[Depths | None, int]:
     """The same, hashing no further than any holder's blocks reach (and up to as far again); also how far that is."""
     marks = _reached(mask_of, prompt, first)
-    block_count = len(marks) * STATION_BLOCKS
+    block_count = len(marks) * CHECKPOINT_BLOCKS
     end = mask_of(marks[-1], 0) & first if marks else first
     if end and block_count < prompt.block_count:
         block_count = prompt.block_count
@@ -85,7 +85,7 @@ def depths_of_prompt(
     return _checked(depths, first, block_count, end), block_count
 
 
-def walked(mask_of: MaskOf, hashes: Sequence[int], holders: int) -> Depths:
+def linear_lookup(mask_of: MaskOf, hashes: Sequence[int], holders: int) -> Depths:
     """Block by block, from the holders of the first: what all must equal, and the way out when some set has a hole."""
     depths: Depths = []
     last = -1
@@ -105,7 +105,7 @@ def walked(mask_of: MaskOf, hashes: Sequence[int], holders: int) -> Depths:
 
 def _reached(mask_of: MaskOf, prompt: PromptHashes, holders: int) -> list[int]:
     """The stations, from the first on, of which somebody may hold some, and further ones."""
-    total = prompt.block_count // STATION_BLOCKS
+    total = prompt.block_count // CHECKPOINT_BLOCKS
     reach = min(_FIRST_REACH_STATIONS, total)
     prompt.reach(reach)
     while reach < total and mask_of(prompt.stations[reach - 1], 0) & holders:
@@ -175,9 +175,9 @@ def _settled(
     `parents` name the blocks before the stretches. Python takes no step of its own for a block.
     """
     stretches, befores, afters = map(list, zip(*changes, strict=True))
-    positions = [stretch * STATION_BLOCKS for stretch in stretches]
+    positions = [stretch * CHECKPOINT_BLOCKS for stretch in stretches]
     depths: Depths = []
-    for _ in range(STATION_BLOCKS - 1):
+    for _ in range(CHECKPOINT_BLOCKS - 1):
         blocks = following(positions, parents)
         known = _masks(mask_of, among, blocks)
         lost = list(map(xor, befores, known))

@@ -65,7 +65,7 @@ class _Rows:
     rows: NDArray[np.intp]
 
 
-class PrefixIndexes:
+class PrefixCacheDirectory:
     """Follows all workers into one index for each model and block size. One event loop owns it.
 
     `prefix_hash_key` returns the deployment's, 0 while it is not known, which leaves everybody without credit. Blocks
@@ -87,7 +87,7 @@ class PrefixIndexes:
         self._silence_s = silence_s
         self._feeds: dict[_Followed, KvEventFeed] = {}
         self._faults: dict[WorkerRef, str] = {}
-        self._scopes: dict[str, dict[int, _Scope]] = {}
+        self._scopes: dict[str, dict[int, ModelIndex]] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._upkeep: asyncio.Task[None] | None = None
         self._closed = False
@@ -192,7 +192,7 @@ class PrefixIndexes:
 
     def _prompts(
         self, model: str, token_ids: TokenIds | Sequence[int]
-    ) -> Iterable[tuple[_Scope, PromptHashes]]:
+    ) -> Iterable[tuple[ModelIndex, PromptHashes]]:
         key = self._prefix_hash_key()
         scopes = self._scopes.get(model)
         if not key or not scopes:
@@ -211,10 +211,10 @@ class PrefixIndexes:
             reached = deeper
         return total
 
-    def _scope(self, model: str, block_tokens: int) -> _Scope:
+    def _scope(self, model: str, block_tokens: int) -> ModelIndex:
         scopes = self._scopes.setdefault(model, {})
         if block_tokens not in scopes:
-            scopes[block_tokens] = _Scope(model, block_tokens)
+            scopes[block_tokens] = ModelIndex(model, block_tokens)
         return scopes[block_tokens]
 
     def _end(self, feed: KvEventFeed) -> None:
@@ -232,7 +232,7 @@ class PrefixIndexes:
                 await scope.sweep()
 
 
-class _Scope:
+class ModelIndex:
     """One model in blocks of one size."""
 
     def __init__(self, model: str, block_tokens: int) -> None:

@@ -13,7 +13,7 @@ _PENDING_BYTES_MAX: Final = 65_536 * HASH_BYTES
 
 
 @dataclass(slots=True)
-class Holding:
+class TierDigest:
     """One tier of one worker: how many blocks carry its bit, and their digest."""
 
     count: int = 0
@@ -43,12 +43,12 @@ class Holding:
 
 
 @dataclass(slots=True)
-class Filling:
+class SnapshotBuffer:
     """A set under one slot, whole as of `sequence`."""
 
     slot: int
     sequence: int
-    holdings: dict[int, Holding] = field(default_factory=dict)
+    holdings: dict[int, TierDigest] = field(default_factory=dict)
     expected: dict[int, KvEvent] = field(default_factory=dict)
     truncated: bool = False
     bit: int = field(init=False)
@@ -57,10 +57,10 @@ class Filling:
         # One object for all blocks that nobody else holds.
         self.bit = 1 << self.slot
 
-    def holding(self, tier: int) -> Holding:
+    def holding(self, tier: int) -> TierDigest:
         found = self.holdings.get(tier)
         if found is None:
-            found = self.holdings[tier] = Holding()
+            found = self.holdings[tier] = TierDigest()
         return found
 
     def complete(self) -> bool:
@@ -71,13 +71,13 @@ class Filling:
 
 
 @dataclass(slots=True)
-class Feed:
+class WorkerCacheState:
     """One worker: the set that lookups use, and the snapshot that will replace it.
 
     A `broken` feed differs from what its worker announces and waits for a snapshot.
     """
 
     ref: WorkerRef
-    current: Filling
-    next: Filling | None = None
+    current: SnapshotBuffer
+    next: SnapshotBuffer | None = None
     broken: bool = True

@@ -8,16 +8,16 @@ from opentelemetry.trace import Span
 
 from headrace_common.deadlines import Deadline
 from headrace_router.admission.tenants import DEFAULT_TENANT
-from headrace_router.request.response_stream import Answer
+from headrace_router.request.response_stream import ResponseStream
 from headrace_router.request.validation import PreparedRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class RoutedRequest:
     """One request on its way: what is asked, where the answer goes, and until when."""
 
     request: PreparedRequest
-    answer: Answer
+    answer: ResponseStream
     root: Span
     deadline: Deadline
     arrival_unix_ns: int

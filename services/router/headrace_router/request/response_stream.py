@@ -31,7 +31,7 @@ class _Pending:
     with_text: bool = False
 
 
-class Answer:
+class ResponseStream:
     """One request's answer.
 
     It is one answer whoever generates it: an attempt goes on after the tokens that others have added, and after those

@@ -55,11 +55,11 @@ def prepare(
     *,
     request_id: str,
     codecs: Mapping[str, TextCodec],
-    context_tokens: Mapping[str, int],
+    max_model_len: Mapping[str, int],
 ) -> PreparedRequest:
     """Checks and tokenizes. Takes time with the prompt's length, so it belongs on a thread.
 
-    `context_tokens` holds, by model, what the live decode workers take; a model without any falls
+    `max_model_len` holds, by model, what the live decode workers take; a model without any falls
     back on its own
     files. Raises InvalidRequest with every violation at once.
     """
@@ -77,12 +77,12 @@ def prepare(
         except InvalidRequest as error:
             violations.update(error.violations)
         else:
-            context = context_tokens.get(model) or codec.context_tokens
+            context = max_model_len.get(model) or codec.max_model_len
             violations.update(_length_violations(request, prompt_field, len(token_ids), context))
     violations.update(_vocabulary_violations(request, codec.vocabulary_size))
     if violations:
         raise InvalidRequest(violations)
-    context = context_tokens.get(model) or codec.context_tokens
+    context = max_model_len.get(model) or codec.max_model_len
     max_tokens = request.sampling.max_tokens or _room(context, len(token_ids))
     if len(request.generated.ids) > max_tokens:
         raise InvalidRequest(
@@ -192,6 +192,6 @@ def _vocabulary_violations(
     return violations
 
 
-def _room(context_tokens: int, prompt_tokens: int) -> int:
+def _room(max_model_len: int, prompt_tokens: int) -> int:
     """Tokens that the context leaves; the least there can be where nobody knows the context."""
-    return max(1, context_tokens - prompt_tokens)
+    return max(1, max_model_len - prompt_tokens)

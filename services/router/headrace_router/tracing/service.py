@@ -9,7 +9,7 @@ import grpc.aio
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 from headrace.inference.v1 import trace_pb2, trace_pb2_grpc
-from headrace_router.lookaside.tracking import DirectAnswers
+from headrace_router.lookaside.tracking import DirectRequestTracker
 from headrace_router.tracing.store import TraceStore
 
 OTLP_SERVICE_NAME = "opentelemetry.proto.collector.trace.v1.TraceService"
@@ -18,7 +18,7 @@ OTLP_SERVICE_NAME = "opentelemetry.proto.collector.trace.v1.TraceService"
 class SpanCollector(trace_service_pb2_grpc.TraceServiceServicer):
     """Takes the workers' spans."""
 
-    def __init__(self, store: TraceStore, direct: DirectAnswers) -> None:
+    def __init__(self, store: TraceStore, direct: DirectRequestTracker) -> None:
         self._store = store
         self._direct = direct
 

@@ -9,7 +9,7 @@ import time
 from headrace_common.deadlines import Deadline
 
 
-class Presence:
+class WorkerAvailability:
     """Since when nobody answers for a model, and who waits for that to end. Owned by one event loop.
 
     A router that has just started has met nobody yet, and workers that a registry has lost sight of register again

@@ -18,7 +18,7 @@ from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_common.deadlines import Deadline
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.layout.proto import layout_from_proto
-from headrace_router.workers.availability import Presence
+from headrace_router.workers.availability import WorkerAvailability
 from headrace_router.workers.table import Load, LoadTable, Worker
 
 _LOG = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ _RECONNECT_S = 0.5
 class Promise:
     """A request placed on a worker. Holds the worker's channel open until released."""
 
-    def __init__(self, tracked: _Tracked, tokens: int) -> None:
+    def __init__(self, tracked: WorkerConnection, tokens: int) -> None:
         self._tracked = tracked
         self.tokens = tokens
         self.made_monotonic_s = time.monotonic()
@@ -47,7 +47,7 @@ class Promise:
         self._tracked.close_if_unused()
 
 
-class _Tracked:
+class WorkerConnection:
     """One decode worker: its channel, its latest status and what was promised to it.
 
     `on_load` hears of every change of its load.
@@ -57,7 +57,7 @@ class _Tracked:
         self,
         worker: Worker,
         channel: grpc.aio.Channel,
-        on_load: Callable[[_Tracked], None],
+        on_load: Callable[[WorkerConnection], None],
     ) -> None:
         self.worker = worker
         self.channel = channel
@@ -88,7 +88,7 @@ class _Tracked:
             draining=status.state == worker_pb2.WatchStatusResponse.STATE_DRAINING,
         )
 
-    def unplaced(self) -> int:
+    def external_request_count(self) -> int:
         """How many requests it reports beyond those promised to it."""
         if self._status is None:
             return 0
@@ -131,7 +131,7 @@ class _Tracked:
             self._take(None)
             await asyncio.sleep(_RECONNECT_S)
 
-    def doubt(self) -> None:
+    def mark_unreachable(self) -> None:
         """A connection to it has broken: unreachable until it reports again."""
         self._take(None)
 
@@ -152,7 +152,7 @@ class _Tracked:
         await self.channel.close()
 
 
-class WorkerView:
+class WorkerDirectory:
     """The decode workers.
 
     One event loop owns it; `update` is called on every change of the registry's view.
@@ -163,9 +163,9 @@ class WorkerView:
     ) -> None:
         """`worker_wait_s`: see RouterConfig."""
         self._open_channel = open_channel
-        self._tracked: dict[WorkerRef, _Tracked] = {}
+        self._tracked: dict[WorkerRef, WorkerConnection] = {}
         self._tables: dict[str, LoadTable] = {}
-        self._presence = Presence(worker_wait_s)
+        self._presence = WorkerAvailability(worker_wait_s)
         self._loaded = False
 
     def update(self, members: Iterable[registry_pb2.Member]) -> None:
@@ -191,7 +191,7 @@ class WorkerView:
             if tracked is not None:
                 tracked.retire()
             channel = self._open_channel(worker.endpoint)
-            self._tracked[ref] = _Tracked(worker, channel, self._note_load)
+            self._tracked[ref] = WorkerConnection(worker, channel, self._note_load)
         self._make_tables()
 
     def table(self, model: str) -> LoadTable:
@@ -199,7 +199,7 @@ class WorkerView:
         return self._tables.get(model) or LoadTable(())
 
     def _make_tables(self) -> None:
-        by_model: dict[str, list[_Tracked]] = {}
+        by_model: dict[str, list[WorkerConnection]] = {}
         for tracked in self._tracked.values():
             by_model.setdefault(tracked.worker.model, []).append(tracked)
         left = self._tables.keys() - by_model.keys()
@@ -213,7 +213,7 @@ class WorkerView:
         for model in (*left, *self._tables):
             self._presence.note(model, self.table(model).answering)
 
-    def _note_load(self, tracked: _Tracked) -> None:
+    def _note_load(self, tracked: WorkerConnection) -> None:
         """Workers that left are nobody's candidates, whatever they say."""
         worker = tracked.worker
         table = self._tables.get(worker.model)
@@ -225,13 +225,13 @@ class WorkerView:
         """While no decode worker of `model` answers, and that is not so for long, waits for one; whether it did."""
         return await self._presence.wait(model, deadline)
 
-    def context_tokens(self) -> dict[str, int]:
+    def max_model_len(self) -> dict[str, int]:
         """By model, the most tokens that every live decode worker of it takes."""
         contexts: dict[str, int] = {}
         for tracked in self._tracked.values():
             worker = tracked.worker
             contexts[worker.model] = min(
-                contexts.get(worker.model, worker.context_tokens), worker.context_tokens
+                contexts.get(worker.model, worker.max_model_len), worker.max_model_len
             )
         return contexts
 
@@ -247,21 +247,21 @@ class WorkerView:
         tracked = self._tracked.get(ref)
         return None if tracked is None else tracked.worker
 
-    def unplaced(self, ref: WorkerRef) -> int:
+    def external_request_count(self, ref: WorkerRef) -> int:
         """Requests that a worker reports and that this router has not placed there; 0 for one that has left."""
         tracked = self._tracked.get(ref)
-        return 0 if tracked is None else tracked.unplaced()
+        return 0 if tracked is None else tracked.external_request_count()
 
     def distrusted(self, ref: WorkerRef) -> frozenset[WorkerRef]:
         """Prefill workers that a decode worker says it takes nothing from."""
         tracked = self._tracked.get(ref)
         return frozenset() if tracked is None else tracked.distrusted
 
-    def doubt(self, ref: WorkerRef) -> None:
+    def mark_unreachable(self, ref: WorkerRef) -> None:
         """A request's connection to the worker has broken: it comes after all others until it reports again."""
         tracked = self._tracked.get(ref)
         if tracked is not None:
-            tracked.doubt()
+            tracked.mark_unreachable()
 
     def promise(self, ref: WorkerRef, tokens: int) -> Promise | None:
         """Counts a request of `tokens` as placed on the worker; None when it has left meanwhile."""
@@ -280,7 +280,7 @@ def worker_from_member(member: registry_pb2.Member) -> Worker:
         ref=WorkerRef(member.worker_id, member.incarnation),
         endpoint=member.endpoint,
         model=member.model,
-        context_tokens=member.context_tokens,
-        max_requests=member.max_requests,
+        max_model_len=member.max_model_len,
+        max_num_seqs=member.max_num_seqs,
         layout=layout_from_proto(member.layout),
     )

@@ -22,8 +22,8 @@ class Worker:
     ref: WorkerRef
     endpoint: str
     model: str
-    context_tokens: int
-    max_requests: int
+    max_model_len: int
+    max_num_seqs: int
     layout: KvLayout
 
 
@@ -51,7 +51,7 @@ class LoadTable:
         self.workers = tuple(sorted(workers, key=lambda worker: str(worker.ref)))
         count = len(self.workers)
         self.requests: Numbers = np.zeros(count)
-        self.max_requests: Numbers = np.array([w.max_requests for w in self.workers], np.float64)
+        self.max_num_seqs: Numbers = np.array([w.max_num_seqs for w in self.workers], np.float64)
         self.held_tokens: Numbers = np.zeros(count)
         self.total_tokens: Numbers = np.zeros(count)
         self.reachable: Flags = np.zeros(count, np.bool_)

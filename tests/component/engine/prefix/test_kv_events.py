@@ -80,7 +80,7 @@ async def test_the_credit_is_what_the_engine_finds(rig: EventRig, model: str) ->
     """Over many prompts that share beginnings, on engines that have to give blocks up."""
     random = Random(2)
     for number in range(2):
-        await rig.add(f"w-{number}", model=model, block_count=40, seed=number)
+        await rig.add(f"w-{number}", model=model, num_gpu_blocks_override=40, seed=number)
     table = rig.follow()
     beginnings = [random_prompt(random, random.randrange(20, 120)) for _ in range(4)]
     known = 0
@@ -132,7 +132,7 @@ async def test_another_key_or_block_size_counts_for_nothing_and_is_said_once(
 
 async def test_prefill_and_decode_workers_know_what_was_handed_over() -> None:
     prompt = random_prompt(Random(3), 67)
-    async with pair(decode={"block_tokens": 16}) as engines:
+    async with pair(decode={"block_size": 16}) as engines:
         rig = EventRig()
         try:
             prefill_ref = WorkerRef("p-0", "0123456789abcdef")
@@ -205,7 +205,7 @@ async def test_a_worker_that_stays_silent_loses_its_credit_and_gets_it_back(
 @pytest.mark.parametrize("kind", ["stored", "removed", "snapshot"])
 async def test_a_lost_event_is_noticed_and_made_good(rig: EventRig, kind: str) -> None:
     random = Random(6)
-    worker = await rig.add("w-0", block_count=17)
+    worker = await rig.add("w-0", num_gpu_blocks_override=17)
     lost: list[str] = []
 
     async def losing(messages: Messages) -> Messages:
@@ -315,7 +315,7 @@ async def test_a_worker_that_serves_no_events_has_no_credit_and_is_left_alone(
 async def test_workers_of_several_block_sizes_are_credited_together(rig: EventRig) -> None:
     prompt = random_prompt(Random(12), 50)
     for worker_id, size in (("w-0", 8), ("w-1", 16), ("w-2", 16)):
-        worker = await rig.add(worker_id, block_tokens=size)
+        worker = await rig.add(worker_id, block_size=size)
         await worker.answer(prompt if worker_id != "w-2" else prompt[:20])
     table = rig.follow()
     await rig.until_cached(table, prompt, w_0=48, w_1=48, w_2=16)

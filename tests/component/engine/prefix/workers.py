@@ -20,7 +20,7 @@ from headrace_engine.sim.engine import SimEngine
 from headrace_engine.worker.status import WorkerStatusServicer
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.layout.proto import layout_to_proto
-from headrace_router.prefix_cache.models import PrefixIndexes
+from headrace_router.prefix_cache.models import PrefixCacheDirectory
 from headrace_router.workers.directory import worker_from_member
 from headrace_router.workers.table import LoadTable
 from tests.component.engine.sim.support import answer_of, decode_work, engine_config, no_descriptors
@@ -77,7 +77,7 @@ class CachingWorker:
     @classmethod
     async def start(cls, worker_id: str, generation: int = 1, **changes: Any) -> CachingWorker:
         ref = WorkerRef(worker_id, f"{generation:016x}")
-        settings = {"ref": ref, "block_tokens": BLOCK_TOKENS} | changes
+        settings = {"ref": ref, "block_size": BLOCK_TOKENS} | changes
         engine = SimEngine(engine_config("decode", **settings), no_descriptors)
         await engine.start()
         return await cls.serving(engine, ref)
@@ -116,9 +116,9 @@ class CachingWorker:
             role=self.role,
             endpoint=self.endpoint,
             model=MODEL,
-            context_tokens=512,
+            max_model_len=512,
             layout=layout_to_proto(self.engine.descriptor.layout),
-            max_requests=8,
+            max_num_seqs=8,
             start_unix_ns=int(self.ref.incarnation, 16),
         )
 
@@ -144,7 +144,9 @@ class EventRig:
     channels: list[grpc.aio.Channel] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.indexes = PrefixIndexes(self._open_channel, lambda: self.key, silence_s=self.silence_s)
+        self.indexes = PrefixCacheDirectory(
+            self._open_channel, lambda: self.key, silence_s=self.silence_s
+        )
 
     def _open_channel(self, endpoint: str) -> grpc.aio.Channel:
         self.channels.append(open_channel(endpoint))

@@ -22,10 +22,10 @@ MODELS = {
     "state-mla": "layers=2,heads=1,parts=nope:32/rope:8,state_layers=3,state_heads=6",
     "state-int8": "layers=2,heads=2,state_layers=2,state_parts=conv:6:int8/ssm:33:int8/scale:2",
     "all": "layers=3,heads=2,parts=k:16:int8/scale:4:float32,index_layers=2,state_layers=2",
-    "opaque": "layers=2,heads=4,parts=k:16/v:16,interior=token_inner",
-    "opaque-mla": "layers=2,heads=1,parts=nope:32/rope:8,interior=token_inner",
-    "opaque-int8": "layers=2,heads=4,parts=k:12:int8/scale:4:float32,interior=token_inner",
-    "opaque-state": "layers=2,heads=2,state_layers=1,interior=token_inner",
+    "opaque": "layers=2,heads=4,parts=k:16/v:16,block_format=token_inner",
+    "opaque-mla": "layers=2,heads=1,parts=nope:32/rope:8,block_format=token_inner",
+    "opaque-int8": "layers=2,heads=4,parts=k:12:int8/scale:4:float32,block_format=token_inner",
+    "opaque-state": "layers=2,heads=2,state_layers=1,block_format=token_inner",
 }
 
 BLOCKS_OUTER = "order=block/layer/part/head/token"

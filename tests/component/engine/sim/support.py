@@ -37,7 +37,7 @@ from headrace_kv.receive.service import HandoffServicer
 from headrace_kv.receive.state import TransferState
 from headrace_kv.receive.transfer import TransferSummary
 from headrace_kv.receive.verification import DigestChecks
-from headrace_kv.transport.base import KvTransport, Written
+from headrace_kv.transport.base import KvTransport, WriteResult
 
 DECODE_REF = WorkerRef("decode-1", "0123456789abcdef")
 GREEDY = Sampling(temperature=0.0, max_tokens=6)
@@ -51,10 +51,10 @@ def engine_config(role: Literal["prefill", "decode"], **changes: Any) -> EngineC
         "role": role,
         "ref": WorkerRef(f"{role}-1", "0123456789abcdef"),
         "transport": "in_memory",
-        "max_requests": 8,
-        "block_tokens": 8,
-        "block_count": 64,
-        "max_batched_tokens": 64,
+        "max_num_seqs": 8,
+        "block_size": 8,
+        "num_gpu_blocks_override": 64,
+        "max_num_batched_tokens": 64,
     }
     return EngineConfig(**(values | changes))
 
@@ -146,10 +146,10 @@ class Lent(KvTransport):
     def register(self, base_address: int, nbytes: int) -> None:
         self._inner.register(base_address, nbytes)
 
-    def write(self, session: str, runs: Runs, timeout_s: float) -> Written:
+    def write(self, session: str, runs: Runs, timeout_s: float) -> WriteResult:
         return self._inner.write(session, runs, timeout_s)
 
-    def submit(self, session: str, runs: Runs, timeout_s: float) -> Future[Written]:
+    def submit(self, session: str, runs: Runs, timeout_s: float) -> Future[WriteResult]:
         return self._inner.submit(session, runs, timeout_s)
 
     def route(self, session: str) -> str:

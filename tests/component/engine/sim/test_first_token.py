@@ -222,7 +222,7 @@ async def test_a_first_token_from_logits_begins_the_closed_forms_answer(length: 
 @pytest.mark.parametrize("ends", ["max_tokens", "stop", "context"])
 async def test_a_token_from_logits_that_ends_the_answer(ends: str) -> None:
     async with pair() as both:
-        length = both.decode.context_tokens - 1 if ends == "context" else 40
+        length = both.decode.max_model_len - 1 if ends == "context" else 40
         prompt = prompt_of(length)
         first = both.decode.model.expected_tokens(prompt, 1)
         sampling = {

@@ -49,7 +49,7 @@ async def check_pairing(heads: int, prefill_tp: int, decode_tp: int, **both_side
         prefill={"tensor_parallel_size": prefill_tp},
         decode={"tensor_parallel_size": decode_tp},
         model=f"sim:layers={LAYERS},heads={heads},context=512",
-        max_batched_tokens=16,
+        max_num_batched_tokens=16,
         **both_sides,
     ) as both:
         handed = await both.generate(PROMPT)
@@ -89,7 +89,7 @@ async def test_seeded_sampling_survives_the_handover() -> None:
 
 async def test_layers_are_acknowledged_while_later_chunks_are_still_to_come() -> None:
     model = f"sim:layers={LAYERS},context=512,prefill_s_per_token=0.004"
-    async with pair(model=model, max_batched_tokens=16) as both:
+    async with pair(model=model, max_num_batched_tokens=16) as both:
         handed = await both.generate(PROMPT)
         assert handed.tokens == both.decode.model.expected_tokens(PROMPT, 6)
         assert handed.outcome is not None
@@ -125,10 +125,10 @@ async def test_only_missing_blocks_are_transferred_for_a_shared_prefix() -> None
 async def test_block_sizes_may_differ(prefill_tokens: int, decode_tokens: int) -> None:
     """The shared prefix that decode keeps ends inside a block of prefill's."""
     async with pair(
-        prefill={"block_tokens": prefill_tokens, "tensor_parallel_size": 2},
-        decode={"block_tokens": decode_tokens},
+        prefill={"block_size": prefill_tokens, "tensor_parallel_size": 2},
+        decode={"block_size": decode_tokens},
         model=f"sim:layers={LAYERS},heads=2,context=480",
-        max_batched_tokens=32,
+        max_num_batched_tokens=32,
     ) as both:
         await both.generate(PROMPT)
         other = [*PROMPT[:30], *range(500, 530)]
@@ -138,7 +138,9 @@ async def test_block_sizes_may_differ(prefill_tokens: int, decode_tokens: int) -
 
 
 async def test_prefixes_cached_on_the_prefill_side_are_sent_at_once() -> None:
-    async with pair(model=f"sim:layers={LAYERS},context=512", decode={"block_count": 7}) as both:
+    async with pair(
+        model=f"sim:layers={LAYERS},context=512", decode={"num_gpu_blocks_override": 7}
+    ) as both:
         await both.generate(PROMPT)
         await both.generate(list(range(50)), transfer_id="x2")
         again = await both.generate(PROMPT, transfer_id="x3")
@@ -149,7 +151,7 @@ async def test_prefixes_cached_on_the_prefill_side_are_sent_at_once() -> None:
 
 
 async def test_a_prompt_that_is_wholly_cached_on_the_prefill_side_is_not_computed() -> None:
-    async with pair(decode={"block_count": 7}) as both:
+    async with pair(decode={"num_gpu_blocks_override": 7}) as both:
         prompt = PROMPT[:41]
         await both.generate(prompt)
         await both.generate(list(range(50)), transfer_id="x2")
@@ -175,7 +177,10 @@ async def test_a_corrupt_byte_changes_the_answer(layer: int) -> None:
 
 async def test_many_requests_at_once() -> None:
     async with pair(
-        prefill={"tensor_parallel_size": 2}, block_count=40, max_batched_tokens=32, max_requests=4
+        prefill={"tensor_parallel_size": 2},
+        num_gpu_blocks_override=40,
+        max_num_batched_tokens=32,
+        max_num_seqs=4,
     ) as both:
         prompts = [[number, *range(20 + 3 * number)] for number in range(12)]
         handed = await asyncio.gather(
@@ -218,7 +223,9 @@ SLOW = f"sim:layers={LAYERS},context=512,prefill_s_per_token=0.004"
 
 @pytest.mark.parametrize("wait_s", [0.0, 0.01, 0.05, 0.12])
 async def test_a_cancelled_prefill_is_quiet_and_gives_its_blocks_back(wait_s: float) -> None:
-    async with pair(model=SLOW, prefill={"tensor_parallel_size": 2}, max_batched_tokens=16) as both:
+    async with pair(
+        model=SLOW, prefill={"tensor_parallel_size": 2}, max_num_batched_tokens=16
+    ) as both:
         prefill, waiting = await start_prefill(both)
         await asyncio.sleep(wait_s)
         prefill.cancel()
@@ -231,7 +238,7 @@ async def test_a_cancelled_prefill_is_quiet_and_gives_its_blocks_back(wait_s: fl
 
 
 async def test_decode_can_end_a_prefill() -> None:
-    async with pair(model=SLOW, max_batched_tokens=16) as both:
+    async with pair(model=SLOW, max_num_batched_tokens=16) as both:
         prefill, waiting = await start_prefill(both)
         await asyncio.sleep(0.08)
         both.receiver.cancel("x1", Cancelled.reason, "the client left")
@@ -243,7 +250,7 @@ async def test_decode_can_end_a_prefill() -> None:
 
 async def test_a_failing_chunk_fails_both_sides() -> None:
     faults = SimFaults(fail_chunk=1)
-    async with pair(model=SLOW, prefill_faults=faults, max_batched_tokens=16) as both:
+    async with pair(model=SLOW, prefill_faults=faults, max_num_batched_tokens=16) as both:
         prefill, waiting = await start_prefill(both)
         with pytest.raises(InternalError, match="chunk 1"):
             await prefill
@@ -294,7 +301,9 @@ async def test_a_deadline_ends_a_prefill() -> None:
 
 
 async def test_prefills_wait_for_blocks_in_turn() -> None:
-    async with pair(model=SLOW, prefill={"block_count": 8}, decode={"block_count": 40}) as both:
+    async with pair(
+        model=SLOW, prefill={"num_gpu_blocks_override": 8}, decode={"num_gpu_blocks_override": 40}
+    ) as both:
         prompts = [[number, *PROMPT] for number in range(3)]
         tasks = [
             asyncio.create_task(both.generate(prompt, transfer_id=f"x{number}"))
@@ -306,7 +315,7 @@ async def test_prefills_wait_for_blocks_in_turn() -> None:
 
 
 async def test_a_prefix_that_only_decode_has_is_computed_but_not_sent() -> None:
-    async with pair(prefill={"block_count": 7}, max_batched_tokens=16) as both:
+    async with pair(prefill={"num_gpu_blocks_override": 7}, max_num_batched_tokens=16) as both:
         await both.generate(PROMPT)
         await both.generate(list(range(50)), transfer_id="x2")
         other = [*PROMPT[:30], *range(500, 520)]
@@ -319,7 +328,7 @@ async def test_a_prefix_that_only_decode_has_is_computed_but_not_sent() -> None:
 
 
 async def test_closing_ends_a_prefill() -> None:
-    async with pair(model=SLOW, max_batched_tokens=16) as both:
+    async with pair(model=SLOW, max_num_batched_tokens=16) as both:
         prefill, waiting = await start_prefill(both, opened=True)
         await both.prefill.close()
         with pytest.raises(Draining):
@@ -334,10 +343,10 @@ async def test_cancelling_at_random_loses_no_block_and_spoils_no_answer(seed: in
     model = f"sim:layers={LAYERS},context=512,prefill_s_per_token=0.0005,decode_step_s=0.001"
     async with pair(
         model=model,
-        prefill={"tensor_parallel_size": 2, "block_count": 30},
-        decode={"block_count": 40},
-        max_batched_tokens=16,
-        max_requests=6,
+        prefill={"tensor_parallel_size": 2, "num_gpu_blocks_override": 30},
+        decode={"num_gpu_blocks_override": 40},
+        max_num_batched_tokens=16,
+        max_num_seqs=6,
     ) as both:
 
         async def one(number: int) -> int:

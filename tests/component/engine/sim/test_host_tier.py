@@ -37,7 +37,7 @@ async def test_evicted_blocks_come_back_until_main_memory_gives_them_up() -> Non
     random = Random(1)
     first, second, third = (random_prompt(random, PROMPT_TOKENS) for _ in range(3))
     # 16 blocks in KV memory and 12 in main memory; a prompt takes 11, of which 10 are whole.
-    async with decode_engine(model=MODEL, block_count=16) as engine:
+    async with decode_engine(model=MODEL, num_gpu_blocks_override=16) as engine:
         assert await answer(engine, first, "a") == 0
         assert await answer(engine, second, "b") == 0
         assert await answer(engine, first, "c") == 72
@@ -51,7 +51,7 @@ async def test_copying_takes_its_time_and_holds_nobody_else_up() -> None:
     random = Random(2)
     first, second = random_prompt(random, PROMPT_TOKENS), random_prompt(random, PROMPT_TOKENS)
     model = f"{MODEL},prefill_s_per_token=0.03,host_copy_s_per_token=0.02"
-    async with decode_engine(model=model, block_count=16) as engine:
+    async with decode_engine(model=model, num_gpu_blocks_override=16) as engine:
         await answer(engine, first, "a")
         await answer(engine, second, "b")
         start_s = time.monotonic()
@@ -73,7 +73,9 @@ async def test_answers_are_right_whatever_comes_from_where(host_blocks: int) -> 
     beginnings = [random_prompt(random, random.randrange(20, 100)) for _ in range(4)]
     model = f"sim:context=512,host_blocks={host_blocks},host_copy_s_per_token=0.00001"
     cached = 0
-    async with decode_engine(model=model, block_count=40, tensor_parallel_size=2) as engine:
+    async with decode_engine(
+        model=model, num_gpu_blocks_override=40, tensor_parallel_size=2
+    ) as engine:
         for number in range(40):
             prompts = []
             for _ in range(3):
@@ -92,7 +94,7 @@ async def test_what_comes_from_main_memory_is_handed_over() -> None:
     first, second = random_prompt(random, PROMPT_TOKENS), random_prompt(random, PROMPT_TOKENS)
     model = f"{MODEL},host_copy_s_per_token=0.0001"
     outcomes = []
-    async with pair(prefill={"model": model}, block_count=16) as engines:
+    async with pair(prefill={"model": model}, num_gpu_blocks_override=16) as engines:
         for number, prompt in enumerate((first, second, first)):
             handed = await engines.generate(prompt, transfer_id=f"x{number}")
             assert handed.tokens == engines.decode.model.expected_tokens(prompt, len(handed.tokens))

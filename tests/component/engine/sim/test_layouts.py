@@ -53,7 +53,7 @@ def token_in(settings: SimSettings, layer: int, token: int) -> int:
 
 
 @pytest.mark.parametrize("layer, part, byte", parts_of(parse_settings(EVERYTHING)))
-@pytest.mark.parametrize("placement", ["order=nhd,stages=1", "interior=token_inner,stages=2"])
+@pytest.mark.parametrize("placement", ["order=nhd,stages=1", "block_format=token_inner,stages=2"])
 async def test_a_corrupt_byte_of_any_part_changes_the_answer(
     placement: str, layer: int, part: str, byte: int
 ) -> None:
@@ -82,7 +82,9 @@ async def test_a_dropped_layer_or_state_changes_the_answer(number: int) -> None:
         assert handed.tokens != both.decode.model.expected_tokens(PROMPT, 6)
 
 
-@pytest.mark.parametrize("model", [EVERYTHING, WITH_STATE, f"{EVERYTHING},interior=token_inner"])
+@pytest.mark.parametrize(
+    "model", [EVERYTHING, WITH_STATE, f"{EVERYTHING},block_format=token_inner"]
+)
 @pytest.mark.parametrize("ranks", [1, 3])
 async def test_local_answers_equal_the_closed_form(model: str, ranks: int) -> None:
     async with decode_engine(model=model, tensor_parallel_size=ranks) as engine:
@@ -142,7 +144,7 @@ async def test_a_reservation_names_the_blocks_of_every_group() -> None:
         ("parts=k:16", "parts=v:16", "attention.parts"),
         ("heads=2", "heads=4", "attention.head_count"),
         ("layers=2", "layers=3", "attention.layers"),
-        ("layers=2", "interior=token_inner", "attention.kv.interior"),
+        ("layers=2", "block_format=token_inner", "attention.kv.block_format"),
         ("state_layers=0", "state_layers=1", "groups"),
         ("state_layers=1", "state_layers=1,state_heads=3", "state.head_count"),
         ("index_layers=1", "index_layers=1,index_parts=key:8", "index.key.unit_bytes"),
@@ -170,8 +172,8 @@ async def test_workers_that_cannot_talk_are_told_why(prefill: str, decode: str, 
 async def test_opaque_blocks_of_other_sizes_are_refused() -> None:
     layouts = []
     for block_tokens in (8, 16):
-        model = "sim:interior=token_inner,context=512"
-        config = engine_config("decode", model=model, block_tokens=block_tokens)
+        model = "sim:block_format=token_inner,context=512"
+        config = engine_config("decode", model=model, block_size=block_tokens)
         engine = SimEngine(config, no_descriptors)
         await engine.start()
         layouts.append(engine.descriptor.layout)
@@ -187,10 +189,10 @@ async def test_cancelling_at_random_loses_no_block_and_no_page(seed: int) -> Non
     random = Random(seed)
     async with pair(
         model=f"{EVERYTHING},prefill_s_per_token=0.0005,decode_step_s=0.001",
-        prefill={"tensor_parallel_size": 2, "block_count": 30},
-        decode={"block_count": 40},
-        max_batched_tokens=16,
-        max_requests=5,
+        prefill={"tensor_parallel_size": 2, "num_gpu_blocks_override": 30},
+        decode={"num_gpu_blocks_override": 40},
+        max_num_batched_tokens=16,
+        max_num_seqs=5,
     ) as both:
 
         async def one(number: int) -> int:

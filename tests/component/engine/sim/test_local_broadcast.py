@@ -32,7 +32,7 @@ async def hand_over(
         prefill={"tensor_parallel_size": prefill_tp},
         decode={"tensor_parallel_size": decode_tp, "local_broadcast": broadcast},
         model=model,
-        max_batched_tokens=16,
+        max_num_batched_tokens=16,
         **changes,
     ) as both:
         handed = await both.generate(PROMPT)
@@ -63,7 +63,7 @@ async def test_mla_from_two_ranks_to_four_crosses_the_network_once() -> None:
         "sim:layers=4,heads=1,parts=nope:32/rope:8,index_layers=2,context=512",
         "sim:layers=3,heads=2,state_layers=2,state_heads=2,context=512",
         "sim:layers=4,heads=2,order=nhd,stages=2,context=512",
-        "sim:layers=2,heads=1,interior=token_inner,context=512",
+        "sim:layers=2,heads=1,block_format=token_inner,context=512",
     ],
 )
 async def test_caches_of_every_kind(model: str) -> None:

@@ -52,7 +52,7 @@ async def test_seeds_make_sampling_repeatable() -> None:
 
 
 async def test_many_requests_share_little_memory() -> None:
-    async with decode_engine(block_count=20, max_requests=4) as engine:
+    async with decode_engine(num_gpu_blocks_override=20, max_num_seqs=4) as engine:
         prompts = [[number, *range(20 + number)] for number in range(30)]
         answers = await asyncio.gather(
             *(
@@ -89,7 +89,7 @@ async def test_stop_tokens_end_the_answer_and_belong_to_it() -> None:
 
 
 async def test_the_context_ends_the_answer() -> None:
-    async with decode_engine(context_tokens=42) as engine:
+    async with decode_engine(max_model_len=42) as engine:
         tokens, end, _ = await answer_of(engine, decode_work(PROMPT))
         assert tokens == engine.model.expected_tokens(PROMPT, 3)
         assert not end.stopped
@@ -133,7 +133,7 @@ async def test_aborts_give_every_block_back(wait_s: float) -> None:
 
 
 async def test_an_aborted_request_leaves_the_queue() -> None:
-    async with decode_engine(max_requests=1, model="sim:context=512,decode_step_s=0.01") as engine:
+    async with decode_engine(max_num_seqs=1, model="sim:context=512,decode_step_s=0.01") as engine:
         running = asyncio.create_task(answer_of(engine, decode_work(PROMPT)))
         await until(lambda: engine.usage().running_requests == 1)
         waiting = asyncio.create_task(answer_of(engine, decode_work(PROMPT, transfer_id="x2")))
@@ -154,7 +154,7 @@ async def test_a_transfer_id_cannot_be_used_twice_at_a_time() -> None:
 
 
 async def test_the_queue_is_bounded() -> None:
-    async with decode_engine(max_requests=1, model="sim:context=512,decode_step_s=0.02") as engine:
+    async with decode_engine(max_num_seqs=1, model="sim:context=512,decode_step_s=0.02") as engine:
         tasks = [
             asyncio.create_task(answer_of(engine, decode_work([1, 2], transfer_id=f"x{number}")))
             for number in range(90)
@@ -170,7 +170,7 @@ async def test_the_queue_is_bounded() -> None:
 
 
 async def test_a_failing_step_fails_its_requests_only() -> None:
-    async with decode_engine(SimFaults(fail_chunk=1), max_batched_tokens=32) as engine:
+    async with decode_engine(SimFaults(fail_chunk=1), max_num_batched_tokens=32) as engine:
         with pytest.raises(InternalError, match="chunk 1"):
             await answer_of(engine, decode_work(PROMPT))
         tokens, _, _ = await answer_of(engine, decode_work([1, 2, 3], transfer_id="x2"))
@@ -198,7 +198,7 @@ async def test_closing_ends_what_runs_and_refuses_more() -> None:
 
 async def test_prompts_are_computed_together_in_fair_shares() -> None:
     model = "sim:context=512,prefill_s_per_token=0.0005"
-    async with decode_engine(model=model, max_batched_tokens=16) as engine:
+    async with decode_engine(model=model, max_num_batched_tokens=16) as engine:
         ends: list[str] = []
 
         async def one(name: str, length: int) -> None:

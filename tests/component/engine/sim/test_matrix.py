@@ -57,9 +57,9 @@ def config_of(side: Side, model: str) -> dict[str, Any]:
     return {
         "model": f"sim:{','.join(settings)}",
         "tensor_parallel_size": side.ranks,
-        "block_tokens": side.block_tokens,
-        "block_count": -(-512 // side.block_tokens),
-        "max_batched_tokens": 48,
+        "block_size": side.block_tokens,
+        "num_gpu_blocks_override": -(-512 // side.block_tokens),
+        "max_num_batched_tokens": 48,
         "local_broadcast": side.broadcast,
     }
 

@@ -13,7 +13,7 @@ from headrace_engine.interface import PrefillWork
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.plan.copy_plan import Runs
 from headrace_kv.receive.state import TransferState
-from headrace_kv.transport.base import KvTransport, Written
+from headrace_kv.transport.base import KvTransport, WriteResult
 from headrace_kv.transport.in_memory import Fault, FaultKind, FaultPlan, InMemoryTransport
 from tests.component.engine.sim.support import decode_work, pair, until
 
@@ -29,7 +29,7 @@ class ThreadedTransport(InMemoryTransport):
         super().__init__(faults)
         self._threads = ThreadPoolExecutor(2)
 
-    def submit(self, session: str, runs: Runs, timeout_s: float) -> Future[Written]:
+    def submit(self, session: str, runs: Runs, timeout_s: float) -> Future[WriteResult]:
         return self._threads.submit(self.write, session, runs, timeout_s)
 
     def close(self) -> None:

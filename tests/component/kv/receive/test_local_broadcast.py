@@ -32,7 +32,7 @@ from headrace_kv.receive.local_broadcast import (
 )
 from headrace_kv.receive.receiver import Receiver
 from headrace_kv.receive.state import TransferState
-from headrace_kv.receive.transfer import Transfer
+from headrace_kv.receive.transfer import IncomingTransfer
 from headrace_kv.transport.base import KvTransport
 from headrace_kv.transport.in_memory import (
     Fault,
@@ -64,7 +64,7 @@ def mla(ranks: int, width: int = 1) -> KvLayout:
     return replace(make_layout(ranks, heads=1), broadcast_width=width)
 
 
-def start(rig: Rig, transfer: Transfer) -> None:
+def start(rig: Rig, transfer: IncomingTransfer) -> None:
     """Sends the whole prompt, in two chunks."""
     rig.open(rig.target(transfer))
     rig.push(transfer.transfer_id, BLOCKS, 0, 2 * BLOCK_TOKENS)

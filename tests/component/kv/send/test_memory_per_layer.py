@@ -12,7 +12,7 @@ import pytest
 from headrace_common.deadlines import Deadline
 from headrace_common.identity import new_transfer_id
 from headrace_kv.handoff.messages import Reservation
-from headrace_kv.receive.receiver import Transfer
+from headrace_kv.receive.receiver import IncomingTransfer
 from tests.component.kv.harness import (
     BLOCK_TOKENS,
     Rig,
@@ -40,7 +40,7 @@ class Cost:
 
 
 async def push_layer(
-    rig: Rig, transfer: Transfer, layer: int, blocks: tuple[int, ...], start: int
+    rig: Rig, transfer: IncomingTransfer, layer: int, blocks: tuple[int, ...], start: int
 ) -> int:
     """Sends one layer of one chunk; returns the most that was allocated on the way."""
     before_count = transfer.ledger.ack_count if transfer.ledger is not None else 0

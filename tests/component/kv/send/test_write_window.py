@@ -15,9 +15,9 @@ import pytest
 
 from headrace_common.errors import Cancelled, TransferFailed, TransferTimeout
 from headrace_kv.plan.copy_plan import Runs
-from headrace_kv.receive.receiver import Transfer
+from headrace_kv.receive.receiver import IncomingTransfer
 from headrace_kv.receive.state import TransferState
-from headrace_kv.transport.base import KvTransport, Written
+from headrace_kv.transport.base import KvTransport, WriteResult
 from headrace_kv.transport.in_memory import InMemoryTransport, MemoryFabric
 from tests.component.kv.harness import BLOCK_TOKENS, Rig, make_layout, running, until
 
@@ -33,16 +33,16 @@ class SlowTransport(InMemoryTransport):
 
     def __init__(self, fabric: MemoryFabric) -> None:
         super().__init__(fabric=fabric)
-        self.under_way: deque[tuple[str, Runs, Future[Written]]] = deque()
+        self.under_way: deque[tuple[str, Runs, Future[WriteResult]]] = deque()
         self.most_under_way = 0
 
-    def submit(self, session: str, runs: Runs, timeout_s: float) -> Future[Written]:
-        future: Future[Written] = Future()
+    def submit(self, session: str, runs: Runs, timeout_s: float) -> Future[WriteResult]:
+        future: Future[WriteResult] = Future()
         self.under_way.append((session, runs, future))
         self.most_under_way = max(self.most_under_way, len(self.under_way))
         return future
 
-    def land(self, index: int = 0, said: Written | None = None) -> None:
+    def land(self, index: int = 0, said: WriteResult | None = None) -> None:
         """The write that was the `index`-th to begin, of those under way, lands."""
         session, runs, future = self.under_way[index]
         del self.under_way[index]
@@ -78,7 +78,7 @@ async def rig_with(
 
 async def begun(
     rig: Rig, slow: SlowTransport, *, seconds: float = 20.0, writes: int = 3
-) -> Transfer:
+) -> IncomingTransfer:
     """A transfer of six layers of which the first writes are under way."""
     transfer = rig.reserve(TOKENS)
     rig.open(rig.target(transfer, timeout_s=seconds))
@@ -88,7 +88,7 @@ async def begun(
     return transfer
 
 
-def acks(transfer: Transfer) -> int:
+def acks(transfer: IncomingTransfer) -> int:
     return transfer.ledger.ack_count if transfer.ledger is not None else 0
 
 
@@ -109,7 +109,7 @@ async def test_later_pieces_start_before_earlier_ones_have_landed() -> None:
         (report,) = await rig.quiet(transfer.transfer_id)
         assert slow.most_under_way == 3
         assert [sent.layer for sent in report.layers] == list(range(LAYERS))
-        assert {(s.transport, s.strategy) for s in report.layers} == {("in_memory", "in_flight")}
+        assert {(s.transport, s.strategy) for s in report.layers} == {("in_memory", "direct")}
         assert all(sent.entry_count == sent.run_count for sent in report.layers)
 
 
@@ -163,7 +163,7 @@ async def test_a_piece_in_several_batches_has_landed_with_its_last() -> None:
         rig.push(transfer.transfer_id, BLOCKS, 0, TOKENS, layers=range(1))
         # Decode's blocks run backwards, so that nothing of the 3 blocks in 2 parts merges.
         await until(lambda: len(slow.under_way) == 2)
-        slow.land(1, Written("mooncake/tcp", "both", 1))
+        slow.land(1, WriteResult("mooncake/tcp", "gather_scatter", 1))
         await asyncio.sleep(0.05)
         assert acks(transfer) == 0
         slow.land(0)
@@ -176,7 +176,10 @@ async def test_a_piece_in_several_batches_has_landed_with_its_last() -> None:
         rig.check_bytes(truth, transfer.reservation)
         (report,) = await rig.quiet(transfer.transfer_id)
         first = report.layers[0]
-        assert (first.transport, first.strategy) == ("mooncake/tcp+in_memory", "both+in_flight")
+        assert (first.transport, first.strategy) == (
+            "mooncake/tcp+in_memory",
+            "gather_scatter+direct",
+        )
         assert (first.run_count, first.entry_count) == (6, 1 + 4)
         assert report.layers[1].entry_count == 6
 

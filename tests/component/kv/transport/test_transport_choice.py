@@ -16,8 +16,8 @@ import pytest
 
 from headrace_common.errors import ConfigError, TransferFailed
 from headrace_kv.plan.copy_plan import Int64Array, Runs
-from headrace_kv.transport.base import Written
-from headrace_kv.transport.fallback import PreferredTransport
+from headrace_kv.transport.base import WriteResult
+from headrace_kv.transport.fallback import FallbackTransport
 from headrace_kv.transport.in_memory import Fault, FaultKind, FaultPlan, InMemoryTransport
 from headrace_kv.transport.memory import HostMemory
 from headrace_kv.transport.same_host import process_memory
@@ -131,7 +131,7 @@ def test_yama_is_named(
 class Unproven(InMemoryTransport):
     """Fails every write before anything is written."""
 
-    def write(self, session: str, runs: Runs, timeout_s: float) -> Written:
+    def write(self, session: str, runs: Runs, timeout_s: float) -> WriteResult:
         self.write_count += 1
         raise TransferFailed("no proof", metadata={"written_bytes": "0"})
 
@@ -143,7 +143,7 @@ class Pair:
         self.source, self.target = filled(100), np.zeros(100, np.uint8)
         self.first, self.last = first, InMemoryTransport()
         first.name, self.last.name = "first", "last"
-        self.sender = PreferredTransport([first, self.last])
+        self.sender = FallbackTransport([first, self.last])
         self.sender.register(self.source.ctypes.data, 100)
         receivers = {"first": InMemoryTransport(), "last": InMemoryTransport()}
         for receiver in receivers.values():
@@ -268,21 +268,21 @@ def test_short_runs_are_staged_and_long_ones_are_not(packed: PackedPair) -> None
     runs = packed.runs(100, long=3)
     written = packed.sender.write(packed.session, runs, 5.0)
     packed.check(runs)
-    assert written.strategy == "both"
+    assert written.strategy == "gather_scatter"
     # 5.2 kB through slots of 1 kB, and the long runs.
     assert written.entry_count < 10
 
 
 def test_few_short_runs_are_not_staged(packed: PackedPair) -> None:
     runs = packed.runs(3)
-    assert packed.sender.write(packed.session, runs, 5.0) == Written("in_memory", "in_flight", 3)
+    assert packed.sender.write(packed.session, runs, 5.0) == WriteResult("in_memory", "direct", 3)
     packed.check(runs)
 
 
 def test_runs_that_meet_on_one_side_are_copied_once(packed: PackedPair) -> None:
     steps, apart = np.arange(100) * 40, np.arange(100) * 90
     lengths = np.full(100, 40)
-    for source, destination, strategy in ((apart, steps, "before"), (steps, apart, "after")):
+    for source, destination, strategy in ((apart, steps, "gather"), (steps, apart, "scatter")):
         packed.target[:] = 0
         runs = Runs(
             packed.source.ctypes.data + source,
@@ -298,11 +298,11 @@ def test_runs_that_meet_on_one_side_are_copied_once(packed: PackedPair) -> None:
 def test_without_a_loan_runs_go_one_by_one_and_a_loan_comes_back(packed: PackedPair) -> None:
     packed.sender.write(packed.session, packed.runs(), 5.0)
     other = packed.new_sender(InMemoryTransport())
-    assert other.write(packed.session, packed.runs(), 5.0).strategy == "in_flight"
+    assert other.write(packed.session, packed.runs(), 5.0).strategy == "direct"
     other.close()
     packed.sender.close()
     third = packed.new_sender(InMemoryTransport())
-    assert third.write(packed.session, packed.runs(), 5.0).strategy == "both"
+    assert third.write(packed.session, packed.runs(), 5.0).strategy == "gather_scatter"
     third.close()
 
 
@@ -311,7 +311,7 @@ def test_a_peer_without_an_agent_is_written_to_directly(packed: PackedPair) -> N
     plain.register(packed.target.ctypes.data, packed.target.nbytes)
     written = packed.sender.write(plain.session, packed.runs(), 5.0)
     packed.check(packed.runs())
-    assert written.strategy == "in_flight"
+    assert written.strategy == "direct"
 
 
 def test_a_peer_that_does_not_scatter_fails_all_that_is_under_way(packed: PackedPair) -> None:

@@ -100,10 +100,10 @@ async def test_registering_again_renews_the_record_and_keeps_the_descriptor(stor
     first = await store.register(member, 30)
     await store.put_descriptor(first.lease_id, reference(member), kv_descriptor())
     changed = worker()
-    changed.max_requests = 99
+    changed.max_num_seqs = 99
     second = await store.register(changed, 20)
     assert second.ttl_s == 20
-    assert store.members["decode-0"].max_requests == 99
+    assert store.members["decode-0"].max_num_seqs == 99
     assert await store.get_descriptor(reference(member)) == kv_descriptor()
     assert await store.keep_alive(second.lease_id) is not None
     assert await store.keep_alive(first.lease_id) is None

@@ -43,7 +43,7 @@ async def test_a_burst_within_one_reservation_does_not_overshoot_the_bound_on_wa
     rig: Rig,
 ) -> None:
     decode = await rig.add_decode(_reserves_slowly)
-    decode.member.max_requests = 2 * _PROMPTS
+    decode.member.max_num_seqs = 2 * _PROMPTS
     rig.refresh()
     prefill = await rig.add_prefill(_one_at_a_time, credit=1)
     rig.policy.policy.max_queue_wait.FromMilliseconds(round(1e3 * _BOUND_S))
@@ -63,7 +63,7 @@ async def test_a_ticket_counts_in_the_queue_until_its_prompt_comes() -> None:
     looking_aside = await Rig(look_aside=True).start()
     try:
         decode = await looking_aside.add_decode(say("ok"))
-        decode.member.max_requests = 2 * _PROMPTS
+        decode.member.max_num_seqs = 2 * _PROMPTS
         looking_aside.refresh()
         prefill = await looking_aside.add_prefill(_one_at_a_time, credit=1)
         looking_aside.policy.policy.max_queue_wait.FromMilliseconds(round(1e3 * _BOUND_S))

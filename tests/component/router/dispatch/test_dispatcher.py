@@ -426,12 +426,12 @@ async def test_models_are_listed_with_their_workers(rig: Rig) -> None:
     assert not empty.models
     await rig.add_decode(hang)
     await rig.add_decode(hang)
-    rig.decodes[1].member.context_tokens = 512
+    rig.decodes[1].member.max_model_len = 512
     rig.refresh()
     await rig.add_prefill(stall)
     listed = await rig.stub.ListModels(inference_pb2.ListModelsRequest(), timeout=5)
     assert list(listed.models) == [
         inference_pb2.Model(
-            name="sim", context_tokens=512, prefill_worker_count=1, decode_worker_count=2
+            name="sim", max_model_len=512, prefill_worker_count=1, decode_worker_count=2
         )
     ]

@@ -325,7 +325,7 @@ async def test_a_worker_in_doubt_is_chosen_again_once_it_reports(rig: Rig) -> No
     first.reports.clear()
     # For what it has said already to be heard.
     await asyncio.sleep(0.5)
-    rig.router.workers.doubt(ref)
+    rig.router.workers.mark_unreachable(ref)
     assert not table.reachable.all()
     await rig.ask(sampling=params())
     assert (len(first.requests), len(second.requests)) == (0, 1)

@@ -12,7 +12,7 @@ import pytest
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
-from headrace_router.request.response_stream import PENDING_TOKENS_MAX, Answer
+from headrace_router.request.response_stream import PENDING_TOKENS_MAX, ResponseStream
 from tests.component.router.fakes import FakeDecode, Rig, finished, reserved, text_of, tokens
 
 _PIECES = 1_200
@@ -36,16 +36,16 @@ class Watched:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.taken = 0
         self.most_pending = 0
-        add = Answer.add
+        add = ResponseStream.add
 
-        async def observed(answer: Answer, said: decode_pb2.Tokens) -> None:
+        async def observed(answer: ResponseStream, said: decode_pb2.Tokens) -> None:
             if bytes(answer._request.token_ids).decode() == _FLOOD:
                 self.taken += 1
                 pending = len(answer._pending.token_ids) + len(said.token_ids)
                 self.most_pending = max(self.most_pending, pending)
             await add(answer, said)
 
-        monkeypatch.setattr(Answer, "add", observed)
+        monkeypatch.setattr(ResponseStream, "add", observed)
 
 
 async def _settled(value: Callable[[], int]) -> int:

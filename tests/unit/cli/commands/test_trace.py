@@ -50,13 +50,11 @@ def test_one_way_is_named_once() -> None:
 
 def test_different_ways_name_their_rank_pairs() -> None:
     near = [
-        write(0, 0, 1, ranks=(rank, rank), way="same_host, in_flight") for rank in range(5, -1, -1)
+        write(0, 0, 1, ranks=(rank, rank), way="same_host, direct") for rank in range(5, -1, -1)
     ]
-    far = [
-        write(layer, 0, 1, ranks=(1, 0), way="mooncake/tcp, in_flight+both") for layer in range(2)
-    ]
+    far = [write(layer, 0, 1, ranks=(1, 0), way="mooncake/tcp, direct+both") for layer in range(2)]
     assert ways_text(near + far) == (
-        "1>0 by mooncake/tcp, in_flight+both; 0>0, 1>1, 2>2, 3>3 and 2 more by same_host, in_flight"
+        "1>0 by mooncake/tcp, direct+both; 0>0, 1>1, 2>2, 3>3 and 2 more by same_host, direct"
     )
 
 

@@ -46,8 +46,8 @@ def test_many_sim_workers_of_a_role_share_one_process() -> None:
     assert [spec.name for spec in specs] == [f"prefill-{number}" for number in range(8)] + [
         "decode"
     ]
-    assert not flag(specs[0], "count")
-    assert flag(specs[-1], "count") == ["--count=200"]
+    assert not flag(specs[0], "workers-per-process")
+    assert flag(specs[-1], "workers-per-process") == ["--workers-per-process=200"]
     assert flag(specs[-1], "worker-id") == ["--worker-id=decode"]
     # Few and many must agree on what carries KV bytes.
     assert {tuple(flag(spec, "transport")) for spec in specs} == {("--transport=same_host",)}
@@ -56,17 +56,17 @@ def test_many_sim_workers_of_a_role_share_one_process() -> None:
 def test_real_engines_never_share_a_process() -> None:
     specs = worker_specs(Topology(model="m", decode_count=9), FOLDER, "127.0.0.1:7001")
     assert len(specs) == 10
-    assert not any(flag(spec, "count") for spec in specs)
+    assert not any(flag(spec, "workers-per-process") for spec in specs)
 
 
 def test_a_setting_replaces_the_flag_of_its_service_only() -> None:
     topology = Topology(
         engine="sim",
-        settings=(("decode", "context_tokens", "64"), ("router", "listen", "127.0.0.1:9")),
+        settings=(("decode", "max_model_len", "64"), ("router", "listen", "127.0.0.1:9")),
     )
     prefill, decode = worker_specs(topology, FOLDER, "127.0.0.1:7001")
-    assert flag(decode, "context-tokens") == ["--context-tokens=64"]
-    assert not flag(prefill, "context-tokens")
+    assert flag(decode, "max-model-len") == ["--max-model-len=64"]
+    assert not flag(prefill, "max-model-len")
     router = router_spec(topology, FOLDER, "127.0.0.1:7001")
     assert flag(router, "listen") == ["--listen=127.0.0.1:9"]
 

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from headrace_engine.worker.config import WorkerConfig, worker_configs
 
-FLEET = {"worker_id": "w", "count": 4, "engine": "sim", "transport": "same_host"}
+FLEET = {"worker_id": "w", "workers_per_process": 4, "engine": "sim", "transport": "same_host"}
 
 
 def config(**settings: Any) -> WorkerConfig:
@@ -19,13 +19,15 @@ def config(**settings: Any) -> WorkerConfig:
 def test_each_worker_has_its_name_and_its_share_of_the_memory() -> None:
     workers = worker_configs(config(kv_cache_gib=2.0, port_file="ports"))
     assert [worker.worker_id for worker in workers] == ["w-0", "w-1", "w-2", "w-3"]
-    assert {(worker.count, worker.port_file, worker.kv_cache_gib) for worker in workers} == {
-        (1, "", 0.5)
-    }
+    assert {
+        (worker.workers_per_process, worker.port_file, worker.kv_cache_gib) for worker in workers
+    } == {(1, "", 0.5)}
 
 
 def test_a_worker_alone_keeps_its_settings() -> None:
-    alone = config(count=1, engine="vllm", transport="mooncake", listen="127.0.0.1:7003")
+    alone = config(
+        workers_per_process=1, engine="vllm", transport="mooncake", listen="127.0.0.1:7003"
+    )
     assert worker_configs(alone) == (alone,)
 
 

@@ -18,7 +18,7 @@ from headrace_kv.handoff.checksum import (
 )
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.plan.runs import Runs
-from headrace_kv.receive.distrust import Distrust
+from headrace_kv.receive.corrupt_senders import CorruptSenderTracker
 from headrace_kv.transport.memory import HOST_MEMORY
 
 
@@ -61,7 +61,7 @@ def test_sampling_takes_its_share_and_both_sides_the_same() -> None:
 
 
 def test_distrust_needs_repeats_and_ends_with_the_incarnation() -> None:
-    distrust = Distrust(2)
+    distrust = CorruptSenderTracker(2)
     bad, reborn = WorkerRef("prefill-0", "a" * 16), WorkerRef("prefill-0", "b" * 16)
     distrust.note(bad)
     distrust.check(bad)

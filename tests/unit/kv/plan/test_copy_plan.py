@@ -29,7 +29,7 @@ def memory(
     blocks: int = 8,
     block_tokens: int = BLOCK_TOKENS,
     parts: dict[str, int] | None = None,
-    interior: str = "token_outer",
+    block_format: str = "token_outer",
     layers: int = 1,
 ) -> RankMemory:
     layout = KvLayout.attention(
@@ -39,7 +39,7 @@ def memory(
         kv_head_count=heads,
         block_tokens=block_tokens,
         parts=parts or {"k": UNIT, "v": UNIT},
-        interior=interior,
+        block_format=block_format,
     )
     placed = place_regions(layout, 0, (blocks,), order)
     return RankMemory(0, "in_memory", "s", 1000, placed.arena_bytes, placed.regions)
@@ -174,11 +174,11 @@ def test_impossible_copies_are_refused() -> None:
         plan_runs(one, partless, WHOLE, 0, span([1], [1]))
     with pytest.raises(LayoutMismatch, match="heads 2 to 5"):
         plan_runs(one, one, Edge(0, 0, 2, 0, 4), 0, span([1], [1]))
-    opaque = memory(interior="packed")
+    opaque = memory(block_format="packed")
     with pytest.raises(LayoutMismatch, match="token_addressable"):
         plan_runs(one, opaque, WHOLE, 0, span([1], [1]))
     with pytest.raises(LayoutMismatch, match=r"block_tokens \(4 != 8\)"):
-        plan_runs(opaque, memory(interior="packed", block_tokens=8), WHOLE, 0, span([1], [1]))
+        plan_runs(opaque, memory(block_format="packed", block_tokens=8), WHOLE, 0, span([1], [1]))
     with pytest.raises(ProtocolViolation, match="start inside a block of 4"):
         plan_runs(opaque, opaque, WHOLE, 0, span([1, 2], [1, 2], 1))
 

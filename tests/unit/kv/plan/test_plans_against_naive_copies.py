@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from headrace_common.deadlines import Deadline
-from headrace_kv.handoff.messages import LayerPiece, LayerSent, Reservation, TransferTarget
+from headrace_kv.handoff.messages import LayerRange, LayerSent, Reservation, TransferTarget
 from headrace_kv.layout.compatibility import require_compatible
 from headrace_kv.layout.layout import (
     STATE,
@@ -35,7 +35,7 @@ from headrace_kv.plan.regions import HEAD_OUTER, covered_ranges, place_regions
 from headrace_kv.plan.shard_map import heads_held
 from headrace_kv.receive.ledger import Ledger
 from headrace_kv.receive.local_broadcast import LocalBroadcast, LocalJob, copy_in_process
-from headrace_kv.send.transfer import Outgoing
+from headrace_kv.send.transfer import OutgoingTransfer
 from headrace_kv.transport.in_memory import InMemoryTransport, MemoryFabric
 
 SPARE_BLOCKS = 2
@@ -261,7 +261,7 @@ def send(
 ) -> None:
     """Does what a rank's sender does, chunk by chunk, and notes every byte written."""
     wanted = TransferTarget("x", WorkerRef("d", "1"), "", reservation.start_token, ends[-1], 0.0)
-    outgoing = Outgoing(wanted, 0.0)
+    outgoing = OutgoingTransfer(wanted, 0.0)
     outgoing.plan(rank, source.layout, target.layout)
     outgoing.reserve(reservation)
     planners = [CopyPlanner(source.memories[rank], memory) for memory in target.memories]
@@ -271,7 +271,7 @@ def send(
             index = source.layout.group_index(layer)
             if source.layout.groups[index].kind == STATE and end != ends[-1]:
                 continue
-            piece = LayerPiece("x", layer, begin, end, source.block_ids[index], 0)
+            piece = LayerRange("x", layer, begin, end, source.block_ids[index], 0)
             for copy in outgoing.copies(piece):
                 destination = copy.edge.destination_rank
                 runs = planners[destination].plan(copy.edge, layer, copy.span)

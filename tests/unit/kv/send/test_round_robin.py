@@ -10,16 +10,16 @@ import numpy as np
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import TransferFailed
 from headrace_kv.handoff.clock import Clock
-from headrace_kv.handoff.messages import LayerPiece, TransferTarget
+from headrace_kv.handoff.messages import LayerRange, TransferTarget
 from headrace_kv.layout.layout import KvDescriptor, KvLayout, WorkerRef
 from headrace_kv.plan.copy_plan import Runs, Span
 from headrace_kv.plan.shard_map import Edge
-from headrace_kv.send.layer_write import CopyWrite, PieceCopy
+from headrace_kv.send.layer_write import LayerWrite, PieceCopy
 from headrace_kv.send.peer import SenderPeer
-from headrace_kv.send.round_robin import SenderTurns
+from headrace_kv.send.round_robin import RoundRobinQueue
 from headrace_kv.send.stream import HandoffLink
-from headrace_kv.send.transfer import Outgoing
-from headrace_kv.send.write_window import PendingWrites
+from headrace_kv.send.transfer import OutgoingTransfer
+from headrace_kv.send.write_window import WriteWindow
 from headrace_kv.transport.in_memory import InMemoryTransport
 
 LAYOUT = KvLayout.attention(
@@ -62,19 +62,19 @@ async def peer_with(name: str, writes: int) -> SenderPeer:
         clock=Clock(),
     )
     peer = SenderPeer(link)
-    transfer = Outgoing(TransferTarget(name, link.decode, "", 0, 4, 0.0), 0.0)
+    transfer = OutgoingTransfer(TransferTarget(name, link.decode, "", 0, 4, 0.0), 0.0)
     transport = InMemoryTransport()
     copy = PieceCopy(Edge(0, 0, 0, 0, 1), Span(0, 4, NOTHING, 0, NOTHING, 0))
     one = Runs(np.array([0]), np.array([0]), np.array([100]))
     for _ in range(writes):
-        piece = LayerPiece(name, 0, 0, 4, (0,), 0)
-        peer.backlog.append((transfer, CopyWrite(piece, copy, name, one, transport)))
+        piece = LayerRange(name, 0, 0, 4, (0,), 0)
+        peer.backlog.append((transfer, LayerWrite(piece, copy, name, one, transport)))
     return peer
 
 
 async def test_a_full_window_holds_up_no_other_worker() -> None:
     full = {"slow"}
-    turns = SenderTurns(lambda session, nbytes: session not in full)
+    turns = RoundRobinQueue(lambda session, nbytes: session not in full)
     for name in ("slow", "a", "b"):
         turns.give(await peer_with(name, 3))
     served = Counter[str]()
@@ -104,7 +104,7 @@ async def test_a_full_window_holds_up_no_other_worker() -> None:
 
 
 async def test_stopped_transfers_are_passed_over() -> None:
-    turns = SenderTurns(lambda session, nbytes: True)
+    turns = RoundRobinQueue(lambda session, nbytes: True)
     peer = await peer_with("a", 3)
     peer.backlog[0][0].stopped = True
     turns.give(peer)
@@ -115,7 +115,7 @@ async def test_stopped_transfers_are_passed_over() -> None:
 async def test_room_comes_back_write_by_write() -> None:
     transport = InMemoryTransport()
     transport.pending_limit, transport.byte_limit = 3, 250
-    writes = PendingWrites(transport, Clock())
+    writes = WriteWindow(transport, Clock())
     pending = []
     peer = await peer_with("nowhere", 3)
     for count in range(2):

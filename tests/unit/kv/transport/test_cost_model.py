@@ -24,7 +24,7 @@ from headrace_kv.transport.staging.cost_model import (
 from headrace_kv.transport.staging.strategy import Arrangements, arrange, select
 
 TCP = TransferCosts(entry_s=20e-6, byte_s=0.35e-9)
-EVERY: frozenset[Strategy] = frozenset({"in_flight", "before", "after", "both"})
+EVERY: frozenset[Strategy] = frozenset({"direct", "gather", "scatter", "gather_scatter"})
 KIB = 1024
 
 
@@ -41,12 +41,12 @@ def scattered(count: int, length: int) -> Runs:
 @pytest.mark.parametrize(
     "shape, strategy",
     [
-        (RunShape(4, 4 << 20, 4, 4), "in_flight"),
-        (RunShape(4096, 4 << 20, 4096, 4096), "both"),
-        (RunShape(4096, 4 << 20, 4096, 4), "before"),
-        (RunShape(4096, 4 << 20, 4, 4096), "after"),
-        (RunShape(4096, 4 << 20, 2, 2), "before"),
-        (RunShape(3, 3 * KIB, 3, 3), "in_flight"),
+        (RunShape(4, 4 << 20, 4, 4), "direct"),
+        (RunShape(4096, 4 << 20, 4096, 4096), "gather_scatter"),
+        (RunShape(4096, 4 << 20, 4096, 4), "gather"),
+        (RunShape(4096, 4 << 20, 4, 4096), "scatter"),
+        (RunShape(4096, 4 << 20, 2, 2), "gather"),
+        (RunShape(3, 3 * KIB, 3, 3), "direct"),
     ],
 )
 def test_what_is_picked(shape: RunShape, strategy: Strategy) -> None:
@@ -55,8 +55,8 @@ def test_what_is_picked(shape: RunShape, strategy: Strategy) -> None:
 
 def test_only_what_is_allowed_is_picked() -> None:
     short = RunShape(4096, 4 << 20, 4096, 4096)
-    assert cheapest(TCP, short, {"in_flight"}) == "in_flight"
-    assert cheapest(TCP, RunShape(1, 1 << 20, 1, 1), {"both"}) == "both"
+    assert cheapest(TCP, short, {"direct"}) == "direct"
+    assert cheapest(TCP, RunShape(1, 1 << 20, 1, 1), {"gather_scatter"}) == "gather_scatter"
 
 
 @given(
@@ -95,12 +95,12 @@ def test_long_runs_go_alone_beside_short_ones() -> None:
         np.concatenate([long.lengths, short.lengths]),
     )
     found = arrange(TCP, mixed, EVERY)
-    assert found.strategy == "both"
+    assert found.strategy == "gather_scatter"
     assert found.alone is not None
     assert found.order is not None
     assert found.alone.tolist() == [0, 1]
     assert sorted(found.order.tolist()) == list(range(2, 1002))
-    whole = arrange(TCP, mixed, frozenset({"both"}))
+    whole = arrange(TCP, mixed, frozenset({"gather_scatter"}))
     assert whole.alone is None
 
 
@@ -111,13 +111,13 @@ def test_neighbours_meet_in_the_order_of_staging() -> None:
     apart = (np.arange(count) * 1000).tolist()
     gathered = runs_of(apart, backwards, [256] * count)
     found = arrange(TCP, gathered, EVERY)
-    assert found.strategy == "before"
+    assert found.strategy == "gather"
     assert found.order is not None
     assert len(select(gathered, found.order).merged()) == count
     assert bool((np.diff(gathered.destination_addresses[found.order]) == 256).all())
     landed = runs_of(backwards, apart, [256] * count)
     found = arrange(TCP, landed, EVERY)
-    assert found.strategy == "after"
+    assert found.strategy == "scatter"
     assert found.order is not None
     assert bool((np.diff(landed.source_addresses[found.order]) == 256).all())
 
@@ -128,7 +128,7 @@ def test_moved_copies_share_a_choice() -> None:
     moved = Runs(runs.source_addresses + 99, runs.destination_addresses - 7, runs.lengths)
     first = arrangements.choose(runs, EVERY)
     assert arrangements.choose(moved, EVERY) is first
-    assert arrangements.choose(moved, frozenset({"in_flight"})) is not first
+    assert arrangements.choose(moved, frozenset({"direct"})) is not first
     assert arrangements.choose(scattered(1000, KIB), EVERY) is not first
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from headrace_common.errors import ConfigError, TransferFailed
 from headrace_kv.plan.copy_plan import Runs
-from headrace_kv.transport.base import Written
+from headrace_kv.transport.base import WriteResult
 from headrace_kv.transport.mooncake.write_worker import WriteWorker
 
 
@@ -89,7 +89,7 @@ def runs(count: int = 4, length: int = 100) -> Runs:
 
 def test_writes_end_and_say_what_they_took(rig: Rig) -> None:
     futures = [rig.worker.submit("peer", runs(1000), 5.0) for _ in range(3)]
-    assert {future.result(5.0) for future in futures} == {Written("fake", "in_flight", 1000)}
+    assert {future.result(5.0) for future in futures} == {WriteResult("fake", "direct", 1000)}
     assert rig.engines[0].most_pending <= 256
     assert rig.dropped == 0
 

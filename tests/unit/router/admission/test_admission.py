@@ -9,7 +9,7 @@ import pytest
 
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import DeadlineExceeded, InvalidRequest, QueueFull
-from headrace_router.admission.admission import Admission, AdmissionLimits, Ticket
+from headrace_router.admission.admission import Admission, AdmissionLimits, AdmissionPermit
 
 # Made at import: it must outlast the whole run.
 _LATER = Deadline.after(24 * 3600)
@@ -76,7 +76,7 @@ async def test_waiting_ends_at_the_bound_or_at_the_deadline_and_leaves_nothing()
     assert (admission.requests, admission.waiting) == (1, 0)
 
 
-async def _ticket(admission: Admission, tenant: str, tokens: int) -> Ticket:
+async def _ticket(admission: Admission, tenant: str, tokens: int) -> AdmissionPermit:
     ticket = await admission.enter(tenant, _LATER)
     await ticket.queue_tokens(tokens)
     return ticket

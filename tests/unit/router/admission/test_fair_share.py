@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace_router.admission.fair_share import Answer, Claim, FairPool
+from headrace_router.admission.fair_share import CapacityRequest, FairPool, Grant
 
 
 class Clients:
@@ -18,17 +18,17 @@ class Clients:
     def __init__(self, capacity: int, weights: dict[str, float] | None = None) -> None:
         self.weights = weights or {}
         self.pool = FairPool(capacity, lambda: self.weights)
-        self.held: list[Claim] = []
-        self.waiting: list[Claim] = []
+        self.held: list[CapacityRequest] = []
+        self.waiting: list[CapacityRequest] = []
 
-    def ask(self, tenant: str, amount: int = 1) -> Answer:
-        claim = Claim(tenant, amount, lambda: self._granted(claim))
+    def ask(self, tenant: str, amount: int = 1) -> Grant:
+        claim = CapacityRequest(tenant, amount, lambda: self._granted(claim))
         answer = self.pool.ask(claim)
-        if answer is not Answer.REFUSED:
-            (self.held if answer is Answer.TAKEN else self.waiting).append(claim)
+        if answer is not Grant.REFUSED:
+            (self.held if answer is Grant.TAKEN else self.waiting).append(claim)
         return answer
 
-    def _granted(self, claim: Claim) -> None:
+    def _granted(self, claim: CapacityRequest) -> None:
         self.waiting.remove(claim)
         self.held.append(claim)
 
@@ -51,17 +51,17 @@ class Clients:
 
 def test_one_tenant_alone_uses_all_and_is_refused_beyond() -> None:
     clients = Clients(3)
-    assert [clients.ask("a") for _ in range(4)] == [Answer.TAKEN] * 3 + [Answer.REFUSED]
+    assert [clients.ask("a") for _ in range(4)] == [Grant.TAKEN] * 3 + [Grant.REFUSED]
     clients.release(0)
-    assert clients.ask("a") is Answer.TAKEN
+    assert clients.ask("a") is Grant.TAKEN
 
 
 def test_a_tenant_below_its_share_waits_and_one_above_is_refused() -> None:
     clients = Clients(4)
     for _ in range(4):
         clients.ask("greedy")
-    assert [clients.ask("late") for _ in range(3)] == [Answer.WAITING] * 2 + [Answer.REFUSED]
-    assert clients.ask("greedy") is Answer.REFUSED
+    assert [clients.ask("late") for _ in range(3)] == [Grant.WAITING] * 2 + [Grant.REFUSED]
+    assert clients.ask("greedy") is Grant.REFUSED
     clients.release(0)
     clients.release(0)
     assert Counter(claim.tenant for claim in clients.held) == {"greedy": 2, "late": 2}
@@ -74,14 +74,14 @@ def test_weights_count_from_the_moment_that_they_change() -> None:
         clients.ask("greedy")
     clients.weights = {"late": 3.0}
     answers = [clients.ask("late") for _ in range(4)]
-    assert answers == [Answer.WAITING] * 3 + [Answer.REFUSED]
+    assert answers == [Grant.WAITING] * 3 + [Grant.REFUSED]
 
 
 def test_a_tenant_with_a_tiny_weight_still_gets_something() -> None:
     clients = Clients(4, {"tiny": 0.001})
     for _ in range(4):
         clients.ask("big")
-    assert clients.ask("tiny") is Answer.WAITING
+    assert clients.ask("tiny") is Grant.WAITING
     clients.release(0)
     assert clients.pool.used_by("tiny") == 1
 
@@ -89,15 +89,15 @@ def test_a_tenant_with_a_tiny_weight_still_gets_something() -> None:
 def test_a_large_claim_is_not_overtaken_and_an_impossible_one_is_refused() -> None:
     clients = Clients(10)
     clients.ask("a", 9)
-    assert clients.ask("b", 11) is Answer.REFUSED
-    assert clients.ask("b", 5) is Answer.WAITING
-    assert clients.ask("a", 1) is Answer.REFUSED
-    assert clients.ask("c", 1) is Answer.WAITING
+    assert clients.ask("b", 11) is Grant.REFUSED
+    assert clients.ask("b", 5) is Grant.WAITING
+    assert clients.ask("a", 1) is Grant.REFUSED
+    assert clients.ask("c", 1) is Grant.WAITING
     clients.release(0)
     assert sorted(claim.tenant for claim in clients.held) == ["b", "c"]
     clients.ask("a", 4)
-    assert clients.ask("d", 9) is Answer.WAITING
-    assert clients.ask("e", 1) is Answer.WAITING
+    assert clients.ask("d", 9) is Grant.WAITING
+    assert clients.ask("e", 1) is Grant.WAITING
     # What stood in the way of others has been given up.
     clients.withdraw(0)
     clients.release(0)
@@ -130,7 +130,7 @@ def test_the_bound_holds_and_the_books_balance_whatever_happens(
             used = clients.pool.used
             answer = clients.ask(str(what), amount)
             if used + amount <= capacity and not clients.waiting:
-                assert answer is Answer.TAKEN
+                assert answer is Grant.TAKEN
         elif kind == "release" and clients.held:
             clients.release(int(str(what)) % len(clients.held))
         elif kind == "withdraw" and clients.waiting:
@@ -158,13 +158,13 @@ def test_shares_converge_to_the_weights_from_any_beginning(
     random = Random(seed)
     names = [f"t{index}" for index in range(len(weights))]
     clients = Clients(capacity, dict(zip(names, weights, strict=True)))
-    while clients.ask(names[0]) is Answer.TAKEN:
+    while clients.ask(names[0]) is Grant.TAKEN:
         pass
     for _ in range(8 * capacity):
         clients.release(random.randrange(len(clients.held)))
         # Everybody wants more than there is, all the time.
         for name in random.sample(names, len(names)):
-            while clients.ask(name) is not Answer.REFUSED:
+            while clients.ask(name) is not Grant.REFUSED:
                 pass
     for name in names:
         assert clients.pool.used_by(name) == pytest.approx(

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace_kv.layout.layout import WorkerRef
-from headrace_router.prefill_queue.estimate import Pace
+from headrace_router.prefill_queue.estimate import ThroughputEstimator
 from headrace_router.prefill_queue.queue import PrefillQueue
-from headrace_router.prefill_queue.task import Puller, QueuedTask
+from headrace_router.prefill_queue.task import PrefillWorkerStream, QueuedTask
 from tests.unit.router.prefill_queue.test_queue import LAYOUT, add, end, join, sent, where
 
 
@@ -146,7 +146,7 @@ async def test_the_estimate_follows_from_what_ended() -> None:
 
 
 def test_the_pace_forgets() -> None:
-    pace = Pace()
+    pace = ThroughputEstimator()
     assert (pace.task_duration_s, pace.wait_s(100, 1)) == (0.0, 0.0)
     pace.note(100, 1.0, 0.0)
     assert pace.task_duration_s == pytest.approx(1.0)
@@ -175,7 +175,7 @@ class _Model:
 
     def __init__(self) -> None:
         self.queue = PrefillQueue(1_000, prefix_wait_s=60.0)
-        self.pullers: dict[str, Puller] = {}
+        self.pullers: dict[str, PrefillWorkerStream] = {}
         self.tasks: list[QueuedTask] = []
         self.joins = 0
         for name in _NAMES:

@@ -21,14 +21,14 @@ from headrace_common.errors import (
 from headrace_kv.layout.compatibility import fingerprint
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_router.prefill_queue.queue import CREDITS_MAX, PrefillQueue
-from headrace_router.prefill_queue.task import Puller, QueuedTask, TaskTerms
+from headrace_router.prefill_queue.task import PrefillWorkerStream, QueuedTask, TaskTerms
 
 LAYOUT = KvLayout.attention(
     model="sim", dtype="float32", layer_count=4, kv_head_count=2, block_tokens=16, parts={"kv": 64}
 )
 
 
-def join(queue: PrefillQueue, name: str = "p0", layout: KvLayout = LAYOUT) -> Puller:
+def join(queue: PrefillQueue, name: str = "p0", layout: KvLayout = LAYOUT) -> PrefillWorkerStream:
     return queue.join(WorkerRef(name, "i0"), "sim", layout)
 
 
@@ -50,7 +50,7 @@ def where(queued: QueuedTask) -> WorkerRef | None:
     return queued.worker
 
 
-def sent(puller: Puller) -> list[str]:
+def sent(puller: PrefillWorkerStream) -> list[str]:
     messages = puller.outbox.take_all()
     return [
         f"cancel {message.cancel.transfer_id}"
@@ -60,7 +60,9 @@ def sent(puller: Puller) -> list[str]:
     ]
 
 
-def end(queue: PrefillQueue, puller: Puller, name: str, reason: str = "", detail: str = "") -> None:
+def end(
+    queue: PrefillQueue, puller: PrefillWorkerStream, name: str, reason: str = "", detail: str = ""
+) -> None:
     queue.finish(puller, prefill_pb2.TaskDone(transfer_id=name, reason=reason, detail=detail))
 
 
@@ -264,7 +266,7 @@ async def test_the_last_worker_draining_fails_what_waits() -> None:
         add(queue, "c")
 
 
-async def paced(queue: PrefillQueue, puller: Puller, tokens: int = 100) -> None:
+async def paced(queue: PrefillQueue, puller: PrefillWorkerStream, tokens: int = 100) -> None:
     """One task of so many tokens has taken 0.1 s."""
     queue.add_credits(puller, 1)
     add(queue, "paced", tokens=tokens)

@@ -10,7 +10,7 @@ from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.errors import WorkerGone
 from headrace_router.request import response_stream as answer_module
-from headrace_router.request.response_stream import Answer
+from headrace_router.request.response_stream import ResponseStream
 from headrace_router.request.validation import prepare
 from headrace_text.bytes import ByteCodec
 
@@ -18,15 +18,15 @@ _STOP = sampling_pb2.FINISH_REASON_STOP
 _LENGTH = sampling_pb2.FINISH_REASON_LENGTH
 
 
-def _answer(*stops: str, stop_token_ids: tuple[int, ...] = ()) -> Answer:
+def _answer(*stops: str, stop_token_ids: tuple[int, ...] = ()) -> ResponseStream:
     request = inference_pb2.GenerateRequest(
         text="prompt",
         sampling=sampling_pb2.SamplingParams(stop=stops, stop_token_ids=stop_token_ids),
     )
     prepared = prepare(
-        request, request_id="r1", codecs={"sim": ByteCodec()}, context_tokens={"sim": 4_096}
+        request, request_id="r1", codecs={"sim": ByteCodec()}, max_model_len={"sim": 4_096}
     )
-    return Answer(prepared, "trace")
+    return ResponseStream(prepared, "trace")
 
 
 def _tokens(text: str) -> decode_pb2.Tokens:
@@ -36,18 +36,18 @@ def _tokens(text: str) -> decode_pb2.Tokens:
     )
 
 
-def _finish(answer: Answer, reason: sampling_pb2.FinishReason.ValueType = _LENGTH) -> None:
+def _finish(answer: ResponseStream, reason: sampling_pb2.FinishReason.ValueType = _LENGTH) -> None:
     answer.finish(reason, inference_pb2.Usage(), inference_pb2.Timing())
 
 
-async def _rest(answer: Answer) -> list[inference_pb2.GenerateResponse]:
+async def _rest(answer: ResponseStream) -> list[inference_pb2.GenerateResponse]:
     responses: list[inference_pb2.GenerateResponse] = []
     while (response := await answer.take()) is not None:
         responses.append(response)
     return responses
 
 
-def _stopped(answer: Answer) -> bool:
+def _stopped(answer: ResponseStream) -> bool:
     return answer.stopped
 
 

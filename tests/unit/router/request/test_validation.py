@@ -25,7 +25,7 @@ _CODECS: dict[str, TextCodec] = {"sim": _StoppingCodec()}
 def _prepare(
     request: inference_pb2.GenerateRequest, codecs: dict[str, TextCodec] | None = None
 ) -> PreparedRequest:
-    return prepare(request, request_id="r1", codecs=codecs or _CODECS, context_tokens={"sim": 16})
+    return prepare(request, request_id="r1", codecs=codecs or _CODECS, max_model_len={"sim": 16})
 
 
 def _text(text: str = "hello", **sampling: object) -> inference_pb2.GenerateRequest:

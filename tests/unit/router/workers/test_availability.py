@@ -6,25 +6,25 @@ import asyncio
 import time
 
 from headrace_common.deadlines import Deadline
-from headrace_router.workers.availability import Presence
+from headrace_router.workers.availability import WorkerAvailability
 
 LONG = Deadline.after(3600)
 
 
-async def _waited_s(presence: Presence, deadline: Deadline = LONG) -> float:
+async def _waited_s(presence: WorkerAvailability, deadline: Deadline = LONG) -> float:
     started_s = time.monotonic()
     await presence.wait("a", deadline)
     return time.monotonic() - started_s
 
 
 async def test_nobody_waits_while_a_worker_answers() -> None:
-    presence = Presence(60)
+    presence = WorkerAvailability(60)
     presence.note("a", True)
     assert not await presence.wait("a", LONG)
 
 
 async def test_all_that_wait_go_on_when_a_worker_answers() -> None:
-    presence = Presence(60)
+    presence = WorkerAvailability(60)
     waits = [asyncio.create_task(presence.wait("a", LONG)) for _ in range(3)]
     await asyncio.sleep(0.01)
     presence.note("b", True)
@@ -36,7 +36,7 @@ async def test_all_that_wait_go_on_when_a_worker_answers() -> None:
 
 
 async def test_the_grace_begins_with_the_first_view_and_ends_for_good() -> None:
-    presence = Presence(0.5)
+    presence = WorkerAvailability(0.5)
     await asyncio.sleep(0.4)
     presence.begin()
     assert await _waited_s(presence) > 0.4
@@ -45,7 +45,7 @@ async def test_the_grace_begins_with_the_first_view_and_ends_for_good() -> None:
 
 
 async def test_a_model_that_loses_its_last_worker_gets_the_grace_anew() -> None:
-    presence = Presence(1.5)
+    presence = WorkerAvailability(1.5)
     presence.note("a", True)
     await asyncio.sleep(1.6)
     presence.note("a", False)
@@ -59,12 +59,12 @@ async def test_a_model_that_loses_its_last_worker_gets_the_grace_anew() -> None:
 
 
 async def test_a_request_waits_no_longer_than_its_deadline() -> None:
-    presence = Presence(60)
+    presence = WorkerAvailability(60)
     assert await _waited_s(presence, Deadline.after(0.1)) < 5
 
 
 async def test_without_a_grace_nobody_waits() -> None:
-    presence = Presence(0)
+    presence = WorkerAvailability(0)
     assert not await presence.wait("a", LONG)
     presence.note("a", True)
     presence.note("a", False)

@@ -23,10 +23,10 @@ MODELS = [
     "layers=3,heads=1,parts=nope:16/rope:8",
     "heads=4,parts=k:16:int8/v:16:int8/scale:4:float32,order=nhd",
     "heads=5,parts=k:12/v:3,order=block/layer/head/token/part",
-    "parts=k:16/v:20,interior=token_inner",
+    "parts=k:16/v:20,block_format=token_inner",
     "state_layers=3,state_heads=3,stages=2",
     "layers=3,index_layers=3,index_block_tokens=6,order=nhd",
-    "index_layers=1,state_layers=2,stages=3,order=part/block/token/layer/head,interior=token_inner",
+    "index_layers=1,state_layers=2,stages=3,order=part/block/token/layer/head,block_format=token_inner",
 ]
 
 
@@ -39,9 +39,9 @@ class Filled:
             tensor_parallel_size=ranks,
             block_tokens=BLOCK_TOKENS,
             block_count=BLOCK_COUNT,
-            context_tokens=BLOCK_TOKENS * BLOCK_COUNT,
-            max_requests=4,
-            max_batched_tokens=64,
+            max_model_len=BLOCK_TOKENS * BLOCK_COUNT,
+            max_num_seqs=4,
+            max_num_batched_tokens=64,
         )
         self.model = SimModel(self.shape.settings)
         self.memory = SimMemory(self.model, self.shape, guard_seed=7)
@@ -167,7 +167,9 @@ def test_another_page_or_an_older_state_changes_the_digest() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("text", ["layers=2", "interior=token_inner", "order=nhd,parts=k:8/v:4"])
+@pytest.mark.parametrize(
+    "text", ["layers=2", "block_format=token_inner", "order=nhd,parts=k:8/v:4"]
+)
 def test_missing_stale_and_misplaced_blocks_change_the_digest(text: str, ranks: int) -> None:
     filled = Filled(text, ranks, list(range(20)), Random(1))
     right, (blocks,) = filled.digest(), filled.blocks
@@ -178,7 +180,7 @@ def test_missing_stale_and_misplaced_blocks_change_the_digest(text: str, ranks: 
 
 
 def test_tokens_beyond_the_count_are_not_looked_at() -> None:
-    for text in ("layers=2", "interior=token_inner"):
+    for text in ("layers=2", "block_format=token_inner"):
         filled = Filled(text, 1, list(range(8)), Random(1))
         right = filled.memory.digest(filled.blocks, 6)
         filled.memory.invert_byte(0, 0, "", filled.blocks[0][1], 0, 2, 0)
@@ -186,7 +188,9 @@ def test_tokens_beyond_the_count_are_not_looked_at() -> None:
         assert filled.memory.digest(filled.blocks, 7) != filled.expected()
 
 
-@pytest.mark.parametrize("text", ["layers=2", "interior=token_inner", "order=nhd,parts=k:8/v:4"])
+@pytest.mark.parametrize(
+    "text", ["layers=2", "block_format=token_inner", "order=nhd,parts=k:8/v:4"]
+)
 def test_guard_shows_foreign_writes(text: str) -> None:
     filled = Filled(text, 2, list(range(8)), Random(1))
     used = filled.blocks[0][:2]

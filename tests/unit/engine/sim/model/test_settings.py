@@ -27,9 +27,9 @@ def test_every_setting_can_be_given() -> None:
 def test_caches_can_be_given_as_data() -> None:
     text = (
         "sim:layers=2,heads=6,parts=k:16:int8/scale:4:float32,state_layers=1,index_layers=1,"
-        "order=block/layer/part/head/token,interior=token_inner,stages=2"
+        "order=block/layer/part/head/token,block_format=token_inner,stages=2"
     )
-    shape = plan_shape(replace(CONFIG, model=text, block_tokens=32))
+    shape = plan_shape(replace(CONFIG, model=text, block_size=32))
     attention, index, state = shape.groups
     assert attention.layers == (0, 3)
     assert {*index.layers, *state.layers} == {1, 2}
@@ -37,9 +37,13 @@ def test_caches_can_be_given_as_data() -> None:
         ("k", 16 * 32),
         ("scale", 4 * 32),
     ]
-    assert (state.kind, state.block_tokens, state.parts[0].interior) == ("state", 0, "token_outer")
+    assert (state.kind, state.block_tokens, state.parts[0].block_format) == (
+        "state",
+        0,
+        "token_outer",
+    )
     assert shape.stage_starts == (0, 2)
-    assert shape.block_counts[2] == CONFIG.max_requests
+    assert shape.block_counts[2] == CONFIG.max_num_seqs
 
 
 @pytest.mark.parametrize(
@@ -65,7 +69,7 @@ def test_caches_can_be_given_as_data() -> None:
         ("sim:index_layers=-1", "model.index_layers"),
         ("sim:order=dhn", "model.order"),
         ("sim:order=layer/part/block/head", "model.order"),
-        ("sim:interior=inside", "model.interior"),
+        ("sim:block_format=inside", "model.block_format"),
         ("sim:layers=2,stages=3", "model.stages"),
         ("sim:heads=0,order=dhn", "model.heads, model.order"),
     ],
@@ -81,17 +85,17 @@ def test_wrong_settings_are_named(model: str, field: str) -> None:
     "changes, field",
     [
         ({"tensor_parallel_size": 0}, "tensor_parallel_size"),
-        ({"block_tokens": -1}, "block_tokens"),
-        ({"max_requests": 0}, "max_requests"),
-        ({"max_batched_tokens": 8}, "max_batched_tokens"),
-        ({"block_count": -1}, "block_count"),
+        ({"block_size": -1}, "block_size"),
+        ({"max_num_seqs": 0}, "max_num_seqs"),
+        ({"max_num_batched_tokens": 8}, "max_num_batched_tokens"),
+        ({"num_gpu_blocks_override": -1}, "num_gpu_blocks_override"),
         ({"kv_cache_gib": 0.0}, "kv_cache_gib"),
-        ({"context_tokens": -1}, "context_tokens"),
-        ({"context_tokens": 500, "block_count": 4}, "context_tokens"),
-        ({"block_tokens": -1, "max_requests": 0}, "block_tokens, max_requests"),
+        ({"max_model_len": -1}, "max_model_len"),
+        ({"max_model_len": 500, "num_gpu_blocks_override": 4}, "max_model_len"),
+        ({"block_size": -1, "max_num_seqs": 0}, "block_size, max_num_seqs"),
         (
-            {"model": "sim:index_layers=1,index_block_tokens=30", "max_batched_tokens": 400},
-            "max_batched_tokens",
+            {"model": "sim:index_layers=1,index_block_tokens=30", "max_num_batched_tokens": 400},
+            "max_num_batched_tokens",
         ),
     ],
 )
@@ -102,12 +106,12 @@ def test_wrong_fields_of_the_configuration_are_named(changes: dict[str, Any], fi
 
 
 def test_blocks_come_from_memory_but_not_more_than_requests_can_use() -> None:
-    shape = plan_shape(replace(CONFIG, max_requests=2, context_tokens=100))
+    shape = plan_shape(replace(CONFIG, max_num_seqs=2, max_model_len=100))
     assert shape.block_count == 2 * 4
     block_bytes = 2 * 2 * 16 * 32
     shape = plan_shape(replace(CONFIG, kv_cache_gib=10 * block_bytes / (1 << 30)))
     assert shape.block_count == 10
-    assert shape.context_tokens == 320
+    assert shape.max_model_len == 320
 
 
 def test_an_unknown_engine_is_refused() -> None:

@@ -35,10 +35,10 @@ LAYOUT = KvLayout.attention(
     tensor_parallel_size=2,
     block_tokens=32,
     parts={"kv": 4096},
-    interior="vllm-cpu-vec",
+    block_format="vllm-cpu-vec",
 )
 SENT = LayerSent(
-    1, 0, 0, 32, 8192, 2, 10**18 + 7, 10**18, 2500, "mooncake/tcp", "in_flight+both", 3
+    1, 0, 0, 32, 8192, 2, 10**18 + 7, 10**18, 2500, "mooncake/tcp", "direct+gather_scatter", 3
 )
 REPORT = SendReport("x1", 1, "", "", (SENT,), 240)
 RESERVATION = Reservation("x1", (4, 2), 32, 70, ((3,), (7, 8)))

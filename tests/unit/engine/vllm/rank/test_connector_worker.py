@@ -6,9 +6,9 @@ import threading
 from collections.abc import Sequence
 
 from headrace_common.errors import QueueFull, TransferFailed
-from headrace_engine.vllm.rank.connector_worker import LayerKind, RankSide
+from headrace_engine.vllm.rank.connector_worker import ConnectorWorker, LayerKind
 from headrace_engine.vllm.step.plan import StepPlan, TokenSpan
-from headrace_kv.handoff.messages import LayerPiece, SendReport, TransferTarget
+from headrace_kv.handoff.messages import LayerRange, SendReport, TransferTarget
 from headrace_kv.layout.layout import WorkerRef
 
 TARGET = TransferTarget("x1", WorkerRef("d0", "1"), "127.0.0.1:1", 0, 96, 1e12)
@@ -22,7 +22,7 @@ class Recorder:
 
     def __init__(self, full: bool = False) -> None:
         self.said: list[tuple[str, ...]] = []
-        self.pieces: list[LayerPiece] = []
+        self.pieces: list[LayerRange] = []
         self.full = full
 
     def open(self, target: TransferTarget) -> None:
@@ -30,7 +30,7 @@ class Recorder:
             raise QueueFull("too many")
         self.said.append(("open", target.transfer_id))
 
-    def push(self, piece: LayerPiece) -> None:
+    def push(self, piece: LayerRange) -> None:
         self.pieces.append(piece)
 
     def push_logits(self, transfer_id: str, logits: bytes) -> None:
@@ -45,15 +45,15 @@ class Recorder:
 
 def started(
     full: bool = False, layers: Sequence[LayerKind] = ()
-) -> tuple[RankSide, Recorder, list[SendReport]]:
+) -> tuple[ConnectorWorker, Recorder, list[SendReport]]:
     reports: list[SendReport] = []
-    side = RankSide(0, reports.append)
+    side = ConnectorWorker(0, reports.append)
     sender = Recorder(full)
     side.start(sender, layers or (TOKENS, TOKENS))
     return side, sender, reports
 
 
-def quiet(side: RankSide, transfer_id: str = "x1", reason: str = "") -> None:
+def quiet(side: ConnectorWorker, transfer_id: str = "x1", reason: str = "") -> None:
     side.quiet(SendReport(transfer_id, 0, reason, "", ()))
 
 
@@ -148,7 +148,7 @@ def test_preempted_blocks_are_overwritten_only_once_the_sender_is_quiet() -> Non
 
 
 def test_receivers_are_reported_as_the_plan_says() -> None:
-    side = RankSide(1, lambda report: None)
+    side = ConnectorWorker(1, lambda report: None)
     side.begin_step(StepPlan(received=["a"], failed=["b"]))
     assert side.end_step() == (set(), {"a", "b"}, {"b"})
     assert side.end_step() == (set(), set(), set())

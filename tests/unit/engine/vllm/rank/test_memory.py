@@ -77,7 +77,7 @@ def group(
         "kind": kind,
         "head_count": 3,
         "block_tokens": block_tokens,
-        "interior": "",
+        "block_format": "",
         "layers": tuple((int(name[1:]), name) for name in names),
     }
     return LayerGroup(**(values | changes))
@@ -92,7 +92,7 @@ def describe(
         groups or [group(TOKENS, list(caches))],
         rank=rank,
         tensor_parallel_size=ranks,
-        block_interior=lambda cache, block_tokens: f"packed-{block_tokens}",
+        block_format_of=lambda cache, block_tokens: f"packed-{block_tokens}",
     )
 
 
@@ -113,7 +113,7 @@ def test_regions_lie_where_the_tensors_do() -> None:
 
 def test_tokens_of_latent_attention_lie_one_by_one() -> None:
     latent = tensor(0, shape=(8, 1, 16, 576), strides=(9216, 9216, 576, 1))
-    groups = [group(TOKENS, ("l0",), head_count=1, block_tokens=16, interior=TOKEN_OUTER)]
+    groups = [group(TOKENS, ("l0",), head_count=1, block_tokens=16, block_format=TOKEN_OUTER)]
     arena = describe(latent, groups=groups, rank=1, ranks=2)
     assert arena.groups[0].token_addressable
     assert (arena.regions[0].unit_bytes, arena.regions[0].token_stride_bytes) == (2304, 2304)
@@ -124,7 +124,7 @@ def test_groups_may_share_their_memory() -> None:
     page = tensor(0, shape=(8, 1, 1, 1000), strides=(12288, 12288, 1000, 1))
     groups = [
         group(TOKENS, ("l1",), index=1),
-        group(STATE, ("l0",), head_count=1, block_tokens=32, interior="state"),
+        group(STATE, ("l0",), head_count=1, block_tokens=32, block_format="state"),
     ]
     arena = describe(page, tensor(0), groups=groups)
     attention, state = arena.regions
@@ -169,7 +169,7 @@ def test_tokens_that_may_be_copied_one_by_one_lie_in_either_order_with_the_heads
             [group(TOKENS, ("l0",))],
             rank=0,
             tensor_parallel_size=1,
-            block_interior=by_token,
+            block_format_of=by_token,
         )
         region = arena.regions[0]
         found.append((region.head_stride_bytes, region.token_stride_bytes))
@@ -181,13 +181,13 @@ def test_beside_states_blocks_go_whole() -> None:
     page = tensor(1, shape=(8, 1, 1, 1000), strides=(12288, 12288, 1000, 1))
     groups = [
         group(TOKENS, ("l0",)),
-        group(STATE, ("l1",), index=1, head_count=1, interior="pages"),
+        group(STATE, ("l1",), index=1, head_count=1, block_format="pages"),
     ]
 
     def described(cache: FakeTensor) -> Arena:
         caches: dict[str, Any] = {"l0": cache, "l1": page}
         return describe_arena(
-            caches, groups, rank=0, tensor_parallel_size=1, block_interior=by_token
+            caches, groups, rank=0, tensor_parallel_size=1, block_format_of=by_token
         )
 
     arena = described(tensor(0))
@@ -198,6 +198,6 @@ def test_beside_states_blocks_go_whole() -> None:
 
 
 def test_kernels_that_split_blocks_name_the_size_to_set() -> None:
-    with pytest.raises(ConfigError, match="set block_tokens to 16") as caught:
+    with pytest.raises(ConfigError, match="set block_size to 16") as caught:
         describe(tensor(0, shape=(16, 3, 16, 128), strides=(3 * 2048, 2048, 128, 1)))
-    assert caught.value.metadata["field"] == "block_tokens"
+    assert caught.value.metadata["field"] == "block_size"

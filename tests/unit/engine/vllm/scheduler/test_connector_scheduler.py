@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_engine.vllm.scheduler.connector_scheduler import ScheduledRequest, SchedulerSide
+from headrace_engine.vllm.scheduler.connector_scheduler import ConnectorScheduler, ScheduledRequest
 from headrace_engine.vllm.settings import incoming_params, outgoing_params, read_params
 from headrace_engine.vllm.step.groups import LayerGroup
 from headrace_kv.handoff.messages import Reservation, TransferTarget
@@ -33,9 +33,9 @@ ATTENTION = (group(0, TOKENS, BLOCK),)
 HYBRID = (group(2, TOKENS, BLOCK), group(0, STATE, BLOCK), group(1, STATE, 1024))
 
 
-def side(groups: Sequence[LayerGroup] = ATTENTION) -> tuple[SchedulerSide, list[Reservation]]:
+def side(groups: Sequence[LayerGroup] = ATTENTION) -> tuple[ConnectorScheduler, list[Reservation]]:
     reserved: list[Reservation] = []
-    return SchedulerSide(groups, reserved.append), reserved
+    return ConnectorScheduler(groups, reserved.append), reserved
 
 
 def step(
@@ -44,7 +44,9 @@ def step(
     return ScheduledRequest(request_id, computed, count, (blocks,) if blocks else (), new)
 
 
-def admit_send(scheduler: SchedulerSide, target: TransferTarget, request_id: str = "r") -> None:
+def admit_send(
+    scheduler: ConnectorScheduler, target: TransferTarget, request_id: str = "r"
+) -> None:
     scheduler.allocated(request_id, outgoing_params(target), (), target.end_token, 0, never)
 
 
@@ -53,7 +55,7 @@ def never(token_id: int) -> None:
 
 
 def admit_receive(
-    scheduler: SchedulerSide, prompt: int, cached: int, go_on: list[int] | None = None
+    scheduler: ConnectorScheduler, prompt: int, cached: int, go_on: list[int] | None = None
 ) -> None:
     """With `go_on`, the request awaits its first token, which is added to it."""
     params = incoming_params("x1", awaits_first_token=go_on is not None)

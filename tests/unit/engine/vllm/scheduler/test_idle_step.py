@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from headrace_engine.vllm.scheduler.connector_scheduler import ON_ITS_WAY_S, SchedulerSide
+from headrace_engine.vllm.scheduler.connector_scheduler import ON_ITS_WAY_S, ConnectorScheduler
 from headrace_engine.vllm.settings import incoming_params
 from headrace_engine.vllm.step.groups import LayerGroup
 from headrace_kv.layout.layout import TOKENS
@@ -15,9 +15,9 @@ from headrace_kv.layout.layout import TOKENS
 GROUP = LayerGroup(0, "attention", TOKENS, 4, 32, "plain", ((0, "layer"),))
 
 
-def waiting() -> SchedulerSide:
+def waiting() -> ConnectorScheduler:
     """With one request that waits for its KV and its first token."""
-    scheduler = SchedulerSide((GROUP,), lambda reservation: None)
+    scheduler = ConnectorScheduler((GROUP,), lambda reservation: None)
     params = incoming_params("x1", awaits_first_token=True)
     scheduler.allocated("r", params, [range(4)], 100, 100, lambda token_id: None)
     return scheduler
@@ -73,7 +73,7 @@ def test_idle_steps_are_long_again_once_it_should_be_there() -> None:
 
 
 def test_an_idle_step_without_incoming_transfers_does_not_wait() -> None:
-    scheduler = SchedulerSide((GROUP,), lambda reservation: None)
+    scheduler = ConnectorScheduler((GROUP,), lambda reservation: None)
     start_s = time.monotonic()
     scheduler.wait_for_news(10)
     assert time.monotonic() - start_s < 5

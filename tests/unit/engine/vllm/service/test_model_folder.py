@@ -32,7 +32,7 @@ def folder(path: Path, **changes: object) -> Path:
 def test_the_fingerprint_names_the_model_and_what_it_computes(tmp_path: Path) -> None:
     first = read_model_folder(str(folder(tmp_path / "m")), 0)
     assert first.fingerprint.startswith("m:")
-    assert first.context_tokens == 2048
+    assert first.max_model_len == 2048
     (tmp_path / "b").mkdir()
     stored = read_model_folder(str(folder(tmp_path / "b" / "m", torch_dtype="float32")), 0)
     assert stored.fingerprint == first.fingerprint
@@ -40,14 +40,14 @@ def test_the_fingerprint_names_the_model_and_what_it_computes(tmp_path: Path) ->
     assert other.fingerprint != first.fingerprint
 
 
-@pytest.mark.parametrize("context_tokens", [0, 1, 2048])
-def test_a_context_up_to_the_models_own_is_fine(tmp_path: Path, context_tokens: int) -> None:
-    read_model_folder(str(folder(tmp_path / "m")), context_tokens)
+@pytest.mark.parametrize("max_model_len", [0, 1, 2048])
+def test_a_context_up_to_the_models_own_is_fine(tmp_path: Path, max_model_len: int) -> None:
+    read_model_folder(str(folder(tmp_path / "m")), max_model_len)
 
 
-def complaint(path: Path, context_tokens: int = 0) -> str:
+def complaint(path: Path, max_model_len: int = 0) -> str:
     with pytest.raises(ConfigError) as caught:
-        read_model_folder(str(path), context_tokens)
+        read_model_folder(str(path), max_model_len)
     assert "\n" not in caught.value.detail
     return caught.value.detail
 
@@ -74,9 +74,9 @@ def test_wrong_folders_are_refused_in_one_line(tmp_path: Path) -> None:
     [
         ({"transport": "in_memory"}, "mooncake"),
         ({"dtype": "int4"}, "dtype"),
-        ({"max_batched_tokens": 4}, "max_batched_tokens"),
-        ({"block_count": 1}, "block_count"),
-        ({"block_count": 5, "block_tokens": 32, "context_tokens": 129}, "context_tokens"),
+        ({"max_num_batched_tokens": 4}, "max_num_batched_tokens"),
+        ({"num_gpu_blocks_override": 1}, "num_gpu_blocks_override"),
+        ({"num_gpu_blocks_override": 5, "block_size": 32, "max_model_len": 129}, "max_model_len"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(
@@ -88,11 +88,11 @@ def test_settings_that_cannot_work_are_refused(
         "model": str(folder(tmp_path / "m")),
         "role": "decode",
         "ref": WorkerRef("d0", "1"),
-        "block_count": 5,
-        "context_tokens": 128,
+        "num_gpu_blocks_override": 5,
+        "max_model_len": 128,
     }
     # Blocks of 32 just hold it; how many tokens vLLM's own hold is not known yet.
-    for allowed in ({}, {"block_tokens": 32}, {"context_tokens": 2048}):
+    for allowed in ({}, {"block_size": 32}, {"max_model_len": 2048}):
         launch.check_config(EngineConfig(**(values | allowed)))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=word):
         launch.check_config(EngineConfig(**(values | changes)))  # type: ignore[arg-type]
@@ -111,4 +111,7 @@ def test_a_gpus_cache_is_sized_and_its_graphs_are_kept(tmp_path: Path) -> None:
     assert on_gpu["enforce_eager"] is False
     assert on_gpu["kv_cache_memory_bytes"] == 5 << 29
     assert 0.0 < on_gpu["gpu_memory_utilization"] < 0.1
-    assert launch._device_args(replace(config, eager=True), on_cpu=False)["enforce_eager"] is True
+    assert (
+        launch._device_args(replace(config, enforce_eager=True), on_cpu=False)["enforce_eager"]
+        is True
+    )

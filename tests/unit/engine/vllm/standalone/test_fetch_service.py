@@ -16,8 +16,8 @@ from headrace.kv.v1 import pair_pb2, pair_pb2_grpc
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import InternalError, StaleIncarnation, WorkerGone
 from headrace_common.rpc.status import ErrorInterceptor, error_from_rpc
-from headrace_engine.vllm.standalone.fetch_service import DecodeMemories, Source
-from headrace_engine.vllm.standalone.offers import Offers
+from headrace_engine.vllm.standalone.fetch_service import DecodeMemories, FetchService
+from headrace_engine.vllm.standalone.pending_fetches import PendingFetches
 from headrace_kv.handoff.messages import LayerSent, SendReport
 from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
 
@@ -29,19 +29,19 @@ LAYOUT = KvLayout.attention(
     tensor_parallel_size=2,
     block_tokens=32,
     parts={"kv": 4096},
-    interior="vllm-cpu-vec",
+    block_format="vllm-cpu-vec",
 )
 MEMORIES = tuple(RankMemory(rank, "mooncake", f"h:{rank}", 4096, 8192, ()) for rank in (0, 1))
 REF = WorkerRef("p", "1")
-SENT = LayerSent(1, 0, 0, 32, 8192, 2, 0, 0, 1, "mooncake/tcp", "in_flight", 3)
+SENT = LayerSent(1, 0, 0, 32, 8192, 2, 0, 0, 1, "mooncake/tcp", "direct", 3)
 
 
 @dataclass(slots=True)
 class Served:
     """A source and a client of it."""
 
-    source: Source
-    offers: Offers
+    source: FetchService
+    offers: PendingFetches
     stub: pair_pb2_grpc.PairServiceAsyncStub
     endpoint: str
     stopped: list[str] = field(default_factory=list)
@@ -55,8 +55,8 @@ class Served:
 
 @asynccontextmanager
 async def served() -> AsyncIterator[Served]:
-    offers, stopped = Offers(), list[str]()
-    source = Source(
+    offers, stopped = PendingFetches(), list[str]()
+    source = FetchService(
         ref=REF,
         descriptor=KvDescriptor(LAYOUT, MEMORIES),
         offers=offers,

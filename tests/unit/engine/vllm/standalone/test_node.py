@@ -17,12 +17,17 @@ from headrace_common.errors import (
     NotFound,
     QueueFull,
 )
-from headrace_engine.vllm.settings import Incoming, incoming_params, read_params
-from headrace_engine.vllm.standalone.fetch_client import Wanted
+from headrace_engine.vllm.settings import ReceiveParams, incoming_params, read_params
+from headrace_engine.vllm.standalone.fetch_client import FetchPlan
 from headrace_engine.vllm.standalone.node import require_no_states
-from headrace_engine.vllm.standalone.offers import Offer, Offers
 from headrace_engine.vllm.standalone.pair_scheduler import PairScheduler, Prompt
-from headrace_engine.vllm.standalone.params import Fetches, Sends, prompt_digest, read_request
+from headrace_engine.vllm.standalone.params import (
+    ConsumerParams,
+    ProducerParams,
+    prompt_digest,
+    read_request,
+)
+from headrace_engine.vllm.standalone.pending_fetches import Offer, PendingFetches
 from headrace_engine.vllm.standalone.settings import StandaloneSettings
 from headrace_engine.vllm.step.plan import StepPlan
 from headrace_kv.handoff.messages import Reservation, TransferTarget
@@ -45,11 +50,11 @@ class Peer:
     """Writes down what it is told."""
 
     def __init__(self) -> None:
-        self.begun: list[Wanted] = []
+        self.begun: list[FetchPlan] = []
         self.given_up: list[str] = []
         self.failed: list[tuple[str, str]] = []
 
-    def begin(self, wanted: Wanted) -> None:
+    def begin(self, wanted: FetchPlan) -> None:
         self.begun.append(wanted)
 
     def give_up(self, transfer_id: str) -> None:
@@ -62,9 +67,11 @@ class Peer:
 class Side:
     """A scheduler with its neighbours."""
 
-    def __init__(self, *, can_send: bool = True, can_receive: bool = True, hold_s: float = 60.0):
+    def __init__(
+        self, *, can_send: bool = True, can_receive: bool = True, kv_hold_timeout_s: float = 60.0
+    ):
         self.peer = Peer()
-        self.offers = Offers(limit=4)
+        self.offers = PendingFetches(limit=4)
         self.scheduler = PairScheduler(
             ref=WorkerRef("p", "1"),
             endpoint="h:7730",
@@ -73,7 +80,7 @@ class Side:
             can_send=can_send,
             can_receive=can_receive,
             timeout_s=60.0,
-            hold_s=hold_s,
+            kv_hold_timeout_s=kv_hold_timeout_s,
         )
 
     def finish(self, prompt: Prompt, opened: bool = False) -> tuple[bool, dict[str, Any] | None]:
@@ -106,7 +113,7 @@ def test_a_fetching_request_gets_the_connectors_words_and_a_digest() -> None:
     side = Side()
     prompt = prompt_of(FETCHES)
     assert side.scheduler.prepare(prompt)
-    assert read_params(prompt.params) == Incoming("x1")
+    assert read_params(prompt.params) == ReceiveParams("x1")
     assert side.scheduler.prepare(prompt), "asked again when there was no room"
     reservation = Reservation("x1", (7, 8), 32, END)
     side.scheduler.reserved(reservation)
@@ -220,7 +227,7 @@ def test_a_transfer_id_counts_once() -> None:
     first, second = prompt_of(FETCHES, "a"), prompt_of(FETCHES, "b")
     assert side.scheduler.prepare(first)
     assert side.scheduler.prepare(second)
-    assert read_params(first.params) == Incoming("x1")
+    assert read_params(first.params) == ReceiveParams("x1")
     assert read_params(second.params) is None
 
 
@@ -248,7 +255,7 @@ def held_transfer(side: Side) -> tuple[Prompt, str]:
     assert held
     assert params is not None
     said = read_request(params, 60.0)
-    assert isinstance(said, Fetches)
+    assert isinstance(said, ConsumerParams)
     assert (said.source, said.incarnation) == ("h:7730", "1")
     return prompt, said.transfer_id
 
@@ -273,7 +280,7 @@ def test_a_held_prompt_is_sent_when_it_is_fetched() -> None:
 
 
 def test_a_held_prompt_is_let_go_when_nobody_fetches_it() -> None:
-    side = Side(hold_s=0.001)
+    side = Side(kv_hold_timeout_s=0.001)
     _, transfer_id = held_transfer(side)
     time.sleep(0.01)
     plan = StepPlan()
@@ -303,7 +310,7 @@ def test_an_incomplete_prompt_is_not_held() -> None:
 
 
 def test_offers_are_bounded_and_given_out_once() -> None:
-    offers = Offers(limit=2, remembered=2)
+    offers = PendingFetches(limit=2, remembered=2)
     offers.offer(offer_of("a"))
     with pytest.raises(DuplicateTransfer):
         offers.offer(offer_of("a"))
@@ -319,10 +326,10 @@ def test_offers_are_bounded_and_given_out_once() -> None:
 
 def test_deadlines_are_bounded() -> None:
     said = read_request(FETCHES | {"deadline_unix_s": 1e15}, 60.0)
-    assert isinstance(said, Fetches)
+    assert isinstance(said, ConsumerParams)
     assert said.deadline.remaining_s() <= 60.0
     near = read_request(SENDS | {"deadline_unix_s": time.time() + 5}, 60.0)
-    assert isinstance(near, Sends)
+    assert isinstance(near, ProducerParams)
     assert near.deadline.remaining_s() <= 5.0
 
 
@@ -349,7 +356,13 @@ def test_wrong_parameters_are_named(change: dict[str, Any], field: str) -> None:
 
 
 def test_settings_name_all_that_is_wrong() -> None:
-    wrong = {"listen": "nowhere", "hold_s": 0, "lease_ttl_s": "5", "transport": "x", "liste": "y"}
+    wrong = {
+        "listen": "nowhere",
+        "kv_hold_timeout_s": 0,
+        "lease_ttl_s": "5",
+        "transport": "x",
+        "liste": "y",
+    }
     with pytest.raises(ConfigError) as caught:
         StandaloneSettings.read(wrong, "both")
     assert set(caught.value.metadata) == set(wrong)

@@ -13,7 +13,7 @@ _log = logging.getLogger(__name__)
 _DISTRUSTED_LIMIT = 1024
 
 
-class Distrust:
+class CorruptSenderTracker:
     """Prefill workers of which `limit` transfers arrived broken."""
 
     def __init__(self, limit: int) -> None:

@@ -14,7 +14,7 @@ _WORD_BYTES = 8
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Stretch:
+class Segment:
     """Runs of `length` bytes at `offsets` of span number `span`, which lie packed from `packed_offset` on."""
 
     span: int
@@ -29,7 +29,7 @@ class Batch:
 
     start: int
     stop: int
-    stretches: tuple[Stretch, ...]
+    stretches: tuple[Segment, ...]
     direct: bool
 
 
@@ -47,7 +47,7 @@ class Rows:
 
 def cut(
     spans: Sequence[tuple[int, int]], addresses: Int64Array, lengths: Int64Array
-) -> Iterator[Stretch]:
+) -> Iterator[Segment]:
     """Neighbours in the list of one length and one span [start, end), without empty runs.
 
     `spans` are sorted and do not overlap. Raises TransferFailed for a run that no span holds.
@@ -66,14 +66,14 @@ def cut(
     packed_offset, first = 0, 0
     for stop in (*breaks.tolist(), len(lengths)):
         span, length = int(held[first]), int(lengths[first])
-        yield Stretch(span, addresses[first:stop] - starts[span], length, packed_offset)
+        yield Segment(span, addresses[first:stop] - starts[span], length, packed_offset)
         packed_offset += (stop - first) * length
         first = stop
 
 
-def batch(stretches: Iterator[Stretch], buffer_bytes: int, direct_bytes: int) -> Iterator[Batch]:
+def batch(stretches: Iterator[Segment], buffer_bytes: int, direct_bytes: int) -> Iterator[Batch]:
     """Fills the buffer again and again; runs of `direct_bytes` or more go alone. direct_bytes <= buffer_bytes."""
-    waiting: list[Stretch] = []
+    waiting: list[Segment] = []
     start = stop = 0
     for stretch in stretches:
         length = stretch.length
@@ -86,7 +86,7 @@ def batch(stretches: Iterator[Stretch], buffer_bytes: int, direct_bytes: int) ->
                 waiting, start = [], stop
                 continue
             count = 1 if direct else min(room, len(stretch.offsets) - first)
-            piece = Stretch(stretch.span, stretch.offsets[first : first + count], length, stop)
+            piece = Segment(stretch.span, stretch.offsets[first : first + count], length, stop)
             first += count
             stop += count * length
             if direct:
@@ -98,7 +98,7 @@ def batch(stretches: Iterator[Stretch], buffer_bytes: int, direct_bytes: int) ->
         yield Batch(start, stop, tuple(waiting), direct=False)
 
 
-def rows_of(stretch: Stretch, buffer_offset: int) -> Rows:
+def rows_of(stretch: Segment, buffer_offset: int) -> Rows:
     """The stretch as rows of the widest words that it and its place in the buffer are aligned to."""
     low = int(stretch.offsets.min())
     moved = stretch.offsets - low

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from headrace_common.errors import QueueFull, TransferFailed
-from headrace_kv.handoff.messages import LayerPiece, TransferTarget
+from headrace_kv.handoff.messages import LayerRange, TransferTarget
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class Sender(Protocol):
 
     def open(self, target: TransferTarget) -> None: ...
 
-    def push(self, piece: LayerPiece) -> None: ...
+    def push(self, piece: LayerRange) -> None: ...
 
     def push_logits(self, transfer_id: str, logits: bytes) -> None: ...
 
@@ -50,12 +50,12 @@ class GateLimits:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    piece: LayerPiece
+    piece: LayerRange
     mark: Mark
     deadline_s: float
 
 
-class GatedSender:
+class EventOrderedSender:
     """A Sender before another, for engines whose forward pass only queues its work on a device.
 
     `push` marks the device's work so far and returns; the piece goes on, in order, once the mark is passed, and says
@@ -79,7 +79,7 @@ class GatedSender:
         """See RankSender.open."""
         self._sender.open(target)
 
-    def push(self, piece: LayerPiece) -> None:
+    def push(self, piece: LayerRange) -> None:
         """Called by the thread that queued the writing of the piece."""
         deadline_s = time.monotonic() + self._limits.write_timeout_s
         waiting = _Piece(piece, self._mark(), deadline_s)

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from headrace_common.errors import QueueFull, TransferFailed
-from headrace_engine.torch_memory.gated_sender import GatedSender, GateLimits
-from headrace_kv.handoff.messages import LayerPiece, TransferTarget
+from headrace_engine.torch_memory.event_ordered_sender import EventOrderedSender, GateLimits
+from headrace_kv.handoff.messages import LayerRange, TransferTarget
 
 WAIT_S = 5.0
 
@@ -43,7 +43,7 @@ class Recorder:
     """A sender that notes what reaches it."""
 
     def __init__(self) -> None:
-        self.pieces: list[LayerPiece] = []
+        self.pieces: list[LayerRange] = []
         self.events: list[str] = []
         self.stops: list[tuple[str, str, str]] = []
         self._changed = threading.Condition()
@@ -51,7 +51,7 @@ class Recorder:
     def open(self, target: TransferTarget) -> None:
         self._note(f"open {target.transfer_id}")
 
-    def push(self, piece: LayerPiece) -> None:
+    def push(self, piece: LayerRange) -> None:
         self.pieces.append(piece)
         self._note(f"push {piece.transfer_id} {piece.layer}")
         if piece.layer == 99:
@@ -82,10 +82,10 @@ class Recorder:
 class Gate:
     def __init__(self, limits: GateLimits | None = None) -> None:
         self.device, self.recorder = Device(), Recorder()
-        self.sender = GatedSender(self.recorder, self.device.mark, limits)
+        self.sender = EventOrderedSender(self.recorder, self.device.mark, limits)
 
     def push(self, layer: int, transfer_id: str = "a") -> None:
-        self.sender.push(LayerPiece(transfer_id, layer, 0, 8, (1,), 17))
+        self.sender.push(LayerRange(transfer_id, layer, 0, 8, (1,), 17))
 
 
 @pytest.fixture

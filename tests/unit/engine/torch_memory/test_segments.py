@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_common.errors import TransferFailed
-from headrace_engine.torch_memory.stretches import Stretch, batch, cut, rows_of
+from headrace_engine.torch_memory.segments import Segment, batch, cut, rows_of
 
 SPANS = ((1000, 3000), (3000, 4000), (9000, 20_000))
 
@@ -62,8 +62,8 @@ def test_a_run_outside_is_refused(address: int, length: int) -> None:
         list(cut((), np.array([address]), np.array([length])))
 
 
-def stretch_of(offsets: list[int], length: int) -> Stretch:
-    return Stretch(0, np.array(offsets, np.int64), length, 0)
+def stretch_of(offsets: list[int], length: int) -> Segment:
+    return Segment(0, np.array(offsets, np.int64), length, 0)
 
 
 @given(

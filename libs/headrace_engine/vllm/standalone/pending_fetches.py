@@ -19,7 +19,7 @@ class Offer:
     prompt_digest: int
 
 
-class Offers:
+class PendingFetches:
     """At most `limit` offers that no prompt has met. Every method may be called from any thread.
 
     The ids of the last `remembered` transfers that met or ended are refused when they come again.

@@ -7,11 +7,11 @@ from typing import Protocol
 
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError
-from headrace_kv.receive.transfer import Transfer
+from headrace_kv.receive.transfer import IncomingTransfer
 
 
 @dataclass(frozen=True, slots=True)
-class LateLayers:
+class OverlapSettings:
     """The most layers, the last ones, that may be missing when a request begins, none by default.
 
     `wait_s`: the longest that one forward pass waits for them.
@@ -24,13 +24,13 @@ class LateLayers:
         """Raises ConfigError for more than there may be of so many layers: the first must be there."""
         if self.count >= layer_count:
             raise ConfigError(
-                f"late_layers is {self.count}, but the model has {layer_count} layers: "
+                f"overlap_layers is {self.count}, but the model has {layer_count} layers: "
                 f"choose {layer_count - 1} or less",
-                metadata={"field": "late_layers"},
+                metadata={"field": "overlap_layers"},
             )
 
 
-class EarlyNews(Protocol):
+class LayerArrivalListener(Protocol):
     """Where it is said. Nothing here blocks."""
 
     def arriving(self, transfer_id: str, deadline: Deadline) -> None:
@@ -42,19 +42,21 @@ class EarlyNews(Protocol):
         """The first so many layers are whole on a rank; no more will come when the transfer has failed."""
 
 
-class EarlyStart:
+class LayerOverlap:
     """Follows one transfer. `advance` is for Receiver.reserve's `on_advance`.
 
     Says nothing of a transfer that becomes whole, or fails, before its request could have begun early.
     """
 
-    def __init__(self, news: EarlyNews, *, late_layers: int, layer_count: int, rank_count: int):
+    def __init__(
+        self, news: LayerArrivalListener, *, overlap_layers: int, layer_count: int, rank_count: int
+    ):
         self._news = news
-        self._enough_layers = layer_count - late_layers
+        self._enough_layers = layer_count - overlap_layers
         self._told = dict.fromkeys(range(rank_count), 0)
         self._begun = False
 
-    def advance(self, transfer: Transfer) -> None:
+    def advance(self, transfer: IncomingTransfer) -> None:
         """Something has landed, or the transfer has ended."""
         if transfer.ledger is None:
             return
@@ -70,7 +72,7 @@ class EarlyStart:
             self._begun = True
             self._news.arriving(transfer.transfer_id, transfer.deadline)
 
-    def _enough(self, transfer: Transfer) -> bool:
+    def _enough(self, transfer: IncomingTransfer) -> bool:
         ledger = transfer.ledger
         return ledger is not None and all(
             ledger.arrived_layers(rank) >= self._enough_layers for rank in self._told

@@ -26,7 +26,7 @@ from headrace_engine.vllm.compat import import_vllm, set_vllm_environment
 log = logging.getLogger(__name__)
 
 
-class Zygote:
+class ForkServer:
     """The process that jobs are forked from; started by the first."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Zygote:
         if self._process is None:
             paths = os.pathsep.join(path for path in sys.path if path)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.vllm.zygote"],
+                [sys.executable, "-m", "tests.vllm.fork_server"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,

@@ -5,20 +5,20 @@ from __future__ import annotations
 import pytest
 
 from headrace_common.errors import ConfigError
-from headrace_engine.vllm.scheduler.connector_scheduler import SchedulerSide
+from headrace_engine.vllm.scheduler.connector_scheduler import ConnectorScheduler
 from headrace_engine.vllm.step.groups import LayerGroup, check_late_layers
 from headrace_engine.vllm.step.plan import LateLoad
 from headrace_kv.layout.layout import STATE, TOKENS
-from headrace_kv.receive.early_start import LateLayers
+from headrace_kv.receive.layer_overlap import OverlapSettings
 from tests.unit.engine.vllm.scheduler.test_connector_scheduler import ATTENTION, admit_receive, step
 
 END_S = 1e12
 BLOCKS = (10, 11, 12, 13, 14)
 
 
-def early(go_on: list[int] | None = None) -> tuple[SchedulerSide, list[set[int]]]:
+def early(go_on: list[int] | None = None) -> tuple[ConnectorScheduler, list[set[int]]]:
     """A scheduler with one request, all but whose last layers are there, and what it evicts."""
-    scheduler = SchedulerSide(ATTENTION, lambda reservation: None)
+    scheduler = ConnectorScheduler(ATTENTION, lambda reservation: None)
     evicted: list[set[int]] = []
     scheduler.late.evict = evicted.append
     admit_receive(scheduler, prompt=130, cached=0, go_on=go_on)
@@ -135,14 +135,14 @@ def of_kind(kind: str, layers: int) -> LayerGroup:
 
 
 def test_the_first_layer_must_be_there() -> None:
-    check_late_layers([of_kind(TOKENS, 4)], LateLayers(3))
+    check_late_layers([of_kind(TOKENS, 4)], OverlapSettings(3))
     with pytest.raises(ConfigError, match="choose 3 or less"):
-        check_late_layers([of_kind(TOKENS, 4)], LateLayers(4))
+        check_late_layers([of_kind(TOKENS, 4)], OverlapSettings(4))
 
 
 def test_models_with_states_or_several_groups_are_refused_by_name() -> None:
     groups = [of_kind(TOKENS, 4), of_kind(STATE, 4)]
-    check_late_layers(groups, LateLayers())
+    check_late_layers(groups, OverlapSettings())
     for refused in (groups, groups[1:]):
         with pytest.raises(ConfigError, match=STATE):
-            check_late_layers(refused, LateLayers(1))
+            check_late_layers(refused, OverlapSettings(1))

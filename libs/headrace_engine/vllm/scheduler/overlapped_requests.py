@@ -27,7 +27,7 @@ class _Begun:
     over: bool = False
 
 
-class LateLoads:
+class OverlappedRequests:
     """`evict(block_ids)` takes blocks out of the prefix cache."""
 
     def __init__(self) -> None:

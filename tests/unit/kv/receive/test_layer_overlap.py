@@ -12,9 +12,9 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError, TransferFailed
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.plan.shard_map import Key
-from headrace_kv.receive.early_start import EarlyStart, LateLayers
+from headrace_kv.receive.layer_overlap import LayerOverlap, OverlapSettings
 from headrace_kv.receive.state import TransferState
-from headrace_kv.receive.transfer import Transfer
+from headrace_kv.receive.transfer import IncomingTransfer
 from tests.unit.kv.receive.test_ledger import make_layout, make_ledger
 
 LAYERS = 5
@@ -41,12 +41,12 @@ class Heard:
 class Arrival:
     """One transfer from `prefill_tp` ranks to `decode_tp`, landing key by key."""
 
-    def __init__(self, late_layers: int, prefill_tp: int = 1, decode_tp: int = 1) -> None:
+    def __init__(self, overlap_layers: int, prefill_tp: int = 1, decode_tp: int = 1) -> None:
         self.heard = Heard()
-        self.early = EarlyStart(
-            self.heard, late_layers=late_layers, layer_count=LAYERS, rank_count=decode_tp
+        self.early = LayerOverlap(
+            self.heard, overlap_layers=overlap_layers, layer_count=LAYERS, rank_count=decode_tp
         )
-        self.transfer = Transfer(
+        self.transfer = IncomingTransfer(
             Reservation("x1", (1, 2, 3), 0, 10),
             make_layout(decode_tp, LAYERS),
             Deadline.after(60),
@@ -66,7 +66,7 @@ class Arrival:
 
 
 def test_it_may_begin_when_all_but_the_last_are_there() -> None:
-    arrival = Arrival(late_layers=2)
+    arrival = Arrival(overlap_layers=2)
     for layer in range(LAYERS):
         assert bool(arrival.heard.began) == (layer > 2)
         arrival.land((0, 0, layer))
@@ -75,7 +75,7 @@ def test_it_may_begin_when_all_but_the_last_are_there() -> None:
 
 
 def test_a_hole_counts_whatever_has_come_after_it() -> None:
-    arrival = Arrival(late_layers=2)
+    arrival = Arrival(overlap_layers=2)
     for layer in (0, 1, 3, 4):
         arrival.land((0, 0, layer))
     assert not arrival.heard.began
@@ -87,7 +87,7 @@ def test_a_hole_counts_whatever_has_come_after_it() -> None:
 
 def test_a_failure_is_told_to_those_who_began() -> None:
     for landed in (2, 4):
-        arrival = Arrival(late_layers=2)
+        arrival = Arrival(overlap_layers=2)
         for layer in range(landed):
             arrival.land((0, 0, layer))
         arrival.transfer.fail(TransferFailed("gone"), 0.0)
@@ -98,11 +98,11 @@ def test_a_failure_is_told_to_those_who_began() -> None:
 
 @given(
     ranks=st.sampled_from([(1, 1), (2, 1), (1, 2), (4, 2), (2, 4)]),
-    late_layers=st.integers(1, LAYERS - 1),
+    overlap_layers=st.integers(1, LAYERS - 1),
     seed=st.integers(0, 999),
 )
-def test_any_order_is_told_as_it_is(ranks: tuple[int, int], late_layers: int, seed: int) -> None:
-    arrival = Arrival(late_layers, *ranks)
+def test_any_order_is_told_as_it_is(ranks: tuple[int, int], overlap_layers: int, seed: int) -> None:
+    arrival = Arrival(overlap_layers, *ranks)
     order = sorted(arrival.ledger.expected_keys)
     Random(seed).shuffle(order)
     for number, key in enumerate(order):
@@ -112,7 +112,7 @@ def test_any_order_is_told_as_it_is(ranks: tuple[int, int], late_layers: int, se
             rank: min((layer for _, to, layer in missing if to == rank), default=LAYERS)
             for rank in range(ranks[1])
         }
-        may_begin = bool(missing) and min(whole.values()) >= LAYERS - late_layers
+        may_begin = bool(missing) and min(whole.values()) >= LAYERS - overlap_layers
         assert not may_begin or arrival.heard.began == ["x1"]
         if arrival.heard.began:
             told = {rank: count for rank, count, _ in arrival.heard.layers}
@@ -122,6 +122,6 @@ def test_any_order_is_told_as_it_is(ranks: tuple[int, int], late_layers: int, se
 
 
 def test_more_late_layers_than_the_model_has_are_refused() -> None:
-    LateLayers(4).check(5)
+    OverlapSettings(4).check(5)
     with pytest.raises(ConfigError, match="choose 4 or less"):
-        LateLayers(5).check(5)
+        OverlapSettings(5).check(5)
