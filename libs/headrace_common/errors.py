@@ -30,6 +30,7 @@ HeadraceError
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import ClassVar
 
 import grpc
@@ -220,3 +221,33 @@ class WatchExpired(HeadraceError):
 
 class InternalError(HeadraceError):
     """A bug in Headrace."""
+
+
+def from_reason(
+    reason: str,
+    detail: str,
+    *,
+    metadata: Mapping[str, str] | None = None,
+    default: type[HeadraceError] = InternalError,
+) -> HeadraceError:
+    """Rebuilds an error that crossed a process border as its reason and detail.
+
+    An unknown reason gives a `default` whose detail starts with the reason. The violation of an
+    InvalidRequest is reported for the field "request".
+    """
+    kind = class_of(reason)
+    if kind is InvalidRequest:
+        return InvalidRequest({"request": detail})
+    if kind is None:
+        return default(f"{reason}: {detail}" if reason else detail, metadata=metadata)
+    return kind(detail, metadata=metadata)
+
+
+def class_of(reason: str) -> type[HeadraceError] | None:
+    """The class of the error tree with this reason, or None."""
+    return _classes_by_reason().get(reason)
+
+
+@cache
+def _classes_by_reason() -> dict[str, type[HeadraceError]]:
+    return {kind.reason: kind for kind in HeadraceError.__subclasses__()}

@@ -1,4 +1,4 @@
-"""How large a layout may claim to be, so that no message makes a reader count to four billion. Pure."""
+"""Bounds on what a message may declare, so that its reader does bounded work. Pure."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ RANKS_MAX: Final = 4_096
 LAYERS_MAX: Final = 4_096
 HEADS_MAX: Final = 65_536
 PARTS_MAX: Final = 256
+TRANSFER_ID_CHARACTERS_MAX: Final = 128
+"""Longest transfer id that a worker accepts."""
 
 
 def limit_violations(layout: layout_pb2.KvLayout) -> dict[str, str]:

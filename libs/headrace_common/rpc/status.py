@@ -9,19 +9,18 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import grpc
 import grpc.aio
 from google.protobuf import descriptor_pool
 from google.protobuf.descriptor import Descriptor
-from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from headrace_common import errors
+from headrace_common.durations import duration_from_seconds, seconds_from_duration
 from headrace_common.errors import HeadraceError, InternalError, InvalidRequest
 from headrace_common.rpc import handlers
 from headrace_common.rpc.handlers import Context, guarded
@@ -67,8 +66,7 @@ def status_of(error: HeadraceError) -> status_pb2.Status:
             bad_request.field_violations.add(field=field, description=remedy)
         status.details.add().Pack(bad_request)
     if error.retry_after_s is not None:
-        delay = Duration()
-        delay.FromNanoseconds(round(error.retry_after_s * 1e9))
+        delay = duration_from_seconds(error.retry_after_s)
         status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
     return status
 
@@ -87,11 +85,11 @@ def error_from_rpc(exc: grpc.RpcError) -> HeadraceError:
     for packed in status.details:
         for message in (info, bad_request, retry):
             packed.Unpack(message)
-    kind = _by_reason().get(info.reason) if info.domain == DOMAIN else None
+    kind = errors.class_of(info.reason) if info.domain == DOMAIN else None
     if kind is None:
         return _error_without_details(code, detail)
     retry_after_s = (
-        retry.retry_delay.ToNanoseconds() / 1e9 if retry.HasField("retry_delay") else None
+        seconds_from_duration(retry.retry_delay) if retry.HasField("retry_delay") else None
     )
     if kind is InvalidRequest:
         violations = {v.field: v.description for v in bad_request.field_violations}
@@ -200,11 +198,6 @@ def _checked(request: Any) -> Any:
 async def _checked_stream(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
     async for request in requests:
         yield _checked(request)
-
-
-@cache
-def _by_reason() -> dict[str, type[HeadraceError]]:
-    return {kind.reason: kind for kind in HeadraceError.__subclasses__()}
 
 
 def _parts_of(exc: grpc.RpcError) -> tuple[grpc.StatusCode, str, Any]:

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import first_token_pb2
 from headrace_common.errors import InvalidRequest
+from headrace_common.limits import TRANSFER_ID_CHARACTERS_MAX
 from headrace_engine.interface import DecodeTokens, DecodeWork
 from headrace_engine.proto import logprobs_to_proto, sampling_from_proto
-
-TRANSFER_ID_CHARACTERS_MAX = 64
 
 
 def work_from_proto(request: decode_pb2.GenerateRequest) -> DecodeWork:

@@ -13,10 +13,10 @@ import xxhash
 
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import InvalidRequest
+from headrace_common.limits import TRANSFER_ID_CHARACTERS_MAX
 from headrace_engine.vllm.settings import PARAMS_KEY
 from headrace_kv.layout.layout import WorkerRef
 
-TRANSFER_ID_CHARACTERS_MAX = 128
 PORT_MAX = 65_535
 FETCHES = "do_remote_prefill"
 SENDS = "do_remote_decode"

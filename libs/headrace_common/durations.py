@@ -1,0 +1,37 @@
+"""Conversion between seconds and protobuf's Duration and Timestamp. Pure."""
+
+from __future__ import annotations
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
+
+_NS_PER_S = 1_000_000_000
+
+
+def duration_from_seconds(seconds: float) -> Duration:
+    """The Duration of `seconds`, to the nanosecond. A negative value becomes 0."""
+    return duration_from_ns(round(seconds * _NS_PER_S))
+
+
+def duration_from_ns(nanoseconds: int) -> Duration:
+    """The Duration of `nanoseconds`. A negative value becomes 0."""
+    duration = Duration()
+    duration.FromNanoseconds(max(0, nanoseconds))
+    return duration
+
+
+def seconds_from_duration(duration: Duration) -> float:
+    """The Duration in seconds."""
+    return duration.ToNanoseconds() / _NS_PER_S
+
+
+def timestamp_from_unix_ns(unix_ns: int) -> Timestamp:
+    """The Timestamp of Unix nanoseconds."""
+    timestamp = Timestamp()
+    timestamp.FromNanoseconds(unix_ns)
+    return timestamp
+
+
+def timestamp_from_unix_s(unix_s: float) -> Timestamp:
+    """The Timestamp of Unix seconds, to the nanosecond."""
+    return timestamp_from_unix_ns(round(unix_s * _NS_PER_S))

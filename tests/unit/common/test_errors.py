@@ -1,0 +1,28 @@
+"""Errors rebuilt from their reasons."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace_common.errors import (
+    HeadraceError,
+    InternalError,
+    InvalidRequest,
+    TransferFailed,
+    from_reason,
+)
+
+
+@pytest.mark.parametrize("kind", HeadraceError.__subclasses__())
+def test_every_reason_gives_its_class(kind: type[HeadraceError]) -> None:
+    error = from_reason(kind.reason, "detail", metadata={"key": "value"}, default=TransferFailed)
+    assert type(error) is kind
+    assert "detail" in error.detail
+    if kind is not InvalidRequest:
+        assert error.metadata == {"key": "value"}
+
+
+@pytest.mark.parametrize("default", [InternalError, TransferFailed])
+def test_an_unknown_reason_gives_the_default_and_is_named(default: type[HeadraceError]) -> None:
+    error = from_reason("NO_SUCH_REASON", "detail", default=default)
+    assert (type(error), error.detail) == (default, "NO_SUCH_REASON: detail")
