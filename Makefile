@@ -60,7 +60,7 @@ up: runtime $(MODEL)/config.json ## start the four services on loopback until Ct
 	@$(BIN)/headrace up
 
 REQUESTS ?= $(if $(RDMA),200,10000)
-.PHONY: test test-fast test-vllm chaos soak churn test-gpu test-rdma lint format type
+.PHONY: test test-fast test-vllm chaos soak churn test-gpu test-rdma lint docs format type
 # Two runs: vLLM forks its engine, which must happen before anything in the process has used gRPC.
 test: VLLM_TESTS := vllm and not long
 test: test-vllm test-fast ## all tests but the long ones with vLLM
@@ -87,7 +87,7 @@ soak: setup ## half an hour of mixed load: no process may grow (ARGS="--seconds 
 churn: setup ## workers that come and go every second under load (ARGS="--seconds 60 --every 1")
 	@$(BIN)/python -m tests.suite.churn $(ARGS)
 
-lint: setup ## format, style, types, import directions, protos, requirements
+lint: setup ## format, style, types, import directions, protos, requirements, prose
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -96,6 +96,10 @@ lint: setup ## format, style, types, import directions, protos, requirements
 	$(BUF) format --diff --exit-code protos
 	$(BUF) breaking protos --against $(BASELINE)
 	$(BIN)/python scripts/lock_requirements.py --check
+	$(BIN)/python scripts/check_prose.py
+
+docs: setup ## build the documentation site into build/docs/site
+	@$(BIN)/python scripts/build_docs.py
 
 format: setup ## rewrite the code and the protos in the project's format
 	$(BIN)/ruff check --fix-only --exit-zero .

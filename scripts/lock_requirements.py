@@ -30,6 +30,7 @@ FILES = {
     "model": ("What scripts/prepare_model.py needs to read a GGUF file.", False, ["model"]),
     "build": ("What scripts/generate_stubs.sh needs; never part of an image.", False, ["build"]),
     "dev": ("Linters and test tools.", False, ["dev"]),
+    "docs": ("The generator of the documentation site.", False, ["docs"]),
 }
 _WRONG_BUILD = "the index offers a CUDA build, which breaks the CPU build of torch on import"
 _FASTAPI_TOOL = "serves FastAPI's own command line, which nothing here runs"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes this checkout ready to run: Debian libraries, .venv, Python packages, stubs, console scripts.
 #   scripts/setup.sh runtime    what `make demo` and `make up` need
-#   scripts/setup.sh dev        that, and what `make lint` and `make test` need
+#   scripts/setup.sh dev        that, and what `make lint`, `make docs` and `make test` need
 # Does again only what changed; several may run at once. Exit 2: something only you can do is missing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -9,7 +9,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 level=${1:-runtime}
 case $level in
     runtime) requirement_sets=(worker router registry model build) ;;
-    dev) requirement_sets=(worker router registry model build dev) ;;
+    dev) requirement_sets=(worker router registry model build dev docs) ;;
     *) echo "usage: scripts/setup.sh [runtime|dev]" >&2; exit 2 ;;
 esac
 requirement_files=("${requirement_sets[@]/#/requirements/}")
