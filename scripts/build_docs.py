@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parent.parent
-SOURCE: Final = ROOT / "build" / "docs" / "source"
-SITE: Final = ROOT / "build" / "docs" / "site"
+BUILD: Final = ROOT / "build" / "docs"
+SOURCE: Final = BUILD / "source"
+SITE: Final = BUILD / "site"
+CONFIG: Final = BUILD / "zensical.toml"
 TOP_PAGES: Final = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
 FOLDERS: Final = ("docs", "bench/results")
 STAGED_SUFFIXES: Final = (".md", ".svg")
@@ -35,6 +37,8 @@ _REMOTE: Final = re.compile(
 def stage() -> None:
     """Copies the pages and their pictures, and generates the others."""
     shutil.rmtree(SOURCE, ignore_errors=True)
+    SOURCE.mkdir(parents=True)
+    shutil.copyfile(ROOT / "docs" / "zensical.toml", CONFIG)
     files = [ROOT / name for name in TOP_PAGES]
     for folder in FOLDERS:
         files += (path for path in (ROOT / folder).rglob("*") if path.suffix in STAGED_SUFFIXES)
@@ -55,8 +59,11 @@ def generate(script: str, output: Path) -> None:
 def build() -> None:
     """Runs Zensical, which fails on a broken link or anchor."""
     shutil.rmtree(SITE, ignore_errors=True)
-    command = [str(Path(sys.executable).with_name("zensical")), "build", "--strict", "--clean"]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=BUILD_TIMEOUT_S)
+    zensical = str(Path(sys.executable).with_name("zensical"))
+    # Zensical keeps its cache in .cache beside its configuration file, and --clean deletes that folder. The
+    # repository's own .cache holds wheels and images, so the configuration file must not be in the repository's root.
+    command = [zensical, "build", "--strict", "--clean", "--config-file", str(CONFIG)]
+    subprocess.run(command, cwd=BUILD, check=True, timeout=BUILD_TIMEOUT_S)
 
 
 def remote_loads(site: Path) -> Iterator[str]:

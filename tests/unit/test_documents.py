@@ -111,7 +111,7 @@ def listed_pages(entry: Any) -> Iterator[str]:
 
 
 def test_the_navigation_lists_every_page_once() -> None:
-    site = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))
+    site = tomllib.loads((ROOT / "docs" / "zensical.toml").read_text(encoding="utf-8"))
     listed = list(listed_pages(site["project"]["nav"]))
     pages = {str(page.relative_to(ROOT)) for page in PAGES} | GENERATED
     assert sorted(listed) == sorted(pages)
