@@ -114,7 +114,8 @@ def _memory_lines(report: Report) -> list[str]:
         (
             "A full garbage collection with these blocks, and the rest of the process frozen, takes "
             f"{pause_us / 1e3:.1f} ms. The longest event, when the table grew, took {longest_us / 1e3:.0f} ms. "
-            f"The removal of a worker takes {first_us / 1e3:.1f} ms at once, and {slice_us / 1e3:.2f} ms for every 4096 blocks swept later."
+            f"The removal of a worker takes {first_us / 1e3:.1f} ms at once, "
+            f"and {slice_us / 1e3:.2f} ms for every 4096 blocks swept later."
         ),
     ]
     return lines
