@@ -1,10 +1,10 @@
-"""Moves the same bytes between two processes of this host in blocks of equal size, by every way there is.
+"""Moves the same bytes between two processes of this host in blocks of equal size, by every available way.
 
     python bench/data_plane.py [--rounds 7] [--mebibytes 64] [--kinds same_host,mooncake,...] [--output bench/results]
 
-Blocks lie in shuffled order on both sides. Ours is measured at `KvTransport.submit`, planning excluded. Every round
-takes each way once, so that a busy moment hits all alike; a cell is the best round in GB/s. The raw packed way gathers,
-writes 1 MiB pieces and scatters one after the other; raw_mooncake_staged is the writing alone.
+Blocks are in shuffled order on both sides. Ours is measured at `KvTransport.submit`, without planning. Every round
+runs each way once, so that a busy moment affects all ways equally. A cell is the best round in GB/s. The raw packed
+way gathers, writes 1 MiB pieces and scatters, one after the other. raw_mooncake_staged is the writing alone.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def main() -> None:
     Ours.submitted_bytes = options.piece * KIB
     blocks = [int(b) * KIB for b in options.blocks.split(",")] if options.blocks else BLOCK_BYTES
     has_nixl = importlib.util.find_spec("nixl_cu12") is not None
-    # UCX reads its environment once, so that only one of its ways fits into a run.
+    # UCX reads its environment once, so a run can use only one of its transports.
     nixl = ["nixl_tcp" if "tcp" in os.environ.get("UCX_TLS", "") else "nixl_auto"]
     kinds = options.kinds.split(",") if options.kinds else [*KINDS[:6], *nixl * has_nixl]
     total = options.mebibytes * MIB

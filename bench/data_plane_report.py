@@ -40,7 +40,7 @@ RATIOS = {
     "same_host / nixl_auto": ("same_host", ("nixl_auto",), 1.0),
     "auto / same_host": ("auto", ("same_host",), 0.9),
 }
-"""Column over the best of others, and what it should reach at every block size. Staged means 1 MiB writes."""
+"""The column divided by the best of others, and the target at every block size. Staged means 1 MiB writes."""
 
 
 def ratio_table(best: Rates) -> str:
@@ -62,7 +62,7 @@ def ratio_table(best: Rates) -> str:
 
 
 def draw(best: Rates) -> str:
-    """A picture of the table as SVG, both axes logarithmic: ours in thick lines, what they are beside in thin ones."""
+    """The table as an SVG with logarithmic axes. Our ways are thick lines, the others thin ones."""
     low, high = _bounds(best)
     first, last = min(best), max(best)
     right = _WIDTH - _LEGEND
@@ -114,14 +114,14 @@ def draw(best: Rates) -> str:
 
 
 def _bounds(best: Rates) -> tuple[float, float]:
-    """From a 1, 2 or 5 to one, with everything between."""
+    """The steps 1, 2 and 5 of every power of ten within the range."""
     values = [rate for row in best.values() for rate in row.values()]
     low = max((step for step in _STEPS if step <= min(values)), default=min(values))
     return low, min((step for step in _STEPS if step >= max(values)), default=max(values))
 
 
 def _spread(wanted: dict[str, float]) -> dict[str, float]:
-    """As near to where they are wanted as labels can stand one under the other."""
+    """Places labels near their values, one under the other without overlap."""
     placed: dict[str, float] = {}
     above = -math.inf
     for name, at in sorted(wanted.items(), key=lambda item: item[1]):

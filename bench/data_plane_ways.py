@@ -1,4 +1,4 @@
-"""The ways to move bytes between two processes that data_plane.py compares, and the receiving process of each."""
+"""The ways to move bytes between two processes that data_plane.py compares, each with its receiving process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ HOST = "127.0.0.1"
 
 
 def block_orders(total: int, block: int) -> tuple[Indices, Indices]:
-    """Source and destination block of each copy; both sides derive the same."""
+    """Source and destination block of each copy. Both sides compute the same."""
     count = total // block
     random = np.random.default_rng(block)
     return random.permutation(count), random.permutation(count)
@@ -89,11 +89,11 @@ def serve_nixl(memory: Bytes) -> dict[str, Any]:
 
 
 KEPT: list[Any] = []
-"""What a receiving process holds until it ends."""
+"""The memory and sockets of a receiving process."""
 
 
 def receive(kind: str, total: int) -> None:
-    """Prints where the memory is, then answers commands from standard input."""
+    """Prints the address of the memory, then executes commands from standard input."""
     memory, staging = np.ones(total, np.uint8), np.ones(total, np.uint8)
     if kind in OURS:
         facts = serve_ours(kind, memory)
@@ -142,22 +142,22 @@ class Receiver:
             text=True,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
-        self.facts = self._hear()
+        self.facts = self._read_reply()
 
     def ask(self, command: str) -> Any:
         assert self.process.stdin is not None
         print(command, file=self.process.stdin, flush=True)
-        return self._hear()
+        return self._read_reply()
 
     def end(self) -> None:
         self.process.kill()
         self.process.wait()
 
-    def _hear(self) -> Any:
+    def _read_reply(self) -> Any:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            if line.startswith("say "):
-                return json.loads(line.removeprefix("say "))
+            if line.startswith("reply "):
+                return json.loads(line.removeprefix("reply "))
         raise RuntimeError("a receiving process has ended")
 
 
@@ -180,7 +180,7 @@ class Way(ABC):
 
     @abstractmethod
     def prepare(self, block: int) -> None:
-        """Gets ready for blocks of this size, outside the time measured."""
+        """Prepares blocks of this size outside the measured time."""
 
     @abstractmethod
     def write(self) -> None:
@@ -205,7 +205,7 @@ class Way(ABC):
 
 
 class Ours(Way):
-    """KvTransport.submit, piece after piece and as many under way as a sender would have."""
+    """KvTransport.submit with as many writes under way as a sender would have."""
 
     submitted_bytes = 4 * MIB
 
@@ -235,7 +235,7 @@ class Ours(Way):
 
 
 class RawMooncake(Way):
-    """The engine as it is: run by run, and packed by hand."""
+    """The TransferEngine alone: run by run, and packed by hand."""
 
     def __init__(self, kind: str, source: Bytes) -> None:
         super().__init__(kind, source)
@@ -286,7 +286,7 @@ class RawMooncake(Way):
 
 
 class RawTcp(Way):
-    """One socket, vectored on both sides, straight from and into the blocks."""
+    """One socket, vectored on both sides, from and into the blocks."""
 
     def __init__(self, kind: str, source: Bytes) -> None:
         super().__init__(kind, source)
@@ -306,7 +306,7 @@ class RawTcp(Way):
 
 
 class RawProcessVm(Way):
-    """The system call and nothing else, vectors prepared."""
+    """The system call alone, with prepared vectors."""
 
     def prepare(self, block: int) -> None:
         planned = self.runs(block)
@@ -329,7 +329,7 @@ class RawProcessVm(Way):
 
 
 class Nixl(Way):
-    """NIXL over UCX; UCX_TLS decides how."""
+    """NIXL over UCX. UCX_TLS selects the transport."""
 
     def __init__(self, kind: str, source: Bytes) -> None:
         super().__init__(kind, source)
@@ -358,7 +358,7 @@ class Nixl(Way):
 
 
 def move_vectors(call: Callable[[list[memoryview]], Any], vectors: list[memoryview]) -> None:
-    """Sends or receives vectors by a socket's call until all are done."""
+    """Sends or receives vectors by a socket call until all are done."""
     position = 0
     while position < len(vectors):
         part = list(vectors[position : position + 512])

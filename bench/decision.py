@@ -1,11 +1,12 @@
-"""What one routing decision costs the router, by the number of workers: its own classes, with workers in memory.
+"""CPU time of one routing decision by the number of workers: the router's own classes with workers in memory.
 
     python -m bench.decision [--workers 8,64,512] [--blocks 524288] [--rounds 30] [--output bench/results]
 
-A decision hashes the prompt, asks the prefix index about every worker, weighs the decode workers, records the span that
-explains the choice and states the terms for the prefill queue. A quarter as many prefill workers pull. All workers
-report load and announce their blocks through the router's own feeds, but over channels that are lists. Medians of
-rounds that take the worker counts in turns; Python's garbage collector is on.
+A decision hashes the prompt, looks every worker up in the prefix index, and computes the costs of the decode workers.
+It also records the span that explains the choice, and builds the terms for the prefill queue. A quarter as many
+prefill workers pull. All workers report load and announce their blocks through the router's own streams, over
+channels that are lists. Cells are medians of rounds that alternate between the worker counts. Python's garbage
+collector is on.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ _LAYOUT = KvLayout.attention(
 
 
 class ListedCall:
-    """A stream of messages that are there already. The last is said again every second."""
+    """A stream of messages that are ready. It repeats the last message every second."""
 
     def __init__(self, messages: list[Any]) -> None:
         self._messages = messages
@@ -84,7 +85,7 @@ class ListedCall:
 
 
 class ListedChannel:
-    """A worker's channel: every streaming call brings what is listed under its name."""
+    """A channel to a worker: every streaming call returns the messages listed under its name."""
 
     def __init__(self, answers: dict[str, list[Any]]) -> None:
         self._answers = answers
@@ -103,7 +104,7 @@ class _Fixed:
 
 @dataclass(slots=True)
 class Site:
-    """A router's parts with `decode_count` decode workers and a quarter as many that prefill."""
+    """The parts of a router with `decode_count` decode workers and a quarter as many prefill workers."""
 
     decode_count: int
     workload: Workload
@@ -116,7 +117,7 @@ class Site:
 
     @classmethod
     async def made(cls, decode_count: int, block_count: int) -> Site:
-        """Raises TimeoutError when the index does not fill."""
+        """Fills the index. Raises TimeoutError when it does not fill."""
         count = decode_count + max(1, decode_count // 4)
         workload = Workload(count, block_count, local_hashes=False)
         channels = _channels(workload, count)
@@ -154,22 +155,22 @@ class Site:
 
     @property
     def filled(self) -> bool:
-        """Every worker has reported, and every one that should hold some of the graded prompt does."""
+        """Whether every worker has reported, and every worker with a part of the graded prompt is in the index."""
         table, tokens = self.view.table(MODEL), self.workload.graded_tokens
         holders = np.count_nonzero(self.prefixes.cached_tokens(table, tokens))
         least = self.decode_count - 1 - self.decode_count // (len(tokens) // BLOCK_TOKENS)
         return bool(table.reachable.all()) and int(holders) >= least
 
     def ways(self, size: str) -> dict[str, Callable[[], object]]:
-        """What is timed, for a prompt of this size of which a quarter of the workers hold the half."""
+        """The operations to time, for a prompt with half of it cached on a quarter of the workers."""
         return self._ways_of(self.workload.query(PROMPT_TOKENS[size], "half"))
 
     def graded(self) -> dict[str, Callable[[], object]]:
-        """The same for a prompt of which every worker holds another depth."""
+        """The same for a prompt with a different cached depth on every worker."""
         return self._ways_of(self.workload.graded_tokens)
 
     def _ways_of(self, prompt: Tokens) -> dict[str, Callable[[], object]]:
-        """Requests take turns, because what was hashed for the last one is remembered."""
+        """Requests take turns, because the router caches the hashes of the last prompt."""
         requests = [_request(tuple(prompt.tolist())) for _ in range(4)]
         tokens = requests[0].token_ids
         turns, others = itertools.cycle(requests[:2]), itertools.cycle(requests[2:])
@@ -296,7 +297,7 @@ def in_turns(
 
 
 def render(found: dict[str, dict[str, dict[int, float]]], counts: list[int]) -> str:
-    """Markdown: a row for each prompt and way."""
+    """Markdown with a row for each prompt and way."""
     head = ["prompt", "µs for", *(f"{count} workers" for count in counts), "growth", "target"]
     lines = ["One routing decision, by decode workers", ""]
     lines += ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
@@ -336,7 +337,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30, help="of which the median counts")
     parser.add_argument("--output", type=Path, help="folder for decision.md")
     options = parser.parse_args()
-    # The workers fall silent while the rounds run.
+    # The workers send nothing while the rounds run.
     logging.disable(logging.WARNING)
     counts = [int(count) for count in options.workers.split(",")]
     text = asyncio.run(measure(counts, options.blocks, options.rounds))

@@ -1,13 +1,13 @@
-"""A prompt from prefill to decode: ours beside vLLM's own MooncakeConnector and beside vLLM alone, request by request.
+"""Times a prompt from prefill to decode: ours, vLLM's own MooncakeConnector, and vLLM alone, request by request.
 
     python -m bench.handover [--repetitions 9] [--dtype float32] [--ways decode,prefill,logits,peer,plain]
         [--group 1] [--before COMMAND --after COMMAND] [--keep FILE] [--output bench/results]
 
-All engines are up at once and idle but for those of the request at hand: five, of 1.5 to 2 GB each. In every repetition
-each way gets the same new prompt, in an order that alternates. Ours are whole services, as `headrace up` starts them,
-asked by gRPC at the router. The peer and plain vLLM are engines that are asked through a pipe; a fifth way, `keeping`,
-is plain vLLM whose allocator keeps freed memory, as ours does by itself. --before and --after are shell commands around
-every --group repetitions. --keep adds the samples to those in FILE and reports on all of them.
+All five engines of 1.5 to 2 GB each run at once. Only the engines of the current request compute. In every
+repetition each way gets the same new prompt, in alternating order. Ours are the services of `headrace up`, called by
+gRPC at the router. The peer and plain vLLM are engines called through a pipe. A further way, `keeping`, is plain vLLM
+with an allocator that keeps freed memory, as ours does by itself. --before and --after are shell commands around every
+--group repetitions. --keep adds the samples to those in FILE and reports on all of them.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ NAMES: Final = {
     "plain": PLAIN,
     "keeping": KEEPING,
 }
-# Of glibc, for what our engines ask it for themselves.
+# Settings of glibc that our engines apply to themselves.
 KEEP_MEMORY: Final = {"MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_MAX_": "0"}
 CACHE_TOKENS: Final = 8192
 TRACE_S: Final = 5.0
@@ -80,14 +80,14 @@ Ask = Callable[[int], Awaitable[Sample]]
 
 
 class Bench:
-    """Asks by every way."""
+    """Sends requests by every way."""
 
     def __init__(self, prompt_tokens: int, answer_tokens: int) -> None:
         self._prompt_tokens = prompt_tokens
         self._answer_tokens = answer_tokens
 
     def by_us(self, deployment: Ours, first_token: int) -> Ask:
-        """Through the services."""
+        """Sends a request to the services."""
 
         async def ask(seed: int) -> Sample:
             prompt, tree = prompt_of(self._prompt_tokens, seed), deployment.tree()
@@ -109,7 +109,9 @@ class Bench:
         return ask
 
     def by_peer(self, pair: Peer) -> Ask:
-        """Both engines are asked at once, as is fastest: decode has its blocks long before they are filled."""
+        """Sends the request to both engines at once, which is fastest: decode has its blocks long before they are
+        filled.
+        """
         tree = Tree(pair.prefill.process.pid, pair.decode.process.pid)
         prefill_id = ""
 
@@ -138,7 +140,7 @@ class Bench:
         return ask
 
     def by_plain(self, child: Child) -> Ask:
-        """One engine."""
+        """Sends a request to one engine."""
         tree = Tree(child.process.pid)
 
         async def ask(seed: int) -> Sample:
@@ -162,7 +164,7 @@ def sample_of(
     late_ms: float | None = None,
     compute_ms: float | None = None,
 ) -> Sample:
-    """Of an answer that was asked for at `start_ns`."""
+    """Builds the sample of an answer to a request sent at `start_ns`."""
     first_ns, second_ns = [piece.heard_unix_ns for piece in pieces for _ in piece.token_ids][:2]
     return Sample(
         prompt_seed=seed,
@@ -179,12 +181,12 @@ def sample_of(
 
 
 def sending(transfer: str) -> dict[str, Any]:
-    """What the peer's prefill engine must be told."""
+    """The transfer parameters of the peer's prefill engine."""
     return {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer}
 
 
 def receiving(transfer: str, prefill_id: str, port: int) -> dict[str, Any]:
-    """What the peer's decode engine must be told."""
+    """The transfer parameters of the peer's decode engine."""
     return {
         "do_remote_decode": False,
         "do_remote_prefill": True,
@@ -195,7 +197,7 @@ def receiving(transfer: str, prefill_id: str, port: int) -> dict[str, Any]:
 
 
 def peer_id(port: int) -> str:
-    """The name that the peer's prefill engine gave itself."""
+    """The engine id of the peer's prefill engine."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/query", timeout=10) as answer:
         return str(json.load(answer)["0"]["engine_id"])
 
@@ -224,7 +226,7 @@ def trace_times(trace: trace_pb2.Trace) -> tuple[float, ...]:
 
 
 async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, list[Sample]]:
-    """Starts what is needed, warms it, and asks."""
+    """Starts and warms the engines, then measures."""
     model, dtype = Path(arguments.model), arguments.dtype
     wanted = arguments.ways.split(",")
     bench = Bench(arguments.tokens, arguments.answer)
@@ -254,7 +256,7 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, list
 async def repeat(
     asks: dict[str, Ask], wanted: list[str], arguments: argparse.Namespace
 ) -> dict[str, list[Sample]]:
-    """Each way once in every repetition."""
+    """Measures each way once in every repetition."""
     quiet = Quiet(arguments.before, arguments.after)
     for number in range(arguments.warm):
         for way in wanted:
@@ -276,29 +278,29 @@ _NOTES: Final = """# From prefill to decode, beside vLLM's own MooncakeConnector
 
 {what} Made by `python -m bench.handover`.
 {sections}
-Medians, and the range in parentheses. TTFT and the second token are timed at the client, from asking. "Beside plain" is
-the median ratio of TTFT to plain vLLM's for the same prompt. "Prefill" is the computing in our prefill engine.
-Hand-over is from prefill's end of computing (ours, in the engine) or prefill's own token leaving its engine (the peer)
-to decode's own first token leaving its engine: token 1 with "first token by decode" and with the peer, token 2 with
-"first token by prefill" and "from logits"; it is negative where decode was first. Transfer is the time in which
-something was written. Exposed is from the last layer's KV being in prefill's cache to decode knowing its own to be
-whole: what prefill computes after that is hidden at ours, and not at the peer, which writes everything in one piece at
-the end; "from logits" it holds computing and sending these, too. Late is how long after the point from which hand-over
-counts that was: negative where the KV was whole while prefill still computed. CPU is that of all processes of a way,
-for the prompt and {answer} tokens.
+Medians, and the range in parentheses. TTFT and the second token are timed at the client, from sending the request.
+"Beside plain" is the median ratio of TTFT to plain vLLM's for the same prompt. "Prefill" is the computing time of our
+prefill engine. Hand-over starts when prefill ends computing (ours, in the engine) or when prefill's own token leaves
+its engine (the peer). It ends when decode's own first token leaves its engine. That is token 1 with "first token by
+decode" and with the peer, and token 2 with "first token by prefill" and "from logits". It is negative where decode was
+first. Transfer is the time in which a write was under way. Exposed starts when the last layer's KV is in prefill's
+cache, and ends when decode has counted all of it. Ours hides what prefill computes after that. The peer does not,
+because it writes everything in one piece at the end. "From logits" includes computing and sending the logits. Late is
+the time from the start of hand-over to the end of exposed. It is negative where the KV was complete while prefill
+still computed. CPU is that of all processes of a way, for the prompt and {answer} tokens.
 
-What each does. Headrace: the services as `headrace up` starts them, asked by gRPC at the router, which places the
-prompt, queues it for a prefill worker and turns tokens into text; leases, acknowledgements by layer, and a trace of
-every request. MooncakeConnector (that of vLLM {vllm}, over TCP as ours): two engines without a router, asked through
-pipes by this benchmark, both at the same moment, which is the fastest way to use it; a proxy would come on top. Plain
-vLLM: one engine, asked through a pipe. KV blocks have {blocks} tokens everywhere, vLLM's default on processors. Our
-engines have glibc keep the memory that a forward pass frees, which spares them some 200,000 page faults a prompt. The
-others leave it as it is, but for "plain vLLM, keeping freed memory", where that is listed.
+The ways. Headrace: the services as `headrace up` starts them, called by gRPC at the router. The router places the
+prompt, queues it for a prefill worker and turns tokens into text. Leases, acknowledgements by layer, and a trace of
+every request are included. MooncakeConnector (that of vLLM {vllm}, over TCP as ours): two engines without a router.
+This benchmark calls both through pipes at the same moment, which is the fastest use. A proxy would add its time. Plain
+vLLM: one engine, called through a pipe. KV blocks have {blocks} tokens everywhere, vLLM's default on processors. Our
+engines make glibc keep the memory that a forward pass frees, which avoids some 200,000 page faults per prompt. The
+others leave glibc as it is, except "plain vLLM, keeping freed memory", where that is listed.
 {remark}"""
 
 
 def section(dtype: str, samples: dict[str, list[Sample]], layer_count: int) -> str:
-    """One type of weights."""
+    """Measures one type of weights."""
     count = max(map(len, samples.values()))
     wanted = "\n".join(targets(samples, layer_count))
     return f"\n## {dtype}, {count} repetitions\n\n{table(samples)}\n\n{wanted}\n"
@@ -308,7 +310,7 @@ Kept = dict[str, dict[str, list[Sample]]]
 
 
 def with_earlier(file: Path | None, dtype: str, samples: dict[str, list[Sample]]) -> Kept:
-    """By type of weights: the samples in the file and these, which are in the file as well from now on."""
+    """The samples in the file and these by type of weights. Adds these to the file."""
     known: dict[str, dict[str, list[dict[str, Any]]]] = {}
     if file and file.exists():
         known = json.loads(file.read_text())
@@ -357,7 +359,7 @@ def main() -> None:
 
 
 def notes(arguments: argparse.Namespace, sections: str) -> str:
-    """The whole text."""
+    """The whole report."""
     from importlib import metadata
 
     what = (

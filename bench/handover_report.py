@@ -13,7 +13,7 @@ BY_DECODE = "Headrace, first token by decode"
 BY_PREFILL = "Headrace, first token by prefill"
 FROM_LOGITS = "Headrace, first token from logits"
 OURS = (BY_DECODE, BY_PREFILL, FROM_LOGITS)
-# Beside one layer's share of the transfer, which nothing can hide.
+# In addition to one layer's share of the transfer, which cannot be hidden.
 MESSAGES_MS = 2.0
 PREFILL_RATIO_MAX = 1.02
 
@@ -44,7 +44,7 @@ class Sample:
 
 
 def middle(values: Sequence[float | None], digits: int = 0) -> str:
-    """Median and range; a dash without values."""
+    """Median and range, a dash without values."""
     known = [value for value in values if value is not None]
     if not known:
         return "-"
@@ -54,7 +54,7 @@ def middle(values: Sequence[float | None], digits: int = 0) -> str:
 
 
 def paired_ratio(one: Sequence[Sample], other: Sequence[Sample]) -> float:
-    """Median, over prompts that both answered, of the first tokens' ratio."""
+    """Median ratio of the first tokens' times, over prompts that both answered."""
     others = {sample.prompt_seed: sample.first_ms for sample in other}
     return statistics.median(
         sample.first_ms / others[sample.prompt_seed]
@@ -64,7 +64,7 @@ def paired_ratio(one: Sequence[Sample], other: Sequence[Sample]) -> float:
 
 
 def equal_count(one: Sequence[Sample], other: Sequence[Sample]) -> tuple[int, int]:
-    """Answers that are the same, of those to the same prompts."""
+    """Number of equal answers, of those to the same prompts."""
     others = {sample.prompt_seed: sample.token_ids for sample in other}
     both = [sample for sample in one if sample.prompt_seed in others]
     return sum(sample.token_ids == others[sample.prompt_seed] for sample in both), len(both)
@@ -102,7 +102,7 @@ def table(samples: Samples) -> str:
 
 
 def targets(samples: Samples, layer_count: int) -> list[str]:
-    """What was wanted, and whether it was met."""
+    """The targets, and whether they were met."""
     lines = []
     for way in OURS:
         found = samples.get(way, ())
@@ -127,7 +127,8 @@ def targets(samples: Samples, layer_count: int) -> list[str]:
             ratio = paired_ratio(found, samples[PLAIN])
             text = f"{way}: TTFT over plain vLLM's {ratio:.3f}, wanted {PREFILL_RATIO_MAX} at most"
             lines.append(_line(text, ratio <= PREFILL_RATIO_MAX))
-        # From logits, a transfer is whole once these are, too: that is computing, which no transfer can hide.
+        # With the policy logits, a transfer is complete once the logits have arrived too. Their computation cannot be
+        # hidden.
         if way != FROM_LOGITS:
             lines += _exposed(way, found, layer_count)
     return lines

@@ -1,13 +1,13 @@
-"""Tokens of running answers while long prompts arrive: two engines that do both, beside one for each.
+"""Times the tokens of running answers while long prompts arrive: two engines that do both, and one engine for each.
 
     python -m bench.interference [--every 1,5] [--steps 2048,256] [--rounds 2] [--seconds 20]
         [--before COMMAND --after COMMAND] [--keep FILE] [--output bench/results]
 
-Equal resources: two vLLM engines on one core each, to which answers and prompts go in turn, with chunked prefill in
-steps of at most so many tokens; and ours, with the prefill worker on one of these cores and the decode worker on the
-other. Four answers run; a prompt of 1,500 tokens comes every so many seconds and gets 8 tokens. All engines are up at
-once, and idle but for those of the block at hand; ways and intervals take turns. --before and --after are shell
-commands around each round. --keep adds the blocks to those in FILE and reports on all of them.
+Both ways have equal resources. One is two vLLM engines on one core each, which take answers and prompts in turn.
+They prefill in chunks of at most --steps tokens. The other is ours, with the prefill worker on one core and the
+decode worker on the other. Four answers run. Every --every seconds a prompt of 1,500 tokens arrives and gets 8 tokens.
+All engines run at once, but only those of the current block compute. Ways and intervals alternate. --before and
+--after are shell commands around each round. --keep adds the blocks to those in FILE and reports on all of them.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ WARM_TOKENS: Final = 8
 PROMPT_TOKENS: Final = 1500
 PROMPT_ANSWER_TOKENS: Final = 8
 CACHE_TOKENS: Final = 8192
-# Decode holds the blocks of prompts that wait for prefill as well.
+# Decode also holds the blocks of prompts that wait for prefill.
 OUR_CACHE_TOKENS: Final = 16_384
 ANSWER_TOKENS: Final = 900
 SETTLE_S: Final = 1.0
 
-# Yields the time of every token. Arguments: prompt, tokens of the answer, and the number of the request.
+# Yields the time of every token. Arguments: prompt, number of tokens, number of the request.
 Ask = Callable[[list[int], int, int], AsyncIterator[int]]
 
 
 def by_engines(children: list[Child]) -> Ask:
-    """In turn."""
+    """Alternates between two engines."""
 
     async def ask(prompt: list[int], count: int, number: int) -> AsyncIterator[int]:
         answer = children[number % len(children)].generate(prompt, count)
@@ -70,7 +70,7 @@ def by_engines(children: list[Child]) -> Ask:
 
 
 def by_us(deployment: Ours) -> Ask:
-    """Through the services."""
+    """Sends a request to the services."""
 
     async def ask(prompt: list[int], count: int, number: int) -> AsyncIterator[int]:
         answer = deployment.generate(prompt, count)
@@ -86,7 +86,7 @@ def by_us(deployment: Ours) -> Ask:
 
 @dataclass(slots=True)
 class Run:
-    """One block being measured."""
+    """One block of the measurement."""
 
     ask: Ask
     seeds: Iterable[int]
@@ -96,7 +96,7 @@ class Run:
     asked: int = 0
 
     async def block(self, seconds: float, every_s: float) -> Block:
-        """Answers first; prompts once all of them run."""
+        """Starts the answers, then sends prompts once all answers stream."""
         tasks = [asyncio.create_task(self._answer(number)) for number in range(ANSWERS)]
         try:
             async with asyncio.timeout(30 + ANSWERS * 5):
@@ -148,7 +148,7 @@ class Run:
                     self.first_ns.append(now_ns - start_ns)
                     first = False
         except HeadraceError as error:
-            # A deployment that is full says so; the prompt counts as asked.
+            # A full deployment refuses. The prompt counts as sent.
             print(f"a prompt was refused: {error.detail}", file=sys.stderr)
         else:
             self.answered_ns.append(time.time_ns())
@@ -167,7 +167,7 @@ def _raise_failures(tasks: Iterable[asyncio.Task[None]]) -> None:
 async def measure(
     arguments: argparse.Namespace, folder: Path
 ) -> dict[float, dict[str, list[Block]]]:
-    """Starts all engines on their cores, and takes turns."""
+    """Starts all engines on their cores, and alternates."""
     model, dtype = Path(arguments.model), arguments.dtype
     cores = sorted(os.sched_getaffinity(0))[:2]
     asks: dict[str, Ask] = {}
@@ -196,7 +196,7 @@ async def measure(
 async def take_turns(
     asks: dict[str, Ask], arguments: argparse.Namespace
 ) -> dict[float, dict[str, list[Block]]]:
-    """Each way once in every round and interval."""
+    """Measures each way once in every round and interval."""
     quiet = Quiet(arguments.before, arguments.after)
     seeds = itertools.count(arguments.first_seed * 100_000)
     intervals = _numbers(arguments.every)
@@ -217,7 +217,7 @@ async def take_turns(
 
 
 def engines_name(step_tokens: int) -> str:
-    """Of two that do both."""
+    """Two engines that prefill and decode."""
     return f"two vLLM engines, steps of {step_tokens:,} tokens"
 
 
@@ -233,14 +233,14 @@ _NOTES: Final = """# Running answers while prompts arrive
 
 {targets}
 
-Gaps are between the tokens of the four running answers, at the client; tokens/s are theirs too. Prompts have {prompt}
-tokens and get {answer}. "Answered" are those that had all of them when their block ended; a prompt's TTFT is known of
-those that had a token by then; those that a full decode worker refused count as asked. Two engines: vLLM alone, asked
-through pipes, one core each, chunked prefill on; a step of 2,048 tokens, vLLM's default, takes such a prompt at once,
-one of 256 spares the running answers at the price of more steps. Headrace: whole services, asked by gRPC at the router;
-prefill worker on one core, decode worker on the other; router and registry are confined to neither and take from both,
-as does this benchmark. One prefill worker is one core's worth of prefill, where two engines have two: prompts that come
-faster than one core computes them queue at ours, where the two engines let their running answers wait instead.
+Gaps are between the tokens of the four running answers, at the client. Tokens/s are theirs too. Prompts have {prompt}
+tokens and get {answer}. "Answered" counts the prompts with all their tokens at the end of their block. The TTFT covers
+the prompts with a token by then. Prompts that a full decode worker refused count as sent. Two engines: vLLM alone,
+called through pipes, one core each, with chunked prefill. A step of 2,048 tokens, vLLM's default, takes such a prompt
+at once. A step of 256 delays the running answers less, at the price of more steps. Headrace: whole services, called by
+gRPC at the router. The prefill worker has one core, the decode worker the other. Router, registry and this benchmark
+use both. One prefill worker is one core's worth of prefill, and two engines have two. Prompts that come faster than
+one core computes them wait in our queue. On the two engines the running answers wait instead.
 {remark}
 ![Share of gaps that are longer](interference.svg)
 """
@@ -249,7 +249,7 @@ faster than one core computes them queue at ours, where the two engines let thei
 def with_earlier(
     file: Path | None, found: dict[float, dict[str, list[Block]]]
 ) -> dict[float, dict[str, list[Block]]]:
-    """The blocks in the file and these, which are in the file as well from now on."""
+    """The blocks in the file and these. Adds these to the file."""
     known: dict[str, dict[str, list[dict[str, Any]]]] = {}
     if file and file.exists():
         known = json.loads(file.read_text())

@@ -35,17 +35,17 @@ class Block:
 
     @property
     def summary(self) -> str:
-        """A line for the impatient."""
+        """A line of progress."""
         p50, p99 = (percentile(self.gaps_ms, share) for share in (0.5, 0.99))
         return f"p50 {p50:.1f}, p99 {p99:.1f} ms, {self.tokens} tokens, {self.answered} of {self.asked} prompts"
 
 
-# By seconds between prompts, then by way.
+# Blocks by seconds between prompts, then by way.
 Blocks = Mapping[float, Mapping[str, Sequence[Block]]]
 
 
 def gaps_of(times_ns: Sequence[int], start_ns: int, end_ns: int) -> list[float]:
-    """Milliseconds before each token that came in the window; tokens that came together have no gap between them."""
+    """Milliseconds before each token within the window. Tokens that arrive together have no gap between them."""
     return [
         (now_ns - before_ns) / 1e6
         for before_ns, now_ns in itertools.pairwise(times_ns)
@@ -54,12 +54,12 @@ def gaps_of(times_ns: Sequence[int], start_ns: int, end_ns: int) -> list[float]:
 
 
 def all_gaps_ms(blocks: Sequence[Block]) -> list[float]:
-    """Of all blocks."""
+    """Sum over all blocks."""
     return [gap_ms for block in blocks for gap_ms in block.gaps_ms]
 
 
 def p99_ms(blocks: Sequence[Block]) -> float:
-    """Of all blocks' gaps."""
+    """Gaps of all blocks."""
     return percentile(all_gaps_ms(blocks), 0.99)
 
 
@@ -91,7 +91,7 @@ def table(blocks: Blocks) -> str:
 
 
 def targets(blocks: Blocks) -> list[str]:
-    """What was wanted, and whether it was met."""
+    """The target, and whether it was met."""
     lines = []
     for every_s, ways in blocks.items():
         if OURS not in ways or not every_s:
@@ -109,7 +109,7 @@ def targets(blocks: Blocks) -> list[str]:
 
 
 def draw(blocks: Blocks, title: str) -> str:
-    """How many gaps are longer than so much, a panel for each interval, as an SVG."""
+    """The share of gaps above each length as an SVG, with a panel for each interval."""
     drawn = {every_s: ways for every_s, ways in blocks.items() if every_s}
     names = list(dict.fromkeys(way for ways in drawn.values() for way in ways))
     others = [name for name in names if name != OURS]
@@ -162,7 +162,7 @@ def _axes(title: str, low: float, high: float) -> Iterator[str]:
     yield f'<text x="{_LEFT}" y="{_TOP - 10}">share of gaps between tokens that are longer</text>'
     for power in range(_DECADES + 1):
         y = _y(10.0**-power)
-        # What is above the line of 1 % is the p99.
+        # The part above the line of 1 % starts at the p99.
         colour = "#868e96" if power == 2 else "#dee2e6"
         yield (
             f'<path d="M{_LEFT} {y:.1f}H{_RIGHT}" stroke="{colour}"/>'
@@ -186,7 +186,7 @@ def _tail(gaps_ms: Sequence[float], low: float, high: float, colour: str) -> str
     count = len(ordered)
     points = []
     for rank, gap_ms in enumerate(ordered):
-        # In the body a point for each hundredth is enough.
+        # Below the tail, a point for each hundredth is enough.
         if rank % max(1, count // 100) == 0 or rank > 0.97 * count:
             points.append(f"{_x(gap_ms, low, high):.1f},{_y((count - rank) / count):.1f}")
     return f'<polyline points="{" ".join(points)}" fill="none" stroke="{colour}" stroke-width="2"/>'

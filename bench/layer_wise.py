@@ -1,11 +1,12 @@
-"""Running answers beside prompts whose KV arrives: decode that waits for all of it, beside decode that begins early.
+"""Times running answers while KV of prompts arrives: decode waits for all of it, or starts before the last layers.
 
     python -m bench.layer_wise [--late 0,1,4,8] [--rounds 2] [--seconds 10] [--every 2.5] [--output bench/results]
 
-One prefill and one decode engine, each on a core, joined as the services join them. Four answers run on decode; prompts
-of 1,500 tokens come from prefill, one every so many seconds. How many layers may be missing when a prompt's request
-begins (0: it waits for all) changes from block to block, and blocks take turns, all on the same two engines. Prompts
-alternate between the two ways to a first token: decode makes it (prompts' TTFT), or prefill does, and decode goes on.
+One prefill and one decode engine run on a core each, connected as the services connect them. Four answers run on
+decode. Every --every seconds a prompt of 1,500 tokens comes from prefill. The number of layers that may be missing
+when a prompt's request starts changes from block to block (0: it waits for all). Blocks alternate on the same two
+engines. Prompts alternate between the two ways to a first token: decode computes it (prompts' TTFT), or prefill
+computes it and decode continues.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ BY_DECODE, BY_PREFILL = "decode", "prefill"
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """When a prompt was asked, and its tokens came, in seconds of one clock; no token when it failed."""
+    """When a prompt was sent and its tokens came, in seconds of one clock. No token: it failed."""
 
     first_token: str
     asked_s: float
@@ -65,14 +66,14 @@ class Block:
     early: int = 0
 
     def gaps_ms(self) -> Iterator[float]:
-        """Between the tokens of the running answers."""
+        """Gaps between the tokens of the running answers."""
         for times in self.answers_s:
             for before_s, now_s in itertools.pairwise(times):
                 if self.start_s <= now_s < self.end_s:
                     yield 1e3 * (now_s - before_s)
 
     def longest_ms(self) -> Iterator[float]:
-        """The longest of these gaps that touches each prompt's way into the batch."""
+        """For each prompt the longest gap while it joins the batch."""
         for prompt in self.prompts:
             if len(prompt.token_s) > 1:
                 begin_s, until_s = prompt.asked_s, prompt.token_s[1] + 0.1
@@ -85,7 +86,7 @@ class Block:
 
 
 class Measured:
-    """The pair, and how early its requests begin just now."""
+    """The pair of engines, and the current overlap_layers."""
 
     def __init__(self, pair: Pair, every_s: float) -> None:
         self._pair = pair
@@ -95,7 +96,7 @@ class Measured:
         self._block = Block()
 
     async def block(self, overlap_layers: int, seconds: float) -> Block:
-        """Running answers first, prompts once all of them run."""
+        """Starts the answers, then sends prompts once all answers stream."""
         self._late_layers = overlap_layers
         block = self._block = Block()
         tasks = [asyncio.create_task(self._answer()) for _ in range(ANSWERS)]
@@ -130,7 +131,7 @@ class Measured:
         block, arriving = self._block, link.arriving
 
         class News:
-            """Counts the requests that began early."""
+            """Counts the requests that started before their last layers."""
 
             layers_arrived = staticmethod(link.layers_arrived)
 
@@ -178,7 +179,7 @@ class Measured:
         )
         sending: list[asyncio.Task[None]] = []
 
-        def tell(first: DecodeTokens) -> None:
+        def pass_first_token(first: DecodeTokens) -> None:
             token_s.append(time.monotonic())
             pair.decode.first_token(work.transfer_id, first.token_ids[0])
 
@@ -191,7 +192,7 @@ class Measured:
                 pair.target(reservation),
                 sampling if by_prefill else None,
             )
-            prefill = asyncio.create_task(pair.prefill.prefill(task, tell))
+            prefill = asyncio.create_task(pair.prefill.prefill(task, pass_first_token))
             try:
                 await transfer.wait()
                 pair.decode.arrived(work.transfer_id)
@@ -210,7 +211,7 @@ class Measured:
 
 
 async def measure(arguments: argparse.Namespace) -> dict[int, list[Block]]:
-    """Takes turns."""
+    """Alternates between the ways."""
     ways = [int(number) for number in arguments.late.split(",")]
     cores = sorted(os.sched_getaffinity(0))[:2]
     changes: dict[str, object] = {
@@ -240,7 +241,7 @@ async def measure(arguments: argparse.Namespace) -> dict[int, list[Block]]:
 
 
 def pin_engines(cores: list[int]) -> None:
-    """Decode's engine was started first, prefill's after it: one core each."""
+    """Starts decode's engine first, then prefill's, with one core each."""
     engines = [
         process
         for process in sorted(psutil.Process().children(), key=lambda one: one.create_time())
@@ -297,11 +298,11 @@ _NOTES: Final = """# Beginning before the last layers are there
 
 {table}
 
-Gaps are between the tokens of {answers} running answers on the decode engine, while prompts of {prompt} tokens come
-from the prefill engine, one every {every:g} s; each engine on a core of its own, the rest of the processes on both. In
-a row, decode may begin with so many layers missing, and a step that has begun waits for them, with all answers in it.
-"Longest at a prompt" is the longest gap of any running answer between a prompt's arrival and its second token, the
-median of the prompts. Blocks of all rows took turns on the same two engines.
+Gaps are between the tokens of {answers} running answers on the decode engine. Prompts of {prompt} tokens come from the
+prefill engine, one every {every:g} s. Each engine has a core, the other processes use both. In a row, a request may
+start with that many layers missing. The step that it joins waits for them, and so do all answers in the step.
+"Longest at a prompt" is the longest gap of any running answer between a prompt's arrival and its second token, as the
+median over the prompts. Blocks of all rows alternated on the same two engines.
 {remark}"""
 
 

@@ -1,11 +1,11 @@
-"""Goodput at the load that a deployment can bear and at three times that, in one run, on sim workers of real services.
+"""Measures goodput at the capacity of a deployment and at three times that, in one run, with sim workers.
 
     python -m bench.overload [--seconds 15] [--scenario decode|prefill|both] [--output bench/results]
 
-First as many clients as there is room for ask without pause: what they get is the capacity. Then requests come at
-random times, as many as that (1x), and three times as many (3x). A request is good when its whole answer is right
-within its deadline, counted from when its client first wanted it. A client that is refused comes again when it is told
-to, for as long as its deadline allows. "decode" has little room on the decode workers, "prefill" slow prefill workers.
+First twice as many clients as slots send requests without a pause: their goodput is the capacity. Then requests arrive
+at random times, at that rate (1x) and at three times that rate (3x). A request is good when its whole answer is
+correct within its deadline, counted from its first attempt. A refused client retries after the delay that it receives,
+as long as its deadline allows. "decode" has few blocks on the decode workers, "prefill" has slow prefill workers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ RETRY_UNKNOWN_S: Final = 0.2
 
 @dataclass(slots=True)
 class Phase:
-    """One load and what came of it. `offered` requests over `seconds`."""
+    """One load and its outcome: `offered` requests over `seconds`."""
 
     name: str
     seconds: float
@@ -56,7 +56,7 @@ class Phase:
 
     @property
     def goodput(self) -> float:
-        """Good answers in a second."""
+        """Good answers per second."""
         return self.good / self.seconds
 
     def row(self) -> str:
@@ -70,7 +70,7 @@ class Phase:
 
 
 class Load:
-    """Asks, and judges what comes."""
+    """Sends requests and checks the answers."""
 
     def __init__(self, it: Suite, seed: int) -> None:
         self._it = it
@@ -78,7 +78,7 @@ class Load:
         self._number = seed
 
     async def saturated(self, seconds: float) -> Phase:
-        """Twice as many clients as there are slots, without pause."""
+        """Twice as many clients as slots, without a pause."""
         phase = Phase("all the time", seconds)
         end_s = time.monotonic() + seconds
 
@@ -90,7 +90,7 @@ class Load:
         return phase
 
     async def open_loop(self, name: str, rate: float, seconds: float) -> Phase:
-        """Requests that come at random, whatever became of the others."""
+        """Requests at random times, independent of the outcome of others."""
         phase = Phase(name, seconds)
         end_s = time.monotonic() + seconds
         asked: set[asyncio.Task[None]] = set()
@@ -102,7 +102,7 @@ class Load:
         return phase
 
     async def _ask(self, phase: Phase, end_s: float) -> None:
-        """Good answers count while the load lasts: what is left over afterwards would flatter it."""
+        """Good answers count only while the load lasts, because the rest would run on an idle deployment."""
         self._number += 1
         phase.offered += 1
         prompt = prompt_of(PROMPT_TOKENS, self._number)

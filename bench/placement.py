@@ -1,14 +1,15 @@
-"""KV-aware placement beside load alone and round robin, on sim workers of real services, in turns.
+"""Compares KV-aware placement with load alone and round robin, on sim workers of real services, in turns.
 
     python -m bench.placement [--rounds 3] [--first-round 0] [--trace one-prompt] [--keep FILE] [--output bench/results]
 
-Conversations over a few system prompts take turns: every prompt is the whole conversation so far. In the trace
-"one-prompt" they are short and begin with the same long system prompt, which draws them all to one worker. All ways
-run the same conversations, with tokens of their own in every round, so that none finds what another left. The workers'
-caches hold less than all conversations. What was not cached is computed: by a prefill worker, or on the decode worker
-when little is missing there. The prefill queue prefers workers with the prefix in all of them. "KV-aware, 4" has
-overlap_weight 4. Hits are prompt tokens that nobody computed; balance is the busiest decode worker's requests over the
-mean. A round's number is its seed; --keep adds the rounds to those of earlier runs in FILE, and reports on all of them.
+Conversations over a few system prompts alternate. Every prompt is the whole conversation so far. In the trace
+"one-prompt" they are short and start with the same long system prompt, which attracts all of them to one worker. All
+ways run the same conversations, with other tokens in every round, so that no way finds blocks of another. The caches
+of the workers hold less than all conversations. Uncached tokens are computed by a prefill worker, or on the decode
+worker when few are missing there. The prefill queue prefers workers with the prefix in all ways. "KV-aware, 4" has
+overlap_weight 4. Hits are prompt tokens that no worker computed. Balance is the busiest decode worker's number of
+requests over the mean. The number of a round is its seed. --keep adds the rounds to those of earlier runs in FILE, and
+reports on all of them.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from headrace_router.placement import (
 )
 from headrace_text.bytes import ByteCodec
 
-# What a missing token weighs against a held one, where placement looks at costs at all.
+# The weight of a missing token against a held one, where placement uses costs.
 WEIGHTS = {
     **{f"KV-aware, {weight}": float(weight) for weight in (1, 2, 4, 8)},
     "load only": 0.0,
@@ -81,7 +82,7 @@ SETTINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What conversations are like."""
+    """The shape of the conversations."""
 
     conversations: int
     turns: int
@@ -103,7 +104,7 @@ SHAPES = {
 
 
 class RoundRobin(Placement):
-    """The next of the workers that may take it, whatever they hold and do; in all else as KvAware."""
+    """Takes the next worker that may take the request, regardless of cache and load. Otherwise as KvAware."""
 
     def __init__(self, inner: Placement) -> None:
         self._inner = inner
@@ -120,7 +121,7 @@ class RoundRobin(Placement):
 
 
 class InTurns(Placement):
-    """Places as `way` says at the moment."""
+    """Delegates to the current `way`."""
 
     def __init__(self) -> None:
         self.way = WAYS[0]
@@ -137,7 +138,7 @@ class InTurns(Placement):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a user adds after thinking for `think_s`."""
+    """The text that a user adds after `think_s`."""
 
     think_s: float
     token_ids: tuple[int, ...]
@@ -145,14 +146,14 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Begins with a system prompt that others have too."""
+    """A conversation that starts with a shared system prompt."""
 
     system: tuple[int, ...]
     turns: tuple[Turn, ...]
 
 
 def make_trace(like: Shape, seed: int, tokens_seed: int) -> list[Conversation]:
-    """`seed` sets lengths and times, `tokens_seed` the tokens."""
+    """Draws conversations. `seed` sets lengths and times, `tokens_seed` the tokens."""
     shape, tokens = random.Random(seed), random.Random(tokens_seed)
 
     def some(count: int) -> tuple[int, ...]:
@@ -176,18 +177,18 @@ def make_trace(like: Shape, seed: int, tokens_seed: int) -> list[Conversation]:
 
 @dataclass(slots=True)
 class Tally:
-    """What a way's requests saw in one round."""
+    """What the requests of a way saw in one round."""
 
     ttft_s: list[float] = field(default_factory=list)
     trace_ids: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Prompt tokens and those that decode had, by trace."""
+    """Prompt tokens and those that decode had cached, by trace."""
     decode: Counter[str] = field(default_factory=Counter)
     remote: set[str] = field(default_factory=set)
     took_s: float = 0.0
 
 
 async def converse(stub: Any, conversation: Conversation, tally: Tally) -> None:
-    """Every turn waits for the answer before."""
+    """Sends every turn after the answer to the one before."""
     history = list(conversation.system)
     for turn in conversation.turns:
         await asyncio.sleep(turn.think_s)
@@ -217,7 +218,7 @@ async def converse(stub: Any, conversation: Conversation, tally: Tally) -> None:
 
 
 async def computed_tokens(router: Router, tally: Tally) -> int:
-    """Prompt tokens that some worker computed, by the spans of those computed remotely."""
+    """Prompt tokens that workers computed, by the spans of remote prefills."""
     computed = sum(
         prompt - cached
         for trace_id, (prompt, cached) in tally.trace_ids.items()
@@ -247,7 +248,7 @@ def _prefilled(router: Router, trace_id: str) -> int | None:
 
 @asynccontextmanager
 async def router_of(registry: str, placement: Placement) -> AsyncIterator[tuple[Router, str]]:
-    """A router in this process, as its own main would put it together."""
+    """A router in this process, assembled as by its own main."""
     settings: dict[str, Any] = {"model": "sim", "registry": registry, "trace_count": 4_096}
     config = RouterConfig(**settings)
     async with AsyncExitStack() as stack:
@@ -298,7 +299,7 @@ async def _wait_joined(router: Router, prefill_count: int, decode_count: int) ->
 async def replay(
     router: Router, endpoint: str, placement: InTurns, rounds: range, shape: Shape
 ) -> dict[str, list[Row]]:
-    """Every way once a round, the first one of a round another each time."""
+    """Measures every way once per round, starting with another way each time."""
     rows: dict[str, list[Row]] = {way: [] for way in WAYS}
     async with open_channel(endpoint) as channel:
         stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
@@ -359,7 +360,7 @@ async def measure(
 
 
 def _with_earlier(file: Path, rows: dict[str, list[Row]]) -> dict[str, list[Row]]:
-    """The rounds in the file and these, which are in the file as well from now on."""
+    """The rounds in the file and these. Adds these to the file."""
     known: dict[str, list[dict[str, Any]]] = json.loads(file.read_text()) if file.exists() else {}
     for way, found in rows.items():
         known.setdefault(way, []).extend(map(asdict, found))
@@ -390,7 +391,7 @@ def main() -> None:
     if options.keep:
         rows = _with_earlier(options.keep, rows)
     what = (
-        f"{shape}, {options.prefill} prefill and {options.decode} decode sim workers with room for {CACHE_TOKENS} "
+        f"{shape}. {options.prefill} prefill and {options.decode} decode sim workers with room for {CACHE_TOKENS} "
         f"tokens each, {max(map(len, rows.values()))} rounds"
     )
     text = render(rows, what)

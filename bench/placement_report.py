@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 _WIDTH, _HEIGHT = 1000, 360
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 456, 74, 306
-# One hue for the weights of one way, the darker the heavier.
+# One hue for the weights of one way. A darker shade is a larger weight.
 _COLOURS = ("#91c9f7", "#4da3e8", "#1b6fc2", "#0b3d82", "#2b8a3e", "#d9480f")
 
 
@@ -26,7 +26,7 @@ class Row:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that this share of all do not exceed."""
+    """The smallest value that at least this share of all values does not exceed."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
@@ -66,7 +66,7 @@ def render(rows: Mapping[str, Sequence[Row]], what: str) -> str:
 
 
 def draw(rows: Mapping[str, Sequence[Row]], title: str) -> str:
-    """Times to first token of all requests as distributions, and each way's numbers as bars, as an SVG."""
+    """Distributions of the times to first token, and bars with the numbers of each way, as an SVG."""
     colours = dict(zip(rows, _COLOURS, strict=False))
     return "\n".join(
         [
@@ -85,7 +85,7 @@ def draw(rows: Mapping[str, Sequence[Row]], title: str) -> str:
 
 def _distributions(rows: Mapping[str, Sequence[Row]], colours: Mapping[str, str]) -> Iterator[str]:
     times = {way: sorted(max(1e-3, t) for t in all_ttft_s(found)) for way, found in rows.items()}
-    # The first percent at either end would squeeze the rest.
+    # The first percent at either end would compress the rest.
     low = math.log10(min(percentile(found, 0.01) for found in times.values()))
     high = math.log10(max(percentile(found, 0.995) for found in times.values()))
 
@@ -122,7 +122,7 @@ def _distributions(rows: Mapping[str, Sequence[Row]], colours: Mapping[str, str]
 
 
 def _bars(rows: Mapping[str, Sequence[Row]], colours: Mapping[str, str]) -> Iterator[str]:
-    """A line for each way, which is the legend as well."""
+    """A line for each way, which is also the legend."""
     columns: tuple[tuple[str, Callable[[Sequence[Row]], float], str], ...] = (
         ("hits", lambda found: statistics.median(row.hit_rate for row in found), "{:.0%}"),
         ("TTFT p50, ms", lambda found: 1e3 * percentile(all_ttft_s(found), 0.5), "{:.0f}"),

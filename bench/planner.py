@@ -1,10 +1,10 @@
-"""What planning a long prompt's transfer costs, beside a memcpy of the same bytes in the same run.
+"""Compares planning a long prompt's transfer with a memcpy of the same bytes in the same run.
 
     python -m bench.planner [--tokens N] [--rounds N]
 
-Plans the whole hand-over as the senders of all prefill ranks and the ledger of decode do: which ranks write what, the
-reservation's blocks, and the byte runs of every layer. The memcpy is measured over a buffer larger than the caches,
-between the plans, and scaled to the transfer's bytes. Both run on one thread.
+Plans the whole transfer as the senders of all prefill ranks and decode's ledger do: the effective edges, the
+reservation's blocks, and the byte runs of every layer. The memcpy uses a buffer larger than the caches, runs between
+the plans, and is scaled to the transfer's bytes. Both use one thread.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TARGET_PERCENT = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One hand-over. `fragments`: stretches of neighbouring blocks that either side's block list consists of."""
+    """One transfer. `fragments`: runs of adjacent blocks in the block list of either side."""
 
     name: str
     prefill: KvLayout
@@ -44,7 +44,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Seconds of planning and of copying, with what was planned."""
+    """Seconds of planning and of copying, with the planned bytes and runs."""
 
     case: Case
     plan_s: float
@@ -59,7 +59,7 @@ class Figures:
 
 
 def make_cases(tokens: int) -> list[Case]:
-    """MLA and GQA from 8 ranks to 4, with blocks in one piece, in some, and all scattered."""
+    """MLA and GQA from 8 ranks to 4, with blocks in one run, in some runs, and all scattered."""
     mla = KvLayout.attention(
         model="mla",
         dtype="bfloat16",
@@ -100,7 +100,7 @@ def make_cases(tokens: int) -> list[Case]:
 
 
 def make_dear_case(tokens: int) -> Case:
-    """Ranks of several heads between orders that do not slice: every token and head is a run, whoever plans it."""
+    """Ranks of several heads between layouts that do not slice: every token and head is a run in any plan."""
     gqa = next(case for case in make_cases(tokens) if case.name.startswith("GQA"))
     return Case(
         "GQA 2 to 4, by token",
@@ -112,7 +112,7 @@ def make_dear_case(tokens: int) -> Case:
 
 
 def block_list(count: int, fragments: int, seed: int) -> tuple[int, ...]:
-    """`count` blocks in about that many ascending stretches, in random order with gaps between."""
+    """`count` blocks in about `fragments` ascending runs, in random order with gaps between."""
     size = -(-count // min(fragments, count))
     stretches = [
         range(at + number, at + number + min(size, count - at))
@@ -125,7 +125,7 @@ def block_list(count: int, fragments: int, seed: int) -> tuple[int, ...]:
 def make_memories(
     layout: KvLayout, order: Sequence[Dimension], base: int, blocks: int
 ) -> list[RankMemory]:
-    """Addresses only: planning reads no memory."""
+    """Addresses only, because planning reads no memory."""
     memories = []
     for rank in range(layout.rank_count):
         placed = place_regions(layout, rank, (blocks,), order)
@@ -143,7 +143,7 @@ def plan(
     tokens: int,
     transfer_id: str,
 ) -> tuple[float, int, int]:
-    """Seconds of planning, bytes and runs. The planners hold nothing of this transfer before."""
+    """Seconds of planning, bytes and runs, with planners that have no state of this transfer."""
     target = TransferTarget(transfer_id, WorkerRef("d", "0"), "", 0, tokens, 0.0)
     reservation = Reservation(transfer_id, destination_ids, 0, tokens)
     payload_bytes = run_count = 0
@@ -179,7 +179,7 @@ def memcpy_s(source: NDArray[np.uint8], destination: NDArray[np.uint8]) -> float
 
 
 def measure(case: Case, tokens: int, rounds: int) -> Figures:
-    """Medians over rounds in which planning and copying take turns."""
+    """Medians over rounds that alternate between planning and copying."""
     source_ids = block_list(case.prefill.blocks_for(tokens), case.fragments, 1)
     destination_ids = block_list(case.decode.blocks_for(tokens), case.fragments, 2)
     sources = make_memories(case.prefill, case.orders[0], 1 << 44, max(source_ids) + 1)

@@ -1,12 +1,13 @@
-"""The router as a streaming proxy beside vllm-router: CPU for each request and what it adds to the first token.
+"""Compares the router as a streaming proxy with vllm-router: CPU per request and time added to the first token.
 
     python -m bench.proxy [--gaps 0,5] [--streams 1,32,64] [--rounds 2] [--vllm-router PATH] [--output bench/results]
 
-Answers have 64 tokens, a gap of so many milliseconds apart, from workers that do nothing else (bench/proxy_workers.py:
-a message, or a server-sent event, for every token). Load is closed-loop. CPU is that of the router's process with all
-its threads, from /proc/PID/stat. "Direct" asks the worker itself, over the same protocol, in turns with the proxy; what
-a proxy adds to the first token is the difference of the medians. vllm-router's columns need its command (pip install
-vllm-router==0.1.17) and are left out without it. Everything shares the machine, so look at ratios within one run.
+Answers have 64 tokens, a gap of --gaps milliseconds apart. The workers do nothing else (bench/proxy_workers.py: one
+message or server-sent event per token). The load is closed-loop. CPU is that of the router's process with all its
+threads, from /proc/PID/stat. "Direct" calls the worker itself over the same protocol, in turns with the proxy. The
+time that a proxy adds to the first token is the difference of the medians. vllm-router's columns need its command (pip
+install vllm-router==0.1.17) and are left out without it. All processes share the machine, so compare ratios within one
+run.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ Open = Callable[[int, int], AbstractAsyncContextManager[list[Ask]]]
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to ask, and the process whose CPU it costs; 0 for none."""
+    """One way to send a request, and the process of which the CPU is measured (0 for none)."""
 
     name: str
     open: Open
@@ -71,7 +72,7 @@ class Way:
 
 @dataclass(slots=True)
 class Cell:
-    """What was measured for one way, gap and number of streams."""
+    """The measurement of one way, gap and number of streams."""
 
     first_s: list[float] = field(default_factory=list)
     cpu_s: float = 0.0
@@ -79,7 +80,7 @@ class Cell:
     messages: int = 0
 
     def add(self, sample: Sample, cpu_s: float) -> None:
-        """Another round."""
+        """Adds another round."""
         self.first_s += sample.first_s
         self.cpu_s += cpu_s
         self.requests += len(sample.first_s)
@@ -92,7 +93,7 @@ class Cell:
 
     @property
     def cpu_us(self) -> float:
-        """Of one request."""
+        """CPU milliseconds of one request."""
         return self.cpu_s / self.requests * 1e6
 
 
@@ -100,7 +101,7 @@ Cells = dict[tuple[int, int, str], Cell]
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time of a process, all threads; 0 for pid 0."""
+    """User and system time of a process with all threads. 0 for pid 0."""
     if not pid:
         return 0.0
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -108,7 +109,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def free_port() -> int:
-    """A port that is free now."""
+    """A free port."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         return int(taken.getsockname()[1])
@@ -195,7 +196,7 @@ async def ways(folder: Path, vllm_router: str) -> AsyncIterator[list[Way]]:
 
 
 def request_count(streams: int, gap_ms: int) -> int:
-    """Enough for CPU ticks of 10 ms to matter little, few enough for a short run."""
+    """Enough requests to make CPU ticks of 10 ms small, and few enough for a short run."""
     if gap_ms:
         return 8 if streams == 1 else 3 * streams
     return 60 if streams == 1 else 320
@@ -203,7 +204,7 @@ def request_count(streams: int, gap_ms: int) -> int:
 
 @asynccontextmanager
 async def sim_ways(folder: Path, gap_ms: int) -> AsyncIterator[list[Way]]:
-    """The same with one real decode worker, whose simulated engine takes `gap_ms` for each step."""
+    """The same with one real decode worker with a simulated engine that takes `gap_ms` per step."""
     registry, router, decode = (free_port() for _ in range(3))
     here, model = f"127.0.0.1:{registry}", f"sim:decode_step_s={gap_ms / 1e3}"
     async with AsyncExitStack() as stack:
@@ -225,7 +226,7 @@ async def sim_ways(folder: Path, gap_ms: int) -> AsyncIterator[list[Way]]:
             router, "router", f"--registry={here}", f"--model={MODEL}", "--look-aside"
         )
         endpoint, worker = f"127.0.0.1:{router}", f"127.0.0.1:{decode}"
-        # Time to register, and for the router to hear of it.
+        # Time to register, and for the router to receive the registration.
         await asyncio.sleep(3)
         members = await list_members(here)
         incarnation = next(m.incarnation for m in members if m.endpoint == worker)
@@ -237,7 +238,7 @@ async def sim_ways(folder: Path, gap_ms: int) -> AsyncIterator[list[Way]]:
 
 
 async def measure(found: list[Way], gaps: list[int], streams: list[int], rounds: int) -> Cells:
-    """Every way in turn, round after round."""
+    """Measures every way in turn, round after round."""
     cells: Cells = {}
     for _ in range(rounds):
         for gap_ms in gaps:
@@ -277,20 +278,20 @@ _NOTES: Final = """# The router as a streaming proxy
 
 {table}
 
-What each does. Headrace: gRPC on both sides; tokenizes the prompt, places it by cached prefixes and load, signs a
-ticket, admits by tenant, records spans for `headrace trace`, turns each token into text (never part of a character),
-looks for stop texts, counts usage, and gathers what comes within 2 ms, up to 25 ms while its event loop is busy, into
-one message. It is Python: most of its cost is that of grpcio's asyncio layer, for each call and for each message read
-or written. The plain rows are its worst case, because those workers send every token as a message of its own; "sim
-worker" is a real decode worker with the simulated engine, which gathers as the router does. Look-aside: one Route call
-at the router and one stream at the worker; the router's CPU does not depend on the length of the answer, and no text is
-made. vllm-router ({vllm}, round_robin, plain proxying): native code, HTTP on both sides; passes on the worker's bytes,
-which have text in them already, with health checks, retries, a circuit breaker and metrics; it neither tokenizes nor
-looks into the stream, and in this mode does not place by prefix. So it does less for each token than ours; the table
-compares what a deployment pays for a proxy, not equal work. The loads differ as well: grpcio's asyncio client costs far
-more than the bare HTTP client, so with many streams the gRPC columns queue for CPU in the load and the workers too,
-"direct" included, and what is added to the first token is mostly that queue. With one stream and a gap, CPU ticks of
-10 ms and the process's idle wakeups weigh heavily.
+The ways. Headrace: gRPC on both sides. The router tokenizes the prompt, places it by cached prefixes and load, signs a
+ticket, admits by tenant, and records spans for `headrace trace`. It turns each token into text (never part of a
+character), looks for stop strings, and counts usage. It gathers the tokens of 2 ms into one message, and of up to 25
+ms while its event loop is busy. It is Python: most of its cost is grpcio's asyncio layer, for each call and for each
+message. The plain rows are its worst case, because those workers send every token as a message. "Sim worker" is a real
+decode worker with the simulated engine, which gathers as the router does. Look-aside: one Route call at the router and
+one stream at the worker. The router's CPU does not depend on the length of the answer, and no text is made.
+vllm-router ({vllm}, round_robin, plain proxying): native code, HTTP on both sides. It forwards the worker's bytes,
+which contain text already, with health checks, retries, a circuit breaker and metrics. It does not tokenize, parse the
+stream or, in this mode, place by prefix. So it does less for each token than ours. The table compares the price of a
+proxy in a deployment, not equal work. The loads differ as well: grpcio's asyncio client costs far more than the bare
+HTTP client. With many streams the gRPC columns also queue for CPU in the load and the workers, "direct" included. The
+time added to the first token is mostly that queue. With one stream and a gap, CPU ticks of 10 ms and the idle wakeups
+of the process have a large weight.
 """
 
 

@@ -1,4 +1,4 @@
-"""Closed-loop load over gRPC and over HTTP: so many streams, each asking again as soon as it has its answer."""
+"""Closed-loop load over gRPC and over HTTP: each stream sends its next request as soon as it has an answer."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ PROMPT = "hello " * 32
 
 @dataclass(slots=True)
 class Sample:
-    """Seconds to the first token of each request, and messages or chunks that brought its tokens."""
+    """Seconds to the first token of each request, and the messages or chunks that carried its tokens."""
 
     first_s: list[float] = field(default_factory=list)
     messages: int = 0
 
     def add(self, begin_s: float, first_s: float, messages: int, tokens: int) -> None:
-        """Notes one answer. Raises ValueError when tokens are missing."""
+        """Records one answer. Raises ValueError when tokens are missing."""
         if tokens != TOKENS:
             raise ValueError(f"{tokens} tokens came, not {TOKENS}")
         self.first_s.append(first_s - begin_s)
@@ -39,7 +39,7 @@ Ask = Callable[[Sample], Awaitable[None]]
 
 
 async def run_streams(asks: list[Ask], requests: int) -> Sample:
-    """Shares `requests` among the streams; each stream has one under way at a time."""
+    """Divides `requests` among the streams. Each stream has one request under way."""
     sample = Sample()
     left = iter(range(requests))
 
@@ -152,8 +152,8 @@ class _HttpStream(asyncio.Protocol):
         sample.add(begin_s, self.first_s, self.messages, self.tokens)
 
     def data_received(self, data: bytes) -> None:
-        """Counts events; the last chunk ends the answer."""
-        # An event that two reads share is counted by its beginning.
+        """Counts events. The last chunk ends the answer."""
+        # An event split over two reads is counted at its beginning.
         seen = self._tail[-7:] + data
         count = seen.count(b"data: {") - self._tail[-7:].count(b"data: {")
         if count:
@@ -166,14 +166,14 @@ class _HttpStream(asyncio.Protocol):
             self._ended.set_result(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """An answer on its way fails."""
+        """Fails the answer under way."""
         if self._ended is not None and not self._ended.done():
             self._ended.set_exception(exc or ConnectionError("the connection was closed"))
 
 
 @asynccontextmanager
 async def http(port: int, streams: int, gap_ms: int) -> AsyncIterator[list[Ask]]:
-    """An OpenAI-style completion, each stream over a connection of its own."""
+    """An OpenAI-style completion, with a connection for each stream."""
     body = json.dumps(
         {"model": MODEL, "prompt": PROMPT, "max_tokens": TOKENS + gap_ms, "stream": True}
     ).encode()

@@ -1,10 +1,10 @@
-"""Workers that do nothing but say 64 tokens: one for each protocol, as cheap as Python allows.
+"""Workers that only send 64 tokens: one for each protocol, as cheap as Python allows.
 
     python -m bench.proxy_workers REGISTRY HTTP_PORT
 
-gRPC: a decode worker that joins the registry and sends each token as a message of its own. HTTP: an OpenAI-style
-server that sends each token as a server-sent event in a chunk and a write of its own. The gap between tokens is asked
-for by the request: max_tokens = TOKENS + the gap in milliseconds.
+gRPC: a decode worker that joins the registry and sends each token as a message. HTTP: an OpenAI-style server that
+sends each token as a server-sent event in a chunk and a write of its own. The request selects the gap between tokens:
+max_tokens = TOKENS + the gap in milliseconds.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _MESSAGES: Final = tuple(
 
 
 async def beats(gap_s: float) -> AsyncIterator[int]:
-    """The index of each token, when it is due."""
+    """Yields the index of each token when it is due."""
     due_s = time.perf_counter()
     for index in range(TOKENS):
         yield index
@@ -60,7 +60,7 @@ async def beats(gap_s: float) -> AsyncIterator[int]:
 
 
 async def generate(request: decode_pb2.GenerateRequest, context: Any) -> AsyncIterator[bytes]:
-    """DecodeService.Generate in bytes that are ready."""
+    """DecodeService.Generate with serialized messages."""
     yield _RESERVED
     async for index in beats((request.sampling.max_tokens - TOKENS) / 1e3):
         yield _MESSAGES[index]
@@ -68,7 +68,7 @@ async def generate(request: decode_pb2.GenerateRequest, context: Any) -> AsyncIt
 
 
 class Status(worker_pb2_grpc.WorkerServiceServicer):
-    """Says now and then that all is well."""
+    """Sends a status now and then."""
 
     def __init__(self, member: registry_pb2.Member) -> None:
         self._member = member
@@ -87,15 +87,15 @@ class Status(worker_pb2_grpc.WorkerServiceServicer):
             await asyncio.sleep(_STATUS_INTERVAL_S)
 
     async def SubscribeKvEvents(self, request: Any, context: Any) -> None:  # type: ignore[override]  # noqa: N802
-        """It caches nothing to speak of."""
+        """Reports an empty prefix cache."""
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this worker caches nothing")
 
     async def ResetPrefixCache(self, request: Any, context: Any) -> Any:  # noqa: N802
-        """There is nothing to empty."""
+        """Has no cache to reset."""
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this worker caches nothing")
 
     async def Drain(self, request: Any, context: Any) -> Any:  # noqa: N802
-        """The benchmark ends it."""
+        """Refuses, because the benchmark ends the worker."""
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this worker cannot be drained")
 
 
@@ -183,7 +183,7 @@ class HttpWorker(asyncio.Protocol):
         self._body += body
 
     def on_message_complete(self) -> None:
-        """Answers a completion with a stream, and anything else with what a server with one model says."""
+        """Answers a completion with a stream, and any other request as a server with one model."""
         if b"completions" not in self._url:
             listed = {"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "x"}]}
             content = json.dumps(listed).encode()
@@ -210,7 +210,7 @@ async def main(registry: str, port: int) -> None:
     """Serves until the process is ended."""
     loop = asyncio.get_running_loop()
     _kept = await serve_grpc(registry)
-    # Last, for whoever waits for all.
+    # The last step, so that a connection means that everything has started.
     await loop.create_server(HttpWorker, "127.0.0.1", port, backlog=1024)
     await asyncio.Event().wait()
 

@@ -1,15 +1,15 @@
-"""The router's prefix index beside Dynamo's RadixTree (through its Python binding), in turns in one process.
+"""Compares the router's prefix index with Dynamo's RadixTree (its Python binding), in turns in one process.
 
     python -m bench.route [--workers 8,64,512] [--blocks 524288] [--rounds 30] [--output bench/results]
 
-Dynamo's columns need `pip install ai-dynamo-runtime==1.6.1` in the environment that runs this; without it they are
-left out. Looked up: how deep each worker holds a prompt, from hashes that are ready, and from token ids as a list
-(either) or as the u32 array of the tokenizer (ours; the binding takes lists only). Each answers in its own form: ours
-is the array over workers that placement weighs, Dynamo's a dictionary; ours as a dictionary is timed beside it.
-Ingested: 32-block events from their bytes on the wire (ours protobuf with digests checked, Dynamo's the JSON its
-binding takes), but not the encoding.
-Every round takes each way for half a millisecond or once; cells are medians of the rounds' means. Python's garbage
-collector is on. Dynamo's own front end does not go through this binding, and is not what is measured.
+Dynamo's columns need `pip install ai-dynamo-runtime==1.6.1` in the environment that runs this. Without it they are
+left out. A lookup finds the cached depth of a prompt on each worker. It starts from ready hashes, from token ids as a
+list, or from the u32 array of the tokenizer. The binding takes lists, so the array is for ours only. Each index
+answers in its own form: ours is the array over workers that placement uses, Dynamo's a dictionary. Ours as a
+dictionary is timed as well. Ingest decodes 32-block events from their bytes on the wire: ours protobuf with digests
+checked, Dynamo's the JSON of its binding. Encoding is not measured. Every round runs each way for half a millisecond
+or once. Cells are medians of the rounds' means. Python's garbage collector is on. Dynamo's own front end does not use
+this binding and is not measured.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def in_turns(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, fl
 
 
 def empty_index(worker_count: int) -> PrefixIndex:
-    """Workers that have announced that they hold nothing."""
+    """Adds workers with empty caches."""
     index = PrefixIndex()
     for worker in range(worker_count):
         ref = worker_ref(worker)
@@ -82,7 +82,7 @@ def empty_index(worker_count: int) -> PrefixIndex:
 
 
 def ingest(workload: Workload, index: PrefixIndex, tree: Any, report: Report) -> None:
-    """Fills both, a slice in turns. Medians of the slices' rates in million blocks/s."""
+    """Fills both indexes in alternating slices. Medians of the slices' rates in million blocks/s."""
     parse = worker_pb2.SubscribeKvEventsResponse.FromString
     rates: dict[str, list[float]] = {"ours": [], "Dynamo": []}
 
@@ -109,7 +109,7 @@ def ingest(workload: Workload, index: PrefixIndex, tree: Any, report: Report) ->
 def look_up(
     tokens: Tokens, worker_count: int, index: PrefixIndex, tree: Any, rounds: int
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Medians of lookups with hashes ready, and from tokens, after checking that all ways agree."""
+    """Medians of lookups with hashes ready, and from tokens, after a check that all ways agree."""
     listed, words, hashes = tokens.tolist(), array("I", tokens.tobytes()), HASHER.hashes(tokens)
     ready: dict[str, Callable[[], object]] = {
         "ours": lambda: index.blocks(index.find(hashes)),
@@ -168,7 +168,7 @@ def resident_bytes() -> int:
 
 
 def measure_memory(which: str) -> None:
-    """In a process of its own: what a million blocks of one worker add to it. Prints bytes per block."""
+    """Memory that a million blocks of one worker add to a process of its own. Prints bytes per block."""
     workload = Workload(1, _MEMORY_BLOCKS, which == "Dynamo")
     index = empty_index(1)
     tree: Any = None

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 Case = tuple[int, str, str]
-"""Workers, prompt, how much of it is known."""
+"""Workers, prompt, and how much of it is cached."""
 
 _WIDTH, _ROW, _LEFT, _RIGHT = 760, 17, 120, 30
 _COLOURS = {"hashes ready": "#0b6e99", "from a list": "#2b8a3e", "from an array": "#d9480f"}
@@ -14,10 +14,10 @@ _COLOURS = {"hashes ready": "#0b6e99", "from a list": "#2b8a3e", "from an array"
 
 @dataclass(slots=True)
 class Report:
-    """Medians by case and way, in µs; ingest in million blocks/s.
+    """Medians by case and way in µs, and ingest in million blocks/s.
 
-    `memory` holds, by index: resident bytes a block, counted bytes a block, and in µs a full garbage collection, the
-    longest event, the sweep that lists all blocks, and a sweep's later slices.
+    `memory` holds by index: resident bytes per block, counted bytes per block. Then in µs: a full garbage collection,
+    the longest event, the sweep that lists all blocks, and later slices of a sweep.
     """
 
     ready: dict[Case, dict[str, float]] = field(default_factory=dict)
@@ -26,7 +26,7 @@ class Report:
     memory: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
     def ratios(self, case: Case) -> dict[str, float]:
-        """How many times faster than Dynamo."""
+        """Dynamo's time divided by ours."""
         ready, whole = self.ready[case], self.whole[case]
         if "Dynamo" not in ready:
             return {}
@@ -38,7 +38,7 @@ class Report:
 
 
 def lookup_target(case: Case) -> float:
-    """How many times faster than Dynamo's a lookup should be."""
+    """The target of Dynamo's time divided by ours, for a lookup."""
     workers, prompt, _ = case
     if workers <= 8:
         return 40.0
@@ -46,7 +46,7 @@ def lookup_target(case: Case) -> float:
 
 
 def render(report: Report) -> str:
-    """Markdown."""
+    """The report in Markdown."""
     lines = ["Lookup with hashes ready, µs (in brackets as a dictionary by worker)", ""]
     lines += _rows(["workers", "prompt", "ours", "Dynamo", "ratio", "target"])
     for case, cells in report.ready.items():
@@ -112,16 +112,17 @@ def _memory_lines(report: Report) -> list[str]:
     lines += [
         "",
         (
-            f"With them in place a full garbage collection, the rest of the process frozen, takes {pause_us / 1e3:.1f} "
-            f"ms. The longest event, when the table grew, took {longest_us / 1e3:.0f} ms; a worker's removal "
-            f"{first_us / 1e3:.1f} ms at once and {slice_us / 1e3:.2f} ms for every 4096 blocks swept later."
+            "A full garbage collection with these blocks, and the rest of the process frozen, takes "
+            f"{pause_us / 1e3:.1f} ms. The longest event, when the table grew, took {longest_us / 1e3:.0f} ms. "
+            f"The removal of a worker takes {first_us / 1e3:.1f} ms at once, "
+            f"and {slice_us / 1e3:.2f} ms for every 4096 blocks swept later."
         ),
     ]
     return lines
 
 
 def draw(report: Report) -> str:
-    """How many times faster than Dynamo's binding, as an SVG on a logarithmic axis."""
+    """Dynamo's time divided by ours, as an SVG with a logarithmic axis."""
     cases = list(report.ready)
     ratios = {case: report.ratios(case) for case in cases}
     flat = [ratio for found in ratios.values() for ratio in found.values()]
@@ -171,7 +172,7 @@ def draw(report: Report) -> str:
 
 
 def _tops(cases: list[Case]) -> dict[Case, int]:
-    """Where rows are, with room for a heading before each number of workers."""
+    """Positions of the rows, with room for a heading before each number of workers."""
     tops: dict[Case, int] = {}
     y, workers = 40, 0
     for case in cases:

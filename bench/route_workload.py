@@ -1,4 +1,4 @@
-"""The same prefix blocks of many workers, in the words of either index. For route.py."""
+"""The same prefix blocks of many workers in the event formats of both indexes. For route.py."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EVENT_BLOCKS = 32
 PROMPT_TOKENS = {"8k": 8_192, "32k": 32_768, "128k": 131_072}
 KINDS = ("full", "half", "miss")
 SLICES = 16
-# Events come by the ten thousand a second, heartbeats once a second.
+# Events arrive at some ten thousand per second, heartbeats once per second.
 _HEARTBEAT_SLICES = 8
 _SHARED_PROMPTS, _SHARED_BLOCKS, _OWN_BLOCKS = 64, 256, 512
 _VOCABULARY = 150_000
@@ -41,7 +41,7 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Part of all events. `ours` and `peer` hold a worker and a message each."""
+    """A slice of all events. `ours` and `peer` hold a worker and a message each."""
 
     block_count: int
     ours: list[tuple[WorkerRef, bytes]]
@@ -59,9 +59,9 @@ class _Feed:
 
 
 class Workload:
-    """A quarter of the workers hold the whole longest prompt; all share prompts and have their own.
+    """A quarter of the workers hold the whole longest prompt. All workers share prompts and have their own.
 
-    For `graded`, another prompt of 8k, every worker holds another depth.
+    For `graded`, another prompt of 8k, every worker holds a different depth.
     """
 
     def __init__(self, worker_count: int, block_count: int, local_hashes: bool) -> None:
@@ -93,12 +93,12 @@ class Workload:
         return self._random.integers(0, _VOCABULARY, count, dtype=np.uint32)
 
     def query(self, tokens: int, kind: str) -> Tokens:
-        """A prompt that the holders know whole, to the half, or not at all."""
+        """A prompt that its workers hold completely, to the half, or not at all."""
         known = {"full": tokens, "half": tokens // 2, "miss": 0}[kind]
         return np.concatenate([self.longest[:known], self.tokens(tokens - known)])
 
     def slices(self) -> Iterable[Slice]:
-        """All events, workers taking turns, encoded as they come over the wire."""
+        """All events with alternating workers, encoded as on the wire."""
         depth = max(len(feed.lines) for feed in self._feeds)
         turns = [
             (worker, *feed.lines[turn])

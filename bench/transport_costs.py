@@ -1,8 +1,8 @@
-"""Measures the constants of headrace_kv/transport/costs.py on this machine, between two processes of it.
+"""Measures the constants of headrace_kv/transport/staging/cost_model.py between two processes of this machine.
 
     python bench/transport_costs.py [--rounds 5]
 
-Writes of many sizes, entry by entry and several at once, as the data plane does; the best round of each size counts.
+Writes many sizes, entry by entry and several at once, as the data plane does. The best round of each size counts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ENTRIES_MAX, PIECE_BYTES = 2048, 4 * MIB
 
 
 def taken_s(transport: MooncakeTransport, session: str, pieces: list[Runs]) -> float:
-    """Seconds for all pieces, as many under way as the transport likes."""
+    """Seconds for all entries, with as many under way as the transport permits."""
     pending: deque[Future[WriteResult]] = deque()
     start_s = time.perf_counter()
     for piece in pieces:

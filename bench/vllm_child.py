@@ -1,8 +1,8 @@
-"""A vLLM engine alone, as a process that is spoken to in lines of JSON; and the side that speaks to it.
+"""A vLLM engine alone in a process with a protocol of JSON lines, and the client of that protocol.
 
     python -m bench.vllm_child '{"model": ..., other arguments of vLLM's AsyncEngineArgs}'
 
-No HTTP and no tokenizer, so that what is compared with it is compared with the engine itself.
+Without HTTP and tokenizer, so that comparisons are with the engine itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LINE_BYTES_MAX: Final = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens that came together: when the engine's process had them, and when this one did."""
+    """Tokens that came together: when the engine's process had them, and when this process did."""
 
     token_ids: tuple[int, ...]
     made_unix_ns: int
@@ -48,7 +48,7 @@ class Child:
     async def generate(
         self, token_ids: Sequence[int], count: int, params: Mapping[str, Any] | None = None
     ) -> AsyncIterator[Piece]:
-        """Greedy, `count` tokens whatever they are. Closing it early gives the request up."""
+        """Sends a greedy request for `count` tokens. Closing the generator early cancels the request."""
         name = f"request-{next(self._numbers)}"
         heard = self._answers[name] = asyncio.Queue()
         self._say(op="generate", id=name, token_ids=list(token_ids), count=count, params=params)
@@ -82,7 +82,7 @@ class Child:
             answers.put_nowait({"error": "the engine's process has ended; its log says why"})
 
     async def close(self) -> None:
-        """Ends it, with what it started."""
+        """Ends the engine and its child processes."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         try:
@@ -97,7 +97,7 @@ class Child:
 async def engine(
     arguments: Mapping[str, Any], log: Path, environment: Mapping[str, str]
 ) -> AsyncIterator[Child]:
-    """Starts one; it may still be loading: wait for `loaded`."""
+    """Starts an engine. It may still be loading: wait for `loaded`."""
     with log.open("wb") as written:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -130,7 +130,7 @@ async def loaded(*children: Child) -> None:
 
 
 def vllm_environment() -> dict[str, str]:
-    """As Headrace's workers set it, one thread each."""
+    """Environment as Headrace's workers set it, with one thread each."""
     return {
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
@@ -171,7 +171,7 @@ async def _serve(arguments: dict[str, Any], answers: int) -> None:
                 token_ids = list(output.outputs[0].token_ids)
                 say(id=name, token_ids=token_ids, unix_ns=time.time_ns(), ended=output.finished)
         except Exception as error:  # noqa: BLE001
-            # Whatever it is, whoever asked must hear of it.
+            # The client receives any error.
             say(id=name, error=f"{type(error).__name__}: {error}")
 
     def ended(name: str, _: asyncio.Task[None]) -> None:
@@ -195,7 +195,7 @@ async def _serve(arguments: dict[str, Any], answers: int) -> None:
 
 
 if __name__ == "__main__":
-    # Whatever vLLM prints must not come between the answers.
+    # The output of vLLM must not mix with the answers.
     answers_fd = os.dup(1)
     os.dup2(2, 1)
     asyncio.run(_serve(json.loads(sys.argv[1]), answers_fd))

@@ -1,8 +1,8 @@
-"""vLLM's own MooncakeConnector, told when its transfers happen. Loaded by vLLM itself, in its engine processes.
+"""vLLM's own MooncakeConnector with the times of its transfers. vLLM loads it in its engine processes.
 
-A line of JSON goes to the file that the environment variable `TIMES_VARIABLE` names: "written" once a step of prefill
-has written its last layer, "received" once decode knows a request's KV to be whole, "sent" once prefill knows. The
-connector asks torch for the current accelerator without need, which fails where there is none.
+It appends lines of JSON to the file in the environment variable `TIMES_VARIABLE`. "written": a prefill step has written
+its last layer. "received": decode has received a request's KV completely. "sent": prefill has been notified. The
+connector asks torch for the current accelerator without need, which fails on a machine without one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _accept_processors()
 
 
 class TimedMooncakeConnector(MooncakeConnector):
-    """Adds nothing but the times."""
+    """Adds only the times."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

@@ -1,4 +1,4 @@
-"""What the benchmarks of real engines share: whole deployments of ours, peers, prompts, CPU, and quiet machines."""
+"""Shared parts of the benchmarks with real engines: deployments, peers, prompts, CPU, and quiet machines."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ PREFILL: Final = first_token_pb2.FIRST_TOKEN_POLICY_PREFILL
 LOGITS: Final = first_token_pb2.FIRST_TOKEN_POLICY_LOGITS
 REMOTE: Final = inference_pb2.PREFILL_PLACEMENT_REMOTE
 CONTEXT_TOKENS: Final = 2048
-# vLLM's default on processors, and so ours.
+# vLLM's default on processors, and therefore ours.
 BLOCK_TOKENS: Final = 128
 REQUEST_S: Final = 120.0
 
 
 def prompt_of(length: int, seed: int) -> list[int]:
-    """Random tokens, which share no prefix with those of other seeds."""
+    """Random tokens that share no prefix with those of other seeds."""
     numbers = random.Random(seed)
     return [numbers.randrange(1000, 40_000) for _ in range(length)]
 
 
 class Tree:
-    """A process with all that it started."""
+    """A process with all its descendants."""
 
     def __init__(self, *pids: int) -> None:
         self._pids = pids
 
     def processes(self) -> list[psutil.Process]:
-        """Those that run now."""
+        """The processes that run now."""
         found: list[psutil.Process] = []
         for pid in self._pids:
             root = psutil.Process(pid)
@@ -63,11 +63,11 @@ class Tree:
         return total_s
 
     def rss_bytes(self) -> int:
-        """Resident memory, shared pages counted once for each process."""
+        """Resident memory. Shared pages count once for each process."""
         return sum(int(process.memory_info().rss) for process in self.processes())
 
     def pin(self, cpus: Collection[int]) -> None:
-        """Confines every thread; threads to come inherit it."""
+        """Confines every thread. Later threads inherit it."""
         for process in self.processes():
             for thread in process.threads():
                 with suppress(ProcessLookupError):
@@ -76,13 +76,13 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class Ours:
-    """A running deployment of one prefill and one decode worker, and its router's client."""
+    """A running deployment of one prefill and one decode worker, and a client of its router."""
 
     deployment: Deployment
     router: RouterClient
 
     def tree(self, *services: str) -> Tree:
-        """The processes of these services; of all without any."""
+        """The processes of these services, or of all services."""
         children = self.deployment.children
         return Tree(
             *(c.process.pid for c in children if not services or c.spec.service in services)
@@ -91,7 +91,7 @@ class Ours:
     async def generate(
         self, token_ids: Iterable[int], count: int, first_token: int = DECODE
     ) -> AsyncIterator[tuple[inference_pb2.GenerateResponse, int]]:
-        """As `Child.generate`, by way of the router: every message, and when it was here."""
+        """Sends a request through the router. Yields every message with its time, as `Child.generate` does."""
         request = inference_pb2.GenerateRequest(
             tokens=inference_pb2.TokenIds(ids=token_ids),
             sampling=sampling_pb2.SamplingParams(
@@ -112,7 +112,7 @@ class Ours:
 
 @asynccontextmanager
 async def ours(model: Path, dtype: str, cache_tokens: int, folder: Path) -> AsyncIterator[Ours]:
-    """Starts `headrace up`'s processes with settings that fit small machines."""
+    """Starts the processes of `headrace up` with settings for small machines."""
     workers = [
         (service, name, value)
         for service in ("prefill", "decode")
@@ -125,7 +125,7 @@ async def ours(model: Path, dtype: str, cache_tokens: int, folder: Path) -> Asyn
     await asyncio.to_thread(folder.mkdir)
     with (folder / "console.log").open("w") as log:
         async with (
-            # Signals that are not open leave Ctrl-C to asyncio, which cancels everything.
+            # Without open signals, asyncio handles Ctrl-C and cancels everything.
             deployed(topology, folder, Console(file=log), Signals()) as deployment,
             open_router(deployment.router) as router,
         ):
@@ -133,7 +133,7 @@ async def ours(model: Path, dtype: str, cache_tokens: int, folder: Path) -> Asyn
 
 
 def engine_arguments(model: Path, dtype: str, cache_tokens: int, **more: Any) -> dict[str, Any]:
-    """vLLM's arguments for an engine beside ours; what is not here is vLLM's default."""
+    """vLLM's arguments for an engine beside ours. All others are vLLM's defaults."""
     return {
         "model": str(model),
         "dtype": dtype,
@@ -152,7 +152,7 @@ def engine_arguments(model: Path, dtype: str, cache_tokens: int, **more: Any) ->
 
 
 class Times:
-    """What the peer's connectors noted, from a file that they add to."""
+    """Reads the times that the peer's connectors append to a file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -170,7 +170,7 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Two engines that are paired by vLLM's own MooncakeConnector."""
+    """Two engines paired by vLLM's own MooncakeConnector."""
 
     prefill: Child
     decode: Child
@@ -180,7 +180,7 @@ class Peer:
 
 @asynccontextmanager
 async def peer(model: Path, dtype: str, cache_tokens: int, folder: Path) -> AsyncIterator[Peer]:
-    """Starts both; they may still be loading."""
+    """Starts both. They may still be loading."""
     await asyncio.to_thread(folder.mkdir)
     port, times = free_port(), folder / "times.jsonl"
     environment = {"VLLM_MOONCAKE_BOOTSTRAP_PORT": str(port), TIMES_VARIABLE: str(times)}
@@ -200,12 +200,12 @@ async def peer(model: Path, dtype: str, cache_tokens: int, folder: Path) -> Asyn
 
 
 async def pieces_of(answer: AsyncIterator[Piece]) -> list[Piece]:
-    """All of it."""
+    """Ends everything."""
     return [piece async for piece in answer]
 
 
 class Quiet:
-    """Shell commands around measured blocks, such as ones that take and give back a lock of the machine."""
+    """Shell commands around measured blocks, for example to take and release a lock of the machine."""
 
     def __init__(self, before: str, after: str) -> None:
         self._before = before
@@ -213,7 +213,7 @@ class Quiet:
 
     @asynccontextmanager
     async def block(self) -> AsyncIterator[None]:
-        """One block. Commands inherit this process's open files, so that locks on those outlive them."""
+        """One block. Commands inherit the open files of this process, so that locks on them outlive the commands."""
         await self._run(self._before)
         try:
             yield
@@ -228,7 +228,7 @@ class Quiet:
 
 
 def alternating(names: list[str], repetition: int) -> list[str]:
-    """There and back, and begun elsewhere each second time."""
+    """There and back, starting at the other end each second time."""
     turn = repetition // 2 % len(names)
     turned = names[turn:] + names[:turn]
     return turned if repetition % 2 == 0 else turned[::-1]

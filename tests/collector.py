@@ -1,4 +1,4 @@
-"""A collector of metrics, as OTLP has it."""
+"""A collector of metrics over OTLP."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Sample = tuple[str, tuple[tuple[str, str], ...]]
 
 
 class Collector(metrics_service_pb2_grpc.MetricsServiceServicer):
-    """Keeps the newest value of every metric, by name and attributes; of histograms, the count."""
+    """Keeps the newest value of every metric by name and attributes, and of histograms the count."""
 
     def __init__(self) -> None:
         self.values: dict[Sample, float] = {}
@@ -36,7 +36,7 @@ class Collector(metrics_service_pb2_grpc.MetricsServiceServicer):
         return self.values.get((name, tuple(attributes.items())))
 
     def total(self, name: str, **attributes: str) -> float:
-        """The sum over all that have these attributes, whatever else they have."""
+        """The sum over all series with these attributes, whatever further attributes they have."""
         wanted = set(attributes.items())
         return sum(
             value for (at, has), value in self.values.items() if at == name and wanted <= set(has)
@@ -45,7 +45,7 @@ class Collector(metrics_service_pb2_grpc.MetricsServiceServicer):
 
 @asynccontextmanager
 async def collecting() -> AsyncIterator[tuple[Collector, str]]:
-    """A collector, and the endpoint that services are told."""
+    """Runs a collector and yields it with the endpoint for services."""
     collector = Collector()
     server = grpc.aio.server()
     add: Any = metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server

@@ -10,14 +10,14 @@ from hypothesis import settings
 
 pytest_plugins = ["tests.standstill"]
 
-# A single example may well be slow on a busy machine; pytest's timeout bounds the test.
+# A single example may be slow on a busy machine. The timeout of pytest bounds the test.
 settings.register_profile("headrace", parent=settings(), deadline=None)
 settings.load_profile("headrace")
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> object:
-    """What is collected stays: to look for garbage in it takes time, now and whenever a test makes some."""
+    """Freezes the collected tests, because garbage collection over them takes time in every test."""
     gc.disable()
     try:
         return (yield)
@@ -28,8 +28,8 @@ def pytest_collection() -> object:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_makereport() -> object:
-    """A report parses the source, and Python 3.11's parser breaks, and with it the whole run, when a finalizer that
-    garbage brings about meanwhile parses some too: so there is none.
+    """Disables garbage collection during a report. A report parses the source, and a finalizer that parses source at
+    the same time crashes the parser of Python 3.11 and the whole run.
     """
     gc.disable()
     try:
@@ -39,13 +39,13 @@ def pytest_runtest_makereport() -> object:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Every process of pytest-xdist starts with its share of the whole deployments, which take long, and all end with
-    what is quick: so none is left alone with something long at the end.
+    """Gives every process of pytest-xdist an equal share of the whole deployments first, and quick tests last. So no
+    process is left alone with a long test at the end.
     """
     count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     slow = [item for item in items if "suite" in item.path.parts]
     quick = [item for item in items if "suite" not in item.path.parts]
-    # It deals out as many neighbours to each, whose fixtures are shared.
+    # pytest-xdist deals out neighbours together, which then share their fixtures.
     cuts = [number * len(quick) // count for number in range(count + 1)]
     items[:] = [
         item

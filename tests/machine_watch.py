@@ -1,7 +1,7 @@
-"""A process that looks on while tests run, and tells when the machine itself stood still.
+"""A process that detects when the whole machine stands still while tests run.
 
-It knows nothing of the tests: it sleeps for a moment, again and again, and tells when it woke late, and when the
-hypervisor gave much of a second to somebody else.
+It sleeps for a moment, again and again. It reports when it woke late, and when the hypervisor gave much of a second
+to other machines.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 
 BEARABLE_S = 0.2
-"""Waking later than this is told: where a machine is only busy, a process that mostly sleeps wakes within 0.1 s."""
+"""A later wake-up is reported. Where a machine is only busy, a process that mostly sleeps wakes within 0.1 s."""
 BEARABLE_SHARE = 0.4
-"""Of the processors' time in a second, given to other machines: a fifth is usual for hours."""
+"""Share of the processors' time in a second that other machines got. A fifth is usual for hours."""
 _TICK_S = 0.02
 _SAMPLE_S = 1.0
 
@@ -27,30 +27,30 @@ class MachineWatch:
         command = (sys.executable, "-I", __file__, str(os.getpid()))
         self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
         assert self.process.stdout is not None
-        self._told = self.process.stdout
-        # Its first line says that it looks on.
-        self._told.readline()
-        os.set_blocking(self._told.fileno(), False)
+        self._reports = self.process.stdout
+        # The first line means that the process is watching.
+        self._reports.readline()
+        os.set_blocking(self._reports.fileno(), False)
 
     def lost_s(self) -> float:
         """The time that the machine lost since the last call."""
-        return sum(float(line) for line in (self._told.read() or b"").split())
+        return sum(float(line) for line in (self._reports.read() or b"").split())
 
     def close(self) -> None:
         """Ends the process."""
         self.process.kill()
         self.process.wait()
-        self._told.close()
+        self._reports.close()
 
 
 def _stolen() -> tuple[int, int]:
-    """Ticks of all processors: given to other machines, and in all (Linux, proc_stat(5))."""
+    """Ticks of all processors: those given to other machines, and all of them (Linux, proc_stat(5))."""
     all_processors = Path("/proc/stat").read_text("ascii").split("\n", 1)[0]
     ticks = [int(word) for word in all_processors.split()[1:9]]
     return ticks[-1], sum(ticks)
 
 
-def _look_on(parent: int) -> None:
+def _watch(parent: int) -> None:
     last, sampled_s = _stolen(), time.monotonic()
     now_s = sampled_s
     print(0.0, flush=True)
@@ -68,4 +68,4 @@ def _look_on(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    _look_on(int(sys.argv[1]))
+    _watch(int(sys.argv[1]))

@@ -1,16 +1,16 @@
-"""Ports for what starts on a known address, or starts again on the address that it had."""
+"""Ports for processes that start on a known address, or restart on their address."""
 
 from __future__ import annotations
 
 import random
 import socket
 
-# Linux hands out ports from 32768 on by itself, Mooncake chooses from 15000 to 17000.
+# Linux assigns ports from 32768 on by itself, Mooncake chooses from 15000 to 17000.
 FIRST_PORT, END_PORT = 18_000, 32_000
 
 
 def free_port() -> int:
-    """A port of loopback that nothing uses, and that the system gives to nobody meanwhile."""
+    """Returns a free loopback port outside the ranges that the system and Mooncake assign."""
     choose = random.SystemRandom()
     for _ in range(100):
         port = choose.randrange(FIRST_PORT, END_PORT)

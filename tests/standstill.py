@@ -1,9 +1,8 @@
-"""A test that fails while the machine stands still has shown nothing, and runs again.
+"""Reruns a test that failed while the whole machine stood still.
 
-Many tests wait for real clocks: for leases that run out, for deadlines, for limits on how long something may take.
-Where others use the machine as well, all its processes may stop for a second, and such a test has then measured the
-machine and not the code. The summary tells of every repetition and what was seen before it. A test that fails on a
-machine that ran is never repeated, and twenty repetitions are all that a run may have (pyproject.toml).
+Many tests use real clocks: leases that run out, deadlines, limits on durations. On a shared machine all processes may
+stop for a second. Such a test has measured the machine and not the code. The summary shows every rerun with its
+failure. A test that fails on a running machine is never rerun, and a run has at most twenty reruns (pyproject.toml).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import pytest
 from tests.machine_watch import MachineWatch
 
 WATCH = pytest.StashKey[MachineWatch]()
-_TOLD_WITHIN_S = 0.1
+_REPORT_DELAY_S = 0.1
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -24,24 +23,24 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Ends it."""
+    """Ends the watch."""
     config.stash[WATCH].close()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """What the machine lost before a test is not that test's."""
+    """Time that the machine lost before a test does not count for it."""
     item.config.stash[WATCH].lost_s()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Gives every test the rule, but under a debugger."""
+    """Gives every test the rule, except under a debugger."""
 
     def has_shown_nothing(error: BaseException | None) -> bool:
-        # A repetition would have no time limit over it once the limit has struck.
+        # A rerun would have no time limit once the limit of the test has struck.
         if error is None or "from pytest-timeout" in str(error):
             return False
-        # The watch wakes up as late as the test did, and then has yet to tell.
-        time.sleep(_TOLD_WITHIN_S)
+        # The watch wakes as late as the test did, and then has to report.
+        time.sleep(_REPORT_DELAY_S)
         return config.stash[WATCH].lost_s() > 0
 
     if not config.option.usepdb:

@@ -1,4 +1,4 @@
-"""`python -m tests.chaos`: one run, its table, and exit status 1 if a promise was broken."""
+"""`python -m tests.chaos`: one run and its table. The exit status is 1 if a promise was broken."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def show(report: ChaosReport, console: Console) -> None:
         for what, count in sorted(counts.items()):
             table.add_row(f"{title}: {what}", str(count))
     table.add_section()
-    table.add_row("tokens whose KV was handed over", str(outcomes.transferred_tokens))
+    table.add_row("tokens with transferred KV", str(outcomes.transferred_tokens))
     table.add_row("seconds for which the clients stood still", f"{outcomes.stood_still_s:.1f}")
     table.add_row("wrong, late or unnamed outcomes", str(len(outcomes.violations)))
     table.add_row("processes that ended by themselves", str(len(report.crashes)))

@@ -1,4 +1,4 @@
-"""The clients of a chaos run, and what became of each request."""
+"""The clients of a chaos run, and the outcome of each request."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from headrace_engine.sim.model.model import SimModel
 from tests.chaos.plan import ChaosRequest
 
 _TICK_S = 0.05
-# The router's own.
+# The router's own reason.
 RETRY_BUDGET = 2
 
 
 @dataclass(slots=True)
 class Outcomes:
-    """Counts of how requests ended, and a line for each that broke a promise.
+    """Counts of outcomes, and a line for each request that broke a promise.
 
-    `transferred_tokens` are those of the streams that ended well whose KV came from a prefill worker.
+    `transferred_tokens` counts the tokens with KV from a prefill worker, in streams that ended well.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -47,7 +47,7 @@ class Outcomes:
     transferred_tokens: int = 0
 
     def failed(self, line: str) -> None:
-        """A request has ended in an error that says what happened."""
+        """Counts a request that ended in a named error."""
         self.errors.append(line)
         self.on_error(line)
 
@@ -57,7 +57,7 @@ class Outcomes:
 
 
 class Clients:
-    """Sends the requests of a plan, some at a time, each to the router that it names."""
+    """Sends the requests of a plan with bounded concurrency, each to its router."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Clients:
     async def run(
         self, requests: Iterable[ChaosRequest], concurrency: int, last_s: float = math.inf
     ) -> None:
-        """Returns when every request has ended, or all that were sent within `last_s`."""
+        """Returns when every request has ended, or every request that was sent within `last_s`."""
         source = iter(requests)
         end_s = time.monotonic() + last_s
 
@@ -100,7 +100,7 @@ class Clients:
             await channel.close()
 
     async def _watch_clock(self) -> None:
-        """Counts the time for which this process itself was not given a processor: nobody can be heard in it."""
+        """Measures the time in which this process got no processor. No event can arrive in it."""
         while True:
             slept_s = time.monotonic()
             await asyncio.sleep(_TICK_S)
@@ -112,7 +112,7 @@ class Clients:
         started_s = time.monotonic()
         error = await self._attempt(request, request.router, tokens)
         if _is_of_router(error):
-            # A client may retry once when its router goes, and brings along what it has.
+            # A client may retry once when its router stops, and sends the tokens that it has.
             what = "gone on with" if tokens else "retried"
             self._outcomes.counts[f"{what} on another router"] += 1
             await asyncio.sleep(0.05)
@@ -126,7 +126,7 @@ class Clients:
     async def _attempt(
         self, request: ChaosRequest, router: int, tokens: list[int]
     ) -> HeadraceError | None:
-        """None when the stream ended well or its client has cancelled it."""
+        """Returns the error of a stream, or None when it ended well or its client cancelled it."""
         call = self._stubs[router % len(self._stubs)].Generate(
             inference_pb2.GenerateRequest(
                 tokens=inference_pb2.TokenIds(ids=request.prompt),
@@ -189,15 +189,15 @@ class Clients:
 
 
 def _could_go_on(error: HeadraceError) -> bool:
-    """Whether the router gave up an answer that had begun while it had attempts and time left."""
+    """Whether the router gave up a started stream although it had attempts and time left."""
     if _is_of_router(error) or isinstance(error, DeadlineExceeded | TransferTimeout):
         return False
     return int(error.metadata.get("attempts", 0)) <= RETRY_BUDGET
 
 
 def _is_of_router(error: HeadraceError | None) -> bool:
-    """Whether the router itself is going or gone, and not a worker that it names."""
-    # A call that comes in the moment in which the server stops is cancelled by gRPC, without a word of ours.
+    """Whether the error means that the router itself is stopping or gone, rather than a worker that it names."""
+    # A call that arrives while the server stops is cancelled by gRPC, without our details.
     if isinstance(error, Cancelled):
         return "grpc_code" in error.metadata
     return isinstance(error, WorkerGone | Draining) and "worker_id" not in error.metadata

@@ -1,4 +1,4 @@
-"""What a chaos run will do, from its seed alone: the requests and the faults. Pure."""
+"""The requests and faults of a chaos run, derived from its seed alone. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class FaultKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ProcessFault:
-    """After `gap_s`, `target` is killed, frozen or asked to end, and is back `down_s` later."""
+    """After `gap_s`, `target` is killed, frozen or drained. It is back `down_s` later."""
 
     gap_s: float
     kind: FaultKind
@@ -43,11 +43,11 @@ class ChaosRequest:
 
 @dataclass(frozen=True, slots=True)
 class WireFaults:
-    """Shares of the messages between prefill and decode that are lost, doubled, held up, or end their stream.
+    """Shares of the messages between prefill and decode that are lost, duplicated, delayed, or end their stream.
 
-    `cut_after_silence_s` ends streams on which nothing is heard. `slow_write_max_s`: how long a write may take to
-    land. `slow_turn_max_s`: how long a sender may dawdle before it looks at its lease. `break_part` names the safeguard
-    that a worker is to do without. `watch_interval_s`: how often a worker looks at its free blocks.
+    A stream without messages for `cut_after_silence_s` ends. `slow_write_max_s`: how long a write may take to land.
+    `slow_turn_max_s`: how long a sender may pause before it checks its lease. `break_part` names the safeguard that a
+    worker switches off. `watch_interval_s`: how often a worker checks its free blocks.
     """
 
     seed: int = 0
@@ -64,7 +64,7 @@ class WireFaults:
 
 
 _PREFILL, _DECODE, _ROUTER, _REGISTRY, _ETCD = "prefill", "decode", "router", "registry", "etcd"
-# The data plane's ends fail most often, because most can go wrong there.
+# Prefill and decode workers fail most often, because most states can be lost there.
 _WEIGHTS = {_PREFILL: 5, _DECODE: 5, _ROUTER: 1, _REGISTRY: 1, _ETCD: 1}
 _KINDS = {
     _PREFILL: (FaultKind.KILL, FaultKind.FREEZE, FaultKind.RESTART),
@@ -107,14 +107,15 @@ class ChaosPlan:
 
     @property
     def model(self) -> str:
-        """The engines' model, without its times."""
+        """The model of the engines, without its times."""
         return f"sim:layers=4,heads=4,head_bytes={self.head_bytes},vocabulary=32000"
 
 
 def slowed(plan: ChaosPlan, slowness: float) -> ChaosPlan:
-    """The plan for a machine that is so many times slower: the same requests and faults, every time stretched.
+    """The plan for a machine that is `slowness` times slower: the same requests and faults, with every time
+    stretched.
 
-    Only times change. What counts as wrong, foreign or left behind is the same on every machine.
+    Only times change. The definition of a violation is the same on every machine.
     """
     wire = replace(
         plan.wire,
@@ -144,7 +145,7 @@ def slowed(plan: ChaosPlan, slowness: float) -> ChaosPlan:
 
 
 def process_faults(plan: ChaosPlan) -> Iterator[ProcessFault]:
-    """Without end, unless the plan wants none; a run takes as many as it has time for."""
+    """Faults without end, unless the plan wants none. A run uses as many as fit into its time."""
     rng = random.Random(f"{plan.seed}/faults")
     counts = {
         _PREFILL: len(plan.prefill_tensor_parallel),
@@ -165,7 +166,7 @@ def process_faults(plan: ChaosPlan) -> Iterator[ProcessFault]:
 
 
 def requests(plan: ChaosPlan) -> Iterator[ChaosRequest]:
-    """In the order in which they are sent. Many share one of a few prefixes."""
+    """Requests in the order in which they are sent. Many share one of a few prefixes."""
     rng = random.Random(f"{plan.seed}/requests")
     prefixes = [
         tuple(rng.randrange(PROMPT_VOCABULARY) for _ in range(rng.choice((0, 32, 64, 128))))
@@ -187,7 +188,7 @@ SCENARIOS = ("all", "ledger", "quarantine", "lease")
 
 
 def scenario(name: str, seed: int, requests: int, broken: str = "") -> ChaosPlan:
-    """Everything at once, or what one safeguard is there for, so that its loss shows within few requests."""
+    """All faults at once, or only those against one safeguard, so that its loss shows within few requests."""
     match name:
         case "ledger":
             wire = WireFaults(seed, doubled=0.3, break_part=broken)
@@ -196,7 +197,7 @@ def scenario(name: str, seed: int, requests: int, broken: str = "") -> ChaosPlan
             wire = WireFaults(seed, cut=0.03, slow_write_max_s=0.3, break_part=broken)
             return ChaosPlan(seed, requests, wire=wire, kinds=frozenset())
         case "lease":
-            # A sender that comes back to life has its stream's end and its next write before it.
+            # A resumed sender has the end of its stream and its next write before it.
             wire = WireFaults(
                 seed, cut_after_silence_s=1.0, slow_turn_max_s=0.05, break_part=broken
             )

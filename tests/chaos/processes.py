@@ -1,4 +1,4 @@
-"""The processes of a chaos run, by name; each comes back on the address that it had."""
+"""The processes of a chaos run by name. Each restarts on its address."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ETCD = "etcd"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a run's services live: the address that they listen on, and how a process is started."""
+    """Where the services of a run live: their address, and how a process is started."""
 
     host: str = "127.0.0.1"
     spawn: Spawn = spawn_program
@@ -45,7 +45,7 @@ HERE = Place()
 
 
 def settings(plan: ChaosPlan) -> tuple[tuple[str, str, str], ...]:
-    """What the services are told, as Topology.settings."""
+    """The settings of the services, as Topology.settings."""
     both = {
         "num_gpu_blocks_override": str(plan.block_count),
         "member_ttl_s": str(plan.member_ttl_s),
@@ -66,9 +66,9 @@ def settings(plan: ChaosPlan) -> tuple[tuple[str, str, str], ...]:
 
 @dataclass(slots=True)
 class Process:
-    """One service, whichever process serves it just now; `starts` counts them.
+    """One service, whichever process serves it now. `starts` counts its processes.
 
-    `wanted`: nobody has killed it or asked it to end.
+    `wanted`: no fault has killed it or asked it to end.
     """
 
     spec: ProcessSpec
@@ -81,7 +81,7 @@ class Process:
 
 
 class Processes:
-    """Owns everything that runs. `reports` is the folder in which workers tell what they saw."""
+    """Owns every process. Workers write their observations into the folder `reports`."""
 
     def __init__(self, plan: ChaosPlan, folder: Path, place: Place = HERE) -> None:
         self.reports = folder / "reports"
@@ -106,7 +106,7 @@ class Processes:
         return self._all[name].endpoint
 
     def process_ids(self) -> dict[str, int]:
-        """Of all services that run now."""
+        """The running processes of all services."""
         return {
             name: one.child.process.pid
             for name, one in self._all.items()
@@ -114,7 +114,7 @@ class Processes:
         }
 
     def running(self, name: str) -> bool:
-        """Whether it lives and is not frozen."""
+        """Whether the process runs and is not frozen."""
         if name == ETCD:
             return self.etcd.process is not None
         one = self._all[name]
@@ -153,7 +153,7 @@ class Processes:
         self._all[spec.name] = Process(replace(spec, arguments=arguments), endpoint)
 
     def _wired(self, spec: ProcessSpec, ranks: int) -> ProcessSpec:
-        """A worker whose messages meet faults."""
+        """A worker with faults in its messages."""
         _, _, _, *flags = spec.arguments
         flags = [text for text in flags if not text.startswith("--tensor-parallel-size=")]
         return replace(
@@ -176,7 +176,7 @@ class Processes:
     async def begin(self, name: str) -> None:
         """Starts a process that does not run, and returns once it serves.
 
-        One that ends at its start, as a registry does whose etcd is away, is started again as by a supervisor.
+        A process that ends at its start, such as a registry without etcd, is started again, as a supervisor would.
         """
         if name == ETCD:
             if self.etcd.process is None:
@@ -199,9 +199,9 @@ class Processes:
             raise InternalError(f"{name} does not serve; its log is {log}") from None
 
     async def keep(self, ended: Counter[str], crashes: list[str]) -> None:
-        """Until cancelled: starts services again that end by themselves, as whoever runs them does.
+        """Restarts services that end by themselves, as an operator's supervisor would, until cancelled.
 
-        They may when they find no registry at their start, which is counted; any other end is a crash.
+        A service may end when it finds no registry at its start, which is counted. Any other end is a crash.
         """
         while True:
             for name, one in self._all.items():
@@ -215,7 +215,7 @@ class Processes:
             await asyncio.sleep(KEEP_INTERVAL_S * self._plan.slowness)
 
     async def kill(self, name: str) -> None:
-        """kill -9; returns when it has ended."""
+        """Sends SIGKILL and returns when the process has ended."""
         if name == ETCD:
             self.etcd.kill()
             return
@@ -240,7 +240,7 @@ class Processes:
         self._all[name].frozen = False
 
     async def terminate(self, name: str) -> int:
-        """SIGTERM; the exit status."""
+        """Sends SIGTERM and returns the exit status."""
         child = self._all[name].child
         assert child is not None
         child.stopping = True
@@ -249,7 +249,7 @@ class Processes:
         return await self._ended(child)
 
     async def settle(self, name: str) -> None:
-        """Waits for a process that was asked to end, by a fault that the run's end has cut short."""
+        """Waits for a process that a fault had asked to end when the run ended."""
         child = self._all[name].child if name in self._all else None
         if child is not None and child.stopping:
             await self._ended(child)

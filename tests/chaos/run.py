@@ -1,4 +1,4 @@
-"""A chaos run: load, faults, and afterwards the search for anything that was broken or left behind."""
+"""A chaos run: load and faults, then a search for violations and leftover state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.chaos.load import Clients, Outcomes
 from tests.chaos.plan import ChaosPlan, FaultKind, ProcessFault, process_faults, requests
 from tests.chaos.processes import ETCD, HERE, Place, Processes
 
-# Two processes at most are away at a time.
+# At most two processes are away at a time.
 FAULTS_AT_ONCE = 2
 QUIESCE_S = 60.0
 SERVED_WITHIN_S = 30.0
@@ -28,7 +28,7 @@ SERVED_WITHIN_S = 30.0
 
 @dataclass(slots=True)
 class ChaosReport:
-    """What a run did and found. It passed when `violations` is empty."""
+    """The record of a run. The run passed when `violations` is empty."""
 
     plan: ChaosPlan
     seconds: float = 0.0
@@ -42,7 +42,7 @@ class ChaosReport:
 
     @property
     def violations(self) -> list[str]:
-        """Every promise that was broken, in words."""
+        """A line for every broken promise."""
         foreign = [f"{self.foreign_blocks} free blocks were written to"] * bool(self.foreign_blocks)
         return [*self.outcomes.violations, *self.crashes, *foreign, *self.left_behind]
 
@@ -54,7 +54,7 @@ async def run_chaos(
     report: ChaosReport | None = None,
     last_s: float = math.inf,
 ) -> ChaosReport:
-    """Fills the report, and raises only when a process does not come up; what faults break is in the report.
+    """Fills the report. Raises only when a process does not start. Violations stand in the report.
 
     No request is sent after `last_s`.
     """
@@ -74,7 +74,7 @@ async def run_chaos(
             await keeping
         await _repair(processes)
         report.left_behind = await left_behind(processes, QUIESCE_S * plan.slowness)
-        # Every worker looks at its free blocks once more.
+        # Every worker checks its free blocks once more.
         await asyncio.sleep(3 * plan.wire.watch_interval_s)
         _read_reports(processes.reports, report)
     finally:
@@ -83,7 +83,7 @@ async def run_chaos(
 
 
 async def _load(plan: ChaosPlan, processes: Processes, report: ChaosReport, last_s: float) -> None:
-    """All requests, or those until `last_s`, while faults happen."""
+    """Sends all requests, or those until `last_s`, while faults happen."""
     started_s = time.monotonic()
     routers = [processes.endpoint(name) for name in processes.routers]
     model = SimModel(parse_settings(plan.model))
@@ -103,7 +103,7 @@ async def _load(plan: ChaosPlan, processes: Processes, report: ChaosReport, last
 
 
 async def until_served(processes: Processes, timeout_s: float = SERVED_WITHIN_S) -> None:
-    """Workers register by themselves; until all routers know one, nothing could be served."""
+    """Workers register by themselves. Before every router has one, no request can be served."""
     async with asyncio.timeout(timeout_s):
         for name in processes.routers:
             async with open_router(processes.endpoint(name)) as router:
@@ -115,12 +115,12 @@ async def _serves(router: RouterClient) -> bool:
     try:
         return any(model.decode_worker_count for model in await router.models())
     except HeadraceError:
-        # On a machine that stands still, even this may take longer than its time.
+        # On a machine that stands still, even this may take longer than its limit.
         return False
 
 
 async def _inject(plan: ChaosPlan, processes: Processes, report: ChaosReport) -> None:
-    """Until cancelled; what it has broken then is repaired afterwards. Raises what a repair raises."""
+    """Applies faults until cancelled, and then repairs their effects. Raises the error of a repair."""
     repairs: dict[str, asyncio.Task[None]] = {}
     try:
         for fault in process_faults(plan):
@@ -131,7 +131,7 @@ async def _inject(plan: ChaosPlan, processes: Processes, report: ChaosReport) ->
                 if len(repairs) < FAULTS_AT_ONCE:
                     break
                 await asyncio.wait(repairs.values(), return_when=asyncio.FIRST_COMPLETED)
-            # Whoever repairs a process has to find it as it was left.
+            # A repair task needs the process in the state in which the fault left it.
             if fault.target in repairs or not processes.running(fault.target):
                 continue
             if fault.target.startswith("router") and not _others_run(processes, fault.target):
@@ -166,7 +166,7 @@ async def _break_and_repair(fault: ProcessFault, processes: Processes) -> None:
 
 
 async def _repair(processes: Processes) -> None:
-    """Everything runs again."""
+    """Waits until every process runs again."""
     for name in (ETCD, "registry", *processes.routers, *processes.workers):
         await processes.settle(name)
         if not processes.running(name):
@@ -174,7 +174,7 @@ async def _repair(processes: Processes) -> None:
 
 
 async def left_behind(processes: Processes, timeout_s: float = QUIESCE_S) -> list[str]:
-    """What workers still hold once they have had time to give it back."""
+    """State that workers still hold after the time that they have to release it."""
     give_up_s = time.monotonic() + timeout_s
     left: dict[str, str] = {}
     while True:

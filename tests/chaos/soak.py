@@ -1,7 +1,7 @@
-"""`python -m tests.chaos.soak`: mixed load for a while, and whether any process grows by it.
+"""`python -m tests.chaos.soak`: mixed load for a while, and a check that no process grows.
 
-After a third of the time everything is warm. From there to the end memory may grow by 5 %, and open files and threads
-not at all, but for connections that come and go.
+After a third of the time every cache is warm. From then on memory may grow by 5 %. Open files and threads may not
+grow, except for connections that come and go.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a process holds at a moment."""
+    """Resources of a process at one moment."""
 
     rss_mib: float
     descriptors: int
@@ -46,7 +46,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """A process when it was warm and at the end, medians of a sixth of its samples each."""
+    """A process when warm and at the end: medians of a sixth of its samples each."""
 
     name: str
     warm: Sample
@@ -54,7 +54,7 @@ class Growth:
 
     @property
     def violations(self) -> list[str]:
-        """What has grown beyond its bound, in words."""
+        """A line for each resource that has grown beyond its bound."""
         found = []
         if self.last.rss_mib > self.warm.rss_mib * MEMORY_GROWTH_MAX:
             found.append(f"{self.name}: {self.warm.rss_mib:.0f} to {self.last.rss_mib:.0f} MiB")
@@ -67,7 +67,7 @@ class Growth:
 
 @dataclass(slots=True)
 class SoakReport:
-    """What a run did and found. It passed when `violations` is empty."""
+    """The record of a run. The run passed when `violations` is empty."""
 
     seconds: float
     outcomes: Outcomes = field(default_factory=Outcomes)
@@ -76,13 +76,13 @@ class SoakReport:
 
     @property
     def violations(self) -> list[str]:
-        """Every promise that was broken, in words."""
+        """A line for every broken promise."""
         grown = [text for growth in self.growths for text in growth.violations]
         return [*self.outcomes.violations, *grown, *self.left_behind]
 
 
 def growth_of(name: str, samples: Sequence[Sample]) -> Growth:
-    """From samples at equal intervals."""
+    """Builds the growth from samples at equal intervals."""
     sixth = len(samples) // 6
     return Growth(
         name, _median(samples[2 * sixth : 3 * sixth]), _median(samples[len(samples) - sixth :])
@@ -98,7 +98,7 @@ def _median(samples: Sequence[Sample]) -> Sample:
 
 
 async def soak(seconds: float, seed: int, folder: Path) -> SoakReport:
-    """Raises only when a process does not come up, or has ended."""
+    """Runs a soak. Raises only when a process does not start, or has ended."""
     report = SoakReport(seconds)
     plan = ChaosPlan(seed, requests=sys.maxsize, kinds=frozenset())
     processes = Processes(plan, folder)

@@ -1,7 +1,7 @@
-"""A worker of a chaos run: its messages get lost, doubled and held up, and its free blocks are watched.
+"""A worker of a chaos run: its messages are lost, duplicated and delayed, and its free blocks are checked.
 
-Started as `python -m tests.chaos.worker SERVICE FLAGS`; HEADRACE_CHAOS holds the WireFaults as JSON. In the
-folder HEADRACE_CHAOS_REPORTS, one file gets a line for every foreign write and another counts the messages' faults.
+Started as `python -m tests.chaos.worker SERVICE FLAGS`. HEADRACE_CHAOS holds the WireFaults as JSON. In the folder
+HEADRACE_CHAOS_REPORTS, one file gets a line for every foreign write and another counts the faults of messages.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from headrace_kv.transport.factory import open_transport
 from headrace_prefill.pull_session import PullSession
 from tests.chaos.plan import WireFaults
 
-# A stream without these has not begun, and a credit that is lost is lost for ever: no real fault loses only these.
+# Without these messages a stream does not start or a credit is lost forever. No real fault loses only them.
 NEVER_LOST = frozenset({"hello", "welcome", "credit"})
 
 
 def put(owner: Any, name: str, value: object) -> None:
-    """Sets an attribute of a product's class or module; it is how this process differs from a real worker."""
+    """Sets an attribute of a product's class or module. This is how the process differs from a real worker."""
     setattr(owner, name, value)
 
 
 class Dice:
-    """What happens to each message; one for all streams of the process."""
+    """Draws the fate of each message, for all streams of the process."""
 
     def __init__(self, faults: WireFaults) -> None:
         self._faults = faults
@@ -60,7 +60,7 @@ class Dice:
         self.counts: Counter[str] = Counter()
 
     async def copies(self, kind: str | None) -> int:
-        """How often the message gets through, after a pause if it is held up."""
+        """Returns how often the message is delivered, after a pause if it is delayed."""
         faults = self._faults
         if self._random.random() < faults.delayed:
             self.counts["held up"] += 1
@@ -79,7 +79,7 @@ class Dice:
     async def next_or_cut(
         self, requests: AsyncIterator[handoff_pb2.HandoffRequest]
     ) -> handoff_pb2.HandoffRequest | None:
-        """The stream's next message, None at its end. Raises WorkerGone where chaos ends it."""
+        """Returns the next message of the stream, None at its end. Raises WorkerGone where chaos ends the stream."""
         silence_s = self._faults.cut_after_silence_s or None
         if self._random.random() >= self._faults.cut:
             with contextlib.suppress(TimeoutError):
@@ -89,12 +89,12 @@ class Dice:
         raise WorkerGone("chaos has cut this stream")
 
     def dawdle(self, most_s: float) -> float:
-        """Seconds of a pause."""
+        """Draws a pause in seconds."""
         return self._random.uniform(0, most_s)
 
 
 class LossyContext:
-    """A handoff stream's answers on their way to a prefill rank."""
+    """The answers of a handoff stream on their way to a prefill rank."""
 
     def __init__(self, context: grpc.aio.ServicerContext[Any, Any], dice: Dice) -> None:
         self._context = context
@@ -109,7 +109,7 @@ class LossyContext:
 
 
 def lossy_handoffs(dice: Dice) -> type[HandoffServicer]:
-    """The decode worker's service, hearing and saying less than it should."""
+    """The decode worker's service with faults in the messages of both directions."""
 
     async def through(
         requests: AsyncIterator[handoff_pb2.HandoffRequest],
@@ -131,7 +131,7 @@ def lossy_handoffs(dice: Dice) -> type[HandoffServicer]:
 
 
 def lossy_pulls(dice: Dice) -> type[PullSession]:
-    """The prefill worker's stream, saying less to the router than it should."""
+    """The prefill worker's stream to the router, with faults in its messages."""
 
     class LossyPulls(PullSession):
         async def _requests(self) -> AsyncIterator[prefill_pb2.PullRequest]:
@@ -143,7 +143,7 @@ def lossy_pulls(dice: Dice) -> type[PullSession]:
 
 
 class SlowWrites(KvTransport):
-    """A transport whose writes take their time to land, as on a congested network."""
+    """A transport with writes that land late, as on a congested network."""
 
     def __init__(self, inner: KvTransport, dice: Dice, most_s: float) -> None:
         self.name = inner.name
@@ -169,7 +169,7 @@ class SlowWrites(KvTransport):
 
 
 def slow_down(faults: WireFaults, dice: Dice) -> None:
-    """Makes a prefill worker's writes slow, before or after the lease is looked at."""
+    """Delays a prefill worker's writes, before or after the lease check."""
     if faults.slow_write_max_s:
         open_fast = open_transport
 
@@ -188,7 +188,7 @@ def slow_down(faults: WireFaults, dice: Dice) -> None:
 
 
 class CountingLedger(Ledger):
-    """Counts tokens however often they are announced, as a ledger that is no set would."""
+    """Counts tokens as often as they are announced, as a ledger without a set would."""
 
     def __init__(self, layout: KvLayout, prefill: KvLayout, reservation: Reservation) -> None:
         super().__init__(layout, prefill, reservation)
@@ -205,7 +205,7 @@ class CountingLedger(Ledger):
 
 
 def break_part(name: str) -> None:
-    """Takes one safeguard away, so that the run can show that it would be missed."""
+    """Switches one safeguard off, so that a run can show that its loss is detected."""
     match name:
         case "":
             pass
@@ -221,7 +221,7 @@ def break_part(name: str) -> None:
 
 
 def report_on(folder: Path, service: str, dice: Dice, interval_s: float) -> None:
-    """From now on every engine that starts looks after its free blocks, and the messages' fates are noted."""
+    """Makes every engine that starts check its free blocks, and records the fates of messages."""
     start: Callable[[SimEngine], Awaitable[None]] = SimEngine.start
     tasks: set[asyncio.Task[None]] = set()
 

@@ -1,4 +1,4 @@
-"""Clients that know nothing of ours: Node from the .proto files, buf curl from reflection alone."""
+"""Clients without our code: Node from the .proto files, buf curl from reflection alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def run(*command: str) -> tuple[int, str, str]:
-    """Exit status, standard output and standard error of a command that ends by itself."""
+    """Exit status, standard output and standard error of a command."""
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )

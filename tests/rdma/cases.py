@@ -1,4 +1,4 @@
-"""What the RDMA test runs. Pure: the machines and those who wait for them read the same list."""
+"""The cases of the RDMA test. Pure: the machines and the host that waits for them read the same list."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tests.rdma.conformance import CASES
 
-# Each token's KV has at least 4 KiB in all of them, so that every request moves more than a megabyte.
+# The KV of a token has at least 4 KiB in all layouts, so that every request moves more than a megabyte.
 MODELS: Mapping[str, str] = {
     "gqa": "sim:layers=2,heads=4,head_bytes=512",
     "mla": "sim:layers=2,heads=1,head_bytes=2048",
@@ -18,7 +18,7 @@ MODELS: Mapping[str, str] = {
         "state_layers=2,state_heads=2,state_parts=conv:4096/ssm:16384"
     ),
 }
-# What prefill workers have otherwise than decode workers.
+# Settings of prefill workers that differ from those of decode workers.
 _PREFILL_ONLY: Mapping[str, str] = {"nhd-to-hnd": ",order=nhd"}
 RANKS = (1, 2, 4)
 
@@ -31,14 +31,14 @@ CHAOS_FOREIGN = "chaos: foreign writes"
 CHAOS_LEFT = "chaos: left behind"
 CHAOS_MOVED = "chaos: the KV by RDMA"
 CHAOS_CASES = (CHAOS_FAULTS, CHAOS_ANSWERS, CHAOS_FOREIGN, CHAOS_LEFT, CHAOS_MOVED)
-# How the chaos machine gets its orders.
+# The file with the orders of the chaos machine.
 SEED_VARIABLE = "HEADRACE_CHAOS_SEED"
 REQUESTS_VARIABLE = "HEADRACE_CHAOS_REQUESTS"
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One prefill worker and some decode workers of one layout; each pair gets a request, all at once."""
+    """One prefill worker and some decode workers of one layout. Each pair gets a request, all at once."""
 
     layout: str
     prefill_ranks: int
@@ -47,30 +47,30 @@ class Group:
 
     @property
     def model(self) -> str:
-        """The decode engines' model."""
+        """The model of the decode engines."""
         return MODELS[self.layout]
 
     @property
     def prefill_model(self) -> str:
-        """The prefill engine's: the same in another arrangement, perhaps."""
+        """The model of the prefill engine: the same model, possibly in another layout."""
         return self.model + _PREFILL_ONLY.get(self.layout, "")
 
     @property
     def prefill_id(self) -> str:
-        """The prefill worker."""
+        """The settings of the prefill worker."""
         return f"prefill-{self.layout}-{self.prefill_ranks}"
 
     def decode_id(self, ranks: int) -> str:
-        """A decode worker."""
+        """The settings of a decode worker."""
         return f"decode-{self.layout}-{ranks}"
 
     def pair_name(self, ranks: int) -> str:
-        """As reports print the case of one decode worker."""
+        """The name of the case of one decode worker in reports."""
         hosts = " on another host" if self.between_hosts else ""
         return f"serve: {self.layout} P{self.prefill_ranks} to D{ranks}{hosts}"
 
     def names(self) -> tuple[str, ...]:
-        """The cases of all its pairs."""
+        """The cases of all pairs."""
         return tuple(self.pair_name(ranks) for ranks in self.decode_ranks)
 
 
@@ -84,7 +84,7 @@ LANES: Mapping[str, tuple[Group, ...]] = {
     "few-heads": _all_pairs("few-heads"),
     "arrangements": (Group("nhd-to-hnd", 1, (2,)), Group("state-pages", 2, (1,))),
 }
-"""Groups by machine, one after the other: neighbours of one layout share their decode workers."""
+"""Groups by machine in order. Neighbours with one layout share their decode workers."""
 BETWEEN_HOSTS = (Group("gqa", 2, (4,), True), Group("mla", 4, (2,), True))
 
 WRITES_ROLE = "writes"
@@ -94,9 +94,9 @@ HOST_ROLES = ("host-1", "host-2")
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Machines that start and end together; `roles` says what each of them does.
+    """Machines that start and end together. `roles` names the job of each.
 
-    A quiet machine with two cores takes a tenth of `timeout_s`; emulation shares the cores with whoever else is there.
+    A quiet machine with two cores takes a tenth of `timeout_s`. Emulation shares the cores with other processes.
     """
 
     name: str
@@ -105,7 +105,7 @@ class Job:
     memory_mib: int = 1536
 
     def expected_names(self) -> tuple[str, ...]:
-        """The results that the machines must report, whatever else they do."""
+        """The results that the machines must report."""
         if self.roles == (WRITES_ROLE,):
             return (*WRITES.values(), WRITES_MOVED, CONTROL)
         if self.roles == (CHAOS_ROLE,):
@@ -114,11 +114,11 @@ class Job:
         return tuple(name for group in groups for name in group.names())
 
 
-# The longest first: the others run beside them.
+# The longest job first, so that the others run beside it.
 JOBS = (
     Job("two-hosts", HOST_ROLES),
     Job("writes", (WRITES_ROLE,)),
     *(Job(lane, (lane,)) for lane in LANES),
 )
 CHAOS = Job("chaos", (CHAOS_ROLE,), timeout_s=2400.0, memory_mib=3072)
-"""Runs only when asked for by name: it takes several minutes."""
+"""Runs only when selected by name, because it takes several minutes."""

@@ -1,4 +1,4 @@
-"""The chaos run of tests/chaos inside one machine, its KV cache over RDMA verbs."""
+"""The chaos run of tests/chaos inside one machine, with its KV over RDMA verbs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.rdma.cases import (
     SEED_VARIABLE,
 )
 from tests.rdma.device import Traffic, check_moved_by_rdma, traffic
-from tests.rdma.report import LOGS, Result, run_case, show_logs, tell
+from tests.rdma.report import LOGS, Result, run_case, show_logs, write_result
 from tests.rdma.serving import INSTALLED, token_bytes
 
 if TYPE_CHECKING:
@@ -38,11 +38,11 @@ _PROGRESS_S = 15.0
 
 
 def emulated(seed: int, requests: int, slowness: float) -> ChaosPlan:
-    """The run of `make chaos` with a smaller fleet, KV memory that is quickly searched, and more bytes a token."""
+    """The run of `make chaos` with fewer processes, smaller KV memory, and more bytes per token."""
     plan = scenario("all", seed, requests)
     plan = replace(
         plan,
-        # So few requests have few messages.
+        # Few requests have few messages.
         wire=replace(plan.wire, lost=0.005, doubled=0.02, delayed=0.02),
         concurrency=6,
         prefill_tensor_parallel=(1, 2),
@@ -54,7 +54,7 @@ def emulated(seed: int, requests: int, slowness: float) -> ChaosPlan:
 
 
 def start_chaos(host: str, slowness: float) -> Forked:
-    """A process that runs it, with services that this one forks until it has ended."""
+    """Runs the plan in a process of its own, with services that this process forks."""
     os.environ[PING_TIMEOUT_VARIABLE] = str(PING_TIMEOUT_S * slowness)
     import_services()
     ours, theirs = socket.socketpair()
@@ -75,13 +75,13 @@ def report(plan: ChaosPlan, host: str, connection: socket.socket) -> None:
     before = traffic()
     try:
         done = asyncio.run(_run(plan, host, connection))
-    # Whatever goes wrong is the result of all cases.
+    # Any exception is the result of all cases.
     except Exception as error:  # noqa: BLE001
         traceback.print_exc()
         show_logs("*.log")
         note = " ".join(f"{type(error).__name__}: {error}".split())
         for name in CHAOS_CASES:
-            tell(Result(name, passed=False, duration_s=0.0, note=note))
+            write_result(Result(name, passed=False, duration_s=0.0, note=note))
         return
     checks: Mapping[str, Callable[[], str]] = {
         CHAOS_FAULTS: partial(check_faults, done),
@@ -98,13 +98,13 @@ def report(plan: ChaosPlan, host: str, connection: socket.socket) -> None:
 
 
 async def _run(plan: ChaosPlan, host: str, connection: socket.socket) -> ChaosReport:
-    # Loads gRPC's threads, so only after the fork.
+    # Starts gRPC's threads, so only after the fork.
     from tests.chaos.processes import Place
     from tests.chaos.run import ChaosReport, run_chaos
 
     forks = ForkClient(connection)
     done = ChaosReport(plan)
-    telling = asyncio.create_task(_tell_progress(done))
+    telling = asyncio.create_task(_report_progress(done))
     try:
         return await run_chaos(plan, LOGS, Place(host, forks.spawn), done)
     finally:
@@ -112,7 +112,7 @@ async def _run(plan: ChaosPlan, host: str, connection: socket.socket) -> ChaosRe
         await forks.close()
 
 
-async def _tell_progress(done: ChaosReport) -> None:
+async def _report_progress(done: ChaosReport) -> None:
     while True:
         ended, faults = len(done.outcomes.latencies_s), done.process_faults.total()
         print(f"{ended} of {done.plan.requests} requests have ended, {faults} faults", flush=True)
@@ -120,7 +120,7 @@ async def _tell_progress(done: ChaosReport) -> None:
 
 
 def check_faults(done: ChaosReport) -> str:
-    """Every kind of fault was there."""
+    """Every kind of fault occurred."""
     kinds = {what.rpartition(" ")[2] for what in done.process_faults}
     assert kinds >= set(FaultKind), f"of processes, only {sorted(kinds)}"
     missing = {"lost", "doubled", "held up"} - set(done.wire_faults)
@@ -129,7 +129,7 @@ def check_faults(done: ChaosReport) -> str:
 
 
 def check_answers(done: ChaosReport) -> str:
-    """Every request ended well, in a named error or by its client, in time; most were answered."""
+    """Every request ended well, in a named error or by its client, in time. Most were answered."""
     outcomes, asked = done.outcomes, done.plan.requests
     assert not outcomes.violations, _some(outcomes.violations)
     assert outcomes.counts["right"] > asked // 2, f"too few answers: {_counts(outcomes.counts)}"
@@ -140,7 +140,7 @@ def check_answers(done: ChaosReport) -> str:
 
 
 def check_foreign(done: ChaosReport) -> str:
-    """No worker saw one of its free blocks change."""
+    """No worker saw a change in a free block."""
     watching = len(list((LOGS / "reports").glob("wire-*.json")))
     workers = (*done.plan.prefill_tensor_parallel, *done.plan.decode_tensor_parallel)
     assert watching >= len(workers), f"only {watching} processes looked"
@@ -149,13 +149,13 @@ def check_foreign(done: ChaosReport) -> str:
 
 
 def check_left(done: ChaosReport) -> str:
-    """No worker holds anything."""
+    """No worker holds any state."""
     assert not done.left_behind, _some(done.left_behind)
     return "0 requests, blocks, quarantines or transfers"
 
 
 def check_moved(done: ChaosReport, counted: Traffic) -> str:
-    """The KV of the answers went by RDMA, and every engine says that it used nothing else."""
+    """The KV of the answers was sent by RDMA, and every engine reports no other transport."""
     logs = [*LOGS.glob("prefill-*.log"), *LOGS.glob("decode-*.log")]
     kinds = {kind for log in logs for kind in INSTALLED.findall(log.read_text(errors="replace"))}
     assert kinds == {"rdma"}, f"the engines use {sorted(kinds)}"

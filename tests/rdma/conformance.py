@@ -1,8 +1,8 @@
-"""What every transport must do, as plain functions: run by pytest, or alone where there is no pytest.
+"""The contract of every transport as plain functions, run by pytest, or alone where there is no pytest.
 
     python -m tests.rdma.conformance --transport mooncake --protocol rdma --host 10.0.0.1
 
-prints one line per case and exits with 1 when one failed.
+This prints one line per case and exits with 1 when one failed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.rdma.peers import (
 )
 
 TIMEOUT_S = 20.0
-# A write to a peer that is gone must fail within this on a real machine.
+# On a real machine, a write to a dead peer must fail within this time.
 FAILURE_LIMIT_S = 15.0
 _RETRY_S = 6.0
 _REST_S = 1.2
@@ -66,21 +66,21 @@ class Harness:
     def new_memory(self, nbytes: int) -> Memory:
         """Memory with random bytes."""
         memory = self.allocate(nbytes)
-        # Other memory must not come to lie where registered memory was.
+        # New memory must not overlap memory that was registered before.
         self._memories.append(memory)
         memory.put(0, np.random.default_rng(7).integers(1, 256, nbytes, np.uint8))
         return memory
 
     @property
     def peer(self) -> Peer:
-        """A receiver that cases share; its memory is zero."""
+        """A receiver that cases share, with zeroed memory."""
         if self._shared is None:
             self._shared = self.new_peer()
         self._shared.zero()
         return self._shared
 
     def new_peer(self) -> Peer:
-        """A receiver that the caller may harm."""
+        """A receiver that the caller may stop or kill."""
         peer = ProcessPeer(self.settings) if self.crosses_processes else self._local_peer()
         self._peers.append(peer)
         return peer
@@ -96,7 +96,7 @@ class Harness:
     def runs(
         self, peer: Peer, sources: list[int], destinations: list[int], lengths: list[int]
     ) -> Runs:
-        """Runs by offsets into this side's and the peer's memory."""
+        """Runs from offsets into this side's and the peer's memory."""
         return Runs(
             np.array(sources, np.int64) + self.memory.address,
             np.array(destinations, np.int64) + peer.address,
@@ -107,7 +107,7 @@ class Harness:
         self.transport.write(peer.session, runs, self._write_timeout_s)
 
     def write_patiently(self, peer: Peer, runs: Runs) -> None:
-        """Writes again for a while: after a failure a transport may rest."""
+        """Repeats a write for a while, because a transport may pause after a failure."""
         deadline_s = time.monotonic() + self._retry_s
         while True:
             try:
@@ -120,7 +120,7 @@ class Harness:
                 return
 
     def check(self, peer: Peer, runs: Runs) -> None:
-        """Compares all of the peer's memory with what the runs alone should have put there."""
+        """Compares all of the peer's memory with the bytes that the runs alone should have written."""
         expected = np.zeros(PEER_BYTES, np.uint8)
         for source, destination, length in zip(
             (runs.source_addresses - self.memory.address).tolist(),
@@ -132,7 +132,7 @@ class Harness:
         assert peer.digest() == digest_of(expected), "the peer's memory differs"
 
     def scattered(self, peer: Peer, count: int, length: int, seed: int = 1) -> Runs:
-        """`count` runs in shuffled order on both sides, with gaps between them."""
+        """Builds `count` runs in shuffled order on both sides, with gaps between them."""
         random = np.random.default_rng(seed)
         step = PEER_BYTES // count // 8 * 8
         return self.runs(
@@ -145,7 +145,7 @@ class Harness:
 
 @contextlib.contextmanager
 def fails(kind: type[Exception] = TransferFailed) -> Iterator[None]:
-    """The block must raise this."""
+    """The block must raise this error."""
     try:
         yield
     except kind:
@@ -154,7 +154,7 @@ def fails(kind: type[Exception] = TransferFailed) -> Iterator[None]:
 
 
 def small_runs(harness: Harness) -> None:
-    """300 runs of 1,000 bytes land, and nothing beside them."""
+    """300 runs of 1,000 bytes land, and no other byte changes."""
     peer = harness.peer
     runs = harness.scattered(peer, 300, 1000)
     harness.write(peer, runs)
@@ -162,7 +162,7 @@ def small_runs(harness: Harness) -> None:
 
 
 def more_runs_than_any_limit(harness: Harness) -> None:
-    """5,000 runs in one write, far beyond what a library or the kernel takes in one call."""
+    """5,000 runs in one write, far more than a library or the kernel takes in one call."""
     peer = harness.peer
     runs = harness.scattered(peer, 5000, 517)
     harness.write(peer, runs)
@@ -188,7 +188,7 @@ def mixed_lengths(harness: Harness) -> None:
 
 
 def adjacent_runs(harness: Harness) -> None:
-    """Runs that touch, on one side or on both, are copied like any others."""
+    """Adjacent runs, on one side or on both, are copied like any others."""
     peer = harness.peer
     steps = (np.arange(1000) * 512).tolist()
     both = harness.runs(peer, steps, steps, [512] * 1000)
@@ -201,14 +201,14 @@ def adjacent_runs(harness: Harness) -> None:
 
 
 def no_runs(harness: Harness) -> None:
-    """A write of nothing is fine."""
+    """An empty write succeeds."""
     peer = harness.peer
     harness.write(peer, harness.runs(peer, [], [], []))
     harness.check(peer, harness.runs(peer, [], [], []))
 
 
 def quiet_at_return(harness: Harness) -> None:
-    """What was written is there when `write` returns: the source may change at once."""
+    """The bytes have left the source when `write` returns, so the source may change at once."""
     peer = harness.peer
     kept = harness.memory.get(0, PEER_BYTES)
     runs = harness.runs(peer, [0], [0], [16 << 20])
@@ -223,7 +223,7 @@ def quiet_at_return(harness: Harness) -> None:
 
 
 def memory_registered_late(harness: Harness) -> None:
-    """Memory that either side registers after the first write counts too."""
+    """Memory that either side registers after the first write is used as well."""
     peer = harness.peer
     harness.write(peer, harness.scattered(peer, 10, 100))
     address = int(peer.command("extra"))
@@ -235,7 +235,7 @@ def memory_registered_late(harness: Harness) -> None:
 
 
 def unregistered_destination(harness: Harness) -> None:
-    """Memory that the peer did not register stays as it is; the next good write gets through."""
+    """Memory that the peer did not register does not change. The next valid write succeeds."""
     peer = harness.peer
     untouched = peer.command("hidden")
     bad = Runs(
@@ -272,7 +272,7 @@ def nothing_to_register(harness: Harness) -> None:
 
 
 def unknown_peer(harness: Harness) -> None:
-    """A session that nobody has is a failure, soon."""
+    """A write to an unknown session fails soon."""
     start_s = time.monotonic()
     with fails():
         harness.transport.write("127.0.0.1:9", harness.scattered(harness.peer, 2, 10), TIMEOUT_S)
@@ -302,7 +302,7 @@ def two_peers(harness: Harness) -> None:
 
 
 def dead_peer(harness: Harness) -> None:
-    """A write to a receiver that is gone fails; another receiver is reached at once."""
+    """A write to a dead receiver fails. Another receiver is reached at once."""
     other, victim = harness.peer, harness.new_peer()
     runs = harness.scattered(victim, 20, 5000)
     harness.write(victim, runs)
@@ -319,7 +319,7 @@ def dead_peer(harness: Harness) -> None:
 
 
 def closed_peer(harness: Harness) -> None:
-    """A write to a receiver whose transport was closed fails and changes nothing."""
+    """A write to a receiver with a closed transport fails and changes nothing."""
     peer = harness.new_peer()
     runs = harness.scattered(peer, 20, 5000)
     harness.write(peer, runs)
@@ -331,7 +331,7 @@ def closed_peer(harness: Harness) -> None:
 
 
 def peer_stands_still(harness: Harness) -> None:
-    """A stopped receiver makes a write fail in bounded time, or succeed; after a failure nothing lands any more."""
+    """A write to a stopped receiver fails in bounded time, or succeeds. After a failure no byte lands."""
     if not harness.crosses_processes:
         return
     peer = harness.new_peer()
@@ -390,7 +390,7 @@ def closing(harness: Harness) -> None:
 
 
 def rearranged(harness: Harness) -> None:
-    """Runs that touch in the peer's order, in this side's order, or in neither: token-outer to head-outer and back."""
+    """Adjacent runs in the peer's order, in this side's order, or in neither: token-outer to head-outer and back."""
     peer = harness.peer
     token, head = (index.ravel() for index in np.indices((512, 24)))
     by_token, by_head = token * 24 + head, head * 512 + token
@@ -415,7 +415,7 @@ def _pieces(runs: Runs, count: int) -> list[Runs]:
 
 
 def many_at_once(harness: Harness) -> None:
-    """Writes that are submitted without waiting all land, short and long ones, and say what carried them."""
+    """Writes submitted without waiting all land, short and long ones, and each reports its transport."""
     peer = harness.peer
     short, long = harness.scattered(peer, 4000, 900), harness.scattered(peer, 20, 1 << 20)
     for runs in (short, long):
@@ -429,7 +429,7 @@ def many_at_once(harness: Harness) -> None:
 
 
 def failure_among_many(harness: Harness) -> None:
-    """A bad write among others: every future ends, none that failed lands later, and good writes go on."""
+    """A failing write among others: every future ends, no failed write lands later, and valid writes continue."""
     peer = harness.new_peer()
     good = _pieces(harness.scattered(peer, 600, 3000), 6)
     bad = Runs(
@@ -442,7 +442,7 @@ def failure_among_many(harness: Harness) -> None:
     with fails():
         wrong.result(harness.failure_limit_s)
     for future in (*before, *after):
-        # Either is right: a failure may take others to the same peer with it.
+        # Both outcomes are correct: a failure may also fail other writes to the same peer.
         with contextlib.suppress(TransferFailed):
             future.result(harness.failure_limit_s)
     time.sleep(harness.transport.quiet_after_failure_s)
@@ -456,7 +456,7 @@ def failure_among_many(harness: Harness) -> None:
 
 
 def deadline_while_under_way(harness: Harness) -> None:
-    """Writes to a receiver that stands still end soon after their time, all of them, and nothing lands afterwards."""
+    """Writes to a stopped receiver all end soon after their timeout, and no byte lands afterwards."""
     if not harness.crosses_processes:
         return
     peer = harness.new_peer()

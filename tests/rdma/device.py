@@ -1,4 +1,4 @@
-"""What the kernel counted: packets of the RDMA device, and bytes of everything that goes by IP."""
+"""Counters of the kernel: packets of the RDMA device, and bytes of all IP traffic."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from pathlib import Path
 
 _COUNTERS = Path("/sys/class/infiniband/rxe0/ports/1/hw_counters")
 _INTERFACES = Path("/sys/class/net")
-# What soft-RoCE sends in one packet: never more, and on a link of 1,500 bytes never more than the second.
+# Soft-RoCE never sends more in one packet, and on a link with an MTU of 1,500 bytes never more than the second.
 PACKET_BYTES = 4096
 LINK_PACKET_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Counted since the machine's start, or between two moments.
+    """Counters since the machine's start, or between two moments.
 
-    `ip_bytes` went out by IP, which RDMA inside one machine does not. With two machines, `roce_bytes` came in or went
-    out by the network with the RDMA device, `control_bytes` by the other.
+    `ip_bytes` were sent by IP, which RDMA inside one machine does not use. With two machines, `roce_bytes` crossed
+    the network of the RDMA device, `control_bytes` the other one.
     """
 
     rdma_packets_sent: int = 0
@@ -32,7 +32,7 @@ class Traffic:
 
 
 def traffic() -> Traffic:
-    """Now."""
+    """Reads the counters now."""
     return Traffic(
         rdma_packets_sent=int((_COUNTERS / "sent_pkts").read_text()),
         rdma_packets_received=int((_COUNTERS / "rcvd_pkts").read_text()),
@@ -43,22 +43,22 @@ def traffic() -> Traffic:
 
 
 def protocol_counter(text: str, protocol: str, name: str) -> int:
-    """A counter of the kernel's tables: for each protocol a line of names, then one of values."""
+    """Reads a counter of the kernel's tables: for each protocol a line of names, then one of values."""
     lines = [line.split() for line in text.splitlines()]
     names, values = (line for line in lines if line and line[0] == protocol)
     return int(values[names.index(name)])
 
 
 def _interface_bytes(interface: str) -> int:
-    """Both ways; 0 where there is no such interface."""
+    """Bytes in both directions. 0 where the interface does not exist."""
     folder = _INTERFACES / interface / "statistics"
     return sum(int(path.read_text()) for path in folder.glob("[rt]x_bytes"))
 
 
 def check_moved_by_rdma(counted: Traffic, payload_bytes: int) -> str:
-    """Says how it is known that the payload went by RDMA inside one machine; AssertionError when it did not.
+    """Explains how the counters prove RDMA inside one machine. Raises AssertionError when they do not.
 
-    Soft-RoCE inside one machine bypasses IP: fewer IP bytes than payload means that no TCP connection carried it.
+    Soft-RoCE inside one machine bypasses IP. Fewer IP bytes than payload means that no TCP connection carried it.
     """
     assert counted.rdma_packets_sent * PACKET_BYTES >= payload_bytes, (
         f"{counted.rdma_packets_sent} RDMA packets cannot hold {payload_bytes} bytes"
@@ -73,10 +73,10 @@ def check_moved_by_rdma(counted: Traffic, payload_bytes: int) -> str:
 
 
 def check_crossed_by_rdma(counted: Traffic, payload_bytes: int, *, sends: bool) -> str:
-    """The same between two machines, seen from the one that sends the payload or from the one that gets it.
+    """The same proof between two machines, on the side that sends or receives the payload.
 
-    TCP and RDMA have a network each. So little went by the first that no payload can have been in it; the second, on
-    which nobody speaks TCP, carried at least the payload, in as many packets of the RDMA device as that takes.
+    TCP and RDMA have a network each. The bytes on the first are too few for the payload. The second carries no TCP,
+    at least the payload, and as many packets of the RDMA device as the payload takes.
     """
     packets = counted.rdma_packets_sent if sends else counted.rdma_packets_received
     assert packets * LINK_PACKET_BYTES >= payload_bytes, (

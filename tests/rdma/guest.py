@@ -1,6 +1,6 @@
-"""What runs inside the virtual machines. Results go to the console, see report.py.
+"""The program inside the virtual machines. Results go to the console, see report.py.
 
-python -m tests.rdma.guest      HEADRACE_RDMA_ROLE says what this machine is for, see cases.py
+`python -m tests.rdma.guest` reads the role of the machine from HEADRACE_RDMA_ROLE, see cases.py.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.rdma.chaos import start_chaos
 from tests.rdma.conformance import CASES, Harness, large_runs
 from tests.rdma.device import Traffic, check_crossed_by_rdma, check_moved_by_rdma, traffic
 from tests.rdma.peers import PeerSettings
-from tests.rdma.report import LOGS, Result, run_case, show_logs, tell
+from tests.rdma.report import LOGS, Result, run_case, show_logs, write_result
 from tests.rdma.serving import (
     Site,
     ask_and_report,
@@ -50,15 +50,15 @@ _CHAOS_END_TIMEOUT_S = 30.0
 _MEET_PORT = 7999
 _MEET_TIMEOUT_S = 400.0
 _LARGE_BYTES = 26 << 20
-# Emulation on cores that others use as well.
+# Emulation on cores that other processes use as well.
 _SLOWNESS = 5.0
-# The same with a fleet of services, and everything that they are told in seconds: see tests.chaos.plan.slowed.
+# The same with many services and all their times, see tests.chaos.plan.slowed.
 _CHAOS_SLOWNESS = 8.0
 
 
 def main() -> None:
-    """Runs what this machine is for."""
-    # Its engines' own words say which transport they use.
+    """Runs the job of this machine."""
+    # The engines log which transport they use.
     os.environ["MC_LOG_LEVEL"] = "INFO"
     LOGS.mkdir(exist_ok=True)
     role = os.environ["HEADRACE_RDMA_ROLE"]
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def finish(name: str, process: Forked, timeout_s: float) -> None:
-    """Waits for a process that reports cases itself; reports it when it does not end well."""
+    """Waits for a process that reports cases itself, and reports it when it does not end well."""
     try:
         status = process.wait(timeout_s)
         note = f"its process ended with status {status}" if status else ""
@@ -91,7 +91,7 @@ def finish(name: str, process: Forked, timeout_s: float) -> None:
         note = str(error)
     if note:
         show_logs("*.log")
-        tell(Result(name, passed=False, duration_s=0.0, note=note))
+        write_result(Result(name, passed=False, duration_s=0.0, note=note))
 
 
 def conformance() -> None:
@@ -110,7 +110,7 @@ def conformance() -> None:
 
 
 def control() -> str:
-    """Bytes that go by TCP show up where the other cases look for them: their proof can fail."""
+    """Bytes sent by TCP appear in the counters of the other cases, so their proof can fail."""
     harness = Harness(PeerSettings("mooncake", FIRST_HOST, "tcp"), _SLOWNESS)
     before = traffic()
     large_runs(harness)
@@ -122,7 +122,7 @@ def control() -> str:
 
 
 def first_host() -> None:
-    """Registry, router and decode workers; the second host's prefill workers join."""
+    """Registry, router and decode workers. The prefill workers of the second host join them."""
     site = Site(FIRST_HOST, FIRST_HOST)
     with socket.create_server((FIRST_HOST, _MEET_PORT)) as server, center(site):
         server.settimeout(_MEET_TIMEOUT_S)
@@ -138,16 +138,18 @@ def first_host() -> None:
                     note = line.readline().strip()
                 if note != _WELL:
                     name = group.pair_name(group.decode_ranks[0])
-                    tell(Result(name, passed=False, duration_s=0.0, note=f"second host: {note}"))
+                    write_result(
+                        Result(name, passed=False, duration_s=0.0, note=f"second host: {note}")
+                    )
 
 
 def between(group: Group, counted: Traffic) -> str:
-    """How it is known that the payload crossed by RDMA."""
+    """Explains how the counters prove that the payload crossed by RDMA."""
     return check_crossed_by_rdma(counted, payload_bytes(group), sends=False)
 
 
 def second_host() -> None:
-    """Runs the first host's prefill workers, each until its requests are answered."""
+    """Runs the prefill workers of the first host's groups, each until its requests are answered."""
     site = Site(FIRST_HOST, SECOND_HOST)
     with meet() as connection, connection.makefile("rw") as line:
         connection.settimeout(_LANE_TIMEOUT_S)
@@ -168,7 +170,7 @@ def second_host() -> None:
 
 
 def meet() -> socket.socket:
-    """A connection to the first host, once it is up."""
+    """Connects to the first host, once it is up."""
     give_up_s = time.monotonic() + _MEET_TIMEOUT_S
     while True:
         try:

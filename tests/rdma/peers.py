@@ -1,4 +1,4 @@
-"""Receivers for the transport conformance suite: in a process of their own, or in this one."""
+"""Receivers for the transport conformance suite, in a process of their own or in this one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _COMMAND_TIMEOUT_S = 30.0
 
 
 class Memory(Protocol):
-    """Memory that a transport can be given: host memory here, a device's elsewhere."""
+    """Memory for a transport: host memory here, device memory elsewhere."""
 
     address: int
     nbytes: int
@@ -55,17 +55,17 @@ class HostMemory:
 
 Allocator = Callable[[int], Memory]
 ALLOCATORS: dict[str, Allocator] = {"host": HostMemory}
-"""By name, so that a peer process can be told which to use."""
+"""Memory classes by name, so that a peer process can select one."""
 
 
 def digest_of(data: Bytes) -> str:
-    # A cryptographic one takes a second for a peer's memory where every instruction is emulated.
+    # A cryptographic generator takes a second for a peer's memory where every instruction is emulated.
     return xxhash.xxh3_128_hexdigest(data.tobytes())
 
 
 @dataclass(frozen=True, slots=True)
 class PeerSettings:
-    """What a receiver is made of, see open_transport."""
+    """The parameters of a receiver, see open_transport."""
 
     transport: str
     host: str = "127.0.0.1"
@@ -82,11 +82,11 @@ class Peer(ABC):
 
     @abstractmethod
     def command(self, *words: str) -> str:
-        """See Receiver.command."""
+        """Sends a command, see Receiver.command."""
 
     @abstractmethod
     def end(self) -> None:
-        """Takes the receiver away."""
+        """Ends the receiver."""
 
     def digest(self, nbytes: int = PEER_BYTES) -> str:
         """Digest of the first bytes of its memory."""
@@ -110,7 +110,7 @@ class Receiver:
         self.session = transport.session
 
     def command(self, words: list[str]) -> str:
-        """Obeys one command; "extra" registers more memory and names it."""
+        """Executes one command. The command "extra" registers more memory and returns its address."""
         match words:
             case ["digest", count]:
                 return digest_of(self.memory.get(0, int(count)))
@@ -175,11 +175,11 @@ class ProcessPeer(Peer):
         return self._read().strip()
 
     def pause(self) -> None:
-        """Stops the process where it stands."""
+        """Stops the process by SIGSTOP."""
         self._process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Lets it go on."""
+        """Resumes the process."""
         self._process.send_signal(signal.SIGCONT)
 
     def end(self) -> None:
@@ -190,7 +190,7 @@ class ProcessPeer(Peer):
                 stream.close()
 
     def _read(self) -> str:
-        """The next line in braces or of plain words; libraries may print others."""
+        """Reads the next line in braces or of plain words. Libraries may print other lines."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("peer: "):
@@ -204,7 +204,7 @@ def open_settings(settings: PeerSettings) -> KvTransport:
 
 
 def serve(words: list[str], open_peer: Callable[[PeerSettings], KvTransport]) -> None:
-    """The receiver behind a ProcessPeer: obeys the commands on its input."""
+    """The receiver behind a ProcessPeer: executes the commands on its input."""
     settings = PeerSettings(*words)
     receiver = Receiver(open_peer(settings), ALLOCATORS[settings.memory])
     facts = {

@@ -1,4 +1,4 @@
-"""Services as forks of a process that has already imported them: emulation makes imports take seconds."""
+"""Services as forks of a process that has already imported them. Under emulation imports take seconds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STOP_TIMEOUT_S = 60.0
 
 
 def stop(processes: Sequence[Forked]) -> None:
-    """SIGTERM to all; AssertionError unless each then ends well."""
+    """Sends SIGTERM to all. Raises AssertionError unless each then exits with 0."""
     for process in processes:
         if process.poll() is None:
             os.kill(process.pid, signal.SIGTERM)
@@ -41,7 +41,7 @@ def start_service(service: str, name: str, arguments: Sequence[str]) -> Forked:
 
 
 def wait_serving(services: Sequence[Forked]) -> None:
-    """Returns once all serve. AssertionError when one ends before, or they take too long."""
+    """Returns once all serve. Raises AssertionError when one ends before, or they take too long."""
     give_up_s = time.monotonic() + START_TIMEOUT_S
     for service in services:
         while not _port_file(service.name).exists():

@@ -1,4 +1,4 @@
-"""Results, as lines on the machine's console."""
+"""Results as lines on the machine's console."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LOG_LINES = 25
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One case's outcome; `note` says how it is known, or what went wrong."""
+    """The outcome of one case. `note` states the proof, or the error."""
 
     name: str
     passed: bool
@@ -24,13 +24,13 @@ class Result:
     note: str
 
 
-def tell(result: Result) -> None:
+def write_result(result: Result) -> None:
     """Writes one line."""
     print(f"\n{MARK}{json.dumps(asdict(result))}", flush=True)
 
 
 def parse(line: str) -> Result | None:
-    """The result in a console's line, if it holds one."""
+    """Parses the result in a console's line, if it holds one."""
     _, mark, text = line.partition(MARK)
     try:
         return Result(**json.loads(text)) if mark else None
@@ -43,15 +43,15 @@ def run_case(name: str, case: Callable[[], str]) -> None:
     started_s = time.monotonic()
     try:
         note, passed = case(), True
-    # Whatever a case raises is its result.
+    # Any exception of a case is its result.
     except Exception as error:  # noqa: BLE001
         traceback.print_exc()
         note, passed = " ".join(f"{type(error).__name__}: {error}".split()), False
-    tell(Result(name, passed, time.monotonic() - started_s, note))
+    write_result(Result(name, passed, time.monotonic() - started_s, note))
 
 
 def show_logs(*patterns: str) -> None:
-    """Puts the last lines of services' logs on the console."""
+    """Prints the last lines of the services' logs on the console."""
     for log in sorted({path for pattern in patterns for path in LOGS.glob(pattern)}):
         print(f"--- {log.name}")
         print("\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:]), flush=True)

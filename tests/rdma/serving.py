@@ -1,4 +1,4 @@
-"""Requests through real services: registry, router, a prefill worker and a decode worker, the KV cache by RDMA."""
+"""Requests through real services: registry, router, prefill and decode workers, with the KV over RDMA."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.forked import Forked, fork
 from tests.rdma.cases import MODELS, Group
 from tests.rdma.device import Traffic, check_moved_by_rdma, traffic
 from tests.rdma.processes import log_of, start_service, stop, wait_serving
-from tests.rdma.report import Result, show_logs, tell
+from tests.rdma.report import Result, show_logs, write_result
 
 if TYPE_CHECKING:
     from headrace_cli.client import RouterClient
@@ -43,7 +43,7 @@ INSTALLED = re.compile(r"installTransport, type=(\w+)")
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Addresses: where the registry and the router are, and of this machine."""
+    """Addresses of the registry, the router and this machine."""
 
     center: str
     here: str
@@ -92,7 +92,7 @@ def start_worker(role: str, group: Group, ranks: int, site: Site) -> Forked:
         "max-num-seqs": 4,
         # Two chunks of the prompt.
         "max-num-batched-tokens": 160,
-        # Under emulation on a busy machine, everybody is late.
+        # Under emulation on a busy machine, every heartbeat is late.
         "member-ttl-s": 120,
     }
     if role == "decode":
@@ -102,7 +102,7 @@ def start_worker(role: str, group: Group, ranks: int, site: Site) -> Forked:
 
 @contextmanager
 def running(workers: list[Forked]) -> Iterator[None]:
-    """The workers serve; they must end well."""
+    """Runs the workers, which must exit with 0."""
     try:
         wait_serving(workers)
         yield
@@ -113,20 +113,20 @@ def running(workers: list[Forked]) -> Iterator[None]:
 
 
 def serve_lane(lane: Sequence[Group], site: Site) -> None:
-    """All groups of a lane, one after the other, those of one layout on the same decode workers; reports every pair."""
+    """Runs all groups of a machine in order, those of one layout on the same decode workers, and reports every pair."""
     for _, neighbours in groupby(lane, lambda group: group.layout):
         groups = list(neighbours)
         ranks = sorted({ranks for group in groups for ranks in group.decode_ranks})
         with running([start_worker("decode", groups[0], count, site) for count in ranks]):
             for group in groups:
                 with running([start_worker("prefill", group, group.prefill_ranks, site)]):
-                    # What uses gRPC must not fork, so requests come from a process of their own.
+                    # A process that uses gRPC must not fork, so the requests come from a process of their own.
                     client = fork(group.prefill_id, partial(ask_and_report, group, site, _inside))
                     assert client.wait(_CLIENT_TIMEOUT_S) == 0, f"no requests to {group.prefill_id}"
 
 
 def ask_and_report(group: Group, site: Site, moved: Callable[[Group, Traffic], str]) -> None:
-    """Sends the group's requests and reports each pair; `moved` says how RDMA is known to have carried them."""
+    """Sends the group's requests and reports each pair. `moved` explains how RDMA is proved."""
     started_s = time.monotonic()
     seen: set[int] = set()
     try:
@@ -135,14 +135,14 @@ def ask_and_report(group: Group, site: Site, moved: Callable[[Group, Traffic], s
             check_engines(group.decode_id(ranks))
         note = f"{moved(group, counted)}, {rounds} round(s)"
         passed = True
-    # Whatever goes wrong is the result.
+    # Any exception is the result.
     except Exception as error:  # noqa: BLE001
         traceback.print_exc()
         show_logs(f"*-{group.layout}-*.log", "router.log")
         note, passed = " ".join(f"{type(error).__name__}: {error}".split()), False
     for ranks in group.decode_ranks:
         duration_s = time.monotonic() - started_s
-        tell(Result(group.pair_name(ranks), passed, duration_s, note))
+        write_result(Result(group.pair_name(ranks), passed, duration_s, note))
 
 
 def _inside(group: Group, counted: Traffic) -> str:
@@ -151,12 +151,12 @@ def _inside(group: Group, counted: Traffic) -> str:
 
 
 async def _ask_all(group: Group, site: Site, seen: set[int]) -> tuple[Traffic, int]:
-    """Rounds of requests until every decode worker has answered one whose prompt came by RDMA.
+    """Sends rounds of requests until every decode worker has answered one with KV by RDMA.
 
-    The router gives requests that come together to different workers. An emulated machine can be so late that the
-    router falls back to a local prefill: that is right, but no case of ours, and asked again.
+    The router gives concurrent requests to different workers. An emulated machine can be so late that the router
+    falls back to a local prefill. That is correct, but not this case, so the request is sent again.
     """
-    # Loads gRPC's threads, so only after the forks.
+    # Starts gRPC's threads, so only after the forks.
     from headrace_cli.client import open_router
 
     async with open_router(site.router) as router:
@@ -174,7 +174,9 @@ async def _ask_all(group: Group, site: Site, seen: set[int]) -> tuple[Traffic, i
 
 
 async def _ask(router: RouterClient, group: Group, prompt: list[int]) -> str:
-    """One request, whose answer must be the closed form. Returns the decode worker, or "" after a local prefill."""
+    """Sends one request with an answer that must equal the closed form. Returns the decode worker, or "" after a
+    local prefill.
+    """
     tokens: list[int] = []
     last = inference_pb2.GenerateResponse()
     async for response in router.generate(_greedy(group, prompt), _REQUEST_TIMEOUT_S):
@@ -189,18 +191,18 @@ async def _ask(router: RouterClient, group: Group, prompt: list[int]) -> str:
 
 
 def payload_bytes(group: Group) -> int:
-    """KV of the prompts' tokens but the last, for each decode worker once."""
+    """Bytes of the KV of all prompt tokens but the last, for each decode worker once."""
     return (PROMPT_TOKENS - 1) * token_bytes(group.model) * len(group.decode_ranks)
 
 
 def token_bytes(model: str) -> int:
-    """Of attention's KV of one token."""
+    """Bytes of the attention KV of one token."""
     settings = parse_settings(model)
     return settings.layers * settings.heads * settings.head_bytes
 
 
 def check_engines(worker: str) -> None:
-    """Every Mooncake engine of the worker says that RDMA, and nothing else, is what it uses."""
+    """Every Mooncake engine of the worker reports RDMA and no other transport."""
     kinds = INSTALLED.findall(log_of(worker).read_text(errors="replace"))
     assert kinds, f"{worker}'s log names no transport"
     assert set(kinds) == {"rdma"}, f"{worker}'s engines use {kinds}"
@@ -234,7 +236,7 @@ async def _joined(router: RouterClient, group: Group) -> None:
     while wanted not in known:
         assert time.monotonic() < give_up_s, f"the router knows {known}, not {wanted}"
         await asyncio.sleep(0.05)
-        # It may be late itself.
+        # The first try may be late itself.
         with contextlib.suppress(DeadlineExceeded):
             models = await router.models()
             known = [(m.name, m.prefill_worker_count, m.decode_worker_count) for m in models]

@@ -1,4 +1,4 @@
-"""Certificates for tests: an authority, and what it signs."""
+"""An authority for tests and the certificates that it signs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DAY = dt.timedelta(days=1)
 
 
 class Authority:
-    """Signs certificates for 127.0.0.1; its files lie in `folder`."""
+    """Signs certificates for 127.0.0.1. Its files are in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
@@ -33,7 +33,7 @@ class Authority:
         self.file.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
 
     def sign(self, name: str) -> TlsFiles:
-        """A certificate and key for a process that is client and server."""
+        """Creates a certificate and key for a process that is both client and server."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))

@@ -1,7 +1,7 @@
-"""Workers that come and go all the time under load; `python -m tests.suite.churn --seconds 60` by itself.
+"""Load while workers join and leave all the time. `python -m tests.suite.churn --seconds 60` runs it alone.
 
-Every request asks for a remote prefill, may be tried again once, and its answer must be the closed form's. Prints what
-was seen; the exit status is 1 when a request failed, was wrong or hung.
+Every request asks for a remote prefill and may be retried once. Its answer must equal the closed form. The program
+prints what the requests saw, and exits with 1 if a request failed, was wrong or hung.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.suite.deployment import Suite, prompt_of, suite
 from tests.suite.fleet import Fleet, Guest
 
 HANG_S: Final = 8.0
-# Those that come and go write by same_host, so the deployment's own must as well to be of use to them.
+# The workers that join and leave write by same_host, so the workers of the deployment must as well.
 SETTINGS: Final = (("prefill", "transport", "same_host"), ("decode", "transport", "same_host"))
 _TOKENS: Final = 6
 _PROMPT_TOKENS: Final = (40, 130)
@@ -35,7 +35,7 @@ _FAILURES_MAX: Final = 20
 
 @dataclass(slots=True)
 class Seen:
-    """What the requests saw. `attempts` counts requests by how many they took, `failures` says what went wrong."""
+    """What the requests saw. `attempts` counts requests by their number of attempts, `failures` describes errors."""
 
     changes: int = 0
     seconds: list[float] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Seen:
 
     @property
     def hangs(self) -> int:
-        """Requests that took longer than anything that is meant to happen to them."""
+        """Requests that took longer than any planned event."""
         return sum(took_s >= HANG_S for took_s in self.seconds)
 
     def __str__(self) -> str:
@@ -69,8 +69,8 @@ class Seen:
 async def churn(
     it: Suite, *, duration_s: float, every_s: float, stream_count: int = 8, seed: int = 7
 ) -> Seen:
-    """Adds a worker of each role and takes one away, all the time: a prefill worker with whatever it holds, a decode
-    worker once it has ended what it has. `stream_count` requests are under way at a time.
+    """Adds a worker of each role and removes one, again and again. Prefill workers are cut off with their tasks.
+    Decode workers drain first. `stream_count` requests run at a time.
     """
     await set_policy(it.deployment.registry, ["retry_budget=1"])
     generator = random.Random(seed)
@@ -96,7 +96,7 @@ async def churn(
             await _take(prefill, generator.randrange(2)).die()
             leaving.append(asyncio.create_task(_take(decode, 0).leave()))
             seen.changes += 1
-            # Each role's exporter has one of its own while it exports.
+            # The exporter of each role has one thread while it exports.
             assert len(own_threads()) <= len(threads) + 3, own_threads()
             await asyncio.sleep(max(0.0, change_s + every_s - time.monotonic()))
         stop.set()
@@ -132,7 +132,7 @@ async def _keep_asking(it: Suite, stream: int, seen: Seen, stop: asyncio.Event) 
 
 
 def own_threads() -> list[str]:
-    """Threads of this process, less those of a pool that the event loop bounds."""
+    """Threads of this process without those of the event loop's bounded pool."""
     names = [thread.name for thread in threading.enumerate()]
     return [name for name in names if not name.startswith("asyncio")]
 

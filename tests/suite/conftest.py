@@ -9,5 +9,5 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Deployments of tests leave word where nobody else looks."""
+    """Keeps the state files of deployments in the folder of the test."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))

@@ -35,16 +35,16 @@ from headrace_engine.sim.model.settings import SimSettings
 from tests.fork_server import forking
 
 VOCABULARY = 32_000
-# The router's text side of the sim model knows fewer tokens than the model makes.
+# The router's tokenizer of the sim model has fewer tokens than the model.
 PROMPT_VOCABULARY = 512
 DEADLINE_S = 20.0
-# A process needs a second or two, on a busy machine many times as long.
+# A process starts in one or two seconds, and on a busy machine in many times that.
 START_S = 40.0
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One request's answer."""
+    """The answer to one request."""
 
     token_ids: tuple[int, ...]
     trace_id: str
@@ -64,7 +64,7 @@ class Suite:
         return RouterClient(self.deployment.router, self.channel)
 
     def child(self, name: str) -> Child:
-        """The latest of that name; those that a test added or started again too."""
+        """The latest process of that name, including processes that a test added or restarted."""
         children = (*self.deployment.children, *self.deployment.supervisor.children)
         return next(child for child in reversed(children) if child.spec.name == name)
 
@@ -80,7 +80,9 @@ class Suite:
         timeout_s: float = DEADLINE_S,
         started: asyncio.Event | None = None,
     ) -> Outcome:
-        """Greedy, `count` tokens exactly; `started` is set with the first. Raises HeadraceError."""
+        """Sends a greedy request for exactly `count` tokens. Sets `started` with the first token. Raises
+        HeadraceError.
+        """
         request = greedy(prompt, count, placement, request_id)
         stub = inference_pb2_grpc.InferenceServiceStub(self.channel)
         tokens: list[int] = []
@@ -116,31 +118,31 @@ class Suite:
         check: Callable[[worker_pb2.WatchStatusResponse], bool],
         timeout_s: float = 20.0,
     ) -> None:
-        """Until a worker's status is as it should be."""
+        """Waits until the status of a worker satisfies `check`."""
         give_up = time.monotonic() + timeout_s
         while not check(status := await self.status(name)):
             assert time.monotonic() < give_up, f"{name} after {timeout_s:g} s: {status}"
             await asyncio.sleep(0.02)
 
     async def wait_empty(self, name: str, timeout_s: float = 10.0) -> None:
-        """Until a worker holds nothing: no request, block, quarantine or transfer."""
+        """Waits until a worker holds no request, block, quarantine or transfer."""
         await self.until(name, _holds_nothing, timeout_s)
 
     async def wait_running(self, *names: str) -> None:
-        """Until each of these workers computes something."""
+        """Waits until each of these workers runs a request."""
         for name in names:
             await self.until(name, lambda status: status.running_requests > 0)
 
     async def busier(self, one: str, other: str) -> tuple[str, str]:
-        """The worker of two that runs more requests, at least one, and the other of them."""
+        """Of two workers, returns the one with more running requests (at least one) first."""
         running = {name: (await self.status(name)).running_requests for name in (one, other)}
         idle, busy = sorted(running, key=running.__getitem__)
         assert running[busy], "nothing runs any more"
         return busy, idle
 
-    async def wait_foreseen(self, timeout_s: float = 20.0) -> None:
-        """Until every prefill worker knows the memory of every decode worker, which it may never have met. Prefill's
-        log_level must be debug.
+    async def wait_descriptors_prefetched(self, timeout_s: float = 20.0) -> None:
+        """Waits until every prefill worker has fetched the KV descriptor of every decode worker. The log_level of the
+        prefill workers must be debug.
         """
         names = {child.spec.name: child for child in self.deployment.children}
         wanted = [f"the KV memory of {name}@" for name in names if name.startswith("decode-")]
@@ -156,7 +158,7 @@ class Suite:
     async def begun(
         self, prompts: Sequence[Sequence[int]], count: int, **options: Any
     ) -> list[asyncio.Task[Outcome]]:
-        """Answers under way: each has brought its first token."""
+        """Starts streams and returns them once each has received its first token."""
         starts = [asyncio.Event() for _ in prompts]
         tasks = [
             asyncio.create_task(self.generate(prompt, count, started=start, **options))
@@ -166,20 +168,20 @@ class Suite:
         return tasks
 
     def kill(self, name: str) -> None:
-        """kill -9; the suite does not expect the process to end well any more."""
+        """Sends SIGKILL. The end of the suite does not expect a good exit status of this process."""
         child = self.child(name)
         self.deployment.supervisor.children.remove(child)
         os.kill(child.process.pid, signal.SIGKILL)
 
     async def terminate(self, name: str, timeout_s: float = 30.0) -> int:
-        """SIGTERM; the exit status."""
+        """Sends SIGTERM and returns the exit status."""
         child = self.child(name)
         child.stopping = True
         child.process.send_signal(signal.SIGTERM)
         return await asyncio.wait_for(child.process.wait(), timeout_s)
 
     async def add(self, name: str, like: str, *flags: str) -> Child:
-        """Starts one more process like `like`, on a free port, with other flags."""
+        """Starts one more process like `like`, on a free port, with further flags."""
         old = self.child(like).spec
         port_file = old.port_file.with_name(f"{name}.port")
         identity = "--router-id" if old.service == "router" else "--worker-id"
@@ -200,12 +202,12 @@ class Suite:
 
     @asynccontextmanager
     async def through(self, router: Child) -> AsyncIterator[Suite]:
-        """The same deployment by way of another router."""
+        """The same deployment through another router."""
         async with open_channel(router.endpoint) as channel:
             yield replace(self, channel=channel)
 
     async def wait_joined(self, prefill_count: int, decode_count: int) -> None:
-        """Until this router knows so many workers."""
+        """Waits until this router has these numbers of workers."""
         async with asyncio.timeout(START_S):
             while [
                 (model.prefill_worker_count, model.decode_worker_count)
@@ -214,11 +216,11 @@ class Suite:
                 await asyncio.sleep(0.02)
 
     async def restart(self, name: str, *extra: str) -> Child:
-        """Starts a process that has ended again, on the address that it had."""
-        return await self.begin_again(self.child(name), *extra)
+        """Restarts a process that has ended, on the same address."""
+        return await self.restart_killed(self.child(name), *extra)
 
-    async def begin_again(self, old: Child, *extra: str) -> Child:
-        """The same for one that was killed."""
+    async def restart_killed(self, old: Child, *extra: str) -> Child:
+        """Restarts a process that was killed, on the same address."""
         arguments = [text for text in old.spec.arguments if not text.startswith("--listen=")]
         endpoint = old.endpoint
         old.spec.port_file.unlink(missing_ok=True)
@@ -253,7 +255,7 @@ def _holds_nothing(status: worker_pb2.WatchStatusResponse) -> bool:
 async def all_begun(
     tasks: Sequence[asyncio.Task[Any]], starts: Sequence[asyncio.Event], timeout_s: float = 20.0
 ) -> None:
-    """Until each task's event is set. Raises what a task raises before."""
+    """Waits until every event is set. Raises the error of a task that ends earlier."""
     async with asyncio.timeout(timeout_s):
         for task, start in zip(tasks, starts, strict=True):
             waiting = asyncio.create_task(start.wait())
@@ -269,7 +271,7 @@ async def all_begun(
 async def suite(
     folder: Path, *, sim: SimModel | None = None, **topology: object
 ) -> AsyncIterator[Suite]:
-    """Starts a deployment, with the sim engine unless told otherwise; at the end, every process must end well."""
+    """Starts a deployment, by default with the sim engine. At the end every process must exit with status 0."""
     wanted = Topology(**{"engine": "sim", "port": 0, **topology})  # type: ignore[arg-type]
     with (folder / "console.log").open("w") as log, Signals() as signals:
         async with (
@@ -281,7 +283,7 @@ async def suite(
 
 
 def default_model() -> SimModel:
-    """What the sim engine computes when it is told nothing."""
+    """The model of the sim engine with default settings."""
     return SimModel(SimSettings(vocabulary=VOCABULARY))
 
 
@@ -300,6 +302,6 @@ def greedy(
 
 
 def prompt_of(length: int, seed: int) -> list[int]:
-    """A prompt that shares no prefix with those of other seeds."""
+    """A prompt that shares no prefix with prompts of other seeds."""
     generator = random.Random(seed)
     return [generator.randrange(PROMPT_VOCABULARY) for _ in range(length)]

@@ -1,4 +1,4 @@
-"""Sim workers of the test's own process, which come and go one by one."""
+"""Sim workers inside the test process, which join and leave one by one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from headrace_prefill.config import PrefillConfig
 
 
 class _Host(WorkerHost):
-    """Tells no worker to stop: the test does, one by one."""
+    """Has no stop signal of its own. The test stops each worker."""
 
     def __init__(self, role: Role, config: PrefillConfig | DecodeConfig) -> None:
         super().__init__(role, config)
@@ -43,19 +43,19 @@ class Guest:
     task: asyncio.Task[None]
 
     async def leave(self) -> None:
-        """As SIGTERM has it: it takes nothing new, and ends what it has."""
+        """Drains as on SIGTERM: takes no new work and finishes its work."""
         self.server.request_stop()
         await asyncio.wait_for(asyncio.shield(self.task), 20.0)
 
     async def die(self) -> None:
-        """Cuts off whatever it holds."""
+        """Cuts off all work at once."""
         self.task.cancel()
         await asyncio.wait({self.task}, timeout=10.0)
         assert self.task.done()
 
 
 class Fleet:
-    """The workers of one role in this process. Close it."""
+    """The workers of one role in this process. Must be closed."""
 
     def __init__(self, role: Role, registry: str) -> None:
         self._role = role
@@ -82,7 +82,7 @@ class Fleet:
         return kind.model_validate(settings)
 
     async def add(self) -> Guest:
-        """Returns once the worker has joined."""
+        """Adds a worker and returns once it has joined."""
         config = self._base.model_copy(
             update={"worker_id": f"{self._base.worker_id}-{next(self._numbers)}"}
         )
@@ -112,6 +112,6 @@ class Fleet:
             await engine.close()
 
     async def close(self) -> None:
-        """Ends what is still here."""
+        """Ends the remaining workers."""
         await asyncio.gather(*(guest.leave() for guest in self.guests if not guest.task.done()))
         await self._host.close()

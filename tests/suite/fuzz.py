@@ -1,4 +1,4 @@
-"""Messages that nobody should send: random ones of any type, and good ones with some fields gone wrong."""
+"""Invalid messages: random ones of any type, and valid ones with some fields changed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _NUMBERS: dict[int, st.SearchStrategy[Any]] = {
 def mostly(
     likely: st.SearchStrategy[Any], seldom: st.SearchStrategy[Any]
 ) -> st.SearchStrategy[Any]:
-    """Three of four from `likely`."""
+    """Draws three values of four from `likely`."""
     return st.sampled_from(range(4)).flatmap(lambda drawn: likely if drawn else seldom)
 
 
@@ -55,7 +55,7 @@ def _is_map(field: Any) -> bool:
 
 
 class Fuzz:
-    """Draws messages. `words` are ids that mean something to the deployment, so that some get far."""
+    """Draws messages. `words` are ids that exist in the deployment, so that some messages pass the first checks."""
 
     def __init__(self, words: Sequence[str]) -> None:
         texts = st.sampled_from(["", "x", "\u00e9\u0000", "y" * 20_000, *words])
@@ -64,11 +64,11 @@ class Fuzz:
         self._bytes = encoded | st.binary(max_size=12)
 
     def messages(self, kind: Descriptor, depth: int = 0) -> st.SearchStrategy[Message]:
-        """Any message of a type, some fields absent; of a oneof, the last that is drawn."""
+        """Draws any message of a type with some fields absent. Of a oneof the last drawn field remains."""
         return st.builds(self._filled, st.just(kind), self._some_fields(kind, depth))
 
     def spoiled(self, good: Message) -> st.SearchStrategy[Message]:
-        """A good message with one to three fields, at any depth, drawn anew or taken away."""
+        """Draws a valid message with one to three fields, at any depth, redrawn or removed."""
 
         def spoil(changes: list[tuple[str, Any]]) -> Message:
             message = type(good)()

@@ -1,4 +1,4 @@
-"""Answers equal the closed form of the model, however the ranks lie."""
+"""Answers equal the closed form of the model for every arrangement of ranks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def test_a_shared_prefix_is_not_transferred_again(tmp_path: Path) -> None:
             cached = 0 if seed == 2 else 4 * BLOCK
             assert outcome.last.usage.decode_cached_tokens == cached
             assert outcome.last.usage.transferred_tokens == len(prompt) - 1 - cached
-        # All but the last token is there: nothing is left to transfer.
+        # Decode has all tokens but the last in its cache, so nothing is transferred.
         exact = shared + prompt_of(1, 4)
         outcome = await it.generate(exact, 4)
         assert outcome.token_ids == it.expected(exact, 4)

@@ -1,4 +1,4 @@
-"""A client that goes away is heard at every stage within a second, and costs nobody else anything."""
+"""A cancelled request ends at every stage within a second and does not affect other requests."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from headrace.worker.v1 import worker_pb2
 from tests.suite.deployment import Suite, greedy, prompt_of, suite
 
-HEARD_S = 1.0
+EFFECT_S = 1.0
 REMOTE = inference_pb2.PREFILL_PLACEMENT_REMOTE
-# One step of prefill takes 0.1 s, and nothing of it can be stopped in the middle.
+# One step of prefill takes 0.1 s and cannot be interrupted.
 SLOW_PREFILL = (
     ("prefill", "model", "sim:prefill_s_per_token=0.002"),
     ("prefill", "max_num_batched_tokens", "64"),
@@ -25,7 +25,7 @@ Status = worker_pb2.WatchStatusResponse
 
 
 class Asked:
-    """One request of a client that will go away."""
+    """One request that its client cancels."""
 
     def __init__(self, it: Suite, prompt: list[int], count: int, placement: Any = REMOTE) -> None:
         stub = inference_pb2_grpc.InferenceServiceStub(it.channel)
@@ -33,7 +33,7 @@ class Asked:
         self._read = asyncio.create_task(self._call.read())
 
     async def first(self) -> None:
-        """Until its first token has come."""
+        """Waits until the first token has arrived."""
         await asyncio.wait_for(asyncio.shield(self._read), 20)
 
     async def go_away(self) -> None:
@@ -42,9 +42,9 @@ class Asked:
 
 
 async def until(
-    it: Suite, name: str, check: Callable[[Status], bool], timeout_s: float = HEARD_S
+    it: Suite, name: str, check: Callable[[Status], bool], timeout_s: float = EFFECT_S
 ) -> None:
-    """Until a worker's status is as it should be: in time, or on a busy machine by the tenth look at it."""
+    """Waits until a status satisfies `check`: within the limit, or on a busy machine by the tenth poll."""
     started_s = time.monotonic()
     for looks in itertools.count(1):
         status = await it.status(name)
@@ -65,7 +65,7 @@ def holds_nothing(status: Status) -> bool:
 
 
 async def in_the_queue(it: Suite) -> list[Asked]:
-    """The prefill worker's only slot is taken; the second prompt waits in the router."""
+    """The only slot of the prefill worker is taken. The second prompt waits in the router."""
     asked = [Asked(it, prompt_of(2_000, number), 4) for number in range(2)]
     await until(it, "decode-0", lambda status: status.active_transfers == 2, 10)
     await until(it, "prefill-0", lambda status: status.running_requests == 1, 10)
@@ -91,7 +91,7 @@ async def in_local_prefill(it: Suite) -> list[Asked]:
     return asked
 
 
-async def test_a_client_that_goes_away_is_heard_at_every_stage(tmp_path: Path) -> None:
+async def test_a_cancellation_takes_effect_at_every_stage(tmp_path: Path) -> None:
     decode = ("decode", "model", "sim:decode_step_s=0.02,prefill_s_per_token=0.002")
     settings = (
         *SLOW_PREFILL,
@@ -112,13 +112,13 @@ async def test_a_client_that_goes_away_is_heard_at_every_stage(tmp_path: Path) -
                 await one.go_away()
             for name in ("decode-0", "prefill-0"):
                 await until(it, name, holds_nothing)
-        # What waited in the queue has not been computed behind everybody's back either.
+        # The queued prompt has not been computed in the meantime.
         prompt = prompt_of(40, 9)
         outcome = await it.generate(prompt, 4, placement=REMOTE)
         assert outcome.token_ids == it.expected(prompt, 4)
 
 
-async def test_a_queued_prompt_that_is_given_up_is_never_computed(tmp_path: Path) -> None:
+async def test_a_cancelled_queued_prompt_is_never_computed(tmp_path: Path) -> None:
     settings = (*SLOW_PREFILL, ("prefill", "max_num_seqs", "1"))
     async with suite(tmp_path, settings=settings) as it:
         first, second = await in_the_queue(it)
@@ -126,7 +126,7 @@ async def test_a_queued_prompt_that_is_given_up_is_never_computed(tmp_path: Path
         await until(it, "decode-0", lambda status: status.active_transfers == 1)
         await first.go_away()
         await until(it, "prefill-0", holds_nothing)
-        # Had the second one been handed out, it would run now.
+        # If the second task had been handed out, it would run now.
         for _ in range(10):
             assert holds_nothing(await it.status("prefill-0"))
             await asyncio.sleep(0.05)
@@ -148,7 +148,7 @@ async def test_ten_cancelled_long_prompts_do_not_delay_a_short_one(tmp_path: Pat
         unloaded_s = await ttft_s(it, 101)
         long = [Asked(it, prompt_of(3_000, number), 4) for number in range(10)]
         await until(it, "prefill-0", lambda status: status.running_requests == 4, 10)
-        # Sixty seconds of work, six for each, and none of it is done.
+        # Ten prompts of six seconds each, all cancelled before they are computed.
         await asyncio.gather(*(one.go_away() for one in long))
         loaded_s = await ttft_s(it, 200)
         assert loaded_s < unloaded_s + 3, f"{loaded_s:.2f} s beside {unloaded_s:.2f} s"

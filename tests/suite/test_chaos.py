@@ -1,4 +1,4 @@
-"""Chaos, in short: nothing is wrong, late or left behind; and each safeguard's loss would be noticed."""
+"""A short chaos run finds no violation, and detects each safeguard that is switched off."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.chaos.processes import Place
 from tests.chaos.run import ChaosReport, run_chaos
 from tests.fork_server import forking
 
-# A machine of half the speed takes 3 minutes instead of 35 s.
+# A machine of half the speed needs 3 minutes instead of 35 s.
 pytestmark = [pytest.mark.etcd, pytest.mark.timeout(600)]
 
 SEED = 20
@@ -29,11 +29,11 @@ async def test_500_requests_through_killed_frozen_and_restarted_services(tmp_pat
     assert report.wire_faults["lost"]
     assert report.wire_faults["doubled"]
     assert report.outcomes.counts["right"] > 300
-    # Of about 90 tokens each.
+    # Each request has about 90 tokens.
     assert report.outcomes.transferred_tokens > 10_000
 
 
-async def test_a_run_of_doubled_acknowledgements_finds_nothing(tmp_path: Path) -> None:
+async def test_duplicate_acknowledgements_cause_no_violation(tmp_path: Path) -> None:
     report = await chaos(scenario("ledger", SEED, 150), tmp_path)
     assert not report.violations
 
@@ -41,7 +41,7 @@ async def test_a_run_of_doubled_acknowledgements_finds_nothing(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("safeguard", "requests"), [("ledger", 150), ("quarantine", 120), ("lease", 200)]
 )
-async def test_the_loss_of_a_safeguard_is_noticed(
+async def test_a_missing_safeguard_is_detected(
     safeguard: str, requests: int, tmp_path: Path
 ) -> None:
     report = await chaos(scenario(safeguard, SEED, requests, broken=safeguard), tmp_path)

@@ -1,4 +1,4 @@
-"""The `headrace` command, as a person uses it."""
+"""The `headrace` command as an operator uses it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def headrace(*arguments: str, stdin: str = "", timeout_s: float = 120.0) -
         finish = asyncio.create_task(process.communicate(stdin.encode()))
         in_time, _ = await asyncio.wait({finish}, timeout=timeout_s)
         if not in_time:
-            # It says where it stands.
+            # On a timeout the failure shows the output so far.
             process.send_signal(signal.SIGABRT)
         out, err = await asyncio.wait_for(finish, 5)
         assert in_time, f"{arguments} did not end:\n{out.decode()}{err.decode()}"
@@ -55,7 +55,7 @@ async def headrace(*arguments: str, stdin: str = "", timeout_s: float = 120.0) -
 
 
 def processes_in(folder: Path, what: str = "") -> list[int]:
-    """Processes that were started to work in a folder, and do `what`."""
+    """Processes that run in a folder and execute `what`."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
@@ -76,7 +76,7 @@ async def wait_none_in(folder: Path, timeout_s: float = 20.0) -> None:
 
 @asynccontextmanager
 async def up(folder: Path, *arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """`headrace up`, ready; the caller ends it."""
+    """A running `headrace up` that is ready. The caller ends it."""
     process = await asyncio.create_subprocess_exec(
         *COMMAND,
         *("up", "--engine", "sim", "--logs", str(folder), *arguments),
@@ -95,7 +95,7 @@ async def up(folder: Path, *arguments: str) -> AsyncIterator[asyncio.subprocess.
         await process.stderr.read()
 
 
-async def test_the_demo_answers_shows_the_waterfall_and_leaves_nothing(tmp_path: Path) -> None:
+async def test_the_demo_answers_prints_a_waterfall_and_leaves_no_process(tmp_path: Path) -> None:
     folder = tmp_path / "logs"
     shown = await headrace(
         "demo", "--engine", "sim", "--logs", str(folder), "--max-tokens", "6",
@@ -115,7 +115,7 @@ async def test_the_demo_answers_shows_the_waterfall_and_leaves_nothing(tmp_path:
     assert processes_in(folder) == []
 
 
-async def test_chat_workers_and_trace_find_what_up_started(tmp_path: Path) -> None:
+async def test_chat_workers_and_trace_find_the_deployment_of_up(tmp_path: Path) -> None:
     port = free_port()
     router = f"127.0.0.1:{port}"
     async with up(tmp_path / "logs", "--port", str(port), "--decode", "2") as process:
@@ -132,7 +132,7 @@ async def test_chat_workers_and_trace_find_what_up_started(tmp_path: Path) -> No
         for name in ("router-0", "prefill-0", "decode-0", "decode-1"):
             assert name in listed.out
         assert listed.out.count("serving") == 3
-        # All hash prefixes under the same key, and say so.
+        # All workers hash prefixes with one key and report its fingerprint.
         lines = [line for line in listed.out.splitlines() if "-0 " in line or "-1 " in line]
         keys = {
             match.group(1) for line in lines if (match := re.search(r"\b([0-9a-f]{8})\b", line))
@@ -163,7 +163,7 @@ async def test_chat_workers_and_trace_find_what_up_started(tmp_path: Path) -> No
     assert processes_in(tmp_path / "logs") == []
 
 
-async def test_a_worker_that_is_drained_goes_and_the_others_serve_on(tmp_path: Path) -> None:
+async def test_a_drained_worker_exits_and_the_others_keep_serving(tmp_path: Path) -> None:
     port = free_port()
     router = ("--router", f"127.0.0.1:{port}")
     async with up(tmp_path / "logs", "--port", str(port), "--decode", "2") as process:
@@ -184,7 +184,7 @@ async def test_a_worker_that_is_drained_goes_and_the_others_serve_on(tmp_path: P
         assert await asyncio.wait_for(process.wait(), 40) == 0
 
 
-async def test_killing_up_takes_everything_with_it(tmp_path: Path) -> None:
+async def test_killing_up_ends_every_service(tmp_path: Path) -> None:
     folder = tmp_path / "logs"
     async with up(folder, "--port", "0") as process:
         assert len(processes_in(folder)) == 5
@@ -193,7 +193,7 @@ async def test_killing_up_takes_everything_with_it(tmp_path: Path) -> None:
         await wait_none_in(folder)
 
 
-async def test_a_worker_that_dies_ends_everything_with_its_log(tmp_path: Path) -> None:
+async def test_up_ends_and_prints_the_log_of_a_dead_worker(tmp_path: Path) -> None:
     folder = tmp_path / "logs"
     process = await asyncio.create_subprocess_exec(
         *COMMAND, "up", "--engine", "sim", "--port", "0", "--logs", str(folder),
@@ -222,7 +222,7 @@ async def test_a_worker_that_dies_ends_everything_with_its_log(tmp_path: Path) -
         (("up", "--model", "/nowhere"), "not a model folder"),
     ],
 )
-async def test_what_cannot_start_says_why_in_one_line_and_exits_2(
+async def test_a_failed_start_prints_one_line_and_exits_with_2(
     tmp_path: Path, arguments: tuple[str, ...], remedy: str
 ) -> None:
     ended = await headrace(*arguments, "--logs", str(tmp_path / "logs"))
@@ -245,7 +245,7 @@ async def test_a_taken_port_is_named(tmp_path: Path) -> None:
     assert str(port) in ended.err.splitlines()[-1]
 
 
-async def test_nobody_at_home_is_one_line() -> None:
+async def test_an_unreachable_router_is_reported_in_one_line() -> None:
     ended = await headrace("chat", "hi", "--router", f"127.0.0.1:{free_port()}")
     assert ended.status == 1
     assert len(ended.err.splitlines()) == 1

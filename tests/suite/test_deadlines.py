@@ -1,4 +1,4 @@
-"""One deadline per request: what is derived from it lies in order, and settings out of order are refused at start."""
+"""Deadlines that derive from a request's deadline are ordered, and settings out of order are rejected at start."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headrace_registry.config import RegistryConfig
 from headrace_router import service
 from headrace_router.config import RouterConfig
 
-# What is left over, of a client's time, for the answer to travel: (client, router, transfer) in seconds.
+# Time that remains for the answer to travel: (client, router, transfer) in seconds.
 DERIVED = [
     (0.2, 0.18, 0.162),
     (1.0, 0.9, 0.81),
@@ -27,7 +27,7 @@ DERIVED = [
 
 
 class Context:
-    """An RPC with so many seconds left; None when its caller set no deadline."""
+    """An RPC with this many seconds left. None: the caller set no deadline."""
 
     def __init__(self, remaining_s: float | None) -> None:
         self._remaining_s = remaining_s
@@ -38,17 +38,17 @@ class Context:
 
 @pytest.fixture(autouse=True)
 def still_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No time passes between one deadline and the next."""
+    """A clock that stands still, so that all deadlines are compared at one moment."""
     monkeypatch.setattr("headrace_common.deadlines.time", SimpleNamespace(time=lambda: 1.8e9))
 
 
 @pytest.mark.parametrize(("client_s", "router_s", "transfer_s"), DERIVED)
-def test_every_wait_ends_in_time_for_the_one_around_it(
+def test_derived_deadlines_end_before_their_source(
     client_s: float, router_s: float, transfer_s: float
 ) -> None:
     router = service._deadline_of(cast("Any", Context(client_s)), 600.0)
     assert router.remaining_s() == pytest.approx(router_s, abs=0.001)
-    # Decode gets the router's by its RPC, and prefill by its task.
+    # Decode receives the router's deadline with its RPC, prefill with its task.
     decode = Deadline.from_context(cast("Any", Context(router.remaining_s())), 600.0)
     transfer = transfer_deadline(decode)
     assert transfer.remaining_s() == pytest.approx(transfer_s, abs=0.001)
@@ -87,7 +87,7 @@ def test_a_caller_without_a_deadline_gets_the_default() -> None:
         ),
     ],
 )
-def test_waits_out_of_order_are_refused_at_start_and_named(
+def test_settings_with_waits_out_of_order_are_rejected_by_name(
     kind: type[ServiceConfig], flags: list[str], named: str
 ) -> None:
     with pytest.raises(ConfigError, match=named):

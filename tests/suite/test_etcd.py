@@ -1,4 +1,4 @@
-"""The registry over a real etcd: serving goes on while etcd is away, and membership recovers."""
+"""The registry over a real etcd: requests succeed while etcd is away, and membership recovers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.component.registry.harness import running_etcd
 from tests.suite.deployment import Suite, prompt_of, suite
 
 MEMBER_TTL_S = 3.0
-# Several times as long as a lease lasts.
+# Several times the length of a lease.
 AWAY_S = 10.0
 SETTINGS = (
     ("decode", "model", "sim:decode_step_s=0.02"),
@@ -26,7 +26,7 @@ SETTINGS = (
 
 @contextlib.asynccontextmanager
 async def load(it: Suite, streams: int) -> AsyncIterator[list[float]]:
-    """Requests without a pause; yields the times at which right answers ended. Any failure fails the test."""
+    """Sends requests without a pause. Yields the times at which correct answers ended. A failure fails the test."""
     ended_s: list[float] = []
     stop = asyncio.Event()
 
@@ -47,7 +47,7 @@ async def load(it: Suite, streams: int) -> AsyncIterator[list[float]]:
 
 
 async def more(ended_s: list[float], count: int) -> None:
-    """Until so many more answers have come."""
+    """Waits until `count` more answers have ended."""
     goal = len(ended_s) + count
     async with asyncio.timeout(20):
         while len(ended_s) < goal:
@@ -55,7 +55,7 @@ async def more(ended_s: list[float], count: int) -> None:
 
 
 async def counts(it: Suite) -> tuple[int, int]:
-    """Prefill and decode workers that the router sees."""
+    """The prefill and decode workers that the router has."""
     (model,) = await it.client.models()
     return model.prefill_worker_count, model.decode_worker_count
 
@@ -84,11 +84,11 @@ async def test_etcd_away_for_longer_than_leases_last_fails_no_request(tmp_path: 
                 await asyncio.sleep(AWAY_S)
                 await more(ended_s, 5)
                 etcd.start()
-                # Workers whose leases have ended meanwhile register again.
+                # Workers with expired leases register again.
                 await asyncio.sleep(2 * MEMBER_TTL_S)
                 await more(ended_s, 5)
             await until_counts(it, (2, 2), 30)
-            # The watch lives: a worker that goes is noticed, and so is one that comes back.
+            # The watch works: a leaving worker disappears and a returning one appears.
             assert await it.terminate("decode-1") == 0
             await until_counts(it, (2, 1), 30)
             await it.restart("decode-1")

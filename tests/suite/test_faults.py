@@ -1,4 +1,4 @@
-"""Processes die and come back: every request ends in a right answer or a named error, in time."""
+"""Processes die and restart. Every request ends in a correct answer or a named error before its deadline."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.ports import free_port
 from tests.suite.deployment import Outcome, Suite, prompt_of, suite
 
 DEADLINE_S = 15.0
-# Each prompt token takes this long, so that requests are in flight when something dies.
+# Each prompt token takes this long, so that requests are in flight at the fault.
 SLOW_PREFILL = ("prefill", "model", "sim:prefill_s_per_token=0.004")
 SLOW_DECODE = ("decode", "model", "sim:decode_step_s=0.02")
 MEMBER_TTL_S = 3.0
 
 
 async def ended(it: Suite, prompt: list[int], count: int) -> Outcome | HeadraceError:
-    """The answer or its error; never later than the deadline and a little."""
+    """Returns the answer or the error, which comes at most shortly after the deadline."""
     started = time.monotonic()
     try:
         return await it.generate(prompt, count, timeout_s=DEADLINE_S)
@@ -58,7 +58,7 @@ async def test_the_only_prefill_worker_killed_ends_in_answers_or_named_errors(
             else:
                 assert not isinstance(outcome, InternalError | DeadlineExceeded), outcome
                 assert outcome.detail
-        # Afterwards prompts are prefilled on the decode worker.
+        # Without a prefill worker, prompts are prefilled on the decode worker.
         prompt = prompt_of(80, 99)
         outcome = await it.generate(prompt, 6)
         assert outcome.token_ids == it.expected(prompt, 6)
@@ -66,7 +66,7 @@ async def test_the_only_prefill_worker_killed_ends_in_answers_or_named_errors(
 
 
 async def test_no_request_fails_while_the_registry_is_away_and_comes_back(tmp_path: Path) -> None:
-    # It comes back on its address, which nobody may take meanwhile.
+    # The worker restarts on its address, so the address must stay free in between.
     settings = (
         SLOW_DECODE,
         ("registry", "listen", f"127.0.0.1:{free_port()}"),
@@ -96,7 +96,7 @@ async def test_no_request_fails_while_the_registry_is_away_and_comes_back(tmp_pa
         try:
             await more(10)
             it.kill("registry")
-            # Longer than a lease would last.
+            # Longer than a lease.
             await asyncio.sleep(MEMBER_TTL_S + 1)
             await more(10)
             await it.restart("registry")
@@ -116,7 +116,7 @@ async def test_workers_that_die_while_the_registry_is_away_cost_one_attempt_at_m
 ) -> None:
     loud = ("prefill", "log_level", "debug")
     async with suite(tmp_path, prefill_count=2, decode_count=2, settings=(loud,)) as it:
-        await it.wait_foreseen()
+        await it.wait_descriptors_prefetched()
         for number in range(4):
             await it.generate(prompt_of(60, number), 4)
         it.kill("registry")
@@ -134,7 +134,7 @@ async def test_workers_that_die_while_the_registry_is_away_cost_one_attempt_at_m
 
         at_once = await asyncio.gather(*(ask(number) for number in range(10, 18)))
         assert max(at_once) <= 2
-        # Nobody tells the router: it has seen the connections break, long before any lease ends.
+        # The router has no registry and detects the broken connections, long before a lease expires.
         assert [await ask(number) for number in range(20, 26)] == [1] * 6
 
 
@@ -149,7 +149,7 @@ async def test_a_decode_worker_that_drains_finishes_what_it_has(tmp_path: Path) 
         assert late.last.timing.decode_worker_id == "decode-1"
 
 
-async def test_what_a_prefill_worker_cannot_finish_in_its_grace_is_computed_elsewhere(
+async def test_tasks_left_after_the_drain_grace_are_computed_elsewhere(
     tmp_path: Path,
 ) -> None:
     async with suite(tmp_path, prefill_count=2, settings=(SLOW_PREFILL,)) as it:

@@ -1,4 +1,4 @@
-"""Whoever makes the first token, the answer is the same; what differs is which token waits for the transfer."""
+"""Every first-token policy gives the same answer. They differ in which token waits for the transfer."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def ask(
 
 
 def said(responses: list[inference_pb2.GenerateResponse]) -> tuple[Any, ...]:
-    """All that a client could tell answers apart by."""
+    """All fields that a client could use to distinguish answers."""
     last = responses[-1]
     return (
         [token_id for response in responses for token_id in response.token_ids],
@@ -78,7 +78,7 @@ async def test_every_policy_gives_the_same_answer(
         decode_tensor_parallel=decode_ranks,
         settings=(("prefill", "max_num_batched_tokens", "64"),),
     ) as it:
-        # Of each length both make one first token at least.
+        # Of each prompt length both workers compute at least one first token.
         makers = itertools.cycle((PREFILL, LOGITS))
         for length in LENGTHS:
             for count in (1, 2, 9):
@@ -87,7 +87,7 @@ async def test_every_policy_gives_the_same_answer(
                 assert said(responses)[0] == list(it.expected(prompt, count)), (length, count)
                 usage = responses[-1].usage
                 assert (usage.prompt_tokens, usage.completion_tokens) == (length, count)
-                # A single token is computed on decode: there is nothing to gain.
+                # A single token is computed on decode, because a remote first token would gain nothing.
                 if count > 1 < length:
                     assert (usage.decode_cached_tokens, usage.transferred_tokens) == (0, length)
             prompt = prompt_of(length, length)
@@ -172,7 +172,7 @@ def span_of(trace: trace_pb2.Trace, name: str) -> tuple[int, int]:
     return start_ns, start_ns + span.duration.ToNanoseconds()
 
 
-async def test_the_trace_tells_which_token_carries_the_transfer(tmp_path: Path) -> None:
+async def test_the_trace_shows_which_token_includes_the_transfer(tmp_path: Path) -> None:
     async with suite(tmp_path) as it:
         for policy, maker in ((DECODE, "decode"), (PREFILL, "prefill"), (LOGITS, "logits")):
             responses = await ask(it, prompt_of(200, policy), 4, policy)

@@ -1,4 +1,4 @@
-"""Sim workers by the dozen in one process, and workers that come and go under load."""
+"""Many sim workers in one process, and workers that join and leave under load."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def test_a_process_hosts_many_workers(tmp_path: Path) -> None:
         assert len(decodes) >= 10
         assert max(decodes.values()) <= 15
         assert len(prefills) >= 5
-        # A span says which of the workers made it.
+        # Each span names the worker that made it.
         trace = await it.trace(outcomes[0].trace_id)
         assert {span.worker_id for span in trace.spans} >= {
             timings[0].decode_worker_id,

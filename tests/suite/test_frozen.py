@@ -1,4 +1,4 @@
-"""Workers that are frozen keep their connections and say nothing: requests go on without them."""
+"""Frozen workers keep their connections but send nothing. Requests continue on other workers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.suite.deployment import Suite, prompt_of, suite
 
-# The connection to a silent worker ends within 7 s; a new attempt needs little time.
+# The connection to a silent worker ends within 7 s. A new attempt takes little time.
 NOTICED_S = 10.0
 
 

@@ -1,4 +1,4 @@
-"""Every RPC of every service is sent what nobody should send: the processes refuse it, live on and answer right."""
+"""Every RPC of every service receives invalid messages. The processes reject them, stay alive and answer correctly."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ SERVICES: dict[str, tuple[ServiceDescriptor, ...]] = {
 
 @dataclass(slots=True)
 class Target:
-    """One process under fire. `good` holds, by message type, messages that would be taken."""
+    """One process under test. `good` holds valid messages by message type."""
 
     name: str
     process_id: int
@@ -71,7 +71,7 @@ class Target:
     numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def fire_at(self, method: MethodDescriptor) -> None:
-        """Some examples; each is answered in time, and never as a bug."""
+        """Sends examples. Each gets a status in time, and never INTERNAL."""
         kind = method.input_type
         goods = self.good.get(kind.full_name, [])
         one = self.fuzz.messages(kind)
@@ -101,7 +101,7 @@ class Target:
         fire()
 
     def _fresh(self, message: Message) -> Message:
-        """What would make later examples fail early, or the worker end, is replaced."""
+        """Replaces fields that would make later examples fail early or end the worker."""
         if isinstance(message, decode_pb2.GenerateRequest) and message.transfer_id == "fresh":
             message.transfer_id = f"fresh-{next(self.numbers)}"
         if isinstance(message, worker_pb2.DrainRequest) and message.incarnation == self.incarnation:
@@ -159,7 +159,7 @@ def good_messages(
     direct: inference_pb2.DirectRequest,
     descriptor: layout_pb2.KvDescriptor,
 ) -> dict[str, list[Message]]:
-    """By type, what a process would take."""
+    """Valid messages by type."""
     prefill, decode = members["prefill-0"], members["decode-0"]
     named = registry_pb2.MemberRef(worker_id=decode.worker_id, incarnation=decode.incarnation)
     asked = greedy(prompt_of(20, 1), 4)
@@ -226,7 +226,7 @@ def decode_request(transfer_id: str, incarnation: str) -> decode_pb2.GenerateReq
 
 @contextlib.contextmanager
 def waiting_attempts(channel: grpc.Channel, incarnation: str) -> Iterator[None]:
-    """Attempts that wait for their KV cache under the ids in LIVE, which fuzzed messages name too."""
+    """Attempts that wait for their KV under the ids in LIVE. Fuzzed messages use these ids too."""
     generate = channel.unary_stream(
         "/headrace.decode.v1.DecodeService/Generate",
         request_serializer=decode_pb2.GenerateRequest.SerializeToString,
@@ -243,7 +243,7 @@ def waiting_attempts(channel: grpc.Channel, incarnation: str) -> Iterator[None]:
 
 
 def opened_and_left(endpoint: str) -> list[socket.socket]:
-    """Connections on which nothing sensible is ever said."""
+    """Connections that carry random bytes only."""
     host, _, port = endpoint.partition(":")
     left = [socket.create_connection((host, int(port)), timeout=5) for _ in range(LEFT_OPEN)]
     for number, connection in enumerate(left):

@@ -1,4 +1,4 @@
-"""What a worker keeps in main memory counts for less than what it keeps in KV memory, and can be used all the same."""
+"""Blocks in the host tier are credited less than blocks in KV memory, and are reused correctly."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def test_evicted_prefixes_are_announced_credited_explained_and_used(tmp_pa
         whole = PROMPT_TOKENS - 1
         assert await cached(first) == 0
         await credited(first, whole)
-        # Of 24 blocks 16 kept the first prompt and the second takes 17: 9 had to leave, from the end.
+        # Of 24 blocks the first prompt cached 16 and the second takes 17, so 9 are evicted from the end.
         assert await cached(second) == 0
         await credited(second, whole)
         here = whole - 16 * (17 - (24 - 16))

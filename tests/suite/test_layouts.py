@@ -1,4 +1,4 @@
-"""Between whole services: workers whose caches lie differently, and models that keep more than keys and values."""
+"""Whole deployments: workers with different cache layouts, and models with more than keys and values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODEL = f"sim:layers=2,heads=6,parts=k:16:int8/scale:4:float32,vocabulary={VOCAB
     ],
     ids=["scales", "index-and-state"],
 )
-async def test_workers_that_lay_their_caches_differently(
+async def test_workers_with_different_cache_layouts(
     tmp_path: Path, caches: str, prefill: str, decode: str
 ) -> None:
     model = MODEL + caches

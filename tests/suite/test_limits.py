@@ -1,4 +1,4 @@
-"""What does not fit is refused, and what is given up is given back."""
+"""Requests beyond the capacity are refused, and the blocks of cancelled requests are freed."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ SLOW_DECODE = ("decode", "model", "sim:decode_step_s=0.02")
 GIVEN_UP_S = 5.0
 
 
-async def test_a_full_decode_worker_says_when_to_come_back(tmp_path: Path) -> None:
+async def test_a_full_decode_worker_sends_a_retry_delay(tmp_path: Path) -> None:
     settings = (("decode", "max_num_seqs", "2"), SLOW_DECODE)
     async with suite(tmp_path, settings=settings) as it:
         prompts = [prompt_of(20, number) for number in range(2)]
         running = await it.begun(prompts, 150)
         with pytest.raises(DecodeFull) as refused:
             await it.generate(prompt_of(20, 9), 5)
-        # By the number of requests ahead, so it must have travelled.
+        # The delay depends on the number of requests ahead, so it comes from the worker.
         assert refused.value.retry_after_s == pytest.approx(0.2)
         for prompt, outcome in zip(prompts, await asyncio.gather(*running), strict=True):
             assert outcome.token_ids == it.expected(prompt, 150)
@@ -31,7 +31,7 @@ async def test_a_full_decode_worker_says_when_to_come_back(tmp_path: Path) -> No
 
 
 async def test_blocks_bound_what_is_admitted(tmp_path: Path) -> None:
-    # 20 blocks of 32 tokens hold two such requests, with the block that engines keep for themselves.
+    # 20 blocks of 32 tokens hold two such requests. Engines reserve one block.
     settings = (("decode", "num_gpu_blocks_override", "20"), SLOW_DECODE)
     async with suite(tmp_path, settings=settings) as it:
         running = await it.begun([prompt_of(200, number) for number in range(2)], 80)
@@ -51,7 +51,7 @@ async def test_without_a_prefill_worker_decode_prefills(tmp_path: Path) -> None:
         assert outcome.last.usage.transferred_tokens == 0
 
 
-async def test_workers_whose_layouts_differ_are_never_brought_together(tmp_path: Path) -> None:
+async def test_workers_with_incompatible_layouts_are_never_paired(tmp_path: Path) -> None:
     async with suite(tmp_path, settings=(("prefill", "model", "sim:head_bytes=32"),)) as it:
         for number in range(4):
             prompt = prompt_of(100, number)
@@ -62,13 +62,13 @@ async def test_workers_whose_layouts_differ_are_never_brought_together(tmp_path:
         assert "LAYOUT_MISMATCH" not in log
 
 
-async def test_a_client_that_goes_away_leaves_nothing_behind(tmp_path: Path) -> None:
+async def test_a_cancelled_request_leaves_no_state(tmp_path: Path) -> None:
     settings = (SLOW_DECODE, ("prefill", "model", "sim:prefill_s_per_token=0.005"))
     async with suite(tmp_path, settings=settings) as it:
         stub = inference_pb2_grpc.InferenceServiceStub(it.channel)
         calls = [stub.Generate(greedy(prompt_of(150, n), 500), timeout=30) for n in range(6)]
         readers = [asyncio.create_task(call.read()) for call in calls]
-        # One generates, the others wait for their KV cache or a prefill slot.
+        # One request generates. The others wait for their KV or for a prefill slot.
         await it.until("decode-0", lambda now: now.running_requests > 0 < now.active_transfers)
         for call in calls:
             call.cancel()

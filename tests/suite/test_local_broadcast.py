@@ -1,4 +1,4 @@
-"""Between whole services: decode tells prefill who is to be written to, and says what it passed on itself."""
+"""Whole deployments: prefill writes to one decode rank of a group, which copies to the others."""
 
 from __future__ import annotations
 

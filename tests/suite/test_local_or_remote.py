@@ -1,4 +1,4 @@
-"""Which prompts a prefill worker computes, as the operator changes the policy and the queue fills and drains."""
+"""The policy and the queue length decide which prompts are prefilled remotely."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BOUND_TOKENS = 64
 LONG_TOKENS = 120
 QUEUED = 14
 SETTINGS = (
-    # One prompt at a time, 0.24 s for each.
+    # One prompt at a time, 0.24 s each.
     ("prefill", "max_num_seqs", "1"),
     ("prefill", "model", "sim:prefill_s_per_token=0.002"),
     ("decode", "max_num_seqs", "128"),
@@ -30,12 +30,12 @@ def fresh(length: int) -> list[int]:
 
 
 async def goes_remote(it: Suite, length: int) -> bool:
-    """Whether a prompt that nobody has seen would go to a prefill worker now."""
+    """Whether an uncached prompt would go to a prefill worker now."""
     return (await it.client.explain(greedy(fresh(length), 1))).remote_prefill
 
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> int:
-    """How often it did not hold before it did."""
+    """Waits until the condition holds. Returns how often it did not."""
     looks = 0
     async with asyncio.timeout(20):
         while not await condition():
@@ -59,7 +59,7 @@ async def change(it: Suite, *changes: str) -> None:
     await set_policy(it.deployment.registry, changes)
 
 
-async def test_short_prompts_and_those_that_a_full_queue_would_delay_stay_on_decode(
+async def test_short_and_queue_delayed_prompts_are_prefilled_on_decode(
     tmp_path: Path,
 ) -> None:
     async with suite(tmp_path, settings=SETTINGS) as it:
@@ -85,7 +85,7 @@ async def _short_prompts_stay(it: Suite, other: Suite) -> None:
 
     looks = await asyncio.gather(*(until(stays(router)) for router in (it, other)))
     took_s = time.monotonic() - start_s
-    # A busy machine may take longer, but then it is not looked at often either.
+    # A busy machine may take longer, but then it also polls less often.
     assert took_s < 1.0 or max(looks) < 20, (took_s, looks)
     burst = [
         answered(router, 4 + number) for number in range(BOUND_TOKENS - 8) for router in (it, other)
@@ -113,7 +113,7 @@ async def _a_full_queue_is_avoided_until_it_drains(it: Suite) -> None:
     during = await asyncio.gather(*(answered(it, LONG_TOKENS) for _ in range(5)))
     assert not any(map(was_remote, during))
     assert not all(task.done() for task in filling)
-    # What the client asks for itself is done, however long it takes.
+    # An explicit remote placement is honoured, whatever the queue.
     assert all(map(was_remote, await asyncio.gather(*filling)))
     await until(drained)
     assert was_remote(await answered(it, LONG_TOKENS))

@@ -1,4 +1,4 @@
-"""Clients that stream from decode workers directly, in whole deployments."""
+"""Look-aside clients stream from decode workers directly, in whole deployments."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def answer_of(
     return tuple(token for r in responses for token in r.token_ids), responses
 
 
-async def test_direct_answers_are_the_models_own_and_make_one_trace(tmp_path: Path) -> None:
+async def test_direct_streams_are_correct_and_make_one_trace(tmp_path: Path) -> None:
     async with (
         suite(tmp_path, prefill_count=1, decode_count=2, settings=STRICT) as deployed,
         Client(deployed.deployment.router, look_aside=True) as client,
@@ -50,7 +50,7 @@ async def test_direct_answers_are_the_models_own_and_make_one_trace(tmp_path: Pa
             await asyncio.sleep(0.1)
         assert {schema.SPAN_ROUTE, schema.SPAN_DECODE, schema.SPAN_PREFILL} <= names
         await the_routers_own_way_works_too(deployed)
-        await nobody_else_is_let_in(deployed, client)
+        await reject_invalid_tickets(deployed, client)
         for name in ("decode-0", "decode-1"):
             await deployed.wait_empty(name)
 
@@ -61,8 +61,8 @@ async def the_routers_own_way_works_too(deployed: Suite) -> None:
     assert outcome.token_ids == deployed.expected(prompt, 4)
 
 
-async def nobody_else_is_let_in(deployed: Suite, client: Client) -> None:
-    """Without a ticket, with one that was used, and with one for something else."""
+async def reject_invalid_tickets(deployed: Suite, client: Client) -> None:
+    """Refused: no ticket, a used ticket, a ticket for another request."""
     routed = await client.route(greedy(prompt_of(40, 7), 4))
     direct = routed.direct
     good = decode_pb2.GenerateRequest(

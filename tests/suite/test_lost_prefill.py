@@ -1,4 +1,4 @@
-"""What a prefill worker held when it was killed is done by another, and nobody waits for long."""
+"""The tasks of a killed prefill worker are computed by another worker without delay."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _holds_all(status: worker_pb2.WatchStatusResponse) -> bool:
 
 async def test_all_ten_tasks_of_a_killed_prefill_worker_finish_elsewhere(tmp_path: Path) -> None:
     async with suite(tmp_path, prefill_count=2, settings=SETTINGS) as it:
-        # More than both hold, so that each has all it can hold for as long as some wait.
+        # More prompts than both workers hold, so that each is full while some wait.
         prompts = [prompt_of(150, number) for number in range(3 * _TASKS)]
         running = [asyncio.create_task(it.generate(prompt, 6, timeout_s=50)) for prompt in prompts]
         await it.until("prefill-0", _holds_all)
@@ -32,13 +32,13 @@ async def test_all_ten_tasks_of_a_killed_prefill_worker_finish_elsewhere(tmp_pat
             assert outcome.token_ids == it.expected(prompt, 6)
         timings = [outcome.last.timing for outcome in outcomes]
         assert {timing.attempts for timing in timings} == {1, 2}
-        # Between the look and the kill some may have ended.
+        # Some tasks may end between the status and the kill.
         again = [timing for timing in timings if timing.attempts == 2]
         assert _TASKS / 2 <= len(again) <= _TASKS
-        # These were computed by the other worker, none on the decode worker as a last resort.
+        # The other prefill worker computed these, not the decode worker as a last resort.
         assert {timing.prefill_worker_id for timing in again} == {"prefill-1"}
         assert {timing.prefill_worker_id for timing in timings} <= {"prefill-0", "prefill-1"}
         await it.wait_empty("prefill-1")
-        # What the killed worker might still have written into stays in quarantine for a while.
+        # Blocks that the killed worker might still write to stay in quarantine.
         decode = await it.status("decode-0")
         assert (decode.reserved_blocks, decode.active_transfers) == (0, 0)

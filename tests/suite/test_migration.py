@@ -1,4 +1,4 @@
-"""Workers die or freeze under running answers, which go on: right to the last token, and without an error."""
+"""Workers die or freeze during streams. The streams continue to the right last token without an error."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ SEEDED = sampling_pb2.SamplingParams(
 
 
 @dataclass
-class Heard:
-    """What a client got."""
+class Received:
+    """The messages that a client received."""
 
     token_ids: tuple[int, ...]
     logprob_count: int
@@ -59,7 +59,7 @@ async def ask(
     params: sampling_pb2.SamplingParams,
     started: asyncio.Event,
     timeout_s: float = 30.0,
-) -> Heard:
+) -> Received:
     stub = inference_pb2_grpc.InferenceServiceStub(it.channel)
     request = inference_pb2.GenerateRequest(
         tokens=inference_pb2.TokenIds(ids=prompt), sampling=params
@@ -69,7 +69,7 @@ async def ask(
         responses.append(response)
         if response.token_ids:
             started.set()
-    return Heard(
+    return Received(
         tuple(token for r in responses for token in r.token_ids),
         sum(len(r.logprobs) for r in responses),
         "".join(r.text for r in responses),
@@ -84,16 +84,16 @@ def expected(prompt: Sequence[int], params: sampling_pb2.SamplingParams) -> tupl
 
 @dataclass(frozen=True)
 class Begun:
-    """An answer under way. `started` is set with its first token."""
+    """A running stream. `started` is set with its first token."""
 
     prompt: list[int]
     params: sampling_pb2.SamplingParams
     started: asyncio.Event
-    task: asyncio.Task[Heard]
+    task: asyncio.Task[Received]
 
 
 def begin(it: Suite, count: int, first_seed: int = 0) -> list[Begun]:
-    """Half of the answers greedy, half by a seed and with penalties."""
+    """Half of the requests are greedy, half sampled with a seed and penalties."""
     begun = []
     for number in range(count):
         prompt, params = prompt_of(30 + number, first_seed + number), (GREEDY, SEEDED)[number % 2]
@@ -104,15 +104,15 @@ def begin(it: Suite, count: int, first_seed: int = 0) -> list[Begun]:
 
 
 async def running(it: Suite, count: int) -> list[Begun]:
-    """The same, each with a token or more."""
+    """Starts such requests and waits for the first token of each."""
     begun = begin(it, count)
     await all_begun([one.task for one in begun], [one.started for one in begun])
     return begun
 
 
-async def check(begun: list[Begun]) -> list[Heard]:
-    """All are right, whatever happened under way."""
-    heard = []
+async def check(begun: list[Begun]) -> list[Received]:
+    """All answers are correct, despite any fault."""
+    received = []
     for asked in begun:
         one = await asked.task
         assert one.token_ids == expected(asked.prompt, asked.params)
@@ -120,38 +120,40 @@ async def check(begun: list[Begun]) -> list[Heard]:
         usage = one.last.usage
         assert (usage.prompt_tokens, usage.completion_tokens) == (len(asked.prompt), TOKENS)
         assert one.last.finish_reason == sampling_pb2.FINISH_REASON_LENGTH
-        heard.append(one)
-    return heard
+        received.append(one)
+    return received
 
 
-def moved_to(heard: list[Heard]) -> set[str]:
-    """Where the answers ended that took a second attempt; none took a third."""
-    assert {one.last.timing.attempts for one in heard} <= {1, 2}
-    return {one.last.timing.decode_worker_id for one in heard if one.last.timing.attempts == 2}
+def moved_to(received: list[Received]) -> set[str]:
+    """Workers that finished the answers of second attempts. No answer took a third."""
+    assert {one.last.timing.attempts for one in received} <= {1, 2}
+    return {one.last.timing.decode_worker_id for one in received if one.last.timing.attempts == 2}
 
 
-async def test_answers_of_a_killed_decode_worker_go_on_at_the_other(tmp_path: Path) -> None:
+async def test_streams_of_a_killed_decode_worker_continue_on_the_other(tmp_path: Path) -> None:
     async with suite(tmp_path, decode_count=2, settings=(SLOW_DECODE,)) as it:
         undisturbed = await asyncio.gather(*(one.task for one in begin(it, 8)))
         begun = await running(it, 8)
         victim, survivor = await it.busier("decode-0", "decode-1")
         it.kill(victim)
-        heard = await check(begun)
-        assert [one.text for one in heard] == [one.text for one in undisturbed]
-        assert moved_to(heard) == {survivor}
+        received = await check(begun)
+        assert [one.text for one in received] == [one.text for one in undisturbed]
+        assert moved_to(received) == {survivor}
         await it.wait_empty(survivor)
 
 
-async def test_answers_of_a_frozen_decode_worker_go_on_within_ten_seconds(tmp_path: Path) -> None:
+async def test_streams_of_a_frozen_decode_worker_continue_within_ten_seconds(
+    tmp_path: Path,
+) -> None:
     async with suite(tmp_path, decode_count=2, settings=(SLOW_DECODE,)) as it:
         begun = await running(it, 8)
         victim, survivor = await it.busier("decode-0", "decode-1")
         started_s = time.monotonic()
         with frozen(it, victim):
-            heard = await check(begun)
+            received = await check(begun)
             assert time.monotonic() - started_s < NOTICED_S
-        assert moved_to(heard) == {survivor}
-        # Thawed, it has let go of them, and serves again without anybody's help.
+        assert moved_to(received) == {survivor}
+        # After the thaw the worker has released the requests and serves again.
         for name in ("decode-0", "decode-1"):
             await it.wait_empty(name)
         async with asyncio.timeout(10):
@@ -164,7 +166,7 @@ async def test_answers_of_a_frozen_decode_worker_go_on_within_ten_seconds(tmp_pa
                 served |= {one.last.timing.decode_worker_id for one in both}
 
 
-async def test_answers_of_the_only_decode_worker_wait_for_its_next_incarnation(
+async def test_streams_of_the_only_decode_worker_wait_for_its_next_incarnation(
     tmp_path: Path,
 ) -> None:
     async with suite(tmp_path, settings=(SLOW_DECODE,)) as it:
@@ -172,18 +174,20 @@ async def test_answers_of_the_only_decode_worker_wait_for_its_next_incarnation(
         await it.wait_running("decode-0")
         child = it.child("decode-0")
         it.kill("decode-0")
-        await it.begin_again(child)
+        await it.restart_killed(child)
         assert moved_to(await check(begun)) == {"decode-0"}
 
 
-async def test_prompts_are_done_again_at_whatever_stage_their_prefill_worker_dies(
+async def test_prompts_are_recomputed_when_their_prefill_worker_dies_at_any_stage(
     tmp_path: Path,
 ) -> None:
-    """Begun one after the other, so that some are not opened yet, some sending, some at their last layer, some done."""
+    """Starts prompts one after the other, so that they are at different stages: not opened, sending, last layer,
+    done.
+    """
     await _at_every_stage(tmp_path, freeze=False)
 
 
-async def test_prompts_are_done_again_at_whatever_stage_their_prefill_worker_freezes(
+async def test_prompts_are_recomputed_when_their_prefill_worker_freezes_at_any_stage(
     tmp_path: Path,
 ) -> None:
     await _at_every_stage(tmp_path, freeze=True)
@@ -205,24 +209,24 @@ async def _at_every_stage(folder: Path, *, freeze: bool) -> None:
         started_s = time.monotonic()
         if freeze:
             with frozen(it, "prefill-0"):
-                heard = await asyncio.gather(*(one.task for one in begun))
-                # Noticed, begun again, and sixty tokens.
+                received = await asyncio.gather(*(one.task for one in begun))
+                # The time to detect the fault, to start again, and for sixty tokens.
                 assert time.monotonic() - started_s < NOTICED_S + 4
         else:
             it.kill("prefill-0")
-            heard = await asyncio.gather(*(one.task for one in begun))
-        for asked, one in zip(begun, heard, strict=True):
+            received = await asyncio.gather(*(one.task for one in begun))
+        for asked, one in zip(begun, received, strict=True):
             sampling = sampling_from_proto(asked.params, ())
             assert one.token_ids == model.expected_tokens(asked.prompt, TOKENS, sampling)
-        attempts = [one.last.timing.attempts for one in heard]
-        # Those that were done before it went have not noticed.
+        attempts = [one.last.timing.attempts for one in received]
+        # Answers that ended before the fault had one attempt.
         assert min(attempts) == 1
         assert max(attempts) > 1
-        # Decode stayed ready, and the blocks come back once nobody can write to them any more.
+        # Decode stays ready. The blocks are freed once no sender can write to them.
         assert (await it.generate(prompt_of(40, 1), 1)).last.usage.completion_tokens == 1
 
 
-async def test_prefill_lets_go_of_what_a_killed_decode_worker_was_to_get(tmp_path: Path) -> None:
+async def test_prefill_releases_transfers_to_a_killed_decode_worker(tmp_path: Path) -> None:
     settings = (("prefill", "model", "sim:layer_s=0.5"), ("decode", "lease_ttl_s", "2"))
     async with suite(tmp_path, settings=settings) as it:
         asked = [asyncio.create_task(it.generate(prompt_of(60, n), 2, timeout_s=6)) for n in (1, 2)]
@@ -235,8 +239,8 @@ async def test_prefill_lets_go_of_what_a_killed_decode_worker_was_to_get(tmp_pat
                 await task
 
 
-async def test_what_a_killed_router_had_begun_is_let_go_of_within_seconds(tmp_path: Path) -> None:
-    """Prompts that wait, are computed, are sent, and answers: reservations, tasks and leases are gone at once."""
+async def test_requests_of_a_killed_router_are_released_within_seconds(tmp_path: Path) -> None:
+    """Prompts that wait, are computed or sent, and streams: their reservations, tasks and leases end at once."""
     settings = (
         ("prefill", "model", "sim:layer_s=0.2"),
         ("prefill", "max_num_seqs", "4"),
@@ -271,7 +275,7 @@ async def test_what_a_killed_router_had_begun_is_let_go_of_within_seconds(tmp_pa
         assert outcome.token_ids == other.expected(prompt_of(70, 99), 3)
 
 
-async def test_a_worker_that_dies_while_the_registry_is_gone_is_noticed_by_the_router(
+async def test_the_router_detects_a_dead_worker_while_the_registry_is_away(
     tmp_path: Path,
 ) -> None:
     settings = (
@@ -280,7 +284,7 @@ async def test_a_worker_that_dies_while_the_registry_is_gone_is_noticed_by_the_r
         ("prefill", "log_level", "debug"),
     )
     async with suite(tmp_path, prefill_count=2, decode_count=2, settings=settings) as it:
-        await it.wait_foreseen()
+        await it.wait_descriptors_prefetched()
         it.kill("registry")
         begun = await running(it, 6)
         await it.wait_running("decode-0")
@@ -294,14 +298,14 @@ async def test_a_worker_that_dies_while_the_registry_is_gone_is_noticed_by_the_r
             attempts.append(outcome.last.timing.attempts)
             assert outcome.last.timing.decode_worker_id == "decode-1"
         assert sum(attempts) <= len(attempts) + 1
-        # One that only was silent comes back by itself.
+        # A worker that was only silent becomes available again by itself.
         with frozen(it, "decode-1"):
             await asyncio.sleep(4)
         outcome = await it.generate(prompt_of(40, 900), 2)
         assert outcome.last.timing.decode_worker_id == "decode-1"
 
 
-async def test_workers_that_restart_three_times_on_their_addresses_delay_nobody(
+async def test_workers_that_restart_on_their_addresses_delay_no_request(
     tmp_path: Path,
 ) -> None:
     deadline_s = 20.0
@@ -326,7 +330,7 @@ async def test_workers_that_restart_three_times_on_their_addresses_delay_nobody(
                 for name in ("decode-0", "prefill-0"):
                     child = it.child(name)
                     it.kill(name)
-                    await it.begin_again(child)
+                    await it.restart_killed(child)
                     goal = right + 12
                     async with asyncio.timeout(deadline_s):
                         while right < goal and not any(task.done() for task in tasks):
@@ -335,12 +339,12 @@ async def test_workers_that_restart_three_times_on_their_addresses_delay_nobody(
         finally:
             stop.set()
             await asyncio.gather(*tasks)
-        # Nothing had to wait for a timeout, of whatever layer.
+        # No request waited for a timeout at any layer.
         assert longest_s < 7.0
         await it.wait_joined(2, 2)
 
 
-async def test_a_client_past_the_router_goes_on_when_its_decode_worker_is_killed(
+async def test_a_look_aside_client_continues_when_its_decode_worker_is_killed(
     tmp_path: Path,
 ) -> None:
     settings = (SLOW_DECODE, ("router", "look_aside", "true"), ("decode", "require_ticket", "true"))

@@ -1,4 +1,4 @@
-"""Prefill and decode workers of different TP and block size together, and some that fit no others."""
+"""Prefill and decode workers of different TP and block size together, some of them incompatible."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headrace_engine.sim.model.settings import parse_settings
 from tests.suite.deployment import VOCABULARY, Outcome, Suite, prompt_of, suite
 
 MODEL = f"sim:heads=4,vocabulary={VOCABULARY}"
-# Such blocks can only be copied whole, between workers that both have them.
+# Such blocks can only be copied whole, between workers that both use them.
 WHOLE = f"{MODEL},block_format=token_inner"
 SETTINGS = (
     ("prefill", "model", f"{MODEL},prefill_s_per_token=0.0005"),
@@ -34,7 +34,7 @@ async def _start_others(it: Suite) -> None:
 
 
 async def _burst(it: Suite, first: int, count: int) -> list[tuple[str, str]]:
-    """The decode and prefill worker of each of many prompts, whose answers are all right."""
+    """The decode and prefill worker of each of many prompts. All answers are correct."""
     prompts = [
         [*prompt_of(33, 1), *prompt_of(20 + seed, seed)] for seed in range(first, first + count)
     ]
@@ -46,13 +46,13 @@ async def _burst(it: Suite, first: int, count: int) -> list[tuple[str, str]]:
     return [(timing.decode_worker_id, timing.prefill_worker_id) for timing in timings]
 
 
-async def test_only_pairs_that_fit_are_routed(tmp_path: Path) -> None:
+async def test_only_compatible_pairs_are_routed(tmp_path: Path) -> None:
     async with suite(tmp_path, sim=SimModel(parse_settings(MODEL)), settings=SETTINGS) as it:
         await _start_others(it)
         pairs: list[tuple[str, str]] = []
         for first in range(100, 400, 20):
             pairs += await _burst(it, first, 20)
-            # Whoever is quick takes most.
+            # The fastest worker takes most tasks.
             if len(pairs) >= 80 and len({prefill for _, prefill in pairs}) > len(PREFILLS):
                 break
         for decode, prefill in pairs:
@@ -62,7 +62,7 @@ async def test_only_pairs_that_fit_are_routed(tmp_path: Path) -> None:
                 assert prefill in PREFILLS
         assert {decode for decode, _ in pairs} == {*DECODES, "decode-whole"}
         assert {prefill for _, prefill in pairs} == {*PREFILLS, "prefill-whole"}
-        # Without its only partner a decode worker comes after all that have one.
+        # A decode worker without its only partner ranks below all decode workers with a partner.
         assert await it.terminate("prefill-whole") == 0
         await it.wait_joined(3, 3)
         pairs = await _burst(it, 500, 20)

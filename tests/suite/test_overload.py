@@ -1,4 +1,4 @@
-"""Three times what a deployment can bear: what is let in is answered right, the rest is told when to come again."""
+"""Three times the capacity: admitted requests are answered correctly, the others are refused with a retry delay."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SLOTS = 4
 WORKERS = 2
 BLOCKS = 40
 ANSWER_TOKENS = 12
-# A slot is held for about 0.7 s, so that both workers together end about 12 requests in a second.
+# A request holds a slot for about 0.7 s, so both workers together finish about 12 requests per second.
 SETTINGS = (
     ("prefill", "model", "sim:prefill_s_per_token=0.0005"),
     ("decode", "model", "sim:decode_step_s=0.05,prefill_s_per_token=0.0005"),
@@ -31,7 +31,7 @@ OFFERED_PER_S = 36.0
 
 @contextlib.asynccontextmanager
 async def watched(it: Suite) -> AsyncIterator[list[worker_pb2.WatchStatusResponse]]:
-    """What the decode workers say of themselves meanwhile."""
+    """Records the status of the decode workers."""
     seen: list[worker_pb2.WatchStatusResponse] = []
 
     async def watch(name: str) -> None:
@@ -49,7 +49,7 @@ async def watched(it: Suite) -> AsyncIterator[list[worker_pb2.WatchStatusRespons
 
 
 async def ask(it: Suite, number: int, ends: Counter[str]) -> None:
-    """One client, which comes again when it is told to."""
+    """One client that retries after the delay that it receives."""
     prompt = prompt_of(80, number)
     started_s = time.monotonic()
     while (left_s := started_s + DEADLINE_S - time.monotonic()) > 0.1:
@@ -65,12 +65,14 @@ async def ask(it: Suite, number: int, ends: Counter[str]) -> None:
             assert outcome.token_ids == it.expected(prompt, ANSWER_TOKENS)
             ends["right"] += 1
             return
-    # All clients share one event loop, which is late itself on a slow machine; chaos has the narrow bound.
+    # All clients share one event loop, which is late on a slow machine. The chaos test has the narrow bound.
     assert time.monotonic() - started_s < DEADLINE_S + 4
     ends["out of time"] += 1
 
 
-async def test_overload_is_shed_with_hints_and_what_is_let_in_is_answered(tmp_path: Path) -> None:
+async def test_overload_is_refused_with_delays_and_admitted_requests_are_answered(
+    tmp_path: Path,
+) -> None:
     async with suite(
         tmp_path, prefill_count=WORKERS, decode_count=WORKERS, settings=SETTINGS
     ) as it:
@@ -84,12 +86,12 @@ async def test_overload_is_shed_with_hints_and_what_is_let_in_is_answered(tmp_pa
             await asyncio.gather(*clients)
         assert ends["refusals"] > ends["right"]
         assert set(ends) <= {"right", "refusals", "out of time"}, ends
-        # A third of what was offered fits; half of that is far from a collapse, on whatever machine.
+        # A third of the load fits. Half of that is far from a collapse, on any machine.
         assert ends["right"] > len(clients) / 6, ends
         for status in seen:
-            # Growth is reserved with the prompt, so that nothing that runs has to make room later.
+            # Growth is reserved with the prompt, so that no running request has to release blocks later.
             assert status.running_requests <= SLOTS
-            # One that was let in may wait for the step in which its predecessor ends.
+            # An admitted request may wait for the step in which its predecessor ends.
             assert status.waiting_requests <= SLOTS
             assert status.reserved_blocks + status.quarantined_blocks < BLOCKS
         for number in range(WORKERS):

@@ -1,4 +1,4 @@
-"""Requests go where their beginning is cached, through restarts too."""
+"""Requests are routed by prefix-cache overlap, also after restarts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DECODES = ("decode-0", "decode-1", "decode-2")
 
 
 async def turn(it: Suite, prompt: list[int]) -> tuple[list[int], int, str]:
-    """The conversation with its answer, what decode had of it, and which worker that was."""
+    """The conversation with its answer, the tokens that decode had cached, and the decode worker."""
     outcome = await it.generate(prompt, 8)
     assert outcome.token_ids == it.expected(prompt, 8)
     last = outcome.last
@@ -28,7 +28,7 @@ async def turn(it: Suite, prompt: list[int]) -> tuple[list[int], int, str]:
 
 
 async def until_known(it: Suite, prompt: list[int], home: str) -> None:
-    """Until the router knows that a worker has the whole blocks of a prompt."""
+    """Waits until the router's index has the whole blocks of a prompt for a worker."""
     whole = (len(prompt) - 1) // BLOCK * BLOCK
     give_up = time.monotonic() + 15
     while True:
@@ -43,7 +43,7 @@ async def until_known(it: Suite, prompt: list[int], home: str) -> None:
 
 
 async def until_answered(it: Suite, prompt: list[int], timeout_s: float = 20.0) -> None:
-    """Until a router is there again and has found workers."""
+    """Waits until a router has started and has workers."""
     give_up = time.monotonic() + timeout_s
     while True:
         try:
@@ -54,7 +54,7 @@ async def until_answered(it: Suite, prompt: list[int], timeout_s: float = 20.0) 
             await asyncio.sleep(0.2)
 
 
-async def test_conversations_stay_where_their_beginning_is(tmp_path: Path) -> None:
+async def test_conversations_are_routed_to_their_cached_prefix(tmp_path: Path) -> None:
     async with suite(tmp_path, decode_count=len(DECODES)) as it:
         homes: dict[int, str] = {}
         prompts = {seed: prompt_of(4 * BLOCK + 5, seed) for seed in range(4)}
@@ -68,7 +68,7 @@ async def test_conversations_stay_where_their_beginning_is(tmp_path: Path) -> No
                 prompts[seed] = [*longer, *prompt_of(20, 100 * round_number + seed)]
 
 
-async def test_what_is_cached_is_still_found_after_registry_and_router_restart(
+async def test_cached_prefixes_are_found_after_registry_and_router_restart(
     tmp_path: Path,
 ) -> None:
     async with suite(tmp_path, decode_count=len(DECODES)) as it:
@@ -76,7 +76,7 @@ async def test_what_is_cached_is_still_found_after_registry_and_router_restart(
         homes = [(await turn(it, prompt))[2] for prompt in prompts]
         it.kill("registry")
         await it.restart("registry")
-        # The members bring the key along that they all use.
+        # The members provide the hash key that they all use.
         async with asyncio.timeout(20):
             while len(await list_members(it.deployment.registry)) < len(DECODES) + 1:
                 await asyncio.sleep(0.05)

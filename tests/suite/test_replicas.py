@@ -1,4 +1,4 @@
-"""Two routers over one registry: each knows all, and the end of one is nobody else's concern."""
+"""Two routers over one registry: both have every worker, and the end of one affects only its own streams."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tests.suite.deployment import Outcome, Suite, greedy, prompt_of, suite
 
 STREAMS = 6
 TOKENS = 150
-"""Some 6 s: all streams have long begun before any has ended."""
+"""About 6 s: every stream starts long before any stream ends."""
 SETTINGS = (("decode", "model", "sim:decode_step_s=0.04"), ("decode", "max_num_seqs", "32"))
 
 
 @asynccontextmanager
 async def _with_two_routers(folder: Path) -> AsyncIterator[tuple[Suite, Suite]]:
-    """The same deployment by way of either router."""
+    """The same deployment through either router."""
     async with (
         suite(folder, decode_count=2, settings=SETTINGS) as it,
         it.through(await it.add("router-1", "router")) as other,
@@ -30,7 +30,7 @@ async def _with_two_routers(folder: Path) -> AsyncIterator[tuple[Suite, Suite]]:
 
 
 async def _held_tokens(it: Suite, seed: int) -> dict[str, int]:
-    """What this router knows of the decode workers' load."""
+    """The load of the decode workers as this router has it."""
     routed = await it.client.explain(greedy(prompt_of(50, seed), 1))
     return {candidate.worker_id: candidate.held_tokens for candidate in routed.candidates}
 
@@ -43,7 +43,7 @@ async def _answer(it: Suite, seed: int, started: asyncio.Event) -> Outcome:
 
 
 async def _begun(it: Suite, seed: int) -> asyncio.Task[Outcome]:
-    """A stream that has brought a token already, and checks all that come."""
+    """A stream that has received a token, and checks every token."""
     started = asyncio.Event()
     running = asyncio.create_task(_answer(it, seed, started))
     async with asyncio.timeout(10):
@@ -51,7 +51,7 @@ async def _begun(it: Suite, seed: int) -> asyncio.Task[Outcome]:
     return running
 
 
-async def test_load_that_went_through_one_router_is_seen_by_the_other(tmp_path: Path) -> None:
+async def test_a_router_sees_the_load_of_the_other(tmp_path: Path) -> None:
     async with _with_two_routers(tmp_path) as (it, other):
         running = await _begun(it, 400)
         async with asyncio.timeout(5):
@@ -76,7 +76,7 @@ async def test_killing_a_router_ends_its_own_streams_only(tmp_path: Path) -> Non
             with pytest.raises(HeadraceError):
                 await task
         assert len(await asyncio.gather(*kept)) == STREAMS
-        # The prefill worker and both decode workers go on with the router that is left.
+        # The prefill worker and both decode workers continue with the remaining router.
         for seed in range(4):
             prompt = prompt_of(70, 200 + seed)
             outcome = await other.generate(prompt, 3)

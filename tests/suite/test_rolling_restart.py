@@ -1,6 +1,6 @@
-"""Every service is restarted, one after the other, under load: no request fails.
+"""Every service restarts under load, one after the other, and no request fails.
 
-A client may try again once, where a router says that it goes.
+A client may retry once when a router reports that it drains.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.suite.deployment import Suite, prompt_of, suite
 
 STREAMS = 6
 ANSWER_TOKENS = 20
-# Long enough that requests are at every stage when something goes.
+# Long enough that requests are at every stage at each restart.
 SETTINGS = (
     ("prefill", "model", "sim:prefill_s_per_token=0.001"),
     ("decode", "model", "sim:decode_step_s=0.02"),
@@ -29,7 +29,7 @@ SETTINGS = (
 
 
 class Load:
-    """Requests all the time, from clients that know both routers."""
+    """Requests all the time, from clients that use both routers."""
 
     def __init__(self, ways: list[Suite]) -> None:
         self.counts: Counter[str] = Counter()
@@ -48,7 +48,7 @@ class Load:
             await asyncio.gather(*tasks)
 
     async def moved_on(self, count: int = STREAMS) -> None:
-        """Until so many more answers have come, so that every step meets requests in flight."""
+        """Waits until `count` more answers have come, so that every restart meets requests in flight."""
         goal = self.counts["right"] + count
         async with asyncio.timeout(20):
             while self.counts["right"] < goal and not self.failures:
@@ -79,19 +79,19 @@ class Load:
 
 
 async def restart(it: Suite, name: str) -> None:
-    """Down as SIGTERM has it, and up again on the same address."""
+    """Stops a process by SIGTERM and restarts it on the same address."""
     assert await it.terminate(name) == 0, name
     await it.restart(name)
 
 
 async def connected(way: Suite) -> None:
-    """A channel to a router that was away tries again only after a pause."""
+    """A channel to a router that was away reconnects only after a pause."""
     async with asyncio.timeout(15):
         await way.channel.channel_ready()
 
 
 async def test_a_rolling_restart_of_every_service_fails_no_request(tmp_path: Path) -> None:
-    # Routers and registry come back on their addresses, which nobody may take meanwhile.
+    # Routers and registry restart on their addresses, which must stay free in between.
     listen = [(name, "listen", f"127.0.0.1:{free_port()}") for name in ("registry", "router")]
     settings = (*SETTINGS, *listen)
     async with suite(tmp_path, prefill_count=2, decode_count=2, settings=settings) as it:
@@ -108,7 +108,7 @@ async def test_a_rolling_restart_of_every_service_fails_no_request(tmp_path: Pat
                     await load.moved_on()
                 for name in ("registry", "router", "router-1"):
                     await restart(it, name)
-                    # The next router goes when this one's clients have it back.
+                    # The next router restarts once the clients of this one have reconnected.
                     for way in (it, by_other):
                         await connected(way)
                         await way.wait_joined(2, 2)

@@ -1,4 +1,4 @@
-"""With certificates set, every connection between services is mutual TLS, and nobody else gets in."""
+"""With certificates set, every connection between services is mutual TLS, and other callers are refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ANSWER_TOKENS = 6
 
 @asynccontextmanager
 async def deployed(folder: Path, tls: TlsFiles) -> AsyncIterator[dict[str, Child]]:
-    """Registry, router and one worker of each kind, all with these files."""
+    """Registry, router and one worker of each role, all with these files."""
     settings = tuple(
         (service, field, value)
         for service in ("registry", "router", "prefill", "decode")
@@ -80,13 +80,13 @@ async def check_answer(channel: grpc.aio.Channel, seed: int) -> None:
     ]
     tokens = tuple(token for response in responses for token in response.token_ids)
     assert tokens == default_model().expected_tokens(prompt, ANSWER_TOKENS)
-    # The handoff stream is the one between workers.
+    # The handoff stream is the connection between workers.
     assert responses[-1].usage.transferred_tokens == 79
     assert responses[-1].timing.prefill_worker_id == "prefill-0"
 
 
 async def check_client(children: dict[str, Child], tls: TlsFiles) -> None:
-    """The library gets in with the files, and past the router as well."""
+    """The client library connects with the files, to the router and to decode workers."""
     prompt = prompt_of(80, 3)
     wanted = default_model().expected_tokens(prompt, ANSWER_TOKENS)
     async with Client(children["router"].endpoint, tls=tls, look_aside=True) as client:
@@ -110,7 +110,7 @@ async def check_client(children: dict[str, Child], tls: TlsFiles) -> None:
 async def check_commands(
     children: dict[str, Child], tls: TlsFiles, environment: pytest.MonkeyPatch
 ) -> None:
-    """What the command line calls, without the files and with them."""
+    """The calls of the command line, without the files and with them."""
     registry = children["registry"].endpoint
     with pytest.raises(WorkerGone):
         await list_members(registry)
@@ -135,7 +135,7 @@ async def refused(channel: grpc.aio.Channel) -> bool:
     return False
 
 
-async def test_a_deployment_with_certificates_answers_and_refuses_those_without(
+async def test_a_deployment_with_certificates_answers_and_refuses_other_callers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     authority, stranger = Authority(tmp_path / "ours"), Authority(tmp_path / "theirs")

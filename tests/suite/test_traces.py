@@ -1,4 +1,4 @@
-"""One trace per request, whole, across all processes."""
+"""One complete trace per request across all processes."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def test_every_step_of_a_request_is_in_its_trace_once(tmp_path: Path) -> N
         assert (await it.trace("mine-0")).request_id == "mine-0"
 
 
-async def test_spans_hang_together_over_processes(tmp_path: Path) -> None:
+async def test_spans_form_one_trace_across_processes(tmp_path: Path) -> None:
     async with suite(tmp_path) as it:
         outcome = await it.generate(prompt_of(50, 1), 6)
         trace = await it.trace(outcome.trace_id)
@@ -116,7 +116,7 @@ async def test_a_local_request_has_no_transfer_in_its_trace(tmp_path: Path) -> N
         assert {span.service for span in trace.spans} == {"router", "decode"}
 
 
-async def test_concurrent_requests_have_traces_of_their_own(tmp_path: Path) -> None:
+async def test_concurrent_requests_have_separate_traces(tmp_path: Path) -> None:
     async with suite(tmp_path, prefill_count=2) as it:
         outcomes = await asyncio.gather(
             *(it.generate(prompt_of(40, number), 4) for number in range(10))

@@ -1,4 +1,4 @@
-"""What a collector hears of the workers: transfers, bytes, requests and blocks."""
+"""Workers export transfers, bytes, requests and blocks as metrics."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ REMOTE = inference_pb2.PREFILL_PLACEMENT_REMOTE
 REQUESTS = 6
 
 
-async def heard(condition: Callable[[], bool]) -> None:
-    """Workers export every 5 s."""
+async def wait_exported(condition: Callable[[], bool]) -> None:
+    """Waits for an export. Workers export every 5 s."""
     async with asyncio.timeout(20):
         while not condition():
             await asyncio.sleep(0.05)
@@ -27,7 +27,7 @@ def of(worker_id: str, **attributes: str) -> dict[str, str]:
     return {schema.ATTRIBUTE_WORKER_ID: worker_id, **attributes}
 
 
-async def test_a_collector_hears_what_workers_do(tmp_path: Path) -> None:
+async def test_workers_export_metrics_to_a_collector(tmp_path: Path) -> None:
     async with collecting() as (collector, endpoint):
         settings = (
             ("prefill", "otlp_endpoint", endpoint),
@@ -40,7 +40,9 @@ async def test_a_collector_hears_what_workers_do(tmp_path: Path) -> None:
                 *(it.generate(prompt, 4, placement=REMOTE) for prompt in prompts)
             )
             done = of("prefill-0", **{schema.ATTRIBUTE_END_REASON: "done"})
-            await heard(lambda: collector.total(schema.METRIC_TRANSFERS, **done) == REQUESTS)
+            await wait_exported(
+                lambda: collector.total(schema.METRIC_TRANSFERS, **done) == REQUESTS
+            )
             traces = [await it.trace(outcome.trace_id) for outcome in outcomes]
             sent = sum(
                 int(span.attributes[schema.ATTRIBUTE_PAYLOAD_BYTES])
@@ -51,10 +53,10 @@ async def test_a_collector_hears_what_workers_do(tmp_path: Path) -> None:
             assert sent > 0
             assert collector.total(schema.METRIC_TRANSFER_BYTES, **of("prefill-0")) == sent
             await _a_running_request_shows(it.generate(prompt_of(60, 99), 300), collector)
-            # Nothing is left behind, on either worker.
+            # Both workers hold nothing.
             for worker_id in ("decode-0", "decode-1"):
                 blocks = of(worker_id)
-                await heard(
+                await wait_exported(
                     lambda blocks=blocks: (  # type: ignore[misc]
                         collector.total(schema.METRIC_BLOCKS_FREE, **blocks)
                         == collector.total(schema.METRIC_BLOCKS_TOTAL, **blocks)
@@ -69,11 +71,11 @@ async def _a_running_request_shows(answer: object, collector: Collector) -> None
     task = asyncio.ensure_future(answer)  # type: ignore[call-overload]
     running = {schema.ATTRIBUTE_WORKER_STATE: "running"}
     try:
-        await heard(lambda: collector.total(schema.METRIC_WORKER_REQUESTS, **running) == 1)
+        await wait_exported(lambda: collector.total(schema.METRIC_WORKER_REQUESTS, **running) == 1)
         assert collector.total(schema.METRIC_BLOCKS_RESERVED) > 0
         assert collector.total(schema.METRIC_BLOCKS_USED) > 0
     finally:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
-    await heard(lambda: collector.total(schema.METRIC_WORKER_REQUESTS, **running) == 0)
+    await wait_exported(lambda: collector.total(schema.METRIC_WORKER_REQUESTS, **running) == 0)

@@ -1,4 +1,4 @@
-"""A failure is forgiven where the machine stood still, and only there."""
+"""Only a failure during a standstill of the machine is rerun."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.standstill import WATCH
 
 runs = {"stood": 0, "ran": 0}
 
-class Told:
+class ManualWatch:
     def __init__(self):
         self.value = 0.0
     def lost_s(self):
@@ -33,7 +33,7 @@ class Told:
 
 def test_begins(request):
     request.config.stash[WATCH].close()
-    request.config.stash[WATCH] = Told()
+    request.config.stash[WATCH] = ManualWatch()
 
 def test_stood(request):
     runs["stood"] += 1
@@ -54,7 +54,7 @@ def watch() -> Iterator[MachineWatch]:
     watch.close()
 
 
-def test_a_watch_that_woke_late_says_by_how_much(watch: MachineWatch) -> None:
+def test_a_watch_that_woke_late_reports_the_delay(watch: MachineWatch) -> None:
     watch.process.send_signal(signal.SIGSTOP)
     time.sleep(STILL_S)
     watch.process.send_signal(signal.SIGCONT)

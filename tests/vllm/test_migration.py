@@ -125,7 +125,7 @@ async def test_ten_requests_in_flight_outlive_their_prefill_worker(tmp_path: Pat
 
 
 @pytest.mark.timeout(280)
-async def test_answers_of_a_killed_decode_worker_go_on_at_the_other(tmp_path: Path) -> None:
+async def test_streams_of_a_killed_decode_worker_continue_on_the_other(tmp_path: Path) -> None:
     count = 120
     asked = [
         (prompt_of(60 + number, number), (greedy, seeded)[number % 2](count)) for number in range(4)

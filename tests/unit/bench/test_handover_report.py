@@ -1,4 +1,4 @@
-"""What handover.py says of samples."""
+"""The statistics of handover.py."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_middle_leaves_out_what_is_not_known() -> None:
 def test_ratios_are_of_the_same_prompt() -> None:
     plain = [PLAIN_ONE, replace(PLAIN_ONE, prompt_seed=2, first_ms=2000)]
     ours = [replace(HANDED, prompt_seed=2, first_ms=2200), HANDED, replace(HANDED, prompt_seed=3)]
-    # 1.1 and 1.01; the third has no partner.
+    # Ratios 1.1 and 1.01. The third sample has no partner.
     assert abs(paired_ratio(ours, plain) - 1.055) < 1e-9
     other = replace(HANDED, prompt_seed=2, token_ids=(7, 9))
     assert equal_count([HANDED, other], plain) == (1, 2)
@@ -69,7 +69,7 @@ def test_targets_are_met_or_missed() -> None:
     assert "exposed transfer 4.5 ms, wanted 4.0 at most (1/30" in lines[-1]
 
 
-def test_orders_alternate_and_nobody_is_always_first() -> None:
+def test_orders_alternate_so_that_each_way_is_first() -> None:
     names = ["a", "b", "c"]
     orders = [alternating(names, number) for number in range(6)]
     assert orders[:3] == [["a", "b", "c"], ["c", "b", "a"], ["b", "c", "a"]]

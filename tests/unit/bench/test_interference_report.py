@@ -1,4 +1,4 @@
-"""What interference.py says of blocks."""
+"""The statistics of interference.py."""
 
 from __future__ import annotations
 

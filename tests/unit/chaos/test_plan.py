@@ -1,4 +1,4 @@
-"""What a chaos run does is its seed's matter alone, however slow the machine is."""
+"""A chaos run depends on its seed alone, however slow the machine is."""
 
 from __future__ import annotations
 

@@ -19,13 +19,13 @@ from tests.rdma.device import (
     check_moved_by_rdma,
     protocol_counter,
 )
-from tests.rdma.report import MARK, Result, parse, tell
+from tests.rdma.report import MARK, Result, parse, write_result
 
 RESULT = Result("serve: gqa P1 to D2", passed=True, duration_s=1.5, note='"quoted", 2 packets')
 
 
 def test_a_result_survives_the_console(capsys: pytest.CaptureFixture[str]) -> None:
-    tell(RESULT)
+    write_result(RESULT)
     results = [parse(line) for line in capsys.readouterr().out.splitlines()]
     assert [result for result in results if result] == [RESULT]
 
@@ -59,7 +59,7 @@ def test_jobs_by_command_line(words: list[str], names: list[str]) -> None:
     assert [job.name for job in rdma_vm.parse_options(words).jobs] == names
 
 
-def test_chaos_is_told_what_to_replay() -> None:
+def test_chaos_gets_the_seed_to_replay() -> None:
     words = ["--only", "chaos", "--seed", "7", "--requests", "30"]
     replayed = rdma_vm.parse_options(words)
     assert replayed.variables == {SEED_VARIABLE: "7", REQUESTS_VARIABLE: "30"}
@@ -140,7 +140,7 @@ def test_an_archive_unpacks_to_the_same(tmp_path: Path) -> None:
 
 
 def _read_archive(data: bytes) -> dict[str, tuple[int, bytes]]:
-    """Modes and contents by name, as the kernel's documentation describes the format."""
+    """Modes and contents by name, in the format of the kernel's documentation."""
     entries: dict[str, tuple[int, bytes]] = {}
     at = 0
     while True:

@@ -1,4 +1,4 @@
-"""A prefill worker that tells wrong digests: to decode that looks like bytes that changed on their way."""
+"""A prefill worker that sends wrong digests. Decode sees them as bytes that changed in transit."""
 
 from __future__ import annotations
 
