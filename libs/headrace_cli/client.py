@@ -23,7 +23,6 @@ from headrace_common.rpc.channel import TlsFiles, open_channel
 
 CALL_TIMEOUT_S = 5.0
 TRACE_POLL_S = 0.1
-LISTED_MEMBERS_MAX = 1_000
 _HINT = "is it running? `headrace up` starts it"
 
 
@@ -110,7 +109,7 @@ async def list_members(registry: str) -> list[registry_pb2.Member]:
     async with call_channel(registry) as channel:
         with rpc_errors(f"the registry on {registry}"):
             response = await registry_pb2_grpc.RegistryServiceStub(channel).ListMembers(
-                registry_pb2.ListMembersRequest(page_size=LISTED_MEMBERS_MAX),
+                registry_pb2.ListMembersRequest(),
                 timeout=CALL_TIMEOUT_S,
             )
     return list(response.members)

@@ -25,6 +25,7 @@ from headrace_cli.up.state import find_registry
 from headrace_cli.up.topology import DEFAULT_PORT, SIM, Topology, parse_setting
 from headrace_cli.up.up import run_up
 from headrace_common.errors import Cancelled, ConfigError, HeadraceError
+from headrace_common.limits import DRAIN_GRACE_MAX_S, PAGE_SIZE_MAX
 
 EXIT_FAILED = 1
 EXIT_MISCONFIGURED = 2
@@ -258,7 +259,7 @@ def drain(
         float | None,
         typer.Option(
             min=0,
-            max=3600,
+            max=DRAIN_GRACE_MAX_S,
             help="Seconds that what it has may take; the rest goes on elsewhere. "
             "[default: the worker's drain_grace_s]",
         ),
@@ -289,7 +290,10 @@ def trace(
         bool, typer.Option("--layers/--no-layers", help="One line per layer, or one for all.")
     ] = True,
     list_count: Annotated[
-        int, typer.Option("--list", metavar="N", min=0, max=1000, help="List the newest N instead.")
+        int,
+        typer.Option(
+            "--list", metavar="N", min=0, max=PAGE_SIZE_MAX, help="List the newest N instead."
+        ),
     ] = 0,
     wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for the last spans.")] = 2.0,
 ) -> None:

@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator
 from typing import Any, Final
 
 import grpc.aio
-from google.protobuf.duration_pb2 import Duration
 
 from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from headrace_client.progress import Progress
 from headrace_common.deadlines import Deadline
+from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import ProtocolViolation, WorkerGone
 from headrace_common.rpc.tickets import decode_request_of
 
@@ -120,8 +120,10 @@ class DirectAttempt:
                 transferred_tokens=min(finished.transferred_tokens, prompt_tokens - cached_tokens),
             ),
             timing=inference_pb2.Timing(
-                time_to_first_token=_duration((progress.first_s or now_s) - progress.begin_s),
-                total=_duration(now_s - progress.begin_s),
+                time_to_first_token=duration_from_seconds(
+                    (progress.first_s or now_s) - progress.begin_s
+                ),
+                total=duration_from_seconds(now_s - progress.begin_s),
                 decode_worker_id=self._worker_id,
                 prefill_worker_id=prefill_worker_id,
                 attempts=progress.attempts,
@@ -144,9 +146,3 @@ async def _first_of(
         if not read.done():
             read.cancel()
             await asyncio.wait({read})
-
-
-def _duration(seconds: float) -> Duration:
-    duration = Duration()
-    duration.FromNanoseconds(max(0, round(seconds * 1e9)))
-    return duration

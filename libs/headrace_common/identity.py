@@ -6,6 +6,7 @@ import re
 import secrets
 
 _WORKER_ID = re.compile(r"[a-z0-9._-]{1,63}")
+_INCARNATION = re.compile(r"[0-9a-f]{16}")
 
 
 def new_incarnation() -> str:
@@ -16,6 +17,11 @@ def new_incarnation() -> str:
 def new_transfer_id() -> str:
     """Mints the id of one transfer: "x" and 32 hex characters."""
     return "x" + secrets.token_hex(16)
+
+
+def is_incarnation(text: str) -> bool:
+    """Whether `text` has the form that `new_incarnation` gives."""
+    return _INCARNATION.fullmatch(text) is not None
 
 
 def is_worker_id(text: str) -> bool:

@@ -1,4 +1,4 @@
-"""Bounds on what a message may declare, so that its reader does bounded work. Pure."""
+"""Bounds on the values in a message, so that its reader does bounded work. Pure."""
 
 from __future__ import annotations
 
@@ -13,6 +13,25 @@ HEADS_MAX: Final = 65_536
 PARTS_MAX: Final = 256
 TRANSFER_ID_CHARACTERS_MAX: Final = 128
 """Longest transfer id that a worker accepts."""
+TICKET_BYTES_MAX: Final = 1_024
+"""Longest ticket that a decode worker parses."""
+NAME_CHARACTERS_MAX: Final = 255
+"""Longest name of a model, cache group, data type or block format in a member's record."""
+# etcd rejects requests beyond 1.5 MiB.
+DESCRIPTOR_BYTES_MAX: Final = 1024 * 1024
+PAGE_SIZE_MAX: Final = 1_000
+"""Most entries in one page of a list RPC."""
+DRAIN_GRACE_MAX_S: Final = 3_600
+
+LEASE_TTL_MIN_S: Final = 1
+LEASE_TTL_MAX_S: Final = 300
+
+POLICY_RETRY_BUDGET_MAX: Final = 10
+POLICY_OVERLAP_WEIGHT_MAX: Final = 1_000
+POLICY_TEMPERATURE_MAX: Final = 10
+POLICY_QUEUE_WAIT_MAX_S: Final = 3_600
+POLICY_TENANTS_MAX: Final = 1_000
+POLICY_TENANT_WEIGHT_MAX: Final = 1_000
 
 
 def limit_violations(layout: layout_pb2.KvLayout) -> dict[str, str]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from headrace.inference.v1 import inference_pb2
 from headrace_cli.client import RouterClient, chat_request, open_router
 from headrace_cli.console import notice_console
+from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import InternalError
 
 EXIT_WORDS = ("/exit", "/quit")
@@ -100,8 +101,8 @@ async def _ask_once(endpoint: str, messages: list[tuple[str, str]], options: Cha
 def summary(answer: Answer) -> str:
     """Counts and times in one line."""
     usage, timing = answer.last.usage, answer.last.timing
-    first_ms = timing.time_to_first_token.ToNanoseconds() / 1e6
-    total_s = timing.total.ToNanoseconds() / 1e9
+    first_ms = 1e3 * seconds_from_duration(timing.time_to_first_token)
+    total_s = seconds_from_duration(timing.total)
     path = timing.decode_worker_id
     if timing.prefill_worker_id:
         path = f"{timing.prefill_worker_id} -> {timing.decode_worker_id}"

@@ -6,13 +6,13 @@ import asyncio
 
 import grpc
 import grpc.aio
-from google.protobuf.duration_pb2 import Duration
 from rich.console import Console
 
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_cli.client import CALL_TIMEOUT_S, call_channel, list_members, rpc_errors
 from headrace_common.deadlines import Deadline
+from headrace_common.durations import duration_from_seconds, seconds_from_duration
 from headrace_common.errors import DeadlineExceeded, NotFound
 from headrace_common.rpc.server import END_UNFINISHED_S
 
@@ -32,12 +32,12 @@ async def drain_worker(
     async with call_channel(member.endpoint) as channel:
         request = worker_pb2.DrainRequest(incarnation=member.incarnation)
         if grace_s is not None:
-            request.grace.CopyFrom(_duration(grace_s))
+            request.grace.CopyFrom(duration_from_seconds(grace_s))
         with rpc_errors(f"worker {worker_id} on {member.endpoint}"):
             begun = await worker_pb2_grpc.WorkerServiceStub(channel).Drain(
                 request, timeout=CALL_TIMEOUT_S
             )
-        remaining_s = begun.remaining.ToNanoseconds() / 1e9
+        remaining_s = seconds_from_duration(begun.remaining)
         console.print(
             f"{worker_id} drains: {begun.request_count} requests in flight, up to {remaining_s:.0f} s"
         )
@@ -82,9 +82,3 @@ async def _wait_gone(channel: grpc.aio.Channel, worker_id: str, timeout_s: float
             ):
                 return
         await asyncio.sleep(0.1)
-
-
-def _duration(seconds: float) -> Duration:
-    duration = Duration()
-    duration.FromNanoseconds(round(seconds * 1e9))
-    return duration

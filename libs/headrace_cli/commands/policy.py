@@ -14,6 +14,7 @@ from rich.table import Table
 
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
 from headrace_cli.client import CALL_TIMEOUT_S, call_channel, rpc_errors
+from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import ConfigError
 
 _FIELDS = registry_pb2.Policy.DESCRIPTOR.fields_by_name
@@ -69,7 +70,9 @@ def apply_change(policy: registry_pb2.Policy, change: str) -> None:
         _set(policy, change, name, _named_value(change, field.enum_type, text))
     elif field.message_type is Duration.DESCRIPTOR:
         seconds = _number(change, text.removesuffix("s"), float)
-        getattr(policy, name).FromNanoseconds(round(seconds * 1e9))
+        if seconds < 0:
+            raise ConfigError(f"{change!r} is wrong: give 0 or more seconds")
+        getattr(policy, name).CopyFrom(duration_from_seconds(seconds))
     else:
         whole = field.type == FieldDescriptor.TYPE_UINT32
         _set(policy, change, name, _number(change, text, int if whole else float))

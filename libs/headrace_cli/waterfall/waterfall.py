@@ -60,7 +60,7 @@ def trace_rows(trace: trace_pb2.Trace, *, layers: bool) -> list[Row]:
     for span in trace.spans:
         parent = span.parent_span_id if span.parent_span_id in known else ""
         children[parent].append(span)
-    origin_ns = min((_start_ns(span) for span in trace.spans), default=0)
+    origin_ns = min((span.start_time.ToNanoseconds() for span in trace.spans), default=0)
     rows: list[Row] = []
 
     def visit(span: trace_pb2.Span, depth: int) -> None:
@@ -122,20 +122,12 @@ def format_bytes(count: int) -> str:
     return f"{size:.1f} GiB"
 
 
-def _start_ns(span: trace_pb2.Span) -> int:
-    return span.start_time.seconds * 10**9 + span.start_time.nanos
-
-
-def _duration_ns(span: trace_pb2.Span) -> int:
-    return span.duration.seconds * 10**9 + span.duration.nanos
-
-
 def _order(span: trace_pb2.Span) -> tuple[int, int, int]:
     attributes = span.attributes
     return (
-        _start_ns(span),
+        span.start_time.ToNanoseconds(),
         int(attributes.get(schema.ATTRIBUTE_LAYER, "0")),
-        -_duration_ns(span),
+        -span.duration.ToNanoseconds(),
     )
 
 
@@ -144,8 +136,8 @@ def _row(span: trace_pb2.Span, depth: int, origin_ns: int) -> Row:
         depth=depth,
         service=span.service.removeprefix("headrace-"),
         label=_label(span),
-        start_ns=_start_ns(span) - origin_ns,
-        duration_ns=_duration_ns(span),
+        start_ns=span.start_time.ToNanoseconds() - origin_ns,
+        duration_ns=span.duration.ToNanoseconds(),
         error=span.error,
     )
 
@@ -169,8 +161,8 @@ def _label(span: trace_pb2.Span) -> str:
 
 
 def _summary_row(sent: Sequence[trace_pb2.Span], depth: int, origin_ns: int) -> Row:
-    start_ns = min(_start_ns(span) for span in sent)
-    end_ns = max(_start_ns(span) + _duration_ns(span) for span in sent)
+    start_ns = min(span.start_time.ToNanoseconds() for span in sent)
+    end_ns = max(span.start_time.ToNanoseconds() + span.duration.ToNanoseconds() for span in sent)
     layer_count = len({span.attributes.get(schema.ATTRIBUTE_LAYER, "") for span in sent})
     size = sum(int(span.attributes.get(schema.ATTRIBUTE_PAYLOAD_BYTES, "0")) for span in sent)
     return Row(

@@ -14,11 +14,11 @@ import random
 from typing import Final
 
 import grpc.aio
-from google.protobuf.duration_pb2 import Duration
 
 from headrace.kv.v1 import layout_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.deadlines import Deadline
+from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import (
     HeadraceError,
     RegistryUnavailable,
@@ -43,8 +43,7 @@ class Membership:
         self._link = RegistryLink(registry, f"membership of {member.worker_id}")
         self._member = member
         self._descriptor = descriptor
-        self._ttl = Duration()
-        self._ttl.FromNanoseconds(round(ttl_s * 1e9))
+        self._ttl = duration_from_seconds(ttl_s)
         self._interval_s = ttl_s / 3
         self._lease_id = ""
         self._prefix_hash_key = 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Final
 
 import grpc.aio
 
@@ -15,8 +14,7 @@ from headrace_common.errors import (
     WatchExpired,
 )
 from headrace_common.registry.link import CALL_TIMEOUT_S, RegistryLink, end_task, run_forever
-
-_DEFAULT_RETRY_BUDGET: Final = 2
+from headrace_common.registry.policy import default_policy
 
 
 class RegistryView:
@@ -37,7 +35,7 @@ class RegistryView:
         self._on_change = on_change
         self._grace_s = grace_s
         self._members: Mapping[str, registry_pb2.Member] = {}
-        self._policy = registry_pb2.Policy(retry_budget=_DEFAULT_RETRY_BUDGET)
+        self._policy = default_policy()
         self._revision = 0
         self._connected = False
         self._current = asyncio.Event()

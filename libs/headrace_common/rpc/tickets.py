@@ -10,16 +10,13 @@ import hashlib
 import hmac
 import time
 from collections.abc import Callable
-from typing import Final
 
 from google.protobuf.message import DecodeError
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import inference_pb2
 from headrace_common.errors import Unauthenticated
-
-# Before a ticket of this size is worth looking at, it is none of ours.
-_TICKET_BYTES_MAX: Final = 1_024
+from headrace_common.limits import TICKET_BYTES_MAX
 
 
 class TicketSigner:
@@ -75,7 +72,7 @@ def check_ticket(
     """
     ticket, claims = decode_pb2.Ticket(), decode_pb2.TicketClaims()
     try:
-        if len(request.ticket) > _TICKET_BYTES_MAX:
+        if len(request.ticket) > TICKET_BYTES_MAX:
             raise DecodeError("too long")
         ticket.ParseFromString(request.ticket)
         signed = hmac.compare_digest(ticket.signature, _signature(key, ticket.claims))

@@ -10,13 +10,7 @@ from types import MappingProxyType
 
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import WatchExpired
-
-DEFAULT_RETRY_BUDGET = 2
-
-
-def default_policy() -> registry_pb2.Policy:
-    """The policy in force until an operator sets one."""
-    return registry_pb2.Policy(local_prefill_max_tokens=0, retry_budget=DEFAULT_RETRY_BUDGET)
+from headrace_common.registry.policy import default_policy
 
 
 @dataclass(frozen=True, slots=True)

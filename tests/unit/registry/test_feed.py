@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import WatchExpired
-from headrace_registry.feed import ChangeFeed, PolicyRecord, default_policy
+from headrace_common.registry.policy import default_policy
+from headrace_registry.feed import ChangeFeed, PolicyRecord
 
 Edits = dict[str, int | None]
 

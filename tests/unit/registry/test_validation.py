@@ -10,6 +10,7 @@ from google.protobuf.duration_pb2 import Duration
 from headrace.kv.v1 import layout_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import InvalidRequest
+from headrace_common.limits import DESCRIPTOR_BYTES_MAX
 from headrace_registry import validation
 from tests.component.registry.harness import kv_descriptor, kv_layout, worker
 
@@ -107,7 +108,7 @@ def test_a_descriptor_needs_every_rank_in_order() -> None:
 
 def test_a_descriptor_has_a_size_limit() -> None:
     descriptor = kv_descriptor()
-    descriptor.ranks[0].session = "s" * validation.DESCRIPTOR_BYTES_MAX
+    descriptor.ranks[0].session = "s" * DESCRIPTOR_BYTES_MAX
     assert "descriptor" in validation.descriptor_violations(descriptor, "descriptor")
 
 

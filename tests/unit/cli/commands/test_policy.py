@@ -63,6 +63,7 @@ def test_a_map_is_changed_by_entry() -> None:
         ("tenant_weights=1", "write tenant_weights.NAME=VALUE"),
         ("max_queue_wait=long", "give a number"),
         ("max_queue_wait=nan", "give a number"),
+        ("max_queue_wait=-1s", "give 0 or more"),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_a_remedy(change: str, remedy: str) -> None:
