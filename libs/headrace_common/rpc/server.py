@@ -172,7 +172,7 @@ class GrpcServer:
         stop = asyncio.create_task(self.server.stop(deadline.remaining_s() + _CUT_S))
         if not await self._in_flight.wait_answered(deadline):
             _LOG.warning("cutting off %d requests", self._in_flight.answer_count)
-        self._in_flight.cut()
+        self._in_flight.cancel_all()
         # A stream cut in the middle of a write ends without a status, and would hold the server
         # up until the grace is over: stop() in serve_until_stopped ends it.
         await asyncio.wait({stop}, timeout=_CUT_S)

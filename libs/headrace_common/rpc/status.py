@@ -22,8 +22,7 @@ from grpc_status import rpc_status
 from headrace_common import errors
 from headrace_common.durations import duration_from_seconds, seconds_from_duration
 from headrace_common.errors import HeadraceError, InternalError, InvalidRequest
-from headrace_common.rpc import handlers
-from headrace_common.rpc.handlers import Context, guarded
+from headrace_common.rpc.handlers import Context, Handler, WrappingInterceptor, guarded
 from headrace_common.rpc.malformed import text_fields_at_fault
 
 _LOG = logging.getLogger(__name__)
@@ -99,7 +98,7 @@ def error_from_rpc(exc: grpc.RpcError) -> HeadraceError:
     return kind(status.message, metadata=info.metadata, retry_after_s=retry_after_s)
 
 
-class ErrorInterceptor(grpc.aio.ServerInterceptor):
+class ErrorInterceptor(WrappingInterceptor):
     """The one place where errors become statuses.
 
     Requests that cannot be parsed become InvalidRequest too, for handlers that get them as an
@@ -107,16 +106,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     under which the log has the traceback.
     """
 
-    async def intercept_service(
-        self,
-        continuation: handlers.Continuation,
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> handlers.Handler | None:
-        """Wraps the handler found by `continuation`."""
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
-        method = handler_call_details.method
+    def wrap(self, handler: Handler, method: str) -> Handler:
         deserialize = handler.request_deserializer
         return guarded(
             handler,
