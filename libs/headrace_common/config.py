@@ -214,12 +214,19 @@ def redacted(config: ServiceConfig) -> dict[str, Any]:
     return plain
 
 
-def _is_secret(field: FieldInfo) -> bool:
+def is_secret(field: FieldInfo) -> bool:
+    """Whether the value must not be shown."""
     return field.annotation is SecretStr or SecretStr in get_args(field.annotation)
 
 
-def _flag_of(name: str) -> str:
+def flag_of(name: str) -> str:
+    """The flag of a setting."""
     return "--" + name.replace("_", "-")
+
+
+def variable_of(name: str, env_prefix: str) -> str:
+    """The environment variable of a setting. `env_prefix` is as for load_config."""
+    return f"{env_prefix}{name.upper()}"
 
 
 def _suggestion(name: str, known: Sequence[str]) -> str:
@@ -235,15 +242,25 @@ def _read_flags(
     flags: dict[str, _Setting] = {}
     for name, value in vars(given).items():
         if value == _MISSING:
-            problems[_flag_of(name)] = ": needs a value, as in " + f"{_flag_of(name)} VALUE"
+            problems[flag_of(name)] = ": needs a value, as in " + f"{flag_of(name)} VALUE"
         elif value is not None:
-            flags[name] = _Setting(value, f"flag {_flag_of(name)}")
-    known = [_flag_of(name) for name in (*cls.model_fields, "config")]
+            flags[name] = _Setting(value, f"flag {flag_of(name)}")
+    known = [flag_of(name) for name in (*cls.model_fields, "config")]
     for flag in (text.partition("=")[0] for text in unknown):
         kind = "unknown flag" if flag.startswith("-") else "unexpected argument"
         problems[flag] = f": {kind}: {_suggestion(flag, known)}"
     config_file = flags.pop("config", None)
     return flags, str(config_file.value) if config_file else ""
+
+
+def default_of(field: FieldInfo) -> str:
+    """The default as help texts state it: "required", "default: none" for a secret, or "default: VALUE"."""
+    if field.is_required():
+        return "required"
+    default = field.get_default(call_default_factory=True, validated_data={})
+    if isinstance(default, SecretStr):
+        return "default: none"
+    return f"default: {default!r}" if default in ("", None) else f"default: {default}"
 
 
 def _parser(cls: type[ServiceConfig], prog: str, prefix: str) -> argparse.ArgumentParser:
@@ -262,9 +279,9 @@ def _parser(cls: type[ServiceConfig], prog: str, prefix: str) -> argparse.Argume
         help=f"File of settings by the names below, in TOML. [env: {prefix}CONFIG]",
     )
     for name, field in cls.model_fields.items():
-        notes = f"[env: {prefix}{name.upper()}; {_default_of(field)}]"
+        notes = f"[env: {variable_of(name, prefix)}; {default_of(field)}]"
         parser.add_argument(
-            _flag_of(name),
+            flag_of(name),
             dest=name,
             nargs="?",
             const="true" if field.annotation is bool else _MISSING,
@@ -274,19 +291,10 @@ def _parser(cls: type[ServiceConfig], prog: str, prefix: str) -> argparse.Argume
     return parser
 
 
-def _default_of(field: FieldInfo) -> str:
-    if field.is_required():
-        return "required"
-    default = field.get_default(call_default_factory=True, validated_data={})
-    if isinstance(default, SecretStr):
-        return "default: none"
-    return f"default: {default!r}" if default in ("", None) else f"default: {default}"
-
-
 def _read_environment(
     cls: type[ServiceConfig], environ: Mapping[str, str], prefix: str, problems: dict[str, str]
 ) -> dict[str, _Setting]:
-    known = {f"{prefix}{name.upper()}": name for name in cls.model_fields}
+    known = {variable_of(name, prefix): name for name in cls.model_fields}
     settings: dict[str, _Setting] = {}
     for variable, value in environ.items():
         if not variable.startswith(prefix) or variable == f"{prefix}CONFIG":
@@ -333,14 +341,12 @@ def _explain(
         name = str(item["loc"][0]) if item["loc"] else ""
         setting = settings.get(name)
         if setting is not None:
-            secret = _is_secret(cls.model_fields[name])
+            secret = is_secret(cls.model_fields[name])
             shown = "***" if secret else repr(setting.value)
             problems[name] = f" = {shown} ({setting.source}): {remedy}"
         elif item["type"] == "missing":
-            variable = f"{prefix}{name.upper()}"
-            problems[name] = (
-                f": is required: set {_flag_of(name)}, {variable} or {name} in the file"
-            )
+            variable = variable_of(name, prefix)
+            problems[name] = f": is required: set {flag_of(name)}, {variable} or {name} in the file"
         else:
             problems[name or "settings"] = f": {remedy}"
     return problems
