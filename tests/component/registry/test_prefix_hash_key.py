@@ -88,7 +88,7 @@ async def test_a_member_that_is_told_another_key_keeps_its_own_and_says_so(
         registry.settings = {"prefix_hash_key": "quite another secret"}
         await registry.start()
         with caplog.at_level(logging.WARNING):
-            await until(lambda: "another prefix_hash_key" in caplog.text, 10, "the warning")
+            await until(lambda: "a different prefix_hash_key" in caplog.text, 10, "the warning")
         assert first.prefix_hash_key == key
         assert f"{key}" not in caplog.text
         await first.stop()

@@ -212,7 +212,7 @@ async def test_a_descriptor_that_was_foreseen_is_there_when_the_registry_is_not(
         # One that is not there holds up nobody.
         cache.prefetch([(ref.worker_id, ref.incarnation), ("decode-9", "f" * 16)])
         async with asyncio.timeout(5):
-            while not cache._known:
+            while not cache._descriptors:
                 await asyncio.sleep(0.01)
         await membership.stop()
         await registry.stop()
@@ -227,11 +227,11 @@ async def test_a_descriptor_is_foreseen_before_it_is_published() -> None:
         ref = reference(worker())
         cache.prefetch([("decode-9", "f" * 16), (ref.worker_id, ref.incarnation)])
         await asyncio.sleep(0.3)
-        assert not cache._known
+        assert not cache._descriptors
         membership = Membership(registry.endpoint, worker(), 10.0, kv_descriptor())
         await membership.start(5)
         async with asyncio.timeout(5):
-            while not cache._known:
+            while not cache._descriptors:
                 await asyncio.sleep(0.01)
         await membership.stop()
         await cache.close()

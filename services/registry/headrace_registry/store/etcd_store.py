@@ -16,8 +16,8 @@ from google.protobuf.message import DecodeError
 from headrace.kv.v1 import layout_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import ConfigError, RegistryUnavailable, WatchExpired
-from headrace_common.registry.link import end_task, run_forever
 from headrace_common.registry.policy import default_policy
+from headrace_common.tasks import end_task, run_forever
 from headrace_registry.feed import ChangeFeed, PolicyRecord
 from headrace_registry.store.base import Registration, Store, descriptor_missing
 from headrace_registry.store.etcd_connection import EtcdConnection
