@@ -1,6 +1,4 @@
-"""RegistryService over a store: checks requests, then asks the store."""
-
-# gRPC names the methods.
+"""RegistryService over a store: validates requests, then calls the store."""
 
 from __future__ import annotations
 
@@ -23,10 +21,9 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
-    """The gRPC side of a store. Raises errors of headrace_common; the server's interceptor maps
-    them.
+    """The gRPC side of a store.
 
-    `prefix_hash_key` and `ticket_key` come before the store's own; 0 and no bytes mean that there is none.
+    `prefix_hash_key` and `ticket_key` override the store's keys, unless they are 0 and no bytes.
     """
 
     def __init__(
@@ -50,14 +47,14 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         known = self._store.members
         if request.member.worker_id not in known and len(known) >= self._max_members:
             raise QueueFull(
-                f"the registry holds {self._max_members} members, its most: raise its max_members",
+                f"the registry has reached its limit of {self._max_members} members: raise its max_members",
                 metadata={"max_members": str(self._max_members)},
             )
         ttl_s = math.ceil(seconds_from_duration(request.ttl))
-        prefix_hash_key = self._prefix_hash_key or await self._store.prefix_hash_key(
+        prefix_hash_key = self._prefix_hash_key or await self._store.ensure_prefix_hash_key(
             request.prefix_hash_key
         )
-        ticket_key = self._ticket_key or await self._store.ticket_key(request.ticket_key)
+        ticket_key = self._ticket_key or await self._store.ensure_ticket_key(request.ticket_key)
         registration = await self._store.register(request.member, ttl_s)
         return registry_pb2.RegisterResponse(
             lease_id=registration.lease_id,
@@ -92,9 +89,9 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
     ) -> registry_pb2.ListMembersResponse:
         violations: dict[str, str] = {}
         if request.page_size > PAGE_SIZE_MAX:
-            violations["page_size"] = f"give 1 to {PAGE_SIZE_MAX}, or 0 for the most"
+            violations["page_size"] = f"give 1 to {PAGE_SIZE_MAX}, or 0 for the maximum"
         if request.page_token and not is_worker_id(request.page_token):
-            violations["page_token"] = "give the next_page_token of a previous response, or nothing"
+            violations["page_token"] = "give the next_page_token of a previous response, or none"
         if request.role not in registry_pb2.Member.Role.values():
             violations["role"] = "give a known role, or none for all"
         validation.require(violations)
@@ -108,7 +105,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         return registry_pb2.ListMembersResponse(
             members=page,
             next_page_token=page[-1].worker_id if len(matching) > page_size else "",
-            revision=self._store.feed.revision,
+            revision=self._store.revision,
         )
 
     async def PutKvDescriptor(

@@ -1,4 +1,4 @@
-"""What the registry's requests must hold. Violations map field paths to remedies."""
+"""Validation of the registry's requests. Violations map field paths to remedies. Pure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from headrace_registry.store.base import TICKET_KEY_BYTES
 
 
 def require(violations: dict[str, str]) -> None:
-    """Raises InvalidRequest that names every violation, if there is one."""
+    """Raises InvalidRequest naming every violation, if there is one."""
     if violations:
         raise InvalidRequest(violations)
 
@@ -118,7 +118,9 @@ def descriptor_violations(descriptor: layout_pb2.KvDescriptor, path: str) -> dic
             if not getattr(memory, name):
                 violations[f"{where}.{name}"] = "must be set"
     if descriptor.ByteSize() > DESCRIPTOR_BYTES_MAX:
-        violations[path] = f"may take {DESCRIPTOR_BYTES_MAX} bytes, not {descriptor.ByteSize()}"
+        violations[path] = (
+            f"is limited to {DESCRIPTOR_BYTES_MAX} bytes, not {descriptor.ByteSize()}"
+        )
     return violations
 
 
@@ -142,7 +144,7 @@ def policy_violations(policy: registry_pb2.Policy, path: str) -> dict[str, str]:
         ("overlap_weight", POLICY_OVERLAP_WEIGHT_MAX),
         ("temperature", POLICY_TEMPERATURE_MAX),
     ):
-        # Written so that nan is refused too.
+        # A comparison that is also false for nan.
         if not 0 <= getattr(policy, name) <= highest:
             violations[f"{path}.{name}"] = f"give 0 to {highest}"
     if not 0 <= seconds_from_duration(policy.max_queue_wait) <= POLICY_QUEUE_WAIT_MAX_S:

@@ -21,10 +21,11 @@ from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.server import GrpcServer
 from headrace_registry.config import RegistryConfig
-from headrace_registry.main import SERVICE, open_store
+from headrace_registry.main import SERVICE
 from headrace_registry.service import RegistryServicer
 from headrace_registry.store.base import Store
 from headrace_registry.store.etcd_store import EtcdStore
+from headrace_registry.store.factory import open_store
 from tests.ports import free_port
 
 ETCD = Path("/usr/bin/etcd")

@@ -23,16 +23,16 @@ PROPOSED = 0x0123_4567_89AB_CDEF
 
 
 async def test_a_store_makes_a_key_once(store: Store) -> None:
-    keys = await asyncio.gather(*(store.prefix_hash_key(0) for _ in range(8)))
+    keys = await asyncio.gather(*(store.ensure_prefix_hash_key(0) for _ in range(8)))
     assert len(set(keys)) == 1
     assert 0 < keys[0] < 1 << 64
-    assert await store.prefix_hash_key(PROPOSED) == keys[0]
+    assert await store.ensure_prefix_hash_key(PROPOSED) == keys[0]
 
 
 async def test_a_store_without_a_key_adopts_the_first_proposed(store: Store) -> None:
-    assert await store.prefix_hash_key(PROPOSED) == PROPOSED
-    assert await store.prefix_hash_key(5) == PROPOSED
-    assert await store.prefix_hash_key(0) == PROPOSED
+    assert await store.ensure_prefix_hash_key(PROPOSED) == PROPOSED
+    assert await store.ensure_prefix_hash_key(5) == PROPOSED
+    assert await store.ensure_prefix_hash_key(0) == PROPOSED
 
 
 @pytest.mark.etcd

@@ -19,15 +19,15 @@ PROPOSED = bytes(range(TICKET_KEY_BYTES))
 
 
 async def test_a_store_makes_a_key_once(store: Store) -> None:
-    keys = await asyncio.gather(*(store.ticket_key(b"") for _ in range(8)))
+    keys = await asyncio.gather(*(store.ensure_ticket_key(b"") for _ in range(8)))
     assert len(set(keys)) == 1
     assert len(keys[0]) == TICKET_KEY_BYTES
-    assert await store.ticket_key(PROPOSED) == keys[0]
+    assert await store.ensure_ticket_key(PROPOSED) == keys[0]
 
 
 async def test_a_store_without_a_key_adopts_the_first_proposed(store: Store) -> None:
-    assert await store.ticket_key(PROPOSED) == PROPOSED
-    assert await store.ticket_key(bytes(TICKET_KEY_BYTES)) == PROPOSED
+    assert await store.ensure_ticket_key(PROPOSED) == PROPOSED
+    assert await store.ensure_ticket_key(bytes(TICKET_KEY_BYTES)) == PROPOSED
 
 
 async def test_members_agree_again_after_the_registry_forgot_or_was_told_another_key() -> None:

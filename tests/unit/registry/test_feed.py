@@ -77,7 +77,7 @@ def test_a_listing_becomes_the_changes_that_lead_to_it(before: Edits, after: Edi
         feed.apply(2, records(before))
         known = dict(feed.members)
         listing = {name: entry for name, entry in records(after).items() if entry is not None}
-        feed.replace(7, listing, PolicyRecord(default_policy(), 0))
+        feed.apply_listing(7, listing, PolicyRecord(default_policy(), 0))
         assert feed.members == listing
         response = await anext(feed.watch(2))
         assert response.revision == 7
@@ -112,7 +112,7 @@ async def test_a_start_beyond_the_feed_needs_leave() -> None:
     feed = ChangeFeed(history_size=2, revision=5)
     with pytest.raises(WatchExpired):
         await anext(feed.watch(6))
-    watch = feed.watch(6, ahead=True)
+    watch = feed.watch(6, allow_future=True)
     assert (await anext(watch)).revision == 6
     feed.apply(6, {"a": member("a", 1)})
     feed.apply(7, {"b": member("b", 1)})
@@ -133,9 +133,9 @@ async def test_a_restart_ends_every_watch() -> None:
 
 async def test_waiting_for_a_revision() -> None:
     feed = ChangeFeed(history_size=10, revision=5)
-    assert await feed.wait_for(5, 0.01)
-    assert not await feed.wait_for(6, 0.01)
-    waiting = asyncio.ensure_future(feed.wait_for(7, 1))
+    assert await feed.wait_for_revision(5, 0.01)
+    assert not await feed.wait_for_revision(6, 0.01)
+    waiting = asyncio.ensure_future(feed.wait_for_revision(7, 1))
     await asyncio.sleep(0)
     feed.apply(6, {})
     await asyncio.sleep(0)

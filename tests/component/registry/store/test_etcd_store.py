@@ -42,10 +42,10 @@ async def test_registries_over_one_etcd_agree(shared_etcd: EtcdServer, etcd_pref
     await one.put_descriptor(registration.lease_id, reference(member), kv_descriptor())
     assert await two.get_descriptor(reference(member)) == kv_descriptor()
     assert await two.keep_alive(registration.lease_id) is not None
-    assert await two.feed.wait_for(registration.revision, 2)
+    await until(lambda: two.revision >= registration.revision, 2, "the registration")
     assert dict(two.members) == {"decode-0": member}
     revision = await two.set_policy(registry_pb2.Policy(retry_budget=5), 0)
-    assert await one.feed.wait_for(revision, 2)
+    await until(lambda: one.revision >= revision, 2, "the policy")
     assert one.policy == two.policy
     # A watcher of the one goes on at the other from the same revision.
     resumed = two.watch(registration.revision)
@@ -66,9 +66,9 @@ async def test_a_registry_that_lags_takes_a_watcher_from_one_that_is_ahead(
     revision = 0
     for number in range(50):
         revision = (await ahead.register(worker(f"decode-{number + 10}"), 30)).revision
-        if other.feed.revision < revision:
+        if other.revision < revision:
             break
-    assert other.feed.revision < revision
+    assert other.revision < revision
     watch = other.watch(revision)
     assert not (await anext(watch)).changes
     later = (await other.register(worker("decode-1"), 30)).revision
@@ -162,7 +162,7 @@ async def test_what_changed_while_the_watch_was_broken_is_found(etcd: EtcdServer
     await here.start()
     await there.start()
     gone = await here.register(worker("decode-0"), 30)
-    await there.feed.wait_for(gone.revision, 2)
+    await until(lambda: there.revision >= gone.revision, 2, "the registration")
     watch = here.watch(0)
     await anext(watch)
     # Cut off one of the two: its follower ends as by an error, and starts anew later.

@@ -142,7 +142,7 @@ async def test_a_watch_resumes_from_where_it_was(store: Store) -> None:
     resumed = store.watch(snapshot.revision)
     missed = await take(resumed)
     assert [change.member_put.worker_id for change in missed.changes] == ["decode-1", "decode-2"]
-    assert missed.revision == store.feed.revision
+    assert missed.revision == store.revision
     again = await take(store.watch(missed.revision))
     assert not again.changes
     assert not again.HasField("snapshot")
@@ -155,7 +155,7 @@ async def test_a_watch_from_before_the_history_has_expired(store: Store) -> None
     with pytest.raises(WatchExpired):
         await take(store.watch(start))
     with pytest.raises(WatchExpired):
-        await take(store.watch(store.feed.revision + 1_000_000))
+        await take(store.watch(store.revision + 1_000_000))
 
 
 async def test_a_watcher_that_lags_behind_the_history_is_ended_alone(store: Store) -> None:
