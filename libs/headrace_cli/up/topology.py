@@ -84,6 +84,17 @@ def parse_setting(text: str) -> tuple[str, str, str]:
     return service, setting, value
 
 
+def parse_ranks(text: str) -> tuple[int, int]:
+    """Reads "2" or "2:1" as ranks of prefill and decode. Raises ConfigError."""
+    first, colon, second = text.partition(":")
+    sides = (first, second if colon else first)
+    if not all(side.isdecimal() and int(side) > 0 for side in sides):
+        raise ConfigError(
+            f"--tensor-parallel {text!r} is wrong: write N, or N:M for prefill and decode"
+        )
+    return int(sides[0]), int(sides[1])
+
+
 def registry_spec(topology: Topology, folder: Path) -> ProcessSpec:
     """The registry, on a free port."""
     return _spec(

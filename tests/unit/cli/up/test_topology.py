@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from headrace_cli.main import parse_ranks
 from headrace_cli.up.topology import (
     ProcessSpec,
     Topology,
     check_topology,
+    parse_ranks,
     parse_setting,
     registry_spec,
     router_spec,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from headrace.inference.v1 import trace_pb2
-from headrace_cli.waterfall.waterfall import draw_waterfall, format_bytes, format_ms, trace_rows
+from headrace_cli.waterfall.draw import draw_waterfall
+from headrace_cli.waterfall.rows import trace_rows
+from headrace_cli.waterfall.units import format_bytes, format_ms
 from headrace_common.telemetry import schema
 
 MS = 10**6
