@@ -13,7 +13,7 @@ import pytest
 
 from headrace_cli.pair.http_streams import Address, HttpRequest, read_http_request
 from headrace_cli.pair.proxy import Listening, PairOptions, PairProxy
-from headrace_cli.pair.requests import clean, split
+from headrace_cli.pair.requests import split, without_transfer_params
 from headrace_common.errors import ConfigError
 
 PATH = "/v1/completions"
@@ -251,7 +251,9 @@ def test_what_one_server_answers_alone(request_: HttpRequest) -> None:
 
 
 def test_clients_do_not_say_where_servers_connect_to() -> None:
-    cleaned = clean(request_of({"prompt": "x", "kv_transfer_params": {"remote_host": "evil"}}))
+    cleaned = without_transfer_params(
+        request_of({"prompt": "x", "kv_transfer_params": {"remote_host": "evil"}})
+    )
     assert json.loads(cleaned.body) == {"prompt": "x"}
 
 

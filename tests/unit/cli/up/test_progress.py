@@ -37,10 +37,10 @@ def test_a_long_log_line_squeezes_no_column(child: Child, width: int) -> None:
 def test_without_a_terminal_each_process_is_told_once(child: Child) -> None:
     screen = io.StringIO()
     with StartProgress(Console(file=screen), [child]) as progress:
-        progress.tell()
+        progress.print_ready()
         assert not screen.getvalue()
-        child.endpoint = "127.0.0.1:1"
-        progress.tell()
-        progress.tell()
+        child.mark_ready("127.0.0.1:1")
+        progress.print_ready()
+        progress.print_ready()
     assert screen.getvalue().count("prefill-0") == 1
     assert "127.0.0.1:1" in screen.getvalue()
