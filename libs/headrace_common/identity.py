@@ -1,4 +1,4 @@
-"""Names of workers, of their incarnations and of transfers."""
+"""Ids of workers, of their incarnations and of transfers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _INCARNATION = re.compile(r"[0-9a-f]{16}")
 
 
 def new_incarnation() -> str:
-    """Mints the id of one start of a worker: 16 hex characters."""
+    """A random id for one start of a worker: 16 hex characters."""
     return secrets.token_hex(8)
 
 
 def new_transfer_id() -> str:
-    """Mints the id of one transfer: "x" and 32 hex characters."""
+    """A random id for one transfer: "x" and 32 hex characters."""
     return "x" + secrets.token_hex(16)
 
 
@@ -25,5 +25,5 @@ def is_incarnation(text: str) -> bool:
 
 
 def is_worker_id(text: str) -> bool:
-    """Whether `text` may name a worker: 1 to 63 of a-z, 0-9, dot, underscore and hyphen."""
+    """Whether `text` is a worker id: 1 to 63 of a-z, 0-9, dot, underscore and hyphen."""
     return _WORKER_ID.fullmatch(text) is not None

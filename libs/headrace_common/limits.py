@@ -35,7 +35,7 @@ POLICY_TENANT_WEIGHT_MAX: Final = 1_000
 
 
 def limit_violations(layout: layout_pb2.KvLayout) -> dict[str, str]:
-    """By field, the remedy for each that is beyond its limit."""
+    """The remedy for each field beyond its limit, by field path."""
     violations: dict[str, str] = {}
     if layout.tensor_parallel_size * max(1, len(layout.stage_starts)) > RANKS_MAX:
         violations["tensor_parallel_size"] = (
@@ -54,8 +54,8 @@ def limit_violations(layout: layout_pb2.KvLayout) -> dict[str, str]:
 
 
 def require_limits(layout: layout_pb2.KvLayout) -> None:
-    """Raises LayoutMismatch naming what is beyond its limit."""
+    """Raises LayoutMismatch naming every field beyond its limit."""
     violations = limit_violations(layout)
     if violations:
         named = "; ".join(f"{path}: {remedy}" for path, remedy in violations.items())
-        raise LayoutMismatch(f"the KV layout is beyond all bounds: {named}", metadata=violations)
+        raise LayoutMismatch(f"the KV layout exceeds a limit: {named}", metadata=violations)

@@ -21,11 +21,11 @@ from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_seconds, seconds_from_duration
 from headrace_common.errors import DeadlineExceeded, NotFound
 from headrace_common.limits import DRAIN_GRACE_MAX_S
-from headrace_common.rpc.server import END_UNFINISHED_S
+from headrace_common.rpc.server import DRAIN_OVERRUN_MAX_S
 
 WORKERS = (registry_pb2.Member.ROLE_PREFILL, registry_pb2.Member.ROLE_DECODE)
 # After its last request a process still stops its engine.
-_END_S = 10.0
+_ENGINE_STOP_S = 10.0
 
 
 def register(app: typer.Typer) -> None:
@@ -82,7 +82,7 @@ async def drain_worker(
             f"{worker_id} drains: {begun.request_count} requests in flight, up to {remaining_s:.0f} s"
         )
         if wait:
-            await _wait_gone(channel, worker_id, remaining_s + END_UNFINISHED_S + _END_S)
+            await _wait_gone(channel, worker_id, remaining_s + DRAIN_OVERRUN_MAX_S + _ENGINE_STOP_S)
             console.print(f"{worker_id} has ended")
 
 

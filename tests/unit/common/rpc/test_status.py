@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from headrace.inference.v1 import inference_pb2
 from headrace_common.errors import DecodeFull, HeadraceError, InvalidRequest, TransferTimeout
-from headrace_common.rpc.malformed import text_fields_at_fault
+from headrace_common.rpc.malformed import invalid_text_fields
 from headrace_common.rpc.status import DOMAIN, status_of
 
 REQUEST = inference_pb2.GenerateRequest.DESCRIPTOR
@@ -47,12 +47,12 @@ def test_exactly_the_spoiled_fields_are_named(
         request.chat.messages.add(
             role="user", content=value(f"chat.messages[{i}].content", content)
         )
-    assert set(text_fields_at_fault(spoiled(request), REQUEST)) == bad
+    assert set(invalid_text_fields(spoiled(request), REQUEST)) == bad
 
 
 @given(st.binary(max_size=200))
 def test_garbage_never_raises(data: bytes) -> None:
-    for path in text_fields_at_fault(data, REQUEST):
+    for path in invalid_text_fields(data, REQUEST):
         assert path
 
 
@@ -60,7 +60,7 @@ def test_a_field_nested_too_deep_to_matter_ends_the_search() -> None:
     data = b"\x0a\x01\xff"
     for _ in range(100):
         data = b"\x1a" + bytes([len(data) & 0x7F]) + data[:0x7F]
-    text_fields_at_fault(data, REQUEST)
+    invalid_text_fields(data, REQUEST)
 
 
 @given(
