@@ -66,10 +66,12 @@ class InvalidRequest(HeadraceError):
     reason = "INVALID_FIELD"
     code = grpc.StatusCode.INVALID_ARGUMENT
 
-    def __init__(self, violations: Mapping[str, str]) -> None:
+    def __init__(
+        self, violations: Mapping[str, str], *, retry_after_s: float | None = None
+    ) -> None:
         self.violations = dict(violations)
         detail = "; ".join(f"{field}: {remedy}" for field, remedy in self.violations.items())
-        super().__init__(detail, metadata=self.violations)
+        super().__init__(detail, metadata=self.violations, retry_after_s=retry_after_s)
 
 
 class ConfigError(HeadraceError):

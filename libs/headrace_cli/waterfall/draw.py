@@ -20,7 +20,7 @@ SERVICE_STYLES = {"router": "cyan", "prefill": "yellow", "decode": "green"}
 def draw_waterfall(
     trace: trace_pb2.Trace, *, layers: bool, width: int, ascii_only: bool = False
 ) -> list[Text]:
-    """The waterfall as lines of at most `width` columns, which is limited to 60 to 120."""
+    """The waterfall as lines of at most `width` columns. A width outside 60 to 120 is clamped."""
     width = max(WIDTH_MIN, min(WIDTH_MAX, width))
     rows = trace_rows(trace, layers=layers)
     total_ns = max((row.start_ns + row.duration_ns for row in rows), default=0)

@@ -31,7 +31,7 @@ from headrace_common.rpc.trace_context import TraceInterceptor
 
 _LOG = logging.getLogger(__name__)
 
-# Without so_reuseport off, two services could share a port, and each would get half of the connections.
+# so_reuseport is off, because otherwise two services could share a port, each with half of the connections.
 _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),

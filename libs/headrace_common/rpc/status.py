@@ -91,9 +91,7 @@ def error_from_rpc(exc: grpc.RpcError) -> HeadraceError:
     )
     if kind is InvalidRequest:
         violations = {v.field: v.description for v in bad_request.field_violations}
-        error: HeadraceError = InvalidRequest(violations)
-        error.retry_after_s = retry_after_s
-        return error
+        return InvalidRequest(violations, retry_after_s=retry_after_s)
     return kind(status.message, metadata=info.metadata, retry_after_s=retry_after_s)
 
 

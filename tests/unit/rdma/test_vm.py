@@ -59,7 +59,7 @@ def test_jobs_by_command_line(words: list[str], names: list[str]) -> None:
     assert [job.name for job in rdma_vm.parse_options(words).jobs] == names
 
 
-def test_chaos_is_told_what_to_replay() -> None:
+def test_chaos_replays_a_seed() -> None:
     words = ["--only", "chaos", "--seed", "7", "--requests", "30"]
     replayed = rdma_vm.parse_options(words)
     assert replayed.variables == {SEED_VARIABLE: "7", REQUESTS_VARIABLE: "30"}

@@ -37,6 +37,10 @@ class _Lease:
     descriptor: layout_pb2.KvDescriptor | None
     timer: asyncio.TimerHandle
 
+    def renew(self, now_s: float) -> None:
+        """Starts the time to live again."""
+        self.expires_at_s = now_s + self.ttl_s
+
 
 class MemoryStore(Store):
     """Leases with timers on the event loop on which the store was made.
@@ -81,7 +85,7 @@ class MemoryStore(Store):
         lease = self._leases.get(lease_id)
         if lease is None:
             return None
-        lease.expires_at_s = asyncio.get_running_loop().time() + lease.ttl_s
+        lease.renew(asyncio.get_running_loop().time())
         return float(lease.ttl_s)
 
     async def deregister(self, lease_id: str) -> None:
@@ -135,7 +139,7 @@ class MemoryStore(Store):
         loop = asyncio.get_running_loop()
         now_s = loop.time()
         if now_s - lease.expires_at_s > _STALL_S:
-            lease.expires_at_s = now_s + lease.ttl_s
+            lease.renew(now_s)
         if lease.expires_at_s > now_s:
             lease.timer = loop.call_at(lease.expires_at_s, self._on_timer, lease_id)
         else:
