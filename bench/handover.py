@@ -57,7 +57,7 @@ from bench.vllm_ways import (
 )
 from headrace.inference.v1 import trace_pb2
 from headrace_cli.commands.trace import busy_ns
-from headrace_cli.waterfall.waterfall import layer_spans
+from headrace_cli.waterfall.rows import layer_spans
 from headrace_common.telemetry import schema
 
 BY_US: Final = {"decode": DECODE, "prefill": PREFILL, "logits": LOGITS}

@@ -20,8 +20,8 @@ from bench.proxy import free_port
 from bench.vllm_child import TIMES_VARIABLE, Child, Piece, engine
 from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
 from headrace_cli.client import RouterClient, open_router, reset_prefix_cache
+from headrace_cli.up.deployment import Deployment, Signals, deployed
 from headrace_cli.up.topology import Topology
-from headrace_cli.up.up import Deployment, Signals, deployed
 
 DECODE: Final = first_token_pb2.FIRST_TOKEN_POLICY_DECODE
 PREFILL: Final = first_token_pb2.FIRST_TOKEN_POLICY_PREFILL

@@ -1,7 +1,7 @@
 """Make this checkout importable in the environment that runs this, with its console scripts.
 
-An editable install by pip would put an import hook before every start of every process, because our
-packages live in five folders; a path file costs nothing, needs no build and works offline.
+The packages are in five folders, so an editable install by pip would add an import hook, which slows the start of every
+process. A path file has no such cost, needs no build and works offline.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Write requirements/*.txt: every package a part of Headrace needs, at the version installed here.
+"""Write requirements/*.txt: the packages that each part of Headrace needs, at the installed versions.
 
-pyproject.toml names and pins what we import ourselves; this adds what those packages need in turn,
-read from the metadata of the environment it runs in. The files are installed with `pip install
---no-deps`, so what stands in them is all that is installed; LEFT_OUT names what never should be.
+pyproject.toml pins the packages that Headrace imports. This script adds their dependencies, from the metadata of the
+environment in which it runs. `pip install --no-deps` installs a file, so the file must be complete. LEFT_OUT names the
+dependencies that must not be installed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ LEFT_OUT = {
 
 
 def closure(roots: list[str], left_out: Collection[str]) -> dict[str, str]:
-    """Map each needed package to its installed version, following dependencies from `roots`."""
+    """Maps `roots` and their dependencies to the installed versions."""
     versions: dict[str, str] = {}
     seen: set[tuple[str, frozenset[str]]] = set()
     pending = [Requirement(root) for root in roots]
@@ -77,7 +77,7 @@ def closure(roots: list[str], left_out: Collection[str]) -> dict[str, str]:
 
 
 def check_pins(roots: list[str], versions: dict[str, str]) -> None:
-    """Refuse an environment that differs from what pyproject.toml pins."""
+    """Exits when an installed version differs from its pin in pyproject.toml."""
     for root in roots:
         wanted = Requirement(root)
         version = versions[canonicalize_name(wanted.name)]

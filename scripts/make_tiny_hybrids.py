@@ -1,7 +1,7 @@
-"""Write models/tiny-*: small random models of architectures whose layers are not, or not all, plain attention.
+"""Write models/tiny-*: small random models with layers other than plain attention.
 
-So every way of keeping a cache is there to be tested: multi-head latent attention, short convolutions, gated delta
-nets, and state spaces. Always the same bytes: the weights come from a seeded generator.
+They cover every kind of cache: multi-head latent attention, short convolutions, gated delta nets and state spaces. The
+bytes are always the same, because the weights come from a seeded generator.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from model_files import (
 
 MODELS = Path(__file__).resolve().parent.parent / "models"
 HIDDEN = 128
-# Keeps logits apart, so that greedy decoding does not hang on rounding.
+# Separates the logits, so that rounding does not change greedy decoding.
 LOGITS_GAIN = 4.0
 
 COMMON: dict[str, Any] = {
@@ -42,7 +42,7 @@ COMMON: dict[str, Any] = {
     "tie_word_embeddings": False,
     "dtype": "float32",
 }
-# One latent vector per token; kernels know it in one size only.
+# One latent vector per token. Kernels support one size only.
 LATENT: dict[str, Any] = {
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
@@ -94,7 +94,7 @@ def lfm2() -> PreTrainedConfig:
         num_key_value_heads=2,
         layer_types=["conv", "full_attention", "conv", "conv", "full_attention"],
         block_auto_adjust_ff_dim=False,
-        # Not fields of the class, but of every published model.
+        # Every published model has these fields, although the class does not.
         block_dim=HIDDEN,
         conv_dim=HIDDEN,
         conv_dim_out=HIDDEN,
@@ -121,7 +121,7 @@ def qwen3_next() -> PreTrainedConfig:
 
 
 def mamba2() -> PreTrainedConfig:
-    """States and no attention at all."""
+    """State spaces without attention."""
     values = {name: value for name, value in COMMON.items() if name != "intermediate_size"}
     return Mamba2Config(
         **values,
@@ -144,7 +144,7 @@ ARCHITECTURES = {
 
 
 def spread_weights(model: PreTrainedModel) -> None:
-    """Every matrix keeps its input's scale, so that the next token depends on the whole prompt."""
+    """Scales each matrix to preserve the scale of its input, so that the next token depends on the whole prompt."""
     generator = torch.Generator().manual_seed(SEED)
     is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     with torch.no_grad():
@@ -155,7 +155,7 @@ def spread_weights(model: PreTrainedModel) -> None:
             elif weights.dim() < 2:
                 continue
             elif "embed" in name:
-                # Tied to the output, a token that is seen must not ask for itself again.
+                # With tied embeddings, a larger scale would make each token predict itself.
                 weights.normal_(std=gain if is_tied else 1.0, generator=generator)
             else:
                 gain *= LOGITS_GAIN if name == "lm_head.weight" else 1.0
@@ -163,7 +163,7 @@ def spread_weights(model: PreTrainedModel) -> None:
 
 
 def write_model(target: Path, config: PreTrainedConfig) -> None:
-    """Writes one model's folder."""
+    """Writes the folder of one model."""
     torch.manual_seed(SEED)
     tokenizer = build_tokenizer()
     for name, token in (("bos", "<|im_start|>"), ("eos", "<|im_end|>"), ("pad", "<|im_end|>")):

@@ -1,8 +1,7 @@
-"""Write models/tiny-llama: a random Llama small enough for tests, at milliseconds a token.
+"""Write models/tiny-llama: a random Llama that is small enough for tests, with milliseconds per token.
 
-Always the same bytes: the weights come from a seeded generator and the vocabulary from the text
-below. Its layout is a big model's in small: 4 layers, or as many as `--layers` says, and 8 heads over 4 KV
-heads of 32 channels, or over as many as `--kv-heads` says.
+The bytes are always the same: the weights come from a seeded generator and the vocabulary from tiny_model_text.txt. The
+model has 4 layers (`--layers`) and 8 heads of 32 channels with 4 KV heads (`--kv-heads`).
 """
 
 from __future__ import annotations
@@ -38,17 +37,8 @@ INTERMEDIATE = 512
 VOCABULARY = 512
 POSITIONS = 2_048
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-TEXT = """
-A headrace is the channel that carries water from the reservoir down to the turbine. When the gate
-opens, the water runs along it layer over layer, and the wheel below begins to turn long before the
-reservoir has settled. Every day the keeper walks the whole length, reads the level at each mark
-and writes the numbers in a book: which gate was open, how much water went through, and when.
-What is the capital of France? Why is the sky blue? How many people live in the city, and where did
-they come from? The user asks a question, the system reads it once, and the assistant answers word
-by word. Nothing that was read is read again; what has been written stays where it is until nobody
-needs it any more. Some questions are short. Others are long, with several paragraphs, a table, two
-lists and a piece of code that returns another piece of code. Please explain it in your own words.
-"""
+# The text that the vocabulary is made from. Another text makes another model.
+TEXT_FILE = Path(__file__).with_name("tiny_model_text.txt")
 
 
 def model_config(tokenizer: Tokenizer, layers: int, kv_heads: int) -> dict[str, Any]:
@@ -79,7 +69,7 @@ def model_config(tokenizer: Tokenizer, layers: int, kv_heads: int) -> dict[str, 
 
 
 def random_weights(layers: int, kv_heads: int) -> dict[str, FloatArray]:
-    """Every matrix keeps its input's scale, so that the next token depends on the whole prompt."""
+    """Random weights that preserve the scale of inputs, so that the next token depends on the whole prompt."""
     generator = np.random.default_rng(SEED)
 
     def matrix(rows: int, columns: int, gain: float = 1.0) -> FloatArray:
@@ -103,7 +93,7 @@ def random_weights(layers: int, kv_heads: int) -> dict[str, FloatArray]:
             f"{prefix}.mlp.down_proj.weight": matrix(HIDDEN, INTERMEDIATE),
         }
     weights["model.norm.weight"] = ones
-    # A larger scale keeps logits apart, so that greedy decoding does not hang on rounding.
+    # A larger scale separates the logits, so that rounding does not change greedy decoding.
     weights["lm_head.weight"] = matrix(VOCABULARY, HIDDEN, gain=4.0)
     return weights
 
@@ -119,7 +109,7 @@ def build_tokenizer() -> Tokenizer:
         special_tokens=SPECIAL_TOKENS,
         show_progress=False,
     )
-    tokenizer.train_from_iterator([TEXT], trainer)
+    tokenizer.train_from_iterator([TEXT_FILE.read_text(encoding="utf-8")], trainer)
     return tokenizer
 
 

@@ -27,9 +27,9 @@ CHAT_TURNS = (
 
 @contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
-    """Yield an empty directory beside `target` that becomes `target` only if the block succeeds.
+    """Yields an empty directory beside `target`, which becomes `target` only if the block succeeds.
 
-    A reader therefore never meets half a model, and an interrupted run leaves nothing behind.
+    So a reader never finds an incomplete model, and an interrupted run leaves no files.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
@@ -43,7 +43,7 @@ def new_directory(target: Path) -> Iterator[Path]:
 
 
 def is_complete(target: Path) -> bool:
-    """True when `target` holds a model that `new_directory` finished."""
+    """Whether `target` has a complete model, made with `new_directory`."""
     return all(
         (target / name).is_file() for name in ("config.json", "tokenizer.json", WEIGHTS_FILE)
     )
@@ -54,7 +54,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def write_weights(directory: Path, tensors: Mapping[str, FloatArray], *, dtype: str) -> int:
-    """Write float32 arrays as `dtype` ("F32" or "BF16") safetensors; returns the size in bytes.
+    """Writes float32 arrays as safetensors of `dtype` ("F32" or "BF16") and returns the size in bytes.
 
     The format is a little-endian 64-bit header length, a JSON header padded to 8 bytes, the data.
     """
@@ -98,7 +98,7 @@ def write_tokenizer(
     chat_template: str,
     max_length_tokens: int,
 ) -> None:
-    """Write tokenizer.json and its config; a turn ends with <|im_end|>, which is EOS as well."""
+    """Writes tokenizer.json and its config. <|im_end|> ends a turn and is the EOS token."""
     tokenizer.add_special_tokens(
         [AddedToken(token, special=True, normalized=False) for token in special_tokens]
     )

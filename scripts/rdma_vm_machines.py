@@ -1,4 +1,4 @@
-"""Virtual machines for the RDMA tests: how QEMU is called, and the lines of their consoles."""
+"""Virtual machines for the RDMA tests: QEMU's command line, and the lines of the consoles."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from typing import BinaryIO
 
 EMULATION = "tcg"
 VIRTUALIZATION = "kvm"
-# Under emulation, `rep movsb` copies byte by byte, and code that sees these features uses it.
+# Under emulation `rep movsb` copies single bytes. Without these features, programs do not use it.
 _CPU = {EMULATION: "max,erms=off,fsrm=off", VIRTUALIZATION: "host"}
-# A kernel gives up its timer, and then itself, when the machine stood still while it counted.
+# Without no_timer_check, the kernel panics when the machine pauses during its timer check.
 _KERNEL_WORDS = "console=ttyS0 rdinit=/init quiet loglevel=1 panic=1 no_timer_check"
 _KVM = Path("/dev/kvm")
 _KVM_TRIAL_S = 10.0
-# Two networks: the RDMA device is on one, TCP on the other, so that each shows what went by it.
+# The RDMA device and TCP have separate networks, so that their traffic is counted separately.
 _NETWORKS = ("control", "roce")
 
 
 def accelerator(kernel: Path) -> str:
-    """KVM where it runs this kernel, otherwise emulation.
+    """KVM if it boots this kernel, otherwise emulation.
 
-    A device that opens is not enough: below some hypervisors it is there, and only their own kernels boot by it.
+    Some hypervisors offer a KVM device that boots only their own kernels, so this tries to boot.
     """
     flags = Path("/proc/cpuinfo").read_text().split()
     if not ({"vmx", "svm"} & set(flags) and os.access(_KVM, os.R_OK | os.W_OK)):
@@ -38,17 +38,17 @@ def accelerator(kernel: Path) -> str:
         *("-nographic", "-no-reboot", "-net", "none"),
     ]
     try:
-        said = subprocess.run(
+        output = subprocess.run(
             trial, stdin=subprocess.DEVNULL, capture_output=True, timeout=_KVM_TRIAL_S, check=False
         ).stdout
     except subprocess.TimeoutExpired as error:
-        said = error.stdout or b""
-    return VIRTUALIZATION if b"Linux version" in said else EMULATION
+        output = error.stdout or b""
+    return VIRTUALIZATION if b"Linux version" in output else EMULATION
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One to boot. `variables` are in the environment of its first process, beside its role."""
+    """A machine to boot. The environment of its first process has its role and `variables`."""
 
     role: str
     memory_mib: int
@@ -58,10 +58,10 @@ class Machine:
 def command(
     machine: Machine, boot: tuple[Path, Path], accel: str, links: Sequence[tuple[str, int]]
 ) -> list[str]:
-    """QEMU for a machine without disk: all that it has is in the archive of `boot`, beside the kernel.
+    """QEMU's command line for a machine without a disk. `boot` is the kernel and the archive of its files.
 
-    One processor: a second makes emulation dearer than it helps. `links`: the machine's hardware address and an open
-    socket for each network.
+    The machine has one processor, because a second one slows emulation more than it helps. `links` has the hardware
+    address and an open socket for each network.
     """
     network = ["-net", "none"]
     if links:
@@ -74,8 +74,8 @@ def command(
             )
         ]
     kernel, archive = boot
-    told = {"HEADRACE_RDMA_ROLE": machine.role, **machine.variables}
-    words = " ".join([_KERNEL_WORDS, *(f"{name}={value}" for name, value in told.items())])
+    variables = {"HEADRACE_RDMA_ROLE": machine.role, **machine.variables}
+    words = " ".join([_KERNEL_WORDS, *(f"{name}={value}" for name, value in variables.items())])
     return [
         "qemu-system-x86_64",
         *("-machine", "q35", "-cpu", _CPU[accel], "-smp", "1", "-m", str(machine.memory_mib)),
@@ -86,10 +86,10 @@ def command(
 
 
 def links_between(count: int, stack: ExitStack) -> list[list[tuple[str, int]]]:
-    """For each of two machines its end of each network; none for a machine alone."""
+    """For each machine, its hardware address and socket in each network. A single machine has none."""
     if count == 1:
         return [[]]
-    assert count == 2, "a network here is a cable with two ends"
+    assert count == 2, "a network connects exactly two machines"
     ends: list[list[tuple[str, int]]] = [[], []]
     for number, _ in enumerate(_NETWORKS):
         pair = socket.socketpair()
@@ -101,14 +101,14 @@ def links_between(count: int, stack: ExitStack) -> list[list[tuple[str, int]]]:
 
 @dataclass(slots=True)
 class Console:
-    """One machine's console: what it says is kept in a file, and given out line by line."""
+    """The console of one machine. Its output goes to `log`, and to the caller as lines."""
 
     job: str
     log: BinaryIO
     pending: bytes = b""
 
-    def take(self, data: bytes) -> list[str]:
-        """The lines that these bytes complete."""
+    def add_output(self, data: bytes) -> list[str]:
+        """Logs the bytes and returns the lines that they complete."""
         self.log.write(data)
         self.log.flush()
         *lines, self.pending = (self.pending + data).split(b"\n")
@@ -117,7 +117,7 @@ class Console:
 
 @dataclass(slots=True)
 class Fleet:
-    """The running machines by job. Use as in `with fleet(...)`: none is left afterwards."""
+    """The running machines, by job. Use `with fleet(...)`, which ends all of them."""
 
     boot: tuple[Path, Path]
     accel: str
@@ -127,11 +127,11 @@ class Fleet:
 
     @property
     def machine_count(self) -> int:
-        """Machines that are not known to be off."""
+        """Number of machines that may be running."""
         return sum(map(len, self._processes.values()))
 
     def start(self, job: str, machines: Sequence[Machine]) -> None:
-        """Boots the machines of a job, with networks between them when they are two."""
+        """Boots the machines of a job, and connects two machines by networks."""
         started = self._processes[job] = []
         with ExitStack() as stack:
             ends = links_between(len(machines), stack)
@@ -149,22 +149,22 @@ class Fleet:
                 self._selector.register(process.stdout, selectors.EVENT_READ, Console(job, log))
 
     def lines(self, timeout_s: float) -> Iterator[tuple[str, str]]:
-        """Jobs and lines of their consoles that come within the time. Forgets machines that are off."""
+        """Yields (job, console line) within the timeout. Removes consoles that are closed."""
         for key, _ in self._selector.select(max(0.0, timeout_s)):
             data = os.read(key.fd, 65536)
             console: Console = key.data
-            for line in console.take(data):
+            for line in console.add_output(data):
                 yield console.job, line
             if not data:
                 self._selector.unregister(key.fileobj)
                 console.log.close()
 
     def is_off(self, job: str) -> bool:
-        """Whether all machines of the job have ended and said everything."""
+        """Whether all consoles of the job are closed."""
         return all(key.data.job != job for key in self._selector.get_map().values())
 
     def end(self, job: str) -> None:
-        """Switches the job's machines off."""
+        """Ends the machines of the job."""
         for process in self._processes.pop(job):
             process.kill()
             process.wait()
@@ -174,7 +174,7 @@ class Fleet:
             process.stdout.close()
 
     def end_all(self) -> None:
-        """Switches everything off."""
+        """Ends all machines."""
         for job in list(self._processes):
             self.end(job)
         self._selector.close()
@@ -182,7 +182,7 @@ class Fleet:
 
 @contextmanager
 def fleet(boot: tuple[Path, Path], accel: str, log_folder: Path) -> Iterator[Fleet]:
-    """Machines that are off when the block ends."""
+    """A fleet without machines, which ends its machines when the block ends."""
     machines = Fleet(boot, accel, log_folder)
     try:
         yield machines
@@ -191,7 +191,7 @@ def fleet(boot: tuple[Path, Path], accel: str, log_folder: Path) -> Iterator[Fle
 
 
 def machine_limit(machine_mib: int) -> int:
-    """How many machines run well at once here: they often wait, so one more than processors, while memory allows."""
+    """The number of machines to run at once: one more than processors, because they often wait, within the memory."""
     available_kib = next(
         int(line.split()[1])
         for line in Path("/proc/meminfo").read_text().splitlines()

@@ -12,11 +12,11 @@ from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
 _REQUIREMENTS = ("registry.txt", "router.txt")
-# Workers' requirements hold vLLM and torch: of those, only what the sim engine and its transports use.
+# From the workers' requirements, only the packages of the sim engine and its transports, without vLLM and torch.
 _MORE = ("mooncake-transfer-engine-non-cuda", "numpy", "xxhash")
 _PINNED = re.compile(r"^([A-Za-z0-9._-]+)==")
-# Mooncake's programs and its store are 80 MB that an engine does not load. What a machine boots with is unpacked under
-# emulation, so it pays to leave out sources and what only compiling needs.
+# Mooncake's programs and its store are 80 MB that an engine does not load. The machine unpacks all files, which is slow
+# under emulation, so this leaves out files for compilation too.
 _LEFT_OUT = re.compile(
     r"^mooncake/(?!([^/]*\.py|engine[^/]*\.so|lib[^/]*\.so|_fast_copy[^/]*\.so)$)"
     r"|^mooncake_.*\.libs/libetcd_wrapper-"
@@ -25,7 +25,7 @@ _LEFT_OUT = re.compile(
 
 
 def main() -> None:
-    """Writes into the folder that the command line names."""
+    """Copies the packages into the folder."""
     target = Path(sys.argv[1])
     for name in sorted({*_pinned(), *_MORE}):
         try:

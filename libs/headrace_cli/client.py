@@ -1,4 +1,4 @@
-"""The services' RPCs, as the command line uses them."""
+"""The RPCs of the services that the command line calls."""
 
 from __future__ import annotations
 
@@ -23,22 +23,21 @@ from headrace_common.rpc.channel import TlsFiles, open_channel
 
 CALL_TIMEOUT_S = 5.0
 TRACE_POLL_S = 0.1
-LISTED_MEMBERS_MAX = 1_000
 _HINT = "is it running? `headrace up` starts it"
 
 
 def rpc_errors(what: str) -> AbstractContextManager[None]:
-    """Raises Headrace's own error for an RPC that failed, with the remedy when nobody answered."""
+    """Converts a failed RPC to a HeadraceError, with a remedy when `what` cannot be reached."""
     return headrace_client.rpc_errors(what, _HINT)
 
 
 def call_channel(endpoint: str) -> grpc.aio.Channel:
-    """A channel to a service, with the certificates that the environment names."""
+    """Opens a channel to a service, with the certificates that the environment names."""
     return open_channel(endpoint, TlsFiles.from_environment())
 
 
 class RouterClient:
-    """Calls one router. Use `open_router`."""
+    """Calls one router. `open_router` makes one."""
 
     def __init__(self, endpoint: str, channel: grpc.aio.Channel) -> None:
         self.endpoint = endpoint
@@ -49,12 +48,12 @@ class RouterClient:
     async def generate(
         self, request: inference_pb2.GenerateRequest, timeout_s: float
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        """Streams the answer; asks again when a busy router says when to."""
+        """Streams the answer. Retries when the router rejects the request with a retry delay."""
         async for response in self._client.stream(request, timeout_s):
             yield response
 
     async def explain(self, request: inference_pb2.GenerateRequest) -> inference_pb2.RouteResponse:
-        """Where the prompt would go now."""
+        """Where the prompt would be routed now, with all candidates."""
         return await self._client.route(request, CALL_TIMEOUT_S, explain=True)
 
     async def models(self) -> list[inference_pb2.Model]:
@@ -62,7 +61,7 @@ class RouterClient:
         return list((await self._list_models()).models)
 
     async def prefix_key_fingerprint(self) -> int:
-        """Of the key that it hashes prompts under; 0 while it has none."""
+        """Fingerprint of the key with which the router hashes prompts; 0 while it has none."""
         return (await self._list_models()).prefix_key_fingerprint
 
     async def _list_models(self) -> inference_pb2.ListModelsResponse:
@@ -72,7 +71,7 @@ class RouterClient:
             )
 
     async def trace(self, trace_id: str, wait_s: float) -> trace_pb2.Trace:
-        """The trace, waiting up to `wait_s` for its last spans. Raises NotFound."""
+        """The trace, after a wait of up to `wait_s` for its last spans. Raises NotFound."""
         deadline = Deadline.after(wait_s)
         found: trace_pb2.Trace | None = None
         while True:
@@ -100,24 +99,24 @@ class RouterClient:
 
 @asynccontextmanager
 async def open_router(endpoint: str) -> AsyncIterator[RouterClient]:
-    """A client of the router at "host:port"."""
+    """Opens a client of the router at "host:port"."""
     async with call_channel(endpoint) as channel:
         yield RouterClient(endpoint, channel)
 
 
 async def list_members(registry: str) -> list[registry_pb2.Member]:
-    """Who is registered, by worker id."""
+    """The registered members, by worker id, up to one page."""
     async with call_channel(registry) as channel:
         with rpc_errors(f"the registry on {registry}"):
             response = await registry_pb2_grpc.RegistryServiceStub(channel).ListMembers(
-                registry_pb2.ListMembersRequest(page_size=LISTED_MEMBERS_MAX),
+                registry_pb2.ListMembersRequest(),
                 timeout=CALL_TIMEOUT_S,
             )
     return list(response.members)
 
 
 async def worker_status(endpoint: str) -> worker_pb2.WatchStatusResponse:
-    """A worker's state now."""
+    """The state of a worker. Raises WorkerGone when it sends none."""
     async with call_channel(endpoint) as channel:
         with rpc_errors(f"the worker on {endpoint}"):
             call = worker_pb2_grpc.WorkerServiceStub(channel).WatchStatus(
@@ -126,11 +125,11 @@ async def worker_status(endpoint: str) -> worker_pb2.WatchStatusResponse:
             async for status in call:
                 call.cancel()
                 return status
-    raise WorkerGone(f"the worker on {endpoint} said nothing")
+    raise WorkerGone(f"the worker on {endpoint} sent no status")
 
 
 async def reset_prefix_cache(endpoint: str, timeout_s: float) -> None:
-    """Empties a worker's prefix cache once it holds no request's KV."""
+    """Empties a worker's prefix cache, as soon as no request uses it."""
     async with call_channel(endpoint) as channel:
         with rpc_errors(f"the worker on {endpoint}"):
             await worker_pb2_grpc.WorkerServiceStub(channel).ResetPrefixCache(
@@ -146,7 +145,7 @@ def chat_request(
     temperature: float | None = None,
     seed: int | None = None,
 ) -> inference_pb2.GenerateRequest:
-    """A conversation of (role, content), oldest first. 0 tokens means what the context leaves."""
+    """A request with messages of (role, content), oldest first. 0 tokens means what the context leaves."""
     return headrace_client.build_request(
         messages=messages, model=model, max_tokens=max_tokens, temperature=temperature, seed=seed
     )

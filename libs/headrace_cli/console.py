@@ -1,4 +1,4 @@
-"""Where the command line writes: answers to stdout, everything about them to stderr."""
+"""Consoles: results go to stdout, everything else to stderr."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ PIPED_WIDTH = 140
 
 
 def answer_console() -> Console:
-    """For what was asked for. Neither colour nor the terminal's width when it is not a terminal."""
+    """The console for results. Without a terminal it has no colour and a fixed width."""
     console = Console(highlight=False, soft_wrap=True)
     return console if console.is_terminal else Console(highlight=False, width=PIPED_WIDTH)
 
 
 def notice_console() -> Console:
-    """For progress, hints and errors."""
+    """The console for progress, hints and errors."""
     return Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def can_draw_blocks(console: Console) -> bool:
-    """Whether the terminal's encoding has more than ASCII."""
+    """Whether the encoding of the console has block characters."""
     return console.encoding.lower().startswith("utf")

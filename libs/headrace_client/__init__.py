@@ -4,8 +4,9 @@
         async for piece in client.generate("Once upon a time", max_tokens=64):
             print(piece.text, end="")
 
-Refusals that say when to come again are followed. Where only token ids are wanted and the router allows it, tokens come
-from the decode worker directly, past the router: see Client. Services with certificates want `tls=TlsFiles(...)`.
+The client retries a request that the router rejects with a retry delay. For a request of token ids only, and where the
+router allows it, it streams from the decode worker directly: see Client. Services with certificates need
+`tls=TlsFiles(...)`.
 """
 
 from headrace_client.client import Client, rpc_errors

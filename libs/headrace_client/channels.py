@@ -1,4 +1,4 @@
-"""Channels to decode workers, kept for the next request."""
+"""Channels to decode workers, reused by later requests."""
 
 from __future__ import annotations
 
@@ -17,61 +17,63 @@ from headrace_common.rpc.channel import TlsFiles, open_channel
 
 _IDLE_MAX: Final = 64
 _CONNECT_TIMEOUT_S: Final = 2.0
-_CLOSED_S: Final = 30.0
+_UNREACHABLE_S: Final = 30.0
 
 
 @dataclass(slots=True)
-class _Kept:
+class _Entry:
     channel: grpc.aio.Channel
     users: int = 0
 
 
 class Channels:
-    """One channel per endpoint; of those that nobody uses, the 64 used last stay open.
+    """One channel per endpoint. Of the unused channels, the 64 used last stay open.
 
-    After an endpoint could not be reached, the workers' network is taken for closed to us for a while.
+    After an endpoint could not be reached, all workers count as unreachable for 30 s.
     """
 
     def __init__(self, tls: TlsFiles) -> None:
         self._tls = tls
-        self._kept: OrderedDict[str, _Kept] = OrderedDict()
-        self._closed_until_s = 0.0
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+        self._unreachable_until_s = 0.0
 
     @property
-    def out_of_reach(self) -> bool:
-        """Whether it is not worth trying now."""
-        return time.monotonic() < self._closed_until_s
+    def unreachable(self) -> bool:
+        """Whether the last failed connection was less than 30 s ago."""
+        return time.monotonic() < self._unreachable_until_s
 
     @asynccontextmanager
-    async def to(self, endpoint: str) -> AsyncIterator[grpc.aio.Channel]:
-        """A connected channel. Raises WorkerGone when there is no connection in time."""
-        kept = self._kept.setdefault(endpoint, _Kept(open_channel(endpoint, self._tls)))
-        self._kept.move_to_end(endpoint)
-        kept.users += 1
+    async def open(self, endpoint: str) -> AsyncIterator[grpc.aio.Channel]:
+        """A connected channel. Raises WorkerGone when it does not connect in time."""
+        entry = self._entries.get(endpoint)
+        if entry is None:
+            entry = self._entries[endpoint] = _Entry(open_channel(endpoint, self._tls))
+        self._entries.move_to_end(endpoint)
+        entry.users += 1
         try:
-            await self._connect(kept.channel, endpoint)
-            yield kept.channel
+            await self._connect(entry.channel, endpoint)
+            yield entry.channel
         finally:
-            kept.users -= 1
+            entry.users -= 1
             await self._close_surplus()
 
     async def close(self) -> None:
-        """Closes all of them."""
-        kept, self._kept = list(self._kept.values()), OrderedDict()
-        for entry in kept:
+        """Closes all channels."""
+        entries, self._entries = list(self._entries.values()), OrderedDict()
+        for entry in entries:
             await entry.channel.close()
 
     async def _close_surplus(self) -> None:
-        idle = [endpoint for endpoint, kept in self._kept.items() if not kept.users]
+        idle = [endpoint for endpoint, entry in self._entries.items() if not entry.users]
         for endpoint in idle[: max(0, len(idle) - _IDLE_MAX)]:
-            await self._kept.pop(endpoint).channel.close()
+            await self._entries.pop(endpoint).channel.close()
 
     async def _connect(self, channel: grpc.aio.Channel, endpoint: str) -> None:
         try:
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                 await channel.channel_ready()
         except TimeoutError:
-            self._closed_until_s = time.monotonic() + _CLOSED_S
+            self._unreachable_until_s = time.monotonic() + _UNREACHABLE_S
             raise WorkerGone(
                 f"no connection to {endpoint} within {_CONNECT_TIMEOUT_S:g} s",
                 metadata={"endpoint": endpoint},

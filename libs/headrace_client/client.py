@@ -1,4 +1,4 @@
-"""The client: asks a router, again when told to, and past it where that is allowed."""
+"""A client of one router, with retries and with streaming from decode workers."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _LOG = logging.getLogger(__name__)
 DEFAULT_TIMEOUT_S: Final = 300.0
 _PLAINTEXT: Final = TlsFiles()
 _JITTER_SHARE: Final = 0.25
-# A worker's failure costs one; then the router goes on by itself.
+# Each decode worker that fails uses one. Then the router completes the answer.
 _DIRECT_ATTEMPTS_MAX: Final = 3
 
 
 class Client:
     """Calls one router, at "host:port" or over a channel that the caller opened and closes.
 
-    `look_aside` allows streaming from decode workers directly. It is used for requests that want `tokens_only`, because
-    text is made by the router alone, when the router allows it and the workers can be reached. When a worker fails, the
-    answer goes on after the tokens that came: at another worker, by the router's word, or else by the router. A refusal
-    that says when to come again is followed up to `retries_max` times, within the request's time.
+    `look_aside` allows streaming from decode workers directly. The client does so for requests with `tokens_only`, when
+    the router allows it and the worker can be reached. Only the router makes text. When a worker fails, the answer
+    continues after the tokens received: from another worker that the router names, or from the router. A request that
+    is rejected with a retry delay is retried up to `retries_max` times, within its timeout.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class Client:
         name: str = "",
         hint: str = "is it running?",
     ) -> None:
-        """`tls` is for the router and the decode workers alike, but not for a channel that is given.
+        """`tls` is for channels that the client opens, to the router and to decode workers.
 
-        `name` and `hint` are for errors: what to call the router, and what to do when it does not answer.
+        Errors use `name` as the router's name and `hint` as the remedy when the router cannot be reached.
         Raises ConfigError for files of `tls` that cannot be read.
         """
         self._endpoint = name or (router if isinstance(router, str) else "this channel")
@@ -66,7 +66,7 @@ class Client:
         self._retries_max = retries_max
         self._workers = Channels(tls)
         self.direct_answers = 0
-        """Answers that came past the router."""
+        """Answers that decode workers streamed directly."""
 
     async def __aenter__(self) -> Client:
         return self
@@ -75,7 +75,7 @@ class Client:
         await self.close()
 
     async def close(self) -> None:
-        """Closes every channel that this client opened; answers on their way end with an error."""
+        """Closes the channels that this client opened. Answers in flight end with an error."""
         await self._workers.close()
         if self._own is not None:
             await self._own.close()
@@ -94,7 +94,7 @@ class Client:
         tokens_only: bool = False,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        """The answer piece by piece, as `stream` gives it. The prompt is as for build_request."""
+        """Streams the answer as `stream` does. The prompt is as for build_request."""
         request = build_request(
             prompt,
             messages=messages,
@@ -114,9 +114,9 @@ class Client:
         *,
         tokens_only: bool = False,
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        """The answer piece by piece, the last with the finish reason. With `tokens_only` there may be no text.
+        """Streams the answer; the last response has the finish reason. With `tokens_only` there may be no text.
 
-        Raises HeadraceError. Ending the iteration gives the request up.
+        Raises HeadraceError. The end of the iteration cancels the request.
         """
         deadline = Deadline.after(timeout_s)
         progress = Progress(request)
@@ -141,7 +141,10 @@ class Client:
         explain: bool = False,
         avoid_worker_ids: Sequence[str] = (),
     ) -> inference_pb2.RouteResponse:
-        """Where the prompt would go; to workers to be avoided only when there is no other. Raises HeadraceError."""
+        """Where the prompt would be routed. The router names an avoided worker only when there is no other.
+
+        Raises HeadraceError.
+        """
         with rpc_errors(f"the router on {self._endpoint}", self._hint):
             return await self._stub.Route(
                 inference_pb2.RouteRequest(
@@ -154,10 +157,11 @@ class Client:
     async def _attempt(
         self, progress: Progress, deadline: Deadline, tokens_only: bool
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        """The rest of the answer, to its end."""
+        """Streams the rest of the answer."""
         if tokens_only and self._look_aside:
-            async for response in self._past_the_router(progress, deadline):
-                yield progress.take(response)
+            async for response in self._from_workers(progress, deadline):
+                progress.record(response)
+                yield response
                 if response.finish_reason:
                     return
         with rpc_errors(f"the router on {self._endpoint}", self._hint):
@@ -166,47 +170,48 @@ class Client:
             )
             try:
                 async for response in call:
-                    yield progress.take(response)
+                    progress.record(response)
+                    yield response
             finally:
                 call.cancel()
 
-    async def _past_the_router(
+    async def _from_workers(
         self, progress: Progress, deadline: Deadline
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        """Tokens from one decode worker after the other; ends early where the router is to go on.
+        """Streams from one decode worker after the other. Ends early where the router should continue.
 
-        A worker that fails before it has brought a token leaves the answer to the router.
+        The router continues after a worker that fails before its first token.
         """
         for _ in range(_DIRECT_ATTEMPTS_MAX):
-            if self._workers.out_of_reach:
+            if self._workers.unreachable:
                 return
             routed = await self.route(
-                progress.rest, deadline.remaining_s(), avoid_worker_ids=progress.failed
+                progress.rest, deadline.remaining_s(), avoid_worker_ids=progress.failed_worker_ids
             )
             if not routed.HasField("direct"):
                 return
-            had = len(progress.generated)
+            count = len(progress.generated)
             try:
-                async for response in self._directly(routed, progress, deadline):
+                async for response in self._from_worker(routed, progress, deadline):
                     yield response
                 return
             except HeadraceError as error:
-                brought = len(progress.generated) > had
-                # What a worker calls a bug would be one on the next worker too.
+                has_new_tokens = len(progress.generated) > count
+                # An internal error would occur on the next worker too.
                 if isinstance(error, InvalidRequest) or deadline.expired:
                     raise
-                if brought and isinstance(error, InternalError):
+                if has_new_tokens and isinstance(error, InternalError):
                     raise
-                _LOG.info("%s, so the answer goes on elsewhere", error.detail)
-                progress.failed.append(routed.worker_id)
-                if not brought:
+                _LOG.info("%s: the answer continues elsewhere", error.detail)
+                progress.record_failure(routed.worker_id)
+                if not has_new_tokens:
                     return
 
-    async def _directly(
+    async def _from_worker(
         self, routed: inference_pb2.RouteResponse, progress: Progress, deadline: Deadline
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         with rpc_errors(f"decode worker {routed.worker_id}"):
-            async with self._workers.to(routed.direct.endpoint) as channel:
+            async with self._workers.open(routed.direct.endpoint) as channel:
                 attempt = DirectAttempt(
                     routed.direct,
                     routed.worker_id,
@@ -223,7 +228,7 @@ class Client:
 
 
 def _retry_delay_s(error: HeadraceError) -> float | None:
-    """When to come again; None when the error does not say, or is none that time helps with."""
+    """The delay before a retry, with jitter. None for an error that a retry does not help."""
     if error.code is not grpc.StatusCode.RESOURCE_EXHAUSTED or error.retry_after_s is None:
         return None
     return error.retry_after_s * random.uniform(1.0, 1.0 + _JITTER_SHARE)
@@ -231,12 +236,12 @@ def _retry_delay_s(error: HeadraceError) -> float | None:
 
 @contextmanager
 def rpc_errors(what: str, hint: str = "is it running?") -> Iterator[None]:
-    """Raises Headrace's own error for an RPC that failed, saying what was called when nobody answered."""
+    """Converts a failed RPC to a HeadraceError, which names `what` when it cannot be reached."""
     try:
         yield
     except grpc.aio.AioRpcError as rpc_error:
         error = error_from_rpc(rpc_error)
-        # Whoever answers sends details of its own.
+        # A status of gRPC itself, without details of a service.
         if isinstance(error, WorkerGone) and "grpc_code" in error.metadata:
             raise WorkerGone(
                 f"{what} does not answer ({error.detail}): {hint}", metadata={"called": what}

@@ -1,4 +1,4 @@
-"""One attempt that goes past the router: tokens from the decode worker, the prompt by the router's prefill queue."""
+"""One attempt at a decode worker: the worker streams tokens, the router's prefill queue computes the prompt."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from collections.abc import AsyncIterator
 from typing import Any, Final
 
 import grpc.aio
-from google.protobuf.duration_pb2 import Duration
 
 from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from headrace_client.progress import Progress
 from headrace_common.deadlines import Deadline
+from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import ProtocolViolation, WorkerGone
 from headrace_common.rpc.tickets import decode_request_of
 
-# The prefill worker's own report comes about when the first token does.
+# The prefill worker reports at about the time of the first token.
 _REPORT_WAIT_S: Final = 1.0
 
 
 class DirectAttempt:
-    """Runs once. Nothing of it is left behind when `responses` ends, however it ends."""
+    """Runs once. When `responses` ends, for any reason, its RPCs have ended."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class DirectAttempt:
         router_metadata: tuple[tuple[str, str], ...],
         deadline: Deadline,
     ) -> None:
-        """`progress` is of the whole answer; whoever reads this attempt notes there what comes."""
+        """`progress` is of the whole answer. The caller records in it each response of this attempt."""
         self._direct = direct
         self._worker_id = worker_id
         self._stub = decode_pb2_grpc.DecodeServiceStub(decode)
@@ -43,10 +43,10 @@ class DirectAttempt:
         self._router_metadata = router_metadata
         self._deadline = deadline
         self._progress = progress
-        progress.attempts += 1
+        progress.record_attempt()
 
     async def responses(self) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        """The answer as the router would send it, but for text. Raises AioRpcError and HeadraceError."""
+        """Streams the responses that the router would send, without text. Raises AioRpcError and HeadraceError."""
         call: Any = self._stub.Generate(
             decode_request_of(self._direct),
             timeout=self._deadline.remaining_s(),
@@ -92,7 +92,7 @@ class DirectAttempt:
             token_ids=tokens.token_ids,
             logprobs=tokens.logprobs,
         )
-        if not self._progress.begun:
+        if not self._progress.has_tokens:
             response.trace_id = self._direct.traceparent.split("-")[1]
         return response
 
@@ -120,8 +120,10 @@ class DirectAttempt:
                 transferred_tokens=min(finished.transferred_tokens, prompt_tokens - cached_tokens),
             ),
             timing=inference_pb2.Timing(
-                time_to_first_token=_duration((progress.first_s or now_s) - progress.begin_s),
-                total=_duration(now_s - progress.begin_s),
+                time_to_first_token=duration_from_seconds(
+                    (progress.first_s or now_s) - progress.begin_s
+                ),
+                total=duration_from_seconds(now_s - progress.begin_s),
                 decode_worker_id=self._worker_id,
                 prefill_worker_id=prefill_worker_id,
                 attempts=progress.attempts,
@@ -133,7 +135,7 @@ async def _first_of(
     read: asyncio.Task[decode_pb2.GenerateResponse],
     prefill: asyncio.Task[inference_pb2.PrefillResponse] | None,
 ) -> decode_pb2.GenerateResponse:
-    """The decode worker's next event, or what the prefill failed with, whichever comes first."""
+    """The decode worker's next event. Raises the prefill's error when that comes first."""
     try:
         if prefill is not None:
             await asyncio.wait({read, prefill}, return_when=asyncio.FIRST_COMPLETED)
@@ -144,9 +146,3 @@ async def _first_of(
         if not read.done():
             read.cancel()
             await asyncio.wait({read})
-
-
-def _duration(seconds: float) -> Duration:
-    duration = Duration()
-    duration.FromNanoseconds(max(0, round(seconds * 1e9)))
-    return duration

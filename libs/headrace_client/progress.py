@@ -1,4 +1,4 @@
-"""How far an answer has come, over every attempt at it."""
+"""The progress of one answer, over all attempts."""
 
 from __future__ import annotations
 
@@ -8,37 +8,44 @@ from headrace.inference.v1 import inference_pb2
 
 
 class Progress:
-    """One request and what the client has of its answer."""
+    """A request and the tokens received so far."""
 
     def __init__(self, request: inference_pb2.GenerateRequest) -> None:
         self._request = request
         self.generated = list(request.generated.ids)
-        self.failed: list[str] = []
-        """Decode workers that failed while they were asked directly."""
+        self.failed_worker_ids: list[str] = []
+        """Decode workers that failed during a direct attempt."""
         self.attempts = 0
-        """Direct ones."""
+        """Direct attempts."""
         self.begin_s = time.monotonic()
         self.first_s = 0.0
-        """When the first token came, by time.monotonic."""
+        """Time of the first token by time.monotonic; 0 before it."""
 
     @property
-    def begun(self) -> bool:
-        """Whether tokens have come."""
+    def has_tokens(self) -> bool:
+        """Whether tokens were received."""
         return self.first_s > 0
 
     @property
     def rest(self) -> inference_pb2.GenerateRequest:
-        """What is to be asked now."""
-        if not self.begun:
+        """The request for the rest of the answer."""
+        if not self.has_tokens:
             return self._request
         request = inference_pb2.GenerateRequest()
         request.CopyFrom(self._request)
         request.generated.ids[:] = self.generated
         return request
 
-    def take(self, response: inference_pb2.GenerateResponse) -> inference_pb2.GenerateResponse:
-        """Notes a response's tokens; the response."""
+    def record(self, response: inference_pb2.GenerateResponse) -> None:
+        """Records the tokens of a response."""
         if response.token_ids:
             self.first_s = self.first_s or time.monotonic()
             self.generated += response.token_ids
-        return response
+
+    def record_attempt(self) -> None:
+        """Records the start of a direct attempt."""
+        self.attempts += 1
+
+    def record_failure(self, worker_id: str) -> None:
+        """Records that a decode worker failed during a direct attempt."""
+        self.failed_worker_ids.append(worker_id)

@@ -1,4 +1,4 @@
-"""Requests from plain values. Pure."""
+"""Builds requests from plain values. Pure."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def build_request(
     stop: Sequence[str] = (),
     request_id: str = "",
 ) -> inference_pb2.GenerateRequest:
-    """One prompt: plain text, messages of (role, content) oldest first, or token ids.
+    """A request with one prompt: plain text, messages of (role, content) oldest first, or token ids.
 
-    0 tokens means what the context leaves. Raises InvalidRequest unless exactly one kind of prompt is given; all else
-    is the router's to judge.
+    0 `max_tokens` means what the context leaves. Raises InvalidRequest unless exactly one kind of prompt is given. The
+    router validates the rest.
     """
     chat = [inference_pb2.ChatMessage(role=role, content=content) for role, content in messages]
     if sum(map(bool, (prompt, chat, tokens))) != 1:

@@ -1,1 +1,1 @@
-"""What every Headrace service shares: errors, configuration, gRPC bootstrap, telemetry, deadlines."""
+"""Code that all services share: errors, settings, gRPC, the registry client, telemetry, deadlines, limits."""

@@ -1,6 +1,6 @@
-"""Settings of a service: read once, checked as a whole, then frozen.
+"""Settings of a service: read once, validated together, then frozen.
 
-A service derives its own settings from ServiceConfig, one field each, and calls `load_config`:
+A service derives a class from ServiceConfig with one field for each setting, and calls `load_config`:
 
     class RouterConfig(ServiceConfig):
         queue_tasks_max: PositiveCount = Field(default=256, description="Prompts that may wait.")
@@ -37,7 +37,7 @@ from headrace_common.identity import is_worker_id
 _WILDCARD_HOSTS = ("0.0.0.0", "[::]", "::")
 _HOST_PORT = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})")
 _MISSING = "\0missing"
-# Kubernetes puts these beside every container of a namespace that has a Service named like ours.
+# Kubernetes sets these in every container of a namespace with a Service of our name.
 _KUBERNETES_LINK = re.compile(
     r"SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?"
 )
@@ -45,7 +45,7 @@ _URL_USER = re.compile(r"(?<=://)[^/@]+@")
 
 
 def split_host_port(text: str) -> tuple[str, int]:
-    """Splits "host:port"; raises ValueError that says how it should look."""
+    """Splits "host:port". Raises ValueError with the expected form."""
     match = _HOST_PORT.fullmatch(text)
     if match is None or int(match["port"]) > 65_535:
         raise ValueError("write it as host:port, such as 127.0.0.1:7000, with a port of 0 to 65535")
@@ -59,7 +59,7 @@ def _check_host_port(text: str) -> str:
 
 def _check_endpoint(text: str) -> str:
     if split_host_port(text)[1] == 0:
-        raise ValueError("name the port, such as 127.0.0.1:7000: 0 cannot be called")
+        raise ValueError("name the port, such as 127.0.0.1:7000: no server has port 0")
     return text
 
 
@@ -80,7 +80,7 @@ def _check_worker_id(text: str) -> str:
 
 
 HostPort = Annotated[str, AfterValidator(_check_host_port)]
-"""An address to listen on; port 0 takes any."""
+"""An address to listen on. Port 0 means any free port."""
 Endpoint = Annotated[str, AfterValidator(_check_endpoint)]
 """An address to call."""
 OptionalHostPort = Annotated[str, AfterValidator(_check_optional_host_port)]
@@ -94,7 +94,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 class ServiceConfig(BaseModel):
-    """What every service can be told."""
+    """The settings that every service has."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -103,31 +103,30 @@ class ServiceConfig(BaseModel):
     )
     advertise: OptionalHostPort = Field(
         default="",
-        description="host:port by which others reach this process; port 0 means the port served "
-        "on; empty means the address served on.",
+        description="host:port at which other processes reach this one. Port 0 means the port of "
+        "listen; empty means the address of listen.",
     )
     registry: Endpoint = Field(default="127.0.0.1:7001", description="host:port of the registry.")
-    log_level: LogLevel = Field(
-        default="info", description="Least level that is logged: debug, info, warning or error."
-    )
+    log_level: LogLevel = Field(default="info", description="Lowest level that is logged.")
     otlp_endpoint: OtlpEndpoint = Field(
         default="",
-        description="OTLP/gRPC collector that gets every span and the metrics, such as http://127.0.0.1:4317; "
+        description="OTLP/gRPC collector of all spans and metrics, such as http://127.0.0.1:4317; "
         "empty means none.",
     )
     drain_grace_s: NonNegativeSeconds = Field(
-        default=20.0, description="Seconds that requests in flight may take to end after SIGTERM."
+        default=20.0, description="Seconds that requests in flight may take after SIGTERM."
     )
     port_file: str = Field(
         default="",
-        description="File to write the host:port served on to, once serving; empty means none.",
+        description="File to which the service writes its host:port when it serves; empty means none.",
     )
     tls_certificate_file: str = Field(
         default="", description="PEM certificate of this process; empty means plaintext."
     )
     tls_key_file: str = Field(default="", description="PEM private key of tls_certificate_file.")
     tls_authority_file: str = Field(
-        default="", description="PEM certificates that every peer's own must be signed by."
+        default="",
+        description="PEM certificates of the authorities that sign every peer's certificate.",
     )
 
     @model_validator(mode="after")
@@ -141,8 +140,8 @@ class ServiceConfig(BaseModel):
         host, _ = split_host_port(self.listen)
         if host in _WILDCARD_HOSTS and not self.advertise:
             problems.append(
-                f"listen on {host} needs advertise: set it to the host:port by which others "
-                "reach this process"
+                f"listen on {host} needs advertise: set it to the host:port at which other processes "
+                "reach this one"
             )
         if problems:
             raise ValueError("; ".join(problems))
@@ -153,7 +152,7 @@ Config = TypeVar("Config", bound=ServiceConfig)
 
 
 def require_order(config: ServiceConfig, *pairs: tuple[str, str]) -> None:
-    """Of each pair of settings, the first is a wait within the second. Raises ValueError naming all that are not."""
+    """Checks that the first setting of each pair is below the second. Raises ValueError naming all that are not."""
     problems = [
         f"{inner} is {getattr(config, inner):g} and must be below {outer}, which is {getattr(config, outer):g}"
         for inner, outer in pairs
@@ -165,7 +164,7 @@ def require_order(config: ServiceConfig, *pairs: tuple[str, str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """One value as it was given, and where."""
+    """A value as given, and its source."""
 
     value: object
     source: str
@@ -174,11 +173,10 @@ class _Setting:
 def load_config(
     cls: type[Config], argv: Sequence[str] | None, *, prog: str, env_prefix: str
 ) -> Config:
-    """Reads the settings: file (--config FILE.toml) below environment below flags.
+    """Reads the settings. Flags override the environment, which overrides the file (--config FILE.toml).
 
-    `argv` excludes the program's name; None means the process's own. `env_prefix` is such as
-    "HEADRACE_ROUTER_".
-    Raises ConfigError that lists every wrong setting at once, each with its source and remedy.
+    `argv` excludes the program's name; None means the arguments of this process. `env_prefix` is such
+    as "HEADRACE_ROUTER_". Raises ConfigError that lists every wrong setting with its source and remedy.
     `--help` prints the help and exits.
     """
     prefix = env_prefix.rstrip("_") + "_"
@@ -203,7 +201,7 @@ def load_config(
 
 
 def redacted(config: ServiceConfig) -> dict[str, Any]:
-    """The settings as plain values for logs, with secrets and the users of URLs struck out."""
+    """The settings as plain values for logs, without secrets and without the users in URLs."""
     plain: dict[str, Any] = {}
     for name in type(config).model_fields:
         value = getattr(config, name)
@@ -267,7 +265,7 @@ def _parser(cls: type[ServiceConfig], prog: str, prefix: str) -> argparse.Argume
     parser = argparse.ArgumentParser(
         prog=prog,
         description=textwrap.dedent(cls.__doc__ or "").strip().split("\n\n")[0],
-        epilog=f"Flags win over environment variables ({prefix}*), which win over the file. "
+        epilog=f"Flags override environment variables ({prefix}*), which override the file. "
         f'A file holds lines such as listen = "127.0.0.1:7000".',
         allow_abbrev=False,
     )
@@ -276,7 +274,7 @@ def _parser(cls: type[ServiceConfig], prog: str, prefix: str) -> argparse.Argume
         metavar="FILE.toml",
         nargs="?",
         const=_MISSING,
-        help=f"File of settings by the names below, in TOML. [env: {prefix}CONFIG]",
+        help=f"TOML file of settings with the names below. [env: {prefix}CONFIG]",
     )
     for name, field in cls.model_fields.items():
         notes = f"[env: {variable_of(name, prefix)}; {default_of(field)}]"

@@ -1,4 +1,4 @@
-"""Points in time after which work is worthless."""
+"""Deadlines of requests and waits."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """A moment in seconds since the Unix epoch, so that it can travel in a message."""
+    """A point in time, in seconds since the Unix epoch, so that messages can carry it."""
 
     unix_s: float
 
     @classmethod
     def after(cls, seconds: float) -> Deadline:
-        """The moment `seconds` from now."""
+        """The deadline `seconds` from now."""
         return cls(time.time() + seconds)
 
     @classmethod
     def from_context(
         cls, context: grpc.aio.ServicerContext[Any, Any], default_s: float
     ) -> Deadline:
-        """The RPC's own deadline, or `default_s` from now for a caller that set none."""
-        # None for a caller without a deadline, though the stubs say otherwise.
+        """The RPC's deadline, or `default_s` from now when the caller set none."""
+        # None without a deadline, although the type stubs exclude it.
         remaining_s: Any = context.time_remaining()
         return cls.after(default_s if remaining_s is None else remaining_s)
 
@@ -38,11 +38,11 @@ class Deadline:
 
     @property
     def expired(self) -> bool:
-        """Whether the moment has come."""
+        """Whether the deadline has passed."""
         return time.time() >= self.unix_s
 
     def check(self, what: str) -> None:
-        """Raises DeadlineExceeded, naming `what` was waited for, once the moment has come."""
+        """Raises DeadlineExceeded after the deadline. `what` names the thing waited for."""
         if self.expired:
             raise DeadlineExceeded(
                 f"the deadline passed while waiting for {what}", metadata={"waited_for": what}

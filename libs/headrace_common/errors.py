@@ -1,30 +1,30 @@
-"""The one tree of errors, and the gRPC status that each becomes.
+"""The tree of errors, with the gRPC status of each.
 
 HeadraceError
-├── InvalidRequest          INVALID_ARGUMENT     a field of the request is wrong; names it
-├── ConfigError             exit status 2        the process cannot start as configured; says the remedy
-├── Unauthenticated         UNAUTHENTICATED      the caller's API key is missing or unknown
-├── NotFound                NOT_FOUND
-├── DuplicateTransfer       ALREADY_EXISTS       a transfer id was used before
-├── StaleIncarnation        ABORTED              the message is meant for another incarnation
-├── Conflict                ABORTED              somebody else changed it first
-├── LayoutMismatch          FAILED_PRECONDITION  two KV layouts cannot talk; names the fields
-├── ProtocolViolation       FAILED_PRECONDITION  a peer said something out of order
-├── DecodeFull              RESOURCE_EXHAUSTED   no room on the decode worker; retry later
-├── QueueFull               RESOURCE_EXHAUSTED   a bounded queue is full; retry later
-├── NoDecodeWorker          UNAVAILABLE          nobody decodes this model
-├── WorkerGone              UNAVAILABLE          a worker vanished under the request
-├── Draining                UNAVAILABLE          the process is shutting down
-├── RegistryUnavailable     UNAVAILABLE          the registry or its store cannot be reached
-├── TransferFailed          UNAVAILABLE          KV bytes could not be moved
-├── TransferTimeout         DEADLINE_EXCEEDED    KV bytes are missing; names them
-├── KvCorrupt               DATA_LOSS            KV bytes landed, but not those that were sent; names them
-├── DeadlineExceeded        DEADLINE_EXCEEDED    the request's own time is up
-├── Cancelled               CANCELLED            somebody gave the request up
-├── WatchExpired            OUT_OF_RANGE         the changes asked for are no longer kept
-└── InternalError           INTERNAL             a bug in Headrace
+├── InvalidRequest      | INVALID_ARGUMENT    | a field of the request is wrong; names it
+├── ConfigError         | exit status 2       | the process cannot start as configured; names the remedy
+├── Unauthenticated     | UNAUTHENTICATED     | the caller's API key or ticket is missing or invalid
+├── NotFound            | NOT_FOUND           | the requested record does not exist
+├── DuplicateTransfer   | ALREADY_EXISTS      | a transfer id was used before
+├── StaleIncarnation    | ABORTED             | the message is for another incarnation
+├── Conflict            | ABORTED             | another writer changed the record first
+├── LayoutMismatch      | FAILED_PRECONDITION | two KV layouts are incompatible; names the fields
+├── ProtocolViolation   | FAILED_PRECONDITION | a peer sent a message out of order
+├── DecodeFull          | RESOURCE_EXHAUSTED  | no room on the decode worker; retry later
+├── QueueFull           | RESOURCE_EXHAUSTED  | a bounded queue is full; retry later
+├── NoDecodeWorker      | UNAVAILABLE         | no live decode worker serves the model
+├── WorkerGone          | UNAVAILABLE         | a worker failed or cannot be reached
+├── Draining            | UNAVAILABLE         | the process is shutting down
+├── RegistryUnavailable | UNAVAILABLE         | the registry or its store cannot be reached
+├── TransferFailed      | UNAVAILABLE         | KV bytes could not be moved
+├── TransferTimeout     | DEADLINE_EXCEEDED   | KV bytes did not arrive in time; names them
+├── KvCorrupt           | DATA_LOSS           | the KV bytes received differ from those sent; names them
+├── DeadlineExceeded    | DEADLINE_EXCEEDED   | the request's deadline has passed
+├── Cancelled           | CANCELLED           | the request was cancelled
+├── WatchExpired        | OUT_OF_RANGE        | the requested changes are no longer kept
+└── InternalError       | INTERNAL            | a bug in Headrace
 
-`headrace_common.rpc.status` turns them into statuses and back.
+`headrace_common.rpc.status` converts errors to statuses and back.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ import grpc
 
 
 class HeadraceError(Exception):
-    """Something a caller can act on.
+    """An error that a caller can handle.
 
-    Every variable part of `detail` is also in `metadata`, so that programs need not parse text (AIP-193).
+    `metadata` has every variable part of `detail`, so that programs need not parse text (AIP-193).
     """
 
     reason: ClassVar[str] = "INTERNAL"
@@ -66,28 +66,30 @@ class InvalidRequest(HeadraceError):
     reason = "INVALID_FIELD"
     code = grpc.StatusCode.INVALID_ARGUMENT
 
-    def __init__(self, violations: Mapping[str, str]) -> None:
+    def __init__(
+        self, violations: Mapping[str, str], *, retry_after_s: float | None = None
+    ) -> None:
         self.violations = dict(violations)
         detail = "; ".join(f"{field}: {remedy}" for field, remedy in self.violations.items())
-        super().__init__(detail, metadata=self.violations)
+        super().__init__(detail, metadata=self.violations, retry_after_s=retry_after_s)
 
 
 class ConfigError(HeadraceError):
-    """The process cannot start as configured. The detail is one line that says what to do."""
+    """The process cannot start as configured. The detail is one line with the remedy."""
 
     reason = "CONFIG_INVALID"
     code = grpc.StatusCode.FAILED_PRECONDITION
 
 
 class Unauthenticated(HeadraceError):
-    """The caller's API key is missing or unknown."""
+    """The caller's API key or ticket is missing or invalid."""
 
     reason = "UNAUTHENTICATED"
     code = grpc.StatusCode.UNAUTHENTICATED
 
 
 class NotFound(HeadraceError):
-    """The thing asked for is not there."""
+    """The requested record does not exist."""
 
     reason = "NOT_FOUND"
     code = grpc.StatusCode.NOT_FOUND
@@ -101,28 +103,28 @@ class DuplicateTransfer(HeadraceError):
 
 
 class StaleIncarnation(HeadraceError):
-    """The message is meant for another incarnation of this worker."""
+    """The message is for another incarnation of this worker."""
 
     reason = "STALE_INCARNATION"
     code = grpc.StatusCode.ABORTED
 
 
 class Conflict(HeadraceError):
-    """Somebody else changed it first."""
+    """Another writer changed the record first."""
 
     reason = "CONFLICT"
     code = grpc.StatusCode.ABORTED
 
 
 class LayoutMismatch(HeadraceError):
-    """Two KV layouts cannot talk. `metadata` maps each differing field to both values."""
+    """Two KV layouts are incompatible. `metadata` maps each differing field to both values."""
 
     reason = "LAYOUT_MISMATCH"
     code = grpc.StatusCode.FAILED_PRECONDITION
 
 
 class ProtocolViolation(HeadraceError):
-    """A peer said something out of order."""
+    """A peer sent a message out of order."""
 
     reason = "PROTOCOL_VIOLATION"
     code = grpc.StatusCode.FAILED_PRECONDITION
@@ -153,7 +155,7 @@ class NoDecodeWorker(HeadraceError):
 
 
 class WorkerGone(HeadraceError):
-    """A worker vanished under the request."""
+    """A worker failed during the request, or cannot be reached."""
 
     reason = "WORKER_GONE"
     code = grpc.StatusCode.UNAVAILABLE
@@ -161,7 +163,7 @@ class WorkerGone(HeadraceError):
 
 
 class Draining(HeadraceError):
-    """The process is shutting down and takes nothing new."""
+    """The process is shutting down and rejects new requests."""
 
     reason = "DRAINING"
     code = grpc.StatusCode.UNAVAILABLE
@@ -185,35 +187,35 @@ class TransferFailed(HeadraceError):
 
 
 class TransferTimeout(HeadraceError):
-    """KV bytes did not arrive in time; the detail names the missing (rank, layer) keys."""
+    """KV bytes did not arrive in time. The detail names the missing (rank, layer) keys."""
 
     reason = "TRANSFER_TIMEOUT"
     code = grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 class KvCorrupt(HeadraceError):
-    """KV bytes landed that are not those that were sent; the detail names the keys."""
+    """The KV bytes received differ from those sent. The detail names the (rank, layer) keys."""
 
     reason = "KV_CORRUPT"
     code = grpc.StatusCode.DATA_LOSS
 
 
 class DeadlineExceeded(HeadraceError):
-    """The request's own time is up."""
+    """The request's deadline has passed."""
 
     reason = "DEADLINE_EXCEEDED"
     code = grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 class Cancelled(HeadraceError):
-    """Somebody gave the request up."""
+    """The request was cancelled."""
 
     reason = "CANCELLED"
     code = grpc.StatusCode.CANCELLED
 
 
 class WatchExpired(HeadraceError):
-    """The changes asked for are no longer kept: watch again from 0."""
+    """The requested changes are no longer kept. The caller watches again from 0."""
 
     reason = "WATCH_EXPIRED"
     code = grpc.StatusCode.OUT_OF_RANGE
@@ -230,10 +232,10 @@ def from_reason(
     metadata: Mapping[str, str] | None = None,
     default: type[HeadraceError] = InternalError,
 ) -> HeadraceError:
-    """Rebuilds an error that crossed a process border as its reason and detail.
+    """Rebuilds an error from the reason and detail that another process sent.
 
-    An unknown reason gives a `default` whose detail starts with the reason. The violation of an
-    InvalidRequest is reported for the field "request".
+    An unknown reason gives a `default` with a detail that starts with the reason. An InvalidRequest has
+    one violation, of the field "request".
     """
     kind = class_of(reason)
     if kind is InvalidRequest:
@@ -244,7 +246,7 @@ def from_reason(
 
 
 def class_of(reason: str) -> type[HeadraceError] | None:
-    """The class of the error tree with this reason, or None."""
+    """The error class with this reason, or None."""
     return _classes_by_reason().get(reason)
 
 

@@ -1,4 +1,4 @@
-"""Names of workers, of their incarnations and of transfers."""
+"""Ids of workers, of their incarnations and of transfers."""
 
 from __future__ import annotations
 
@@ -6,18 +6,24 @@ import re
 import secrets
 
 _WORKER_ID = re.compile(r"[a-z0-9._-]{1,63}")
+_INCARNATION = re.compile(r"[0-9a-f]{16}")
 
 
 def new_incarnation() -> str:
-    """Mints the id of one start of a worker: 16 hex characters."""
+    """A random id for one start of a worker: 16 hex characters."""
     return secrets.token_hex(8)
 
 
 def new_transfer_id() -> str:
-    """Mints the id of one transfer: "x" and 32 hex characters."""
+    """A random id for one transfer: "x" and 32 hex characters."""
     return "x" + secrets.token_hex(16)
 
 
+def is_incarnation(text: str) -> bool:
+    """Whether `text` has the form that `new_incarnation` gives."""
+    return _INCARNATION.fullmatch(text) is not None
+
+
 def is_worker_id(text: str) -> bool:
-    """Whether `text` may name a worker: 1 to 63 of a-z, 0-9, dot, underscore and hyphen."""
+    """Whether `text` is a worker id: 1 to 63 of a-z, 0-9, dot, underscore and hyphen."""
     return _WORKER_ID.fullmatch(text) is not None

@@ -1,4 +1,4 @@
-"""Bounds on what a message may declare, so that its reader does bounded work. Pure."""
+"""Bounds on the values in a message, so that its reader does bounded work. Pure."""
 
 from __future__ import annotations
 
@@ -13,10 +13,29 @@ HEADS_MAX: Final = 65_536
 PARTS_MAX: Final = 256
 TRANSFER_ID_CHARACTERS_MAX: Final = 128
 """Longest transfer id that a worker accepts."""
+TICKET_BYTES_MAX: Final = 1_024
+"""Longest ticket that a decode worker parses."""
+NAME_CHARACTERS_MAX: Final = 255
+"""Longest name of a model, cache group, data type or block format in a member's record."""
+# etcd rejects requests beyond 1.5 MiB.
+DESCRIPTOR_BYTES_MAX: Final = 1024 * 1024
+PAGE_SIZE_MAX: Final = 1_000
+"""Most entries in one page of a list RPC."""
+DRAIN_GRACE_MAX_S: Final = 3_600
+
+LEASE_TTL_MIN_S: Final = 1
+LEASE_TTL_MAX_S: Final = 300
+
+POLICY_RETRY_BUDGET_MAX: Final = 10
+POLICY_OVERLAP_WEIGHT_MAX: Final = 1_000
+POLICY_TEMPERATURE_MAX: Final = 10
+POLICY_QUEUE_WAIT_MAX_S: Final = 3_600
+POLICY_TENANTS_MAX: Final = 1_000
+POLICY_TENANT_WEIGHT_MAX: Final = 1_000
 
 
 def limit_violations(layout: layout_pb2.KvLayout) -> dict[str, str]:
-    """By field, the remedy for each that is beyond its limit."""
+    """The remedy for each field beyond its limit, by field path."""
     violations: dict[str, str] = {}
     if layout.tensor_parallel_size * max(1, len(layout.stage_starts)) > RANKS_MAX:
         violations["tensor_parallel_size"] = (
@@ -35,8 +54,8 @@ def limit_violations(layout: layout_pb2.KvLayout) -> dict[str, str]:
 
 
 def require_limits(layout: layout_pb2.KvLayout) -> None:
-    """Raises LayoutMismatch naming what is beyond its limit."""
+    """Raises LayoutMismatch naming every field beyond its limit."""
     violations = limit_violations(layout)
     if violations:
         named = "; ".join(f"{path}: {remedy}" for path, remedy in violations.items())
-        raise LayoutMismatch(f"the KV layout is beyond all bounds: {named}", metadata=violations)
+        raise LayoutMismatch(f"the KV layout exceeds a limit: {named}", metadata=violations)

@@ -1,4 +1,4 @@
-"""Logs: one line per record on stderr, with the trace it belongs to."""
+"""Logs: one line per record on stderr, with its trace."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class LineFormatter(logging.Formatter):
 
     def __init__(self, service: str, worker_id: str) -> None:
         super().__init__()
-        self._who = f"{service} {worker_id}".strip()
+        self._origin = f"{service} {worker_id}".strip()
 
     def format(self, record: logging.LogRecord) -> str:
         """The record as one line."""
@@ -25,7 +25,7 @@ class LineFormatter(logging.Formatter):
         if record.stack_info:
             message = f"{message}\n{record.stack_info}"
         moment = f"{seconds}.{int(record.msecs):03d}Z"
-        line = f"{moment} {record.levelname} {self._who} {record.name}: {message}"
+        line = f"{moment} {record.levelname} {self._origin} {record.name}: {message}"
         span = trace.get_current_span().get_span_context()
         if span.is_valid:
             line += f" trace={trace.format_trace_id(span.trace_id)}"
@@ -34,11 +34,11 @@ class LineFormatter(logging.Formatter):
 
 
 def setup_logging(level: str, service: str, worker_id: str) -> None:
-    """Sends the records of `level` ("debug" to "error") and above to stderr, and nowhere else."""
+    """Writes the records of `level` ("debug" to "error") and above to stderr only."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LineFormatter(service, worker_id))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    # At debug, gRPC reports every use of the event loop.
+    # At level debug, gRPC logs every use of the event loop.
     logging.getLogger("grpc").setLevel(max(logging.INFO, root.level))

@@ -1,4 +1,4 @@
-"""Queues that refuse rather than grow."""
+"""Bounded queues."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class BoundedQueue(Generic[T]):
-    """A first-in first-out queue of one event loop. Its name appears in errors and metrics."""
+    """A first-in first-out queue of one event loop. Errors contain its name."""
 
     def __init__(self, name: str, maxsize: int) -> None:
         if maxsize < 1:
@@ -23,7 +23,7 @@ class BoundedQueue(Generic[T]):
 
     @property
     def depth(self) -> int:
-        """Items waiting."""
+        """Number of items in the queue."""
         return self._items.qsize()
 
     def put_nowait(self, item: T) -> None:
@@ -32,12 +32,12 @@ class BoundedQueue(Generic[T]):
             self._items.put_nowait(item)
         except asyncio.QueueFull:
             raise QueueFull(
-                f"queue {self.name} holds its {self.maxsize} items already",
+                f"queue {self.name} is full with {self.maxsize} items",
                 metadata={"queue": self.name, "maxsize": str(self.maxsize)},
             ) from None
 
     async def put(self, item: T, deadline: Deadline) -> None:
-        """Adds an item once there is room, or raises DeadlineExceeded."""
+        """Adds an item when there is room. Raises DeadlineExceeded."""
         try:
             async with asyncio.timeout(deadline.remaining_s()):
                 await self._items.put(item)
@@ -48,9 +48,5 @@ class BoundedQueue(Generic[T]):
             ) from None
 
     async def get(self) -> T:
-        """Takes the oldest item, waiting for one. The caller's own loop bounds the wait."""
+        """Waits for an item and removes the oldest. The caller bounds the wait."""
         return await self._items.get()
-
-    def take_all(self) -> list[T]:
-        """Takes every item that is there, oldest first, without waiting."""
-        return [self._items.get_nowait() for _ in range(self._items.qsize())]

@@ -243,7 +243,7 @@ class Processes:
         """Sends SIGTERM and returns the exit status."""
         child = self._all[name].child
         assert child is not None
-        child.stopping = True
+        child.mark_stopping()
         self._all[name].wanted = False
         self._signal(name, signal.SIGTERM)
         return await self._ended(child)

@@ -25,9 +25,9 @@ from headrace.inference.v1 import (
 )
 from headrace.worker.v1 import worker_pb2
 from headrace_cli.client import RouterClient, worker_status
+from headrace_cli.up.deployment import Deployment, Signals, deployed
 from headrace_cli.up.supervisor import Child
 from headrace_cli.up.topology import ProcessSpec, Topology
-from headrace_cli.up.up import Deployment, Signals, deployed
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
 from headrace_engine.sim.model.model import SimModel

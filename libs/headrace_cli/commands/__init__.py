@@ -1,1 +1,1 @@
-"""One module per command."""
+"""One module for each subcommand. Its `register` adds the subcommand to the `headrace` command."""

@@ -5,18 +5,29 @@ from __future__ import annotations
 import asyncio
 import sys
 from dataclasses import dataclass
+from typing import Annotated
+
+import typer
 
 from headrace.inference.v1 import inference_pb2
 from headrace_cli.client import RouterClient, chat_request, open_router
 from headrace_cli.console import notice_console
+from headrace_cli.exit_status import failures_as_exit, run_command
+from headrace_cli.options import DEFAULT_ROUTER, MaxTokens, RequestModel, Router, SystemMessage
+from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import InternalError
 
 EXIT_WORDS = ("/exit", "/quit")
 
+Temperature = Annotated[
+    float | None, typer.Option(min=0, max=2, help="Randomness; 0 is greedy. [default: 1]")
+]
+Seed = Annotated[int | None, typer.Option(min=0, help="Makes sampling repeatable.")]
+
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """How to ask."""
+    """Options of the requests of one command."""
 
     model: str = ""
     max_tokens: int = 0
@@ -28,17 +39,54 @@ class ChatOptions:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came back, whole."""
+    """A complete answer. `last` is the last response, which has the counts and times."""
 
     text: str
     trace_id: str
     last: inference_pb2.GenerateResponse
 
 
+def register(app: typer.Typer) -> None:
+    """Adds `headrace chat`."""
+    app.command(
+        epilog="Examples:  headrace chat   |   headrace chat 'Why is the sky blue?' --max-tokens 80   |   "
+        "echo Hello | headrace chat"
+    )(chat)
+
+
+def chat(
+    prompt: Annotated[str, typer.Argument(help="Prompt to run; without it, a conversation.")] = "",
+    router: Router = DEFAULT_ROUTER,
+    model: RequestModel = "",
+    system: SystemMessage = "",
+    max_tokens: MaxTokens = 0,
+    temperature: Temperature = None,
+    seed: Seed = None,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that an answer may take.")] = 300,
+) -> None:
+    """Runs one prompt, or without a prompt a conversation."""
+    options = ChatOptions(model, max_tokens, temperature, seed, system, timeout)
+
+    async def work() -> None:
+        async with open_router(router) as client:
+            answer = await chat_once(client, prompt, options)
+            if sys.stderr.isatty():
+                notice_console().print(summary(answer), style="dim")
+
+    if prompt:
+        run_command(work())
+    else:
+        with failures_as_exit():
+            converse(router, options)
+
+
 async def ask(
     router: RouterClient, messages: list[tuple[str, str]], options: ChatOptions
 ) -> Answer:
-    """Asks, and writes the answer to stdout as it comes."""
+    """Sends a conversation and writes the answer to stdout as it arrives.
+
+    Raises InternalError when the answer ends without a finish reason.
+    """
     request = chat_request(
         messages,
         model=options.model,
@@ -58,19 +106,20 @@ async def ask(
     sys.stdout.write("\n")
     sys.stdout.flush()
     if not last.finish_reason:
-        raise InternalError("the answer ended without saying why")
+        raise InternalError("the answer ended without a finish reason")
     return Answer("".join(text), trace_id, last)
 
 
 async def chat_once(router: RouterClient, prompt: str, options: ChatOptions) -> Answer:
-    """One prompt, one answer."""
+    """Runs one prompt."""
     return await ask(router, [*_opening(options), ("user", prompt)], options)
 
 
 def converse(endpoint: str, options: ChatOptions) -> None:
-    """A conversation that remembers, until the input ends. Ctrl-C cuts an answer short, or ends.
+    """Runs a conversation until the input ends.
 
-    The loop runs only while an answer comes, so that Ctrl-C reaches whatever waits for a line.
+    Ctrl-C cancels the current answer; without one, it ends the conversation. The event loop runs only
+    during an answer, so that Ctrl-C interrupts the wait for a line too.
     """
     interactive = sys.stdin.isatty()
     if interactive:
@@ -98,10 +147,10 @@ async def _ask_once(endpoint: str, messages: list[tuple[str, str]], options: Cha
 
 
 def summary(answer: Answer) -> str:
-    """Counts and times in one line."""
+    """The counts and times of an answer in one line."""
     usage, timing = answer.last.usage, answer.last.timing
-    first_ms = timing.time_to_first_token.ToNanoseconds() / 1e6
-    total_s = timing.total.ToNanoseconds() / 1e9
+    first_ms = 1e3 * seconds_from_duration(timing.time_to_first_token)
+    total_s = seconds_from_duration(timing.total)
     path = timing.decode_worker_id
     if timing.prefill_worker_id:
         path = f"{timing.prefill_worker_id} -> {timing.decode_worker_id}"

@@ -3,46 +3,86 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Annotated
 
 import grpc
 import grpc.aio
-from google.protobuf.duration_pb2 import Duration
+import typer
 from rich.console import Console
 
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_cli.client import CALL_TIMEOUT_S, call_channel, list_members, rpc_errors
+from headrace_cli.console import answer_console
+from headrace_cli.exit_status import run_command
+from headrace_cli.options import DEFAULT_ROUTER, Registry, Router
+from headrace_cli.up.state import find_registry
 from headrace_common.deadlines import Deadline
+from headrace_common.durations import duration_from_seconds, seconds_from_duration
 from headrace_common.errors import DeadlineExceeded, NotFound
-from headrace_common.rpc.server import END_UNFINISHED_S
+from headrace_common.limits import DRAIN_GRACE_MAX_S
+from headrace_common.rpc.server import DRAIN_OVERRUN_MAX_S
 
 WORKERS = (registry_pb2.Member.ROLE_PREFILL, registry_pb2.Member.ROLE_DECODE)
-# A process that holds nothing any more still has to end its engine.
-_END_S = 10.0
+# After its last request a process still stops its engine.
+_ENGINE_STOP_S = 10.0
+
+
+def register(app: typer.Typer) -> None:
+    """Adds `headrace drain`."""
+    app.command(
+        epilog="Examples:  headrace drain decode-0   |   headrace drain prefill-1 --grace 120 --no-wait"
+    )(drain)
+
+
+def drain(
+    worker: Annotated[str, typer.Argument(help="Its id, as `headrace workers` shows it.")],
+    router: Router = DEFAULT_ROUTER,
+    registry: Registry = "",
+    grace: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            max=DRAIN_GRACE_MAX_S,
+            help="Seconds that its requests may take; the rest continues elsewhere. "
+            "[default: the worker's drain_grace_s]",
+        ),
+    ] = None,
+    wait: Annotated[
+        bool, typer.Option("--wait/--no-wait", help="Return when the worker has ended, or at once.")
+    ] = True,
+) -> None:
+    """Ends a worker as SIGTERM does: it rejects new requests, finishes those it has, and exits."""
+
+    async def work() -> None:
+        found = registry or find_registry(router)
+        await drain_worker(found, worker, grace, wait=wait, console=answer_console())
+
+    run_command(work())
 
 
 async def drain_worker(
     registry: str, worker_id: str, grace_s: float | None, *, wait: bool, console: Console
 ) -> None:
-    """Tells a worker to drain; with `wait`, returns once it is gone.
+    """Drains a worker. With `wait`, returns when it has ended.
 
-    Raises NotFound for an id that no worker has, and DeadlineExceeded when it does not go.
+    Raises NotFound for an id that no worker has, DeadlineExceeded when it does not end.
     """
     member = await _find(registry, worker_id)
     async with call_channel(member.endpoint) as channel:
         request = worker_pb2.DrainRequest(incarnation=member.incarnation)
         if grace_s is not None:
-            request.grace.CopyFrom(_duration(grace_s))
+            request.grace.CopyFrom(duration_from_seconds(grace_s))
         with rpc_errors(f"worker {worker_id} on {member.endpoint}"):
             begun = await worker_pb2_grpc.WorkerServiceStub(channel).Drain(
                 request, timeout=CALL_TIMEOUT_S
             )
-        remaining_s = begun.remaining.ToNanoseconds() / 1e9
+        remaining_s = seconds_from_duration(begun.remaining)
         console.print(
             f"{worker_id} drains: {begun.request_count} requests in flight, up to {remaining_s:.0f} s"
         )
         if wait:
-            await _wait_gone(channel, worker_id, remaining_s + END_UNFINISHED_S + _END_S)
+            await _wait_gone(channel, worker_id, remaining_s + DRAIN_OVERRUN_MAX_S + _ENGINE_STOP_S)
             console.print(f"{worker_id} has ended")
 
 
@@ -62,7 +102,7 @@ async def _find(registry: str, worker_id: str) -> registry_pb2.Member:
 
 
 async def _wait_gone(channel: grpc.aio.Channel, worker_id: str, timeout_s: float) -> None:
-    """Until nobody listens any more: the status stream is cut a moment before."""
+    """Waits until the worker's port is closed. Its status stream ends a moment earlier."""
     deadline = Deadline.after(timeout_s)
     stub = worker_pb2_grpc.WorkerServiceStub(channel)
     while True:
@@ -82,9 +122,3 @@ async def _wait_gone(channel: grpc.aio.Channel, worker_id: str, timeout_s: float
             ):
                 return
         await asyncio.sleep(0.1)
-
-
-def _duration(seconds: float) -> Duration:
-    duration = Duration()
-    duration.FromNanoseconds(round(seconds * 1e9))
-    return duration

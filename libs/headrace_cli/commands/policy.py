@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from google.protobuf import json_format
 from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
 from google.protobuf.duration_pb2 import Duration
@@ -14,9 +15,54 @@ from rich.table import Table
 
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
 from headrace_cli.client import CALL_TIMEOUT_S, call_channel, rpc_errors
+from headrace_cli.console import answer_console
+from headrace_cli.exit_status import run_command
+from headrace_cli.options import DEFAULT_ROUTER, Registry, Router
+from headrace_cli.up.state import find_registry
+from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import ConfigError
 
 _FIELDS = registry_pb2.Policy.DESCRIPTOR.fields_by_name
+
+
+def register(app: typer.Typer) -> None:
+    """Adds `headrace policy get` and `headrace policy set`."""
+    policy_app = typer.Typer(
+        no_args_is_help=True, help="Shows and changes the policy that all routers follow."
+    )
+    policy_app.command("get", epilog="Example:  headrace policy get")(get_policy)
+    policy_app.command(
+        "set",
+        epilog="Examples:  headrace policy set local_prefill_max_tokens=256 temperature=0.2   |   "
+        "headrace policy set max_queue_wait=2s   |   headrace policy set tenant_weights.batch=0.5   |   "
+        "headrace policy set temperature=",
+    )(change_policy)
+    app.add_typer(policy_app, name="policy")
+
+
+def get_policy(router: Router = DEFAULT_ROUTER, registry: Registry = "") -> None:
+    """Shows the policy in force."""
+
+    async def work() -> None:
+        answer_console().print(await show_policy(registry or find_registry(router)))
+
+    run_command(work())
+
+
+def change_policy(
+    changes: Annotated[
+        list[str],
+        typer.Argument(metavar="FIELD=VALUE...", help="Nothing after = restores the default."),
+    ],
+    router: Router = DEFAULT_ROUTER,
+    registry: Registry = "",
+) -> None:
+    """Changes the named fields; every router follows within a second."""
+
+    async def work() -> None:
+        answer_console().print(await set_policy(registry or find_registry(router), changes))
+
+    run_command(work())
 
 
 async def show_policy(registry: str) -> Table:
@@ -27,10 +73,10 @@ async def show_policy(registry: str) -> Table:
 
 
 async def set_policy(registry: str, changes: Sequence[str]) -> Table:
-    """Changes the named fields and leaves the others as they are. Gives the new policy back.
+    """Changes the named fields, keeps the others, and returns the new policy.
 
-    Raises ConfigError for a field that does not exist or cannot be read, InvalidRequest for a value that the registry
-    refuses, Conflict when somebody else changed the policy in between.
+    Raises ConfigError for an unknown field or a value that cannot be parsed. Raises InvalidRequest for a value that
+    the registry rejects, Conflict when another change comes in between.
     """
     async with call_channel(registry) as channel:
         stub = registry_pb2_grpc.RegistryServiceStub(channel)
@@ -45,7 +91,7 @@ async def set_policy(registry: str, changes: Sequence[str]) -> Table:
 
 
 def apply_change(policy: registry_pb2.Policy, change: str) -> None:
-    """Applies "field=value"; "field=" takes the field back to its default, "field.key=value" sets an entry of a map.
+    """Applies "field=value". "field=" restores the default, "field.key=value" sets an entry of a map.
 
     Raises ConfigError.
     """
@@ -69,14 +115,16 @@ def apply_change(policy: registry_pb2.Policy, change: str) -> None:
         _set(policy, change, name, _named_value(change, field.enum_type, text))
     elif field.message_type is Duration.DESCRIPTOR:
         seconds = _number(change, text.removesuffix("s"), float)
-        getattr(policy, name).FromNanoseconds(round(seconds * 1e9))
+        if seconds < 0:
+            raise ConfigError(f"{change!r} is wrong: give 0 or more seconds")
+        getattr(policy, name).CopyFrom(duration_from_seconds(seconds))
     else:
         whole = field.type == FieldDescriptor.TYPE_UINT32
         _set(policy, change, name, _number(change, text, int if whole else float))
 
 
 def policy_table(policy: registry_pb2.Policy) -> Table:
-    """A row for each field; "-" where nothing is set."""
+    """A row for each field, with "-" for one that is not set."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("field", no_wrap=True)
     table.add_column("value")
@@ -102,7 +150,7 @@ async def _get(
 
 
 def _named_value(change: str, kind: EnumDescriptor, text: str) -> int:
-    """The value that a name stands for, without the words that every name of the kind begins with."""
+    """The number of an enum value, given by its name without the prefix of the enum."""
     names = {_short_name(kind, value.name): value.number for value in kind.values if value.number}
     if text.lower() not in names:
         raise ConfigError(f"{change!r} is wrong: give {' or '.join(names)}")

@@ -1,38 +1,82 @@
-"""`headrace trace`: where one request's time went."""
+"""`headrace trace`: the time of one request, over all processes."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from typing import Annotated
 
+import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from headrace.inference.v1 import trace_pb2
-from headrace_cli.client import RouterClient
-from headrace_cli.console import can_draw_blocks
-from headrace_cli.waterfall.waterfall import draw_waterfall, format_bytes, format_ms, layer_spans
+from headrace_cli.client import RouterClient, open_router
+from headrace_cli.console import answer_console, can_draw_blocks
+from headrace_cli.exit_status import run_command
+from headrace_cli.options import DEFAULT_ROUTER, Router
+from headrace_cli.waterfall.draw import draw_waterfall
+from headrace_cli.waterfall.rows import layer_spans
+from headrace_cli.waterfall.units import format_bytes, format_ms
+from headrace_common.limits import PAGE_SIZE_MAX
 from headrace_common.telemetry import schema
 
 PIPED_WIDTH = 100
 PAIRS_NAMED = 4
 
 
+def register(app: typer.Typer) -> None:
+    """Adds `headrace trace`."""
+    app.command(
+        epilog="Examples:  headrace trace   |   headrace trace my-request --no-layers   |   "
+        "headrace trace --list 10"
+    )(trace)
+
+
+def trace(
+    id: Annotated[  # noqa: A002, the name that the help shows
+        str, typer.Argument(metavar="[ID]", help="Trace id or request id; empty means the newest.")
+    ] = "",
+    router: Router = DEFAULT_ROUTER,
+    layers: Annotated[
+        bool, typer.Option("--layers/--no-layers", help="One line per layer, or one for all.")
+    ] = True,
+    list_count: Annotated[
+        int,
+        typer.Option(
+            "--list", metavar="N", min=0, max=PAGE_SIZE_MAX, help="List the newest N instead."
+        ),
+    ] = 0,
+    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for the last spans.")] = 2.0,
+) -> None:
+    """Draws where one request's time went, over all processes."""
+
+    async def work() -> None:
+        console = answer_console()
+        async with open_router(router) as client:
+            if list_count:
+                console.print(await traces_table(client, list_count))
+            else:
+                show_trace(await client.trace(id, wait), console, layers=layers)
+
+    run_command(work())
+
+
 def show_trace(trace: trace_pb2.Trace, console: Console, *, layers: bool) -> None:
-    """The waterfall, and under it what moved."""
+    """Prints the waterfall, then the summary of the transfer."""
     width = console.width if console.is_terminal else PIPED_WIDTH
     for line in draw_waterfall(
         trace, layers=layers, width=width, ascii_only=not can_draw_blocks(console)
     ):
         console.print(line, no_wrap=True, overflow="ignore", crop=False)
-    moved = transfer_text(trace)
-    if moved:
-        console.print(moved)
+    summary = transfer_text(trace)
+    if summary:
+        console.print(summary)
 
 
 def transfer_text(trace: trace_pb2.Trace) -> str:
-    """What the transfer came to and how it went, in two lines; empty without one."""
+    """Size, times and ways of the transfer, in up to two lines. Empty without a transfer."""
     sent = layer_spans(trace)
     if not sent:
         return ""
@@ -60,7 +104,7 @@ def transfer_text(trace: trace_pb2.Trace) -> str:
 
 
 def ways_text(sent: Sequence[trace_pb2.Span]) -> str:
-    """Transport and strategy; with the rank pairs when they went different ways; empty when unknown."""
+    """Transport and strategy, by rank pair when these differ. Empty when unknown."""
     pairs: dict[str, set[tuple[int, int]]] = defaultdict(set)
     for span in sent:
         attributes = span.attributes
@@ -76,7 +120,7 @@ def ways_text(sent: Sequence[trace_pb2.Span]) -> str:
 
 
 def busy_ns(spans: Sequence[trace_pb2.Span]) -> int:
-    """Nanoseconds in which at least one of the spans ran, by rank: writes of one rank overlap."""
+    """Nanoseconds in which at least one span ran, summed over source ranks. Writes of one rank overlap."""
     by_rank: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for span in spans:
         start_ns = span.start_time.ToNanoseconds()

@@ -1,11 +1,13 @@
-"""`headrace workers`: who is there, and what they are doing."""
+"""`headrace workers` and `headrace reset-cache`: the members, and their prefix caches."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
+import typer
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -19,6 +21,10 @@ from headrace_cli.client import (
     reset_prefix_cache,
     worker_status,
 )
+from headrace_cli.console import answer_console
+from headrace_cli.exit_status import run_command
+from headrace_cli.options import DEFAULT_ROUTER, Registry, Router
+from headrace_cli.up.state import find_registry
 from headrace_common.errors import HeadraceError, NotFound
 
 STATES = {
@@ -30,7 +36,7 @@ Role = registry_pb2.Member.Role
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What a member says of itself, in cells, and how it names cached prefixes."""
+    """A member, its state and counts as cells, and how it hashes cached prefixes."""
 
     member: registry_pb2.Member
     state: str = "-"
@@ -46,8 +52,45 @@ class Row:
         return f"{size}{self.hashing.key_fingerprint:08x}"
 
 
+def register(app: typer.Typer) -> None:
+    """Adds `headrace workers` and `headrace reset-cache`."""
+    app.command(
+        epilog="Examples:  headrace workers   |   headrace workers --registry 127.0.0.1:7001"
+    )(workers)
+    app.command(
+        "reset-cache",
+        epilog="Examples:  headrace reset-cache decode-0   |   "
+        "headrace reset-cache prefill-0 decode-0 --timeout 30",
+    )(reset_cache)
+
+
+def workers(router: Router = DEFAULT_ROUTER, registry: Registry = "") -> None:
+    """Lists the registered processes and the state of each worker."""
+
+    async def work() -> None:
+        answer_console().print(await workers_view(registry or find_registry(router)))
+
+    run_command(work())
+
+
+def reset_cache(
+    worker_ids: Annotated[list[str], typer.Argument(metavar="WORKER...", help="Worker ids.")],
+    router: Router = DEFAULT_ROUTER,
+    registry: Registry = "",
+    timeout: Annotated[
+        float, typer.Option(min=0.5, max=60, help="Seconds to wait for running requests.")
+    ] = 10.0,
+) -> None:
+    """Empties workers' prefix caches; routers are notified at once."""
+
+    async def work() -> None:
+        await reset_caches(registry or find_registry(router), worker_ids, timeout)
+
+    run_command(work())
+
+
 async def workers_view(registry: str) -> RenderableType:
-    """One row for each member, with its state asked of itself; then what keeps caches from counting."""
+    """One row for each member, with the state it reports, then a line for each prefix fault."""
     members = await list_members(registry)
     members.sort(key=lambda member: (member.role, member.worker_id))
     rows = await asyncio.gather(*map(_row, members))
@@ -74,14 +117,14 @@ async def workers_view(registry: str) -> RenderableType:
 
 
 def prefix_faults(rows: Sequence[Row]) -> list[str]:
-    """A line for each worker that names its blocks otherwise than some router does."""
+    """A line for each worker that hashes prefixes differently from a router."""
     routers = {row.hashing.key_fingerprint for row in rows if row.member.role == Role.ROLE_ROUTER}
-    lines = []
+    lines: list[str] = []
     for row in rows:
         theirs = row.hashing.key_fingerprint
         if row.member.role == Role.ROLE_ROUTER or not theirs:
             continue
-        problems = []
+        problems: list[str] = []
         if others := sorted(routers - {0, theirs}):
             keys = ", ".join(f"{other:08x}" for other in others)
             problems.append(f"under key {theirs:08x}, but routers under {keys}")
@@ -100,7 +143,7 @@ def prefix_faults(rows: Sequence[Row]) -> list[str]:
 
 
 async def reset_caches(registry: str, worker_ids: list[str], timeout_s: float) -> None:
-    """Empties the prefix caches of these workers. Raises NotFound before any is emptied."""
+    """Empties the prefix caches of these workers. Raises NotFound, and empties none, for an unknown worker."""
     members = {member.worker_id: member for member in await list_members(registry)}
     for worker_id in worker_ids:
         if worker_id not in members or members[worker_id].role == Role.ROLE_ROUTER:

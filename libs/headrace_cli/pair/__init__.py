@@ -1,1 +1,1 @@
-"""The proxy that joins two stock vLLM servers."""
+"""A proxy that serves two vLLM servers, one for prefill and one for decode, as one."""

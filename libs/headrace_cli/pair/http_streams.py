@@ -1,4 +1,4 @@
-"""The little HTTP/1.1 that a pass-through needs: one request per connection, bodies of known length."""
+"""HTTP/1.1 for a proxy: one request per connection, request bodies of known length."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BODY_BYTES_MAX = 64 * 1024 * 1024
 CHUNK_BYTES = 64 * 1024
 REQUEST_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 5.0
-# Between two hops only; the next hop has its own.
+# Headers of one connection, which a proxy does not forward.
 HOP_HEADERS = frozenset(
     {"connection", "content-length", "expect", "host", "keep-alive", "transfer-encoding", "upgrade"}
 )
@@ -25,14 +25,14 @@ HOP_HEADERS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where an HTTP server is."""
+    """The address of an HTTP server."""
 
     host: str
     port: int
 
     @classmethod
     def of_url(cls, url: str) -> Address:
-        """Takes "http://host:port". Raises ConfigError."""
+        """Parses "http://host:port". Raises ConfigError."""
         parts = urlsplit(url)
         try:
             port = parts.port
@@ -48,7 +48,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class HttpRequest:
-    """A request as read."""
+    """A request with its complete body."""
 
     method: str
     target: str
@@ -65,7 +65,7 @@ class HttpRequest:
         return HttpRequest(self.method, self.target, self.headers, json.dumps(body).encode())
 
     def encode(self, host: str) -> bytes:
-        """The bytes of a request whose connection ends with its response."""
+        """The request as bytes, with "Connection: close"."""
         lines = [f"{self.method} {self.target} HTTP/1.1", f"Host: {host}"]
         lines += [f"{k}: {v}" for k, v in self.headers if k.lower() not in HOP_HEADERS]
         lines += [f"Content-Length: {len(self.body)}", "Connection: close", "", ""]
@@ -75,7 +75,7 @@ class HttpRequest:
 async def read_http_request(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> HttpRequest | None:
-    """None when the client hangs up first. Raises InvalidRequest."""
+    """Reads one request. None when the client disconnects first. Raises InvalidRequest."""
     try:
         async with asyncio.timeout(REQUEST_TIMEOUT_S):
             head = await reader.readuntil(b"\r\n\r\n")
@@ -107,7 +107,7 @@ def _parse_head(head: bytes) -> tuple[str, str, tuple[tuple[str, str], ...]]:
 
 
 class Upstream:
-    """One request to a server. Closing it early makes the server abort the work."""
+    """One request to a server. An early `close` makes the server cancel it."""
 
     def __init__(self, address: Address, request: HttpRequest) -> None:
         self._address = address
@@ -115,8 +115,8 @@ class Upstream:
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
 
-    async def begin(self) -> bytes:
-        """Sends, and returns the response up to some of its body. Raises WorkerGone."""
+    async def start(self) -> bytes:
+        """Sends the request and returns the head and first bytes of the response. Raises WorkerGone."""
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 self._reader, self._writer = await asyncio.open_connection(
@@ -129,8 +129,8 @@ class Upstream:
         except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as exc:
             raise self._gone(exc) from exc
 
-    async def more(self) -> bytes:
-        """What follows; empty at the end. Raises WorkerGone."""
+    async def read(self) -> bytes:
+        """The next bytes of the response; empty at the end. Raises WorkerGone."""
         assert self._reader is not None
         try:
             return await self._reader.read(CHUNK_BYTES)
@@ -138,7 +138,7 @@ class Upstream:
             raise self._gone(exc) from exc
 
     def close(self) -> None:
-        """Hangs up."""
+        """Closes the connection."""
         if self._writer is not None:
             self._writer.close()
 
@@ -150,15 +150,15 @@ class Upstream:
 
 
 def status_of(response: bytes) -> int:
-    """The status of a response's first bytes; 0 when that is none."""
+    """The status in the first bytes of a response; 0 when they have none."""
     words = response.split(b"\r\n", 1)[0].split(b" ")
     return int(words[1]) if len(words) > 1 and words[1].isdigit() else 0
 
 
 def error_response(error: HeadraceError, status: HTTPStatus) -> bytes:
-    """The error as OpenAI's clients read it."""
-    said = {"error": {"message": error.detail, "type": error.reason, "code": int(status)}}
-    body = json.dumps(said).encode()
+    """A response with the error in the format of OpenAI's API."""
+    content = {"error": {"message": error.detail, "type": error.reason, "code": int(status)}}
+    body = json.dumps(content).encode()
     head = (
         f"HTTP/1.1 {int(status)} {status.phrase}\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"

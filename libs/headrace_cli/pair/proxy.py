@@ -1,4 +1,4 @@
-"""`headrace pair`: one address for two vLLM servers that hand KV caches over, one prefilling and one decoding."""
+"""The proxy: one address for a prefill and a decode vLLM server that hand KV caches over."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from headrace_cli.pair.http_streams import (
     read_http_request,
     status_of,
 )
-from headrace_cli.pair.requests import Pair, clean, split
+from headrace_cli.pair.requests import Pair, split, without_transfer_params
 from headrace_common.config import split_host_port
 from headrace_common.errors import (
     ConfigError,
@@ -46,7 +46,7 @@ CONNECTIONS_MAX = 4096
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """Where the proxy serves."""
+    """The address on which the proxy listens."""
 
     host: str
     port: int
@@ -54,7 +54,11 @@ class Listening:
 
 @dataclass(frozen=True, slots=True)
 class PairOptions:
-    """`pair_address` is prefill's. `transfer_timeout_s` ends the wait for prefill, `timeout_s` the whole request."""
+    """Settings of the proxy.
+
+    `pair_address` is the prefill server's. `transfer_timeout_s` limits the wait for prefill, `timeout_s`
+    the whole request.
+    """
 
     prefill: Address
     decode: Address
@@ -65,30 +69,32 @@ class PairOptions:
 
 
 class PairProxy:
-    """Passes requests on. Whatever prefill cannot do, decode does by itself."""
+    """Forwards requests. When prefill fails, decode computes the whole request."""
 
     def __init__(self, options: PairOptions) -> None:
         self._options = options
         self._connections = 0
 
     async def serve(self) -> asyncio.Server:
-        """Listens. Raises ConfigError."""
-        at = self._options.listening
+        """Starts to listen. Raises ConfigError."""
+        listening = self._options.listening
         try:
             return await asyncio.start_server(
-                self._connected, at.host, at.port, limit=HEAD_BYTES_MAX
+                self._on_connection, listening.host, listening.port, limit=HEAD_BYTES_MAX
             )
         except OSError as exc:
             raise ConfigError(
-                f"cannot listen on {at.host}:{at.port}: {exc.strerror or exc}; set --port"
+                f"cannot listen on {listening.host}:{listening.port}: {exc.strerror or exc}; set --port"
             ) from exc
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _on_connection(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         self._connections += 1
         try:
             await self._answer(reader, writer)
         except ConnectionError:
-            log.info("a client hung up")
+            log.info("a client disconnected")
         finally:
             self._connections -= 1
             writer.close()
@@ -100,26 +106,28 @@ class PairProxy:
             if request is None:
                 return
             if self._connections > CONNECTIONS_MAX:
-                raise WorkerGone(f"{CONNECTIONS_MAX} requests are under way already")
-            await self._until_hangup(reader, self._handle(clean(request), reply))
+                raise WorkerGone(f"{CONNECTIONS_MAX} requests are in flight already")
+            await self._until_disconnect(
+                reader, self._handle(without_transfer_params(request), reply)
+            )
         except HeadraceError as exc:
             await reply.fail(exc)
         except Exception as exc:
-            log.exception("a request met a bug")
+            log.exception("a request failed because of a bug")
             await reply.fail(InternalError(f"{type(exc).__name__}: {exc}"))
 
-    async def _until_hangup(
+    async def _until_disconnect(
         self, reader: asyncio.StreamReader, work: Coroutine[Any, Any, None]
     ) -> None:
-        """Ends the work, and with it what runs upstream, when the client has gone."""
+        """Runs `work`. Cancels it, with its requests to the servers, when the client disconnects."""
         task = asyncio.create_task(work)
-        hangup = asyncio.create_task(_wait_end(reader))
+        disconnect = asyncio.create_task(_wait_disconnect(reader))
         try:
-            await asyncio.wait({task, hangup}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for ending in (task, hangup):
+            for ending in (task, disconnect):
                 ending.cancel()
-            results = await asyncio.gather(task, hangup, return_exceptions=True)
+            results = await asyncio.gather(task, disconnect, return_exceptions=True)
         if isinstance(results[0], Exception):
             raise results[0]
 
@@ -134,42 +142,45 @@ class PairProxy:
         )
         try:
             async with asyncio.timeout(options.timeout_s):
-                if pair is None or not await self._paired(pair, reply, transfer_id):
-                    await _pass(Upstream(options.decode, request), reply)
+                if pair is None or not await self._run_pair(pair, reply, transfer_id):
+                    await _forward(Upstream(options.decode, request), reply)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"the request took more than {options.timeout_s:g} s",
                 metadata={"timeout_s": f"{options.timeout_s:g}"},
             ) from None
 
-    async def _paired(self, pair: Pair, reply: _Reply, transfer_id: str) -> bool:
-        """False when prefill failed before decode has said anything: the request is as if it had not been sent."""
+    async def _run_pair(self, pair: Pair, reply: _Reply, transfer_id: str) -> bool:
+        """Runs both requests and forwards the answer of decode.
+
+        False when prefill failed before decode responded. Then the client has received nothing.
+        """
         decode = Upstream(self._options.decode, pair.decode)
-        first = asyncio.create_task(decode.begin())
+        first = asyncio.create_task(decode.start())
         prefill = asyncio.create_task(self._prefill(pair.prefill))
         try:
             await asyncio.wait({first, prefill}, return_when=asyncio.FIRST_COMPLETED)
             failure = prefill.exception() if prefill.done() else None
             if failure is not None and not first.done():
-                log.warning("%s is prefilled on decode: %s", transfer_id, failure)
+                log.warning("decode computes the prompt of %s: %s", transfer_id, failure)
                 return False
             await reply.send(await first)
-            await _pass(decode, reply, begun=True)
+            await _forward(decode, reply, started=True)
             return True
         finally:
-            # Decode has the whole cache before it speaks, so prefill is not needed any more either.
+            # Decode has received the whole cache before it responds, so prefill is not needed any more.
             for task in (first, prefill):
                 task.cancel()
             await asyncio.gather(first, prefill, return_exceptions=True)
             decode.close()
 
     async def _prefill(self, request: HttpRequest) -> None:
-        """Raises WorkerGone for anything but success, TransferTimeout when it takes too long."""
+        """Runs the prefill request. Raises WorkerGone when it fails, TransferTimeout when it takes too long."""
         upstream = Upstream(self._options.prefill, request)
         try:
             async with asyncio.timeout(self._options.transfer_timeout_s):
-                response = await upstream.begin()
-                while more := await upstream.more():
+                response = await upstream.start()
+                while more := await upstream.read():
                     response += more
         except TimeoutError:
             raise TransferTimeout(
@@ -178,26 +189,28 @@ class PairProxy:
         finally:
             upstream.close()
         if status_of(response) != HTTPStatus.OK:
-            said = response.partition(b"\r\n\r\n")[2][:300].decode(errors="replace")
-            raise WorkerGone(f"{self._options.prefill} refused: {status_of(response)} {said}")
+            content = response.partition(b"\r\n\r\n")[2][:300].decode(errors="replace")
+            raise WorkerGone(
+                f"{self._options.prefill} responded with {status_of(response)} {content}"
+            )
 
 
 class _Reply:
-    """What the client gets."""
+    """The response to the client."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
-        self._begun = False
+        self._started = False
 
     async def send(self, data: bytes) -> None:
-        self._begun = True
+        self._started = True
         self._writer.write(data)
         await self._writer.drain()
 
     async def fail(self, error: HeadraceError) -> None:
-        """Says why; a response that has begun is cut off instead, which clients notice."""
+        """Sends the error. After the first bytes of a response, aborts the connection instead."""
         log.warning("%s", error.detail)
-        if self._begun:
+        if self._started:
             self._writer.transport.abort()
             return
         status = STATUSES.get(type(error), HTTPStatus.INTERNAL_SERVER_ERROR)
@@ -205,18 +218,18 @@ class _Reply:
             await self.send(error_response(error, status))
 
 
-async def _pass(upstream: Upstream, reply: _Reply, *, begun: bool = False) -> None:
+async def _forward(upstream: Upstream, reply: _Reply, *, started: bool = False) -> None:
     try:
-        if not begun:
-            await reply.send(await upstream.begin())
-        while more := await upstream.more():
+        if not started:
+            await reply.send(await upstream.start())
+        while more := await upstream.read():
             await reply.send(more)
     finally:
         upstream.close()
 
 
-async def _wait_end(reader: asyncio.StreamReader) -> None:
-    """Returns when the client hangs up; what it sends after its request is not read as another."""
+async def _wait_disconnect(reader: asyncio.StreamReader) -> None:
+    """Waits until the client disconnects. Ignores further bytes."""
     with suppress(ConnectionError):
         while await reader.read(HEAD_BYTES_MAX):
             continue
@@ -230,7 +243,7 @@ async def run_pair(
     timeout_s: float,
     transfer_timeout_s: float,
 ) -> None:
-    """Serves until cancelled. Raises ConfigError for addresses that are none, or are taken."""
+    """Serves until cancelled. Raises ConfigError for an invalid or used address."""
     setup_logging("info", "pair", "")
     try:
         host, port = split_host_port(pair_address)

@@ -1,4 +1,4 @@
-"""One request to a model server as two, for two vLLM servers with Headrace's connector. Pure."""
+"""Splits a request into one for the prefill server and one for the decode server. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headrace_cli.pair.http_streams import HttpRequest
 
 PAIRED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 PROMPT_TOKENS_MIN = 2
-# What concerns the answer alone, which prefill does not give.
+# Fields that only affect the answer, which prefill does not generate.
 ANSWER_FIELDS = (
     "best_of",
     "echo",
@@ -33,14 +33,14 @@ ANSWER_FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The two requests that become of one."""
+    """The requests to both servers for one request of a client."""
 
     prefill: HttpRequest
     decode: HttpRequest
 
 
-def clean(request: HttpRequest) -> HttpRequest:
-    """The request without kv_transfer_params: clients must not say where servers connect to."""
+def without_transfer_params(request: HttpRequest) -> HttpRequest:
+    """The request without kv_transfer_params: clients must not choose where servers connect to."""
     body = _json_object(request)
     if body is None or "kv_transfer_params" not in body:
         return request
@@ -50,7 +50,10 @@ def clean(request: HttpRequest) -> HttpRequest:
 def split(
     request: HttpRequest, *, transfer_id: str, pair_address: tuple[str, int], deadline_unix_s: float
 ) -> Pair | None:
-    """None for a request that one server answers alone: another path, several prompts or several answers."""
+    """Both requests for one prompt with one answer.
+
+    None for any other request, which the decode server handles alone.
+    """
     body = _json_object(request)
     if body is None or request.path not in PAIRED_PATHS or not _is_single(body):
         return None

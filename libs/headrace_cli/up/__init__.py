@@ -1,1 +1,1 @@
-"""Starts and supervises the services of a deployment."""
+"""A deployment of processes on this machine: topology, supervisor, watchdog, state file."""

@@ -1,4 +1,4 @@
-"""Shows how far each process has come."""
+"""Shows the progress of starting processes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ OTHER_COLUMNS_WIDTH = 32
 
 
 class StartProgress:
-    """A live line per process on a terminal; one line per process that becomes ready elsewhere."""
+    """On a terminal, a live line for each process. Elsewhere, one line when a process becomes ready."""
 
     def __init__(self, console: Console, children: Sequence[Child]) -> None:
         self._console = console
         self._children = children
-        self._told: set[str] = set()
+        self._printed: set[str] = set()
         self._live = (
             Live(console=console, refresh_per_second=REFRESH_PER_S, get_renderable=self._table)
             if console.is_terminal
@@ -35,19 +35,20 @@ class StartProgress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.tell()
+        self.print_ready()
         if self._live is not None:
             self._live.stop()
 
-    def tell(self) -> None:
-        """Without a terminal, writes a line for each process that has become ready since the last
-        call.
+    def print_ready(self) -> None:
+        """Prints a line for each process that has become ready since the last call.
+
+        On a terminal it does nothing, because the live lines refresh themselves.
         """
         if self._live is not None:
             return
         for child in self._children:
-            if child.endpoint and child.spec.name not in self._told:
-                self._told.add(child.spec.name)
+            if child.endpoint and child.spec.name not in self._printed:
+                self._printed.add(child.spec.name)
                 self._console.print(
                     f"{child.spec.name:<{NAME_WIDTH}} ready on {child.endpoint} "
                     f"after {_elapsed_s(child):.1f} s"
@@ -62,12 +63,12 @@ class StartProgress:
         table.add_column(no_wrap=True, overflow="ellipsis", style="dim")
         for child in self._children:
             ready = bool(child.endpoint)
-            news = child.endpoint if ready else _last_line(child, room)
+            note = child.endpoint if ready else _last_line(child, room)
             table.add_row(
                 child.spec.name,
                 "[green]ready[/]" if ready else "[yellow]starting[/]",
                 f"{_elapsed_s(child):.1f} s",
-                news,
+                note,
             )
         return table
 

@@ -1,4 +1,4 @@
-"""Where `headrace up` leaves word of what it started, so that other commands find it."""
+"""The state file of `headrace up`, by which other commands find the deployment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STATE_FILE = "up.json"
 
 @dataclass(frozen=True, slots=True)
 class UpState:
-    """A running deployment."""
+    """Addresses of a running deployment, and the process id of `headrace up`."""
 
     router: str
     registry: str
@@ -22,14 +22,14 @@ class UpState:
 
 
 def default_folder(port: int) -> Path:
-    """The folder of logs and state of the deployment whose router has this port."""
+    """The default folder of logs and state, for the deployment with this router port."""
     base = os.environ.get("XDG_STATE_HOME", "")
     root = Path(base) if base else Path.home() / ".local" / "state"
     return root / "headrace" / str(port)
 
 
 def make_folder(folder: Path) -> Path:
-    """Creates the folder. Raises ConfigError when that is not possible."""
+    """Creates the folder and returns its absolute path. Raises ConfigError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -40,17 +40,15 @@ def make_folder(folder: Path) -> Path:
 
 
 def write_state(folder: Path, state: UpState) -> None:
-    """Leaves word."""
     (folder / STATE_FILE).write_text(json.dumps(asdict(state)) + "\n", encoding="utf-8")
 
 
 def clear_state(folder: Path) -> None:
-    """Takes the word back."""
     (folder / STATE_FILE).unlink(missing_ok=True)
 
 
 def find_registry(router: str) -> str:
-    """The registry of the deployment on this machine that has this router. Raises NotFound."""
+    """The registry's address in the deployment on this machine with this router. Raises NotFound."""
     port = router.rpartition(":")[2]
     path = default_folder(int(port) if port.isdecimal() else 0) / STATE_FILE
     try:

@@ -1,4 +1,4 @@
-"""Starts processes, watches them and ends them; by their own ids only."""
+"""Starts, watches and ends processes."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ TAIL_BYTES = 8_192
 TAIL_LINES = 15
 KILL_WAIT_S = 5.0
 EXIT_MISCONFIGURED = 2
-# Services are ended in this order, so that each still finds those that it needs to finish its work.
+# The order in which services end, so that each can use the later ones while it finishes its work.
 STOP_ORDER = (("router",), ("prefill", "decode"), ("registry",))
 
 
 class ChildProcess(Protocol):
-    """What is asked of a process that was started."""
+    """The parts of asyncio's Process that the supervisor uses."""
 
     @property
     def pid(self) -> int:
-        """The system's number, also of its process group."""
+        """The process id, which is also that of its process group."""
 
     @property
     def returncode(self) -> int | None:
-        """The exit status, a signal's as a negative number; None while it runs."""
+        """The exit status, -N after signal N, None while the process runs."""
 
     def send_signal(self, signal: int) -> None:
-        """Raises ProcessLookupError when it has ended."""
+        """Sends a signal. Raises ProcessLookupError when the process has ended."""
 
     async def wait(self) -> int:
-        """The exit status, once it has ended."""
+        """Waits for the end and returns the exit status."""
 
 
 Spawn = Callable[[ProcessSpec], Awaitable[ChildProcess]]
 
 
 async def spawn_program(spec: ProcessSpec) -> ChildProcess:
-    """Starts a process in a group of its own, its output in its log file."""
+    """Starts a process in its own process group, with its output in its log file."""
     with spec.log_file.open("wb") as log:
         return await asyncio.create_subprocess_exec(
             *spec.arguments,
@@ -61,7 +61,7 @@ async def spawn_program(spec: ProcessSpec) -> ChildProcess:
 
 @dataclass(slots=True)
 class Child:
-    """One process that was started. `endpoint` is set once it serves: its first worker's."""
+    """A process that was started. `endpoint` is that of its first worker, empty until it serves."""
 
     spec: ProcessSpec
     process: ChildProcess
@@ -72,18 +72,27 @@ class Child:
 
     @property
     def running(self) -> bool:
-        """Whether it has not ended."""
+        """Whether the process has not ended."""
         return self.process.returncode is None
+
+    def mark_ready(self, endpoint: str) -> None:
+        """Records that the process serves."""
+        self.endpoint = endpoint
+        self.ready_s = time.monotonic()
+
+    def mark_stopping(self) -> None:
+        """Records that the end of the process is expected from now on."""
+        self.stopping = True
 
     @property
     def drained(self) -> bool:
-        """Whether it is a worker that ended well after it had served."""
+        """Whether it is a worker that served and then exited with status 0."""
         is_worker = self.spec.service in ("prefill", "decode")
         return is_worker and bool(self.ready_s) and self.process.returncode == 0
 
 
 class Supervisor:
-    """Owns the children, and a watchdog that ends them should this process be killed."""
+    """Owns the children, and a watchdog that ends them if this process is killed."""
 
     def __init__(self, stop_grace_s: float = 30.0, spawn: Spawn = spawn_program) -> None:
         self.children: list[Child] = []
@@ -92,7 +101,7 @@ class Supervisor:
         self._watchdog: asyncio.subprocess.Process | None = None
 
     async def open(self) -> None:
-        """Starts the watchdog. It lives in a session of its own, out of the terminal's reach."""
+        """Starts the watchdog, in its own session, so that the terminal sends it no signals."""
         self._watchdog = await asyncio.create_subprocess_exec(
             sys.executable,
             "-I",
@@ -102,51 +111,50 @@ class Supervisor:
         )
 
     async def start(self, spec: ProcessSpec) -> Child:
-        """Starts a process in a group of its own, its output in its log file."""
+        """Starts a child."""
         spec.port_file.unlink(missing_ok=True)
         child = Child(spec, await self._spawn(spec))
         self.children.append(child)
-        self._tell_watchdog(f"+{child.process.pid}")
+        self._notify_watchdog(f"+{child.process.pid}")
         return child
 
     async def wait_ready(self, children: Sequence[Child]) -> None:
-        """Returns once all of them serve. Raises as `check` when any child ends meanwhile."""
+        """Waits until all of these serve. Raises as `check` does when any child ends."""
         while True:
             self.check()
             for child in children:
                 if not child.endpoint and child.spec.port_file.exists():
-                    child.endpoint = child.spec.port_file.read_text(encoding="utf-8").split()[0]
-                    child.ready_s = time.monotonic()
+                    child.mark_ready(child.spec.port_file.read_text(encoding="utf-8").split()[0])
             if all(child.endpoint for child in children):
                 return
             await asyncio.sleep(POLL_S)
 
     def check(self) -> None:
-        """Raises ConfigError or WorkerGone when a child has ended that nobody had asked to.
+        """Raises ConfigError or WorkerGone when a child has ended unexpectedly.
 
-        A worker that ends well once it has served was drained.
+        The end of a drained worker is expected.
         """
         for child in self.children:
             if child.running or child.stopping:
                 continue
             if not child.drained:
-                raise death_of(child)
-            child.stopping = True
+                raise unexpected_end(child)
+            child.mark_stopping()
 
     async def wait_any_end(self) -> None:
-        """Returns only by raising, once a child has ended that nobody had asked to."""
+        """Waits until a child ends unexpectedly, then raises as `check` does. Never returns."""
         while True:
             self.check()
             await asyncio.sleep(4 * POLL_S)
 
     async def stop(self) -> list[Child]:
-        """Ends everything, service by service; the children that did not end well by themselves.
+        """Ends all children, service by service. Returns those that did not exit with status 0.
 
-        Each service gets SIGTERM and its share of the grace; what is left then is killed with its
-        whole group.
+        The children of a service get SIGTERM. After the grace, the supervisor kills their process groups.
         """
         for child in self.children:
-            child.stopping = child.stopping or child.running
+            if child.running:
+                child.mark_stopping()
         unclean: list[Child] = []
         for services in STOP_ORDER:
             group = [child for child in self.children if child.spec.service in services]
@@ -163,16 +171,16 @@ class Supervisor:
         if waits:
             await asyncio.wait(waits, timeout=self._stop_grace_s)
         for child in group:
-            # Also after a clean end: whatever the process left in its group must not outlive it.
+            # Also after a clean exit, because other processes of its group may still run.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.process.pid, signal.SIGKILL)
         if waits:
             await asyncio.wait(waits, timeout=KILL_WAIT_S)
         for child in group:
-            self._tell_watchdog(f"-{child.process.pid}")
+            self._notify_watchdog(f"-{child.process.pid}")
         return [child for child in group if child.process.returncode != 0]
 
-    def _tell_watchdog(self, line: str) -> None:
+    def _notify_watchdog(self, line: str) -> None:
         if self._watchdog is not None and self._watchdog.stdin is not None:
             with contextlib.suppress(ConnectionError):
                 self._watchdog.stdin.write(f"{line}\n".encode())
@@ -186,12 +194,13 @@ class Supervisor:
                 await self._watchdog.wait()
 
 
-def death_of(child: Child) -> HeadraceError:
-    """What a child's unasked end means: its own one line for a wrong setting, else the end of its
-    log.
+def unexpected_end(child: Child) -> HeadraceError:
+    """The error for a child's unexpected end.
+
+    ConfigError with the child's own message for a wrong setting, else WorkerGone with the end of its log.
     """
     lines = log_tail(child.spec.log_file, TAIL_LINES)
-    last = lines[-1] if lines else "it said nothing"
+    last = lines[-1] if lines else f"{child.spec.name} has an invalid setting, and an empty log"
     code = child.process.returncode
     if code == EXIT_MISCONFIGURED:
         return ConfigError(last, metadata={"process": child.spec.name})
@@ -203,7 +212,7 @@ def death_of(child: Child) -> HeadraceError:
 
 
 def log_tail(path: Path, line_count: int) -> list[str]:
-    """The last lines of a log that are not blank."""
+    """The last lines of a log that are not blank; none without a file."""
     try:
         with path.open("rb") as log:
             log.seek(0, os.SEEK_END)

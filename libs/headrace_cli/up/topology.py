@@ -1,4 +1,4 @@
-"""Which processes `headrace up` starts, and with which flags. Pure."""
+"""The processes that `headrace up` starts, and their flags. Pure."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ SERVICES = ("registry", "router", "prefill", "decode")
 DEFAULT_PORT = 7050
 SIM = "sim"
 VLLM = "vllm"
-# The context that fits small machines; the models' own are several times longer.
+# Fits small machines. The models allow contexts several times longer.
 VLLM_CONTEXT_TOKENS = 2048
-# More sim workers of a role than this share one process, in which they have no threads of their own.
+# With more sim workers of a role than this, one process holds all of them.
 SIM_PROCESSES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """What the user asked for. `settings` holds further flags as (service, field, value)."""
+    """The options of `headrace up`. `settings` has further flags as (service, field, value)."""
 
     engine: str = VLLM
     model: str = ""
@@ -43,9 +43,7 @@ class Topology:
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """One process. Its "host:port" appears in `port_file` once it serves; with several workers,
-    one line for each.
-    """
+    """How to start one process. Once it serves, `port_file` has the "host:port" of each worker, one a line."""
 
     name: str
     service: str
@@ -56,7 +54,7 @@ class ProcessSpec:
 
 
 def check_topology(topology: Topology) -> None:
-    """Raises ConfigError that says what to do."""
+    """Raises ConfigError, naming the remedy, for a topology that cannot run."""
     if topology.engine not in (SIM, VLLM):
         raise ConfigError(f"engine {topology.engine!r} is unknown: choose vllm or sim")
     if topology.engine == VLLM and not topology.model:
@@ -84,8 +82,19 @@ def parse_setting(text: str) -> tuple[str, str, str]:
     return service, setting, value
 
 
+def parse_ranks(text: str) -> tuple[int, int]:
+    """Reads "2" or "2:1" as ranks of prefill and decode. Raises ConfigError."""
+    first, colon, second = text.partition(":")
+    sides = (first, second if colon else first)
+    if not all(side.isdecimal() and int(side) > 0 for side in sides):
+        raise ConfigError(
+            f"--tensor-parallel {text!r} is wrong: write N, or N:M for prefill and decode"
+        )
+    return int(sides[0]), int(sides[1])
+
+
 def registry_spec(topology: Topology, folder: Path) -> ProcessSpec:
-    """The registry, on a free port."""
+    """The registry, on any free port."""
     return _spec(
         topology,
         folder,
@@ -113,7 +122,7 @@ def router_spec(topology: Topology, folder: Path, registry: str) -> ProcessSpec:
 
 
 def worker_specs(topology: Topology, folder: Path, registry: str) -> list[ProcessSpec]:
-    """Every prefill and decode worker, each on a free port: one in a process, or many of sim's."""
+    """The processes of all prefill and decode workers, on any free ports."""
     counts = {"prefill": topology.prefill_count, "decode": topology.decode_count}
     ranks = {
         "prefill": topology.prefill_tensor_parallel,
@@ -136,14 +145,14 @@ def worker_specs(topology: Topology, folder: Path, registry: str) -> list[Proces
             if members > 1:
                 flags.append(f"--workers-per-process={members}")
             if topology.engine == SIM and max(counts.values()) > SIM_PROCESSES:
-                # Mooncake's threads would be each worker's own; all must take the same transport.
+                # With Mooncake each worker would have its own threads. All workers need the same transport.
                 flags.append("--transport=same_host")
             specs.append(_spec(topology, folder, name, service, flags))
     return specs
 
 
 def _processes(topology: Topology, service: str, count: int) -> list[tuple[str, int]]:
-    """Name of each process of a service, and the workers in it."""
+    """Name and number of workers of each process of a service."""
     if topology.engine != SIM or count <= SIM_PROCESSES:
         return [(f"{service}-{index}", 1) for index in range(count)]
     return [(service, count)]

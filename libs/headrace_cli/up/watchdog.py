@@ -1,7 +1,7 @@
-"""Ends what `headrace up` started, should `headrace up` itself be killed.
+"""Ends the children of `headrace up` if `headrace up` itself is killed.
 
-Reads lines from stdin: "+ID" for a process group to end, "-ID" for one that has ended. When stdin
-ends, the parent is gone: every group left gets SIGTERM, then SIGKILL. Groups take along whatever an
+Reads lines from stdin: "+ID" adds a process group, "-ID" removes it. Stdin ends with the parent. Then
+every remaining group gets SIGTERM, and SIGKILL after a grace. A group includes the processes that an
 engine started.
 """
 
@@ -18,7 +18,7 @@ POLL_S = 0.1
 
 
 def watch() -> None:
-    """Returns when nothing is left to end."""
+    """Returns when all groups have ended or were killed."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     groups: set[int] = set()
@@ -28,16 +28,16 @@ def watch() -> None:
             groups.add(group)
         else:
             groups.discard(group)
-    groups = _signalled(groups, signal.SIGTERM)
-    give_up = time.monotonic() + TERM_GRACE_S
-    while groups and time.monotonic() < give_up:
+    groups = _signal_groups(groups, signal.SIGTERM)
+    deadline_s = time.monotonic() + TERM_GRACE_S
+    while groups and time.monotonic() < deadline_s:
         time.sleep(POLL_S)
-        groups = _signalled(groups, 0)
-    _signalled(groups, signal.SIGKILL)
+        groups = _signal_groups(groups, 0)
+    _signal_groups(groups, signal.SIGKILL)
 
 
-def _signalled(groups: set[int], number: int) -> set[int]:
-    """Sends the signal; the groups that were still there."""
+def _signal_groups(groups: set[int], number: int) -> set[int]:
+    """Sends the signal and returns the groups that exist."""
     alive: set[int] = set()
     for group in groups:
         with contextlib.suppress(ProcessLookupError, PermissionError):

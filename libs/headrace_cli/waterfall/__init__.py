@@ -1,1 +1,1 @@
-"""Draws a trace as a waterfall."""
+"""A trace as a waterfall: rows, units and drawing."""

@@ -1,4 +1,4 @@
-"""How often a stream's tokens go out: at once when they come slowly, gathered when they come fast."""
+"""Paces the messages of token streams: slow tokens are sent at once, fast ones are batched."""
 
 from __future__ import annotations
 
@@ -10,61 +10,61 @@ from typing import Final
 GAP_MIN_S: Final = 0.002
 GAP_MAX_S: Final = 0.025
 _WINDOW_S: Final = 0.05
-_BUSY: Final = 0.85
-_CALM: Final = 0.6
-_STEP: Final = 1.5
+_BUSY_SHARE_HIGH: Final = 0.85
+_BUSY_SHARE_LOW: Final = 0.6
+_GAP_FACTOR: Final = 1.5
 _SCHEDULER = Path("/proc/thread-self/schedstat")
 
 
 class LoopLoad:
-    """The least time between two messages of any stream of one event loop, by how busy the loop is.
+    """The minimum gap between two messages of a stream, adapted to the load of one event loop.
 
-    A message costs far more than a token in it. A loop that is busy all the time gathers tokens for longer, so that its
-    messages become fewer, until it is not; others gather for 2 ms. Used by the loop's own thread only.
+    A message costs much more than a token in it. While the loop is busy, the gap grows from 2 ms up to 25 ms, so that
+    each message has more tokens. Used only by the loop's thread.
     """
 
     def __init__(self) -> None:
         self.gap_s = GAP_MIN_S
-        self._since_s = -math.inf
+        self._updated_s = -math.inf
         self._busy_s = 0.0
 
-    def note(self, now_s: float) -> None:
-        """Looks at the load, if that was not done lately. `now_s` is by time.monotonic."""
-        elapsed_s = now_s - self._since_s
+    def update(self, now_s: float) -> None:
+        """Measures the load, at most once in 50 ms. `now_s` is by time.monotonic."""
+        elapsed_s = now_s - self._updated_s
         if elapsed_s < _WINDOW_S:
             return
         busy_s = _busy_seconds()
         share = (busy_s - self._busy_s) / elapsed_s
-        self._since_s, self._busy_s = now_s, busy_s
-        self.judge(share)
+        self._updated_s, self._busy_s = now_s, busy_s
+        self.adapt(share)
 
-    def judge(self, share: float) -> None:
-        """Takes over what share of the time the loop was busy."""
-        if share > _BUSY:
-            self.gap_s = min(GAP_MAX_S, self.gap_s * _STEP)
-        elif share < _CALM:
-            self.gap_s = max(GAP_MIN_S, self.gap_s / _STEP)
+    def adapt(self, busy_share: float) -> None:
+        """Adapts the gap to the share of time in which the loop was busy."""
+        if busy_share > _BUSY_SHARE_HIGH:
+            self.gap_s = min(GAP_MAX_S, self.gap_s * _GAP_FACTOR)
+        elif busy_share < _BUSY_SHARE_LOW:
+            self.gap_s = max(GAP_MIN_S, self.gap_s / _GAP_FACTOR)
 
 
 class FlushPace:
-    """When the next message of one stream may go out. What comes after a longer pause than the gap goes at once."""
+    """When one stream may send its next message. After a pause longer than the gap, at once."""
 
     def __init__(self, load: LoopLoad) -> None:
         self._load = load
-        self._last_s = -math.inf
+        self._flushed_s = -math.inf
 
-    def rest_s(self, now_s: float) -> float:
-        """How long to gather before the next message; 0 or less is not at all."""
-        self._load.note(now_s)
-        return self._last_s + self._load.gap_s - now_s
+    def batch_s(self, now_s: float) -> float:
+        """Seconds to batch tokens before the next message; 0 or less means not at all."""
+        self._load.update(now_s)
+        return self._flushed_s + self._load.gap_s - now_s
 
-    def flushed(self, now_s: float) -> None:
-        """A message goes out."""
-        self._last_s = now_s
+    def record_flush(self, now_s: float) -> None:
+        """Records that the stream sends a message."""
+        self._flushed_s = now_s
 
 
 def _busy_seconds() -> float:
-    """Time that this thread ran or waited for a CPU; where that is not told, the time that it ran."""
+    """Seconds that this thread ran or waited for a CPU. Without scheduler statistics, seconds that it ran."""
     try:
         ran_ns, waited_ns, _ = _SCHEDULER.read_text().split()
     except (OSError, ValueError):

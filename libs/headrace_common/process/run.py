@@ -1,4 +1,4 @@
-"""Runs a service's main coroutine and turns its end into an exit status."""
+"""Runs a service's main coroutine and exits with its status."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _EXIT_SIGNAL_BASE = 128
 def run_service(prog: str, main: Callable[[], Awaitable[None]]) -> NoReturn:
     """Runs `main` on uvloop and exits with 0 when it returns.
 
-    A HeadraceError ends it with one line on stderr: status 2 when the process cannot start as
-    configured (ConfigError, RegistryUnavailable), 1 otherwise. A signal before the service serves
-    cancels `main`, so that what it started is cleaned up, and exits with 128 + its number.
+    For a HeadraceError it prints one line on stderr and exits with 2 (ConfigError,
+    RegistryUnavailable) or 1. A signal before the service serves cancels `main`, which cleans up. The
+    process then exits with 128 + the signal's number.
     """
     try:
         status = uvloop.run(_supervise(main))

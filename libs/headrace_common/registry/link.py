@@ -1,4 +1,4 @@
-"""The way to the registry that everything of registry_client.py shares."""
+"""The connection to the registry: a stub, its errors, and back-off during an outage."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Coroutine, Iterator
-from typing import Any, Final, TypeVar
+from collections.abc import Iterator
+from typing import Final
 
 import grpc.aio
 
@@ -26,15 +26,18 @@ from headrace_common.rpc.status import error_from_rpc
 _log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S: Final = 5.0
-
 BACKOFF_MIN_S: Final = 0.1
 _BACKOFF_MAX_S: Final = 1.0
-_Result = TypeVar("_Result")
-_AWAY = (WorkerGone, Draining, DeadlineExceeded, Cancelled, RegistryUnavailable)
+_BACKOFF_EXPONENT_MAX: Final = 16
+# Errors of an RPC that mean that the registry cannot be reached now.
+_UNAVAILABLE: Final = (WorkerGone, Draining, DeadlineExceeded, Cancelled, RegistryUnavailable)
 
 
 class RegistryLink:
-    """A stub of the registry, and what is to be done when it is away: wait, and say so once."""
+    """A stub of the registry for one purpose, which log messages name.
+
+    `registry` is "host:port", or a channel that the caller opened and closes after `close`.
+    """
 
     def __init__(self, registry: str | grpc.aio.Channel, purpose: str) -> None:
         self._owned = isinstance(registry, str)
@@ -45,61 +48,51 @@ class RegistryLink:
         self.stub = registry_pb2_grpc.RegistryServiceStub(self._channel)
 
     @contextlib.contextmanager
-    def errors(self) -> Iterator[None]:
-        """Lets out HeadraceErrors only: RegistryUnavailable for whatever means that it is away."""
+    def converted_errors(self) -> Iterator[None]:
+        """Converts every failure of a call to a HeadraceError.
+
+        An error that means that the registry cannot be reached becomes RegistryUnavailable. A
+        cancellation of the current task stays one.
+        """
         try:
             yield
         except grpc.aio.AioRpcError as error:
             known = error_from_rpc(error)
-            if isinstance(known, _AWAY):
+            if isinstance(known, _UNAVAILABLE):
                 raise self.unavailable(known.detail) from error
             raise known from error
         except TimeoutError:
-            raise self.unavailable("no answer in time") from None
+            raise self.unavailable("no response in time") from None
         except (grpc.aio.UsageError, asyncio.InvalidStateError) as error:
             raise self.unavailable(str(error)) from error
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            raise self.unavailable("it gave the call up") from None
+            raise self.unavailable("the call was cancelled") from None
 
     def unavailable(self, cause: str) -> RegistryUnavailable:
-        return RegistryUnavailable(f"{self._name} is away: {cause}", metadata={"cause": cause})
+        """The error for a registry that cannot be reached."""
+        return RegistryUnavailable(
+            f"{self._name} is unavailable: {cause}", metadata={"cause": cause}
+        )
 
-    def succeeded(self) -> None:
-        """Ends an outage."""
+    def record_success(self) -> None:
+        """Ends an outage, if there was one."""
         if self._failure_count:
-            _log.info("%s: %s is back", self._purpose, self._name)
+            _log.info("%s: %s is available again", self._purpose, self._name)
         self._failure_count = 0
 
     async def back_off(self, error: HeadraceError) -> None:
-        """Logs the first error of an outage, then waits longer each time."""
+        """Records a failure and waits, longer after each. Logs the first error of an outage."""
         if self._failure_count == 0:
             _log.warning("%s: %s", self._purpose, error.detail)
-        delay_s = min(_BACKOFF_MAX_S, BACKOFF_MIN_S * 2.0 ** min(self._failure_count, 16))
+        exponent = min(self._failure_count, _BACKOFF_EXPONENT_MAX)
+        delay_s = min(_BACKOFF_MAX_S, BACKOFF_MIN_S * 2.0**exponent)
         self._failure_count += 1
         await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
 
     async def close(self) -> None:
+        """Closes the channel, unless the caller opened it."""
         if self._owned:
             await self._channel.close()
-
-
-def run_forever(loop: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-    """Starts a task that should end only when cancelled. If it fails all the same, the log says so."""
-    task = asyncio.create_task(loop, name=name)
-    task.add_done_callback(_report)
-    return task
-
-
-def _report(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and task.exception() is not None:
-        _log.critical("%s ended by a bug", task.get_name(), exc_info=task.exception())
-
-
-async def end_task(task: asyncio.Task[_Result] | None) -> None:
-    """Cancels a task and waits for its end."""
-    if task is not None:
-        task.cancel()
-        await asyncio.wait([task])

@@ -1,9 +1,4 @@
-"""What every process needs of the registry: to be a member, to see the others, to know their KV
-memory.
-
-All three live through a registry that goes away and comes back, empty or not (I7). They take the
-registry's "host:port", or a channel that the caller opened and closes after stopping them.
-"""
+"""Keeps a process registered: registers it, keeps its lease alive, registers it again when the lease is lost."""
 
 from __future__ import annotations
 
@@ -14,20 +9,21 @@ import random
 from typing import Final
 
 import grpc.aio
-from google.protobuf.duration_pb2 import Duration
 
 from headrace.kv.v1 import layout_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import (
-    HeadraceError,
-    RegistryUnavailable,
-)
-from headrace_common.registry.link import CALL_TIMEOUT_S, RegistryLink, end_task, run_forever
+from headrace_common.durations import duration_from_seconds
+from headrace_common.errors import HeadraceError, RegistryUnavailable
+from headrace_common.registry.link import CALL_TIMEOUT_S, RegistryLink
+from headrace_common.tasks import end_task, run_forever
 
 _log = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S: Final = 2.0
+_START_CALL_TIMEOUT_MIN_S: Final = 0.1
+# Members find out at the same time that a registry has lost their leases.
+_REREGISTER_DELAY_MAX_S: Final = 0.2
 
 
 class Membership:
@@ -43,8 +39,7 @@ class Membership:
         self._link = RegistryLink(registry, f"membership of {member.worker_id}")
         self._member = member
         self._descriptor = descriptor
-        self._ttl = Duration()
-        self._ttl.FromNanoseconds(round(ttl_s * 1e9))
+        self._ttl = duration_from_seconds(ttl_s)
         self._interval_s = ttl_s / 3
         self._lease_id = ""
         self._prefix_hash_key = 0
@@ -53,61 +48,64 @@ class Membership:
 
     @property
     def prefix_hash_key(self) -> int:
-        """The deployment's key for hashes of prompt prefixes: the first one given. 0 before `start` is through."""
+        """The deployment's key for hashes of prompt prefixes: the first one received. 0 until `start` returns."""
         return self._prefix_hash_key
 
     @property
     def ticket_key(self) -> bytes:
-        """The deployment's key for tickets: the last one given. Empty before `start` is through."""
+        """The deployment's key for tickets: the last one received. Empty until `start` returns."""
         return self._ticket_key
 
     @property
     def registered(self) -> bool:
-        """Whether the registry knew this member when last heard of."""
+        """Whether this member holds a lease, as of the registry's last response."""
         return bool(self._lease_id)
 
     async def start(self, timeout_s: float = 15.0) -> None:
-        """Registers, then stays registered by itself.
+        """Registers the member, then keeps it registered in the background.
 
         Raises RegistryUnavailable when the registry cannot be reached in time, InvalidRequest when
-        it refuses the record, Conflict when a newer incarnation of the worker is there.
+        the registry rejects the record, Conflict when a newer incarnation is registered.
         """
         deadline = Deadline.after(timeout_s)
         while True:
             try:
-                await self._register(min(CALL_TIMEOUT_S, max(0.1, deadline.remaining_s())))
+                await self._register(
+                    min(CALL_TIMEOUT_S, max(_START_CALL_TIMEOUT_MIN_S, deadline.remaining_s()))
+                )
                 break
             except RegistryUnavailable as error:
                 if deadline.expired:
                     raise
                 await self._link.back_off(error)
-        self._link.succeeded()
+        self._link.record_success()
         name = f"membership-{self._member.worker_id}"
-        self._keeper = run_forever(self._keep(), name)
+        self._keeper = run_forever(self._stay_registered(), name)
 
     async def stop(self) -> None:
-        """Leaves the registry, at once if it can be reached and by expiry otherwise."""
+        """Deregisters the member. If the registry cannot be reached, the lease expires later."""
         await end_task(self._keeper)
         self._keeper = None
         if self._lease_id:
             request = registry_pb2.DeregisterRequest(lease_id=self._lease_id)
             self._lease_id = ""
             try:
-                with self._link.errors():
+                with self._link.converted_errors():
                     await self._link.stub.Deregister(request, timeout=_STOP_TIMEOUT_S)
             except HeadraceError as error:
-                _log.warning("%s stays until its lease ends: %s", self._member.worker_id, error)
+                _log.warning(
+                    "%s stays registered until its lease expires: %s", self._member.worker_id, error
+                )
         await self._link.close()
 
-    async def _keep(self) -> None:
+    async def _stay_registered(self) -> None:
         while True:
             try:
                 if not self._lease_id:
                     await self._register()
                 await self._keep_alive()
                 self._lease_id = ""
-                # All members find out at once when a registry has forgotten them.
-                await asyncio.sleep(random.uniform(0.0, 0.2))
+                await asyncio.sleep(random.uniform(0.0, _REREGISTER_DELAY_MAX_S))
             except HeadraceError as error:
                 await self._link.back_off(error)
 
@@ -118,10 +116,10 @@ class Membership:
             prefix_hash_key=self._prefix_hash_key,
             ticket_key=self._ticket_key,
         )
-        with self._link.errors():
+        with self._link.converted_errors():
             granted = await self._link.stub.Register(request, timeout=timeout_s)
-            # From this moment others call the member, and it has to know their tickets.
-            self._take_key(granted.prefix_hash_key)
+            # Other processes call the member from now on, so it needs the keys before its descriptor is published.
+            self._store_prefix_hash_key(granted.prefix_hash_key)
             self._ticket_key = granted.ticket_key
             if self._descriptor is not None:
                 reference = registry_pb2.MemberRef(
@@ -133,34 +131,34 @@ class Membership:
                 await self._link.stub.PutKvDescriptor(put, timeout=timeout_s)
         self._lease_id = granted.lease_id
 
-    def _take_key(self, key: int) -> None:
-        """What was hashed with the first key cannot be hashed again, so it stays."""
+    def _store_prefix_hash_key(self, key: int) -> None:
+        """Keeps the first key, because hashes made with it cannot be made again."""
         if not self._prefix_hash_key:
             self._prefix_hash_key = key
         elif key != self._prefix_hash_key:
             _log.warning(
-                "%s: the registry has another prefix_hash_key now: cached prefixes that one side of it announces are "
-                "not found by the other until these restart",
+                "%s: the registry has a different prefix_hash_key now. Processes with the old and the new key do not "
+                "find each other's cached prefixes: restart those with the old one",
                 self._member.worker_id,
             )
 
     async def _keep_alive(self) -> None:
-        """Returns when the lease is gone; raises when the registry is."""
+        """Returns when the lease is lost. Raises RegistryUnavailable when the registry is."""
         call = self._link.stub.KeepAlive()
         ended = asyncio.Event()
         call.add_done_callback(lambda _: ended.set())
         request = registry_pb2.KeepAliveRequest(lease_id=self._lease_id)
         try:
             while True:
-                with self._link.errors():
+                with self._link.converted_errors():
                     async with asyncio.timeout(self._interval_s):
                         await call.write(request)
                         response = await call.read()
                 if not isinstance(response, registry_pb2.KeepAliveResponse):
-                    raise self._link.unavailable("it ended the stream")
+                    raise self._link.unavailable("the registry ended the stream")
                 if not response.HasField("ttl"):
                     return
-                self._link.succeeded()
+                self._link.record_success()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._interval_s):
                         await ended.wait()

@@ -1,30 +1,26 @@
-"""A view of the members and the policy, kept current by a watch of the registry."""
+"""A local copy of the members and the policy, kept current by a watch of the registry."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Final
 
 import grpc.aio
 
 from headrace.registry.v1 import registry_pb2
-from headrace_common.errors import (
-    HeadraceError,
-    WatchExpired,
-)
-from headrace_common.registry.link import CALL_TIMEOUT_S, RegistryLink, end_task, run_forever
-
-_DEFAULT_RETRY_BUDGET: Final = 2
+from headrace_common.errors import HeadraceError, WatchExpired
+from headrace_common.registry.link import CALL_TIMEOUT_S, RegistryLink
+from headrace_common.registry.policy import default_policy
+from headrace_common.tasks import end_task, run_forever
 
 
 class RegistryView:
-    """Who is there and the policy in force, as last heard from the registry.
+    """The members and the policy in force, as of the registry's last message.
 
-    While the registry is away the view stays as it was. When it comes back without its memory,
-    members that it does not list stay for `grace_s`, in which they register again. `on_change` is
-    called by the event loop soon after each change of members, policy or connection.
+    During an outage of the registry the view does not change. A registry may return without its
+    records. Members that it does not list then stay in the view for `grace_s`, in which they register
+    again. The event loop calls `on_change` soon after each change of members, policy or connection.
     """
 
     def __init__(
@@ -37,19 +33,19 @@ class RegistryView:
         self._on_change = on_change
         self._grace_s = grace_s
         self._members: Mapping[str, registry_pb2.Member] = {}
-        self._policy = registry_pb2.Policy(retry_budget=_DEFAULT_RETRY_BUDGET)
+        self._policy = default_policy()
         self._revision = 0
         self._connected = False
-        self._current = asyncio.Event()
-        # Members that the last listing lacked.
+        self._received = asyncio.Event()
+        # Members that the last snapshot lacked.
         self._vanished: set[str] = set()
-        self._grace: asyncio.TimerHandle | None = None
+        self._grace_timer: asyncio.TimerHandle | None = None
         self._follower: asyncio.Task[None] | None = None
         self._last_error: HeadraceError | None = None
 
     @property
     def members(self) -> Mapping[str, registry_pb2.Member]:
-        """Members by worker id. The mapping is never changed: later views are other mappings."""
+        """Members by worker id. The mapping never changes: a later view is another mapping."""
         return MappingProxyType(self._members)
 
     def of_role(self, role: registry_pb2.Member.Role.ValueType) -> tuple[registry_pb2.Member, ...]:
@@ -62,26 +58,26 @@ class RegistryView:
 
     @property
     def connected(self) -> bool:
-        """Whether changes arrive at the moment."""
+        """Whether the watch stands, so that changes arrive."""
         return self._connected
 
     async def start(self, timeout_s: float = 15.0) -> None:
-        """Waits for the first view. Raises RegistryUnavailable when none comes in time."""
+        """Waits for the first snapshot. Raises RegistryUnavailable when none arrives in time."""
         self._follower = run_forever(self._follow(), "registry-view")
         try:
             async with asyncio.timeout(timeout_s):
-                await self._current.wait()
+                await self._received.wait()
         except TimeoutError:
             await self.stop()
-            raise self._last_error or self._link.unavailable("no view in time") from None
+            raise self._last_error or self._link.unavailable("no snapshot in time") from None
 
     async def stop(self) -> None:
-        """Stops following. The last view stays readable."""
+        """Stops the watch. The last view stays readable."""
         await end_task(self._follower)
         self._follower = None
         self._connected = False
-        if self._grace is not None:
-            self._grace.cancel()
+        if self._grace_timer is not None:
+            self._grace_timer.cancel()
         await self._link.close()
 
     async def _follow(self) -> None:
@@ -98,20 +94,20 @@ class RegistryView:
                 await self._link.back_off(error)
 
     async def _watch(self) -> None:
-        """Applies responses until the watch ends, by an error."""
+        """Applies responses until the watch ends, which raises the error."""
         request = registry_pb2.WatchRequest(start_revision=self._revision)
         call = self._link.stub.Watch(request)
         try:
-            with self._link.errors():
+            with self._link.converted_errors():
                 async with asyncio.timeout(CALL_TIMEOUT_S):
                     response = await call.read()
             while isinstance(response, registry_pb2.WatchResponse):
                 self._apply(response)
-                with self._link.errors():
+                with self._link.converted_errors():
                     response = await call.read()
         finally:
             call.cancel()
-        raise self._link.unavailable("it ended the watch")
+        raise self._link.unavailable("the registry ended the watch")
 
     def _apply(self, response: registry_pb2.WatchResponse) -> None:
         members = dict(self._members)
@@ -124,14 +120,14 @@ class RegistryView:
             self._apply_change(members, change)
         self._members = members
         self._revision = response.revision
-        arrived = not self._connected
-        if arrived:
+        was_disconnected = not self._connected
+        if was_disconnected:
             self._connected = True
-            self._link.succeeded()
-            self._arm_grace()
-        if arrived or response.changes:
+            self._link.record_success()
+            self._start_grace()
+        if was_disconnected or response.changes:
             self._notify()
-        self._current.set()
+        self._received.set()
 
     def _apply_change(
         self, members: dict[str, registry_pb2.Member], change: registry_pb2.Change
@@ -149,17 +145,17 @@ class RegistryView:
         elif change.HasField("policy_put"):
             self._policy = change.policy_put
 
-    def _arm_grace(self) -> None:
-        if self._grace is not None:
-            self._grace.cancel()
-            self._grace = None
+    def _start_grace(self) -> None:
+        if self._grace_timer is not None:
+            self._grace_timer.cancel()
+            self._grace_timer = None
         if self._vanished:
             loop = asyncio.get_running_loop()
-            self._grace = loop.call_later(self._grace_s, self._drop_vanished)
+            self._grace_timer = loop.call_later(self._grace_s, self._drop_vanished)
 
     def _drop_vanished(self) -> None:
-        self._grace = None
-        # While the registry is away again nobody can register again either.
+        self._grace_timer = None
+        # During an outage members cannot register again, so they keep their grace.
         if self._connected:
             self._members = {
                 worker_id: member
@@ -171,5 +167,5 @@ class RegistryView:
 
     def _notify(self) -> None:
         if self._on_change is not None:
-            # By the loop itself, which logs a callback that fails: the watch goes on.
+            # The event loop logs an exception of the callback, and the watch continues.
             asyncio.get_running_loop().call_soon(self._on_change, self)

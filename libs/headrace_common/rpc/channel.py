@@ -1,4 +1,4 @@
-"""Channels to other services: kept alive, with room for large messages, never through a proxy."""
+"""Channels to other services, with keepalive, large messages and no HTTP proxy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 MESSAGE_BYTES_MAX = 64 * 1024 * 1024
 METADATA_BYTES_MAX = 64 * 1024
 
-# For both ends of a Unix socket: no pings, because the kernel says at once that a peer is gone.
+# For both ends of a Unix socket. It needs no pings, because the kernel reports a dead peer at once.
 LOCAL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
@@ -32,22 +32,22 @@ _PING_TIMEOUT_S_MAX = 3_600.0
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """The files of mutual TLS, for code that has no ServiceConfig; a plain value. Empty means plaintext."""
+    """The files of mutual TLS, for code without a ServiceConfig. Empty means plaintext."""
 
     tls_certificate_file: str = ""
     tls_key_file: str = ""
     tls_authority_file: str = ""
 
     @classmethod
-    def of(cls, config: ServiceConfig) -> TlsFiles:
-        """What a service was told."""
+    def from_config(cls, config: ServiceConfig) -> TlsFiles:
+        """The files that the settings of a service name."""
         return cls(config.tls_certificate_file, config.tls_key_file, config.tls_authority_file)
 
     @classmethod
     def from_environment(cls) -> TlsFiles:
-        """What HEADRACE_TLS_CERTIFICATE_FILE, _KEY_FILE and _AUTHORITY_FILE name, for programs that call services.
+        """The files that HEADRACE_TLS_CERTIFICATE_FILE, _KEY_FILE and _AUTHORITY_FILE name.
 
-        Raises ConfigError when only some are set.
+        For programs that call services. Raises ConfigError when only some are set.
         """
         names = {field.name: f"HEADRACE_{field.name.upper()}" for field in fields(cls)}
         files = {field: os.environ.get(name, "") for field, name in names.items()}
@@ -60,10 +60,10 @@ class TlsFiles:
 
 
 def keepalive_options() -> tuple[tuple[str, int], ...]:
-    """Of both ends, which ping a silent peer, and end the connection of one that is frozen or cut off within 7 s.
+    """Keepalive options of clients and servers. They detect a dead peer within 7 s.
 
-    Machines that stand still for seconds, such as emulated ones, need more than the 4 s that HEADRACE_PING_TIMEOUT_S
-    is otherwise. Raises ConfigError when it is no such time.
+    HEADRACE_PING_TIMEOUT_S sets the ping timeout, which is 4 s by default. Machines that pause for seconds, such as
+    emulated ones, need more. Raises ConfigError for an invalid value.
     """
     text = os.environ.get(PING_TIMEOUT_VARIABLE, "") or str(PING_TIMEOUT_S)
     try:
@@ -74,7 +74,7 @@ def keepalive_options() -> tuple[tuple[str, int], ...]:
         raise ConfigError(
             f"{PING_TIMEOUT_VARIABLE}: must be seconds above 0 and at most {_PING_TIMEOUT_S_MAX:g}, but is {text!r}"
         )
-    # gRPC's own keepalive_timeout is overruled by its ping timeout, which is a minute unless it is set.
+    # gRPC's ping timeout, a minute by default, overrides its keepalive timeout.
     timeout_ms = max(1, round(1e3 * timeout_s))
     return (
         ("grpc.keepalive_time_ms", 3_000),
@@ -101,7 +101,7 @@ def _channel_options() -> tuple[tuple[str, int | str], ...]:
 def open_channel(endpoint: str, config: ServiceConfig | TlsFiles | None = None) -> grpc.aio.Channel:
     """Opens a channel to "host:port", with mutual TLS when `config` names the files.
 
-    It connects on first use.
+    The channel connects on first use.
     """
     credentials = channel_credentials(config)
     if credentials is None:
@@ -110,7 +110,7 @@ def open_channel(endpoint: str, config: ServiceConfig | TlsFiles | None = None) 
 
 
 def open_blocking_channel(endpoint: str, config: ServiceConfig | None = None) -> grpc.Channel:
-    """The same for threads."""
+    """As open_channel, for use by threads."""
     credentials = channel_credentials(config)
     if credentials is None:
         return grpc.insecure_channel(endpoint, options=_channel_options())
@@ -118,7 +118,7 @@ def open_blocking_channel(endpoint: str, config: ServiceConfig | None = None) ->
 
 
 def channel_credentials(config: ServiceConfig | TlsFiles | None) -> grpc.ChannelCredentials | None:
-    """What a client shows and trusts; None for plaintext. Raises as read_tls_files does."""
+    """The credentials of a client; None for plaintext. Raises as read_tls_files does."""
     if config is None or not config.tls_certificate_file:
         return None
     certificate, key, authority = read_tls_files(config)
@@ -126,10 +126,7 @@ def channel_credentials(config: ServiceConfig | TlsFiles | None) -> grpc.Channel
 
 
 def read_tls_files(config: ServiceConfig | TlsFiles) -> tuple[bytes, bytes, bytes]:
-    """Certificate, key and authority in PEM.
-
-    Raises ConfigError that names every file which cannot be read.
-    """
+    """Certificate, key and authority in PEM. Raises ConfigError naming every unreadable file."""
     contents: list[bytes] = []
     problems: dict[str, str] = {}
     for field in ("tls_certificate_file", "tls_key_file", "tls_authority_file"):

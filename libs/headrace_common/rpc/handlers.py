@@ -1,8 +1,12 @@
-"""Wraps the handlers of a grpc.aio server, of all four shapes, in one context manager."""
+"""Wraps the handlers of a grpc.aio server, of all four shapes, in one context manager.
+
+An interceptor derives from WrappingInterceptor and gives `guarded(handler, ...)` from its `wrap`.
+"""
 
 from __future__ import annotations
 
 import inspect
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeAlias
@@ -11,13 +15,30 @@ import grpc
 import grpc.aio
 
 Continuation: TypeAlias = Callable[[grpc.HandlerCallDetails], Awaitable["Handler | None"]]
-"""Finds the handler of an RPC; there is none for an unknown method."""
+"""Finds the handler of an RPC; None for an unknown method."""
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Guard: TypeAlias = Callable[["Context"], AbstractAsyncContextManager[None]]
-"""Makes what surrounds one RPC, from its context."""
+"""Makes the context manager in which one RPC runs, from the RPC's context."""
 Prepare: TypeAlias = Callable[[Any], Any]
-"""Checks a request, or an iterator of requests, before the handler sees it."""
+"""Checks a request, or an iterator of requests, before the handler gets it."""
+
+
+class WrappingInterceptor(grpc.aio.ServerInterceptor):
+    """Wraps the handler of every RPC."""
+
+    async def intercept_service(
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler | None:
+        """Wraps the handler that `continuation` finds."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        return self.wrap(handler, handler_call_details.method)
+
+    @abstractmethod
+    def wrap(self, handler: Handler, method: str) -> Handler:
+        """The handler to run instead. `method` is such as "/package.Service/Method"."""
 
 
 def guarded(
@@ -28,14 +49,14 @@ def guarded(
 ) -> Handler:
     """The same handler, run inside `guard(context)`.
 
-    `prepare` runs inside the guard too; `deserializer` replaces the handler's own. Handlers must
+    `prepare` runs inside the guard too. `deserializer` replaces the handler's own. Handlers must
     be coroutine functions or asynchronous generators.
     """
     behaviour: Any = (
         handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
     )
     wrap = _wrap_generator if inspect.isasyncgenfunction(behaviour) else _wrap_coroutine
-    wrapped = wrap(behaviour, guard, prepare or _same)
+    wrapped = wrap(behaviour, guard, prepare or _unchanged)
     make = _maker(handler)
     return make(wrapped, deserializer or handler.request_deserializer, handler.response_serializer)
 
@@ -54,7 +75,7 @@ def _maker(handler: Handler) -> Callable[..., Handler]:
     )
 
 
-def _same(request: Any) -> Any:
+def _unchanged(request: Any) -> Any:
     return request
 
 

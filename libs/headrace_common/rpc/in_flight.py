@@ -1,4 +1,4 @@
-"""Knows which RPCs a server is answering, so that it can end without cutting one off."""
+"""Tracks the RPCs that a server is answering, so that a drain can wait for them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,11 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
-import grpc
-import grpc.aio
-
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import Draining
-from headrace_common.rpc import handlers
-from headrace_common.rpc.handlers import Context, guarded
+from headrace_common.rpc.handlers import Context, Handler, WrappingInterceptor, guarded
 
-# Streams that last as long as both ends do. Waiting for them would always use up the grace.
+# Streams that last until one end stops. Waiting for them would always use up the grace.
 _ENDLESS = frozenset(
     {
         "/grpc.health.v1.Health/Watch",
@@ -30,35 +26,26 @@ _ENDLESS = frozenset(
 )
 
 
-class InFlightInterceptor(grpc.aio.ServerInterceptor):
-    """Counts the RPCs that end by themselves and holds on to those that do not."""
+class InFlightInterceptor(WrappingInterceptor):
+    """Tracks RPCs in flight: answers, which end by themselves, and endless streams, which do not."""
 
     def __init__(self) -> None:
         self._answering: set[asyncio.Task[Any]] = set()
         self._streams: set[asyncio.Task[Any]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._cutting = False
+        self._cancelling = False
 
     @property
     def answer_count(self) -> int:
-        """RPCs being answered that will end by themselves."""
+        """RPCs in flight, less the endless streams."""
         return len(self._answering)
 
-    async def intercept_service(
-        self,
-        continuation: handlers.Continuation,
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> handlers.Handler | None:
-        """Wraps the handler found by `continuation`."""
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
-        endless = handler_call_details.method in _ENDLESS
-        return guarded(handler, self._stream if endless else self._answer)
+    def wrap(self, handler: Handler, method: str) -> Handler:
+        return guarded(handler, self._track_stream if method in _ENDLESS else self._track_answer)
 
     async def wait_answered(self, deadline: Deadline) -> bool:
-        """Waits until no RPC is being answered; False once the deadline has passed."""
+        """Waits until `answer_count` is 0. False when the deadline passes first."""
         try:
             async with asyncio.timeout(deadline.remaining_s()):
                 await self._idle.wait()
@@ -66,19 +53,19 @@ class InFlightInterceptor(grpc.aio.ServerInterceptor):
             return False
         return True
 
-    def cut(self) -> None:
-        """Ends every RPC with Draining, streams that still come included."""
-        self._cutting = True
+    def cancel_all(self) -> None:
+        """Ends every RPC with Draining, also those that the server cancels later."""
+        self._cancelling = True
         for task in self._streams | self._answering:
             task.cancel()
 
     @asynccontextmanager
-    async def _answer(self, context: Context) -> AsyncIterator[None]:
+    async def _track_answer(self, context: Context) -> AsyncIterator[None]:
         task = _current_task()
         self._answering.add(task)
         self._idle.clear()
         try:
-            with self._cuttable(task):
+            with self._as_draining(task):
                 yield
         finally:
             self._answering.discard(task)
@@ -86,21 +73,21 @@ class InFlightInterceptor(grpc.aio.ServerInterceptor):
                 self._idle.set()
 
     @asynccontextmanager
-    async def _stream(self, context: Context) -> AsyncIterator[None]:
+    async def _track_stream(self, context: Context) -> AsyncIterator[None]:
         task = _current_task()
         self._streams.add(task)
         try:
-            with self._cuttable(task):
+            with self._as_draining(task):
                 yield
         finally:
             self._streams.discard(task)
 
     @contextmanager
-    def _cuttable(self, task: asyncio.Task[Any]) -> Iterator[None]:
+    def _as_draining(self, task: asyncio.Task[Any]) -> Iterator[None]:
         try:
             yield
         except asyncio.CancelledError:
-            if not self._cutting:
+            if not self._cancelling:
                 raise
             task.uncancel()
             raise Draining("the process is shutting down") from None

@@ -1,4 +1,4 @@
-"""Finds the field at fault in a message that protobuf refuses to parse."""
+"""Finds the invalid fields of a message that protobuf cannot parse."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _LENGTH_DELIMITED = 2
 _DEPTH_MAX = 32
 
 
-def text_fields_at_fault(data: bytes, message_type: Descriptor) -> list[str]:
+def invalid_text_fields(data: bytes, message_type: Descriptor) -> list[str]:
     """Paths of the string fields of `data` that are not UTF-8, such as "chat.messages[1].content".
 
-    Empty when `data` is not even the encoding of a message, or is malformed in another way.
+    Empty when `data` is malformed in another way.
     """
     try:
         return list(_walk(data, message_type, "", 0))
@@ -28,7 +28,7 @@ def text_fields_at_fault(data: bytes, message_type: Descriptor) -> list[str]:
 def _walk(data: bytes, message_type: Descriptor, prefix: str, depth: int) -> Iterator[str]:
     if depth == _DEPTH_MAX:
         return
-    # An empty message knows no field, so every one of them is kept, unparsed.
+    # Empty has no fields, so protobuf keeps every field of the data as an unknown one.
     raw = Empty()
     raw.ParseFromString(data)
     occurrences: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""The gRPC server that every service runs in: health, reflection, errors, traces, drain."""
+"""The gRPC server of every service: health, reflection, errors, traces, drain."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from headrace_common.rpc.trace_context import TraceInterceptor
 
 _LOG = logging.getLogger(__name__)
 
-# so_reuseport off: two services on one port would each get half of the connections, silently.
+# so_reuseport is off, because otherwise two services could share a port, each with half of the connections.
 _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
@@ -42,9 +42,9 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
 )
 
-_CUT_S = 1.0
-# How long a service may take to end what is not done after the grace.
-END_UNFINISHED_S = 4.0
+_CANCEL_WAIT_S = 1.0
+DRAIN_OVERRUN_MAX_S = 4.0
+"""Time after the grace in which a service ends unfinished work."""
 
 Drainer = Callable[[Deadline], Awaitable[None]]
 
@@ -52,8 +52,8 @@ Drainer = Callable[[Deadline], Awaitable[None]]
 class GrpcServer:
     """One server on one port. Add servicers to `.server`, start it, then serve until a signal.
 
-    `services` are the full names shown by health checks and reflection. `interceptors` run inside
-    those that map errors and carry traces.
+    `services` are the full names for health checks and reflection. `interceptors` run inside those for
+    errors and traces.
     """
 
     def __init__(
@@ -71,23 +71,23 @@ class GrpcServer:
         )
         self._health = health.aio.HealthServicer()
         self._health_updates: set[asyncio.Task[None]] = set()
-        self._drain_asked = asyncio.Event()
+        self._drain_requested = asyncio.Event()
         self._drain_deadline: Deadline | None = None
-        self._stop_asked = False
-        self._hurry = asyncio.Event()
+        self._stop_requested = False
+        self._stop_now = asyncio.Event()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self.server)
 
     @property
     def draining(self) -> bool:
-        """Whether it has been asked to end."""
-        return self._drain_asked.is_set()
+        """Whether a drain was requested."""
+        return self._drain_requested.is_set()
 
     async def start(self) -> str:
-        """Listens, reports SERVING and returns the host:port by which others reach this server.
+        """Listens, reports SERVING and returns the host:port at which others reach this server.
 
-        Raises ConfigError when the address cannot be listened on or a TLS file cannot be read.
+        Raises ConfigError when it cannot listen on the address or read a TLS file.
         """
         host, port = split_host_port(self._config.listen)
         _check_free(self._config.listen, host, port)
@@ -107,45 +107,45 @@ class GrpcServer:
         return advertised
 
     def set_serving(self, serving: bool) -> None:
-        """Sets what health checks answer, for the server and for each of its services."""
+        """Sets the health status of the server and of each of its services."""
         update = asyncio.get_running_loop().create_task(self._set_health(serving))
         self._health_updates.add(update)
         update.add_done_callback(self._health_updates.discard)
 
     def request_stop(self) -> None:
-        """Does what a first SIGTERM does; asked again, what a second one does."""
-        if self._stop_asked:
-            self._hurry.set()
-        self._stop_asked = True
+        """Starts a drain, as SIGTERM does. A second call ends the drain at once."""
+        if self._stop_requested:
+            self._stop_now.set()
+        self._stop_requested = True
         self.request_drain()
 
     def request_drain(self, grace_s: float | None = None) -> Deadline:
-        """Begins to drain, unless it has begun; when what is in flight must have ended.
+        """Starts a drain, unless one has started. Returns the deadline of requests in flight.
 
         None means drain_grace_s.
         """
         if self._drain_deadline is None:
             grace_s = self._config.drain_grace_s if grace_s is None else grace_s
             self._drain_deadline = Deadline.after(grace_s)
-            self._drain_asked.set()
+            self._drain_requested.set()
         return self._drain_deadline
 
     async def serve_until_signal(self, on_drain: Drainer) -> None:
-        """Serves until SIGTERM or SIGINT, then drains and returns. See serve_until_stopped."""
+        """As serve_until_stopped; SIGTERM and SIGINT call `request_stop`."""
         with stop_signals(self.request_stop):
             await self.serve_until_stopped(on_drain)
 
     async def serve_until_stopped(self, on_drain: Drainer) -> None:
-        """Serves until `request_stop` or `request_drain` is called, then drains and returns.
+        """Serves until `request_stop` or `request_drain`, then drains and returns.
 
-        Draining reports NOT_SERVING and awaits `on_drain`, in which the service refuses new work by
-        itself while what is in flight may still call in; at the deadline that it is given, it ends
-        the rest. Then every new RPC is refused and those in flight may end. Whatever is left at the
-        deadline ends with Draining, as do streams that have no end of their own. A second
-        `request_stop` ends at once.
+        A drain first reports NOT_SERVING and awaits `on_drain` with the deadline. During `on_drain` the
+        server accepts RPCs, because work in flight may need them. The service itself rejects new work,
+        and at the deadline ends the rest. After `on_drain` the server rejects every new RPC and waits
+        for those in flight. At the deadline it ends them with Draining; endless streams too. A second
+        `request_stop` ends the drain at once.
         """
         try:
-            await self._drain_asked.wait()
+            await self._drain_requested.wait()
             await self._drain(on_drain, self.request_drain())
         finally:
             await self.server.stop(None)
@@ -153,11 +153,11 @@ class GrpcServer:
     async def _drain(self, on_drain: Drainer, deadline: Deadline) -> None:
         _LOG.info("draining for up to %g s", deadline.remaining_s())
         drain = asyncio.create_task(self._drain_in_order(on_drain, deadline))
-        hurry = asyncio.create_task(self._hurry.wait())
+        stop_now = asyncio.create_task(self._stop_now.wait())
         try:
-            await asyncio.wait({drain, hurry}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({drain, stop_now}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            hurry.cancel()
+            stop_now.cancel()
             drain.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await drain
@@ -165,17 +165,17 @@ class GrpcServer:
     async def _drain_in_order(self, on_drain: Drainer, deadline: Deadline) -> None:
         await self._set_health(False)
         try:
-            async with asyncio.timeout(deadline.remaining_s() + END_UNFINISHED_S):
+            async with asyncio.timeout(deadline.remaining_s() + DRAIN_OVERRUN_MAX_S):
                 await on_drain(deadline)
         except TimeoutError:
-            _LOG.warning("work in flight did not end within the grace")
-        stop = asyncio.create_task(self.server.stop(deadline.remaining_s() + _CUT_S))
+            _LOG.warning("work in flight did not end within the drain grace")
+        stop = asyncio.create_task(self.server.stop(deadline.remaining_s() + _CANCEL_WAIT_S))
         if not await self._in_flight.wait_answered(deadline):
-            _LOG.warning("cutting off %d requests", self._in_flight.answer_count)
-        self._in_flight.cut()
-        # A stream cut in the middle of a write ends without a status, and would hold the server
-        # up until the grace is over: stop() in serve_until_stopped ends it.
-        await asyncio.wait({stop}, timeout=_CUT_S)
+            _LOG.warning("ending %d unfinished requests", self._in_flight.answer_count)
+        self._in_flight.cancel_all()
+        # A stream cancelled during a write ends without a status and would delay the server until
+        # the end of the grace. stop(None) in serve_until_stopped ends it.
+        await asyncio.wait({stop}, timeout=_CANCEL_WAIT_S)
 
     async def _set_health(self, serving: bool) -> None:
         states = health_pb2.HealthCheckResponse
@@ -200,7 +200,7 @@ class GrpcServer:
 
 @contextlib.contextmanager
 def stop_signals(on_signal: Callable[[], None]) -> Iterator[None]:
-    """Meanwhile, SIGTERM and SIGINT call `on_signal`."""
+    """In this context, SIGTERM and SIGINT call `on_signal`."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
@@ -219,7 +219,7 @@ def _cannot_listen(listen: str, why: str) -> ConfigError:
 
 
 def _check_free(listen: str, host: str, port: int) -> None:
-    """Tries the port first: gRPC logs lines of its own about a taken one and hides the reason."""
+    """Binds the port once before gRPC does, because gRPC hides the reason of a failure."""
     try:
         addresses = socket.getaddrinfo(
             host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -233,7 +233,7 @@ def _check_free(listen: str, host: str, port: int) -> None:
 
 
 def write_port_file(path: str, advertised: str) -> None:
-    """Readers see all of it or no file. Raises ConfigError when it cannot be written."""
+    """Writes the file atomically. Raises ConfigError when it cannot be written."""
     draft = Path(f"{path}.{os.getpid()}")
     try:
         draft.write_text(advertised, encoding="utf-8")

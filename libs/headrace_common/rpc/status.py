@@ -1,4 +1,4 @@
-"""Errors become gRPC statuses on the server, and the same errors again on the client."""
+"""Converts errors to gRPC statuses on the server, and statuses back to errors on the client."""
 
 from __future__ import annotations
 
@@ -22,16 +22,14 @@ from grpc_status import rpc_status
 from headrace_common import errors
 from headrace_common.durations import duration_from_seconds, seconds_from_duration
 from headrace_common.errors import HeadraceError, InternalError, InvalidRequest
-from headrace_common.rpc import handlers
-from headrace_common.rpc.handlers import Context, guarded
-from headrace_common.rpc.malformed import text_fields_at_fault
+from headrace_common.rpc.handlers import Context, Handler, WrappingInterceptor, guarded
+from headrace_common.rpc.malformed import invalid_text_fields
 
 _LOG = logging.getLogger(__name__)
 
 DOMAIN = "headrace"
 _DETAILS_KEY = "grpc-status-details-bin"
-# A status travels in HTTP/2 trailers, which gRPC clients cap at 8 KiB by default, and there the
-# detail stands twice.
+# HTTP/2 trailers carry the status, with the detail twice. gRPC clients limit them to 8 KiB by default.
 _DETAIL_BYTES_MAX = 1_024
 _VALUE_BYTES_MAX = 512
 _VALUES_BYTES_MAX = 1_536
@@ -52,7 +50,7 @@ _WITHOUT_DETAILS: Mapping[grpc.StatusCode, type[HeadraceError]] = {
 
 
 def status_of(error: HeadraceError) -> status_pb2.Status:
-    """The google.rpc.Status of an error: ErrorInfo, and BadRequest or RetryInfo where due."""
+    """The google.rpc.Status of an error: ErrorInfo, and BadRequest or RetryInfo if they apply."""
     metadata = _bounded_values(error.metadata)
     status = status_pb2.Status(
         code=error.code.value[0], message=_bounded(error.detail, _DETAIL_BYTES_MAX)
@@ -72,7 +70,7 @@ def status_of(error: HeadraceError) -> status_pb2.Status:
 
 
 def error_from_rpc(exc: grpc.RpcError) -> HeadraceError:
-    """The error that the server raised, or the nearest one to a status without our details."""
+    """The error that the server raised. Without Headrace's details, the error nearest to the status."""
     code, detail, trailers = _parts_of(exc)
     status = _rich_status(trailers)
     if status is None:
@@ -93,36 +91,25 @@ def error_from_rpc(exc: grpc.RpcError) -> HeadraceError:
     )
     if kind is InvalidRequest:
         violations = {v.field: v.description for v in bad_request.field_violations}
-        error: HeadraceError = InvalidRequest(violations)
-        error.retry_after_s = retry_after_s
-        return error
+        return InvalidRequest(violations, retry_after_s=retry_after_s)
     return kind(status.message, metadata=info.metadata, retry_after_s=retry_after_s)
 
 
-class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """The one place where errors become statuses.
+class ErrorInterceptor(WrappingInterceptor):
+    """Ends an RPC with the status of the error that its handler raised.
 
-    Requests that cannot be parsed become InvalidRequest too, for handlers that get them as an
-    argument or by `async for`. Anything that is not a HeadraceError is a bug: INTERNAL with an id,
-    under which the log has the traceback.
+    A request that cannot be parsed becomes InvalidRequest, if the handler gets it as an argument or by
+    `async for`. Any other exception is a bug and becomes INTERNAL with an id. The log has the
+    traceback with the same id.
     """
 
-    async def intercept_service(
-        self,
-        continuation: handlers.Continuation,
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> handlers.Handler | None:
-        """Wraps the handler found by `continuation`."""
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
-        method = handler_call_details.method
+    def wrap(self, handler: Handler, method: str) -> Handler:
         deserialize = handler.request_deserializer
         return guarded(
             handler,
             lambda context: _reporting(method, context),
             _checked_stream if handler.request_streaming else _checked,
-            _tolerant(deserialize, method) if deserialize is not None else None,
+            _parse_or_malformed(deserialize, method) if deserialize is not None else None,
         )
 
 
@@ -155,24 +142,24 @@ async def _abort(context: Context, error: HeadraceError) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Malformed:
-    """Stands in for a request that could not be parsed: of itself, gRPC would answer INTERNAL."""
+    """Replaces a request that cannot be parsed, for which gRPC would send INTERNAL."""
 
     error: InvalidRequest
 
 
-def _tolerant(deserialize: Callable[[bytes], Any], method: str) -> Callable[[bytes], Any]:
-    def tolerant(data: bytes) -> Any:
+def _parse_or_malformed(deserialize: Callable[[bytes], Any], method: str) -> Callable[[bytes], Any]:
+    def parse(data: bytes) -> Any:
         try:
             return deserialize(data)
         except DecodeError as error:
             return _Malformed(_violations_of(data, method, error))
 
-    return tolerant
+    return parse
 
 
 def _violations_of(data: bytes, method: str, error: DecodeError) -> InvalidRequest:
     request_type = _request_type(method)
-    fields = text_fields_at_fault(data, request_type) if request_type is not None else []
+    fields = invalid_text_fields(data, request_type) if request_type is not None else []
     if fields:
         return InvalidRequest(dict.fromkeys(fields[:16], "is not valid UTF-8; send text as UTF-8"))
     return InvalidRequest(
@@ -201,7 +188,7 @@ async def _checked_stream(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
 
 
 def _parts_of(exc: grpc.RpcError) -> tuple[grpc.StatusCode, str, Any]:
-    # Threaded clients raise what is also a grpc.Call; AioRpcError has the same methods.
+    # A blocking client raises an error that is also a grpc.Call. AioRpcError has the same methods.
     if isinstance(exc, grpc.aio.AioRpcError | grpc.Call):
         return exc.code(), exc.details() or "", exc.trailing_metadata() or ()
     return grpc.StatusCode.UNKNOWN, str(exc), ()
@@ -231,11 +218,11 @@ def _bounded(text: str, bytes_max: int) -> str:
 
 def _bounded_values(values: Mapping[str, str]) -> dict[str, str]:
     bounded: dict[str, str] = {}
-    room = _VALUES_BYTES_MAX
+    room_bytes = _VALUES_BYTES_MAX
     for key, value in values.items():
         short_key, short_value = _bounded(key, 128), _bounded(str(value), _VALUE_BYTES_MAX)
-        room -= len(short_key.encode()) + len(short_value.encode())
-        if room < 0:
+        room_bytes -= len(short_key.encode()) + len(short_value.encode())
+        if room_bytes < 0:
             break
         bounded[short_key] = short_value
     return bounded

@@ -1,7 +1,7 @@
-"""A router's signed word that a decode worker may take one request from whoever brings it.
+"""Tickets: a router's signed permission to send one request to one decode worker.
 
-A ticket is bound to everything that the request says, to one incarnation of one worker and to one attempt, which no
-worker takes twice; and it expires. It holds no secret, and says nothing about who carries it.
+A ticket is bound to the content of the request, to one incarnation of a worker and to one attempt. A worker accepts an
+attempt once. A ticket expires. It contains no secret and does not identify its bearer.
 """
 
 from __future__ import annotations
@@ -10,20 +10,17 @@ import hashlib
 import hmac
 import time
 from collections.abc import Callable
-from typing import Final
 
 from google.protobuf.message import DecodeError
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import inference_pb2
 from headrace_common.errors import Unauthenticated
-
-# Before a ticket of this size is worth looking at, it is none of ours.
-_TICKET_BYTES_MAX: Final = 1_024
+from headrace_common.limits import TICKET_BYTES_MAX
 
 
 class TicketSigner:
-    """Signs for `ttl_s`, as long as it takes to bring a request to its worker. `key` returns the deployment's."""
+    """Signs tickets that are valid for `ttl_s`. `key` returns the deployment's key."""
 
     def __init__(self, key: Callable[[], bytes], ttl_s: float) -> None:
         self._key = key
@@ -31,11 +28,11 @@ class TicketSigner:
 
     @property
     def key(self) -> bytes:
-        """The key as it is now; no bytes while it is not known."""
+        """The current key; empty while it is unknown."""
         return self._key()
 
     def sign(self, request: decode_pb2.GenerateRequest, worker_id: str, tenant: str) -> bytes:
-        """A ticket for the request as it is now, less its own ticket; no bytes while the key is not known."""
+        """A ticket for the request, without regard to the ticket in it. Empty while the key is unknown."""
         key = self.key
         if not key:
             return b""
@@ -52,7 +49,7 @@ class TicketSigner:
 
 
 def decode_request_of(direct: inference_pb2.DirectRequest) -> decode_pb2.GenerateRequest:
-    """What is said to the decode worker of a request that goes past the router, ticket and all."""
+    """The request that a client sends to the decode worker, with the ticket."""
     return decode_pb2.GenerateRequest(
         request_id=direct.request_id,
         transfer_id=direct.transfer_id,
@@ -69,13 +66,13 @@ def decode_request_of(direct: inference_pb2.DirectRequest) -> decode_pb2.Generat
 def check_ticket(
     key: bytes, request: decode_pb2.GenerateRequest, worker_id: str | None, *, late_s: float = 0.0
 ) -> decode_pb2.TicketClaims:
-    """What the request's ticket allows, if it is good for this request on this worker; None is any worker.
+    """The claims of the request's ticket. Raises Unauthenticated when it is not valid for this request and worker.
 
-    `late_s` is how long after its end it is still taken. Raises Unauthenticated.
+    `worker_id` None means any worker. `late_s` extends the lifetime of the ticket.
     """
     ticket, claims = decode_pb2.Ticket(), decode_pb2.TicketClaims()
     try:
-        if len(request.ticket) > _TICKET_BYTES_MAX:
+        if len(request.ticket) > TICKET_BYTES_MAX:
             raise DecodeError("too long")
         ticket.ParseFromString(request.ticket)
         signed = hmac.compare_digest(ticket.signature, _signature(key, ticket.claims))
@@ -83,7 +80,7 @@ def check_ticket(
             claims.ParseFromString(ticket.claims)
     except DecodeError:
         signed = False
-    # Without a key nothing is signed by it, whatever the signature says.
+    # Without a key no signature is valid: every program can sign with an empty key.
     if not (signed and key):
         raise _refused("was not signed by a router of this deployment, or was changed", "signature")
     if time.time_ns() > claims.expire_unix_ns + late_s * 1e9:

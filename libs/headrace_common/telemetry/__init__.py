@@ -1,1 +1,1 @@
-"""OpenTelemetry set-up, metrics, and the schema of every telemetry name."""
+"""OpenTelemetry set-up, exporters, metrics, and the schema of all telemetry names."""

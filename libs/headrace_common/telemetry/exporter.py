@@ -1,4 +1,4 @@
-"""Exports spans to the collectors of the moment over gRPC."""
+"""Exports spans over gRPC to collectors that may change."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import grpc
 import grpc.aio
@@ -20,14 +20,13 @@ from headrace_common.rpc.channel import open_blocking_channel
 
 _LOG = logging.getLogger(__name__)
 
-_EXPORT_TIMEOUT_S = 1.0
-
-
-_EXPORT_METHOD = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
+EXPORT_TIMEOUT_S: Final = 1.0
+SHUTDOWN_TIMEOUT_S: Final = 1.5
+_EXPORT_METHOD: Final = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
 
 
 class CollectorExporter(SpanExporter):
-    """Sends each batch to every collector of the moment. One that is away misses its spans."""
+    """Sends each batch to every current collector. A collector that cannot be reached misses the batch."""
 
     def __init__(self, config: ServiceConfig) -> None:
         self._config = config
@@ -38,12 +37,12 @@ class CollectorExporter(SpanExporter):
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """The collectors, in order of name."""
+        """The current collectors, sorted."""
         with self._lock:
             return tuple(sorted(self._channels))
 
     def set_endpoints(self, endpoints: Sequence[str]) -> None:
-        """Replaces the collectors. Channels of those that stay are kept."""
+        """Replaces the collectors. Those that stay keep their channels."""
         with self._lock:
             gone = [self._channels.pop(name) for name in set(self._channels) - set(endpoints)]
             for name in endpoints:
@@ -54,8 +53,8 @@ class CollectorExporter(SpanExporter):
             channel.close()
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Sends the spans to all collectors at once, waiting 1 s at most."""
-        timeout_s = min(_EXPORT_TIMEOUT_S, self._close_unix_s - time.time())
+        """Sends the spans to all collectors in parallel and waits up to 1 s."""
+        timeout_s = min(EXPORT_TIMEOUT_S, self._close_unix_s - time.time())
         with self._lock:
             channels = dict(self._channels)
         if timeout_s <= 0 or not channels:
@@ -69,36 +68,36 @@ class CollectorExporter(SpanExporter):
                 )
                 calls[name] = export.future(request, timeout=timeout_s)
             except ValueError:
-                _LOG.debug("collector %s was dropped during an export", name)
-        delivered = [self._await(name, call) for name, call in calls.items()]
+                _LOG.debug("collector %s was removed during an export", name)
+        delivered = [self._wait_delivered(name, call) for name, call in calls.items()]
         return SpanExportResult.SUCCESS if all(delivered) else SpanExportResult.FAILURE
 
-    def close_by(self, unix_s: float) -> None:
-        """Exports after this moment are dropped at once."""
+    def close_at(self, unix_s: float) -> None:
+        """Drops exports after this time."""
         self._close_unix_s = unix_s
 
     def shutdown(self) -> None:
-        """Closes every channel; exports under way end."""
+        """Closes every channel, which ends exports in flight."""
         self.set_endpoints(())
 
-    def _await(self, name: str, call: Any) -> bool:
+    def _wait_delivered(self, name: str, call: Any) -> bool:
         try:
             call.result()
         except (grpc.RpcError, grpc.FutureCancelledError) as error:
-            self._note_failure(name, error)
+            self._record_failure(name, error)
             return False
         with self._lock:
             recovered = name in self._failing
             self._failing.discard(name)
         if recovered:
-            _LOG.info("collector %s takes spans again", name)
+            _LOG.info("collector %s accepts spans again", name)
         return True
 
-    def _note_failure(self, name: str, error: Exception) -> None:
+    def _record_failure(self, name: str, error: Exception) -> None:
         with self._lock:
             known = name in self._failing or name not in self._channels
             if name in self._channels:
                 self._failing.add(name)
         if not known:
             reason = error.details() if isinstance(error, grpc.Call) else str(error)
-            _LOG.warning("collector %s takes no spans until further notice: %s", name, reason)
+            _LOG.warning("collector %s does not accept spans: %s", name, reason)

@@ -1,4 +1,4 @@
-"""Traces: made with OpenTelemetry, carried over gRPC, shipped to routers and to OTLP. Metrics go to OTLP alone."""
+"""Set-up of telemetry. Spans go to routers and to an OTLP collector, metrics only to the collector."""
 
 from __future__ import annotations
 
@@ -16,19 +16,23 @@ from opentelemetry.trace import Span, Status, StatusCode, Tracer
 from opentelemetry.util.types import AttributeValue
 
 from headrace_common.config import ServiceConfig
-from headrace_common.telemetry.exporter import _EXPORT_TIMEOUT_S, CollectorExporter
+from headrace_common.telemetry.exporter import (
+    EXPORT_TIMEOUT_S,
+    SHUTDOWN_TIMEOUT_S,
+    CollectorExporter,
+)
 from headrace_common.telemetry.metrics import Metrics
 
 _LOG = logging.getLogger(__name__)
 
 _BATCH_DELAY_MS = 200
 _QUEUED_SPANS_MAX = 8_192
-_SHUTDOWN_S = 1.5
 
 
 class Telemetry:
-    """The traces of one process, or with `processors` those of one of its workers, which leave with
-    the process's own. Made by init_telemetry; passed to whoever makes spans.
+    """The spans and metrics of one process, made by init_telemetry.
+
+    With `processors`, the spans of one of several workers of the process, exported with its own spans.
     """
 
     def __init__(
@@ -52,22 +56,22 @@ class Telemetry:
             self.add_exporter(collector)
 
     def for_worker(self, worker_id: str) -> Telemetry:
-        """Makes the spans of one of several workers of this process, which say whose they are."""
+        """The telemetry of one of several workers of this process. Its spans have the worker's id."""
         provider = _new_provider(self._service, worker_id)
         processors = [processor for processor, _ in self._processors]
         return Telemetry(self._service, provider, self._collector, processors, metrics=self.metrics)
 
     @property
     def collectors(self) -> tuple[str, ...]:
-        """The endpoints that get every span."""
+        """The "host:port" of the collectors of every span."""
         return self._collector.endpoints
 
     def set_collectors(self, endpoints: Sequence[str]) -> None:
-        """Replaces the "host:port" of the routers that get every span."""
+        """Replaces the "host:port" of the collectors, which are the routers."""
         self._collector.set_endpoints(endpoints)
 
     def add_exporter(self, exporter: SpanExporter) -> None:
-        """Adds a receiver of every span that ends from now on, in batches at most 200 ms late."""
+        """Adds an exporter of every span that ends from now on, in batches each 200 ms."""
         processor = BatchSpanProcessor(
             exporter, max_queue_size=_QUEUED_SPANS_MAX, schedule_delay_millis=_BATCH_DELAY_MS
         )
@@ -84,9 +88,9 @@ class Telemetry:
         error: str = "",
         events: Iterable[tuple[str, int, Mapping[str, AttributeValue]]] = (),
     ) -> Span:
-        """Makes a span after the fact and returns it, ended; `error` says what went wrong.
+        """Records a span that has ended, and returns it. A nonempty `error` sets its status.
 
-        `events` have a name, when it was in Unix nanoseconds, and attributes.
+        Each of `events` has a name, a time in Unix nanoseconds, and attributes.
         """
         span = self.tracer.start_span(
             name, context=parent_context, start_time=start_unix_ns, attributes=attributes
@@ -99,13 +103,13 @@ class Telemetry:
         return span
 
     def force_flush(self) -> None:
-        """Exports every span that has ended. Blocks for 1 s per batch at most."""
+        """Exports every span that has ended. Blocks for up to 1 s per batch."""
         self._provider.force_flush()
 
     def shutdown(self) -> None:
-        """Exports what is left and stops, within 2 s even when nobody takes it. Blocks."""
-        deadline_unix_s = time.time() + _SHUTDOWN_S
-        self._collector.close_by(deadline_unix_s)
+        """Exports the remaining spans and stops. Blocks for less than 2 s, also without a response."""
+        deadline_unix_s = time.time() + SHUTDOWN_TIMEOUT_S
+        self._collector.close_at(deadline_unix_s)
         threads = [
             threading.Thread(target=processor.shutdown, name="telemetry-shutdown", daemon=True)
             for processor, _ in self._processors
@@ -121,7 +125,7 @@ class Telemetry:
 
 
 def init_telemetry(service: str, worker_id: str, config: ServiceConfig) -> Telemetry:
-    """Starts tracing for a process; `service` is such as "router"."""
+    """Sets up the telemetry of a process. `service` is such as "router"."""
     provider = _new_provider(service, worker_id)
     metrics = Metrics(provider.resource, config.otlp_endpoint)
     telemetry = Telemetry(service, provider, CollectorExporter(config), metrics=metrics)
@@ -138,8 +142,8 @@ def _new_provider(service: str, worker_id: str) -> TracerProvider:
 
 
 def _otlp_exporter(endpoint: str) -> SpanExporter:
-    # Most processes have no collector, and need not wait for this at their start.
+    # Imported here, so that processes without a collector start faster.
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
     insecure = not endpoint.startswith("https://")
-    return OTLPSpanExporter(endpoint=endpoint, insecure=insecure, timeout=_EXPORT_TIMEOUT_S)
+    return OTLPSpanExporter(endpoint=endpoint, insecure=insecure, timeout=EXPORT_TIMEOUT_S)

@@ -169,7 +169,7 @@ def engine_config(
         local_broadcast=config.local_broadcast,
         gpu_direct=config.gpu_direct,
         enforce_eager=config.enforce_eager,
-        tls=TlsFiles.of(config),
+        tls=TlsFiles.from_config(config),
         overlap_layers=config.early_start,
     )
 

@@ -10,7 +10,7 @@ from typing import Final
 from opentelemetry.metrics import Meter
 
 from headrace.worker.v1 import worker_pb2
-from headrace_common.registry.link import end_task, run_forever
+from headrace_common.tasks import end_task, run_forever
 from headrace_common.telemetry import schema
 
 _INTERVAL_S: Final = 1.0

@@ -65,10 +65,10 @@ class EventBuffer:
         DeadlineExceeded.
         """
         await self._wait(deadline)
-        rest_s = self._pace.rest_s(time.monotonic())
+        rest_s = self._pace.batch_s(time.monotonic())
         if rest_s > 0 and not self._ended:
             await asyncio.sleep(rest_s)
-        self._pace.flushed(time.monotonic())
+        self._pace.record_flush(time.monotonic())
         taken, self._events = self._events, []
         self._note_taken()
         return taken

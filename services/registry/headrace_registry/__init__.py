@@ -1,1 +1,1 @@
-"""The registry: who is there, where their KV memory lies, and the policy they run under."""
+"""The registry service: members by lease, their KV descriptors, and the run-time policy."""

@@ -4,7 +4,7 @@ from headrace_common.process.start import start
 
 
 def main() -> None:
-    """Runs until SIGTERM."""
+    """Entry point of the console script."""
     start("headrace_registry.main")
 
 

@@ -18,7 +18,7 @@ from headrace_common.config import (
 
 MEMORY_STORE = "memory"
 _ETCD_SCHEME = "etcd://"
-_SECRET_LEAST = 16
+_SECRET_CHARACTERS_MIN = 16
 
 
 def _check_store(text: str) -> str:
@@ -42,45 +42,47 @@ def _check_prefix(text: str) -> str:
 
 
 def _check_secret(secret: SecretStr) -> SecretStr:
-    if 0 < len(secret.get_secret_value()) < _SECRET_LEAST:
-        raise ValueError(f"write at least {_SECRET_LEAST} characters, or nothing")
+    if 0 < len(secret.get_secret_value()) < _SECRET_CHARACTERS_MIN:
+        raise ValueError(f"write at least {_SECRET_CHARACTERS_MIN} characters, or nothing")
     return secret
 
 
 class RegistryConfig(ServiceConfig):
-    """Keeps who is there, where their KV memory lies, and the run-time policy."""
+    """The registry: stores the members, their KV descriptors and the run-time policy."""
 
     listen: HostPort = Field(
         "127.0.0.1:7001", description="host:port to serve on; port 0 takes any free port."
     )
     store: Annotated[str, AfterValidator(_check_store)] = Field(
         MEMORY_STORE,
-        description='Where the records live: "memory" (after a restart members register again and '
-        "the policy is the default) or etcd://host:port (several registries may share one).",
+        description='Where the records are stored: "memory" or etcd://host:port. After a restart of a '
+        "registry with memory, members register again and the policy is the default. Several registries may share one "
+        "etcd.",
     )
     store_prefix: Annotated[str, AfterValidator(_check_prefix)] = Field(
-        "/headrace/v1/", description="Prefix of every etcd key; one per deployment."
+        "/headrace/v1/", description="Prefix of every etcd key, different for each deployment."
     )
     store_timeout_s: PositiveSeconds = Field(
-        2.0, description="Seconds that one etcd call may take before etcd counts as away."
+        2.0, description="Seconds that one etcd call may take before etcd counts as unavailable."
     )
     store_start_timeout_s: PositiveSeconds = Field(
-        5.0, description="Seconds that etcd may take to answer at the start."
+        5.0, description="Seconds that etcd may take to respond at the start."
     )
     history_size: PositiveCount = Field(
-        4096, description="Changes kept for watchers that come back or lag behind."
+        4096, description="Changes kept for watchers that reconnect or fall behind."
     )
-    max_members: PositiveCount = Field(10_000, description="Most members registered at once.")
+    max_members: PositiveCount = Field(
+        10_000, description="Maximum number of members registered at once."
+    )
     prefix_hash_key: Annotated[SecretStr, AfterValidator(_check_secret)] = Field(
         SecretStr(""),
-        description="Secret that names of cached prompt prefixes are made with, the same for every registry of a "
-        "deployment; empty means one kept in etcd, or with store memory the members' own.",
+        description="Secret from which hashes of cached prompt prefixes are keyed, the same for every registry of a "
+        "deployment. Empty means a random key: stored in etcd, or with store memory by the members.",
     )
-
     ticket_key: Annotated[SecretStr, AfterValidator(_check_secret)] = Field(
         SecretStr(""),
-        description="Secret that routers sign tickets for decode workers with, the same for every registry of a "
-        "deployment; empty means one kept in etcd, or with store memory the members' own.",
+        description="Secret with which routers sign tickets for decode workers, the same for every registry of a "
+        "deployment. Empty means a random key: stored in etcd, or with store memory by the members.",
     )
 
     @model_validator(mode="after")
@@ -90,13 +92,13 @@ class RegistryConfig(ServiceConfig):
 
     @property
     def prefix_hash_key_number(self) -> int:
-        """What `prefix_hash_key` comes to; 0 when it is empty."""
+        """The key of 64 bits derived from `prefix_hash_key`; 0 when it is empty."""
         secret = self.prefix_hash_key.get_secret_value().encode()
         return int.from_bytes(blake2b(secret, digest_size=8).digest()) or 1 if secret else 0
 
     @property
     def ticket_key_bytes(self) -> bytes:
-        """What `ticket_key` comes to; no bytes when it is empty."""
+        """The key derived from `ticket_key`; no bytes when it is empty."""
         secret = self.ticket_key.get_secret_value().encode()
         return sha256(secret).digest() if secret else b""
 

@@ -1,4 +1,4 @@
-"""The members and policy in force, the changes that led there, and those who watch them."""
+"""The members and the policy in force, the last changes of both, and watches of the changes."""
 
 from __future__ import annotations
 
@@ -10,47 +10,41 @@ from types import MappingProxyType
 
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import WatchExpired
-
-DEFAULT_RETRY_BUDGET = 2
-
-
-def default_policy() -> registry_pb2.Policy:
-    """The policy in force until an operator sets one."""
-    return registry_pb2.Policy(local_prefill_max_tokens=0, retry_budget=DEFAULT_RETRY_BUDGET)
+from headrace_common.registry.policy import default_policy
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyRecord:
-    """A policy and the revision it was set at, 0 for the default."""
+    """A policy and the revision at which it was set, 0 for the default."""
 
     policy: registry_pb2.Policy
     revision: int
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _HistoryEntry:
     revision: int
     changes: tuple[registry_pb2.Change, ...]
 
 
 class ChangeFeed:
-    """One registry process's copy of what is registered, with the last `history_size` changes.
+    """One registry process's copy of the records, with the last `history_size` changes.
 
-    Belongs to one event loop. A store alone writes to it. Watchers hold no queue: each reads the
-    shared history from its own revision, and one that falls behind the history gets WatchExpired.
-    So a slow watcher costs no memory and holds up nobody.
+    Used by one event loop. Only the store that owns it changes it. A watcher has no queue: it reads
+    the shared history from its own revision, and gets WatchExpired when it falls behind the history.
+    So a slow watcher needs no memory and delays no other watcher.
     """
 
     def __init__(self, history_size: int, revision: int = 0) -> None:
-        self._history: deque[_Entry] = deque()
+        self._history: deque[_HistoryEntry] = deque()
         self._history_size = history_size
         self._revision = revision
-        # Changes up to this revision are no longer kept.
-        self._floor = revision
+        # The history lacks changes up to this revision.
+        self._kept_since = revision
         self._epoch = 0
         self._members: dict[str, registry_pb2.Member] = {}
         self._policy = PolicyRecord(default_policy(), 0)
-        self._moved = asyncio.Event()
+        self._changed = asyncio.Event()
 
     @property
     def revision(self) -> int:
@@ -71,7 +65,7 @@ class ChangeFeed:
         members: Mapping[str, registry_pb2.Member | None],
         policy: PolicyRecord | None = None,
     ) -> None:
-        """Takes in what changed at `revision`: records by worker id, None where one went."""
+        """Applies the changes of `revision`: records by worker id, None for a removed one."""
         changes: list[registry_pb2.Change] = []
         for worker_id, member in members.items():
             changes += self._apply_member(worker_id, member)
@@ -81,67 +75,67 @@ class ChangeFeed:
             self._policy = policy
         self._revision = max(self._revision, revision)
         if changes:
-            self._history.append(_Entry(self._revision, tuple(changes)))
+            self._history.append(_HistoryEntry(self._revision, tuple(changes)))
             if len(self._history) > self._history_size:
-                self._floor = self._history.popleft().revision
-        self._wake()
+                self._kept_since = self._history.popleft().revision
+        self._wake_watchers()
 
-    def replace(
+    def apply_listing(
         self, revision: int, members: Mapping[str, registry_pb2.Member], policy: PolicyRecord
     ) -> None:
-        """Takes in a whole listing, as the changes from what was known to it."""
+        """Applies the differences between a complete listing and this copy."""
         gone = {worker_id: None for worker_id in self._members if worker_id not in members}
         self.apply(revision, {**gone, **members}, policy)
 
     def restart(
         self, revision: int, members: Mapping[str, registry_pb2.Member], policy: PolicyRecord
     ) -> None:
-        """Takes in a listing whose revisions do not go on from here: every watch expires."""
+        """Replaces this copy by a listing of unrelated revisions. Every watch expires."""
         self._history.clear()
         self._members = dict(members)
         self._policy = policy
         self._revision = revision
-        self._floor = revision
+        self._kept_since = revision
         self._epoch += 1
-        self._wake()
+        self._wake_watchers()
 
-    async def wait_for(self, revision: int, timeout_s: float) -> bool:
-        """Waits until the feed has reached `revision`; False when it has not within `timeout_s`."""
+    async def wait_for_revision(self, revision: int, timeout_s: float) -> bool:
+        """Waits until this copy has reached `revision`. False when it has not within `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 while self._revision < revision:
-                    await self._moved.wait()
+                    await self._changed.wait()
         except TimeoutError:
             return False
         return True
 
     async def watch(
-        self, start_revision: int, *, ahead: bool = False
+        self, start_revision: int, *, allow_future: bool = False
     ) -> AsyncIterator[registry_pb2.WatchResponse]:
-        """A snapshot (start 0) or what changed since `start_revision`, at once; then every change.
+        """Yields a snapshot (start 0) or the changes since `start_revision`, then every later change.
 
-        `ahead` admits a start that this copy has yet to reach. Raises WatchExpired when the changes
-        are not kept.
+        The first response comes at once. `allow_future` accepts a start that this copy has not
+        reached yet. Raises WatchExpired when the history lacks the changes.
         """
         epoch = self._epoch
         if start_revision == 0:
             cursor = self._revision
             yield self._snapshot()
         else:
-            self._require_kept(start_revision, epoch, ahead)
+            self._require_kept(start_revision, epoch, allow_future)
             cursor = start_revision
             response = self._since(cursor)
             cursor = response.revision
             yield response
         while True:
-            self._require_kept(cursor, epoch, ahead=True)
-            moved = self._moved
+            self._require_kept(cursor, epoch, allow_future=True)
+            changed = self._changed
             response = self._since(cursor)
             if response.changes:
                 cursor = response.revision
                 yield response
             else:
-                await moved.wait()
+                await changed.wait()
 
     def _apply_member(
         self, worker_id: str, member: registry_pb2.Member | None
@@ -151,25 +145,32 @@ class ChangeFeed:
             if previous is None:
                 return []
             del self._members[worker_id]
-            return [_gone(previous)]
+            return [_member_gone(previous)]
         self._members[worker_id] = member
         if previous == member:
             return []
         put = registry_pb2.Change(member_put=member)
         if previous is None or previous.incarnation == member.incarnation:
             return [put]
-        return [_gone(previous), put]
+        return [_member_gone(previous), put]
 
-    def _require_kept(self, cursor: int, epoch: int, ahead: bool) -> None:
-        if epoch != self._epoch or cursor < self._floor or (cursor > self._revision and not ahead):
+    def _require_kept(self, cursor: int, epoch: int, allow_future: bool) -> None:
+        if (
+            epoch != self._epoch
+            or cursor < self._kept_since
+            or (cursor > self._revision and not allow_future)
+        ):
             raise WatchExpired(
-                f"changes since revision {cursor} are not kept, only those since {self._floor}: "
+                f"changes since revision {cursor} are not kept, only those since {self._kept_since}: "
                 "watch again from 0",
-                metadata={"start_revision": str(cursor), "kept_since_revision": str(self._floor)},
+                metadata={
+                    "start_revision": str(cursor),
+                    "kept_since_revision": str(self._kept_since),
+                },
             )
 
     def _since(self, cursor: int) -> registry_pb2.WatchResponse:
-        entries: list[_Entry] = []
+        entries: list[_HistoryEntry] = []
         for entry in reversed(self._history):
             if entry.revision <= cursor:
                 break
@@ -184,11 +185,11 @@ class ChangeFeed:
         )
         return registry_pb2.WatchResponse(revision=self._revision, snapshot=snapshot)
 
-    def _wake(self) -> None:
-        moved, self._moved = self._moved, asyncio.Event()
-        moved.set()
+    def _wake_watchers(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
 
-def _gone(member: registry_pb2.Member) -> registry_pb2.Change:
+def _member_gone(member: registry_pb2.Member) -> registry_pb2.Change:
     reference = registry_pb2.MemberRef(worker_id=member.worker_id, incarnation=member.incarnation)
     return registry_pb2.Change(member_gone=reference)

@@ -11,10 +11,9 @@ from headrace_common.deadlines import Deadline
 from headrace_common.logs import setup_logging
 from headrace_common.process.run import run_service
 from headrace_common.rpc.server import GrpcServer
-from headrace_registry.config import MEMORY_STORE, RegistryConfig
+from headrace_registry.config import RegistryConfig
 from headrace_registry.service import RegistryServicer
-from headrace_registry.store.base import Store
-from headrace_registry.store.memory import MemoryStore
+from headrace_registry.store.factory import open_store
 
 _log = logging.getLogger(__name__)
 
@@ -28,7 +27,7 @@ def main() -> NoReturn:
 
 
 async def serve() -> None:
-    """Serves until a signal ends it. Raises ConfigError when it cannot start as configured."""
+    """Serves until a signal. Raises ConfigError when it cannot start as configured."""
     config = load_config(RegistryConfig, None, prog=PROG, env_prefix="HEADRACE_REGISTRY_")
     setup_logging(config.log_level, PROG, "")
     store = open_store(config)
@@ -51,23 +50,5 @@ async def serve() -> None:
         await store.close()
 
 
-def open_store(config: RegistryConfig) -> Store:
-    """The store that the settings name, not yet started."""
-    if config.store == MEMORY_STORE:
-        return MemoryStore(config.history_size)
-    # Only here, so that a registry without etcd needs no etcd3.
-    from headrace_registry.store.etcd_store import EtcdStore
-
-    host, port = config.etcd_address
-    return EtcdStore(
-        host,
-        port,
-        prefix=config.store_prefix,
-        history_size=config.history_size,
-        timeout_s=config.store_timeout_s,
-        start_timeout_s=config.store_start_timeout_s,
-    )
-
-
 async def _drain(deadline: Deadline) -> None:
-    """Nothing outlives its RPC here: the server ends the watches by itself."""
+    """Does nothing: no work outlives its RPC, and the server ends the watches."""

@@ -1,6 +1,4 @@
-"""RegistryService over a store: checks requests, then asks the store."""
-
-# gRPC names the methods.
+"""RegistryService over a store: validates requests, then calls the store."""
 
 from __future__ import annotations
 
@@ -9,23 +7,23 @@ from collections.abc import AsyncIterator
 from typing import Any, TypeAlias
 
 import grpc.aio
-from google.protobuf.duration_pb2 import Duration
 
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
+from headrace_common.durations import duration_from_seconds, seconds_from_duration
 from headrace_common.errors import QueueFull
 from headrace_common.identity import is_worker_id
+from headrace_common.limits import PAGE_SIZE_MAX
+from headrace_common.registry.policy import DEFAULT_RETRY_BUDGET
 from headrace_registry import validation
-from headrace_registry.feed import DEFAULT_RETRY_BUDGET
 from headrace_registry.store.base import Store
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
-    """The gRPC side of a store. Raises errors of headrace_common; the server's interceptor maps
-    them.
+    """The gRPC side of a store.
 
-    `prefix_hash_key` and `ticket_key` come before the store's own; 0 and no bytes mean that there is none.
+    `prefix_hash_key` and `ticket_key` override the store's keys, unless they are 0 and no bytes.
     """
 
     def __init__(
@@ -49,18 +47,18 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         known = self._store.members
         if request.member.worker_id not in known and len(known) >= self._max_members:
             raise QueueFull(
-                f"the registry holds {self._max_members} members, its most: raise its max_members",
+                f"the registry has reached its limit of {self._max_members} members: raise its max_members",
                 metadata={"max_members": str(self._max_members)},
             )
-        ttl_s = math.ceil(request.ttl.seconds + request.ttl.nanos / 1e9)
-        prefix_hash_key = self._prefix_hash_key or await self._store.prefix_hash_key(
+        ttl_s = math.ceil(seconds_from_duration(request.ttl))
+        prefix_hash_key = self._prefix_hash_key or await self._store.ensure_prefix_hash_key(
             request.prefix_hash_key
         )
-        ticket_key = self._ticket_key or await self._store.ticket_key(request.ticket_key)
+        ticket_key = self._ticket_key or await self._store.ensure_ticket_key(request.ticket_key)
         registration = await self._store.register(request.member, ttl_s)
         return registry_pb2.RegisterResponse(
             lease_id=registration.lease_id,
-            ttl=_duration(registration.ttl_s),
+            ttl=duration_from_seconds(registration.ttl_s),
             revision=registration.revision,
             prefix_hash_key=prefix_hash_key,
             ticket_key=ticket_key,
@@ -71,7 +69,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
     ) -> AsyncIterator[registry_pb2.KeepAliveResponse]:
         async for request in request_iterator:
             ttl_s = await self._store.keep_alive(request.lease_id)
-            ttl = None if ttl_s is None else _duration(ttl_s)
+            ttl = None if ttl_s is None else duration_from_seconds(ttl_s)
             yield registry_pb2.KeepAliveResponse(lease_id=request.lease_id, ttl=ttl)
 
     async def Deregister(
@@ -90,14 +88,14 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         self, request: registry_pb2.ListMembersRequest, context: _Context
     ) -> registry_pb2.ListMembersResponse:
         violations: dict[str, str] = {}
-        if request.page_size > validation.PAGE_MAX:
-            violations["page_size"] = f"give 1 to {validation.PAGE_MAX}, or 0 for the most"
+        if request.page_size > PAGE_SIZE_MAX:
+            violations["page_size"] = f"give 1 to {PAGE_SIZE_MAX}, or 0 for the maximum"
         if request.page_token and not is_worker_id(request.page_token):
-            violations["page_token"] = "give the next_page_token of a previous response, or nothing"
+            violations["page_token"] = "give the next_page_token of a previous response, or none"
         if request.role not in registry_pb2.Member.Role.values():
             violations["role"] = "give a known role, or none for all"
         validation.require(violations)
-        page_size = request.page_size or validation.PAGE_MAX
+        page_size = request.page_size or PAGE_SIZE_MAX
         matching = [
             member
             for worker_id, member in sorted(self._store.members.items())
@@ -107,7 +105,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         return registry_pb2.ListMembersResponse(
             members=page,
             next_page_token=page[-1].worker_id if len(matching) > page_size else "",
-            revision=self._store.feed.revision,
+            revision=self._store.revision,
         )
 
     async def PutKvDescriptor(
@@ -150,9 +148,3 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             policy.retry_budget = DEFAULT_RETRY_BUDGET
         revision = await self._store.set_policy(policy, request.expected_revision)
         return registry_pb2.SetPolicyResponse(revision=revision)
-
-
-def _duration(seconds: float) -> Duration:
-    duration = Duration()
-    duration.FromNanoseconds(round(seconds * 1e9))
-    return duration

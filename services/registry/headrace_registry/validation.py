@@ -1,9 +1,6 @@
-"""What the registry's requests must hold. Violations map field paths to remedies."""
+"""Validation of the registry's requests. Violations map field paths to remedies. Pure."""
 
 from __future__ import annotations
-
-import re
-from typing import Final
 
 from google.protobuf import duration_pb2
 from google.protobuf.message import Message
@@ -12,29 +9,27 @@ from headrace.inference.v1 import first_token_pb2
 from headrace.kv.v1 import layout_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.config import split_host_port
+from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import InvalidRequest
-from headrace_common.identity import is_worker_id
-from headrace_common.limits import limit_violations
+from headrace_common.identity import is_incarnation, is_worker_id
+from headrace_common.limits import (
+    DESCRIPTOR_BYTES_MAX,
+    LEASE_TTL_MAX_S,
+    LEASE_TTL_MIN_S,
+    NAME_CHARACTERS_MAX,
+    POLICY_OVERLAP_WEIGHT_MAX,
+    POLICY_QUEUE_WAIT_MAX_S,
+    POLICY_RETRY_BUDGET_MAX,
+    POLICY_TEMPERATURE_MAX,
+    POLICY_TENANT_WEIGHT_MAX,
+    POLICY_TENANTS_MAX,
+    limit_violations,
+)
 from headrace_registry.store.base import TICKET_KEY_BYTES
-
-TTL_MIN_S: Final = 1
-TTL_MAX_S: Final = 300
-PAGE_MAX: Final = 1000
-RETRY_BUDGET_MAX: Final = 10
-OVERLAP_WEIGHT_MAX: Final = 1_000
-TEMPERATURE_MAX: Final = 10
-QUEUE_WAIT_MAX_S: Final = 3_600
-TENANTS_MAX: Final = 1_000
-TENANT_WEIGHT_MAX: Final = 1_000
-# etcd refuses requests beyond 1.5 MiB.
-DESCRIPTOR_BYTES_MAX: Final = 1024 * 1024
-_TEXT_MAX: Final = 255
-
-_INCARNATION = re.compile(r"[0-9a-f]{16}")
 
 
 def require(violations: dict[str, str]) -> None:
-    """Raises InvalidRequest that names every violation, if there is one."""
+    """Raises InvalidRequest naming every violation, if there is one."""
     if violations:
         raise InvalidRequest(violations)
 
@@ -43,7 +38,7 @@ def reference_violations(reference: registry_pb2.MemberRef, path: str) -> dict[s
     violations: dict[str, str] = {}
     if not is_worker_id(reference.worker_id):
         violations[f"{path}.worker_id"] = "give 1 to 63 characters of a-z, 0-9, '.', '_' and '-'"
-    if _INCARNATION.fullmatch(reference.incarnation) is None:
+    if not is_incarnation(reference.incarnation):
         violations[f"{path}.incarnation"] = "give 16 hex characters of lower case"
     return violations
 
@@ -103,9 +98,9 @@ def _group_violations(group: layout_pb2.CacheGroup, path: str) -> dict[str, str]
 
 def _text_violations(message: Message, names: tuple[str, ...], path: str) -> dict[str, str]:
     return {
-        f"{path}.{name}": f"give 1 to {_TEXT_MAX} characters"
+        f"{path}.{name}": f"give 1 to {NAME_CHARACTERS_MAX} characters"
         for name in names
-        if not 0 < len(getattr(message, name)) <= _TEXT_MAX
+        if not 0 < len(getattr(message, name)) <= NAME_CHARACTERS_MAX
     }
 
 
@@ -123,15 +118,16 @@ def descriptor_violations(descriptor: layout_pb2.KvDescriptor, path: str) -> dic
             if not getattr(memory, name):
                 violations[f"{where}.{name}"] = "must be set"
     if descriptor.ByteSize() > DESCRIPTOR_BYTES_MAX:
-        violations[path] = f"may take {DESCRIPTOR_BYTES_MAX} bytes, not {descriptor.ByteSize()}"
+        violations[path] = (
+            f"is limited to {DESCRIPTOR_BYTES_MAX} bytes, not {descriptor.ByteSize()}"
+        )
     return violations
 
 
 def ttl_violations(ttl: duration_pb2.Duration, path: str) -> dict[str, str]:
-    seconds = ttl.seconds + ttl.nanos / 1e9
-    if TTL_MIN_S <= seconds <= TTL_MAX_S:
+    if LEASE_TTL_MIN_S <= seconds_from_duration(ttl) <= LEASE_TTL_MAX_S:
         return {}
-    return {path: f"give {TTL_MIN_S} s to {TTL_MAX_S} s"}
+    return {path: f"give {LEASE_TTL_MIN_S} s to {LEASE_TTL_MAX_S} s"}
 
 
 def ticket_key_violations(key: bytes, path: str) -> dict[str, str]:
@@ -142,34 +138,35 @@ def ticket_key_violations(key: bytes, path: str) -> dict[str, str]:
 
 def policy_violations(policy: registry_pb2.Policy, path: str) -> dict[str, str]:
     violations: dict[str, str] = {}
-    if policy.retry_budget > RETRY_BUDGET_MAX:
-        violations[f"{path}.retry_budget"] = f"give 0 to {RETRY_BUDGET_MAX}"
-    for name, highest in (("overlap_weight", OVERLAP_WEIGHT_MAX), ("temperature", TEMPERATURE_MAX)):
-        # Written so that nan is refused too.
+    if policy.retry_budget > POLICY_RETRY_BUDGET_MAX:
+        violations[f"{path}.retry_budget"] = f"give 0 to {POLICY_RETRY_BUDGET_MAX}"
+    for name, highest in (
+        ("overlap_weight", POLICY_OVERLAP_WEIGHT_MAX),
+        ("temperature", POLICY_TEMPERATURE_MAX),
+    ):
+        # A comparison that is also false for nan.
         if not 0 <= getattr(policy, name) <= highest:
             violations[f"{path}.{name}"] = f"give 0 to {highest}"
-    if policy.HasField("max_queue_wait"):
-        wait = policy.max_queue_wait
-        if not 0 <= wait.seconds + wait.nanos / 1e9 <= QUEUE_WAIT_MAX_S:
-            violations[f"{path}.max_queue_wait"] = f"give 0 s to {QUEUE_WAIT_MAX_S} s"
+    if not 0 <= seconds_from_duration(policy.max_queue_wait) <= POLICY_QUEUE_WAIT_MAX_S:
+        violations[f"{path}.max_queue_wait"] = f"give 0 s to {POLICY_QUEUE_WAIT_MAX_S} s"
     if policy.first_token not in first_token_pb2.FirstTokenPolicy.values():
         violations[f"{path}.first_token"] = "give one of the named values"
-    if len(policy.tenant_weights) > TENANTS_MAX:
-        violations[f"{path}.tenant_weights"] = f"give at most {TENANTS_MAX} tenants"
+    if len(policy.tenant_weights) > POLICY_TENANTS_MAX:
+        violations[f"{path}.tenant_weights"] = f"give at most {POLICY_TENANTS_MAX} tenants"
     for tenant, weight in policy.tenant_weights.items():
-        if not is_worker_id(tenant) or not 0 < weight <= TENANT_WEIGHT_MAX:
-            violations[f"{path}.tenant_weights[{tenant[:_TEXT_MAX]}]"] = (
+        if not is_worker_id(tenant) or not 0 < weight <= POLICY_TENANT_WEIGHT_MAX:
+            violations[f"{path}.tenant_weights[{tenant[:NAME_CHARACTERS_MAX]}]"] = (
                 "name a tenant with 1 to 63 characters of a-z, 0-9, '.', '_' and '-', and give it a weight above 0, "
-                f"at most {TENANT_WEIGHT_MAX}"
+                f"at most {POLICY_TENANT_WEIGHT_MAX}"
             )
     return violations
 
 
 def _worker_violations(member: registry_pb2.Member, path: str) -> dict[str, str]:
     violations: dict[str, str] = {}
-    if not 0 < len(member.model) <= _TEXT_MAX:
+    if not 0 < len(member.model) <= NAME_CHARACTERS_MAX:
         violations[f"{path}.model"] = (
-            f"give the name of the model served, 1 to {_TEXT_MAX} characters"
+            f"give the name of the model served, 1 to {NAME_CHARACTERS_MAX} characters"
         )
     for name in ("max_model_len", "max_num_seqs"):
         if getattr(member, name) == 0:

@@ -16,7 +16,7 @@ _PREFIX_NUMBERS = itertools.count()
 
 @pytest.fixture(scope="session")
 def shared_etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
-    """One etcd for all tests that do not harm it; each takes a prefix of its own."""
+    """An etcd for all tests that do not stop it. Each test has its own prefix."""
     if not ETCD.exists():
         pytest.skip(f"needs {ETCD}: apt-get install etcd-server")
     with running_etcd(tmp_path_factory.mktemp("etcd")) as server:
@@ -25,7 +25,7 @@ def shared_etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer
 
 @pytest.fixture
 def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
-    """An etcd of the test's own, to be killed and started."""
+    """An etcd for one test, which may kill and restart it."""
     if not ETCD.exists():
         pytest.skip(f"needs {ETCD}: apt-get install etcd-server")
     with running_etcd(tmp_path_factory.mktemp("etcd")) as server:

@@ -1,4 +1,4 @@
-"""Real parts for the registry's tests: an etcd server, a registry in this process, records."""
+"""Parts of the registry's tests: an etcd server, registries, members and descriptors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,26 +21,20 @@ from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.server import GrpcServer
 from headrace_registry.config import RegistryConfig
-from headrace_registry.main import SERVICE, open_store
+from headrace_registry.main import SERVICE
 from headrace_registry.service import RegistryServicer
 from headrace_registry.store.base import Store
 from headrace_registry.store.etcd_store import EtcdStore
+from headrace_registry.store.factory import open_store
 from tests.ports import free_port
+from tests.waiting import until
 
 ETCD = Path("/usr/bin/etcd")
 
 
-async def until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
-    """Waits for a condition; fails naming it."""
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, f"not within {timeout_s} s: {what}"
-        await asyncio.sleep(0.02)
-
-
 @dataclass
 class EtcdServer:
-    """One etcd on loopback, with its data in a folder that outlives its process."""
+    """An etcd server on loopback. Its data stays in a folder when the process ends."""
 
     folder: Path
     port: int = field(default_factory=free_port)
@@ -58,9 +52,9 @@ class EtcdServer:
         with (self.folder.parent / "etcd.log").open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
         deadline_s = time.monotonic() + self.start_timeout_s
-        while not self._answers():
-            assert self.process.poll() is None, "etcd ended at its start"
-            assert time.monotonic() < deadline_s, "etcd does not answer"
+        while not self._is_reachable():
+            assert self.process.poll() is None, "etcd ended during its start"
+            assert time.monotonic() < deadline_s, "etcd does not respond"
             time.sleep(0.05)
 
     def kill(self) -> None:
@@ -77,13 +71,13 @@ class EtcdServer:
         assert self.process is not None
         os.kill(self.process.pid, signal.SIGCONT)
 
-    def _answers(self) -> bool:
+    def _is_reachable(self) -> bool:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 0.2):
             return True
         return False
 
     def store(self, prefix: str = "/headrace/v1/", **changes: object) -> EtcdStore:
-        """A store over this etcd, not yet started."""
+        """A store in this etcd, not started."""
         config = RegistryConfig.model_validate(
             {"store": f"etcd://127.0.0.1:{self.port}", "store_prefix": prefix, **changes}
         )
@@ -104,7 +98,7 @@ def running_etcd(folder: Path) -> Iterator[EtcdServer]:
 
 @dataclass
 class Registry:
-    """A registry in this process. It may be stopped and started anew on the same port."""
+    """A registry in this process. It can be restarted on the same port."""
 
     settings: dict[str, object]
     endpoint: str = ""
@@ -149,7 +143,7 @@ async def running_registry(**settings: object) -> AsyncIterator[Registry]:
 async def registry_process(
     folder: Path, *arguments: str
 ) -> AsyncIterator[tuple[subprocess.Popen[bytes], str]]:
-    """A registry in a process of its own, and its host:port."""
+    """A registry in a separate process, and its host:port."""
     port_file = folder / "port"
     command = [sys.executable, "-m", "headrace_registry", "--listen", "127.0.0.1:0"]
     command += ["--port-file", str(port_file), *arguments]
@@ -213,7 +207,7 @@ def worker(
     generation: int = 1,
     role: registry_pb2.Member.Role.ValueType = registry_pb2.Member.ROLE_DECODE,
 ) -> registry_pb2.Member:
-    """The record of one incarnation; a greater generation is a newer one."""
+    """The record of one incarnation. A greater generation is newer."""
     return registry_pb2.Member(
         worker_id=worker_id,
         incarnation=f"{generation:016x}",

@@ -1,4 +1,4 @@
-"""The registry starts and serves where no engine, transport or numpy is installed."""
+"""The registry runs without an engine, a transport or numpy installed."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from headrace.registry.v1 import registry_pb2
 from tests.component.registry.harness import EtcdServer, registry_stub
 from tests.ports import free_port
 
-_REFUSING = """
+_PROGRAM = """
 import sys
 from importlib.abc import MetaPathFinder
 
-class Refuse(MetaPathFinder):
+class RejectImports(MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in {"torch", "vllm", "mooncake", "numpy", "transformers"}:
-            raise ModuleNotFoundError(f"{name} is refused")
+            raise ModuleNotFoundError(f"{name} is not installed")
         return None
 
-sys.meta_path.insert(0, Refuse())
+sys.meta_path.insert(0, RejectImports())
 from headrace_registry.main import main
 main()
 """
@@ -34,7 +34,7 @@ main()
 def start(*arguments: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     return subprocess.Popen(
-        [sys.executable, "-c", _REFUSING, *arguments],
+        [sys.executable, "-c", _PROGRAM, *arguments],
         env=environment,
         text=True,
         stdout=subprocess.PIPE,
@@ -49,7 +49,7 @@ def test_help_names_the_settings() -> None:
 
 
 @pytest.mark.parametrize("kind", ["memory", pytest.param("etcd", marks=pytest.mark.etcd)])
-async def test_it_serves_and_ends_at_once_on_sigterm(
+async def test_the_registry_serves_and_ends_at_once_on_sigterm(
     kind: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     store = "memory"
@@ -77,7 +77,7 @@ async def test_it_serves_and_ends_at_once_on_sigterm(
     assert "Traceback" not in errors
 
 
-def test_without_etcd_it_says_so_in_one_line() -> None:
+def test_a_missing_etcd_is_reported_in_one_line() -> None:
     process = start(
         "--store",
         f"etcd://127.0.0.1:{free_port()}",
@@ -96,7 +96,7 @@ def test_without_etcd_it_says_so_in_one_line() -> None:
 
 
 @pytest.mark.parametrize("store", ["redis://x:1", "etcd://", "etcd://host", "etcd://host:0"])
-def test_a_wrong_store_is_named(store: str) -> None:
+def test_an_invalid_store_is_named(store: str) -> None:
     process = start("--store", store)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 2

@@ -1,4 +1,4 @@
-"""Everybody of a deployment hashes prefixes with one key, whatever restarts."""
+"""All processes of a deployment hash prefixes with one key, also after restarts."""
 
 from __future__ import annotations
 
@@ -10,29 +10,15 @@ import pytest
 from headrace.registry.v1 import registry_pb2
 from headrace_common.registry.membership import Membership
 from headrace_registry.config import RegistryConfig
-from headrace_registry.store.base import Store
 from tests.component.registry.harness import (
     EtcdServer,
     registry_stub,
     running_registry,
-    until,
     worker,
 )
+from tests.waiting import until
 
 PROPOSED = 0x0123_4567_89AB_CDEF
-
-
-async def test_a_store_makes_a_key_once(store: Store) -> None:
-    keys = await asyncio.gather(*(store.prefix_hash_key(0) for _ in range(8)))
-    assert len(set(keys)) == 1
-    assert 0 < keys[0] < 1 << 64
-    assert await store.prefix_hash_key(PROPOSED) == keys[0]
-
-
-async def test_a_store_without_a_key_adopts_the_first_proposed(store: Store) -> None:
-    assert await store.prefix_hash_key(PROPOSED) == PROPOSED
-    assert await store.prefix_hash_key(5) == PROPOSED
-    assert await store.prefix_hash_key(0) == PROPOSED
 
 
 @pytest.mark.etcd
@@ -51,7 +37,7 @@ async def test_registries_over_one_etcd_give_the_same_key(
         assert 0 not in keys
         for member in members:
             await member.stop()
-    # And so does one that starts when both are gone, and nobody is left to propose anything.
+    # A registry that starts after both have ended gives the key from etcd, although no member proposes it.
     async with running_registry(**settings) as third:
         late = Membership(third.endpoint, worker("decode-2"))
         await late.start(5)
@@ -59,7 +45,7 @@ async def test_registries_over_one_etcd_give_the_same_key(
         await late.stop()
 
 
-async def test_a_registry_that_forgot_adopts_the_key_of_its_members() -> None:
+async def test_a_registry_without_its_records_adopts_the_key_of_its_members() -> None:
     async with running_registry() as registry:
         first = Membership(registry.endpoint, worker("decode-0"), 1.0)
         await first.start(5)
@@ -77,7 +63,7 @@ async def test_a_registry_that_forgot_adopts_the_key_of_its_members() -> None:
         await first.stop()
 
 
-async def test_a_member_that_is_told_another_key_keeps_its_own_and_says_so(
+async def test_a_member_keeps_its_key_and_logs_that_the_registry_has_another(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with running_registry() as registry:
@@ -88,13 +74,13 @@ async def test_a_member_that_is_told_another_key_keeps_its_own_and_says_so(
         registry.settings = {"prefix_hash_key": "quite another secret"}
         await registry.start()
         with caplog.at_level(logging.WARNING):
-            await until(lambda: "another prefix_hash_key" in caplog.text, 10, "the warning")
+            await until(lambda: "a different prefix_hash_key" in caplog.text, 10, "the warning")
         assert first.prefix_hash_key == key
         assert f"{key}" not in caplog.text
         await first.stop()
 
 
-async def test_a_configured_key_comes_before_what_members_propose() -> None:
+async def test_a_configured_key_overrides_the_proposed_one() -> None:
     secret = "a secret of sixteen or more"
     async with running_registry(prefix_hash_key=secret) as registry:
         async with registry_stub(registry.endpoint) as stub:

@@ -1,4 +1,4 @@
-"""The client's half, through registries that come and go."""
+"""Membership, view and descriptor cache, through outages of the registry."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from tests.component.registry.harness import (
     registry_process,
     registry_stub,
     running_registry,
-    until,
     worker,
 )
 from tests.ports import free_port
+from tests.waiting import until
 
 
-async def test_a_member_comes_stays_and_leaves() -> None:
+async def test_a_member_is_in_the_view_from_start_to_stop() -> None:
     async with running_registry() as registry:
         changes: list[int] = []
         view = RegistryView(registry.endpoint, lambda view: changes.append(len(view.members)))
@@ -43,21 +43,21 @@ async def test_a_member_comes_stays_and_leaves() -> None:
         await membership.start(5)
         assert membership.registered
         await until(lambda: "decode-0" in view.members, 2, "the member in the view")
-        # Far beyond its time to live.
+        # Well beyond its TTL.
         await asyncio.sleep(2.5)
         assert list(view.members) == ["decode-0"]
         assert [member.worker_id for member in view.of_role(worker().role)] == ["decode-0"]
         assert view.of_role(registry_pb2.Member.ROLE_ROUTER) == ()
         before = view.members
         await membership.stop()
-        await until(lambda: changes[-1] == 0, 1, "an empty view told")
+        await until(lambda: changes[-1] == 0, 1, "a notification of the empty view")
         assert not view.members
         assert list(before) == ["decode-0"]
         assert changes == [0, 1, 0]
         await view.stop()
 
 
-async def test_a_view_outlives_a_registry_that_comes_back_empty() -> None:
+async def test_a_view_keeps_its_members_when_the_registry_returns_empty() -> None:
     async with running_registry() as registry:
         view = RegistryView(registry.endpoint, grace_s=3.0)
         stays = Membership(registry.endpoint, worker("decode-0"), 2.0, kv_descriptor())
@@ -67,7 +67,7 @@ async def test_a_view_outlives_a_registry_that_comes_back_empty() -> None:
         await view.start(5)
         assert len(view.members) == 2
         await registry.stop()
-        await until(lambda: not view.connected, 2, "the registry missed")
+        await until(lambda: not view.connected, 2, "the lost connection")
         assert leaves._keeper is not None
         leaves._keeper.cancel()
         await asyncio.sleep(1)
@@ -77,12 +77,14 @@ async def test_a_view_outlives_a_registry_that_comes_back_empty() -> None:
         assert not registry.store.members
         seen_s = time.monotonic()
         store = registry.store
-        await until(lambda: "decode-0" in store.members, 4, "registered again")
+        await until(lambda: "decode-0" in store.members, 4, "the new registration")
         assert time.monotonic() - seen_s < 3.0
-        await until(lambda: view.connected, 4, "connected again")
-        # In its grace the one that is gone is still there; no view in between lacked the other.
+        await until(lambda: view.connected, 4, "the new connection")
+        # The member that has ended is still in its grace.
         assert sorted(view.members) == ["decode-0", "decode-1"]
-        await until(lambda: list(view.members) == ["decode-0"], 5, "the other dropped")
+        await until(
+            lambda: list(view.members) == ["decode-0"], 5, "the removal of the other member"
+        )
         cache = DescriptorCache(registry.endpoint)
         ref = reference(worker("decode-0"))
         got = await cache.get(ref.worker_id, ref.incarnation, Deadline.after(2))
@@ -93,14 +95,14 @@ async def test_a_view_outlives_a_registry_that_comes_back_empty() -> None:
         await view.stop()
 
 
-async def test_a_view_goes_on_where_it_was_after_a_broken_connection() -> None:
+async def test_a_view_continues_after_a_broken_connection() -> None:
     async with running_registry() as registry, registry_stub(registry.endpoint) as stub:
         view = RegistryView(registry.endpoint, grace_s=60.0)
         membership = Membership(registry.endpoint, worker(), 30.0)
         await membership.start(5)
         await view.start(5)
         await view._link._channel.close()
-        await until(lambda: not view.connected, 2, "the closed channel noticed")
+        await until(lambda: not view.connected, 2, "the lost connection")
         assert list(view.members) == ["decode-0"]
         assert view._follower is not None
         assert not view._follower.done()
@@ -139,7 +141,7 @@ async def test_a_callback_that_fails_does_not_end_the_view(
         await view.stop()
 
 
-async def test_no_registry_at_the_start() -> None:
+async def test_start_fails_without_a_registry() -> None:
     nowhere = f"127.0.0.1:{free_port()}"
     view, membership = RegistryView(nowhere), Membership(nowhere, worker())
     started_s = time.monotonic()
@@ -151,7 +153,7 @@ async def test_no_registry_at_the_start() -> None:
     await membership.stop()
 
 
-async def test_a_registry_that_starts_late_is_waited_for() -> None:
+async def test_start_waits_for_a_registry() -> None:
     async with running_registry() as registry:
         await registry.stop()
         view, membership = RegistryView(registry.endpoint), Membership(registry.endpoint, worker())
@@ -164,7 +166,7 @@ async def test_a_registry_that_starts_late_is_waited_for() -> None:
         await view.stop()
 
 
-async def test_a_record_that_is_refused_ends_the_start() -> None:
+async def test_a_rejected_record_ends_the_start() -> None:
     async with running_registry() as registry:
         wrong = worker()
         wrong.endpoint = ""
@@ -181,7 +183,7 @@ async def test_a_record_that_is_refused_ends_the_start() -> None:
         await newer.stop()
 
 
-async def test_descriptors_are_asked_for_once() -> None:
+async def test_a_descriptor_is_requested_once() -> None:
     async with running_registry() as registry:
         membership = Membership(registry.endpoint, worker(), 10.0, kv_descriptor())
         await membership.start(5)
@@ -203,17 +205,15 @@ async def test_descriptors_are_asked_for_once() -> None:
         await cache.close()
 
 
-async def test_a_descriptor_that_was_foreseen_is_there_when_the_registry_is_not() -> None:
+async def test_a_prefetched_descriptor_is_available_without_the_registry() -> None:
     async with running_registry() as registry:
         membership = Membership(registry.endpoint, worker(), 10.0, kv_descriptor())
         await membership.start(5)
         cache = DescriptorCache(registry.endpoint)
         ref = reference(worker())
-        # One that is not there holds up nobody.
+        # An unknown member does not delay the other.
         cache.prefetch([(ref.worker_id, ref.incarnation), ("decode-9", "f" * 16)])
-        async with asyncio.timeout(5):
-            while not cache._known:
-                await asyncio.sleep(0.01)
+        await until(lambda: bool(cache._descriptors), 5, "the descriptor")
         await membership.stop()
         await registry.stop()
         found = await cache.get(ref.worker_id, ref.incarnation, Deadline.after(0.5))
@@ -221,23 +221,21 @@ async def test_a_descriptor_that_was_foreseen_is_there_when_the_registry_is_not(
         await cache.close()
 
 
-async def test_a_descriptor_is_foreseen_before_it_is_published() -> None:
+async def test_prefetch_waits_for_a_descriptor_to_be_published() -> None:
     async with running_registry() as registry:
         cache = DescriptorCache(registry.endpoint)
         ref = reference(worker())
         cache.prefetch([("decode-9", "f" * 16), (ref.worker_id, ref.incarnation)])
         await asyncio.sleep(0.3)
-        assert not cache._known
+        assert not cache._descriptors
         membership = Membership(registry.endpoint, worker(), 10.0, kv_descriptor())
         await membership.start(5)
-        async with asyncio.timeout(5):
-            while not cache._known:
-                await asyncio.sleep(0.01)
+        await until(lambda: bool(cache._descriptors), 5, "the descriptor")
         await membership.stop()
         await cache.close()
 
 
-async def test_a_descriptor_that_comes_a_moment_later_is_found() -> None:
+async def test_get_waits_for_a_descriptor_to_be_published() -> None:
     async with running_registry() as registry:
         cache = DescriptorCache(registry.endpoint)
         ref = reference(worker())
@@ -252,7 +250,7 @@ async def test_a_descriptor_that_comes_a_moment_later_is_found() -> None:
         await cache.close()
 
 
-async def test_one_callers_cancellation_leaves_the_others_waiting() -> None:
+async def test_the_cancellation_of_one_caller_does_not_affect_others() -> None:
     async with running_registry() as registry:
         membership = Membership(registry.endpoint, worker(), 10.0, kv_descriptor())
         await membership.start(5)
@@ -270,7 +268,7 @@ async def test_one_callers_cancellation_leaves_the_others_waiting() -> None:
         await cache.close()
 
 
-async def test_a_registry_that_stood_still_takes_nobody_for_dead(tmp_path: Path) -> None:
+async def test_a_registry_frozen_beyond_the_ttl_expires_no_member(tmp_path: Path) -> None:
     async with registry_process(tmp_path) as (process, endpoint):
         views: list[frozenset[str]] = []
         membership = Membership(endpoint, worker(), 1.5)
@@ -289,7 +287,7 @@ async def test_a_registry_that_stood_still_takes_nobody_for_dead(tmp_path: Path)
 
 
 @pytest.mark.etcd
-async def test_members_and_view_live_through_an_outage_of_etcd(etcd: EtcdServer) -> None:
+async def test_members_and_view_survive_an_outage_of_etcd(etcd: EtcdServer) -> None:
     async with running_registry(store=f"etcd://127.0.0.1:{etcd.port}") as registry:
         gone: list[frozenset[str]] = []
         view = RegistryView(registry.endpoint, lambda view: gone.append(frozenset(view.members)))
@@ -307,7 +305,7 @@ async def test_members_and_view_live_through_an_outage_of_etcd(etcd: EtcdServer)
         await asyncio.to_thread(etcd.start)
         late = Membership(registry.endpoint, worker("decode-9"), 10.0)
         await late.start(10)
-        await until(lambda: "decode-9" in view.members, 5, "the watch going on")
+        await until(lambda: "decode-9" in view.members, 5, "the new member in the view")
         await asyncio.sleep(3)
         assert frozenset(view.members) == everyone | {"decode-9"}
         assert all(everyone <= members for members in gone)

@@ -1,4 +1,4 @@
-"""RegistryService over gRPC, as a client in any language meets it."""
+"""RegistryService over gRPC."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import asyncio
 import grpc
 import grpc.aio
 import pytest
-from google.protobuf.duration_pb2 import Duration
 
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
+from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import (
     Conflict,
     InvalidRequest,
@@ -30,9 +30,7 @@ from tests.component.registry.harness import (
 
 
 def register(member: registry_pb2.Member, ttl_s: float = 10) -> registry_pb2.RegisterRequest:
-    ttl = Duration()
-    ttl.FromNanoseconds(round(ttl_s * 1e9))
-    return registry_pb2.RegisterRequest(member=member, ttl=ttl)
+    return registry_pb2.RegisterRequest(member=member, ttl=duration_from_seconds(ttl_s))
 
 
 async def read_to_end(
@@ -42,7 +40,7 @@ async def read_to_end(
         pass
 
 
-async def test_a_worker_from_registration_to_leave() -> None:
+async def test_the_rpcs_of_a_worker_from_registration_to_deregistration() -> None:
     async with running_registry() as registry, registry_stub(registry.endpoint) as stub:
         member = worker()
         granted = await stub.Register(register(member, 1.5))
@@ -74,7 +72,7 @@ async def test_a_worker_from_registration_to_leave() -> None:
         assert isinstance(error_from_rpc(caught.value), NotFound)
 
 
-async def test_a_registration_that_is_wrong_names_every_field() -> None:
+async def test_an_invalid_registration_names_every_field() -> None:
     bad = worker("Not OK")
     bad.incarnation = "xyz"
     bad.endpoint = "nowhere"
@@ -95,7 +93,7 @@ async def test_a_registration_that_is_wrong_names_every_field() -> None:
     }
 
 
-async def test_members_come_by_pages_and_roles() -> None:
+async def test_members_are_listed_by_page_and_role() -> None:
     async with running_registry() as registry, registry_stub(registry.endpoint) as stub:
         for number in range(5):
             await stub.Register(register(worker(f"decode-{number}")))
@@ -123,7 +121,7 @@ async def test_members_come_by_pages_and_roles() -> None:
         assert set(error.violations) == {"page_size", "page_token"}
 
 
-async def test_the_policy_over_the_wire() -> None:
+async def test_the_policy_rpcs() -> None:
     async with running_registry() as registry, registry_stub(registry.endpoint) as stub:
         default = await stub.GetPolicy(registry_pb2.GetPolicyRequest())
         assert default.revision == 0
@@ -146,7 +144,7 @@ async def test_the_policy_over_the_wire() -> None:
             assert isinstance(error_from_rpc(caught.value), kind)
 
 
-async def test_a_full_registry_refuses_newcomers_only() -> None:
+async def test_a_full_registry_rejects_only_new_members() -> None:
     async with (
         running_registry(max_members=1) as registry,
         registry_stub(registry.endpoint) as stub,
@@ -158,8 +156,8 @@ async def test_a_full_registry_refuses_newcomers_only() -> None:
         await stub.Register(register(worker(generation=2)))
 
 
-async def test_a_watcher_that_does_not_read_is_ended_and_holds_up_nobody() -> None:
-    # Without probing for more, a connection takes 64 KiB that nobody reads.
+async def test_a_watcher_that_does_not_read_expires_and_delays_no_other() -> None:
+    # Without bandwidth probes, the receive window of a connection stays at 64 KiB.
     small = [("grpc.http2.bdp_probe", 0), ("grpc.enable_http_proxy", 0)]
     async with (
         running_registry(history_size=4) as registry,
@@ -199,7 +197,7 @@ async def test_a_revision_from_before_a_restart_has_expired() -> None:
 
 
 @pytest.mark.etcd
-async def test_without_etcd_writes_fail_and_reads_go_on(etcd: EtcdServer) -> None:
+async def test_without_etcd_writes_fail_and_reads_succeed(etcd: EtcdServer) -> None:
     async with (
         running_registry(store=f"etcd://127.0.0.1:{etcd.port}") as registry,
         registry_stub(registry.endpoint) as stub,

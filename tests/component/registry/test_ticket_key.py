@@ -1,8 +1,6 @@
-"""Routers sign and decode workers check with one key, whatever restarts."""
+"""Routers sign tickets and decode workers check them with one key, also after restarts."""
 
 from __future__ import annotations
-
-import asyncio
 
 import grpc.aio
 import pytest
@@ -12,25 +10,14 @@ from headrace_common.errors import InvalidRequest
 from headrace_common.registry.membership import Membership
 from headrace_common.rpc.status import error_from_rpc
 from headrace_registry.config import RegistryConfig
-from headrace_registry.store.base import TICKET_KEY_BYTES, Store
-from tests.component.registry.harness import registry_stub, running_registry, until, worker
+from headrace_registry.store.base import TICKET_KEY_BYTES
+from tests.component.registry.harness import registry_stub, running_registry, worker
+from tests.waiting import until
 
 PROPOSED = bytes(range(TICKET_KEY_BYTES))
 
 
-async def test_a_store_makes_a_key_once(store: Store) -> None:
-    keys = await asyncio.gather(*(store.ticket_key(b"") for _ in range(8)))
-    assert len(set(keys)) == 1
-    assert len(keys[0]) == TICKET_KEY_BYTES
-    assert await store.ticket_key(PROPOSED) == keys[0]
-
-
-async def test_a_store_without_a_key_adopts_the_first_proposed(store: Store) -> None:
-    assert await store.ticket_key(PROPOSED) == PROPOSED
-    assert await store.ticket_key(bytes(TICKET_KEY_BYTES)) == PROPOSED
-
-
-async def test_members_agree_again_after_the_registry_forgot_or_was_told_another_key() -> None:
+async def test_members_agree_on_a_key_after_the_registry_lost_or_changed_it() -> None:
     async with running_registry() as registry:
         members = [Membership(registry.endpoint, worker(f"decode-{n}"), 1.0) for n in range(2)]
         for member in members:
@@ -54,7 +41,7 @@ async def test_members_agree_again_after_the_registry_forgot_or_was_told_another
             await member.stop()
 
 
-async def test_a_configured_key_comes_first_and_a_short_one_is_refused() -> None:
+async def test_a_configured_key_overrides_and_a_short_one_is_rejected() -> None:
     secret = "a secret of sixteen or more"
     async with (
         running_registry(ticket_key=secret) as registry,

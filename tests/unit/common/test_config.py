@@ -1,4 +1,4 @@
-"""Settings: precedence of the sources, every error at once, secrets kept."""
+"""Settings: precedence of sources, all errors at once, secrets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from headrace_common.errors import ConfigError
 
 
 class KilnConfig(ServiceConfig):
-    """Settings of a service made up for these tests."""
+    """Settings of a service for these tests."""
 
     bricks_max: PositiveCount = Field(default=8, description="Bricks fired at once.")
     spare_bricks: NonNegativeCount = Field(default=0, description="Bricks kept, 100% dry.")
@@ -72,7 +72,7 @@ SOURCES = st.fixed_dictionaries(
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(bricks=SOURCES, grace=SOURCES)
-def test_flags_win_over_environment_over_file_field_by_field(
+def test_flags_override_environment_and_environment_overrides_file(
     tmp_path: Path, bricks: dict[str, int], grace: dict[str, int]
 ) -> None:
     given_values = {"bricks_max": bricks, "drain_grace_s": grace}
@@ -123,24 +123,24 @@ def test_every_wrong_setting_is_listed_with_its_source_and_remedy(tmp_path: Path
     assert "HEADRACE_KILN_QUICK?" in detail
 
 
-def test_a_flag_without_its_value_is_said_to_need_one() -> None:
+def test_a_flag_without_its_value_is_reported() -> None:
     assert "--bricks-max: needs a value" in problems_of(["--bricks-max"])
 
 
-def test_missing_file_and_wrong_toml_are_told_apart(tmp_path: Path) -> None:
+def test_a_missing_file_and_invalid_toml_are_distinguished(tmp_path: Path) -> None:
     assert "No such file" in problems_of(["--config", str(tmp_path / "none.toml")])
     path = tmp_path / "wrong.toml"
     path.write_text("listen = ")
     assert "is not TOML" in problems_of(["--config", str(path)])
 
 
-def test_a_required_setting_names_all_the_ways_to_set_it() -> None:
+def test_a_missing_required_setting_names_all_sources() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(NeedyConfig, [], prog="headrace-needy", env_prefix="HEADRACE_NEEDY_")
     assert "model: is required: set --model, HEADRACE_NEEDY_MODEL or" in caught.value.detail
 
 
-def test_variables_that_kubernetes_adds_are_not_mistakes() -> None:
+def test_variables_of_kubernetes_are_ignored() -> None:
     load(
         environment={
             "HEADRACE_KILN_SERVICE_HOST": "10.0.0.1",
@@ -160,17 +160,17 @@ def test_switches(flag: list[str]) -> None:
 @pytest.mark.parametrize(
     "text", ["localhost", "localhost:", ":7000", "localhost:70000", "a b:1", "http://a:1", "::1:7"]
 )
-def test_addresses_that_are_not_host_port(text: str) -> None:
+def test_invalid_addresses_are_rejected(text: str) -> None:
     assert "host:port" in problems_of([f"--listen={text}"])
 
 
 @pytest.mark.parametrize("text", ["localhost:0", "127.0.0.1:7000", "[::1]:7000", "a.b-c_d:65535"])
-def test_addresses_that_are(text: str) -> None:
+def test_valid_addresses_are_accepted(text: str) -> None:
     assert load([f"--listen={text}"]).listen == text
 
 
 @pytest.mark.parametrize("text", ["kiln", "http://kiln", "grpc://kiln:4317", "http://kiln:0"])
-def test_otlp_endpoints_that_cannot_be_called(text: str) -> None:
+def test_invalid_otlp_endpoints_are_rejected(text: str) -> None:
     assert "otlp_endpoint" in problems_of([f"--otlp-endpoint={text}"])
 
 
@@ -178,7 +178,7 @@ def test_an_endpoint_needs_a_port() -> None:
     assert "name the port" in problems_of(["--registry=127.0.0.1:0"])
 
 
-def test_settings_that_belong_together() -> None:
+def test_settings_that_must_be_set_together() -> None:
     assert "together" in problems_of(["--tls-key-file=key.pem"])
     assert "needs advertise" in problems_of(["--listen=0.0.0.0:7000"])
     load(["--listen=0.0.0.0:7000", "--advertise=router:7000"])
@@ -190,7 +190,7 @@ def test_settings_are_frozen() -> None:
         config.listen = "127.0.0.1:1"
 
 
-def test_secrets_show_nowhere() -> None:
+def test_secrets_are_never_shown() -> None:
     config = load(
         ["--otlp-endpoint=http://me:hunter2@collector:4317"],
         {"HEADRACE_KILN_TICKET_KEY": "hunter2"},
@@ -211,7 +211,7 @@ def test_help_names_every_setting_with_default_and_variable(
         load(["--help"])
     assert caught.value.code == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "Settings of a service made up for these tests." in shown
+    assert "Settings of a service for these tests." in shown
     for name in KilnConfig.model_fields:
         assert f"--{name.replace('_', '-')}" in shown
         assert f"HEADRACE_KILN_{name.upper()}" in shown

@@ -1,4 +1,4 @@
-"""Deadlines, identities and queues."""
+"""Deadlines, ids, queues and TLS files."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from hypothesis import strategies as st
 
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError, DeadlineExceeded, QueueFull
-from headrace_common.identity import is_worker_id, new_incarnation, new_transfer_id
+from headrace_common.identity import is_incarnation, is_worker_id, new_incarnation, new_transfer_id
 from headrace_common.queues import BoundedQueue
 from headrace_common.rpc.channel import TlsFiles
 
 
 @given(st.floats(0.5, 1e6))
-def test_deadline_counts_down_from_what_was_asked(seconds: float) -> None:
+def test_a_deadline_counts_down(seconds: float) -> None:
     deadline = Deadline.after(seconds)
     assert 0 < deadline.remaining_s() <= seconds + 1e-3
     assert not deadline.expired
     deadline.check("anything")
 
 
-def test_expired_deadline_names_what_was_waited_for() -> None:
+def test_an_expired_deadline_names_the_thing_waited_for() -> None:
     deadline = Deadline(time.time() - 5)
     assert deadline.expired
     assert deadline.remaining_s() == 0
@@ -35,7 +35,7 @@ def test_expired_deadline_names_what_was_waited_for() -> None:
 def test_ids_have_their_documented_form_and_differ() -> None:
     incarnations = {new_incarnation() for _ in range(100)}
     assert len(incarnations) == 100
-    assert all(len(text) == 16 and int(text, 16) >= 0 for text in incarnations)
+    assert all(map(is_incarnation, incarnations))
     transfers = {new_transfer_id() for _ in range(100)}
     assert len(transfers) == 100
     assert all(text[0] == "x" and len(text) == 33 and int(text[1:], 16) >= 0 for text in transfers)
@@ -46,21 +46,26 @@ def test_worker_ids_of_the_allowed_characters(text: str) -> None:
     assert is_worker_id(text)
 
 
+@pytest.mark.parametrize("text", ["", "0" * 15, "0" * 17, "A" * 16, "g" * 16, "0" * 15 + "\n"])
+def test_other_incarnations_are_rejected(text: str) -> None:
+    assert not is_incarnation(text)
+
+
 @pytest.mark.parametrize("text", ["", "a" * 64, "Decode-0", "a b", "a/b", "décode", "a\n"])
-def test_other_worker_ids_are_refused(text: str) -> None:
+def test_other_worker_ids_are_rejected(text: str) -> None:
     assert not is_worker_id(text)
 
 
-async def test_queue_keeps_order_and_refuses_beyond_its_bound() -> None:
+async def test_a_queue_keeps_order_and_rejects_items_beyond_its_bound() -> None:
     queue: BoundedQueue[int] = BoundedQueue("prefill", 3)
     for item in range(3):
         queue.put_nowait(item)
     assert queue.depth == 3
-    with pytest.raises(QueueFull, match="queue prefill holds its 3 items") as caught:
+    with pytest.raises(QueueFull, match="queue prefill is full with 3 items") as caught:
         queue.put_nowait(3)
     assert caught.value.metadata == {"queue": "prefill", "maxsize": "3"}
     assert await queue.get() == 0
-    assert queue.take_all() == [1, 2]
+    assert [await queue.get(), await queue.get()] == [1, 2]
     assert queue.depth == 0
 
 
@@ -69,15 +74,16 @@ async def test_put_waits_for_room_until_its_deadline() -> None:
     await queue.put(1, Deadline.after(1))
     with pytest.raises(DeadlineExceeded, match="room in queue prefill"):
         await queue.put(2, Deadline.after(0.02))
-    assert queue.take_all() == [1]
+    assert queue.depth == 1
+    assert await queue.get() == 1
 
 
-def test_queue_without_room_is_a_mistake() -> None:
+def test_a_queue_needs_a_positive_bound() -> None:
     with pytest.raises(ValueError, match="maxsize"):
         BoundedQueue[int]("prefill", 0)
 
 
-def test_the_files_of_tls_are_named_together_in_the_environment(
+def test_the_environment_names_all_tls_files_or_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert TlsFiles.from_environment() == TlsFiles()

@@ -40,8 +40,8 @@ def test_other_lines_are_no_results(line: str) -> None:
 def test_a_console_gives_whole_lines_and_keeps_everything() -> None:
     log = io.BytesIO()
     console = Console("gqa", log)
-    assert console.take(b"one\ntw") == ["one"]
-    assert console.take(b"o\n\xff\nthree") == ["two", "\ufffd"]
+    assert console.add_output(b"one\ntw") == ["one"]
+    assert console.add_output(b"o\n\xff\nthree") == ["two", "\ufffd"]
     assert log.getvalue() == b"one\ntwo\n\xff\nthree"
 
 

@@ -13,7 +13,7 @@ def load(*arguments: str) -> RegistryConfig:
     return load_config(RegistryConfig, arguments, prog="registry", env_prefix="HEADRACE_REGISTRY_")
 
 
-def test_defaults_need_no_other_part() -> None:
+def test_the_defaults_need_no_etcd() -> None:
     config = load()
     assert (config.store, config.listen) == ("memory", "127.0.0.1:7001")
 
@@ -40,7 +40,7 @@ def test_wrong_settings_are_named(flag: str, value: str) -> None:
         load(flag, value)
 
 
-def test_the_secret_is_shown_nowhere() -> None:
+def test_the_secret_is_never_shown() -> None:
     secret = "long enough to be a secret"
     config = load("--prefix-hash-key", secret)
     assert 0 < config.prefix_hash_key_number < 1 << 64

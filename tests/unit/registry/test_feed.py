@@ -1,4 +1,4 @@
-"""The feed against a model: whoever follows it, from wherever, ends up with what is registered."""
+"""The feed against a model: every watcher, from any start, ends with the registered members."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import WatchExpired
-from headrace_registry.feed import ChangeFeed, PolicyRecord, default_policy
+from headrace_common.registry.policy import default_policy
+from headrace_registry.feed import ChangeFeed, PolicyRecord
 
 Edits = dict[str, int | None]
 
@@ -30,7 +31,7 @@ def records(edits: Edits) -> dict[str, registry_pb2.Member | None]:
 def follow(
     members: dict[str, registry_pb2.Member], response: registry_pb2.WatchResponse
 ) -> dict[str, registry_pb2.Member]:
-    """A watcher that checks what it is told against what it knows."""
+    """The members after a response. Checks each removal against the known members."""
     if response.HasField("snapshot"):
         return {entry.worker_id: entry for entry in response.snapshot.members}
     members = dict(members)
@@ -70,13 +71,13 @@ def test_every_watcher_converges(history: list[Edits], join_at: int) -> None:
 
 
 @given(before=edits, after=edits)
-def test_a_listing_becomes_the_changes_that_lead_to_it(before: Edits, after: Edits) -> None:
+def test_a_listing_is_applied_as_changes(before: Edits, after: Edits) -> None:
     async def scenario() -> None:
         feed = ChangeFeed(history_size=10, revision=1)
         feed.apply(2, records(before))
         known = dict(feed.members)
         listing = {name: entry for name, entry in records(after).items() if entry is not None}
-        feed.replace(7, listing, PolicyRecord(default_policy(), 0))
+        feed.apply_listing(7, listing, PolicyRecord(default_policy(), 0))
         assert feed.members == listing
         response = await anext(feed.watch(2))
         assert response.revision == 7
@@ -87,7 +88,7 @@ def test_a_listing_becomes_the_changes_that_lead_to_it(before: Edits, after: Edi
     asyncio.run(scenario())
 
 
-async def test_the_history_is_bounded_and_its_floor_exact() -> None:
+async def test_the_history_is_bounded() -> None:
     feed = ChangeFeed(history_size=3, revision=1)
     for revision in range(2, 8):
         feed.apply(revision, {"a": member("a", revision)})
@@ -107,11 +108,11 @@ async def test_revisions_without_a_change_use_up_no_history() -> None:
     assert len(response.changes) == 1
 
 
-async def test_a_start_beyond_the_feed_needs_leave() -> None:
+async def test_a_start_beyond_the_feed_must_be_allowed() -> None:
     feed = ChangeFeed(history_size=2, revision=5)
     with pytest.raises(WatchExpired):
         await anext(feed.watch(6))
-    watch = feed.watch(6, ahead=True)
+    watch = feed.watch(6, allow_future=True)
     assert (await anext(watch)).revision == 6
     feed.apply(6, {"a": member("a", 1)})
     feed.apply(7, {"b": member("b", 1)})
@@ -132,9 +133,9 @@ async def test_a_restart_ends_every_watch() -> None:
 
 async def test_waiting_for_a_revision() -> None:
     feed = ChangeFeed(history_size=10, revision=5)
-    assert await feed.wait_for(5, 0.01)
-    assert not await feed.wait_for(6, 0.01)
-    waiting = asyncio.ensure_future(feed.wait_for(7, 1))
+    assert await feed.wait_for_revision(5, 0.01)
+    assert not await feed.wait_for_revision(6, 0.01)
+    waiting = asyncio.ensure_future(feed.wait_for_revision(7, 1))
     await asyncio.sleep(0)
     feed.apply(6, {})
     await asyncio.sleep(0)
@@ -143,7 +144,7 @@ async def test_waiting_for_a_revision() -> None:
     assert await waiting
 
 
-async def test_a_policy_set_to_what_it_was_tells_nobody_but_moves_its_revision() -> None:
+async def test_an_equal_policy_is_no_change_but_has_a_new_revision() -> None:
     feed = ChangeFeed(history_size=10, revision=5)
     feed.apply(6, {}, PolicyRecord(default_policy(), 6))
     assert feed.policy.revision == 6

@@ -14,7 +14,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from headrace_common.registry.link import end_task, run_forever
+from headrace_common.tasks import end_task, run_forever
 from headrace_engine.prefix.announcer import PrefixAnnouncer
 from headrace_kv.prefix.events import Tier
 from headrace_kv.prefix.hashing import CHECKPOINT_BLOCKS

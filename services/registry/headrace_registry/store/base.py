@@ -1,4 +1,4 @@
-"""What every store of the registry does, wherever it keeps its records."""
+"""The interface of a store, and the rules that all stores apply."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TICKET_KEY_BYTES: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """A granted lease. `ttl_s` is whole seconds from the grant, `revision` that of the change."""
+    """A granted lease of `ttl_s` seconds. `revision` is the revision of the member's record."""
 
     lease_id: str
     ttl_s: int
@@ -26,46 +26,53 @@ class Registration:
 
 
 class Store(ABC):
-    """Leases and all that hangs on them. Messages handed in or out are never changed afterwards.
+    """Leases, with the records bound to them, and the policy.
 
-    Reads come from `feed`, this process's copy, so they go on while a remote store is away. Writes
-    and lease calls then raise RegistryUnavailable within seconds.
+    Messages passed in or out are never changed afterwards. Reads use this process's copy, the feed,
+    so they work during an outage of a remote store. Writes and lease calls then raise
+    RegistryUnavailable within seconds. Subclasses write to the feed.
     """
 
     def __init__(self, feed: ChangeFeed) -> None:
-        self.feed = feed
+        self._feed = feed
 
     @property
     def members(self) -> Mapping[str, registry_pb2.Member]:
         """Live members by worker id."""
-        return self.feed.members
+        return self._feed.members
+
+    @property
+    def revision(self) -> int:
+        """Revision of this process's copy."""
+        return self._feed.revision
 
     @property
     def policy(self) -> PolicyRecord:
-        return self.feed.policy
+        return self._feed.policy
 
     @abstractmethod
     async def start(self) -> None:
-        """Makes the store ready. Raises ConfigError when it cannot be reached."""
+        """Connects and reads all records. Raises ConfigError when the store cannot be reached."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Lets go of threads, timers and connections; leases are left to run."""
+        """Releases threads, timers and connections. Leases continue."""
 
     @abstractmethod
     async def register(self, member: registry_pb2.Member, ttl_s: int) -> Registration:
-        """Grants a lease of whole seconds. Raises Conflict when a newer incarnation is registered.
+        """Grants a lease. Raises Conflict when a newer incarnation is registered.
 
-        The same incarnation gets a new lease in place of its old one, and keeps its descriptor.
+        If the same incarnation is registered, a new lease replaces its lease and it keeps its
+        descriptor.
         """
 
     @abstractmethod
     async def keep_alive(self, lease_id: str) -> float | None:
-        """Renews a lease: seconds to live from now, or None when the lease is gone."""
+        """Renews a lease. Returns its seconds to live, or None when the lease does not exist."""
 
     @abstractmethod
     async def deregister(self, lease_id: str) -> None:
-        """Ends a lease and all that hangs on it. A lease that is gone already is no error."""
+        """Ends a lease and removes its records. Does nothing when the lease does not exist."""
 
     @abstractmethod
     async def put_descriptor(
@@ -74,7 +81,10 @@ class Store(ABC):
         reference: registry_pb2.MemberRef,
         descriptor: layout_pb2.KvDescriptor,
     ) -> int:
-        """Binds a descriptor to a lease; the revision. Raises NotFound or StaleIncarnation."""
+        """Binds a descriptor to a lease and returns the revision.
+
+        Raises as require_owner does.
+        """
 
     @abstractmethod
     async def get_descriptor(self, reference: registry_pb2.MemberRef) -> layout_pb2.KvDescriptor:
@@ -82,21 +92,25 @@ class Store(ABC):
 
     @abstractmethod
     async def set_policy(self, policy: registry_pb2.Policy, expected_revision: int) -> int:
-        """Replaces the policy; the revision. Raises Conflict unless `expected_revision` is current
-        or 0.
+        """Replaces the policy and returns the revision. Raises as require_policy_revision does."""
+
+    @abstractmethod
+    async def ensure_prefix_hash_key(self, proposed: int) -> int:
+        """The deployment's key for prefix hashes.
+
+        Without a stored key, stores `proposed` or, when that is 0, a random one.
         """
 
     @abstractmethod
-    async def prefix_hash_key(self, proposed: int) -> int:
-        """The deployment's key for prefix hashes; where there is none yet, `proposed` or, for 0, a new one."""
+    async def ensure_ticket_key(self, proposed: bytes) -> bytes:
+        """The deployment's key for tickets, of TICKET_KEY_BYTES.
 
-    @abstractmethod
-    async def ticket_key(self, proposed: bytes) -> bytes:
-        """The same of the deployment's key for tickets, of TICKET_KEY_BYTES."""
+        Without a stored key, stores `proposed` or, when that is empty, a random one.
+        """
 
     @abstractmethod
     def watch(self, start_revision: int) -> AsyncIterator[registry_pb2.WatchResponse]:
-        """As ChangeFeed.watch."""
+        """As ChangeFeed.watch. A remote store also accepts starts that this copy has not reached."""
 
 
 def new_prefix_hash_key() -> int:
@@ -131,12 +145,13 @@ def require_owner(
     lease_id: str,
     reference: registry_pb2.MemberRef,
 ) -> None:
-    """Raises unless `current`, the worker's record, is of the incarnation referred to and `held` by
-    the lease.
+    """Checks that a lease owns an incarnation. `current` is the worker's record, `held` whether the lease holds it.
+
+    Raises NotFound when it does not, StaleIncarnation when the record is of another incarnation.
     """
     if current is None or not held:
         raise NotFound(
-            f"lease {lease_id} of {reference.worker_id} is gone: register again",
+            f"lease {lease_id} of {reference.worker_id} does not exist: register again",
             metadata={"lease_id": lease_id, "worker_id": reference.worker_id},
         )
     if current.incarnation != reference.incarnation:
@@ -152,15 +167,15 @@ def require_owner(
 
 
 def descriptor_missing(reference: registry_pb2.MemberRef) -> NotFound:
-    """The error for an incarnation that is gone or has published no descriptor."""
+    """The error for an incarnation that is not registered or has published no descriptor."""
     return NotFound(
-        f"{reference.worker_id}@{reference.incarnation} is gone or has published no KV descriptor",
+        f"{reference.worker_id}@{reference.incarnation} is not registered or has published no KV descriptor",
         metadata={"worker_id": reference.worker_id, "incarnation": reference.incarnation},
     )
 
 
 def require_policy_revision(current: int, expected: int) -> None:
-    """Raises Conflict unless `expected` is the policy's current revision, or 0 for whichever."""
+    """Raises Conflict unless `expected` is 0 or the policy's current revision."""
     if expected not in (0, current):
         raise Conflict(
             f"the policy is at revision {current}, not {expected}: read it again",

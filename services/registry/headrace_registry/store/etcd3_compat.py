@@ -1,8 +1,8 @@
 """Makes the `etcd3` package importable with a current protobuf.
 
-Its generated modules predate protobuf 4 and are refused by it. The descriptors inside them are
-still good: they are read out of the source without running it, and modules built from them take the
-generated ones' places.
+protobuf 4 and later reject its generated modules. The descriptors inside them are valid, so this
+module reads them from the source without running it. Modules built from them replace the generated
+ones.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import Any
 
 from google.protobuf import descriptor_pool, message_factory
 
-# In the order of their imports of each other.
+# In the order of their imports.
 _GENERATED = ("kv_pb2", "auth_pb2", "rpc_pb2")
 
 
 @cache
 def load_etcd3() -> Any:
-    """The `etcd3` package, untyped. ImportError when it is missing or not as expected."""
+    """The `etcd3` package, untyped. Raises ImportError when it is missing or not as expected."""
     specification = importlib.util.find_spec("etcd3")
     if specification is None or specification.origin is None:
         raise ImportError("the etcd store needs the package etcd3: pip install etcd3", name="etcd3")
     folder = Path(specification.origin).parent / "etcdrpc"
-    # A pool of its own: another package may have registered files called rpc.proto or kv.proto.
+    # Not the default pool: another package may have registered files named rpc.proto or kv.proto.
     pool = descriptor_pool.DescriptorPool()
     for name in _GENERATED:
         file = pool.AddSerializedFile(_serialized_descriptor(folder / f"{name}.py"))
@@ -39,12 +39,10 @@ def load_etcd3() -> Any:
 
 
 def _serialized_descriptor(path: Path) -> bytes:
-    """The FileDescriptorProto, in wire format, that a generated module passes to its file
-    descriptor.
-    """
+    """The serialized FileDescriptorProto inside a generated module."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.keyword) and node.arg == "serialized_pb":
-            # Code for both Pythons wraps the text as _b('...').
+            # Code for Python 2 and 3 wraps the text as _b('...').
             literal = node.value.args[0] if isinstance(node.value, ast.Call) else node.value
             value = ast.literal_eval(literal)
             return value if isinstance(value, bytes) else str(value).encode("latin-1")

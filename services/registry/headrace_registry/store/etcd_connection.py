@@ -1,6 +1,4 @@
-"""Calls to etcd off the event loop: a bounded set of threads, a deadline on every call, and a
-watch.
-"""
+"""Calls to etcd in a bounded set of threads, with a deadline on every call, and a watch."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ _T = TypeVar("_T")
 _THREADS: Final = 8
 _CALLS_MAX: Final = 256
 _WATCH_BUFFER: Final = 64
-# Pings find a connection that died without a word; etcd refuses more than one in 5 s.
+# Pings detect a dead connection. etcd rejects more than one in 5 s.
 _CHANNEL_OPTIONS: Final = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -35,7 +33,7 @@ _CHANNEL_OPTIONS: Final = (
 
 
 class EtcdConnection:
-    """One etcd endpoint. `call` and `watch` belong to one event loop."""
+    """One etcd endpoint. One event loop uses `call` and `watch`."""
 
     def __init__(self, host: str, port: int, timeout_s: float) -> None:
         self.endpoint = f"{host}:{port}"
@@ -53,22 +51,23 @@ class EtcdConnection:
         self._call_count = 0
 
     async def call(self, function: Callable[[], _T]) -> _T:
-        """Runs a blocking function that uses `client`. Raises RegistryUnavailable when etcd fails
-        it or is too slow.
+        """Runs a blocking function that uses `client` in a thread.
+
+        Raises RegistryUnavailable when etcd fails or does not respond in time.
         """
         if self._call_count >= _CALLS_MAX:
-            raise self._unavailable(f"{self._call_count} calls wait for it already")
+            raise self._unavailable(f"{self._call_count} calls are waiting")
         self._call_count += 1
-        future = asyncio.get_running_loop().run_in_executor(self._executor, self._guarded, function)
+        future = asyncio.get_running_loop().run_in_executor(self._executor, self._run, function)
         future.add_done_callback(self._on_done)
         try:
             async with asyncio.timeout(2 * self._timeout_s):
                 return await future
         except TimeoutError:
-            raise self._unavailable("no answer in time") from None
+            raise self._unavailable("no response in time") from None
 
     def watch(self, prefix: str, start_revision: int) -> EtcdWatch:
-        """Watches a prefix from a revision on. Close it."""
+        """Watches a prefix from a revision on. The caller closes the watch."""
         return EtcdWatch(self._etcd3.etcdrpc, self.client.channel, prefix, start_revision)
 
     def close(self) -> None:
@@ -76,7 +75,7 @@ class EtcdConnection:
         self.client.close()
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-    def _guarded(self, function: Callable[[], _T]) -> _T:
+    def _run(self, function: Callable[[], _T]) -> _T:
         try:
             return function()
         except (self._etcd3.Etcd3Exception, grpc.RpcError) as error:
@@ -84,7 +83,7 @@ class EtcdConnection:
 
     def _on_done(self, future: asyncio.Future[Any]) -> None:
         self._call_count -= 1
-        # The caller may have left; whatever it is, was told or is of no more use to anybody.
+        # The caller may be cancelled. Reading the exception marks it as handled.
         if not future.cancelled():
             future.exception()
 
@@ -97,10 +96,9 @@ class EtcdConnection:
 
 
 class EtcdWatch:
-    """A prefix of etcd, watched by a thread and read on the event loop.
+    """A watch of a prefix, received by a thread and read on the event loop.
 
-    Stands in for etcd3's own watcher, which cannot be stopped and spins for as long as etcd is
-    away.
+    Replaces etcd3's watcher, which cannot be stopped and loops without a pause during an outage.
     """
 
     def __init__(
@@ -121,15 +119,15 @@ class EtcdWatch:
         self._thread.start()
 
     async def responses(self, start_timeout_s: float) -> AsyncIterator[Any]:
-        """etcd's WatchResponses; the first, within the timeout, says that the watch stands.
+        """Yields etcd's WatchResponses. The first confirms the watch, within the timeout.
 
-        Raises RegistryUnavailable when etcd ends it.
+        Raises RegistryUnavailable when etcd ends the watch.
         """
         try:
             async with asyncio.timeout(start_timeout_s):
                 first = await self._next()
         except TimeoutError:
-            raise RegistryUnavailable("etcd does not answer a watch in time") from None
+            raise RegistryUnavailable("etcd does not confirm a watch in time") from None
         yield first
         while True:
             yield await self._next()
@@ -153,27 +151,27 @@ class EtcdWatch:
     def _read(self) -> None:
         try:
             for response in self._call:
-                # The loop is behind: let etcd hold the rest.
+                # The event loop is behind. Flow control keeps the rest in etcd.
                 while not self._room.acquire(timeout=0.5):
                     if self._closed.is_set():
                         return
-                self._hand_over(response)
-            self._hand_over(RegistryUnavailable("etcd ended the watch"))
+                self._deliver(response)
+            self._deliver(RegistryUnavailable("etcd ended the watch"))
         except grpc.RpcError as error:
-            self._hand_over(RegistryUnavailable(f"the watch of etcd broke ({_cause(error)})"))
+            self._deliver(RegistryUnavailable(f"the watch of etcd broke ({_cause(error)})"))
         finally:
             self._closed.set()
 
-    def _hand_over(self, response: Any) -> None:
+    def _deliver(self, response: Any) -> None:
         if self._closed.is_set():
             return
-        # A loop that is closed has no more use for it.
+        # The event loop may be closed.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._responses.put_nowait, response)
 
 
 def _prefix_end(prefix: bytes) -> bytes:
-    """The first key after all those with the prefix."""
+    """The first key after all keys with the prefix."""
     return prefix[:-1] + bytes([prefix[-1] + 1])
 
 

@@ -1,6 +1,4 @@
-"""The store that keeps everything in etcd and follows it, so that several registries may serve at
-once.
-"""
+"""A store in etcd, which several registries may share."""
 
 from __future__ import annotations
 
@@ -16,8 +14,9 @@ from google.protobuf.message import DecodeError
 from headrace.kv.v1 import layout_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import ConfigError, RegistryUnavailable, WatchExpired
-from headrace_common.registry.link import end_task, run_forever
-from headrace_registry.feed import ChangeFeed, PolicyRecord, default_policy
+from headrace_common.registry.policy import default_policy
+from headrace_common.tasks import end_task, run_forever
+from headrace_registry.feed import ChangeFeed, PolicyRecord
 from headrace_registry.store.base import Registration, Store, descriptor_missing
 from headrace_registry.store.etcd_connection import EtcdConnection
 from headrace_registry.store.etcd_table import EtcdTable, Listing, Record
@@ -31,11 +30,11 @@ _READ_OWN_WRITE_S: Final = 1.0
 
 
 class EtcdStore(Store):
-    """A table in etcd and this process's copy of it. Owned by one event loop.
+    """Records in etcd and this process's copy of them. Used by one event loop.
 
-    One task follows etcd: it lists, then watches from the listing's revision, and starts over
-    whenever the watch breaks; what changed meanwhile is found by comparing. While etcd is away the
-    copy stays as it was.
+    One task follows etcd. It lists the records, then watches from the listing's revision. When the
+    watch breaks, the task lists again and applies the differences. During an outage of etcd the copy
+    does not change.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class EtcdStore(Store):
         deadline_s = asyncio.get_running_loop().time() + self._start_timeout_s
         while True:
             try:
-                self._take(await self._connection.call(self._table.list))
+                self._load(await self._connection.call(self._table.list_records))
                 break
             except RegistryUnavailable as error:
                 if asyncio.get_running_loop().time() >= deadline_s:
@@ -81,26 +80,26 @@ class EtcdStore(Store):
 
     async def register(self, member: registry_pb2.Member, ttl_s: int) -> Registration:
         registration = await self._connection.call(lambda: self._table.register(member, ttl_s))
-        await self.feed.wait_for(registration.revision, _READ_OWN_WRITE_S)
+        await self._feed.wait_for_revision(registration.revision, _READ_OWN_WRITE_S)
         return registration
 
     async def keep_alive(self, lease_id: str) -> float | None:
         lease = _parse_lease(lease_id)
-        if lease is None or not await self._owns(lease):
+        if lease is None or not await self._has_member(lease):
             return None
-        return await self._connection.call(lambda: self._table.refresh(lease))
+        return await self._connection.call(lambda: self._table.renew(lease))
 
     async def deregister(self, lease_id: str) -> None:
         lease = _parse_lease(lease_id)
-        if lease is None or not await self._owns(lease):
+        if lease is None or not await self._has_member(lease):
             return
         worker_id = next((name for name, held in self._leases.items() if held == lease), None)
         await self._connection.call(lambda: self._table.revoke(lease))
-        # etcd3 does not tell the revision of a revocation, so the change itself is waited for.
+        # etcd3 does not return the revision of a revocation, so this waits for the change itself.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_READ_OWN_WRITE_S):
                 while worker_id is not None and self._leases.get(worker_id) == lease:
-                    await self.feed.wait_for(self.feed.revision + 1, _READ_OWN_WRITE_S)
+                    await self._feed.wait_for_revision(self._feed.revision + 1, _READ_OWN_WRITE_S)
 
     async def put_descriptor(
         self,
@@ -112,14 +111,14 @@ class EtcdStore(Store):
         revision = await self._connection.call(
             lambda: self._table.put_descriptor(lease, reference, descriptor)
         )
-        await self.feed.wait_for(revision, _READ_OWN_WRITE_S)
+        await self._feed.wait_for_revision(revision, _READ_OWN_WRITE_S)
         return revision
 
     async def get_descriptor(self, reference: registry_pb2.MemberRef) -> layout_pb2.KvDescriptor:
         known = self._descriptors.get(f"{reference.worker_id}/{reference.incarnation}")
         if known is not None:
             return known
-        # It may have been written through another registry a moment ago.
+        # Another registry may have written it a moment ago.
         found = await self._connection.call(lambda: self._table.get_descriptor(reference))
         if found is None:
             raise descriptor_missing(reference)
@@ -129,46 +128,46 @@ class EtcdStore(Store):
         revision = await self._connection.call(
             lambda: self._table.set_policy(policy, expected_revision)
         )
-        await self.feed.wait_for(revision, _READ_OWN_WRITE_S)
+        await self._feed.wait_for_revision(revision, _READ_OWN_WRITE_S)
         return revision
 
-    async def prefix_hash_key(self, proposed: int) -> int:
-        return await self._connection.call(lambda: self._table.prefix_hash_key(proposed))
+    async def ensure_prefix_hash_key(self, proposed: int) -> int:
+        return await self._connection.call(lambda: self._table.ensure_prefix_hash_key(proposed))
 
-    async def ticket_key(self, proposed: bytes) -> bytes:
-        return await self._connection.call(lambda: self._table.ticket_key(proposed))
+    async def ensure_ticket_key(self, proposed: bytes) -> bytes:
+        return await self._connection.call(lambda: self._table.ensure_ticket_key(proposed))
 
     async def watch(self, start_revision: int) -> AsyncIterator[registry_pb2.WatchResponse]:
-        if start_revision > self.feed.revision:
-            # Another registry may be ahead of this one; what is ahead of etcd is of another etcd.
-            current = await self._connection.call(self._table.revision)
+        if start_revision > self._feed.revision:
+            # The revision may come from another registry, ahead of this one. One ahead of etcd comes from another etcd.
+            current = await self._connection.call(self._table.current_revision)
             if start_revision > current:
                 raise WatchExpired(
-                    f"revision {start_revision} is not one of this registry's: watch again from 0",
+                    f"this registry has no revision {start_revision}: watch again from 0",
                     metadata={"start_revision": str(start_revision), "revision": str(current)},
                 )
-        async for response in self.feed.watch(start_revision, ahead=True):
+        async for response in self._feed.watch(start_revision, allow_future=True):
             yield response
 
-    async def _owns(self, lease: int) -> bool:
+    async def _has_member(self, lease: int) -> bool:
         if lease in self._leases.values():
             return True
-        return await self._connection.call(lambda: self._table.owns(lease))
+        return await self._connection.call(lambda: self._table.has_member(lease))
 
     async def _follow(self) -> None:
         while True:
             try:
-                self._take(await self._connection.call(self._table.list))
+                self._load(await self._connection.call(self._table.list_records))
                 await self._follow_watch()
             except RegistryUnavailable as error:
                 if self._failure_count == 0:
-                    _log.warning("serving the last view: %s", error.detail)
+                    _log.warning("serving the last copy of the records: %s", error.detail)
             delay_s = _RETRY_S[min(self._failure_count, len(_RETRY_S) - 1)]
             self._failure_count += 1
             await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
 
     async def _follow_watch(self) -> None:
-        watch = self._connection.watch(self._table.prefix, self.feed.revision + 1)
+        watch = self._connection.watch(self._table.prefix, self._feed.revision + 1)
         try:
             async for response in watch.responses(self._timeout_s):
                 if response.canceled or response.compact_revision:
@@ -178,11 +177,11 @@ class EtcdStore(Store):
                 if self._failure_count:
                     _log.info("following etcd at %s again", self._connection.endpoint)
                 self._failure_count = 0
-                self._apply(response.events)
+                self._apply_events(response.events)
         finally:
             watch.close()
 
-    def _take(self, listing: Listing) -> None:
+    def _load(self, listing: Listing) -> None:
         members: dict[str, registry_pb2.Member] = {}
         policy = PolicyRecord(default_policy(), 0)
         self._leases.clear()
@@ -198,19 +197,19 @@ class EtcdStore(Store):
             elif isinstance(value, registry_pb2.Policy):
                 policy = PolicyRecord(value, record.revision)
         continues = (
-            listing.cluster_id == self._cluster_id and listing.revision >= self.feed.revision
+            listing.cluster_id == self._cluster_id and listing.revision >= self._feed.revision
         )
         self._cluster_id = listing.cluster_id
         if continues:
-            self.feed.replace(listing.revision, members, policy)
+            self._feed.apply_listing(listing.revision, members, policy)
         else:
-            self.feed.restart(listing.revision, members, policy)
+            self._feed.restart(listing.revision, members, policy)
 
-    def _apply(self, events: Any) -> None:
-        """Takes in the events of one watch response, revision by revision."""
+    def _apply_events(self, events: Any) -> None:
+        """Applies the events of one watch response, revision by revision."""
         by_revision: dict[int, list[Record]] = {}
         for event in events:
-            record = self._table.record(event.kv, deleted=event.type != 0)
+            record = self._table.parse_record(event.kv, deleted=event.type != 0)
             by_revision.setdefault(record.revision, []).append(record)
         for revision, records in by_revision.items():
             self._apply_revision(revision, records)
@@ -235,7 +234,7 @@ class EtcdStore(Store):
                 policy = PolicyRecord(default_policy(), 0)
                 if isinstance(value, registry_pb2.Policy):
                     policy = PolicyRecord(value, record.revision)
-        self.feed.apply(revision, members, policy)
+        self._feed.apply(revision, members, policy)
 
 
 _MESSAGES: Final[Mapping[str, type[_Message]]] = {
@@ -246,7 +245,7 @@ _MESSAGES: Final[Mapping[str, type[_Message]]] = {
 
 
 def _parse(record: Record) -> _Message | None:
-    """The message in a record; None when it was deleted, or holds what no registry wrote."""
+    """The message in a record. None for a deleted record, an unknown key or an invalid value."""
     message = _MESSAGES.get(record.key.partition("/")[0])
     if message is None or record.value is None:
         return None
@@ -254,13 +253,15 @@ def _parse(record: Record) -> _Message | None:
     try:
         parsed.ParseFromString(record.value)
     except DecodeError:
-        _log.warning("etcd key %r does not hold a %s: ignored", record.key, message.DESCRIPTOR.name)
+        _log.warning(
+            "etcd key %r does not contain a %s: ignored", record.key, message.DESCRIPTOR.name
+        )
         return None
     return parsed
 
 
 def _parse_lease(lease_id: str) -> int | None:
-    """etcd's number of a lease, None when the text cannot be one of ours."""
+    """etcd's number of a lease. None for a text that no registry made."""
     try:
         lease = int(lease_id, 16) if len(lease_id) <= 16 else 0
     except ValueError:

@@ -1,11 +1,10 @@
-"""The registry's records in etcd: which keys there are, and how each is changed atomically.
-Blocking.
+"""The registry's records in etcd: their keys, and atomic changes of them. Blocking.
 
-    <prefix>members/<worker id>                     Member, bound to the member's lease
-    <prefix>descriptors/<worker id>/<incarnation>   KvDescriptor, bound to the same lease
-    <prefix>policy                                  Policy
-    <prefix>prefix_hash_key                         the key, 16 hex digits, never changed
-    <prefix>ticket_key                              the key, 64 hex digits, never changed
+- `<prefix>members/<worker id>`: Member, bound to the member's lease
+- `<prefix>descriptors/<worker id>/<incarnation>`: KvDescriptor, bound to the same lease
+- `<prefix>policy`: Policy
+- `<prefix>prefix_hash_key`: 16 hex digits, written once
+- `<prefix>ticket_key`: 64 hex digits, written once
 
 Revisions are etcd's own, so all registries over one etcd agree on them.
 """
@@ -30,15 +29,13 @@ from headrace_registry.store.base import (
     require_policy_revision,
 )
 
-# Writers of one key are few; more losses in a row than this mean that something is wrong.
+# One key has few writers. More conflicts in a row than this have another cause.
 _ATTEMPTS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One key: `key` less the prefix, `lease` as etcd's number, `revision` of its last change;
-    value None when deleted.
-    """
+    """The value of one key; None when deleted. `key` is without the prefix, `revision` of the last change."""
 
     key: str
     value: bytes | None
@@ -56,31 +53,31 @@ class Listing:
 
 
 class EtcdTable:
-    """The records under one prefix, through one etcd3 client. Holds no state; any thread may call.
+    """The records under one prefix, through one etcd3 client. Has no state; any thread may call it.
 
-    Lets etcd3's and gRPC's exceptions through: EtcdConnection turns them into RegistryUnavailable.
+    Raises etcd3's and gRPC's exceptions, which EtcdConnection converts to RegistryUnavailable.
     """
 
     def __init__(self, client: Any, prefix: str) -> None:
         self._client = client
         self.prefix = prefix
 
-    def list(self) -> Listing:
-        """Everything under the prefix, as etcd's leader has it."""
+    def list_records(self) -> Listing:
+        """All records under the prefix, as of etcd's leader."""
         response = self._client.get_prefix_response(self.prefix)
         return Listing(
             cluster_id=response.header.cluster_id,
             revision=response.header.revision,
-            records=tuple(self.record(pair) for pair in response.kvs),
+            records=tuple(self.parse_record(pair) for pair in response.kvs),
         )
 
-    def revision(self) -> int:
+    def current_revision(self) -> int:
         """etcd's current revision."""
         response = self._client.get_response(self._key("policy"))
         return int(response.header.revision)
 
-    def record(self, pair: Any, *, deleted: bool = False) -> Record:
-        """A Record of an etcd KeyValue."""
+    def parse_record(self, pair: Any, *, deleted: bool = False) -> Record:
+        """The Record of an etcd KeyValue."""
         key = bytes(pair.key).decode("utf-8", errors="replace").removeprefix(self.prefix)
         return Record(key, None if deleted else pair.value, pair.lease, pair.mod_revision)
 
@@ -90,7 +87,7 @@ class EtcdTable:
             found = self._read(_member_key(member.worker_id))
             current = _parse_member(found)
             require_newer(current, member)
-            kept = self._kept_descriptor(current, member)
+            kept = self._descriptor_of_same_incarnation(current, member)
             lease = self._client.lease(ttl_s)
             revision = self._put_member(member, lease.id, found, kept)
             if revision is None:
@@ -99,23 +96,24 @@ class EtcdTable:
             if found is not None and found.lease:
                 self.revoke(found.lease)
             return Registration(f"{lease.id:x}", int(lease.ttl), revision)
-        raise _contended(f"member {member.worker_id}")
+        raise _conflict(f"member {member.worker_id}")
 
-    def owns(self, lease: int) -> bool:
-        """Whether a member hangs on the lease. Leases of an incarnation that was replaced, or of
-        others, do not count.
+    def has_member(self, lease: int) -> bool:
+        """Whether a member's record is bound to the lease.
+
+        False for a replaced incarnation's lease, and for a lease of another program.
         """
         members = self._key("members/").encode()
         return any(key.startswith(members) for key in self._client.get_lease_info(lease).keys)
 
-    def refresh(self, lease: int) -> float | None:
-        """Renews a lease: seconds to live, or None when it is gone."""
+    def renew(self, lease: int) -> float | None:
+        """Renews a lease. Returns its seconds to live, or None when it does not exist."""
         responses = list(self._client.refresh_lease(lease))
         ttl_s = float(responses[0].TTL) if responses else 0.0
         return ttl_s if ttl_s > 0 else None
 
     def revoke(self, lease: int) -> None:
-        """Ends a lease, if it is still there."""
+        """Ends a lease, if it exists."""
         try:
             self._client.revoke_lease(lease)
         except grpc.RpcError as error:
@@ -133,16 +131,16 @@ class EtcdTable:
             found = self._read(_member_key(reference.worker_id))
             held = found is not None and found.lease == lease
             require_owner(_parse_member(found), held, f"{lease:x}", reference)
-            revision = self._commit(
+            revision = self._write_if_unchanged(
                 [found] if found is not None else [],
                 {_descriptor_key(reference): (descriptor.SerializeToString(), lease)},
             )
             if revision is not None:
                 return revision
-        raise _contended(f"descriptor of {reference.worker_id}")
+        raise _conflict(f"descriptor of {reference.worker_id}")
 
     def get_descriptor(self, reference: registry_pb2.MemberRef) -> layout_pb2.KvDescriptor | None:
-        """The descriptor of one incarnation, if there is one."""
+        """The descriptor of one incarnation, or None."""
         found = self._read(_descriptor_key(reference))
         if found is None or found.value is None:
             return None
@@ -153,40 +151,45 @@ class EtcdTable:
         for _ in range(_ATTEMPTS):
             found = self._read("policy") or Record("policy", None, 0, 0)
             require_policy_revision(found.revision, expected_revision)
-            revision = self._commit([found], {"policy": (policy.SerializeToString(), 0)})
+            revision = self._write_if_unchanged(
+                [found], {"policy": (policy.SerializeToString(), 0)}
+            )
             if revision is not None:
                 return revision
-        raise _contended("policy")
+        raise _conflict("policy")
 
-    def prefix_hash_key(self, proposed: int) -> int:
-        """As Store.prefix_hash_key."""
+    def ensure_prefix_hash_key(self, proposed: int) -> int:
+        """As Store.ensure_prefix_hash_key."""
         return int(
-            self._once("prefix_hash_key", b"%016x" % (proposed or new_prefix_hash_key())), 16
+            self._write_once("prefix_hash_key", b"%016x" % (proposed or new_prefix_hash_key())), 16
         )
 
-    def ticket_key(self, proposed: bytes) -> bytes:
-        """As Store.ticket_key."""
+    def ensure_ticket_key(self, proposed: bytes) -> bytes:
+        """As Store.ensure_ticket_key."""
         chosen = (proposed or new_ticket_key()).hex().encode()
-        return bytes.fromhex(self._once("ticket_key", chosen).decode())
+        return bytes.fromhex(self._write_once("ticket_key", chosen).decode())
 
-    def _once(self, key: str, proposed: bytes) -> bytes:
-        """The value of a key that is written once; `proposed` where there is none yet."""
+    def _write_once(self, key: str, proposed: bytes) -> bytes:
+        """The value of a key. Writes `proposed` when the key has none."""
         for _ in range(_ATTEMPTS):
             found = self._read(key)
             if found is not None and found.value is not None:
                 return found.value
-            if self._commit([Record(key, None, 0, 0)], {key: (proposed, 0)}) is not None:
+            if (
+                self._write_if_unchanged([Record(key, None, 0, 0)], {key: (proposed, 0)})
+                is not None
+            ):
                 return proposed
-        raise _contended(key)
+        raise _conflict(key)
 
     def _key(self, key: str) -> str:
         return self.prefix + key
 
     def _read(self, key: str) -> Record | None:
         response = self._client.get_response(self._key(key))
-        return self.record(response.kvs[0]) if response.kvs else None
+        return self.parse_record(response.kvs[0]) if response.kvs else None
 
-    def _kept_descriptor(
+    def _descriptor_of_same_incarnation(
         self, current: registry_pb2.Member | None, member: registry_pb2.Member
     ) -> Record | None:
         if current is None or current.incarnation != member.incarnation:
@@ -209,13 +212,14 @@ class EtcdTable:
         if kept is not None and kept.value is not None:
             writes[kept.key] = (kept.value, lease)
             unchanged.append(kept)
-        return self._commit(unchanged, writes)
+        return self._write_if_unchanged(unchanged, writes)
 
-    def _commit(
+    def _write_if_unchanged(
         self, unchanged: Iterable[Record], writes: dict[str, tuple[bytes, int]]
     ) -> int | None:
-        """Writes {key: (value, lease)} unless a record changed meanwhile; the revision, None when
-        one did.
+        """Writes {key: (value, lease)} in one transaction and returns the revision.
+
+        Returns None, and writes nothing, when a record of `unchanged` has changed.
         """
         operations = self._client.transactions
         succeeded, responses = self._client.transaction(
@@ -250,7 +254,5 @@ def _is_not_found(error: grpc.RpcError) -> bool:
     return code is not None and code() == grpc.StatusCode.NOT_FOUND
 
 
-def _contended(what: str) -> Conflict:
-    return Conflict(
-        f"the {what} keeps changing under the write: try again", metadata={"what": what}
-    )
+def _conflict(what: str) -> Conflict:
+    return Conflict(f"other writers keep changing the {what}: try again", metadata={"what": what})

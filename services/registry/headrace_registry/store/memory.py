@@ -1,4 +1,4 @@
-"""The store that keeps everything in this process and forgets it at the end."""
+"""A store in the memory of this process."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from headrace_registry.store.base import (
     require_policy_revision,
 )
 
+# A timer that fires later than this was delayed by this process, which could not receive renewals meanwhile.
 _STALL_S: Final = 0.5
 
 
@@ -36,12 +37,16 @@ class _Lease:
     descriptor: layout_pb2.KvDescriptor | None
     timer: asyncio.TimerHandle
 
+    def renew(self, now_s: float) -> None:
+        """Starts the time to live again."""
+        self.expires_at_s = now_s + self.ttl_s
+
 
 class MemoryStore(Store):
-    """One process's table. Owned by the event loop it was made on.
+    """Leases with timers on the event loop on which the store was made.
 
-    Revisions start at the time of the start in microseconds, so that a watcher that comes back with
-    one from before a restart is told that its watch has expired.
+    Revisions start at the start time in microseconds. So the revision of a watcher from before a
+    restart has expired.
     """
 
     def __init__(self, history_size: int) -> None:
@@ -52,7 +57,7 @@ class MemoryStore(Store):
         self._ticket_key = b""
 
     async def start(self) -> None:
-        """Nothing to reach."""
+        """Does nothing: there is no remote store."""
 
     async def close(self) -> None:
         for lease in self._leases.values():
@@ -63,7 +68,7 @@ class MemoryStore(Store):
         previous = self._leases.get(self._lease_ids.get(member.worker_id, ""))
         descriptor = None
         if previous is not None:
-            self._forget(previous)
+            self._remove_lease(previous)
             if previous.member.incarnation == member.incarnation:
                 descriptor = previous.descriptor
         loop = asyncio.get_running_loop()
@@ -72,21 +77,21 @@ class MemoryStore(Store):
         timer = loop.call_at(expires_at_s, self._on_timer, lease_id)
         self._leases[lease_id] = _Lease(lease_id, ttl_s, expires_at_s, member, descriptor, timer)
         self._lease_ids[member.worker_id] = lease_id
-        revision = self.feed.revision + 1
-        self.feed.apply(revision, {member.worker_id: member})
+        revision = self._feed.revision + 1
+        self._feed.apply(revision, {member.worker_id: member})
         return Registration(lease_id, ttl_s, revision)
 
     async def keep_alive(self, lease_id: str) -> float | None:
         lease = self._leases.get(lease_id)
         if lease is None:
             return None
-        lease.expires_at_s = asyncio.get_running_loop().time() + lease.ttl_s
+        lease.renew(asyncio.get_running_loop().time())
         return float(lease.ttl_s)
 
     async def deregister(self, lease_id: str) -> None:
         lease = self._leases.get(lease_id)
         if lease is not None:
-            self._end(lease)
+            self._end_lease(lease)
 
     async def put_descriptor(
         self,
@@ -98,8 +103,8 @@ class MemoryStore(Store):
         current = self.members.get(reference.worker_id)
         require_owner(current, held_id == lease_id, lease_id, reference)
         self._leases[held_id].descriptor = descriptor
-        revision = self.feed.revision + 1
-        self.feed.apply(revision, {})
+        revision = self._feed.revision + 1
+        self._feed.apply(revision, {})
         return revision
 
     async def get_descriptor(self, reference: registry_pb2.MemberRef) -> layout_pb2.KvDescriptor:
@@ -114,38 +119,37 @@ class MemoryStore(Store):
 
     async def set_policy(self, policy: registry_pb2.Policy, expected_revision: int) -> int:
         require_policy_revision(self.policy.revision, expected_revision)
-        revision = self.feed.revision + 1
-        self.feed.apply(revision, {}, PolicyRecord(policy, revision))
+        revision = self._feed.revision + 1
+        self._feed.apply(revision, {}, PolicyRecord(policy, revision))
         return revision
 
-    async def prefix_hash_key(self, proposed: int) -> int:
+    async def ensure_prefix_hash_key(self, proposed: int) -> int:
         self._prefix_hash_key = self._prefix_hash_key or proposed or new_prefix_hash_key()
         return self._prefix_hash_key
 
-    async def ticket_key(self, proposed: bytes) -> bytes:
+    async def ensure_ticket_key(self, proposed: bytes) -> bytes:
         self._ticket_key = self._ticket_key or proposed or new_ticket_key()
         return self._ticket_key
 
     def watch(self, start_revision: int) -> AsyncIterator[registry_pb2.WatchResponse]:
-        return self.feed.watch(start_revision)
+        return self._feed.watch(start_revision)
 
     def _on_timer(self, lease_id: str) -> None:
         lease = self._leases[lease_id]
         loop = asyncio.get_running_loop()
         now_s = loop.time()
         if now_s - lease.expires_at_s > _STALL_S:
-            # This process stood still, so it is no sign of the member's end that nothing was heard.
-            lease.expires_at_s = now_s + lease.ttl_s
+            lease.renew(now_s)
         if lease.expires_at_s > now_s:
             lease.timer = loop.call_at(lease.expires_at_s, self._on_timer, lease_id)
         else:
-            self._end(lease)
+            self._end_lease(lease)
 
-    def _forget(self, lease: _Lease) -> None:
+    def _remove_lease(self, lease: _Lease) -> None:
         lease.timer.cancel()
         del self._leases[lease.lease_id]
         del self._lease_ids[lease.member.worker_id]
 
-    def _end(self, lease: _Lease) -> None:
-        self._forget(lease)
-        self.feed.apply(self.feed.revision + 1, {lease.member.worker_id: None})
+    def _end_lease(self, lease: _Lease) -> None:
+        self._remove_lease(lease)
+        self._feed.apply(self._feed.revision + 1, {lease.member.worker_id: None})

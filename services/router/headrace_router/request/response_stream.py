@@ -175,10 +175,10 @@ class ResponseStream:
         while True:
             await self._ready.wait()
             if self._pending.token_ids or self._last is not None:
-                rest_s = self._pace.rest_s(time.monotonic())
+                rest_s = self._pace.batch_s(time.monotonic())
                 if rest_s > 0:
                     await asyncio.sleep(rest_s)
-                self._pace.flushed(time.monotonic())
+                self._pace.record_flush(time.monotonic())
                 return self._next_message()
             if self._failure is not None:
                 raise self._failure

@@ -1,7 +1,6 @@
-"""A whole service in one file, for tests of the bootstrap in a process of its own.
+"""A complete service in one file, for tests in a separate process.
 
-Generate streams five pieces, one each 0.2 s; after the text "stuck" each takes a minute.
-Watch never ends.
+Generate streams five responses, one each 0.2 s, or one a minute for the text "stuck". Watch never ends.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ SERVICE = "headrace.inference.v1.InferenceService"
 
 
 class Kiln(inference_pb2_grpc.InferenceServiceServicer):
-    """Slow answers; the rest of the service is left unimplemented."""
+    """Slow answers. Other RPCs are not implemented."""
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: object
@@ -37,7 +36,7 @@ class Kiln(inference_pb2_grpc.InferenceServiceServicer):
 
 
 class Watched(registry_pb2_grpc.RegistryServiceServicer):
-    """An endless stream; the rest of the service is left unimplemented."""
+    """An endless stream. Other RPCs are not implemented."""
 
     async def Watch(
         self, request: registry_pb2.WatchRequest, context: object

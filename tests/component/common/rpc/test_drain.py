@@ -1,4 +1,4 @@
-"""Drains and signals of one server, in the order in which they come."""
+"""Drain and stop requests to one server, in both orders."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headrace_common.rpc.server import GrpcServer
 
 
 class Draining:
-    """A server whose service takes until `done` to drain."""
+    """A server with a service that drains until `done`."""
 
     def __init__(self) -> None:
         self.server = GrpcServer(ServiceConfig(drain_grace_s=30.0), ())
@@ -26,12 +26,12 @@ class Draining:
         await self.done.wait()
 
 
-async def test_a_signal_after_a_drain_waits_for_it_and_a_second_one_does_not() -> None:
+async def test_a_stop_during_a_drain_waits_for_it_and_a_second_stop_does_not() -> None:
     it = Draining()
     serving = await it.start()
     deadline = it.server.request_drain(20.0)
     assert 19 < deadline.remaining_s() <= 20
-    # As before a container is stopped: first the hook that drains, then the signal.
+    # As when a container stops: first the hook that drains, then the signal.
     it.server.request_stop()
     await asyncio.sleep(0.1)
     assert not serving.done()
@@ -40,7 +40,7 @@ async def test_a_signal_after_a_drain_waits_for_it_and_a_second_one_does_not() -
     await asyncio.wait_for(serving, 5)
 
 
-async def test_a_drain_after_a_signal_keeps_its_grace_and_never_hurries() -> None:
+async def test_a_drain_request_after_a_stop_changes_no_deadline() -> None:
     it = Draining()
     serving = await it.start()
     it.server.request_stop()

@@ -1,4 +1,4 @@
-"""Every error of the tree, raised by a real server, comes back as itself."""
+"""Errors that a server raises reach its client as the same errors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ KINDS = [kind for kind in HeadraceError.__subclasses__() if kind is not InvalidR
 class Failing(
     inference_pb2_grpc.InferenceServiceServicer, prefill_pb2_grpc.PrefillQueueServiceServicer
 ):
-    """Raises `error` from whatever is called."""
+    """Raises `error` from every RPC."""
 
     def __init__(self) -> None:
         self.error: Exception = InternalError("unset")
@@ -94,7 +94,7 @@ METADATA = st.dictionaries(st.text(max_size=10), st.text(max_size=20), max_size=
     metadata=METADATA,
     retry_after_s=st.none() | st.integers(0, 10_000).map(lambda ms: ms / 1e3),
 )
-async def test_every_class_of_the_tree_returns_whole(
+async def test_every_error_class_round_trips(
     served: tuple[Failing, grpc.aio.Channel],
     kind: type[HeadraceError],
     detail: str,
@@ -110,7 +110,7 @@ async def test_every_class_of_the_tree_returns_whole(
     assert error.retry_after_s == raised.retry_after_s
 
 
-async def test_violations_return_field_by_field(served: tuple[Failing, grpc.aio.Channel]) -> None:
+async def test_violations_round_trip(served: tuple[Failing, grpc.aio.Channel]) -> None:
     failing, channel = served
     failing.error = InvalidRequest({"sampling.top_p": "use above 0 to 1", "text": "is empty"})
     error = await unary_error(channel)
@@ -136,15 +136,15 @@ async def test_streams_fail_with_the_same_errors(
     assert error.metadata == {"worker_id": "decode-0"}
 
 
-async def test_a_bug_is_internal_and_its_id_is_in_the_log(
+async def test_a_bug_becomes_internal_and_its_id_is_logged(
     served: tuple[Failing, grpc.aio.Channel], caplog: pytest.LogCaptureFixture
 ) -> None:
     failing, channel = served
-    failing.error = KeyError("a detail that is nobody's business")
+    failing.error = KeyError("a private detail")
     with caplog.at_level(logging.ERROR):
         error = await unary_error(channel)
     assert isinstance(error, InternalError)
-    assert "nobody's business" not in error.detail
+    assert "private detail" not in error.detail
     assert any(error.metadata["error_id"] in record.getMessage() for record in caplog.records)
     assert any(record.exc_info for record in caplog.records)
 
@@ -219,7 +219,7 @@ def test_statuses_without_details_map_to_the_nearest_error(
     assert "lost" in error.detail
 
 
-async def test_a_server_that_is_not_there_is_gone() -> None:
+async def test_an_absent_server_gives_worker_gone() -> None:
     async with open_channel("127.0.0.1:1") as nowhere:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await inference_pb2_grpc.InferenceServiceStub(nowhere).ListModels(

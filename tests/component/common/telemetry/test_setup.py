@@ -1,4 +1,4 @@
-"""Spans cross process borders by gRPC metadata and reach real OTLP receivers."""
+"""Spans continue over gRPC metadata and reach OTLP receivers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -34,10 +34,11 @@ from headrace_common.telemetry.schema import (
     SPAN_TRANSFER_LAYER,
 )
 from headrace_common.telemetry.setup import Telemetry, init_telemetry
+from tests.waiting import until
 
 
 class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
-    """Keeps what is exported to it."""
+    """Stores the exported spans."""
 
     def __init__(self) -> None:
         self.requests: list[trace_service_pb2.ExportTraceServiceRequest] = []
@@ -90,12 +91,6 @@ async def receiver() -> AsyncIterator[tuple[Receiver, str]]:
     await server.server.stop(None)
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.02)
-
-
 def free_endpoint() -> str:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return f"127.0.0.1:{listener.getsockname()[1]}"
@@ -107,7 +102,7 @@ async def stop(telemetry: Telemetry) -> float:
     return time.monotonic() - start
 
 
-async def test_spans_of_two_services_meet_as_one_tree(receiver: tuple[Receiver, str]) -> None:
+async def test_spans_of_two_services_form_one_tree(receiver: tuple[Receiver, str]) -> None:
     receiving, collector = receiver
     router = init_telemetry("router", "router-0", ServiceConfig())
     decode = init_telemetry("decode", "decode-0", ServiceConfig())
@@ -161,7 +156,7 @@ async def test_spans_of_two_services_meet_as_one_tree(receiver: tuple[Receiver, 
     assert await stop(decode) < 2
 
 
-async def test_a_call_without_a_trace_starts_none(receiver: tuple[Receiver, str]) -> None:
+async def test_a_call_without_trace_context_has_a_root_span(receiver: tuple[Receiver, str]) -> None:
     receiving, collector = receiver
     telemetry = init_telemetry("decode", "decode-0", ServiceConfig())
     telemetry.set_collectors([collector])
@@ -181,13 +176,13 @@ async def test_a_call_without_a_trace_starts_none(receiver: tuple[Receiver, str]
 
 
 @pytest.mark.parametrize("text", ["", "00-zz-11-01", "nonsense"])
-def test_a_traceparent_that_names_no_span(text: str) -> None:
+def test_an_invalid_traceparent_gives_an_empty_context(text: str) -> None:
     span = trace.get_current_span(context_from_traceparent(text))
     assert not span.get_span_context().is_valid
     assert traceparent(span) == ""
 
 
-async def test_collectors_come_and_go(
+async def test_collectors_can_be_replaced(
     receiver: tuple[Receiver, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     receiving, collector = receiver
@@ -207,8 +202,8 @@ async def test_collectors_come_and_go(
     assert "d" not in receiving.spans
 
 
-async def test_shutdown_is_prompt_when_nobody_answers() -> None:
-    # These accept connections and then say nothing, which costs more than a refusal.
+async def test_shutdown_is_bounded_when_collectors_do_not_respond() -> None:
+    # These accept connections and send nothing, so calls end by their timeouts only.
     silent = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
     endpoints = [f"127.0.0.1:{listener.getsockname()[1]}" for listener in silent]
     telemetry = init_telemetry(

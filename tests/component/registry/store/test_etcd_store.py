@@ -1,4 +1,4 @@
-"""Several registries over one etcd, and an etcd that goes away."""
+"""Several registries over one etcd, and outages of etcd."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tests.component.registry.harness import (
     reference,
     registry_stub,
     running_registry,
-    until,
     worker,
 )
 from tests.ports import free_port
+from tests.waiting import until
 
 pytestmark = pytest.mark.etcd
 
@@ -42,33 +42,33 @@ async def test_registries_over_one_etcd_agree(shared_etcd: EtcdServer, etcd_pref
     await one.put_descriptor(registration.lease_id, reference(member), kv_descriptor())
     assert await two.get_descriptor(reference(member)) == kv_descriptor()
     assert await two.keep_alive(registration.lease_id) is not None
-    assert await two.feed.wait_for(registration.revision, 2)
+    await until(lambda: two.revision >= registration.revision, 2, "the registration")
     assert dict(two.members) == {"decode-0": member}
     revision = await two.set_policy(registry_pb2.Policy(retry_budget=5), 0)
-    assert await one.feed.wait_for(revision, 2)
+    await until(lambda: one.revision >= revision, 2, "the policy")
     assert one.policy == two.policy
-    # A watcher of the one goes on at the other from the same revision.
+    # A watcher of one registry resumes at the other from the same revision.
     resumed = two.watch(registration.revision)
     assert (await anext(resumed)).changes[-1].policy_put.retry_budget == 5
     await two.deregister(registration.lease_id)
-    await until(lambda: not one.members, 2, "the other registry's view without the member")
+    await until(lambda: not one.members, 2, "the removal of the member")
     await one.close()
     await two.close()
 
 
-async def test_a_registry_that_lags_takes_a_watcher_from_one_that_is_ahead(
+async def test_a_registry_accepts_a_watch_from_a_revision_that_it_has_not_reached(
     shared_etcd: EtcdServer, etcd_prefix: str
 ) -> None:
     ahead, other = shared_etcd.store(etcd_prefix), shared_etcd.store(f"{etcd_prefix}other/")
     await ahead.start()
     await other.start()
-    # Progress reports of etcd may let the other catch up at any moment: take a change that it has not heard of.
+    # A progress report of etcd may update the other store at any time, so this makes changes until it lacks one.
     revision = 0
     for number in range(50):
         revision = (await ahead.register(worker(f"decode-{number + 10}"), 30)).revision
-        if other.feed.revision < revision:
+        if other.revision < revision:
             break
-    assert other.feed.revision < revision
+    assert other.revision < revision
     watch = other.watch(revision)
     assert not (await anext(watch)).changes
     later = (await other.register(worker("decode-1"), 30)).revision
@@ -79,7 +79,9 @@ async def test_a_registry_that_lags_takes_a_watcher_from_one_that_is_ahead(
     await other.close()
 
 
-async def test_keys_of_others_are_left_alone(shared_etcd: EtcdServer, etcd_prefix: str) -> None:
+async def test_keys_of_other_programs_are_not_changed(
+    shared_etcd: EtcdServer, etcd_prefix: str
+) -> None:
     store = shared_etcd.store(etcd_prefix)
     await store.start()
     client = store._connection.client
@@ -136,10 +138,10 @@ async def until_serving(store: EtcdStore, lease_id: str) -> None:
             await asyncio.sleep(0.1)
         else:
             return
-    pytest.fail("the store did not come back")
+    pytest.fail("the store did not recover")
 
 
-async def test_leases_lost_with_etcds_data_are_reported_gone(etcd: EtcdServer) -> None:
+async def test_leases_lost_with_etcds_data_do_not_exist(etcd: EtcdServer) -> None:
     store = etcd.store()
     await store.start()
     lease_id = (await store.register(worker(), 30)).lease_id
@@ -157,15 +159,15 @@ async def test_leases_lost_with_etcds_data_are_reported_gone(etcd: EtcdServer) -
     await store.close()
 
 
-async def test_what_changed_while_the_watch_was_broken_is_found(etcd: EtcdServer) -> None:
+async def test_changes_during_a_broken_watch_are_found(etcd: EtcdServer) -> None:
     here, there = etcd.store(), etcd.store()
     await here.start()
     await there.start()
     gone = await here.register(worker("decode-0"), 30)
-    await there.feed.wait_for(gone.revision, 2)
+    await until(lambda: there.revision >= gone.revision, 2, "the registration")
     watch = here.watch(0)
     await anext(watch)
-    # Cut off one of the two: its follower ends as by an error, and starts anew later.
+    # The follower of one store ends as after an error, and restarts later.
     assert here._follower is not None
     here._follower.cancel()
     await asyncio.wait([here._follower])
@@ -182,7 +184,7 @@ async def test_what_changed_while_the_watch_was_broken_is_found(etcd: EtcdServer
     await there.close()
 
 
-async def test_an_etcd_that_hangs_holds_up_nobody(etcd: EtcdServer) -> None:
+async def test_a_frozen_etcd_does_not_delay_reads(etcd: EtcdServer) -> None:
     async with (
         running_registry(store=f"etcd://127.0.0.1:{etcd.port}", store_timeout_s=2.0) as registry,
         registry_stub(registry.endpoint) as stub,

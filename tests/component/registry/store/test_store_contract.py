@@ -1,16 +1,17 @@
-"""What every store promises, tried on each."""
+"""The contract of Store, tested on each store."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import Conflict, NotFound, StaleIncarnation, WatchExpired
-from headrace_registry.store.base import Store
-from tests.component.registry.harness import kv_descriptor, reference, until, worker
+from headrace_registry.store.base import TICKET_KEY_BYTES, Store
+from tests.component.registry.harness import kv_descriptor, reference, worker
+from tests.waiting import until
 
 
 async def take(
@@ -24,7 +25,7 @@ def kinds(response: registry_pb2.WatchResponse) -> list[str | None]:
     return [change.WhichOneof("change") for change in response.changes]
 
 
-async def test_a_member_is_seen_once_registered_and_gone_once_deregistered(store: Store) -> None:
+async def test_a_member_is_listed_from_registration_to_deregistration(store: Store) -> None:
     member = worker()
     registration = await store.register(member, 5)
     assert registration.ttl_s == 5
@@ -35,7 +36,7 @@ async def test_a_member_is_seen_once_registered_and_gone_once_deregistered(store
     assert await store.keep_alive(registration.lease_id) is None
 
 
-async def test_a_lease_ends_when_not_kept_alive_and_takes_the_descriptor(store: Store) -> None:
+async def test_a_lease_that_is_not_renewed_expires_with_its_descriptor(store: Store) -> None:
     member = worker()
     watch = store.watch(0)
     assert not (await take(watch)).snapshot.members
@@ -50,7 +51,7 @@ async def test_a_lease_ends_when_not_kept_alive_and_takes_the_descriptor(store: 
         await store.get_descriptor(reference(member))
 
 
-async def test_a_lease_lives_on_while_kept_alive(store: Store) -> None:
+async def test_a_renewed_lease_does_not_expire(store: Store) -> None:
     registration = await store.register(worker(), 2)
     for _ in range(8):
         await asyncio.sleep(0.5)
@@ -61,7 +62,7 @@ async def test_a_lease_lives_on_while_kept_alive(store: Store) -> None:
 
 
 @pytest.mark.parametrize("lease_id", ["", "zz", "0", "7fffffffffffff00", "f" * 40, "-1"])
-async def test_an_unknown_lease_is_gone(store: Store, lease_id: str) -> None:
+async def test_an_unknown_lease_does_not_exist(store: Store, lease_id: str) -> None:
     assert await store.keep_alive(lease_id) is None
     await store.deregister(lease_id)
     with pytest.raises(NotFound):
@@ -86,7 +87,7 @@ async def test_a_newer_incarnation_replaces_the_older_at_once(store: Store) -> N
             await store.get_descriptor(reference(incarnation))
 
 
-async def test_an_older_incarnation_is_refused(store: Store) -> None:
+async def test_an_older_incarnation_is_rejected(store: Store) -> None:
     new = worker(generation=2)
     registration = await store.register(new, 30)
     with pytest.raises(Conflict, match="newer incarnation"):
@@ -131,7 +132,7 @@ async def test_a_descriptor_is_bound_to_its_owner(store: Store) -> None:
         await store.put_descriptor(registration.lease_id, reference(other), kv_descriptor())
 
 
-async def test_a_watch_resumes_from_where_it_was(store: Store) -> None:
+async def test_a_watch_resumes_from_its_revision(store: Store) -> None:
     await store.register(worker("decode-0"), 30)
     watch = store.watch(0)
     snapshot = await take(watch)
@@ -142,7 +143,7 @@ async def test_a_watch_resumes_from_where_it_was(store: Store) -> None:
     resumed = store.watch(snapshot.revision)
     missed = await take(resumed)
     assert [change.member_put.worker_id for change in missed.changes] == ["decode-1", "decode-2"]
-    assert missed.revision == store.feed.revision
+    assert missed.revision == store.revision
     again = await take(store.watch(missed.revision))
     assert not again.changes
     assert not again.HasField("snapshot")
@@ -155,10 +156,10 @@ async def test_a_watch_from_before_the_history_has_expired(store: Store) -> None
     with pytest.raises(WatchExpired):
         await take(store.watch(start))
     with pytest.raises(WatchExpired):
-        await take(store.watch(store.feed.revision + 1_000_000))
+        await take(store.watch(store.revision + 1_000_000))
 
 
-async def test_a_watcher_that_lags_behind_the_history_is_ended_alone(store: Store) -> None:
+async def test_only_the_watcher_behind_the_history_expires(store: Store) -> None:
     slow, fast = store.watch(0), store.watch(0)
     await take(slow)
     await take(fast)
@@ -167,6 +168,39 @@ async def test_a_watcher_that_lags_behind_the_history_is_ended_alone(store: Stor
         await take(fast)
     with pytest.raises(WatchExpired):
         await take(slow)
+
+
+@pytest.fixture(params=["prefix hash key", "ticket key"])
+def ensure_key(
+    store: Store, request: pytest.FixtureRequest
+) -> tuple[Callable[[bytes], Awaitable[bytes]], int]:
+    """Makes one of the deployment's keys, as bytes, from a proposed one; and its size."""
+
+    async def ensure_prefix_hash_key(proposed: bytes) -> bytes:
+        return (await store.ensure_prefix_hash_key(int.from_bytes(proposed))).to_bytes(8)
+
+    if request.param == "ticket key":
+        return store.ensure_ticket_key, TICKET_KEY_BYTES
+    return ensure_prefix_hash_key, 8
+
+
+async def test_a_store_makes_a_key_once(
+    ensure_key: tuple[Callable[[bytes], Awaitable[bytes]], int],
+) -> None:
+    ensure, size = ensure_key
+    keys = await asyncio.gather(*(ensure(b"") for _ in range(8)))
+    assert len(set(keys)) == 1
+    assert len(keys[0]) == size
+    assert any(keys[0])
+    assert await ensure(bytes(range(1, size + 1))) == keys[0]
+
+
+async def test_a_store_without_a_key_adopts_the_first_proposed(
+    ensure_key: tuple[Callable[[bytes], Awaitable[bytes]], int],
+) -> None:
+    ensure, size = ensure_key
+    first = bytes(range(1, size + 1))
+    assert [await ensure(first), await ensure(b"\5" * size), await ensure(b"")] == [first] * 3
 
 
 async def test_the_policy_is_replaced_by_revision(store: Store) -> None:
@@ -187,7 +221,7 @@ async def test_the_policy_is_replaced_by_revision(store: Store) -> None:
     assert store.policy.policy == first
 
 
-async def test_of_many_writers_from_one_revision_one_wins(store: Store) -> None:
+async def test_one_of_many_writers_from_one_revision_succeeds(store: Store) -> None:
     revision = await store.set_policy(registry_pb2.Policy(retry_budget=1), 0)
     outcomes = await asyncio.gather(
         *(

@@ -184,7 +184,7 @@ async def test_workers_out_of_reach_are_asked_through_the_router(open_rig: Rig) 
         routed = await client.route(request)
         routed.direct.endpoint = "127.0.0.1:1"
         with pytest.raises(WorkerGone):
-            async for _ in client._directly(routed, Progress(request), Deadline.after(5)):
+            async for _ in client._from_worker(routed, Progress(request), Deadline.after(5)):
                 pass
         assert (await tokens_of(client))[0] == b"hello"
         assert client.direct_answers == 0

@@ -1,4 +1,4 @@
-"""What `headrace policy set` makes of what is typed."""
+"""Changes as `headrace policy set` parses them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _changed(*changes: str) -> registry_pb2.Policy:
     return policy
 
 
-def test_a_field_changes_and_the_others_stay() -> None:
+def test_only_the_named_fields_change() -> None:
     policy = _changed("local_prefill_max_tokens=256", "temperature=0.25")
     assert policy == registry_pb2.Policy(
         local_prefill_max_tokens=256, retry_budget=1, temperature=0.25
@@ -29,13 +29,13 @@ def test_a_duration_is_given_in_seconds(text: str) -> None:
     assert _changed(f"max_queue_wait={text}").max_queue_wait.ToMilliseconds() == 2_000
 
 
-def test_an_empty_value_takes_a_field_back() -> None:
+def test_an_empty_value_restores_the_default() -> None:
     policy = _changed("overlap_weight=2", "overlap_weight=", "retry_budget=")
     assert not policy.HasField("overlap_weight")
     assert not policy.HasField("retry_budget")
 
 
-def test_a_named_value_is_given_by_its_last_word() -> None:
+def test_an_enum_value_is_given_by_its_short_name() -> None:
     prefill = first_token_pb2.FIRST_TOKEN_POLICY_PREFILL
     assert _changed("first_token=prefill").first_token == prefill
     assert _changed("first_token=PREFILL", "first_token=").first_token == 0
@@ -63,8 +63,9 @@ def test_a_map_is_changed_by_entry() -> None:
         ("tenant_weights=1", "write tenant_weights.NAME=VALUE"),
         ("max_queue_wait=long", "give a number"),
         ("max_queue_wait=nan", "give a number"),
+        ("max_queue_wait=-1s", "give 0 or more"),
     ],
 )
-def test_what_makes_no_sense_is_refused_with_a_remedy(change: str, remedy: str) -> None:
+def test_an_invalid_change_is_rejected_with_a_remedy(change: str, remedy: str) -> None:
     with pytest.raises(ConfigError, match=remedy):
         _changed(change)

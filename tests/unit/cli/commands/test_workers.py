@@ -1,4 +1,4 @@
-"""What `headrace workers` says of workers that name cached prefixes otherwise than the routers."""
+"""The prefix faults that `headrace workers` reports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def row(name: str, key: int, size: int = 16, *, router: bool = False) -> Row:
     return Row(member, hashing=worker_pb2.KvHashing(key_fingerprint=key, block_tokens=size))
 
 
-def test_workers_are_held_against_the_routers() -> None:
+def test_workers_that_hash_prefixes_differently_are_named() -> None:
     rows = [
         row("r0", 0xA, 0, router=True),
         row("good", 0xA),
@@ -40,5 +40,5 @@ def test_workers_are_held_against_the_routers() -> None:
     ]
 
 
-def test_without_a_router_that_answers_nothing_is_claimed() -> None:
+def test_without_a_router_no_fault_is_reported() -> None:
     assert prefix_faults([row("r0", 0, 0, router=True), row("w", 0xB)]) == []

@@ -1,4 +1,4 @@
-"""`headrace pair` before two small HTTP servers."""
+"""The proxy of `headrace pair`, with two small HTTP servers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import pytest
 
 from headrace_cli.pair.http_streams import Address, HttpRequest, read_http_request
 from headrace_cli.pair.proxy import Listening, PairOptions, PairProxy
-from headrace_cli.pair.requests import clean, split
+from headrace_cli.pair.requests import split, without_transfer_params
 from headrace_common.errors import ConfigError
+from tests.waiting import until
 
 PATH = "/v1/completions"
 Behaviour = Callable[["Upstream", asyncio.StreamWriter], Awaitable[None]]
@@ -22,24 +23,24 @@ Behaviour = Callable[["Upstream", asyncio.StreamWriter], Awaitable[None]]
 
 @dataclass(slots=True)
 class Upstream:
-    """A server that writes down what it is asked, and behaves as told."""
+    """A server that records requests and runs `behaviour` for each."""
 
     behaviour: Behaviour
     port: int = 0
     bodies: list[dict[str, Any]] = field(default_factory=list)
-    hangups: int = 0
+    disconnects: int = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         request = await read_http_request(reader, writer)
         if request is not None:
             self.bodies.append(json.loads(request.body) if request.body else {})
             working = asyncio.ensure_future(self.behaviour(self, writer))
-            hangup = asyncio.ensure_future(reader.read(1))
-            await asyncio.wait({working, hangup}, return_when=asyncio.FIRST_COMPLETED)
-            self.hangups += not working.done()
-            for task in (working, hangup):
+            disconnect = asyncio.ensure_future(reader.read(1))
+            await asyncio.wait({working, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+            self.disconnects += not working.done()
+            for task in (working, disconnect):
                 task.cancel()
-            await asyncio.gather(working, hangup, return_exceptions=True)
+            await asyncio.gather(working, disconnect, return_exceptions=True)
         writer.close()
 
 
@@ -47,7 +48,7 @@ def response(body: bytes, status: str = "200 OK") -> bytes:
     return f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
 
 
-async def says(upstream: Upstream, writer: asyncio.StreamWriter) -> None:
+async def responds(upstream: Upstream, writer: asyncio.StreamWriter) -> None:
     writer.write(response(b'{"number": %d}' % len(upstream.bodies)))
     await writer.drain()
 
@@ -65,11 +66,11 @@ async def breaks(upstream: Upstream, writer: asyncio.StreamWriter) -> None:
     writer.transport.abort()
 
 
-async def waits_once(upstream: Upstream, writer: asyncio.StreamWriter) -> None:
-    """As decode does that waits for a KV cache, unless it is to compute by itself."""
+async def waits_for_kv(upstream: Upstream, writer: asyncio.StreamWriter) -> None:
+    """Waits for a KV cache as decode does, but responds to a request without a transfer."""
     if "kv_transfer_params" in upstream.bodies[-1]:
         await asyncio.sleep(60)
-    await says(upstream, writer)
+    await responds(upstream, writer)
 
 
 async def streams(upstream: Upstream, writer: asyncio.StreamWriter) -> None:
@@ -82,7 +83,7 @@ async def streams(upstream: Upstream, writer: asyncio.StreamWriter) -> None:
 
 @dataclass(slots=True)
 class Proxied:
-    """A proxy with what is behind it."""
+    """A proxy and its two servers."""
 
     prefill: Upstream
     decode: Upstream
@@ -140,7 +141,7 @@ async def proxied(
 
 
 async def test_both_servers_get_the_request_with_one_transfer_id() -> None:
-    async with proxied(says, says) as it:
+    async with proxied(responds, responds) as it:
         body = {"model": "m", "prompt": "hello", "max_tokens": 9, "stream": True, "n": 1}
         assert await it.post(body) == (200, b'{"number": 1}')
         (prefill,), (decode,) = it.prefill.bodies, it.decode.bodies
@@ -153,34 +154,31 @@ async def test_both_servers_get_the_request_with_one_transfer_id() -> None:
     assert set(sent) == {"transfer_id", "deadline_unix_s"}
 
 
-async def test_a_stream_is_passed_on_as_it_comes() -> None:
-    async with proxied(says, streams) as it:
+async def test_a_stream_is_forwarded() -> None:
+    async with proxied(responds, streams) as it:
         status, content = await it.post({"messages": [{"role": "user", "content": "hi"}]})
     assert (status, content) == (200, b"data: 0\n\ndata: 1\n\ndata: 2\n\n")
 
 
 @pytest.mark.parametrize("prefill", [None, fails, breaks])
-async def test_decode_computes_what_prefill_cannot(prefill: Behaviour | None) -> None:
-    async with proxied(prefill, waits_once) as it:
+async def test_decode_computes_the_prompt_when_prefill_fails(prefill: Behaviour | None) -> None:
+    async with proxied(prefill, waits_for_kv) as it:
         status, _ = await it.post({"prompt": "hello"})
         assert status == 200
-        assert [("kv_transfer_params" in body) for body in it.decode.bodies][-1] is False
-        await asyncio.sleep(0.05)
-        assert it.decode.hangups == len(it.decode.bodies) - 1
+        assert "kv_transfer_params" not in it.decode.bodies[-1]
+        await until(lambda: it.decode.disconnects == len(it.decode.bodies) - 1)
 
 
-async def test_a_prefill_server_that_hangs_costs_its_timeout() -> None:
-    async with proxied(hangs, waits_once, transfer_timeout_s=0.2) as it:
+async def test_decode_computes_the_prompt_when_prefill_times_out() -> None:
+    async with proxied(hangs, waits_for_kv, transfer_timeout_s=0.2) as it:
         assert (await it.post({"prompt": "hello"}))[0] == 200
-        await asyncio.sleep(0.05)
-        assert it.prefill.hangups == 1
+        await until(lambda: it.prefill.disconnects == 1)
 
 
-async def test_decode_that_answers_first_ends_prefill() -> None:
-    async with proxied(hangs, says) as it:
+async def test_an_answer_of_decode_ends_prefill() -> None:
+    async with proxied(hangs, responds) as it:
         assert (await it.post({"prompt": "hello"}))[0] == 200
-        await asyncio.sleep(0.05)
-        assert it.prefill.hangups == 1
+        await until(lambda: it.prefill.disconnects == 1)
 
 
 @pytest.mark.parametrize(
@@ -188,24 +186,20 @@ async def test_decode_that_answers_first_ends_prefill() -> None:
     [(None, 502, "WORKER_GONE"), (breaks, 502, "WORKER_GONE"), (hangs, 504, "DEADLINE_EXCEEDED")],
 )
 async def test_errors_are_named(decode: Behaviour | None, status: int, reason: str) -> None:
-    async with proxied(says, decode) as it:
+    async with proxied(responds, decode) as it:
         got, content = await it.post({"prompt": "hello"})
     assert got == status
     assert json.loads(content)["error"]["type"] == reason
     assert json.loads(content)["error"]["message"]
 
 
-async def test_a_client_that_hangs_up_ends_both() -> None:
+async def test_a_disconnect_of_the_client_ends_both_requests() -> None:
     async with proxied(hangs, hangs) as it:
         request = asyncio.ensure_future(it.post({"prompt": "hello"}))
-        async with asyncio.timeout(5):
-            while not (it.prefill.bodies and it.decode.bodies):
-                await asyncio.sleep(0.01)
+        await until(lambda: bool(it.prefill.bodies and it.decode.bodies))
         request.cancel()
         await asyncio.gather(request, return_exceptions=True)
-        async with asyncio.timeout(1):
-            while not (it.prefill.hangups and it.decode.hangups):
-                await asyncio.sleep(0.01)
+        await until(lambda: bool(it.prefill.disconnects and it.decode.disconnects), 1)
 
 
 @pytest.mark.parametrize(
@@ -217,8 +211,8 @@ async def test_a_client_that_hangs_up_ends_both() -> None:
         b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n",
     ],
 )
-async def test_what_is_no_request_is_refused(data: bytes) -> None:
-    async with proxied(says, says) as it:
+async def test_malformed_requests_are_rejected(data: bytes) -> None:
+    async with proxied(responds, responds) as it:
         status, content = await it.send(data)
         assert status == 400
         assert json.loads(content)["error"]["type"] == "INVALID_FIELD"
@@ -245,19 +239,21 @@ def request_of(body: object, path: str = PATH, method: str = "POST") -> HttpRequ
         HttpRequest("POST", PATH, (), b"{"),
     ],
 )
-def test_what_one_server_answers_alone(request_: HttpRequest) -> None:
+def test_requests_that_are_not_split(request_: HttpRequest) -> None:
     pair = split(request_, transfer_id="x", pair_address=("h", 1), deadline_unix_s=1.0)
     assert pair is None
 
 
-def test_clients_do_not_say_where_servers_connect_to() -> None:
-    cleaned = clean(request_of({"prompt": "x", "kv_transfer_params": {"remote_host": "evil"}}))
+def test_transfer_parameters_of_clients_are_removed() -> None:
+    cleaned = without_transfer_params(
+        request_of({"prompt": "x", "kv_transfer_params": {"remote_host": "evil"}})
+    )
     assert json.loads(cleaned.body) == {"prompt": "x"}
 
 
 @pytest.mark.parametrize(
     "url", ["h:1", "https://h:1", "http://h", "http://h:99999", "http://h:1/v1"]
 )
-def test_addresses_are_checked(url: str) -> None:
+def test_invalid_urls_are_rejected(url: str) -> None:
     with pytest.raises(ConfigError, match="http://host:port"):
         Address.of_url(url)

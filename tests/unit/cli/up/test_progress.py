@@ -1,4 +1,4 @@
-"""Progress stays readable whatever the processes log."""
+"""The progress of a start is readable for any log."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def child(tmp_path: Path) -> Child:
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
-def test_a_long_log_line_squeezes_no_column(child: Child, width: int) -> None:
+def test_a_long_log_line_does_not_shrink_other_columns(child: Child, width: int) -> None:
     screen = io.StringIO()
     console = Console(file=screen, width=width, force_terminal=True, color_system=None)
     with StartProgress(console, [child]):
@@ -34,13 +34,13 @@ def test_a_long_log_line_squeezes_no_column(child: Child, width: int) -> None:
     assert "[bold] x" in shown
 
 
-def test_without_a_terminal_each_process_is_told_once(child: Child) -> None:
+def test_without_a_terminal_each_process_is_printed_once(child: Child) -> None:
     screen = io.StringIO()
     with StartProgress(Console(file=screen), [child]) as progress:
-        progress.tell()
+        progress.print_ready()
         assert not screen.getvalue()
-        child.endpoint = "127.0.0.1:1"
-        progress.tell()
-        progress.tell()
+        child.mark_ready("127.0.0.1:1")
+        progress.print_ready()
+        progress.print_ready()
     assert screen.getvalue().count("prefill-0") == 1
     assert "127.0.0.1:1" in screen.getvalue()

@@ -1,4 +1,4 @@
-"""Processes are started, watched and ended, whatever they do."""
+"""The supervisor starts, watches and ends processes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import sys
-import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -15,15 +14,16 @@ import pytest
 from headrace_cli.up.supervisor import Supervisor, log_tail
 from headrace_cli.up.topology import ProcessSpec
 from headrace_common.errors import ConfigError, WorkerGone
+from tests.waiting import until
 
-# Whoever sees the file sees all of it, as with services.
+# The port file appears with its content, as services write it.
 READY = (
     "import sys, pathlib; ready = pathlib.Path(sys.argv[1] + '.draft'); "
     "ready.write_text('127.0.0.1:1'); ready.replace(sys.argv[1]);"
 )
-# What a signal does is settled before the port file invites one.
-OBEDIENT = f"import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); {READY} signal.pause()"
-DEAF = (
+# The signal handler is set before the port file appears.
+ENDS_ON_SIGTERM = f"import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); {READY} signal.pause()"
+IGNORES_SIGTERM = (
     f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {READY} "
     "signal.pause(); signal.pause()"
 )
@@ -64,33 +64,26 @@ def alive(pid: int) -> bool:
     return not status.exists() or status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-async def wait_gone(pid: int) -> None:
-    give_up = time.monotonic() + 10
-    while alive(pid):
-        assert time.monotonic() < give_up, f"{pid} is still there"
-        await asyncio.sleep(0.05)
-
-
-async def test_ready_is_when_the_port_file_is_there(
+async def test_a_child_is_ready_when_its_port_file_exists(
     supervisor: Supervisor, make_spec: MakeSpec
 ) -> None:
-    child = await supervisor.start(make_spec(OBEDIENT))
+    child = await supervisor.start(make_spec(ENDS_ON_SIGTERM))
     await supervisor.wait_ready([child])
     assert child.endpoint == "127.0.0.1:1"
     assert await supervisor.stop() == []
     assert child.process.returncode == 0
 
 
-async def test_an_early_death_is_told_with_the_end_of_the_log(
+async def test_an_early_end_is_reported_with_the_end_of_the_log(
     supervisor: Supervisor, make_spec: MakeSpec
 ) -> None:
     child = await supervisor.start(make_spec("print('one'); print('two'); raise SystemExit(3)"))
-    with pytest.raises(WorkerGone, match="decode-0 ended with 3") as told:
+    with pytest.raises(WorkerGone, match="decode-0 ended with 3") as raised:
         await supervisor.wait_ready([child])
-    assert told.value.metadata["log"] == "one\ntwo"
+    assert raised.value.metadata["log"] == "one\ntwo"
 
 
-async def test_a_wrong_setting_is_told_in_the_childs_own_words(
+async def test_a_wrong_setting_is_reported_with_the_childs_message(
     supervisor: Supervisor, make_spec: MakeSpec
 ) -> None:
     code = (
@@ -101,18 +94,20 @@ async def test_a_wrong_setting_is_told_in_the_childs_own_words(
         await supervisor.wait_ready([child])
 
 
-async def test_a_later_death_is_noticed(supervisor: Supervisor, make_spec: MakeSpec) -> None:
-    child = await supervisor.start(make_spec(OBEDIENT))
+async def test_a_later_end_is_reported(supervisor: Supervisor, make_spec: MakeSpec) -> None:
+    child = await supervisor.start(make_spec(ENDS_ON_SIGTERM))
     await supervisor.wait_ready([child])
     child.process.send_signal(signal.SIGKILL)
     with pytest.raises(WorkerGone, match="killed by signal 9"):
         await asyncio.wait_for(supervisor.wait_any_end(), 5)
 
 
-async def test_the_deaf_are_killed_and_told(supervisor: Supervisor, make_spec: MakeSpec) -> None:
+async def test_children_that_ignore_sigterm_are_killed_and_reported(
+    supervisor: Supervisor, make_spec: MakeSpec
+) -> None:
     children = [
-        await supervisor.start(make_spec(DEAF, "prefill-0", "prefill")),
-        await supervisor.start(make_spec(OBEDIENT, "decode-0", "decode")),
+        await supervisor.start(make_spec(IGNORES_SIGTERM, "prefill-0", "prefill")),
+        await supervisor.start(make_spec(ENDS_ON_SIGTERM, "decode-0", "decode")),
     ]
     await supervisor.wait_ready(children)
     unclean = await supervisor.stop()
@@ -120,7 +115,7 @@ async def test_the_deaf_are_killed_and_told(supervisor: Supervisor, make_spec: M
     assert [child.process.returncode for child in children] == [-signal.SIGKILL, 0]
 
 
-async def test_what_a_child_left_in_its_group_goes_too(
+async def test_other_processes_of_a_childs_group_are_killed(
     supervisor: Supervisor, make_spec: MakeSpec, tmp_path: Path
 ) -> None:
     pid_file = tmp_path / "grandchild"
@@ -131,14 +126,11 @@ async def test_what_a_child_left_in_its_group_goes_too(
     )
     child = await supervisor.start(make_spec(code))
     await supervisor.wait_ready([child])
-    give_up = time.monotonic() + 5
-    while not pid_file.exists() or not pid_file.read_text():
-        assert time.monotonic() < give_up
-        await asyncio.sleep(0.02)
+    await until(lambda: pid_file.exists() and bool(pid_file.read_text()), 5, "the grandchild")
     grandchild = int(pid_file.read_text())
     child.process.send_signal(signal.SIGKILL)
     await supervisor.stop()
-    await wait_gone(grandchild)
+    await until(lambda: not alive(grandchild), 10, "the end of the grandchild")
 
 
 async def test_children_end_when_their_parent_is_killed(tmp_path: Path) -> None:
@@ -153,7 +145,7 @@ async def main():
     folder = Path({str(tmp_path)!r})
     supervisor = Supervisor()
     await supervisor.open()
-    spec = ProcessSpec("decode-0", "decode", (sys.executable, "-I", "-c", {OBEDIENT!r}, str(folder / "port")),
+    spec = ProcessSpec("decode-0", "decode", (sys.executable, "-I", "-c", {ENDS_ON_SIGTERM!r}, str(folder / "port")),
                        folder / "port", folder / "log", {{}})
     child = await supervisor.start(spec)
     await supervisor.wait_ready([child])
@@ -163,15 +155,12 @@ async def main():
 asyncio.run(main())
 """
     parent = await asyncio.create_subprocess_exec(sys.executable, "-c", parent_code)
-    give_up = time.monotonic() + 20
-    while not pid_file.exists() or not pid_file.read_text():
-        assert time.monotonic() < give_up
-        await asyncio.sleep(0.05)
+    await until(lambda: pid_file.exists() and bool(pid_file.read_text()), 20, "the child")
     child_pid = int(pid_file.read_text())
     assert alive(child_pid)
     parent.kill()
     await parent.wait()
-    await wait_gone(child_pid)
+    await until(lambda: not alive(child_pid), 10, "the end of the child")
 
 
 def test_the_tail_of_a_long_log_is_its_last_lines(tmp_path: Path) -> None:

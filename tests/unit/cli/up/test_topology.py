@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from headrace_cli.main import parse_ranks
 from headrace_cli.up.topology import (
     ProcessSpec,
     Topology,
     check_topology,
+    parse_ranks,
     parse_setting,
     registry_spec,
     router_spec,
@@ -49,7 +49,7 @@ def test_many_sim_workers_of_a_role_share_one_process() -> None:
     assert not flag(specs[0], "workers-per-process")
     assert flag(specs[-1], "workers-per-process") == ["--workers-per-process=200"]
     assert flag(specs[-1], "worker-id") == ["--worker-id=decode"]
-    # Few and many must agree on what carries KV bytes.
+    # All workers need the same transport.
     assert {tuple(flag(spec, "transport")) for spec in specs} == {("--transport=same_host",)}
 
 
@@ -85,12 +85,12 @@ def test_the_store_goes_to_the_registry() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "decode", "decode.x", "x.y=1", "decode.=1", "=1"])
-def test_a_wrong_setting_is_refused_with_the_remedy(text: str) -> None:
+def test_a_malformed_setting_is_rejected_with_the_remedy(text: str) -> None:
     with pytest.raises(ConfigError, match=r"SERVICE\.FIELD=VALUE"):
         parse_setting(text)
 
 
-def test_a_setting_may_hold_anything() -> None:
+def test_a_setting_may_contain_separators() -> None:
     assert parse_setting("decode.model=sim:layers=4,heads=2") == (
         "decode",
         "model",
@@ -107,17 +107,17 @@ def test_a_setting_may_hold_anything() -> None:
         (Topology(engine="sim", decode_count=0), "--decode 1"),
     ],
 )
-def test_an_impossible_topology_says_what_to_do(topology: Topology, remedy: str) -> None:
+def test_an_invalid_topology_is_rejected_with_the_remedy(topology: Topology, remedy: str) -> None:
     with pytest.raises(ConfigError, match=remedy):
         check_topology(topology)
 
 
 @pytest.mark.parametrize("text,ranks", [("1", (1, 1)), ("2", (2, 2)), ("2:1", (2, 1))])
-def test_ranks_of_both_sides(text: str, ranks: tuple[int, int]) -> None:
+def test_ranks_are_parsed(text: str, ranks: tuple[int, int]) -> None:
     assert parse_ranks(text) == ranks
 
 
 @pytest.mark.parametrize("text", ["", "0", "a", "1:", ":1", "1:2:3", "-1"])
-def test_wrong_ranks_are_refused(text: str) -> None:
+def test_wrong_ranks_are_rejected(text: str) -> None:
     with pytest.raises(ConfigError, match="--tensor-parallel"):
         parse_ranks(text)

@@ -1,11 +1,13 @@
-"""The waterfall fits the terminal and shows every span once."""
+"""The waterfall shows every span once and fits the terminal."""
 
 from __future__ import annotations
 
 import pytest
 
 from headrace.inference.v1 import trace_pb2
-from headrace_cli.waterfall.waterfall import draw_waterfall, format_bytes, format_ms, trace_rows
+from headrace_cli.waterfall.draw import draw_waterfall
+from headrace_cli.waterfall.rows import trace_rows
+from headrace_cli.waterfall.units import format_bytes, format_ms
 from headrace_common.telemetry import schema
 
 MS = 10**6
@@ -95,7 +97,7 @@ def test_every_span_has_a_mark(trace: trace_pb2.Trace) -> None:
     assert all("#" in line.plain or "|" in line.plain for line in lines[1:])
 
 
-def test_spans_whose_parent_is_missing_are_shown_and_errors_are_said() -> None:
+def test_spans_without_their_parent_and_errors_are_shown() -> None:
     orphan = span(schema.SPAN_PREFILL, "p", "lost", 0, 1, "prefill")
     orphan.error = "the peer is gone"
     lines = draw_waterfall(trace_pb2.Trace(spans=[orphan]), layers=True, width=80)

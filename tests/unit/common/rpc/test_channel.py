@@ -1,4 +1,4 @@
-"""How long a peer may stay silent is a setting that is checked like any other."""
+"""The setting of the ping timeout."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from headrace_common.rpc.channel import PING_TIMEOUT_VARIABLE, keepalive_options
 
 
 @pytest.mark.parametrize("text,timeout_ms", [("", 4_000), ("2.5", 2_500), ("1e-9", 1)])
-def test_the_ping_timeout_overrules_grpcs_own(
+def test_the_ping_timeout_overrides_grpcs_own(
     monkeypatch: pytest.MonkeyPatch, text: str, timeout_ms: int
 ) -> None:
     monkeypatch.setenv(PING_TIMEOUT_VARIABLE, text)
@@ -19,7 +19,9 @@ def test_the_ping_timeout_overrules_grpcs_own(
 
 
 @pytest.mark.parametrize("text", ["soon", "0", "-1", "nan", "inf", "3601"])
-def test_what_is_no_time_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_an_invalid_ping_timeout_is_rejected_by_name(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
     monkeypatch.setenv(PING_TIMEOUT_VARIABLE, text)
     with pytest.raises(ConfigError, match=f"{PING_TIMEOUT_VARIABLE}: must be seconds") as refused:
         keepalive_options()

@@ -1,4 +1,4 @@
-"""A ticket is good for one request on one worker for a while, and for nothing else."""
+"""A ticket is valid for one request on one worker, for a limited time."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ def refusal(request: decode_pb2.GenerateRequest, worker_id: str = "decode-0") ->
     return raised.value.metadata["ticket"]
 
 
-def test_a_ticket_is_good_for_its_request_after_a_trip_over_the_wire() -> None:
+def test_a_ticket_is_valid_for_its_request_after_serialization() -> None:
     again = decode_pb2.GenerateRequest.FromString(signed().SerializeToString())
     claims = check_ticket(KEY, again, "decode-0")
     assert (claims.tenant, claims.worker_id) == ("team-a", "decode-0")
-    assert again.ticket, "the check leaves the request as it was"
+    assert again.ticket, "the check does not change the request"
 
 
-def test_an_expired_ticket_is_refused_but_within_its_grace() -> None:
+def test_an_expired_ticket_is_valid_only_within_late_s() -> None:
     request = signed(ttl_s=-1)
     assert refusal(request) == "expiry"
     assert check_ticket(KEY, request, "decode-0", late_s=5).tenant == "team-a"
 
 
-def test_another_worker_refuses_it_and_a_router_takes_any() -> None:
+def test_a_ticket_is_valid_for_one_worker_and_for_routers() -> None:
     assert refusal(signed(), "decode-1") == "worker_id"
     assert check_ticket(KEY, signed(), None).worker_id == "decode-0"
 
@@ -67,14 +67,16 @@ def test_another_worker_refuses_it_and_a_router_takes_any() -> None:
         lambda request: setattr(request, "request_id", "s"),
     ],
 )
-def test_another_request_is_refused(change: Callable[[decode_pb2.GenerateRequest], None]) -> None:
+def test_a_changed_request_is_rejected(
+    change: Callable[[decode_pb2.GenerateRequest], None],
+) -> None:
     request = signed()
     change(request)
     assert refusal(request) == "request_hash"
 
 
 @pytest.mark.parametrize("field", ["transfer_id", "incarnation"])
-def test_another_attempt_is_refused(field: str) -> None:
+def test_another_attempt_is_rejected(field: str) -> None:
     request = signed()
     setattr(request, field, "cd" * 8)
     assert refusal(request) == "transfer_id"
@@ -91,7 +93,7 @@ def test_claims_cannot_be_changed() -> None:
 
 
 @given(st.integers(min_value=0), st.integers(1, 255))
-def test_no_changed_byte_goes_unnoticed(index: int, mask: int) -> None:
+def test_every_changed_byte_is_detected(index: int, mask: int) -> None:
     request = signed()
     content = bytearray(request.ticket)
     content[index % len(content)] ^= mask
@@ -101,16 +103,16 @@ def test_no_changed_byte_goes_unnoticed(index: int, mask: int) -> None:
 
 
 @given(st.binary(max_size=200))
-def test_whatever_bytes_come_are_refused(content: bytes) -> None:
+def test_random_bytes_are_rejected(content: bytes) -> None:
     request = signed()
     request.ticket = content
     with pytest.raises(Unauthenticated):
         check_ticket(KEY, request, "decode-0")
 
 
-def test_another_key_and_no_key_are_refused() -> None:
+def test_another_key_and_no_key_are_rejected() -> None:
     assert refusal(signed(bytes(32))) == "signature"
-    assert signed(b"").ticket == b"", "nothing is signed before the key is known"
+    assert signed(b"").ticket == b"", "without a key there is no ticket"
     forged = signed()
     ticket = decode_pb2.Ticket.FromString(forged.ticket)
     ticket.signature = hmac.digest(b"", ticket.claims, "sha256")

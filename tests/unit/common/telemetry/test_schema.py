@@ -1,4 +1,4 @@
-"""Telemetry names live in the schema and nowhere else."""
+"""The schema has all telemetry names."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from headrace_common.telemetry import schema as telemetry_schema
 ROOT = Path(__file__).parents[4]
 SCHEMA = ROOT / "libs/headrace_common/telemetry/schema.py"
 GENERATED = ROOT / "libs/headrace"
-# Names of gRPC packages, which begin alike.
+# gRPC packages have names with the same prefix.
 PREFIX = "headrace."
 AREAS = ("decode", "engine", "inference", "kv", "prefill", "registry", "worker")
 PACKAGES = tuple(f"headrace.{area}." for area in AREAS)
 
 
 def is_telemetry_name(text: str) -> bool:
-    """The bare prefix names nothing: it may be cut off for display."""
+    """Whether a literal is a telemetry name. The prefix alone is not: programs remove it for display."""
     return len(text) > len(PREFIX) and text.startswith(PREFIX) and not is_package_name(text)
 
 
@@ -29,7 +29,7 @@ def is_package_name(text: str) -> bool:
 
 
 def telemetry_literals(source: str) -> Iterator[str]:
-    """String literals of a module that look like telemetry names, docstrings left out."""
+    """The string literals of a module that look like telemetry names, without docstrings."""
     tree = ast.parse(source)
     prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
@@ -46,7 +46,7 @@ def modules() -> list[Path]:
     return [path for path in found if path != SCHEMA and GENERATED not in path.parents]
 
 
-def test_no_other_module_spells_a_name() -> None:
+def test_no_other_module_contains_a_name() -> None:
     assert modules()
     spelled = {
         str(path.relative_to(ROOT)): names

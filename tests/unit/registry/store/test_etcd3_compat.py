@@ -9,7 +9,7 @@ import pytest
 from headrace_registry.store.etcd3_compat import _serialized_descriptor, load_etcd3
 
 
-def test_messages_survive_the_wire() -> None:
+def test_messages_can_be_serialized() -> None:
     messages = load_etcd3().etcdrpc
     request = messages.TxnRequest(
         compare=[messages.Compare(key=b"k", target=messages.Compare.MOD, mod_revision=7)],
@@ -24,12 +24,12 @@ def test_loading_again_gives_the_same_package() -> None:
     assert load_etcd3() is load_etcd3()
 
 
-def test_the_client_needs_no_server_to_be_made() -> None:
+def test_a_client_can_be_made_without_a_server() -> None:
     client = load_etcd3().client(host="127.0.0.1", port=1, timeout=1)
     client.close()
 
 
-def test_a_module_without_a_descriptor_is_refused(tmp_path: Path) -> None:
+def test_a_module_without_a_descriptor_is_rejected(tmp_path: Path) -> None:
     module = tmp_path / "kv_pb2.py"
     module.write_text("NOTHING = 1\n")
     with pytest.raises(ImportError, match="holds no serialized descriptor"):

@@ -51,7 +51,7 @@ def where(queued: QueuedTask) -> WorkerRef | None:
 
 
 def sent(puller: PrefillWorkerStream) -> list[str]:
-    messages = puller.outbox.take_all()
+    messages = [puller.outbox._items.get_nowait() for _ in range(puller.outbox.depth)]
     return [
         f"cancel {message.cancel.transfer_id}"
         if message.HasField("cancel")

@@ -1,4 +1,4 @@
-"""`headrace up`: the whole deployment as processes on this machine."""
+"""Runs a deployment as processes on this machine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LOGGED_LINES_SHOWN = 15
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """What runs."""
+    """A running deployment. `router` and `registry` are "host:port"."""
 
     router: str
     registry: str
@@ -47,7 +47,7 @@ class Deployment:
 
 
 class Signals:
-    """Turns SIGINT and SIGTERM into an event for as long as it is open."""
+    """While open, SIGINT, SIGTERM and SIGHUP set the event `stop`."""
 
     def __init__(self) -> None:
         self.stop = asyncio.Event()
@@ -64,7 +64,7 @@ class Signals:
             loop.remove_signal_handler(number)
 
     async def unless_stopped(self, work: Awaitable[Result]) -> Result:
-        """The work's result. Raises Cancelled, with the work cancelled, once a signal comes."""
+        """The result of `work`. A signal cancels it, and raises Cancelled."""
         task = asyncio.ensure_future(work)
         stopped = asyncio.create_task(self.stop.wait())
         try:
@@ -86,11 +86,11 @@ async def deployed(
     signals: Signals,
     spawn: Spawn = spawn_program,
 ) -> AsyncIterator[Deployment]:
-    """Starts everything, by `spawn`, yields once requests can be served, and ends everything.
+    """Starts all processes with `spawn`, yields when the router has found every worker, then ends them.
 
-    Raises ConfigError when a process cannot start as configured, WorkerGone when one dies,
-    Cancelled when a signal
-    comes during the start, InternalError when a process did not end well.
+    Raises ConfigError when a process cannot start as configured, WorkerGone when one ends
+    unexpectedly, Cancelled on a signal during the start. Raises InternalError when a process did not
+    exit with status 0.
     """
     check_topology(topology)
     logs = make_folder(folder or default_folder(topology.port))
@@ -113,28 +113,30 @@ async def deployed(
         unclean = await supervisor.stop()
     if unclean and not failed:
         ends = ", ".join(f"{child.spec.name}: {child.process.returncode}" for child in unclean)
-        raise InternalError(f"not everything ended well ({ends}); the logs are in {logs}")
+        raise InternalError(
+            f"not all processes exited with status 0 ({ends}); the logs are in {logs}"
+        )
 
 
 async def run_up(topology: Topology, folder: Path | None, console: Console) -> None:
-    """Serves until SIGINT or SIGTERM, or until a process dies."""
+    """Serves until SIGINT or SIGTERM. Raises as Supervisor.check does when a process ends unexpectedly."""
     with Signals() as signals:
         async with deployed(topology, folder, console, signals) as deployment:
             console.print(ready_text(topology, deployment))
-            death = asyncio.create_task(deployment.supervisor.wait_any_end())
+            end = asyncio.create_task(deployment.supervisor.wait_any_end())
             stopped = asyncio.create_task(signals.stop.wait())
             try:
-                await asyncio.wait({death, stopped}, return_when=asyncio.FIRST_COMPLETED)
-                if death.done():
-                    death.result()
+                await asyncio.wait({end, stopped}, return_when=asyncio.FIRST_COMPLETED)
+                if end.done():
+                    end.result()
             finally:
-                death.cancel()
+                end.cancel()
                 stopped.cancel()
             console.print("stopping")
 
 
 def ready_text(topology: Topology, deployment: Deployment) -> str:
-    """What to do with what runs."""
+    """The addresses of a deployment and the commands to use it."""
     port = "" if topology.port == DEFAULT_PORT else f" --router {deployment.router}"
     return "\n".join(
         [
@@ -149,7 +151,7 @@ def ready_text(topology: Topology, deployment: Deployment) -> str:
 
 
 def show_log(error: HeadraceError, console: Console) -> None:
-    """The dead process's last lines, when the error carries them."""
+    """Prints the last log lines of a process that ended, if the error has them."""
     for line in error.metadata.get("log", "").splitlines()[-LOGGED_LINES_SHOWN:]:
         console.print(f"  {line}", style="dim", markup=False)
 
@@ -157,9 +159,7 @@ def show_log(error: HeadraceError, console: Console) -> None:
 async def _start(
     topology: Topology, folder: Path, console: Console, supervisor: Supervisor
 ) -> Deployment:
-    """Registry first, because all need its address; then the rest at once, because loading takes
-    long.
-    """
+    """Starts the registry first, because all others need its address, then all others at once."""
     children: list[Child] = []
     with StartProgress(console, supervisor.children) as progress:
         registry = await supervisor.start(registry_spec(topology, folder))
@@ -171,7 +171,7 @@ async def _start(
         waiting = asyncio.create_task(supervisor.wait_ready(children))
         try:
             while not waiting.done():
-                progress.tell()
+                progress.print_ready()
                 await asyncio.wait({waiting}, timeout=POLL_S)
             waiting.result()
         finally:
@@ -182,7 +182,7 @@ async def _start(
 
 
 async def _wait_joined(topology: Topology, deployment: Deployment) -> None:
-    """Returns once the router knows every worker."""
+    """Waits until the router has found every worker. Raises DeadlineExceeded."""
     deadline = Deadline.after(JOIN_TIMEOUT_S)
     async with open_router(deployment.router) as router:
         while True:
@@ -195,7 +195,7 @@ async def _wait_joined(topology: Topology, deployment: Deployment) -> None:
                     return
             if deadline.expired:
                 raise DeadlineExceeded(
-                    f"the router did not learn of every worker within {JOIN_TIMEOUT_S:g} s; "
+                    f"the router did not find every worker within {JOIN_TIMEOUT_S:g} s; "
                     f"the logs are in {deployment.folder}"
                 )
             await asyncio.sleep(POLL_S)

@@ -1,0 +1,41 @@
+"""`headrace pair`: a proxy before two vLLM servers."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from headrace_cli.exit_status import run_command
+from headrace_cli.pair.proxy import Listening, run_pair
+
+
+def register(app: typer.Typer) -> None:
+    """Adds `headrace pair`."""
+    app.command(
+        epilog="Example:  headrace pair --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200"
+    )(pair)
+
+
+def pair(
+    prefill: Annotated[
+        str, typer.Option(metavar="URL", help="vLLM server with kv_role kv_producer or kv_both.")
+    ],
+    decode: Annotated[
+        str, typer.Option(metavar="URL", help="vLLM server with kv_role kv_consumer or kv_both.")
+    ],
+    pair_address: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="The prefill server's `listen` setting.")
+    ] = "127.0.0.1:7730",
+    host: Annotated[str, typer.Option(help="Host to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8000,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Most seconds of a request.")] = 600.0,
+    transfer_timeout: Annotated[
+        float, typer.Option(min=0.001, help="Seconds after which decode prefills by itself.")
+    ] = 60.0,
+) -> None:
+    """Joins two vLLM servers that have Headrace's connector; needs no service of Headrace."""
+
+    run_command(
+        run_pair(prefill, decode, pair_address, Listening(host, port), timeout, transfer_timeout)
+    )

@@ -1,0 +1,83 @@
+"""`headrace up`: a whole deployment on this machine."""
+
+from __future__ import annotations
+
+import typer
+
+from headrace_cli.console import notice_console
+from headrace_cli.exit_status import run_command
+from headrace_cli.options import (
+    DEFAULT_MODEL,
+    CpuThreads,
+    DecodeCount,
+    Engine,
+    Logs,
+    Model,
+    Port,
+    PrefillCount,
+    Settings,
+    Store,
+    TensorParallel,
+)
+from headrace_cli.up.deployment import run_up
+from headrace_cli.up.topology import DEFAULT_PORT, SIM, Topology, parse_ranks, parse_setting
+
+
+def register(app: typer.Typer) -> None:
+    """Adds `headrace up`."""
+    app.command(
+        epilog="Examples:  headrace up   |   headrace up --engine sim --prefill 2 --decode 2   |   "
+        "headrace up --model ~/models/SmolLM2-135M-Instruct --set decode.kv_cache_gib=2"
+    )(up)
+
+
+def up(
+    engine: Engine = "vllm",
+    model: Model = "",
+    prefill: PrefillCount = 1,
+    decode: DecodeCount = 1,
+    port: Port = DEFAULT_PORT,
+    store: Store = "memory",
+    tensor_parallel: TensorParallel = "1",
+    cpu_threads: CpuThreads = 1,
+    settings: Settings = None,
+    logs: Logs = None,
+) -> None:
+    """Starts registry, router and workers on this machine, and stops them on Ctrl-C."""
+
+    async def work() -> None:
+        topology = topology_of(
+            engine, model, (prefill, decode), port, store, tensor_parallel, cpu_threads, settings
+        )
+        await run_up(topology, logs, notice_console())
+
+    run_command(work())
+
+
+def topology_of(
+    engine: str,
+    model: str,
+    counts: tuple[int, int],
+    port: int,
+    store: str,
+    tensor_parallel: str,
+    cpu_threads: int,
+    settings: list[str] | None,
+) -> Topology:
+    """The topology that the options describe. `counts` are of prefill and decode. Raises ConfigError."""
+    prefill_ranks, decode_ranks = parse_ranks(tensor_parallel)
+    folder = model
+    if not folder and engine != SIM and DEFAULT_MODEL.is_dir():
+        folder = str(DEFAULT_MODEL)
+    return Topology(
+        engine=engine,
+        model=folder,
+        prefill_count=counts[0],
+        decode_count=counts[1],
+        port=port,
+        store=store,
+        prefill_tensor_parallel=prefill_ranks,
+        decode_tensor_parallel=decode_ranks,
+        cpu_threads=cpu_threads,
+        settings=tuple(parse_setting(text) for text in settings or ()),
+    )

@@ -1,0 +1,68 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headrace_cli.up.topology import DEFAULT_PORT
+
+DEFAULT_ROUTER = f"127.0.0.1:{DEFAULT_PORT}"
+DEFAULT_MODEL = Path("models/SmolLM2-135M-Instruct")
+
+Router = Annotated[
+    str,
+    typer.Option(
+        "--router", metavar="HOST:PORT", envvar="HEADRACE_ENDPOINT", help="Router to call."
+    ),
+]
+Registry = Annotated[
+    str,
+    typer.Option(metavar="HOST:PORT", help="Registry to call; empty means that of `headrace up`."),
+]
+Engine = Annotated[str, typer.Option(help="vllm for real models, sim for the simulated one.")]
+Model = Annotated[
+    str,
+    typer.Option(
+        metavar="FOLDER",
+        help=f"Model in the Hugging Face layout; for vllm the default is {DEFAULT_MODEL}.",
+    ),
+]
+PrefillCount = Annotated[int, typer.Option("--prefill", min=0, help="Prefill workers.")]
+DecodeCount = Annotated[int, typer.Option("--decode", min=1, help="Decode workers.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="Port of the router; 0 takes any.")]
+Store = Annotated[
+    str, typer.Option(help="Where the registry stores its records: memory, or etcd://HOST:PORT.")
+]
+TensorParallel = Annotated[
+    str,
+    typer.Option(
+        metavar="N or N:M", help="Ranks of each worker; N:M gives prefill N and decode M."
+    ),
+]
+CpuThreads = Annotated[int, typer.Option(min=1, help="Compute threads of each worker on CPUs.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="SERVICE.FIELD=VALUE",
+        help="Any other setting of a service; may be repeated. `headrace-decode --help` lists its own.",
+    ),
+]
+Logs = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER", help="Folder of logs; the default is in ~/.local/state/headrace."
+    ),
+]
+RequestModel = Annotated[
+    str, typer.Option("--model", help="Model to call; empty means the only one served.")
+]
+SystemMessage = Annotated[
+    str, typer.Option("--system", help="System message at the start of the conversation.")
+]
+MaxTokens = Annotated[
+    int, typer.Option(min=0, help="Most tokens to generate; 0 means what the context leaves.")
+]
