@@ -23,13 +23,15 @@ from headrace_common.errors import (
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
 from headrace_kv.plan.copy_plan import Runs
-from headrace_kv.receive.ledger import Ledger
+from headrace_kv.plan.shard_map import edges
+from headrace_kv.receive.ledger import LayerLanded
 from headrace_kv.receive.local_broadcast import (
     LocalBroadcast,
     LocalJob,
     LocalWrite,
     copy_in_process,
 )
+from headrace_kv.receive.local_ledger import LocalLedger
 from headrace_kv.receive.receiver import Receiver
 from headrace_kv.receive.state import TransferState
 from headrace_kv.receive.transfer import IncomingTransfer
@@ -280,7 +282,7 @@ async def test_jobs_are_bounded() -> None:
         truth = rig.fill(BLOCKS, seed=1)
         first = rig.reserve(TOKENS)
         start(rig, first)
-        await until(lambda: first.copying)
+        await until(decode.writing.is_set)
         second = rig.reserve(TOKENS, first_block=20)
         start(rig, second)
         with pytest.raises(TransferFailed, match="too many local copies"):
@@ -313,10 +315,11 @@ def lone_broadcast(
 
     def make() -> LocalJob:
         reservation = Reservation("x1", (5, 2, 6), 0, TOKENS)
-        ledger = Ledger(layout, mla(1), reservation)
-        for key in ledger.expected_keys:
-            ledger.land(key, 0, TOKENS, TOKENS * len(PARTS) * TOKEN_BYTES)
-        copies = ledger.take_local(1 << 30)
+        ledger = LocalLedger(layout, reservation)
+        for layer in range(LAYERS):
+            for edge in edges(mla(1), layout, layer, reservation.transfer_id):
+                ledger.land(LayerLanded(edge, layer, 0, TOKENS, None))
+        copies = ledger.take_due(1 << 30)
         return LocalJob(reservation, copies, Deadline.after(5.0), threading.Event())
 
     return broadcast, arenas, make

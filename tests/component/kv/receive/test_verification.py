@@ -12,8 +12,8 @@ from headrace_common.errors import KvCorrupt, ProtocolViolation, TransferFailed
 from headrace_kv.handoff.checksum import DigestMode, is_digested
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.layout.layout import KvDescriptor
+from headrace_kv.receive.ledger import LayerLanded
 from headrace_kv.receive.state import TransferState
-from headrace_kv.receive.transfer import LandedPiece
 from headrace_kv.receive.verification import DigestChecks
 from headrace_kv.send import proto as handoff_words
 from headrace_kv.transport.factory import open_transport
@@ -66,7 +66,7 @@ async def test_a_changed_bit_fails_its_transfer_and_names_the_key() -> None:
         assert raised.value.metadata["keys"] == "layer 3 from rank 0 to rank 0"
         assert raised.value.metadata["prefill"] == str(rig.prefill_ref)
         await until(lambda: rig.released_ids() == [broken.transfer_id])
-        assert rig.receiver.distrusted == ()
+        assert rig.receiver.rejected_senders == ()
         rig.push(fine.transfer_id, BLOCKS, 0, TOKENS)
         await fine.wait()
         rig.check_bytes(truth, fine.reservation)
@@ -87,7 +87,7 @@ async def test_every_byte_broken(mode: DigestMode, found: bool | None) -> None:
         transfer = rig.reserve(TOKENS)
         rig.open(rig.target(transfer))
         rig.push(transfer.transfer_id, BLOCKS, 0, TOKENS)
-        share = rig.receiver.digest_share
+        share = rig.receiver.welcome().digest_share
         sampled = [one for one in range(30) if is_digested(share, transfer.transfer_id, one)]
         assert len(sampled) in {"on": {30}, "off": {0}, "sampled": set(range(12))}[mode]
         if sampled:
@@ -107,19 +107,19 @@ async def test_a_pair_with_repeated_mismatches_is_parted() -> None:
     ) as rig:
         rig.fill(BLOCKS, seed=1)
         for count in range(2):
-            assert rig.receiver.distrusted == ()
+            assert rig.receiver.rejected_senders == ()
             transfer = rig.reserve(TOKENS)
             rig.open(rig.target(transfer))
             rig.push(transfer.transfer_id, BLOCKS, 0, TOKENS)
             with pytest.raises(KvCorrupt):
                 await transfer.wait()
             await until(lambda n=count: len(rig.released) == n + 1)  # type: ignore[misc]
-        assert rig.receiver.distrusted == (rig.prefill_ref,)
+        assert rig.receiver.rejected_senders == (rig.prefill_ref,)
         refused = rig.reserve(TOKENS)
         rig.open(rig.target(refused))
         (report,) = await rig.quiet(refused.transfer_id)
         assert report.reason == TransferFailed.reason
-        assert "arrived broken" in report.detail
+        assert "arrived corrupt" in report.detail
         # Somebody else may still send it.
         assert refused.state is TransferState.RESERVED
 
@@ -149,13 +149,13 @@ class LaterCorruption(DigestChecks):
 
     arena: Arena | None = None
 
-    def find_broken(
-        self, reservation: Reservation, pieces: tuple[LandedPiece, ...]
-    ) -> tuple[LandedPiece, ...]:
-        if self.arena is not None and any(piece.layer == 2 for piece in pieces):
+    def find_corrupt(
+        self, reservation: Reservation, ranges: tuple[LayerLanded, ...]
+    ) -> tuple[LayerLanded, ...]:
+        if self.arena is not None and any(landed.layer == 2 for landed in ranges):
             self.arena.cells[2, 1, reservation.block_ids[1], 0, 5] ^= 0x10
             self.arena = None
-        return super().find_broken(reservation, pieces)
+        return super().find_corrupt(reservation, ranges)
 
 
 async def test_memory_that_changes_after_mooncake_has_written_it_is_noticed() -> None:
