@@ -25,7 +25,7 @@ from headrace_common.errors import (
 )
 from headrace_kv.handoff.messages import Reservation, reserved_span
 from headrace_kv.layout.layout import KvDescriptor, RankMemory
-from headrace_kv.plan.copy_plan import CopyPlanner, Runs, Span
+from headrace_kv.plan.copy_plan import BlockSpan, CopyPlanner, Runs
 from headrace_kv.plan.shard_map import Key
 from headrace_kv.receive.ledger import LayerLanded
 from headrace_kv.receive.local_ledger import LocalCopy, LocalLedger
@@ -121,7 +121,7 @@ class LocalBroadcast(ReceiverFeature):
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _run(self, job: LocalJob) -> None:
-        spans: dict[tuple[int, int, int], Span] = {}
+        spans: dict[tuple[int, int, int], BlockSpan] = {}
         for copy in job.copies:
             index = self._layout.group_index(copy.layer)
             at = (index, copy.start_token, copy.end_token)
@@ -146,7 +146,7 @@ class LocalBroadcast(ReceiverFeature):
                     },
                 ) from error
 
-    def _copy(self, job: LocalJob, copy: LocalCopy, span: Span) -> None:
+    def _copy(self, job: LocalJob, copy: LocalCopy, span: BlockSpan) -> None:
         edge = copy.edge
         ranks = (edge.source_rank, edge.destination_rank)
         source, destination = (self._memories[rank] for rank in ranks)

@@ -47,9 +47,9 @@ _CLASSES_OF_ENDINGS = (Cancelled, KvCorrupt, LayoutMismatch, TransferFailed, Tra
 class ReceiverLimits:
     """Bounds of a receiver.
 
-    `open_wait_s`: how long an Open may come before its reservation. `waiting_opens`: how many may. `remembered`: ended
-    transfers whose late messages are recognised. `quiesce_timeout_s`: how long a rank may take to stop writing before
-    its stream is ended; longer than a write can last.
+    `open_wait_s`: how long an Open may come before its reservation. `waiting_opens`: how many may. `remembered`: how
+    many ended transfers are kept to recognise late messages. `quiesce_timeout_s`: after this time, longer than any
+    write, the stream of a rank that has not stopped writing is ended.
     """
 
     open_wait_s: float = 2.0

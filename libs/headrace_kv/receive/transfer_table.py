@@ -54,7 +54,7 @@ class TransferTable:
         return iter(tuple(self._transfers.values()))
 
     def get(self, transfer_id: str) -> IncomingTransfer | None:
-        """A transfer whose blocks are not released yet."""
+        """A transfer until its blocks are released."""
         return self._transfers.get(transfer_id)
 
     def ended_detail(self, transfer_id: str) -> str | None:

@@ -206,7 +206,7 @@ class StagedTransport(KvTransport):
         slot = self._staging_slots.take(deadline_s)
         release = partial(self._staging_slots.give, slot)
         staged = self._gather(slot, chunk, release)
-        entries = Runs(staged, chunk.destination_addresses, chunk.lengths).merged()
+        entries = Runs(staged, chunk.destination_addresses, chunk.lengths).merge()
         self._send(write, session, entries, deadline_s, _then(release, write.end))
 
     def _put_after(
@@ -233,7 +233,7 @@ class StagedTransport(KvTransport):
 
         if not gathered:
             landings = _packed(landing, chunk.lengths)
-            entries = Runs(chunk.source_addresses, landings, chunk.lengths).merged()
+            entries = Runs(chunk.source_addresses, landings, chunk.lengths).merge()
             self._send(write, session, entries, deadline_s, landed)
             return
         try:

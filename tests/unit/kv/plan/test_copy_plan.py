@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headrace_common.errors import LayoutMismatch, ProtocolViolation
 from headrace_kv.layout.layout import KvLayout, RankMemory
-from headrace_kv.plan.copy_plan import CopyPlanner, Runs, Span, plan_runs
+from headrace_kv.plan.copy_plan import BlockSpan, CopyPlanner, Runs, plan_runs
 from headrace_kv.plan.regions import HEAD_OUTER, TOKENS_OUTER, Dimension, place_regions
 from headrace_kv.plan.shard_map import Edge
 
@@ -45,15 +45,19 @@ def memory(
     return RankMemory(0, "in_memory", "s", 1000, placed.arena_bytes, placed.regions)
 
 
-def span(source: list[int], destination: list[int], start: int = 0, end: int | None = None) -> Span:
+def span(
+    source: list[int], destination: list[int], start: int = 0, end: int | None = None
+) -> BlockSpan:
     """Blocks from the one that holds `start` on, with equal block sizes."""
     first = start - start % BLOCK_TOKENS
     end = first + len(source) * BLOCK_TOKENS if end is None else end
     arrays = (np.array(source, dtype=np.int64), np.array(destination, dtype=np.int64))
-    return Span(start, end, arrays[0], first, arrays[1], first)
+    return BlockSpan(start, end, arrays[0], first, arrays[1], first)
 
 
-def lengths(source: RankMemory, destination: RankMemory, edge: Edge, chosen: Span) -> list[int]:
+def lengths(
+    source: RankMemory, destination: RankMemory, edge: Edge, chosen: BlockSpan
+) -> list[int]:
     return list(map(int, plan_runs(source, destination, edge, 0, chosen).lengths))
 
 
@@ -111,7 +115,7 @@ def test_merged_and_apart_latents_talk() -> None:
 def test_block_sizes_may_differ() -> None:
     """Blocks of 4 into blocks of 6 from a prefix of 5 on, one head: as many runs as borders."""
     source, destination = memory(1), memory(1, block_tokens=6)
-    chosen = Span(5, 21, np.array([7, 0, 2, 4, 6]), 4, np.array([5, 3, 1, 0]), 0)
+    chosen = BlockSpan(5, 21, np.array([7, 0, 2, 4, 6]), 4, np.array([5, 3, 1, 0]), 0)
     # Source borders at 8, 12, 16, 20 and destination borders at 6, 12, 18 make 7 pieces per part.
     assert len(plan_runs(source, destination, Edge(0, 0, 0, 0, 1), 0, chosen)) == 14
 

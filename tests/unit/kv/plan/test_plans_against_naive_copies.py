@@ -31,7 +31,7 @@ from headrace_kv.layout.layout import (
     WorkerRef,
 )
 from headrace_kv.plan.copy_plan import CopyPlanner, Runs
-from headrace_kv.plan.regions import HEAD_OUTER, covered_ranges, place_regions
+from headrace_kv.plan.regions import HEAD_OUTER, place_regions
 from headrace_kv.plan.shard_map import heads_held
 from headrace_kv.receive.ledger import LayerLanded, Ledger
 from headrace_kv.receive.local_broadcast import LocalBroadcast, LocalJob, copy_in_process
@@ -116,8 +116,7 @@ def make_side(random: Random, layout: KvLayout, start: int, end: int, fabric: Me
             placed.arena_bytes,
             placed.regions,
         )
-        for address, nbytes in covered_ranges(memory):
-            transport.register(address, nbytes)
+        transport.register(arena.ctypes.data, len(arena))
         arenas.append(arena)
         memories.append(memory)
         transports.append(transport)
@@ -278,7 +277,7 @@ def send(
             for copy in outgoing.copies(piece):
                 destination = copy.edge.destination_rank
                 runs = planners[destination].plan(copy.edge, layer, copy.span)
-                assert len(runs.tidied()) == len(runs)
+                assert len(runs.sort_and_merge()) == len(runs)
                 memory = target.memories[destination]
                 source.transports[rank].write(memory.session, runs, 5.0)
                 note(memory, runs, written)

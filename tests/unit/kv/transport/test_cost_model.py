@@ -113,7 +113,7 @@ def test_neighbours_meet_in_the_order_of_staging() -> None:
     found = arrange(TCP, gathered, EVERY)
     assert found.strategy == "gather"
     assert found.order is not None
-    assert len(select(gathered, found.order).merged()) == count
+    assert len(select(gathered, found.order).merge()) == count
     assert bool((np.diff(gathered.destination_addresses[found.order]) == 256).all())
     landed = runs_of(backwards, apart, [256] * count)
     found = arrange(TCP, landed, EVERY)
