@@ -23,8 +23,8 @@ from headrace_kv.transport.memory import HostMemory
 from headrace_kv.transport.same_host import process_memory
 from headrace_kv.transport.same_host.transport import SameHostTransport
 from headrace_kv.transport.sessions import session_of
-from headrace_kv.transport.staging.cost_model import TransferCosts, WireCosts
-from headrace_kv.transport.staging.scatter_client import ScatterLane
+from headrace_kv.transport.staging.cost_model import TransferCosts, WireCostModel
+from headrace_kv.transport.staging.scatter_client import ScatterClient
 from headrace_kv.transport.staging.scatter_server import LandingLimits
 from headrace_kv.transport.staging.transport import StagedTransport, StagingLimits
 from tests.rdma.peers import PEER_BYTES, Bytes, PeerSettings, ProcessPeer, digest_of
@@ -194,7 +194,7 @@ def test_peers_with_fewer_transports_are_reached() -> None:
         pair.write("third=somewhere")
 
 
-class FixedCosts(WireCosts):
+class FixedCosts(WireCostModel):
     """Runs of less than 100 bytes are staged, when there are more than a few; nothing is learnt."""
 
     def __init__(self) -> None:
@@ -315,19 +315,19 @@ def test_a_peer_without_an_agent_is_written_to_directly(packed: PackedPair) -> N
 
 
 def test_a_peer_that_does_not_scatter_fails_all_that_is_under_way(packed: PackedPair) -> None:
-    """The lane's first deadline ends it: no future is left, and nothing is put in place afterwards."""
+    """The client's first deadline ends it: no future is left, and nothing is put in place afterwards."""
     packed.sender.write(packed.session, packed.runs(), 5.0)
     packed.target[:] = 0
-    agent = packed.receiver._agent
-    assert agent is not None
-    scatter, held = agent._memory.scatter, threading.Event()
+    server = packed.receiver._server
+    assert server is not None
+    scatter, held = server._memory.scatter, threading.Event()
 
     class Held(HostMemory):
         def scatter(self, source: Bytes, addresses: Int64Array, lengths: Int64Array) -> None:
             held.wait(5.0)
             scatter(source, addresses, lengths)
 
-    agent._memory = Held()
+    server._memory = Held()
     start_s = time.monotonic()
     first, second = (packed.sender.submit(packed.session, packed.runs(15), 0.3) for _ in range(2))
     for future in (first, second):
@@ -338,37 +338,37 @@ def test_a_peer_that_does_not_scatter_fails_all_that_is_under_way(packed: Packed
 
 
 def test_scattering_stays_within_registered_memory_and_time(packed: PackedPair) -> None:
-    agent = session_of("scatter", packed.session)
-    assert agent is not None
+    server = session_of("scatter", packed.session)
+    assert server is not None
     inside = packed.target.ctypes.data
     for address, seconds, reason in ((inside - 1, 5.0, "outside"), (inside, -60.0, "late")):
-        lane = lane_once_lent(agent)
+        client = client_once_lent(server)
         where = Runs(np.array([0]), np.array([address]), np.array([10]))
         ends: queue.SimpleQueue[TransferFailed | None] = queue.SimpleQueue()
-        lane.submit(lane.slots.take(0.0), where, time.monotonic() + seconds, ends.put)
+        client.submit(client.slots.acquire(0.0), where, time.monotonic() + seconds, ends.put)
         assert reason in str(ends.get(timeout=5.0))
-        lane.close(clean=False)
-        break_rest(packed)
+        client.close(clean=False)
+        end_quarantine(packed)
     assert not packed.target.any()
 
 
 def test_a_wrong_token_lends_nothing(packed: PackedPair) -> None:
-    agent = session_of("scatter", packed.session)
-    assert agent is not None
+    server = session_of("scatter", packed.session)
+    assert server is not None
     with pytest.raises(TransferFailed, match="token is wrong"):
-        ScatterLane(agent.partition("/")[0] + "/" + "00" * 16, 5.0)
+        ScatterClient(server.partition("/")[0] + "/" + "00" * 16, 5.0)
 
 
 def test_a_loan_that_was_broken_off_rests(packed: PackedPair) -> None:
     """Bytes of a vanished sender's last write must not land in somebody else's slot."""
-    agent = session_of("scatter", packed.session)
-    assert agent is not None
-    ScatterLane(agent, 5.0).close(clean=False)
+    server = session_of("scatter", packed.session)
+    assert server is not None
+    ScatterClient(server, 5.0).close(clean=False)
     with pytest.raises(TransferFailed, match="no slots"):
-        ScatterLane(agent, 5.0)
-    break_rest(packed)
-    lane_once_lent(agent).close(clean=True)
-    lane_once_lent(agent).close(clean=True)
+        ScatterClient(server, 5.0)
+    end_quarantine(packed)
+    client_once_lent(server).close(clean=True)
+    client_once_lent(server).close(clean=True)
 
 
 def test_a_failed_write_breaks_the_lane_off(packed: PackedPair) -> None:
@@ -376,25 +376,25 @@ def test_a_failed_write_breaks_the_lane_off(packed: PackedPair) -> None:
     packed.sender._inner = InMemoryTransport(FaultPlan(every=Fault(FaultKind.FAIL)))
     with pytest.raises(TransferFailed):
         packed.sender.write(packed.session, packed.runs(), 5.0)
-    assert all(lane.broken for lane in packed.sender._lanes.values())
+    assert all(client.broken for client in packed.sender._clients._clients.values())
 
 
-def break_rest(packed: PackedPair) -> None:
-    """Lets time pass for the agent's loans, once the stream's end has reached it."""
-    agent = packed.receiver._agent
-    assert agent is not None
+def end_quarantine(packed: PackedPair) -> None:
+    """Lets time pass for the server's loans, once the stream's end has reached it."""
+    server = packed.receiver._server
+    assert server is not None
     deadline_s = time.monotonic() + 5.0
-    while agent._lent and time.monotonic() < deadline_s:
+    while server._lent and time.monotonic() < deadline_s:
         time.sleep(0.01)
-    agent._free_from_s = [0.0]
+    server._free_from_s = [0.0]
 
 
-def lane_once_lent(agent: str) -> ScatterLane:
-    """A lane, as soon as the end of the stream before has reached the agent."""
+def client_once_lent(server: str) -> ScatterClient:
+    """A client, as soon as the end of the stream before has reached the server."""
     deadline_s = time.monotonic() + 5.0
     while True:
         try:
-            return ScatterLane(agent, 5.0)
+            return ScatterClient(server, 5.0)
         except TransferFailed:
             if time.monotonic() > deadline_s:
                 raise
