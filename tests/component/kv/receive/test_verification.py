@@ -1,4 +1,4 @@
-"""What landed is compared with what was sent, before anybody may read it (I3)."""
+"""Landed bytes are compared with the sent bytes before the transfer completes (I3)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def checks(mode: DigestMode, mismatch_limit: int = 3) -> Callable[[KvDescriptor]
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 1), (1, 4), (4, 2), (8, 4)])
-async def test_whole_transfers_pass(prefill: int, decode: int) -> None:
+async def test_undamaged_transfers_complete(prefill: int, decode: int) -> None:
     layouts = (make_layout(prefill), make_layout(decode))
     async with running(*layouts, memory_transports(), make_checks=checks("on")) as rig:
         truth = rig.fill(BLOCKS, seed=1)
@@ -73,8 +73,9 @@ async def test_a_changed_bit_fails_its_transfer_and_names_the_key() -> None:
 
 
 @pytest.mark.parametrize(("mode", "found"), [("on", True), ("off", False), ("sampled", None)])
-async def test_every_byte_broken(mode: DigestMode, found: bool | None) -> None:
-    """Sampling finds it in those layers that it takes."""
+async def test_damage_is_found_in_every_digested_layer(
+    mode: DigestMode, found: bool | None
+) -> None:
     faults = FaultPlan(every=Fault(FaultKind.CORRUPT))
     layout = make_layout(1, layers=30)
     async with running(
@@ -100,7 +101,7 @@ async def test_every_byte_broken(mode: DigestMode, found: bool | None) -> None:
         assert found is None or found == bool(sampled)
 
 
-async def test_a_pair_with_repeated_mismatches_is_parted() -> None:
+async def test_a_sender_of_repeated_corrupt_transfers_is_rejected() -> None:
     faults = FaultPlan(every=Fault(FaultKind.CORRUPT))
     async with running(
         make_layout(1), make_layout(1), memory_transports(faults), make_checks=checks("on", 2)
@@ -120,11 +121,11 @@ async def test_a_pair_with_repeated_mismatches_is_parted() -> None:
         (report,) = await rig.quiet(refused.transfer_id)
         assert report.reason == TransferFailed.reason
         assert "arrived corrupt" in report.detail
-        # Somebody else may still send it.
+        # Another worker may still send it.
         assert refused.state is TransferState.RESERVED
 
 
-async def test_a_rank_that_gives_no_digest_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_missing_digest_fails_the_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     say = handoff_words.layer_done
 
     def silent(*arguments: object) -> object:
@@ -145,7 +146,7 @@ async def test_a_rank_that_gives_no_digest_is_refused(monkeypatch: pytest.Monkey
 
 
 class LaterCorruption(DigestChecks):
-    """Decode's memory changes after a piece has landed, before it is looked at."""
+    """Changes decode's memory after a range has landed, before it is read back."""
 
     arena: Arena | None = None
 
@@ -158,7 +159,7 @@ class LaterCorruption(DigestChecks):
         return super().find_corrupt(reservation, ranges)
 
 
-async def test_memory_that_changes_after_mooncake_has_written_it_is_noticed() -> None:
+async def test_memory_that_changes_after_mooncakes_write_is_found() -> None:
     lent: list[LentTransport] = []
 
     def transports(role: str, rank: int) -> LentTransport:

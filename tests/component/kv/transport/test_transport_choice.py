@@ -1,4 +1,4 @@
-"""Proof of a shared host, fallback, and packing: what the conformance suite cannot see from outside."""
+"""Proof of a shared host, fallback, and staging: the parts that the conformance suite cannot observe."""
 
 from __future__ import annotations
 
@@ -88,8 +88,7 @@ def test_an_ended_process_is_an_error_before_its_pid_is_free(peer: ProcessPeer) 
     transport.close()
 
 
-def test_partial_copies_go_on_and_a_hole_fails(peer: ProcessPeer) -> None:
-    """The vectors that are left after a partial copy start in the middle of one."""
+def test_a_partial_copy_continues_and_an_unmapped_address_fails(peer: ProcessPeer) -> None:
     vectors = np.array([[100, 10], [200, 20], [300, 30]])
     assert process_memory._without(vectors, 10).tolist() == [[200, 20], [300, 30]]
     assert process_memory._without(vectors, 15).tolist() == [[205, 15], [300, 30]]
@@ -117,7 +116,7 @@ def test_registrations_are_bounded() -> None:
     transport.close()
 
 
-def test_yama_is_named(
+def test_yamas_scope_is_logged(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     scope = tmp_path / "ptrace_scope"
@@ -167,7 +166,7 @@ def test_the_first_transport_is_preferred() -> None:
     assert pair.sender.route(pair.session) == "first"
 
 
-def test_a_transport_without_proof_is_given_up_for_that_peer() -> None:
+def test_a_transport_that_fails_before_it_writes_is_replaced_for_that_peer() -> None:
     pair = Pair(Unproven())
     pair.write(pair.session)
     pair.write(pair.session)
@@ -176,7 +175,7 @@ def test_a_transport_without_proof_is_given_up_for_that_peer() -> None:
     assert pair.sender.route(pair.session) == "last"
 
 
-def test_a_write_that_may_have_begun_is_not_repeated() -> None:
+def test_a_write_that_may_have_started_is_not_repeated() -> None:
     pair = Pair(InMemoryTransport(FaultPlan({1: Fault(FaultKind.FAIL)})))
     with pytest.raises(TransferFailed):
         pair.write(pair.session)
@@ -195,7 +194,7 @@ def test_peers_with_fewer_transports_are_reached() -> None:
 
 
 class FixedCosts(WireCostModel):
-    """Runs of less than 100 bytes are staged, when there are more than a few; nothing is learnt."""
+    """Stages runs of less than 100 bytes when there are more than a few. Measurements change nothing."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -264,7 +263,7 @@ def packed() -> Iterator[PackedPair]:
     made.close()
 
 
-def test_short_runs_are_staged_and_long_ones_are_not(packed: PackedPair) -> None:
+def test_short_runs_are_staged_and_long_runs_are_not(packed: PackedPair) -> None:
     runs = packed.runs(100, long=3)
     written = packed.sender.write(packed.session, runs, 5.0)
     packed.check(runs)
@@ -279,7 +278,7 @@ def test_few_short_runs_are_not_staged(packed: PackedPair) -> None:
     packed.check(runs)
 
 
-def test_runs_that_meet_on_one_side_are_copied_once(packed: PackedPair) -> None:
+def test_runs_that_are_adjacent_on_one_side_are_copied_once(packed: PackedPair) -> None:
     steps, apart = np.arange(100) * 40, np.arange(100) * 90
     lengths = np.full(100, 40)
     for source, destination, strategy in ((apart, steps, "gather"), (steps, apart, "scatter")):
@@ -295,7 +294,7 @@ def test_runs_that_meet_on_one_side_are_copied_once(packed: PackedPair) -> None:
             assert np.array_equal(packed.source[start:][:40], packed.target[end:][:40])
 
 
-def test_without_a_loan_runs_go_one_by_one_and_a_loan_comes_back(packed: PackedPair) -> None:
+def test_without_a_loan_runs_are_direct_until_a_loan_is_returned(packed: PackedPair) -> None:
     packed.sender.write(packed.session, packed.runs(), 5.0)
     other = packed.new_sender(InMemoryTransport())
     assert other.write(packed.session, packed.runs(), 5.0).strategy == "direct"
@@ -306,7 +305,7 @@ def test_without_a_loan_runs_go_one_by_one_and_a_loan_comes_back(packed: PackedP
     third.close()
 
 
-def test_a_peer_without_an_agent_is_written_to_directly(packed: PackedPair) -> None:
+def test_a_peer_without_a_scatter_server_is_written_to_directly(packed: PackedPair) -> None:
     plain = InMemoryTransport()
     plain.register(packed.target.ctypes.data, packed.target.nbytes)
     written = packed.sender.write(plain.session, packed.runs(), 5.0)
@@ -314,8 +313,8 @@ def test_a_peer_without_an_agent_is_written_to_directly(packed: PackedPair) -> N
     assert written.strategy == "direct"
 
 
-def test_a_peer_that_does_not_scatter_fails_all_that_is_under_way(packed: PackedPair) -> None:
-    """The client's first deadline ends it: no future is left, and nothing is put in place afterwards."""
+def test_a_peer_that_does_not_scatter_fails_all_pending_writes(packed: PackedPair) -> None:
+    """The first deadline ends the stream: every future is done, and nothing is copied afterwards."""
     packed.sender.write(packed.session, packed.runs(), 5.0)
     packed.target[:] = 0
     server = packed.receiver._server
@@ -359,8 +358,8 @@ def test_a_wrong_token_lends_nothing(packed: PackedPair) -> None:
         ScatterClient(server.partition("/")[0] + "/" + "00" * 16, 5.0)
 
 
-def test_a_loan_that_was_broken_off_rests(packed: PackedPair) -> None:
-    """Bytes of a vanished sender's last write must not land in somebody else's slot."""
+def test_an_aborted_loan_is_quarantined(packed: PackedPair) -> None:
+    """Bytes of a vanished sender's last write must not land in a slot of another sender."""
     server = session_of("scatter", packed.session)
     assert server is not None
     ScatterClient(server, 5.0).close(clean=False)
@@ -371,7 +370,7 @@ def test_a_loan_that_was_broken_off_rests(packed: PackedPair) -> None:
     client_once_lent(server).close(clean=True)
 
 
-def test_a_failed_write_breaks_the_lane_off(packed: PackedPair) -> None:
+def test_a_failed_write_aborts_the_stream(packed: PackedPair) -> None:
     packed.sender.write(packed.session, packed.runs(), 5.0)
     packed.sender._inner = InMemoryTransport(FaultPlan(every=Fault(FaultKind.FAIL)))
     with pytest.raises(TransferFailed):
@@ -380,7 +379,7 @@ def test_a_failed_write_breaks_the_lane_off(packed: PackedPair) -> None:
 
 
 def end_quarantine(packed: PackedPair) -> None:
-    """Lets time pass for the server's loans, once the stream's end has reached it."""
+    """Ends the quarantine of every loan, once the end of the stream has reached the server."""
     server = packed.receiver._server
     assert server is not None
     deadline_s = time.monotonic() + 5.0
@@ -390,7 +389,7 @@ def end_quarantine(packed: PackedPair) -> None:
 
 
 def client_once_lent(server: str) -> ScatterClient:
-    """A client, as soon as the end of the stream before has reached the server."""
+    """A client, once the end of the previous stream has reached the server."""
     deadline_s = time.monotonic() + 5.0
     while True:
         try:

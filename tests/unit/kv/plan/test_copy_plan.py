@@ -1,4 +1,4 @@
-"""Planned runs of chosen cases: how few they are, and what is refused."""
+"""Planned runs of chosen cases: how few they are, and which copies are rejected."""
 
 from __future__ import annotations
 
@@ -97,12 +97,12 @@ def test_between_token_outer_and_head_outer_every_token_is_a_run() -> None:
 
 
 @pytest.mark.parametrize("order", [TOGETHER, INTERLEAVED])
-def test_keys_and_values_together(order: tuple[Dimension, ...]) -> None:
+def test_adjacent_keys_and_values_are_one_run(order: tuple[Dimension, ...]) -> None:
     one = memory(order=order)
     assert lengths(one, one, WHOLE, span([1, 2, 4], [1, 2, 5])) == [16 * HEAD, 8 * HEAD]
 
 
-def test_merged_and_apart_latents_talk() -> None:
+def test_merged_and_separate_latents_are_copied_into_each_other() -> None:
     """nope and rope in one latent are one run per stretch of tokens; apart, one each per token."""
     parts = {"nope": 16, "rope": 2}
     merged, apart = memory(1, INTERLEAVED, parts=parts), memory(1, parts=parts)
@@ -127,7 +127,7 @@ def test_runs_grow_with_fragments_not_tokens() -> None:
         assert len(plan_runs(one, one, Edge(0, 0, 0, 0, 1), 0, everything)) == 2
 
 
-def test_a_plan_moves_between_layers() -> None:
+def test_a_plan_is_moved_between_layers() -> None:
     """Layer 1 lies elsewhere, layer 2 has its parts in another order."""
 
     def shifted(base: int, last: tuple[int, int]) -> RankMemory:
@@ -161,7 +161,7 @@ def test_only_shared_layers_are_planned() -> None:
             planner.plan(WHOLE, layer, span([1], [1]))
 
 
-def test_impossible_copies_are_refused() -> None:
+def test_impossible_copies_are_rejected() -> None:
     one = memory()
     with pytest.raises(ProtocolViolation, match="destination block 8"):
         plan_runs(one, one, WHOLE, 0, span([1], [8]))

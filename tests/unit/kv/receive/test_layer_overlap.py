@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from random import Random
 
 import pytest
@@ -15,6 +16,7 @@ from headrace_kv.handoff.messages import Reservation
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.plan.shard_map import Key, expected_keys
 from headrace_kv.receive.layer_overlap import LayerOverlap, OverlapSettings
+from headrace_kv.receive.observer import TransferObserver
 from headrace_kv.receive.transfer import IncomingTransfer, PrefillPeer
 from tests.unit.kv.receive.test_ledger import make_layout
 
@@ -146,3 +148,24 @@ def test_as_many_overlapped_layers_as_the_model_has_are_rejected() -> None:
     OverlapSettings(4).check(5)
     with pytest.raises(ConfigError, match="choose 4 or less"):
         OverlapSettings(5).check(5)
+
+
+class PendingLayer(TransferObserver):
+    """A feature that has not finished with one layer of rank 0."""
+
+    pending_keys: Collection[Key] = ((0, 0, 2),)
+
+
+def test_a_layer_that_an_observer_holds_back_has_not_arrived() -> None:
+    arrival = Arrival(overlap_layers=2, decode_tp=2)
+    pending = PendingLayer()
+    arrival.transfer.add_observer(pending)
+    for key in arrival.keys:
+        arrival.land(key)
+    assert arrival.transfer.landed
+    assert not arrival.transfer.whole
+    assert [arrival.transfer.arrived_layers(rank) for rank in range(2)] == [2, LAYERS]
+    assert not arrival.listener.started
+    pending.pending_keys = ()
+    assert arrival.transfer.whole
+    assert arrival.transfer.arrived_layers(0) == LAYERS

@@ -1,4 +1,4 @@
-"""Completion is counted over the plan, whatever the peer says and however often."""
+"""Completion is counted over the plan, whatever a peer acknowledges and however often."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ TestLedger = LedgerMachine.TestCase
 TestLedger.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 
 
-def test_missing_is_compact() -> None:
+def test_missing_layers_are_named_as_ranges() -> None:
     ledger = make_ledger(1, 1, 30)
     for layer in range(30):
         if layer not in (3, *range(17, 30)):
@@ -116,13 +116,13 @@ def test_missing_is_compact() -> None:
     assert ledger.missing() == "layers 3, 17-29 from rank 0"
 
 
-def test_missing_names_the_decode_rank_where_only_one_lacks() -> None:
+def test_missing_names_the_decode_rank_when_not_all_lack_the_layer() -> None:
     ledger = make_ledger(1, 2, 2)
     ledger.land((0, 0, 1), 0, 10, 10 * 2 * 100)
     assert ledger.missing() == "layer 0 from rank 0; layer 1 from rank 0 to rank 1"
 
 
-def test_effective_count_is_not_the_rank_count() -> None:
+def test_two_keys_per_layer_complete_four_ranks_that_hold_copies() -> None:
     """P TP=4, D TP=2, one head: two keys per layer complete it, though four ranks hold the head."""
     ledger = make_ledger(4, 2, 5, heads=1)
     keys = expected_keys(make_layout(4, 5, 1), make_layout(2, 5, 1), "x1")
@@ -142,7 +142,7 @@ def test_effective_count_is_not_the_rank_count() -> None:
         (0, 10, 3999, "3999 bytes for tokens"),
     ],
 )
-def test_wrong_acknowledgements(start: int, end: int, size: int, why: str) -> None:
+def test_wrong_acknowledgements_are_rejected(start: int, end: int, size: int, why: str) -> None:
     ledger = make_ledger(1, 1, 1)
     with pytest.raises(ProtocolViolation, match=why):
         ledger.land((0, 0, 0), start, end, size)
@@ -165,7 +165,7 @@ def test_opaque_blocks_and_states_are_counted_whole() -> None:
     assert ledger.complete
 
 
-def test_stages_land_their_own_layers() -> None:
+def test_a_stage_sends_its_own_layers_only() -> None:
     decode = replace(make_layout(2, 6, heads=1), stage_starts=(0, 4))
     prefill = replace(make_layout(1, 6, heads=1), stage_starts=(0, 2))
     ledger = Ledger(decode, prefill, Reservation("x1", (1, 2, 3), 0, 10))
@@ -178,15 +178,15 @@ def test_stages_land_their_own_layers() -> None:
     )
 
 
-def test_mla_from_four_ranks_to_two_is_whole_after_two_transfers_a_layer() -> None:
-    """The case that broke the field: who waits for every prefill rank's word waits for two that never speak."""
+def test_mla_from_four_ranks_to_two_is_complete_after_two_keys_per_layer() -> None:
+    """Two of the four prefill ranks send nothing: a ledger must not wait for them."""
     layers = 6
     ledger = make_ledger(prefill_tp=4, decode_tp=2, layers=layers, heads=1)
     for layer in range(layers):
         keys = sorted(key for key in ledger.expected_keys if key[2] == layer)
         assert sorted(destination for _, destination, _ in keys) == [0, 1]
-        silent = set(range(4)) - {source for source, _, _ in keys}
-        assert len(silent) == 2
+        idle = set(range(4)) - {source for source, _, _ in keys}
+        assert len(idle) == 2
         for key in keys:
             assert not ledger.complete
             assert ledger.land(key, 0, 10, 10 * 100)

@@ -54,7 +54,7 @@ def test_a_key_is_missing_until_its_copy_is_counted() -> None:
     leader = edge.destination_rank
     assert ledger.missing_keys == {(leader, rank, 0) for rank in range(4) if rank != leader}
     assert ledger.take_due(1 << 20) == ()
-    assert ledger.missing() == "", "what has not landed is the network's to name"
+    assert ledger.missing() == "", "the ledger of network keys names what has not landed"
     landings.land(edge, 0)
     copies = ledger.take_due(1 << 20)
     assert ledger.take_due(1 << 20) == ()

@@ -1,4 +1,4 @@
-"""The cost model: what it counts, what it picks, and how it learns."""
+"""The cost model: run shapes, the cheapest strategy, and the fit to measured writes."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def scattered(count: int, length: int) -> Runs:
         (RunShape(3, 3 * KIB, 3, 3), "direct"),
     ],
 )
-def test_what_is_picked(shape: RunShape, strategy: Strategy) -> None:
+def test_the_cheapest_strategy_by_shape(shape: RunShape, strategy: Strategy) -> None:
     assert cheapest_strategy(TCP, shape, EVERY) == strategy
 
 
-def test_only_what_is_allowed_is_picked() -> None:
+def test_only_allowed_strategies_are_chosen() -> None:
     short = RunShape(4096, 4 << 20, 4096, 4096)
     assert cheapest_strategy(TCP, short, {"direct"}) == "direct"
     assert (
@@ -67,7 +67,9 @@ def test_only_what_is_allowed_is_picked() -> None:
     st.integers(0, 100_000),
     st.integers(0, 1 << 26),
 )
-def test_more_never_costs_less(runs: int, nbytes: int, more_runs: int, more_bytes: int) -> None:
+def test_more_runs_and_bytes_never_cost_less(
+    runs: int, nbytes: int, more_runs: int, more_bytes: int
+) -> None:
     few = strategy_seconds(TCP, RunShape(runs, nbytes, runs, runs))
     total = runs + more_runs
     many = strategy_seconds(TCP, RunShape(total, nbytes + more_bytes, total, total))
@@ -75,13 +77,12 @@ def test_more_never_costs_less(runs: int, nbytes: int, more_runs: int, more_byte
 
 
 @given(st.floats(1e-7, 1e-3))
-def test_dearer_entries_never_turn_staging_off(entry_s: float) -> None:
-    """The length from which a run goes alone grows with what an entry costs."""
+def test_the_length_of_direct_runs_grows_with_the_cost_of_an_entry(entry_s: float) -> None:
     less, more = (replace(TCP, entry_s=entry_s * factor) for factor in (1.0, 1.5))
     assert direct_bytes_min(more) >= direct_bytes_min(less)
 
 
-def test_stretches_are_counted_in_any_order() -> None:
+def test_extents_are_counted_in_any_order() -> None:
     runs = runs_of([300, 0, 100, 200], [0, 500, 700, 900], [100, 100, 100, 100])
     assert shape_of(runs) == RunShape(4, 400, 1, 4)
     turned = Runs(runs.destination_addresses, runs.source_addresses, runs.lengths)
@@ -89,7 +90,7 @@ def test_stretches_are_counted_in_any_order() -> None:
     assert shape_of(select(runs, np.array([], np.int64))) == RunShape(0, 0, 0, 0)
 
 
-def test_long_runs_go_alone_beside_short_ones() -> None:
+def test_long_runs_are_direct_beside_short_ones() -> None:
     short, long = scattered(1000, KIB), scattered(2, 1 << 20)
     mixed = Runs(
         np.concatenate([long.source_addresses, short.source_addresses]),
@@ -106,8 +107,7 @@ def test_long_runs_go_alone_beside_short_ones() -> None:
     assert whole.direct is None
 
 
-def test_neighbours_meet_in_the_order_of_staging() -> None:
-    """Before: by destination. After: by source."""
+def test_neighbours_are_adjacent_in_the_order_of_staging() -> None:
     count = 2000
     backwards = (np.arange(count)[::-1] * 256).tolist()
     apart = (np.arange(count) * 1000).tolist()
@@ -124,7 +124,7 @@ def test_neighbours_meet_in_the_order_of_staging() -> None:
     assert bool((np.diff(landed.source_addresses[found.staged]) == 256).all())
 
 
-def test_moved_copies_share_a_choice() -> None:
+def test_moved_runs_share_a_plan() -> None:
     planner = StagingPlanner(WireCostModel(TCP))
     runs = scattered(1000, KIB)
     moved = Runs(runs.source_addresses + 99, runs.destination_addresses - 7, runs.lengths)
@@ -134,8 +134,8 @@ def test_moved_copies_share_a_choice() -> None:
     assert planner.plan(scattered(1000, KIB), EVERY) is not first
 
 
-def test_the_wire_is_learnt() -> None:
-    """Both constants are found from writes of different kinds, about: the start keeps some weight."""
+def test_the_constants_of_the_wire_are_fitted() -> None:
+    """Writes of two kinds determine both constants, roughly: the start values keep some weight."""
     wire = WireCostModel(TCP)
     for _ in range(300):
         for entries, nbytes in ((256, 1 << 20), (4, 4 << 20)):
@@ -144,7 +144,7 @@ def test_the_wire_is_learnt() -> None:
     assert wire.costs.byte_s == pytest.approx(0.2e-9, rel=0.3)
 
 
-def test_outliers_and_nonsense_hardly_move_it() -> None:
+def test_outliers_have_a_bounded_effect() -> None:
     wire = WireCostModel(TCP)
     wire.observe(0, 0, 1.0)
     wire.observe(4, 1 << 20, -1.0)
@@ -156,7 +156,7 @@ def test_outliers_and_nonsense_hardly_move_it() -> None:
     assert wire.costs.byte_s <= 8.0 * TCP.byte_s
 
 
-def test_this_machine_is_measured() -> None:
+def test_copy_costs_are_measured_on_this_machine() -> None:
     costs = initial_costs("mooncake/tcp")
     assert 1e-12 < costs.gather_byte_s < 1e-8
     assert 1e-12 < costs.scatter_byte_s < 1e-8
