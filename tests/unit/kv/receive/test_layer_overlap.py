@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from random import Random
 
 import pytest
@@ -151,9 +150,14 @@ def test_as_many_overlapped_layers_as_the_model_has_are_rejected() -> None:
 
 
 class PendingLayer(TransferObserver):
-    """A feature that has not finished with one layer of rank 0."""
+    """A feature that has not finished with layer 2 of rank 0 until `keys` is cleared."""
 
-    pending_keys: Collection[Key] = ((0, 0, 2),)
+    def __init__(self) -> None:
+        self.keys: set[Key] = {(0, 0, 2)}
+
+    @property
+    def pending_keys(self) -> set[Key]:
+        return self.keys
 
 
 def test_a_layer_that_an_observer_holds_back_has_not_arrived() -> None:
@@ -163,9 +167,10 @@ def test_a_layer_that_an_observer_holds_back_has_not_arrived() -> None:
     for key in arrival.keys:
         arrival.land(key)
     assert arrival.transfer.landed
-    assert not arrival.transfer.whole
     assert [arrival.transfer.arrived_layers(rank) for rank in range(2)] == [2, LAYERS]
     assert not arrival.listener.started
-    pending.pending_keys = ()
-    assert arrival.transfer.whole
+    assert not arrival.transfer.whole
+    pending.keys.clear()
+    arrival.transfer.report_progress()
     assert arrival.transfer.arrived_layers(0) == LAYERS
+    assert arrival.listener.started == ["x1"]
