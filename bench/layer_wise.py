@@ -18,7 +18,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,7 +33,7 @@ from headrace_common.errors import HeadraceError
 from headrace_engine.interface import DecodeTokens, DecodeWork, PrefillWork
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.receive.layer_overlap import LayerOverlap, OverlapSettings
-from headrace_kv.receive.transfer import IncomingTransfer
+from headrace_kv.receive.observer import TransferObserver
 from tests.vllm.pair import GREEDY, Pair, running_pair, wait_until
 
 ANSWERS: Final = 4
@@ -124,7 +124,7 @@ class Measured:
             await asyncio.gather(*tasks, return_exceptions=True)
         return block
 
-    def _listener(self) -> Callable[[IncomingTransfer], None] | None:
+    def _listener(self) -> TransferObserver | None:
         link, pair = self._pair.decode._link, self._pair  # noqa: SLF001 - way by way, not engine by engine
         if not self._late_layers or link is None:
             return None
@@ -145,7 +145,7 @@ class Measured:
             overlap_layers=self._late_layers,
             layer_count=pair.decode.descriptor.layout.layer_count,
             rank_count=1,
-        ).advance
+        )
 
     async def _answer(self) -> None:
         times: list[float] = []
@@ -185,7 +185,7 @@ class Measured:
 
         async def send(reservation: Reservation) -> None:
             transfer = pair.receiver.reserve(
-                reservation, Deadline.after(TIMEOUT_S), on_advance=self._listener()
+                reservation, Deadline.after(TIMEOUT_S), observer=self._listener()
             )
             task = PrefillWork(
                 prompt if by_prefill else prompt[:-1],

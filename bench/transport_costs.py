@@ -19,7 +19,7 @@ from data_plane_ways import HOST, KIB, MIB, TIMEOUT_S, Bytes, Receiver, block_or
 from headrace_kv.plan.copy_plan import Runs
 from headrace_kv.transport.base import WriteResult
 from headrace_kv.transport.mooncake.transport import MooncakeTransport
-from headrace_kv.transport.staging.cost_model import initial_costs, least_bytes_alone
+from headrace_kv.transport.staging.cost_model import direct_bytes_min, initial_costs
 
 ENTRY_BYTES = [KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB]
 ENTRIES_MAX, PIECE_BYTES = 2048, 4 * MIB
@@ -69,7 +69,7 @@ def main() -> None:
     print(f"entry_s={constants[0]:.2e} byte_s={constants[1]:.2e}")
     costs = initial_costs("mooncake/tcp")
     print(f"in the table, with this machine's memory: {costs}")
-    print(f"runs of {least_bytes_alone(costs) / KIB:.0f} KiB and more go by themselves")
+    print(f"runs of {direct_bytes_min(costs) / KIB:.0f} KiB and more go by themselves")
     receiver.end()
     os._exit(0)
 

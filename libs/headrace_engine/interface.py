@@ -11,7 +11,7 @@ from headrace_engine.prefix.announcer import PrefixAnnouncer
 from headrace_kv.handoff.messages import LayerSent, Reservation, TransferTarget
 from headrace_kv.layout.layout import KvDescriptor
 from headrace_kv.receive.local_broadcast import LocalBroadcast
-from headrace_kv.receive.transfer import IncomingTransfer
+from headrace_kv.receive.observer import TransferObserver
 from headrace_kv.transport.memory import Memory
 
 
@@ -177,7 +177,7 @@ class Engine(ABC):
     def arrived(self, transfer_id: str) -> None:
         """The KV cache is whole: the request may run."""
 
-    def arrival_listener(self) -> Callable[[IncomingTransfer], None] | None:
+    def arrival_listener(self) -> TransferObserver | None:
         """What is told whenever something of one transfer lands, of an engine that may begin before the last layers are
         there. `arrived` and `released` are called all the same.
         """

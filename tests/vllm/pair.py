@@ -197,7 +197,7 @@ class Pair:
         return self.receiver.reserve(
             reservation,
             Deadline.after(TIMEOUT_S),
-            on_advance=self.decode.arrival_listener(),
+            observer=self.decode.arrival_listener(),
             logits_bytes=logits_bytes,
         )
 

@@ -13,7 +13,7 @@ from headrace_engine.vllm.compat import set_vllm_environment
 from headrace_engine.vllm.rank.memory import Arena, describe_arena, rank_memory
 from headrace_engine.vllm.step.groups import LayerGroup
 from headrace_kv.layout.layout import TOKEN_OUTER, TOKENS
-from headrace_kv.plan.copy_plan import CopyPlanner, Span
+from headrace_kv.plan.copy_plan import BlockSpan, CopyPlanner
 from headrace_kv.plan.shard_map import Edge
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def test_tokens_cross_between_any_two_orders(first: str, second: str) -> None:
     ]
     planner = CopyPlanner(*memories)
     start, end = 5, 43
-    span = Span(start, end, np.array([4, 1, 5]), 0, np.array([2, 3, 0]), 0)
+    span = BlockSpan(start, end, np.array([4, 1, 5]), 0, np.array([2, 3, 0]), 0)
     for layer in range(LAYERS):
         runs = planner.plan(Edge(0, 0, 0, 0, HEADS), layer, span)
         for source_address, target_address, length in zip(
@@ -135,7 +135,7 @@ def test_a_block_of_a_head_goes_in_one_run_in_the_order_that_the_connector_asks_
     assert HeadraceConnector.get_required_kvcache_layout(Model(latent=True)) is None
     cache = Cache("LBHNC")
     memory = rank_memory(cache.arena, rank=0, transport="in_memory", session="s")
-    span = Span(0, 2 * BLOCK_TOKENS, np.array([4, 1]), 0, np.array([2, 5]), 0)
+    span = BlockSpan(0, 2 * BLOCK_TOKENS, np.array([4, 1]), 0, np.array([2, 5]), 0)
     one_head = CopyPlanner(memory, memory).plan(Edge(0, 0, 1, 1, 1), 0, span)
     assert one_head.lengths.tolist() == [BLOCK_TOKENS * 2 * HEAD_SIZE * 2] * 2
     whole = CopyPlanner(memory, memory).plan(Edge(0, 0, 0, 0, HEADS), 0, span)

@@ -36,7 +36,7 @@ from headrace_engine.vllm.service.launch import check_config, launch
 from headrace_engine.vllm.service.prefill_request import PrefillRun
 from headrace_kv.handoff.messages import Reservation, SendReport
 from headrace_kv.receive.layer_overlap import LayerOverlap
-from headrace_kv.receive.transfer import IncomingTransfer
+from headrace_kv.receive.observer import TransferObserver
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -155,7 +155,7 @@ class VllmEngine(Engine):
     def arrived(self, transfer_id: str) -> None:
         self._require_started()[1].arrived(transfer_id)
 
-    def arrival_listener(self) -> Callable[[IncomingTransfer], None] | None:
+    def arrival_listener(self) -> TransferObserver | None:
         late = self._config.overlap_layers
         if not late.count:
             return None
@@ -164,7 +164,7 @@ class VllmEngine(Engine):
             overlap_layers=late.count,
             layer_count=self.descriptor.layout.layer_count,
             rank_count=self._config.tensor_parallel_size,
-        ).advance
+        )
 
     def first_token(self, transfer_id: str, token_id: int) -> None:
         self._require_started()[1].first_token(transfer_id, token_id)

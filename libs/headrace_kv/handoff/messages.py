@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from headrace_kv.layout.layout import TOKENS, KvLayout, WorkerRef
-from headrace_kv.plan.copy_plan import Span
+from headrace_kv.plan.copy_plan import BlockSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +122,9 @@ class SendReport:
 
 def reserved_span(
     layout: KvLayout, reservation: Reservation, group_index: int, start_token: int, end_token: int
-) -> Span:
+) -> BlockSpan:
     """Tokens [start_token, end_token) of one of the layout's cache groups, in the reserved blocks on both sides."""
     blocks = np.asarray(reservation.block_ids_by_group[group_index], dtype=np.int64)
     first = reservation.start_token
     first -= first % max(1, layout.groups[group_index].block_tokens)
-    return Span(start_token, end_token, blocks, first, blocks, first)
+    return BlockSpan(start_token, end_token, blocks, first, blocks, first)

@@ -1,4 +1,4 @@
-"""One stretch of memory per rank, for all of its KV: registered once, aligned as a whole."""
+"""Allocates one arena per rank for all of its KV, to be registered once."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ HUGE_PAGE_BYTES = 2 * 1024 * 1024
 
 
 def suited_alignment_bytes(nbytes: int) -> int:
-    """Huge pages for arenas that fill some, pages for others, so that little is wasted either way."""
+    """Alignment for an arena of `nbytes`: huge pages when it fills several, else pages, so that little is wasted."""
     return HUGE_PAGE_BYTES if nbytes >= 8 * HUGE_PAGE_BYTES else PAGE_BYTES
 
 
 def padding_bytes(address: int, alignment_bytes: int) -> int:
-    """Bytes from `address` to the next multiple of the alignment, fewer than one unit of it."""
+    """Bytes from `address` to the next multiple of the alignment, fewer than the alignment."""
     return -address % alignment_bytes
 
 
 def allocate_arena(nbytes: int, alignment_bytes: int) -> NDArray[np.uint8]:
-    """Memory of shape [nbytes] that starts at a multiple of the alignment; what it holds is undefined.
+    """Uninitialised memory of shape [nbytes] that starts at a multiple of the alignment.
 
-    At most one unit of the alignment is allocated beside it. Raises ConfigError unless the alignment is a power of two
-    and `nbytes` is positive.
+    At most `alignment_bytes` more are allocated. Raises ConfigError unless the alignment is a power of two and `nbytes`
+    is positive.
     """
     if nbytes <= 0:
         raise ConfigError(f"an arena cannot have {nbytes} bytes")

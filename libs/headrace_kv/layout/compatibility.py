@@ -10,10 +10,10 @@ from headrace_kv.layout.layout import KvLayout
 
 
 def fingerprint(layout: KvLayout) -> KvLayout:
-    """The layout without what may differ between two workers that hand over to each other.
+    """The layout without the fields that may differ between prefill and decode.
 
-    That is parallelism, local broadcast, and the block size where tokens are addressable. Two workers can talk when
-    their fingerprints are equal.
+    These are parallelism, local broadcast, and the block size where tokens are addressable. Two workers are compatible
+    when their fingerprints are equal.
     """
     groups = (
         replace(group, block_tokens=0) if group.token_addressable else group
@@ -27,7 +27,7 @@ def fingerprint(layout: KvLayout) -> KvLayout:
 
 
 def layout_differences(ours: KvLayout, theirs: KvLayout) -> dict[str, str]:
-    """What keeps two workers from talking: paths such as "attention.k.dtype", each with both values."""
+    """The fields in which two fingerprints differ: paths such as "attention.k.dtype", each with both values."""
     left, right = _flat(fingerprint(ours)), _flat(fingerprint(theirs))
     return {
         path: f"{left.get(path, 'none')} != {right.get(path, 'none')}"

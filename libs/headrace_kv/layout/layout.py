@@ -1,7 +1,7 @@
-"""How KV caches lie in memory, as data. Pure; mirrors protos/headrace/kv/v1/layout.proto.
+"""Describes the memory of KV caches as data. Pure; mirrors protos/headrace/kv/v1/layout.proto.
 
-A *layer* is a cache layer: a model layer that keeps two differently shaped caches counts as two. Tensor-parallel rank t
-of pipeline stage s is rank `s * tensor_parallel_size + t`.
+A *layer* is a cache layer: a model layer with two caches of different shapes counts as two. Tensor-parallel rank t of
+pipeline stage s is rank `s * tensor_parallel_size + t`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Final, Literal, NamedTuple
 from headrace_common.errors import InternalError
 
 TOKEN_OUTER: Final = "token_outer"
-"""The block_format in which one head's tokens of a block may be addressed one by one."""
+"""The block_format in which single tokens of a head are addressable."""
 
 GroupKind = Literal["tokens", "state"]
 TOKENS: Final = "tokens"
@@ -26,8 +26,8 @@ STATE: Final = "state"
 class Part:
     """One named array of a group: "kv", "k", "v", "nope", "rope", "k_scale", "conv", "ssm" ...
 
-    `unit_bytes` is what one head takes for one token; with another block_format than TOKEN_OUTER, for one whole
-    block, and in a state group, for one request's page.
+    `unit_bytes` are the bytes of one head and one token. With another block_format than TOKEN_OUTER they are those of
+    one head and one whole block. In a state group they are those of one head and one request's page.
     """
 
     name: str
@@ -38,11 +38,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Layers whose caches are shaped alike and share one block table.
+    """Layers with caches of one shape, which share one block table.
 
-    A "tokens" group keeps `block_tokens` tokens in a block. A "state" group keeps one page per request, which is handed
-    over whole at the end; its block_tokens is 0. `head_count` counts the whole model's heads; one head, as in MLA, is
-    held by every rank.
+    A block of a "tokens" group holds `block_tokens` tokens. A "state" group has one page per request, which is sent
+    whole at the end; its block_tokens is 0. `head_count` counts the heads of the whole model. A single head, as in
+    MLA, is held by every rank.
     """
 
     name: str
@@ -54,17 +54,17 @@ class CacheGroup:
 
     @property
     def token_addressable(self) -> bool:
-        """Whether any token may be copied alone, so that block sizes may differ between workers."""
+        """Whether single tokens can be copied, so that block sizes may differ between workers."""
         return self.kind == TOKENS and all(part.block_format == TOKEN_OUTER for part in self.parts)
 
     def blocks_between(self, start_token: int, end_token: int) -> int:
-        """Blocks that hold tokens [start_token, end_token): one page for a state."""
+        """Number of blocks that hold tokens [start_token, end_token), 1 for a state."""
         if self.kind == STATE:
             return 1
         return -(-end_token // self.block_tokens) - start_token // self.block_tokens
 
     def bytes_between(self, start_token: int, end_token: int, heads: int) -> int:
-        """Bytes that travel for tokens [start_token, end_token) of some heads of one layer."""
+        """Bytes to copy for tokens [start_token, end_token) of `heads` heads of one layer."""
         blocks = self.blocks_between(start_token, end_token)
         tokens = blocks if self.kind == STATE else end_token - start_token
         return heads * sum(
@@ -75,7 +75,7 @@ class CacheGroup:
 
 @dataclass(frozen=True)
 class KvLayout:
-    """A worker's KV cache as a whole. See layout.proto for each field's meaning and unit."""
+    """The KV cache of a worker. See layout.proto for each field's meaning and unit."""
 
     model: str
     tensor_parallel_size: int
@@ -98,7 +98,7 @@ class KvLayout:
         stage_starts: tuple[int, ...] = (0,),
         broadcast_width: int = 1,
     ) -> KvLayout:
-        """A model whose layers are all alike; `parts` maps names to unit bytes, see Part."""
+        """A model in which all layers are alike. `parts` maps names to unit bytes, see Part."""
         group = CacheGroup(
             name="attention",
             layers=tuple(range(layer_count)),
@@ -121,7 +121,7 @@ class KvLayout:
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of one block of the first group, by which engines count; 1 where there are only states."""
+        """Tokens of one block of the first group, which engines count in; 1 for a layout of states only."""
         return self.groups[0].block_tokens or 1
 
     @property
@@ -135,18 +135,18 @@ class KvLayout:
         return self.groups[0].parts[0].dtype
 
     def blocks_for(self, token_count: int) -> int:
-        """Blocks of the first group that `token_count` tokens take."""
+        """Blocks of the first group that hold `token_count` tokens."""
         return self.groups[0].blocks_between(0, token_count)
 
     def group_index(self, layer: int) -> int:
-        """Which group a layer belongs to. Raises InternalError for a layer in none."""
+        """Index of a layer's group. Raises InternalError for a layer without one."""
         index = self._group_indices.get(layer)
         if index is None:
             raise InternalError(f"the layout has no layer {layer}")
         return index
 
     def group_of(self, layer: int) -> CacheGroup:
-        """The group of a layer. Raises InternalError for a layer in none."""
+        """The group of a layer. Raises InternalError for a layer without one."""
         return self.groups[self.group_index(layer)]
 
     def stage_of(self, layer: int) -> int:
@@ -168,9 +168,9 @@ class KvLayout:
 class Region:
     """One part of one layer on one rank: an array of blocks, heads and tokens, strided in any order.
 
-    `offset_bytes` counts from the rank's base address. A token_stride_bytes of 0 says that only whole (block, head)
-    units may be copied, as in opaque interiors and state pages (whose block_tokens is 0). `unit_bytes` is as in Part,
-    `head_count` of this rank.
+    `offset_bytes` counts from the rank's base address. With a token_stride_bytes of 0, only whole (block, head) units
+    can be copied: blocks of another block_format than TOKEN_OUTER, and state pages, which have a block_tokens of 0.
+    `unit_bytes` is as in Part, and `head_count` counts this rank's heads.
     """
 
     layer: int
@@ -186,12 +186,12 @@ class Region:
 
     @property
     def token_addressable(self) -> bool:
-        """Whether its tokens may be copied one by one."""
+        """Whether single tokens can be copied."""
         return self.token_stride_bytes > 0
 
     @property
     def end_bytes(self) -> int:
-        """One past its last byte, counted as offset_bytes is."""
+        """One past its last byte, relative to the rank's base address."""
         tokens = self.block_tokens if self.token_addressable else 1
         return (
             self.offset_bytes
@@ -204,10 +204,10 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """One rank's KV memory, and where the transport finds it.
+    """One rank's KV memory and its transport session.
 
-    Every region lies in [base_address, base_address + arena_bytes). Of separately allocated tensors the base is the
-    lowest; what lies between them is not the rank's.
+    Every region lies in [base_address, base_address + arena_bytes). For separately allocated tensors the base is the
+    lowest address, and memory between them does not belong to the rank.
     """
 
     rank: int
@@ -232,7 +232,7 @@ class KvDescriptor:
 
 
 class WorkerRef(NamedTuple):
-    """Names one incarnation of a worker (I4). A tuple, because routing looks it up by the hundred."""
+    """Names one incarnation of a worker (I4). A tuple, because routing hashes many of them."""
 
     worker_id: str
     incarnation: str

@@ -47,7 +47,7 @@ def layout_to_proto(layout: KvLayout) -> layout_pb2.KvLayout:
 
 
 def layout_from_proto(message: layout_pb2.KvLayout) -> KvLayout:
-    """Raises LayoutMismatch for impossible pipeline stages, and for what is beyond all bounds."""
+    """Raises LayoutMismatch for impossible pipeline stages, and for values beyond all bounds."""
     require_limits(message)
     starts = tuple(message.stage_starts)
     if starts[:1] != (0,) or starts != tuple(sorted(set(starts))):

@@ -1,4 +1,7 @@
-"""From (edge, layer, tokens, block lists) to the longest contiguous byte runs. Pure, vectorised."""
+"""Plans the byte runs that copy one edge of one layer. Pure, vectorised.
+
+Runs are as long as both memories allow.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,17 @@ from headrace_kv.plan.runs import Int64Array, Runs, concatenate
 from headrace_kv.plan.shard_map import Edge
 from headrace_kv.plan.strided_copy import Axis, PairedPart, Segments, pair_parts, plan_part
 
-__all__ = ["CopyPlanner", "Int64Array", "Runs", "Span", "plan_runs"]
+__all__ = ["BlockSpan", "CopyPlanner", "Int64Array", "Runs", "plan_runs"]
 
-_PLANS_REMEMBERED = 64
+_PLAN_CACHE_SIZE = 64
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Span:
+class BlockSpan:
     """Tokens [start_token, end_token) and the blocks that hold them on either side.
 
-    `source_blocks[i]` holds tokens from source_first_token + i * the source's block_tokens on, and likewise on the
-    destination; neither array is changed afterwards. A state's block lists have one page each.
+    `source_blocks[i]` starts with token source_first_token + i * the source's block_tokens. The destination's blocks
+    are numbered alike. Neither array changes afterwards. The block lists of a state have one page each.
     """
 
     start_token: int
@@ -33,31 +36,31 @@ class Span:
     destination_blocks: Int64Array
     destination_first_token: int
     segments: dict[tuple[int, int, bool], Segments] = field(default_factory=dict, init=False)
-    """By block sizes: the planners of several ranks cut one span alike."""
+    """A cache by (source block_tokens, destination block_tokens, token_addressable), shared by all ranks' planners."""
 
-    def covers(self, start_token: int, end_token: int) -> bool:
-        """Whether these are its tokens."""
+    def has_tokens(self, start_token: int, end_token: int) -> bool:
+        """Whether the span is exactly [start_token, end_token)."""
         return self.start_token == start_token and self.end_token == end_token
 
 
 class CopyPlanner:
-    """Plans copies from one rank's memory into another's; made once per pair and reused.
+    """Plans copies from one rank's memory into another's. Made once per pair of ranks and reused.
 
-    Layers mostly differ by where they start: then a plan for the same span (the very same object) is moved instead of
-    made again. Layers that only one side holds are no copies. Raises LayoutMismatch when the regions of a shared layer
-    do not pair up.
+    Most layers differ only in their offsets. For the same BlockSpan object, such a layer's plan is that of another
+    layer, moved. Raises LayoutMismatch when the regions of a shared layer do not pair up.
     """
 
     def __init__(self, source: RankMemory, destination: RankMemory) -> None:
         self._source = source
         self._destination = destination
         self._layers = _pair_regions(source, destination)
-        self._recent: OrderedDict[tuple[Edge, int, int], _Plan] = OrderedDict()
+        self._cached_plans: OrderedDict[tuple[Edge, int, int], _Plan] = OrderedDict()
 
-    def plan(self, edge: Edge, layer: int, span: Span) -> Runs:
+    def plan(self, edge: Edge, layer: int, span: BlockSpan) -> Runs:
         """Runs that copy the edge's heads of the span's tokens in every part of a layer.
 
-        Raises ProtocolViolation when a block, head or token lies outside its region.
+        Raises ProtocolViolation when a block or token lies outside its region, LayoutMismatch when a head does or one
+        side does not hold the layer.
         """
         found = self._layers.get(layer)
         if found is None:
@@ -65,21 +68,21 @@ class CopyPlanner:
                 f"ranks {self._source.rank} and {self._destination.rank} do not both hold layer {layer}",
                 metadata={"layer": str(layer)},
             )
-        # A remembered plan holds its span, so no other object can have its id.
+        # The cached plan references its span, so that the id cannot be reused.
         key = (edge, id(span), found.shape)
-        plan = self._recent.get(key)
+        plan = self._cached_plans.get(key)
         if plan is None:
             bases = (self._source.base_address, self._destination.base_address)
             plan = _Plan(found, span, _plan_layer(found, bases, edge, span))
-            self._recent[key] = plan
-            if len(self._recent) > _PLANS_REMEMBERED:
-                self._recent.popitem(last=False)
-        return plan.at(found)
+            self._cached_plans[key] = plan
+            if len(self._cached_plans) > _PLAN_CACHE_SIZE:
+                self._cached_plans.popitem(last=False)
+        return plan.moved_to(found)
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """A layer's parts on both sides. Layers of equal `shape` are the same but for the offsets."""
+    """A layer's parts on both sides. Layers of equal `shape` differ only in the offsets."""
 
     parts: tuple[PairedPart, ...]
     shape: int
@@ -88,14 +91,14 @@ class _Layer:
 
 
 class _Plan:
-    """Runs of one layer that can be moved to another of the same shape."""
+    """The runs of one layer, which can be moved to another layer of the same shape."""
 
-    def __init__(self, layer: _Layer, span: Span, runs: Runs) -> None:
+    def __init__(self, layer: _Layer, span: BlockSpan, runs: Runs) -> None:
         self._layer = layer
         self._span = span
         self._runs = runs
 
-    def at(self, layer: _Layer) -> Runs:
+    def moved_to(self, layer: _Layer) -> Runs:
         source_move = layer.source_offset - self._layer.source_offset
         destination_move = layer.destination_offset - self._layer.destination_offset
         if not source_move and not destination_move:
@@ -108,7 +111,7 @@ class _Plan:
 
 
 def plan_runs(
-    source: RankMemory, destination: RankMemory, edge: Edge, layer: int, span: Span
+    source: RankMemory, destination: RankMemory, edge: Edge, layer: int, span: BlockSpan
 ) -> Runs:
     """CopyPlanner.plan for a single use."""
     return CopyPlanner(source, destination).plan(edge, layer, span)
@@ -128,7 +131,7 @@ def _pair_regions(source: RankMemory, destination: RankMemory) -> dict[int, _Lay
             _check_pair(*pair)
         parts = pair_parts(pairs)
         offsets = (parts[0].source.offset_bytes, parts[0].destination.offset_bytes)
-        shape = tuple(_moved(part, offsets) for part in parts)
+        shape = tuple(_with_relative_offsets(part, offsets) for part in parts)
         layers[layer] = _Layer(parts, shapes.setdefault(shape, len(shapes)), *offsets)
     return layers
 
@@ -147,7 +150,7 @@ def _by_layer(memory: RankMemory, side: str) -> dict[int, dict[str, Region]]:
 
 
 def _check_pair(ours: Region, theirs: Region) -> None:
-    """Raises LayoutMismatch when two regions do not hold the same kind of thing."""
+    """Raises LayoutMismatch when the regions' units differ."""
     differences = {
         name: f"{left} != {right}"
         for name, left, right in (
@@ -165,7 +168,7 @@ def _check_pair(ours: Region, theirs: Region) -> None:
         )
 
 
-def _moved(part: PairedPart, offsets: tuple[int, int]) -> PairedPart:
+def _with_relative_offsets(part: PairedPart, offsets: tuple[int, int]) -> PairedPart:
     source, destination = part.source, part.destination
     return replace(
         part,
@@ -176,7 +179,7 @@ def _moved(part: PairedPart, offsets: tuple[int, int]) -> PairedPart:
     )
 
 
-def _plan_layer(layer: _Layer, bases: tuple[int, int], edge: Edge, span: Span) -> Runs:
+def _plan_layer(layer: _Layer, bases: tuple[int, int], edge: Edge, span: BlockSpan) -> Runs:
     planned = []
     for part in layer.parts:
         source, destination = part.source, part.destination
@@ -197,11 +200,11 @@ def _plan_layer(layer: _Layer, bases: tuple[int, int], edge: Edge, span: Span) -
                 segments,
             )
         )
-    return concatenate(planned).tidied()
+    return concatenate(planned).sort_and_merge()
 
 
-def _segments(source: Region, destination: Region, span: Span) -> Segments:
-    """Cuts the span's tokens at the borders of both sides' blocks, or takes them from an equal cut before."""
+def _segments(source: Region, destination: Region, span: BlockSpan) -> Segments:
+    """The span's tokens, cut at the block borders of both sides. Cached in the span."""
     key = (source.block_tokens, destination.block_tokens, source.token_addressable)
     found = span.segments.get(key)
     if found is None:
@@ -211,7 +214,7 @@ def _segments(source: Region, destination: Region, span: Span) -> Segments:
     return found
 
 
-def _cut(source: Region, destination: Region, span: Span) -> Segments:
+def _cut(source: Region, destination: Region, span: BlockSpan) -> Segments:
     start, end = span.start_token, span.end_token
     grids = {
         (first % tokens, tokens)
@@ -240,8 +243,8 @@ def _cut(source: Region, destination: Region, span: Span) -> Segments:
     )
 
 
-def _whole_blocks(region: Region, span: Span) -> Segments:
-    """Each block, or the page of a state, as one unit."""
+def _whole_blocks(region: Region, span: BlockSpan) -> Segments:
+    """Whole blocks, or the page of a state, as units."""
     source_first = destination_first = 0
     count = min(1, span.end_token - span.start_token)
     if region.block_tokens:

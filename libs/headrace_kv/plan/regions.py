@@ -1,4 +1,4 @@
-"""Where the regions of one rank's arena lie, for any order of their dimensions. Pure."""
+"""Places the regions of one rank's arena, for any order of their dimensions. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from headrace_kv.layout.layout import (
     CacheGroup,
     KvLayout,
     Part,
-    RankMemory,
     Region,
 )
 from headrace_kv.plan.shard_map import heads_held
@@ -21,9 +20,9 @@ from headrace_kv.plan.shard_map import heads_held
 Dimension = Literal["layer", "part", "block", "head", "token"]
 
 HEAD_OUTER: Final[tuple[Dimension, ...]] = ("layer", "part", "block", "head", "token")
-"""[layer][K|V][block][head][token]: every share of the heads is one slice of a block ("HND")."""
+"""[layer][K|V][block][head][token]: consecutive heads are one slice of a block ("HND")."""
 TOKENS_OUTER: Final[tuple[Dimension, ...]] = ("layer", "part", "block", "token", "head")
-"""[layer][K|V][block][token][head]: a token's heads lie together ("NHD")."""
+"""[layer][K|V][block][token][head]: the heads of a token are adjacent ("NHD")."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +40,10 @@ def place_regions(
     order: Sequence[Dimension] = HEAD_OUTER,
     align_bytes: int = 1,
 ) -> PlacedRegions:
-    """Places a rank's regions in one arena, groups one after the other, dimensions from the outermost in.
+    """Places a rank's regions in one arena, group after group. `order` lists the dimensions from the outermost in.
 
-    `block_counts` are by group. Units that may not be taken apart have no token dimension. Raises ConfigError for an
-    order that does not name every dimension once, or too few block counts.
+    `block_counts` are by group. Units that are copied whole have no token dimension. Raises ConfigError for an order
+    that does not name every dimension once, or too few block counts.
     """
     if sorted(order) != sorted(HEAD_OUTER) or len(block_counts) != len(layout.groups):
         raise ConfigError(
@@ -65,20 +64,6 @@ def place_regions(
     return PlacedRegions(tuple(regions), offset)
 
 
-def covered_ranges(memory: RankMemory, gap_bytes: int = 4096) -> tuple[tuple[int, int], ...]:
-    """(address, bytes) of what a rank's regions cover, for registering it.
-
-    Neighbours with at most `gap_bytes` between them become one range.
-    """
-    found: list[list[int]] = []
-    for start, end in sorted((region.offset_bytes, region.end_bytes) for region in memory.regions):
-        if found and start <= found[-1][1] + gap_bytes:
-            found[-1][1] = max(found[-1][1], end)
-        else:
-            found.append([start, end])
-    return tuple((memory.base_address + start, end - start) for start, end in found)
-
-
 def _place_group(
     group: CacheGroup,
     layers: Sequence[int],
@@ -87,7 +72,7 @@ def _place_group(
     order: Sequence[Dimension],
     offset: int,
 ) -> tuple[list[Region], int]:
-    """Regions of one group from `offset` on, and where it ends."""
+    """Regions of one group from `offset` on, and the offset of its end."""
     counts = {"layer": len(layers), "block": block_count, "head": head_count}
     sizes = {part.name: part.unit_bytes for part in group.parts}
     strides: dict[str, dict[str, int]] = {part.name: {} for part in group.parts}

@@ -1,4 +1,4 @@
-"""Lists of byte copies. Pure, vectorised."""
+"""Lists of byte copies between two address spaces. Pure, vectorised."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SORTED_RUNS_MAX = 65_536
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Copies of `lengths` bytes; three int64 arrays of shape [run]."""
+    """Byte copies: `lengths` bytes each. Three int64 arrays of shape [run]."""
 
     source_addresses: Int64Array
     destination_addresses: Int64Array
@@ -26,11 +26,11 @@ class Runs:
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of all runs together."""
+        """Bytes of all runs."""
         return int(self.lengths.sum())
 
     def batches(self, entry_limit: int, byte_limit: int) -> Iterator[Runs]:
-        """Cuts into parts of at most `entry_limit` runs and `byte_limit` bytes each; long runs are split."""
+        """Yields parts of at most `entry_limit` runs and `byte_limit` bytes. Longer runs are split."""
         if len(self) <= entry_limit and self.payload_bytes <= byte_limit:
             if len(self):
                 yield self
@@ -61,8 +61,8 @@ class Runs:
             np.minimum(self.lengths[run] - offset, byte_limit),
         )
 
-    def merged(self) -> Runs:
-        """Joins neighbours in the list that are also neighbours in memory, on both sides."""
+    def merge(self) -> Runs:
+        """Joins runs that follow each other in the list and in memory on both sides."""
         if len(self) < 2:
             return self
         lengths = self.lengths[:-1]
@@ -78,22 +78,22 @@ class Runs:
             np.add.reduceat(self.lengths, firsts),
         )
 
-    def tidied(self) -> Runs:
-        """By source address, with neighbours joined wherever they stand in the list.
+    def sort_and_merge(self) -> Runs:
+        """Sorts by source address and joins neighbours.
 
-        Very long lists, which are single tokens that nothing joins, keep their order.
+        Very long lists keep their order: they hold single tokens, which have no neighbours.
         """
         ordered = len(self) < 2 or bool((np.diff(self.source_addresses) >= 0).all())
         if ordered or len(self) > _SORTED_RUNS_MAX:
-            return self.merged()
+            return self.merge()
         order = np.argsort(self.source_addresses)
         return Runs(
             self.source_addresses[order], self.destination_addresses[order], self.lengths[order]
-        ).merged()
+        ).merge()
 
 
 def concatenate(parts: Sequence[Runs]) -> Runs:
-    """One list after the other."""
+    """The runs of all parts, in order."""
     if len(parts) == 1:
         return parts[0]
     return Runs(

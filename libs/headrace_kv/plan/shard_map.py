@@ -1,12 +1,12 @@
-"""Which prefill rank writes which heads to which decode rank. Pure, and the same on both sides.
+"""Which prefill rank writes which heads to which decode rank. Pure; both sides compute the same plan.
 
-Any two numbers of ranks and heads go together. Of `t` tensor-parallel ranks, rank r holds the heads from
-`r * heads // t` to the next rank's first, and one at least: beyond the head count, neighbouring ranks hold copies.
-Where copies exist the writer is chosen by (transfer, layer), so that one transfer uses every copy's network card while
-both sides still know, without talking, who writes what. A pipeline stage takes part in its own layers only.
+Any number of ranks works with any number of heads. Of `t` tensor-parallel ranks, rank r holds the heads from
+`r * heads // t` to the next rank's first, and at least one. With more ranks than heads, neighbouring ranks hold copies.
+Of several copies, (transfer, layer) selects the writer. So one transfer uses the network card of every copy, and both
+sides agree without a message. A pipeline stage takes part in its own layers only.
 
-Where decode's ranks hold copies and share a host (KvLayout.broadcast_width), one of them, the leader, is written to
-from outside and passes the bytes on to the others by local edges. Leaders are chosen by (transfer, layer) as well.
+Decode ranks that hold copies can share a host (KvLayout.broadcast_width). Then the network writes to one of them, the
+leader, and local edges copy from it to the others. (transfer, layer) selects the leader too.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from headrace_kv.layout.layout import KvLayout
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """`head_count` heads that go from one rank to another, from head `..._head` of each on.
+    """A copy of `head_count` heads from one rank to another, starting at head `..._head` of each.
 
-    The source is a prefill rank, or in a local edge a decode rank, like every destination.
+    The destination is a decode rank. The source is a prefill rank, or in a local edge a decode rank.
     """
 
     source_rank: int
@@ -36,19 +36,19 @@ class Edge:
 
 
 Key = tuple[int, int, int]
-"""(source rank, destination rank, layer): what the ledger counts, network and local edges apart."""
+"""(source rank, destination rank, layer). The ledgers of network edges and of local edges count by it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Heads `heads`, held alike by the `copies` tensor-parallel ranks from `first_rank` on."""
+    """The heads `heads`, of which `copies` tensor-parallel ranks from `first_rank` on hold a copy each."""
 
     heads: range
     first_rank: int
     copies: int
 
     def hosts(self, width: int) -> Iterator[range]:
-        """Its ranks, by the host that they share when every `width` ranks have one."""
+        """Its ranks, grouped by host, with `width` ranks on a host."""
         rank, end = self.first_rank, self.first_rank + self.copies
         while rank < end:
             stop = min(end, (rank // width + 1) * width)
@@ -58,12 +58,12 @@ class Shard:
 
 @lru_cache(maxsize=4096)
 def transfer_seed(transfer_id: str) -> int:
-    """A number that every process derives alike from a transfer's id."""
+    """A number derived from a transfer's id, the same in every process."""
     return int.from_bytes(blake2b(transfer_id.encode(), digest_size=8).digest(), "little")
 
 
 def heads_held(tp_rank: int, tensor_parallel_size: int, head_count: int) -> range:
-    """The model's heads that a rank of a stage holds."""
+    """The heads of the model that a rank of a stage holds."""
     first = tp_rank * head_count // tensor_parallel_size
     end = (tp_rank + 1) * head_count // tensor_parallel_size
     return range(first, max(end, first + 1))
@@ -71,7 +71,7 @@ def heads_held(tp_rank: int, tensor_parallel_size: int, head_count: int) -> rang
 
 @lru_cache(maxsize=1024)
 def shards(tensor_parallel_size: int, head_count: int) -> tuple[Shard, ...]:
-    """The distinct shares of the heads, by head. Raises LayoutMismatch when there are no ranks or no heads."""
+    """The shards of the heads, by head. Raises LayoutMismatch when there are no ranks or no heads."""
     if tensor_parallel_size < 1 or head_count < 1:
         raise LayoutMismatch(
             f"{tensor_parallel_size} ranks cannot share {head_count} heads: give 1 or more of each",
@@ -109,7 +109,7 @@ def edges_from(
 
 
 def local_edges(decode: KvLayout, layer: int, transfer_id: str) -> tuple[Edge, ...]:
-    """The edges of one layer by which decode's leaders pass on what they were sent, by destination rank.
+    """The edges of one layer from decode's leaders to the other ranks of their hosts, by destination rank.
 
     Raises LayoutMismatch as `shards` does.
     """
@@ -120,7 +120,7 @@ def local_edges(decode: KvLayout, layer: int, transfer_id: str) -> tuple[Edge, .
 
 
 def expected_keys(prefill: KvLayout, decode: KvLayout, transfer_id: str) -> frozenset[Key]:
-    """The effective transfers of a whole prompt over the network."""
+    """The keys of all network edges."""
     return frozenset(
         (edge.source_rank, edge.destination_rank, layer)
         for layer in range(decode.layer_count)
@@ -148,13 +148,13 @@ def _turn(prefill: KvLayout, decode: KvLayout, layer: int, transfer_id: str) -> 
 
 @lru_cache(maxsize=1024)
 def _cycle(prefill_tp: int, head_count: int) -> int:
-    """After how many layers the same copies write again."""
+    """Number of layers after which the same copies write again."""
     return lcm(*(shard.copies for shard in shards(prefill_tp, head_count)))
 
 
 @lru_cache(maxsize=1024)
 def _leader_cycle(decode_tp: int, head_count: int, width: int) -> int:
-    """After how many layers the same ranks lead again."""
+    """Number of layers after which the same ranks lead again."""
     found = shards(decode_tp, head_count)
     if width == 1:
         return 1

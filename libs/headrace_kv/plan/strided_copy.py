@@ -1,9 +1,9 @@
 """Turns two strided arrays and a list of token segments into byte runs. Pure, vectorised.
 
-A copy is a nest of dimensions: segments (runs of tokens inside one block on both sides), parts, heads and tokens. From
-the inside out, a dimension whose stride equals what is already contiguous, on both sides, only makes the runs longer;
-any other multiplies them. Which one it is may differ between segments: a full block of tokens may join its heads where
-a partial one cannot.
+A copy is a nest of dimensions: segments (tokens inside one block on both sides), parts, heads and tokens. The nest is
+expanded from the inside out. Where a dimension's strides equal the bytes that are contiguous so far, on both sides, it
+makes the runs longer. Otherwise it multiplies them. Segments can differ in this: a full block of tokens joins its
+heads where a partial block cannot.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from headrace_kv.plan.runs import Int64Array, Runs, concatenate
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Stretches of tokens: where each starts on either side, as (block, token in the block), and how long it is.
+    """Segments of tokens: the start on either side, as (block, token in the block), and the token count.
 
-    Four positions and `token_counts`, all of shape [segment]. For units that are only copied whole, a token is a block.
+    All arrays have shape [segment]. For units that are copied whole, one block counts as one token.
     """
 
     source_blocks: Int64Array
@@ -32,7 +32,7 @@ class Segments:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A dimension with the bytes from one element to the next on either side."""
+    """A dimension. A stride is the bytes from one element to the next."""
 
     count: int
     source_stride: int
@@ -41,7 +41,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class PairedPart:
-    """One part on both sides, or several that are alike: `repeats` says where the others lie.
+    """One part on both sides, or several equal ones at the distances of `repeats`.
 
     Offsets count from the bases of the two memories.
     """
@@ -52,7 +52,7 @@ class PairedPart:
 
     @property
     def token_strides(self) -> tuple[int, int]:
-        """Bytes from one token to the next; of units that are copied whole, from one to an adjacent one."""
+        """(source, destination) bytes from one token to the next; for units that are copied whole, the unit's bytes."""
         unit = self.source.unit_bytes
         return (
             self.source.token_stride_bytes or unit,
@@ -61,7 +61,7 @@ class PairedPart:
 
 
 def pair_parts(pairs: list[tuple[Region, Region]]) -> tuple[PairedPart, ...]:
-    """Pairs the parts of one layer, joining those that lie side by side in every token or at equal distances."""
+    """Pairs the parts of one layer. Joins parts that are adjacent in every token or lie at equal distances."""
     fused: list[PairedPart] = []
     for source, destination in sorted(pairs, key=lambda pair: pair[0].offset_bytes):
         part = PairedPart(source, destination)
@@ -81,7 +81,7 @@ def pair_parts(pairs: list[tuple[Region, Region]]) -> tuple[PairedPart, ...]:
 
 
 def _join_tokens(left: PairedPart, right: PairedPart) -> PairedPart | None:
-    """Both as one part, if the right one follows the left one within each token on both sides."""
+    """Both as one part if the right one follows the left one within each token on both sides, else None."""
     unit = left.source.unit_bytes
     if not left.source.token_addressable or _offsets(left, right) != (unit, unit):
         return None
@@ -96,7 +96,7 @@ def _join_tokens(left: PairedPart, right: PairedPart) -> PairedPart | None:
 
 
 def _repeat(left: PairedPart, right: PairedPart) -> PairedPart | None:
-    """Both as one part, if they differ only in where they lie, by the same distance as those before."""
+    """Both as one part if they differ only in their offsets, by the step of the parts before, else None."""
     same = left.source.unit_bytes == right.source.unit_bytes
     if not same or not _alike(left.source, right.source):
         return None
@@ -130,7 +130,7 @@ def _alike(left: Region, right: Region) -> bool:
 def plan_part(
     part: PairedPart, source_base: int, destination_base: int, heads: Axis, segments: Segments
 ) -> Runs:
-    """Runs of one part. `heads` has the strides; the bases are the addresses of the first head to be copied."""
+    """Runs of one part. The bases are the addresses of the first head to copy."""
     tokens = part.token_strides
     source = source_base + segments.source_blocks * part.source.block_stride_bytes
     source += segments.source_tokens * tokens[0]
@@ -148,7 +148,7 @@ def plan_part(
 
 
 def _join_segments(stretches: Runs, tokens: tuple[int, int]) -> Runs:
-    """Joins stretches whose tokens go on across the border of a block. Their lengths are tokens here."""
+    """Joins stretches that continue across a block border. The lengths are counts of tokens."""
     if len(stretches) < 2:
         return stretches
     counts = stretches.lengths[:-1]
@@ -165,7 +165,7 @@ def _join_segments(stretches: Runs, tokens: tuple[int, int]) -> Runs:
 
 @dataclass(frozen=True, slots=True)
 class _Nest:
-    """The dimensions of one part. `inner` are ordered by source stride, ascending, tokens apart."""
+    """The dimensions of one part. `inner` leaves out the tokens and ascends by source stride."""
 
     tokens: tuple[int, int]
     inner: tuple[Axis, ...]
@@ -173,7 +173,7 @@ class _Nest:
     unit_bytes: int
 
     def expand(self, stretches: Runs) -> Runs:
-        """Stretches, whose lengths are tokens, as byte runs."""
+        """The byte runs of stretches, of which the lengths are counts of tokens."""
         lengths = np.full(len(stretches), self.unit_bytes, dtype=np.int64)
         found: list[Runs] = []
         self._grow(stretches, lengths, 0, False, (), found)
@@ -188,7 +188,7 @@ class _Nest:
         loops: tuple[Axis, ...],
         found: list[Runs],
     ) -> None:
-        """Takes the next dimension in; splits the stretches where it joins for some only."""
+        """Expands the next dimension. Splits the stretches when it joins only some of them."""
         if not len(stretches):
             return
         axis = self.inner[depth] if depth < len(self.inner) else None
@@ -196,7 +196,7 @@ class _Nest:
             found.append(self._list(stretches, lengths, loops))
             return
         if not tokens_done and (axis is None or self.tokens[0] <= axis.source_stride):
-            # Dimensions inside a token have treated every stretch alike.
+            # Dimensions inside a token treat every stretch alike.
             if lengths[0] == self.tokens[0] == self.tokens[1]:
                 lengths = lengths * stretches.lengths
             else:
@@ -227,7 +227,7 @@ class _Nest:
 
     def _list(self, stretches: Runs, lengths: Int64Array, loops: tuple[Axis, ...]) -> Runs:
         source, destination = stretches.source_addresses, stretches.destination_addresses
-        # What lies farther apart than blocks goes outside, so that blocks which follow each other stay neighbours.
+        # Loops of more than a block's stride go outside, so that adjacent blocks stay adjacent in the list.
         within = [axis for axis in loops if axis.source_stride <= self.block_stride]
         beyond = [axis for axis in loops if axis.source_stride > self.block_stride]
         for axis in (*reversed(within), *beyond):

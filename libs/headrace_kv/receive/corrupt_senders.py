@@ -1,4 +1,4 @@
-"""Prefill workers whose KV arrived corrupt too often."""
+"""Prefill workers that sent corrupt KV too often."""
 
 from __future__ import annotations
 
@@ -10,32 +10,33 @@ from headrace_kv.layout.layout import WorkerRef
 
 _log = logging.getLogger(__name__)
 
-_DISTRUSTED_LIMIT = 1024
+_TRACKED_LIMIT = 1024
 
 
 class CorruptSenderTracker:
-    """Prefill workers of which `limit` transfers arrived broken."""
+    """Counts corrupt transfers by prefill worker; a worker with `limit` of them is rejected."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._counts: OrderedDict[WorkerRef, int] = OrderedDict()
 
     @property
-    def refs(self) -> tuple[WorkerRef, ...]:
-        """Those that are distrusted."""
+    def rejected(self) -> tuple[WorkerRef, ...]:
+        """The rejected workers."""
         return tuple(ref for ref, count in self._counts.items() if count >= self._limit)
 
-    def note(self, ref: WorkerRef) -> None:
-        """One more of its transfers is broken."""
+    def record(self, ref: WorkerRef) -> None:
+        """Counts one corrupt transfer."""
         count = self._counts[ref] = self._counts.pop(ref, 0) + 1
         if count == self._limit:
-            _log.error("nothing is taken from %s any more: too much of it arrived broken", ref)
-        if len(self._counts) > _DISTRUSTED_LIMIT:
+            _log.error("rejecting KV from %s: too many of its transfers arrived corrupt", ref)
+        if len(self._counts) > _TRACKED_LIMIT:
             self._counts.popitem(last=False)
 
-    def check(self, ref: WorkerRef) -> None:
-        """Raises TransferFailed for a worker that is distrusted: another one can send."""
+    def require_accepted(self, ref: WorkerRef) -> None:
+        """Raises TransferFailed for a rejected worker: another one can send."""
         if self._counts.get(ref, 0) >= self._limit:
             raise TransferFailed(
-                f"too much that {ref} sent here arrived broken", metadata={"prefill": str(ref)}
+                f"too many transfers from {ref} arrived corrupt here",
+                metadata={"prefill": str(ref)},
             )

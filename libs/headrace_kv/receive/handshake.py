@@ -1,4 +1,4 @@
-"""What decode asks of a prefill rank that introduces itself. Pure."""
+"""Checks the Hello of a prefill rank. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headrace_kv.plan.shard_map import shards
 def validate_handshake(
     hello: handoff_pb2.Hello, ref: WorkerRef, layout: KvLayout
 ) -> tuple[WorkerRef, KvLayout]:
-    """Who speaks, and its layout; `ref` and `layout` are decode's.
+    """The prefill worker and its layout. `ref` and `layout` are decode's.
 
     Raises StaleIncarnation, LayoutMismatch naming the fields, or ProtocolViolation for an impossible rank.
     """

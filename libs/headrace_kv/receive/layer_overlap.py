@@ -1,4 +1,4 @@
-"""Says how far a transfer has come to an engine that begins before its last layers are there."""
+"""Reports arrived layers to an engine that overlaps its first step with the arrival of the last layers."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Protocol
 
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError
-from headrace_kv.receive.transfer import IncomingTransfer
+from headrace_kv.receive.observer import TransferObserver, TransferView
 
 
 @dataclass(frozen=True, slots=True)
 class OverlapSettings:
-    """The most layers, the last ones, that may be missing when a request begins, none by default.
+    """`count`: how many layers, the last ones, may be missing when a request starts; 0 turns the overlap off.
 
     `wait_s`: the longest that one forward pass waits for them.
     """
@@ -21,7 +21,7 @@ class OverlapSettings:
     wait_s: float = 0.5
 
     def check(self, layer_count: int) -> None:
-        """Raises ConfigError for more than there may be of so many layers: the first must be there."""
+        """Raises ConfigError unless the first of `layer_count` layers must be there."""
         if self.count >= layer_count:
             raise ConfigError(
                 f"overlap_layers is {self.count}, but the model has {layer_count} layers: "
@@ -31,49 +31,49 @@ class OverlapSettings:
 
 
 class LayerArrivalListener(Protocol):
-    """Where it is said. Nothing here blocks."""
+    """Callbacks for layer arrival. They must not block."""
 
     def arriving(self, transfer_id: str, deadline: Deadline) -> None:
-        """On every rank, all but the last layers are there: the request may begin."""
+        """On every rank, all but the last layers have arrived: the request may start."""
 
     def layers_arrived(
         self, transfer_id: str, rank: int, layer_count: int, *, failed: bool
     ) -> None:
-        """The first so many layers are whole on a rank; no more will come when the transfer has failed."""
+        """The first `layer_count` layers are whole on a rank. After a failure no more arrive."""
 
 
-class LayerOverlap:
-    """Follows one transfer. `advance` is for Receiver.reserve's `on_advance`.
-
-    Says nothing of a transfer that becomes whole, or fails, before its request could have begun early.
-    """
+class LayerOverlap(TransferObserver):
+    """Observes one transfer. Calls nothing when it completes or fails before its request could start early."""
 
     def __init__(
-        self, news: LayerArrivalListener, *, overlap_layers: int, layer_count: int, rank_count: int
-    ):
-        self._news = news
-        self._enough_layers = layer_count - overlap_layers
-        self._told = dict.fromkeys(range(rank_count), 0)
-        self._begun = False
+        self,
+        listener: LayerArrivalListener,
+        *,
+        overlap_layers: int,
+        layer_count: int,
+        rank_count: int,
+    ) -> None:
+        self._listener = listener
+        self._required_layers = layer_count - overlap_layers
+        self._reported = dict.fromkeys(range(rank_count), 0)
+        self._started = False
 
-    def advance(self, transfer: IncomingTransfer) -> None:
-        """Something has landed, or the transfer has ended."""
-        if transfer.ledger is None:
-            return
+    def on_progress(self, transfer: TransferView) -> None:
         failed = transfer.error is not None
-        if not self._begun and not (transfer.active and self._enough(transfer)):
+        if not self._started and not (transfer.active and self._may_start(transfer)):
             return
-        for rank, told in self._told.items():
-            layer_count = told if failed else transfer.ledger.arrived_layers(rank)
-            if failed or layer_count > told:
-                self._told[rank] = layer_count
-                self._news.layers_arrived(transfer.transfer_id, rank, layer_count, failed=failed)
-        if not self._begun:
-            self._begun = True
-            self._news.arriving(transfer.transfer_id, transfer.deadline)
+        for rank, reported in self._reported.items():
+            layer_count = reported if failed else transfer.arrived_layers(rank)
+            if failed or layer_count > reported:
+                self._reported[rank] = layer_count
+                self._listener.layers_arrived(
+                    transfer.transfer_id, rank, layer_count, failed=failed
+                )
+        if not self._started:
+            self._started = True
+            self._listener.arriving(transfer.transfer_id, transfer.deadline)
 
-    def _enough(self, transfer: IncomingTransfer) -> bool:
-        ledger = transfer.ledger
-        return ledger is not None and all(
-            ledger.arrived_layers(rank) >= self._enough_layers for rank in self._told
+    def _may_start(self, transfer: TransferView) -> bool:
+        return all(
+            transfer.arrived_layers(rank) >= self._required_layers for rank in self._reported
         )

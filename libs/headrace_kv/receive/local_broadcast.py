@@ -1,18 +1,18 @@
-"""Decode ranks of one host pass on to each other what one of them was sent.
+"""Copies KV among the decode ranks of one host, so that the network carries it to one of them only.
 
-The ledger says what is due, a thread of its own copies it, and the receiver counts it. The copies write into a
-reservation as prefill ranks do: its blocks are not reused before they have ended (I1).
+A receiver feature. A thread makes the copies that the local ledger reports as due. The copies write into a
+reservation as prefill ranks do: its blocks are not reused before the copies have ended (I1).
 """
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import (
@@ -23,20 +23,27 @@ from headrace_common.errors import (
     TransferFailed,
     TransferTimeout,
 )
-from headrace_kv.handoff.leases import Quarantine, QuarantinePolicy
 from headrace_kv.handoff.messages import Reservation, reserved_span
 from headrace_kv.layout.layout import KvDescriptor, RankMemory
-from headrace_kv.plan.copy_plan import CopyPlanner, Runs, Span
-from headrace_kv.receive.ledger import LocalCopy
-from headrace_kv.receive.transfer import IncomingTransfer
+from headrace_kv.plan.copy_plan import BlockSpan, CopyPlanner, Runs
+from headrace_kv.plan.shard_map import Key
+from headrace_kv.receive.ledger import LayerLanded
+from headrace_kv.receive.local_ledger import LocalCopy, LocalLedger
+from headrace_kv.receive.observer import (
+    ReceiverFeature,
+    ResumeTransfer,
+    TransferObserver,
+    TransferView,
+    call_when_done,
+)
 
 _log = logging.getLogger(__name__)
 
 JOB_BYTES = 64 * 1024 * 1024
-"""What one transfer copies before the next one has its turn."""
+"""Bytes that one transfer copies before another transfer's job runs."""
 WRITE_RUNS = 512
 WRITE_BYTES = 8 * 1024 * 1024
-"""Between two writes a copy may be ended."""
+"""Bounds of one write. A job can be cancelled between two writes."""
 
 LocalWrite = Callable[[RankMemory, RankMemory, Runs, float], object]
 """Copies runs from one rank's memory to another's within some seconds, or raises HeadraceError."""
@@ -45,7 +52,7 @@ LocalWrite = Callable[[RankMemory, RankMemory, Runs, float], object]
 def copy_in_process(
     source: RankMemory, destination: RankMemory, runs: Runs, timeout_s: float
 ) -> None:
-    """A LocalWrite between ranks whose memory lies in this process."""
+    """A LocalWrite for ranks in this process."""
     for source_address, destination_address, length in zip(
         runs.source_addresses.tolist(),
         runs.destination_addresses.tolist(),
@@ -57,7 +64,7 @@ def copy_in_process(
 
 @dataclass(frozen=True, slots=True)
 class LocalJob:
-    """Copies of one transfer, to be made in order until `cancelled` is set or the deadline has passed."""
+    """Copies of one transfer, made in order until `cancelled` is set or the deadline has passed."""
 
     reservation: Reservation
     copies: tuple[LocalCopy, ...]
@@ -65,12 +72,14 @@ class LocalJob:
     cancelled: threading.Event
 
 
-class LocalBroadcast:
+class LocalBroadcast(ReceiverFeature):
     """Copies between the ranks of one decode worker, on a thread of its own.
 
-    `write` moves the bytes; after it failed, more may land for `quiet_after_failure_s`. `job_limit` bounds the jobs
-    that wait. `submit` is called by one thread.
+    `write` moves the bytes; after it failed, more may land for `quiet_after_failure_s`. At most `job_limit` jobs wait.
+    One thread calls `submit`.
     """
+
+    fills_local_ranks = True
 
     def __init__(
         self,
@@ -88,8 +97,11 @@ class LocalBroadcast:
         self._room = threading.BoundedSemaphore(job_limit)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="local-broadcast")
 
+    def observe(self, transfer: TransferView, resume: ResumeTransfer) -> TransferObserver:
+        return LocalCopyJobs(self, LocalLedger(self._layout, transfer.reservation), resume)
+
     def submit(self, job: LocalJob) -> Future[None]:
-        """Queues a job; nothing of it writes any more when the future is done.
+        """Queues a job. It writes nothing after the future is done.
 
         The future raises Cancelled, or TransferFailed or TransferTimeout naming the layer and ranks. Raises
         TransferFailed when too many jobs wait, Draining once closed.
@@ -105,11 +117,11 @@ class LocalBroadcast:
         return future
 
     def close(self) -> None:
-        """Drops what waits and returns when nothing is copied any more. Blocks; may be called twice."""
+        """Drops waiting jobs and returns when the running one has ended. Blocks; may be called twice."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _run(self, job: LocalJob) -> None:
-        spans: dict[tuple[int, int, int], Span] = {}
+        spans: dict[tuple[int, int, int], BlockSpan] = {}
         for copy in job.copies:
             index = self._layout.group_index(copy.layer)
             at = (index, copy.start_token, copy.end_token)
@@ -134,7 +146,7 @@ class LocalBroadcast:
                     },
                 ) from error
 
-    def _copy(self, job: LocalJob, copy: LocalCopy, span: Span) -> None:
+    def _copy(self, job: LocalJob, copy: LocalCopy, span: BlockSpan) -> None:
         edge = copy.edge
         ranks = (edge.source_rank, edge.destination_rank)
         source, destination = (self._memories[rank] for rank in ranks)
@@ -153,60 +165,63 @@ class LocalBroadcast:
             self._write(source, destination, batch, job.deadline.remaining_s())
 
 
-class LocalCopyJobs:
-    """Hands the copies that are due to a broadcast, at most one job per transfer at a time. Runs on one event loop.
-
-    `on_step(transfer, error)` is called after each job.
-    """
+class LocalCopyJobs(TransferObserver):
+    """The local copies of one transfer, submitted to a broadcast in at most one job at a time."""
 
     def __init__(
-        self,
-        broadcast: LocalBroadcast,
-        on_step: Callable[[IncomingTransfer, HeadraceError | None], None],
+        self, broadcast: LocalBroadcast, ledger: LocalLedger, resume: ResumeTransfer
     ) -> None:
         self._broadcast = broadcast
-        self._on_step = on_step
+        self._ledger = ledger
+        self._resume = resume
+        self._cancelled = threading.Event()
+        self._copying = False
 
-    def advance(self, transfer: IncomingTransfer) -> None:
-        """Starts on what is due, if anything. Raises as LocalBroadcast.submit does."""
-        if transfer.copying or transfer.ledger is None:
+    @property
+    def pending_keys(self) -> Collection[Key]:
+        return self._ledger.missing_keys
+
+    @property
+    def holds_blocks(self) -> bool:
+        return self._copying
+
+    @property
+    def local_bytes(self) -> int:
+        return self._ledger.copied_bytes
+
+    def missing(self) -> str:
+        return self._ledger.missing()
+
+    def on_layer_landed(self, landed: LayerLanded) -> None:
+        self._ledger.land(landed)
+
+    def on_progress(self, transfer: TransferView) -> None:
+        """Submits the due copies. Raises as LocalBroadcast.submit does."""
+        if not transfer.active or self._copying:
             return
-        copies = transfer.ledger.take_local(JOB_BYTES)
+        copies = self._ledger.take_due(JOB_BYTES)
         if not copies:
             return
-        loop = asyncio.get_running_loop()
-        job = LocalJob(transfer.reservation, copies, transfer.deadline, transfer.ended_locally)
+        job = LocalJob(transfer.reservation, copies, transfer.deadline, self._cancelled)
         future = self._broadcast.submit(job)
-        transfer.copying = True
-        future.add_done_callback(lambda done: self._call_soon(loop, transfer, copies, done))
+        self._copying = True
+        call_when_done(future, partial(self._on_job_ended, copies))
 
-    def _call_soon(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        transfer: IncomingTransfer,
-        copies: tuple[LocalCopy, ...],
-        done: Future[None],
-    ) -> None:
-        # A loop that is gone has nobody left who waits for the transfer.
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(self._ended, transfer, copies, done)
+    def on_failed(self) -> None:
+        self._cancelled.set()
 
-    def _ended(
-        self, transfer: IncomingTransfer, copies: tuple[LocalCopy, ...], done: Future[None]
-    ) -> None:
-        transfer.copying = False
+    def _on_job_ended(self, copies: tuple[LocalCopy, ...], done: Future[None]) -> None:
+        self._copying = False
         error = _error_of(done)
-        if error is None and transfer.ledger is not None:
-            try:
-                for copy in copies:
-                    transfer.ledger.land_local(copy)
-            except InternalError as unexpected:
-                error = unexpected
-        elif error is not None and self._broadcast.quiet_after_failure_s:
-            policy = QuarantinePolicy(0.0, self._broadcast.quiet_after_failure_s)
-            now_s = asyncio.get_running_loop().time()
-            transfer.quarantines.append(Quarantine(policy, now_s))
-        self._on_step(transfer, error)
+        if error is not None:
+            self._resume(error, late_write_s=self._broadcast.quiet_after_failure_s)
+            return
+        try:
+            for copy in copies:
+                self._ledger.count(copy)
+        except InternalError as unexpected:
+            error = unexpected
+        self._resume(error)
 
 
 def _error_of(done: Future[None]) -> HeadraceError | None:

@@ -1,4 +1,4 @@
-"""Opens that came before their reservation: decode reserves while prefill computes already."""
+"""Opens that arrive before their reservation: decode reserves while prefill computes already."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from headrace_kv.receive.transfer import PrefillPeer
 
 
 class PendingOpens:
-    """At most `limit` Opens, each for `wait_s`; those that waited in vain go to `on_expired(transfer_id, peer)`."""
+    """At most `limit` Opens, each for `wait_s`. `on_expired(transfer_id, peer)` is called after that."""
 
     def __init__(
         self,
@@ -23,45 +23,46 @@ class PendingOpens:
         self._wait_s = wait_s
         self._on_expired = on_expired
         self._count = 0
-        self._waits: dict[str, dict[PrefillPeer, TimerHandle]] = {}
+        self._expiries: dict[str, dict[PrefillPeer, TimerHandle]] = {}
 
     def add(self, transfer_id: str, peer: PrefillPeer) -> bool:
-        """False when too many wait already."""
+        """Returns False when the limit is reached."""
         if self._count >= self._limit:
             return False
-        waits = self._waits.setdefault(transfer_id, {})
-        if peer not in waits:
+        expiries = self._expiries.setdefault(transfer_id, {})
+        if peer not in expiries:
             self._count += 1
-            waits[peer] = running_timers(self._timers).call_later(
+            expiries[peer] = running_timers(self._timers).call_later(
                 self._wait_s, self._expire, transfer_id, peer
             )
         return True
 
-    def take(self, transfer_id: str) -> list[PrefillPeer]:
-        """Who waits for a transfer; they wait no more."""
-        waits = self._waits.pop(transfer_id, {})
-        self._count -= len(waits)
-        for timer in waits.values():
+    def remove(self, transfer_id: str) -> list[PrefillPeer]:
+        """Removes the Opens of a transfer and returns their peers."""
+        expiries = self._expiries.pop(transfer_id, {})
+        self._count -= len(expiries)
+        for timer in expiries.values():
             timer.cancel()
-        return list(waits)
+        return list(expiries)
 
-    def forget(self, peer: PrefillPeer) -> None:
-        """The peer is gone."""
-        for transfer_id in [known for known, waits in self._waits.items() if peer in waits]:
-            self._drop(transfer_id, peer)
+    def remove_peer(self, peer: PrefillPeer) -> None:
+        """Removes the Opens of a peer."""
+        opened = [known for known, expiries in self._expiries.items() if peer in expiries]
+        for transfer_id in opened:
+            self._remove(transfer_id, peer)
 
     def clear(self) -> None:
-        """Nobody waits any more."""
-        for transfer_id in list(self._waits):
-            self.take(transfer_id)
+        """Removes every Open."""
+        for transfer_id in list(self._expiries):
+            self.remove(transfer_id)
 
     def _expire(self, transfer_id: str, peer: PrefillPeer) -> None:
-        self._drop(transfer_id, peer)
+        self._remove(transfer_id, peer)
         self._on_expired(transfer_id, peer)
 
-    def _drop(self, transfer_id: str, peer: PrefillPeer) -> None:
-        waits = self._waits[transfer_id]
-        waits.pop(peer).cancel()
+    def _remove(self, transfer_id: str, peer: PrefillPeer) -> None:
+        expiries = self._expiries[transfer_id]
+        expiries.pop(peer).cancel()
         self._count -= 1
-        if not waits:
-            del self._waits[transfer_id]
+        if not expiries:
+            del self._expiries[transfer_id]

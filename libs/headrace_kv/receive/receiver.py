@@ -1,48 +1,55 @@
-"""Owns decode's side of every transfer. Runs on one event loop; nothing here blocks."""
+"""Decode's side of the handoff: reservations, prefill ranks' streams, and their messages.
+
+Runs on one event loop; nothing here blocks.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from headrace.kv.v1 import handoff_pb2
 from headrace_common.deadlines import Deadline
+from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import (
+    Cancelled,
     Draining,
     DuplicateTransfer,
     HeadraceError,
     InternalError,
     KvCorrupt,
+    LayoutMismatch,
     ProtocolViolation,
     TransferFailed,
+    TransferTimeout,
+    class_of,
 )
-from headrace_kv.handoff.clock import TimerHandle, Timers, running_timers
-from headrace_kv.handoff.leases import Quarantine, QuarantinePolicy
+from headrace_kv.handoff.clock import Timers
+from headrace_kv.handoff.leases import QuarantinePolicy
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.layout.layout import KvLayout, WorkerRef
-from headrace_kv.receive.corrupt_senders import CorruptSenderTracker
 from headrace_kv.receive.handshake import validate_handshake
-from headrace_kv.receive.local_broadcast import LocalBroadcast, LocalCopyJobs
+from headrace_kv.receive.observer import ReceiverFeature, TransferObserver
 from headrace_kv.receive.pending_opens import PendingOpens
 from headrace_kv.receive.state import TransferState
-from headrace_kv.receive.transfer import IncomingTransfer, PrefillPeer, TransferSummary, ended_error
-from headrace_kv.receive.verification import DigestChecks, DigestJobs
+from headrace_kv.receive.transfer import IncomingTransfer, PrefillPeer, TransferSummary
+from headrace_kv.receive.transfer_table import TransferTable
 
 __all__ = ["IncomingTransfer", "Receiver", "ReceiverLimits", "TransferState", "TransferSummary"]
 
 _log = logging.getLogger(__name__)
+
+_CLASSES_OF_ENDINGS = (Cancelled, KvCorrupt, LayoutMismatch, TransferFailed, TransferTimeout)
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiverLimits:
     """Bounds of a receiver.
 
-    `open_wait_s`: how long an Open may come before its reservation. `waiting_opens`: how many may. `remembered`: ended
-    transfers whose late messages are recognised. `quiesce_timeout_s`: how long a rank may take to stop writing before
-    its stream is ended; longer than a write can last.
+    `open_wait_s`: how long an Open may come before its reservation. `waiting_opens`: how many may. `remembered`: how
+    many ended transfers are kept to recognise late messages. `quiesce_timeout_s`: after this time, longer than any
+    write, the stream of a rank that has not stopped writing is ended.
     """
 
     open_wait_s: float = 2.0
@@ -54,10 +61,9 @@ class ReceiverLimits:
 class Receiver:
     """The transfers into one decode worker.
 
-    `on_released(transfer_id)` is called once for each transfer that ended without being whole, when its blocks may be
-    reused. `quarantine_s` must be longer than a transport's write can last. `broadcast` copies between the ranks of a
-    layout that says they do. `timers` is the running event loop unless given. `checks` compares digests with what
-    has landed; whoever made it closes it.
+    `on_released(transfer_id)` is called once for each transfer that failed, when its blocks may be reused.
+    `quarantine_s` must be longer than a transport's write can last. `timers` is the running event loop unless given.
+    The owner of the `features` closes them.
     """
 
     def __init__(
@@ -69,137 +75,121 @@ class Receiver:
         lease_ttl_s: float = 5.0,
         quarantine_s: float = 15.0,
         limits: ReceiverLimits | None = None,
-        broadcast: LocalBroadcast | None = None,
         timers: Timers | None = None,
-        checks: DigestChecks | None = None,
+        features: Sequence[ReceiverFeature] = (),
     ) -> None:
-        """Raises InternalError when a layout's ranks have nothing that copies between them."""
-        if layout.broadcast_width > 1 and broadcast is None:
+        """Raises InternalError when a layout's ranks must copy between them and no feature does."""
+        # The network plan of such a layout leaves ranks unwritten: without the feature, transfers would complete early.
+        if layout.broadcast_width > 1 and not any(one.fills_local_ranks for one in features):
             raise InternalError("the layout has a broadcast_width, but nothing copies locally")
+        limits = limits or ReceiverLimits()
         self.lease_ttl_s = lease_ttl_s
         self._ref = ref
         self._layout = layout
-        self._on_released = on_released
-        self._limits = limits or ReceiverLimits()
-        self._timers = timers
-        self._policy = QuarantinePolicy(lease_ttl_s, quarantine_s)
-        self._transfers: dict[str, IncomingTransfer] = {}
-        self._ended: OrderedDict[str, str] = OrderedDict()
-        self._waiting = PendingOpens(
-            self._limits.waiting_opens, self._limits.open_wait_s, self._give_up, timers
+        self._features = tuple(features)
+        self._transfers = TransferTable(
+            on_released,
+            QuarantinePolicy(lease_ttl_s, quarantine_s),
+            quiesce_timeout_s=limits.quiesce_timeout_s,
+            remembered_max=limits.remembered,
+            timers=timers,
         )
-        self._passes = LocalCopyJobs(broadcast, self._passed_on) if broadcast is not None else None
-        self._checks = checks
-        self._digests = DigestJobs(checks, self._checked) if checks is not None else None
-        self._distrust = CorruptSenderTracker(checks.mismatch_limit if checks is not None else 1)
+        self._pending_opens = PendingOpens(
+            limits.waiting_opens, limits.open_wait_s, self._refuse_unreserved, timers
+        )
         self._peers: set[PrefillPeer] = set()
-        self._tick_handle: TimerHandle | None = None
         self._draining = False
         self._closed = False
-        self._changed = asyncio.Event()
 
     @property
     def active_count(self) -> int:
-        """Transfers that may still become whole."""
-        return sum(transfer.active for transfer in self._transfers.values())
+        """Transfers that may still complete."""
+        return sum(transfer.active for transfer in self._transfers)
 
     @property
     def quarantined_blocks(self) -> int:
         """Blocks of transfers that failed but may still be written into."""
         return sum(
             sum(map(len, transfer.reservation.block_ids_by_group))
-            for transfer in self._transfers.values()
+            for transfer in self._transfers
             if not transfer.active
         )
 
     @property
-    def digest_share(self) -> float:
-        """The part of all (transfer, layer) pairs whose digests prefill ranks are to tell, 0 to 1."""
-        return self._checks.share if self._checks is not None else 0.0
+    def rejected_senders(self) -> tuple[WorkerRef, ...]:
+        """Prefill workers that may not write here any more."""
+        return tuple(ref for feature in self._features for ref in feature.rejected_senders)
 
-    @property
-    def distrusted(self) -> tuple[WorkerRef, ...]:
-        """Prefill workers that may not write here any more, because too much of theirs arrived broken."""
-        return self._distrust.refs
+    def welcome(self) -> handoff_pb2.Welcome:
+        """The answer to a Hello."""
+        welcome = handoff_pb2.Welcome(lease_ttl=duration_from_seconds(self.lease_ttl_s))
+        for feature in self._features:
+            feature.extend_welcome(welcome)
+        return welcome
 
     def reserve(
         self,
         reservation: Reservation,
         deadline: Deadline,
         on_free: Callable[[IncomingTransfer], None] | None = None,
-        on_advance: Callable[[IncomingTransfer], None] | None = None,
+        observer: TransferObserver | None = None,
         *,
         logits_bytes: int = 0,
     ) -> IncomingTransfer:
-        """Lets prefill ranks write into the blocks until the transfer is whole or the deadline has passed.
+        """Lets prefill ranks write into the blocks until the transfer is complete or the deadline has passed.
 
-        `on_free` is called when nobody may write into them any more, however the transfer ended; `on_advance` whenever
-        something has landed, and once the transfer is whole or has failed. So many bytes of logits belong to it too.
+        `on_free` is called when nothing may write into them any more, however the transfer ended. `observer` belongs to
+        this transfer alone. `logits_bytes` bytes of logits are part of the transfer.
 
         Raises DuplicateTransfer, Draining, or InternalError for blocks that do not hold the tokens.
         """
         transfer_id = reservation.transfer_id
         if self._draining:
             raise Draining("the decode worker takes no new transfers")
-        if transfer_id in self._transfers or transfer_id in self._ended:
+        if (
+            self._transfers.get(transfer_id)
+            or self._transfers.ended_detail(transfer_id) is not None
+        ):
             raise DuplicateTransfer(
                 f"transfer {transfer_id} was used before", metadata={"transfer_id": transfer_id}
             )
-        self._check(reservation)
+        self._require_valid(reservation)
         transfer = IncomingTransfer(
-            reservation,
-            self._layout,
-            deadline,
-            on_free,
-            self.digest_share,
-            on_advance,
-            logits_bytes,
+            reservation, self._layout, deadline, on_free, logits_bytes=logits_bytes
         )
-        self._transfers[transfer_id] = transfer
-        transfer.timer = running_timers(self._timers).call_later(
-            deadline.remaining_s(), self._time_out, transfer
-        )
-        for peer in self._waiting.take(transfer_id):
-            self._admit(transfer, peer)
+        self._transfers.add(transfer, self._features)
+        if observer is not None:
+            transfer.add_observer(observer)
+        for peer in self._pending_opens.remove(transfer_id):
+            self._add_writer(transfer, peer)
         return transfer
 
     def cancel(self, transfer_id: str, reason: str, detail: str) -> None:
-        """Ends a transfer that is not whole. Later Opens of it are refused, also when it is not known yet."""
+        """Ends a transfer that is not complete. Later Opens of it are refused, also when it is not known yet."""
         transfer = self._transfers.get(transfer_id)
         if transfer is not None:
-            self._fail(transfer, ended_error(reason, detail, f"transfer {transfer_id} was ended"))
-        elif transfer_id not in self._ended:
-            self._remember(transfer_id, detail or reason)
-            for peer in self._waiting.take(transfer_id):
+            error = _ending_error(reason, detail, f"transfer {transfer_id} was ended")
+            self._transfers.fail(transfer, error)
+        elif self._transfers.ended_detail(transfer_id) is None:
+            self._transfers.remember_ended(transfer_id, detail or reason)
+            for peer in self._pending_opens.remove(transfer_id):
                 peer.refuse(transfer_id, reason, detail)
 
     async def drain(self, timeout_s: float) -> None:
-        """Takes nothing new, waits for what runs, then ends the rest, every stream and every timer."""
+        """Accepts nothing new, waits for active transfers, then ends the rest, every stream and every timer."""
         self._draining = True
-        deadline = Deadline.after(timeout_s)
-        while self._transfers and not deadline.expired:
-            self._changed.clear()
-            try:
-                async with asyncio.timeout(deadline.remaining_s()):
-                    await self._changed.wait()
-            except TimeoutError:
-                break
-        for transfer_id in list(self._transfers):
-            self.cancel(transfer_id, Draining.reason, "the decode worker is shutting down")
+        await self._transfers.wait_empty(Deadline.after(timeout_s))
+        for transfer in self._transfers:
+            self.cancel(transfer.transfer_id, Draining.reason, "the decode worker is shutting down")
         self.close()
 
     def close(self) -> None:
         """Ends every stream and timer at once. Blocks of transfers in flight are never given back."""
         self._draining = self._closed = True
-        self._waiting.clear()
-        for transfer in self._transfers.values():
-            if transfer.active:
-                transfer.fail(Draining("the decode worker is shutting down"), self._now_s())
+        self._pending_opens.clear()
+        self._transfers.close(Draining("the decode worker is shutting down"))
         for peer in list(self._peers):
             peer.end(Draining("the decode worker is shutting down"))
-        if self._tick_handle is not None:
-            self._tick_handle.cancel()
-            self._tick_handle = None
 
     def connect(
         self,
@@ -207,7 +197,7 @@ class Receiver:
         send: Callable[[handoff_pb2.HandoffResponse], None],
         end: Callable[[HeadraceError], None],
     ) -> PrefillPeer:
-        """Admits a prefill rank's stream.
+        """Accepts a prefill rank's stream.
 
         Raises StaleIncarnation, LayoutMismatch naming the fields, ProtocolViolation for an impossible rank, Draining.
         """
@@ -219,224 +209,136 @@ class Receiver:
         return peer
 
     def disconnect(self, peer: PrefillPeer) -> None:
-        """The stream has ended: the rank stops by itself, at the latest when its lease runs out."""
+        """The stream has ended. The rank stops writing by itself, at the latest when its lease runs out."""
         self._peers.discard(peer)
-        self._waiting.forget(peer)
-        for transfer in list(peer.transfers.values()):
-            transfer.writers.discard(peer)
-            transfer.quarantines.append(Quarantine(self._policy, self._now_s()))
-            if transfer.landed:
+        self._pending_opens.remove_peer(peer)
+        for transfer in self._transfers:
+            if not transfer.has_writer(peer):
                 continue
-            what = f"the handoff stream of {peer} ended; missing are {transfer.missing()}"
-            self._fail(transfer, TransferFailed(what, metadata={"prefill": str(peer.ref)}))
-        peer.transfers.clear()
-        self._arm()
+            self._transfers.quarantine_writer(transfer, peer)
+            if not transfer.landed:
+                what = f"the handoff stream of {peer} ended; missing are {transfer.missing()}"
+                error = TransferFailed(what, metadata={"prefill": str(peer.ref)})
+                self._transfers.fail(transfer, error)
 
     def handle(self, peer: PrefillPeer, request: handoff_pb2.HandoffRequest) -> None:
-        """Takes one message. A wrong one ends at most the transfer that it names (I6)."""
+        """Processes one message. A wrong one ends at most the transfer that it names (I6)."""
         match request.WhichOneof("message"):
             case "layers_done":
                 for layer in request.layers_done.layers:
-                    self._land(peer, layer)
+                    self._on_layer_done(peer, layer)
             case "open":
-                self._open(peer, request.open.transfer_id)
+                self._on_open(peer, request.open.transfer_id)
             case "logits":
-                self._take_logits(peer, request.logits)
+                self._on_logits(peer, request.logits)
             case "commit":
-                self._commit(peer, request.commit)
+                self._on_commit(peer, request.commit)
             case "failed":
-                self._hear_failure(peer, request.failed)
+                self._on_failed(peer, request.failed)
             case "quiesced":
-                self._quiesce(peer, request.quiesced.transfer_id)
+                self._on_quiesced(peer, request.quiesced.transfer_id)
             case _:
                 _log.warning("%s sent a message that is not in order on a stream", peer)
 
-    def _open(self, peer: PrefillPeer, transfer_id: str) -> None:
+    def _opened(self, peer: PrefillPeer, transfer_id: str) -> IncomingTransfer | None:
+        """A transfer that the rank may write to."""
         transfer = self._transfers.get(transfer_id)
+        return transfer if transfer is not None and transfer.has_writer(peer) else None
+
+    def _on_open(self, peer: PrefillPeer, transfer_id: str) -> None:
+        transfer = self._transfers.get(transfer_id)
+        ended_detail = self._transfers.ended_detail(transfer_id)
         if transfer is not None:
-            self._admit(transfer, peer)
-        elif transfer_id in self._ended:
-            peer.refuse(transfer_id, "CANCELLED", self._ended[transfer_id])
-        elif self._draining or not self._waiting.add(transfer_id, peer):
+            self._add_writer(transfer, peer)
+        elif ended_detail is not None:
+            peer.refuse(transfer_id, "CANCELLED", ended_detail)
+        elif self._draining or not self._pending_opens.add(transfer_id, peer):
             detail = "too many transfers are opened before their reservation"
             peer.refuse(transfer_id, "QUEUE_FULL", detail)
 
-    def _admit(self, transfer: IncomingTransfer, peer: PrefillPeer) -> None:
+    def _add_writer(self, transfer: IncomingTransfer, peer: PrefillPeer) -> None:
         transfer_id = transfer.transfer_id
         if not transfer.active:
             reason = transfer.error.reason if transfer.error else "CANCELLED"
             peer.refuse(transfer_id, reason, "the transfer has ended")
             return
-        if transfer_id in peer.transfers:
-            # Our answer was lost, or the Open came twice.
-            peer.send(transfer.reservation_message())
-            return
-        try:
-            self._distrust.check(peer.ref)
-            transfer.admit(peer)
-        except HeadraceError as error:
-            _log.warning("refused an Open: %s", error.detail)
-            peer.refuse(transfer_id, error.reason, error.detail)
-            return
-        peer.transfers[transfer_id] = transfer
+        # A repeated Open: the first one, or its answer, may have been lost.
+        if not transfer.has_writer(peer):
+            try:
+                for feature in self._features:
+                    feature.require_accepted(peer.ref)
+                transfer.add_writer(peer)
+            except HeadraceError as error:
+                _log.warning("refused an Open: %s", error.detail)
+                peer.refuse(transfer_id, error.reason, error.detail)
+                return
         peer.send(transfer.reservation_message())
 
-    def _land(self, peer: PrefillPeer, layer: handoff_pb2.LayerDone) -> None:
-        transfer = peer.transfers.get(layer.transfer_id)
+    def _on_layer_done(self, peer: PrefillPeer, layer: handoff_pb2.LayerDone) -> None:
+        transfer = self._opened(peer, layer.transfer_id)
         if transfer is None:
-            if layer.transfer_id not in self._ended:
+            if self._transfers.ended_detail(layer.transfer_id) is None:
                 _log.warning("%s acknowledged transfer %s unopened", peer, layer.transfer_id)
             return
         if not transfer.active:
             return
         try:
             transfer.land(peer, layer)
-            self._advance(transfer)
+            self._transfers.advance(transfer)
         except HeadraceError as error:
-            self._fail(transfer, error)
+            self._transfers.fail(transfer, error)
 
-    def _take_logits(self, peer: PrefillPeer, part: handoff_pb2.LogitsPart) -> None:
-        transfer = peer.transfers.get(part.transfer_id)
+    def _on_logits(self, peer: PrefillPeer, part: handoff_pb2.LogitsPart) -> None:
+        transfer = self._opened(peer, part.transfer_id)
         if transfer is None or not transfer.active:
             return
         try:
-            transfer.take_logits(peer, part)
-            self._advance(transfer)
+            transfer.land_logits(peer, part)
+            self._transfers.advance(transfer)
         except HeadraceError as error:
-            self._fail(transfer, error)
+            self._transfers.fail(transfer, error)
 
-    def _advance(self, transfer: IncomingTransfer) -> None:
-        if transfer.whole:
-            transfer.complete()
-            self._release(transfer)
-            transfer.advanced()
-            return
-        if self._digests is not None:
-            self._digests.advance(transfer)
-        if self._passes is not None:
-            self._passes.advance(transfer)
-        transfer.advanced()
-
-    def _passed_on(self, transfer: IncomingTransfer, error: HeadraceError | None) -> None:
-        """A local copy has ended."""
-        if transfer.active and error is None:
-            try:
-                self._advance(transfer)
-            except HeadraceError as refusal:
-                error = refusal
-        if error is not None:
-            self._fail(transfer, error)
-        if not self._closed:
-            self._release_if_quiet(transfer)
-
-    def _checked(self, transfer: IncomingTransfer, error: HeadraceError | None) -> None:
-        """Some digests have been compared."""
-        if not transfer.active:
-            return
-        if error is None:
-            try:
-                self._advance(transfer)
-            except HeadraceError as refusal:
-                error = refusal
-        if error is not None:
-            if isinstance(error, KvCorrupt) and transfer.prefill is not None:
-                self._distrust.note(transfer.prefill)
-            self._fail(transfer, error)
-
-    def _commit(self, peer: PrefillPeer, commit: handoff_pb2.Commit) -> None:
-        transfer = peer.transfers.get(commit.transfer_id)
+    def _on_commit(self, peer: PrefillPeer, commit: handoff_pb2.Commit) -> None:
+        transfer = self._opened(peer, commit.transfer_id)
         if transfer is None:
             return
         if transfer.active:
             try:
-                transfer.check_commit(peer, commit.payload_bytes)
+                transfer.require_committed(peer, commit.payload_bytes)
             except ProtocolViolation as error:
-                self._fail(transfer, error)
+                self._transfers.fail(transfer, error)
                 return
-        self._silence(transfer, peer)
+        self._transfers.remove_writer(transfer, peer)
 
-    def _hear_failure(self, peer: PrefillPeer, failed: handoff_pb2.Failed) -> None:
-        transfer = peer.transfers.get(failed.transfer_id)
+    def _on_failed(self, peer: PrefillPeer, failed: handoff_pb2.Failed) -> None:
+        transfer = self._opened(peer, failed.transfer_id)
         if transfer is not None and not transfer.landed:
             what = f"{peer} failed to send {transfer.transfer_id}"
-            self._fail(transfer, ended_error(failed.reason, failed.detail, what))
+            self._transfers.fail(transfer, _ending_error(failed.reason, failed.detail, what))
 
-    def _quiesce(self, peer: PrefillPeer, transfer_id: str) -> None:
-        transfer = peer.transfers.get(transfer_id)
+    def _on_quiesced(self, peer: PrefillPeer, transfer_id: str) -> None:
+        transfer = self._opened(peer, transfer_id)
         if transfer is None:
             return
-        self._silence(transfer, peer)
+        self._transfers.remove_writer(transfer, peer)
         if transfer.active and not transfer.landed:
-            self._fail(transfer, TransferFailed(f"{peer} stopped sending {transfer_id}"))
+            error = TransferFailed(f"{peer} stopped sending {transfer_id}")
+            self._transfers.fail(transfer, error)
 
-    def _silence(self, transfer: IncomingTransfer, peer: PrefillPeer) -> None:
-        """The rank writes no more for the transfer."""
-        transfer.writers.discard(peer)
-        peer.transfers.pop(transfer.transfer_id, None)
-        self._release_if_quiet(transfer)
-
-    def _time_out(self, transfer: IncomingTransfer) -> None:
-        self._fail(transfer, transfer.too_late())
-
-    def _fail(self, transfer: IncomingTransfer, error: HeadraceError) -> None:
-        if not transfer.active:
-            return
-        _log.info("transfer %s failed: %s", transfer.transfer_id, error.detail)
-        transfer.fail(error, self._now_s())
-        transfer.advanced()
-        for peer in transfer.writers:
-            peer.refuse(transfer.transfer_id, error.reason, error.detail)
-        self._release_if_quiet(transfer)
-        self._arm()
-
-    def _release_if_quiet(self, transfer: IncomingTransfer) -> None:
-        if transfer.state is TransferState.DRAINING and transfer.quiet:
-            self._release(transfer)
-            self._on_released(transfer.transfer_id)
-
-    def _release(self, transfer: IncomingTransfer) -> None:
-        transfer.free()
-        for peer in transfer.writers:
-            peer.transfers.pop(transfer.transfer_id, None)
-        del self._transfers[transfer.transfer_id]
-        self._remember(transfer.transfer_id, "the transfer has ended")
-        self._changed.set()
-
-    def _remember(self, transfer_id: str, why: str) -> None:
-        self._ended[transfer_id] = why
-        while len(self._ended) > self._limits.remembered:
-            self._ended.popitem(last=False)
-
-    def _arm(self) -> None:
-        """Keeps the clock running while a failed transfer waits to be quiet."""
-        if self._tick_handle is None and not self._closed and self.quarantined_blocks:
-            timers = running_timers(self._timers)
-            self._tick_handle = timers.call_later(self._policy.tick_s, self._tick)
-
-    def _tick(self) -> None:
-        self._tick_handle = None
-        now_s = self._now_s()
-        for transfer in list(self._transfers.values()):
-            if transfer.active:
-                continue
-            transfer.quarantines = [q for q in transfer.quarantines if not q.advance(now_s)]
-            self._release_if_quiet(transfer)
-            if now_s - transfer.failed_s > self._limits.quiesce_timeout_s:
-                for peer in list(transfer.writers):
-                    peer.end(
-                        ProtocolViolation(f"{peer} did not stop {transfer.transfer_id} in time")
-                    )
-        self._arm()
-
-    def _give_up(self, transfer_id: str, peer: PrefillPeer) -> None:
+    def _refuse_unreserved(self, transfer_id: str, peer: PrefillPeer) -> None:
         peer.refuse(transfer_id, "NOT_FOUND", f"{self._ref} has no reservation for it")
 
-    def _check(self, reservation: Reservation) -> None:
+    def _require_valid(self, reservation: Reservation) -> None:
         fault = reservation.find_fault(self._layout)
         if fault or reservation.start_token == reservation.end_token:
             raise InternalError(
                 f"the reservation of transfer {reservation.transfer_id} {fault or 'has no tokens'}"
             )
 
-    def _now_s(self) -> float:
-        return running_timers(self._timers).time()
+
+def _ending_error(reason: str, detail: str, what: str) -> HeadraceError:
+    """The error of a transfer that was ended for a reason: TransferFailed unless a class here has that reason."""
+    kind = class_of(reason)
+    if kind is None or kind not in _CLASSES_OF_ENDINGS:
+        kind = TransferFailed
+    return kind(f"{what}: {detail}" if detail else what, metadata={"reason": reason})

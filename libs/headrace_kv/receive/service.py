@@ -1,4 +1,4 @@
-"""The gRPC side of the Receiver: one handler per prefill rank's stream."""
+"""The gRPC service of the Receiver: one handler for each prefill rank's stream."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc.aio
-from google.protobuf.duration_pb2 import Duration
 
 from headrace.kv.v1 import handoff_pb2, handoff_pb2_grpc
+from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import HeadraceError, ProtocolViolation, QueueFull
 from headrace_kv.receive.receiver import Receiver
 from headrace_kv.receive.transfer import PrefillPeer
@@ -38,7 +38,7 @@ class _Outbox:
         if not self.ended.done():
             self.ended.set_result(error)
 
-    def take(self) -> handoff_pb2.HandoffResponse | None:
+    def pop(self) -> handoff_pb2.HandoffResponse | None:
         return self._messages.popleft() if self._messages else None
 
 
@@ -53,7 +53,7 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServiceServicer):
         request_iterator: AsyncIterator[handoff_pb2.HandoffRequest],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> None:
-        """See handoff.proto. Raises what Receiver.connect raises, or why the receiver ended the stream."""
+        """See handoff.proto. Raises as Receiver.connect does, or the error with which the receiver ended the stream."""
         hello = await _read_hello(request_iterator)
         outbox = _Outbox()
         peer = self._receiver.connect(hello, outbox.send, outbox.end)
@@ -66,7 +66,7 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServiceServicer):
             waited: set[asyncio.Future[Any]] = {reader, writer, outbox.ended}
             await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            # The rank no longer hears us: from here on its lease runs out.
+            # The rank receives no more renewals: from here on its lease runs out.
             self._receiver.disconnect(peer)
             for task in tasks:
                 task.cancel()
@@ -84,26 +84,21 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServiceServicer):
             self._receiver.handle(peer, request)
 
     async def _write(self, outbox: _Outbox, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        lease_ttl = _duration(self._receiver.lease_ttl_s)
+        welcome = self._receiver.welcome()
         loop = asyncio.get_running_loop()
         interval_s = self._receiver.lease_ttl_s / 3
         welcome_s = loop.time()
-        await context.write(
-            handoff_pb2.HandoffResponse(
-                welcome=handoff_pb2.Welcome(
-                    lease_ttl=lease_ttl, digest_share=self._receiver.digest_share
-                )
-            )
-        )
+        await context.write(handoff_pb2.HandoffResponse(welcome=welcome))
         renew_s = welcome_s + interval_s
         while True:
             outbox.wake.clear()
-            while (message := outbox.take()) is not None:
+            while (message := outbox.pop()) is not None:
                 await context.write(message)
             now_s = loop.time()
             if now_s >= renew_s:
                 renewal = handoff_pb2.Renewal(
-                    lease_ttl=lease_ttl, sent_after=_duration(now_s - welcome_s)
+                    lease_ttl=welcome.lease_ttl,
+                    sent_after=duration_from_seconds(now_s - welcome_s),
                 )
                 await context.write(handoff_pb2.HandoffResponse(renewal=renewal))
                 renew_s = now_s + interval_s
@@ -125,9 +120,3 @@ async def _read_hello(
     if first is None or first.WhichOneof("message") != "hello":
         raise ProtocolViolation("the first message on a handoff stream must be a Hello")
     return first.hello
-
-
-def _duration(seconds: float) -> Duration:
-    duration = Duration()
-    duration.FromNanoseconds(round(seconds * 1e9))
-    return duration

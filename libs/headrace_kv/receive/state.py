@@ -1,4 +1,4 @@
-"""Where a transfer is, and where it may go from there. Pure."""
+"""The states of a transfer and the steps between them. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 
 
 class TransferState(Enum):
-    """Where a transfer is. Its blocks belong to it until FREE."""
+    """A transfer's blocks belong to it until FREE."""
 
     RESERVED = "reserved"
     OPEN = "open"
@@ -39,7 +39,7 @@ ACTIVE_STATES: Final = frozenset({_S.RESERVED, _S.OPEN, _S.RECEIVING})
 
 
 class StateMachine:
-    """One transfer's states, entered by its owner alone. `transitions` has when each was, in Unix nanoseconds."""
+    """One transfer's states. `transitions` holds each with the Unix time of its entry in nanoseconds."""
 
     def __init__(self, transfer_id: str, unix_ns: Callable[[], int] = time.time_ns) -> None:
         self._transfer_id = transfer_id
@@ -56,11 +56,11 @@ class StateMachine:
         return tuple(self._transitions)
 
     def entered_unix_ns(self, state: TransferState) -> int:
-        """When a state was entered, 0 if it was not."""
+        """When a state was entered, 0 if it was not entered."""
         return next((unix_ns for entered, unix_ns in self._transitions if entered is state), 0)
 
     def enter(self, state: TransferState) -> None:
-        """Raises InternalError, and stays where it is, when `state` does not follow."""
+        """Raises InternalError, and changes nothing, when `state` does not follow."""
         if state not in NEXT_STATES[self._state]:
             raise InternalError(
                 f"transfer {self._transfer_id} cannot go from {self._state.value} to {state.value}",

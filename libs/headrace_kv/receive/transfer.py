@@ -1,65 +1,55 @@
-"""One transfer as decode sees it: its state, who may write, and how it ended."""
+"""One transfer into a decode worker: its state, its writers and its outcome."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import chain
 
 from headrace.kv.v1 import handoff_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import (
-    Cancelled,
     HeadraceError,
     InternalError,
-    KvCorrupt,
-    LayoutMismatch,
     ProtocolViolation,
-    TransferFailed,
     TransferTimeout,
 )
-from headrace_kv.handoff.checksum import is_digested
-from headrace_kv.handoff.clock import TimerHandle
-from headrace_kv.handoff.leases import Quarantine
+from headrace_kv.handoff.clock import TimerHandle, Timers
+from headrace_kv.handoff.leases import Quarantine, QuarantinePolicy
 from headrace_kv.handoff.logits import LOGITS_RANK, IncomingLogits
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.layout.layout import KvLayout, WorkerRef
-from headrace_kv.plan.shard_map import Edge, Key
-from headrace_kv.receive.ledger import Ledger
+from headrace_kv.receive.ledger import LayerLanded, Ledger
+from headrace_kv.receive.observer import TransferObserver
 from headrace_kv.receive.state import ACTIVE_STATES, StateMachine, TransferState
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class PrefillPeer:
-    """One prefill rank's stream.
-
-    `send` queues a message to it; `end` ends the stream with an error. `transfers` are those in which it may write.
-    """
+    """One prefill rank's stream. `send` queues a message; `end` ends the stream with an error."""
 
     ref: WorkerRef
     rank: int
     layout: KvLayout
     send: Callable[[handoff_pb2.HandoffResponse], None]
     end: Callable[[HeadraceError], None]
-    transfers: dict[str, IncomingTransfer] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.ref}"
 
     def refuse(self, transfer_id: str, reason: str, detail: str) -> None:
-        """Tells the rank that a transfer is over for it."""
+        """Sends a Cancel: the rank must stop writing for the transfer."""
         cancel = handoff_pb2.Cancel(transfer_id=transfer_id, reason=reason, detail=detail)
         self.send(handoff_pb2.HandoffResponse(cancel=cancel))
 
 
 @dataclass(frozen=True, slots=True)
 class TransferSummary:
-    """What a whole transfer took. `acknowledgement_count` counts landed pieces, duplicates apart.
+    """Figures of a complete transfer. `acknowledgement_count` leaves duplicates out.
 
-    `payload_bytes` crossed the network, `local_bytes` were passed on among decode ranks of one host.
+    `payload_bytes` crossed the network; `local_bytes` were copied among decode ranks of one host.
     """
 
     acknowledgement_count: int
@@ -70,32 +60,11 @@ class TransferSummary:
     complete_unix_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class LandedPiece:
-    """Tokens [start_token, end_token) of one key, and the digest of what was sent."""
-
-    edge: Edge
-    layer: int
-    start_token: int
-    end_token: int
-    digest: int
-
-    @property
-    def key(self) -> Key:
-        """What the ledger counts it by."""
-        return (self.edge.source_rank, self.edge.destination_rank, self.layer)
-
-    def __str__(self) -> str:
-        edge = self.edge
-        return f"layer {self.layer} from rank {edge.source_rank} to rank {edge.destination_rank}"
-
-
 class IncomingTransfer:
-    """A reservation being filled. The receiver owns it; others only wait for it and look at it.
+    """A reservation that is being filled. Runs on the receiver's event loop.
 
-    `unchecked` are pieces whose digests are to be compared, `checking` while some are.
-    `copying` while a local copy may write; `ended_locally` tells that copy's thread to stop. With `logits_bytes` it is
-    not whole without so many bytes of logits.
+    Its methods report events; nothing else changes its state. `on_free` is called when its blocks may be reused.
+    Without `logits_bytes` bytes of logits it is not complete.
     """
 
     def __init__(
@@ -104,27 +73,21 @@ class IncomingTransfer:
         layout: KvLayout,
         deadline: Deadline,
         on_free: Callable[[IncomingTransfer], None] | None = None,
-        digest_share: float = 0.0,
-        on_advance: Callable[[IncomingTransfer], None] | None = None,
+        *,
         logits_bytes: int = 0,
     ) -> None:
-        self.reservation = reservation
-        self.deadline = deadline
-        self.ledger: Ledger | None = None
-        self.prefill: WorkerRef | None = None
-        self.error: HeadraceError | None = None
-        self.timer: TimerHandle | None = None
-        self.failed_s = 0.0
-        self.writers: set[PrefillPeer] = set()
-        self.quarantines: list[Quarantine] = []
-        self.copying = False
-        self.unchecked: deque[LandedPiece] = deque()
-        self.checking = False
-        self.ended_locally = threading.Event()
+        self._reservation = reservation
         self._layout = layout
+        self._deadline = deadline
         self._on_free = on_free
-        self._on_advance = on_advance
-        self._digest_share = digest_share
+        self._ledger: Ledger | None = None
+        self._prefill: WorkerRef | None = None
+        self._error: HeadraceError | None = None
+        self._failed_s = 0.0
+        self._timer: TimerHandle | None = None
+        self._writers: set[PrefillPeer] = set()
+        self._quarantines: list[Quarantine] = []
+        self._observers: list[TransferObserver] = []
         self._logits = IncomingLogits(reservation.transfer_id, logits_bytes)
         self._states = StateMachine(reservation.transfer_id)
         self._ended = asyncio.Event()
@@ -132,7 +95,45 @@ class IncomingTransfer:
 
     @property
     def transfer_id(self) -> str:
-        return self.reservation.transfer_id
+        return self._reservation.transfer_id
+
+    @property
+    def reservation(self) -> Reservation:
+        return self._reservation
+
+    @property
+    def deadline(self) -> Deadline:
+        return self._deadline
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """The keys that have landed; None before the first Open."""
+        return self._ledger
+
+    @property
+    def prefill(self) -> WorkerRef | None:
+        """The worker that sends; None before its first Open."""
+        return self._prefill
+
+    @property
+    def error(self) -> HeadraceError | None:
+        """Why it failed."""
+        return self._error
+
+    @property
+    def failed_s(self) -> float:
+        """When it failed, by the receiver's clock."""
+        return self._failed_s
+
+    @property
+    def writers(self) -> frozenset[PrefillPeer]:
+        """The ranks that may write."""
+        return frozenset(self._writers)
+
+    @property
+    def quarantines(self) -> tuple[Quarantine, ...]:
+        """Of writers that went away without a Quiesced."""
+        return tuple(self._quarantines)
 
     @property
     def state(self) -> TransferState:
@@ -140,82 +141,126 @@ class IncomingTransfer:
 
     @property
     def transitions(self) -> tuple[tuple[TransferState, int], ...]:
-        """The states that it has been in, and when it entered each, in Unix nanoseconds."""
+        """The states that it has been in, each with the time of entry in Unix nanoseconds."""
         return self._states.transitions
 
     @property
     def active(self) -> bool:
-        """Whether it may still become whole."""
+        """Whether it may still complete."""
         return self.state in ACTIVE_STATES
 
     @property
-    def quiet(self) -> bool:
-        """Whether nothing writes into the blocks any more, from outside or locally."""
-        return not self.writers and not self.quarantines and not self.copying
+    def quiesced(self) -> bool:
+        """Whether nothing writes into the blocks any more: no rank, no late write, no observer (I1)."""
+        if self._writers or self._quarantines:
+            return False
+        return not any(observer.holds_blocks for observer in self._observers)
 
     @property
     def landed(self) -> bool:
-        """Whether prefill's part is whole, so that only copies between decode ranks may be missing."""
-        return self.ledger is not None and self.ledger.landed and self._logits.complete
+        """Whether everything that prefill sends has landed. Observers may still have pending keys."""
+        return self._ledger is not None and self._ledger.complete and self._logits.complete
 
     @property
     def whole(self) -> bool:
-        """Whether nothing is missing any more."""
-        return self.ledger is not None and self.ledger.complete and self._logits.complete
+        """Whether nothing is missing any more (I3)."""
+        return self.landed and not any(observer.pending_keys for observer in self._observers)
+
+    def arrived_layers(self, destination_rank: int) -> int:
+        """How many layers, counted from the first, are whole on one decode rank. 0 before the first Open."""
+        if self._ledger is None:
+            return 0
+        pending = (observer.pending_keys for observer in self._observers)
+        return min(
+            (
+                layer
+                for _, rank, layer in chain(self._ledger.missing_keys, *pending)
+                if rank == destination_rank
+            ),
+            default=self._layout.layer_count,
+        )
 
     async def wait(self) -> TransferSummary:
-        """Returns when every expected key has landed.
+        """Returns when the transfer is complete. Its own deadline bounds the wait.
 
         Raises TransferFailed, TransferTimeout naming the missing (rank, layer) keys, LayoutMismatch, or Cancelled.
-        The transfer's own deadline bounds the wait.
         """
         await self._ended.wait()
-        if self.error is not None:
-            raise self.error
-        if self.ledger is None or self.prefill is None:
+        if self._error is not None:
+            raise self._error
+        if self._ledger is None or self._prefill is None:
             raise InternalError(f"transfer {self.transfer_id} ended without a sender")
         return TransferSummary(
-            acknowledgement_count=self.ledger.ack_count,
-            payload_bytes=self.ledger.payload_bytes,
-            local_bytes=self.ledger.local_bytes,
-            prefill=self.prefill,
+            acknowledgement_count=self._ledger.ack_count,
+            payload_bytes=self._ledger.payload_bytes,
+            local_bytes=sum(observer.local_bytes for observer in self._observers),
+            prefill=self._prefill,
             first_ack_unix_ns=self._first_ack_unix_ns,
             complete_unix_ns=self.entered_unix_ns(TransferState.COMPLETE),
         )
 
     async def logits(self) -> bytes:
-        """The last token's logits, when they have come, however much of the cache has. Raises as `wait`."""
+        """The last token's logits as soon as all of them are here, which may be before the KV. Raises as `wait`."""
         found = await self._logits.wait()
         if found is None:
-            raise self.error or InternalError(f"transfer {self.transfer_id} ended without logits")
+            raise self._error or InternalError(f"transfer {self.transfer_id} ended without logits")
         return found
 
     def entered_unix_ns(self, state: TransferState) -> int:
         """When the transfer entered a state, 0 if it has not."""
         return self._states.entered_unix_ns(state)
 
-    def admit(self, peer: PrefillPeer) -> None:
+    def add_observer(self, observer: TransferObserver) -> None:
+        """Registers an optional feature's part. Call it before the first Open."""
+        self._observers.append(observer)
+
+    def start_timer(self, timers: Timers, on_timeout: Callable[[IncomingTransfer], None]) -> None:
+        """Calls `on_timeout` at the deadline, unless the transfer ends before."""
+        self._timer = timers.call_later(self._deadline.remaining_s(), on_timeout, self)
+
+    def has_writer(self, peer: PrefillPeer) -> bool:
+        """Whether a rank may write."""
+        return peer in self._writers
+
+    def add_writer(self, peer: PrefillPeer) -> None:
         """Lets a rank write. Raises ProtocolViolation when it has no part in the transfer."""
-        if self.prefill is not None and self.prefill != peer.ref:
+        if self._prefill is not None and self._prefill != peer.ref:
             raise ProtocolViolation(
-                f"transfer {self.transfer_id} is being sent by {self.prefill}, not {peer.ref}"
+                f"transfer {self.transfer_id} is being sent by {self._prefill}, not {peer.ref}"
             )
-        if any(writer.rank == peer.rank for writer in self.writers):
+        if any(writer.rank == peer.rank for writer in self._writers):
             raise ProtocolViolation(f"{peer} has opened transfer {self.transfer_id} already")
-        ledger = self.ledger
+        ledger = self._ledger
         if ledger is None:
-            ledger = Ledger(self._layout, peer.layout, self.reservation)
+            ledger = Ledger(self._layout, peer.layout, self._reservation)
         layers_due = peer.rank in ledger.source_ranks and not ledger.source_complete(peer.rank)
         if not layers_due and not self._owes_logits(peer):
             raise ProtocolViolation(f"{peer} has nothing to send for {self.transfer_id}")
-        self.ledger, self.prefill = ledger, peer.ref
-        self.writers.add(peer)
+        self._ledger, self._prefill = ledger, peer.ref
+        self._writers.add(peer)
         if self.state is TransferState.RESERVED:
             self._states.enter(TransferState.OPEN)
 
+    def remove_writer(self, peer: PrefillPeer) -> None:
+        """A rank writes no more for the transfer."""
+        self._writers.discard(peer)
+
+    def quarantine_writer(self, peer: PrefillPeer, policy: QuarantinePolicy, now_s: float) -> None:
+        """A rank's stream has ended: it stops writing within the policy's time."""
+        self._writers.discard(peer)
+        self.start_quarantine(policy, now_s)
+
+    def start_quarantine(self, policy: QuarantinePolicy, now_s: float) -> None:
+        """Something may write into the blocks within the policy's time."""
+        self._quarantines.append(Quarantine(policy, now_s))
+
+    def advance_quarantines(self, now_s: float) -> None:
+        """Drops the quarantines that are over."""
+        self._quarantines = [one for one in self._quarantines if not one.advance(now_s)]
+
     def reservation_message(self) -> handoff_pb2.HandoffResponse:
-        """Where a rank that was admitted may write."""
-        reservation = self.reservation
+        """The message that says where an accepted rank may write."""
+        reservation = self._reservation
         return handoff_pb2.HandoffResponse(
             reservation=handoff_pb2.Reservation(
                 transfer_id=self.transfer_id,
@@ -230,37 +275,34 @@ class IncomingTransfer:
         )
 
     def land(self, peer: PrefillPeer, layer: handoff_pb2.LayerDone) -> None:
-        """Counts a landed piece. Raises as Ledger.land does, and ProtocolViolation when its digest is missing."""
-        if self.ledger is None:
+        """Counts a range that has landed. Raises as Ledger.land and TransferObserver.on_layer_landed do."""
+        if self._ledger is None:
             raise ProtocolViolation(f"{peer} has not opened {self.transfer_id}")
         key = (peer.rank, layer.destination_rank, layer.layer)
-        new = self.ledger.land(key, layer.start_token, layer.end_token, layer.payload_bytes)
+        new = self._ledger.land(key, layer.start_token, layer.end_token, layer.payload_bytes)
         if self.state is TransferState.OPEN:
             self._first_ack_unix_ns = time.time_ns()
             self._states.enter(TransferState.RECEIVING)
-        if new and is_digested(self._digest_share, self.transfer_id, layer.layer):
-            if not layer.HasField("digest"):
-                raise ProtocolViolation(
-                    f"{peer} gave no digest of layer {layer.layer} of {self.transfer_id}"
-                )
-            self.ledger.await_check(key, layer.end_token)
-            edge = self.ledger.edge(key)
-            self.unchecked.append(
-                LandedPiece(edge, layer.layer, layer.start_token, layer.end_token, layer.digest)
+        if new and self._observers:
+            landed = LayerLanded(
+                edge=self._ledger.edge(key),
+                layer=layer.layer,
+                start_token=layer.start_token,
+                end_token=layer.end_token,
+                digest=layer.digest if layer.HasField("digest") else None,
             )
+            for observer in self._observers:
+                observer.on_layer_landed(landed)
 
-    def _owes_logits(self, peer: PrefillPeer) -> bool:
-        return peer.rank == LOGITS_RANK and not self._logits.complete
-
-    def take_logits(self, peer: PrefillPeer, part: handoff_pb2.LogitsPart) -> None:
-        """Adds a part. Raises as IncomingLogits.take, and ProtocolViolation for a rank that is not to send them."""
+    def land_logits(self, peer: PrefillPeer, part: handoff_pb2.LogitsPart) -> None:
+        """Adds a part. Raises as IncomingLogits.take, and ProtocolViolation for a rank that must not send them."""
         if peer.rank != LOGITS_RANK:
             raise ProtocolViolation(f"{peer} is not the one to send logits of {self.transfer_id}")
         self._logits.take(part)
 
-    def check_commit(self, peer: PrefillPeer, payload_bytes: int) -> None:
-        """Raises ProtocolViolation when a rank claims to be ready but has not landed everything."""
-        ledger = self.ledger
+    def require_committed(self, peer: PrefillPeer, payload_bytes: int) -> None:
+        """Raises ProtocolViolation when a rank commits before everything of it has landed."""
+        ledger = self._ledger
         if ledger is None or not ledger.source_complete(peer.rank) or self._owes_logits(peer):
             raise ProtocolViolation(
                 f"{peer} committed transfer {self.transfer_id} although {self.missing()} are missing"
@@ -272,16 +314,16 @@ class IncomingTransfer:
             )
 
     def missing(self) -> str:
-        """What has not landed, for people."""
-        if self.ledger is None:
+        """Names what is missing, for error messages."""
+        if self._ledger is None:
             return "all layers, because no prefill rank opened it"
-        layers = self.ledger.missing()
-        if self._logits.complete:
-            return layers
-        return f"{layers}; the logits" if layers else "the logits"
+        parts = [self._ledger.missing(), *(observer.missing() for observer in self._observers)]
+        if not self._logits.complete:
+            parts.append("the logits")
+        return "; ".join(part for part in parts if part)
 
-    def too_late(self) -> TransferTimeout:
-        """The error of a deadline that has passed."""
+    def timeout_error(self) -> TransferTimeout:
+        """The error of a transfer at its deadline."""
         missing = self.missing()
         return TransferTimeout(
             f"transfer {self.transfer_id} is not whole in time; missing are {missing}",
@@ -289,44 +331,36 @@ class IncomingTransfer:
         )
 
     def complete(self) -> None:
-        """All has landed."""
+        """Nothing is missing any more."""
         self._states.enter(TransferState.COMPLETE)
         self._end()
 
     def fail(self, error: HeadraceError, now_s: float) -> None:
-        """It will not become whole; the blocks stay its own until it is quiet."""
-        self.error = error
-        self.failed_s = now_s
-        self.ended_locally.set()
+        """It cannot complete. Its blocks are released once it has quiesced."""
+        self._error = error
+        self._failed_s = now_s
+        for observer in self._observers:
+            observer.on_failed()
         self._states.enter(TransferState.FAILED)
         self._end()
         self._states.enter(TransferState.DRAINING)
 
-    def advanced(self) -> None:
-        """Something has landed or was checked, or the transfer has ended."""
-        if self._on_advance is not None:
-            self._on_advance(self)
+    def report_progress(self) -> None:
+        """Calls every observer's `on_progress`, and raises what it raises."""
+        for observer in self._observers:
+            observer.on_progress(self)
 
     def free(self) -> None:
-        """The blocks are nobody's target any more."""
+        """Nothing writes into the blocks any more."""
         self._states.enter(TransferState.FREE)
         if self._on_free is not None:
             self._on_free(self)
 
+    def _owes_logits(self, peer: PrefillPeer) -> bool:
+        return peer.rank == LOGITS_RANK and not self._logits.complete
+
     def _end(self) -> None:
-        if self.timer is not None:
-            self.timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         self._logits.end()
         self._ended.set()
-
-
-_BY_REASON: dict[str, type[HeadraceError]] = {
-    kind.reason: kind
-    for kind in (Cancelled, KvCorrupt, LayoutMismatch, TransferFailed, TransferTimeout)
-}
-
-
-def ended_error(reason: str, detail: str, what: str) -> HeadraceError:
-    """The error of a transfer that was ended for a reason: a TransferFailed unless the reason has a better class."""
-    kind = _BY_REASON.get(reason, TransferFailed)
-    return kind(f"{what}: {detail}" if detail else what, metadata={"reason": reason})

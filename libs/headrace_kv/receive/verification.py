@@ -1,19 +1,30 @@
-"""Decode's side of digests: what has landed is read back on a thread before the engine may run (I3)."""
+"""Compares the digests of landed KV with those of the sender.
+
+A receiver feature. A thread reads the memory back, and the transfer completes only when all digests match (I3).
+"""
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from headrace_common.errors import Draining, HeadraceError, InternalError, KvCorrupt
-from headrace_kv.handoff.checksum import DigestMode, destination_digest, digest_share
+from headrace.kv.v1 import handoff_pb2
+from headrace_common.errors import Draining, InternalError, KvCorrupt, ProtocolViolation
+from headrace_kv.handoff.checksum import DigestMode, destination_digest, digest_share, is_digested
 from headrace_kv.handoff.messages import Reservation, reserved_span
-from headrace_kv.layout.layout import KvDescriptor
+from headrace_kv.layout.layout import KvDescriptor, WorkerRef
 from headrace_kv.plan.copy_plan import CopyPlanner
-from headrace_kv.plan.shard_map import Edge
-from headrace_kv.receive.transfer import IncomingTransfer, LandedPiece
+from headrace_kv.plan.shard_map import Edge, Key
+from headrace_kv.receive.corrupt_senders import CorruptSenderTracker
+from headrace_kv.receive.ledger import LayerLanded, name_numbers
+from headrace_kv.receive.observer import (
+    ReceiverFeature,
+    ResumeTransfer,
+    TransferObserver,
+    TransferView,
+    call_when_done,
+)
 from headrace_kv.transport.memory import HOST_MEMORY, Memory
 
 _log = logging.getLogger(__name__)
@@ -21,10 +32,10 @@ _log = logging.getLogger(__name__)
 _NAMED_LIMIT = 8
 
 
-class DigestChecks:
-    """Reads pieces of `descriptor`'s memory back, on a thread of its own.
+class DigestChecks(ReceiverFeature):
+    """Reads ranges of `descriptor`'s memory back, on a thread of its own.
 
-    `memory` is how this process reads it. Prefill workers of `mismatch_limit` broken transfers are to be distrusted.
+    `memory` is how this process reads it. A prefill worker is rejected after `mismatch_limit` corrupt transfers.
     """
 
     def __init__(
@@ -36,104 +47,122 @@ class DigestChecks:
         mismatch_limit: int = 3,
     ) -> None:
         self.share = digest_share(mode)
-        self.mismatch_limit = mismatch_limit
         self._layout = descriptor.layout
         self._ranks = {rank.rank: rank for rank in descriptor.ranks}
         self._memory = memory
+        self._corrupt_senders = CorruptSenderTracker(mismatch_limit)
         self._planners: dict[int, CopyPlanner] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-digest")
 
+    @property
+    def rejected_senders(self) -> tuple[WorkerRef, ...]:
+        return self._corrupt_senders.rejected
+
+    def require_accepted(self, sender: WorkerRef) -> None:
+        self._corrupt_senders.require_accepted(sender)
+
+    def record_corrupt(self, sender: WorkerRef) -> None:
+        """Counts a corrupt transfer against its prefill worker."""
+        self._corrupt_senders.record(sender)
+
+    def extend_welcome(self, welcome: handoff_pb2.Welcome) -> None:
+        welcome.digest_share = self.share
+
+    def observe(self, transfer: TransferView, resume: ResumeTransfer) -> TransferObserver:
+        return DigestJobs(self, transfer, resume)
+
     def submit(
-        self, reservation: Reservation, pieces: tuple[LandedPiece, ...]
-    ) -> Future[tuple[LandedPiece, ...]]:
-        """The pieces whose bytes are not what was sent. Raises Draining once closed."""
+        self, reservation: Reservation, ranges: tuple[LayerLanded, ...]
+    ) -> Future[tuple[LayerLanded, ...]]:
+        """Calls `find_corrupt` on the thread. Raises Draining once closed."""
         try:
-            return self._thread.submit(self.find_broken, reservation, pieces)
+            return self._thread.submit(self.find_corrupt, reservation, ranges)
         except RuntimeError as error:
             raise Draining("the decode worker checks nothing any more") from error
 
-    def find_broken(
-        self, reservation: Reservation, pieces: tuple[LandedPiece, ...]
-    ) -> tuple[LandedPiece, ...]:
-        """The same, at once. Blocks."""
-        return tuple(piece for piece in pieces if self._digest(reservation, piece) != piece.digest)
+    def find_corrupt(
+        self, reservation: Reservation, ranges: tuple[LayerLanded, ...]
+    ) -> tuple[LayerLanded, ...]:
+        """The ranges that do not hold the bytes that were sent. Blocks."""
+        return tuple(one for one in ranges if self._digest(reservation, one) != one.digest)
 
     def close(self) -> None:
-        """Drops what waits and returns when nothing is read any more. Blocks; may be called twice."""
+        """Drops waiting jobs and returns when the running one has ended. Blocks; may be called twice."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _digest(self, reservation: Reservation, piece: LandedPiece) -> int:
-        edge, rank = piece.edge, piece.edge.destination_rank
+    def _digest(self, reservation: Reservation, landed: LayerLanded) -> int:
+        edge, rank = landed.edge, landed.edge.destination_rank
         planner = self._planners.get(rank)
         if planner is None:
             planner = self._planners[rank] = CopyPlanner(self._ranks[rank], self._ranks[rank])
         head = edge.destination_head
         own = Edge(rank, rank, head, head, edge.head_count)
-        index = self._layout.group_index(piece.layer)
-        span = reserved_span(self._layout, reservation, index, piece.start_token, piece.end_token)
-        return destination_digest(self._memory, planner.plan(own, piece.layer, span))
+        index = self._layout.group_index(landed.layer)
+        span = reserved_span(self._layout, reservation, index, landed.start_token, landed.end_token)
+        return destination_digest(self._memory, planner.plan(own, landed.layer, span))
 
 
-class DigestJobs:
-    """Has landed pieces checked, at most one job per transfer at a time. Runs on one event loop.
-
-    `on_step(transfer, error)` is called after each job.
-    """
+class DigestJobs(TransferObserver):
+    """The digest checks of one transfer, submitted in at most one job at a time."""
 
     def __init__(
-        self,
-        checks: DigestChecks,
-        on_step: Callable[[IncomingTransfer, HeadraceError | None], None],
+        self, checks: DigestChecks, transfer: TransferView, resume: ResumeTransfer
     ) -> None:
         self._checks = checks
-        self._on_step = on_step
+        self._transfer = transfer
+        self._resume = resume
+        self._waiting: list[LayerLanded] = []
+        self._checking: tuple[LayerLanded, ...] = ()
 
-    def advance(self, transfer: IncomingTransfer) -> None:
-        """Starts on what has landed, if anything. Raises as DigestChecks.submit does."""
-        if transfer.checking or not transfer.unchecked:
+    @property
+    def pending_keys(self) -> Collection[Key]:
+        return [landed.key for landed in (*self._checking, *self._waiting)]
+
+    def missing(self) -> str:
+        layers = sorted({layer for _, _, layer in self.pending_keys})
+        return f"the check of {name_numbers('layer', layers)}" if layers else ""
+
+    def on_layer_landed(self, landed: LayerLanded) -> None:
+        """Raises ProtocolViolation when the digest of a range that must have one is missing."""
+        transfer_id = self._transfer.transfer_id
+        if not is_digested(self._checks.share, transfer_id, landed.layer):
             return
-        pieces = tuple(transfer.unchecked)
-        transfer.unchecked.clear()
-        loop = asyncio.get_running_loop()
-        future = self._checks.submit(transfer.reservation, pieces)
-        transfer.checking = True
-        future.add_done_callback(lambda done: self._call_soon(loop, transfer, pieces, done))
+        if landed.digest is None:
+            raise ProtocolViolation(
+                f"rank {landed.edge.source_rank} of {self._transfer.prefill} gave no digest of layer "
+                f"{landed.layer} of {transfer_id}"
+            )
+        self._waiting.append(landed)
 
-    def _call_soon(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        transfer: IncomingTransfer,
-        pieces: tuple[LandedPiece, ...],
-        done: Future[tuple[LandedPiece, ...]],
-    ) -> None:
-        # A loop that is gone has nobody left who waits for the transfer.
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(self._ended, transfer, pieces, done)
+    def on_progress(self, transfer: TransferView) -> None:
+        """Submits the ranges that wait. Raises as DigestChecks.submit does."""
+        if not transfer.active or self._checking or not self._waiting:
+            return
+        ranges = tuple(self._waiting)
+        future = self._checks.submit(transfer.reservation, ranges)
+        self._waiting.clear()
+        self._checking = ranges
+        call_when_done(future, self._on_job_ended)
 
-    def _ended(
-        self,
-        transfer: IncomingTransfer,
-        pieces: tuple[LandedPiece, ...],
-        done: Future[tuple[LandedPiece, ...]],
-    ) -> None:
-        transfer.checking = False
-        error: HeadraceError | None = None
+    def _on_job_ended(self, done: Future[tuple[LayerLanded, ...]]) -> None:
+        # After an error the ranges stay pending, so that the transfer cannot complete.
         if done.cancelled():
-            error = Draining("the decode worker checks nothing any more")
+            self._resume(Draining("the decode worker checks nothing any more"))
         elif (problem := done.exception()) is not None:
             _log.error("a digest could not be checked", exc_info=problem)
-            error = InternalError(f"a digest could not be checked: {problem}")
-        elif broken := done.result():
-            error = _corrupt(transfer, broken)
-        elif transfer.ledger is not None:
-            for piece in pieces:
-                transfer.ledger.note_checked(piece.key, piece.end_token)
-        self._on_step(transfer, error)
+            self._resume(InternalError(f"a digest could not be checked: {problem}"))
+        elif corrupt := done.result():
+            if self._transfer.active and self._transfer.prefill is not None:
+                self._checks.record_corrupt(self._transfer.prefill)
+            self._resume(_corrupt_error(self._transfer, corrupt))
+        else:
+            self._checking = ()
+            self._resume(None)
 
 
-def _corrupt(transfer: IncomingTransfer, broken: tuple[LandedPiece, ...]) -> KvCorrupt:
-    named = "; ".join(map(str, broken[:_NAMED_LIMIT]))
-    more = f" and {len(broken) - _NAMED_LIMIT} more" if len(broken) > _NAMED_LIMIT else ""
+def _corrupt_error(transfer: TransferView, corrupt: tuple[LayerLanded, ...]) -> KvCorrupt:
+    named = "; ".join(map(str, corrupt[:_NAMED_LIMIT]))
+    more = f" and {len(corrupt) - _NAMED_LIMIT} more" if len(corrupt) > _NAMED_LIMIT else ""
     what = f"what has landed of transfer {transfer.transfer_id} is not what was sent: {named}{more}"
     metadata = {"transfer_id": transfer.transfer_id, "keys": named + more}
     if transfer.prefill is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from headrace_common.errors import InternalError
 from headrace_kv.handoff.messages import LayerRange, LayerSent
-from headrace_kv.plan.copy_plan import Runs, Span
+from headrace_kv.plan.copy_plan import BlockSpan, Runs
 from headrace_kv.plan.shard_map import Edge
 from headrace_kv.transport.base import KvTransport, WriteResult
 
@@ -17,7 +17,7 @@ class PieceCopy:
     """What one edge of a piece needs: the tokens and blocks of `span`, which acknowledge up to `end_token`."""
 
     edge: Edge
-    span: Span
+    span: BlockSpan
 
     @property
     def start_token(self) -> int:

@@ -17,7 +17,7 @@ from headrace_kv.handoff.messages import (
     TransferTarget,
 )
 from headrace_kv.layout.layout import STATE, CacheGroup, KvLayout
-from headrace_kv.plan.copy_plan import Int64Array, Span
+from headrace_kv.plan.copy_plan import BlockSpan, Int64Array
 from headrace_kv.plan.shard_map import Edge, edges_from
 from headrace_kv.send.layer_write import LayerWrite, PieceCopy
 
@@ -58,7 +58,7 @@ class OutgoingTransfer:
         self._taken: dict[tuple[int, int], int] = {}
         self._landed: dict[tuple[int, int], int] = {}
         self._open_edges = 0
-        self._spans: dict[int, tuple[tuple[int, ...], Span]] = {}
+        self._spans: dict[int, tuple[tuple[int, ...], BlockSpan]] = {}
 
     @property
     def transfer_id(self) -> str:
@@ -194,7 +194,7 @@ class OutgoingTransfer:
             )
         return replace(piece, start_token=0)
 
-    def _span(self, piece: LayerRange, start: int, end: int) -> Span:
+    def _span(self, piece: LayerRange, start: int, end: int) -> BlockSpan:
         """The tokens and their blocks. The same object comes back for the same chunk's other layers of a group.
 
         Raises InternalError when the engine cut a block that must be whole, or gave too few.
@@ -204,7 +204,7 @@ class OutgoingTransfer:
         assert self._decode_layout is not None
         index = self._layout.group_index(piece.layer)
         block_ids, span = self._spans.get(index, ((), None))
-        if span is not None and block_ids is piece.block_ids and span.covers(start, end):
+        if span is not None and block_ids is piece.block_ids and span.has_tokens(start, end):
             return span
         group, decode_group = self._layout.groups[index], self._decode_layout.groups[index]
         size = group.block_tokens
@@ -220,7 +220,7 @@ class OutgoingTransfer:
                 f"{self.transfer_id}: {len(piece.block_ids)} source blocks do not hold {end} tokens"
             )
         reserved = self.reservation.start_token
-        span = Span(
+        span = BlockSpan(
             start_token=start,
             end_token=end,
             source_blocks=np.asarray(piece.block_ids[first:last], dtype=np.int64),

@@ -1,4 +1,4 @@
-"""What the data plane asks of a transport."""
+"""The interface of a transport."""
 
 from __future__ import annotations
 
@@ -12,27 +12,30 @@ from headrace_kv.plan.copy_plan import Runs
 from headrace_kv.transport.memory import HOST_MEMORY, Memory
 
 Strategy = Literal["direct", "gather", "scatter", "gather_scatter"]
-"""How runs that are short on either side got across: written one by one ("direct"), put into the receiver's order
-before writing, put into place after landing, or both."""
+"""How runs are written.
+
+"direct": one entry per run. "gather": copied into staging memory in the destination's order before the write.
+"scatter": written to a landing area, and copied into place by the receiver. "gather_scatter": both.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class WriteResult:
-    """How runs got across: the transport that carried them, and the entries that it was given."""
+    """The transport and the strategy of a write, and how many entries the transport was given."""
 
     transport: str
     strategy: Strategy
     entry_count: int
 
 
-# A transport ends its futures in time by itself; this is for its bugs.
+# A transport ends its futures in time by itself; this bounds the effect of a bug in one.
 _GRACE_S = 30.0
 
 
 class KvTransport(ABC):
     """Moves bytes from this rank's memory into another rank's.
 
-    `write`, `submit` and `close` are called by one thread. `write` blocks.
+    One thread calls `write`, `submit` and `close`. `write` blocks.
     """
 
     name: str
@@ -45,46 +48,56 @@ class KvTransport(ABC):
     """Runs that one `write` should hold."""
 
     byte_limit: int = 64 * 1024 * 1024
-    """Bytes that one `write` should hold, so that it is over well within a write lease."""
+    """Bytes that one `write` should hold, so that it ends well within a write lease."""
+
+    pending_limit: int = 1
+    """How many writes to one peer are worth having in flight."""
 
     memory: Memory = HOST_MEMORY
-    """How this process reads what is registered."""
+    """Reads what is registered."""
+
+    @property
+    def wire(self) -> str:
+        """The transport and its protocol, as in WriteResult.transport. The cost model's table has it as key."""
+        return self.name
+
+    @property
+    def stages_host_memory(self) -> bool:
+        """Whether short runs of host memory should be staged: an entry costs more than a copy of its bytes."""
+        return False
 
     @property
     @abstractmethod
     def session(self) -> str:
-        """How peers name this transport, as in RankMemory.session."""
+        """The address of this transport for peers, as in RankMemory.session."""
 
     @abstractmethod
     def register(self, base_address: int, nbytes: int) -> None:
         """Lets [base_address, base_address + nbytes) be read and written. Raises ConfigError when it cannot."""
 
-    pending_limit: int = 1
-    """Writes that are worth having under way to one peer at once."""
-
     @abstractmethod
     def write(self, session: str, runs: Runs, timeout_s: float) -> WriteResult:
         """Copies the runs into the memory of `session` and returns when they have landed.
 
-        Raises TransferFailed: then an unknown part has landed, and more may until `quiet_after_failure_s` has passed.
-        A transport may take longer than `timeout_s` where its library cannot be interrupted.
+        Raises TransferFailed: then an unknown part has landed, and more may land for `quiet_after_failure_s`. A
+        transport may take longer than `timeout_s` where its library cannot be interrupted.
         """
 
     def submit(self, session: str, runs: Runs, timeout_s: float) -> Future[WriteResult]:
-        """Starts a write; the future is done when `write` would return or raise, within about `timeout_s`.
+        """Starts a write. The future is done when `write` would return or raise, within about `timeout_s`.
 
-        Until then the source must stay as it is. Blocks for as long as the transport cannot take more.
+        Until then the source must not change. Blocks while the transport cannot accept more.
         """
         try:
-            written = self.write(session, runs, timeout_s)
+            result = self.write(session, runs, timeout_s)
         except HeadraceError as error:
-            return failed(error)
+            return failed_future(error)
         future: Future[WriteResult] = Future()
-        future.set_result(written)
+        future.set_result(result)
         return future
 
     def route(self, session: str) -> str:
-        """Name of the transport that carries writes to `session`; empty when that is not decided yet."""
+        """Name of the transport that carries writes to `session`; empty while that is not decided."""
         return self.name
 
     @abstractmethod
@@ -92,15 +105,15 @@ class KvTransport(ABC):
         """Ends the transport; afterwards nothing lands any more. May be called twice."""
 
 
-def failed(error: HeadraceError) -> Future[WriteResult]:
+def failed_future(error: HeadraceError) -> Future[WriteResult]:
     """A future that has ended with an error."""
     future: Future[WriteResult] = Future()
     future.set_exception(error)
     return future
 
 
-def ended(future: Future[WriteResult], timeout_s: float) -> WriteResult:
-    """Waits for the future of a write that was submitted with `timeout_s`; returns or raises what it holds."""
+def wait_for_write(future: Future[WriteResult], timeout_s: float) -> WriteResult:
+    """Waits for a write that was submitted with `timeout_s`. Returns or raises what the future holds."""
     try:
         return future.result(max(0.0, timeout_s) + _GRACE_S)
     except TimeoutError:

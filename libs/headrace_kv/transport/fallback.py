@@ -1,4 +1,4 @@
-"""Several transports as one: each peer is reached by the first that can."""
+"""Several transports as one: each peer uses the first that reaches it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from concurrent.futures import Future
 
 from headrace_common.errors import ConfigError, TransferFailed
 from headrace_kv.plan.copy_plan import Runs
-from headrace_kv.transport.base import KvTransport, WriteResult, failed
+from headrace_kv.transport.base import KvTransport, WriteResult, failed_future
 from headrace_kv.transport.sessions import join_sessions, session_of
 
 _log = logging.getLogger(__name__)
 
-_CHOICE_LIMIT = 4096
+_PEER_LIMIT = 4096
 
 
 class FallbackTransport(KvTransport):
-    """Tries `transports` in order and stays, for each peer, with the first that has not failed before writing.
+    """For each peer, tries `transports` in order and keeps to the first that does not fail before it writes.
 
-    A transport is given up for a peer when its error's metadata says that no byte was written (`written_bytes` is "0")
-    and another is left; every other error is the caller's.
+    The next transport is used when an error's metadata states that no byte was written: `written_bytes` is "0". Any
+    other error is raised.
     """
 
     name = "auto"
@@ -36,7 +36,7 @@ class FallbackTransport(KvTransport):
         self.pending_limit = max(transport.pending_limit for transport in transports)
         self.byte_limit = min(transport.byte_limit for transport in transports)
         self.entry_limit = max(transport.entry_limit for transport in transports)
-        self._choices: OrderedDict[str, tuple[str, ...]] = OrderedDict()
+        self._names_by_session: OrderedDict[str, tuple[str, ...]] = OrderedDict()
 
     @property
     def session(self) -> str:
@@ -47,8 +47,8 @@ class FallbackTransport(KvTransport):
             transport.register(base_address, nbytes)
 
     def route(self, session: str) -> str:
-        choices = self._choices.get(session)
-        return choices[0] if choices else ""
+        names = self._names_by_session.get(session)
+        return names[0] if names else ""
 
     def write(self, session: str, runs: Runs, timeout_s: float) -> WriteResult:
         deadline_s = time.monotonic() + timeout_s
@@ -62,15 +62,15 @@ class FallbackTransport(KvTransport):
                     raise
                 _log.info("KV bytes go by %s instead of %s: %s", names[1], names[0], error)
                 names = names[1:]
-                self._choices[session] = names
+                self._names_by_session[session] = names
 
     def submit(self, session: str, runs: Runs, timeout_s: float) -> Future[WriteResult]:
         try:
             names = self._names(session)
         except TransferFailed as error:
-            return failed(error)
+            return failed_future(error)
         if len(names) > 1:
-            # Whether the next is needed must be known before it is too late to turn to it.
+            # Blocks: only a failure before the write lets the next transport carry it.
             return super().submit(session, runs, timeout_s)
         return self._transports[names[0]].submit(session, runs, timeout_s)
 
@@ -79,17 +79,17 @@ class FallbackTransport(KvTransport):
             transport.close()
 
     def _names(self, session: str) -> tuple[str, ...]:
-        """The transports that are still worth trying for a peer, by preference."""
-        names = self._choices.get(session)
+        """The transports left to try for a peer, by preference."""
+        names = self._names_by_session.get(session)
         if names is None:
-            # A session without parts is that of a peer whose only transport is our last.
+            # A session without parts names a peer that has only our last transport.
             shared = "=" in session
             ours = tuple(self._transports)
             names = tuple(n for n in ours if session_of(n, session)) if shared else ours[-1:]
             if not names:
                 raise TransferFailed(f'no transport of {", ".join(ours)} reaches "{session}"')
             _log.info("KV bytes to %s go by %s", session_of(ours[-1], session), names[0])
-            self._choices[session] = names
-            if len(self._choices) > _CHOICE_LIMIT:
-                self._choices.popitem(last=False)
+            self._names_by_session[session] = names
+            if len(self._names_by_session) > _PEER_LIMIT:
+                self._names_by_session.popitem(last=False)
         return names

@@ -1,4 +1,4 @@
-"""Copies within one process, with faults on request. For tests of everything above a transport."""
+"""A transport within one process that can inject faults. For tests of everything above a transport."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headrace_kv.transport.sessions import session_of
 
 
 class FaultKind(Enum):
-    """What goes wrong with a write."""
+    """The fault of a write."""
 
     FAIL = "raises, nothing lands"
     FAIL_LATE = "raises at once, everything lands `seconds` later"
@@ -38,7 +38,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
-    """Faults by the number of the write, from 1; `every` is for all others."""
+    """Faults by the number of the write, counted from 1. `every` applies to all others."""
 
     by_write: Mapping[int, Fault] = field(default_factory=dict)
     every: Fault | None = None
@@ -49,7 +49,7 @@ class FaultPlan:
 
 
 class MemoryFabric:
-    """The transports that can reach each other, by session."""
+    """The registered memory of transports that reach each other, by session."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -57,7 +57,7 @@ class MemoryFabric:
         self._regions: dict[str, list[tuple[int, int]]] = {}
 
     def join(self) -> str:
-        """A new session without memory."""
+        """Returns a new session without memory."""
         with self._lock:
             self._next += 1
             session = f"memory-{self._next}"
@@ -65,7 +65,7 @@ class MemoryFabric:
             return session
 
     def leave(self, session: str) -> None:
-        """Forgets a session: writes to it fail from now on."""
+        """Removes a session: writes to it fail from now on."""
         with self._lock:
             self._regions.pop(session, None)
 
@@ -75,7 +75,7 @@ class MemoryFabric:
             self._regions[session].append((base_address, base_address + nbytes))
 
     def covers(self, session: str, runs: Runs, addresses_of: str) -> bool:
-        """Whether every run lies in one registered range of the session."""
+        """Whether every run lies within one registered range of the session. `addresses_of` names a field of Runs."""
         with self._lock:
             regions = list(self._regions.get(session, ()))
         starts = getattr(runs, addresses_of)
@@ -85,7 +85,7 @@ class MemoryFabric:
 
 
 shared_fabric = MemoryFabric()
-"""The fabric of transports that are not given their own."""
+"""The default fabric."""
 
 
 class InMemoryTransport(KvTransport):
@@ -133,7 +133,7 @@ class InMemoryTransport(KvTransport):
         if fault is None:
             self._copy(runs)
         else:
-            self._misbehave(fault, runs, timeout_s)
+            self._write_faulty(fault, runs, timeout_s)
         return WriteResult(self.name, "direct", len(runs))
 
     def close(self) -> None:
@@ -144,7 +144,7 @@ class InMemoryTransport(KvTransport):
             timer.join(timeout=5.0)
         self._late.clear()
 
-    def _misbehave(self, fault: Fault, runs: Runs, timeout_s: float) -> None:
+    def _write_faulty(self, fault: Fault, runs: Runs, timeout_s: float) -> None:
         match fault.kind:
             case FaultKind.FAIL:
                 raise TransferFailed("the fault plan fails this write")

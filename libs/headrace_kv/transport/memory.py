@@ -1,4 +1,4 @@
-"""How short runs get in and out of registered memory: the host's here, a device's elsewhere."""
+"""Access to registered memory: the host's here, a device's in headrace_engine.torch_memory."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from headrace_kv.transport.packing import Bytes, gather, scatter
 
 
 class Memory(Protocol):
-    """The memory of one process that runs start and end in. Every method may be called from any thread."""
+    """The memory of one process that holds the ends of runs. Any thread may call its methods."""
 
     on_host: bool
-    """Whether this process can read it like any memory of its own."""
+    """Whether this process can read it by address."""
 
     staged: bool
-    """Whether a transport cannot reach it, so that every byte has to cross host memory."""
+    """Whether transports cannot reach it, so that every byte is copied through host memory."""
 
     def admit(self, base_address: int, nbytes: int) -> None:
         """Raises ConfigError unless [base_address, base_address + nbytes) is such memory and not empty."""
 
     def allocate(self, nbytes: int) -> Bytes:
-        """Host memory to gather to and to scatter from: a staging or landing area."""
+        """Allocates host memory for a staging or landing area."""
 
     def gather(self, addresses: Int64Array, lengths: Int64Array, target: Bytes) -> None:
         """As packing.gather; returns when `target` holds the bytes."""
@@ -34,7 +34,7 @@ class Memory(Protocol):
 
 
 class HostMemory:
-    """This process's own memory, wherever it is registered."""
+    """The host memory of this process."""
 
     on_host = True
     staged = False

@@ -1,4 +1,4 @@
-"""Many short runs to and from one contiguous stretch of memory of this process."""
+"""Copies many short runs to and from one contiguous buffer of this process."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Bytes = NDArray[np.uint8]
 
 
 def by_length(lengths: Int64Array) -> Int64Array | None:
-    """An order of the runs in which equal lengths follow each other; None when they do already."""
+    """An order of the runs in which equal lengths are adjacent, None when they already are."""
     if len(lengths) < 2 or np.all(lengths == lengths[0]):
         return None
     return np.argsort(lengths, kind="stable")
 
 
-# Fewer runs of a length than this are copied one by one: setting numpy up costs as much.
+# Fewer runs of a length are copied one by one, because a numpy call costs as much.
 _FEW_RUNS = 16
 
 
@@ -43,7 +43,7 @@ def gather(addresses: Int64Array, lengths: Int64Array, target: Bytes) -> None:
 
 
 def scatter(source: Bytes, addresses: Int64Array, lengths: Int64Array) -> None:
-    """Copies the start of `source`, piece after piece, to [addresses[i], addresses[i] + lengths[i]). Shapes [run]."""
+    """Copies consecutive bytes of `source` to [addresses[i], addresses[i] + lengths[i]). Shapes [run]."""
     for first, stop, length, offset in _equal_lengths(lengths):
         if stop - first < _FEW_RUNS:
             packed = int(source.ctypes.data) + offset
@@ -70,7 +70,7 @@ def _equal_lengths(lengths: Int64Array) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _rows(addresses: Int64Array, length: int) -> tuple[Bytes, Int64Array]:
-    """A view of memory whose rows are `length` bytes, and the row of each address: numpy then copies row by row."""
+    """A view of memory in rows of `length` bytes, and the row of each address, so that numpy copies whole rows."""
     low = int(addresses.min())
     offsets = addresses - low
     step = int(np.gcd.reduce(offsets)) or length

@@ -1,4 +1,4 @@
-"""Registered memory as address ranges. Pure."""
+"""Address ranges of registered memory. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from headrace_kv.plan.copy_plan import Int64Array
 
 
 class MemoryRanges:
-    """Ranges [start, end) of addresses. `add` replaces an immutable list, so `covers` may run beside it."""
+    """Ranges [start, end) of addresses. Threads may call `covers` while another adds a range."""
 
     def __init__(self, spans: tuple[tuple[int, int], ...] = ()) -> None:
         self.spans = spans

@@ -1,4 +1,4 @@
-"""One session that names the same memory for several transports. Pure."""
+"""Sessions with parts: the sessions of several transports to the same memory. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _NAME = "="
 
 
 def join_sessions(sessions: Mapping[str, str]) -> str:
-    """One text for a session per transport name, in order of preference. A session with parts keeps its own names."""
+    """Joins one session per transport name, in order of preference. A session with parts keeps its own names."""
     return _PART.join(
         session if _NAME in session else f"{name}{_NAME}{session}"
         for name, session in sessions.items()
@@ -17,7 +17,7 @@ def join_sessions(sessions: Mapping[str, str]) -> str:
 
 
 def session_of(name: str, session: str) -> str | None:
-    """The part of transport `name`, the session itself when it has no parts, or None when it is not among them."""
+    """The part of transport `name`: the session itself when it has no parts, None when no part has the name."""
     if _NAME not in session:
         return session
     for part in session.split(_PART):

@@ -69,8 +69,7 @@ async def serve_worker(host: WorkerHost, hosted: HostedWorker[DecodeConfig]) -> 
         lease_ttl_s=config.lease_ttl_s,
         on_released=engine.released,
         quarantine_s=config.quarantine_s,
-        broadcast=engine.broadcast,
-        checks=checks,
+        features=tuple(filter(None, (engine.broadcast, checks))),
     )
     membership: WorkerMembership | None = None
     service = DecodeService(

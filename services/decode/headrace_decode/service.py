@@ -279,6 +279,6 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
             used_blocks=usage.used_blocks,
             distrusted_workers=[
                 worker_pb2.DistrustedWorker(worker_id=one.worker_id, incarnation=one.incarnation)
-                for one in self._receiver.distrusted
+                for one in self._receiver.rejected_senders
             ],
         )

@@ -16,7 +16,7 @@ from headrace_engine.interface import (
 )
 from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory
 from headrace_kv.plan.regions import place_regions
-from headrace_kv.receive.transfer import IncomingTransfer
+from headrace_kv.receive.observer import TransferObserver
 
 LAYOUT = KvLayout.attention(
     model="m", dtype="float32", layer_count=2, kv_head_count=2, block_tokens=16, parts={"kv": 4}
@@ -39,7 +39,7 @@ class ScriptedEngine(Engine):
         self.first_logits_given: list[tuple[str, bytes]] = []
         self.released_ids: list[str] = []
         self.closed = 0
-        self.listener: Callable[[IncomingTransfer], None] | None = None
+        self.listener: TransferObserver | None = None
 
     async def start(self) -> None:
         """Nothing to load."""
@@ -63,7 +63,7 @@ class ScriptedEngine(Engine):
     def arrived(self, transfer_id: str) -> None:
         self.arrived_ids.append(transfer_id)
 
-    def arrival_listener(self) -> Callable[[IncomingTransfer], None] | None:
+    def arrival_listener(self) -> TransferObserver | None:
         return self.listener
 
     def first_token(self, transfer_id: str, token_id: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace_engine.interface import DecodeEnded, DecodeTokens
-from headrace_kv.receive.transfer import IncomingTransfer
+from headrace_kv.receive.observer import TransferObserver, TransferView
 from tests.component.decode.conftest import Served, request
 from tests.component.decode.test_generate import (
     RESERVATION,
@@ -14,18 +14,17 @@ from tests.component.decode.test_generate import (
 )
 
 
-class Listener:
+class Listener(TransferObserver):
     """Notes how many layers are there, and what the transfer has come to."""
 
     def __init__(self, served: Served, speaks_at: int) -> None:
         self._engine = served.engine
         self._speaks_at = speaks_at
         self.heard: list[tuple[int, bool]] = []
-        served.engine.listener = self.advance
+        served.engine.listener = self
 
-    def advance(self, transfer: IncomingTransfer) -> None:
-        assert transfer.ledger is not None
-        layers = transfer.ledger.arrived_layers(0)
+    def on_progress(self, transfer: TransferView) -> None:
+        layers = transfer.arrived_layers(0)
         self.heard.append((layers, transfer.active))
         if layers == self._speaks_at:
             # Sooner than anybody could have called `arrived`.

@@ -282,8 +282,7 @@ async def running(
         on_released=lambda transfer_id: released.append((transfer_id, time.monotonic())),
         quarantine_s=quarantine_s,
         limits=receiver_limits,
-        broadcast=broadcast,
-        checks=checks,
+        features=tuple(filter(None, (broadcast, checks))),
     )
     server = grpc.aio.server(interceptors=[ErrorInterceptor()])
     handoff_pb2_grpc.add_HandoffServiceServicer_to_server(HandoffServicer(receiver), server)

@@ -17,6 +17,7 @@ from headrace_common.rpc.status import error_from_rpc
 from headrace_engine.vllm.standalone.params import ConsumerParams
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.receive.observer import TransferObserver
 from headrace_kv.receive.receiver import IncomingTransfer, Receiver, TransferSummary
 
 log = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ class FetchClient:
         receiver: Receiver,
         on_whole: Callable[[str, TransferSummary], None],
         on_refused: Callable[[str], None],
-        listen: Callable[[], Callable[[IncomingTransfer], None] | None] = lambda: None,
+        listen: Callable[[], TransferObserver | None] = lambda: None,
     ) -> None:
         self._ref = ref
         self._endpoint = endpoint
@@ -67,7 +68,7 @@ class FetchClient:
             return
         try:
             transfer = self._receiver.reserve(
-                reservation, wanted.fetches.deadline, on_advance=self._listen()
+                reservation, wanted.fetches.deadline, observer=self._listen()
             )
         except HeadraceError as exc:
             log.error("transfer %s was refused: %s", reservation.transfer_id, exc.detail)

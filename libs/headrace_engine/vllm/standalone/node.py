@@ -26,7 +26,8 @@ from headrace_engine.vllm.standalone.settings import StandaloneSettings
 from headrace_kv.handoff.messages import Reservation, SendReport
 from headrace_kv.layout.layout import STATE, KvDescriptor, KvLayout, WorkerRef
 from headrace_kv.receive.layer_overlap import LayerOverlap
-from headrace_kv.receive.receiver import IncomingTransfer, Receiver, TransferSummary
+from headrace_kv.receive.observer import TransferObserver
+from headrace_kv.receive.receiver import Receiver, TransferSummary
 from headrace_kv.receive.service import HandoffServicer
 
 log = logging.getLogger(__name__)
@@ -137,13 +138,13 @@ class StandaloneNode:
         )
         return endpoint
 
-    def _arrival_listener(self, layer_count: int) -> Callable[[IncomingTransfer], None] | None:
+    def _arrival_listener(self, layer_count: int) -> TransferObserver | None:
         late = self._connector.overlap_layers
         if not late.count:
             return None
         return LayerOverlap(
             self, overlap_layers=late.count, layer_count=layer_count, rank_count=self._rank_count
-        ).advance
+        )
 
     def arriving(self, transfer_id: str, deadline: Deadline) -> None:
         """See EarlyNews; so is the one below."""

@@ -1,4 +1,4 @@
-"""Shortens the naps of a thread of Mooncake's, whose end holds up the whole process."""
+"""Shortens the accept call of Mooncake's handshake thread, which delays the end of an engine."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _MICROSECONDS = 1_000_000
 
 
 def set_accept_timeout(port: int, timeout_s: float) -> bool:
-    """Sets how long an accept on a listening port of this process's own waits; whether there is such a socket.
+    """Sets the accept timeout of this process's socket that listens on `port`. Returns whether there is one.
 
-    A Mooncake engine that ends joins a thread that accepts handshakes and looks up once a second, and Python's lock
-    is held meanwhile: nothing else in the process runs. A wait that is under way keeps its old length.
+    The destructor of a Mooncake engine joins its handshake thread, which blocks in accept for up to a second. It holds
+    Python's GIL meanwhile, so nothing else in the process runs. An accept call in progress keeps its old timeout.
     """
     seconds, microseconds = divmod(round(timeout_s * _MICROSECONDS), _MICROSECONDS)
     found = False
@@ -32,7 +32,7 @@ def set_accept_timeout(port: int, timeout_s: float) -> bool:
 
 
 def _listener(descriptor: int) -> socket.socket | None:
-    """A copy of a descriptor that is a listening TCP socket; the descriptor may be gone."""
+    """A duplicate of a descriptor, if it is a listening TCP socket. The descriptor may be closed meanwhile."""
     try:
         if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
             return None

@@ -1,10 +1,11 @@
-"""Mooncake's TransferEngine, the only module that imports it.
+"""Mooncake's TransferEngine. The only module that imports it.
 
-What shapes this code: a return value of -1 means "failed, and may still be writing", for as long as the engine object
-lives; an engine can be stuck with a peer for good after a failure; a call that waits for its write spins on a core;
-many entries at once are rejected. So writes are submitted and looked after by a thread (write_worker.py), and sending
-has an engine of its own, apart from the one that peers write to: after a failed write it is destroyed, which does end
-its writing, and a fresh one takes its place.
+Its behaviour shapes this code. A return value of -1 means "failed, and may still be writing", while the engine object
+exists. After a failure an engine can be unable to reach a peer for good. A blocking call spins on a core. Many entries
+at once are rejected.
+
+So a thread submits and polls the writes (write_worker.py). Sending has an engine of its own, apart from the one that
+peers write to. After a failed write the sending engine is destroyed, which ends its writing, and a new one replaces it.
 """
 
 from __future__ import annotations
@@ -20,24 +21,31 @@ from typing import Any
 
 from headrace_common.errors import ConfigError, TransferFailed
 from headrace_kv.plan.copy_plan import Runs
-from headrace_kv.transport.base import KvTransport, WriteResult, ended, failed
+from headrace_kv.transport.base import (
+    KvTransport,
+    WriteResult,
+    failed_future,
+    wait_for_write,
+)
+from headrace_kv.transport.memory import HOST_MEMORY, Memory
 from headrace_kv.transport.mooncake.accept_timeout import set_accept_timeout
-from headrace_kv.transport.mooncake.write_worker import Engine, WriteWorker
+from headrace_kv.transport.mooncake.write_job import Engine
+from headrace_kv.transport.mooncake.write_worker import WriteWorker
 from headrace_kv.transport.ranges import MemoryRanges
 from headrace_kv.transport.sessions import session_of
 
 _log = logging.getLogger(__name__)
 
 TRANSFER_TIMEOUT_S = 5
-"""The least that Mooncake takes; how long a write waits for a peer that stands still."""
+"""Mooncake's minimum. How long a write waits for a peer that makes no progress."""
 
-# A peer that failed a write is left alone this long: Mooncake itself refuses to reconnect within a second.
+# After a failed write, new writes to the peer fail for this long: Mooncake does not reconnect within a second.
 _PEER_REST_S = 1.0
-# An engine's end waits for an accept that is under way.
+# The destruction of an engine waits for its current accept call.
 _ACCEPT_TIMEOUT_S = 0.05
 _INFINIBAND = Path("/sys/class/infiniband")
 _PEER_MEMORY_MODULE = Path("/sys/module/nvidia_peermem")
-# Builds of one module: installed side by side they overwrite each other's files.
+# Builds of one module. Installed together they overwrite each other's files.
 _BUILDS = (
     "mooncake-transfer-engine-non-cuda",
     "mooncake-transfer-engine-cuda13",
@@ -49,8 +57,8 @@ _LIBRARY_PACKAGES = "libibverbs1 libcurl4 libnuma1"
 def configure_environment(want: str) -> str:
     """Sets Mooncake's environment variables and returns the protocol that it will use, "rdma" or "tcp".
 
-    Must run before the first engine is made. `want` is "auto", "rdma" or "tcp"; the engine's own protocol argument
-    selects nothing. Raises ConfigError when RDMA is asked for without a device.
+    Must run before the first engine is made: the engine's protocol argument has no effect. `want` is "auto", "rdma" or
+    "tcp". Raises ConfigError when RDMA is asked for without a device.
     """
     if want not in ("auto", "rdma", "tcp"):
         raise ConfigError(f'the transport protocol is "{want}": choose auto, rdma or tcp')
@@ -70,10 +78,10 @@ def configure_environment(want: str) -> str:
 
 
 def prepare_device_memory() -> None:
-    """Lets Mooncake register a CUDA device's memory; comes before the first engine that does.
+    """Lets Mooncake register a CUDA device's memory. Must run before the first engine that does.
 
-    By default it leaves that to a kernel module. Without the module, a build for CUDA can share the memory as a DMA
-    buffer.
+    By default Mooncake needs a kernel module for that. Without the module, a build for CUDA can share the memory as a
+    DMA buffer.
     """
     os.environ.setdefault("WITH_NVIDIA_PEERMEM", "1" if _PEER_MEMORY_MODULE.is_dir() else "0")
 
@@ -81,11 +89,11 @@ def prepare_device_memory() -> None:
 class MooncakeTransport(KvTransport):
     """KV memory over Mooncake, by RDMA where a device is present and otherwise by TCP.
 
-    Peers authenticate to nobody and reach every registered byte: keep the port range inside a trusted network.
+    Peers are not authenticated and reach every registered byte: keep the port range inside a trusted network.
     """
 
     name = "mooncake"
-    # After a failure the engine is gone before `write` raises; what is left are bytes in the peer's own sockets.
+    # The engine is destroyed before `write` raises. Only bytes in the peer's own sockets can still land.
     quiet_after_failure_s = 0.5
     byte_limit = 16 * 1024 * 1024
     pending_limit = 4
@@ -102,6 +110,14 @@ class MooncakeTransport(KvTransport):
         self._worker: WriteWorker | None = None
         self._closed = False
         _log.info("KV bytes move by Mooncake over %s, from %s", self.protocol, host)
+
+    @property
+    def wire(self) -> str:
+        return f"{self.name}/{self.protocol}"
+
+    @property
+    def stages_host_memory(self) -> bool:
+        return self.protocol == "tcp"
 
     @property
     def session(self) -> str:
@@ -121,21 +137,21 @@ class MooncakeTransport(KvTransport):
                     _register(engine, base_address, nbytes)
 
     def write(self, session: str, runs: Runs, timeout_s: float) -> WriteResult:
-        return ended(self.submit(session, runs, timeout_s), timeout_s)
+        return wait_for_write(self.submit(session, runs, timeout_s), timeout_s)
 
     def submit(self, session: str, runs: Runs, timeout_s: float) -> Future[WriteResult]:
-        # A peer that offers several transports names them all.
+        # A peer with several transports names them all in its session.
         session = session_of(self.name, session) or session
         if self._closed:
-            return failed(TransferFailed("the transport is closed"))
-        # Over TCP, Mooncake itself would read any memory.
+            return failed_future(TransferFailed("the transport is closed"))
+        # Over TCP, Mooncake does not check the source address.
         if not self._memory.covers(runs.source_addresses, runs.lengths):
-            return failed(TransferFailed("a source address is not registered"))
+            return failed_future(TransferFailed("a source address is not registered"))
         if self._worker is None:
             self._worker = WriteWorker(
                 self._open_sending,
                 self._drop_sending,
-                f"{self.name}/{self.protocol}",
+                self.wire,
                 stall_s=TRANSFER_TIMEOUT_S,
                 rest_s=_PEER_REST_S,
             )
@@ -174,6 +190,13 @@ class MooncakeTransport(KvTransport):
         for start, end in self._memory.spans:
             _register(engine, start, end - start)
         return engine
+
+
+def open_mooncake(host: str, protocol: str, memory: Memory = HOST_MEMORY) -> MooncakeTransport:
+    """A transport for KV in `memory`. Raises ConfigError as MooncakeTransport does."""
+    if not memory.on_host and not memory.staged:
+        prepare_device_memory()
+    return MooncakeTransport(host, protocol)
 
 
 def _register(engine: Any, base_address: int, nbytes: int) -> None:

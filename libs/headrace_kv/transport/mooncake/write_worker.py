@@ -1,7 +1,7 @@
-"""The thread that feeds an engine with writes and asks how they go.
+"""The thread that submits writes to a Mooncake engine and polls their status.
 
-Engines that are waited for in their own calls spin on a core that copying needs. So entries are submitted one by one,
-a window of them per peer, and looked at between short sleeps.
+Mooncake's blocking calls spin on a core that copying needs. So the thread submits entries one by one, within a window
+per peer, and polls them between short sleeps.
 """
 
 from __future__ import annotations
@@ -11,82 +11,36 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Protocol
 
 from headrace_common.errors import HeadraceError, TransferFailed
 from headrace_kv.plan.copy_plan import Runs
 from headrace_kv.transport.base import WriteResult
+from headrace_kv.transport.mooncake.write_job import NO_BATCH, Engine, PeerWrites, WriteJob
 
 _log = logging.getLogger(__name__)
 
-_WINDOW_ENTRIES = 256
 _JOB_LIMIT = 256
-_SHORTEST_PAUSE_S = 20e-6
-_LONGEST_PAUSE_S = 200e-6
-# Writes to other peers get this long to end before an engine is given up.
+_PAUSE_MIN_S = 20e-6
+_PAUSE_MAX_S = 200e-6
+# Time for writes to other peers to end before the engine is dropped.
 _DRAIN_S = 0.25
-# What is under way after its time may stand still for so long.
+# How long entries in flight may make no progress after their deadline.
 _LATE_STALL_S = 1.0
 _CLOSE_TIMEOUT_S = 20.0
-# Mooncake itself waits about a minute.
-_OPENING_LIMIT_S = 70.0
-# A library may return a failure as the largest unsigned number.
-_NO_BATCH = (0, -1, (1 << 64) - 1)
-
-
-class Engine(Protocol):
-    """What is used of Mooncake's engine."""
-
-    def transfer_submit_write(
-        self, session: str, source_address: int, destination_address: int, length: int
-    ) -> int:
-        """Starts a copy and returns how to ask for it."""
-
-    def transfer_check_status(self, batch: int) -> int:
-        """1 once done, 0 before, else failed; what has ended must not be asked for again."""
-
-
-class _Job:
-    """One write. Its entries are submitted in order and end in any."""
-
-    def __init__(self, session: str, runs: Runs, timeout_s: float) -> None:
-        some = runs.lengths > 0
-        self.session = session
-        self.sources: list[int] = runs.source_addresses[some].tolist()
-        self.destinations: list[int] = runs.destination_addresses[some].tolist()
-        self.lengths: list[int] = runs.lengths[some].tolist()
-        self.deadline_s = time.monotonic() + timeout_s
-        self.position = 0
-        self.pending: deque[int] = deque()
-        self.future: Future[WriteResult] = Future()
-
-    @property
-    def submitted(self) -> bool:
-        return self.position == len(self.lengths)
-
-    def late(self, now_s: float) -> bool:
-        return now_s >= self.deadline_s
-
-
-class _Peer:
-    """The writes to one session, oldest first."""
-
-    def __init__(self) -> None:
-        self.jobs: deque[_Job] = deque()
-        self.pending_count = 0
-        self.progress_s = time.monotonic()
+# Mooncake's own timeout for connecting is about a minute.
+_CONNECT_TIMEOUT_S = 70.0
 
 
 class WriteWorker:
-    """Owns an engine for sending; `open_engine` makes one when there is none.
+    """Owns a sending engine, which `open_engine` makes when there is none.
 
-    A write that fails, or stands still for `stall_s`, costs the engine: only without it do its bytes surely stop. Then
-    every other write to that peer fails too, and for `rest_s` new ones fail at once. A write whose time is over begins
-    no more entries and fails once those under way have ended. Futures raise TransferFailed, or
-    what `open_engine` raises, when nothing of their write reads its source any more.
+    Only the end of the engine surely stops a write. So a write that fails, or makes no progress for `stall_s`, costs
+    the engine. Every other write to that peer fails too, and for `rest_s` new ones fail at once.
+
+    At its deadline a write submits no more entries, and fails once those in flight have ended. A future raises
+    TransferFailed, or what `open_engine` raises, when its write reads the source no more.
     """
 
     def __init__(
@@ -104,19 +58,18 @@ class WriteWorker:
         self._stall_s = stall_s
         self._rest_s = rest_s
         self._engine: Engine | None = None
-        self._arrivals: queue.Queue[_Job | None] = queue.Queue(_JOB_LIMIT)
-        self._peers: dict[str, _Peer] = {}
+        self._arrivals: queue.Queue[WriteJob | None] = queue.Queue(_JOB_LIMIT)
+        self._peers: dict[str, PeerWrites] = {}
         self._failed_s: dict[str, float] = {}
-        # To peers that the engine has not been in touch with yet.
-        self._openings: dict[str, Future[int]] = {}
-        self._opened: set[str] = set()
+        self._connecting: dict[str, Future[int]] = {}
+        self._connected: set[str] = set()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kv-write", daemon=True)
         self._thread.start()
 
     def submit(self, session: str, runs: Runs, timeout_s: float) -> Future[WriteResult]:
-        """Queues a write. Not to be called during or after `close`."""
-        job = _Job(session, runs, timeout_s)
+        """Queues a write. Must not be called during or after `close`."""
+        job = WriteJob(session, runs, timeout_s)
         if timeout_s <= 0.0:
             job.future.set_exception(TransferFailed("no time is left for this write"))
             return job.future
@@ -131,7 +84,7 @@ class WriteWorker:
         return job.future
 
     def close(self) -> None:
-        """Fails what is under way; nothing lands any more afterwards."""
+        """Fails every write; afterwards nothing lands any more."""
         self._closed = True
         self._arrivals.put(None, timeout=_CLOSE_TIMEOUT_S)
         self._thread.join(_CLOSE_TIMEOUT_S)
@@ -140,43 +93,43 @@ class WriteWorker:
         while not self._closed:
             try:
                 self._serve()
-            except Exception as error:  # noqa: BLE001 - nobody may wait for a write for ever
+            except Exception as error:  # noqa: BLE001 - every write must end
                 _log.exception("the writing thread met a bug")
-                self._end_all(f"the writing thread met a bug: {error}")
-        self._end_all("the transport is closed")
+                self._fail_all(f"the writing thread met a bug: {error}")
+        self._fail_all("the transport is closed")
         while not self._arrivals.empty():
             job = self._arrivals.get_nowait()
             if job is not None:
                 job.future.set_exception(TransferFailed("the transport is closed"))
 
     def _serve(self) -> None:
-        pause_s = _SHORTEST_PAUSE_S
+        pause_s = _PAUSE_MIN_S
         while not self._closed:
-            self._take()
-            moved = False
+            self._accept_arrivals()
+            progress = False
             for session, peer in list(self._peers.items()):
                 if session in self._peers:
-                    moved |= self._advance(session, peer)
+                    progress |= self._advance(session, peer)
             if not self._peers:
-                pause_s = _SHORTEST_PAUSE_S
-            elif not moved:
+                pause_s = _PAUSE_MIN_S
+            elif not progress:
                 time.sleep(pause_s)
-                pause_s = min(2.0 * pause_s, _LONGEST_PAUSE_S)
+                pause_s = min(2.0 * pause_s, _PAUSE_MAX_S)
 
-    def _end_all(self, detail: str) -> None:
-        self._give_up_engine()
+    def _fail_all(self, detail: str) -> None:
+        self._end_engine()
         for session in list(self._peers):
-            self._end_peer(session, detail)
+            self._fail_peer(session, detail)
 
-    def _take(self) -> None:
-        """Accepts what has arrived; waits for it when there is nothing else to do."""
+    def _accept_arrivals(self) -> None:
+        """Accepts the queued writes. Waits for one when there is nothing else to do."""
         while not self._peers or not self._arrivals.empty():
             job = self._arrivals.get()
             if job is None:
                 return
             self._accept(job)
 
-    def _accept(self, job: _Job) -> None:
+    def _accept(self, job: WriteJob) -> None:
         failed_s = self._failed_s.get(job.session)
         if failed_s is not None and time.monotonic() - failed_s < self._rest_s:
             job.future.set_exception(
@@ -187,158 +140,125 @@ class WriteWorker:
             )
             return
         self._failed_s.pop(job.session, None)
-        self._peers.setdefault(job.session, _Peer()).jobs.append(job)
+        self._peers.setdefault(job.session, PeerWrites()).add(job)
 
-    def _advance(self, session: str, peer: _Peer) -> bool:
-        """Submits and looks; whether something has changed."""
+    def _advance(self, session: str, peer: PeerWrites) -> bool:
+        """Submits and polls entries. Returns whether an entry has started or ended."""
         try:
-            if not self._open_peer(session, peer.jobs[0]):
-                self._end_unopened(session, peer)
+            engine = self._connected_engine(session, peer.oldest)
+            if engine is None:
+                self._end_unconnected(session, peer)
                 return False
-            moved = self._submit(peer) + self._look(peer) > 0
+            progress = peer.submit(engine) + peer.poll(engine) > 0
         except HeadraceError as error:
             self._fail(session, error.detail)
             return True
         now_s = time.monotonic()
-        if moved:
-            peer.progress_s = now_s
-        for job in [job for job in peer.jobs if job.submitted and not job.pending]:
-            peer.jobs.remove(job)
-            job.future.set_result(WriteResult(self._transport, "direct", len(job.lengths)))
-        if not peer.jobs:
+        if progress:
+            peer.note_progress(now_s)
+        for job in peer.remove_done():
+            job.future.set_result(WriteResult(self._transport, "direct", job.entry_count))
+        if not peer:
             del self._peers[session]
         elif now_s - peer.progress_s > self._stall_s:
             self._fail(session, f"{session} has not moved for {self._stall_s:.0f} s")
         else:
             self._end_late(session, peer, now_s)
-        return moved
+        return progress
 
-    def _open_peer(self, session: str, job: _Job) -> bool:
-        """Whether the engine is in touch with a peer. One that stands still keeps the call that asks for a minute."""
-        if session in self._opened:
-            return True
+    def _connected_engine(self, session: str, job: WriteJob) -> Engine | None:
+        """The engine once it is connected to a peer, else None. Raises TransferFailed.
+
+        The first call to an unresponsive peer blocks for a minute, so a thread of its own makes it.
+        """
         if self._engine is None:
             self._engine = self._open_engine()
-        opening = self._openings.get(session)
-        if opening is None:
-            opening = self._openings[session] = Future()
+        if session in self._connected:
+            return self._engine
+        connecting = self._connecting.get(session)
+        if connecting is None:
+            connecting = self._connecting[session] = Future()
             engine, addresses = self._engine, (job.sources[0], job.destinations[0])
             threading.Thread(
-                target=_open,
-                args=(engine, session, addresses, opening),
+                target=_connect,
+                args=(engine, session, addresses, connecting),
                 name="kv-open",
                 daemon=True,
             ).start()
-        if not opening.done():
-            return False
-        del self._openings[session]
-        if opening.exception() is not None or opening.result() in _NO_BATCH:
+        if not connecting.done():
+            return None
+        del self._connecting[session]
+        if connecting.exception() is not None or connecting.result() in NO_BATCH:
             raise TransferFailed(f"Mooncake does not reach {session}")
-        self._opened.add(session)
-        return True
+        self._connected.add(session)
+        return self._engine
 
-    def _end_unopened(self, session: str, peer: _Peer) -> None:
-        """Nothing has been submitted, so that the engine may stay."""
+    def _end_unconnected(self, session: str, peer: PeerWrites) -> None:
+        """Fails a peer that does not answer. Nothing has been submitted, so the engine stays."""
         now_s = time.monotonic()
-        late_s = min(peer.progress_s + self._stall_s, *(job.deadline_s for job in peer.jobs))
-        if now_s >= late_s:
+        if now_s >= min(peer.progress_s + self._stall_s, peer.first_deadline_s):
             self._failed_s[session] = now_s
-            self._end_peer(session, f"{session} does not answer")
+            self._fail_peer(session, f"{session} does not answer")
 
-    def _submit(self, peer: _Peer) -> int:
-        engine = self._engine
-        assert engine is not None
-        begun = 0
-        now_s = time.monotonic()
-        for job in peer.jobs:
-            if job.late(now_s):
-                continue
-            while not job.submitted and peer.pending_count < _WINDOW_ENTRIES:
-                at = job.position
-                batch = engine.transfer_submit_write(
-                    job.session, job.sources[at], job.destinations[at], job.lengths[at]
-                )
-                if batch in _NO_BATCH:
-                    raise TransferFailed(f"Mooncake took no write to {job.session}")
-                job.pending.append(batch)
-                job.position += 1
-                peer.pending_count += 1
-                begun += 1
-        return begun
-
-    def _look(self, peer: _Peer) -> int:
-        engine = self._engine
-        assert engine is not None
-        ended = 0
-        for job in peer.jobs:
-            while job.pending:
-                code = engine.transfer_check_status(job.pending[0])
-                if code == 0:
-                    break
-                if code != 1:
-                    # It stays pending: its write is not whole, and must not be asked for again.
-                    raise TransferFailed(f"Mooncake could not write to {job.session} (code {code})")
-                job.pending.popleft()
-                peer.pending_count -= 1
-                ended += 1
-        return ended
-
-    def _end_late(self, session: str, peer: _Peer, now_s: float) -> None:
-        """Others would lose their writes with the engine, so it is only given up when the late ones stand still."""
-        for job in [job for job in peer.jobs if job.late(now_s) and not job.pending]:
-            peer.jobs.remove(job)
+    def _end_late(self, session: str, peer: PeerWrites, now_s: float) -> None:
+        """Fails late writes. Drops the engine only when their entries make no progress: other peers use it too."""
+        for job in peer.remove_late(now_s):
             job.future.set_exception(
                 TransferFailed(f"writing to {session} took longer than its time")
             )
-        if not peer.jobs:
+        if not peer:
             del self._peers[session]
             return
-        first_s = min(job.deadline_s for job in peer.jobs)
-        if now_s - max(first_s, peer.progress_s) > _LATE_STALL_S:
+        if now_s - max(peer.first_deadline_s, peer.progress_s) > _LATE_STALL_S:
             self._fail(session, f"writing to {session} took longer than its time, and stands still")
 
     def _fail(self, session: str, detail: str) -> None:
-        """Gives up the engine and all writes to one peer."""
+        """Drops the engine and fails all writes to one peer."""
         others = {name: peer for name, peer in self._peers.items() if name != session}
         self._drain(others)
-        self._give_up_engine()
+        self._end_engine()
         self._failed_s[session] = time.monotonic()
-        self._end_peer(session, detail)
+        self._fail_peer(session, detail)
         for name, peer in others.items():
             if peer.pending_count:
-                self._end_peer(name, f"the engine was given up, because {detail}")
+                self._fail_peer(name, f"the engine was given up, because {detail}")
 
-    def _drain(self, peers: dict[str, _Peer]) -> None:
-        """Lets what is under way to some peers end, for a little while."""
+    def _drain(self, peers: dict[str, PeerWrites]) -> None:
+        """Waits up to _DRAIN_S for the entries in flight to some peers."""
         end_s = time.monotonic() + _DRAIN_S
         while any(peer.pending_count for peer in peers.values()) and time.monotonic() < end_s:
             for peer in peers.values():
                 try:
-                    self._look(peer)
+                    if self._engine is not None:
+                        peer.poll(self._engine)
                 except TransferFailed as error:
                     _log.info("%s, while another write was given up", error)
                     return
-            time.sleep(_LONGEST_PAUSE_S)
+            time.sleep(_PAUSE_MAX_S)
 
-    def _end_peer(self, session: str, detail: str) -> None:
-        for job in self._peers.pop(session).jobs:
+    def _fail_peer(self, session: str, detail: str) -> None:
+        for job in self._peers.pop(session).remove_all():
             job.future.set_exception(TransferFailed(detail, metadata={"session": session}))
 
-    def _give_up_engine(self) -> None:
-        # Threads that wait for a peer's first answer hold it too.
-        stuck = concurrent.futures.wait(self._openings.values(), timeout=_OPENING_LIMIT_S).not_done
+    def _end_engine(self) -> None:
+        # Threads that connect reference the engine too.
+        stuck = concurrent.futures.wait(
+            self._connecting.values(), timeout=_CONNECT_TIMEOUT_S
+        ).not_done
         if stuck:
-            _log.warning("%d peers keep an engine from being given up", len(stuck))
-        self._openings.clear()
-        self._opened.clear()
+            _log.warning("%d unanswered connections keep an engine alive", len(stuck))
+        self._connecting.clear()
+        self._connected.clear()
         # Dropping the last reference destroys the engine: only then has it surely stopped reading our memory.
         self._engine = None
         self._drop_engine()
 
 
-def _open(engine: Engine, session: str, addresses: tuple[int, int], opening: Future[int]) -> None:
-    """A write of nothing makes the engine get in touch with a peer."""
+def _connect(
+    engine: Engine, session: str, addresses: tuple[int, int], connecting: Future[int]
+) -> None:
+    """Writes zero bytes, which makes the engine connect to a peer."""
     try:
-        opening.set_result(engine.transfer_submit_write(session, *addresses, 0))
-    except Exception as error:  # noqa: BLE001 - the worker takes it from here
-        opening.set_exception(error)
+        connecting.set_result(engine.transfer_submit_write(session, *addresses, 0))
+    except Exception as error:  # noqa: BLE001 - the worker handles it
+        connecting.set_exception(error)

@@ -1,4 +1,4 @@
-"""Another process's memory, through the kernel: process_vm_readv and process_vm_writev."""
+"""Reads and writes the memory of another process by process_vm_readv and process_vm_writev."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def _load(name: str) -> ctypes._NamedFuncPointer:
 
 
 class _Pidfds:
-    """One descriptor for each process, however many transports write to it. For all threads."""
+    """One descriptor per process, shared by all transports. Any thread may call its methods."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # By pid and start: the descriptor, and how often it is held.
+        # By pid and start time: the descriptor and its use count.
         self._held: dict[tuple[int, int], tuple[int, int]] = {}
 
     def open(self, pid: int, start_ticks: int) -> int:
@@ -82,9 +82,9 @@ _PIDFDS = _Pidfds()
 
 
 class ProcessMemory:
-    """The memory of one process, held by a pidfd so that a recycled pid is never taken for it.
+    """The memory of one process. A pidfd guards against a recycled pid.
 
-    Raises TransferFailed when there is no such process, or it is not the one that started at `start_ticks`.
+    Raises TransferFailed when no process with this pid started at `start_ticks`.
     """
 
     def __init__(self, pid: int, start_ticks: int) -> None:
@@ -96,11 +96,11 @@ class ProcessMemory:
         self._poll.register(_PIDFDS.open(pid, start_ticks), select.POLLIN)
 
     def close(self) -> None:
-        """Lets go of the process. Call it once."""
+        """Releases the pidfd. Call it once."""
         _PIDFDS.close(self._pid, self._start_ticks)
 
     def require_alive(self) -> None:
-        """Raises TransferFailed once the process has ended; before that its pid is its own."""
+        """Raises TransferFailed once the process has ended. Until then its pid is not reused."""
         if self._poll.poll(0):
             raise _failure(errno.ESRCH, self._pid, "reached")
 
@@ -115,9 +115,9 @@ class ProcessMemory:
         return buffer.tobytes()
 
     def write(self, runs: Runs) -> None:
-        """Copies up to ENTRIES_PER_CALL runs into the process, and goes on after a partial copy.
+        """Copies up to ENTRIES_PER_CALL runs into the process. Continues after a partial copy.
 
-        Raises TransferFailed with the bytes that have landed as metadata `written_bytes`.
+        Raises TransferFailed; its metadata has the landed bytes as `written_bytes`.
         """
         local = _vectors(runs.source_addresses, runs.lengths)
         remote = _vectors(runs.destination_addresses, runs.lengths)
@@ -141,7 +141,7 @@ def _vectors(
     addresses: np.ndarray[tuple[int], np.dtype[np.int64]],
     lengths: np.ndarray[tuple[int], np.dtype[np.int64]],
 ) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    """struct iovec [run]: address and length."""
+    """An array of struct iovec, shape [run, 2]: address and length."""
     vectors = np.empty((len(addresses), 2), np.int64)
     vectors[:, 0] = addresses
     vectors[:, 1] = lengths
@@ -151,7 +151,7 @@ def _vectors(
 def _without(
     vectors: np.ndarray[tuple[int, int], np.dtype[np.int64]], nbytes: int
 ) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    """The vectors less their first `nbytes` bytes."""
+    """The vectors without their first `nbytes` bytes."""
     ends = np.cumsum(vectors[:, 1])
     first = int(np.searchsorted(ends, nbytes, side="right"))
     rest = vectors[first:].copy()
@@ -161,7 +161,7 @@ def _without(
 
 
 def start_time_ticks(pid: int) -> int:
-    """When a process started, in clock ticks since boot. Raises TransferFailed when it cannot be told."""
+    """When a process started, in clock ticks since boot. Raises TransferFailed when that is unknown."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError as error:
@@ -190,7 +190,7 @@ def _failure(code: int, pid: int, action: str, written_bytes: int = 0) -> Transf
         errno.EFAULT: "an address is not mapped",
     }
     metadata = {"errno": errno.errorcode.get(code, str(code))}
-    # After its end nobody else reaches the memory either, so that no other transport need be tried.
+    # Without `written_bytes` no other transport is tried: none reaches the memory of a process that has ended.
     if code != errno.ESRCH:
         metadata["written_bytes"] = str(written_bytes)
     reason = remedies.get(code) or os.strerror(code)

@@ -1,9 +1,11 @@
-"""Straight into the memory of another process of this host, by the kernel.
+"""Writes to the memory of another process of this host by process_vm_writev.
 
 A session proves three things before the first write: the same boot of the same kernel, the same pid namespace, and
-permission, by reading a random token at an address that only the receiver knows. The page with the token also lists
-what the receiver has registered, since the kernel itself would write anywhere. Token and life are checked before each
-system call; the life once more after the last, so that nothing is ever taken to have landed in a dead process.
+permission. Permission is proven by reading a random token at an address in the session. The page with the token also
+lists the receiver's registered ranges, because the kernel would write anywhere.
+
+Before each system call the sender checks the token and that the process is alive. After the last one it checks again
+that the process is alive, so that a write to a dead process never counts as landed.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ _BYTES_PER_CALL = 8 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class _Address:
-    """A session in parts."""
+    """The parts of a session."""
 
     boot_id: str
     pid_namespace: str
@@ -68,7 +70,7 @@ class _Address:
 
 
 class _Peer:
-    """A process that has been proven to be the one described, and its registered ranges as last read."""
+    """A process that has passed the proof, and its registered ranges as last read."""
 
     def __init__(self, address: _Address) -> None:
         self._address = address
@@ -81,13 +83,13 @@ class _Peer:
             raise
 
     def check(self) -> None:
-        """Raises TransferFailed unless the process lives and its transport is open."""
+        """Raises TransferFailed unless the process is alive and its transport is open."""
         self.memory.require_alive()
         if self.memory.read(self._address.page_address, _TOKEN_BYTES) != self._address.token:
             raise TransferFailed(f"the transport of process {self._address.pid} is closed")
 
     def refresh(self) -> None:
-        """Reads the ranges again."""
+        """Reads the ranges again. Raises as `check` does."""
         self.check()
         page = np.frombuffer(
             self.memory.read(self._address.page_address, _PAGE_WORDS * 8), np.uint64
@@ -98,14 +100,14 @@ class _Peer:
 
 
 class SameHostTransport(KvTransport):
-    """KV memory of processes that share a host, a pid namespace and a user.
+    """Connects processes that share a host, a pid namespace and a user.
 
-    `permit_tracers` lets every process of this user into this one where Yama's ptrace_scope is 1; without it such a
-    host's processes cannot prove permission. Raises ConfigError where the kernel cannot tell processes apart.
+    Where Yama's ptrace_scope is 1, `permit_tracers` lets every process of this user read and write this one. Without it
+    they cannot prove permission there. Raises ConfigError where the kernel cannot identify processes.
     """
 
     name = "same_host"
-    # The system call returns when the kernel has copied; nothing is under way afterwards.
+    # The system call returns after the kernel has copied: nothing lands later.
     quiet_after_failure_s = 0.0
     entry_limit = 8192
 
@@ -160,7 +162,7 @@ class SameHostTransport(KvTransport):
             try:
                 self._write(peer, runs, time.monotonic() + timeout_s)
             except TransferFailed:
-                # The next write proves everything anew.
+                # The next write repeats the proof.
                 self._peers.pop(session).memory.close()
                 raise
         return WriteResult(self.name, "direct", len(runs))
@@ -224,13 +226,13 @@ def _unproven(detail: str) -> TransferFailed:
 
 
 def _host_identity() -> tuple[str, str]:
-    """Boot id and pid namespace, which two processes share exactly when their pids mean the same."""
+    """Boot id and pid namespace. Two processes have the same ones exactly when a pid names the same process in both."""
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = Path("/proc/self/ns/pid").readlink().name.strip("pid:[]")
         os.close(os.pidfd_open(os.getpid()))
     except (OSError, AttributeError) as error:
         raise ConfigError(
-            f"processes of this host cannot prove who they are ({error}): choose another transport"
+            f"processes of this host cannot prove their identity ({error}): choose another transport"
         ) from error
     return boot_id, namespace

@@ -1,8 +1,8 @@
-"""What it costs to get runs across in each way, and which way is cheapest. Pure, but for the clock.
+"""The cost of a write by strategy, and the cheapest strategy. Pure, except for the clock.
 
-Gathering and scattering run beside the wire, but the same cores carry bytes over TCP: by default all of their time
-counts. Constants of this machine's memory are measured once per process; those of the wire start from a table and
-follow the writes that are done.
+Gather and scatter overlap with the wire, but over TCP the same cores do both: by default all of their time counts. The
+constants of this machine's memory are measured once per process. Those of the wire start from a table and follow the
+measured writes.
 """
 
 from __future__ import annotations
@@ -19,16 +19,19 @@ from headrace_kv.plan.copy_plan import Int64Array, Runs
 from headrace_kv.transport.base import Strategy
 from headrace_kv.transport.packing import gather, scatter
 
-_FORGETTING = 0.98
+_DECAY = 0.98
 _PRIOR_WEIGHT = 4.0
-# How far the wire's constants may drift from where they started, and one sample from what was expected.
-_DRIFT = 8.0
-_SURPRISE = 3.0
+# Largest ratio between a constant of the wire and its start value, and between a sample and its expectation.
+_DRIFT_RATIO_MAX = 8.0
+_SAMPLE_RATIO_MAX = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class TransferCosts:
-    """Seconds, and bytes of one staged entry. `beside` is the share of copying that the wire does not hide."""
+    """Seconds per entry, byte, run and message, and the bytes of one staged entry.
+
+    `exposed_share` is the share of the copy time that does not overlap with the wire.
+    """
 
     entry_s: float
     byte_s: float
@@ -37,34 +40,34 @@ class TransferCosts:
     scatter_run_s: float = 50e-9
     scatter_byte_s: float = 0.1e-9
     message_s: float = 150e-6
-    beside: float = 1.0
+    exposed_share: float = 1.0
     staged_entry_bytes: int = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class RunShape:
-    """All that matters of a list of runs: a stretch is what lies together on one side."""
+    """The figures of a list of runs that determine its cost. An extent is a contiguous range of one side."""
 
     run_count: int
     payload_bytes: int
-    source_stretches: int
-    destination_stretches: int
+    source_extents: int
+    destination_extents: int
 
 
 WIRE_COSTS = {
     # bench/data_plane.py and bench/transport_costs.py, two cores at 2.8 GHz, loopback.
     "mooncake/tcp": TransferCosts(entry_s=20e-6, byte_s=0.35e-9),
-    # Not measured on a real adapter. Chosen so that runs go one by one unless they are very short.
+    # Not measured on a real adapter. Chosen so that only very short runs are staged.
     "mooncake/rdma": TransferCosts(entry_s=2e-6, byte_s=0.1e-9),
 }
 _OTHER = TransferCosts(entry_s=2e-6, byte_s=0.1e-9)
 
 
-def initial_costs(transport: str) -> TransferCosts:
-    """Costs of a transport by Written.transport, with this machine's memory."""
+def initial_costs(wire: str) -> TransferCosts:
+    """Costs of a transport by KvTransport.wire, with this machine's memory."""
     found = _copy_costs()
     return replace(
-        WIRE_COSTS.get(transport, _OTHER),
+        WIRE_COSTS.get(wire, _OTHER),
         gather_run_s=found["gather"][0],
         gather_byte_s=found["gather"][1],
         scatter_run_s=found["scatter"][0],
@@ -73,28 +76,28 @@ def initial_costs(transport: str) -> TransferCosts:
 
 
 def shape_of(runs: Runs) -> RunShape:
-    """Counts what lies together on either side, in whatever order it is listed."""
+    """The shape of runs in any order."""
     return RunShape(
         run_count=len(runs),
         payload_bytes=runs.payload_bytes,
-        source_stretches=_stretches(runs.source_addresses, runs.lengths),
-        destination_stretches=_stretches(runs.destination_addresses, runs.lengths),
+        source_extents=_extent_count(runs.source_addresses, runs.lengths),
+        destination_extents=_extent_count(runs.destination_addresses, runs.lengths),
     )
 
 
 def strategy_seconds(costs: TransferCosts, shape: RunShape) -> dict[Strategy, float]:
-    """What each strategy would take."""
+    """Expected seconds by strategy."""
     runs, nbytes = shape.run_count, shape.payload_bytes
     wire_s = nbytes * costs.byte_s
-    gather_s = costs.beside * (runs * costs.gather_run_s + nbytes * costs.gather_byte_s)
-    scatter_s = costs.beside * (runs * costs.scatter_run_s + nbytes * costs.scatter_byte_s)
+    gather_s = costs.exposed_share * (runs * costs.gather_run_s + nbytes * costs.gather_byte_s)
+    scatter_s = costs.exposed_share * (runs * costs.scatter_run_s + nbytes * costs.scatter_byte_s)
     staged_entries = -(-nbytes // costs.staged_entry_bytes)
-    before_entries = max(shape.destination_stretches, staged_entries)
-    after_entries = max(shape.source_stretches, staged_entries)
+    gather_entries = max(shape.destination_extents, staged_entries)
+    scatter_entries = max(shape.source_extents, staged_entries)
     return {
         "direct": wire_s + runs * costs.entry_s,
-        "gather": wire_s + before_entries * costs.entry_s + gather_s,
-        "scatter": wire_s + after_entries * costs.entry_s + scatter_s + costs.message_s,
+        "gather": wire_s + gather_entries * costs.entry_s + gather_s,
+        "scatter": wire_s + scatter_entries * costs.entry_s + scatter_s + costs.message_s,
         "gather_scatter": wire_s
         + staged_entries * costs.entry_s
         + gather_s
@@ -103,31 +106,33 @@ def strategy_seconds(costs: TransferCosts, shape: RunShape) -> dict[Strategy, fl
     }
 
 
-def cheapest(costs: TransferCosts, shape: RunShape, allowed: Collection[Strategy]) -> Strategy:
-    """The cheapest of the strategies allowed, of which there must be one; the simpler of equals."""
+def cheapest_strategy(
+    costs: TransferCosts, shape: RunShape, allowed: Collection[Strategy]
+) -> Strategy:
+    """The cheapest allowed strategy; of equals, the simpler one. `allowed` must not be empty."""
     found = strategy_seconds(costs, shape)
     return min((s for s in found if s in allowed), key=lambda strategy: found[strategy])
 
 
-def least_bytes_alone(costs: TransferCosts) -> float:
-    """The length from which a run is best written by itself, whatever lies beside it."""
-    copies_s = costs.beside * (costs.gather_byte_s + costs.scatter_byte_s)
-    runs_s = costs.beside * (costs.gather_run_s + costs.scatter_run_s)
+def direct_bytes_min(costs: TransferCosts) -> float:
+    """The length from which a direct entry is cheaper for a run than staging it."""
+    copies_s = costs.exposed_share * (costs.gather_byte_s + costs.scatter_byte_s)
+    runs_s = costs.exposed_share * (costs.gather_run_s + costs.scatter_run_s)
     saved_byte_s = costs.entry_s / costs.staged_entry_bytes
     return max(0.0, costs.entry_s - runs_s) / (copies_s + saved_byte_s)
 
 
-class WireCosts:
-    """Follows the wire's two constants by what writes take: least squares of relative errors, old samples fading.
+class WireCostModel:
+    """Fits the wire's two constants to measured writes: least squares of relative errors, with decaying weights.
 
-    Called from several threads.
+    Any thread may call its methods.
     """
 
     def __init__(self, costs: TransferCosts) -> None:
         self._initial = costs
         self._lock = threading.Lock()
         self._costs = costs
-        # Sums over samples of squares and products, each sample divided by what was expected.
+        # Sums over samples of squares and products, each sample divided by its expectation.
         self._entry_entry = _PRIOR_WEIGHT / costs.entry_s**2
         self._byte_byte = _PRIOR_WEIGHT / costs.byte_s**2
         self._entry_byte = 0.0
@@ -136,21 +141,23 @@ class WireCosts:
 
     @property
     def costs(self) -> TransferCosts:
-        """The costs as known now."""
+        """The current costs."""
         return self._costs
 
     def observe(self, entry_count: int, payload_bytes: int, seconds: float) -> None:
-        """Learns from a write that had the wire for so long."""
+        """Adds a sample: a write that occupied the wire for `seconds`."""
         if entry_count <= 0 or seconds <= 0.0:
             return
         with self._lock:
             costs = self._costs
             expected_s = entry_count * costs.entry_s + payload_bytes * costs.byte_s
-            seconds = min(max(seconds, expected_s / _SURPRISE), expected_s * _SURPRISE)
+            seconds = min(
+                max(seconds, expected_s / _SAMPLE_RATIO_MAX), expected_s * _SAMPLE_RATIO_MAX
+            )
             entries, nbytes, taken = (
                 value / expected_s for value in (entry_count, payload_bytes, seconds)
             )
-            self._fade()
+            self._decay()
             self._entry_entry += entries * entries
             self._byte_byte += nbytes * nbytes
             self._entry_byte += entries * nbytes
@@ -158,9 +165,9 @@ class WireCosts:
             self._byte_time += nbytes * taken
             self._solve()
 
-    def _fade(self) -> None:
-        """Old samples count less; the start counts always, so that there is always a solution."""
-        initial, keep = self._initial, _FORGETTING
+    def _decay(self) -> None:
+        """Reduces the weight of old samples. The start values keep theirs, so that a solution always exists."""
+        initial, keep = self._initial, _DECAY
         add = (1.0 - keep) * _PRIOR_WEIGHT
         self._entry_entry = keep * self._entry_entry + add / initial.entry_s**2
         self._byte_byte = keep * self._byte_byte + add / initial.byte_s**2
@@ -180,10 +187,10 @@ class WireCosts:
 
 
 def _bounded(value: float, initial: float) -> float:
-    return min(max(value, initial / _DRIFT), initial * _DRIFT)
+    return min(max(value, initial / _DRIFT_RATIO_MAX), initial * _DRIFT_RATIO_MAX)
 
 
-def _stretches(addresses: Int64Array, lengths: Int64Array) -> int:
+def _extent_count(addresses: Int64Array, lengths: Int64Array) -> int:
     if len(addresses) < 2:
         return len(addresses)
     if np.all(lengths == lengths[0]):
@@ -197,9 +204,9 @@ def _stretches(addresses: Int64Array, lengths: Int64Array) -> int:
 
 @functools.cache
 def _copy_costs() -> dict[str, tuple[float, float]]:
-    """Seconds per run and per byte of gathering and scattering here, by copies in short and in long runs."""
+    """Seconds per run and per byte of "gather" and "scatter", measured by copies in short and in long runs."""
     nbytes, short, long = 1 << 20, 1 << 10, 1 << 16
-    # Far more than is copied, so that it comes from memory as KV does.
+    # Far larger than a cache, so that the copies read memory as those of KV do.
     arena, packed = np.ones(16 * nbytes, np.uint8), np.ones(nbytes, np.uint8)
 
     def best_s(length: int, copy: Callable[[Int64Array, Int64Array], None]) -> float:

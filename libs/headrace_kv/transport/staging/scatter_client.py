@@ -1,4 +1,4 @@
-"""The sending side's stream to one peer's scatter agent."""
+"""The sending side's stream to one peer's scatter server."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from headrace_kv.transport.staging.slots import Slots
 _CLOSE_TIMEOUT_S = 1.0
 _WATCH_S = 0.5
 
-OnEnd = Callable[[TransferFailed | None], None]
-"""Told once how a scattering has ended; must neither block nor raise."""
+OnDone = Callable[[TransferFailed | None], None]
+"""Called once with the outcome of a scatter. Must neither block nor raise."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _Pending:
     slot: int
     deadline_s: float
-    on_end: OnEnd
+    on_done: OnDone
 
 
-class ScatterLane:
-    """Slots in a peer's landing area.
+class ScatterClient:
+    """A stream to a peer's scatter server, and the slots of the peer's landing area that it lends.
 
-    One thread makes, asks for slots and closes; any may submit or break off. Raises TransferFailed when the peer does
-    not answer in time or lends no slots.
+    One thread makes and closes it and acquires slots. Any thread may submit or abort. Raises TransferFailed when the
+    peer does not answer in time or lends no slots.
     """
 
     def __init__(
@@ -46,15 +46,15 @@ class ScatterLane:
         # Bounded by the slots.
         self._requests: queue.SimpleQueue[scatter_pb2.ScatterRequest | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._asked: dict[int, _Asked] = {}
-        self._sent = 0
+        self._pending: dict[int, _Pending] = {}
+        self._sequence = 0
         self._fault = ""
         self.slots = Slots(0)
         self._attached: Future[scatter_pb2.Landing] = Future()
         self._channel = grpc.insecure_channel(target)
         stub = scatter_pb2_grpc.ScatterServiceStub(self._channel)
         self._call = stub.Scatter(iter(self._requests.get, None))
-        self._reader = threading.Thread(target=self._read, name="kv-scatter-lane", daemon=True)
+        self._reader = threading.Thread(target=self._read, name="kv-scatter-client", daemon=True)
         self._reader.start()
         attach = scatter_pb2.Attach(token=bytes.fromhex(token))
         self._requests.put(scatter_pb2.ScatterRequest(attach=attach))
@@ -74,32 +74,32 @@ class ScatterLane:
         return bool(self._fault)
 
     @property
-    def end_s(self) -> float | None:
-        """When the first of the scatterings under way should have ended, by time.monotonic."""
+    def first_deadline_s(self) -> float | None:
+        """The earliest deadline of the pending scatters, by time.monotonic; None without any."""
         with self._lock:
-            return min((asked.deadline_s for asked in self._asked.values()), default=None)
+            return min((pending.deadline_s for pending in self._pending.values()), default=None)
 
-    def submit(self, slot: int, runs: Runs, deadline_s: float, on_end: OnEnd) -> None:
-        """Says where the runs in a slot belong, in the packed order; the slot is free when they are there."""
+    def submit(self, slot: int, runs: Runs, deadline_s: float, on_done: OnDone) -> None:
+        """Asks the peer to copy a slot's runs, packed in their order, into place. Frees the slot afterwards."""
         with self._lock:
-            fault, idle = self._fault, not self._asked
+            fault, idle = self._fault, not self._pending
             if not fault:
-                self._sent += 1
-                self._asked[self._sent] = _Asked(slot, deadline_s, on_end)
+                self._sequence += 1
+                self._pending[self._sequence] = _Pending(slot, deadline_s, on_done)
                 self._requests.put(self._request(slot, runs, deadline_s))
         if fault:
-            on_end(TransferFailed(fault))
+            on_done(TransferFailed(fault))
         elif idle:
             self._on_submit()
 
-    def break_off(self, reason: str) -> None:
-        """Ends the stream, and fails all that is under way."""
+    def abort(self, reason: str) -> None:
+        """Ends the stream and fails the pending scatters."""
         with self._lock:
             self._fault = self._fault or reason
         self._call.cancel()
 
     def close(self, *, clean: bool) -> None:
-        """Ends the stream; `clean` when nothing is under way, so that the peer can lend the slots again at once."""
+        """Ends the stream. With `clean`, when nothing is pending, the peer can lend the slots again at once."""
         if clean:
             self._requests.put(scatter_pb2.ScatterRequest(detach=scatter_pb2.Detach()))
         self._requests.put(None)
@@ -113,7 +113,7 @@ class ScatterLane:
         expiry_ns = self.landing.clock_ns + int((deadline_s - self._landed_s) * 1e9)
         return scatter_pb2.ScatterRequest(
             packed_runs=scatter_pb2.PackedRuns(
-                sequence=self._sent,
+                sequence=self._sequence,
                 slot=slot,
                 destination_addresses=runs.destination_addresses.astype("<i8").tobytes(),
                 lengths=runs.lengths.astype("<i4").tobytes(),
@@ -127,67 +127,67 @@ class ScatterLane:
             for response in self._call:
                 if response.WhichOneof("message") == "landing":
                     for slot in range(response.landing.slot_count):
-                        self.slots.give(slot)
+                        self.slots.release(slot)
                     self._attached.set_result(response.landing)
                 else:
-                    self._end(response.scattered.sequence)
+                    self._finish(response.scattered.sequence)
         except grpc.RpcError:
             fault = self._call.details() or "the stream has broken"
-        except Exception as error:  # noqa: BLE001 - a peer that answers nonsense
+        except Exception as error:  # noqa: BLE001 - the peer's answer is malformed
             fault = f"the peer's answer is wrong: {error}"
             self._call.cancel()
-        self._break(fault)
+        self._fail(fault)
 
-    def _end(self, sequence: int) -> None:
+    def _finish(self, sequence: int) -> None:
         with self._lock:
-            asked = self._asked.pop(sequence, None)
-        if asked is not None:
-            self.slots.give(asked.slot)
-            asked.on_end(None)
+            pending = self._pending.pop(sequence, None)
+        if pending is not None:
+            self.slots.release(pending.slot)
+            pending.on_done(None)
 
-    def _break(self, fault: str) -> None:
+    def _fail(self, fault: str) -> None:
         with self._lock:
             self._fault = self._fault or fault
             text = f"the peer does not scatter packed KV bytes: {self._fault}"
-            asked, self._asked = list(self._asked.values()), {}
+            pending, self._pending = list(self._pending.values()), {}
         self.slots.close(text)
         if not self._attached.done():
             self._attached.set_exception(TransferFailed(text))
-        for one in asked:
-            one.on_end(TransferFailed(text))
+        for one in pending:
+            one.on_done(TransferFailed(text))
 
 
-class LaneWatch:
-    """Breaks off lanes whose peers take too long."""
+class ScatterWatchdog:
+    """Aborts the streams of peers that exceed a deadline."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._lanes: set[ScatterLane] = set()
+        self._clients: set[ScatterClient] = set()
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    def add(self, lane: ScatterLane) -> None:
-        """Watches a lane from now on; it has been made with `wake`."""
+    def add(self, client: ScatterClient) -> None:
+        """Watches a stream that was made with `wake` as its `on_submit`."""
         with self._changed:
-            self._lanes.add(lane)
+            self._clients.add(client)
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._run, name="kv-scatter-watch", daemon=True
                 )
                 self._thread.start()
 
-    def discard(self, lane: ScatterLane) -> None:
-        """Watches a lane no longer."""
+    def discard(self, client: ScatterClient) -> None:
+        """Stops watching a stream."""
         with self._changed:
-            self._lanes.discard(lane)
+            self._clients.discard(client)
 
     def wake(self) -> None:
-        """Something new is under way."""
+        """Looks at the deadlines again: a scatter was submitted."""
         with self._changed:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Ends the watch."""
+        """Ends the thread."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -198,11 +198,13 @@ class LaneWatch:
         with self._changed:
             while not self._closed:
                 now_s = time.monotonic()
-                ends = {lane: lane.end_s for lane in self._lanes if not lane.broken}
-                for lane, end_s in ends.items():
+                deadlines = {one: one.first_deadline_s for one in self._clients if not one.broken}
+                for client, end_s in deadlines.items():
                     if end_s is not None and end_s <= now_s:
-                        lane.break_off("it did not come back in time")
-                later = [end_s for end_s in ends.values() if end_s is not None and end_s > now_s]
-                # Later writes may have less time.
+                        client.abort("it did not come back in time")
+                later = [
+                    end_s for end_s in deadlines.values() if end_s is not None and end_s > now_s
+                ]
+                # A later write may have an earlier deadline.
                 wait_s = min(*later, now_s + _WATCH_S) - now_s if later else None
                 self._changed.wait(wait_s)

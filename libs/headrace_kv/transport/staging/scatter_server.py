@@ -1,4 +1,4 @@
-"""The receiving side of staging: lends slots of a landing area and puts packed runs where they belong."""
+"""The receiving side of staging: lends slots of a landing area and copies packed runs into place."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from headrace_common.errors import ConfigError
 from headrace_kv.transport.memory import HOST_MEMORY, Memory
 from headrace_kv.transport.ranges import MemoryRanges
 
-# A sender that vanished may have bytes of its last write on their way, for as long as a transport's own timeout.
-_LOAN_REST_S = 15.0
-# Streams beyond the loans, so that they can be told.
+# Bytes of a vanished sender's last write may still land, for as long as a transport's own timeout.
+_LOAN_QUARANTINE_S = 15.0
+# Streams beyond the loans, so that their senders get an answer.
 _REFUSALS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class LandingLimits:
-    """The landing area: `senders` at a time, each with `slots` of `slot_bytes`."""
+    """The landing area: at most `senders` at a time, each with `slots` of `slot_bytes`."""
 
     senders: int = 8
     slots: int = 3
@@ -40,7 +40,7 @@ class LandingLimits:
 
 
 class _DaemonThreads(Executor):
-    """A thread per call, which does not hold up the end of the process; the server bounds the calls."""
+    """One daemon thread per call, which does not delay the end of the process. The server bounds the calls."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -48,17 +48,17 @@ class _DaemonThreads(Executor):
         def run() -> None:
             try:
                 future.set_result(fn(*args, **kwargs))
-            except BaseException as error:  # noqa: BLE001 - the future's owner gets it
+            except BaseException as error:  # noqa: BLE001 - the future carries it
                 future.set_exception(error)
 
         threading.Thread(target=run, name="kv-scatter", daemon=True).start()
         return future
 
 
-class ScatterAgent(scatter_pb2_grpc.ScatterServiceServicer):
-    """A small gRPC server for at most `limits.senders` senders at a time.
+class ScatterServer(scatter_pb2_grpc.ScatterServiceServicer):
+    """A gRPC server for at most `limits.senders` senders at a time.
 
-    `ranges` says where scattered bytes may go. Raises ConfigError when the server cannot listen on `host`.
+    It copies into `ranges` only. Raises ConfigError when the server cannot listen on `host`.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class ScatterAgent(scatter_pb2_grpc.ScatterServiceServicer):
         self.session = f"{host}:{port}/{self._token.hex()}"
 
     def close(self) -> None:
-        """Ends every stream and waits until nothing is scattered any more."""
+        """Ends every stream and waits until no copy runs."""
         self._server.stop(None).wait(5.0)
 
     def Scatter(
@@ -100,7 +100,7 @@ class ScatterAgent(scatter_pb2_grpc.ScatterServiceServicer):
         if loan is None:
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "no slots are free")
         assert loan is not None
-        rest_s = _LOAN_REST_S
+        quarantine_s = _LOAN_QUARANTINE_S
         try:
             first_byte = int(self.landing.ctypes.data) + loan * self._limits.loan_bytes
             yield scatter_pb2.ScatterResponse(
@@ -113,8 +113,8 @@ class ScatterAgent(scatter_pb2_grpc.ScatterServiceServicer):
             )
             for request in request_iterator:
                 if request.HasField("detach"):
-                    # A cancelled stream can look like one that has ended, so the sender says it.
-                    rest_s = 0.0
+                    # Needed because a cancelled stream can look like one that has ended.
+                    quarantine_s = 0.0
                     return
                 self._scatter(request.packed_runs, loan, context)
                 scattered = scatter_pb2.Scattered(sequence=request.packed_runs.sequence)
@@ -122,7 +122,7 @@ class ScatterAgent(scatter_pb2_grpc.ScatterServiceServicer):
         finally:
             with self._lock:
                 self._lent.discard(loan)
-                self._free_from_s[loan] = time.monotonic() + rest_s
+                self._free_from_s[loan] = time.monotonic() + quarantine_s
 
     def _lend(self) -> int | None:
         with self._lock:

@@ -1,4 +1,4 @@
-"""Equal parts of a buffer that are taken and given back."""
+"""Counts out the equal parts of a buffer."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from headrace_common.errors import TransferFailed
 
 
 class Slots:
-    """Numbers from 0 to `count` - 1. Called from any thread."""
+    """Slots 0 to `count` - 1. Any thread may call its methods."""
 
     def __init__(self, count: int) -> None:
         self._changed = threading.Condition()
         self._free = list(range(count))
         self._fault = ""
 
-    def take(self, deadline_s: float) -> int:
+    def acquire(self, deadline_s: float) -> int:
         """Waits for a free slot. Raises TransferFailed at the deadline, by time.monotonic, or once closed."""
         with self._changed:
             while not self._free and not self._fault:
@@ -26,17 +26,17 @@ class Slots:
                 self._changed.wait(remaining_s)
             if self._fault:
                 raise TransferFailed(self._fault)
-            # The one that was used last, which is likeliest to be in a cache.
+            # The slot that was used last is likeliest to be in a CPU cache.
             return self._free.pop()
 
-    def give(self, slot: int) -> None:
+    def release(self, slot: int) -> None:
         """Makes a slot free."""
         with self._changed:
             self._free.append(slot)
             self._changed.notify_all()
 
     def close(self, fault: str) -> None:
-        """Nobody gets a slot any more."""
+        """Fails every present and later `acquire`."""
         with self._changed:
             self._fault = fault
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""Decides how runs get across, and in what order they are staged."""
+"""Chooses the strategy of a write and the order in which runs are staged."""
 
 from __future__ import annotations
 
@@ -15,59 +15,59 @@ from headrace_kv.transport.base import Strategy
 from headrace_kv.transport.packing import by_length
 from headrace_kv.transport.staging.cost_model import (
     TransferCosts,
-    WireCosts,
-    cheapest,
-    least_bytes_alone,
+    WireCostModel,
+    cheapest_strategy,
+    direct_bytes_min,
     shape_of,
 )
 
-_REMEMBERED = 64
-# The costs follow the wire, and so must the choice.
-_REMEMBERED_S = 1.0
+_CACHE_SIZE = 64
+# Plans expire because the measured costs change.
+_PLAN_TTL_S = 1.0
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class StagingPlan:
-    """A strategy for runs `order` (None: all as they are listed); runs `alone` are so long that they go by themselves.
+    """A strategy for the runs `staged`, in that order; None stands for all runs as listed.
 
-    Indices, shape [some of the runs]. They are a permutation whatever the addresses, so that moved copies of the same
-    runs can share them.
+    The runs `direct` are so long that they are written one by one. Both are indices of runs, which do not depend on the
+    absolute addresses: the same runs, moved, share a plan.
     """
 
     strategy: Strategy
-    order: Int64Array | None
-    alone: Int64Array | None
+    staged: Int64Array | None
+    direct: Int64Array | None
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _Remembered:
-    # Held, so that no other array can have its id.
+class _CachedPlan:
+    # Referenced, so that the id of the array cannot be reused.
     lengths: Int64Array
     until_s: float
-    arrangement: StagingPlan
+    plan: StagingPlan
 
 
 _Key = tuple[int, int, int, int, frozenset[Strategy]]
 
 
-class Arrangements:
-    """Chooses by costs that it keeps up to date. `choose` is called by one thread, the rest by any."""
+class StagingPlanner:
+    """Plans by the costs of past writes. One thread calls `plan`, any thread the other methods."""
 
-    def __init__(self, wire: WireCosts) -> None:
+    def __init__(self, wire: WireCostModel) -> None:
         self._wire = wire
-        self._recent: OrderedDict[_Key, _Remembered] = OrderedDict()
+        self._cache: OrderedDict[_Key, _CachedPlan] = OrderedDict()
         self._lock = threading.Lock()
         self._wire_free_s = 0.0
 
     @property
     def costs(self) -> TransferCosts:
-        """The costs as known now."""
+        """The current costs."""
         return self._wire.costs
 
-    def choose(self, runs: Runs, allowed: frozenset[Strategy]) -> StagingPlan:
-        """The cheapest of the strategies allowed. The planner's moved copies of one plan share a choice for a while."""
+    def plan(self, runs: Runs, allowed: frozenset[Strategy]) -> StagingPlan:
+        """The cheapest plan of the allowed strategies. Runs that CopyPlanner moved share a plan for a while."""
         if not len(runs):
-            return StagingPlan(cheapest(self.costs, shape_of(runs), allowed), None, None)
+            return StagingPlan(cheapest_strategy(self.costs, shape_of(runs), allowed), None, None)
         source, destination = runs.source_addresses, runs.destination_addresses
         key = (
             id(runs.lengths),
@@ -77,44 +77,44 @@ class Arrangements:
             allowed,
         )
         now_s = time.monotonic()
-        found = self._recent.get(key)
+        found = self._cache.get(key)
         if found is None or found.until_s < now_s:
-            arrangement = arrange(self.costs, runs, allowed)
-            found = _Remembered(runs.lengths, now_s + _REMEMBERED_S, arrangement)
-            self._recent[key] = found
-            if len(self._recent) > _REMEMBERED:
-                self._recent.popitem(last=False)
-        return found.arrangement
+            plan = plan_staging(self.costs, runs, allowed)
+            found = _CachedPlan(runs.lengths, now_s + _PLAN_TTL_S, plan)
+            self._cache[key] = found
+            if len(self._cache) > _CACHE_SIZE:
+                self._cache.popitem(last=False)
+        return found.plan
 
     def observe(self, entry_count: int, payload_bytes: int, start_s: float) -> None:
-        """A write has ended just now that was submitted at `start_s`; before it the wire had others to carry."""
+        """A write that was submitted at `start_s` has just ended. The wire carried earlier writes first."""
         end_s = time.monotonic()
         with self._lock:
-            begun_s = max(start_s, self._wire_free_s)
+            wire_start_s = max(start_s, self._wire_free_s)
             self._wire_free_s = end_s
-        self._wire.observe(entry_count, payload_bytes, end_s - begun_s)
+        self._wire.observe(entry_count, payload_bytes, end_s - wire_start_s)
 
 
-def arrange(costs: TransferCosts, runs: Runs, allowed: frozenset[Strategy]) -> StagingPlan:
-    """Sets long runs apart where they may go by themselves, and chooses for the others. There must be some runs."""
+def plan_staging(costs: TransferCosts, runs: Runs, allowed: frozenset[Strategy]) -> StagingPlan:
+    """Separates the long runs if "direct" is allowed, and chooses for the others. `runs` must not be empty."""
     lengths = runs.lengths
-    alone: Int64Array | None = None
-    order: Int64Array | None = None
+    direct: Int64Array | None = None
+    staged: Int64Array | None = None
     rest = runs
     if "direct" in allowed:
-        long: NDArray[np.bool_] = lengths >= least_bytes_alone(costs)
+        long: NDArray[np.bool_] = lengths >= direct_bytes_min(costs)
         if long.all():
             return StagingPlan("direct", None, None)
         if long.any():
-            alone, order = np.flatnonzero(long), np.flatnonzero(~long)
-            rest = select(runs, order)
-    strategy = cheapest(costs, shape_of(rest), allowed)
+            direct, staged = np.flatnonzero(long), np.flatnonzero(~long)
+            rest = select(runs, staged)
+    strategy = cheapest_strategy(costs, shape_of(rest), allowed)
     if strategy == "direct":
         return StagingPlan("direct", None, None)
     inner = _staging_order(strategy, rest)
     if inner is not None:
-        order = inner if order is None else order[inner]
-    return StagingPlan(strategy, order, alone)
+        staged = inner if staged is None else staged[inner]
+    return StagingPlan(strategy, staged, direct)
 
 
 def select(runs: Runs, which: Int64Array) -> Runs:
@@ -125,7 +125,7 @@ def select(runs: Runs, which: Int64Array) -> Runs:
 
 
 def _staging_order(strategy: Strategy, runs: Runs) -> Int64Array | None:
-    """The order in which neighbours meet; for runs that meet on neither side, one that makes copying quick."""
+    """The order in which neighbours are adjacent. For "gather_scatter", an order that makes copies fast."""
     if strategy == "gather_scatter":
         return by_length(runs.lengths)
     addresses = runs.destination_addresses if strategy == "gather" else runs.source_addresses

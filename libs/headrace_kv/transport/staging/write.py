@@ -1,4 +1,4 @@
-"""One write that is made of several, and how it has ended."""
+"""One staged write, which consists of several writes of the inner transport."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from headrace_kv.transport.base import Strategy, WriteResult
 
 
 class StagedWrite:
-    """Counts the parts under way; the future ends with the last of them. Called from any thread.
+    """Counts parts; the future ends with the last of them. Any thread may call its methods.
 
-    Whoever makes one is a part of it until it calls `end`.
+    It starts with one part, which belongs to its maker.
     """
 
     def __init__(self, strategy: Strategy, transport: str) -> None:
@@ -26,22 +26,21 @@ class StagedWrite:
 
     @property
     def failed(self) -> bool:
-        """Whether a part has failed, so that no other need be begun."""
+        """Whether a part has failed, so that no other need start."""
         return self._error is not None
 
-    def begin(self) -> None:
-        """One more part is under way."""
+    def start_part(self) -> None:
         with self._lock:
             self._parts += 1
 
-    def note(self, written: WriteResult) -> None:
-        """What the transport below was given."""
+    def add_result(self, result: WriteResult) -> None:
+        """Adds the entries of a write of the inner transport."""
         with self._lock:
-            self._transport = written.transport
-            self._entry_count += written.entry_count
+            self._transport = result.transport
+            self._entry_count += result.entry_count
 
-    def end(self, error: HeadraceError | None) -> None:
-        """A part has ended."""
+    def end_part(self, error: HeadraceError | None) -> None:
+        """Ends one part. The first error fails the write."""
         with self._lock:
             self._error = self._error or error
             self._parts -= 1
@@ -51,5 +50,4 @@ class StagedWrite:
         if error is not None:
             self.future.set_exception(error)
         else:
-            written = WriteResult(self._transport, self._strategy, self._entry_count)
-            self.future.set_result(written)
+            self.future.set_result(WriteResult(self._transport, self._strategy, self._entry_count))

@@ -307,8 +307,7 @@ async def pair(
             lease_ttl_s=4.0,
             on_released=decode_side.released,
             quarantine_s=0.1,
-            broadcast=decode_side.broadcast,
-            checks=checks,
+            features=tuple(filter(None, (decode_side.broadcast, checks))),
         )
         handoff_pb2_grpc.add_HandoffServiceServicer_to_server(HandoffServicer(receiver), server)
         port = server.add_insecure_port("127.0.0.1:0")

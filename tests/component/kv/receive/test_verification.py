@@ -1,4 +1,4 @@
-"""What landed is compared with what was sent, before anybody may read it (I3)."""
+"""Landed bytes are compared with the sent bytes before the transfer completes (I3)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from headrace_common.errors import KvCorrupt, ProtocolViolation, TransferFailed
 from headrace_kv.handoff.checksum import DigestMode, is_digested
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.layout.layout import KvDescriptor
+from headrace_kv.receive.ledger import LayerLanded
 from headrace_kv.receive.state import TransferState
-from headrace_kv.receive.transfer import LandedPiece
 from headrace_kv.receive.verification import DigestChecks
 from headrace_kv.send import proto as handoff_words
 from headrace_kv.transport.factory import open_transport
@@ -37,7 +37,7 @@ def checks(mode: DigestMode, mismatch_limit: int = 3) -> Callable[[KvDescriptor]
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 1), (1, 4), (4, 2), (8, 4)])
-async def test_whole_transfers_pass(prefill: int, decode: int) -> None:
+async def test_undamaged_transfers_complete(prefill: int, decode: int) -> None:
     layouts = (make_layout(prefill), make_layout(decode))
     async with running(*layouts, memory_transports(), make_checks=checks("on")) as rig:
         truth = rig.fill(BLOCKS, seed=1)
@@ -66,15 +66,16 @@ async def test_a_changed_bit_fails_its_transfer_and_names_the_key() -> None:
         assert raised.value.metadata["keys"] == "layer 3 from rank 0 to rank 0"
         assert raised.value.metadata["prefill"] == str(rig.prefill_ref)
         await until(lambda: rig.released_ids() == [broken.transfer_id])
-        assert rig.receiver.distrusted == ()
+        assert rig.receiver.rejected_senders == ()
         rig.push(fine.transfer_id, BLOCKS, 0, TOKENS)
         await fine.wait()
         rig.check_bytes(truth, fine.reservation)
 
 
 @pytest.mark.parametrize(("mode", "found"), [("on", True), ("off", False), ("sampled", None)])
-async def test_every_byte_broken(mode: DigestMode, found: bool | None) -> None:
-    """Sampling finds it in those layers that it takes."""
+async def test_damage_is_found_in_every_digested_layer(
+    mode: DigestMode, found: bool | None
+) -> None:
     faults = FaultPlan(every=Fault(FaultKind.CORRUPT))
     layout = make_layout(1, layers=30)
     async with running(
@@ -87,7 +88,7 @@ async def test_every_byte_broken(mode: DigestMode, found: bool | None) -> None:
         transfer = rig.reserve(TOKENS)
         rig.open(rig.target(transfer))
         rig.push(transfer.transfer_id, BLOCKS, 0, TOKENS)
-        share = rig.receiver.digest_share
+        share = rig.receiver.welcome().digest_share
         sampled = [one for one in range(30) if is_digested(share, transfer.transfer_id, one)]
         assert len(sampled) in {"on": {30}, "off": {0}, "sampled": set(range(12))}[mode]
         if sampled:
@@ -100,31 +101,31 @@ async def test_every_byte_broken(mode: DigestMode, found: bool | None) -> None:
         assert found is None or found == bool(sampled)
 
 
-async def test_a_pair_with_repeated_mismatches_is_parted() -> None:
+async def test_a_sender_of_repeated_corrupt_transfers_is_rejected() -> None:
     faults = FaultPlan(every=Fault(FaultKind.CORRUPT))
     async with running(
         make_layout(1), make_layout(1), memory_transports(faults), make_checks=checks("on", 2)
     ) as rig:
         rig.fill(BLOCKS, seed=1)
         for count in range(2):
-            assert rig.receiver.distrusted == ()
+            assert rig.receiver.rejected_senders == ()
             transfer = rig.reserve(TOKENS)
             rig.open(rig.target(transfer))
             rig.push(transfer.transfer_id, BLOCKS, 0, TOKENS)
             with pytest.raises(KvCorrupt):
                 await transfer.wait()
             await until(lambda n=count: len(rig.released) == n + 1)  # type: ignore[misc]
-        assert rig.receiver.distrusted == (rig.prefill_ref,)
+        assert rig.receiver.rejected_senders == (rig.prefill_ref,)
         refused = rig.reserve(TOKENS)
         rig.open(rig.target(refused))
         (report,) = await rig.quiet(refused.transfer_id)
         assert report.reason == TransferFailed.reason
-        assert "arrived broken" in report.detail
-        # Somebody else may still send it.
+        assert "arrived corrupt" in report.detail
+        # Another worker may still send it.
         assert refused.state is TransferState.RESERVED
 
 
-async def test_a_rank_that_gives_no_digest_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_missing_digest_fails_the_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     say = handoff_words.layer_done
 
     def silent(*arguments: object) -> object:
@@ -145,20 +146,20 @@ async def test_a_rank_that_gives_no_digest_is_refused(monkeypatch: pytest.Monkey
 
 
 class LaterCorruption(DigestChecks):
-    """Decode's memory changes after a piece has landed, before it is looked at."""
+    """Changes decode's memory after a range has landed, before it is read back."""
 
     arena: Arena | None = None
 
-    def find_broken(
-        self, reservation: Reservation, pieces: tuple[LandedPiece, ...]
-    ) -> tuple[LandedPiece, ...]:
-        if self.arena is not None and any(piece.layer == 2 for piece in pieces):
+    def find_corrupt(
+        self, reservation: Reservation, ranges: tuple[LayerLanded, ...]
+    ) -> tuple[LayerLanded, ...]:
+        if self.arena is not None and any(landed.layer == 2 for landed in ranges):
             self.arena.cells[2, 1, reservation.block_ids[1], 0, 5] ^= 0x10
             self.arena = None
-        return super().find_broken(reservation, pieces)
+        return super().find_corrupt(reservation, ranges)
 
 
-async def test_memory_that_changes_after_mooncake_has_written_it_is_noticed() -> None:
+async def test_memory_that_changes_after_mooncakes_write_is_found() -> None:
     lent: list[LentTransport] = []
 
     def transports(role: str, rank: int) -> LentTransport:

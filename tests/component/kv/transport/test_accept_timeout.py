@@ -1,4 +1,4 @@
-"""The time that an accept waits, set from outside."""
+"""The accept timeout of a listening socket."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from headrace_kv.transport.mooncake.accept_timeout import set_accept_timeout
 from tests.ports import free_port
 
 
-def test_an_accept_gives_up_when_told() -> None:
+def test_an_accept_ends_at_the_timeout() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         assert set_accept_timeout(listener.getsockname()[1], 0.05)
         with pytest.raises(BlockingIOError):
             listener.accept()
 
 
-def test_only_a_listening_socket_is_meant() -> None:
+def test_only_listening_sockets_are_changed() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)) as connected:
@@ -27,15 +27,15 @@ def test_only_a_listening_socket_is_meant() -> None:
     assert not set_accept_timeout(free_port(), 0.05)
 
 
-def test_the_end_of_a_mooncake_engine_holds_up_nobody() -> None:
+def test_a_mooncake_engine_ends_within_the_accept_timeout() -> None:
     ends_s = []
     for _ in range(3):
         transport = open_transport("mooncake", "127.0.0.1", "tcp")
         assert transport.session
-        # Mooncake's thread naps a second from its start: the end falls into its second nap.
+        # The first accept call lasts a second: the end falls into the second call.
         time.sleep(1.2)
         started_s = time.monotonic()
         transport.close()
         ends_s.append(time.monotonic() - started_s)
-    # A busy machine may hold up one of them, the nap would hold up each.
+    # A busy machine may delay one of them, the unchanged timeout would delay each.
     assert min(ends_s) < 0.5

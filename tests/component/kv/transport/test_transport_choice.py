@@ -1,4 +1,4 @@
-"""Proof of a shared host, fallback, and packing: what the conformance suite cannot see from outside."""
+"""Proof of a shared host, fallback, and staging: the parts that the conformance suite cannot observe."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from headrace_kv.transport.memory import HostMemory
 from headrace_kv.transport.same_host import process_memory
 from headrace_kv.transport.same_host.transport import SameHostTransport
 from headrace_kv.transport.sessions import session_of
-from headrace_kv.transport.staging.cost_model import TransferCosts, WireCosts
-from headrace_kv.transport.staging.scatter_client import ScatterLane
+from headrace_kv.transport.staging.cost_model import TransferCosts, WireCostModel
+from headrace_kv.transport.staging.scatter_client import ScatterClient
 from headrace_kv.transport.staging.scatter_server import LandingLimits
 from headrace_kv.transport.staging.transport import StagedTransport, StagingLimits
 from tests.rdma.peers import PEER_BYTES, Bytes, PeerSettings, ProcessPeer, digest_of
@@ -88,8 +88,7 @@ def test_an_ended_process_is_an_error_before_its_pid_is_free(peer: ProcessPeer) 
     transport.close()
 
 
-def test_partial_copies_go_on_and_a_hole_fails(peer: ProcessPeer) -> None:
-    """The vectors that are left after a partial copy start in the middle of one."""
+def test_a_partial_copy_continues_and_an_unmapped_address_fails(peer: ProcessPeer) -> None:
     vectors = np.array([[100, 10], [200, 20], [300, 30]])
     assert process_memory._without(vectors, 10).tolist() == [[200, 20], [300, 30]]
     assert process_memory._without(vectors, 15).tolist() == [[205, 15], [300, 30]]
@@ -117,7 +116,7 @@ def test_registrations_are_bounded() -> None:
     transport.close()
 
 
-def test_yama_is_named(
+def test_yamas_scope_is_logged(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     scope = tmp_path / "ptrace_scope"
@@ -167,7 +166,7 @@ def test_the_first_transport_is_preferred() -> None:
     assert pair.sender.route(pair.session) == "first"
 
 
-def test_a_transport_without_proof_is_given_up_for_that_peer() -> None:
+def test_a_transport_that_fails_before_it_writes_is_replaced_for_that_peer() -> None:
     pair = Pair(Unproven())
     pair.write(pair.session)
     pair.write(pair.session)
@@ -176,7 +175,7 @@ def test_a_transport_without_proof_is_given_up_for_that_peer() -> None:
     assert pair.sender.route(pair.session) == "last"
 
 
-def test_a_write_that_may_have_begun_is_not_repeated() -> None:
+def test_a_write_that_may_have_started_is_not_repeated() -> None:
     pair = Pair(InMemoryTransport(FaultPlan({1: Fault(FaultKind.FAIL)})))
     with pytest.raises(TransferFailed):
         pair.write(pair.session)
@@ -194,8 +193,8 @@ def test_peers_with_fewer_transports_are_reached() -> None:
         pair.write("third=somewhere")
 
 
-class FixedCosts(WireCosts):
-    """Runs of less than 100 bytes are staged, when there are more than a few; nothing is learnt."""
+class FixedCosts(WireCostModel):
+    """Stages runs of less than 100 bytes when there are more than a few. Measurements change nothing."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -264,7 +263,7 @@ def packed() -> Iterator[PackedPair]:
     made.close()
 
 
-def test_short_runs_are_staged_and_long_ones_are_not(packed: PackedPair) -> None:
+def test_short_runs_are_staged_and_long_runs_are_not(packed: PackedPair) -> None:
     runs = packed.runs(100, long=3)
     written = packed.sender.write(packed.session, runs, 5.0)
     packed.check(runs)
@@ -279,7 +278,7 @@ def test_few_short_runs_are_not_staged(packed: PackedPair) -> None:
     packed.check(runs)
 
 
-def test_runs_that_meet_on_one_side_are_copied_once(packed: PackedPair) -> None:
+def test_runs_that_are_adjacent_on_one_side_are_copied_once(packed: PackedPair) -> None:
     steps, apart = np.arange(100) * 40, np.arange(100) * 90
     lengths = np.full(100, 40)
     for source, destination, strategy in ((apart, steps, "gather"), (steps, apart, "scatter")):
@@ -295,7 +294,7 @@ def test_runs_that_meet_on_one_side_are_copied_once(packed: PackedPair) -> None:
             assert np.array_equal(packed.source[start:][:40], packed.target[end:][:40])
 
 
-def test_without_a_loan_runs_go_one_by_one_and_a_loan_comes_back(packed: PackedPair) -> None:
+def test_without_a_loan_runs_are_direct_until_a_loan_is_returned(packed: PackedPair) -> None:
     packed.sender.write(packed.session, packed.runs(), 5.0)
     other = packed.new_sender(InMemoryTransport())
     assert other.write(packed.session, packed.runs(), 5.0).strategy == "direct"
@@ -306,7 +305,7 @@ def test_without_a_loan_runs_go_one_by_one_and_a_loan_comes_back(packed: PackedP
     third.close()
 
 
-def test_a_peer_without_an_agent_is_written_to_directly(packed: PackedPair) -> None:
+def test_a_peer_without_a_scatter_server_is_written_to_directly(packed: PackedPair) -> None:
     plain = InMemoryTransport()
     plain.register(packed.target.ctypes.data, packed.target.nbytes)
     written = packed.sender.write(plain.session, packed.runs(), 5.0)
@@ -314,20 +313,20 @@ def test_a_peer_without_an_agent_is_written_to_directly(packed: PackedPair) -> N
     assert written.strategy == "direct"
 
 
-def test_a_peer_that_does_not_scatter_fails_all_that_is_under_way(packed: PackedPair) -> None:
-    """The lane's first deadline ends it: no future is left, and nothing is put in place afterwards."""
+def test_a_peer_that_does_not_scatter_fails_all_pending_writes(packed: PackedPair) -> None:
+    """The first deadline ends the stream: every future is done, and nothing is copied afterwards."""
     packed.sender.write(packed.session, packed.runs(), 5.0)
     packed.target[:] = 0
-    agent = packed.receiver._agent
-    assert agent is not None
-    scatter, held = agent._memory.scatter, threading.Event()
+    server = packed.receiver._server
+    assert server is not None
+    scatter, held = server._memory.scatter, threading.Event()
 
     class Held(HostMemory):
         def scatter(self, source: Bytes, addresses: Int64Array, lengths: Int64Array) -> None:
             held.wait(5.0)
             scatter(source, addresses, lengths)
 
-    agent._memory = Held()
+    server._memory = Held()
     start_s = time.monotonic()
     first, second = (packed.sender.submit(packed.session, packed.runs(15), 0.3) for _ in range(2))
     for future in (first, second):
@@ -338,63 +337,63 @@ def test_a_peer_that_does_not_scatter_fails_all_that_is_under_way(packed: Packed
 
 
 def test_scattering_stays_within_registered_memory_and_time(packed: PackedPair) -> None:
-    agent = session_of("scatter", packed.session)
-    assert agent is not None
+    server = session_of("scatter", packed.session)
+    assert server is not None
     inside = packed.target.ctypes.data
     for address, seconds, reason in ((inside - 1, 5.0, "outside"), (inside, -60.0, "late")):
-        lane = lane_once_lent(agent)
+        client = client_once_lent(server)
         where = Runs(np.array([0]), np.array([address]), np.array([10]))
         ends: queue.SimpleQueue[TransferFailed | None] = queue.SimpleQueue()
-        lane.submit(lane.slots.take(0.0), where, time.monotonic() + seconds, ends.put)
+        client.submit(client.slots.acquire(0.0), where, time.monotonic() + seconds, ends.put)
         assert reason in str(ends.get(timeout=5.0))
-        lane.close(clean=False)
-        break_rest(packed)
+        client.close(clean=False)
+        end_quarantine(packed)
     assert not packed.target.any()
 
 
 def test_a_wrong_token_lends_nothing(packed: PackedPair) -> None:
-    agent = session_of("scatter", packed.session)
-    assert agent is not None
+    server = session_of("scatter", packed.session)
+    assert server is not None
     with pytest.raises(TransferFailed, match="token is wrong"):
-        ScatterLane(agent.partition("/")[0] + "/" + "00" * 16, 5.0)
+        ScatterClient(server.partition("/")[0] + "/" + "00" * 16, 5.0)
 
 
-def test_a_loan_that_was_broken_off_rests(packed: PackedPair) -> None:
-    """Bytes of a vanished sender's last write must not land in somebody else's slot."""
-    agent = session_of("scatter", packed.session)
-    assert agent is not None
-    ScatterLane(agent, 5.0).close(clean=False)
+def test_an_aborted_loan_is_quarantined(packed: PackedPair) -> None:
+    """Bytes of a vanished sender's last write must not land in a slot of another sender."""
+    server = session_of("scatter", packed.session)
+    assert server is not None
+    ScatterClient(server, 5.0).close(clean=False)
     with pytest.raises(TransferFailed, match="no slots"):
-        ScatterLane(agent, 5.0)
-    break_rest(packed)
-    lane_once_lent(agent).close(clean=True)
-    lane_once_lent(agent).close(clean=True)
+        ScatterClient(server, 5.0)
+    end_quarantine(packed)
+    client_once_lent(server).close(clean=True)
+    client_once_lent(server).close(clean=True)
 
 
-def test_a_failed_write_breaks_the_lane_off(packed: PackedPair) -> None:
+def test_a_failed_write_aborts_the_stream(packed: PackedPair) -> None:
     packed.sender.write(packed.session, packed.runs(), 5.0)
     packed.sender._inner = InMemoryTransport(FaultPlan(every=Fault(FaultKind.FAIL)))
     with pytest.raises(TransferFailed):
         packed.sender.write(packed.session, packed.runs(), 5.0)
-    assert all(lane.broken for lane in packed.sender._lanes.values())
+    assert all(client.broken for client in packed.sender._clients._clients.values())
 
 
-def break_rest(packed: PackedPair) -> None:
-    """Lets time pass for the agent's loans, once the stream's end has reached it."""
-    agent = packed.receiver._agent
-    assert agent is not None
+def end_quarantine(packed: PackedPair) -> None:
+    """Ends the quarantine of every loan, once the end of the stream has reached the server."""
+    server = packed.receiver._server
+    assert server is not None
     deadline_s = time.monotonic() + 5.0
-    while agent._lent and time.monotonic() < deadline_s:
+    while server._lent and time.monotonic() < deadline_s:
         time.sleep(0.01)
-    agent._free_from_s = [0.0]
+    server._free_from_s = [0.0]
 
 
-def lane_once_lent(agent: str) -> ScatterLane:
-    """A lane, as soon as the end of the stream before has reached the agent."""
+def client_once_lent(server: str) -> ScatterClient:
+    """A client, once the end of the previous stream has reached the server."""
     deadline_s = time.monotonic() + 5.0
     while True:
         try:
-            return ScatterLane(agent, 5.0)
+            return ScatterClient(server, 5.0)
         except TransferFailed:
             if time.monotonic() > deadline_s:
                 raise

@@ -63,14 +63,14 @@ def test_sampling_takes_its_share_and_both_sides_the_same() -> None:
 def test_distrust_needs_repeats_and_ends_with_the_incarnation() -> None:
     distrust = CorruptSenderTracker(2)
     bad, reborn = WorkerRef("prefill-0", "a" * 16), WorkerRef("prefill-0", "b" * 16)
-    distrust.note(bad)
-    distrust.check(bad)
-    assert not distrust.refs
-    distrust.note(bad)
-    with pytest.raises(TransferFailed, match="arrived broken"):
-        distrust.check(bad)
-    assert list(distrust.refs) == [bad]
-    distrust.check(reborn)
+    distrust.record(bad)
+    distrust.require_accepted(bad)
+    assert not distrust.rejected
+    distrust.record(bad)
+    with pytest.raises(TransferFailed, match="arrived corrupt"):
+        distrust.require_accepted(bad)
+    assert list(distrust.rejected) == [bad]
+    distrust.require_accepted(reborn)
     for number in range(3000):
-        distrust.note(WorkerRef("other", str(number)))
-    assert len(distrust.refs) <= 1
+        distrust.record(WorkerRef("other", str(number)))
+    assert len(distrust.rejected) <= 1

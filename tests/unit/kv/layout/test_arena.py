@@ -25,7 +25,7 @@ def test_padding_is_less_than_one_unit(address: int, power: int) -> None:
 
 @pytest.mark.parametrize("alignment", [1, 64, PAGE_BYTES, HUGE_PAGE_BYTES])
 @pytest.mark.parametrize("nbytes", [1, 4095, 4096, 100_001])
-def test_arenas_start_where_asked(nbytes: int, alignment: int) -> None:
+def test_arenas_start_at_the_alignment(nbytes: int, alignment: int) -> None:
     arena = allocate_arena(nbytes, alignment)
     assert arena.nbytes == nbytes
     assert arena.ctypes.data % alignment == 0
@@ -41,6 +41,6 @@ def test_small_arenas_do_not_take_huge_pages() -> None:
 
 
 @pytest.mark.parametrize("nbytes, alignment", [(0, 64), (-1, 64), (8, 0), (8, 3), (8, -4)])
-def test_nonsense_is_refused(nbytes: int, alignment: int) -> None:
+def test_impossible_sizes_and_alignments_are_rejected(nbytes: int, alignment: int) -> None:
     with pytest.raises(ConfigError):
         allocate_arena(nbytes, alignment)

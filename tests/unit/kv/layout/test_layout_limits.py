@@ -1,4 +1,4 @@
-"""A layout that claims too much is refused before anything counts up to what it claims."""
+"""A layout beyond all bounds is rejected before its counts are iterated."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def many_groups(layout: layout_pb2.KvLayout) -> None:
 @pytest.mark.parametrize(
     "spoil", [many_ranks, many_stages, many_heads, many_layers, many_parts, many_groups]
 )
-def test_what_is_beyond_all_bounds_is_refused_fast_by_workers_and_registry(
+def test_workers_and_registry_reject_a_layout_beyond_all_bounds_fast(
     spoil: Callable[[layout_pb2.KvLayout], None],
 ) -> None:
     layout = layout_to_proto(LAYOUT)

@@ -1,4 +1,4 @@
-"""Planned runs of chosen cases: how few they are, and what is refused."""
+"""Planned runs of chosen cases: how few they are, and which copies are rejected."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headrace_common.errors import LayoutMismatch, ProtocolViolation
 from headrace_kv.layout.layout import KvLayout, RankMemory
-from headrace_kv.plan.copy_plan import CopyPlanner, Runs, Span, plan_runs
+from headrace_kv.plan.copy_plan import BlockSpan, CopyPlanner, Runs, plan_runs
 from headrace_kv.plan.regions import HEAD_OUTER, TOKENS_OUTER, Dimension, place_regions
 from headrace_kv.plan.shard_map import Edge
 
@@ -45,15 +45,19 @@ def memory(
     return RankMemory(0, "in_memory", "s", 1000, placed.arena_bytes, placed.regions)
 
 
-def span(source: list[int], destination: list[int], start: int = 0, end: int | None = None) -> Span:
+def span(
+    source: list[int], destination: list[int], start: int = 0, end: int | None = None
+) -> BlockSpan:
     """Blocks from the one that holds `start` on, with equal block sizes."""
     first = start - start % BLOCK_TOKENS
     end = first + len(source) * BLOCK_TOKENS if end is None else end
     arrays = (np.array(source, dtype=np.int64), np.array(destination, dtype=np.int64))
-    return Span(start, end, arrays[0], first, arrays[1], first)
+    return BlockSpan(start, end, arrays[0], first, arrays[1], first)
 
 
-def lengths(source: RankMemory, destination: RankMemory, edge: Edge, chosen: Span) -> list[int]:
+def lengths(
+    source: RankMemory, destination: RankMemory, edge: Edge, chosen: BlockSpan
+) -> list[int]:
     return list(map(int, plan_runs(source, destination, edge, 0, chosen).lengths))
 
 
@@ -93,12 +97,12 @@ def test_between_token_outer_and_head_outer_every_token_is_a_run() -> None:
 
 
 @pytest.mark.parametrize("order", [TOGETHER, INTERLEAVED])
-def test_keys_and_values_together(order: tuple[Dimension, ...]) -> None:
+def test_adjacent_keys_and_values_are_one_run(order: tuple[Dimension, ...]) -> None:
     one = memory(order=order)
     assert lengths(one, one, WHOLE, span([1, 2, 4], [1, 2, 5])) == [16 * HEAD, 8 * HEAD]
 
 
-def test_merged_and_apart_latents_talk() -> None:
+def test_merged_and_separate_latents_are_copied_into_each_other() -> None:
     """nope and rope in one latent are one run per stretch of tokens; apart, one each per token."""
     parts = {"nope": 16, "rope": 2}
     merged, apart = memory(1, INTERLEAVED, parts=parts), memory(1, parts=parts)
@@ -111,7 +115,7 @@ def test_merged_and_apart_latents_talk() -> None:
 def test_block_sizes_may_differ() -> None:
     """Blocks of 4 into blocks of 6 from a prefix of 5 on, one head: as many runs as borders."""
     source, destination = memory(1), memory(1, block_tokens=6)
-    chosen = Span(5, 21, np.array([7, 0, 2, 4, 6]), 4, np.array([5, 3, 1, 0]), 0)
+    chosen = BlockSpan(5, 21, np.array([7, 0, 2, 4, 6]), 4, np.array([5, 3, 1, 0]), 0)
     # Source borders at 8, 12, 16, 20 and destination borders at 6, 12, 18 make 7 pieces per part.
     assert len(plan_runs(source, destination, Edge(0, 0, 0, 0, 1), 0, chosen)) == 14
 
@@ -123,7 +127,7 @@ def test_runs_grow_with_fragments_not_tokens() -> None:
         assert len(plan_runs(one, one, Edge(0, 0, 0, 0, 1), 0, everything)) == 2
 
 
-def test_a_plan_moves_between_layers() -> None:
+def test_a_plan_is_moved_between_layers() -> None:
     """Layer 1 lies elsewhere, layer 2 has its parts in another order."""
 
     def shifted(base: int, last: tuple[int, int]) -> RankMemory:
@@ -157,7 +161,7 @@ def test_only_shared_layers_are_planned() -> None:
             planner.plan(WHOLE, layer, span([1], [1]))
 
 
-def test_impossible_copies_are_refused() -> None:
+def test_impossible_copies_are_rejected() -> None:
     one = memory()
     with pytest.raises(ProtocolViolation, match="destination block 8"):
         plan_runs(one, one, WHOLE, 0, span([1], [8]))

@@ -31,10 +31,11 @@ from headrace_kv.layout.layout import (
     WorkerRef,
 )
 from headrace_kv.plan.copy_plan import CopyPlanner, Runs
-from headrace_kv.plan.regions import HEAD_OUTER, covered_ranges, place_regions
+from headrace_kv.plan.regions import HEAD_OUTER, place_regions
 from headrace_kv.plan.shard_map import heads_held
-from headrace_kv.receive.ledger import Ledger
+from headrace_kv.receive.ledger import LayerLanded, Ledger
 from headrace_kv.receive.local_broadcast import LocalBroadcast, LocalJob, copy_in_process
+from headrace_kv.receive.local_ledger import LocalLedger
 from headrace_kv.send.transfer import OutgoingTransfer
 from headrace_kv.transport.in_memory import InMemoryTransport, MemoryFabric
 
@@ -115,8 +116,7 @@ def make_side(random: Random, layout: KvLayout, start: int, end: int, fabric: Me
             placed.arena_bytes,
             placed.regions,
         )
-        for address, nbytes in covered_ranges(memory):
-            transport.register(address, nbytes)
+        transport.register(arena.ctypes.data, len(arena))
         arenas.append(arena)
         memories.append(memory)
         transports.append(transport)
@@ -208,25 +208,26 @@ def test_every_byte_arrives_once(lot: int, seed: int) -> None:
 
     reservation = Reservation("x", target.block_ids[0], start, end, target.block_ids[1:])
     ledger = Ledger(decode, prefill, reservation)
+    local = LocalLedger(decode, reservation)
     written = [np.zeros(len(arena), dtype=np.uint8) for arena in target.arenas]
     for rank in range(prefill.rank_count):
-        send(source, target, rank, reservation, ends, ledger, written)
+        send(source, target, rank, reservation, ends, ledger, local, written)
         if random.random() < 0.5:
-            pass_on(target, reservation, ledger, written)
-    assert ledger.landed
-    pass_on(target, reservation, ledger, written)
+            copy_locally(target, reservation, local, written)
     assert ledger.complete
+    copy_locally(target, reservation, local, written)
+    assert not local.missing_keys
     for rank, arena in enumerate(target.arenas):
         assert np.array_equal(arena, expected[rank])
         assert written[rank].max(initial=0) <= 1
         assert np.array_equal(written[rank] > 0, expected[rank] > 0)
 
 
-def pass_on(
-    target: Side, reservation: Reservation, ledger: Ledger, written: list[NDArray[np.uint8]]
+def copy_locally(
+    target: Side, reservation: Reservation, ledger: LocalLedger, written: list[NDArray[np.uint8]]
 ) -> None:
     """Makes the local copies that are due, and notes every byte written."""
-    copies = ledger.take_local(1 << 30)
+    copies = ledger.take_due(1 << 30)
     if not copies:
         return
 
@@ -239,8 +240,8 @@ def pass_on(
     broadcast.submit(job).result(10.0)
     broadcast.close()
     for copy in copies:
-        assert not ledger.complete
-        ledger.land_local(copy)
+        assert ledger.missing_keys
+        ledger.count(copy)
 
 
 def note(destination: RankMemory, runs: Runs, written: list[NDArray[np.uint8]]) -> None:
@@ -257,6 +258,7 @@ def send(
     reservation: Reservation,
     ends: list[int],
     ledger: Ledger,
+    local: LocalLedger,
     written: list[NDArray[np.uint8]],
 ) -> None:
     """Does what a rank's sender does, chunk by chunk, and notes every byte written."""
@@ -275,14 +277,15 @@ def send(
             for copy in outgoing.copies(piece):
                 destination = copy.edge.destination_rank
                 runs = planners[destination].plan(copy.edge, layer, copy.span)
-                assert len(runs.tidied()) == len(runs)
+                assert len(runs.sort_and_merge()) == len(runs)
                 memory = target.memories[destination]
                 source.transports[rank].write(memory.session, runs, 5.0)
                 note(memory, runs, written)
                 nbytes = runs.payload_bytes
                 key = (rank, destination, layer)
-                assert ledger.land(key, copy.start_token, copy.end_token, nbytes)
                 start, stop, count = copy.start_token, copy.end_token, len(runs)
+                assert ledger.land(key, start, stop, nbytes)
+                local.land(LayerLanded(copy.edge, layer, start, stop, None))
                 sent = LayerSent(
                     layer, destination, start, stop, nbytes, count, 0, 0, 0, "in_memory", "", count
                 )

@@ -1,27 +1,35 @@
-"""Every head of every layer of every decode rank is written exactly once, by a rank that holds it."""
+"""Every head reaches every decode rank that holds it exactly once, over the network or from a rank of its host."""
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_common.errors import LayoutMismatch
+from headrace_kv.layout.compatibility import fingerprint, require_compatible
 from headrace_kv.layout.layout import KvLayout
+from headrace_kv.layout.proto import layout_from_proto, layout_to_proto
 from headrace_kv.plan.shard_map import (
     edges,
     edges_from,
     expected_keys,
     heads_held,
+    local_edges,
     shards,
     transfer_seed,
 )
 
 
 def make_layout(
-    ranks: int, heads: int, layers: int = 1, stage_starts: tuple[int, ...] = (0,)
+    ranks: int,
+    heads: int,
+    layers: int = 1,
+    stage_starts: tuple[int, ...] = (0,),
+    broadcast_width: int = 1,
 ) -> KvLayout:
     return KvLayout.attention(
         model="m",
@@ -32,61 +40,80 @@ def make_layout(
         parts={"kv": 8},
         tensor_parallel_size=ranks,
         stage_starts=stage_starts,
+        broadcast_width=broadcast_width,
     )
 
 
 @st.composite
 def layout_pairs(draw: st.DrawFn) -> tuple[KvLayout, KvLayout]:
-    """Any two parallelisms of one model, whether they divide the heads or not."""
+    """Any two parallelisms of one model, with any local broadcast, whether they divide the heads or not."""
     heads, layers = draw(st.integers(1, 24)), draw(st.integers(1, 6))
 
-    def layout() -> KvLayout:
+    def layout(width: int) -> KvLayout:
         later = draw(st.sets(st.integers(1, layers), max_size=3)) - {layers}
-        return make_layout(draw(st.integers(1, 40)), heads, layers, (0, *sorted(later)))
+        return make_layout(draw(st.integers(1, 40)), heads, layers, (0, *sorted(later)), width)
 
-    return layout(), layout()
+    return layout(1), layout(draw(st.sampled_from([1, 1, 2, 3, 4, 9])))
+
+
+def model_heads(layout: KvLayout, rank: int) -> range:
+    size = layout.tensor_parallel_size
+    return heads_held(rank % size, size, layout.kv_head_count)
 
 
 @given(layout_pairs(), st.text(max_size=8))
-def test_every_head_is_written_once_by_a_holder(
+def test_every_head_is_written_once_by_a_rank_that_holds_it(
     pair: tuple[KvLayout, KvLayout], transfer_id: str
 ) -> None:
     prefill, decode = pair
-    heads = decode.kv_head_count
+    size = decode.tensor_parallel_size
     for layer in range(decode.layer_count):
         written: dict[tuple[int, int], int] = {}
-        pairs = Counter[tuple[int, int]]()
+        rank_pairs = Counter[tuple[int, int]]()
         for edge in edges(prefill, decode, layer, transfer_id):
             assert layer in prefill.layers_of(edge.source_rank)
-            pairs[edge.source_rank, edge.destination_rank] += 1
-            source = edge.source_rank % prefill.tensor_parallel_size
-            held = heads_held(source, prefill.tensor_parallel_size, heads)
+            rank_pairs[edge.source_rank, edge.destination_rank] += 1
+            held = model_heads(prefill, edge.source_rank)
             for index in range(edge.head_count):
                 slot = (edge.destination_rank, edge.destination_head + index)
                 assert slot not in written
                 written[slot] = held[edge.source_head + index]
-        ranks = [rank for rank in range(decode.rank_count) if layer in decode.layers_of(rank)]
+        # The ledger's key has no head in it: a pair of ranks may meet only once per layer.
+        assert set(rank_pairs.values()) == {1}
+        from_network = dict(written)
+        for edge in local_edges(decode, layer, transfer_id):
+            ranks = (edge.source_rank, edge.destination_rank)
+            hosts = {rank % size // decode.broadcast_width for rank in ranks}
+            assert len(hosts) == len({rank // size for rank in ranks}) == 1
+            for index in range(edge.head_count):
+                slot = (edge.destination_rank, edge.destination_head + index)
+                assert slot not in written
+                written[slot] = from_network[edge.source_rank, edge.source_head + index]
         assert written == {
             (rank, index): head
-            for rank in ranks
-            for index, head in enumerate(
-                heads_held(rank % decode.tensor_parallel_size, decode.tensor_parallel_size, heads)
-            )
+            for rank in range(decode.rank_count)
+            if layer in decode.layers_of(rank)
+            for index, head in enumerate(model_heads(decode, rank))
         }
-        # The ledger's key has no head in it: a pair of ranks may meet only once per layer.
-        assert set(pairs.values()) == {1}
 
 
 @given(layout_pairs(), st.text(max_size=8))
-def test_expected_keys_are_the_edges(pair: tuple[KvLayout, KvLayout], transfer_id: str) -> None:
+def test_both_sides_compute_the_same_plan(
+    pair: tuple[KvLayout, KvLayout], transfer_id: str
+) -> None:
     prefill, decode = pair
-    found = {
-        (rank, edge.destination_rank, layer)
-        for layer in range(decode.layer_count)
-        for rank in range(prefill.rank_count)
-        for edge in edges_from(rank, prefill, decode, layer, transfer_id)
-    }
-    assert found == expected_keys(prefill, decode, transfer_id)
+    received = layout_from_proto(layout_to_proto(decode))
+    keys = set()
+    for layer in range(decode.layer_count):
+        sent = [
+            edge
+            for rank in range(prefill.rank_count)
+            for edge in edges_from(rank, prefill, received, layer, transfer_id)
+        ]
+        planned = edges(prefill, decode, layer, transfer_id)
+        assert sorted(map(repr, sent)) == sorted(map(repr, planned))
+        keys |= {(edge.source_rank, edge.destination_rank, layer) for edge in sent}
+    assert keys == expected_keys(prefill, decode, transfer_id)
 
 
 @given(st.integers(1, 40), st.integers(1, 40))
@@ -112,7 +139,7 @@ def test_three_ranks_to_two_with_six_heads() -> None:
     "prefill_tp, decode_tp, heads",
     [(8, 2, 1), (8, 4, 1), (2, 8, 1), (8, 2, 2), (8, 4, 4), (4, 8, 2), (6, 4, 2), (16, 16, 4)],
 )
-def test_copies_share_the_work_evenly(prefill_tp: int, decode_tp: int, heads: int) -> None:
+def test_copies_share_the_bytes_evenly(prefill_tp: int, decode_tp: int, heads: int) -> None:
     """Bytes of each prefill rank over 200 requests of 61 layers, within 5 % of each other."""
     prefill, decode = make_layout(prefill_tp, heads, 61), make_layout(decode_tp, heads, 61)
     load = Counter(
@@ -129,6 +156,30 @@ def test_copies_share_the_work_evenly(prefill_tp: int, decode_tp: int, heads: in
     assert max(load.values()) <= 1.05 * min(load.values())
 
 
+@pytest.mark.parametrize(
+    "prefill_tp, decode_tp, heads, width",
+    [(8, 4, 1, 4), (8, 8, 1, 4), (2, 8, 1, 8), (1, 8, 1, 4), (4, 8, 2, 8), (4, 8, 2, 2)],
+)
+def test_leaders_and_writers_share_the_edges_evenly(
+    prefill_tp: int, decode_tp: int, heads: int, width: int
+) -> None:
+    """Edges per network card over 200 requests of 61 layers, within 5 % of each other on either side."""
+    prefill, decode = make_layout(prefill_tp, heads, 61), make_layout(decode_tp, heads, 61)
+    decode = replace(decode, broadcast_width=width)
+    sent, received, copied = Counter[int](), Counter[int](), Counter[int]()
+    for request in range(200):
+        transfer_id = f"x{request:032x}"
+        for layer in range(61):
+            for edge in edges(prefill, decode, layer, transfer_id):
+                sent[edge.source_rank] += 1
+                received[edge.destination_rank] += 1
+            for edge in local_edges(decode, layer, transfer_id):
+                copied[edge.source_rank] += 1
+    for load, ranks in ((sent, prefill_tp), (received, decode_tp), (copied, decode_tp)):
+        assert len(load) == ranks
+        assert max(load.values()) <= 1.05 * min(load.values())
+
+
 def test_one_request_uses_every_copy() -> None:
     prefill, decode = make_layout(8, 1, 32), make_layout(2, 1, 32)
     load = Counter(
@@ -139,11 +190,34 @@ def test_one_request_uses_every_copy() -> None:
     assert load == dict.fromkeys(range(8), 8)
 
 
-def test_seed_is_the_same_in_every_process() -> None:
+@pytest.mark.parametrize("width, crossing", [(1, 8), (2, 4), (3, 3), (4, 2), (8, 1), (16, 1)])
+def test_each_host_receives_mla_once(width: int, crossing: int) -> None:
+    prefill, decode = make_layout(4, 1), make_layout(8, 1, broadcast_width=width)
+    assert len(edges(prefill, decode, 0, "x")) == crossing
+    assert len(local_edges(decode, 0, "x")) == 8 - crossing
+
+
+def test_distinct_heads_have_no_local_edges() -> None:
+    decode = make_layout(4, 8, broadcast_width=4)
+    assert local_edges(decode, 0, "x") == ()
+    assert len(edges(make_layout(4, 8), decode, 0, "x")) == 4
+
+
+def test_the_broadcast_width_does_not_affect_compatibility() -> None:
+    plain, wide = make_layout(4, 1), make_layout(4, 1, broadcast_width=4)
+    assert fingerprint(plain) == fingerprint(wide)
+    require_compatible(plain, wide)
+    assert layout_from_proto(layout_to_proto(wide)) == wide
+    message = layout_to_proto(plain)
+    message.ClearField("broadcast_width")
+    assert layout_from_proto(message) == plain
+
+
+def test_the_seed_is_the_same_in_every_process() -> None:
     assert transfer_seed("x1") == 4434663428407787702
 
 
 @pytest.mark.parametrize("prefill_tp, decode_tp, heads", [(0, 1, 4), (1, 0, 4), (1, 1, 0)])
-def test_no_ranks_or_heads_are_refused(prefill_tp: int, decode_tp: int, heads: int) -> None:
+def test_no_ranks_or_heads_are_rejected(prefill_tp: int, decode_tp: int, heads: int) -> None:
     with pytest.raises(LayoutMismatch, match="cannot share"):
         edges(make_layout(prefill_tp, heads), make_layout(decode_tp, heads), 0, "x")

@@ -1,4 +1,4 @@
-"""An engine hears of layers from when it may begin on, rank by rank, in order and once."""
+"""An engine that overlaps is called for arrived layers rank by rank, in order and once, from when it may start."""
 
 from __future__ import annotations
 
@@ -8,28 +8,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.kv.v1 import handoff_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError, TransferFailed
 from headrace_kv.handoff.messages import Reservation
-from headrace_kv.plan.shard_map import Key
+from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.plan.shard_map import Key, expected_keys
 from headrace_kv.receive.layer_overlap import LayerOverlap, OverlapSettings
-from headrace_kv.receive.state import TransferState
-from headrace_kv.receive.transfer import IncomingTransfer
-from tests.unit.kv.receive.test_ledger import make_layout, make_ledger
+from headrace_kv.receive.observer import TransferObserver
+from headrace_kv.receive.transfer import IncomingTransfer, PrefillPeer
+from tests.unit.kv.receive.test_ledger import make_layout
 
 LAYERS = 5
+HEADS = 4
 
 
-class Heard:
-    """What an engine was told."""
+class RecordingListener:
+    """Records the calls."""
 
     def __init__(self) -> None:
-        self.began: list[str] = []
+        self.started: list[str] = []
         self.layers: list[tuple[int, int, bool]] = []
 
     def arriving(self, transfer_id: str, deadline: Deadline) -> None:
         assert deadline.remaining_s() > 0
-        self.began.append(transfer_id)
+        self.started.append(transfer_id)
 
     def layers_arrived(
         self, transfer_id: str, rank: int, layer_count: int, *, failed: bool
@@ -39,61 +42,78 @@ class Heard:
 
 
 class Arrival:
-    """One transfer from `prefill_tp` ranks to `decode_tp`, landing key by key."""
+    """One transfer from `prefill_tp` ranks to `decode_tp`, of which keys land one by one."""
 
     def __init__(self, overlap_layers: int, prefill_tp: int = 1, decode_tp: int = 1) -> None:
-        self.heard = Heard()
-        self.early = LayerOverlap(
-            self.heard, overlap_layers=overlap_layers, layer_count=LAYERS, rank_count=decode_tp
-        )
+        self.listener = RecordingListener()
+        prefill, decode = make_layout(prefill_tp, LAYERS, HEADS), make_layout(decode_tp, LAYERS)
         self.transfer = IncomingTransfer(
-            Reservation("x1", (1, 2, 3), 0, 10),
-            make_layout(decode_tp, LAYERS),
-            Deadline.after(60),
-            on_advance=self.early.advance,
+            Reservation("x1", (1, 2, 3), 0, 10), decode, Deadline.after(60)
         )
-        self.ledger = make_ledger(prefill_tp, decode_tp, LAYERS)
-        self.transfer.ledger = self.ledger
-        for state in (TransferState.OPEN, TransferState.RECEIVING):
-            self.transfer._states.enter(state)
+        self.transfer.add_observer(
+            LayerOverlap(
+                self.listener,
+                overlap_layers=overlap_layers,
+                layer_count=LAYERS,
+                rank_count=decode_tp,
+            )
+        )
+        self.keys = sorted(expected_keys(prefill, decode, "x1"))
+        ref = WorkerRef("prefill-0", "1")
+        self.peers = {
+            rank: PrefillPeer(ref, rank, prefill, lambda message: None, lambda error: None)
+            for rank in {source for source, _, _ in self.keys}
+        }
+        for peer in self.peers.values():
+            self.transfer.add_writer(peer)
 
     def land(self, key: Key) -> None:
-        heads = self.ledger.edge(key).head_count
-        self.ledger.land(key, 0, 10, 10 * heads * 100)
-        if self.ledger.complete:
+        source, destination, layer = key
+        assert self.transfer.ledger is not None
+        heads = self.transfer.ledger.edge(key).head_count
+        done = handoff_pb2.LayerDone(
+            transfer_id="x1",
+            layer=layer,
+            destination_rank=destination,
+            start_token=0,
+            end_token=10,
+            payload_bytes=10 * heads * 100,
+        )
+        self.transfer.land(self.peers[source], done)
+        if self.transfer.whole:
             self.transfer.complete()
-        self.transfer.advanced()
+        self.transfer.report_progress()
 
 
-def test_it_may_begin_when_all_but_the_last_are_there() -> None:
+def test_a_request_may_start_when_all_but_the_last_layers_are_there() -> None:
     arrival = Arrival(overlap_layers=2)
     for layer in range(LAYERS):
-        assert bool(arrival.heard.began) == (layer > 2)
+        assert bool(arrival.listener.started) == (layer > 2)
         arrival.land((0, 0, layer))
-    assert arrival.heard.began == ["x1"]
-    assert arrival.heard.layers == [(0, 3, False), (0, 4, False), (0, 5, False)]
+    assert arrival.listener.started == ["x1"]
+    assert arrival.listener.layers == [(0, 3, False), (0, 4, False), (0, 5, False)]
 
 
-def test_a_hole_counts_whatever_has_come_after_it() -> None:
+def test_layers_after_a_missing_one_do_not_count() -> None:
     arrival = Arrival(overlap_layers=2)
     for layer in (0, 1, 3, 4):
         arrival.land((0, 0, layer))
-    assert not arrival.heard.began
+    assert not arrival.listener.started
     arrival.land((0, 0, 2))
-    # Whole at once: there is nothing to begin early for.
-    assert not arrival.heard.began
-    assert not arrival.heard.layers
+    # The transfer is whole: there is nothing to start early for.
+    assert not arrival.listener.started
+    assert not arrival.listener.layers
 
 
-def test_a_failure_is_told_to_those_who_began() -> None:
+def test_a_failure_is_reported_for_a_request_that_has_started() -> None:
     for landed in (2, 4):
         arrival = Arrival(overlap_layers=2)
         for layer in range(landed):
             arrival.land((0, 0, layer))
         arrival.transfer.fail(TransferFailed("gone"), 0.0)
-        arrival.transfer.advanced()
-        told = [entry for entry in arrival.heard.layers if entry[2]]
-        assert told == ([(0, 4, True)] if landed == 4 else [])
+        arrival.transfer.report_progress()
+        failures = [entry for entry in arrival.listener.layers if entry[2]]
+        assert failures == ([(0, 4, True)] if landed == 4 else [])
 
 
 @given(
@@ -101,9 +121,11 @@ def test_a_failure_is_told_to_those_who_began() -> None:
     overlap_layers=st.integers(1, LAYERS - 1),
     seed=st.integers(0, 999),
 )
-def test_any_order_is_told_as_it_is(ranks: tuple[int, int], overlap_layers: int, seed: int) -> None:
+def test_layers_are_reported_in_any_order_of_keys(
+    ranks: tuple[int, int], overlap_layers: int, seed: int
+) -> None:
     arrival = Arrival(overlap_layers, *ranks)
-    order = sorted(arrival.ledger.expected_keys)
+    order = arrival.keys
     Random(seed).shuffle(order)
     for number, key in enumerate(order):
         arrival.land(key)
@@ -112,16 +134,43 @@ def test_any_order_is_told_as_it_is(ranks: tuple[int, int], overlap_layers: int,
             rank: min((layer for _, to, layer in missing if to == rank), default=LAYERS)
             for rank in range(ranks[1])
         }
-        may_begin = bool(missing) and min(whole.values()) >= LAYERS - overlap_layers
-        assert not may_begin or arrival.heard.began == ["x1"]
-        if arrival.heard.began:
-            told = {rank: count for rank, count, _ in arrival.heard.layers}
-            assert told == whole
+        may_start = bool(missing) and min(whole.values()) >= LAYERS - overlap_layers
+        assert not may_start or arrival.listener.started == ["x1"]
+        if arrival.listener.started:
+            reported = {rank: count for rank, count, _ in arrival.listener.layers}
+            assert reported == whole
         else:
-            assert arrival.heard.layers == []
+            assert arrival.listener.layers == []
 
 
-def test_more_late_layers_than_the_model_has_are_refused() -> None:
+def test_as_many_overlapped_layers_as_the_model_has_are_rejected() -> None:
     OverlapSettings(4).check(5)
     with pytest.raises(ConfigError, match="choose 4 or less"):
         OverlapSettings(5).check(5)
+
+
+class PendingLayer(TransferObserver):
+    """A feature that has not finished with layer 2 of rank 0 until `keys` is cleared."""
+
+    def __init__(self) -> None:
+        self.keys: set[Key] = {(0, 0, 2)}
+
+    @property
+    def pending_keys(self) -> set[Key]:
+        return self.keys
+
+
+def test_a_layer_that_an_observer_holds_back_has_not_arrived() -> None:
+    arrival = Arrival(overlap_layers=2, decode_tp=2)
+    pending = PendingLayer()
+    arrival.transfer.add_observer(pending)
+    for key in arrival.keys:
+        arrival.land(key)
+    assert arrival.transfer.landed
+    assert [arrival.transfer.arrived_layers(rank) for rank in range(2)] == [2, LAYERS]
+    assert not arrival.listener.started
+    assert not arrival.transfer.whole
+    pending.keys.clear()
+    arrival.transfer.report_progress()
+    assert arrival.transfer.arrived_layers(0) == LAYERS
+    assert arrival.listener.started == ["x1"]

@@ -1,4 +1,4 @@
-"""A transfer's states: only what the diagram shows, and nothing changes when something else is tried."""
+"""A transfer enters only the states that follow; a wrong step changes nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def at(state: TransferState) -> StateMachine:
 
 
 @pytest.mark.parametrize(("state", "following"), list(itertools.product(S, S)))
-def test_only_what_follows_may_be_entered(state: TransferState, following: TransferState) -> None:
+def test_a_state_that_does_not_follow_is_rejected(
+    state: TransferState, following: TransferState
+) -> None:
     machine = at(state)
     before = machine.transitions
     if following in NEXT_STATES[state]:
@@ -44,7 +46,7 @@ def test_only_what_follows_may_be_entered(state: TransferState, following: Trans
         assert machine.transitions == before
 
 
-def test_every_state_leads_to_free_without_a_circle() -> None:
+def test_every_path_ends_at_free() -> None:
     def longest(state: TransferState, seen: frozenset[TransferState]) -> int:
         assert state not in seen
         ways = NEXT_STATES[state]
@@ -60,7 +62,7 @@ def test_a_transfer_that_has_ended_is_not_active() -> None:
         assert S.FAILED in NEXT_STATES[active]
 
 
-def test_the_times_are_kept() -> None:
+def test_transitions_hold_the_time_of_entry() -> None:
     ticks = itertools.count(10)
     machine = StateMachine("x1", lambda: next(ticks))
     for state in WHOLE:

@@ -12,7 +12,7 @@ from headrace_common.errors import TransferFailed
 from headrace_kv.handoff.clock import Clock
 from headrace_kv.handoff.messages import LayerRange, TransferTarget
 from headrace_kv.layout.layout import KvDescriptor, KvLayout, WorkerRef
-from headrace_kv.plan.copy_plan import Runs, Span
+from headrace_kv.plan.copy_plan import BlockSpan, Runs
 from headrace_kv.plan.shard_map import Edge
 from headrace_kv.send.layer_write import LayerWrite, PieceCopy
 from headrace_kv.send.peer import SenderPeer
@@ -64,7 +64,7 @@ async def peer_with(name: str, writes: int) -> SenderPeer:
     peer = SenderPeer(link)
     transfer = OutgoingTransfer(TransferTarget(name, link.decode, "", 0, 4, 0.0), 0.0)
     transport = InMemoryTransport()
-    copy = PieceCopy(Edge(0, 0, 0, 0, 1), Span(0, 4, NOTHING, 0, NOTHING, 0))
+    copy = PieceCopy(Edge(0, 0, 0, 0, 1), BlockSpan(0, 4, NOTHING, 0, NOTHING, 0))
     one = Runs(np.array([0]), np.array([0]), np.array([100]))
     for _ in range(writes):
         piece = LayerRange(name, 0, 0, 4, (0,), 0)

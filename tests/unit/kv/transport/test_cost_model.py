@@ -1,4 +1,4 @@
-"""The cost model: what it counts, what it picks, and how it learns."""
+"""The cost model: run shapes, the cheapest strategy, and the fit to measured writes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from headrace_kv.transport.base import Strategy
 from headrace_kv.transport.staging.cost_model import (
     RunShape,
     TransferCosts,
-    WireCosts,
-    cheapest,
+    WireCostModel,
+    cheapest_strategy,
+    direct_bytes_min,
     initial_costs,
-    least_bytes_alone,
     shape_of,
     strategy_seconds,
 )
-from headrace_kv.transport.staging.strategy import Arrangements, arrange, select
+from headrace_kv.transport.staging.strategy import StagingPlanner, plan_staging, select
 
 TCP = TransferCosts(entry_s=20e-6, byte_s=0.35e-9)
 EVERY: frozenset[Strategy] = frozenset({"direct", "gather", "scatter", "gather_scatter"})
@@ -49,14 +49,16 @@ def scattered(count: int, length: int) -> Runs:
         (RunShape(3, 3 * KIB, 3, 3), "direct"),
     ],
 )
-def test_what_is_picked(shape: RunShape, strategy: Strategy) -> None:
-    assert cheapest(TCP, shape, EVERY) == strategy
+def test_the_cheapest_strategy_by_shape(shape: RunShape, strategy: Strategy) -> None:
+    assert cheapest_strategy(TCP, shape, EVERY) == strategy
 
 
-def test_only_what_is_allowed_is_picked() -> None:
+def test_only_allowed_strategies_are_chosen() -> None:
     short = RunShape(4096, 4 << 20, 4096, 4096)
-    assert cheapest(TCP, short, {"direct"}) == "direct"
-    assert cheapest(TCP, RunShape(1, 1 << 20, 1, 1), {"gather_scatter"}) == "gather_scatter"
+    assert cheapest_strategy(TCP, short, {"direct"}) == "direct"
+    assert (
+        cheapest_strategy(TCP, RunShape(1, 1 << 20, 1, 1), {"gather_scatter"}) == "gather_scatter"
+    )
 
 
 @given(
@@ -65,7 +67,9 @@ def test_only_what_is_allowed_is_picked() -> None:
     st.integers(0, 100_000),
     st.integers(0, 1 << 26),
 )
-def test_more_never_costs_less(runs: int, nbytes: int, more_runs: int, more_bytes: int) -> None:
+def test_more_runs_and_bytes_never_cost_less(
+    runs: int, nbytes: int, more_runs: int, more_bytes: int
+) -> None:
     few = strategy_seconds(TCP, RunShape(runs, nbytes, runs, runs))
     total = runs + more_runs
     many = strategy_seconds(TCP, RunShape(total, nbytes + more_bytes, total, total))
@@ -73,13 +77,12 @@ def test_more_never_costs_less(runs: int, nbytes: int, more_runs: int, more_byte
 
 
 @given(st.floats(1e-7, 1e-3))
-def test_dearer_entries_never_turn_staging_off(entry_s: float) -> None:
-    """The length from which a run goes alone grows with what an entry costs."""
+def test_the_length_of_direct_runs_grows_with_the_cost_of_an_entry(entry_s: float) -> None:
     less, more = (replace(TCP, entry_s=entry_s * factor) for factor in (1.0, 1.5))
-    assert least_bytes_alone(more) >= least_bytes_alone(less)
+    assert direct_bytes_min(more) >= direct_bytes_min(less)
 
 
-def test_stretches_are_counted_in_any_order() -> None:
+def test_extents_are_counted_in_any_order() -> None:
     runs = runs_of([300, 0, 100, 200], [0, 500, 700, 900], [100, 100, 100, 100])
     assert shape_of(runs) == RunShape(4, 400, 1, 4)
     turned = Runs(runs.destination_addresses, runs.source_addresses, runs.lengths)
@@ -87,54 +90,53 @@ def test_stretches_are_counted_in_any_order() -> None:
     assert shape_of(select(runs, np.array([], np.int64))) == RunShape(0, 0, 0, 0)
 
 
-def test_long_runs_go_alone_beside_short_ones() -> None:
+def test_long_runs_are_direct_beside_short_ones() -> None:
     short, long = scattered(1000, KIB), scattered(2, 1 << 20)
     mixed = Runs(
         np.concatenate([long.source_addresses, short.source_addresses]),
         np.concatenate([long.destination_addresses, short.destination_addresses]),
         np.concatenate([long.lengths, short.lengths]),
     )
-    found = arrange(TCP, mixed, EVERY)
+    found = plan_staging(TCP, mixed, EVERY)
     assert found.strategy == "gather_scatter"
-    assert found.alone is not None
-    assert found.order is not None
-    assert found.alone.tolist() == [0, 1]
-    assert sorted(found.order.tolist()) == list(range(2, 1002))
-    whole = arrange(TCP, mixed, frozenset({"gather_scatter"}))
-    assert whole.alone is None
+    assert found.direct is not None
+    assert found.staged is not None
+    assert found.direct.tolist() == [0, 1]
+    assert sorted(found.staged.tolist()) == list(range(2, 1002))
+    whole = plan_staging(TCP, mixed, frozenset({"gather_scatter"}))
+    assert whole.direct is None
 
 
-def test_neighbours_meet_in_the_order_of_staging() -> None:
-    """Before: by destination. After: by source."""
+def test_neighbours_are_adjacent_in_the_order_of_staging() -> None:
     count = 2000
     backwards = (np.arange(count)[::-1] * 256).tolist()
     apart = (np.arange(count) * 1000).tolist()
     gathered = runs_of(apart, backwards, [256] * count)
-    found = arrange(TCP, gathered, EVERY)
+    found = plan_staging(TCP, gathered, EVERY)
     assert found.strategy == "gather"
-    assert found.order is not None
-    assert len(select(gathered, found.order).merged()) == count
-    assert bool((np.diff(gathered.destination_addresses[found.order]) == 256).all())
+    assert found.staged is not None
+    assert len(select(gathered, found.staged).merge()) == count
+    assert bool((np.diff(gathered.destination_addresses[found.staged]) == 256).all())
     landed = runs_of(backwards, apart, [256] * count)
-    found = arrange(TCP, landed, EVERY)
+    found = plan_staging(TCP, landed, EVERY)
     assert found.strategy == "scatter"
-    assert found.order is not None
-    assert bool((np.diff(landed.source_addresses[found.order]) == 256).all())
+    assert found.staged is not None
+    assert bool((np.diff(landed.source_addresses[found.staged]) == 256).all())
 
 
-def test_moved_copies_share_a_choice() -> None:
-    arrangements = Arrangements(WireCosts(TCP))
+def test_moved_runs_share_a_plan() -> None:
+    planner = StagingPlanner(WireCostModel(TCP))
     runs = scattered(1000, KIB)
     moved = Runs(runs.source_addresses + 99, runs.destination_addresses - 7, runs.lengths)
-    first = arrangements.choose(runs, EVERY)
-    assert arrangements.choose(moved, EVERY) is first
-    assert arrangements.choose(moved, frozenset({"direct"})) is not first
-    assert arrangements.choose(scattered(1000, KIB), EVERY) is not first
+    first = planner.plan(runs, EVERY)
+    assert planner.plan(moved, EVERY) is first
+    assert planner.plan(moved, frozenset({"direct"})) is not first
+    assert planner.plan(scattered(1000, KIB), EVERY) is not first
 
 
-def test_the_wire_is_learnt() -> None:
-    """Both constants are found from writes of different kinds, about: the start keeps some weight."""
-    wire = WireCosts(TCP)
+def test_the_constants_of_the_wire_are_fitted() -> None:
+    """Writes of two kinds determine both constants, roughly: the start values keep some weight."""
+    wire = WireCostModel(TCP)
     for _ in range(300):
         for entries, nbytes in ((256, 1 << 20), (4, 4 << 20)):
             wire.observe(entries, nbytes, entries * 50e-6 + nbytes * 0.2e-9)
@@ -142,8 +144,8 @@ def test_the_wire_is_learnt() -> None:
     assert wire.costs.byte_s == pytest.approx(0.2e-9, rel=0.3)
 
 
-def test_outliers_and_nonsense_hardly_move_it() -> None:
-    wire = WireCosts(TCP)
+def test_outliers_have_a_bounded_effect() -> None:
+    wire = WireCostModel(TCP)
     wire.observe(0, 0, 1.0)
     wire.observe(4, 1 << 20, -1.0)
     assert wire.costs == TCP
@@ -154,7 +156,7 @@ def test_outliers_and_nonsense_hardly_move_it() -> None:
     assert wire.costs.byte_s <= 8.0 * TCP.byte_s
 
 
-def test_this_machine_is_measured() -> None:
+def test_copy_costs_are_measured_on_this_machine() -> None:
     costs = initial_costs("mooncake/tcp")
     assert 1e-12 < costs.gather_byte_s < 1e-8
     assert 1e-12 < costs.scatter_byte_s < 1e-8

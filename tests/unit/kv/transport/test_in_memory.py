@@ -1,4 +1,4 @@
-"""Transports by name, and the in-memory one's faults."""
+"""Transports by name, and the faults of the in-memory transport."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ class Pair:
         self.sender.write(self.receiver.session, self.runs(), timeout_s)
 
 
-def test_copies() -> None:
+def test_a_write_copies_its_runs() -> None:
     pair = Pair()
     pair.write()
     assert np.array_equal(pair.source, pair.destination)
 
 
-def test_unregistered_memory_and_sessions_are_refused() -> None:
+def test_unregistered_memory_and_closed_sessions_are_rejected() -> None:
     pair = Pair()
     with pytest.raises(TransferFailed, match="not registered with"):
         pair.sender.write(pair.receiver.session, pair.runs(offset=1), 1.0)
@@ -73,7 +73,7 @@ def test_unregistered_memory_and_sessions_are_refused() -> None:
 @pytest.mark.parametrize(
     "kind, landed", [(FaultKind.FAIL, 0), (FaultKind.TRUNCATE, 50), (FaultKind.FAIL_LATE, 0)]
 )
-def test_failing_faults(kind: FaultKind, landed: int) -> None:
+def test_a_failing_fault_lands_its_share_of_the_bytes(kind: FaultKind, landed: int) -> None:
     pair = Pair(FaultPlan({1: Fault(kind, seconds=0.05)}))
     with pytest.raises(TransferFailed):
         pair.write()
@@ -86,7 +86,7 @@ def test_failing_faults(kind: FaultKind, landed: int) -> None:
     pair.sender.close()
 
 
-def test_drop_delay_and_hold() -> None:
+def test_drop_delay_and_hold_succeed() -> None:
     hold = Fault(FaultKind.HOLD)
     pair = Pair(FaultPlan({1: Fault(FaultKind.DROP), 2: Fault(FaultKind.DELAY, 0.05), 3: hold}))
     pair.write()
@@ -100,19 +100,19 @@ def test_drop_delay_and_hold() -> None:
     assert pair.destination.all()
 
 
-def test_hold_ends_with_the_timeout() -> None:
+def test_a_held_write_fails_at_its_timeout() -> None:
     pair = Pair(FaultPlan(every=Fault(FaultKind.HOLD)))
     with pytest.raises(TransferFailed, match="beyond its time"):
         pair.write(timeout_s=0.02)
 
 
-def test_factory_refuses_unknown_kinds() -> None:
+def test_an_unknown_kind_is_rejected() -> None:
     assert open_transport("in_memory", "127.0.0.1").name == "in_memory"
     with pytest.raises(ConfigError, match="mooncake or in_memory"):
         open_transport("pigeon", "127.0.0.1")
 
 
-def test_mooncake_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_selects_mooncakes_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MC_FORCE_TCP", "MC_FORCE_HCA", "MC_TRANSFER_TIMEOUT"):
         monkeypatch.setenv(name, "old")
     assert mooncake.configure_environment("tcp") == "tcp"
@@ -131,7 +131,7 @@ def test_rdma_without_a_device_is_a_config_error(
 
 
 @pytest.mark.parametrize(("loaded", "expected"), [(True, "1"), (False, "0")])
-def test_device_memory_is_shared_as_the_kernel_can(
+def test_device_memory_is_registered_as_the_kernel_supports(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, loaded: bool, expected: str
 ) -> None:
     module = tmp_path / "nvidia_peermem"
@@ -146,7 +146,7 @@ def test_device_memory_is_shared_as_the_kernel_can(
     assert os.environ["WITH_NVIDIA_PEERMEM"] == expected
 
 
-def test_two_builds_of_mooncake_are_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_installed_builds_of_mooncake_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine-cuda13"]
 
     def version(name: str) -> str:
@@ -159,7 +159,7 @@ def test_two_builds_of_mooncake_are_one_too_many(monkeypatch: pytest.MonkeyPatch
         open_transport("mooncake", "127.0.0.1", "tcp")
 
 
-def test_extras_bring_one_build_of_mooncake_each() -> None:
+def test_each_extra_installs_one_build_of_mooncake() -> None:
     text = (Path(__file__).parents[4] / "pyproject.toml").read_text(encoding="utf-8")
     extras = tomllib.loads(text)["project"]["optional-dependencies"]
     builds = {
@@ -185,7 +185,7 @@ class _Libraryless:
         return None
 
 
-def test_missing_libraries_name_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_missing_libraries_names_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "mooncake"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [_Libraryless(), *sys.meta_path])

@@ -1,4 +1,4 @@
-"""Gathering and scattering, against plain slices."""
+"""Gather and scatter against plain slices; ranges and sessions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_gather_then_scatter(found: tuple[list[int], list[int]]) -> None:
     assert np.array_equal(target, np.where(mask, source, 0))
 
 
-def test_equal_lengths_are_brought_together() -> None:
+def test_equal_lengths_become_adjacent() -> None:
     assert by_length(np.array([8, 8, 8])) is None
     order = by_length(np.array([8, 4, 8, 4]))
     assert order is not None
@@ -61,14 +61,16 @@ def test_equal_lengths_are_brought_together() -> None:
         ((), 0, 1, False),
     ],
 )
-def test_ranges(spans: tuple[tuple[int, int], ...], start: int, length: int, covered: bool) -> None:
+def test_a_range_holds_whole_runs(
+    spans: tuple[tuple[int, int], ...], start: int, length: int, covered: bool
+) -> None:
     one = np.array([start], np.int64), np.array([length], np.int64)
     assert MemoryRanges(spans).covers(*one) is covered
     nothing = np.empty(0, np.int64)
     assert MemoryRanges(spans).covers(nothing, nothing)
 
 
-def test_ranges_of_several_spans() -> None:
+def test_runs_may_lie_in_several_ranges() -> None:
     ranges = MemoryRanges()
     ranges.add(0, 10)
     ranges.add(100, 10)
@@ -77,7 +79,7 @@ def test_ranges_of_several_spans() -> None:
     assert not ranges.covers(np.array([5, 106]), lengths)
 
 
-def test_sessions() -> None:
+def test_the_part_of_a_transport_is_found_in_a_session() -> None:
     inner = join_sessions({"mooncake": "h:1", "scatter": "h:2/ab"})
     outer = join_sessions({"same_host": "a.b", "mooncake": inner})
     assert session_of("same_host", outer) == "a.b"

@@ -1,4 +1,4 @@
-"""The thread that feeds an engine, with an engine whose faults can be set."""
+"""The thread that submits writes, with an engine that can be made to fail."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from headrace_kv.transport.mooncake.write_worker import WriteWorker
 
 @dataclass
 class FakeEngine:
-    """Ends what is submitted when it is asked, unless the peer is `stuck` or `failing`."""
+    """Ends a batch when it is polled, unless the peer is `stuck` or `failing`. A `silent` peer blocks."""
 
     stuck: set[str] = field(default_factory=set)
     failing: set[str] = field(default_factory=set)
     silent: set[str] = field(default_factory=set)
     answer: threading.Event = field(default_factory=threading.Event)
+    submitted: threading.Event = field(default_factory=threading.Event)
     batches: dict[int, str] = field(default_factory=dict)
     most_pending: int = 0
 
@@ -36,18 +37,19 @@ class FakeEngine:
             return 1
         number = len(self.batches) + 10
         self.batches[number] = session
+        self.submitted.set()
         pending = sum(1 for peer in self.batches.values() if peer)
         self.most_pending = max(self.most_pending, pending)
         return -1 if length == 666 else number
 
     @property
-    def batches_begun(self) -> int:
+    def first_write_entry_count(self) -> int:
         """Entries of the first write, which is the longest."""
         return len(self.batches) - 8
 
     def transfer_check_status(self, batch: int) -> int:
         session = self.batches[batch]
-        assert session, "an ended batch was asked for again"
+        assert session, "an ended batch was polled again"
         if session in self.stuck:
             return 0
         self.batches[batch] = ""
@@ -87,14 +89,14 @@ def runs(count: int = 4, length: int = 100) -> Runs:
     return Runs(starts, starts, np.full(count, length, np.int64))
 
 
-def test_writes_end_and_say_what_they_took(rig: Rig) -> None:
+def test_results_count_the_entries(rig: Rig) -> None:
     futures = [rig.worker.submit("peer", runs(1000), 5.0) for _ in range(3)]
     assert {future.result(5.0) for future in futures} == {WriteResult("fake", "direct", 1000)}
     assert rig.engines[0].most_pending <= 256
     assert rig.dropped == 0
 
 
-def test_nothing_is_written_at_once(rig: Rig) -> None:
+def test_an_empty_write_ends_at_once_and_one_without_time_fails(rig: Rig) -> None:
     assert rig.worker.submit("peer", runs(0), 5.0).result(0.0).entry_count == 0
     with pytest.raises(TransferFailed, match="no time"):
         rig.worker.submit("peer", runs(), 0.0).result(0.0)
@@ -120,7 +122,7 @@ def test_a_failure_costs_the_engine_and_all_writes_to_that_peer(rig: Rig, how: s
     assert rig.dropped == 1
 
 
-def test_a_deadline_ends_what_is_under_way(rig: Rig) -> None:
+def test_a_stalled_write_fails_after_its_deadline(rig: Rig) -> None:
     rig.next.stuck.add("bad")
     start_s = time.monotonic()
     with pytest.raises(TransferFailed, match="has not moved"):
@@ -128,7 +130,7 @@ def test_a_deadline_ends_what_is_under_way(rig: Rig) -> None:
     assert time.monotonic() - start_s < 3.0
 
 
-def test_a_late_write_that_still_moves_costs_nobody_else_anything(rig: Rig) -> None:
+def test_a_late_write_that_makes_progress_fails_alone(rig: Rig) -> None:
     engine = rig.next
     engine.stuck.add("slow")
     late = rig.worker.submit("slow", runs(600), 0.1)
@@ -141,11 +143,11 @@ def test_a_late_write_that_still_moves_costs_nobody_else_anything(rig: Rig) -> N
     assert other.result(2.0).entry_count == 4
     assert rig.worker.submit("slow", runs(), 5.0).result(2.0).entry_count == 4
     assert rig.dropped == 0
-    assert 0 < engine.batches_begun < 600
+    assert 0 < engine.first_write_entry_count < 600
 
 
-def test_writes_to_others_do_not_hang_with_one_that_is_stuck(rig: Rig) -> None:
-    """Two peers stand still: the first to be late takes the other's writes with its engine."""
+def test_two_stuck_peers_fail_together(rig: Rig) -> None:
+    """The engine that is dropped for the first peer carried the writes of the other."""
     rig.next.stuck |= {"bad", "worse"}
     futures = [rig.worker.submit(peer, runs(), t) for peer, t in (("bad", 0.1), ("worse", 4.0))]
     for future in futures:
@@ -153,7 +155,7 @@ def test_writes_to_others_do_not_hang_with_one_that_is_stuck(rig: Rig) -> None:
             future.result(2.0)
 
 
-def test_a_peer_that_never_answers_holds_up_nobody(rig: Rig) -> None:
+def test_a_peer_that_never_answers_does_not_delay_others(rig: Rig) -> None:
     engine = rig.next
     engine.silent.add("bad")
     bad = rig.worker.submit("bad", runs(), 5.0)
@@ -172,10 +174,11 @@ def test_an_engine_that_does_not_start_fails_the_write(rig: Rig) -> None:
         rig.worker.submit("peer", runs(), 5.0).result(5.0)
 
 
-def test_closing_fails_what_is_under_way(rig: Rig) -> None:
+def test_closing_fails_pending_writes(rig: Rig) -> None:
     rig.next.stuck.add("bad")
+    engine = rig.next
     futures = [rig.worker.submit("bad", runs(), 5.0) for _ in range(3)]
-    time.sleep(0.05)
+    assert engine.submitted.wait(5.0)
     rig.worker.close()
     for future in futures:
         with pytest.raises(TransferFailed, match="closed"):

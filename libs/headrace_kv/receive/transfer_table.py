@@ -1,0 +1,184 @@
+"""The transfers into one decode worker, from their reservation until their blocks are released.
+
+Runs on one event loop; nothing here blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from headrace_common.deadlines import Deadline
+from headrace_common.errors import HeadraceError, ProtocolViolation
+from headrace_kv.handoff.clock import TimerHandle, Timers, running_timers
+from headrace_kv.handoff.leases import QuarantinePolicy
+from headrace_kv.receive.observer import ReceiverFeature
+from headrace_kv.receive.state import TransferState
+from headrace_kv.receive.transfer import IncomingTransfer, PrefillPeer
+
+_log = logging.getLogger(__name__)
+
+
+class TransferTable:
+    """Advances transfers, fails them, and releases their blocks once nothing writes into them (I1).
+
+    `on_released(transfer_id)` is called once for each failed transfer, when its blocks may be reused. Ended transfers
+    are remembered, `remembered_max` of them, so that late messages are recognised.
+    """
+
+    def __init__(
+        self,
+        on_released: Callable[[str], None],
+        policy: QuarantinePolicy,
+        *,
+        quiesce_timeout_s: float,
+        remembered_max: int,
+        timers: Timers | None = None,
+    ) -> None:
+        self._on_released = on_released
+        self._policy = policy
+        self._quiesce_timeout_s = quiesce_timeout_s
+        self._remembered_max = remembered_max
+        self._timers = timers
+        self._transfers: dict[str, IncomingTransfer] = {}
+        self._ended: OrderedDict[str, str] = OrderedDict()
+        self._tick_handle: TimerHandle | None = None
+        self._closed = False
+        self._changed = asyncio.Event()
+
+    def __iter__(self) -> Iterator[IncomingTransfer]:
+        """A snapshot: transfers may end while it is read."""
+        return iter(tuple(self._transfers.values()))
+
+    def get(self, transfer_id: str) -> IncomingTransfer | None:
+        """A transfer until its blocks are released."""
+        return self._transfers.get(transfer_id)
+
+    def ended_detail(self, transfer_id: str) -> str | None:
+        """Why a transfer is over, None for one that is not remembered."""
+        return self._ended.get(transfer_id)
+
+    def add(self, transfer: IncomingTransfer, features: tuple[ReceiverFeature, ...]) -> None:
+        """Starts a transfer's deadline, and lets the features observe it."""
+        for feature in features:
+            transfer.add_observer(feature.observe(transfer, partial(self._resume, transfer)))
+        self._transfers[transfer.transfer_id] = transfer
+        transfer.start_timer(running_timers(self._timers), self._time_out)
+
+    def advance(self, transfer: IncomingTransfer) -> None:
+        """Completes a transfer that is whole. Raises the error that fails it."""
+        if transfer.whole:
+            transfer.complete()
+            self._remove(transfer)
+        transfer.report_progress()
+
+    def fail(self, transfer: IncomingTransfer, error: HeadraceError) -> None:
+        """Ends a transfer that is not complete; no effect on others."""
+        if not transfer.active:
+            return
+        _log.info("transfer %s failed: %s", transfer.transfer_id, error.detail)
+        transfer.fail(error, self._now_s())
+        transfer.report_progress()
+        for peer in transfer.writers:
+            peer.refuse(transfer.transfer_id, error.reason, error.detail)
+        self._release_if_quiesced(transfer)
+        self._start_ticks()
+
+    def remove_writer(self, transfer: IncomingTransfer, peer: PrefillPeer) -> None:
+        """A rank writes no more for a transfer."""
+        transfer.remove_writer(peer)
+        self._release_if_quiesced(transfer)
+
+    def quarantine_writer(self, transfer: IncomingTransfer, peer: PrefillPeer) -> None:
+        """A rank's stream has ended: its writes end with its lease and the transport's timeout."""
+        transfer.quarantine_writer(peer, self._policy, self._now_s())
+        self._start_ticks()
+
+    def remember_ended(self, transfer_id: str, detail: str) -> None:
+        """Records why a transfer is over."""
+        self._ended[transfer_id] = detail
+        while len(self._ended) > self._remembered_max:
+            self._ended.popitem(last=False)
+
+    async def wait_empty(self, deadline: Deadline) -> None:
+        """Returns when the blocks of every transfer are released, or at the deadline."""
+        while self._transfers and not deadline.expired:
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(deadline.remaining_s()):
+                    await self._changed.wait()
+            except TimeoutError:
+                return
+
+    def close(self, error: HeadraceError) -> None:
+        """Fails what is active and stops the clock. The blocks of failed transfers are never released."""
+        self._closed = True
+        for transfer in self:
+            if transfer.active:
+                transfer.fail(error, self._now_s())
+        if self._tick_handle is not None:
+            self._tick_handle.cancel()
+            self._tick_handle = None
+
+    def _resume(
+        self,
+        transfer: IncomingTransfer,
+        error: HeadraceError | None,
+        *,
+        late_write_s: float = 0.0,
+    ) -> None:
+        """See ResumeTransfer."""
+        if late_write_s:
+            transfer.start_quarantine(QuarantinePolicy(0.0, late_write_s), self._now_s())
+        if transfer.active and error is None:
+            try:
+                self.advance(transfer)
+            except HeadraceError as refusal:
+                error = refusal
+        if error is not None:
+            self.fail(transfer, error)
+        if not self._closed:
+            self._release_if_quiesced(transfer)
+
+    def _time_out(self, transfer: IncomingTransfer) -> None:
+        self.fail(transfer, transfer.timeout_error())
+
+    def _release_if_quiesced(self, transfer: IncomingTransfer) -> None:
+        if transfer.state is TransferState.DRAINING and transfer.quiesced:
+            self._remove(transfer)
+            self._on_released(transfer.transfer_id)
+
+    def _remove(self, transfer: IncomingTransfer) -> None:
+        transfer.free()
+        del self._transfers[transfer.transfer_id]
+        self.remember_ended(transfer.transfer_id, "the transfer has ended")
+        self._changed.set()
+
+    def _start_ticks(self) -> None:
+        """Keeps the clock running while a failed transfer has not quiesced."""
+        if self._tick_handle is not None or self._closed:
+            return
+        if any(not transfer.active for transfer in self):
+            timers = running_timers(self._timers)
+            self._tick_handle = timers.call_later(self._policy.tick_s, self._tick)
+
+    def _tick(self) -> None:
+        self._tick_handle = None
+        now_s = self._now_s()
+        for transfer in self:
+            if transfer.active:
+                continue
+            transfer.advance_quarantines(now_s)
+            self._release_if_quiesced(transfer)
+            if now_s - transfer.failed_s > self._quiesce_timeout_s:
+                for peer in transfer.writers:
+                    peer.end(
+                        ProtocolViolation(f"{peer} did not stop {transfer.transfer_id} in time")
+                    )
+        self._start_ticks()
+
+    def _now_s(self) -> float:
+        return running_timers(self._timers).time()

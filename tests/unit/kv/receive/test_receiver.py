@@ -1,0 +1,239 @@
+"""The receiver with a feature that is under the test's control: completion (I3) and the release of blocks (I1)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from concurrent.futures import Future
+from dataclasses import replace
+
+import pytest
+
+from headrace.kv.v1 import handoff_pb2
+from headrace_common.deadlines import Deadline
+from headrace_common.errors import HeadraceError, TransferFailed
+from headrace_kv.handoff.messages import Reservation
+from headrace_kv.layout.layout import KvDescriptor, WorkerRef
+from headrace_kv.layout.proto import layout_to_proto
+from headrace_kv.plan.shard_map import Key, edges
+from headrace_kv.receive.ledger import LayerLanded
+from headrace_kv.receive.local_broadcast import LocalBroadcast, LocalJob
+from headrace_kv.receive.observer import (
+    ReceiverFeature,
+    ResumeTransfer,
+    TransferObserver,
+    TransferView,
+)
+from headrace_kv.receive.receiver import Receiver
+from headrace_kv.receive.state import TransferState
+from headrace_kv.receive.transfer import IncomingTransfer, PrefillPeer
+from headrace_kv.receive.verification import DigestChecks
+from tests.model.virtual_time import VirtualDeadline, VirtualTimers
+from tests.unit.kv.receive.test_ledger import make_layout
+
+REF = WorkerRef("decode-0", "1")
+LATE_WRITE_S = 3.0
+
+
+class HeldFeature(ReceiverFeature, TransferObserver):
+    """Keeps one key pending and may write into the blocks, until the test ends its work."""
+
+    def __init__(self) -> None:
+        self.busy = True
+        self.progress: list[bool] = []
+        self.failed = False
+        self.resume: ResumeTransfer
+
+    @property
+    def pending_keys(self) -> Collection[Key]:
+        return ((0, 0, 0),) if self.busy else ()
+
+    @property
+    def holds_blocks(self) -> bool:
+        return self.busy
+
+    def observe(self, transfer: TransferView, resume: ResumeTransfer) -> TransferObserver:
+        self.resume = resume
+        return self
+
+    def on_progress(self, transfer: TransferView) -> None:
+        self.progress.append(transfer.active)
+
+    def on_failed(self) -> None:
+        self.failed = True
+
+    def end_work(self, error: HeadraceError | None = None, *, late_write_s: float = 0.0) -> None:
+        self.busy = False
+        self.resume(error, late_write_s=late_write_s)
+
+
+class Stage:
+    """One transfer of one layer, opened by one rank."""
+
+    def __init__(self, *features: ReceiverFeature) -> None:
+        self.timers = VirtualTimers()
+        self.released: list[str] = []
+        layout = make_layout(1, 1, heads=1)
+        self.receiver = Receiver(
+            ref=REF,
+            layout=layout,
+            on_released=self.released.append,
+            timers=self.timers,
+            features=features,
+        )
+        deadline = VirtualDeadline(self.timers.time() + 60.0, self.timers)
+        self.transfer = self.receiver.reserve(Reservation("x1", (1,), 0, 4), deadline)
+        self.ended_streams: list[HeadraceError] = []
+        hello = handoff_pb2.Hello(
+            worker_id="prefill-0",
+            incarnation="1",
+            decode_worker_id=REF.worker_id,
+            decode_incarnation=REF.incarnation,
+            layout=layout_to_proto(layout),
+        )
+        self.sent: list[handoff_pb2.HandoffResponse] = []
+        self.peer: PrefillPeer = self.receiver.connect(
+            hello, self.sent.append, self.ended_streams.append
+        )
+        self.handle(open=handoff_pb2.Open(transfer_id="x1"))
+
+    def handle(self, **message: object) -> None:
+        request = handoff_pb2.HandoffRequest(**message)  # type: ignore[arg-type]
+        self.receiver.handle(self.peer, request)
+
+    def land(self) -> None:
+        done = handoff_pb2.LayerDone(
+            transfer_id="x1", layer=0, start_token=0, end_token=4, payload_bytes=400
+        )
+        self.handle(layers_done=handoff_pb2.LayersDone(layers=[done]))
+
+    def quiesce(self) -> None:
+        self.handle(quiesced=handoff_pb2.Quiesced(transfer_id="x1"))
+
+    def cancel(self) -> None:
+        self.receiver.cancel("x1", "CANCELLED", "the test ends it")
+
+    def advance(self, seconds: float) -> None:
+        self.timers.advance_to(self.timers.time() + seconds)
+
+
+def test_a_transfer_completes_when_the_feature_has_nothing_pending() -> None:
+    feature = HeldFeature()
+    stage = Stage(feature)
+    stage.land()
+    assert stage.transfer.landed
+    assert stage.transfer.active
+    feature.end_work()
+    assert stage.transfer.state is TransferState.FREE
+    assert stage.transfer.error is None
+    assert stage.released == []
+
+
+def test_a_stream_that_ends_after_everything_landed_does_not_fail_the_transfer() -> None:
+    feature = HeldFeature()
+    stage = Stage(feature)
+    stage.land()
+    stage.receiver.disconnect(stage.peer)
+    assert stage.transfer.active
+    feature.end_work()
+    assert stage.transfer.error is None
+    assert stage.transfer.state is TransferState.FREE
+
+
+def test_blocks_are_released_as_soon_as_the_last_writer_has_quiesced() -> None:
+    stage = Stage()
+    stage.cancel()
+    assert stage.released == []
+    stage.quiesce()
+    assert stage.released == ["x1"]
+
+
+def test_blocks_are_not_released_while_the_feature_may_write() -> None:
+    feature = HeldFeature()
+    stage = Stage(feature)
+    stage.cancel()
+    assert feature.failed
+    assert feature.progress == [False]
+    stage.quiesce()
+    stage.advance(100.0)
+    assert stage.released == []
+    feature.end_work()
+    assert stage.released == ["x1"]
+
+
+def test_late_writes_of_the_feature_delay_the_release() -> None:
+    feature = HeldFeature()
+    stage = Stage(feature)
+    stage.land()
+    feature.end_work(TransferFailed("the work failed"), late_write_s=LATE_WRITE_S)
+    stage.quiesce()
+    stage.advance(0.9 * LATE_WRITE_S)
+    assert stage.released == []
+    stage.advance(0.5 * LATE_WRITE_S)
+    assert stage.released == ["x1"]
+
+
+def test_work_that_ends_after_close_releases_nothing() -> None:
+    feature = HeldFeature()
+    stage = Stage(feature)
+    stage.cancel()
+    stage.quiesce()
+    stage.receiver.close()
+    feature.end_work()
+    assert stage.released == []
+
+
+def test_a_rank_that_does_not_quiesce_loses_its_stream() -> None:
+    stage = Stage()
+    stage.cancel()
+    stage.advance(29.0)
+    assert stage.ended_streams == []
+    stage.advance(2.0)
+    assert "did not stop x1 in time" in stage.ended_streams[0].detail
+    assert stage.released == []
+
+
+class RecordingBroadcast(LocalBroadcast):
+    """Records jobs instead of running them."""
+
+    def __init__(self) -> None:
+        layout = replace(make_layout(2, 1, heads=1), broadcast_width=2)
+        super().__init__(KvDescriptor(layout, ()))
+        self.jobs: list[LocalJob] = []
+
+    def submit(self, job: LocalJob) -> Future[None]:
+        self.jobs.append(job)
+        return Future()
+
+
+class RecordingChecks(DigestChecks):
+    """Records ranges instead of reading them."""
+
+    def __init__(self) -> None:
+        super().__init__(KvDescriptor(make_layout(1, 1, heads=1), ()), "on")
+        self.submitted: list[tuple[LayerLanded, ...]] = []
+
+    def submit(
+        self, reservation: Reservation, ranges: tuple[LayerLanded, ...]
+    ) -> Future[tuple[LayerLanded, ...]]:
+        self.submitted.append(ranges)
+        return Future()
+
+
+@pytest.mark.parametrize("active", [True, False])
+async def test_features_start_no_work_for_a_failed_transfer(active: bool) -> None:
+    broadcast, checks = RecordingBroadcast(), RecordingChecks()
+    try:
+        layout = replace(make_layout(2, 1, heads=1), broadcast_width=2)
+        transfer = IncomingTransfer(Reservation("x1", (1,), 0, 4), layout, Deadline.after(60))
+        (edge,) = edges(make_layout(1, 1, heads=1), layout, 0, "x1")
+        for feature in (broadcast, checks):
+            observer = feature.observe(transfer, lambda error, late_write_s=0.0: None)
+            observer.on_layer_landed(LayerLanded(edge, 0, 0, 4, 7))
+            transfer.add_observer(observer)
+        if not active:
+            transfer.fail(TransferFailed("gone"), 0.0)
+        transfer.report_progress()
+        assert (len(broadcast.jobs), len(checks.submitted)) == (int(active), int(active))
+    finally:
+        broadcast.close()
+        checks.close()
