@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from headrace_common.errors import InternalError
-from headrace_engine.prefix.announcer import PrefixAnnouncer
+from headrace_engine.prefix.event_publisher import PrefixEventPublisher
 from headrace_kv.handoff.messages import LayerSent, Reservation, TransferTarget
 from headrace_kv.layout.layout import KvDescriptor
 from headrace_kv.receive.local_broadcast import LocalBroadcast
@@ -141,7 +141,7 @@ class Engine(ABC):
     logits_bytes: int = 0
     """Of one position's logits, which a prefill engine hands over and a decode engine chooses a token from, after
     `start`; 0 of an engine that cannot."""
-    prefix_events: PrefixAnnouncer | None = None
+    prefix_events: PrefixEventPublisher | None = None
     """What says, after `start`, which prefixes the cache holds; None of an engine that cannot tell."""
 
     @abstractmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headrace.registry.v1 import registry_pb2
 from headrace_common.registry.membership import Membership
-from headrace_engine.prefix.announcer import PrefixAnnouncer
+from headrace_engine.prefix.event_publisher import PrefixEventPublisher
 from headrace_engine.worker.config import WorkerConfig
 from headrace_engine.worker.host import RouterListener, WorkerHost
 from headrace_kv.layout.layout import KvDescriptor
@@ -24,7 +24,7 @@ class WorkerMembership:
         member: registry_pb2.Member,
         descriptor: KvDescriptor | None,
         on_routers: RouterListener | None = None,
-        prefix_events: PrefixAnnouncer | None = None,
+        prefix_events: PrefixEventPublisher | None = None,
     ) -> None:
         self._timeout_s = config.registration_timeout_s
         self._host = host

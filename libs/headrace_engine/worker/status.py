@@ -11,7 +11,7 @@ from google.protobuf.duration_pb2 import Duration
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import DeadlineExceeded, InvalidRequest, StaleIncarnation
-from headrace_engine.prefix.announcer import PrefixAnnouncer
+from headrace_engine.prefix.event_publisher import PrefixEventPublisher
 from headrace_kv.layout.layout import WorkerRef
 
 DEFAULT_INTERVAL_S = 1.0
@@ -37,7 +37,7 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
     def __init__(
         self,
         snapshot: Callable[[], worker_pb2.WatchStatusResponse],
-        prefix_events: PrefixAnnouncer | None = None,
+        prefix_events: PrefixEventPublisher | None = None,
         reset_prefix_cache: Callable[[], Awaitable[bool]] | None = None,
         on_drain: Callable[[float | None], Deadline] | None = None,
     ) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace_engine.sim.cache.arena_views import HeldCache, held_caches
-from headrace_engine.sim.model.mix import WORD_MASK, U64Array, mix_int
+from headrace_engine.sim.model.bit_mixer import WORD_MASK, U64Array, mix_int
 from headrace_engine.sim.model.model import SimModel, WordArray
 from headrace_engine.sim.model.settings import SimShape
 from headrace_kv.layout.arena import allocate_arena, suited_alignment_bytes

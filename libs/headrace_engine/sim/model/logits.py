@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from headrace_common.errors import KvCorrupt
-from headrace_engine.sim.model.mix import counted_words, mix_words
+from headrace_engine.sim.model.bit_mixer import counted_words, mix_words
 
 _LOGIT_BYTES: Final = 4
 _WORD_BYTES: Final = 8

@@ -16,8 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace_engine.interface import Sampling
+from headrace_engine.sim.model.bit_mixer import (
+    WORD_MASK,
+    U64Array,
+    counted_words,
+    mix_int,
+    mix_words,
+)
 from headrace_engine.sim.model.caches import SimCache, SimPart
-from headrace_engine.sim.model.mix import WORD_MASK, U64Array, counted_words, mix_int, mix_words
 from headrace_engine.sim.model.sampling import choose_token
 from headrace_engine.sim.model.settings import SimSettings
 from headrace_kv.layout.layout import STATE

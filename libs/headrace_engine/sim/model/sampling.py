@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headrace_engine.interface import Sampling, TokenLogprobs
-from headrace_engine.sim.model.mix import mix_int
+from headrace_engine.sim.model.bit_mixer import mix_int
 
 _CANDIDATES = 32
 _TOP_SCORE = 16.0

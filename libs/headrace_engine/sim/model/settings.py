@@ -24,26 +24,36 @@ _ORDERS: dict[str, tuple[Dimension, ...]] = {"hnd": HEAD_OUTER, "nhd": TOKENS_OU
 
 @dataclass(frozen=True)
 class SimSettings:
-    """What a model named "sim:layers=4,heads=4" is like; each field may be given so.
+    """The settings that a model named "sim:layers=4,heads=4" gives; each field may be given so.
 
-    The model. `layers`, `heads`: of attention; one head is held by every rank, as in MLA.
-    `head_bytes`: KV bytes of one head and token, a multiple of 8. `vocabulary`: token ids are below
-    it. `context`: longest prompt and answer together. `prefill_s_per_token`: time of one prompt
-    token over all layers. `decode_step_s`: time of one decode step over all layers. `layer_s`:
-    added to every layer of every step. `parts`: arrays of attention's cache instead of one of
-    head_bytes, each "name:bytes" or "name:bytes:dtype" for one head and token, as in
-    "k:16:int8/v:16:int8/scale:4:float32" or "nope:32/rope:8". `index_layers`: layers of a second
-    cache with blocks of its own, such as a sparse attention's index, with `index_heads` and
-    `index_parts`. `state_layers`: layers that keep one page per request, such as convolution and
-    SSM states, with `state_heads` and `state_parts`. Layers of all three are dealt evenly.
+    The model:
+    - `layers`, `heads`: of attention. One head is replicated on every rank, as in MLA.
+    - `head_bytes`: KV bytes of one head and token, a multiple of 8.
+    - `vocabulary`: token ids are below it.
+    - `context`: most tokens of prompt and answer together.
+    - `prefill_s_per_token`: seconds of one prompt token over all layers.
+    - `decode_step_s`: seconds of one decode step over all layers.
+    - `layer_s`: seconds added to every layer of every step.
+    - `parts`: arrays of attention's cache instead of one of head_bytes. Each is "name:bytes" or
+      "name:bytes:dtype" for one head and token, as in "k:16:int8/v:16:int8/scale:4:float32".
+    - `index_layers`: layers of a second cache with blocks of its own, such as a sparse attention's
+      index, with `index_heads` and `index_parts`.
+    - `state_layers`: layers that keep one page per request, such as convolution and SSM states, with
+      `state_heads` and `state_parts`.
 
-    The worker, which prefill and decode may set differently. `order`: how blocks lie, "hnd", "nhd"
-    or all dimensions from the outermost in, as in "block/layer/part/head/token". `block_format`:
-    "token_outer", or "token_inner" for blocks that can only be copied whole; then both sides need
-    the same one. `index_block_tokens`: tokens of one block of the index; 0 for block_tokens.
-    `stages`: pipeline stages, each with tensor_parallel_size ranks. `host_blocks`: blocks that are
-    kept in main memory when they have to leave KV memory, of a model that has nothing but attention;
-    `host_copy_s_per_token`: time that copying them back takes, instead of computing them.
+    Layers of all three kinds alternate evenly.
+
+    The worker; prefill and decode may differ in these:
+    - `order`: the dimensions of a block: "hnd", "nhd", or all from the outermost to the innermost, as
+      in "block/layer/part/head/token".
+    - `block_format`: "token_outer", or "token_inner" for blocks that can only be copied whole. Both
+      sides need the same one.
+    - `index_block_tokens`: tokens of one block of the index; 0 for block_tokens.
+    - `stages`: pipeline stages, each with tensor_parallel_size ranks.
+    - `host_blocks`: evicted blocks that are kept in main memory, of a model with attention only.
+    - `host_copy_s_per_token`: seconds that copying them back takes.
+    - `clock`: the path of a Unix socket where a test advances the time of computing by hand, see
+      clock_control. Without it, computing takes real time.
     """
 
     layers: int = 2
@@ -67,6 +77,7 @@ class SimSettings:
     stages: int = 1
     host_blocks: int = 0
     host_copy_s_per_token: float = 0.0
+    clock: str = ""
 
     @cached_property
     def caches(self) -> tuple[SimCache, ...]:
@@ -205,6 +216,7 @@ def _read(key: str, text: str, kind: type) -> object:
     readers: dict[str, Callable[[str], object]] = {
         "order": _order,
         "block_format": _parse_block_format,
+        "clock": _parse_clock,
     }
     if key in readers:
         return readers[key](text)
@@ -250,6 +262,12 @@ def _order(text: str) -> tuple[Dimension, ...]:
 def _parse_block_format(text: str) -> str:
     if text not in (TOKEN_OUTER, TOKEN_INNER):
         raise ValueError(f"take {TOKEN_OUTER} or {TOKEN_INNER}")
+    return text
+
+
+def _parse_clock(text: str) -> str:
+    if not text.startswith("/"):
+        raise ValueError("take the absolute path of a Unix socket where a ClockController listens")
     return text
 
 

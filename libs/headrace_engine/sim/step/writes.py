@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace_engine.sim.cache.memory import SimMemory
-from headrace_engine.sim.model.mix import U64Array
-from headrace_engine.sim.step.schedule import Chunk
+from headrace_engine.sim.model.bit_mixer import U64Array
+from headrace_engine.sim.step.step_plan import Chunk
 from headrace_kv.layout.layout import STATE, CacheGroup
 
 
@@ -28,8 +28,8 @@ class StepWrites:
         if any(group.kind == STATE for group in groups):
             self._moves = _moves(chunks)
 
-    def carry_out(self, memory: SimMemory, layers: range) -> None:
-        """Writes some layers."""
+    def execute(self, memory: SimMemory, layers: range) -> None:
+        """Writes these layers."""
         memory.write(layers, self._hashes, self._positions, self._blocks)
         if self._moves is not None:
             memory.advance_states(layers, *self._moves, self._blocks)

@@ -21,7 +21,7 @@ from headrace_common.errors import (
 )
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
-from headrace_engine.prefix import announcer as prefix_announcer
+from headrace_engine.prefix import event_publisher as prefix_announcer
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.prefix.hashing import key_fingerprint

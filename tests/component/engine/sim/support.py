@@ -25,6 +25,7 @@ from headrace_engine.interface import (
     PrefillWork,
     Sampling,
 )
+from headrace_engine.sim.clock import SimClock
 from headrace_engine.sim.engine import SimEngine
 from headrace_engine.sim.faults import SimFaults
 from headrace_kv.handoff.checksum import DigestMode
@@ -66,10 +67,12 @@ async def no_descriptors(ref: WorkerRef, deadline: Deadline) -> KvDescriptor:
 
 @asynccontextmanager
 async def decode_engine(
-    faults: SimFaults | None = None, **changes: Any
+    faults: SimFaults | None = None, *, clock: SimClock | None = None, **changes: Any
 ) -> AsyncIterator[SimEngine]:
     """A started decode engine; when all is over it must have lost no block."""
-    engine = SimEngine(engine_config("decode", **changes), no_descriptors, faults=faults)
+    engine = SimEngine(
+        engine_config("decode", **changes), no_descriptors, faults=faults, clock=clock
+    )
     await engine.start()
     blocks = engine.free_block_count()
     try:
@@ -271,6 +274,8 @@ async def pair(
     decode_faults: SimFaults | None = None,
     prefill_transports: Callable[[], KvTransport] | None = None,
     decode_transports: Callable[[], KvTransport] | None = None,
+    prefill_clock: SimClock | None = None,
+    decode_clock: SimClock | None = None,
     digest: DigestMode = "on",
     **both: Any,
 ) -> AsyncIterator[Pair]:
@@ -283,6 +288,7 @@ async def pair(
         no_descriptors,
         faults=decode_faults,
         transports=decode_transports,
+        clock=decode_clock,
     )
 
     async def descriptors(ref: WorkerRef, deadline: Deadline) -> KvDescriptor:
@@ -294,6 +300,7 @@ async def pair(
         descriptors,
         faults=prefill_faults,
         transports=prefill_transports,
+        clock=prefill_clock,
     )
     server = grpc.aio.server()
     checks: DigestChecks | None = None

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace_engine.prefix.announcer import PrefixAnnouncer
+from headrace_engine.prefix.event_publisher import PrefixEventPublisher
 from headrace_engine.vllm.service.kv_events import VllmPrefixes
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.prefix.events import Tier, unpack_hashes
@@ -49,7 +49,7 @@ def removed(*hashes: int, group: int = 0) -> dict[str, Any]:
 
 class Rig:
     def __init__(self, *tiers: Tier) -> None:
-        self.events = PrefixAnnouncer(
+        self.events = PrefixEventPublisher(
             WorkerRef("w", "1" * 16), BLOCK, flush_s=0.0, tiers=tiers or (Tier.DEVICE,)
         )
         self.prefixes = VllmPrefixes(self.events)

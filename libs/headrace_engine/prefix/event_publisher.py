@@ -11,7 +11,7 @@ from typing import Final, Literal
 
 from headrace.worker.v1 import worker_pb2
 from headrace_common.errors import InternalError, QueueFull
-from headrace_engine.prefix.publisher import PrefixPublisher
+from headrace_engine.prefix.event_log import PrefixEventLog
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.prefix.events import KvEvent, Tier, event_to_proto
 from headrace_kv.prefix.hashing import PrefixHasher, key_fingerprint, prefix_hasher
@@ -25,7 +25,7 @@ _Kind = Literal["stored", "removed", "cleared"]
 Message = worker_pb2.SubscribeKvEventsResponse
 
 
-class PrefixAnnouncer:
+class PrefixEventPublisher:
     """The prefixes that one worker's engine caches, in blocks of `block_tokens`. One event loop owns it.
 
     The engine tells it of blocks named by `hasher`, which is there from `begin` on; what was cached before stays
@@ -47,7 +47,7 @@ class PrefixAnnouncer:
         """How the blocks are named, for those who compare; None before `begin`."""
         self._flush_s = flush_s
         self.tiers = tuple(tiers)
-        self._publisher = PrefixPublisher(ref.incarnation, tiers)
+        self._publisher = PrefixEventLog(ref.incarnation, tiers)
         self._pending: list[_Change] = []
         self._flush: asyncio.TimerHandle | None = None
         self._subscriptions: set[Subscription] = set()
@@ -149,7 +149,7 @@ class _Change:
 class Subscription:
     """One router's. `missed` is what it must hear first."""
 
-    def __init__(self, announcer: PrefixAnnouncer, missed: Sequence[KvEvent]) -> None:
+    def __init__(self, announcer: PrefixEventPublisher, missed: Sequence[KvEvent]) -> None:
         self._announcer = announcer
         self._missed = missed
         self._buffer: deque[Message] = deque()

@@ -11,8 +11,8 @@ import pytest
 
 from headrace.worker.v1 import worker_pb2
 from headrace_common.errors import InternalError, QueueFull
-from headrace_engine.prefix import announcer as prefix_announcer
-from headrace_engine.prefix.announcer import PrefixAnnouncer, Subscription
+from headrace_engine.prefix import event_publisher as prefix_announcer
+from headrace_engine.prefix.event_publisher import PrefixEventPublisher, Subscription
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.prefix.events import unpack_hashes, xor_of
 
@@ -20,8 +20,8 @@ Message = worker_pb2.SubscribeKvEventsResponse
 
 
 @pytest.fixture
-def events() -> PrefixAnnouncer:
-    return PrefixAnnouncer(WorkerRef("w-0", "1" * 16), block_tokens=8, flush_s=0.01)
+def events() -> PrefixEventPublisher:
+    return PrefixEventPublisher(WorkerRef("w-0", "1" * 16), block_tokens=8, flush_s=0.01)
 
 
 def kinds(messages: list[Message]) -> list[str | None]:
@@ -37,7 +37,7 @@ class Listener:
             return [await anext(self._messages) for _ in range(count)]
 
 
-async def test_changes_of_one_moment_are_one_message(events: PrefixAnnouncer) -> None:
+async def test_changes_of_one_moment_are_one_message(events: PrefixEventPublisher) -> None:
     with events.subscribe(0) as subscription:
         listener = Listener(subscription)
         assert kinds(await listener.take(2)) == ["snapshot", "heartbeat"]
@@ -56,7 +56,7 @@ async def test_changes_of_one_moment_are_one_message(events: PrefixAnnouncer) ->
         assert messages[1].announced_xor == xor_of([1, 2, 3, 11])
 
 
-async def test_order_is_kept(events: PrefixAnnouncer) -> None:
+async def test_order_is_kept(events: PrefixEventPublisher) -> None:
     with events.subscribe(0) as subscription:
         listener = Listener(subscription)
         await listener.take(2)
@@ -73,7 +73,9 @@ async def test_order_is_kept(events: PrefixAnnouncer) -> None:
         assert messages[1].announced_count == 1
 
 
-async def test_a_listener_that_comes_back_hears_what_it_missed(events: PrefixAnnouncer) -> None:
+async def test_a_listener_that_comes_back_hears_what_it_missed(
+    events: PrefixEventPublisher,
+) -> None:
     events.stored(None, [1])
     with events.subscribe(0) as subscription:
         listener = Listener(subscription)
@@ -89,7 +91,7 @@ async def test_a_listener_that_comes_back_hears_what_it_missed(events: PrefixAnn
         assert kinds(await Listener(subscription).take(2)) == ["snapshot", "heartbeat"]
 
 
-async def test_heartbeats_come_in_time_even_when_much_happens(events: PrefixAnnouncer) -> None:
+async def test_heartbeats_come_in_time_even_when_much_happens(events: PrefixEventPublisher) -> None:
     with events.subscribe(0) as subscription:
         listener = Listener(subscription, interval_s=0.1)
         await listener.take(2)
@@ -105,7 +107,7 @@ async def test_heartbeats_come_in_time_even_when_much_happens(events: PrefixAnno
 
 @pytest.mark.parametrize("what", ["BUFFERED_MESSAGES_MAX", "BUFFERED_BYTES_MAX"])
 async def test_a_full_buffer_ends_one_subscription_only(
-    events: PrefixAnnouncer, monkeypatch: pytest.MonkeyPatch, what: str
+    events: PrefixEventPublisher, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     monkeypatch.setattr(prefix_announcer, what, 10 if what == "BUFFERED_MESSAGES_MAX" else 500)
     with events.subscribe(0) as slow, events.subscribe(0) as fast:
@@ -120,7 +122,7 @@ async def test_a_full_buffer_ends_one_subscription_only(
 
 
 async def test_there_is_an_end_to_listeners(
-    events: PrefixAnnouncer, monkeypatch: pytest.MonkeyPatch
+    events: PrefixEventPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefix_announcer, "SUBSCRIBERS_MAX", 2)
     with ExitStack() as stack:
@@ -133,7 +135,7 @@ async def test_there_is_an_end_to_listeners(
             pass
 
 
-def test_the_key_is_given_once(events: PrefixAnnouncer) -> None:
+def test_the_key_is_given_once(events: PrefixEventPublisher) -> None:
     events.begin(5, "m")
     assert events.hasher is not None
     with pytest.raises(InternalError):
@@ -145,7 +147,7 @@ def test_other_deployments_models_and_block_sizes_have_other_names() -> None:
     found: set[int] = set()
     scopes = [(5, "m", 8), (6, "m", 8), (5, "n", 8), (5, "m", 16)]
     for key, model, size in scopes:
-        events = PrefixAnnouncer(WorkerRef("w-0", "1" * 16), size)
+        events = PrefixEventPublisher(WorkerRef("w-0", "1" * 16), size)
         events.begin(key, model)
         assert events.hasher is not None
         found.update(islice(events.hasher.hashes(tokens), 4))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from headrace.worker.v1 import worker_pb2
 from headrace_common.errors import InternalError, ProtocolViolation
-from headrace_engine.prefix.publisher import PrefixPublisher
+from headrace_engine.prefix.event_log import PrefixEventLog
 from headrace_kv.prefix.events import (
     KvEvent,
     Tier,
@@ -79,7 +79,7 @@ def test_announced_sets_are_closed_and_maximal(
     changes: list[tuple[str, list[int], Tier]], tier_count: int, event_hashes_max: int
 ) -> None:
     tiers = tuple(Tier)[:tier_count]
-    publisher = PrefixPublisher("i", tiers, event_hashes_max=event_hashes_max)
+    publisher = PrefixEventLog("i", tiers, event_hashes_max=event_hashes_max)
     follower = Follower()
     held: dict[Tier, set[int]] = {tier: set() for tier in tiers}
     for kind, blocks, any_tier in changes:
@@ -106,7 +106,7 @@ def test_announced_sets_are_closed_and_maximal(
     check_snapshot(publisher, follower)
 
 
-def check_snapshot(publisher: PrefixPublisher, follower: Follower) -> None:
+def check_snapshot(publisher: PrefixEventLog, follower: Follower) -> None:
     parts = publisher.snapshot()
     assert [part.last for part in parts] == [False] * (len(parts) - 1) + [True]
     for tier in {part.tier for part in parts}:
@@ -118,7 +118,7 @@ def check_snapshot(publisher: PrefixPublisher, follower: Follower) -> None:
 
 
 def test_a_middle_eviction_withdraws_all_behind_it_until_it_is_back() -> None:
-    publisher = PrefixPublisher("i")
+    publisher = PrefixEventLog("i")
     publisher.stored(None, [1, 2, 3, 4])
     publisher.stored(2, [30, 40])
     (gone,) = publisher.removed([2])
@@ -130,14 +130,14 @@ def test_a_middle_eviction_withdraws_all_behind_it_until_it_is_back() -> None:
 
 
 def test_a_block_whose_parent_is_missing_waits() -> None:
-    publisher = PrefixPublisher("i")
+    publisher = PrefixEventLog("i")
     assert publisher.stored(1, [2, 3]) == []
     (event,) = publisher.stored(None, [1])
     assert unpack_hashes(event.packed) == [1, 2, 3]
 
 
 def test_replay_answers_only_what_it_still_has() -> None:
-    publisher = PrefixPublisher("i", replay_hashes_max=6)
+    publisher = PrefixEventLog("i", replay_hashes_max=6)
     events = [event for n in range(5) for event in publisher.stored(None, [2 * n + 1, 2 * n + 2])]
     assert publisher.replay(5) == []
     assert publisher.replay(2) == events[2:]
@@ -149,13 +149,13 @@ def test_replay_answers_only_what_it_still_has() -> None:
 def test_tiers_must_be_in_order_and_known() -> None:
     for tiers in ((), (Tier.HOST, Tier.DEVICE), (Tier.DEVICE, Tier.DEVICE)):
         with pytest.raises(InternalError, match="in order"):
-            PrefixPublisher("i", tiers)
+            PrefixEventLog("i", tiers)
     with pytest.raises(InternalError, match="HOST"):
-        PrefixPublisher("i").stored(None, [1], Tier.HOST)
+        PrefixEventLog("i").stored(None, [1], Tier.HOST)
 
 
 def test_events_survive_the_wire() -> None:
-    publisher = PrefixPublisher("i", (Tier.DEVICE, Tier.HOST))
+    publisher = PrefixEventLog("i", (Tier.DEVICE, Tier.HOST))
     events = publisher.stored(None, [1, 2**64 - 1]) + publisher.removed([2**64 - 1])
     events += publisher.heartbeats() + publisher.snapshot() + publisher.cleared()
     assert {event.kind for event in events} == {

@@ -7,7 +7,7 @@ from headrace_engine.interface import DecodeWork, Sampling
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.settings import SimSettings
 from headrace_engine.sim.request.sequence import Sequence, decode_sequence
-from headrace_engine.sim.step.schedule import plan_step
+from headrace_engine.sim.step.step_plan import plan_step
 
 MODEL = SimModel(SimSettings(1, 1, 8, 100))
 
@@ -15,7 +15,7 @@ MODEL = SimModel(SimSettings(1, 1, 8, 100))
 def sequence(prompt_tokens: int, computed: int = 0) -> Sequence:
     work = DecodeWork("x", tuple(range(prompt_tokens)), Sampling(), remote_kv=False)
     made = decode_sequence(work, work.sampling, MODEL, 10_000)
-    made.computed = computed
+    made.blocks_allocated((), cached_tokens=computed)
     return made
 
 

@@ -109,7 +109,7 @@ class _AnnouncedSet:
             del self._children_of[parent]
 
 
-class PrefixPublisher:
+class PrefixEventLog:
     """The announced sets of one worker and the events that led to them. One thread owns it.
 
     `tiers` are those the worker has, fastest first; a slower tier's set contains the faster ones'. Memory: about 0.2 kB
