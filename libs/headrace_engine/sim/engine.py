@@ -198,7 +198,8 @@ class SimEngine(Engine):
         sequence = self._receiving(transfer_id)
         if sequence is None:
             return
-        self._corrupt(sequence)
+        if self._faults.corrupt is not None:
+            self._faults.corrupt.inject(self._memory, sequence.block_ids_by_group)
         start_token = sequence.computed
         sequence.kv_arrived()
         self._pools.register(sequence, start_token, sequence.computed)
@@ -238,23 +239,6 @@ class SimEngine(Engine):
         """The request that waits for this transfer; None for one that has ended meanwhile."""
         sequence = self._requests.find(transfer_id)
         return sequence if sequence is not None and sequence.receiving else None
-
-    def _corrupt(self, sequence: Sequence) -> None:
-        fault = self._faults.corrupt
-        if fault is None:
-            return
-        index = self.descriptor.layout.group_index(fault.layer)
-        size = max(1, self.descriptor.layout.groups[index].block_tokens)
-        block, token = divmod(fault.token, size)
-        self._memory.invert_byte(
-            fault.rank,
-            fault.layer,
-            fault.part,
-            sequence.block_ids_by_group[index][block],
-            fault.head,
-            token,
-            fault.byte,
-        )
 
     def usage(self) -> EngineUsage:
         requests = self._requests

@@ -29,8 +29,8 @@ async def test_what_generates_still_is_ended_after_its_last_token(served: Served
     assert await next_event(events) == "reserved"
     served.engine.script.put_nowait(DecodeTokens((7,)))
     assert (await asyncio.wait_for(anext(events), 5)).tokens.token_ids == [7]
-    served.service.begin_drain()
-    await asyncio.wait_for(served.service.finish(Deadline.after(0.1)), 5)
+    served.service.start_drain()
+    await asyncio.wait_for(served.service.finish_drain(Deadline.after(0.1)), 5)
     ended = await failure_of(call)
     assert isinstance(ended, Draining)
     assert ended.metadata == {"worker_id": REF.worker_id}
@@ -41,8 +41,8 @@ async def test_what_waits_for_its_kv_cache_is_ended_and_its_transfer_too(served:
     call = served.decode.Generate(request())
     served.engine.script.put_nowait(RESERVATION)
     assert await next_event(aiter(call)) == "reserved"
-    served.service.begin_drain()
-    await asyncio.wait_for(served.service.finish(Deadline.after(0.1)), 5)
+    served.service.start_drain()
+    await asyncio.wait_for(served.service.finish_drain(Deadline.after(0.1)), 5)
     assert isinstance(await failure_of(call), Draining)
     await until(lambda: served.engine.released_ids == ["x1"], "release")
 

@@ -292,7 +292,7 @@ async def test_room_that_others_want_is_not_spent_on_what_ends_too_late(served: 
         late = request(f"late{turn}", remote_prefill=False, sampling=two)
         error = await failure_of(served.decode.Generate(late, timeout=1.0))
         if error.reason == "DECODE_FULL":
-            assert "come with a later deadline" in error.detail
+            assert "retry with a later deadline" in error.detail
             break
         assert error.reason == "DEADLINE_EXCEEDED"
     else:
@@ -313,9 +313,9 @@ async def test_an_engines_failure_is_the_requests(served: Served) -> None:
 async def test_a_draining_worker_refuses_and_finishes(served: Served) -> None:
     call = served.decode.Generate(request(remote_prefill=False))
     assert await next_event(aiter(call)) == "reserved"
-    served.service.begin_drain()
+    served.service.start_drain()
     assert (await failure_of(served.decode.Generate(request("y1")))).reason == "DRAINING"
-    waiting = asyncio.create_task(served.service.finish(Deadline.after(10.0)))
+    waiting = asyncio.create_task(served.service.finish_drain(Deadline.after(10.0)))
     await asyncio.sleep(0.05)
     assert not waiting.done()
     for event in (DecodeTokens((1,)), DecodeEnded(True, 0)):

@@ -27,22 +27,22 @@ async def test_what_came_meanwhile_is_taken_at_once() -> None:
     tokens = [DecodeTokens((number,)) for number in range(5)]
     buffer = EventBuffer(saying(*tokens, DecodeEnded(True, 0)), "r")
     await asyncio.sleep(0.05)
-    assert await buffer.take_first(Deadline.after(1)) == tokens[0]
-    assert await buffer.take(Deadline.after(1)) == [*tokens[1:], DecodeEnded(True, 0)]
+    assert await buffer.read_one(Deadline.after(1)) == tokens[0]
+    assert await buffer.read(Deadline.after(1)) == [*tokens[1:], DecodeEnded(True, 0)]
 
 
 async def test_an_error_comes_after_the_events_before_it() -> None:
     buffer = EventBuffer(saying(DecodeTokens((1,)), error=TransferFailed("gone")), "r")
     await asyncio.sleep(0.05)
-    assert await buffer.take(Deadline.after(1)) == [DecodeTokens((1,))]
+    assert await buffer.read(Deadline.after(1)) == [DecodeTokens((1,))]
     with pytest.raises(TransferFailed):
-        await buffer.take(Deadline.after(1))
+        await buffer.read(Deadline.after(1))
 
 
 async def test_an_end_without_a_word_is_an_error() -> None:
     buffer = EventBuffer(saying(), "r")
-    with pytest.raises(InternalError, match="without saying why"):
-        await buffer.take(Deadline.after(1))
+    with pytest.raises(InternalError, match="without a reason"):
+        await buffer.read(Deadline.after(1))
 
 
 async def test_waiting_ends_at_the_deadline() -> None:
@@ -52,7 +52,7 @@ async def test_waiting_ends_at_the_deadline() -> None:
 
     buffer = EventBuffer(silent(), "r")
     with pytest.raises(DeadlineExceeded):
-        await buffer.take(Deadline.after(0.05))
+        await buffer.read(Deadline.after(0.05))
     assert await buffer.close()
 
 
@@ -67,6 +67,6 @@ async def test_closing_closes_the_engines_iterator() -> None:
             closed.set()
 
     buffer = EventBuffer(held(), "r")
-    await buffer.take(Deadline.after(1))
+    await buffer.read(Deadline.after(1))
     assert await buffer.close()
     assert closed.is_set()

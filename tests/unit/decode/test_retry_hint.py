@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_decode.retry_hint import ASKERS_PER_END, HINT_S_MAX, HINT_S_MIN, RetryHint
+from headrace_decode.retry_hint import HINT_S_MAX, HINT_S_MIN, RETRIES_PER_COMPLETION, RetryHint
 
 
 class Crowd:
@@ -32,9 +32,9 @@ class Crowd:
             asks += 1
             free = self._ends_s <= self.now_s
             if free:
-                self.hint.ended()
+                self.hint.request_completed()
                 self._ends_s = self.now_s + self._end_every_s
-            wait_s = self._end_every_s if free else self.hint.refused()
+            wait_s = self._end_every_s if free else self.hint.request_refused()
             heapq.heapreplace(self._comes_s, self.now_s + wait_s * self._random.uniform(1.0, 1.5))
         return asks
 
@@ -44,21 +44,21 @@ def test_askers_settle_at_a_few_for_each_end(callers: int) -> None:
     crowd = Crowd(callers, end_every_s=0.1)
     crowd.asks_until(20.0)
     asks_per_end = crowd.asks_until(60.0) / (40.0 / 0.1)
-    assert 1.5 < asks_per_end < 2 * ASKERS_PER_END
+    assert 1.5 < asks_per_end < 2 * RETRIES_PER_COMPLETION
 
 
 def test_a_few_callers_are_told_to_come_soon() -> None:
     crowd = Crowd(3, end_every_s=0.5)
     crowd.asks_until(20.0)
-    assert crowd.hint.refused() < 0.5
+    assert crowd.hint.request_refused() < 0.5
 
 
 def test_a_crowd_that_is_gone_is_forgotten() -> None:
     crowd = Crowd(1_000, end_every_s=0.5)
     crowd.asks_until(20.0)
-    assert crowd.hint.refused() == HINT_S_MAX
+    assert crowd.hint.request_refused() == HINT_S_MAX
     crowd.now_s += 2 * HINT_S_MAX
-    assert crowd.hint.refused() == HINT_S_MIN
+    assert crowd.hint.request_refused() == HINT_S_MIN
 
 
 @given(st.lists(st.tuples(st.floats(0, 10), st.booleans()), max_size=200))
@@ -68,6 +68,6 @@ def test_hints_are_bounded(steps: list[tuple[float, bool]]) -> None:
     for passed_s, ended in steps:
         now_s += passed_s
         if ended:
-            hint.ended()
+            hint.request_completed()
         else:
-            assert HINT_S_MIN <= hint.refused() <= HINT_S_MAX
+            assert HINT_S_MIN <= hint.request_refused() <= HINT_S_MAX

@@ -90,7 +90,7 @@ class CachingWorker:
         role: registry_pb2.Member.Role.ValueType = registry_pb2.Member.ROLE_DECODE,
     ) -> CachingWorker:
         assert engine.prefix_events is not None
-        engine.prefix_events.begin(KEY, MODEL)
+        engine.prefix_events.set_hash_key(KEY, MODEL)
         worker = cls(ref, engine, Servicer(engine), role)
         await worker.serve()
         return worker

@@ -136,10 +136,10 @@ async def test_there_is_an_end_to_listeners(
 
 
 def test_the_key_is_given_once(events: PrefixEventPublisher) -> None:
-    events.begin(5, "m")
+    events.set_hash_key(5, "m")
     assert events.hasher is not None
     with pytest.raises(InternalError):
-        events.begin(5, "m")
+        events.set_hash_key(5, "m")
 
 
 def test_other_deployments_models_and_block_sizes_have_other_names() -> None:
@@ -148,7 +148,7 @@ def test_other_deployments_models_and_block_sizes_have_other_names() -> None:
     scopes = [(5, "m", 8), (6, "m", 8), (5, "n", 8), (5, "m", 16)]
     for key, model, size in scopes:
         events = PrefixEventPublisher(WorkerRef("w-0", "1" * 16), size)
-        events.begin(key, model)
+        events.set_hash_key(key, model)
         assert events.hasher is not None
         found.update(islice(events.hasher.hashes(tokens), 4))
     assert len(found) == 4 * len(scopes)

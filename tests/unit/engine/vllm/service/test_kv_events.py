@@ -69,7 +69,7 @@ class Rig:
 @pytest.fixture
 def rig() -> Rig:
     rig = Rig()
-    rig.events.begin(KEY, "m")
+    rig.events.set_hash_key(KEY, "m")
     return rig
 
 
@@ -148,7 +148,7 @@ async def test_nothing_is_named_before_the_key_is_known() -> None:
     rig = Rig()
     tokens = list(range(2 * BLOCK))
     rig.prefixes.take(stored(tokens, 0, 1))
-    rig.events.begin(KEY, "m")
+    rig.events.set_hash_key(KEY, "m")
     rig.prefixes.take(stored(tokens, 1, 2))
     assert await rig.announced() == set()
 
@@ -173,7 +173,7 @@ def offloaded(tokens: list[int], first: int, end: int) -> dict[str, Any]:
 
 async def test_copies_in_main_memory_are_a_tier_of_their_own() -> None:
     rig = Rig(Tier.DEVICE, Tier.HOST)
-    rig.events.begin(KEY, "m")
+    rig.events.set_hash_key(KEY, "m")
     tokens = list(range(12 * BLOCK))
     hashes, known = vllm_hashes(tokens), names(tokens)
     rig.prefixes.take(stored(tokens, 0, 10))
