@@ -1,6 +1,6 @@
 """Turns changes of an engine's prefix cache into numbered events for routers. Pure.
 
-In each tier a block is announced only while its parent is, so that a router can find the depth of a
+In each tier a block is announced only while its parent is. So a router can find the depth of a
 prefix by binary search. A block with a missing parent is announced once the parent is cached again.
 """
 

@@ -1,4 +1,4 @@
-"""The sim engine: a continuous-batching engine whose KV bytes and answers can be verified."""
+"""The sim engine: continuous batching with verifiable KV bytes and answers."""
 
 from __future__ import annotations
 

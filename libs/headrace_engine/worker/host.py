@@ -25,7 +25,7 @@ Role = Literal["prefill", "decode"]
 
 @dataclass(frozen=True, slots=True)
 class HostedWorker(Generic[Config]):
-    """A worker whose engine has started."""
+    """A worker and its started engine."""
 
     config: Config
     ref: WorkerRef

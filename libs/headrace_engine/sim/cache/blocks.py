@@ -11,7 +11,7 @@ import numpy as np
 class BlockPool:
     """Blocks 0 to `count`. A cached block without a holder stays cached until the block is needed.
 
-    `on_cleared` gets blocks whose content is void. Before that, `on_evicted` gets the prefixes that
+    `on_cleared` gets blocks with void content. Before that, `on_evicted` gets the prefixes that
     are no longer cached, and the blocks that still hold them.
     """
 

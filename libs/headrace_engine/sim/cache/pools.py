@@ -19,7 +19,7 @@ from headrace_kv.prefix.events import Tier
 class CachePools:
     """One pool per group. A request gets all that it needs of every group, or nothing.
 
-    `on_cleared(group, block_ids)` gets blocks whose content is void. The cached blocks of the first
+    `on_cleared(group, block_ids)` gets blocks with void content. The cached blocks of the first
     group, which keeps tokens, are reported to `prefix_events`. Evicted blocks go to `host`, which only
     a cache with a single group may have.
     """

@@ -1,4 +1,4 @@
-"""Settings of the sim engine, as its model name carries them."""
+"""Settings of the sim engine, which are part of its model name."""
 
 from __future__ import annotations
 
@@ -120,9 +120,9 @@ _PART_BYTES = (1, 65536)
 
 @dataclass(frozen=True)
 class SimShape:
-    """Everything about a sim engine that is decided before it starts, validated.
+    """The validated configuration of a sim engine.
 
-    `groups` and `block_counts` go together; `block_tokens` is of the first group.
+    `groups[i]` has `block_counts[i]` blocks. `block_tokens` is of the first group.
     """
 
     settings: SimSettings
@@ -149,7 +149,7 @@ class SimShape:
 
     @property
     def block_counts(self) -> tuple[int, ...]:
-        """Blocks of each group: as many tokens as the first group's, and one page per request."""
+        """Blocks of each group: for as many tokens as in the first group, or one page per request."""
         tokens = self.block_count * self.block_tokens
         return tuple(
             self.max_num_seqs if group.kind == STATE else -(-tokens // group.block_tokens)
@@ -164,14 +164,16 @@ class SimShape:
 
 
 _Fault = tuple[str, object, str]
-"""A field, its value, and what to do about it."""
+"""A wrong field, its value, and the remedy."""
 
 
 def parse_settings(model: str) -> SimSettings:
     """Reads "sim" or "sim:name=value,...". Raises ConfigError naming every wrong field."""
     name, _, text = model.partition(":")
     if name != "sim":
-        raise _refusal([("model", model, 'the sim engine takes "sim" or "sim:layers=4,heads=4"')])
+        raise _config_error(
+            [("model", model, 'the sim engine takes "sim" or "sim:layers=4,heads=4"')]
+        )
     values: dict[str, Any] = {}
     faults: list[_Fault] = []
     kinds = {field.name: type(field.default) for field in fields(SimSettings)}
@@ -190,20 +192,20 @@ def parse_settings(model: str) -> SimSettings:
     if not faults:
         faults += _contradictions(values)
     if faults:
-        raise _refusal(faults)
+        raise _config_error(faults)
     return SimSettings(**values)
 
 
 def _contradictions(values: dict[str, Any]) -> list[_Fault]:
-    """What does not go together, of values that are right by themselves."""
+    """Values that contradict each other, though each is valid by itself."""
     faults: list[_Fault] = []
     settings = SimSettings(**values)
     if settings.head_bytes % 8:
         faults.append(("model.head_bytes", settings.head_bytes, "take a multiple of 8"))
     if "head_bytes" in values and settings.parts:
-        faults.append(("model.head_bytes", settings.head_bytes, "leave it out: parts say it"))
+        faults.append(("model.head_bytes", settings.head_bytes, "omit it: parts give the sizes"))
     if settings.host_blocks and (settings.index_layers or settings.state_layers):
-        remedy = "leave it out: index_layers and state_layers cannot be kept in main memory"
+        remedy = "omit it: index_layers and state_layers cannot be kept in main memory"
         faults.append(("model.host_blocks", settings.host_blocks, remedy))
     if settings.stages > settings.layer_count:
         remedy = f"take 1 to {settings.layer_count}, the number of layers"
@@ -212,7 +214,7 @@ def _contradictions(values: dict[str, Any]) -> list[_Fault]:
 
 
 def _read(key: str, text: str, kind: type) -> object:
-    """A setting's value. Raises ValueError that says what to write."""
+    """A setting's value. Raises ValueError with the remedy."""
     readers: dict[str, Callable[[str], object]] = {
         "order": _order,
         "block_format": _parse_block_format,
@@ -272,7 +274,7 @@ def _parse_clock(text: str) -> str:
 
 
 def plan_shape(config: EngineConfig) -> SimShape:
-    """The engine that `config` asks for. Raises ConfigError naming every wrong field."""
+    """The engine that `config` describes. Raises ConfigError naming every wrong field."""
     settings = parse_settings(config.model)
     faults: list[_Fault] = [
         (field, getattr(config, field), f"take {least} or more")
@@ -287,7 +289,7 @@ def plan_shape(config: EngineConfig) -> SimShape:
         if getattr(config, field) < least
     ]
     if faults:
-        raise _refusal(faults)
+        raise _config_error(faults)
     config = replace(config, block_size=config.block_size or BLOCK_TOKENS)
     context = config.max_model_len or settings.context
     block_count = _block_count(config, settings, context)
@@ -308,12 +310,12 @@ def plan_shape(config: EngineConfig) -> SimShape:
         remedy = f"{block_count} blocks hold {capacity} tokens: take more blocks or less context"
         faults.append(("max_model_len", context, remedy))
     if faults:
-        raise _refusal(faults)
+        raise _config_error(faults)
     return shape
 
 
 def _block_count(config: EngineConfig, settings: SimSettings, context: int) -> int:
-    """Blocks as configured, or as many as all ranks' memory holds and requests can use."""
+    """The configured number of blocks, else as many as fit into memory and requests can use."""
     if config.num_gpu_blocks_override:
         return config.num_gpu_blocks_override
     ranks = config.tensor_parallel_size
@@ -329,12 +331,12 @@ def _block_count(config: EngineConfig, settings: SimSettings, context: int) -> i
     affordable = budget // (token_bytes * config.block_size)
     if affordable < 1:
         remedy = "it does not hold one block: take more"
-        raise _refusal([("kv_cache_gib", config.kv_cache_gib, remedy)])
+        raise _config_error([("kv_cache_gib", config.kv_cache_gib, remedy)])
     useful = config.max_num_seqs * -(-context // config.block_size)
     return min(affordable, useful)
 
 
-def _refusal(faults: list[_Fault]) -> ConfigError:
+def _config_error(faults: list[_Fault]) -> ConfigError:
     return ConfigError(
         "; ".join(f"{field} is {value!r}: {remedy}" for field, value, remedy in faults),
         metadata={

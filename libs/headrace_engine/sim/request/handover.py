@@ -96,7 +96,7 @@ class Handover:
     def push(
         self, layer: int, start_token: int, end_token: int, block_ids: tuple[int, ...]
     ) -> None:
-        """Sends tokens of one layer, whose KV is computed, from the ranks that hold it."""
+        """Sends the computed KV of some tokens of one layer, from the ranks that hold it."""
         if self.failed:
             return
         computed = LayerRange(

@@ -49,7 +49,7 @@ class Sequence:
 
     `computed` tokens have their KV in `block_ids_by_group`. Of these, `cached` were not computed
     here, and of those `loaded` were copied from main memory. `block_tables` holds the same block ids
-    as arrays. `hashes` has room for every position whose KV is needed; those of `tokens` are filled.
+    as arrays. `hashes` has room for every position that needs KV; those of `tokens` are filled.
     `pushed` tokens were given to the senders. Exactly one of `handover` (prefill) and `generation`
     (decode) is set. The blocks are in use until `is_releasable`.
     """
@@ -80,12 +80,12 @@ class Sequence:
 
     @property
     def capacity(self) -> int:
-        """Positions whose KV the sequence needs at most."""
+        """Positions that need KV at most."""
         return len(self.hashes)
 
     @property
     def pending(self) -> int:
-        """Tokens whose KV is still to be computed."""
+        """Tokens that still need their KV computed."""
         return len(self.tokens) - self.computed
 
     @property
