@@ -1,4 +1,4 @@
-"""Sim engines whose computing takes its time from a clock that the test advances."""
+"""Sim engines on a clock that the test advances."""
 
 from __future__ import annotations
 

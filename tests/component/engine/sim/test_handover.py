@@ -159,7 +159,7 @@ async def test_prefixes_cached_on_the_prefill_side_are_sent_at_once() -> None:
         assert again.outcome.cached_tokens == 48
 
 
-async def test_a_prompt_that_is_wholly_cached_on_the_prefill_side_is_not_computed() -> None:
+async def test_a_prompt_that_prefill_has_cached_is_not_computed() -> None:
     async with pair(decode={"num_gpu_blocks_override": 7}) as both:
         prompt = PROMPT[:41]
         await both.generate(prompt)

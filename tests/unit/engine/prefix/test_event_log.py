@@ -1,4 +1,4 @@
-"""The worker's side: what is announced is prefix-closed after every single event, and is all it may be."""
+"""Announced sets are prefix-closed after every event, and as large as possible."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PARENT_HASH = {HASH[n]: None if p is None else HASH[p] for n, p in PARENT.items(
 
 
 def closed_part(held: set[int]) -> set[int]:
-    """The blocks all of whose ancestors are held."""
+    """The blocks with all ancestors held."""
 
     def whole(block: int | None) -> bool:
         return block is None or (block in held and whole(PARENT_HASH[block]))
@@ -117,7 +117,7 @@ def check_snapshot(publisher: PrefixEventLog, follower: Follower) -> None:
         assert seen == follower.sets[tier]
 
 
-def test_a_middle_eviction_withdraws_all_behind_it_until_it_is_back() -> None:
+def test_an_evicted_block_withdraws_its_descendants_until_it_is_back() -> None:
     publisher = PrefixEventLog("i")
     publisher.stored(None, [1, 2, 3, 4])
     publisher.stored(2, [30, 40])
@@ -129,14 +129,14 @@ def test_a_middle_eviction_withdraws_all_behind_it_until_it_is_back() -> None:
     assert set(unpack_hashes(back.packed)) == {2, 3, 30, 40}
 
 
-def test_a_block_whose_parent_is_missing_waits() -> None:
+def test_a_block_with_a_missing_parent_is_announced_later() -> None:
     publisher = PrefixEventLog("i")
     assert publisher.stored(1, [2, 3]) == []
     (event,) = publisher.stored(None, [1])
     assert unpack_hashes(event.packed) == [1, 2, 3]
 
 
-def test_replay_answers_only_what_it_still_has() -> None:
+def test_replay_returns_none_for_events_that_were_dropped() -> None:
     publisher = PrefixEventLog("i", replay_hashes_max=6)
     events = [event for n in range(5) for event in publisher.stored(None, [2 * n + 1, 2 * n + 2])]
     assert publisher.replay(5) == []
@@ -170,7 +170,7 @@ def test_events_survive_the_wire() -> None:
         assert event_from_proto(worker_pb2.SubscribeKvEventsResponse.FromString(wire)) == event
 
 
-def test_messages_no_worker_may_send_are_refused() -> None:
+def test_invalid_messages_are_refused() -> None:
     tier = worker_pb2.KV_TIER_DEVICE
     for message, words in (
         (worker_pb2.SubscribeKvEventsResponse(tier=tier), "kind"),
@@ -182,7 +182,7 @@ def test_messages_no_worker_may_send_are_refused() -> None:
 
 
 @given(hashes=st.lists(st.integers(0, 2**64 - 1)))
-def test_both_ways_to_digest_agree(hashes: list[int]) -> None:
+def test_both_digests_agree(hashes: list[int]) -> None:
     packed = b"".join(block.to_bytes(8, "little") for block in hashes)
     assert unpack_hashes(packed) == hashes
     assert xor_of_packed(packed) == xor_of(hashes)

@@ -1,4 +1,4 @@
-"""Ownership of blocks."""
+"""Holders of blocks, and cached prefixes."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -33,7 +33,7 @@ def test_fragments_are_used_when_nothing_contiguous_is_left() -> None:
     assert pool.allocate(3) == [2, 3, 0]
 
 
-def test_published_blocks_are_found_and_shared() -> None:
+def test_registered_blocks_are_found_and_shared() -> None:
     pool, cleared = new_pool()
     held = pool.allocate(3)
     assert held == [0, 1, 2]
@@ -52,7 +52,7 @@ def test_published_blocks_are_found_and_shared() -> None:
     assert pool.free_ids() == (2, 3, 4, 5, 6, 7)
 
 
-def test_the_oldest_and_deepest_prefix_is_given_up_first() -> None:
+def test_the_oldest_and_deepest_prefix_is_evicted_first() -> None:
     pool, cleared = new_pool(4)
     old = pool.allocate(2)
     assert old is not None
@@ -70,7 +70,7 @@ def test_the_oldest_and_deepest_prefix_is_given_up_first() -> None:
     assert pool.find_cached([200]) == [2]
 
 
-def test_a_second_block_with_a_known_prefix_stays_private() -> None:
+def test_a_second_block_with_a_cached_prefix_stays_private() -> None:
     pool, cleared = new_pool(4)
     assert pool.allocate(2) == [0, 1]
     pool.register(0, 100)
