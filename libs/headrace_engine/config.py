@@ -12,21 +12,20 @@ from headrace_kv.receive.layer_overlap import OverlapSettings
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What an engine is started with.
+    """The configuration of an engine.
 
     `engine`: "vllm" or "sim". `model`: a path, or "sim" with settings as in "sim:layers=4,heads=4".
     `host`: the address under which other workers reach this one's memory. `tensor_parallel_size`:
-    ranks. `max_model_len`: longest prompt and answer together; 0 takes the model's own.
+    ranks. `max_model_len`: most tokens of prompt and answer together; 0 takes the model's own.
     `max_num_seqs`: requests held at a time. `dtype`: type of the weights, "auto" for the model's
     own. `num_gpu_blocks_override`: KV blocks per rank; 0 takes what `kv_cache_gib` holds. `max_num_batched_tokens`:
     most prompt tokens computed in one step. `block_size`: tokens of one KV block; 0 takes the
-    engine's own. `seed`: of requests that bring none. `local_broadcast`: whether decode ranks of one
-    host pass equal KV on to each other, where the engine can do it. `link_path`: socket between
-    service and engine processes, where an engine has its own; empty picks one. `tls`: files for
+    engine's own. `seed`: of requests without one. `local_broadcast`: whether decode ranks of one
+    host copy equal KV to each other, where the engine supports it. `link_path`: socket between
+    service and engine processes, for engines with processes; empty picks one. `tls`: files for
     handoff streams; none means plaintext. `overlap_layers`: how many layers may be missing when a
-    request of decode begins.
-    Only where a GPU computes: `gpu_direct` lets RDMA adapters reach its memory, and
-    `enforce_eager` keeps it from graphs.
+    decode request begins. For GPUs: `gpu_direct` gives RDMA adapters access to their memory, and
+    `enforce_eager` disables graphs.
     """
 
     engine: Literal["vllm", "sim"]

@@ -18,16 +18,15 @@ def build_engine(
     descriptors: DescriptorSource,
     sender_thread: SenderThread | None = None,
 ) -> Engine:
-    """The engine that `config` names, not started yet. `descriptors` finds the memory of decode
-    workers. Engines of one process that are given the same `sender_thread` send on it, if they are
-    sim; all others send on threads of their own.
+    """The engine that `config` names, not started yet. `descriptors` finds the memory of decode workers.
 
+    Sim engines of one process may share a `sender_thread`; other engines have threads of their own.
     Raises ConfigError when there is no such engine, or it is not installed.
     """
     if config.engine == "sim":
         if config.overlap_layers.count:
             raise ConfigError(
-                "engine sim begins with whole caches only: set overlap_layers to 0",
+                "engine sim needs complete KV caches: set overlap_layers to 0",
                 metadata={"field": "overlap_layers"},
             )
         from headrace_engine.sim.engine import SimEngine

@@ -1,4 +1,4 @@
-"""What the prefill and decode services ask of an engine."""
+"""The interface between the prefill and decode services and an engine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from headrace_common.errors import InternalError
-from headrace_engine.prefix.announcer import PrefixAnnouncer
+from headrace_engine.prefix.event_publisher import PrefixEventPublisher
 from headrace_kv.handoff.messages import LayerSent, Reservation, TransferTarget
 from headrace_kv.layout.layout import KvDescriptor
 from headrace_kv.receive.local_broadcast import LocalBroadcast
@@ -17,7 +17,7 @@ from headrace_kv.transport.memory import Memory
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to choose tokens, every default filled in. Units and ranges as in sampling.proto."""
+    """How to choose tokens, with defaults filled in. Units and ranges are those of sampling.proto."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -34,11 +34,11 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class PrefillWork:
-    """Compute `token_ids` and hand [target.start_token, target.end_token) over, whose end is theirs.
+    """Compute `token_ids` and send the KV of [target.start_token, target.end_token), up to their end.
 
-    With `sampling` they are the whole prompt, and the first token of its answer is chosen too, whatever max_tokens and
-    the stop tokens say. With target.with_logits they are the whole prompt as well, and its last token's logits are
-    handed over. Else they are the prompt without its last token, which decode computes.
+    With `sampling` they are the whole prompt, and the first token of its answer is chosen too; max_tokens and the
+    stop tokens are ignored. With target.with_logits they are the whole prompt as well, and the last token's logits
+    are sent. Otherwise they are the prompt without its last token, which decode computes.
     """
 
     token_ids: tuple[int, ...]
@@ -48,9 +48,9 @@ class PrefillWork:
 
 @dataclass(frozen=True, slots=True)
 class PrefillOutcome:
-    """What a prefill did. `layers` holds what every rank sent; times are nanoseconds since the Unix epoch.
+    """The result of a prefill. `layers` are the sent layer ranges with the rank that sent each.
 
-    `control_bytes` are as in SendReport, of all ranks.
+    `control_bytes` are as in SendReport, over all ranks.
     """
 
     cached_tokens: int
@@ -62,13 +62,14 @@ class PrefillOutcome:
 
 @dataclass(frozen=True, slots=True)
 class DecodeWork:
-    """Generate from `token_ids`. With `remote_kv` all but the last token's KV comes over the data plane.
+    """Generate from `token_ids`. With `remote_kv`, the KV of all but the last token arrives by transfer.
 
-    The last `generated_tokens` of `token_ids`, at least one less than there are, belong to the answer: they count for
-    penalties, max_tokens, which is above them, and the place in a seed's random stream, and are not yielded.
-    With `awaits_first_token`, which needs `remote_kv` and nothing generated, the KV of all tokens comes, and generation
-    goes on after the token that `Engine.first_token` names; or, with `from_logits` too, after the one that the engine
-    chooses from what `Engine.first_logits` gives it, and yields.
+    The last `generated_tokens` of `token_ids` belong to the answer; at least one token is the prompt's. They count for
+    penalties, for max_tokens, which is above them, and for the position in a seed's random stream, but are not yielded.
+
+    `awaits_first_token` needs `remote_kv` and no generated tokens. The KV of all tokens arrives then, and generation
+    continues after the token that `Engine.first_token` gives. With `from_logits` too, it continues after the token that
+    the engine chooses from the logits of `Engine.first_logits`, and yields.
     """
 
     transfer_id: str
@@ -81,18 +82,18 @@ class DecodeWork:
 
     @property
     def prompt_tokens(self) -> int:
-        """How many of the tokens are the prompt's."""
+        """Tokens of the prompt."""
         return len(self.token_ids) - self.generated_tokens
 
     @property
     def transferable_tokens(self) -> int:
-        """How many of the tokens, the first ones, a prefill worker may hand over."""
+        """The first tokens, with KV that a prefill worker may send."""
         return len(self.token_ids) - (0 if self.awaits_first_token else 1)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log probability of a token and its likeliest alternatives as (token id, log probability)."""
+    """Log probability of a token, and its most likely alternatives as (token id, log probability)."""
 
     logprob: float
     alternatives: tuple[tuple[int, float], ...]
@@ -100,7 +101,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class DecodeTokens:
-    """New tokens, with one entry of logprobs each if they were asked for."""
+    """New tokens, with one entry of logprobs each if they were requested."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = field(default=())
@@ -119,7 +120,7 @@ DecodeEvent = Reservation | DecodeTokens | DecodeEnded
 
 @dataclass(frozen=True, slots=True)
 class EngineUsage:
-    """What an engine holds: requests, and KV blocks that hold their KV."""
+    """The requests of an engine, and the KV blocks that they hold."""
 
     running_requests: int
     waiting_requests: int
@@ -129,83 +130,85 @@ class EngineUsage:
 class Engine(ABC):
     """One model on one worker: all its ranks. Its methods are called on one event loop, except `start`.
 
-    A prefill engine is only asked for `prefill`, a decode engine for the rest.
+    Only `prefill` is called on a prefill engine, and only the other methods on a decode engine.
     """
 
     descriptor: KvDescriptor
     max_model_len: int
     broadcast: LocalBroadcast | None = None
-    """What copies between the ranks, after `start`, of a layout with a broadcast_width. `close` ends it."""
+    """Copies between the ranks of a layout with a broadcast_width; set by `start`, ended by `close`."""
     landed_memory: Memory | None = None
-    """How this process reads the KV memory of `descriptor`; None where it cannot."""
+    """Access of this process to the KV memory of `descriptor`; None where there is none."""
     logits_bytes: int = 0
-    """Of one position's logits, which a prefill engine hands over and a decode engine chooses a token from, after
-    `start`; 0 of an engine that cannot."""
-    prefix_events: PrefixAnnouncer | None = None
-    """What says, after `start`, which prefixes the cache holds; None of an engine that cannot tell."""
+    """Bytes of one position's logits, set by `start`; 0 for an engine that cannot send or sample them."""
+    prefix_events: PrefixEventPublisher | None = None
+    """Publishes the cached prefixes; set by `start`. None for an engine that does not know them."""
 
     @abstractmethod
     async def start(self) -> None:
         """Loads the model and registers the KV memory; afterwards `descriptor` and `max_model_len` are set.
 
-        Raises ConfigError with one line that says what to do.
+        Raises ConfigError with the remedy in one line.
         """
 
     @abstractmethod
     async def prefill(
         self, work: PrefillWork, on_first_token: Callable[[DecodeTokens], None] | None = None
     ) -> PrefillOutcome:
-        """Computes and sends. Returns when every rank's sender is quiet (I2), and so does its cancellation.
+        """Computes and sends. Returns when every rank's sender is quiet (I2), also when cancelled.
 
-        With `work.sampling`, `on_first_token` gets the one token as soon as it is computed, however much is still to
-        be sent.
+        With `work.sampling`, `on_first_token` gets the one token as soon as it is computed, before the rest is sent.
+
         Raises TransferFailed, TransferTimeout, StaleIncarnation, LayoutMismatch or InternalError.
         """
 
     @abstractmethod
     def decode(self, work: DecodeWork) -> AsyncIterator[DecodeEvent]:
-        """Yields, with `remote_kv`, the Reservation once blocks are held; then tokens; then DecodeEnded.
+        """Yields the Reservation of a request with `remote_kv` once blocks are held, then tokens, then DecodeEnded.
 
-        When the reservation is not empty, no token is yielded before its cache is whole, but for one that is chosen
-        from `first_logits`; the end can follow that one at once. The engine waits for `arrived`, unless its
-        `arrival_listener` has heard that before. Closing the iterator aborts the request, but the reservation's blocks
-        stay held until `arrived` or `released` was called (I1). An empty reservation (start_token == end_token) needs
-        neither; one that awaits its first token is never empty.
+        With a reservation that is not empty, no token is yielded before the KV cache is complete. The exception is a
+        token that is chosen from `first_logits`; the end can follow it directly. The engine waits for `arrived`, unless
+        its `arrival_listener` was called for the last layer before.
+
+        Closing the iterator aborts the request. The reservation's blocks stay held until `arrived` or `released` is
+        called (I1). An empty reservation (start_token == end_token) needs neither. A request that awaits its first
+        token never has one.
         """
 
     @abstractmethod
     def arrived(self, transfer_id: str) -> None:
-        """The KV cache is whole: the request may run."""
+        """The KV cache is complete: the request may run."""
 
     def arrival_listener(self) -> TransferObserver | None:
-        """What is told whenever something of one transfer lands, of an engine that may begin before the last layers are
-        there. `arrived` and `released` are called all the same.
+        """An observer of one transfer's layers, for an engine that may start before the last ones have arrived.
+
+        `arrived` and `released` are called too.
         """
         return None
 
     @abstractmethod
     def first_token(self, transfer_id: str, token_id: int) -> None:
-        """The first token of a request that awaits it, before or after `arrived`; it does not end the answer."""
+        """Gives the first token of a request that awaits it, before or after `arrived`. It does not end the answer."""
 
     def first_logits(self, transfer_id: str, logits: bytes) -> None:
-        """What a request with `from_logits` chooses its first token from, of `logits_bytes`, before or after `arrived`.
+        """Gives the logits for the first token of a request with `from_logits`, before or after `arrived`.
 
-        `decode` raises TransferFailed or KvCorrupt where they cannot be those of its model.
+        `decode` raises TransferFailed or KvCorrupt when they cannot be from its model.
         """
-        raise InternalError("this engine chooses no token from logits")
+        raise InternalError("this engine samples no token from logits")
 
     @abstractmethod
     def released(self, transfer_id: str) -> None:
-        """Nothing writes into the reservation any more, and it is not whole: its blocks may be reused."""
+        """The transfer has failed and nothing writes into the reservation: its blocks may be reused."""
 
     @abstractmethod
     def usage(self) -> EngineUsage:
-        """What the engine is doing now."""
+        """The engine's current requests and blocks."""
 
     async def reset_prefix_cache(self) -> bool:
-        """Forgets every cached prefix; False when that cannot be, since requests hold blocks just now."""
+        """Evicts every cached prefix; False when requests hold blocks, so that it cannot."""
         return True
 
     @abstractmethod
     async def close(self) -> None:
-        """Ends everything; returns when all processes and threads of the engine are gone."""
+        """Aborts all requests, and returns when all processes and threads of the engine have ended."""

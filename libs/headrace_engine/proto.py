@@ -1,4 +1,4 @@
-"""Between the contract's sampling messages and the engine's values. Pure."""
+"""Converts between the sampling messages and the engine's values. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headrace_engine.interface import Sampling, TokenLogprobs
 def sampling_from_proto(
     params: sampling_pb2.SamplingParams, stop_token_ids: Sequence[int]
 ) -> Sampling:
-    """The engine's sampling; absent fields take the defaults that sampling.proto names."""
+    """The engine's sampling. Absent fields get the defaults of sampling.proto."""
     defaults = Sampling()
     return Sampling(
         temperature=params.temperature if params.HasField("temperature") else defaults.temperature,
@@ -31,7 +31,7 @@ def sampling_from_proto(
 
 
 def logprobs_to_proto(logprobs: TokenLogprobs) -> sampling_pb2.TokenLogprobs:
-    """One token's."""
+    """The logprobs of one token."""
     return sampling_pb2.TokenLogprobs(
         logprob=logprobs.logprob,
         alternatives=[

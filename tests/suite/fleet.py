@@ -8,17 +8,19 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import headrace_decode.main as decode
-import headrace_prefill.main as prefill
 from headrace_common.identity import new_incarnation
 from headrace_common.rpc.server import Drainer, GrpcServer
 from headrace_decode.config import DecodeConfig
+from headrace_decode.main import DecodeServer
 from headrace_engine.factory import build_engine
 from headrace_engine.worker.config import engine_config
+from headrace_engine.worker.descriptors import RegistryDescriptors
 from headrace_engine.worker.host import HostedWorker, Role, WorkerHost
+from headrace_engine.worker.serve import serve_worker
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.send.thread import SenderThread
 from headrace_prefill.config import PrefillConfig
+from headrace_prefill.main import PrefillServer
 
 
 class _Host(WorkerHost):
@@ -62,7 +64,7 @@ class Fleet:
         self._numbers = itertools.count()
         self._base = self._config(f"more-{role}", registry)
         self._host = _Host(role, self._base)
-        self._descriptors = prefill.LateDescriptors()
+        self._descriptors = RegistryDescriptors()
         self._descriptors.connect(self._host.descriptors)
         self._sender_thread = SenderThread("kv-sender")
         self.guests: list[Guest] = []
@@ -106,8 +108,8 @@ class Fleet:
         try:
             await engine.start()
             hosted = HostedWorker(config, ref, engine, time.time_ns())
-            serve: Any = prefill if self._role == "prefill" else decode
-            await serve.serve_worker(self._host, hosted)
+            build: Any = PrefillServer if self._role == "prefill" else DecodeServer
+            await serve_worker(self._host, hosted, build)
         finally:
             await engine.close()
 

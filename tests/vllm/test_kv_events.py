@@ -44,7 +44,7 @@ def hasher_of(engine: VllmEngine) -> PrefixHasher:
     events = engine.prefix_events
     assert events is not None
     if events.hasher is None:
-        events.begin(4711, "m")
+        events.set_hash_key(4711, "m")
     assert events.hasher is not None
     return events.hasher
 

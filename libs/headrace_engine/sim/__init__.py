@@ -1,1 +1,1 @@
-"""A continuous-batching engine with real KV memory and a model whose output can be checked."""
+"""A continuous-batching engine with real KV memory and a model with verifiable output."""

@@ -1,14 +1,18 @@
-"""Faults that tests ask a sim engine for."""
+"""Faults that tests inject into a sim engine."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from headrace_engine.sim.cache.memory import SimMemory
 
 
 @dataclass(frozen=True, slots=True)
 class CorruptByte:
-    """One byte of a request's KV cache that is inverted once the cache has arrived. `head` counts
-    within the rank; an empty `part` is the layer's first; a state has token 0 only.
+    """One byte of a request's KV cache that is inverted once the cache has arrived.
+
+    `head` counts within the rank. An empty `part` is the layer's first. A state has token 0 only.
     """
 
     rank: int = 0
@@ -18,12 +22,26 @@ class CorruptByte:
     byte: int = 0
     part: str = ""
 
+    def inject(self, memory: SimMemory, block_ids_by_group: Sequence[Sequence[int]]) -> None:
+        """Inverts the byte in the blocks of one request."""
+        index = memory.layout().group_index(self.layer)
+        block, token = divmod(self.token, max(1, memory.groups[index].block_tokens))
+        memory.invert_byte(
+            self.rank,
+            self.layer,
+            self.part,
+            block_ids_by_group[index][block],
+            self.head,
+            token,
+            self.byte,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class SimFaults:
-    """`stall_layer`: a layer that takes `stall_s` longer, in every step that computes prompts.
+    """`stall_layer` is a layer that takes `stall_s` longer in every step that computes prompts.
 
-    `fail_chunk`: the chunk of a prompt, from 0, whose computation raises. `lose_logits`: prefill hands none over.
+    `fail_chunk` is the chunk of a prompt, from 0, that raises. With `lose_logits`, prefill sends none.
     """
 
     corrupt: CorruptByte | None = None

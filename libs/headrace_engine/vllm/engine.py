@@ -23,7 +23,7 @@ from headrace_engine.interface import (
     PrefillOutcome,
     PrefillWork,
 )
-from headrace_engine.prefix.announcer import PrefixAnnouncer
+from headrace_engine.prefix.event_publisher import PrefixEventPublisher
 from headrace_engine.vllm.compat import (
     end_llm,
     max_model_len,
@@ -103,7 +103,9 @@ class VllmEngine(Engine):
             self._config.tensor_parallel_size, ATTACH_TIMEOUT_S
         )
         self.max_model_len = max_model_len(self._llm)
-        self.prefix_events = PrefixAnnouncer(self._config.ref, self.descriptor.layout.block_tokens)
+        self.prefix_events = PrefixEventPublisher(
+            self._config.ref, self.descriptor.layout.block_tokens
+        )
         self._kv_events = KvEventReader(events_endpoint(self._link_path), self.prefix_events)
         self._kv_events.start()
         await self._prepare_logits()

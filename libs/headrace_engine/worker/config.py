@@ -1,4 +1,4 @@
-"""Settings that prefill and decode workers share, and what follows from them."""
+"""Settings that prefill and decode workers share, and the values derived from them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from headrace_kv.receive.layer_overlap import OverlapSettings
 
 
 class WorkerConfig(ServiceConfig):
-    """What every worker can be told."""
+    """Settings of every worker."""
 
     worker_id: WorkerId = Field(description="Name that stays the same over restarts.")
     workers_per_process: PositiveCount = Field(
@@ -91,12 +91,12 @@ class WorkerConfig(ServiceConfig):
         30.0, description="Seconds that the registry may take to answer at start."
     )
     member_ttl_s: PositiveSeconds = Field(
-        10.0, description="Seconds after which a silent worker is struck from the registry."
+        10.0, description="Seconds after which a silent worker is removed from the registry."
     )
 
     @property
-    def early_start(self) -> OverlapSettings:
-        """How early a request may begin. Only decode workers have a say in it."""
+    def overlap_settings(self) -> OverlapSettings:
+        """How many layers may be missing when a request begins. Only decode workers configure it."""
         return OverlapSettings()
 
     @model_validator(mode="after")
@@ -148,7 +148,7 @@ def _worker_id(config: WorkerConfig, number: int) -> str:
 def engine_config(
     config: WorkerConfig, *, role: Literal["prefill", "decode"], ref: WorkerRef
 ) -> EngineConfig:
-    """What the worker's settings mean to its engine."""
+    """The engine's part of the worker's settings."""
     host, _ = split_host_port(config.advertise or config.listen)
     return EngineConfig(
         engine=config.engine,
@@ -170,7 +170,7 @@ def engine_config(
         gpu_direct=config.gpu_direct,
         enforce_eager=config.enforce_eager,
         tls=TlsFiles.from_config(config),
-        overlap_layers=config.early_start,
+        overlap_layers=config.overlap_settings,
     )
 
 
@@ -199,7 +199,7 @@ def worker_member(
 
 
 def served_model(config: WorkerConfig, engine: Engine) -> str:
-    """The name clients call the model by: as configured, else the model folder's own name."""
+    """The name that clients use for the model: as configured, else that of the model folder."""
     if config.served_model:
         return config.served_model
     if config.engine == "sim":

@@ -1,10 +1,10 @@
-"""A worker's place in the registry, and the routers that it learns of there."""
+"""A worker's registration, and the routers that the registry lists."""
 
 from __future__ import annotations
 
 from headrace.registry.v1 import registry_pb2
 from headrace_common.registry.membership import Membership
-from headrace_engine.prefix.announcer import PrefixAnnouncer
+from headrace_engine.prefix.event_publisher import PrefixEventPublisher
 from headrace_engine.worker.config import WorkerConfig
 from headrace_engine.worker.host import RouterListener, WorkerHost
 from headrace_kv.layout.layout import KvDescriptor
@@ -12,9 +12,9 @@ from headrace_kv.layout.proto import descriptor_to_proto
 
 
 class WorkerMembership:
-    """Announces the worker, and tells `on_routers` which routers are live.
+    """Registers the worker and calls `on_routers` with the live routers.
 
-    `prefix_events` begins with the key that the registry gives.
+    `prefix_events` gets the hash key that the registry gives.
     """
 
     def __init__(
@@ -24,7 +24,7 @@ class WorkerMembership:
         member: registry_pb2.Member,
         descriptor: KvDescriptor | None,
         on_routers: RouterListener | None = None,
-        prefix_events: PrefixAnnouncer | None = None,
+        prefix_events: PrefixEventPublisher | None = None,
     ) -> None:
         self._timeout_s = config.registration_timeout_s
         self._host = host
@@ -40,17 +40,17 @@ class WorkerMembership:
 
     @property
     def ticket_key(self) -> bytes:
-        """The deployment's key for tickets; no bytes before `join`."""
+        """The deployment's key for tickets; empty before `join`."""
         return self._membership.ticket_key
 
     async def join(self) -> None:
-        """Registers, and learns who is there. Raises RegistryUnavailable."""
+        """Registers the worker and waits for the list of routers. Raises RegistryUnavailable."""
         await self._membership.start(self._timeout_s)
         if self._prefix_events is not None:
-            self._prefix_events.begin(self._membership.prefix_hash_key, self._model)
+            self._prefix_events.set_hash_key(self._membership.prefix_hash_key, self._model)
         await self._host.follow_routers(self._on_routers)
 
     async def leave(self) -> None:
-        """Strikes the worker from the registry; routers stop choosing it. Again, it does nothing."""
+        """Removes the worker from the registry, so that routers stop choosing it. Idempotent."""
         self._host.unfollow_routers(self._on_routers)
         await self._membership.stop()

@@ -1,4 +1,4 @@
-"""What the workers of one process count, and what they say of themselves every second."""
+"""Metrics of the workers of one process, sampled every second."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Status = Callable[[], worker_pb2.WatchStatusResponse]
 
 
 class WorkerMetrics:
-    """Looks at every worker that it follows. One event loop owns it: the thread that exports looks at nobody.
+    """Samples the status of every reporting worker. One event loop owns it; the export thread only exports.
 
-    The process has each instrument once; `headrace.worker_id` tells its workers apart.
+    The process has each instrument once; `headrace.worker_id` distinguishes its workers.
     """
 
     def __init__(self, meter: Meter) -> None:
@@ -35,23 +35,24 @@ class WorkerMetrics:
         self._blocks_free = meter.create_gauge(schema.METRIC_BLOCKS_FREE, "{block}")
         self._blocks_reserved = meter.create_gauge(schema.METRIC_BLOCKS_RESERVED, "{block}")
         self._blocks_quarantined = meter.create_gauge(schema.METRIC_BLOCKS_QUARANTINED, "{block}")
-        self._followed: dict[str, tuple[Status, bool]] = {}
+        self._workers: dict[str, tuple[Status, bool]] = {}
         self._task: asyncio.Task[None] | None = None
 
     @contextmanager
-    def following(self, worker_id: str, status: Status, *, blocks: bool) -> Iterator[None]:
-        """Tells what `status` says while the block lasts, and then that nothing is left.
+    def reporting(self, worker_id: str, status: Status, *, reserves_blocks: bool) -> Iterator[None]:
+        """Samples `status` while the context lasts, and sets all gauges to 0 at its end.
 
-        `blocks` is for decode workers, which promise blocks; prefill workers only cache in theirs.
+        `reserves_blocks` is for decode workers; prefill workers use their blocks as a cache only.
         """
-        self._followed[worker_id] = (status, blocks)
+        self._workers[worker_id] = (status, reserves_blocks)
         if self._task is None:
-            self._task = run_forever(self._keep_looking(), "worker-metrics")
+            self._task = run_forever(self._sample_regularly(), "worker-metrics")
         try:
             yield
         finally:
-            del self._followed[worker_id]
-            self._tell(worker_id, worker_pb2.WatchStatusResponse(), blocks=blocks)
+            del self._workers[worker_id]
+            empty = worker_pb2.WatchStatusResponse()
+            self._set_gauges(worker_id, empty, reserves_blocks=reserves_blocks)
 
     def transfer_ended(self, worker_id: str, reason: str, payload_bytes: int) -> None:
         """A worker has ended sending: `reason` is an error's, or empty."""
@@ -59,17 +60,17 @@ class WorkerMetrics:
         self._transfers.add(1, {**worker, schema.ATTRIBUTE_END_REASON: reason or _DONE})
         self._bytes.add(payload_bytes, worker)
 
-    def look(self) -> None:
-        """Takes every worker's numbers as they are now."""
-        for worker_id, (status, blocks) in self._followed.items():
-            self._tell(worker_id, status(), blocks=blocks)
+    def sample(self) -> None:
+        """Sets the gauges of every reporting worker from its current status."""
+        for worker_id, (status, reserves_blocks) in self._workers.items():
+            self._set_gauges(worker_id, status(), reserves_blocks=reserves_blocks)
 
     async def close(self) -> None:
-        """Looks no more."""
+        """Stops sampling."""
         await end_task(self._task)
 
-    def _tell(
-        self, worker_id: str, status: worker_pb2.WatchStatusResponse, *, blocks: bool
+    def _set_gauges(
+        self, worker_id: str, status: worker_pb2.WatchStatusResponse, *, reserves_blocks: bool
     ) -> None:
         worker = {schema.ATTRIBUTE_WORKER_ID: worker_id}
         for state, count in (
@@ -79,14 +80,14 @@ class WorkerMetrics:
             self._requests.set(count, {**worker, schema.ATTRIBUTE_WORKER_STATE: state})
         self._active.set(status.active_transfers, worker)
         self._blocks_used.set(status.used_blocks, worker)
-        if blocks:
-            taken = status.reserved_blocks + status.quarantined_blocks
+        if reserves_blocks:
+            unavailable = status.reserved_blocks + status.quarantined_blocks
             self._blocks_total.set(status.total_blocks, worker)
-            self._blocks_free.set(max(0, status.total_blocks - taken), worker)
+            self._blocks_free.set(max(0, status.total_blocks - unavailable), worker)
             self._blocks_reserved.set(status.reserved_blocks, worker)
             self._blocks_quarantined.set(status.quarantined_blocks, worker)
 
-    async def _keep_looking(self) -> None:
+    async def _sample_regularly(self) -> None:
         while True:
-            self.look()
+            self.sample()
             await asyncio.sleep(_INTERVAL_S)

@@ -10,8 +10,9 @@ from google.protobuf.duration_pb2 import Duration
 
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_common.deadlines import Deadline
+from headrace_common.durations import duration_from_seconds, seconds_from_duration
 from headrace_common.errors import DeadlineExceeded, InvalidRequest, StaleIncarnation
-from headrace_engine.prefix.announcer import PrefixAnnouncer
+from headrace_engine.prefix.event_publisher import PrefixEventPublisher
 from headrace_kv.layout.layout import WorkerRef
 
 DEFAULT_INTERVAL_S = 1.0
@@ -20,24 +21,24 @@ LONGEST_INTERVAL_S = 60.0
 LONGEST_GRACE_S = 3_600.0
 POLL_S = 0.05
 RESET_WAIT_S = 60.0
-# The answer must reach a caller before its deadline does.
-ANSWER_S = 0.2
+# The response must arrive before the caller's deadline.
+RESPONSE_MARGIN_S = 0.2
 
 
 class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
-    """Streams what `snapshot` says: at once, on every change, and at least once per interval.
+    """Streams the results of `snapshot`: at once, on every change, and at least once per interval.
 
-    Changes are found by looking again every `POLL_S`, so that nothing that holds requests has to
-    know its watchers,
-    and a burst of changes is one message. Without `prefix_events`, SubscribeKvEvents is
-    UNIMPLEMENTED, and without `reset_prefix_cache`, which is Engine's, ResetPrefixCache; so is Drain without
-    `on_drain`, which begins to drain within the seconds it is given, or the worker's own, and says when that ends.
+    Changes are found by polling every `POLL_S`. So the owners of requests need no list of watchers,
+    and a burst of changes is one message. An RPC without its part of the worker is UNIMPLEMENTED:
+    SubscribeKvEvents without `prefix_events`, ResetPrefixCache without `reset_prefix_cache`, which is
+    Engine's, and Drain without `on_drain`. That starts a drain with the given grace in seconds, or
+    with the worker's own for None, and returns its deadline.
     """
 
     def __init__(
         self,
         snapshot: Callable[[], worker_pb2.WatchStatusResponse],
-        prefix_events: PrefixAnnouncer | None = None,
+        prefix_events: PrefixEventPublisher | None = None,
         reset_prefix_cache: Callable[[], Awaitable[bool]] | None = None,
         on_drain: Callable[[float | None], Deadline] | None = None,
     ) -> None:
@@ -80,10 +81,11 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
         events = self._prefix_events
         if events is None:
             await context.abort(
-                grpc.StatusCode.UNIMPLEMENTED, "this worker's engine does not say what it caches"
+                grpc.StatusCode.UNIMPLEMENTED,
+                "this worker's engine does not report its prefix cache",
             )
         interval_s = interval_s_of(request)
-        _check_meant(request.incarnation, events.ref)
+        _check_incarnation(request.incarnation, events.ref)
         with events.subscribe(request.since_sequence) as subscription:
             async for message in subscription.messages(interval_s):
                 yield message
@@ -100,12 +102,12 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this worker keeps no prefixes")
         status = self._snapshot()
         if request.incarnation:
-            _check_meant(request.incarnation, WorkerRef(status.worker_id, status.incarnation))
+            _check_incarnation(request.incarnation, WorkerRef(status.worker_id, status.incarnation))
         remaining_s = Deadline.from_context(context, RESET_WAIT_S).remaining_s()
-        wait_s = min(RESET_WAIT_S, remaining_s - ANSWER_S)
-        give_up_s = asyncio.get_running_loop().time() + wait_s
+        wait_s = min(RESET_WAIT_S, remaining_s - RESPONSE_MARGIN_S)
+        retry_until_s = asyncio.get_running_loop().time() + wait_s
         while not await reset():
-            if asyncio.get_running_loop().time() >= give_up_s:
+            if asyncio.get_running_loop().time() >= retry_until_s:
                 held = self._snapshot().used_blocks
                 raise DeadlineExceeded(
                     f"requests still hold {held} KV blocks: try again when the worker has less to do",
@@ -123,19 +125,18 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
         if self._on_drain is None:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this worker cannot be drained")
         status = self._snapshot()
-        _check_meant(request.incarnation, WorkerRef(status.worker_id, status.incarnation))
+        _check_incarnation(request.incarnation, WorkerRef(status.worker_id, status.incarnation))
         grace_s: float | None = None
         if request.HasField("grace"):
-            grace_s = _seconds_in(request.grace, "grace", 0.0, LONGEST_GRACE_S)
+            grace_s = _bounded_seconds(request.grace, "grace", 0.0, LONGEST_GRACE_S)
         deadline = self._on_drain(grace_s)
-        remaining = Duration()
-        remaining.FromNanoseconds(round(deadline.remaining_s() * 1e9))
         return worker_pb2.DrainResponse(
-            remaining=remaining, request_count=status.running_requests + status.waiting_requests
+            remaining=duration_from_seconds(deadline.remaining_s()),
+            request_count=status.running_requests + status.waiting_requests,
         )
 
 
-def _check_meant(incarnation: str, actual: WorkerRef) -> None:
+def _check_incarnation(incarnation: str, actual: WorkerRef) -> None:
     if incarnation != actual.incarnation:
         raise StaleIncarnation(
             f"this is {actual}, not incarnation {incarnation or '(none)'}",
@@ -146,16 +147,16 @@ def _check_meant(incarnation: str, actual: WorkerRef) -> None:
 def interval_s_of(
     request: worker_pb2.WatchStatusRequest | worker_pb2.SubscribeKvEventsRequest,
 ) -> float:
-    """The longest silence that the caller wants. Raises InvalidRequest when it is out of range."""
+    """Seconds without a message that the caller accepts. Raises InvalidRequest when out of range."""
     if not request.HasField("max_interval"):
         return DEFAULT_INTERVAL_S
-    return _seconds_in(
+    return _bounded_seconds(
         request.max_interval, "max_interval", SHORTEST_INTERVAL_S, LONGEST_INTERVAL_S
     )
 
 
-def _seconds_in(duration: Duration, field: str, least_s: float, most_s: float) -> float:
-    seconds = duration.seconds + duration.nanos / 1e9
+def _bounded_seconds(duration: Duration, field: str, least_s: float, most_s: float) -> float:
+    seconds = seconds_from_duration(duration)
     if not least_s <= seconds <= most_s:
         raise InvalidRequest({field: f"must be {least_s:g} s to {most_s:g} s, not {seconds:g} s"})
     return seconds

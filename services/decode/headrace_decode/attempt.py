@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import AsyncIterator, Callable
-
-from google.protobuf import duration_pb2
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import sampling_pb2
 from headrace_common.deadlines import Deadline
+from headrace_common.durations import duration_from_ns
 from headrace_common.errors import (
     DuplicateTransfer,
     HeadraceError,
@@ -28,14 +26,14 @@ from headrace_kv.receive.receiver import IncomingTransfer, Receiver, TransferSum
 
 log = logging.getLogger(__name__)
 
-# The transfer's own deadline ends this long before the request's, so that the client still hears
-# which keys are missing.
-TELL_MARGIN_S = 0.5
-TELL_MARGIN_SHARE = 0.1
+# The transfer's deadline is this long before the request's, so that the error that names the
+# missing keys still reaches the client.
+ERROR_MARGIN_S = 0.5
+ERROR_MARGIN_SHARE = 0.1
 
 
 class Attempt:
-    """Owns everything that one attempt holds, and gives all of it back in `close`."""
+    """Owns all resources of one attempt and gives them back in `close`."""
 
     def __init__(
         self,
@@ -44,60 +42,61 @@ class Attempt:
         engine: Engine,
         receiver: Receiver,
         deadline: Deadline,
-        on_settled: Callable[[], None],
+        on_closed: Callable[[], None],
         load: LoopLoad | None = None,
     ) -> None:
-        """`on_transfer_free` may be set before the first response: it is told when the transfer's blocks are free."""
         self.work = work
-        self.milestones = RequestTimestamps(start_unix_ns=time.time_ns())
+        self.timestamps = RequestTimestamps()
         self.reservation: Reservation | None = None
         self.generated_tokens = 0
         self.cached_tokens = 0
-        self.on_transfer_free: Callable[[IncomingTransfer], None] | None = None
         self._engine = engine
         self._receiver = receiver
         self._deadline = deadline
-        self._on_settled = on_settled
+        self._on_closed = on_closed
         self._load = load
         self._events: EventBuffer | None = None
-        self._intake: TransferWaiter | None = None
-        self._closed = False
+        self._waiter: TransferWaiter | None = None
+        self._ended = False
 
     @property
     def awaits_kv(self) -> bool:
         """Whether a transfer was opened for it."""
-        return self._intake is not None
+        return self._waiter is not None
 
     @property
     def summary(self) -> TransferSummary | None:
-        """What came, once it is whole."""
-        return self._intake.summary if self._intake is not None else None
+        """The summary of its transfer, once that is complete."""
+        return self._waiter.summary if self._waiter is not None else None
 
-    async def responses(self) -> AsyncIterator[decode_pb2.GenerateResponse]:
-        """The attempt's stream. Raises HeadraceError; `close` must be called afterwards whatever
-        happened.
+    async def responses(
+        self, on_transfer_free: Callable[[IncomingTransfer], None] | None = None
+    ) -> AsyncIterator[decode_pb2.GenerateResponse]:
+        """The attempt's stream. `close` must be called afterwards in any case.
+
+        `on_transfer_free` is called when the transfer's blocks are free. Raises HeadraceError.
         """
         transfer_id = self.work.transfer_id
         self._events = EventBuffer(
             self._engine.decode(self.work), f"request {transfer_id}", self._load
         )
         if self.work.remote_kv:
-            reservation = await self._reserve(self._events)
+            reservation = await self._reserve(self._events, on_transfer_free)
             yield decode_pb2.GenerateResponse(
                 reserved=decode_pb2.Reserved(
                     start_token=reservation.start_token, end_token=reservation.end_token
                 )
             )
-            if self._intake is not None:
+            if self._waiter is not None:
                 if self.work.from_logits:
-                    self._intake.pass_on(self._events)
+                    self._waiter.start_forwarding(self._events)
                 else:
-                    await self._intake.wait_whole(self._events, self._deadline)
+                    await self._waiter.wait_complete(self._events, self._deadline)
         else:
-            self.milestones.reserved_unix_ns = time.time_ns()
+            self.timestamps.blocks_reserved()
             yield decode_pb2.GenerateResponse(reserved=decode_pb2.Reserved())
         while True:
-            tokens, ended = self._take(await self._next_events(self._events))
+            tokens, ended = self._process(await self._read_events(self._events))
             if tokens:
                 yield decode_pb2.GenerateResponse(tokens=tokens_to_proto(tokens))
             if ended is not None:
@@ -105,58 +104,60 @@ class Attempt:
                 return
 
     def set_first_token(self, token_id: int) -> None:
-        """The answer's first token, which the caller has from a prefill worker.
+        """Gives the engine the answer's first token, which a prefill worker has chosen.
 
-        Raises DuplicateTransfer the second time, and InvalidRequest for one that ends the answer or comes before the
-        reservation.
+        Raises DuplicateTransfer the second time. Raises InvalidRequest for a token that ends the
+        answer, or before the reservation.
         """
         work = self.work
         if self.reservation is None:
             raise InvalidRequest({"transfer_id": "has no blocks yet: wait for Reserved"})
-        if self.milestones.told_unix_ns:
+        if self.timestamps.token_received_unix_ns:
             raise DuplicateTransfer(
                 f"transfer {work.transfer_id} has its first token already",
                 metadata={"transfer_id": work.transfer_id},
             )
         room = min(work.sampling.max_tokens, self._engine.max_model_len - len(work.token_ids))
         if token_id in work.sampling.stop_token_ids or room < 2:
-            raise InvalidRequest({"token_id": "ends the answer; give the attempt up instead"})
-        self.milestones.told_unix_ns = time.time_ns()
+            raise InvalidRequest({"token_id": "ends the answer; cancel the attempt instead"})
+        self.timestamps.token_received()
         self._engine.first_token(work.transfer_id, token_id)
 
     def interrupt(self, error: HeadraceError) -> None:
-        """Ends the stream with `error`, after what the engine has said already."""
+        """Ends the stream with `error`, after the events that the engine has yielded."""
         if self._events is not None:
             self._events.interrupt(error)
 
-    async def _reserve(self, events: EventBuffer) -> Reservation:
+    async def _reserve(
+        self, events: EventBuffer, on_transfer_free: Callable[[IncomingTransfer], None] | None
+    ) -> Reservation:
         """Waits for the engine's blocks and opens the transfer into them."""
-        first = await events.take_first(self._deadline)
+        first = await events.read_one(self._deadline)
         if not isinstance(first, Reservation):
-            raise InternalError("the engine spoke before it had reserved blocks")
+            raise InternalError("the engine yielded another event before its reservation")
         self.reservation = first
-        self.milestones.reserved_unix_ns = time.time_ns()
+        self.timestamps.blocks_reserved()
         if first.start_token < first.end_token:
             transfer = self._receiver.reserve(
                 first,
                 transfer_deadline(self._deadline),
-                self.on_transfer_free,
+                on_transfer_free,
                 self._engine.arrival_listener(),
                 logits_bytes=self._engine.logits_bytes if self.work.from_logits else 0,
             )
-            self._intake = TransferWaiter(transfer, self._engine, self.milestones)
+            self._waiter = TransferWaiter(transfer, self._engine, self.timestamps)
         return first
 
-    async def _next_events(self, events: EventBuffer) -> list[DecodeEvent]:
+    async def _read_events(self, events: EventBuffer) -> list[DecodeEvent]:
         try:
-            return await events.take(self._deadline)
+            return await events.read(self._deadline)
         except HeadraceError:
-            # An engine that hears of the failed transfer first says less about it.
-            if self.work.from_logits and self._intake is not None and self._intake.error:
-                raise self._intake.error from None
+            # The transfer's own error says more than the engine's, which may come first.
+            if self.work.from_logits and self._waiter is not None and self._waiter.error:
+                raise self._waiter.error from None
             raise
 
-    def _take(self, events: list[DecodeEvent]) -> tuple[list[DecodeTokens], DecodeEnded | None]:
+    def _process(self, events: list[DecodeEvent]) -> tuple[list[DecodeTokens], DecodeEnded | None]:
         tokens: list[DecodeTokens] = []
         ended: DecodeEnded | None = None
         for event in events:
@@ -167,16 +168,16 @@ class Attempt:
             else:
                 raise InternalError("the engine reserved blocks twice")
         if tokens:
-            now, times = time.time_ns(), self.milestones
-            self.generated_tokens += sum(len(piece.token_ids) for piece in tokens)
-            if self.work.from_logits:
-                times.sampled_unix_ns = times.sampled_unix_ns or now
-            if self.generated_tokens > (1 if self.work.from_logits else 0):
-                if self._intake is not None:
-                    self._intake.require_whole()
-                times.first_token_unix_ns = times.first_token_unix_ns or now
-            times.last_token_unix_ns = now
+            self._count(sum(len(piece.token_ids) for piece in tokens))
         return tokens, ended
+
+    def _count(self, token_count: int) -> None:
+        """Only one token, sampled from logits, may come before the KV cache is complete (I3)."""
+        self.generated_tokens += token_count
+        from_kv = self.generated_tokens > (1 if self.work.from_logits else 0)
+        if from_kv and self._waiter is not None:
+            self._waiter.require_complete()
+        self.timestamps.tokens_generated(sampled=self.work.from_logits, from_kv=from_kv)
 
     def _finished(self, ended: DecodeEnded) -> decode_pb2.Finished:
         self.cached_tokens = ended.cached_tokens
@@ -191,46 +192,44 @@ class Attempt:
         if self.summary is not None:
             finished.acknowledgement_count = self.summary.acknowledgement_count
             finished.payload_bytes = self.summary.payload_bytes
-            waited_ns = self.milestones.arrived_unix_ns - self.milestones.reserved_unix_ns
-            finished.transfer_wait.CopyFrom(
-                duration_pb2.Duration(seconds=waited_ns // 10**9, nanos=waited_ns % 10**9)
-            )
+            waited_ns = self.timestamps.arrived_unix_ns - self.timestamps.reserved_unix_ns
+            finished.transfer_wait.CopyFrom(duration_from_ns(waited_ns))
         return finished
 
-    def begin_close(self) -> bool:
-        """True for the first caller, who must call `close`."""
-        first, self._closed = not self._closed, True
+    def end(self) -> bool:
+        """Marks the attempt as ended. True for the first call, after which `close` must be called."""
+        first, self._ended = not self._ended, True
         if first:
-            self.milestones.end_unix_ns = time.time_ns()
+            self.timestamps.ended()
         return first
 
     async def close(self, error: HeadraceError | None) -> None:
-        """Gives back whatever the attempt holds; `error` says why when it did not end by itself."""
+        """Gives back all resources. `error` is None when the stream reached its end."""
         transfer_id = self.work.transfer_id
         reason = "CANCELLED" if error is None else error.reason
         detail = "the request has ended" if error is None else error.detail
         try:
-            if self._intake is not None:
-                await self._intake.stop_passing()
-                if self._intake.summary is None:
+            if self._waiter is not None:
+                await self._waiter.stop_forwarding()
+                if self._waiter.summary is None:
                     self._receiver.cancel(transfer_id, reason, detail)
             if self._events is not None and not await self._events.close():
                 log.error("the engine did not abort %s within its time", transfer_id)
-            if self._intake is not None:
-                await self._intake.settle()
+            if self._waiter is not None:
+                await self._waiter.wait_ended()
             elif self.work.remote_kv:
-                self._give_back_blocks()
+                self._release_unopened()
         finally:
-            self._on_settled()
+            self._on_closed()
 
-    def _give_back_blocks(self) -> None:
-        """Tells the engine about blocks that the receiver was never told of."""
+    def _release_unopened(self) -> None:
+        """Releases blocks for which no transfer was opened."""
         reserved = self.reservation
         if reserved is None or reserved.start_token < reserved.end_token:
             self._engine.released(self.work.transfer_id)
 
 
 def transfer_deadline(deadline: Deadline) -> Deadline:
-    """The transfer's end: early enough to tell the client which keys are missing."""
-    margin_s = min(TELL_MARGIN_S, TELL_MARGIN_SHARE * deadline.remaining_s())
+    """The transfer's deadline: early enough to report missing keys before the request's."""
+    margin_s = min(ERROR_MARGIN_S, ERROR_MARGIN_SHARE * deadline.remaining_s())
     return Deadline(deadline.unix_s - margin_s)

@@ -15,48 +15,48 @@ class DecodeConfig(WorkerConfig):
 
     lease_ttl_s: PositiveSeconds = Field(
         5.0,
-        description="Seconds that a prefill rank may write without hearing from this worker.",
+        description="Seconds that a prefill rank may write without a message from this worker.",
     )
     quarantine_s: PositiveSeconds = Field(
         15.0,
-        description="Seconds that blocks of a broken transfer rest after the lease; "
+        description="Seconds that blocks of a failed transfer stay unused after the lease; "
         "longer than the transport's own timeout.",
     )
     digest: DigestMode = Field(
         "off",
-        description='Whether what landed is compared with a digest of what was sent: "off", "sampled" (a sixteenth of '
+        description='Whether received bytes are compared with the sender\'s digest: "off", "sampled" (a sixteenth of '
         'all layers) or "on".',
     )
     digest_mismatch_limit: int = Field(
         3,
         ge=1,
-        description="Broken transfers of one prefill worker after which nothing is taken from it any more.",
+        description="Corrupt transfers of one prefill worker after which its transfers are rejected.",
     )
     overlap_layers: NonNegativeCount = Field(
         0,
-        description="Layers, the last ones, that may be missing when a request's first step begins, which then waits "
-        "for each, and all others in the step with it. Engine vllm, models with one kind of cache.",
+        description="Number of last layers that may be missing when a request's first step begins. The step, with all "
+        "its requests, then waits for each of them. Engine vllm, models with one kind of cache.",
     )
     overlap_wait_s: PositiveSeconds = Field(
         0.5,
-        description="Seconds that one step waits for missing layers at most; then what is late has failed.",
+        description="Seconds that one step waits for missing layers; then the late transfers fail.",
     )
     require_ticket: bool = Field(
         False,
-        description="Whether requests must bear a router's ticket; without it, whoever reaches this worker may "
-        "call it, and only tickets that are there are checked.",
+        description="Whether requests must have a router's ticket. Otherwise every client that reaches this worker "
+        "may call it, and only the tickets that are present are checked.",
     )
     request_timeout_s: PositiveSeconds = Field(
-        600.0, description="Deadline of requests whose caller set none."
+        600.0, description="Seconds until the deadline of requests that have none."
     )
 
     @property
-    def early_start(self) -> OverlapSettings:
+    def overlap_settings(self) -> OverlapSettings:
         return OverlapSettings(self.overlap_layers, self.overlap_wait_s)
 
     @model_validator(mode="after")
     def _check_waits(self) -> DecodeConfig:
-        """A broken transfer is noticed, and its blocks are lent again, while a request may still be tried again."""
+        """A failed transfer must free its blocks while its request can still be retried."""
         require_order(
             self, ("lease_ttl_s", "request_timeout_s"), ("quarantine_s", "request_timeout_s")
         )

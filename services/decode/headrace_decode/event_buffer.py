@@ -1,4 +1,4 @@
-"""What an engine has said about one request, between the engine's pace and the client's."""
+"""Buffers an engine's events of one request until the client's stream can send them."""
 
 from __future__ import annotations
 
@@ -16,50 +16,50 @@ CLOSE_TIMEOUT_S = 5.0
 
 
 class EventBuffer:
-    """Reads the engine's events into a list and hands out all of them at once.
+    """Reads the engine's events on a task of its own.
 
-    The list needs no other bound than the request's own: an engine yields at most one event per
-    token.
+    The request bounds the buffer: an engine yields at most one event per token. `name` identifies the
+    request in errors.
     """
 
     def __init__(
-        self, events: AsyncIterator[DecodeEvent], what: str, load: LoopLoad | None = None
+        self, events: AsyncIterator[DecodeEvent], name: str, load: LoopLoad | None = None
     ) -> None:
-        self._what = what
+        self._name = name
         self._events: list[DecodeEvent] = []
         self._error: Exception | None = None
         self._ended = False
-        self._changed = asyncio.Event()
+        self._readable = asyncio.Event()
         self._pace = FlushPace(load or LoopLoad())
-        self._reader = asyncio.create_task(self._read(events), name=f"engine events of {what}")
+        self._reader = asyncio.create_task(self._fill(events), name=f"engine events of {name}")
 
-    async def _read(self, events: AsyncIterator[DecodeEvent]) -> None:
+    async def _fill(self, events: AsyncIterator[DecodeEvent]) -> None:
         try:
             async for event in events:
                 self._events.append(event)
-                self._changed.set()
-        except Exception as error:  # noqa: BLE001 - handed to whoever takes next
+                self._readable.set()
+        except Exception as error:  # noqa: BLE001 - the next read raises it
             self._error = error
         finally:
             self._ended = True
-            self._changed.set()
+            self._readable.set()
             close = getattr(events, "aclose", None)
             if close is not None:
                 await close()
 
     def interrupt(self, error: Exception) -> None:
-        """Hears the engine no more, and raises `error` once everything before has been taken."""
+        """Stops reading from the engine. `error` is raised once all buffered events are read."""
         if not self._ended:
             self._error, self._ended = error, True
-            self._changed.set()
+            self._readable.set()
             self._reader.cancel()
 
-    async def spoken(self) -> None:
-        """Returns once there is something to take: events, an error or the end."""
-        await self._changed.wait()
+    async def wait_readable(self) -> None:
+        """Returns once there are events, an error or the end."""
+        await self._readable.wait()
 
-    async def take(self, deadline: Deadline) -> list[DecodeEvent]:
-        """All events since the last call, at least one; when they come fast, gathered for a moment.
+    async def read(self, deadline: Deadline) -> list[DecodeEvent]:
+        """All events since the last call, at least one. Events in quick succession are collected first.
 
         Raises the engine's own error, InternalError when the engine ended without DecodeEnded, or
         DeadlineExceeded.
@@ -69,36 +69,36 @@ class EventBuffer:
         if rest_s > 0 and not self._ended:
             await asyncio.sleep(rest_s)
         self._pace.record_flush(time.monotonic())
-        taken, self._events = self._events, []
-        self._note_taken()
-        return taken
+        events, self._events = self._events, []
+        self._update_readable()
+        return events
 
-    async def take_first(self, deadline: Deadline) -> DecodeEvent:
-        """The oldest event that was not taken. Raises as `take`."""
+    async def read_one(self, deadline: Deadline) -> DecodeEvent:
+        """The oldest event. Raises as `read`."""
         await self._wait(deadline)
         first = self._events.pop(0)
-        self._note_taken()
+        self._update_readable()
         return first
 
     async def _wait(self, deadline: Deadline) -> None:
-        if not self._changed.is_set():
+        if not self._readable.is_set():
             try:
                 async with asyncio.timeout(deadline.remaining_s()):
-                    await self._changed.wait()
+                    await self._readable.wait()
             except TimeoutError:
                 raise DeadlineExceeded(
-                    f"the deadline passed while waiting for the engine in {self._what}",
+                    f"the deadline passed while waiting for the engine in {self._name}",
                     metadata={"waited_for": "engine"},
                 ) from None
         if self._events:
             return
         if self._error is not None:
             raise self._error
-        raise InternalError(f"the engine ended {self._what} without saying why")
+        raise InternalError(f"the engine ended {self._name} without a reason")
 
-    def _note_taken(self) -> None:
+    def _update_readable(self) -> None:
         if not self._events and not self._ended:
-            self._changed.clear()
+            self._readable.clear()
 
     async def close(self) -> bool:
         """Closes the engine's iterator, which aborts the request. False when that took too long."""

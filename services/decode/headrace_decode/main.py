@@ -1,127 +1,109 @@
-"""The decode worker's process, from settings to the last request."""
+"""The decode worker's process."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+
+import grpc.aio
 
 from headrace.decode.v1 import decode_pb2_grpc
 from headrace.kv.v1 import handoff_pb2_grpc
 from headrace.registry.v1 import registry_pb2
-from headrace.worker.v1 import worker_pb2_grpc
+from headrace.worker.v1 import worker_pb2
 from headrace_common.config import load_config
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import ConfigError, InternalError
-from headrace_common.logs import setup_logging
+from headrace_common.errors import ConfigError
 from headrace_common.process.run import run_service
-from headrace_common.rpc.server import GrpcServer
 from headrace_decode.admission import Admission, Capacity
 from headrace_decode.config import DecodeConfig
 from headrace_decode.service import DecodeService
 from headrace_engine.interface import Engine
-from headrace_engine.worker.config import worker_member
-from headrace_engine.worker.host import HostedWorker, WorkerHost, host_workers
-from headrace_engine.worker.membership import WorkerMembership
-from headrace_engine.worker.status import WorkerStatusServicer
-from headrace_kv.layout.layout import KvDescriptor, WorkerRef
+from headrace_engine.worker.host import HostedWorker, WorkerHost
+from headrace_engine.worker.process import run_workers
+from headrace_engine.worker.serve import RoleServer
 from headrace_kv.receive.receiver import Receiver
 from headrace_kv.receive.service import HandoffServicer
 from headrace_kv.receive.verification import DigestChecks
 
 PROG = "headrace-decode"
-SERVICES = (
-    "headrace.decode.v1.DecodeService",
-    "headrace.kv.v1.HandoffService",
-    "headrace.worker.v1.WorkerService",
-)
 # Engines keep one block for themselves: vLLM's null block.
 ENGINE_OWN_BLOCKS = 1
-QUIET_WAIT_S = 1.0
-# Until routers have heard that the worker leaves, what they send still gets an answer.
-NOTICE_S = 0.3
+QUIESCE_WAIT_S = 1.0
+# Routers need a moment to notice that the worker drains. Until then their requests are accepted.
+DRAIN_NOTICE_S = 0.3
 
 
 def main() -> None:
     """Runs until SIGTERM."""
     run_service(
         PROG,
-        lambda: serve(load_config(DecodeConfig, None, prog=PROG, env_prefix="HEADRACE_DECODE_")),
-    )
-
-
-async def serve(config: DecodeConfig) -> None:
-    """Runs the workers of this process until a signal comes."""
-    setup_logging(config.log_level, "decode", config.worker_id)
-    await host_workers("decode", config, no_descriptors, serve_worker)
-
-
-async def no_descriptors(ref: WorkerRef, deadline: Deadline) -> KvDescriptor:
-    """Decode workers write to nobody."""
-    raise InternalError(f"a decode worker asked for the KV memory of {ref}")
-
-
-async def serve_worker(host: WorkerHost, hosted: HostedWorker[DecodeConfig]) -> None:
-    """Serves one worker for as long as `host` says."""
-    config, ref, engine = hosted.config, hosted.ref, hosted.engine
-    checks = _digest_checks(config, engine)
-    receiver = Receiver(
-        ref=ref,
-        layout=engine.descriptor.layout,
-        lease_ttl_s=config.lease_ttl_s,
-        on_released=engine.released,
-        quarantine_s=config.quarantine_s,
-        features=tuple(filter(None, (engine.broadcast, checks))),
-    )
-    membership: WorkerMembership | None = None
-    service = DecodeService(
-        ref=ref,
-        engine=engine,
-        receiver=receiver,
-        admission=Admission(_capacity(config, engine)),
-        telemetry=host.telemetry.for_worker(ref.worker_id),
-        request_timeout_s=config.request_timeout_s,
-        ticket_key=lambda: membership.ticket_key if membership is not None else b"",
-        require_ticket=config.require_ticket,
-    )
-    server = GrpcServer(config, SERVICES)
-    decode_pb2_grpc.add_DecodeServiceServicer_to_server(service, server.server)
-    handoff_pb2_grpc.add_HandoffServiceServicer_to_server(HandoffServicer(receiver), server.server)
-    worker_pb2_grpc.add_WorkerServiceServicer_to_server(
-        WorkerStatusServicer(
-            service.status, engine.prefix_events, engine.reset_prefix_cache, server.request_drain
+        lambda: run_workers(
+            "decode",
+            load_config(DecodeConfig, None, prog=PROG, env_prefix="HEADRACE_DECODE_"),
+            DecodeServer,
         ),
-        server.server,
-    )
-    endpoint = await server.start()
-    server.set_serving(False)
-    member = worker_member(
-        config,
-        role=registry_pb2.Member.ROLE_DECODE,
-        ref=ref,
-        endpoint=endpoint,
-        engine=engine,
-        start_unix_ns=hosted.start_unix_ns,
-    )
-    membership = WorkerMembership(
-        config, host, member, engine.descriptor, prefix_events=engine.prefix_events
     )
 
-    async def drain(deadline: Deadline) -> None:
-        service.begin_drain(min(NOTICE_S, deadline.remaining_s()))
-        await membership.leave()
-        await service.finish(deadline)
-        # Blocks in quarantine go with the process; only ranks about to fall quiet are waited for.
-        await receiver.drain(min(QUIET_WAIT_S, config.drain_grace_s))
 
-    try:
-        await membership.join()
-        server.set_serving(True)
-        with host.metrics.following(ref.worker_id, service.status, blocks=True):
-            await host.serve(endpoint, server, drain)
-    finally:
-        await membership.leave()
-        if checks is not None:
-            # The engine's memory goes next.
-            await asyncio.to_thread(checks.close)
+class DecodeServer(RoleServer):
+    """Serves requests of routers and clients, and the handoff streams of prefill ranks."""
+
+    role = registry_pb2.Member.ROLE_DECODE
+    services = ("headrace.decode.v1.DecodeService", "headrace.kv.v1.HandoffService")
+    reserves_blocks = True
+
+    def __init__(
+        self,
+        host: WorkerHost,
+        hosted: HostedWorker[DecodeConfig],
+        ticket_key: Callable[[], bytes],
+    ) -> None:
+        """Raises ConfigError when the settings do not fit the engine."""
+        config, ref, engine = hosted.config, hosted.ref, hosted.engine
+        self.descriptor = engine.descriptor
+        self._drain_grace_s = config.drain_grace_s
+        self._checks = checks = _digest_checks(config, engine)
+        self._receiver = receiver = Receiver(
+            ref=ref,
+            layout=engine.descriptor.layout,
+            lease_ttl_s=config.lease_ttl_s,
+            on_released=engine.released,
+            quarantine_s=config.quarantine_s,
+            features=tuple(filter(None, (engine.broadcast, checks))),
+        )
+        self._service = DecodeService(
+            ref=ref,
+            engine=engine,
+            receiver=receiver,
+            admission=Admission(_capacity(config, engine)),
+            telemetry=host.telemetry.for_worker(ref.worker_id),
+            request_timeout_s=config.request_timeout_s,
+            ticket_key=ticket_key,
+            require_ticket=config.require_ticket,
+        )
+
+    def add_servicers(self, server: grpc.aio.Server) -> None:
+        decode_pb2_grpc.add_DecodeServiceServicer_to_server(self._service, server)
+        handoff_pb2_grpc.add_HandoffServiceServicer_to_server(
+            HandoffServicer(self._receiver), server
+        )
+
+    def status(self) -> worker_pb2.WatchStatusResponse:
+        return self._service.status()
+
+    def start_drain(self, deadline: Deadline) -> None:
+        self._service.start_drain(min(DRAIN_NOTICE_S, deadline.remaining_s()))
+
+    async def finish_drain(self, deadline: Deadline) -> None:
+        await self._service.finish_drain(deadline)
+        # Quarantined blocks end with the process. Only ranks that are about to quiesce are waited for.
+        await self._receiver.drain(min(QUIESCE_WAIT_S, self._drain_grace_s))
+
+    async def close(self) -> None:
+        if self._checks is not None:
+            # The engine's memory, which the checks read, is freed next.
+            await asyncio.to_thread(self._checks.close)
 
 
 def _digest_checks(config: DecodeConfig, engine: Engine) -> DigestChecks | None:

@@ -1,4 +1,4 @@
-"""Between the decode contract's messages and the engine's values. Pure."""
+"""Converts between the decode service's messages and the engine's values. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headrace_engine.proto import logprobs_to_proto, sampling_from_proto
 
 
 def work_from_proto(request: decode_pb2.GenerateRequest) -> DecodeWork:
-    """Raises InvalidRequest naming every field that the router should have set."""
+    """Raises InvalidRequest naming every wrong or missing field."""
     violations: dict[str, str] = {}
     if not 0 < len(request.transfer_id) <= TRANSFER_ID_CHARACTERS_MAX:
         violations["transfer_id"] = f"must be 1 to {TRANSFER_ID_CHARACTERS_MAX} characters"
@@ -25,18 +25,18 @@ def work_from_proto(request: decode_pb2.GenerateRequest) -> DecodeWork:
     if request.sampling.max_tokens <= generated:
         violations["sampling.max_tokens"] = f"must be {generated + 1} or more"
     from_logits = request.first_token == first_token_pb2.FIRST_TOKEN_POLICY_LOGITS
-    told = from_logits or request.first_token == first_token_pb2.FIRST_TOKEN_POLICY_PREFILL
-    if told and (generated or not request.remote_prefill):
-        violations["first_token"] = "needs remote_prefill, and nothing that was generated"
+    by_prefill = from_logits or request.first_token == first_token_pb2.FIRST_TOKEN_POLICY_PREFILL
+    if by_prefill and (generated or not request.remote_prefill):
+        violations["first_token"] = "needs remote_prefill and no generated tokens"
     if violations:
         raise InvalidRequest(violations)
     return DecodeWork(
         transfer_id=request.transfer_id,
         token_ids=tuple(request.token_ids),
         sampling=sampling_from_proto(request.sampling, request.stop_token_ids),
-        remote_kv=request.remote_prefill and (told or len(request.token_ids) > 1),
+        remote_kv=request.remote_prefill and (by_prefill or len(request.token_ids) > 1),
         generated_tokens=generated,
-        awaits_first_token=told,
+        awaits_first_token=by_prefill,
         from_logits=from_logits,
     )
 

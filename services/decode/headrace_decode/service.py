@@ -1,4 +1,4 @@
-"""DecodeService: admits an attempt, runs it, and tells its trace."""
+"""DecodeService: admits attempts, runs them, and records their traces."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from headrace_common.telemetry.setup import Telemetry
 from headrace_decode.admission import Admission, SeenTransfers
 from headrace_decode.attempt import Attempt
 from headrace_decode.proto import work_from_proto
-from headrace_decode.spans import describe_attempt, describe_transfer, start_attributes
+from headrace_decode.spans import record_attempt, record_transfer, start_attributes
 from headrace_engine.interface import Engine
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.receive.receiver import Receiver
@@ -47,7 +47,7 @@ Context = grpc.aio.ServicerContext[decode_pb2.GenerateRequest, decode_pb2.Genera
 
 
 class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
-    """Owns the attempts under way on this worker."""
+    """Owns the attempts of this worker that have not ended."""
 
     def __init__(
         self,
@@ -84,28 +84,27 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
     ) -> AsyncIterator[decode_pb2.GenerateResponse]:
         """See decode.proto."""
         if request.ticket:
-            await self._key_known()
+            await self._wait_for_ticket_key()
         attempt = self._admit(request, Deadline.from_context(context, self._request_timeout_s))
         span = self._telemetry.tracer.start_span(
             SPAN_DECODE,
             context=otel_context.get_current(),
-            start_time=attempt.milestones.start_unix_ns,
+            start_time=attempt.timestamps.start_unix_ns,
             attributes=start_attributes(request.request_id, attempt.work, self._ref),
         )
-        attempt.on_transfer_free = partial(describe_transfer, self._telemetry, span)
-        error: HeadraceError | None = Cancelled("the caller went away")
+        error: HeadraceError | None = Cancelled("the caller cancelled or disconnected")
 
-        # gRPC may drop a suspended generator without closing it, so its end is also heard from the
-        # RPC itself.
-        def note_rpc_end(context: Context) -> None:
+        # gRPC may drop a suspended generator without closing it, so the end of the RPC counts too.
+        def on_rpc_end(context: Context) -> None:
             self._end(attempt, span, error)
 
         # The stubs' callback type is a plain class, which no function can be.
-        context.add_done_callback(note_rpc_end)  # type: ignore[arg-type]
+        context.add_done_callback(on_rpc_end)  # type: ignore[arg-type]
         try:
-            async for response in attempt.responses():
+            on_transfer_free = partial(record_transfer, self._telemetry, span)
+            async for response in attempt.responses(on_transfer_free):
                 if response.HasField("finished"):
-                    # The caller may hang up as soon as it has read this.
+                    # The caller may disconnect as soon as it has read this.
                     error = None
                 yield response
         except HeadraceError as failure:
@@ -117,32 +116,30 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         finally:
             self._end(attempt, span, error)
 
-    async def _key_known(self) -> None:
-        """A router may have heard of this worker a moment before the worker hears that it is
-        registered.
-        """
+    async def _wait_for_ticket_key(self) -> None:
+        """Waits for up to a second. A router may see a new worker before the registry answers the worker."""
         for _ in range(KEY_POLLS):
             if self._ticket_key():
                 return
             await asyncio.sleep(KEY_POLL_S)
 
-    def _check_incarnation(self, meant: str) -> None:
-        if meant != self._ref.incarnation:
+    def _check_incarnation(self, incarnation: str) -> None:
+        if incarnation != self._ref.incarnation:
             raise StaleIncarnation(
-                f"the request is meant for incarnation {meant or '(none)'} of "
+                f"the request is for incarnation {incarnation or '(none)'} of "
                 f"{self._ref.worker_id}, this is {self._ref.incarnation}",
-                metadata={"meant": meant, "actual": self._ref.incarnation},
+                metadata={"meant": incarnation, "actual": self._ref.incarnation},
             )
 
     def _admit(self, request: decode_pb2.GenerateRequest, deadline: Deadline) -> Attempt:
-        """Refuses whatever can be refused before anything is spent."""
+        """Reserves resources for an attempt, or raises before any are spent."""
         if self._draining and self._notice.expired:
             raise self._refusal()
         self._check_incarnation(request.incarnation)
         self._check_ticket(request)
         work = work_from_proto(request)
         if work.from_logits and not self._engine.logits_bytes:
-            what = f"the engine of {self._ref.worker_id} makes no token from logits"
+            what = f"the engine of {self._ref.worker_id} samples no token from logits"
             raise InvalidRequest({"first_token": f"{what}: choose decode or prefill"})
         self._seen.check(work.transfer_id)
         deadline.check("admission")
@@ -151,7 +148,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
             prompt_tokens=len(work.token_ids),
             max_tokens=work.sampling.max_tokens - work.generated_tokens,
             quarantined_blocks=self._receiver.quarantined_blocks,
-            # The caller of an answer that has begun has use for every further token.
+            # A continued answer is useful even if it is cut off at the deadline.
             remaining_s=math.inf if work.generated_tokens else deadline.remaining_s(),
         )
         self._seen.remember(work.transfer_id)
@@ -161,7 +158,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
             engine=self._engine,
             receiver=self._receiver,
             deadline=deadline,
-            on_settled=lambda: self._settle(work.transfer_id),
+            on_closed=lambda: self._attempt_closed(work.transfer_id),
             load=self._load,
         )
         self._live[work.transfer_id] = attempt
@@ -197,27 +194,27 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
             )
 
     def _end(self, attempt: Attempt, span: Span, error: HeadraceError | None) -> None:
-        """Starts giving back what the attempt holds; only the first call counts."""
-        if not attempt.begin_close():
+        """Starts to give back the attempt's resources. Only the first call counts."""
+        if not attempt.end():
             return
         self._awaiting.pop(attempt.work.transfer_id, None)
         if error is None:
-            self._note_pace(attempt)
+            self._record_completion(attempt)
         task = asyncio.get_running_loop().create_task(self._close(attempt, span, error))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
-    def _note_pace(self, attempt: Attempt) -> None:
-        times, work = attempt.milestones, attempt.work
+    def _record_completion(self, attempt: Attempt) -> None:
+        times, work = attempt.timestamps, attempt.work
         if not attempt.generated_tokens:
             return
-        max_tokens = work.sampling.max_tokens - work.generated_tokens
         first_ns = times.sampled_unix_ns or times.first_token_unix_ns
-        self._admission.pace.note(
+        self._admission.answer_completed(
+            prompt_tokens=len(work.token_ids),
+            max_tokens=work.sampling.max_tokens - work.generated_tokens,
+            tokens=attempt.generated_tokens,
             lead_s=(first_ns - times.start_unix_ns) / 1e9,
             stream_s=(times.last_token_unix_ns - first_ns) / 1e9,
-            tokens=attempt.generated_tokens,
-            max_tokens=self._admission.capacity.answer_tokens(len(work.token_ids), max_tokens),
         )
 
     async def _close(self, attempt: Attempt, span: Span, error: HeadraceError | None) -> None:
@@ -226,32 +223,33 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         except Exception:
             log.exception("closing %s failed", attempt.work.transfer_id)
         finally:
-            describe_attempt(self._telemetry, span, attempt, error)
+            record_attempt(self._telemetry, span, attempt, error)
 
-    def _settle(self, transfer_id: str) -> None:
+    def _attempt_closed(self, transfer_id: str) -> None:
         self._live.pop(transfer_id, None)
-        self._admission.settle(transfer_id)
+        self._admission.release(transfer_id)
         if self._admission.request_count == 0:
             self._idle.set()
 
-    def begin_drain(self, notice_s: float = 0.0) -> None:
-        """Says so in `status` at once, and refuses every new attempt once `notice_s` have passed, in
-        which routers may hear of it.
+    def start_drain(self, notice_s: float = 0.0) -> None:
+        """Reports DRAINING in `status` at once, and refuses new attempts after `notice_s`.
+
+        Until then routers may not have read the status.
         """
         self._draining = True
         self._notice = Deadline.after(notice_s)
 
-    async def finish(self, deadline: Deadline) -> None:
-        """Returns once no attempt is under way, and none can come.
+    async def finish_drain(self, deadline: Deadline) -> None:
+        """Returns once no attempt is left and none can start.
 
-        Those that are not done at the deadline end with Draining, so that their routers go on elsewhere.
+        At the deadline, attempts end with Draining, so that their routers continue on other workers.
         """
         await asyncio.sleep(self._notice.remaining_s())
         try:
             async with asyncio.timeout(deadline.remaining_s()):
                 await self._idle.wait()
         except TimeoutError:
-            log.warning("ending %d requests that are not done", len(self._live))
+            log.warning("ending %d requests at the end of the drain", len(self._live))
         for attempt in tuple(self._live.values()):
             attempt.interrupt(self._refusal())
         await self._idle.wait()
@@ -263,7 +261,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         return Draining(f"{worker_id} is shutting down", metadata={"worker_id": worker_id})
 
     def status(self) -> worker_pb2.WatchStatusResponse:
-        """What WatchStatus says now."""
+        """The state that WatchStatus reports now."""
         usage = self._engine.usage()
         states = worker_pb2.WatchStatusResponse
         return worker_pb2.WatchStatusResponse(

@@ -1,4 +1,4 @@
-"""What a decode worker adds to a request's trace."""
+"""A decode worker's spans in a request's trace."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headrace_kv.receive.receiver import IncomingTransfer
 
 
 def start_attributes(request_id: str, work: DecodeWork, ref: WorkerRef) -> dict[str, str | int]:
-    """What is known of an attempt when it begins."""
+    """The attributes of an attempt's span at its start."""
     return {
         schema.ATTRIBUTE_REQUEST_ID: request_id,
         schema.ATTRIBUTE_TRANSFER_ID: work.transfer_id,
@@ -25,11 +25,11 @@ def start_attributes(request_id: str, work: DecodeWork, ref: WorkerRef) -> dict[
     }
 
 
-def describe_attempt(
+def record_attempt(
     telemetry: Telemetry, span: Span, attempt: Attempt, error: HeadraceError | None
 ) -> None:
-    """Records the steps that the attempt got through, each once, and ends its span."""
-    times = attempt.milestones
+    """Records a span for each step that the attempt began, and ends its own span."""
+    times = attempt.timestamps
     parent = set_span_in_context(span)
 
     def step(
@@ -40,23 +40,34 @@ def describe_attempt(
             name, parent, start_ns, end_ns or times.end_unix_ns, attributes, error=failed
         )
 
-    step(schema.SPAN_DECODE_RESERVE, times.start_unix_ns, times.reserved_unix_ns, _reserve(attempt))
+    step(
+        schema.SPAN_DECODE_RESERVE,
+        times.start_unix_ns,
+        times.reserved_unix_ns,
+        _reserve_attributes(attempt),
+    )
     ready_ns = times.reserved_unix_ns
     if attempt.awaits_kv:
         ready_ns = times.arrived_unix_ns
-        step(schema.SPAN_DECODE_KV_WAIT, times.reserved_unix_ns, ready_ns, _kv_wait(attempt))
+        step(
+            schema.SPAN_DECODE_KV_WAIT,
+            times.reserved_unix_ns,
+            ready_ns,
+            _kv_wait_attributes(attempt),
+        )
     if attempt.work.from_logits:
         if attempt.awaits_kv:
             step(schema.SPAN_DECODE_LOGITS_WAIT, times.reserved_unix_ns, times.logits_unix_ns, {})
         if times.logits_unix_ns:
             step(schema.SPAN_DECODE_SAMPLE, times.logits_unix_ns, times.sampled_unix_ns, {})
-        # An answer can end with the token that needs no KV.
+        # An answer can end with the token that was sampled from logits.
         over = error is None and not times.first_token_unix_ns
         ready_ns = max(ready_ns, times.sampled_unix_ns) if ready_ns and not over else 0
     elif ready_ns and attempt.work.awaits_first_token:
-        told_ns = max(times.told_unix_ns, ready_ns) if times.told_unix_ns else 0
-        step(schema.SPAN_DECODE_TOKEN_WAIT, ready_ns, told_ns, {})
-        ready_ns = told_ns
+        received_ns = times.token_received_unix_ns
+        received_ns = max(received_ns, ready_ns) if received_ns else 0
+        step(schema.SPAN_DECODE_TOKEN_WAIT, ready_ns, received_ns, {})
+        ready_ns = received_ns
     if ready_ns:
         step(schema.SPAN_DECODE_FIRST_TOKEN, ready_ns, times.first_token_unix_ns, {})
     if times.first_token_unix_ns:
@@ -74,8 +85,8 @@ def describe_attempt(
     span.end(times.end_unix_ns)
 
 
-def describe_transfer(telemetry: Telemetry, span: Span, transfer: IncomingTransfer) -> None:
-    """Records the states that a transfer of this attempt has been in, once it is in the last."""
+def record_transfer(telemetry: Telemetry, span: Span, transfer: IncomingTransfer) -> None:
+    """Records the states of an attempt's transfer, once it is in the last one."""
     transitions = transfer.transitions
     telemetry.record_span(
         schema.SPAN_TRANSFER,
@@ -95,7 +106,7 @@ def describe_transfer(telemetry: Telemetry, span: Span, transfer: IncomingTransf
     )
 
 
-def _reserve(attempt: Attempt) -> dict[str, str | int | float]:
+def _reserve_attributes(attempt: Attempt) -> dict[str, str | int | float]:
     reservation = attempt.reservation
     if reservation is None:
         return {}
@@ -106,7 +117,7 @@ def _reserve(attempt: Attempt) -> dict[str, str | int | float]:
     }
 
 
-def _kv_wait(attempt: Attempt) -> dict[str, str | int | float]:
+def _kv_wait_attributes(attempt: Attempt) -> dict[str, str | int | float]:
     summary = attempt.summary
     if summary is None:
         return {}

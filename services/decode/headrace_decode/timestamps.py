@@ -1,23 +1,58 @@
-"""When an attempt got where."""
+"""When each event of an attempt happened."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
 class RequestTimestamps:
-    """In Unix nanoseconds; 0 for what has not happened.
+    """Unix nanoseconds of an attempt's events; 0 for an event that has not happened.
 
-    `sampled_unix_ns` is that of a first token made from logits; `first_token_unix_ns` of the first made from KV.
+    `sampled_unix_ns` is for a first token that was sampled from logits. `first_token_unix_ns` is for
+    the first token that was computed from KV. `token_received_unix_ns` is for a first token that the
+    router brought.
     """
 
-    start_unix_ns: int = 0
+    start_unix_ns: int = field(default_factory=time.time_ns)
     reserved_unix_ns: int = 0
     logits_unix_ns: int = 0
     sampled_unix_ns: int = 0
     arrived_unix_ns: int = 0
-    told_unix_ns: int = 0
+    token_received_unix_ns: int = 0
     first_token_unix_ns: int = 0
     last_token_unix_ns: int = 0
     end_unix_ns: int = 0
+
+    def blocks_reserved(self) -> None:
+        """The engine holds the request's blocks."""
+        self.reserved_unix_ns = time.time_ns()
+
+    def logits_arrived(self) -> None:
+        """The last prompt token's logits are here."""
+        self.logits_unix_ns = time.time_ns()
+
+    def kv_arrived(self) -> None:
+        """The KV cache is complete."""
+        self.arrived_unix_ns = time.time_ns()
+
+    def token_received(self) -> None:
+        """The router brought the first token."""
+        self.token_received_unix_ns = time.time_ns()
+
+    def tokens_generated(self, *, sampled: bool, from_kv: bool) -> None:
+        """The engine generated tokens: one sampled from logits among them, or some from KV, or both.
+
+        Only the first of either kind counts.
+        """
+        now_ns = time.time_ns()
+        if sampled:
+            self.sampled_unix_ns = self.sampled_unix_ns or now_ns
+        if from_kv:
+            self.first_token_unix_ns = self.first_token_unix_ns or now_ns
+        self.last_token_unix_ns = now_ns
+
+    def ended(self) -> None:
+        """The attempt is over."""
+        self.end_unix_ns = time.time_ns()

@@ -1,10 +1,9 @@
-"""The transfer that fills an attempt's blocks, and what the engine hears of it."""
+"""Waits for the transfer that fills an attempt's blocks, and informs the engine."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError, InternalError
@@ -19,76 +18,77 @@ SETTLE_TIMEOUT_S = 5.0
 
 
 class TransferWaiter:
-    """One transfer, from its reservation on. Either `wait_whole` or `pass_on` is called once, and `settle` at the end.
+    """One transfer, from its reservation on.
 
-    `summary` is there once every expected key was counted, and the engine has heard of it.
+    Either `wait_complete` or `start_forwarding` is called once, and `wait_ended` at the end.
+    `summary` is set once every expected key is counted and the engine is informed.
     """
 
     def __init__(
-        self, transfer: IncomingTransfer, engine: Engine, milestones: RequestTimestamps
+        self, transfer: IncomingTransfer, engine: Engine, timestamps: RequestTimestamps
     ) -> None:
         self.summary: TransferSummary | None = None
         self._transfer = transfer
         self._engine = engine
-        self._milestones = milestones
-        self._passing: asyncio.Task[None] | None = None
+        self._timestamps = timestamps
+        self._forwarding: asyncio.Task[None] | None = None
         self._arrival = asyncio.create_task(
             transfer.wait(), name=f"transfer {transfer.transfer_id}"
         )
 
     @property
     def error(self) -> HeadraceError | None:
-        """Why the transfer has failed."""
+        """The error that failed the transfer."""
         return self._transfer.error
 
-    def require_whole(self) -> None:
-        """Raises InternalError for an engine that has used KV that is not all there (I3)."""
+    def require_complete(self) -> None:
+        """Raises InternalError when the engine has used an incomplete KV cache (I3)."""
         if self._transfer.active:
-            raise InternalError("the engine generated before the KV cache was there")
+            raise InternalError("the engine generated before the KV cache was complete")
 
-    async def wait_whole(self, events: EventBuffer, deadline: Deadline) -> None:
+    async def wait_complete(self, events: EventBuffer, deadline: Deadline) -> None:
         """Waits until every expected key is counted, and only then lets the engine run (I3)."""
-        spoken = asyncio.create_task(events.spoken())
+        readable = asyncio.create_task(events.wait_readable())
         try:
-            await asyncio.wait({self._arrival, spoken}, return_when=asyncio.FIRST_COMPLETED)
-            if spoken.done() and self._transfer.active:
-                # Only an error of the engine is in order here; take raises it.
-                await events.take(deadline)
-                self.require_whole()
+            await asyncio.wait({self._arrival, readable}, return_when=asyncio.FIRST_COMPLETED)
+            if readable.done() and self._transfer.active:
+                # The only valid event is an error of the engine, which `read` raises.
+                await events.read(deadline)
+                self.require_complete()
         finally:
-            spoken.cancel()
-        # An engine that hears of the failed transfer first says less about it.
-        self._note_arrival(await self._arrival)
+            readable.cancel()
+        # The transfer's own error says more than the engine's, which may come first.
+        self._complete(await self._arrival)
 
-    def pass_on(self, events: EventBuffer) -> None:
-        """From now on, gives the engine the logits and then word of the whole KV, while it speaks already."""
-        self._passing = asyncio.create_task(
-            self._pass_on(events), name=f"logits and KV of {self._transfer.transfer_id}"
+    def start_forwarding(self, events: EventBuffer) -> None:
+        """Gives the engine the logits, and later the complete KV cache, while its events are read."""
+        self._forwarding = asyncio.create_task(
+            self._forward(events), name=f"logits and KV of {self._transfer.transfer_id}"
         )
 
-    async def _pass_on(self, events: EventBuffer) -> None:
+    async def _forward(self, events: EventBuffer) -> None:
         try:
             logits = await self._transfer.logits()
-            self._milestones.logits_unix_ns = time.time_ns()
+            self._timestamps.logits_arrived()
             self._engine.first_logits(self._transfer.transfer_id, logits)
             await asyncio.wait({self._arrival})
-            self._note_arrival(self._arrival.result())
+            self._complete(self._arrival.result())
         except HeadraceError as error:
             events.interrupt(error)
 
-    def _note_arrival(self, summary: TransferSummary) -> None:
+    def _complete(self, summary: TransferSummary) -> None:
         self.summary = summary
-        self._milestones.arrived_unix_ns = time.time_ns()
+        self._timestamps.kv_arrived()
         self._engine.arrived(self._transfer.transfer_id)
 
-    async def stop_passing(self) -> None:
-        """The engine hears nothing more of it, until `settle`."""
-        if self._passing is not None:
-            self._passing.cancel()
-            await asyncio.wait({self._passing})
+    async def stop_forwarding(self) -> None:
+        """Informs the engine no more, until `wait_ended`."""
+        if self._forwarding is not None:
+            self._forwarding.cancel()
+            await asyncio.wait({self._forwarding})
 
-    async def settle(self) -> None:
-        """Returns when nobody waits for the transfer any more. It has been cancelled, unless it was whole."""
+    async def wait_ended(self) -> None:
+        """Returns when the transfer is complete or has failed; the caller has cancelled an incomplete one."""
         if self.summary is not None:
             return
         await asyncio.wait({self._arrival}, timeout=SETTLE_TIMEOUT_S)
@@ -100,5 +100,5 @@ class TransferWaiter:
             )
             self._arrival.cancel()
         elif not self._arrival.cancelled() and self._arrival.exception() is None:
-            # It became whole while the request was given up: the receiver's part is over.
+            # It was completed while the request was cancelled, so the receiver will not release the blocks.
             self._engine.arrived(self._transfer.transfer_id)

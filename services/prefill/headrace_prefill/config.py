@@ -9,7 +9,9 @@ from headrace_engine.worker.config import WorkerConfig
 
 
 class PrefillConfig(WorkerConfig):
-    """A prefill worker: computes prompts and hands their KV cache over."""
+    """A prefill worker: computes prompts and sends their KV cache."""
 
-    max_num_seqs: PositiveCount = Field(4, description="Most prompts worked on at once.")
-    task_timeout_s: PositiveSeconds = Field(600.0, description="Deadline of tasks that bring none.")
+    max_num_seqs: PositiveCount = Field(4, description="Most prompts that are computed at once.")
+    task_timeout_s: PositiveSeconds = Field(
+        600.0, description="Seconds until the deadline of tasks that have none."
+    )

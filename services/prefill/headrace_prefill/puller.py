@@ -27,9 +27,7 @@ RETRY_S_MAX = 3.0
 
 
 class TaskPuller:
-    """Keeps one Pull stream to each router incarnation, and shares the worker's slots out among
-    them.
-    """
+    """Keeps one Pull stream to each router incarnation, and divides the worker's slots among them."""
 
     def __init__(
         self,
@@ -53,30 +51,31 @@ class TaskPuller:
 
     @property
     def credit_share(self) -> int:
-        """Tasks that each router may have here, waiting or running."""
+        """Tasks that each router may have on this worker, waiting or running."""
         return max(1, self._worker.slot_count // max(1, len(self._streams)))
 
     def set_routers(self, routers: Iterable[registry_pb2.Member]) -> None:
-        """Opens streams to routers that came, and ends those to routers that went."""
+        """Opens streams to new routers, and ends those to routers that have left."""
         if self._draining:
             return
         wanted = {(router.worker_id, router.incarnation, router.endpoint) for router in routers}
-        for gone in self._streams.keys() - wanted:
-            self._streams.pop(gone).cancel()
+        for left in self._streams.keys() - wanted:
+            self._streams.pop(left).cancel()
         for key in wanted - self._streams.keys():
             self._streams[key] = asyncio.create_task(
-                self._pull_for_good(key[0], key[2]), name=f"pull from {key[0]}"
+                self._pull(key[0], key[2]), name=f"pull from {key[0]}"
             )
         for session in self._sessions:
-            session.grant(self.credit_share)
+            session.set_credit_share(self.credit_share)
 
     async def drain(self, deadline: Deadline) -> None:
-        """Takes nothing new, and returns when every task has ended and been reported: at the
-        deadline what runs is stopped and reported with Draining, for which the caller bounds the
-        wait.
+        """Refuses new tasks, and returns when every task has ended and been reported.
+
+        At the deadline, running tasks are cancelled and reported with Draining. The caller bounds
+        the wait for that.
         """
         self._draining = True
-        self._worker.draining = True
+        self._worker.start_drain()
         sessions = set(self._sessions)
         drains = asyncio.gather(*(session.drain() for session in sessions))
         try:
@@ -84,18 +83,18 @@ class TaskPuller:
                 await asyncio.shield(drains)
         except TimeoutError:
             for session in sessions:
-                session.stop_tasks()
+                session.cancel_tasks()
             await drains
 
     async def close(self) -> None:
-        """Ends every stream; tasks that still run are stopped first."""
+        """Ends every stream; running tasks are cancelled first."""
         streams = list(self._streams.values())
         self._streams.clear()
         for stream in streams:
             stream.cancel()
         await asyncio.gather(*streams, return_exceptions=True)
 
-    async def _pull_for_good(self, router_id: str, endpoint: str) -> None:
+    async def _pull(self, router_id: str, endpoint: str) -> None:
         retry_s = RETRY_S_MIN
         async with open_channel(endpoint, self._config) as channel:
             while not self._draining:
@@ -110,5 +109,5 @@ class TaskPuller:
                     log.warning("pull from %s: %s", router_id, error.detail)
                 finally:
                     self._sessions.discard(session)
-                retry_s = RETRY_S_MIN if session.was_welcome else min(RETRY_S_MAX, 2 * retry_s)
+                retry_s = RETRY_S_MIN if session.was_answered else min(RETRY_S_MAX, 2 * retry_s)
                 await asyncio.sleep(retry_s * random.uniform(0.5, 1.0))

@@ -1,4 +1,4 @@
-"""What a prefill worker adds to a request's trace."""
+"""A prefill worker's spans in a request's trace."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def record_task(
     start_unix_ns: int,
     end_unix_ns: int,
 ) -> None:
-    """Records the task, its computing, and every layer's write."""
+    """Records the spans of a task, of its computation, and of every layer's write."""
     span = telemetry.tracer.start_span(
         schema.SPAN_PREFILL,
         context=context_from_traceparent(task.traceparent),
@@ -70,7 +70,7 @@ def record_task(
 
 
 def layer_attributes(rank: int, sent: LayerSent) -> dict[str, str | int | float]:
-    """One write, as attributes."""
+    """The attributes of one write."""
     return {
         schema.ATTRIBUTE_LAYER: sent.layer,
         schema.ATTRIBUTE_SOURCE_RANK: rank,
@@ -89,7 +89,7 @@ def layer_attributes(rank: int, sent: LayerSent) -> dict[str, str | int | float]
 
 
 def exposed_ms(outcome: PrefillOutcome) -> float:
-    """Milliseconds of writing after the last layer was ready: what overlap did not hide."""
+    """Milliseconds of writing after the last layer was computed, which computing did not hide."""
     if not outcome.layers:
         return 0.0
     last_ready_ns = max(sent.ready_unix_ns for _, sent in outcome.layers)

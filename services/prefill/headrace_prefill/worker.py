@@ -7,11 +7,10 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
-from google.protobuf import duration_pb2
-
 from headrace.prefill.v1 import prefill_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_common.deadlines import Deadline
+from headrace_common.durations import duration_from_ns
 from headrace_common.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -31,8 +30,9 @@ log = logging.getLogger(__name__)
 
 
 class PrefillWorker:
-    """Owns the worker's slots. A task waits here only while more routers handed tasks out than
-    there are slots. `on_ended` hears the error's reason, or nothing, and the bytes of every task's transfer.
+    """Owns the worker's slots. Tasks wait for a slot only when there are more routers than slots.
+
+    `on_ended` gets the error's reason, or "", and the payload bytes of every task.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class PrefillWorker:
     ) -> None:
         self.ref = ref
         self.slot_count = slot_count
-        self.draining = False
+        self._draining = False
         self._engine = engine
         self._telemetry = telemetry
         self._task_timeout_s = task_timeout_s
@@ -62,11 +62,11 @@ class PrefillWorker:
         on_start: Callable[[], Awaitable[None]] | None = None,
         on_first_token: Callable[[prefill_pb2.FirstToken], None] | None = None,
     ) -> prefill_pb2.TaskDone:
-        """Does the task and says how it ended; never raises for the task's own faults.
+        """Executes the task and returns its result, failures included.
 
-        `on_start` is awaited when the task has a slot, before anything is opened; `on_first_token`
-        is told the first token of a task that asks for one. Cancelled, the worker stops the
-        engine's work first and then reports CANCELLED.
+        `on_start` is awaited when the task has a slot, before its transfer is opened.
+        `on_first_token` gets the first token of a task with sampling. A cancellation stops the
+        engine's work first and then returns CANCELLED, or DRAINING after `start_drain`.
         """
         start_ns = time.time_ns()
         outcome: PrefillOutcome | None = None
@@ -88,14 +88,18 @@ class PrefillWorker:
             self._held -= 1
         end_ns = time.time_ns()
         record_task(self._telemetry, self.ref, task, outcome, error, start_ns, end_ns)
-        done = _done(task, outcome, error, end_ns - start_ns)
+        done = _done_to_proto(task, outcome, error, end_ns - start_ns)
         if self._on_ended is not None:
             self._on_ended(done.reason, done.payload_bytes)
         return done
 
+    def start_drain(self) -> None:
+        """Reports DRAINING in `status`, and as the error of tasks that are cancelled."""
+        self._draining = True
+
     def _cancellation(self) -> HeadraceError:
-        if not self.draining:
-            return Cancelled("the router gave the task up")
+        if not self._draining:
+            return Cancelled("the router cancelled the task")
         worker_id = self.ref.worker_id
         return Draining(f"{worker_id} is shutting down", metadata={"worker_id": worker_id})
 
@@ -106,14 +110,14 @@ class PrefillWorker:
         on_first_token: Callable[[prefill_pb2.FirstToken], None] | None,
     ) -> PrefillOutcome:
         deadline = self._deadline(task)
-        work = _work(task, deadline)
+        work = _work_from_proto(task, deadline)
         if work.target.with_logits and not self._engine.logits_bytes:
-            what = f"the engine of {self.ref.worker_id} hands no logits over"
+            what = f"the engine of {self.ref.worker_id} sends no logits"
             raise InvalidRequest({"first_token": f"{what}: choose decode or prefill"})
 
-        def tell(tokens: DecodeTokens) -> None:
+        def forward_first_token(tokens: DecodeTokens) -> None:
             if on_first_token is not None:
-                on_first_token(_first_token(task.transfer_id, tokens))
+                on_first_token(_first_token_to_proto(task.transfer_id, tokens))
 
         try:
             async with asyncio.timeout(deadline.remaining_s()), self._slots:
@@ -121,7 +125,8 @@ class PrefillWorker:
                 try:
                     if on_start is not None:
                         await on_start()
-                    return await self._engine.prefill(work, tell if work.sampling else None)
+                    on_token = forward_first_token if work.sampling else None
+                    return await self._engine.prefill(work, on_token)
                 finally:
                     self._running -= 1
         except TimeoutError:
@@ -133,15 +138,15 @@ class PrefillWorker:
     def _deadline(self, task: prefill_pb2.PrefillTask) -> Deadline:
         if not task.HasField("deadline_time"):
             return Deadline.after(self._task_timeout_s)
-        return Deadline(task.deadline_time.seconds + task.deadline_time.nanos / 1e9)
+        return Deadline(task.deadline_time.ToNanoseconds() / 1e9)
 
     def status(self) -> worker_pb2.WatchStatusResponse:
-        """What WatchStatus says now."""
+        """The state that WatchStatus reports now."""
         states = worker_pb2.WatchStatusResponse
         return worker_pb2.WatchStatusResponse(
             worker_id=self.ref.worker_id,
             incarnation=self.ref.incarnation,
-            state=states.STATE_DRAINING if self.draining else states.STATE_SERVING,
+            state=states.STATE_DRAINING if self._draining else states.STATE_SERVING,
             running_requests=self._running,
             waiting_requests=self._held - self._running,
             total_blocks=self._engine.descriptor.ranks[0].block_count,
@@ -150,8 +155,8 @@ class PrefillWorker:
         )
 
 
-def _work(task: prefill_pb2.PrefillTask, deadline: Deadline) -> PrefillWork:
-    """Raises InvalidRequest naming what the router got wrong."""
+def _work_from_proto(task: prefill_pb2.PrefillTask, deadline: Deadline) -> PrefillWork:
+    """Raises InvalidRequest naming every wrong field."""
     violations: dict[str, str] = {}
     if not task.transfer_id:
         violations["transfer_id"] = "must not be empty"
@@ -160,7 +165,7 @@ def _work(task: prefill_pb2.PrefillTask, deadline: Deadline) -> PrefillWork:
     if task.start_token >= max(1, len(task.token_ids)):
         violations["start_token"] = f"must be below the {len(task.token_ids)} tokens to compute"
     if task.send_logits and task.HasField("sampling"):
-        violations["send_logits"] = "goes without sampling: decode chooses the token"
+        violations["send_logits"] = "excludes sampling: decode chooses the token"
     if violations:
         raise InvalidRequest(violations)
     return PrefillWork(
@@ -178,7 +183,7 @@ def _work(task: prefill_pb2.PrefillTask, deadline: Deadline) -> PrefillWork:
     )
 
 
-def _first_token(transfer_id: str, tokens: DecodeTokens) -> prefill_pb2.FirstToken:
+def _first_token_to_proto(transfer_id: str, tokens: DecodeTokens) -> prefill_pb2.FirstToken:
     (token_id,) = tokens.token_ids
     first = prefill_pb2.FirstToken(transfer_id=transfer_id, token_id=token_id)
     for logprobs in tokens.logprobs:
@@ -186,15 +191,14 @@ def _first_token(transfer_id: str, tokens: DecodeTokens) -> prefill_pb2.FirstTok
     return first
 
 
-def _done(
+def _done_to_proto(
     task: prefill_pb2.PrefillTask,
     outcome: PrefillOutcome | None,
     error: HeadraceError | None,
     duration_ns: int,
 ) -> prefill_pb2.TaskDone:
     done = prefill_pb2.TaskDone(
-        transfer_id=task.transfer_id,
-        duration=duration_pb2.Duration(seconds=duration_ns // 10**9, nanos=duration_ns % 10**9),
+        transfer_id=task.transfer_id, duration=duration_from_ns(duration_ns)
     )
     if error is not None:
         done.reason, done.detail = error.reason, error.detail

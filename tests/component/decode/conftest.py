@@ -32,7 +32,7 @@ REF = WorkerRef("decode-0", "00112233445566ff")
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The service and what a test needs to poke at it."""
+    """The service, its parts and its stubs."""
 
     engine: ScriptedEngine
     receiver: Receiver
@@ -71,7 +71,8 @@ async def served() -> AsyncIterator[Served]:
         ref=REF,
         engine=engine,
         receiver=receiver,
-        admission=Admission(Capacity(32, 16, 256, 2)),
+        # A clock that stands still: what was refused stays contended, however slow the machine is.
+        admission=Admission(Capacity(32, 16, 256, 2), clock=lambda: 0.0),
         telemetry=telemetry,
         request_timeout_s=10,
     )

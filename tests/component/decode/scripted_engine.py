@@ -1,4 +1,4 @@
-"""An engine that says what a test tells it to."""
+"""An engine that yields the events that a test scripts."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class ScriptedEngine(Engine):
         self.listener: TransferObserver | None = None
 
     async def start(self) -> None:
-        """Nothing to load."""
+        """There is nothing to load."""
 
     async def prefill(
         self, work: PrefillWork, on_first_token: Callable[[DecodeTokens], None] | None = None
     ) -> PrefillOutcome:
-        raise AssertionError("a decode engine is not asked to prefill")
+        raise AssertionError("a decode engine must not prefill")
 
     async def decode(self, work: DecodeWork) -> AsyncIterator[DecodeEvent]:
         self.works.append(work)
@@ -79,4 +79,4 @@ class ScriptedEngine(Engine):
         return EngineUsage(len(self.works) - self.closed, 0)
 
     async def close(self) -> None:
-        """Nothing to end."""
+        """There is nothing to end."""

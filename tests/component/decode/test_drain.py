@@ -1,4 +1,4 @@
-"""A decode worker that drains ends what is not done in time so that a router goes on elsewhere."""
+"""A draining decode worker ends requests at its deadline, so that routers continue on another worker."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headrace_common.errors import Draining, HeadraceError, InvalidRequest, Stal
 from headrace_common.rpc.status import error_from_rpc
 from headrace_engine.interface import DecodeTokens
 from tests.component.decode.conftest import REF, Served, request
-from tests.component.decode.test_generate import RESERVATION, failure_of, next_event, until
+from tests.component.decode.prefill_rank import RESERVATION, failure_of, next_event, until
 
 
 async def drain_refused(served: Served, request: worker_pb2.DrainRequest) -> HeadraceError:
@@ -23,31 +23,31 @@ async def drain_refused(served: Served, request: worker_pb2.DrainRequest) -> Hea
     return error_from_rpc(refused.value)
 
 
-async def test_what_generates_still_is_ended_after_its_last_token(served: Served) -> None:
+async def test_a_drain_ends_a_generating_request_after_its_last_token(served: Served) -> None:
     call = served.decode.Generate(request(remote_prefill=False))
     events = aiter(call)
     assert await next_event(events) == "reserved"
     served.engine.script.put_nowait(DecodeTokens((7,)))
     assert (await asyncio.wait_for(anext(events), 5)).tokens.token_ids == [7]
-    served.service.begin_drain()
-    await asyncio.wait_for(served.service.finish(Deadline.after(0.1)), 5)
+    served.service.start_drain()
+    await asyncio.wait_for(served.service.finish_drain(Deadline.after(0.1)), 5)
     ended = await failure_of(call)
     assert isinstance(ended, Draining)
     assert ended.metadata == {"worker_id": REF.worker_id}
     assert served.engine.closed == 1
 
 
-async def test_what_waits_for_its_kv_cache_is_ended_and_its_transfer_too(served: Served) -> None:
+async def test_a_drain_ends_a_request_that_waits_for_kv_and_its_transfer(served: Served) -> None:
     call = served.decode.Generate(request())
     served.engine.script.put_nowait(RESERVATION)
     assert await next_event(aiter(call)) == "reserved"
-    served.service.begin_drain()
-    await asyncio.wait_for(served.service.finish(Deadline.after(0.1)), 5)
+    served.service.start_drain()
+    await asyncio.wait_for(served.service.finish_drain(Deadline.after(0.1)), 5)
     assert isinstance(await failure_of(call), Draining)
     await until(lambda: served.engine.released_ids == ["x1"], "release")
 
 
-async def test_drain_answers_at_once_and_asked_again_it_changes_nothing(served: Served) -> None:
+async def test_drain_responds_at_once_and_a_second_call_changes_nothing(served: Served) -> None:
     call = served.decode.Generate(request(remote_prefill=False))
     assert await next_event(aiter(call)) == "reserved"
     asked = worker_pb2.DrainRequest(incarnation=REF.incarnation, grace=Duration(seconds=30))

@@ -1,4 +1,4 @@
-"""First tokens that need no KV on decode: SetFirstToken, who may say it, when and what; and those from logits."""
+"""First tokens that need no KV on decode: those of SetFirstToken and those from logits."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from headrace_engine.interface import DecodeEnded, DecodeTokens
 from headrace_kv.handoff.logits import logits_parts
 from headrace_kv.handoff.messages import Reservation
 from tests.component.decode.conftest import REF, Served, request
-from tests.component.decode.test_generate import PIECE_BYTES, PrefillRank, until
+from tests.component.decode.prefill_rank import PIECE_BYTES, PrefillRank, until
 
 PREFILL = first_token_pb2.FIRST_TOKEN_POLICY_PREFILL
-# Of 40 tokens an engine would ask for all; the scripted rank counts 39.
+# An engine reserves all 40 tokens; the scripted rank sends 39.
 RESERVATION = Reservation("x1", (3, 4, 5), 0, 39)
 
 
@@ -40,18 +40,18 @@ def begun(served: Served, **changes: Any) -> AsyncIterator[decode_pb2.GenerateRe
     return aiter(call)
 
 
-async def tell(served: Served, token_id: int = 7, **changes: str) -> None:
+async def set_first_token(served: Served, token_id: int = 7, **changes: str) -> None:
     fields = {"transfer_id": "x1", "incarnation": REF.incarnation, **changes}
     await served.decode.SetFirstToken(decode_pb2.SetFirstTokenRequest(token_id=token_id, **fields))
 
 
 async def refusal(served: Served, token_id: int = 7, **changes: str) -> HeadraceError:
     with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await tell(served, token_id, **changes)
+        await set_first_token(served, token_id, **changes)
     return error_from_rpc(raised.value)
 
 
-async def test_the_engine_goes_on_after_the_token_that_it_is_told(served: Served) -> None:
+async def test_the_engine_continues_after_the_given_first_token(served: Served) -> None:
     call = begun(served)
     served.engine.script.put_nowait(RESERVATION)
     assert (await anext(call)).HasField("reserved")
@@ -59,7 +59,7 @@ async def test_the_engine_goes_on_after_the_token_that_it_is_told(served: Served
     assert work.awaits_first_token
     assert isinstance(await refusal(served, incarnation="another"), StaleIncarnation)
     assert isinstance(await refusal(served, transfer_id="x2"), NotFound)
-    await tell(served)
+    await set_first_token(served)
     assert served.engine.first_tokens == [("x1", 7)]
     assert isinstance(await refusal(served, 8), DuplicateTransfer)
     rank = PrefillRank(served)
@@ -106,11 +106,11 @@ async def test_a_token_before_the_reservation_is_refused(served: Served) -> None
     assert isinstance(await refusal(served), InvalidRequest)
     served.engine.script.put_nowait(RESERVATION)
     assert (await waiting).HasField("reserved")
-    await tell(served)
+    await set_first_token(served)
     assert served.engine.first_tokens == [("x1", 7)]
 
 
-async def test_who_makes_its_own_first_token_is_told_none(served: Served) -> None:
+async def test_a_request_that_generates_its_first_token_accepts_none(served: Served) -> None:
     call = aiter(served.decode.Generate(request()))
     served.engine.script.put_nowait(RESERVATION)
     await anext(call)
@@ -123,7 +123,7 @@ FROM_LOGITS = first_token_pb2.FIRST_TOKEN_POLICY_LOGITS
 LOGITS = bytes(range(80))
 
 
-def speak(served: Served, *events: DecodeTokens | DecodeEnded) -> None:
+def script(served: Served, *events: DecodeTokens | DecodeEnded) -> None:
     for event in events:
         served.engine.script.put_nowait(event)
 
@@ -145,7 +145,7 @@ async def begun_from_logits(
 
 def send_logits(rank: PrefillRank, logits: bytes = LOGITS) -> None:
     for part in logits_parts("x1", logits):
-        rank.say(logits=part.logits)
+        rank.send(logits=part.logits)
 
 
 async def spans_named(served: Served, *names: str) -> None:
@@ -155,20 +155,20 @@ async def spans_named(served: Served, *names: str) -> None:
     await until(found, f"spans {names}")
 
 
-async def test_a_token_from_logits_goes_out_while_the_kv_is_on_its_way(served: Served) -> None:
+async def test_a_token_from_logits_is_sent_before_the_kv_is_complete(served: Served) -> None:
     call, rank = await begun_from_logits(served)
     assert isinstance(await refusal(served), NotFound)
     send_logits(rank)
     await until(lambda: bool(served.engine.first_logits_given), "the logits")
     assert served.engine.first_logits_given == [("x1", LOGITS)]
-    speak(served, DecodeTokens((5,)))
+    script(served, DecodeTokens((5,)))
     assert list((await anext(call)).tokens.token_ids) == [5]
     rank.land(0)
     await asyncio.sleep(0.1)
     assert served.engine.arrived_ids == []
     rank.land(1)
     await until(lambda: served.engine.arrived_ids == ["x1"], "arrival")
-    speak(served, DecodeTokens((6,)), DecodeEnded(False, 0))
+    script(served, DecodeTokens((6,)), DecodeEnded(False, 0))
     assert list((await anext(call)).tokens.token_ids) == [6]
     finished = (await anext(call)).finished
     assert finished.transferred_tokens == 39
@@ -181,42 +181,42 @@ async def test_a_token_from_logits_goes_out_while_the_kv_is_on_its_way(served: S
     rank.leave()
 
 
-async def test_a_second_token_before_the_kv_is_there_never_goes_out(served: Served) -> None:
+async def test_a_second_token_before_the_kv_is_complete_is_an_error(served: Served) -> None:
     call, rank = await begun_from_logits(served)
     send_logits(rank)
     await until(lambda: bool(served.engine.first_logits_given), "the logits")
-    speak(served, DecodeTokens((5, 6)))
+    script(served, DecodeTokens((5, 6)))
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await anext(call)
     assert isinstance(error_from_rpc(raised.value), InternalError)
     rank.leave()
 
 
-async def test_kv_without_its_logits_is_not_whole(served: Served) -> None:
+async def test_kv_without_its_logits_is_incomplete(served: Served) -> None:
     call, rank = await begun_from_logits(served)
     rank.land(0, 1)
     await asyncio.sleep(0.1)
     assert served.engine.arrived_ids == []
-    rank.say(commit=handoff_pb2.Commit(transfer_id="x1", payload_bytes=2 * PIECE_BYTES))
+    rank.send(commit=handoff_pb2.Commit(transfer_id="x1", payload_bytes=2 * PIECE_BYTES))
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await anext(call)
     error = error_from_rpc(raised.value)
     assert isinstance(error, ProtocolViolation)
     assert "the logits" in error.detail
-    await rank.hear("cancel")
-    rank.say(quiesced=handoff_pb2.Quiesced(transfer_id="x1"))
+    await rank.receive("cancel")
+    rank.send(quiesced=handoff_pb2.Quiesced(transfer_id="x1"))
     await until(lambda: served.engine.released_ids == ["x1"], "the blocks")
     rank.leave()
 
 
-async def test_wrong_logits_fail_the_request_and_nothing_else(served: Served) -> None:
+async def test_logits_of_a_wrong_size_fail_only_their_request(served: Served) -> None:
     call, rank = await begun_from_logits(served)
     send_logits(rank, LOGITS[:-4])
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await anext(call)
     assert isinstance(error_from_rpc(raised.value), ProtocolViolation)
     assert served.engine.first_logits_given == []
-    cancelled = await rank.hear("cancel")
+    cancelled = await rank.receive("cancel")
     assert cancelled.cancel.transfer_id == "x1"
     rank.leave()
 
@@ -227,9 +227,9 @@ async def test_a_transfer_that_fails_after_the_token_ends_the_stream_after_it(
     call, rank = await begun_from_logits(served)
     send_logits(rank)
     await until(lambda: bool(served.engine.first_logits_given), "the logits")
-    speak(served, DecodeTokens((5,)))
+    script(served, DecodeTokens((5,)))
     assert list((await anext(call)).tokens.token_ids) == [5]
-    rank.say(failed=handoff_pb2.Failed(transfer_id="x1", reason="TRANSFER_FAILED", detail="lost"))
+    rank.send(failed=handoff_pb2.Failed(transfer_id="x1", reason="TRANSFER_FAILED", detail="lost"))
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await anext(call)
     assert isinstance(error_from_rpc(raised.value), TransferFailed)
@@ -240,20 +240,20 @@ async def test_a_token_from_logits_that_ends_the_answer_ends_the_transfer(served
     call, rank = await begun_from_logits(served)
     send_logits(rank)
     await until(lambda: bool(served.engine.first_logits_given), "the logits")
-    speak(served, DecodeTokens((5,)), DecodeEnded(True, 0))
+    script(served, DecodeTokens((5,)), DecodeEnded(True, 0))
     events = [event async for event in call]
     assert list(events[0].tokens.token_ids) == [5]
     assert events[-1].finished.reason == sampling_pb2.FINISH_REASON_STOP
     assert events[-1].finished.transferred_tokens == 0
-    cancelled = await rank.hear("cancel")
+    cancelled = await rank.receive("cancel")
     assert cancelled.cancel.transfer_id == "x1"
-    rank.say(quiesced=handoff_pb2.Quiesced(transfer_id="x1"))
+    rank.send(quiesced=handoff_pb2.Quiesced(transfer_id="x1"))
     await until(lambda: served.engine.released_ids == ["x1"], "the blocks")
     assert served.engine.arrived_ids == []
     rank.leave()
 
 
-async def test_an_engine_that_takes_no_logits_says_which_field_is_wrong(served: Served) -> None:
+async def test_an_engine_without_logits_is_refused_by_field(served: Served) -> None:
     call = aiter(served.decode.Generate(request(first_token=FROM_LOGITS)))
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await anext(call)

@@ -1,14 +1,12 @@
-"""DecodeService.Generate keeps its promises over a real connection."""
+"""DecodeService.Generate over a real connection: transfers, failures, admission, status and spans."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
-import grpc.aio
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 
@@ -17,92 +15,22 @@ from headrace.inference.v1 import sampling_pb2
 from headrace.kv.v1 import handoff_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import HeadraceError, TransferFailed
-from headrace_common.rpc.status import error_from_rpc
+from headrace_common.errors import TransferFailed
 from headrace_common.telemetry import schema
 from headrace_engine.interface import DecodeEnded, DecodeTokens
 from headrace_kv.handoff.messages import Reservation
-from headrace_kv.layout.proto import layout_to_proto
-from tests.component.decode.conftest import REF, Served, request
-from tests.component.decode.scripted_engine import LAYOUT
-
-RESERVATION = Reservation("x1", (3, 4, 5), 0, 39)
-PIECE_BYTES = LAYOUT.groups[0].bytes_between(0, 39, heads=2)
-
-
-async def until(check: object, what: str, timeout_s: float = 5.0) -> None:
-    assert callable(check)
-    try:
-        async with asyncio.timeout(timeout_s):
-            while not check():
-                await asyncio.sleep(0.01)
-    except TimeoutError:
-        pytest.fail(f"waited in vain for {what}")
+from tests.component.decode.conftest import Served, request
+from tests.component.decode.prefill_rank import (
+    PIECE_BYTES,
+    RESERVATION,
+    PrefillRank,
+    failure_of,
+    next_event,
+    until,
+)
 
 
-async def failure_of(call: grpc.aio.UnaryStreamCall) -> HeadraceError:  # type: ignore[type-arg]
-    with pytest.raises(grpc.aio.AioRpcError) as raised:
-        async for _ in call:
-            pass
-    return error_from_rpc(raised.value)
-
-
-async def next_event(call: AsyncIterator[decode_pb2.GenerateResponse]) -> str:
-    response = await asyncio.wait_for(anext(call), 5)
-    return str(response.WhichOneof("event"))
-
-
-class PrefillRank:
-    """Speaks the handoff stream as a prefill rank would, without moving bytes."""
-
-    def __init__(self, served: Served) -> None:
-        self._say: asyncio.Queue[handoff_pb2.HandoffRequest] = asyncio.Queue()
-        self._call = served.handoff.Handoff(self._requests())
-        hello = handoff_pb2.Hello(
-            worker_id="prefill-0",
-            incarnation="ab" * 8,
-            layout=layout_to_proto(LAYOUT),
-            decode_worker_id=REF.worker_id,
-            decode_incarnation=REF.incarnation,
-        )
-        self.say(hello=hello)
-
-    async def _requests(self) -> AsyncIterator[handoff_pb2.HandoffRequest]:
-        while True:
-            yield await self._say.get()
-
-    def say(self, **message: object) -> None:
-        self._say.put_nowait(handoff_pb2.HandoffRequest(**message))  # type: ignore[arg-type]
-
-    async def hear(self, kind: str) -> handoff_pb2.HandoffResponse:
-        async with asyncio.timeout(5):
-            async for response in self._call:
-                if response.WhichOneof("message") == kind:
-                    return response
-        raise AssertionError(f"the stream ended before {kind}")
-
-    async def open(self, name: str = "x1") -> None:
-        self.say(open=handoff_pb2.Open(transfer_id=name))
-        await self.hear("reservation")
-
-    def land(self, *layers: int, name: str = "x1") -> None:
-        done = [
-            handoff_pb2.LayerDone(
-                transfer_id=name,
-                layer=layer,
-                start_token=0,
-                end_token=39,
-                payload_bytes=PIECE_BYTES,
-            )
-            for layer in layers
-        ]
-        self.say(layers_done=handoff_pb2.LayersDone(layers=done))
-
-    def leave(self) -> None:
-        self._call.cancel()
-
-
-async def test_no_token_comes_before_every_layer_is_counted(served: Served) -> None:
+async def test_no_token_is_sent_before_every_layer_is_counted(served: Served) -> None:
     call = served.decode.Generate(request())
     served.engine.script.put_nowait(RESERVATION)
     first = await anext(aiter(call))
@@ -179,12 +107,12 @@ async def test_a_cancelled_call_stops_the_sender_within_a_second(served: Served)
     await rank.open()
     started = time.monotonic()
     call.cancel()
-    cancel = await rank.hear("cancel")
+    cancel = await rank.receive("cancel")
     assert time.monotonic() - started < 1
     assert cancel.cancel.reason == "CANCELLED"
     await until(lambda: served.engine.closed == 1, "the engine's abort")
     assert served.engine.released_ids == []
-    rank.say(quiesced=handoff_pb2.Quiesced(transfer_id="x1"))
+    rank.send(quiesced=handoff_pb2.Quiesced(transfer_id="x1"))
     await until(lambda: served.engine.released_ids == ["x1"], "release")
     status = served.service.status()
     assert (status.reserved_blocks, status.quarantined_blocks, status.active_transfers) == (0, 0, 0)
@@ -235,7 +163,7 @@ async def test_an_empty_reservation_waits_for_nothing(served: Served) -> None:
         ({"sampling": sampling_pb2.SamplingParams()}, "INVALID_FIELD"),
     ],
 )
-async def test_what_can_be_refused_is_refused_before_the_engine_hears_of_it(
+async def test_invalid_requests_are_refused_before_the_engine_gets_them(
     served: Served, changes: dict[str, Any], reason: str
 ) -> None:
     error = await failure_of(served.decode.Generate(request(**changes)))
@@ -251,7 +179,7 @@ async def test_a_transfer_id_works_once(served: Served) -> None:
     assert error.reason == "DUPLICATE_TRANSFER"
 
 
-async def test_a_full_worker_refuses_with_a_time_to_come_back(served: Served) -> None:
+async def test_a_full_worker_refuses_with_a_retry_time(served: Served) -> None:
     calls = [served.decode.Generate(request(f"y{n}", remote_prefill=False)) for n in range(2)]
     for call in calls:
         assert await next_event(aiter(call)) == "reserved"
@@ -267,7 +195,9 @@ async def test_a_full_worker_refuses_with_a_time_to_come_back(served: Served) ->
     assert [r async for r in served.decode.Generate(request("y3", remote_prefill=False))]
 
 
-async def test_room_that_others_want_is_not_spent_on_what_ends_too_late(served: Served) -> None:
+async def test_contended_room_is_refused_to_requests_that_would_end_too_late(
+    served: Served,
+) -> None:
     two = sampling_pb2.SamplingParams(max_tokens=2)
     slow = aiter(served.decode.Generate(request("slow", remote_prefill=False, sampling=two)))
     assert await next_event(slow) == "reserved"
@@ -277,31 +207,23 @@ async def test_room_that_others_want_is_not_spent_on_what_ends_too_late(served: 
     for event in (DecodeTokens((2,)), DecodeEnded(False, 0)):
         served.engine.script.put_nowait(event)
     assert [await next_event(slow), await next_event(slow)] == ["tokens", "finished"]
-    # A refusal counts for 0.3 s: on a machine that stood still for as long, the late one gets its chance.
-    for turn in range(20):
-        await until(lambda: served.service.status().reserved_blocks == 0, "room")
-        calls = [
-            served.decode.Generate(request(f"y{turn}{n}", remote_prefill=False)) for n in range(2)
-        ]
-        for call in calls:
-            assert await next_event(aiter(call)) == "reserved"
-        assert "slots" in (await failure_of(served.decode.Generate(request(f"f{turn}")))).detail
-        for call in calls:
-            call.cancel()
-        await until(lambda: served.service.status().reserved_blocks == 0, "room")
-        late = request(f"late{turn}", remote_prefill=False, sampling=two)
-        error = await failure_of(served.decode.Generate(late, timeout=1.0))
-        if error.reason == "DECODE_FULL":
-            assert "come with a later deadline" in error.detail
-            break
-        assert error.reason == "DEADLINE_EXCEEDED"
-    else:
-        pytest.fail("what ends too late was let in twenty times")
+    await until(lambda: served.service.status().reserved_blocks == 0, "room")
+    calls = [served.decode.Generate(request(f"y{n}", remote_prefill=False)) for n in range(2)]
+    for call in calls:
+        assert await next_event(aiter(call)) == "reserved"
+    assert "slots" in (await failure_of(served.decode.Generate(request("full")))).detail
+    for call in calls:
+        call.cancel()
+    await until(lambda: served.service.status().reserved_blocks == 0, "room")
+    late = request("late", remote_prefill=False, sampling=two)
+    error = await failure_of(served.decode.Generate(late, timeout=1.0))
+    assert error.reason == "DECODE_FULL"
+    assert "retry with a later deadline" in error.detail
     in_time = aiter(served.decode.Generate(request("in time", remote_prefill=False, sampling=two)))
     assert await next_event(in_time) == "reserved"
 
 
-async def test_an_engines_failure_is_the_requests(served: Served) -> None:
+async def test_an_engine_failure_fails_the_request(served: Served) -> None:
     call = served.decode.Generate(request())
     served.engine.script.put_nowait(RESERVATION)
     assert await next_event(aiter(call)) == "reserved"
@@ -313,9 +235,9 @@ async def test_an_engines_failure_is_the_requests(served: Served) -> None:
 async def test_a_draining_worker_refuses_and_finishes(served: Served) -> None:
     call = served.decode.Generate(request(remote_prefill=False))
     assert await next_event(aiter(call)) == "reserved"
-    served.service.begin_drain()
+    served.service.start_drain()
     assert (await failure_of(served.decode.Generate(request("y1")))).reason == "DRAINING"
-    waiting = asyncio.create_task(served.service.finish(Deadline.after(10.0)))
+    waiting = asyncio.create_task(served.service.finish_drain(Deadline.after(10.0)))
     await asyncio.sleep(0.05)
     assert not waiting.done()
     for event in (DecodeTokens((1,)), DecodeEnded(True, 0)):
@@ -335,7 +257,7 @@ async def test_tokens_that_come_fast_share_messages(served: Served) -> None:
     assert len(responses) < count / 2
 
 
-async def test_spans_of_a_failed_attempt_say_where_it_failed(served: Served) -> None:
+async def test_spans_of_a_failed_attempt_name_the_failed_step(served: Served) -> None:
     served.engine.script.put_nowait(RESERVATION)
     await failure_of(served.decode.Generate(request(), timeout=0.5))
     await until(lambda: served.engine.released_ids == ["x1"], "release")
@@ -364,7 +286,7 @@ def states_of(span: ReadableSpan) -> list[str]:
 
 
 async def test_every_state_of_a_transfer_is_in_the_trace(served: Served) -> None:
-    """Also the last one, which a broken transfer enters long after its request has ended."""
+    """Also the last one, which a failed transfer enters long after its request has ended."""
     for name, whole in (("x1", True), ("x2", False)):
         call = served.decode.Generate(request(name))
         served.engine.script.put_nowait(replace(RESERVATION, transfer_id=name))
@@ -398,7 +320,7 @@ async def test_every_state_of_a_transfer_is_in_the_trace(served: Served) -> None
     assert (times[0], times[-1]) == (broken.start_time, broken.end_time)
 
 
-async def test_status_is_told_at_once_on_change_and_in_silence(served: Served) -> None:
+async def test_status_is_sent_at_once_on_change_and_every_interval(served: Served) -> None:
     watch = served.worker.WatchStatus(worker_pb2.WatchStatusRequest())
     stream = aiter(watch)
     first = await asyncio.wait_for(anext(stream), 1)
@@ -415,7 +337,7 @@ async def test_status_is_told_at_once_on_change_and_in_silence(served: Served) -
         async for status in stream:
             if status.reserved_blocks == 0 and status.running_requests == 0:
                 break
-    # Nothing changes any more, and still it speaks.
+    # A message is sent after the interval although nothing has changed.
     await asyncio.wait_for(anext(stream), 1.5)
     watch.cancel()
 

@@ -1,4 +1,4 @@
-"""Who may call a decode worker."""
+"""Tickets that let a client call a decode worker."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from tests.component.decode.conftest import REF, Served, request
 KEY = bytes(range(32))
 
 
-async def failure_of(served: Served, spoken: decode_pb2.GenerateRequest) -> HeadraceError:
+async def failure_of(served: Served, asked: decode_pb2.GenerateRequest) -> HeadraceError:
     with pytest.raises(grpc.aio.AioRpcError) as raised:
-        async for _ in served.decode.Generate(spoken, timeout=5):
+        async for _ in served.decode.Generate(asked, timeout=5):
             pass
     return error_from_rpc(raised.value)
 
 
-async def begin(served: Served, spoken: decode_pb2.GenerateRequest) -> None:
-    call = served.decode.Generate(spoken, timeout=5)
+async def check_accepted(served: Served, asked: decode_pb2.GenerateRequest) -> None:
+    call = served.decode.Generate(asked, timeout=5)
     first = await call.read()
     assert isinstance(first, decode_pb2.GenerateResponse)
     assert first.WhichOneof("event") == "reserved"
@@ -32,38 +32,40 @@ async def begin(served: Served, spoken: decode_pb2.GenerateRequest) -> None:
 def signed(
     name: str, worker_id: str = REF.worker_id, ttl_s: float = 600
 ) -> decode_pb2.GenerateRequest:
-    spoken = request(name, remote_prefill=False)
-    spoken.ticket = TicketSigner(lambda: KEY, ttl_s).sign(spoken, worker_id, "default")
-    return spoken
+    asked = request(name, remote_prefill=False)
+    asked.ticket = TicketSigner(lambda: KEY, ttl_s).sign(asked, worker_id, "default")
+    return asked
 
 
-async def test_a_ticket_lets_in_once(served: Served) -> None:
+async def test_a_ticket_is_valid_once(served: Served) -> None:
     served.service._ticket_key = lambda: KEY
     served.service._require_ticket = True
-    await begin(served, signed("x1"))
+    await check_accepted(served, signed("x1"))
     assert isinstance(await failure_of(served, signed("x1")), DuplicateTransfer)
 
 
 @pytest.mark.parametrize(
-    ("spoken", "field"),
+    ("asked", "field"),
     [
         (request("x2"), "missing"),
         (signed("x3", "decode-9"), "worker_id"),
         (signed("x4", ttl_s=-1), "expiry"),
     ],
 )
-async def test_without_a_good_one_nothing_is_spent(
-    served: Served, spoken: decode_pb2.GenerateRequest, field: str
+async def test_an_invalid_ticket_is_refused_before_resources_are_spent(
+    served: Served, asked: decode_pb2.GenerateRequest, field: str
 ) -> None:
     served.service._ticket_key = lambda: KEY
     served.service._require_ticket = True
-    error = await failure_of(served, spoken)
+    error = await failure_of(served, asked)
     assert isinstance(error, Unauthenticated)
     assert error.metadata["ticket"] == field
     assert served.service.status().reserved_blocks == 0
-    assert spoken.transfer_id not in served.service._seen._ids
+    served.service._seen.check(asked.transfer_id)
 
 
-async def test_none_is_needed_unless_required_but_a_bad_one_is_refused(served: Served) -> None:
-    await begin(served, request("x5", remote_prefill=False))
-    assert isinstance(await failure_of(served, signed("x6")), Unauthenticated), "no key is known"
+async def test_no_ticket_is_needed_unless_required_but_an_invalid_one_is_refused(
+    served: Served,
+) -> None:
+    await check_accepted(served, request("x5", remote_prefill=False))
+    assert isinstance(await failure_of(served, signed("x6")), Unauthenticated)

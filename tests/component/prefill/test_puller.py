@@ -1,4 +1,4 @@
-"""The puller against routers that really serve PrefillQueueService."""
+"""The puller against real servers of PrefillQueueService."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ LAYOUT = layout_pb2.KvLayout(model="m", tensor_parallel_size=2)
 
 
 class ScriptedWorker:
-    """Stands in for the engine behind PrefillWorker: tasks last until they are let go."""
+    """A PrefillWorker with tasks that last until the test ends them."""
 
     def __init__(self, slot_count: int) -> None:
         self.ref = REF
         self.slot_count = slot_count
-        self.draining = False
         self.running: dict[str, asyncio.Event] = {}
         self.cancelled: list[str] = []
+
+    def start_drain(self) -> None:
+        """Tasks end as the test says."""
 
     async def run(
         self,
@@ -54,7 +56,7 @@ class ScriptedWorker:
 
 
 class RouterQueue(prefill_pb2_grpc.PrefillQueueServiceServicer):
-    """Hands out what the test says, and notes what it is told."""
+    """Sends the tasks of a test, and records the messages of the worker."""
 
     def __init__(self) -> None:
         self.hellos: list[prefill_pb2.Hello] = []
@@ -62,21 +64,21 @@ class RouterQueue(prefill_pb2_grpc.PrefillQueueServiceServicer):
         self.done: list[prefill_pb2.TaskDone] = []
         self.first_tokens: list[prefill_pb2.FirstToken] = []
         self.started: list[str] = []
-        self.to_say: asyncio.Queue[prefill_pb2.PullResponse] = asyncio.Queue()
+        self.outgoing: asyncio.Queue[prefill_pb2.PullResponse] = asyncio.Queue()
         self.refuse = False
 
     async def Pull(
         self, request_iterator: AsyncIterator[prefill_pb2.PullRequest], context: object
     ) -> AsyncIterator[prefill_pb2.PullResponse]:
         self.credit = 0
-        listening = asyncio.create_task(self._listen(request_iterator))
+        recording = asyncio.create_task(self._record(request_iterator))
         try:
             while True:
-                yield await self.to_say.get()
+                yield await self.outgoing.get()
         finally:
-            listening.cancel()
+            recording.cancel()
 
-    async def _listen(self, requests: AsyncIterator[prefill_pb2.PullRequest]) -> None:
+    async def _record(self, requests: AsyncIterator[prefill_pb2.PullRequest]) -> None:
         async for request in requests:
             match request.WhichOneof("message"):
                 case "hello":
@@ -90,14 +92,14 @@ class RouterQueue(prefill_pb2_grpc.PrefillQueueServiceServicer):
                 case "done":
                     self.done.append(request.done)
 
-    def hand_out(self, name: str, **fields: Any) -> None:
+    def send_task(self, name: str, **fields: Any) -> None:
         self.credit -= 1
         task = prefill_pb2.PrefillTask(transfer_id=name, token_ids=[1, 2], **fields)
-        self.to_say.put_nowait(prefill_pb2.PullResponse(task=task))
+        self.outgoing.put_nowait(prefill_pb2.PullResponse(task=task))
 
     def cancel(self, name: str) -> None:
         cancel = prefill_pb2.CancelTask(transfer_id=name)
-        self.to_say.put_nowait(prefill_pb2.PullResponse(cancel=cancel))
+        self.outgoing.put_nowait(prefill_pb2.PullResponse(cancel=cancel))
 
 
 class ServedRouter:
@@ -148,10 +150,10 @@ async def until(check: object, what: str, timeout_s: float = 5.0) -> None:
             while not check():
                 await asyncio.sleep(0.01)
     except TimeoutError:
-        pytest.fail(f"waited in vain for {what}")
+        pytest.fail(f"{what} did not happen in {timeout_s} s")
 
 
-async def test_it_says_hello_and_gives_credit_for_every_slot(
+async def test_it_sends_hello_and_grants_credit_for_every_slot(
     puller: TaskPuller, routers: list[ServedRouter]
 ) -> None:
     queue = routers[0].queue
@@ -163,26 +165,26 @@ async def test_it_says_hello_and_gives_credit_for_every_slot(
     assert queue.hellos[0].layout == LAYOUT
 
 
-async def test_the_router_hears_that_a_task_starts_before_its_transfer_may_be_open(
+async def test_the_start_of_a_task_is_reported(
     puller: TaskPuller, routers: list[ServedRouter], worker: ScriptedWorker
 ) -> None:
     queue = routers[0].queue
     puller.set_routers([routers[0].member("r0")])
     await until(lambda: queue.credit == 4, "credit")
-    queue.hand_out("x1")
+    queue.send_task("x1")
     await until(lambda: "x1" in worker.running, "the task")
-    await until(lambda: queue.started == ["x1"], "word of its start", 1.0)
+    await until(lambda: queue.started == ["x1"], "the report of its start", 1.0)
     worker.running["x1"].set()
     await until(lambda: len(queue.done) == 1, "its end")
 
 
-async def test_a_task_that_ends_gives_its_credit_back(
+async def test_the_end_of_a_task_returns_its_credit(
     puller: TaskPuller, routers: list[ServedRouter], worker: ScriptedWorker
 ) -> None:
     queue = routers[0].queue
     puller.set_routers([routers[0].member("r0")])
     await until(lambda: queue.credit == 4, "credit")
-    queue.hand_out("x1")
+    queue.send_task("x1")
     await until(lambda: "x1" in worker.running, "the task")
     assert queue.credit == 3
     worker.running["x1"].set()
@@ -196,7 +198,7 @@ async def test_a_first_token_is_reported_while_the_task_goes_on(
     queue = routers[0].queue
     puller.set_routers([routers[0].member("r0")])
     await until(lambda: queue.credit == 4, "credit")
-    queue.hand_out("x1", sampling=sampling_pb2.SamplingParams(max_tokens=4))
+    queue.send_task("x1", sampling=sampling_pb2.SamplingParams(max_tokens=4))
     await until(lambda: bool(queue.first_tokens), "the token")
     assert queue.first_tokens == [prefill_pb2.FirstToken(transfer_id="x1", token_id=7)]
     assert queue.started == ["x1"]
@@ -209,7 +211,7 @@ async def test_a_cancelled_task_is_reported_too(
 ) -> None:
     queue = routers[0].queue
     puller.set_routers([routers[0].member("r0")])
-    queue.hand_out("x1")
+    queue.send_task("x1")
     await until(lambda: "x1" in worker.running, "the task")
     queue.cancel("x1")
     queue.cancel("unknown")
@@ -229,7 +231,7 @@ async def test_a_router_that_comes_back_is_pulled_from_again(
 ) -> None:
     router = routers[0]
     puller.set_routers([router.member("r0")])
-    router.queue.hand_out("x1")
+    router.queue.send_task("x1")
     await until(lambda: "x1" in worker.running, "the task")
     await router.server.stop(None)
     await until(lambda: worker.cancelled == ["x1"], "the task to be stopped")
@@ -238,17 +240,17 @@ async def test_a_router_that_comes_back_is_pulled_from_again(
     await until(lambda: router.queue.credit == 4, "credit anew")
 
 
-async def test_draining_gives_new_tasks_back_and_waits_for_the_old(
+async def test_a_drain_refuses_new_tasks_and_waits_for_running_ones(
     puller: TaskPuller, routers: list[ServedRouter], worker: ScriptedWorker
 ) -> None:
     queue = routers[0].queue
     puller.set_routers([routers[0].member("r0")])
     await until(lambda: queue.credit == 4, "credit")
-    queue.hand_out("x1")
+    queue.send_task("x1")
     await until(lambda: "x1" in worker.running, "the task")
     draining = asyncio.create_task(puller.drain(Deadline.after(10.0)))
     await asyncio.sleep(0.05)
-    queue.hand_out("x2")
+    queue.send_task("x2")
     await until(lambda: len(queue.done) == 1, "the refusal")
     assert (queue.done[0].transfer_id, queue.done[0].reason) == ("x2", "DRAINING")
     assert not draining.done()
@@ -258,27 +260,27 @@ async def test_draining_gives_new_tasks_back_and_waits_for_the_old(
     assert queue.credit == 2
 
 
-async def test_what_is_not_done_in_time_is_stopped_and_reported(
+async def test_tasks_are_cancelled_and_reported_at_the_drain_deadline(
     puller: TaskPuller, routers: list[ServedRouter], worker: ScriptedWorker
 ) -> None:
     queue = routers[0].queue
     puller.set_routers([routers[0].member("r0")])
     await until(lambda: queue.credit == 4, "credit")
-    queue.hand_out("x1")
+    queue.send_task("x1")
     await until(lambda: "x1" in worker.running, "the task")
     await asyncio.wait_for(puller.drain(Deadline.after(0.1)), 5)
     assert worker.cancelled == ["x1"]
     await until(lambda: [done.transfer_id for done in queue.done] == ["x1"], "the report")
 
 
-async def test_a_router_that_breaks_its_credit_is_refused(
+async def test_a_task_beyond_the_credit_is_refused(
     puller: TaskPuller, routers: list[ServedRouter], worker: ScriptedWorker
 ) -> None:
     queue = routers[0].queue
     puller.set_routers([routers[0].member("r0")])
     await until(lambda: queue.credit == 4, "credit")
     for number in range(5):
-        queue.hand_out(f"x{number}")
+        queue.send_task(f"x{number}")
     await until(lambda: len(queue.done) == 1, "the refusal")
     assert queue.done[0].reason == "QUEUE_FULL"
     assert len(worker.running) == 4

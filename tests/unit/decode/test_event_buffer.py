@@ -1,4 +1,4 @@
-"""Events keep their order, coalesce, and end in what the engine ended in."""
+"""Events keep their order, are joined, and end as the engine's iterator ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headrace_decode.event_buffer import EventBuffer
 from headrace_engine.interface import DecodeEnded, DecodeEvent, DecodeTokens
 
 
-async def saying(
+async def yielding(
     *events: DecodeEvent, error: Exception | None = None
 ) -> AsyncIterator[DecodeEvent]:
     for event in events:
@@ -23,36 +23,36 @@ async def saying(
         raise error
 
 
-async def test_what_came_meanwhile_is_taken_at_once() -> None:
+async def test_buffered_events_are_read_at_once() -> None:
     tokens = [DecodeTokens((number,)) for number in range(5)]
-    buffer = EventBuffer(saying(*tokens, DecodeEnded(True, 0)), "r")
+    buffer = EventBuffer(yielding(*tokens, DecodeEnded(True, 0)), "r")
     await asyncio.sleep(0.05)
-    assert await buffer.take_first(Deadline.after(1)) == tokens[0]
-    assert await buffer.take(Deadline.after(1)) == [*tokens[1:], DecodeEnded(True, 0)]
+    assert await buffer.read_one(Deadline.after(1)) == tokens[0]
+    assert await buffer.read(Deadline.after(1)) == [*tokens[1:], DecodeEnded(True, 0)]
 
 
 async def test_an_error_comes_after_the_events_before_it() -> None:
-    buffer = EventBuffer(saying(DecodeTokens((1,)), error=TransferFailed("gone")), "r")
+    buffer = EventBuffer(yielding(DecodeTokens((1,)), error=TransferFailed("gone")), "r")
     await asyncio.sleep(0.05)
-    assert await buffer.take(Deadline.after(1)) == [DecodeTokens((1,))]
+    assert await buffer.read(Deadline.after(1)) == [DecodeTokens((1,))]
     with pytest.raises(TransferFailed):
-        await buffer.take(Deadline.after(1))
+        await buffer.read(Deadline.after(1))
 
 
-async def test_an_end_without_a_word_is_an_error() -> None:
-    buffer = EventBuffer(saying(), "r")
-    with pytest.raises(InternalError, match="without saying why"):
-        await buffer.take(Deadline.after(1))
+async def test_an_end_without_an_event_is_an_error() -> None:
+    buffer = EventBuffer(yielding(), "r")
+    with pytest.raises(InternalError, match="without a reason"):
+        await buffer.read(Deadline.after(1))
 
 
 async def test_waiting_ends_at_the_deadline() -> None:
-    async def silent() -> AsyncIterator[DecodeEvent]:
+    async def pending() -> AsyncIterator[DecodeEvent]:
         await asyncio.Event().wait()
         yield DecodeTokens((1,))
 
-    buffer = EventBuffer(silent(), "r")
+    buffer = EventBuffer(pending(), "r")
     with pytest.raises(DeadlineExceeded):
-        await buffer.take(Deadline.after(0.05))
+        await buffer.read(Deadline.after(0.05))
     assert await buffer.close()
 
 
@@ -67,6 +67,6 @@ async def test_closing_closes_the_engines_iterator() -> None:
             closed.set()
 
     buffer = EventBuffer(held(), "r")
-    await buffer.take(Deadline.after(1))
+    await buffer.read(Deadline.after(1))
     assert await buffer.close()
     assert closed.is_set()

@@ -1,4 +1,4 @@
-"""The contract's defaults, and refusals that name the field."""
+"""Defaults of requests, and refusals that name the field."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def request(**changes: object) -> decode_pb2.GenerateRequest:
     return decode_pb2.GenerateRequest(**{**fields, **changes})  # type: ignore[arg-type]
 
 
-def test_absent_sampling_fields_take_the_contract_defaults() -> None:
+def test_absent_sampling_fields_take_the_defaults() -> None:
     sampling = sampling_from_proto(sampling_pb2.SamplingParams(max_tokens=9), [3])
     assert sampling == Sampling(max_tokens=9, stop_token_ids=(3,))
 
@@ -41,13 +41,13 @@ def test_every_wrong_field_is_named_at_once() -> None:
     assert set(refused.value.violations) == {"transfer_id", "token_ids", "sampling.max_tokens"}
 
 
-def test_one_token_has_nothing_to_transfer() -> None:
+def test_a_prompt_of_one_token_needs_no_transfer() -> None:
     assert work_from_proto(request()).remote_kv
     assert not work_from_proto(request(token_ids=[5])).remote_kv
     assert not work_from_proto(request(remote_prefill=False)).remote_kv
 
 
-def test_what_was_generated_leaves_a_prompt_and_a_token_to_make() -> None:
+def test_generated_tokens_leave_a_prompt_and_a_token_to_generate() -> None:
     work = work_from_proto(request(generated_token_count=2))
     assert (work.prompt_tokens, work.generated_tokens, work.transferable_tokens) == (1, 2, 2)
     with pytest.raises(InvalidRequest) as refused:
@@ -59,17 +59,17 @@ def test_what_was_generated_leaves_a_prompt_and_a_token_to_make() -> None:
     assert set(refused.value.violations) == {"sampling.max_tokens"}
 
 
-@pytest.mark.parametrize("maker", ["PREFILL", "LOGITS"])
-def test_a_first_token_by_prefills_help_needs_a_transfer_of_everything(maker: str) -> None:
-    told = first_token_pb2.FirstTokenPolicy.Value(f"FIRST_TOKEN_POLICY_{maker}")
-    work = work_from_proto(request(first_token=told, token_ids=[5]))
+@pytest.mark.parametrize("policy_name", ["PREFILL", "LOGITS"])
+def test_a_first_token_from_prefill_needs_a_transfer_of_the_whole_prompt(policy_name: str) -> None:
+    policy = first_token_pb2.FirstTokenPolicy.Value(f"FIRST_TOKEN_POLICY_{policy_name}")
+    work = work_from_proto(request(first_token=policy, token_ids=[5]))
     assert work.remote_kv
     assert work.awaits_first_token
-    assert work.from_logits == (maker == "LOGITS")
+    assert work.from_logits == (policy_name == "LOGITS")
     assert work.transferable_tokens == 1
     for changes in ({"remote_prefill": False}, {"generated_token_count": 1}):
         with pytest.raises(InvalidRequest) as refused:
-            work_from_proto(request(first_token=told, **changes))
+            work_from_proto(request(first_token=policy, **changes))
         assert set(refused.value.violations) == {"first_token"}
 
 

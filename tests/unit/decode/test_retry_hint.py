@@ -1,4 +1,4 @@
-"""However many are refused, those who come again are few for each place that becomes free, and never none."""
+"""However many requests are refused, only a few retry for each free slot, and never none."""
 
 from __future__ import annotations
 
@@ -9,56 +9,56 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_decode.retry_hint import ASKERS_PER_END, HINT_S_MAX, HINT_S_MIN, RetryHint
+from headrace_decode.retry_hint import HINT_S_MAX, HINT_S_MIN, RETRIES_PER_COMPLETION, RetryHint
 
 
 class Crowd:
-    """Callers who come again when told, before a worker that ends an answer every `end_every_s`."""
+    """Callers that retry after the hint, on a worker with one completion every `end_every_s`."""
 
     def __init__(self, callers: int, end_every_s: float) -> None:
         self.now_s = 0.0
         self.hint = RetryHint(lambda: self.now_s)
         self._random = random.Random(callers)
-        self._comes_s = [self._random.uniform(0, HINT_S_MIN) for _ in range(callers)]
-        heapq.heapify(self._comes_s)
+        self._retries_s = [self._random.uniform(0, HINT_S_MIN) for _ in range(callers)]
+        heapq.heapify(self._retries_s)
         self._end_every_s = end_every_s
         self._ends_s = 0.0
 
-    def asks_until(self, until_s: float) -> int:
-        """How often somebody asks until then. The one who gets a place asks for the next one after it."""
-        asks = 0
-        while self._comes_s[0] < until_s:
-            self.now_s = self._comes_s[0]
-            asks += 1
+    def requests_until(self, until_s: float) -> int:
+        """The number of requests until then. A caller that gets the slot sends its next request after it."""
+        requests = 0
+        while self._retries_s[0] < until_s:
+            self.now_s = self._retries_s[0]
+            requests += 1
             free = self._ends_s <= self.now_s
             if free:
-                self.hint.ended()
+                self.hint.request_completed()
                 self._ends_s = self.now_s + self._end_every_s
-            wait_s = self._end_every_s if free else self.hint.refused()
-            heapq.heapreplace(self._comes_s, self.now_s + wait_s * self._random.uniform(1.0, 1.5))
-        return asks
+            wait_s = self._end_every_s if free else self.hint.request_refused()
+            heapq.heapreplace(self._retries_s, self.now_s + wait_s * self._random.uniform(1.0, 1.5))
+        return requests
 
 
 @pytest.mark.parametrize("callers", [40, 100, 150])
-def test_askers_settle_at_a_few_for_each_end(callers: int) -> None:
+def test_retries_settle_at_a_few_per_completion(callers: int) -> None:
     crowd = Crowd(callers, end_every_s=0.1)
-    crowd.asks_until(20.0)
-    asks_per_end = crowd.asks_until(60.0) / (40.0 / 0.1)
-    assert 1.5 < asks_per_end < 2 * ASKERS_PER_END
+    crowd.requests_until(20.0)
+    requests_per_end = crowd.requests_until(60.0) / (40.0 / 0.1)
+    assert 1.5 < requests_per_end < 2 * RETRIES_PER_COMPLETION
 
 
-def test_a_few_callers_are_told_to_come_soon() -> None:
+def test_a_few_callers_get_a_short_hint() -> None:
     crowd = Crowd(3, end_every_s=0.5)
-    crowd.asks_until(20.0)
-    assert crowd.hint.refused() < 0.5
+    crowd.requests_until(20.0)
+    assert crowd.hint.request_refused() < 0.5
 
 
-def test_a_crowd_that_is_gone_is_forgotten() -> None:
+def test_the_hint_resets_when_callers_are_gone() -> None:
     crowd = Crowd(1_000, end_every_s=0.5)
-    crowd.asks_until(20.0)
-    assert crowd.hint.refused() == HINT_S_MAX
+    crowd.requests_until(20.0)
+    assert crowd.hint.request_refused() == HINT_S_MAX
     crowd.now_s += 2 * HINT_S_MAX
-    assert crowd.hint.refused() == HINT_S_MIN
+    assert crowd.hint.request_refused() == HINT_S_MIN
 
 
 @given(st.lists(st.tuples(st.floats(0, 10), st.booleans()), max_size=200))
@@ -68,6 +68,6 @@ def test_hints_are_bounded(steps: list[tuple[float, bool]]) -> None:
     for passed_s, ended in steps:
         now_s += passed_s
         if ended:
-            hint.ended()
+            hint.request_completed()
         else:
-            assert HINT_S_MIN <= hint.refused() <= HINT_S_MAX
+            assert HINT_S_MIN <= hint.request_refused() <= HINT_S_MAX

@@ -1,4 +1,4 @@
-"""A task ends in one TaskDone, whatever happens to it."""
+"""Every task ends in one TaskDone, failures included."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ Behaviour = Callable[[PrefillWork], Awaitable[PrefillOutcome]]
 
 
 class ScriptedEngine(Engine):
-    """Prefills as told."""
+    """Prefills with the behaviour of a test."""
 
     def __init__(self, behaviour: Behaviour) -> None:
         self._behaviour = behaviour
 
     async def start(self) -> None:
-        raise AssertionError("not asked for")
+        raise AssertionError("must not be called")
 
     async def prefill(
         self, work: PrefillWork, on_first_token: Callable[[DecodeTokens], None] | None = None
@@ -61,22 +61,22 @@ class ScriptedEngine(Engine):
         return await self._behaviour(work)
 
     def decode(self, work: DecodeWork) -> AsyncIterator[DecodeEvent]:
-        raise AssertionError("not asked for")
+        raise AssertionError("must not be called")
 
     def arrived(self, transfer_id: str) -> None:
-        raise AssertionError("not asked for")
+        raise AssertionError("must not be called")
 
     def first_token(self, transfer_id: str, token_id: int) -> None:
-        raise AssertionError("not asked for")
+        raise AssertionError("must not be called")
 
     def released(self, transfer_id: str) -> None:
-        raise AssertionError("not asked for")
+        raise AssertionError("must not be called")
 
     def usage(self) -> EngineUsage:
         return EngineUsage(0, 0)
 
     async def close(self) -> None:
-        raise AssertionError("not asked for")
+        raise AssertionError("must not be called")
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ async def test_a_good_task_reports_bytes_and_leaves_its_spans(
     } == {0, 1, 2, 3}
 
 
-async def test_the_start_is_told_once_there_is_a_slot_and_before_the_engine_begins(
+async def test_the_start_is_reported_between_getting_a_slot_and_computing(
     telemetry: Telemetry,
 ) -> None:
     order: list[str] = []
@@ -178,15 +178,15 @@ async def test_the_start_is_told_once_there_is_a_slot_and_before_the_engine_begi
     assert order == ["start a", "engine a", "start b", "engine b"]
 
 
-async def test_the_engine_is_told_where_the_kv_goes(telemetry: Telemetry) -> None:
-    told: list[PrefillWork] = []
+async def test_the_engine_gets_the_transfer_target(telemetry: Telemetry) -> None:
+    works: list[PrefillWork] = []
 
     async def note(work: PrefillWork) -> PrefillOutcome:
-        told.append(work)
+        works.append(work)
         return OUTCOME
 
     await worker_of(note, telemetry).run(task(token_ids=[1] * 9, start_token=4))
-    target = told[0].target
+    target = works[0].target
     assert (target.start_token, target.end_token) == (4, 9)
     assert target.decode == WorkerRef("decode-0", "ff")
     assert target.handoff_endpoint == "127.0.0.1:1"
@@ -225,7 +225,9 @@ async def test_the_deadline_ends_a_task_and_the_engines_work(telemetry: Telemetr
     assert quiet.is_set()
 
 
-async def test_cancelling_reports_only_after_the_engine_is_quiet(telemetry: Telemetry) -> None:
+async def test_a_cancelled_task_is_reported_after_the_engine_has_stopped(
+    telemetry: Telemetry,
+) -> None:
     order: list[str] = []
 
     async def slow(work: PrefillWork) -> PrefillOutcome:
@@ -270,7 +272,7 @@ async def test_no_more_tasks_run_than_there_are_slots(telemetry: Telemetry) -> N
         ({"start_token": 3}, "start_token"),
     ],
 )
-async def test_nonsense_is_refused_by_field(
+async def test_wrong_fields_are_refused_by_name(
     telemetry: Telemetry, changes: dict[str, object], field: str
 ) -> None:
     done = await worker_of(good, telemetry).run(task(**changes))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A rank's placed regions as arrays over its arena. Pure but for the memory that it looks at."""
+"""A rank's placed regions as arrays over its arena. Pure but for the memory that the arrays refer to."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from headrace_kv.plan.shard_map import heads_held
 
 @dataclass(frozen=True, slots=True)
 class HeldCache:
-    """What one rank holds of one cache group, or some layers of that.
+    """One rank's part of a cache group, or some layers of it.
 
     `layer_ids` and `heads` count in the whole model. `views[i]` is part i with shape [layers,
-    blocks, heads, tokens, words], where a state has one token, and `formulas[i]` says what belongs
-    there.
+    blocks, heads, tokens, words], where a state has one token. `formulas[i]` gives its content.
     """
 
     group: int
@@ -34,7 +33,7 @@ class HeldCache:
     formulas: tuple[PartFormula, ...]
 
     def within(self, layers: range) -> HeldCache | None:
-        """Those of its layers that are among `layers`; None for none."""
+        """The same cache with only those layers that are in `layers`; None when there are none."""
         low = bisect_left(self.layer_ids, layers.start)
         high = bisect_left(self.layer_ids, layers.stop)
         if low == high:
@@ -54,7 +53,7 @@ def held_caches(
     regions: Sequence[Region],
     arena: NDArray[np.uint8],
 ) -> tuple[HeldCache, ...]:
-    """A rank's caches, groups in order, without those of which its stage holds no layer."""
+    """A rank's caches, in the order of the groups, without groups that have no layer on its stage."""
     stage, tp_rank = divmod(rank, layout.tensor_parallel_size)
     stage_layers = layout.layers_of(rank)
     placed: dict[tuple[str, int], Region] = {(one.part, one.layer): one for one in regions}
@@ -86,7 +85,7 @@ def _view(
     first = regions[0]
     steps = np.diff([region.offset_bytes for region in regions])
     if len(steps) and (steps != steps[0]).any():
-        raise InternalError(f"the layers of part {part.name} do not lie at equal distances")
+        raise InternalError(f"the layers of part {part.name} are not at equal distances")
     word = part.word.itemsize
     tokens = 1 if group.kind == STATE else group.block_tokens
     token_stride, word_stride = first.token_stride_bytes, word

@@ -1,4 +1,4 @@
-"""Blocks that had to leave the engine's KV memory, kept in main memory for a while."""
+"""Blocks that were evicted from the engine's KV memory and kept in main memory."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from functools import partial
 from headrace_engine.sim.cache.memory import SimMemory
 from headrace_engine.sim.model.model import WordArray
 
-Content = tuple[WordArray, ...]
-"""A block's bytes, a copy for each array of the KV memory that holds a part of it."""
+BlockContent = tuple[WordArray, ...]
+"""A block's bytes: a copy for each array of the KV memory that holds a part of it."""
 
 
 class HostTier:
-    """Up to `count` blocks by their prefix, those that came first given up first.
+    """Up to `count` blocks by their prefix; the oldest is evicted first.
 
     `save` copies a block out of KV memory and `restore` back into it.
     """
@@ -22,41 +22,41 @@ class HostTier:
     def __init__(
         self,
         count: int,
-        save: Callable[[int], Content],
-        restore: Callable[[int, Content], None],
+        save: Callable[[int], BlockContent],
+        restore: Callable[[int, BlockContent], None],
     ) -> None:
         self._count = count
         self._save = save
         self._restore = restore
-        self._held: OrderedDict[int, Content] = OrderedDict()
+        self._blocks: OrderedDict[int, BlockContent] = OrderedDict()
 
     def __contains__(self, prefix: int) -> bool:
-        return prefix in self._held
+        return prefix in self._blocks
 
-    def keep(self, prefixes: Sequence[int], block_ids: Sequence[int]) -> list[int]:
-        """Copies blocks before they are lost. Returns the prefixes given up for them."""
+    def offload(self, prefixes: Sequence[int], block_ids: Sequence[int]) -> list[int]:
+        """Copies blocks out of KV memory. Returns the prefixes that were evicted for them."""
         for prefix, block in zip(prefixes, block_ids, strict=True):
-            self._held[prefix] = self._save(block)
-            self._held.move_to_end(prefix)
-        return [self._held.popitem(last=False)[0] for _ in range(len(self._held) - self._count)]
+            self._blocks[prefix] = self._save(block)
+            self._blocks.move_to_end(prefix)
+        return [self._blocks.popitem(last=False)[0] for _ in range(len(self._blocks) - self._count)]
 
-    def known(self, prefixes: Sequence[int]) -> list[tuple[int, Content]]:
-        """The longest run of `prefixes` that is here, whatever happens to the tier afterwards."""
-        found: list[tuple[int, Content]] = []
+    def find(self, prefixes: Sequence[int]) -> list[BlockContent]:
+        """The longest run of `prefixes` that is here. Later evictions do not change the result."""
+        found: list[BlockContent] = []
         for prefix in prefixes:
-            content = self._held.get(prefix)
+            content = self._blocks.get(prefix)
             if content is None:
                 break
-            found.append((prefix, content))
+            found.append(content)
         return found
 
-    def restore(self, block: int, content: Content) -> None:
-        """Writes what `known` found into a block of KV memory."""
+    def load(self, block: int, content: BlockContent) -> None:
+        """Writes a result of `find` into a block of KV memory."""
         self._restore(block, content)
 
 
 def open_host_tier(count: int, memory: SimMemory) -> HostTier | None:
-    """One for the blocks of the memory's first group; None when it may keep none."""
+    """A tier for the blocks of the memory's first group; None when `count` is 0."""
     if not count:
         return None
     return HostTier(count, partial(memory.save_block, 0), partial(memory.restore_block, 0))

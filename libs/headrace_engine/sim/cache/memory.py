@@ -1,4 +1,4 @@
-"""The KV memory of a sim engine's ranks: one arena each, laid out as the settings say."""
+"""The KV memory of a sim engine's ranks: one arena each, with the configured layout."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace_engine.sim.cache.arena_views import HeldCache, held_caches
-from headrace_engine.sim.model.mix import WORD_MASK, U64Array, mix_int
+from headrace_engine.sim.model.bit_mixer import WORD_MASK, U64Array, mix_int
 from headrace_engine.sim.model.model import SimModel, WordArray
 from headrace_engine.sim.model.settings import SimShape
 from headrace_kv.layout.arena import allocate_arena, suited_alignment_bytes
@@ -16,15 +16,14 @@ from headrace_kv.layout.layout import STATE, KvLayout, RankMemory
 from headrace_kv.plan.regions import PlacedRegions, place_regions
 
 _GROUP_ALIGNMENT_BYTES = 64
-_MOST_HEADS = 1 << 20
+_HEADS_MAX = 1 << 20
 
 
 class SimMemory:
-    """Writes a model's KV and reads it back. Not thread-safe; transports write into it from
-    outside.
+    """Writes a model's KV and reads it back. Not thread-safe. Transports write into it too.
 
-    Blocks that nobody holds are filled with a guard word, which is this memory's own. Block ids by
-    group are in the layout's order.
+    Free blocks are filled with a guard word, which differs between memories. Block ids by group are
+    in the layout's order.
     """
 
     def __init__(self, model: SimModel, shape: SimShape, guard_seed: int) -> None:
@@ -40,14 +39,14 @@ class SimMemory:
             for rank, (placed, arena) in enumerate(zip(self._placed, self._arenas, strict=True))
         )
         self._readings = tuple(_readings(self._held))
-        # By the layers of a step, which are one or all.
+        # The keys are the layers that a step writes at once: one or all.
         self._by_layers: dict[range, tuple[HeldCache, ...]] = {}
         for group, _ in enumerate(self.groups):
             for view in self._views_of(group):
                 view[...] = self._guard.astype(view.dtype)
 
     def layout(self, broadcast_width: int = 1) -> KvLayout:
-        """How the memory lies, for peers, and how many ranks pass equal bytes on to each other."""
+        """The layout for peers. `broadcast_width` ranks copy equal bytes to each other."""
         return KvLayout(
             model=self._model.name(),
             tensor_parallel_size=self._shape.tensor_parallel_size,
@@ -110,10 +109,10 @@ class SimMemory:
         is_first: NDArray[np.bool_],
         pages_by_group: Sequence[U64Array],
     ) -> None:
-        """Takes states from one position on to another, in those of `layers` that keep them.
+        """Advances states from one position to another, in those of `layers` that keep them.
 
-        What was wrong in a page stays wrong by as much. Where `is_first`, there is no position
-        before and the page's content is not looked at. Shapes [states].
+        An error in a page stays in it unchanged. Where `is_first`, there is no earlier position and
+        the page's content is not read. Shapes [states].
         """
         for held in self._touched(layers):
             if not held.is_state:
@@ -128,8 +127,7 @@ class SimMemory:
                 states[:, pages] = moved.transpose(1, 0, 2, 3)
 
     def digest(self, block_ids_by_group: Sequence[Sequence[int]], token_count: int) -> int:
-        """Reads the KV of `token_count` tokens back, on every rank, layer, head and part, and the
-        states.
+        """Reads the states and the KV of `token_count` tokens, on every rank, layer, head and part.
 
         Equals the model's closed form exactly when every byte is right and copies of a head agree.
         """
@@ -146,7 +144,7 @@ class SimMemory:
             by_head = sums.sum(axis=(0, 2), dtype=np.uint64).tolist()
             for head, value in zip(head_names, by_head, strict=True):
                 first = first_copies.setdefault(head, value)
-                # Zero for a copy that agrees, so that the digest does not depend on the number of ranks.
+                # An equal copy adds 0, so that the digest does not depend on the number of ranks.
                 if value != first:
                     total += mix_int(value - first)
         return (total + sum(first_copies.values())) & WORD_MASK
@@ -171,22 +169,22 @@ class SimMemory:
         return selected, weights.reshape(len(used), size)
 
     def fill_guard(self, group: int, block_ids: Sequence[int]) -> None:
-        """Overwrites blocks of a group that nobody holds any more."""
+        """Overwrites freed blocks of a group with the guard word."""
         if block_ids:
             for view in self._views_of(group):
                 view[:, list(block_ids)] = self._guard.astype(view.dtype)
 
     def save_block(self, group: int, block: int) -> tuple[WordArray, ...]:
-        """A copy of everything that a block of a group holds, on all ranks."""
+        """A copy of a block's content on all ranks."""
         return tuple(view[:, block].copy() for view in self._views_of(group))
 
     def restore_block(self, group: int, block: int, content: Sequence[WordArray]) -> None:
-        """Writes what `save_block` returned into a block of the same group."""
+        """Writes a result of `save_block` into a block of the same group."""
         for view, saved in zip(self._views_of(group), content, strict=True):
             view[:, block] = saved
 
     def guard_violations(self, group: int, block_ids: Sequence[int]) -> tuple[int, ...]:
-        """Those of the given free blocks of a group that somebody wrote to."""
+        """Those of the given free blocks of a group that were written to."""
         ids = np.asarray(block_ids, np.intp)
         touched = np.zeros(len(ids), bool)
         for view in self._views_of(group):
@@ -196,8 +194,10 @@ class SimMemory:
     def invert_byte(
         self, rank: int, layer: int, part: str, block: int, head: int, token: int, byte: int
     ) -> None:
-        """Makes one byte wrong: `layer` of the model, `head` within the rank, `token` within the
-        block, 0 in a state, and `byte` within the token's part. An empty `part` is the first.
+        """Inverts one byte.
+
+        `layer` counts in the model, `head` in the rank, `token` in the block (0 in a state), and
+        `byte` in the token's part. An empty `part` is the first.
         """
         for held in self._held[rank]:
             if layer in held.layer_ids:
@@ -215,7 +215,7 @@ class SimMemory:
                     yield from held.views
 
     def _touched(self, layers: range) -> tuple[HeldCache, ...]:
-        """What the ranks hold of some layers."""
+        """The parts of the ranks' caches that belong to some layers."""
         found = self._by_layers.get(layers)
         if found is None:
             parts = (held.within(layers) for rank in self._held for held in rank)
@@ -224,7 +224,7 @@ class SimMemory:
 
 
 _Reading = tuple[int, WordArray, U64Array, range]
-"""A group, one part of it on one rank, its weights, and numbers that its heads' copies share."""
+"""A group, one part of it on one rank, its weights, and ids that copies of a head share."""
 
 
 def _readings(held_by_rank: Sequence[Sequence[HeldCache]]) -> Iterator[_Reading]:
@@ -232,7 +232,7 @@ def _readings(held_by_rank: Sequence[Sequence[HeldCache]]) -> Iterator[_Reading]
     for held in (one for rank in held_by_rank for one in rank):
         for part, (view, formula) in enumerate(zip(held.views, held.formulas, strict=True)):
             at = (held.stage, held.group, part)
-            first = first_names.setdefault(at, len(first_names) * _MOST_HEADS)
+            first = first_names.setdefault(at, len(first_names) * _HEADS_MAX)
             names = range(first + held.heads.start, first + held.heads.stop)
             yield held.group, view, formula.weights, names
 

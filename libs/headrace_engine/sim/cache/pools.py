@@ -1,4 +1,4 @@
-"""The blocks and pages that requests hold, over all cache groups."""
+"""The blocks and state pages that requests hold, over all cache groups."""
 
 from __future__ import annotations
 
@@ -7,23 +7,21 @@ from collections.abc import Sequence as Items
 from functools import partial
 from math import lcm
 
-import numpy as np
-
-from headrace_engine.prefix.announcer import PrefixAnnouncer
-from headrace_engine.sim.cache.announcements import Announcements
+from headrace_engine.prefix.event_publisher import PrefixEventPublisher
 from headrace_engine.sim.cache.blocks import BlockPool
-from headrace_engine.sim.cache.host_tier import Content, HostTier
+from headrace_engine.sim.cache.cache_events import CacheEventReporter
+from headrace_engine.sim.cache.host_tier import BlockContent, HostTier
 from headrace_engine.sim.request.sequence import Sequence
 from headrace_kv.layout.layout import STATE, CacheGroup
 from headrace_kv.prefix.events import Tier
 
 
 class CachePools:
-    """One pool per group: a request gets all that it needs of every group, or nothing.
+    """One pool per group. A request gets all that it needs of every group, or nothing.
 
-    `on_cleared(group, block_ids)` is told of blocks whose content is worth nothing any more,
-    `prefix_events` of the blocks of the first group, which keeps tokens, that can be found. Those that
-    have to leave go to `host`, of which a cache with one group only may have one.
+    `on_cleared(group, block_ids)` gets blocks with void content. The cached blocks of the first
+    group, which keeps tokens, are reported to `prefix_events`. Evicted blocks go to `host`, which only
+    a cache with a single group may have.
     """
 
     def __init__(
@@ -31,17 +29,17 @@ class CachePools:
         groups: tuple[CacheGroup, ...],
         block_counts: tuple[int, ...],
         on_cleared: Callable[[int, Items[int]], None],
-        prefix_events: PrefixAnnouncer,
+        prefix_events: PrefixEventPublisher,
         host: HostTier | None = None,
     ) -> None:
         self._groups = groups
         self._host = host
-        self._announcements = Announcements(prefix_events)
+        self._reporter = CacheEventReporter(prefix_events)
         self._pools = tuple(
             BlockPool(
                 count,
                 partial(on_cleared, index),
-                self._leave_memory if index == 0 else None,
+                self._offload if index == 0 else None,
             )
             for index, count in enumerate(block_counts)
         )
@@ -50,7 +48,7 @@ class CachePools:
 
     @property
     def available_count(self) -> int:
-        """Blocks and pages that nobody holds."""
+        """Blocks and pages that no request holds."""
         return sum(pool.available_count for pool in self._pools)
 
     @property
@@ -58,82 +56,85 @@ class CachePools:
         """Blocks and pages that requests hold."""
         return sum(pool.count - pool.available_count for pool in self._pools)
 
-    def forget(self) -> bool:
-        """Gives up every known prefix of every group; False when a request holds blocks."""
+    def reset_cache(self) -> bool:
+        """Evicts every cached prefix of every group; False when a request holds blocks."""
         if self.held_count:
             return False
         for pool in self._pools:
-            pool.forget()
+            pool.evict_idle()
         return True
 
     def free_ids_by_group(self) -> tuple[tuple[int, ...], ...]:
-        """Blocks that hold nothing."""
+        """Blocks with neither a holder nor a cached prefix."""
         return tuple(pool.free_ids() for pool in self._pools)
 
-    def place(self, sequence: Sequence) -> bool:
-        """Gives a request its blocks, known ones first; False when there are too few."""
-        placed = self._known_blocks(sequence)
-        known_tokens = len(placed[0]) * self._groups[0].block_tokens
-        kept = self._kept_blocks(sequence, known_tokens)
-        for pool, block_ids in zip(self._pools, placed, strict=True):
-            pool.hold(block_ids)
-        for group, pool, block_ids in zip(self._groups, self._pools, placed, strict=True):
-            fresh = pool.take(group.blocks_between(0, sequence.capacity) - len(block_ids))
+    def allocate(self, sequence: Sequence) -> bool:
+        """Gives a request its blocks, cached ones first; False when there are too few."""
+        block_ids_by_group = self._cached_blocks(sequence)
+        size = self._groups[0].block_tokens
+        first_loaded = len(block_ids_by_group[0])
+        contents = self._host_blocks(sequence, first_loaded)
+        for pool, block_ids in zip(self._pools, block_ids_by_group, strict=True):
+            pool.share(block_ids)
+        for group, pool, block_ids in zip(
+            self._groups, self._pools, block_ids_by_group, strict=True
+        ):
+            fresh = pool.allocate(group.blocks_between(0, sequence.capacity) - len(block_ids))
             if fresh is None:
-                for holding, given_up in zip(self._pools, placed, strict=True):
-                    holding.release(given_up)
+                for each, held in zip(self._pools, block_ids_by_group, strict=True):
+                    each.free(held)
                 return False
             block_ids.extend(fresh)
-        sequence.block_ids_by_group = tuple(tuple(block_ids) for block_ids in placed)
-        sequence.block_tables = tuple(np.asarray(block_ids, np.uint64) for block_ids in placed)
-        sequence.copied = len(kept) * self._groups[0].block_tokens
-        sequence.cached = sequence.computed = known_tokens + sequence.copied
-        self._copy_back(sequence, known_tokens, kept)
+        cached_blocks = first_loaded + len(contents)
+        sequence.blocks_allocated(
+            tuple(tuple(block_ids) for block_ids in block_ids_by_group),
+            cached_tokens=cached_blocks * size,
+            loaded_tokens=len(contents) * size,
+        )
+        self._load(sequence, first_loaded, contents)
         return True
 
-    def _kept_blocks(self, sequence: Sequence, known_tokens: int) -> list[tuple[int, Content]]:
-        """What main memory knows of the prompt after its first `known_tokens`."""
+    def _host_blocks(self, sequence: Sequence, start_block: int) -> list[BlockContent]:
+        """The prompt's blocks from `start_block` on that are in main memory."""
         if self._host is None:
             return []
         size = self._groups[0].block_tokens
         reusable = sequence.reusable_tokens(self._keeps_state)
-        return self._host.known(sequence.prefixes(size, reusable)[known_tokens // size :])
+        return self._host.find(sequence.prefixes(size, reusable)[start_block:])
 
-    def _copy_back(
-        self, sequence: Sequence, known_tokens: int, kept: Items[tuple[int, Content]]
-    ) -> None:
-        if self._host is None or not kept:
+    def _load(self, sequence: Sequence, start_block: int, contents: Items[BlockContent]) -> None:
+        if self._host is None or not contents:
             return
+        end_block = start_block + len(contents)
+        block_ids = sequence.block_ids_by_group[0][start_block:end_block]
+        for block, content in zip(block_ids, contents, strict=True):
+            self._host.load(block, content)
         size = self._groups[0].block_tokens
-        first = known_tokens // size
-        block_ids = sequence.block_ids_by_group[0][first : first + len(kept)]
-        for block, (_, content) in zip(block_ids, kept, strict=True):
-            self._host.restore(block, content)
-        self.publish(sequence, known_tokens, known_tokens + len(kept) * size)
+        self.register(sequence, start_block * size, end_block * size)
 
-    def _leave_memory(self, prefixes: Items[int], block_ids: Items[int]) -> None:
-        """Blocks are needed for something else: main memory keeps what they hold, if there is some."""
+    def _offload(self, prefixes: Items[int], block_ids: Items[int]) -> None:
+        """Saves evicted blocks in main memory, if there is a tier for them, and reports the changes."""
         if self._host is not None:
             fresh = [prefix for prefix in prefixes if prefix not in self._host]
-            given_up = self._host.keep(prefixes, block_ids)
-            self._announcements.kept(fresh)
-            self._announcements.forgotten(given_up, Tier.HOST)
-        self._announcements.forgotten(prefixes)
+            evicted = self._host.offload(prefixes, block_ids)
+            self._reporter.blocks_offloaded(fresh)
+            self._reporter.blocks_evicted(evicted, Tier.HOST)
+        self._reporter.blocks_evicted(prefixes)
 
-    def _known_blocks(self, sequence: Sequence) -> list[list[int]]:
-        """Blocks of the prompt's beginning that every group of tokens knows."""
+    def _cached_blocks(self, sequence: Sequence) -> list[list[int]]:
+        """Blocks of the longest prefix of the prompt that every group of tokens has cached."""
         reusable = sequence.reusable_tokens(self._keeps_state)
         found: list[list[int]] = []
         for group, pool in zip(self._groups, self._pools, strict=True):
-            known: list[int] = []
+            cached: list[int] = []
             if group.kind != STATE:
-                known = pool.cached(sequence.prefixes(group.block_tokens, reusable))
-                reusable = min(reusable, len(known) * group.block_tokens)
-            found.append(known)
+                cached = pool.find_cached(sequence.prefixes(group.block_tokens, reusable))
+                reusable = min(reusable, len(cached) * group.block_tokens)
+            found.append(cached)
         reusable -= reusable % self._span_tokens
         return [
-            known[: reusable // (group.block_tokens or 1)]
-            for group, known in zip(self._groups, found, strict=True)
+            cached[: reusable // (group.block_tokens or 1)]
+            for group, cached in zip(self._groups, found, strict=True)
         ]
 
     def blocks_between(
@@ -150,23 +151,23 @@ class CachePools:
             for group, block_ids in zip(self._groups, sequence.block_ids_by_group, strict=True)
         )
 
-    def publish(self, sequence: Sequence, start_token: int, end_token: int) -> None:
-        """Makes the blocks findable that tokens [start_token, end_token) completed."""
+    def register(self, sequence: Sequence, start_token: int, end_token: int) -> None:
+        """Caches the blocks that tokens [start_token, end_token) completed."""
         for pool_index, (group, pool, block_ids) in enumerate(
             zip(self._groups, self._pools, sequence.block_ids_by_group, strict=True)
         ):
             if group.kind == STATE:
                 continue
             size = group.block_tokens
-            fresh = [
+            cached = [
                 index
                 for index in range(start_token // size, end_token // size)
-                if pool.publish(block_ids[index], int(sequence.hashes[(index + 1) * size - 1]))
+                if pool.register(block_ids[index], int(sequence.hashes[(index + 1) * size - 1]))
             ]
             if pool_index == 0:
-                self._announcements.stored(sequence, fresh)
+                self._reporter.blocks_cached(sequence, cached)
 
-    def release(self, sequence: Sequence) -> None:
+    def free(self, sequence: Sequence) -> None:
         """Takes the request's hold from its blocks."""
         for pool, block_ids in zip(self._pools, sequence.block_ids_by_group, strict=False):
-            pool.release(block_ids)
+            pool.free(block_ids)

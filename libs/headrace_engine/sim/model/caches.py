@@ -1,4 +1,4 @@
-"""What the sim model keeps of a prompt: caches per token and states per request, as data. Pure."""
+"""The sim model's caches per token and states per request, as data. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from headrace_kv.layout.layout import STATE, TOKEN_OUTER, CacheGroup, GroupKind, Part
 
 TOKEN_INNER: Final = "token_inner"
-"""An opaque block_format: the tokens of a (block, head) lie innermost, so that none is in one piece."""
+"""An opaque block_format: tokens are the innermost dimension, so no token is contiguous."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class SimPart:
 
 @dataclass(frozen=True, slots=True)
 class SimCache:
-    """A cache group without what depends on the worker."""
+    """The part of a cache group that does not depend on the worker."""
 
     name: str
     kind: GroupKind
@@ -50,9 +50,7 @@ class SimCache:
         return sum(part.nbytes for part in self.parts)
 
     def group(self, block_tokens: int, block_format: str) -> CacheGroup:
-        """The group of a worker with blocks of `block_tokens`; a state has neither blocks nor
-        block_format.
-        """
+        """The group of a worker with blocks of `block_tokens`. A state ignores both arguments."""
         is_state = self.kind == STATE
         block_format = TOKEN_OUTER if is_state else block_format
         tokens = 1 if block_format == TOKEN_OUTER else block_tokens
@@ -72,9 +70,9 @@ class SimCache:
 def spread_caches(
     kinds: Sequence[tuple[str, GroupKind, int, int, tuple[SimPart, ...]]],
 ) -> tuple[SimCache, ...]:
-    """Caches of (name, kind, layer count, heads, parts), their layers dealt evenly among each other.
+    """Caches of (name, kind, layer count, heads, parts), with the layers of all kinds alternating evenly.
 
-    Kinds without layers are left out.
+    Kinds without layers are omitted.
     """
     turns = sorted(
         ((2 * index + 1) / count, number)

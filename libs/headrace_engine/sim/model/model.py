@@ -1,9 +1,9 @@
-"""A model whose KV cache and output have a closed form.
+"""A model with a closed form for its KV cache and output.
 
-The KV bytes of a position are a function of the tokens up to it, the cache, part, layer and head; a
-state is the same function of the last position. The next token is a function of all bytes of the
-context: a weighted sum with odd weights, so that one wrong byte always changes the sum. An engine
-computes that sum from memory; `SimModel.expected_tokens` computes it from the tokens alone.
+The KV bytes of a position are a function of the tokens up to it, the cache, part, layer and head. A
+state is the same function of the last position. The next token is a function of the digest: a sum
+over all bytes of the context. Its weights are odd, so one wrong byte always changes it. An engine
+computes the digest from memory; `SimModel.expected_tokens` computes it from the tokens alone.
 """
 
 from __future__ import annotations
@@ -16,8 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace_engine.interface import Sampling
+from headrace_engine.sim.model.bit_mixer import (
+    WORD_MASK,
+    U64Array,
+    counted_words,
+    mix_int,
+    mix_words,
+)
 from headrace_engine.sim.model.caches import SimCache, SimPart
-from headrace_engine.sim.model.mix import WORD_MASK, U64Array, counted_words, mix_int, mix_words
 from headrace_engine.sim.model.sampling import choose_token
 from headrace_engine.sim.model.settings import SimSettings
 from headrace_kv.layout.layout import STATE
@@ -44,7 +50,7 @@ class PartFormula:
 
     @classmethod
     def of(cls, cache: SimCache, part: SimPart, number: int) -> PartFormula:
-        """That of a cache's part, the `number`th of the model."""
+        """The formula of a cache's part, the `number`th of the model."""
         shape = (len(cache.layers), cache.heads, part.word_count)
         size = int(np.prod(shape))
         further = number * _FURTHER_SEEDS
@@ -53,7 +59,7 @@ class PartFormula:
         return cls(part.word, salts.reshape(shape), weights.reshape(shape))
 
     def part(self, layers: slice, heads: slice = slice(None)) -> PartFormula:
-        """That of some layers and heads."""
+        """The formula of some layers and heads."""
         return PartFormula(self.word, self.salts[layers, heads], self.weights[layers, heads])
 
     def words(self, hashes: U64Array) -> WordArray:
@@ -62,7 +68,7 @@ class PartFormula:
         return mixed.astype(self.word, copy=False)
 
     def digests(self, hashes: U64Array) -> U64Array:
-        """What each position's words add to the digest, but for its own weight. Shape [positions]."""
+        """Each position's sum for the digest, without the position's weight. Shape [positions]."""
         words: U64Array = self.words(hashes).astype(np.uint64, copy=False)
         words *= self.weights
         digests: U64Array = words.sum(axis=(1, 2, 3), dtype=np.uint64)
@@ -70,7 +76,7 @@ class PartFormula:
 
 
 class SimModel:
-    """`formulas[i]` holds those of the parts of `caches[i]`."""
+    """`formulas[i]` are the formulas of the parts of `caches[i]`."""
 
     def __init__(self, settings: SimSettings) -> None:
         self.caches = settings.caches
@@ -87,33 +93,29 @@ class SimModel:
         self._position_weights = np.empty(0, np.uint64)
 
     def prefix_sums(self, token_ids: Sequence[int], start: int = 0, base: int = 0) -> U64Array:
-        """Running sums over tokens from position `start`, given the sum `base` before it. Shape
-        [tokens].
-        """
+        """Running sums over tokens from position `start`, after the sum `base`. Shape [tokens]."""
         tokens = np.asarray(token_ids, np.uint64)
         positions = counted_words(len(token_ids), _TOKEN_SEED, start)
         terms = mix_words(positions ^ mix_words(tokens + np.uint64(1)))
         return np.cumsum(terms, dtype=np.uint64) + np.array([base], np.uint64)
 
     def prefix_hashes(self, token_ids: Sequence[int]) -> U64Array:
-        """A hash for each position, of all tokens up to and with it. Shape [tokens]."""
+        """A hash for each position, of all tokens up to and including it. Shape [tokens]."""
         return mix_words(self.prefix_sums(token_ids))
 
     def position_weights(self, count: int) -> U64Array:
-        """Odd weights of positions 0 to `count`; the array is shared and must not be written. Shape
-        [count].
-        """
+        """Odd weights of positions 0 to `count`, in a shared array: do not write. Shape [count]."""
         if len(self._position_weights) < count:
             size = max(count, 2 * len(self._position_weights))
             self._position_weights = counted_words(size, _POSITION_SEED) | np.uint64(1)
         return self._position_weights[:count]
 
     def expected_digest(self, hashes: U64Array) -> int:
-        """The digest of an intact context whose positions have these hashes."""
+        """The digest of an intact context, from the hashes of its positions."""
         return (self._tokens_digest(hashes, 0) + self._state_digest(hashes)) & WORD_MASK
 
     def _tokens_digest(self, hashes: U64Array, start: int) -> int:
-        """What positions from `start` with these hashes add."""
+        """The sum for positions from `start`, from their hashes."""
         weights = self.position_weights(start + len(hashes))[start:]
         total = 0
         for first in range(0, len(hashes), _CLOSED_FORM_POSITIONS):
@@ -125,7 +127,7 @@ class SimModel:
         return total & WORD_MASK
 
     def _state_digest(self, hashes: U64Array) -> int:
-        """What the states after the last of some positions add."""
+        """The sum for the states after the last position."""
         return sum(
             int(formula.digests(hashes[-1:])[0])
             for cache, formulas in zip(self.caches, self.formulas, strict=True)
@@ -136,9 +138,9 @@ class SimModel:
     def expected_tokens(
         self, prompt: Sequence[int], count: int, sampling: Sampling = GREEDY
     ) -> tuple[int, ...]:
-        """The answer of `count` tokens, or less when a stop token, which is included, comes first.
+        """The answer of `count` tokens, or up to and including a stop token.
 
-        `sampling` must be greedy or have a seed; its max_tokens is not looked at.
+        `sampling` must be greedy or have a seed. Its max_tokens is ignored.
         """
         sums = self.prefix_sums(prompt)
         hashes = mix_words(sums)
@@ -159,5 +161,5 @@ class SimModel:
         return tuple(answer)
 
     def name(self) -> str:
-        """Identity of the weights: equal names and layouts give equal KV bytes and answers."""
+        """Identifies the weights: equal names and layouts give equal KV bytes and answers."""
         return f"sim-{mix_int(self.vocabulary):016x}"

@@ -1,6 +1,4 @@
-"""Chooses a token from the digest of a KV cache. Pure: the same digest, sampling and history give
-the same token.
-"""
+"""Chooses a token from the digest of a KV cache. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headrace_engine.interface import Sampling, TokenLogprobs
-from headrace_engine.sim.model.mix import mix_int
+from headrace_engine.sim.model.bit_mixer import mix_int
 
 _CANDIDATES = 32
 _TOP_SCORE = 16.0
@@ -18,7 +16,7 @@ _WORD = float(1 << 64)
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A token, and its logprobs if they were asked for."""
+    """A token, and its logprobs if they were requested."""
 
     token_id: int
     logprobs: TokenLogprobs | None
@@ -27,7 +25,7 @@ class Choice:
 def choose_token(
     digest: int, vocabulary: int, sampling: Sampling, prompt: Sequence[int], answer: Sequence[int]
 ) -> Choice:
-    """The token after `prompt` and `answer`, whose KV cache has `digest`.
+    """The token after `prompt` and `answer`, given the `digest` of their KV cache.
 
     With a temperature, `sampling.seed` must be set. Logprobs are those of the model, before
     penalties and temperature.
@@ -107,10 +105,10 @@ def _drawn(order: list[int], scores: list[float], sampling: Sampling, share: flo
             break
         mass += weight
         kept += 1
-    mark, passed = share * mass, 0.0
+    target, passed = share * mass, 0.0
     for index, weight in zip(order[:kept], weights, strict=False):
         passed += weight
-        if mark < passed:
+        if target < passed:
             return index
     return order[kept - 1]
 

@@ -1,4 +1,4 @@
-"""Settings of the sim engine, as its model name carries them."""
+"""Settings of the sim engine, which are part of its model name."""
 
 from __future__ import annotations
 
@@ -24,26 +24,36 @@ _ORDERS: dict[str, tuple[Dimension, ...]] = {"hnd": HEAD_OUTER, "nhd": TOKENS_OU
 
 @dataclass(frozen=True)
 class SimSettings:
-    """What a model named "sim:layers=4,heads=4" is like; each field may be given so.
+    """The settings that a model named "sim:layers=4,heads=4" gives; each field may be given so.
 
-    The model. `layers`, `heads`: of attention; one head is held by every rank, as in MLA.
-    `head_bytes`: KV bytes of one head and token, a multiple of 8. `vocabulary`: token ids are below
-    it. `context`: longest prompt and answer together. `prefill_s_per_token`: time of one prompt
-    token over all layers. `decode_step_s`: time of one decode step over all layers. `layer_s`:
-    added to every layer of every step. `parts`: arrays of attention's cache instead of one of
-    head_bytes, each "name:bytes" or "name:bytes:dtype" for one head and token, as in
-    "k:16:int8/v:16:int8/scale:4:float32" or "nope:32/rope:8". `index_layers`: layers of a second
-    cache with blocks of its own, such as a sparse attention's index, with `index_heads` and
-    `index_parts`. `state_layers`: layers that keep one page per request, such as convolution and
-    SSM states, with `state_heads` and `state_parts`. Layers of all three are dealt evenly.
+    The model:
+    - `layers`, `heads`: of attention. One head is replicated on every rank, as in MLA.
+    - `head_bytes`: KV bytes of one head and token, a multiple of 8.
+    - `vocabulary`: token ids are below it.
+    - `context`: most tokens of prompt and answer together.
+    - `prefill_s_per_token`: seconds of one prompt token over all layers.
+    - `decode_step_s`: seconds of one decode step over all layers.
+    - `layer_s`: seconds added to every layer of every step.
+    - `parts`: arrays of attention's cache instead of one of head_bytes. Each is "name:bytes" or
+      "name:bytes:dtype" for one head and token, as in "k:16:int8/v:16:int8/scale:4:float32".
+    - `index_layers`: layers of a second cache with blocks of its own, such as a sparse attention's
+      index, with `index_heads` and `index_parts`.
+    - `state_layers`: layers that keep one page per request, such as convolution and SSM states, with
+      `state_heads` and `state_parts`.
 
-    The worker, which prefill and decode may set differently. `order`: how blocks lie, "hnd", "nhd"
-    or all dimensions from the outermost in, as in "block/layer/part/head/token". `block_format`:
-    "token_outer", or "token_inner" for blocks that can only be copied whole; then both sides need
-    the same one. `index_block_tokens`: tokens of one block of the index; 0 for block_tokens.
-    `stages`: pipeline stages, each with tensor_parallel_size ranks. `host_blocks`: blocks that are
-    kept in main memory when they have to leave KV memory, of a model that has nothing but attention;
-    `host_copy_s_per_token`: time that copying them back takes, instead of computing them.
+    Layers of all three kinds alternate evenly.
+
+    The worker; prefill and decode may differ in these:
+    - `order`: the dimensions of a block: "hnd", "nhd", or all from the outermost to the innermost, as
+      in "block/layer/part/head/token".
+    - `block_format`: "token_outer", or "token_inner" for blocks that can only be copied whole. Both
+      sides need the same one.
+    - `index_block_tokens`: tokens of one block of the index; 0 for block_tokens.
+    - `stages`: pipeline stages, each with tensor_parallel_size ranks.
+    - `host_blocks`: evicted blocks that are kept in main memory, of a model with attention only.
+    - `host_copy_s_per_token`: seconds that copying them back takes.
+    - `clock`: the path of a Unix socket where a test advances the time of computing by hand, see
+      clock_control. Without it, computing takes real time.
     """
 
     layers: int = 2
@@ -67,6 +77,7 @@ class SimSettings:
     stages: int = 1
     host_blocks: int = 0
     host_copy_s_per_token: float = 0.0
+    clock: str = ""
 
     @cached_property
     def caches(self) -> tuple[SimCache, ...]:
@@ -109,9 +120,9 @@ _PART_BYTES = (1, 65536)
 
 @dataclass(frozen=True)
 class SimShape:
-    """Everything about a sim engine that is decided before it starts, validated.
+    """The validated configuration of a sim engine.
 
-    `groups` and `block_counts` go together; `block_tokens` is of the first group.
+    `groups[i]` has `block_counts[i]` blocks. `block_tokens` is of the first group.
     """
 
     settings: SimSettings
@@ -138,7 +149,7 @@ class SimShape:
 
     @property
     def block_counts(self) -> tuple[int, ...]:
-        """Blocks of each group: as many tokens as the first group's, and one page per request."""
+        """Blocks of each group: for as many tokens as in the first group, or one page per request."""
         tokens = self.block_count * self.block_tokens
         return tuple(
             self.max_num_seqs if group.kind == STATE else -(-tokens // group.block_tokens)
@@ -153,14 +164,16 @@ class SimShape:
 
 
 _Fault = tuple[str, object, str]
-"""A field, its value, and what to do about it."""
+"""A wrong field, its value, and the remedy."""
 
 
 def parse_settings(model: str) -> SimSettings:
     """Reads "sim" or "sim:name=value,...". Raises ConfigError naming every wrong field."""
     name, _, text = model.partition(":")
     if name != "sim":
-        raise _refusal([("model", model, 'the sim engine takes "sim" or "sim:layers=4,heads=4"')])
+        raise _config_error(
+            [("model", model, 'the sim engine takes "sim" or "sim:layers=4,heads=4"')]
+        )
     values: dict[str, Any] = {}
     faults: list[_Fault] = []
     kinds = {field.name: type(field.default) for field in fields(SimSettings)}
@@ -179,20 +192,20 @@ def parse_settings(model: str) -> SimSettings:
     if not faults:
         faults += _contradictions(values)
     if faults:
-        raise _refusal(faults)
+        raise _config_error(faults)
     return SimSettings(**values)
 
 
 def _contradictions(values: dict[str, Any]) -> list[_Fault]:
-    """What does not go together, of values that are right by themselves."""
+    """Values that contradict each other, though each is valid by itself."""
     faults: list[_Fault] = []
     settings = SimSettings(**values)
     if settings.head_bytes % 8:
         faults.append(("model.head_bytes", settings.head_bytes, "take a multiple of 8"))
     if "head_bytes" in values and settings.parts:
-        faults.append(("model.head_bytes", settings.head_bytes, "leave it out: parts say it"))
+        faults.append(("model.head_bytes", settings.head_bytes, "omit it: parts give the sizes"))
     if settings.host_blocks and (settings.index_layers or settings.state_layers):
-        remedy = "leave it out: index_layers and state_layers cannot be kept in main memory"
+        remedy = "omit it: index_layers and state_layers cannot be kept in main memory"
         faults.append(("model.host_blocks", settings.host_blocks, remedy))
     if settings.stages > settings.layer_count:
         remedy = f"take 1 to {settings.layer_count}, the number of layers"
@@ -201,10 +214,11 @@ def _contradictions(values: dict[str, Any]) -> list[_Fault]:
 
 
 def _read(key: str, text: str, kind: type) -> object:
-    """A setting's value. Raises ValueError that says what to write."""
+    """A setting's value. Raises ValueError with the remedy."""
     readers: dict[str, Callable[[str], object]] = {
         "order": _order,
         "block_format": _parse_block_format,
+        "clock": _parse_clock,
     }
     if key in readers:
         return readers[key](text)
@@ -253,8 +267,14 @@ def _parse_block_format(text: str) -> str:
     return text
 
 
+def _parse_clock(text: str) -> str:
+    if not text.startswith("/"):
+        raise ValueError("take the absolute path of a Unix socket where a ClockController listens")
+    return text
+
+
 def plan_shape(config: EngineConfig) -> SimShape:
-    """The engine that `config` asks for. Raises ConfigError naming every wrong field."""
+    """The engine that `config` describes. Raises ConfigError naming every wrong field."""
     settings = parse_settings(config.model)
     faults: list[_Fault] = [
         (field, getattr(config, field), f"take {least} or more")
@@ -269,7 +289,7 @@ def plan_shape(config: EngineConfig) -> SimShape:
         if getattr(config, field) < least
     ]
     if faults:
-        raise _refusal(faults)
+        raise _config_error(faults)
     config = replace(config, block_size=config.block_size or BLOCK_TOKENS)
     context = config.max_model_len or settings.context
     block_count = _block_count(config, settings, context)
@@ -290,12 +310,12 @@ def plan_shape(config: EngineConfig) -> SimShape:
         remedy = f"{block_count} blocks hold {capacity} tokens: take more blocks or less context"
         faults.append(("max_model_len", context, remedy))
     if faults:
-        raise _refusal(faults)
+        raise _config_error(faults)
     return shape
 
 
 def _block_count(config: EngineConfig, settings: SimSettings, context: int) -> int:
-    """Blocks as configured, or as many as all ranks' memory holds and requests can use."""
+    """The configured number of blocks, else as many as fit into memory and requests can use."""
     if config.num_gpu_blocks_override:
         return config.num_gpu_blocks_override
     ranks = config.tensor_parallel_size
@@ -311,12 +331,12 @@ def _block_count(config: EngineConfig, settings: SimSettings, context: int) -> i
     affordable = budget // (token_bytes * config.block_size)
     if affordable < 1:
         remedy = "it does not hold one block: take more"
-        raise _refusal([("kv_cache_gib", config.kv_cache_gib, remedy)])
+        raise _config_error([("kv_cache_gib", config.kv_cache_gib, remedy)])
     useful = config.max_num_seqs * -(-context // config.block_size)
     return min(affordable, useful)
 
 
-def _refusal(faults: list[_Fault]) -> ConfigError:
+def _config_error(faults: list[_Fault]) -> ConfigError:
     return ConfigError(
         "; ".join(f"{field} is {value!r}: {remedy}" for field, value, remedy in faults),
         metadata={

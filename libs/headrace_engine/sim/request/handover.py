@@ -9,22 +9,11 @@ from typing import TYPE_CHECKING
 
 from headrace_common.errors import (
     Cancelled,
-    Conflict,
-    DeadlineExceeded,
-    DecodeFull,
-    Draining,
-    DuplicateTransfer,
     HeadraceError,
     InternalError,
-    KvCorrupt,
-    LayoutMismatch,
-    NotFound,
-    ProtocolViolation,
-    RegistryUnavailable,
-    StaleIncarnation,
     TransferFailed,
     TransferTimeout,
-    WorkerGone,
+    from_reason,
 )
 from headrace_kv.handoff.logits import LOGITS_RANK
 from headrace_kv.handoff.messages import LayerRange, LayerSent, SendReport, TransferTarget
@@ -33,45 +22,13 @@ from headrace_kv.layout.layout import KvLayout
 if TYPE_CHECKING:
     from headrace_kv.send.sender import RankSender
 
-_QUIET_LIMIT_S = 120.0
-
-_ERRORS: dict[str, type[HeadraceError]] = {
-    error.reason: error
-    for error in (
-        Cancelled,
-        Conflict,
-        DeadlineExceeded,
-        DecodeFull,
-        Draining,
-        DuplicateTransfer,
-        InternalError,
-        KvCorrupt,
-        LayoutMismatch,
-        NotFound,
-        ProtocolViolation,
-        RegistryUnavailable,
-        StaleIncarnation,
-        TransferFailed,
-        TransferTimeout,
-        WorkerGone,
-    )
-}
-
-
-def error_of_report(report: SendReport) -> HeadraceError:
-    """The error that a failed report stands for."""
-    kind = _ERRORS.get(report.reason, TransferFailed)
-    return kind(
-        f"rank {report.rank}: {report.detail}",
-        metadata={"transfer_id": report.transfer_id, "rank": str(report.rank)},
-    )
+_QUIESCE_LIMIT_S = 120.0
 
 
 class Handover:
-    """Opens, feeds and ends a transfer on every rank, and collects what the ranks report.
+    """Opens, feeds and ends a transfer on every rank, and collects the ranks' reports.
 
-    `quiet` is set once no rank writes any more; `failure` is then the first thing that went wrong,
-    or None.
+    `quiesced` is set once no rank writes any more; `failure` is then the first failure, or None.
     """
 
     def __init__(
@@ -79,7 +36,7 @@ class Handover:
     ) -> None:
         self.target = target
         self.failure: HeadraceError | None = None
-        self.quiet = asyncio.Event()
+        self.quiesced = asyncio.Event()
         self._senders = senders
         self._layout = layout
         self._opened: list[int] = []
@@ -87,48 +44,51 @@ class Handover:
 
     @property
     def failed(self) -> bool:
-        """Whether anything went wrong so far."""
+        """Whether there was a failure so far."""
         return self.failure is not None
 
     async def run(self) -> None:
-        """Waits until every rank is quiet, and stops them when cancelled or out of time.
+        """Opens the transfer, waits until every rank is quiesced, and stops them at the deadline.
 
-        Raises what went wrong. Even a cancellation waits: blocks must not be reused before (I2).
+        Raises the first failure. A cancellation waits too: blocks must not be reused before (I2).
         """
         target = self.target
         try:
+            self._open()
+        except HeadraceError as exc:
+            self.fail(exc)
+        try:
             async with asyncio.timeout(max(0.0, target.deadline_unix_s - time.time())):
-                await self.quiet.wait()
+                await self.quiesced.wait()
         except TimeoutError:
             detail = f"transfer {target.transfer_id} ran out of time"
             self.fail(TransferTimeout(detail, metadata={"transfer_id": target.transfer_id}))
         except asyncio.CancelledError:
-            self.fail(Cancelled("the prefill was given up"))
-            await self._fall_quiet()
+            self.fail(Cancelled("the prefill was cancelled"))
+            await self._wait_quiesced()
             raise
-        await self._fall_quiet()
+        await self._wait_quiesced()
         if self.failure is not None:
             raise self.failure
 
-    async def _fall_quiet(self) -> None:
+    async def _wait_quiesced(self) -> None:
         cancelled = False
-        limit_s = time.monotonic() + _QUIET_LIMIT_S
-        while not self.quiet.is_set():
+        limit_s = time.monotonic() + _QUIESCE_LIMIT_S
+        while not self.quiesced.is_set():
             try:
                 async with asyncio.timeout(max(0.0, limit_s - time.monotonic())):
-                    await self.quiet.wait()
+                    await self.quiesced.wait()
             except asyncio.CancelledError:
                 cancelled = True
             except TimeoutError as exc:
                 raise InternalError(
-                    f"ranks {self._loud_ranks()} did not fall quiet in {_QUIET_LIMIT_S:.0f} s",
+                    f"ranks {self._writing_ranks()} still write after {_QUIESCE_LIMIT_S:.0f} s",
                     metadata={"transfer_id": self.target.transfer_id},
                 ) from exc
         if cancelled:
             raise asyncio.CancelledError
 
-    def open(self) -> None:
-        """Starts the transfer on every rank."""
+    def _open(self) -> None:
         for rank, sender in enumerate(self._senders):
             sender.open(self.target)
             self._opened.append(rank)
@@ -136,10 +96,10 @@ class Handover:
     def push(
         self, layer: int, start_token: int, end_token: int, block_ids: tuple[int, ...]
     ) -> None:
-        """Sends tokens of one layer, whose KV is written, from the ranks that hold it."""
+        """Sends the computed KV of some tokens of one layer, from the ranks that hold it."""
         if self.failed:
             return
-        piece = LayerRange(
+        computed = LayerRange(
             transfer_id=self.target.transfer_id,
             layer=layer,
             start_token=start_token,
@@ -150,7 +110,7 @@ class Handover:
         ranks = self._layout.tensor_parallel_size
         first = self._layout.stage_of(layer) * ranks
         for sender in self._senders[first : first + ranks]:
-            sender.push(piece)
+            sender.push(computed)
 
     def push_logits(self, logits: bytes) -> None:
         """Sends the last token's logits."""
@@ -165,27 +125,26 @@ class Handover:
 
     def fail(self, failure: HeadraceError) -> None:
         """Stops every rank. Only the first failure counts."""
-        if self.failed or self.quiet.is_set():
+        if self.failed or self.quiesced.is_set():
             return
         self.failure = failure
-        for rank in self._opened:
-            if rank not in self._reports:
-                self._senders[rank].stop(self.target.transfer_id, failure.reason, failure.detail)
-        self._check_quiet()
+        for rank in self._writing_ranks():
+            self._senders[rank].stop(self.target.transfer_id, failure.reason, failure.detail)
+        self._check_quiesced()
 
-    def report(self, report: SendReport) -> None:
-        """A rank is quiet."""
+    def rank_quiesced(self, report: SendReport) -> None:
+        """A rank writes no more. Its report may bring the first failure."""
         self._reports[report.rank] = report
         if report.reason and not self.failed:
             self.fail(error_of_report(report))
-        self._check_quiet()
+        self._check_quiesced()
 
-    def _check_quiet(self) -> None:
-        whole = len(self._opened) == len(self._senders) or self.failed
-        if whole and len(self._reports) == len(self._opened):
-            self.quiet.set()
+    def _check_quiesced(self) -> None:
+        all_opened = len(self._opened) == len(self._senders) or self.failed
+        if all_opened and not self._writing_ranks():
+            self.quiesced.set()
 
-    def _loud_ranks(self) -> tuple[int, ...]:
+    def _writing_ranks(self) -> tuple[int, ...]:
         return tuple(rank for rank in self._opened if rank not in self._reports)
 
     @property
@@ -194,7 +153,17 @@ class Handover:
         return sum(report.control_bytes for report in self._reports.values())
 
     def layers_sent(self) -> tuple[tuple[int, LayerSent], ...]:
-        """What every rank sent, as (rank, piece)."""
+        """What every rank sent, as (rank, layer range)."""
         return tuple(
             (rank, sent) for rank, report in sorted(self._reports.items()) for sent in report.layers
         )
+
+
+def error_of_report(report: SendReport) -> HeadraceError:
+    """The error that a failed report stands for."""
+    return from_reason(
+        report.reason,
+        f"rank {report.rank}: {report.detail}",
+        metadata={"transfer_id": report.transfer_id, "rank": str(report.rank)},
+        default=TransferFailed,
+    )

@@ -8,41 +8,50 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from headrace_engine.interface import DecodeTokens, DecodeWork, PrefillWork, Sampling
-from headrace_engine.sim.model.mix import U64Array, mix_words
+from headrace_common.errors import HeadraceError
+from headrace_engine.interface import (
+    DecodeEnded,
+    DecodeTokens,
+    DecodeWork,
+    PrefillWork,
+    Sampling,
+    TokenLogprobs,
+)
+from headrace_engine.sim.model.bit_mixer import U64Array, mix_words
 from headrace_engine.sim.model.model import SimModel
+from headrace_engine.sim.request.event_queue import DecodeEventQueue
 from headrace_engine.sim.request.handover import Handover
-from headrace_engine.sim.request.mailbox import Mailbox
+from headrace_kv.handoff.messages import Reservation
+from headrace_kv.prefix.hashing import CHECKPOINT_BLOCKS, PrefixHasher
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class Generation:
-    """What a decode request has beyond its tokens."""
+    """What only a decode request has."""
 
     sampling: Sampling
     remote_kv: bool
     transferable_tokens: int
-    awaits_first_token: bool = False
-    mailbox: Mailbox = field(default_factory=Mailbox)
+    events: DecodeEventQueue = field(default_factory=DecodeEventQueue)
 
 
 @dataclass(frozen=True, slots=True)
-class FirstToken:
-    """How a prompt that is handed over chooses the first token of its answer, and who is told."""
+class FirstTokenRequest:
+    """How a prefill request chooses the answer's first token, and the callback that gets it."""
 
     sampling: Sampling
-    tell: Callable[[DecodeTokens], None]
+    on_token: Callable[[DecodeTokens], None]
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A prompt and its answer so far; `computed` tokens have their KV in `block_ids_by_group`.
+    """A prompt and its answer so far. Others read its fields, and only its methods change them.
 
-    `hashes` has room for every position that will be computed; those of `tokens` are filled in.
-    Exactly one of `handover` (prefill) and `generation` (decode) is set. `ended` forbids any
-    further work; the blocks are given back when no step works on the sequence and nothing outside
-    reads or writes them. `block_names` are the prefix hashes, as routers know them, of the first
-    blocks. Of the `cached` tokens, `copied` came from main memory, which takes time: `copying`.
+    `computed` tokens have their KV in `block_ids_by_group`. Of these, `cached` were not computed
+    here, and of those `loaded` were copied from main memory. `block_tables` holds the same block ids
+    as arrays. `hashes` has room for every position that needs KV; those of `tokens` are filled.
+    `pushed` tokens were given to the senders. Exactly one of `handover` (prefill) and `generation`
+    (decode) is set. The blocks are in use until `is_releasable`.
     """
 
     transfer_id: str
@@ -52,62 +61,70 @@ class Sequence:
     hash_sum: int
     handover: Handover | None = None
     generation: Generation | None = None
-    first_token: FirstToken | None = None
+    first_token: FirstTokenRequest | None = None
+    awaits_first_token: bool = False
     block_ids_by_group: tuple[tuple[int, ...], ...] = ()
     block_tables: tuple[U64Array, ...] = ()
-    block_names: list[int] = field(default_factory=list)
     cached: int = 0
-    copied: int = 0
-    copying: bool = False
+    loaded: int = 0
     computed: int = 0
     pushed: int = 0
     chunk_count: int = 0
     ended: bool = False
-    in_step: bool = False
     receiving: bool = False
     compute_start_unix_ns: int = 0
     compute_end_unix_ns: int = 0
+    _loading: bool = False
+    _in_step: bool = False
+    _block_hashes: list[int] = field(default_factory=list)
 
     @property
     def capacity(self) -> int:
-        """Positions whose KV the sequence will need at most."""
+        """Positions that need KV at most."""
         return len(self.hashes)
 
     @property
     def pending(self) -> int:
-        """Tokens whose KV is still to be computed."""
+        """Tokens that still need their KV computed."""
         return len(self.tokens) - self.computed
 
     @property
     def is_ready(self) -> bool:
-        """Whether it may be computed: nobody waits for its KV, and nobody has given it up."""
-        if self.ended or self.receiving or self.copying:
+        """Whether a step may compute it: it has not ended or failed, and waits for no KV."""
+        if self.ended or self.receiving or self._loading:
             return False
         return self.handover is None or not self.handover.failed
 
     @property
+    def is_releasable(self) -> bool:
+        """Whether it has ended, and no step, sender or remote rank uses its blocks (I1, I2)."""
+        if not self.ended or self._in_step or self.receiving:
+            return False
+        return self.handover is None or self.handover.quiesced.is_set()
+
+    @property
     def prompt(self) -> list[int]:
-        """The tokens that were asked about."""
+        """The tokens of the prompt."""
         return self.tokens[: self.prompt_count]
 
     @property
     def answer(self) -> list[int]:
-        """The tokens that were generated, here or elsewhere."""
+        """The tokens that were generated, here or by another worker."""
         return self.tokens[self.prompt_count :]
 
     def reusable_tokens(self, keeps_state: bool) -> int:
-        """How many of the prompt's first tokens need not be computed if their KV is known.
+        """How many of the prompt's first tokens need no computing when their KV is cached.
 
-        A token that is to be answered is never among them. A state can only be computed from the
-        first token on, or handed over with one token at least.
+        The last token of a prompt that is decoded here is never among them. A state can only be
+        computed from the first token on, or received with one token at least.
         """
         generation = self.generation
         if generation is None:
             return 0 if keeps_state else self.prompt_count
         if keeps_state:
             return max(0, generation.transferable_tokens - 1) if generation.remote_kv else 0
-        # Whoever makes the first token must be handed the prompt.
-        return generation.transferable_tokens - (1 if generation.awaits_first_token else 0)
+        # A transfer that brings the first token must not be empty.
+        return generation.transferable_tokens - (1 if self.awaits_first_token else 0)
 
     def prefixes(self, block_tokens: int, token_count: int) -> list[int]:
         """Prefix hashes of the full blocks among the first tokens."""
@@ -115,8 +132,98 @@ class Sequence:
         ends: U64Array = self.hashes[block_tokens - 1 : full * block_tokens : block_tokens]
         return [int(value) for value in ends]
 
-    def append(self, token_id: int, model: SimModel) -> None:
-        """Adds a generated token, and its prefix hash if its KV will be needed."""
+    def block_hashes(self, count: int, hasher: PrefixHasher, block_tokens: int) -> list[int]:
+        """The prefix hashes of the first `count` blocks or more, as routers compute them. Do not change."""
+        hashes = self._block_hashes
+        if len(hashes) < count:
+            start = len(hashes) - len(hashes) % CHECKPOINT_BLOCKS
+            tokens = self.tokens[start * block_tokens : count * block_tokens]
+            hashes[start:] = hasher.hashes(tokens, hashes[start - 1] if start else None)
+        return hashes
+
+    def blocks_allocated(
+        self,
+        block_ids_by_group: tuple[tuple[int, ...], ...],
+        *,
+        cached_tokens: int,
+        loaded_tokens: int = 0,
+    ) -> None:
+        """It holds these blocks, and the KV of its first `cached_tokens` is in them."""
+        self.block_ids_by_group = block_ids_by_group
+        self.block_tables = tuple(np.asarray(ids, np.uint64) for ids in block_ids_by_group)
+        self.cached = self.computed = cached_tokens
+        self.loaded = loaded_tokens
+
+    def loading_started(self) -> None:
+        """Its `loaded` tokens are being copied from main memory."""
+        self._loading = True
+
+    def loading_finished(self) -> None:
+        """Its `loaded` tokens may be used."""
+        self._loading = False
+
+    def blocks_reserved(self, reservation: Reservation) -> None:
+        """Its blocks may be written by prefill ranks, unless the reservation is empty."""
+        assert self.generation is not None
+        self.generation.events.put_reservation(reservation)
+        self.receiving = reservation.start_token < reservation.end_token
+
+    def kv_arrived(self) -> None:
+        """The KV of all transferable tokens is in its blocks."""
+        assert self.generation is not None
+        self.receiving = False
+        self.computed = self.generation.transferable_tokens
+
+    def kv_released(self) -> None:
+        """No rank writes into its blocks any more, and its KV is incomplete."""
+        self.receiving = False
+
+    def step_started(self) -> None:
+        """A step computes a chunk of it."""
+        self._in_step = True
+        if not self.chunk_count:
+            self.compute_start_unix_ns = time.time_ns()
+
+    def chunk_computed(self, end_token: int) -> None:
+        """The KV of its tokens below `end_token` is computed."""
+        self.computed = end_token
+        self.chunk_count += 1
+
+    def step_ended(self) -> None:
+        """No step works on it."""
+        self._in_step = False
+
+    def kv_pushed(self, end_token: int) -> None:
+        """The KV of its tokens below `end_token` was given to the senders, in every layer."""
+        self.pushed = max(self.pushed, end_token)
+
+    def prompt_computed(self) -> None:
+        """The whole prompt of a prefill request is computed."""
+        self.compute_end_unix_ns = time.time_ns()
+
+    def first_token_received(self, token_id: int, model: SimModel) -> None:
+        """A prefill worker has chosen the answer's first token, which the caller has already."""
+        self.awaits_first_token = False
+        self._append(token_id, model)
+
+    def first_logits_received(self) -> None:
+        """The answer's first token is chosen from logits, and generated here."""
+        self.awaits_first_token = False
+
+    def token_generated(
+        self, token_id: int, logprobs: TokenLogprobs | None, model: SimModel
+    ) -> None:
+        """Adds a token to the answer and to the events. It ends with a stop token or when it is full."""
+        generation = self.generation
+        assert generation is not None
+        generation.events.put_token(token_id, logprobs)
+        self._append(token_id, model)
+        stopped = token_id in generation.sampling.stop_token_ids
+        if stopped or len(self.tokens) > self.capacity:
+            self.ended = True
+            generation.events.put_end(DecodeEnded(stopped, self.cached))
+
+    def _append(self, token_id: int, model: SimModel) -> None:
         position = len(self.tokens)
         self.tokens.append(token_id)
         if position < self.capacity:
@@ -124,14 +231,29 @@ class Sequence:
             self.hash_sum = int(sums[0])
             self.hashes[position] = mix_words(sums)[0]
 
+    def fail(self, failure: HeadraceError) -> None:
+        """Stops a prefill's senders; ends a decode request with the failure."""
+        if self.handover is not None:
+            self.handover.fail(failure)
+        if self.generation is not None and not self.ended:
+            self.generation.events.put_failure(failure)
+            self.ended = True
+
+    def closed(self) -> None:
+        """Its caller reads nothing more."""
+        self.ended = True
+        # The caller cannot report the end of a transfer into a reservation that it never read.
+        if self.generation is not None and self.generation.events.has_reservation:
+            self.receiving = False
+
 
 def prefill_sequence(
     work: PrefillWork,
     model: SimModel,
     handover: Handover,
-    first_token: FirstToken | None = None,
+    first_token: FirstTokenRequest | None = None,
 ) -> Sequence:
-    """A prompt that is computed and handed over."""
+    """A prompt that is computed and sent."""
     sequence = _sequence(work.target.transfer_id, work.token_ids, len(work.token_ids), model)
     sequence.handover = handover
     sequence.first_token = first_token
@@ -146,9 +268,8 @@ def decode_sequence(
     total = min(work.prompt_tokens + sampling.max_tokens, max_model_len)
     sequence = _sequence(work.transfer_id, work.token_ids, total - 1, model)
     sequence.prompt_count = work.prompt_tokens
-    sequence.generation = Generation(
-        sampling, work.remote_kv, work.transferable_tokens, work.awaits_first_token
-    )
+    sequence.generation = Generation(sampling, work.remote_kv, work.transferable_tokens)
+    sequence.awaits_first_token = work.awaits_first_token
     return sequence
 
 

@@ -1,31 +1,28 @@
-"""Carries out one step: writes KV layer by layer, hands it over, and makes tokens."""
+"""Executes one step: writes KV layer by layer, pushes it to the senders, and generates tokens."""
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Sequence as Items
 
 from headrace_common.errors import InternalError
-from headrace_engine.interface import DecodeEnded, DecodeTokens, Sampling
+from headrace_engine.interface import DecodeTokens, Sampling
 from headrace_engine.sim.cache.memory import SimMemory
 from headrace_engine.sim.cache.pools import CachePools
+from headrace_engine.sim.clock import SimClock
 from headrace_engine.sim.faults import SimFaults
 from headrace_engine.sim.model.logits import digest_of, logits_of
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.sampling import Choice, choose_token
 from headrace_engine.sim.model.settings import SimSettings, SimShape
 from headrace_engine.sim.request.handover import Handover
-from headrace_engine.sim.request.sequence import Generation, Sequence
-from headrace_engine.sim.step.schedule import Chunk
+from headrace_engine.sim.request.sequence import Sequence
+from headrace_engine.sim.step.step_plan import Chunk
 from headrace_engine.sim.step.writes import StepWrites
 from headrace_kv.layout.layout import STATE
 
 
 class Stepper:
-    """Computes chunks; knows nothing of queues. Between its awaits, `in_step` keeps the chunks'
-    blocks held.
-    """
+    """Computes chunks, in the time that the settings say. Requests keep their blocks while a step runs."""
 
     def __init__(
         self,
@@ -33,6 +30,7 @@ class Stepper:
         memory: SimMemory,
         pools: CachePools,
         shape: SimShape,
+        clock: SimClock,
         faults: SimFaults,
     ) -> None:
         self._model = model
@@ -41,12 +39,13 @@ class Stepper:
         self._settings = shape.settings
         self._span_tokens = shape.span_tokens
         self._layout = memory.layout()
+        self._clock = clock
         self._faults = faults
 
     async def run(self, chunks: Items[Chunk]) -> None:
         """Computes the chunks. Raises InternalError where a fault asks for it."""
         for chunk in chunks:
-            chunk.sequence.in_step = True
+            chunk.sequence.step_started()
         try:
             self._raise_fault(chunks)
             await self._compute(chunks)
@@ -54,24 +53,31 @@ class Stepper:
                 self._advance(chunk)
         finally:
             for chunk in chunks:
-                chunk.sequence.in_step = False
+                chunk.sequence.step_ended()
 
     def push_cached(self, sequence: Sequence) -> None:
-        """Hands a prompt's cached beginning over. There is none of a model that keeps states."""
+        """Pushes a prompt's cached prefix. A model that keeps states has none."""
         handover = sequence.handover
         assert handover is not None
         if sequence.computed > sequence.pushed:
             for layer in range(self._model.layer_count):
                 block_ids = sequence.block_ids_by_group[self._layout.group_index(layer)]
                 handover.push(layer, sequence.pushed, sequence.computed, block_ids)
-            sequence.pushed = sequence.computed
+            sequence.kv_pushed(sequence.computed)
         if not sequence.pending:
             self._end_prefill(sequence, handover)
+
+    def generate_from_logits(self, sequence: Sequence, logits: bytes) -> None:
+        """Generates an answer's first token. Raises KvCorrupt when no prefill can have made the logits."""
+        assert sequence.generation is not None
+        digest = digest_of(logits, self._model.vocabulary)
+        choice = self._choose(sequence, sequence.generation.sampling, digest)
+        sequence.token_generated(choice.token_id, choice.logprobs, self._model)
 
     def _raise_fault(self, chunks: Items[Chunk]) -> None:
         for chunk in chunks:
             if not chunk.is_decode and chunk.sequence.chunk_count == self._faults.fail_chunk:
-                raise InternalError(f"chunk {self._faults.fail_chunk} was told to fail")
+                raise InternalError(f"chunk {self._faults.fail_chunk} fails: a fault was injected")
 
     async def _compute(self, chunks: Items[Chunk]) -> None:
         writes = StepWrites(chunks, self._layout.groups)
@@ -79,15 +85,15 @@ class Stepper:
         layer_s = step_layer_s(chunks, self._settings)
         stalls = self._faults.stall_layer is not None and not all(c.is_decode for c in chunks)
         if not layer_s and not stalls and all(c.sequence.handover is None for c in chunks):
-            writes.carry_out(self._memory, range(layers))
+            writes.execute(self._memory, range(layers))
             return
-        due_s = time.monotonic()
+        due_s = self._clock.now_s()
         for layer in range(layers):
-            writes.carry_out(self._memory, range(layer, layer + 1))
+            writes.execute(self._memory, range(layer, layer + 1))
             due_s += layer_s
             if stalls and layer == self._faults.stall_layer:
                 due_s += self._faults.stall_s
-            await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+            await self._clock.sleep_until(due_s)
             for chunk in chunks:
                 self._push(chunk, layer)
 
@@ -110,60 +116,43 @@ class Stepper:
 
     def _advance(self, chunk: Chunk) -> None:
         sequence = chunk.sequence
-        sequence.computed = chunk.end
-        sequence.chunk_count += 1
-        self._pools.publish(sequence, chunk.start, chunk.end)
+        sequence.chunk_computed(chunk.end)
+        self._pools.register(sequence, chunk.start, chunk.end)
         if sequence.handover is not None:
-            sequence.pushed = max(sequence.pushed, self._push_end(chunk))
+            sequence.kv_pushed(self._push_end(chunk))
             if not sequence.pending:
                 self._end_prefill(sequence, sequence.handover)
         elif not sequence.pending and not sequence.ended:
-            assert sequence.generation is not None
-            self._generate(sequence, sequence.generation)
+            self._generate(sequence)
 
     def _end_prefill(self, sequence: Sequence, handover: Handover) -> None:
-        """The prompt is computed; the answer's first token does not wait for what is still to be sent."""
-        sequence.compute_end_unix_ns = time.time_ns()
+        """The prompt is computed. The answer's first token does not wait for the rest of the transfer."""
+        sequence.prompt_computed()
         first = sequence.first_token
         if first is not None and not handover.failed:
-            choice = self._choose(sequence, first.sampling)
+            choice = self._choose(sequence, first.sampling, self._digest(sequence))
             logprobs = () if choice.logprobs is None else (choice.logprobs,)
-            first.tell(DecodeTokens((choice.token_id,), logprobs))
+            first.on_token(DecodeTokens((choice.token_id,), logprobs))
         if handover.target.with_logits and not self._faults.lose_logits:
             handover.push_logits(logits_of(self._digest(sequence), self._model.vocabulary))
         handover.finish()
 
+    def _generate(self, sequence: Sequence) -> None:
+        assert sequence.generation is not None
+        choice = self._choose(sequence, sequence.generation.sampling, self._digest(sequence))
+        sequence.token_generated(choice.token_id, choice.logprobs, self._model)
+
     def _digest(self, sequence: Sequence) -> int:
         return self._memory.digest(sequence.block_ids_by_group, sequence.computed)
 
-    def _choose(self, sequence: Sequence, sampling: Sampling) -> Choice:
-        return self._choice(sequence, sampling, self._digest(sequence))
-
-    def _choice(self, sequence: Sequence, sampling: Sampling, digest: int) -> Choice:
+    def _choose(self, sequence: Sequence, sampling: Sampling, digest: int) -> Choice:
         return choose_token(
             digest, self._model.vocabulary, sampling, sequence.prompt, sequence.answer
         )
 
-    def _generate(self, sequence: Sequence, generation: Generation) -> None:
-        self._say(sequence, generation, self._choose(sequence, generation.sampling))
-
-    def say_first(self, sequence: Sequence, generation: Generation, logits: bytes) -> None:
-        """Makes the first token of an answer from logits. Raises KvCorrupt when they are not what prefill made."""
-        digest = digest_of(logits, self._model.vocabulary)
-        self._say(sequence, generation, self._choice(sequence, generation.sampling, digest))
-
-    def _say(self, sequence: Sequence, generation: Generation, choice: Choice) -> None:
-        sampling = generation.sampling
-        generation.mailbox.put_token(choice.token_id, choice.logprobs)
-        sequence.append(choice.token_id, self._model)
-        stopped = choice.token_id in sampling.stop_token_ids
-        if stopped or len(sequence.tokens) > sequence.capacity:
-            sequence.ended = True
-            generation.mailbox.put_end(DecodeEnded(stopped, sequence.cached))
-
 
 def step_layer_s(chunks: Items[Chunk], settings: SimSettings) -> float:
-    """Time that one layer of a step with these chunks takes."""
+    """Seconds that one layer of a step with these chunks takes."""
     prompt_tokens = sum(chunk.end - chunk.start for chunk in chunks if not chunk.is_decode)
     step_s = prompt_tokens * settings.prefill_s_per_token
     if any(chunk.is_decode for chunk in chunks):

@@ -1,4 +1,4 @@
-"""What one step writes, as arrays over all of its chunks."""
+"""The writes of one step, as arrays over all of its chunks."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace_engine.sim.cache.memory import SimMemory
-from headrace_engine.sim.model.mix import U64Array
-from headrace_engine.sim.step.schedule import Chunk
+from headrace_engine.sim.model.bit_mixer import U64Array
+from headrace_engine.sim.step.step_plan import Chunk
 from headrace_kv.layout.layout import STATE, CacheGroup
 
 
 class StepWrites:
-    """The positions of a step with their hashes and blocks, and the states that it moves on."""
+    """The positions of a step with their hashes and blocks, and the states that it advances."""
 
     def __init__(self, chunks: Items[Chunk], groups: tuple[CacheGroup, ...]) -> None:
         self._positions = np.concatenate(
@@ -24,24 +24,24 @@ class StepWrites:
             [chunk.sequence.hashes[chunk.start : chunk.end] for chunk in chunks]
         )
         self._blocks = tuple(_blocks(chunks, index, group) for index, group in enumerate(groups))
-        self._moves: _Moves | None = None
+        self._advances: _Advances | None = None
         if any(group.kind == STATE for group in groups):
-            self._moves = _moves(chunks)
+            self._advances = _advances(chunks)
 
-    def carry_out(self, memory: SimMemory, layers: range) -> None:
-        """Writes some layers."""
+    def execute(self, memory: SimMemory, layers: range) -> None:
+        """Writes these layers."""
         memory.write(layers, self._hashes, self._positions, self._blocks)
-        if self._moves is not None:
-            memory.advance_states(layers, *self._moves, self._blocks)
+        if self._advances is not None:
+            memory.advance_states(layers, *self._advances, self._blocks)
 
 
-_Moves = tuple[U64Array, U64Array, NDArray[np.bool_]]
-"""Of each state that moves on: the hashes before and after, and whether it has none before."""
+_Advances = tuple[U64Array, U64Array, NDArray[np.bool_]]
+"""Of each advanced state: the hashes before and after, and whether there is none before."""
 
 
-def _moves(chunks: Items[Chunk]) -> _Moves:
+def _advances(chunks: Items[Chunk]) -> _Advances:
     is_first = np.array([chunk.start == 0 for chunk in chunks])
-    # The first chunk of a prompt has no hash before it: which one stands there does not matter.
+    # The first chunk of a prompt has no hash before it; any value will do.
     before = _hashes_at(chunks, [max(0, chunk.start - 1) for chunk in chunks])
     return before, _hashes_at(chunks, [chunk.end - 1 for chunk in chunks]), is_first
 

@@ -15,7 +15,7 @@ import zmq
 import zmq.asyncio
 
 from headrace_common.tasks import end_task, run_forever
-from headrace_engine.prefix.announcer import PrefixAnnouncer
+from headrace_engine.prefix.event_publisher import PrefixEventPublisher
 from headrace_kv.prefix.events import Tier
 from headrace_kv.prefix.hashing import CHECKPOINT_BLOCKS
 
@@ -62,7 +62,7 @@ class VllmPrefixes:
     block that they have copied by its hash alone, which will do for one that is known.
     """
 
-    def __init__(self, events: PrefixAnnouncer) -> None:
+    def __init__(self, events: PrefixEventPublisher) -> None:
         self._events = events
         self._blocks: dict[int | bytes, _Block] = {}
         self._odd_sizes: set[int] = set()
@@ -169,7 +169,7 @@ class VllmPrefixes:
 class KvEventReader:
     """Reads what vLLM publishes until closed. After a loss it starts from nothing."""
 
-    def __init__(self, endpoint: str, events: PrefixAnnouncer) -> None:
+    def __init__(self, endpoint: str, events: PrefixEventPublisher) -> None:
         self._endpoint = endpoint
         self._prefixes = VllmPrefixes(events)
         self._context: zmq.asyncio.Context | None = None

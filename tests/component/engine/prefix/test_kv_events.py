@@ -1,4 +1,4 @@
-"""Real workers announce what they cache, and a real router believes them exactly that much."""
+"""Real workers publish their prefix caches, and a real router credits exactly these blocks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from headrace_common.errors import (
 )
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
-from headrace_engine.prefix import announcer as prefix_announcer
+from headrace_engine.prefix import event_publisher
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.prefix.hashing import key_fingerprint
@@ -50,14 +50,14 @@ async def rig() -> AsyncIterator[EventRig]:
 
 
 @pytest.fixture
-async def hasty_rig() -> AsyncIterator[EventRig]:
-    """Its router bears less silence."""
+async def impatient_rig() -> AsyncIterator[EventRig]:
+    """Its router accepts less silence."""
     rig = EventRig(silence_s=1.5)
     yield rig
     await rig.close()
 
 
-async def test_what_was_cached_before_comes_in_a_snapshot_and_the_rest_as_it_happens(
+async def test_earlier_blocks_come_in_a_snapshot_and_later_ones_as_events(
     rig: EventRig,
 ) -> None:
     random = Random(1)
@@ -69,15 +69,15 @@ async def test_what_was_cached_before_comes_in_a_snapshot_and_the_rest_as_it_hap
     whole, _ = await second.answer(late, max_tokens=31)
     # The answer's last token has no KV.
     await rig.until_cached(table, [*whole, 1, 2], w_0=0, w_1=80)
-    # Only the beginning that is the same counts.
+    # Only the common prefix counts.
     assert rig.cached(table, [*early[:20], *late]) == {"w-0": 16, "w-1": 0}
     assert rig.cached(table, early[:7]) == {"w-0": 0, "w-1": 0}
     assert rig.cached(table, []) == {"w-0": 0, "w-1": 0}
 
 
 @pytest.mark.parametrize("model", ["sim:context=512", "sim:context=512,index_layers=1"])
-async def test_the_credit_is_what_the_engine_finds(rig: EventRig, model: str) -> None:
-    """Over many prompts that share beginnings, on engines that have to give blocks up."""
+async def test_credited_tokens_equal_the_engines_cached_tokens(rig: EventRig, model: str) -> None:
+    """Over many prompts with shared prefixes, on engines that evict blocks."""
     random = Random(2)
     for number in range(2):
         await rig.add(f"w-{number}", model=model, num_gpu_blocks_override=40, seed=number)
@@ -100,7 +100,7 @@ async def test_the_credit_is_what_the_engine_finds(rig: EventRig, model: str) ->
     assert known > 500
 
 
-async def test_another_key_or_block_size_counts_for_nothing_and_is_said_once(
+async def test_another_key_or_block_size_gives_no_credit_and_one_warning(
     rig: EventRig, caplog: pytest.LogCaptureFixture
 ) -> None:
     prompt = random_prompt(Random(4), 50)
@@ -118,7 +118,7 @@ async def test_another_key_or_block_size_counts_for_nothing_and_is_said_once(
     rig.indexes.update([])
     assert not rig.indexes.faults
     caplog.clear()
-    # The registry was started anew with another key: this router joined it afterwards, the workers before.
+    # The registry was restarted with another key after the workers joined, and before this router did.
     rig.key = KEY + 1
     table = rig.follow()
     await eventually(lambda: set(rig.indexes.faults) == {good.ref, odd.ref})
@@ -130,7 +130,7 @@ async def test_another_key_or_block_size_counts_for_nothing_and_is_said_once(
         assert all(f"{fingerprint:08x}" in warning for warning in warnings)
 
 
-async def test_prefill_and_decode_workers_know_what_was_handed_over() -> None:
+async def test_prefill_and_decode_workers_publish_a_transferred_prompt() -> None:
     prompt = random_prompt(Random(3), 67)
     async with pair(decode={"block_size": 16}) as engines:
         rig = EventRig()
@@ -166,7 +166,7 @@ async def test_prefill_and_decode_workers_know_what_was_handed_over() -> None:
             await rig.close()
 
 
-async def test_a_broken_stream_is_taken_up_where_it_broke(rig: EventRig) -> None:
+async def test_a_broken_stream_resumes_where_it_broke(rig: EventRig) -> None:
     random = Random(4)
     before, meanwhile = random_prompt(random, 40), random_prompt(random, 40)
     worker = await rig.add("w-0")
@@ -175,7 +175,7 @@ async def test_a_broken_stream_is_taken_up_where_it_broke(rig: EventRig) -> None
     await rig.until_cached(table, before, w_0=40)
     await worker.cut()
     await worker.answer(meanwhile)
-    # What it said last counts for a while.
+    # Its last events count for a while.
     assert rig.cached(table, before) == {"w-0": 40}
     await worker.serve()
     await rig.until_cached(table, meanwhile, w_0=40)
@@ -183,27 +183,27 @@ async def test_a_broken_stream_is_taken_up_where_it_broke(rig: EventRig) -> None
     assert worker.servicer.requests[-1].since_sequence > 0
 
 
-async def test_a_worker_that_stays_silent_loses_its_credit_and_gets_it_back(
-    hasty_rig: EventRig,
+async def test_a_silent_worker_loses_its_credit_until_it_is_back(
+    impatient_rig: EventRig,
 ) -> None:
     prompt = random_prompt(Random(5), 40)
-    worker = await hasty_rig.add("w-0")
-    table = hasty_rig.follow()
+    worker = await impatient_rig.add("w-0")
+    table = impatient_rig.follow()
     await worker.answer(prompt)
-    await hasty_rig.until_cached(table, prompt, w_0=40)
-    # Heartbeats keep it.
+    await impatient_rig.until_cached(table, prompt, w_0=40)
+    # Heartbeats keep the credit.
     await asyncio.sleep(2.5)
-    assert hasty_rig.cached(table, prompt) == {"w-0": 40}
+    assert impatient_rig.cached(table, prompt) == {"w-0": 40}
     await worker.cut()
     cut_s = time.monotonic()
-    await hasty_rig.until_cached(table, prompt, w_0=0)
+    await impatient_rig.until_cached(table, prompt, w_0=0)
     assert time.monotonic() - cut_s < 4
     await worker.serve()
-    await hasty_rig.until_cached(table, prompt, w_0=40)
+    await impatient_rig.until_cached(table, prompt, w_0=40)
 
 
 @pytest.mark.parametrize("kind", ["stored", "removed", "snapshot"])
-async def test_a_lost_event_is_noticed_and_made_good(rig: EventRig, kind: str) -> None:
+async def test_a_lost_event_is_detected_and_repaired(rig: EventRig, kind: str) -> None:
     random = Random(6)
     worker = await rig.add("w-0", num_gpu_blocks_override=17)
     lost: list[str] = []
@@ -244,21 +244,21 @@ async def test_a_new_incarnation_starts_with_no_credit(rig: EventRig) -> None:
     assert len(rig.channels) == 2
 
 
-async def test_a_worker_that_restarted_unnoticed_is_not_mistaken_for_its_old_self(
-    hasty_rig: EventRig,
+async def test_an_unnoticed_restart_is_detected_by_the_incarnation(
+    impatient_rig: EventRig,
 ) -> None:
     prompt = random_prompt(Random(8), 40)
-    old = await hasty_rig.add("w-0", generation=1)
-    table = hasty_rig.follow([old])
+    old = await impatient_rig.add("w-0", generation=1)
+    table = impatient_rig.follow([old])
     await old.answer(prompt)
-    await hasty_rig.until_cached(table, prompt, w_0=40)
-    new = await hasty_rig.add("w-0", generation=2)
+    await impatient_rig.until_cached(table, prompt, w_0=40)
+    new = await impatient_rig.add("w-0", generation=2)
     await new.cut()
     await old.cut()
     new.endpoint = old.endpoint
     await new.serve()
     await eventually(lambda: bool(new.servicer.requests))
-    await hasty_rig.until_cached(table, prompt, w_0=0)
+    await impatient_rig.until_cached(table, prompt, w_0=0)
     async with open_channel(new.endpoint) as channel:
         call = worker_pb2_grpc.WorkerServiceStub(channel).SubscribeKvEvents(
             worker_pb2.SubscribeKvEventsRequest(incarnation=old.ref.incarnation)
@@ -268,11 +268,11 @@ async def test_a_worker_that_restarted_unnoticed_is_not_mistaken_for_its_old_sel
     assert isinstance(error_from_rpc(caught.value), StaleIncarnation)
 
 
-async def test_who_reads_too_slowly_is_ended_and_slows_nobody(
+async def test_a_slow_subscriber_is_ended_and_delays_no_other(
     rig: EventRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # gRPC itself takes 4 MiB before a stream stalls.
-    monkeypatch.setattr(prefix_announcer, "BUFFERED_BYTES_MAX", 512 << 10)
+    # gRPC buffers 4 MiB before a stream stalls.
+    monkeypatch.setattr(event_publisher, "BUFFERED_BYTES_MAX", 512 << 10)
     worker = await rig.add("w-0")
     table = rig.follow()
     events = worker.engine.prefix_events
@@ -294,11 +294,11 @@ async def test_who_reads_too_slowly_is_ended_and_slows_nobody(
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await _read_all(slow)
     assert isinstance(error_from_rpc(caught.value), QueueFull)
-    # The router read fast enough, but for once perhaps where the machine is busy.
+    # The router reads fast enough, but for one subscription on a busy machine.
     assert len(worker.servicer.requests) <= 3
 
 
-async def test_a_worker_that_serves_no_events_has_no_credit_and_is_left_alone(
+async def test_a_worker_without_events_has_no_credit_and_is_not_retried(
     rig: EventRig,
 ) -> None:
     worker = await rig.add("w-0")
@@ -319,7 +319,7 @@ async def test_workers_of_several_block_sizes_are_credited_together(rig: EventRi
         await worker.answer(prompt if worker_id != "w-2" else prompt[:20])
     table = rig.follow()
     await rig.until_cached(table, prompt, w_0=48, w_1=48, w_2=16)
-    # Tables of others do not matter, whatever rows they have.
+    # Rows of another table do not matter.
     alone = LoadTable([table.workers[2]])
     assert rig.cached(alone, prompt) == {"w-2": 16}
     assert rig.cached(table, prompt) == {"w-0": 48, "w-1": 48, "w-2": 16}
@@ -327,7 +327,7 @@ async def test_workers_of_several_block_sizes_are_credited_together(rig: EventRi
     assert rig.cached(table, prompt) == {"w-0": 0, "w-1": 0, "w-2": 0}
 
 
-async def test_members_that_leave_take_streams_and_blocks_with_them(rig: EventRig) -> None:
+async def test_members_that_leave_lose_their_streams_and_blocks(rig: EventRig) -> None:
     prompt = random_prompt(Random(13), 40)
     for number in range(3):
         await (await rig.add(f"w-{number}")).answer(prompt)
@@ -349,7 +349,7 @@ async def _read_all(call: Any) -> None:
             await call.read()
 
 
-async def test_a_reset_cache_is_announced_once_no_request_holds_blocks(rig: EventRig) -> None:
+async def test_a_cache_reset_waits_for_requests_and_is_published(rig: EventRig) -> None:
     prompt = random_prompt(Random(9), 50)
     worker = await rig.add("w-0")
     table = rig.follow()

@@ -1,4 +1,4 @@
-"""Sim engines that announce what they cache over real gRPC."""
+"""Sim engines that publish their prefix caches over real gRPC."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Relay = Callable[
 
 
 class Servicer(WorkerStatusServicer):
-    """The worker's own, with a `relay` that may lose what passes through it."""
+    """The worker's servicer, with a `relay` that may drop messages."""
 
     def __init__(self, engine: SimEngine) -> None:
         super().__init__(self.status, engine.prefix_events, engine.reset_prefix_cache)
@@ -64,7 +64,7 @@ class Servicer(WorkerStatusServicer):
 
 @dataclass
 class CachingWorker:
-    """One incarnation of a worker. Its server may be stopped and started anew on the same port."""
+    """One incarnation of a worker. Its server can be stopped and restarted on the same port."""
 
     ref: WorkerRef
     engine: SimEngine
@@ -90,7 +90,7 @@ class CachingWorker:
         role: registry_pb2.Member.Role.ValueType = registry_pb2.Member.ROLE_DECODE,
     ) -> CachingWorker:
         assert engine.prefix_events is not None
-        engine.prefix_events.begin(KEY, MODEL)
+        engine.prefix_events.set_hash_key(KEY, MODEL)
         worker = cls(ref, engine, Servicer(engine), role)
         await worker.serve()
         return worker
@@ -101,7 +101,7 @@ class CachingWorker:
         self.endpoint = await self.server.start()
 
     async def cut(self) -> None:
-        """Every connection breaks, and nobody can connect."""
+        """Breaks every connection and stops listening."""
         assert self.server is not None
         await self.server.server.stop(0)
 
@@ -123,7 +123,7 @@ class CachingWorker:
         )
 
     async def answer(self, prompt: list[int], max_tokens: int = 1) -> tuple[list[int], int]:
-        """The prompt and its answer, and how many tokens of it the engine had cached."""
+        """The prompt with its answer, and how many tokens of it the engine had cached."""
         self.prompt_count += 1
         work = decode_work(
             prompt,
@@ -136,7 +136,7 @@ class CachingWorker:
 
 @dataclass
 class EventRig:
-    """Workers, and a router's indexes that follow them."""
+    """Workers, and the indexes of a router that subscribes to them."""
 
     silence_s: float = 5.0
     key: int = KEY
@@ -158,7 +158,7 @@ class EventRig:
         return worker
 
     def follow(self, workers: Iterable[CachingWorker] | None = None) -> LoadTable:
-        """Tells the router of these workers, or of all."""
+        """Updates the router with these workers, or with all."""
         members = [worker.member() for worker in (self.workers if workers is None else workers)]
         self.indexes.update(members)
         return LoadTable(map(worker_from_member, members))
@@ -177,7 +177,7 @@ class EventRig:
     async def until_cached(
         self, table: LoadTable, prompt: list[int], timeout_s: float = 10.0, **tokens: int
     ) -> None:
-        """Waits until the workers named have that credit for the prompt."""
+        """Waits until the named workers have that credit for the prompt."""
         expected = {name.replace("_", "-"): count for name, count in tokens.items()}
         async with asyncio.timeout(timeout_s):
             while not expected.items() <= self.cached(table, prompt).items():

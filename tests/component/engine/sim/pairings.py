@@ -1,4 +1,4 @@
-"""The fixed matrix of prefill and decode workers that must understand each other. Data only."""
+"""The fixed matrix of prefill and decode workers that must be compatible. Data only."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ HND = "order=hnd"
 class Side:
     """One worker: ranks of a stage, tokens of a block, and settings of its own.
 
-    `broadcast`: whether its ranks pass equal bytes on to each other.
+    `broadcast`: whether its ranks copy equal bytes to each other.
     """
 
     ranks: int
@@ -48,12 +48,12 @@ class Side:
     broadcast: bool = False
 
     def __str__(self) -> str:
-        words = [f"{self.ranks}"]
+        parts = [f"{self.ranks}"]
         if self.block_tokens != 8:
-            words.append(f"blocks of {self.block_tokens}")
-        words += [word for word in self.settings.split(",") if word]
-        words += ["broadcast"] * self.broadcast
-        return " ".join(words)
+            parts.append(f"blocks of {self.block_tokens}")
+        parts += [setting for setting in self.settings.split(",") if setting]
+        parts += ["broadcast"] * self.broadcast
+        return " ".join(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ PAIRINGS: tuple[Pairing, ...] = (
     # Fewer, as many and more ranks than heads on either side, blocks the same.
     *(_pair("gqa", Side(p), Side(d)) for p in SIZES for d in SIZES),
     *(_pair("mla", Side(p), Side(d)) for p in (1, 3, 8) for d in (1, 2, 4)),
-    # The case that broke the field.
+    # Four ranks with the same head to two.
     _pair("mla", Side(4), Side(2)),
     _pair("mla-apart", Side(4), Side(2, 16, NHD)),
     _pair("mla-apart", Side(2), Side(8)),
@@ -122,7 +122,7 @@ PAIRINGS: tuple[Pairing, ...] = (
     _pair("index", Side(2, settings="index_block_tokens=16"), Side(4)),
     _pair("index", Side(4, 16), Side(2, 8, "index_block_tokens=4,order=nhd")),
     _pair("index", Side(1, settings="stages=2"), Side(2, 16, "index_block_tokens=12")),
-    # States, handed over whole at the end.
+    # States, sent completely at the end.
     _pair("state", Side(1), Side(1)),
     _pair("state", Side(4), Side(2, 16, NHD)),
     _pair("state", Side(2, settings="stages=2"), Side(8)),

@@ -1,10 +1,11 @@
-"""Sim engines for tests, and what they should answer."""
+"""Sim engines for tests, in pairs and alone, with the control plane around them."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from headrace_engine.interface import (
     PrefillWork,
     Sampling,
 )
+from headrace_engine.sim.clock import ManualClock, SimClock
 from headrace_engine.sim.engine import SimEngine
 from headrace_engine.sim.faults import SimFaults
 from headrace_kv.handoff.checksum import DigestMode
@@ -60,21 +62,24 @@ def engine_config(role: Literal["prefill", "decode"], **changes: Any) -> EngineC
 
 
 async def no_descriptors(ref: WorkerRef, deadline: Deadline) -> KvDescriptor:
-    """For engines that hand nothing over."""
+    """For engines that send nothing."""
     raise NotFound(f"{ref} is unknown")
 
 
 @asynccontextmanager
 async def decode_engine(
-    faults: SimFaults | None = None, **changes: Any
+    faults: SimFaults | None = None, *, clock: SimClock | None = None, **changes: Any
 ) -> AsyncIterator[SimEngine]:
-    """A started decode engine; when all is over it must have lost no block."""
-    engine = SimEngine(engine_config("decode", **changes), no_descriptors, faults=faults)
+    """A started decode engine. At the end, all blocks must be free and unharmed."""
+    config = engine_config("decode", **changes)
+    engine = SimEngine(config, no_descriptors, faults=faults, clock=clock)
     await engine.start()
     blocks = engine.free_block_count()
     try:
         yield engine
-        await until(lambda: engine.free_block_count() == blocks)
+        # A request that was aborted within a step keeps its blocks until the step ends.
+        manual = [clock] if isinstance(clock, ManualClock) else []
+        await advance_until(lambda: engine.free_block_count() == blocks, *manual)
         assert engine.guard_violations() == ()
         assert engine.usage().running_requests == engine.usage().waiting_requests == 0
     finally:
@@ -88,8 +93,27 @@ async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
             await asyncio.sleep(0.002)
 
 
+async def advance_until(
+    condition: Callable[[], bool],
+    *clocks: ManualClock,
+    step_s: float = 1.0,
+    timeout_s: float = 10.0,
+) -> None:
+    """Advances clocks step by step until the condition holds. Transfers go on in real time."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            for clock in clocks:
+                await clock.advance(step_s)
+            await asyncio.sleep(0.001)
+
+
+async def until_running(engine: SimEngine, count: int = 1) -> None:
+    """Waits until so many requests hold blocks."""
+    await until(lambda: engine.usage().running_requests == count)
+
+
 def decode_work(
-    prompt: list[int],
+    prompt: Sequence[int],
     sampling: Sampling = GREEDY,
     *,
     transfer_id: str = "x1",
@@ -98,7 +122,7 @@ def decode_work(
     awaits_first_token: bool = False,
     from_logits: bool = False,
 ) -> DecodeWork:
-    """A decode request, local unless told otherwise."""
+    """A decode request; by default a local one."""
     return DecodeWork(
         transfer_id,
         (*prompt, *generated),
@@ -114,20 +138,35 @@ async def answer_of(
     engine: SimEngine, work: DecodeWork
 ) -> tuple[tuple[int, ...], DecodeEnded, list[DecodeEvent]]:
     """Reads a request to its end: tokens, end, and all events."""
-    tokens: list[int] = []
-    events: list[DecodeEvent] = []
-    async for event in engine.decode(work):
-        events.append(event)
-        if isinstance(event, DecodeTokens):
-            tokens.extend(event.token_ids)
+    events = [event async for event in engine.decode(work)]
     end = events[-1]
     assert isinstance(end, DecodeEnded)
-    return tuple(tokens), end, events
+    return tokens_of(events), end, events
+
+
+def tokens_of(events: Sequence[DecodeEvent]) -> tuple[int, ...]:
+    """The tokens of all events."""
+    return tuple(
+        token for event in events if isinstance(event, DecodeTokens) for token in event.token_ids
+    )
+
+
+async def reserve(reader: AsyncIterator[DecodeEvent]) -> Reservation:
+    """The first event of a request with remote KV."""
+    reservation = await anext(reader)
+    assert isinstance(reservation, Reservation)
+    return reservation
+
+
+async def close(reader: AsyncIterator[DecodeEvent]) -> None:
+    """Closes a request's iterator, which aborts the request."""
+    await reader.aclose()  # type: ignore[attr-defined]
 
 
 class Lent(KvTransport):
-    """A transport that outlives the engine that uses it: ending one of Mooncake's takes a second, and so
-    does a second engine of it for a rank that only sends.
+    """A transport that stays open when its engine closes it, because closing one of Mooncake's takes a second.
+
+    One that only sends hides its session, so that Mooncake makes no second engine for it.
     """
 
     def __init__(self, inner: KvTransport, *, receives: bool = True) -> None:
@@ -141,7 +180,7 @@ class Lent(KvTransport):
 
     @property
     def session(self) -> str:
-        return self._inner.session if self._receives else "nobody writes here"
+        return self._inner.session if self._receives else "receives nothing"
 
     def register(self, base_address: int, nbytes: int) -> None:
         self._inner.register(base_address, nbytes)
@@ -160,7 +199,7 @@ class Lent(KvTransport):
 
 
 def needed_bytes(decode: KvLayout, start_token: int, end_token: int) -> int:
-    """What all decode ranks together need of some tokens, counted without any plan."""
+    """Bytes that all decode ranks need of some tokens, counted without a copy plan."""
     ranks = decode.tensor_parallel_size
     return sum(
         group.bytes_between(start_token, end_token, len(heads_held(rank, ranks, group.head_count)))
@@ -173,7 +212,7 @@ def needed_bytes(decode: KvLayout, start_token: int, end_token: int) -> int:
 def planned_bytes(
     prefill: KvLayout, decode: KvLayout, transfer_id: str, start_token: int, end_token: int
 ) -> int:
-    """What the plan sends over the network of some tokens."""
+    """Bytes that the plan sends over the network for some tokens."""
     return sum(
         decode.group_of(layer).bytes_between(start_token, end_token, edge.head_count)
         for layer in range(decode.layer_count)
@@ -183,7 +222,7 @@ def planned_bytes(
 
 @dataclass(frozen=True, slots=True)
 class Handed:
-    """What one handed-over request did."""
+    """The results of one request with remote prefill."""
 
     tokens: tuple[int, ...]
     end: DecodeEnded
@@ -194,9 +233,7 @@ class Handed:
 
 @dataclass(slots=True)
 class Pair:
-    """A prefill engine and a decode engine, with decode's half of the control plane around the
-    latter.
-    """
+    """A prefill engine, a decode engine, and the receiver of the decode worker."""
 
     prefill: SimEngine
     decode: SimEngine
@@ -204,7 +241,7 @@ class Pair:
     endpoint: str
 
     def target(self, reservation: Reservation, timeout_s: float = 20.0) -> TransferTarget:
-        """What the router would tell the prefill worker."""
+        """The target that the router would send to the prefill worker."""
         return TransferTarget(
             transfer_id=reservation.transfer_id,
             decode=DECODE_REF,
@@ -222,7 +259,7 @@ class Pair:
         *,
         generated: tuple[int, ...] = (),
     ) -> Handed:
-        """One request, as the router and both services would run it."""
+        """Runs one request as the router and both services do."""
         work = decode_work(
             prompt, sampling, transfer_id=transfer_id, remote_kv=True, generated=generated
         )
@@ -230,11 +267,10 @@ class Pair:
         try:
             return await self._generate([*prompt, *generated], reader)
         finally:
-            await reader.aclose()  # type: ignore[attr-defined]
+            await close(reader)
 
     async def _generate(self, prompt: list[int], reader: AsyncIterator[DecodeEvent]) -> Handed:
-        reservation = await anext(reader)
-        assert isinstance(reservation, Reservation)
+        reservation = await reserve(reader)
         outcome = summary = None
         if reservation.start_token < reservation.end_token:
             transfer = self.receiver.reserve(reservation, Deadline.after(20.0))
@@ -246,20 +282,17 @@ class Pair:
                 outcome = await task
             finally:
                 task.cancel()
-                # A wait may be given up at the moment in which the transfer becomes whole.
+                # The transfer may become complete while its wait is cancelled.
                 if transfer.entered_unix_ns(TransferState.COMPLETE):
                     self.decode.arrived(reservation.transfer_id)
                 else:
                     self.receiver.cancel(
-                        reservation.transfer_id, Cancelled.reason, "the request was given up"
+                        reservation.transfer_id, Cancelled.reason, "the request was cancelled"
                     )
-        tokens: list[int] = []
-        async for event in reader:
-            if isinstance(event, DecodeTokens):
-                tokens.extend(event.token_ids)
-            elif isinstance(event, DecodeEnded):
-                return Handed(tuple(tokens), event, reservation, outcome, summary)
-        raise AssertionError("the answer has no end")
+        events = [event async for event in reader]
+        end = events[-1]
+        assert isinstance(end, DecodeEnded)
+        return Handed(tokens_of(events), end, reservation, outcome, summary)
 
 
 @asynccontextmanager
@@ -271,18 +304,21 @@ async def pair(
     decode_faults: SimFaults | None = None,
     prefill_transports: Callable[[], KvTransport] | None = None,
     decode_transports: Callable[[], KvTransport] | None = None,
+    prefill_clock: SimClock | None = None,
+    decode_clock: SimClock | None = None,
     digest: DigestMode = "on",
     **both: Any,
 ) -> AsyncIterator[Pair]:
-    """Two started engines that can reach each other; when all is over neither has lost a block.
+    """A prefill and a decode engine. At the end, all blocks of both must be free and unharmed.
 
-    Every layer is compared with its digest unless told otherwise.
+    By default every layer is compared with its digest.
     """
     decode_side = SimEngine(
         engine_config("decode", **(both | (decode or {}))),
         no_descriptors,
         faults=decode_faults,
         transports=decode_transports,
+        clock=decode_clock,
     )
 
     async def descriptors(ref: WorkerRef, deadline: Deadline) -> KvDescriptor:
@@ -294,6 +330,7 @@ async def pair(
         descriptors,
         faults=prefill_faults,
         transports=prefill_transports,
+        clock=prefill_clock,
     )
     server = grpc.aio.server()
     checks: DigestChecks | None = None
@@ -314,8 +351,12 @@ async def pair(
         await server.start()
         free = (prefill_side.free_block_count(), decode_side.free_block_count())
         yield Pair(prefill_side, decode_side, receiver, f"127.0.0.1:{port}")
-        await until(
-            lambda: (prefill_side.free_block_count(), decode_side.free_block_count()) == free
+        manual = [
+            clock for clock in (prefill_clock, decode_clock) if isinstance(clock, ManualClock)
+        ]
+        await advance_until(
+            lambda: (prefill_side.free_block_count(), decode_side.free_block_count()) == free,
+            *manual,
         )
         assert prefill_side.guard_violations() == decode_side.guard_violations() == ()
     finally:
@@ -324,3 +365,38 @@ async def pair(
         if checks is not None:
             await asyncio.to_thread(checks.close)
         await decode_side.close()
+
+
+async def cancel_at_random(
+    both: Pair, clock: ManualClock, *, count: int, seed: int, ticks: int
+) -> None:
+    """Runs `count` requests on both engines' clock and cancels every second one within `ticks` seconds.
+
+    The others must be answered correctly. Most of the cancelled ones must not get an answer.
+    """
+    chance = random.Random(seed)
+    prompts = [[number % 3, *range(chance.randrange(5, 60))] for number in range(count)]
+    tasks = [
+        asyncio.create_task(both.generate(prompt, transfer_id=f"x{number}"))
+        for number, prompt in enumerate(prompts)
+    ]
+    due = {number: chance.randrange(ticks) for number in range(1, count, 2)}
+    cancelled: set[int] = set()
+    tick = 0
+
+    def cancel_due() -> bool:
+        nonlocal tick
+        for number, task in enumerate(tasks):
+            if due.get(number) == tick and task.cancel():
+                cancelled.add(number)
+        tick += 1
+        return all(task.done() for task in tasks)
+
+    await advance_until(cancel_due, clock, timeout_s=30.0)
+    for number, (prompt, task) in enumerate(zip(prompts, tasks, strict=True)):
+        if number in cancelled:
+            assert task.cancelled(), f"request {number} was answered after its cancellation"
+        else:
+            expected = both.decode.model.expected_tokens(prompt, GREEDY.max_tokens)
+            assert (await task).tokens == expected
+    assert len(cancelled) > count // 4

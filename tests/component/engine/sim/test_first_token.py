@@ -1,4 +1,4 @@
-"""Answers that were begun elsewhere: by whoever generated before, or by prefill's first token."""
+"""Answers that another worker began, or that start with prefill's first token or logits."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ from tests.component.engine.sim.support import (
     GREEDY,
     Pair,
     answer_of,
+    close,
     decode_engine,
     decode_work,
     pair,
+    reserve,
     until,
 )
 
@@ -51,7 +53,7 @@ def prompt_of(length: int) -> list[int]:
 
 @pytest.mark.parametrize("generated", [1, 2, 7, 11])
 @pytest.mark.parametrize("length", [1, 7, 8, 30])
-async def test_an_answer_goes_on_as_if_never_interrupted(length: int, generated: int) -> None:
+async def test_a_continued_answer_equals_an_uninterrupted_one(length: int, generated: int) -> None:
     prompt = prompt_of(length)
     async with pair() as both:
         for number, sampling in enumerate((replace(GREEDY, max_tokens=12), SEEDED)):
@@ -82,21 +84,20 @@ async def test_a_stop_token_ends_an_answer_that_goes_on() -> None:
 async def first_by_prefill(
     both: Pair, prompt: list[int], sampling: Sampling, transfer_id: str, *, late: bool = False
 ) -> tuple[tuple[int, ...], Reservation]:
-    """One request whose first token prefill makes; `late` says it after the transfer is whole."""
+    """One request with prefill's first token; `late` gives it to decode after the transfer is complete."""
     work = decode_work(
         prompt, sampling, transfer_id=transfer_id, remote_kv=True, awaits_first_token=True
     )
     reader = both.decode.decode(work)
-    reservation = await anext(reader)
-    assert isinstance(reservation, Reservation)
+    reservation = await reserve(reader)
     transfer = both.receiver.reserve(reservation, Deadline.after(20.0))
-    told: asyncio.Future[DecodeTokens] = asyncio.get_running_loop().create_future()
+    token: asyncio.Future[DecodeTokens] = asyncio.get_running_loop().create_future()
     prefill = asyncio.create_task(
         both.prefill.prefill(
-            PrefillWork(tuple(prompt), both.target(reservation), sampling), told.set_result
+            PrefillWork(tuple(prompt), both.target(reservation), sampling), token.set_result
         )
     )
-    first = await told
+    first = await token
     assert len(first.logprobs) == (sampling.logprobs is not None)
     if not late:
         both.decode.first_token(transfer_id, first.token_ids[0])
@@ -104,7 +105,9 @@ async def first_by_prefill(
     both.decode.arrived(transfer_id)
     await prefill
     if late:
-        await asyncio.sleep(0.05)
+        # The engine must not run before.
+        for _ in range(20):
+            await asyncio.sleep(0)
         both.decode.first_token(transfer_id, first.token_ids[0])
     tokens = list(first.token_ids)
     async for event in reader:
@@ -112,7 +115,7 @@ async def first_by_prefill(
             tokens += event.token_ids
         elif isinstance(event, DecodeEnded):
             break
-    await reader.aclose()  # type: ignore[attr-defined]
+    await close(reader)
     return tuple(tokens), reservation
 
 
@@ -127,7 +130,7 @@ async def test_prefills_first_token_begins_the_closed_forms_answer(length: int, 
                 both, prompt, sampling, f"x{number}", late=late
             )
             assert tokens == whole
-            # Whatever is cached, the token before the first one is handed over.
+            # The prompt's last token is transferred even when it is cached.
             assert reservation.start_token < reservation.end_token == length
 
 
@@ -142,19 +145,18 @@ async def test_prefills_first_token_with_more_ranks_and_states(model: str) -> No
         assert tokens == whole
 
 
-async def test_giving_up_a_request_that_awaits_its_first_token_frees_its_blocks() -> None:
+async def test_an_abort_before_the_first_token_frees_the_blocks() -> None:
     prompt = prompt_of(40)
     async with pair() as both:
         free = both.decode.free_block_count()
         work = decode_work(prompt, remote_kv=True, awaits_first_token=True)
         reader = both.decode.decode(work)
-        reservation = await anext(reader)
-        assert isinstance(reservation, Reservation)
+        reservation = await reserve(reader)
         transfer = both.receiver.reserve(reservation, Deadline.after(20.0))
         await both.prefill.prefill(PrefillWork(tuple(prompt), both.target(reservation)))
         await transfer.wait()
         both.decode.arrived("x1")
-        await reader.aclose()  # type: ignore[attr-defined]
+        await close(reader)
         both.decode.first_token("x1", 3)
         await until(lambda: both.decode.free_block_count() == free)
 
@@ -165,11 +167,10 @@ async def test_giving_up_a_request_that_awaits_its_first_token_frees_its_blocks(
 async def first_from_logits(
     both: Pair, prompt: list[int], sampling: Sampling, transfer_id: str
 ) -> tuple[tuple[int, ...], DecodeEnded, int]:
-    """One request as the services would run it; how many tokens came before the KV was said to be there."""
+    """Runs one request as the services do. Returns also how many tokens came before `arrived`."""
     free = both.decode.free_block_count()
     reader = both.decode.decode(from_logits(prompt, sampling, transfer_id))
-    reservation = await anext(reader)
-    assert isinstance(reservation, Reservation)
+    reservation = await reserve(reader)
     transfer = both.receiver.reserve(
         reservation, Deadline.after(20.0), logits_bytes=both.decode.logits_bytes
     )
@@ -189,7 +190,7 @@ async def first_from_logits(
         elif isinstance(event, DecodeEnded):
             ended = event
             break
-    await reader.aclose()  # type: ignore[attr-defined]
+    await close(reader)
     await until(lambda: both.decode.free_block_count() == free)
     assert ended is not None
     return tuple(tokens), ended, len(first.token_ids)
@@ -252,13 +253,12 @@ async def test_logits_come_from_one_of_several_ranks(model: str, ranks: tuple[in
             assert tokens == whole
 
 
-async def test_logits_that_never_come_fail_the_transfer_and_free_its_blocks() -> None:
+async def test_missing_logits_fail_the_transfer_and_free_its_blocks() -> None:
     prompt = prompt_of(40)
     async with pair(prefill_faults=SimFaults(lose_logits=True)) as both:
         free = both.decode.free_block_count()
         reader = both.decode.decode(from_logits(prompt, GREEDY, "x1"))
-        reservation = await anext(reader)
-        assert isinstance(reservation, Reservation)
+        reservation = await reserve(reader)
         transfer = both.receiver.reserve(
             reservation, Deadline.after(20.0), logits_bytes=both.decode.logits_bytes
         )
@@ -274,7 +274,7 @@ async def test_logits_that_never_come_fail_the_transfer_and_free_its_blocks() ->
         await until(lambda: both.decode.free_block_count() == free)
 
 
-async def test_one_wrong_byte_of_the_logits_is_seen() -> None:
+async def test_one_wrong_byte_of_the_logits_is_an_error() -> None:
     async with pair() as both:
         reader = both.decode.decode(from_logits(prompt_of(40), GREEDY, "x1"))
         reservation = await anext(reader)

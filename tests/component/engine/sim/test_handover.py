@@ -1,8 +1,9 @@
-"""From a prefill engine to a decode engine, over real handoff streams and a real transport."""
+"""A prefill engine sends to a decode engine, over real handoff streams and a real transport."""
 
 import asyncio
 from collections.abc import Callable
-from random import Random
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,27 +17,38 @@ from headrace_common.errors import (
     KvCorrupt,
     TransferFailed,
 )
-from headrace_engine.interface import PrefillWork, Sampling
+from headrace_engine.interface import PrefillOutcome, PrefillWork, Sampling
+from headrace_engine.sim.clock import ManualClock
 from headrace_engine.sim.faults import CorruptByte, SimFaults
-from headrace_kv.handoff.messages import LayerSent, Reservation
+from headrace_kv.handoff.messages import LayerSent
 from headrace_kv.plan.shard_map import expected_keys
 from headrace_kv.receive.state import TransferState
+from headrace_kv.receive.transfer import IncomingTransfer, TransferSummary
 from headrace_kv.transport.base import KvTransport
 from headrace_kv.transport.in_memory import Fault, FaultKind, FaultPlan, InMemoryTransport
 from tests.component.engine.sim.support import (
     GREEDY,
     Handed,
     Pair,
+    advance_until,
+    cancel_at_random,
+    close,
     decode_work,
     pair,
     planned_bytes,
+    reserve,
     until,
+    until_running,
 )
 
 PROMPT = list(range(100, 150))
 LAYERS = 3
 TOKEN_BYTES = 16
 RANKS = [1, 2, 4]
+MODEL = f"sim:layers={LAYERS},context=512"
+# A chunk of 16 tokens takes 16 s, on a clock that the test advances.
+SLOW = f"{MODEL},prefill_s_per_token=1"
+CHUNK_S = 16.0
 
 
 def sent_layers(handed: Handed) -> list[LayerSent]:
@@ -87,27 +99,26 @@ async def test_seeded_sampling_survives_the_handover() -> None:
         assert handed.tokens == both.decode.model.expected_tokens(PROMPT, 20, sampling)
 
 
-async def test_layers_are_acknowledged_while_later_chunks_are_still_to_come() -> None:
-    model = f"sim:layers={LAYERS},context=512,prefill_s_per_token=0.004"
-    async with pair(model=model, max_num_batched_tokens=16) as both:
-        handed = await both.generate(PROMPT)
-        assert handed.tokens == both.decode.model.expected_tokens(PROMPT, 6)
-        assert handed.outcome is not None
-        assert handed.summary is not None
-        last_chunk_s = 0.004
-        last_chunk_start = handed.outcome.compute_end_unix_ns - int(last_chunk_s * 1e9)
-        assert handed.summary.first_ack_unix_ns < last_chunk_start
-        first = min(sent.start_unix_ns for sent in sent_layers(handed))
-        assert first < last_chunk_start
-        layer_ready = [
-            {sent.ready_unix_ns for sent in sent_layers(handed) if sent.layer == layer}
-            for layer in range(LAYERS)
-        ]
-        assert min(layer_ready[0]) < min(layer_ready[1]) < min(layer_ready[2])
+def has_received(transfer: IncomingTransfer, payload_bytes: int) -> bool:
+    return transfer.ledger is not None and transfer.ledger.payload_bytes == payload_bytes
+
+
+async def test_a_layer_is_sent_before_the_next_one_is_computed() -> None:
+    clock = ManualClock()
+    async with pair(model=SLOW, max_num_batched_tokens=16, prefill_clock=clock) as both:
+        begun = await start_prefill(both, opened=True)
+        layer_bytes = 16 * 2 * TOKEN_BYTES
+        for layer in range(LAYERS):
+            await clock.advance(CHUNK_S / LAYERS)
+            await until(partial(has_received, begun.transfer, (layer + 1) * layer_bytes))
+        assert begun.transfer.state is TransferState.RECEIVING
+        assert not begun.prefill.done()
+        await advance_until(begun.prefill.done, clock)
+        await asyncio.gather(begun.prefill, begun.waiting)
 
 
 async def test_only_missing_blocks_are_transferred_for_a_shared_prefix() -> None:
-    async with pair(model=f"sim:layers={LAYERS},context=512") as both:
+    async with pair(model=MODEL) as both:
         first = await both.generate(PROMPT)
         other = [*PROMPT[:30], *range(500, 520)]
         second = await both.generate(other, transfer_id="x2")
@@ -138,9 +149,7 @@ async def test_block_sizes_may_differ(prefill_tokens: int, decode_tokens: int) -
 
 
 async def test_prefixes_cached_on_the_prefill_side_are_sent_at_once() -> None:
-    async with pair(
-        model=f"sim:layers={LAYERS},context=512", decode={"num_gpu_blocks_override": 7}
-    ) as both:
+    async with pair(model=MODEL, decode={"num_gpu_blocks_override": 7}) as both:
         await both.generate(PROMPT)
         await both.generate(list(range(50)), transfer_id="x2")
         again = await both.generate(PROMPT, transfer_id="x3")
@@ -150,7 +159,7 @@ async def test_prefixes_cached_on_the_prefill_side_are_sent_at_once() -> None:
         assert again.outcome.cached_tokens == 48
 
 
-async def test_a_prompt_that_is_wholly_cached_on_the_prefill_side_is_not_computed() -> None:
+async def test_a_prompt_that_prefill_has_cached_is_not_computed() -> None:
     async with pair(decode={"num_gpu_blocks_override": 7}) as both:
         prompt = PROMPT[:41]
         await both.generate(prompt)
@@ -193,69 +202,82 @@ async def test_many_requests_at_once() -> None:
             assert one.tokens == both.decode.model.expected_tokens(prompt, 6)
 
 
-async def start_prefill(
-    both: Pair, timeout_s: float = 20.0, *, opened: bool = False
-) -> tuple[asyncio.Task[object], asyncio.Task[object]]:
-    """A prefill under way, its transfer open if need be, and decode's wait for it; the decode request is aborted in the
-    background.
-    """
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A prefill that runs, and decode's wait for its transfer, after which decode's request is aborted."""
+
+    prefill: asyncio.Task[PrefillOutcome]
+    waiting: asyncio.Task[TransferSummary]
+    transfer: IncomingTransfer
+
+
+async def start_prefill(both: Pair, timeout_s: float = 20.0, *, opened: bool = False) -> Begun:
+    """Starts a prefill; `opened` waits until its transfer is open."""
     reader = both.decode.decode(decode_work(PROMPT, GREEDY, remote_kv=True))
-    reservation = await anext(reader)
-    assert isinstance(reservation, Reservation)
+    reservation = await reserve(reader)
     transfer = both.receiver.reserve(reservation, Deadline.after(timeout_s))
 
-    async def wait() -> object:
+    async def wait() -> TransferSummary:
         try:
-            return await transfer.wait()
+            summary = await transfer.wait()
+            both.decode.arrived(reservation.transfer_id)
+            return summary
         finally:
-            await reader.aclose()  # type: ignore[attr-defined]
+            await close(reader)
 
-    waiting: asyncio.Task[object] = asyncio.create_task(wait())
+    waiting = asyncio.create_task(wait())
     work = PrefillWork(tuple(PROMPT[:-1]), both.target(reservation, timeout_s))
-    prefill: asyncio.Task[object] = asyncio.create_task(both.prefill.prefill(work))
+    prefill = asyncio.create_task(both.prefill.prefill(work))
     if opened:
         await until(lambda: transfer.state is not TransferState.RESERVED)
-    return prefill, waiting
+    return Begun(prefill, waiting, transfer)
 
 
-SLOW = f"sim:layers={LAYERS},context=512,prefill_s_per_token=0.004"
-
-
-@pytest.mark.parametrize("wait_s", [0.0, 0.01, 0.05, 0.12])
-async def test_a_cancelled_prefill_is_quiet_and_gives_its_blocks_back(wait_s: float) -> None:
+@pytest.mark.parametrize("computed_s", [0.0, 1.0, CHUNK_S + 1, 2.5 * CHUNK_S])
+async def test_a_cancelled_prefill_quiesces_and_frees_its_blocks(computed_s: float) -> None:
+    clock = ManualClock()
     async with pair(
-        model=SLOW, prefill={"tensor_parallel_size": 2}, max_num_batched_tokens=16
+        model=SLOW,
+        prefill={"tensor_parallel_size": 2},
+        max_num_batched_tokens=16,
+        prefill_clock=clock,
     ) as both:
-        prefill, waiting = await start_prefill(both)
-        await asyncio.sleep(wait_s)
-        prefill.cancel()
+        begun = await start_prefill(both)
+        await until_running(both.prefill)
+        await clock.advance(computed_s)
+        begun.prefill.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await prefill
+            await begun.prefill
         assert all(not sender.active_transfers() for sender in both.prefill._senders)
-        both.receiver.cancel("x1", Cancelled.reason, "nobody prefills")
+        both.receiver.cancel("x1", Cancelled.reason, "the prefill was cancelled")
         with pytest.raises(HeadraceError):
-            await waiting
+            await begun.waiting
 
 
-async def test_decode_can_end_a_prefill() -> None:
-    async with pair(model=SLOW, max_num_batched_tokens=16) as both:
-        prefill, waiting = await start_prefill(both)
-        await asyncio.sleep(0.08)
+async def test_decode_can_cancel_a_prefill() -> None:
+    clock = ManualClock()
+    async with pair(model=SLOW, max_num_batched_tokens=16, prefill_clock=clock) as both:
+        begun = await start_prefill(both, opened=True)
+        await clock.advance(CHUNK_S)
         both.receiver.cancel("x1", Cancelled.reason, "the client left")
         with pytest.raises(Cancelled):
-            await prefill
+            await begun.prefill
         with pytest.raises(HeadraceError):
-            await waiting
+            await begun.waiting
 
 
 async def test_a_failing_chunk_fails_both_sides() -> None:
+    clock = ManualClock()
     faults = SimFaults(fail_chunk=1)
-    async with pair(model=SLOW, prefill_faults=faults, max_num_batched_tokens=16) as both:
-        prefill, waiting = await start_prefill(both)
+    async with pair(
+        model=SLOW, prefill_faults=faults, max_num_batched_tokens=16, prefill_clock=clock
+    ) as both:
+        begun = await start_prefill(both, opened=True)
+        await clock.advance(CHUNK_S)
         with pytest.raises(InternalError, match="chunk 1"):
-            await prefill
+            await begun.prefill
         with pytest.raises(HeadraceError):
-            await waiting
+            await begun.waiting
 
 
 def faulty(fault: Fault, number: int) -> Callable[[], KvTransport]:
@@ -264,12 +286,12 @@ def faulty(fault: Fault, number: int) -> Callable[[], KvTransport]:
 
 async def test_a_failing_write_fails_both_sides() -> None:
     transports = faulty(Fault(FaultKind.FAIL), 2)
-    async with pair(model=SLOW, prefill_transports=transports) as both:
-        prefill, waiting = await start_prefill(both)
+    async with pair(model=MODEL, prefill_transports=transports) as both:
+        begun = await start_prefill(both)
         with pytest.raises(TransferFailed):
-            await prefill
+            await begun.prefill
         with pytest.raises(HeadraceError):
-            await waiting
+            await begun.waiting
         handed = await both.generate(PROMPT, transfer_id="x2")
         assert handed.tokens == both.decode.model.expected_tokens(PROMPT, 6)
 
@@ -289,20 +311,24 @@ async def test_a_dropped_write_is_an_error_with_digests() -> None:
 
 
 async def test_a_deadline_ends_a_prefill() -> None:
-    async with pair(prefill_faults=SimFaults(stall_layer=1, stall_s=2.0)) as both:
-        prefill, waiting = await start_prefill(both, timeout_s=0.5)
-        started = asyncio.get_running_loop().time()
+    clock = ManualClock()
+    async with pair(model=SLOW, prefill_clock=clock) as both:
+        # Computing never ends while the clock stands still.
+        begun = await start_prefill(both, timeout_s=0.3)
         with pytest.raises(HeadraceError) as raised:
-            await prefill
+            await begun.prefill
         assert raised.value.reason == "TRANSFER_TIMEOUT"
-        assert asyncio.get_running_loop().time() - started < 1.5
         with pytest.raises(HeadraceError):
-            await waiting
+            await begun.waiting
 
 
 async def test_prefills_wait_for_blocks_in_turn() -> None:
+    clock = ManualClock()
     async with pair(
-        model=SLOW, prefill={"num_gpu_blocks_override": 8}, decode={"num_gpu_blocks_override": 40}
+        model=SLOW,
+        prefill={"num_gpu_blocks_override": 8},
+        decode={"num_gpu_blocks_override": 40},
+        prefill_clock=clock,
     ) as both:
         prompts = [[number, *PROMPT] for number in range(3)]
         tasks = [
@@ -310,8 +336,9 @@ async def test_prefills_wait_for_blocks_in_turn() -> None:
             for number, prompt in enumerate(prompts)
         ]
         await until(lambda: both.prefill.usage().waiting_requests == 2)
-        for prompt, handed in zip(prompts, await asyncio.gather(*tasks), strict=True):
-            assert handed.tokens == both.decode.model.expected_tokens(prompt, 6)
+        await advance_until(lambda: all(task.done() for task in tasks), clock, step_s=CHUNK_S)
+        for prompt, task in zip(prompts, tasks, strict=True):
+            assert (await task).tokens == both.decode.model.expected_tokens(prompt, 6)
 
 
 async def test_a_prefix_that_only_decode_has_is_computed_but_not_sent() -> None:
@@ -327,41 +354,28 @@ async def test_a_prefix_that_only_decode_has_is_computed_but_not_sent() -> None:
         assert handed.tokens == both.decode.model.expected_tokens(other, 6)
 
 
-async def test_closing_ends_a_prefill() -> None:
-    async with pair(model=SLOW, max_num_batched_tokens=16) as both:
-        prefill, waiting = await start_prefill(both, opened=True)
+async def test_closing_the_engine_ends_a_prefill() -> None:
+    clock = ManualClock()
+    async with pair(model=SLOW, max_num_batched_tokens=16, prefill_clock=clock) as both:
+        begun = await start_prefill(both, opened=True)
+        await clock.advance(1.0)
         await both.prefill.close()
         with pytest.raises(Draining):
-            await prefill
+            await begun.prefill
         with pytest.raises(HeadraceError):
-            await waiting
+            await begun.waiting
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_cancelling_at_random_loses_no_block_and_spoils_no_answer(seed: int) -> None:
-    random = Random(seed)
-    model = f"sim:layers={LAYERS},context=512,prefill_s_per_token=0.0005,decode_step_s=0.001"
+async def test_requests_cancelled_at_random_lose_no_block_and_harm_no_other(seed: int) -> None:
+    clock = ManualClock()
     async with pair(
-        model=model,
+        model=f"sim:layers={LAYERS},context=512,prefill_s_per_token=0.1,decode_step_s=1",
         prefill={"tensor_parallel_size": 2, "num_gpu_blocks_override": 30},
         decode={"num_gpu_blocks_override": 40},
         max_num_batched_tokens=16,
         max_num_seqs=6,
+        prefill_clock=clock,
+        decode_clock=clock,
     ) as both:
-
-        async def one(number: int) -> int:
-            await asyncio.sleep(random.random() * 0.2)
-            prompt = [number % 3, *range(random.randrange(5, 60))]
-            task = asyncio.create_task(both.generate(prompt, transfer_id=f"x{number}"))
-            if number % 2:
-                await asyncio.sleep(random.random() * 0.2)
-                task.cancel()
-            try:
-                handed = await task
-            except asyncio.CancelledError:
-                return 0
-            assert handed.tokens == both.decode.model.expected_tokens(prompt, 6)
-            return 1
-
-        finished = await asyncio.gather(*(one(number) for number in range(40)))
-        assert sum(finished) >= 20
+        await cancel_at_random(both, clock, count=40, seed=seed, ticks=40)

@@ -1,23 +1,25 @@
-"""Blocks that leave KV memory stay in main memory for a while, with every byte, and come back for a price."""
+"""Blocks that are evicted from KV memory are kept in main memory, and loaded back in simulated time."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from random import Random
 
 import pytest
 
 from headrace_common.errors import ConfigError
 from headrace_engine.interface import Sampling
+from headrace_engine.sim.clock import ManualClock
 from headrace_engine.sim.engine import SimEngine
 from headrace_engine.sim.model.settings import parse_settings
 from tests.component.engine.prefix.workers import random_prompt
 from tests.component.engine.sim.support import (
+    advance_until,
     answer_of,
     decode_engine,
     decode_work,
     pair,
+    until_running,
 )
 
 MODEL = "sim:context=512,host_blocks=12"
@@ -26,14 +28,14 @@ GREEDY = Sampling(temperature=0.0, max_tokens=3)
 
 
 async def answer(engine: SimEngine, prompt: list[int], name: str) -> int:
-    """Checks the answer; what of the prompt was cached."""
+    """Checks the answer. Returns how many tokens of the prompt were cached."""
     work = decode_work(prompt, GREEDY, transfer_id=name)
     tokens, end, _ = await answer_of(engine, work)
     assert tokens == engine.model.expected_tokens(prompt, GREEDY.max_tokens)
     return end.cached_tokens
 
 
-async def test_evicted_blocks_come_back_until_main_memory_gives_them_up() -> None:
+async def test_evicted_blocks_are_loaded_until_main_memory_evicts_them() -> None:
     random = Random(1)
     first, second, third = (random_prompt(random, PROMPT_TOKENS) for _ in range(3))
     # 16 blocks in KV memory and 12 in main memory; a prompt takes 11, of which 10 are whole.
@@ -43,32 +45,42 @@ async def test_evicted_blocks_come_back_until_main_memory_gives_them_up() -> Non
         assert await answer(engine, first, "c") == 72
         assert await answer(engine, third, "d") == 0
         assert await answer(engine, random_prompt(random, PROMPT_TOKENS), "e") == 0
-        # What was given up first, from its end, is not all there any more.
+        # Its last blocks were the first to be evicted.
         assert await answer(engine, second, "f") < 72
 
 
-async def test_copying_takes_its_time_and_holds_nobody_else_up() -> None:
+async def test_loading_takes_its_time_and_delays_no_other_request() -> None:
     random = Random(2)
     first, second = random_prompt(random, PROMPT_TOKENS), random_prompt(random, PROMPT_TOKENS)
-    model = f"{MODEL},prefill_s_per_token=0.03,host_copy_s_per_token=0.02"
-    async with decode_engine(model=model, num_gpu_blocks_override=16) as engine:
-        await answer(engine, first, "a")
-        await answer(engine, second, "b")
-        start_s = time.monotonic()
-        copied = asyncio.create_task(answer(engine, first, "c"))
-        await asyncio.sleep(0.01)
-        assert await answer(engine, [1, 2, 3], "d") == 0
-        assert not copied.done()
-        cached = await copied
-        took_s = time.monotonic() - start_s
-    assert cached == 72
-    copied_s = 0.02 * (72 - 40)
-    # Some of it may have stayed in KV memory; computing all of it would have taken 2.4 s.
-    assert copied_s < took_s < 2.1
+    model = f"{MODEL},prefill_s_per_token=1,host_copy_s_per_token=0.5"
+    clock = ManualClock()
+    async with decode_engine(clock=clock, model=model, num_gpu_blocks_override=16) as engine:
+
+        async def timed(prompt: list[int], name: str) -> tuple[int, float]:
+            start_s = clock.now_s()
+            task = asyncio.create_task(answer(engine, prompt, name))
+            await until_running(engine)
+            await advance_until(task.done, clock, step_s=0.5)
+            return await task, clock.now_s() - start_s
+
+        assert await timed(first, "a") == (0, PROMPT_TOKENS)
+        assert await timed(second, "b") == (0, PROMPT_TOKENS)
+        loading = asyncio.create_task(answer(engine, first, "c"))
+        await until_running(engine)
+        start_s = clock.now_s()
+        other = asyncio.create_task(answer(engine, [1, 2, 3], "d"))
+        await until_running(engine, 2)
+        await advance_until(other.done, clock, step_s=0.5)
+        assert clock.now_s() - start_s == 3
+        assert not loading.done()
+        await advance_until(loading.done, clock, step_s=0.5)
+        assert await loading == 72
+        # 5 of the 9 cached blocks are still in KV memory, and the last 8 tokens are computed.
+        assert clock.now_s() - start_s == 0.5 * (72 - 40) + 8
 
 
 @pytest.mark.parametrize("host_blocks", [1, 7, 40])
-async def test_answers_are_right_whatever_comes_from_where(host_blocks: int) -> None:
+async def test_answers_are_right_wherever_blocks_come_from(host_blocks: int) -> None:
     random = Random(host_blocks)
     beginnings = [random_prompt(random, random.randrange(20, 100)) for _ in range(4)]
     model = f"sim:context=512,host_blocks={host_blocks},host_copy_s_per_token=0.00001"
@@ -89,7 +101,7 @@ async def test_answers_are_right_whatever_comes_from_where(host_blocks: int) -> 
     assert cached > 0
 
 
-async def test_what_comes_from_main_memory_is_handed_over() -> None:
+async def test_blocks_from_main_memory_are_sent() -> None:
     random = Random(3)
     first, second = random_prompt(random, PROMPT_TOKENS), random_prompt(random, PROMPT_TOKENS)
     model = f"{MODEL},host_copy_s_per_token=0.0001"
@@ -103,6 +115,6 @@ async def test_what_comes_from_main_memory_is_handed_over() -> None:
     assert cached == [0, 0, 72]
 
 
-def test_only_attention_can_be_kept() -> None:
+def test_only_attention_can_be_offloaded() -> None:
     with pytest.raises(ConfigError, match="host_blocks"):
         parse_settings("sim:host_blocks=1,state_layers=1")

@@ -1,31 +1,32 @@
-"""Layouts beyond the plain one: what a wrong byte does, states, refusals, and that nothing is lost."""
+"""Layouts with several parts, caches and states: wrong bytes, reuse, mismatches and cancellation."""
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
-from random import Random
 
 import pytest
 
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError, LayoutMismatch
 from headrace_engine.interface import PrefillWork
+from headrace_engine.sim.clock import ManualClock
 from headrace_engine.sim.engine import SimEngine
 from headrace_engine.sim.faults import CorruptByte, SimFaults
 from headrace_engine.sim.model.settings import SimSettings, parse_settings
-from headrace_kv.handoff.messages import Reservation
 from headrace_kv.layout.compatibility import layout_differences
 from headrace_kv.layout.layout import STATE
 from headrace_kv.transport.in_memory import Fault, FaultKind, FaultPlan, InMemoryTransport
 from tests.component.engine.sim.support import (
     GREEDY,
     answer_of,
+    cancel_at_random,
+    close,
     decode_engine,
     decode_work,
     engine_config,
     no_descriptors,
     pair,
+    reserve,
 )
 
 PROMPT = list(range(100, 150))
@@ -37,7 +38,7 @@ WITH_STATE = "sim:layers=2,state_layers=1,context=512"
 
 
 def parts_of(settings: SimSettings) -> list[tuple[int, str, int]]:
-    """(layer, part, its last byte) of everything that a model keeps."""
+    """(layer, part, its last byte) of every part of every layer."""
     return [
         (layer, part.name, part.nbytes - 1)
         for cache in settings.caches
@@ -47,7 +48,7 @@ def parts_of(settings: SimSettings) -> list[tuple[int, str, int]]:
 
 
 def token_in(settings: SimSettings, layer: int, token: int) -> int:
-    """A token whose KV the layer keeps: a state has only one."""
+    """A valid token for the layer: a state has only token 0."""
     states = {at for cache in settings.caches if cache.kind == STATE for at in cache.layers}
     return 0 if layer in states else token
 
@@ -98,7 +99,7 @@ async def test_local_answers_equal_the_closed_form(model: str, ranks: int) -> No
 
 
 @pytest.mark.parametrize("length", [1, 2, 9, 17, 18, 33])
-async def test_known_blocks_are_not_sent_but_the_state_always_is(length: int) -> None:
+async def test_cached_blocks_are_not_sent_but_the_state_always_is(length: int) -> None:
     async with pair(model=WITH_STATE) as both:
         prompt = PROMPT[:length]
         for number, start in enumerate((0, max(0, length - 2) // 8 * 8)):
@@ -118,7 +119,7 @@ async def test_known_blocks_are_not_sent_but_the_state_always_is(length: int) ->
             assert [sent.payload_bytes for sent in states] == [2 * (24 + 64)]
 
 
-async def test_a_state_goes_on_over_many_tokens() -> None:
+async def test_a_state_advances_over_many_tokens() -> None:
     async with pair(model=EVERYTHING, decode={"tensor_parallel_size": 3}) as both:
         handed = await both.generate(PROMPT, replace(GREEDY, max_tokens=60))
         assert handed.tokens == both.decode.model.expected_tokens(PROMPT, 60)
@@ -128,11 +129,10 @@ async def test_a_reservation_names_the_blocks_of_every_group() -> None:
     model = f"{EVERYTHING},index_block_tokens=12"
     async with decode_engine(model=model) as engine:
         reader = engine.decode(decode_work(PROMPT, remote_kv=True))
-        reservation = await anext(reader)
-        assert isinstance(reservation, Reservation)
+        reservation = await reserve(reader)
         assert [len(ids) for ids in reservation.block_ids_by_group] == [7, 5, 1]
         assert reservation.find_fault(engine.descriptor.layout) == ""
-        await reader.aclose()  # type: ignore[attr-defined]
+        await close(reader)
         engine.released("x1")
 
 
@@ -151,25 +151,26 @@ async def test_a_reservation_names_the_blocks_of_every_group() -> None:
         ("vocabulary=100", "vocabulary=101", "model"),
     ],
 )
-async def test_workers_that_cannot_talk_are_told_why(prefill: str, decode: str, field: str) -> None:
+async def test_incompatible_workers_get_an_error_that_names_the_field(
+    prefill: str, decode: str, field: str
+) -> None:
     async with pair(
         prefill={"model": f"sim:context=512,{prefill}"},
         decode={"model": f"sim:context=512,{decode}"},
     ) as both:
         reader = both.decode.decode(decode_work(PROMPT, remote_kv=True))
-        reservation = await anext(reader)
-        assert isinstance(reservation, Reservation)
+        reservation = await reserve(reader)
         transfer = both.receiver.reserve(reservation, Deadline.after(20.0))
         work = PrefillWork(tuple(PROMPT[:-1]), both.target(reservation))
         with pytest.raises(LayoutMismatch, match=field):
             await both.prefill.prefill(work)
-        both.receiver.cancel("x1", "CANCELLED", "nobody can prefill")
+        both.receiver.cancel("x1", "CANCELLED", "no worker can prefill")
         with pytest.raises(HeadraceError):
             await transfer.wait()
-        await reader.aclose()  # type: ignore[attr-defined]
+        await close(reader)
 
 
-async def test_opaque_blocks_of_other_sizes_are_refused() -> None:
+async def test_opaque_blocks_of_different_sizes_are_incompatible() -> None:
     layouts = []
     for block_tokens in (8, 16):
         model = "sim:block_format=token_inner,context=512"
@@ -185,29 +186,15 @@ async def test_opaque_blocks_of_other_sizes_are_refused() -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-async def test_cancelling_at_random_loses_no_block_and_no_page(seed: int) -> None:
-    random = Random(seed)
+async def test_requests_cancelled_at_random_lose_no_block_and_no_page(seed: int) -> None:
+    clock = ManualClock()
     async with pair(
-        model=f"{EVERYTHING},prefill_s_per_token=0.0005,decode_step_s=0.001",
+        model=f"{EVERYTHING},prefill_s_per_token=0.1,decode_step_s=1",
         prefill={"tensor_parallel_size": 2, "num_gpu_blocks_override": 30},
         decode={"num_gpu_blocks_override": 40},
         max_num_batched_tokens=16,
         max_num_seqs=5,
+        prefill_clock=clock,
+        decode_clock=clock,
     ) as both:
-
-        async def one(number: int) -> int:
-            await asyncio.sleep(random.random() * 0.2)
-            prompt = [number % 3, *range(random.randrange(5, 60))]
-            task = asyncio.create_task(both.generate(prompt, transfer_id=f"x{number}"))
-            if number % 2:
-                await asyncio.sleep(random.random() * 0.2)
-                task.cancel()
-            try:
-                handed = await task
-            except asyncio.CancelledError:
-                return 0
-            assert handed.tokens == both.decode.model.expected_tokens(prompt, 6)
-            return 1
-
-        finished = await asyncio.gather(*(one(number) for number in range(30)))
-        assert sum(finished) >= 15
+        await cancel_at_random(both, clock, count=30, seed=seed, ticks=30)

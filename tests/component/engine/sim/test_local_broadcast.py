@@ -1,4 +1,4 @@
-"""Decode ranks that need the same KV: one is sent it, and the answers stay what they were."""
+"""Decode ranks that need the same KV: one receives it and copies it to the others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MLA = f"sim:layers={LAYERS},heads=1,context=512"
 async def hand_over(
     prefill_tp: int, decode_tp: int, *, broadcast: bool, model: str = MLA, **changes: Any
 ) -> tuple[Handed, Pair]:
-    """One request, whose answer is checked."""
+    """Runs one request and checks its answer."""
     async with pair(
         prefill={"tensor_parallel_size": prefill_tp},
         decode={"tensor_parallel_size": decode_tp, "local_broadcast": broadcast},
@@ -45,16 +45,16 @@ async def hand_over(
 
 
 def bytes_of(handed: Handed) -> tuple[int, int]:
-    """Over the network, and locally."""
+    """Bytes over the network, and local ones."""
     assert handed.summary is not None
     return handed.summary.payload_bytes, handed.summary.local_bytes
 
 
 async def test_mla_from_two_ranks_to_four_crosses_the_network_once() -> None:
     plain, _ = await hand_over(2, 4, broadcast=False)
-    passed_on, _ = await hand_over(2, 4, broadcast=True)
+    broadcast, _ = await hand_over(2, 4, broadcast=True)
     assert bytes_of(plain) == (4 * MLA_BYTES, 0)
-    assert bytes_of(passed_on) == (MLA_BYTES, 3 * MLA_BYTES)
+    assert bytes_of(broadcast) == (MLA_BYTES, 3 * MLA_BYTES)
 
 
 @pytest.mark.parametrize(
@@ -68,14 +68,14 @@ async def test_mla_from_two_ranks_to_four_crosses_the_network_once() -> None:
 )
 async def test_caches_of_every_kind(model: str) -> None:
     plain, _ = await hand_over(2, 4, broadcast=False, model=model)
-    passed_on, _ = await hand_over(2, 4, broadcast=True, model=model)
-    network_bytes, local_bytes = bytes_of(passed_on)
+    broadcast, _ = await hand_over(2, 4, broadcast=True, model=model)
+    network_bytes, local_bytes = bytes_of(broadcast)
     assert local_bytes > 0
     assert network_bytes + local_bytes == bytes_of(plain)[0]
 
 
 @pytest.mark.parametrize("rank", range(4))
-async def test_a_byte_that_is_wrong_after_passing_on_is_noticed(rank: int) -> None:
+async def test_a_byte_that_is_corrupt_after_a_local_copy_changes_the_answer(rank: int) -> None:
     faults = SimFaults(corrupt=CorruptByte(rank=rank, layer=1, head=0, token=3, byte=5))
     async with pair(
         decode={"tensor_parallel_size": 4, "local_broadcast": True},
@@ -119,7 +119,7 @@ def mooncake_ranks() -> Iterator[list[KvTransport]]:
 
 
 kept: list[Pair] = []
-"""Memory that a lent transport knows must outlive it."""
+"""A lent transport keeps the memory registered, so the memory must outlive it."""
 
 
 async def over_mooncake(
@@ -139,16 +139,16 @@ async def over_mooncake(
 
 async def test_mla_crosses_mooncake_once(mooncake_ranks: list[KvTransport]) -> None:
     plain, _ = await over_mooncake(mooncake_ranks, 2, 4, broadcast=False)
-    passed_on, _ = await over_mooncake(mooncake_ranks, 2, 4, broadcast=True)
-    assert 4 * bytes_of(passed_on)[0] == bytes_of(plain)[0] == 4 * MLA_BYTES
+    broadcast, _ = await over_mooncake(mooncake_ranks, 2, 4, broadcast=True)
+    assert 4 * bytes_of(broadcast)[0] == bytes_of(plain)[0] == 4 * MLA_BYTES
 
 
-async def test_mla_from_four_ranks_to_two_is_whole_after_two_transfers_a_layer(
+async def test_mla_from_four_ranks_to_two_completes_after_two_writes_a_layer(
     mooncake_ranks: list[KvTransport],
 ) -> None:
-    """The case that broke the field: of four prefill ranks two have nothing to send for a layer, and say nothing.
+    """Of four prefill ranks, two have nothing to send for a layer and send no message.
 
-    Who counts to the number of prefill ranks waits for ever.
+    A receiver that waits for as many messages as there are prefill ranks never ends.
     """
     handed, both = await over_mooncake(mooncake_ranks, 4, 2, broadcast=False)
     prefill, decode = both.prefill.descriptor.layout, both.decode.descriptor.layout
@@ -156,10 +156,10 @@ async def test_mla_from_four_ranks_to_two_is_whole_after_two_transfers_a_layer(
     assert Counter(layer for _, _, layer in keys) == dict.fromkeys(range(LAYERS), 2)
     assert handed.outcome is not None
     chunks = -(-TOKENS // 16)
-    spoken = Counter(sent.layer for _, sent in handed.outcome.layers)
-    assert spoken == dict.fromkeys(range(LAYERS), 2 * chunks)
+    writes = Counter(sent.layer for _, sent in handed.outcome.layers)
+    assert writes == dict.fromkeys(range(LAYERS), 2 * chunks)
     for layer in range(LAYERS):
         assert len({rank for rank, sent in handed.outcome.layers if sent.layer == layer}) == 2
     assert bytes_of(handed) == (2 * MLA_BYTES, 0)
-    passed_on, _ = await over_mooncake(mooncake_ranks, 4, 2, broadcast=True)
-    assert bytes_of(passed_on) == (MLA_BYTES, MLA_BYTES)
+    broadcast, _ = await over_mooncake(mooncake_ranks, 4, 2, broadcast=True)
+    assert bytes_of(broadcast) == (MLA_BYTES, MLA_BYTES)

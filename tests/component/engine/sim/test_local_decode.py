@@ -1,4 +1,4 @@
-"""A sim engine that computes prompts itself."""
+"""A sim engine that computes its prompts and answers alone."""
 
 import asyncio
 from dataclasses import replace
@@ -13,10 +13,22 @@ from headrace_common.errors import (
     InvalidRequest,
 )
 from headrace_engine.interface import DecodeTokens, Sampling
+from headrace_engine.sim.clock import ManualClock
 from headrace_engine.sim.faults import SimFaults
-from tests.component.engine.sim.support import GREEDY, answer_of, decode_engine, decode_work, until
+from tests.component.engine.sim.support import (
+    GREEDY,
+    advance_until,
+    answer_of,
+    close,
+    decode_engine,
+    decode_work,
+    until,
+    until_running,
+)
 
 PROMPT = list(range(100, 139))
+# On a clock that the test advances.
+SLOW = "sim:context=512,prefill_s_per_token=1,decode_step_s=1"
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -64,7 +76,7 @@ async def test_many_requests_share_little_memory() -> None:
             assert tokens == engine.model.expected_tokens(prompt, 6)
 
 
-async def test_a_prefix_is_found_again_and_so_is_the_answer() -> None:
+async def test_prompt_and_answer_are_cached() -> None:
     async with decode_engine() as engine:
         sampling = replace(GREEDY, max_tokens=20)
         tokens, _, _ = await answer_of(engine, decode_work(PROMPT, sampling))
@@ -79,7 +91,7 @@ async def test_a_prefix_is_found_again_and_so_is_the_answer() -> None:
         assert end.cached_tokens == 16
 
 
-async def test_stop_tokens_end_the_answer_and_belong_to_it() -> None:
+async def test_a_stop_token_is_the_last_token_of_the_answer() -> None:
     async with decode_engine() as engine:
         expected = engine.model.expected_tokens(PROMPT, 6)
         sampling = replace(GREEDY, stop_token_ids=(expected[3], 31999))
@@ -120,48 +132,54 @@ async def test_a_slow_reader_gets_tokens_joined() -> None:
         assert together == engine.model.expected_tokens(PROMPT, 50)
 
 
-@pytest.mark.parametrize("wait_s", [0.0, 0.02, 0.08, 0.2])
-async def test_aborts_give_every_block_back(wait_s: float) -> None:
-    model = "sim:context=512,prefill_s_per_token=0.002,decode_step_s=0.005"
-    async with decode_engine(model=model) as engine:
+@pytest.mark.parametrize("computed_s", [0.0, 1.0, len(PROMPT) + 1.0, len(PROMPT) + 9.0])
+async def test_an_abort_frees_all_blocks(computed_s: float) -> None:
+    clock = ManualClock()
+    async with decode_engine(clock=clock, model=SLOW) as engine:
         reader = engine.decode(decode_work(PROMPT, replace(GREEDY, max_tokens=100)))
         waiter = asyncio.ensure_future(anext(reader))
-        await asyncio.sleep(wait_s)
+        await until_running(engine)
+        await clock.advance(computed_s)
         waiter.cancel()
         await asyncio.gather(waiter, return_exceptions=True)
-        await reader.aclose()  # type: ignore[attr-defined]
+        await close(reader)
 
 
 async def test_an_aborted_request_leaves_the_queue() -> None:
-    async with decode_engine(max_num_seqs=1, model="sim:context=512,decode_step_s=0.01") as engine:
+    clock = ManualClock()
+    async with decode_engine(clock=clock, max_num_seqs=1, model=SLOW) as engine:
         running = asyncio.create_task(answer_of(engine, decode_work(PROMPT)))
-        await until(lambda: engine.usage().running_requests == 1)
+        await until_running(engine)
         waiting = asyncio.create_task(answer_of(engine, decode_work(PROMPT, transfer_id="x2")))
         await until(lambda: engine.usage().waiting_requests == 1)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         assert engine.usage().waiting_requests == 0
+        await advance_until(running.done, clock)
         assert (await running)[0] == engine.model.expected_tokens(PROMPT, 6)
 
 
 async def test_a_transfer_id_cannot_be_used_twice_at_a_time() -> None:
-    async with decode_engine(model="sim:context=512,decode_step_s=0.01") as engine:
+    clock = ManualClock()
+    async with decode_engine(clock=clock, model=SLOW) as engine:
         running = asyncio.create_task(answer_of(engine, decode_work(PROMPT)))
-        await until(lambda: engine.usage().running_requests == 1)
+        await until_running(engine)
         with pytest.raises(DuplicateTransfer):
             await answer_of(engine, decode_work(PROMPT))
+        await advance_until(running.done, clock)
         assert (await running)[0] == engine.model.expected_tokens(PROMPT, 6)
 
 
 async def test_the_queue_is_bounded() -> None:
-    async with decode_engine(max_num_seqs=1, model="sim:context=512,decode_step_s=0.02") as engine:
+    async with decode_engine(clock=ManualClock(), max_num_seqs=1, model=SLOW) as engine:
         tasks = [
             asyncio.create_task(answer_of(engine, decode_work([1, 2], transfer_id=f"x{number}")))
             for number in range(90)
         ]
-        await until(lambda: any(task.done() for task in tasks))
-        refused = [task for task in tasks if task.done() and task.exception()]
-        assert refused
+        await until_running(engine)
+        refused = [task for task in tasks if task.done()]
+        # No time passes, so one request runs and 64 wait.
+        assert 90 - 65 <= len(refused) <= 90 - 64
         for task in refused:
             assert isinstance(task.exception(), DecodeFull)
         for task in tasks:
@@ -185,10 +203,10 @@ async def test_wrong_requests_are_refused() -> None:
             await answer_of(engine, decode_work([1], replace(GREEDY, max_tokens=0)))
 
 
-async def test_closing_ends_what_runs_and_refuses_more() -> None:
-    async with decode_engine(model="sim:context=512,decode_step_s=0.05") as engine:
+async def test_closing_ends_running_requests_and_refuses_more() -> None:
+    async with decode_engine(clock=ManualClock(), model=SLOW) as engine:
         running = asyncio.create_task(answer_of(engine, decode_work(PROMPT)))
-        await until(lambda: engine.usage().running_requests == 1)
+        await until_running(engine)
         await engine.close()
         with pytest.raises(Draining):
             await running
@@ -197,17 +215,18 @@ async def test_closing_ends_what_runs_and_refuses_more() -> None:
 
 
 async def test_prompts_are_computed_together_in_fair_shares() -> None:
-    model = "sim:context=512,prefill_s_per_token=0.0005"
-    async with decode_engine(model=model, max_num_batched_tokens=16) as engine:
-        ends: list[str] = []
-
-        async def one(name: str, length: int) -> None:
-            prompt = list(range(length))
-            prompt[0] = ord(name)
-            await answer_of(engine, decode_work(prompt, transfer_id=name))
-            ends.append(name)
-
-        long = asyncio.create_task(one("l", 300))
-        await until(lambda: engine.usage().running_requests == 1)
-        await asyncio.gather(long, one("s", 20))
-        assert ends == ["s", "l"]
+    clock = ManualClock()
+    async with decode_engine(clock=clock, model=SLOW, max_num_batched_tokens=16) as engine:
+        long = asyncio.create_task(answer_of(engine, decode_work(range(300), transfer_id="l")))
+        await until_running(engine)
+        await clock.advance(16)
+        short = asyncio.create_task(
+            answer_of(engine, decode_work(range(500, 520), transfer_id="s"))
+        )
+        await until(lambda: engine.usage().waiting_requests == 1)
+        # The short prompt gets half of each step; alone, the long one would need 300 s first.
+        await advance_until(short.done, clock)
+        assert not long.done()
+        assert clock.now_s() < 200
+        await advance_until(long.done, clock, step_s=16)
+        await asyncio.gather(long, short)

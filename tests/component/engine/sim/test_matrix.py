@@ -1,4 +1,4 @@
-"""Every kind of layout against others, from engine to engine over Mooncake's TCP."""
+"""Pairs of different layouts, from engine to engine over Mooncake's TCP."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SHARED_TOKENS = 50
 
 @dataclass(slots=True)
 class Ranks:
-    """Mooncake transports that are lent to one pair after another, and the memory that they know."""
+    """Mooncake transports that pairs share one after another, and the memory registered with them."""
 
     prefill: list[KvTransport] = field(default_factory=list)
     decode: list[KvTransport] = field(default_factory=list)
@@ -65,7 +65,7 @@ def config_of(side: Side, model: str) -> dict[str, Any]:
 
 
 def check_bytes(both: Pair, handed: Handed) -> None:
-    """What was sent is what the plan says, and all that decode needs, once."""
+    """The sent bytes are those of the plan, and all that decode needs, once."""
     layouts = (both.prefill.descriptor.layout, both.decode.descriptor.layout)
     reservation, summary, outcome = handed.reservation, handed.summary, handed.outcome
     assert summary is not None
@@ -83,7 +83,7 @@ def check_bytes(both: Pair, handed: Handed) -> None:
 
 
 async def check_pairing(both: Pair) -> None:
-    """A prompt in chunks, one that decode computes itself, and one whose beginning decode knows."""
+    """A prompt in chunks, one that decode computes itself, and one with a prefix that decode has cached."""
     model = both.decode.model
     first = await both.generate(PROMPT)
     assert first.tokens == model.expected_tokens(PROMPT, ANSWER_TOKENS)
@@ -100,7 +100,7 @@ async def check_pairing(both: Pair) -> None:
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS, ids=str)
-async def test_a_pair_hands_over(ranks: Ranks, pairing: Pairing) -> None:
+async def test_each_pairing_transfers_the_kv(ranks: Ranks, pairing: Pairing) -> None:
     numbers = {"prefill": iter(range(64)), "decode": iter(range(64))}
     async with pair(
         prefill=config_of(pairing.prefill, pairing.model),
@@ -110,18 +110,18 @@ async def test_a_pair_hands_over(ranks: Ranks, pairing: Pairing) -> None:
         ),
         decode_transports=lambda: ranks.lend(ranks.decode, next(numbers["decode"]), receives=True),
     ) as both:
-        # Mooncake knows the memory for as long as its engines live.
+        # The memory stays registered as long as Mooncake's engines exist.
         ranks.kept.append(both)
         await check_pairing(both)
 
 
-def test_the_matrix_is_what_it_should_be() -> None:
+def test_the_matrix_covers_every_model_without_duplicates() -> None:
     assert len(set(map(str, PAIRINGS))) == len(PAIRINGS) >= 60
     assert {pairing.model for pairing in PAIRINGS} == set(MODELS)
 
 
-async def test_two_transfers_complete_a_layer_from_four_ranks_to_two() -> None:
-    """One head that every rank holds: whoever waits for as many transfers as there are prefill ranks waits for ever."""
+async def test_two_writes_complete_a_layer_from_four_ranks_to_two() -> None:
+    """One head on every rank. A receiver that waits for every prefill rank's message never ends."""
     pairing = Pairing("mla", Side(4), Side(2))
     assert pairing in PAIRINGS
     async with pair(

@@ -1,4 +1,4 @@
-"""The decode half of a handover, without a sender: who holds the blocks, and until when."""
+"""A decode engine's reservations, without a sender: which blocks are held, and until when."""
 
 import asyncio
 
@@ -7,7 +7,14 @@ import pytest
 from headrace_common.errors import TransferFailed
 from headrace_engine.interface import DecodeEnded, DecodeTokens
 from headrace_kv.handoff.messages import Reservation
-from tests.component.engine.sim.support import answer_of, decode_engine, decode_work, until
+from tests.component.engine.sim.support import (
+    answer_of,
+    close,
+    decode_engine,
+    decode_work,
+    reserve,
+    until,
+)
 
 PROMPT = list(range(100, 139))
 
@@ -15,16 +22,15 @@ PROMPT = list(range(100, 139))
 async def test_a_reservation_holds_all_but_the_last_token() -> None:
     async with decode_engine() as engine:
         reader = engine.decode(decode_work(PROMPT, remote_kv=True))
-        reservation = await anext(reader)
-        assert isinstance(reservation, Reservation)
+        reservation = await reserve(reader)
         assert (reservation.start_token, reservation.end_token) == (0, 38)
         assert len(reservation.block_ids) == 5
         engine.arrived("x1")
         assert isinstance(await anext(reader), DecodeTokens)
-        await reader.aclose()  # type: ignore[attr-defined]
+        await close(reader)
 
 
-async def test_a_cache_that_never_came_gives_another_answer() -> None:
+async def test_a_cache_that_was_never_sent_gives_another_answer() -> None:
     async with decode_engine() as engine:
         tokens: list[int] = []
         async for event in engine.decode(decode_work(PROMPT, remote_kv=True)):
@@ -37,7 +43,7 @@ async def test_a_cache_that_never_came_gives_another_answer() -> None:
 
 
 @pytest.mark.parametrize("prompt", [[7], PROMPT[:33]])
-async def test_nothing_is_awaited_when_only_the_last_token_is_missing(prompt: list[int]) -> None:
+async def test_no_transfer_is_needed_when_only_the_last_token_is_missing(prompt: list[int]) -> None:
     async with decode_engine() as engine:
         await answer_of(engine, decode_work(prompt, transfer_id="x0"))
         tokens, end, events = await answer_of(engine, decode_work(prompt, remote_kv=True))
@@ -49,15 +55,14 @@ async def test_nothing_is_awaited_when_only_the_last_token_is_missing(prompt: li
         assert tokens == engine.model.expected_tokens(prompt, 6)
 
 
-async def test_a_cached_prefix_is_not_asked_for() -> None:
+async def test_a_cached_prefix_is_not_reserved() -> None:
     async with decode_engine() as engine:
         await answer_of(engine, decode_work(PROMPT[:20], transfer_id="x0"))
         reader = engine.decode(decode_work(PROMPT, remote_kv=True))
-        reservation = await anext(reader)
-        assert isinstance(reservation, Reservation)
+        reservation = await reserve(reader)
         assert (reservation.start_token, reservation.end_token) == (16, 38)
         assert len(reservation.block_ids) == 3
-        await reader.aclose()  # type: ignore[attr-defined]
+        await close(reader)
         engine.released("x1")
 
 
@@ -66,27 +71,23 @@ async def test_blocks_are_shared_only_once_they_have_arrived() -> None:
         first = engine.decode(decode_work(PROMPT, remote_kv=True))
         await anext(first)
         second = engine.decode(decode_work(PROMPT, transfer_id="x2", remote_kv=True))
-        reservation = await anext(second)
-        assert isinstance(reservation, Reservation)
-        assert reservation.start_token == 0
+        assert (await reserve(second)).start_token == 0
         engine.arrived("x1")
         third = engine.decode(decode_work(PROMPT, transfer_id="x3", remote_kv=True))
-        reservation = await anext(third)
-        assert isinstance(reservation, Reservation)
-        assert reservation.start_token == 32
+        assert (await reserve(third)).start_token == 32
         for reader in (first, second, third):
-            await reader.aclose()  # type: ignore[attr-defined]
+            await close(reader)
         engine.released("x2")
         engine.released("x3")
 
 
 @pytest.mark.parametrize("ending", ["arrived", "released"])
-async def test_an_aborted_reservation_stays_held_until_told(ending: str) -> None:
+async def test_an_aborted_reservation_stays_held_until_its_transfer_ends(ending: str) -> None:
     async with decode_engine() as engine:
         before = engine.free_block_count()
         reader = engine.decode(decode_work(PROMPT, remote_kv=True))
         await anext(reader)
-        await reader.aclose()  # type: ignore[attr-defined]
+        await close(reader)
         await answer_of(engine, decode_work([1, 2, 3], transfer_id="x2"))
         # 39 tokens of prompt and 5 of the answer: 6 blocks of 8.
         assert engine.free_block_count() == before - 6
@@ -95,7 +96,7 @@ async def test_an_aborted_reservation_stays_held_until_told(ending: str) -> None
         getattr(engine, ending)("x1")
 
 
-async def test_a_reservation_that_nobody_read_is_given_up_with_its_request() -> None:
+async def test_an_unread_reservation_is_released_with_its_request() -> None:
     async with decode_engine() as engine:
         before = engine.free_block_count()
         reader = engine.decode(decode_work(PROMPT, remote_kv=True))
@@ -117,10 +118,21 @@ async def test_a_released_reservation_fails_its_request() -> None:
             await anext(reader)
 
 
-async def test_word_of_an_unknown_transfer_changes_nothing() -> None:
+async def test_reports_of_other_or_ended_transfers_change_nothing() -> None:
     async with decode_engine() as engine:
-        engine.arrived("nobody")
-        engine.released("nobody")
-        _, end, _ = await answer_of(engine, decode_work(PROMPT))
+        reader = engine.decode(decode_work(PROMPT, remote_kv=True))
+        await reserve(reader)
+        free = engine.free_block_count()
+        engine.arrived("x2")
+        engine.released("x2")
+        waiting = asyncio.ensure_future(anext(reader))
+        other, _, _ = await answer_of(engine, decode_work(PROMPT, transfer_id="x3"))
+        assert other == engine.model.expected_tokens(PROMPT, 6)
+        assert not waiting.done()
+        assert engine.free_block_count() == free
+        engine.arrived("x1")
+        assert isinstance(await waiting, DecodeTokens)
+        # The request has its cache now, so a late report must not fail it.
         engine.released("x1")
-        assert isinstance(end, DecodeEnded)
+        rest = [event async for event in reader]
+        assert isinstance(rest[-1], DecodeEnded)

@@ -1,4 +1,4 @@
-"""Prefill's blocks are not given back while a write may still read them (I2)."""
+"""Prefill's blocks are not freed while a write may still read them (I2)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROMPT = list(range(100, 150))
 
 
 class ThreadedTransport(InMemoryTransport):
-    """Two writes under way at once, each on a thread of its own."""
+    """Two writes at once, each on its own thread."""
 
     pending_limit = 2
 
@@ -38,11 +38,11 @@ class ThreadedTransport(InMemoryTransport):
 
 
 @pytest.mark.parametrize("kind", [InMemoryTransport, ThreadedTransport])
-@pytest.mark.parametrize("who", ["prefill", "decode"])
+@pytest.mark.parametrize("canceller", ["prefill", "decode"])
 async def test_held_writes_hold_the_source_blocks(
-    kind: type[InMemoryTransport] | type[ThreadedTransport], who: str
+    kind: type[InMemoryTransport] | type[ThreadedTransport], canceller: str
 ) -> None:
-    """Whoever gives the request up, no block comes back before the held write has ended."""
+    """No block is freed before the held write has ended, whichever side cancels."""
     hold = Fault(FaultKind.HOLD)
     held: list[InMemoryTransport] = []
 
@@ -60,15 +60,15 @@ async def test_held_writes_hold_the_source_blocks(
         prefill = asyncio.create_task(both.prefill.prefill(work))
         await until(lambda: held[0].write_count >= 2)
         await asyncio.sleep(0.1)
-        taken = free - both.prefill.free_block_count()
-        assert taken == 7
-        if who == "prefill":
+        held_blocks = free - both.prefill.free_block_count()
+        assert held_blocks == 7
+        if canceller == "prefill":
             prefill.cancel()
         else:
             both.receiver.cancel("x1", "CANCELLED", "the client left")
         await asyncio.sleep(0.3)
         assert not prefill.done()
-        assert free - both.prefill.free_block_count() == taken
+        assert free - both.prefill.free_block_count() == held_blocks
         assert transfer.state is not TransferState.FREE
         hold.release.set()
         await asyncio.wait({prefill}, timeout=5.0)

@@ -24,7 +24,7 @@ def test_each_worker_has_its_name_and_its_share_of_the_memory() -> None:
     } == {(1, "", 0.5)}
 
 
-def test_a_worker_alone_keeps_its_settings() -> None:
+def test_a_single_worker_keeps_its_settings() -> None:
     alone = config(
         workers_per_process=1, engine="vllm", transport="mooncake", listen="127.0.0.1:7003"
     )
@@ -41,6 +41,8 @@ def test_a_worker_alone_keeps_its_settings() -> None:
         ({"worker_id": "w" * 62}, "choose a shorter worker_id"),
     ],
 )
-def test_what_several_workers_cannot_have_is_refused(settings: dict[str, Any], remedy: str) -> None:
+def test_settings_that_several_workers_cannot_share_are_refused(
+    settings: dict[str, Any], remedy: str
+) -> None:
     with pytest.raises(ValidationError, match=remedy):
         config(**settings)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_common.errors import InternalError
-from headrace_engine.prefix.publisher import SNAPSHOT_HASHES_MAX, PrefixPublisher
+from headrace_engine.prefix.event_log import SNAPSHOT_HASHES_MAX, PrefixEventLog
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.prefix.events import KvEvent, Tier, pack_hashes
 from headrace_kv.prefix.hashing import PrefixHasher
@@ -24,8 +24,8 @@ HASHER = PrefixHasher(3, 1)
 CHAIN = [(n + 1) * 0x9E3779B97F4A7C15 % 2**64 for n in range(2_000)]
 
 
-def join(index: PrefixIndex, ref: WorkerRef, *chains: Sequence[int]) -> PrefixPublisher:
-    publisher = PrefixPublisher(ref.incarnation)
+def join(index: PrefixIndex, ref: WorkerRef, *chains: Sequence[int]) -> PrefixEventLog:
+    publisher = PrefixEventLog(ref.incarnation)
     index.add_worker(ref)
     for chain in chains:
         publisher.stored(None, chain)
@@ -258,7 +258,7 @@ def test_a_full_index_credits_what_fitted_and_recovers_when_there_is_room() -> N
 def test_tiers_are_looked_up_apart() -> None:
     index = PrefixIndex()
     index.add_worker(A)
-    publisher = PrefixPublisher("1", (Tier.DEVICE, Tier.HOST))
+    publisher = PrefixEventLog("1", (Tier.DEVICE, Tier.HOST))
     feed(index, A, publisher.snapshot())
     feed(index, A, publisher.stored(None, CHAIN[:100]))
     feed(index, A, publisher.stored(None, CHAIN[:80], Tier.HOST))
@@ -276,7 +276,7 @@ def test_a_snapshot_counts_only_when_whole() -> None:
     chain = list(range(1, 2 * SNAPSHOT_HASHES_MAX))
     index = PrefixIndex()
     index.add_worker(A)
-    publisher = PrefixPublisher("1")
+    publisher = PrefixEventLog("1")
     publisher.stored(None, chain)
     first, last = publisher.snapshot()
     assert index.apply(A, last) is ApplyResult.NEEDS_RESYNC
@@ -305,7 +305,7 @@ def test_a_wrong_digest_takes_the_credit_away_at_the_next_heartbeat() -> None:
 def test_another_incarnation_or_an_unknown_worker_is_not_heard() -> None:
     index = PrefixIndex()
     join(index, A, CHAIN[:10])
-    stranger = PrefixPublisher("2")
+    stranger = PrefixEventLog("2")
     for event in stranger.stored(None, CHAIN[:20]) + stranger.snapshot() + stranger.cleared():
         assert index.apply(A, event) is ApplyResult.IGNORED
         assert index.apply(B, event) is ApplyResult.IGNORED

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.worker.v1 import worker_pb2
-from headrace_engine.prefix.publisher import PrefixPublisher
+from headrace_engine.prefix.event_log import PrefixEventLog
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.prefix.events import KvEvent, event_from_proto, event_to_proto
 from headrace_router.prefix_cache.index import ApplyResult, PrefixIndex
@@ -39,7 +39,7 @@ class Worker:
     """One worker, what its engine holds, and the stream between it and the router."""
 
     ref: WorkerRef
-    publisher: PrefixPublisher
+    publisher: PrefixEventLog
     held: set[int] = field(default_factory=set)
     stream: list[KvEvent] = field(default_factory=list)
 
@@ -62,7 +62,7 @@ class Deployment:
         ref = WorkerRef(f"w{number}", f"i{incarnation}")
         self.index.add_worker(ref)
         # A short memory, so that some gaps are repaired by replay and some by snapshot.
-        worker = Worker(ref, PrefixPublisher(ref.incarnation, replay_hashes_max=12))
+        worker = Worker(ref, PrefixEventLog(ref.incarnation, replay_hashes_max=12))
         worker.stream += worker.publisher.snapshot()
         return worker
 

@@ -1,4 +1,4 @@
-"""Ownership of blocks."""
+"""Holders of blocks, and cached prefixes."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -14,70 +14,70 @@ def new_pool(count: int = 8) -> tuple[BlockPool, list[int]]:
 
 def test_blocks_are_contiguous_where_possible() -> None:
     pool, _ = new_pool()
-    assert pool.take(3) == [0, 1, 2]
-    middle = pool.take(2)
+    assert pool.allocate(3) == [0, 1, 2]
+    middle = pool.allocate(2)
     assert middle == [3, 4]
-    pool.release(middle)
-    assert pool.take(2) == [3, 4]
-    pool.release([1])
-    assert pool.take(3) == [5, 6, 7]
-    assert pool.take(1) == [1]
-    assert pool.take(1) is None
+    pool.free(middle)
+    assert pool.allocate(2) == [3, 4]
+    pool.free([1])
+    assert pool.allocate(3) == [5, 6, 7]
+    assert pool.allocate(1) == [1]
+    assert pool.allocate(1) is None
 
 
 def test_fragments_are_used_when_nothing_contiguous_is_left() -> None:
     pool, _ = new_pool(5)
-    assert pool.take(5) is not None
-    pool.release([0])
-    pool.release([2, 3])
-    assert pool.take(3) == [2, 3, 0]
+    assert pool.allocate(5) is not None
+    pool.free([0])
+    pool.free([2, 3])
+    assert pool.allocate(3) == [2, 3, 0]
 
 
-def test_published_blocks_are_found_and_shared() -> None:
+def test_registered_blocks_are_found_and_shared() -> None:
     pool, cleared = new_pool()
-    held = pool.take(3)
+    held = pool.allocate(3)
     assert held == [0, 1, 2]
-    pool.publish(0, 100)
-    pool.publish(1, 101)
-    assert pool.cached([100, 101, 102]) == [0, 1]
-    assert pool.cached([101]) == [1]
-    assert pool.cached([99, 100]) == []
-    pool.hold([0, 1])
-    pool.release(held)
+    pool.register(0, 100)
+    pool.register(1, 101)
+    assert pool.find_cached([100, 101, 102]) == [0, 1]
+    assert pool.find_cached([101]) == [1]
+    assert pool.find_cached([99, 100]) == []
+    pool.share([0, 1])
+    pool.free(held)
     assert cleared == [2]
     assert pool.available_count == 6
-    pool.release([0, 1])
+    pool.free([0, 1])
     assert pool.available_count == 8
-    assert pool.cached([100, 101]) == [0, 1]
+    assert pool.find_cached([100, 101]) == [0, 1]
     assert pool.free_ids() == (2, 3, 4, 5, 6, 7)
 
 
-def test_the_oldest_and_deepest_prefix_is_given_up_first() -> None:
+def test_the_oldest_and_deepest_prefix_is_evicted_first() -> None:
     pool, cleared = new_pool(4)
-    old = pool.take(2)
+    old = pool.allocate(2)
     assert old is not None
-    pool.publish(0, 100)
-    pool.publish(1, 101)
-    pool.release(old)
-    young = pool.take(2)
+    pool.register(0, 100)
+    pool.register(1, 101)
+    pool.free(old)
+    young = pool.allocate(2)
     assert young == [2, 3]
-    pool.publish(2, 200)
-    pool.release(young)
+    pool.register(2, 200)
+    pool.free(young)
     cleared.clear()
-    assert pool.take(2) is not None
+    assert pool.allocate(2) is not None
     assert cleared == [1]
-    assert pool.cached([100]) == [0]
-    assert pool.cached([200]) == [2]
+    assert pool.find_cached([100]) == [0]
+    assert pool.find_cached([200]) == [2]
 
 
-def test_a_second_block_with_a_known_prefix_stays_private() -> None:
+def test_a_second_block_with_a_cached_prefix_stays_private() -> None:
     pool, cleared = new_pool(4)
-    assert pool.take(2) == [0, 1]
-    pool.publish(0, 100)
-    pool.publish(1, 100)
-    pool.release([1])
+    assert pool.allocate(2) == [0, 1]
+    pool.register(0, 100)
+    pool.register(1, 100)
+    pool.free([1])
     assert cleared == [1]
-    assert pool.cached([100]) == [0]
+    assert pool.find_cached([100]) == [0]
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -94,7 +94,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(count=st.integers(0, 6))
     def take(self, count: int) -> None:
         available = self.pool.available_count
-        taken = self.pool.take(count)
+        taken = self.pool.allocate(count)
         assert (taken is not None) == (count <= available)
         if taken is not None:
             others = {block for blocks in self.held for block in blocks}
@@ -106,21 +106,21 @@ class PoolMachine(RuleBasedStateMachine):
     def release(self, data: st.DataObject) -> None:
         if self.held:
             index = data.draw(st.integers(0, len(self.held) - 1))
-            self.pool.release(self.held.pop(index))
+            self.pool.free(self.held.pop(index))
 
     @rule(data=st.data())
     def publish(self, data: st.DataObject) -> None:
         blocks = [block for held in self.held for block in held]
         if blocks:
-            self.pool.publish(data.draw(st.sampled_from(blocks)), self.next_prefix)
+            self.pool.register(data.draw(st.sampled_from(blocks)), self.next_prefix)
             self.known.append(self.next_prefix)
             self.next_prefix += 1
 
     @rule(data=st.data())
     def share(self, data: st.DataObject) -> None:
         if self.known:
-            found = self.pool.cached([data.draw(st.sampled_from(self.known))])
-            self.pool.hold(found)
+            found = self.pool.find_cached([data.draw(st.sampled_from(self.known))])
+            self.pool.share(found)
             self.held.append(found)
 
     @invariant()

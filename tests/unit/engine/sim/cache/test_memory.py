@@ -112,7 +112,7 @@ short_prompts = st.lists(st.integers(0, 99), min_size=1, max_size=24)
 
 
 @given(texts, ranks_of, prompts, st.randoms())
-def test_memory_that_is_right_gives_the_closed_form(
+def test_intact_memory_gives_the_closed_form(
     text: str, ranks: int, prompt: list[int], random: Random
 ) -> None:
     filled = Filled(text, ranks, prompt, random)
@@ -141,7 +141,7 @@ def test_one_wrong_byte_anywhere_changes_the_answer(
 
 
 @given(st.randoms(), short_prompts, st.integers(1, 4), st.data())
-def test_a_state_that_was_once_wrong_stays_wrong(
+def test_a_corrupt_state_stays_corrupt(
     random: Random, prompt: list[int], ranks: int, data: st.DataObject
 ) -> None:
     filled = Filled("layers=1,state_layers=1", ranks, prompt, random)
@@ -179,7 +179,7 @@ def test_missing_stale_and_misplaced_blocks_change_the_digest(text: str, ranks: 
     assert filled.digest() != right
 
 
-def test_tokens_beyond_the_count_are_not_looked_at() -> None:
+def test_tokens_beyond_the_count_are_ignored() -> None:
     for text in ("layers=2", "block_format=token_inner"):
         filled = Filled(text, 1, list(range(8)), Random(1))
         right = filled.memory.digest(filled.blocks, 6)

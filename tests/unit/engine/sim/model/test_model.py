@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_engine.interface import Sampling
-from headrace_engine.sim.model.mix import counted_words, mix_int, mix_words
+from headrace_engine.sim.model.bit_mixer import counted_words, mix_int, mix_words
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.settings import SimSettings, parse_settings
 

@@ -19,8 +19,8 @@ def test_the_plain_name_takes_the_defaults() -> None:
 
 
 def test_every_setting_can_be_given() -> None:
-    text = "sim:layers=4,heads=8,head_bytes=32,vocabulary=50,context=64,layer_s=0.5"
-    expected = SimSettings(4, 8, 32, 50, 64, layer_s=0.5)
+    text = "sim:layers=4,heads=8,head_bytes=32,vocabulary=50,context=64,layer_s=0.5,clock=/a"
+    expected = SimSettings(4, 8, 32, 50, 64, layer_s=0.5, clock="/a")
     assert parse_settings(text) == expected
 
 
@@ -71,6 +71,7 @@ def test_caches_can_be_given_as_data() -> None:
         ("sim:order=layer/part/block/head", "model.order"),
         ("sim:block_format=inside", "model.block_format"),
         ("sim:layers=2,stages=3", "model.stages"),
+        ("sim:clock=clock.sock", "model.clock"),
         ("sim:heads=0,order=dhn", "model.heads, model.order"),
     ],
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace_engine.prefix.announcer import PrefixAnnouncer
+from headrace_engine.prefix.event_publisher import PrefixEventPublisher
 from headrace_engine.vllm.service.kv_events import VllmPrefixes
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.prefix.events import Tier, unpack_hashes
@@ -49,7 +49,7 @@ def removed(*hashes: int, group: int = 0) -> dict[str, Any]:
 
 class Rig:
     def __init__(self, *tiers: Tier) -> None:
-        self.events = PrefixAnnouncer(
+        self.events = PrefixEventPublisher(
             WorkerRef("w", "1" * 16), BLOCK, flush_s=0.0, tiers=tiers or (Tier.DEVICE,)
         )
         self.prefixes = VllmPrefixes(self.events)
@@ -69,7 +69,7 @@ class Rig:
 @pytest.fixture
 def rig() -> Rig:
     rig = Rig()
-    rig.events.begin(KEY, "m")
+    rig.events.set_hash_key(KEY, "m")
     return rig
 
 
@@ -148,7 +148,7 @@ async def test_nothing_is_named_before_the_key_is_known() -> None:
     rig = Rig()
     tokens = list(range(2 * BLOCK))
     rig.prefixes.take(stored(tokens, 0, 1))
-    rig.events.begin(KEY, "m")
+    rig.events.set_hash_key(KEY, "m")
     rig.prefixes.take(stored(tokens, 1, 2))
     assert await rig.announced() == set()
 
@@ -173,7 +173,7 @@ def offloaded(tokens: list[int], first: int, end: int) -> dict[str, Any]:
 
 async def test_copies_in_main_memory_are_a_tier_of_their_own() -> None:
     rig = Rig(Tier.DEVICE, Tier.HOST)
-    rig.events.begin(KEY, "m")
+    rig.events.set_hash_key(KEY, "m")
     tokens = list(range(12 * BLOCK))
     hashes, known = vllm_hashes(tokens), names(tokens)
     rig.prefixes.take(stored(tokens, 0, 10))

@@ -1,4 +1,4 @@
-"""Collects what an engine caches and tells everybody who has subscribed."""
+"""Publishes the changes of one engine's prefix cache to its subscribers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Final, Literal
 
 from headrace.worker.v1 import worker_pb2
 from headrace_common.errors import InternalError, QueueFull
-from headrace_engine.prefix.publisher import PrefixPublisher
+from headrace_engine.prefix.event_log import PrefixEventLog
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.prefix.events import KvEvent, Tier, event_to_proto
 from headrace_kv.prefix.hashing import PrefixHasher, key_fingerprint, prefix_hasher
@@ -25,12 +25,13 @@ _Kind = Literal["stored", "removed", "cleared"]
 Message = worker_pb2.SubscribeKvEventsResponse
 
 
-class PrefixAnnouncer:
+class PrefixEventPublisher:
     """The prefixes that one worker's engine caches, in blocks of `block_tokens`. One event loop owns it.
 
-    The engine tells it of blocks named by `hasher`, which is there from `begin` on; what was cached before stays
-    untold. Changes are numbered and sent together, at most `flush_s` after the first. Nobody who listens slowly holds
-    the engine up: a subscription whose buffer is full ends. `tiers` are those where the engine keeps blocks.
+    The engine reports blocks by their hashes, which `hasher` computes. It exists from `set_hash_key`
+    on; blocks that were cached before are not published. Changes are numbered and sent together, at
+    most `flush_s` after the first. A slow subscriber cannot delay the engine: a subscription with a
+    full buffer ends. `tiers` are those where the engine keeps blocks.
     """
 
     def __init__(
@@ -44,55 +45,55 @@ class PrefixAnnouncer:
         self.block_tokens = block_tokens
         self.hasher: PrefixHasher | None = None
         self.hashing: worker_pb2.KvHashing | None = None
-        """How the blocks are named, for those who compare; None before `begin`."""
+        """Identifies the hash key and block size, so that others can compare them; None before `set_hash_key`."""
         self._flush_s = flush_s
         self.tiers = tuple(tiers)
-        self._publisher = PrefixPublisher(ref.incarnation, tiers)
+        self._log = PrefixEventLog(ref.incarnation, tiers)
         self._pending: list[_Change] = []
         self._flush: asyncio.TimerHandle | None = None
         self._subscriptions: set[Subscription] = set()
 
-    def begin(self, prefix_hash_key: int, model: str) -> None:
-        """The worker has joined a deployment, as a server of `model`. Raises InternalError the second time."""
+    def set_hash_key(self, prefix_hash_key: int, model: str) -> None:
+        """Starts publishing with a deployment's key and the served model. Raises InternalError the second time."""
         if self.hasher is not None:
-            raise InternalError("prefixes have been hashed with another key already")
+            raise InternalError("the key of prefix hashes was set before")
         self.hasher = prefix_hasher(prefix_hash_key, model, self.block_tokens)
         self.hashing = worker_pb2.KvHashing(
             key_fingerprint=key_fingerprint(prefix_hash_key), block_tokens=self.block_tokens
         )
 
     def stored(self, parent: int | None, hashes: Sequence[int], tier: Tier = Tier.DEVICE) -> None:
-        """Consecutive blocks after `parent`, None at the start of a prompt, can be found in `tier` now."""
+        """Consecutive blocks after `parent` are cached in `tier` now. None is the start of a prompt."""
         last = self._pending[-1] if self._pending else None
         if last is not None and last.of == ("stored", tier) and parent == last.hashes[-1]:
             last.hashes.extend(hashes)
         elif hashes:
-            self._add(_Change("stored", parent, list(hashes), tier))
+            self._enqueue(_Change("stored", parent, list(hashes), tier))
 
     def removed(self, hashes: Sequence[int], tier: Tier = Tier.DEVICE) -> None:
-        """These blocks cannot be found in `tier` any more."""
+        """These blocks are no longer cached in `tier`."""
         last = self._pending[-1] if self._pending else None
         if last is not None and last.of == ("removed", tier):
             last.hashes.extend(hashes)
         elif hashes:
-            self._add(_Change("removed", None, list(hashes), tier))
+            self._enqueue(_Change("removed", None, list(hashes), tier))
 
     def cleared(self) -> None:
-        """No block can be found any more."""
+        """No block is cached in any tier."""
         self._pending.clear()
-        self._add(_Change("cleared", None, [], Tier.DEVICE))
+        self._enqueue(_Change("cleared", None, [], Tier.DEVICE))
 
     @contextmanager
     def subscribe(self, since_sequence: int) -> Iterator[Subscription]:
-        """What is announced, or changed after `since_sequence`, and then every change. Raises QueueFull."""
+        """A subscription to every change after `since_sequence`, or from a snapshot on. Raises QueueFull."""
         if len(self._subscriptions) >= SUBSCRIBERS_MAX:
             raise QueueFull(
-                f"{len(self._subscriptions)} routers follow this worker's KV events already",
+                f"{len(self._subscriptions)} routers subscribe to this worker's KV events already",
                 metadata={"max_subscribers": str(SUBSCRIBERS_MAX)},
             )
-        missed = self._publisher.replay(since_sequence) if since_sequence else None
+        missed = self._log.replay(since_sequence) if since_sequence else None
         if missed is None:
-            missed = self._publisher.snapshot()
+            missed = self._log.snapshot()
         subscription = Subscription(self, missed)
         self._subscriptions.add(subscription)
         try:
@@ -101,14 +102,14 @@ class PrefixAnnouncer:
             self._subscriptions.discard(subscription)
 
     def heartbeats(self) -> Iterator[Message]:
-        """One for each tier."""
-        for event in self._publisher.heartbeats():
+        """A heartbeat for each tier."""
+        for event in self._log.heartbeats():
             message = event_to_proto(event)
             if self.hashing is not None:
                 message.heartbeat.hashing.CopyFrom(self.hashing)
             yield message
 
-    def _add(self, change: _Change) -> None:
+    def _enqueue(self, change: _Change) -> None:
         self._pending.append(change)
         if self._flush is None:
             loop = asyncio.get_running_loop()
@@ -128,15 +129,15 @@ class PrefixAnnouncer:
         match kind:
             case "stored":
                 chains = [(one.parent, one.hashes) for one in changes]
-                return self._publisher.stored_chains(chains, tier)
+                return self._log.stored_chains(chains, tier)
             case "removed":
-                return self._publisher.removed(changes[0].hashes, tier)
+                return self._log.removed(changes[0].hashes, tier)
             case "cleared":
-                return self._publisher.cleared()
+                return self._log.cleared()
 
 
 class _Change:
-    """Something that the engine has told and nobody has heard yet."""
+    """A change that was not published yet."""
 
     __slots__ = ("hashes", "of", "parent")
 
@@ -147,18 +148,18 @@ class _Change:
 
 
 class Subscription:
-    """One router's. `missed` is what it must hear first."""
+    """One subscriber's messages, `missed` events first."""
 
-    def __init__(self, announcer: PrefixAnnouncer, missed: Sequence[KvEvent]) -> None:
-        self._announcer = announcer
+    def __init__(self, publisher: PrefixEventPublisher, missed: Sequence[KvEvent]) -> None:
+        self._publisher = publisher
         self._missed = missed
         self._buffer: deque[Message] = deque()
         self._buffered_bytes = 0
         self._overrun = False
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
 
     def put(self, message: Message) -> None:
-        """Never blocks: what does not fit ends the subscription."""
+        """Buffers a message. A full buffer ends the subscription; the caller never waits."""
         if self._overrun:
             return
         self._buffer.append(message)
@@ -166,12 +167,12 @@ class Subscription:
         if len(self._buffer) > BUFFERED_MESSAGES_MAX or self._buffered_bytes > BUFFERED_BYTES_MAX:
             self._overrun = True
             self._buffer.clear()
-        self._news.set()
+        self._changed.set()
 
     async def messages(self, interval_s: float) -> AsyncIterator[Message]:
-        """Without end, a heartbeat for each tier first and then once per interval.
+        """Yields without end. Heartbeats for each tier follow the missed events, and then every interval.
 
-        Raises QueueFull when they are taken too slowly.
+        Raises QueueFull when messages are read too slowly.
         """
         missed, self._missed = self._missed, ()
         for event in missed:
@@ -187,12 +188,12 @@ class Subscription:
                 raise QueueFull("KV events come faster than they are read: subscribe again")
             if loop.time() >= due_s:
                 due_s = loop.time() + interval_s
-                for heartbeat in self._announcer.heartbeats():
+                for heartbeat in self._publisher.heartbeats():
                     yield heartbeat
                 continue
-            self._news.clear()
+            self._changed.clear()
             try:
                 async with asyncio.timeout_at(due_s):
-                    await self._news.wait()
+                    await self._changed.wait()
             except TimeoutError:
                 continue

@@ -1,4 +1,4 @@
-"""Mixing of 64-bit words: bijective, so that any change of the input changes the output."""
+"""Mixes the bits of 64-bit words. Bijective, so any change of the input changes the output."""
 
 from __future__ import annotations
 
@@ -37,6 +37,6 @@ def mix_int(value: int) -> int:
 
 
 def counted_words(count: int, seed: int, start: int = 0) -> U64Array:
-    """Words `start` to `start + count` of the pseudo-random series that `seed` names."""
+    """Words `start` to `start + count` of the pseudo-random series of `seed`."""
     index = np.arange(start + 1, start + count + 1, dtype=np.uint64)
     return mix_words(index * np.uint64(mix_int(seed) | 1) + np.uint64(mix_int(seed ^ WORD_MASK)))

@@ -1,4 +1,4 @@
-"""How changes of a cache become messages for several listeners."""
+"""Changes of a cache become messages for several subscribers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 
 from headrace.worker.v1 import worker_pb2
 from headrace_common.errors import InternalError, QueueFull
-from headrace_engine.prefix import announcer as prefix_announcer
-from headrace_engine.prefix.announcer import PrefixAnnouncer, Subscription
+from headrace_engine.prefix import event_publisher
+from headrace_engine.prefix.event_publisher import PrefixEventPublisher, Subscription
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.prefix.events import unpack_hashes, xor_of
 
@@ -20,34 +20,34 @@ Message = worker_pb2.SubscribeKvEventsResponse
 
 
 @pytest.fixture
-def events() -> PrefixAnnouncer:
-    return PrefixAnnouncer(WorkerRef("w-0", "1" * 16), block_tokens=8, flush_s=0.01)
+def events() -> PrefixEventPublisher:
+    return PrefixEventPublisher(WorkerRef("w-0", "1" * 16), block_tokens=8, flush_s=0.01)
 
 
 def kinds(messages: list[Message]) -> list[str | None]:
     return [message.WhichOneof("event") for message in messages]
 
 
-class Listener:
+class Subscriber:
     def __init__(self, subscription: Subscription, interval_s: float = 60.0) -> None:
         self._messages: AsyncIterator[Message] = subscription.messages(interval_s)
 
-    async def take(self, count: int) -> list[Message]:
+    async def read(self, count: int) -> list[Message]:
         async with asyncio.timeout(5):
             return [await anext(self._messages) for _ in range(count)]
 
 
-async def test_changes_of_one_moment_are_one_message(events: PrefixAnnouncer) -> None:
+async def test_simultaneous_changes_are_one_message(events: PrefixEventPublisher) -> None:
     with events.subscribe(0) as subscription:
-        listener = Listener(subscription)
-        assert kinds(await listener.take(2)) == ["snapshot", "heartbeat"]
-        # A prompt that is cached block by block, then another, then what they displaced.
+        subscriber = Subscriber(subscription)
+        assert kinds(await subscriber.read(2)) == ["snapshot", "heartbeat"]
+        # A prompt that is cached block by block, another, then evictions.
         for block in range(1, 6):
             events.stored(block - 1 or None, [block])
         events.stored(None, [11, 12])
         events.removed([12])
         events.removed([5, 4])
-        messages = await listener.take(2)
+        messages = await subscriber.read(2)
         assert kinds(messages) == ["stored", "removed"]
         assert unpack_hashes(messages[0].stored) == [1, 2, 3, 4, 5, 11, 12]
         assert unpack_hashes(messages[1].removed) == [12, 5, 4]
@@ -56,73 +56,75 @@ async def test_changes_of_one_moment_are_one_message(events: PrefixAnnouncer) ->
         assert messages[1].announced_xor == xor_of([1, 2, 3, 11])
 
 
-async def test_order_is_kept(events: PrefixAnnouncer) -> None:
+async def test_order_is_kept(events: PrefixEventPublisher) -> None:
     with events.subscribe(0) as subscription:
-        listener = Listener(subscription)
-        await listener.take(2)
+        subscriber = Subscriber(subscription)
+        await subscriber.read(2)
         events.stored(None, [1])
         events.removed([1])
         events.stored(None, [1])
-        assert kinds(await listener.take(3)) == ["stored", "removed", "stored"]
+        assert kinds(await subscriber.read(3)) == ["stored", "removed", "stored"]
         events.stored(1, [2])
         events.cleared()
         events.stored(None, [3])
-        messages = await listener.take(2)
-        # What is gone by then need not be told.
+        messages = await subscriber.read(2)
+        # Changes before `cleared` are not published.
         assert kinds(messages) == ["cleared", "stored"]
         assert messages[1].announced_count == 1
 
 
-async def test_a_listener_that_comes_back_hears_what_it_missed(events: PrefixAnnouncer) -> None:
+async def test_a_returning_subscriber_gets_the_missed_events(
+    events: PrefixEventPublisher,
+) -> None:
     events.stored(None, [1])
     with events.subscribe(0) as subscription:
-        listener = Listener(subscription)
-        assert kinds(await listener.take(3)) == ["snapshot", "heartbeat", "stored"]
+        subscriber = Subscriber(subscription)
+        assert kinds(await subscriber.read(3)) == ["snapshot", "heartbeat", "stored"]
     events.stored(1, [2])
     await asyncio.sleep(0.05)
     with events.subscribe(1) as subscription:
-        messages = await Listener(subscription).take(2)
+        messages = await Subscriber(subscription).read(2)
         assert kinds(messages) == ["stored", "heartbeat"]
         assert messages[1].announced_count == 2
-    # Of an event that never was, nothing follows.
+    # An unknown sequence gives a snapshot.
     with events.subscribe(9) as subscription:
-        assert kinds(await Listener(subscription).take(2)) == ["snapshot", "heartbeat"]
+        assert kinds(await Subscriber(subscription).read(2)) == ["snapshot", "heartbeat"]
 
 
-async def test_heartbeats_come_in_time_even_when_much_happens(events: PrefixAnnouncer) -> None:
+async def test_heartbeats_are_sent_in_time_among_many_events(events: PrefixEventPublisher) -> None:
     with events.subscribe(0) as subscription:
-        listener = Listener(subscription, interval_s=0.1)
-        await listener.take(2)
+        subscriber = Subscriber(subscription, interval_s=0.1)
+        await subscriber.read(2)
         seen: list[str | None] = []
         for block in range(1, 40):
             events.stored(None, [block])
-            seen += kinds(await listener.take(1))
+            seen += kinds(await subscriber.read(1))
         assert 2 <= seen.count("heartbeat") <= 12
-        # Each heartbeat above left one event to be taken.
-        quiet = kinds(await listener.take(seen.count("heartbeat") + 2))
+        # Each heartbeat above left one event to read.
+        quiet = kinds(await subscriber.read(seen.count("heartbeat") + 2))
         assert quiet[-1] == "heartbeat"
 
 
-@pytest.mark.parametrize("what", ["BUFFERED_MESSAGES_MAX", "BUFFERED_BYTES_MAX"])
+@pytest.mark.parametrize("limit", ["BUFFERED_MESSAGES_MAX", "BUFFERED_BYTES_MAX"])
 async def test_a_full_buffer_ends_one_subscription_only(
-    events: PrefixAnnouncer, monkeypatch: pytest.MonkeyPatch, what: str
+    events: PrefixEventPublisher, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
-    monkeypatch.setattr(prefix_announcer, what, 10 if what == "BUFFERED_MESSAGES_MAX" else 500)
+    monkeypatch.setattr(event_publisher, limit, 10 if limit == "BUFFERED_MESSAGES_MAX" else 500)
     with events.subscribe(0) as slow, events.subscribe(0) as fast:
-        slow_listener, fast_listener = Listener(slow), Listener(fast)
-        await slow_listener.take(2)
-        await fast_listener.take(2)
+        slow_subscriber, fast_subscriber = Subscriber(slow), Subscriber(fast)
+        await slow_subscriber.read(2)
+        await fast_subscriber.read(2)
         for block in range(1, 16):
             events.stored(None, [block])
-            assert kinds(await fast_listener.take(1)) == ["stored"]
+            assert kinds(await fast_subscriber.read(1)) == ["stored"]
         with pytest.raises(QueueFull):
-            await slow_listener.take(16)
+            await slow_subscriber.read(16)
 
 
-async def test_there_is_an_end_to_listeners(
-    events: PrefixAnnouncer, monkeypatch: pytest.MonkeyPatch
+async def test_the_number_of_subscriptions_is_bounded(
+    events: PrefixEventPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefix_announcer, "SUBSCRIBERS_MAX", 2)
+    monkeypatch.setattr(event_publisher, "SUBSCRIBERS_MAX", 2)
     with ExitStack() as stack:
         for _ in range(2):
             stack.enter_context(events.subscribe(0))
@@ -133,20 +135,20 @@ async def test_there_is_an_end_to_listeners(
             pass
 
 
-def test_the_key_is_given_once(events: PrefixAnnouncer) -> None:
-    events.begin(5, "m")
+def test_the_key_can_be_set_once(events: PrefixEventPublisher) -> None:
+    events.set_hash_key(5, "m")
     assert events.hasher is not None
     with pytest.raises(InternalError):
-        events.begin(5, "m")
+        events.set_hash_key(5, "m")
 
 
-def test_other_deployments_models_and_block_sizes_have_other_names() -> None:
+def test_deployments_models_and_block_sizes_hash_differently() -> None:
     tokens = list(range(64))
     found: set[int] = set()
     scopes = [(5, "m", 8), (6, "m", 8), (5, "n", 8), (5, "m", 16)]
     for key, model, size in scopes:
-        events = PrefixAnnouncer(WorkerRef("w-0", "1" * 16), size)
-        events.begin(key, model)
+        events = PrefixEventPublisher(WorkerRef("w-0", "1" * 16), size)
+        events.set_hash_key(key, model)
         assert events.hasher is not None
         found.update(islice(events.hasher.hashes(tokens), 4))
     assert len(found) == 4 * len(scopes)

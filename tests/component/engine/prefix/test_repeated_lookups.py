@@ -1,4 +1,4 @@
-"""What is remembered from one question to the next never makes the next answer stale."""
+"""Results that a router caches between lookups are never stale."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ async def rig() -> AsyncIterator[EventRig]:
     await rig.close()
 
 
-async def test_the_same_prompt_and_workers_are_looked_up_anew(rig: EventRig) -> None:
+async def test_a_repeated_lookup_sees_new_blocks_and_workers(rig: EventRig) -> None:
     prompt = tuple(random_prompt(Random(1), 50))
     first, second = await rig.add("w-0"), await rig.add("w-1")
     refs = frozenset({first.ref, second.ref})
@@ -32,7 +32,7 @@ async def test_the_same_prompt_and_workers_are_looked_up_anew(rig: EventRig) -> 
     assert held() == {}
     await first.answer(list(prompt))
     await eventually(lambda: held() == {first.ref: 48})
-    # The second one is asked about before the router has heard of it.
+    # The router does not know the second worker yet.
     await second.answer(list(prompt[:20]))
     table = rig.follow([first, second])
     await eventually(lambda: held() == {first.ref: 48, second.ref: 16})
@@ -41,7 +41,7 @@ async def test_the_same_prompt_and_workers_are_looked_up_anew(rig: EventRig) -> 
     assert held() == {second.ref: 16}
 
 
-async def test_a_list_that_has_changed_is_another_prompt(rig: EventRig) -> None:
+async def test_a_changed_list_is_looked_up_as_another_prompt(rig: EventRig) -> None:
     prompt = random_prompt(Random(2), 50)
     worker = await rig.add("w-0")
     table = rig.follow()

@@ -1,4 +1,4 @@
-"""What a step computes."""
+"""The chunks of a step."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,7 +7,7 @@ from headrace_engine.interface import DecodeWork, Sampling
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.settings import SimSettings
 from headrace_engine.sim.request.sequence import Sequence, decode_sequence
-from headrace_engine.sim.step.schedule import plan_step
+from headrace_engine.sim.step.step_plan import plan_step
 
 MODEL = SimModel(SimSettings(1, 1, 8, 100))
 
@@ -15,7 +15,7 @@ MODEL = SimModel(SimSettings(1, 1, 8, 100))
 def sequence(prompt_tokens: int, computed: int = 0) -> Sequence:
     work = DecodeWork("x", tuple(range(prompt_tokens)), Sampling(), remote_kv=False)
     made = decode_sequence(work, work.sampling, MODEL, 10_000)
-    made.computed = computed
+    made.blocks_allocated((), cached_tokens=computed)
     return made
 
 
@@ -26,7 +26,7 @@ def test_a_lone_prompt_gets_the_whole_budget() -> None:
     assert [(chunk.start, chunk.end) for chunk in chunks] == [(64, 100)]
 
 
-def test_prompts_share_what_decoding_leaves() -> None:
+def test_prompts_share_the_budget_left_by_decoding() -> None:
     one, two, decoding = sequence(100), sequence(100), sequence(50, 49)
     chunks = plan_step([one, two, decoding], 65, 16)
     assert [(chunk.sequence, chunk.end - chunk.start) for chunk in chunks] == [
@@ -40,7 +40,7 @@ def test_prompts_share_what_decoding_leaves() -> None:
     st.lists(st.tuples(st.integers(2, 200), st.integers(0, 12)), max_size=12),
     st.integers(16, 128),
 )
-def test_chunks_fit_and_somebody_always_gets_on(
+def test_chunks_fit_and_every_step_makes_progress(
     requests: list[tuple[int, int]], budget: int
 ) -> None:
     sequences = [

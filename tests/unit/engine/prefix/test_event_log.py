@@ -1,4 +1,4 @@
-"""The worker's side: what is announced is prefix-closed after every single event, and is all it may be."""
+"""Announced sets are prefix-closed after every event, and as large as possible."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from headrace.worker.v1 import worker_pb2
 from headrace_common.errors import InternalError, ProtocolViolation
-from headrace_engine.prefix.publisher import PrefixPublisher
+from headrace_engine.prefix.event_log import PrefixEventLog
 from headrace_kv.prefix.events import (
     KvEvent,
     Tier,
@@ -28,7 +28,7 @@ PARENT_HASH = {HASH[n]: None if p is None else HASH[p] for n, p in PARENT.items(
 
 
 def closed_part(held: set[int]) -> set[int]:
-    """The blocks all of whose ancestors are held."""
+    """The blocks with all ancestors held."""
 
     def whole(block: int | None) -> bool:
         return block is None or (block in held and whole(PARENT_HASH[block]))
@@ -79,7 +79,7 @@ def test_announced_sets_are_closed_and_maximal(
     changes: list[tuple[str, list[int], Tier]], tier_count: int, event_hashes_max: int
 ) -> None:
     tiers = tuple(Tier)[:tier_count]
-    publisher = PrefixPublisher("i", tiers, event_hashes_max=event_hashes_max)
+    publisher = PrefixEventLog("i", tiers, event_hashes_max=event_hashes_max)
     follower = Follower()
     held: dict[Tier, set[int]] = {tier: set() for tier in tiers}
     for kind, blocks, any_tier in changes:
@@ -106,7 +106,7 @@ def test_announced_sets_are_closed_and_maximal(
     check_snapshot(publisher, follower)
 
 
-def check_snapshot(publisher: PrefixPublisher, follower: Follower) -> None:
+def check_snapshot(publisher: PrefixEventLog, follower: Follower) -> None:
     parts = publisher.snapshot()
     assert [part.last for part in parts] == [False] * (len(parts) - 1) + [True]
     for tier in {part.tier for part in parts}:
@@ -117,8 +117,8 @@ def check_snapshot(publisher: PrefixPublisher, follower: Follower) -> None:
         assert seen == follower.sets[tier]
 
 
-def test_a_middle_eviction_withdraws_all_behind_it_until_it_is_back() -> None:
-    publisher = PrefixPublisher("i")
+def test_an_evicted_block_withdraws_its_descendants_until_it_is_back() -> None:
+    publisher = PrefixEventLog("i")
     publisher.stored(None, [1, 2, 3, 4])
     publisher.stored(2, [30, 40])
     (gone,) = publisher.removed([2])
@@ -129,15 +129,15 @@ def test_a_middle_eviction_withdraws_all_behind_it_until_it_is_back() -> None:
     assert set(unpack_hashes(back.packed)) == {2, 3, 30, 40}
 
 
-def test_a_block_whose_parent_is_missing_waits() -> None:
-    publisher = PrefixPublisher("i")
+def test_a_block_with_a_missing_parent_is_announced_later() -> None:
+    publisher = PrefixEventLog("i")
     assert publisher.stored(1, [2, 3]) == []
     (event,) = publisher.stored(None, [1])
     assert unpack_hashes(event.packed) == [1, 2, 3]
 
 
-def test_replay_answers_only_what_it_still_has() -> None:
-    publisher = PrefixPublisher("i", replay_hashes_max=6)
+def test_replay_returns_none_for_events_that_were_dropped() -> None:
+    publisher = PrefixEventLog("i", replay_hashes_max=6)
     events = [event for n in range(5) for event in publisher.stored(None, [2 * n + 1, 2 * n + 2])]
     assert publisher.replay(5) == []
     assert publisher.replay(2) == events[2:]
@@ -149,13 +149,13 @@ def test_replay_answers_only_what_it_still_has() -> None:
 def test_tiers_must_be_in_order_and_known() -> None:
     for tiers in ((), (Tier.HOST, Tier.DEVICE), (Tier.DEVICE, Tier.DEVICE)):
         with pytest.raises(InternalError, match="in order"):
-            PrefixPublisher("i", tiers)
+            PrefixEventLog("i", tiers)
     with pytest.raises(InternalError, match="HOST"):
-        PrefixPublisher("i").stored(None, [1], Tier.HOST)
+        PrefixEventLog("i").stored(None, [1], Tier.HOST)
 
 
 def test_events_survive_the_wire() -> None:
-    publisher = PrefixPublisher("i", (Tier.DEVICE, Tier.HOST))
+    publisher = PrefixEventLog("i", (Tier.DEVICE, Tier.HOST))
     events = publisher.stored(None, [1, 2**64 - 1]) + publisher.removed([2**64 - 1])
     events += publisher.heartbeats() + publisher.snapshot() + publisher.cleared()
     assert {event.kind for event in events} == {
@@ -170,7 +170,7 @@ def test_events_survive_the_wire() -> None:
         assert event_from_proto(worker_pb2.SubscribeKvEventsResponse.FromString(wire)) == event
 
 
-def test_messages_no_worker_may_send_are_refused() -> None:
+def test_invalid_messages_are_refused() -> None:
     tier = worker_pb2.KV_TIER_DEVICE
     for message, words in (
         (worker_pb2.SubscribeKvEventsResponse(tier=tier), "kind"),
@@ -182,7 +182,7 @@ def test_messages_no_worker_may_send_are_refused() -> None:
 
 
 @given(hashes=st.lists(st.integers(0, 2**64 - 1)))
-def test_both_ways_to_digest_agree(hashes: list[int]) -> None:
+def test_both_digests_agree(hashes: list[int]) -> None:
     packed = b"".join(block.to_bytes(8, "little") for block in hashes)
     assert unpack_hashes(packed) == hashes
     assert xor_of_packed(packed) == xor_of(hashes)

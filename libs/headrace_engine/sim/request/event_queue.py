@@ -1,4 +1,4 @@
-"""What an engine has to say to one decode request's reader."""
+"""The events of one decode request, between the step loop and the caller that reads them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from headrace_engine.interface import DecodeEnded, DecodeEvent, DecodeTokens, To
 from headrace_kv.handoff.messages import Reservation
 
 
-class Mailbox:
-    """Bounded by the request's own max_tokens: tokens that come faster than they are read are
-    joined.
-    """
+class DecodeEventQueue:
+    """Bounded by the request's max_tokens. Tokens that come faster than they are read are joined."""
 
     def __init__(self) -> None:
         self._reservation: Reservation | None = None
@@ -23,36 +21,34 @@ class Mailbox:
         self._filled = asyncio.Event()
 
     def put_reservation(self, reservation: Reservation) -> None:
-        """The blocks are held."""
+        """Comes before all other events."""
         self._reservation = reservation
         self._filled.set()
 
     @property
     def has_reservation(self) -> bool:
-        """Whether a reservation is here that has not been read."""
+        """Whether it holds a reservation that was not read."""
         return self._reservation is not None
 
     def put_token(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        """One more token."""
+        """Joins the token to those that were not read."""
         self._tokens.append(token_id)
         if logprobs is not None:
             self._logprobs.append(logprobs)
         self._filled.set()
 
     def put_end(self, end: DecodeEnded) -> None:
-        """Nothing follows."""
+        """Must be the last event."""
         self._end = end
         self._filled.set()
 
     def put_failure(self, failure: HeadraceError) -> None:
-        """The request has failed; what was not read yet is lost."""
+        """Makes `get_all` raise. Events that were not read are dropped."""
         self._failure = failure
         self._filled.set()
 
-    async def take(self) -> list[DecodeEvent]:
-        """Waits for events and returns all there are, in order. Raises the failure, if there is
-        one.
-        """
+    async def get_all(self) -> list[DecodeEvent]:
+        """Waits until there are events and returns all, in order. Raises the failure, if there is one."""
         await self._filled.wait()
         self._filled.clear()
         if self._failure is not None:

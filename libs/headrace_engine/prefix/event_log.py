@@ -1,7 +1,7 @@
-"""Turns what an engine caches into events for routers. Pure.
+"""Turns changes of an engine's prefix cache into numbered events for routers. Pure.
 
-In each tier a block is announced only while its parent is, so that a router may search a prefix's depth by halving.
-A block whose parent is missing stays unannounced until the parent is back.
+In each tier a block is announced only while its parent is. So a router can find the depth of a
+prefix by binary search. A block with a missing parent is announced once the parent is cached again.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ REPLAY_EVENTS_MAX: Final = 16_384
 
 
 class _AnnouncedSet:
-    """One tier: the blocks held, and of them those whose ancestors are all held."""
+    """The blocks held in one tier. The announced ones are those that have all ancestors held too."""
 
     def __init__(self) -> None:
         self._parent_of: dict[int, int | None] = {}
-        # Held children by parent; most blocks have one, and a set for each would triple the memory.
+        # Held children by parent. Most blocks have one; a set for each would triple the memory.
         self._children_of: dict[int, int | set[int]] = {}
-        # In the order of announcing, which puts parents before children.
+        # In the order of announcing, so parents come before children.
         self.announced: dict[int, None] = {}
         self.xor = 0
 
-    def hold(self, parent: int | None, hashes: Iterable[int]) -> list[int]:
-        """Holds a chain of blocks after `parent`. Returns what is announced now, parents first."""
+    def add_chain(self, parent: int | None, hashes: Iterable[int]) -> list[int]:
+        """Adds a chain of blocks after `parent`. Returns the newly announced blocks, parents first."""
         fresh: list[int] = []
         for block in hashes:
             if block not in self._parent_of:
@@ -52,8 +52,8 @@ class _AnnouncedSet:
         self.xor ^= xor_of(fresh)
         return fresh
 
-    def drop(self, hashes: Iterable[int]) -> list[int]:
-        """Holds these no more. Returns what is no longer announced, children first."""
+    def remove(self, hashes: Iterable[int]) -> list[int]:
+        """Removes blocks. Returns those that are no longer announced, children first."""
         gone: list[int] = []
         for block in hashes:
             if block not in self._parent_of:
@@ -109,11 +109,11 @@ class _AnnouncedSet:
             del self._children_of[parent]
 
 
-class PrefixPublisher:
-    """The announced sets of one worker and the events that led to them. One thread owns it.
+class PrefixEventLog:
+    """The announced sets of one worker, and the latest events for replay. One thread owns it.
 
-    `tiers` are those the worker has, fastest first; a slower tier's set contains the faster ones'. Memory: about 0.2 kB
-    per block and tier, and `replay_hashes_max` hashes.
+    `tiers` are the worker's, fastest first. The set of a slower tier contains those of the faster
+    ones. Memory: about 0.2 kB per block and tier, and `replay_hashes_max` hashes.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class PrefixPublisher:
         self.sequence = 0
         self._incarnation = incarnation
         self._sets = {tier: _AnnouncedSet() for tier in tiers}
-        # With several tiers: in which of them each block lies, as a bitmask.
+        # With several tiers: those that hold each block, as a bitmask.
         self._places: dict[int, int] = {}
         self._ring: deque[KvEvent] = deque()
         self._ring_hashes = 0
@@ -138,7 +138,7 @@ class PrefixPublisher:
     def stored(
         self, parent: int | None, hashes: Sequence[int], tier: Tier = Tier.DEVICE
     ) -> list[KvEvent]:
-        """Consecutive blocks after `parent` now lie in `tier`; None starts a prompt. Returns the new events."""
+        """Adds consecutive blocks after `parent` to `tier`; None starts a prompt. Returns the new events."""
         return self.stored_chains([(parent, hashes)], tier)
 
     def stored_chains(
@@ -146,7 +146,7 @@ class PrefixPublisher:
         chains: Sequence[tuple[int | None, Sequence[int]]],
         tier: Tier = Tier.DEVICE,
     ) -> list[KvEvent]:
-        """The same for several (parent, hashes), one after the other, in as few events as hold them."""
+        """As `stored` for several (parent, hashes) in order, in as few events as possible."""
         self._check_tier(tier)
         if len(self._sets) > 1:
             for _, hashes in chains:
@@ -157,16 +157,16 @@ class PrefixPublisher:
             if at >= tier:
                 fresh: list[int] = []
                 for parent, hashes in chains:
-                    fresh += announced.hold(parent, hashes)
+                    fresh += announced.add_chain(parent, hashes)
                 events += self._number("stored", at, announced, fresh)
         return events
 
     def removed(self, hashes: Sequence[int], tier: Tier = Tier.DEVICE) -> list[KvEvent]:
-        """Blocks no longer lie in `tier`; those it never had are passed over. Returns the new events."""
+        """Removes blocks from `tier` and ignores unknown ones. Returns the new events."""
         self._check_tier(tier)
         single = len(self._sets) == 1
         if not single:
-            self._leave(hashes, tier)
+            self._remove_places(hashes, tier)
         events: list[KvEvent] = []
         for at, announced in self._sets.items():
             if at < tier:
@@ -177,22 +177,22 @@ class PrefixPublisher:
                 if single
                 else [block for block in hashes if not self._places.get(block, 0) & faster]
             )
-            events += self._number("removed", at, announced, announced.drop(left))
+            events += self._number("removed", at, announced, announced.remove(left))
         return events
 
     def cleared(self) -> list[KvEvent]:
-        """Every tier is empty. Returns the new event."""
+        """Empties every tier. Returns the new event."""
         self._sets = {tier: _AnnouncedSet() for tier in self._sets}
         self._places.clear()
         self.sequence += 1
         event = KvEvent(
             self._incarnation, self.sequence, next(iter(self._sets)), "cleared", b"", 0, 0
         )
-        self._keep(event)
+        self._keep_for_replay(event)
         return [event]
 
     def heartbeats(self) -> list[KvEvent]:
-        """The sequence and each tier's digest, for a quiet moment. Not numbered, not replayed."""
+        """The sequence and the digest of each tier. Heartbeats are neither numbered nor replayed."""
         return [
             KvEvent(
                 self._incarnation,
@@ -207,7 +207,7 @@ class PrefixPublisher:
         ]
 
     def replay(self, since_sequence: int) -> list[KvEvent] | None:
-        """The events after that one; None when they are no longer kept or were never made: take a snapshot."""
+        """The events after `since_sequence`; None when they are not all kept, so that a snapshot is needed."""
         if since_sequence == self.sequence:
             return []
         oldest = self._ring[0].sequence if self._ring else self.sequence + 1
@@ -216,7 +216,7 @@ class PrefixPublisher:
         return list(islice(self._ring, since_sequence + 1 - oldest, None))
 
     def snapshot(self) -> list[KvEvent]:
-        """All that is announced, as of `sequence`, in parts."""
+        """All announced blocks, as of `sequence`, in parts."""
         parts: list[KvEvent] = []
         for tier, announced in self._sets.items():
             packed = pack_hashes(announced.announced)
@@ -239,7 +239,7 @@ class PrefixPublisher:
     def _number(
         self, kind: EventKind, tier: Tier, announced: _AnnouncedSet, hashes: list[int]
     ) -> list[KvEvent]:
-        """Events for a change that the set has already made; each carries the digest as of itself."""
+        """Numbered events for a change of the set. Each has the digest after its own part of the change."""
         sign = 1 if kind == "stored" else -1
         pieces = [
             hashes[start : start + self._event_hashes_max]
@@ -256,17 +256,17 @@ class PrefixPublisher:
             event = KvEvent(
                 self._incarnation, self.sequence, tier, kind, pack_hashes(piece), count, digest
             )
-            self._keep(event)
+            self._keep_for_replay(event)
             events.append(event)
         return events
 
-    def _keep(self, event: KvEvent) -> None:
+    def _keep_for_replay(self, event: KvEvent) -> None:
         self._ring.append(event)
         self._ring_hashes += len(event.packed) // HASH_BYTES
         while self._ring_hashes > self._replay_hashes_max or len(self._ring) > REPLAY_EVENTS_MAX:
             self._ring_hashes -= len(self._ring.popleft().packed) // HASH_BYTES
 
-    def _leave(self, hashes: Iterable[int], tier: Tier) -> None:
+    def _remove_places(self, hashes: Iterable[int], tier: Tier) -> None:
         for block in hashes:
             places = self._places.get(block, 0) & ~(1 << tier)
             if places:

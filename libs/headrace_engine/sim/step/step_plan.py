@@ -18,18 +18,15 @@ class Chunk:
 
     @property
     def is_decode(self) -> bool:
-        """Whether it computes the last known token of an answer or a handed-over prompt, and so
-        makes a new token.
-        """
+        """Whether it is the last known token of a decode request, and so gives a new token."""
         return self.sequence.generation is not None and self.end - self.start == 1
 
 
 def plan_step(sequences: Items[Sequence], token_budget: int, block_tokens: int) -> list[Chunk]:
-    """One token of each sequence that generates, and what is left of the budget shared by the
-    prompts.
+    """One token of each sequence that generates; prompts share the rest of the budget.
 
-    `sequences` in order of preference. Prompts get equal shares of whole blocks, the last chunk of
-    a prompt excepted; at least one block is always given.
+    `sequences` are in order of preference. Prompts get equal shares of whole blocks, but for a
+    prompt's last chunk. At least one block is always computed.
     """
     chunks: list[Chunk] = []
     prompts: list[Sequence] = []

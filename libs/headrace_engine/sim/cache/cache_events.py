@@ -1,0 +1,64 @@
+"""Reports the sim engine's cached blocks under the hashes that routers compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+from headrace_engine.prefix.event_publisher import PrefixEventPublisher
+from headrace_engine.sim.request.sequence import Sequence
+from headrace_kv.prefix.events import Tier
+
+
+@dataclass(slots=True)
+class _CachedBlock:
+    """A block that was reported, by its hash and its parent's, and the number of tiers that hold it."""
+
+    block_hash: int
+    parent: int | None
+    tiers: int = 0
+
+
+class CacheEventReporter:
+    """Reports the cached blocks of one pool to `events`, from the time on when that has a hasher.
+
+    A prefix is the engine's own hash of all tokens up to the end of a block.
+    """
+
+    def __init__(self, events: PrefixEventPublisher) -> None:
+        self._events = events
+        self._by_prefix: dict[int, _CachedBlock] = {}
+
+    def blocks_cached(self, sequence: Sequence, indices: Items[int]) -> None:
+        """Blocks of the sequence, by ascending index, can be found in KV memory now."""
+        if not indices or self._events.hasher is None:
+            return
+        size = self._events.block_tokens
+        hashes = sequence.block_hashes(indices[-1] + 1, self._events.hasher, size)
+        for index in indices:
+            prefix = int(sequence.hashes[(index + 1) * size - 1])
+            parent = hashes[index - 1] if index else None
+            block = self._by_prefix.setdefault(prefix, _CachedBlock(hashes[index], parent))
+            block.tiers += 1
+            self._events.stored(parent, [block.block_hash])
+
+    def blocks_offloaded(self, prefixes: Items[int]) -> None:
+        """Cached blocks are in main memory too."""
+        for prefix in prefixes:
+            block = self._by_prefix.get(prefix)
+            if block is not None:
+                block.tiers += 1
+                self._events.stored(block.parent, [block.block_hash], Tier.HOST)
+
+    def blocks_evicted(self, prefixes: Items[int], tier: Tier = Tier.DEVICE) -> None:
+        """Blocks can no longer be found in that tier."""
+        evicted: list[int] = []
+        for prefix in prefixes:
+            block = self._by_prefix.get(prefix)
+            if block is None:
+                continue
+            evicted.append(block.block_hash)
+            block.tiers -= 1
+            if not block.tiers:
+                del self._by_prefix[prefix]
+        self._events.removed(evicted, tier)

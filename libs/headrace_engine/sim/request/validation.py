@@ -1,0 +1,27 @@
+"""Checks of requests that a sim engine cannot compute. Pure."""
+
+from __future__ import annotations
+
+from headrace_common.errors import InvalidRequest
+from headrace_engine.interface import DecodeWork, PrefillWork
+
+
+def check_prefill(work: PrefillWork, max_model_len: int) -> None:
+    """Raises InvalidRequest naming every wrong field."""
+    target, count = work.target, len(work.token_ids)
+    violations = {}
+    if not 0 < count < max_model_len:
+        violations["token_ids"] = f"give 1 to {max_model_len - 1} tokens"
+    if not 0 <= target.start_token < target.end_token == count:
+        violations["target.end_token"] = "it is the number of tokens, above start_token"
+    if violations:
+        raise InvalidRequest(violations)
+
+
+def check_decode(work: DecodeWork, max_model_len: int) -> None:
+    """Raises InvalidRequest naming the wrong field."""
+    if not 0 < len(work.token_ids) < max_model_len:
+        raise InvalidRequest({"token_ids": f"give 1 to {max_model_len - 1} tokens"})
+    if work.sampling.max_tokens <= work.generated_tokens:
+        least = work.generated_tokens + 1
+        raise InvalidRequest({"sampling.max_tokens": f"take {least} or more"})

@@ -1,0 +1,162 @@
+"""The step loop of a sim engine, and the requests that it works on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+
+from headrace_common.errors import Draining, DuplicateTransfer, HeadraceError, InternalError
+from headrace_engine.sim.cache.pools import CachePools
+from headrace_engine.sim.clock import SimClock
+from headrace_engine.sim.model.settings import SimShape
+from headrace_engine.sim.request.sequence import Sequence
+from headrace_engine.sim.step.step_plan import plan_step
+from headrace_engine.sim.step.stepper import Stepper
+from headrace_kv.handoff.messages import Reservation
+
+_logger = logging.getLogger(__name__)
+_WAITING_PER_RUNNING = 4
+_WAITING_MIN = 64
+
+
+class Scheduler:
+    """Owns the requests of one engine: which wait, which run, and when their blocks are freed.
+
+    `run` is the step loop. All methods are called on its event loop.
+    """
+
+    def __init__(
+        self, shape: SimShape, pools: CachePools, stepper: Stepper, clock: SimClock
+    ) -> None:
+        self._shape = shape
+        self._pools = pools
+        self._stepper = stepper
+        self._clock = clock
+        self._waiting: deque[Sequence] = deque()
+        self._running: deque[Sequence] = deque()
+        self._by_id: dict[str, Sequence] = {}
+        self._loads: set[asyncio.Task[None]] = set()
+        self._work = asyncio.Event()
+        self._closing = False
+
+    @property
+    def running_count(self) -> int:
+        """Requests that hold blocks."""
+        return len(self._running)
+
+    @property
+    def waiting_count(self) -> int:
+        """Requests that wait for blocks or for a place among the running ones."""
+        return len(self._waiting)
+
+    def find(self, transfer_id: str) -> Sequence | None:
+        """The request of that transfer, until its blocks are freed."""
+        return self._by_id.get(transfer_id)
+
+    def submit(self, sequence: Sequence, full: type[HeadraceError]) -> None:
+        """Queues a request. Raises Draining, DuplicateTransfer, or `full` when too many wait."""
+        if self._closing:
+            raise Draining("the engine is not running")
+        if sequence.transfer_id in self._by_id:
+            raise DuplicateTransfer(
+                f"transfer {sequence.transfer_id} is already being worked on",
+                metadata={"transfer_id": sequence.transfer_id},
+            )
+        if len(self._waiting) >= max(_WAITING_MIN, _WAITING_PER_RUNNING * self._shape.max_num_seqs):
+            raise full(f"{len(self._waiting)} requests are waiting already")
+        self._by_id[sequence.transfer_id] = sequence
+        self._waiting.append(sequence)
+        self._work.set()
+
+    def fail(self, sequence: Sequence, failure: HeadraceError) -> None:
+        """Ends a request with a failure."""
+        sequence.fail(failure)
+        self.update(sequence)
+
+    def update(self, sequence: Sequence) -> None:
+        """Must be called when a request has changed: frees its blocks if it needs them no more, and wakes the loop."""
+        self._work.set()
+        if not sequence.is_releasable or self._by_id.get(sequence.transfer_id) is not sequence:
+            return
+        del self._by_id[sequence.transfer_id]
+        for queue in (self._waiting, self._running):
+            if sequence in queue:
+                queue.remove(sequence)
+        self._pools.free(sequence)
+
+    async def run(self) -> None:
+        """The step loop. Never returns. A step that fails unexpectedly fails all requests."""
+        while True:
+            try:
+                if not await self._step():
+                    self._work.clear()
+                    await self._clock.wait(self._work)
+            except Exception:
+                _logger.exception("a step of the sim engine failed")
+                for sequence in tuple(self._by_id.values()):
+                    self.fail(sequence, InternalError("a step of the sim engine failed"))
+            await asyncio.sleep(0)
+
+    def begin_close(self) -> None:
+        """Fails all requests and refuses more."""
+        self._closing = True
+        for sequence in tuple(self._by_id.values()):
+            self.fail(sequence, Draining("the engine is closing"))
+
+    def end_close(self) -> None:
+        """Frees blocks that a step held when `run` was cancelled."""
+        for load in self._loads:
+            load.cancel()
+        for sequence in tuple(self._by_id.values()):
+            self.update(sequence)
+
+    async def _step(self) -> bool:
+        """Admits requests and computes one step; False when there is nothing to compute."""
+        self._admit()
+        ready = [sequence for sequence in self._running if sequence.is_ready]
+        chunks = plan_step(ready, self._shape.max_num_batched_tokens, self._shape.span_tokens)
+        if not chunks:
+            return False
+        try:
+            await self._stepper.run(chunks)
+        except InternalError as exc:
+            for chunk in chunks:
+                self.fail(chunk.sequence, exc)
+        for chunk in chunks:
+            self.update(chunk.sequence)
+        self._running.rotate(-1)
+        return True
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self._shape.max_num_seqs:
+            sequence = self._waiting[0]
+            if not self._pools.allocate(sequence):
+                return
+            self._waiting.popleft()
+            self._running.append(sequence)
+            load_s = sequence.loaded * self._shape.settings.host_copy_s_per_token
+            if load_s:
+                sequence.loading_started()
+                load = asyncio.create_task(self._load(sequence, self._clock.now_s() + load_s))
+                self._loads.add(load)
+                load.add_done_callback(self._loads.discard)
+            elif sequence.handover is not None:
+                self._stepper.push_cached(sequence)
+            if sequence.generation is not None and sequence.generation.remote_kv:
+                self._reserve(sequence, sequence.generation.transferable_tokens)
+
+    async def _load(self, sequence: Sequence, due_s: float) -> None:
+        """Makes blocks from main memory usable when their simulated copy ends."""
+        await self._clock.sleep_until(due_s)
+        sequence.loading_finished()
+        if sequence.handover is not None and sequence.is_ready:
+            self._stepper.push_cached(sequence)
+        self._work.set()
+
+    def _reserve(self, sequence: Sequence, end_token: int) -> None:
+        start = sequence.cached
+        first, *further = self._pools.blocks_between(sequence, start, end_token)
+        sequence.blocks_reserved(
+            Reservation(sequence.transfer_id, first, start, end_token, tuple(further))
+        )

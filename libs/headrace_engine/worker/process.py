@@ -1,0 +1,69 @@
+"""The process of prefill or decode workers: one, or for the sim engine as many as configured."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from headrace_common.identity import new_incarnation
+from headrace_common.logs import setup_logging
+from headrace_engine.factory import build_engine
+from headrace_engine.worker.config import Config, engine_config, worker_configs
+from headrace_engine.worker.descriptors import RegistryDescriptors
+from headrace_engine.worker.host import HostedWorker, Role, WorkerHost
+from headrace_engine.worker.serve import BuildServer, serve_worker
+from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.send.thread import SenderThread
+
+
+async def run_workers(role: Role, config: Config, build: BuildServer[Config]) -> None:
+    """Runs the workers of this process until a signal comes.
+
+    The engines start first: they may start processes of their own, which must not inherit gRPC's
+    threads.
+    """
+    setup_logging(config.log_level, role, config.worker_id)
+    if config.workers_per_process > 1:
+        _raise_file_limit()
+    sender_thread = SenderThread("kv-sender") if config.workers_per_process > 1 else None
+    descriptors = RegistryDescriptors()
+    workers: list[HostedWorker[Config]] = []
+    try:
+        for own in worker_configs(config):
+            start_unix_ns = time.time_ns()
+            ref = WorkerRef(own.worker_id, new_incarnation())
+            engine = build_engine(
+                engine_config(own, role=role, ref=ref), descriptors, sender_thread
+            )
+            workers.append(HostedWorker(own, ref, engine, start_unix_ns))
+            await engine.start()
+        host = WorkerHost(role, config)
+        descriptors.connect(host.descriptors)
+        try:
+            await _run_together([serve_worker(host, worker, build) for worker in workers])
+        finally:
+            await host.close()
+    finally:
+        await asyncio.gather(*(worker.engine.close() for worker in workers))
+
+
+async def _run_together(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Returns when all have ended. The first failure cancels the others and is raised."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _raise_file_limit() -> None:
+    """Each worker needs a socket to listen on, and one for each caller."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,0 +1,106 @@
+"""Serves one worker, from the start of its gRPC server to the end of its drain."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar
+
+import grpc.aio
+
+from headrace.registry.v1 import registry_pb2
+from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
+from headrace_common.deadlines import Deadline
+from headrace_common.rpc.server import GrpcServer
+from headrace_engine.worker.config import Config, worker_member
+from headrace_engine.worker.host import HostedWorker, RouterListener, WorkerHost
+from headrace_engine.worker.membership import WorkerMembership
+from headrace_engine.worker.status import WorkerStatusServicer
+from headrace_kv.layout.layout import KvDescriptor
+
+WORKER_SERVICE = "headrace.worker.v1.WorkerService"
+
+
+class RoleServer(ABC):
+    """What one worker serves beside WorkerService, and how it drains; each role has its own.
+
+    `services` are the full names of the gRPC services. `reserves_blocks`: whether its KV blocks are
+    reserved by requests, rather than used as a cache only. `descriptor` is registered, if there is
+    one. `on_routers` is called with the live routers.
+    """
+
+    role: ClassVar[registry_pb2.Member.Role.ValueType]
+    services: ClassVar[tuple[str, ...]] = ()
+    reserves_blocks: ClassVar[bool] = False
+    descriptor: KvDescriptor | None = None
+    on_routers: RouterListener | None = None
+
+    @abstractmethod
+    def add_servicers(self, server: grpc.aio.Server) -> None:
+        """Adds the servicers of `services`."""
+
+    @abstractmethod
+    def status(self) -> worker_pb2.WatchStatusResponse:
+        """The state that WatchStatus reports now."""
+
+    @abstractmethod
+    def start_drain(self, deadline: Deadline) -> None:
+        """Called first when the worker drains, before it leaves the registry."""
+
+    @abstractmethod
+    async def finish_drain(self, deadline: Deadline) -> None:
+        """Called after the worker has left the registry. Returns when all its work has ended."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Called at the end, drained or not, before the engine is closed."""
+
+
+BuildServer = Callable[[WorkerHost, HostedWorker[Config], Callable[[], bytes]], RoleServer]
+"""Makes the server of a worker. The last argument returns the key for tickets; empty before it is known."""
+
+
+async def serve_worker(
+    host: WorkerHost, hosted: HostedWorker[Config], build: BuildServer[Config]
+) -> None:
+    """Registers and serves one worker until `host` stops or drains it."""
+    config, ref, engine = hosted.config, hosted.ref, hosted.engine
+    membership: WorkerMembership | None = None
+    worker = build(host, hosted, lambda: membership.ticket_key if membership is not None else b"")
+    server = GrpcServer(config, (*worker.services, WORKER_SERVICE))
+    worker.add_servicers(server.server)
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(
+        WorkerStatusServicer(
+            worker.status, engine.prefix_events, engine.reset_prefix_cache, server.request_drain
+        ),
+        server.server,
+    )
+    endpoint = await server.start()
+    server.set_serving(False)
+    member = worker_member(
+        config,
+        role=worker.role,
+        ref=ref,
+        endpoint=endpoint,
+        engine=engine,
+        start_unix_ns=hosted.start_unix_ns,
+    )
+    membership = WorkerMembership(
+        config, host, member, worker.descriptor, worker.on_routers, engine.prefix_events
+    )
+
+    async def drain(deadline: Deadline) -> None:
+        worker.start_drain(deadline)
+        await membership.leave()
+        await worker.finish_drain(deadline)
+
+    try:
+        await membership.join()
+        server.set_serving(True)
+        with host.metrics.reporting(
+            ref.worker_id, worker.status, reserves_blocks=worker.reserves_blocks
+        ):
+            await host.serve(endpoint, server, drain)
+    finally:
+        await membership.leave()
+        await worker.close()

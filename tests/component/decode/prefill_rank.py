@@ -1,0 +1,93 @@
+"""A prefill rank's end of a handoff stream, and waits for events of a decode service."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc.aio
+import pytest
+
+from headrace.decode.v1 import decode_pb2
+from headrace.kv.v1 import handoff_pb2
+from headrace_common.errors import HeadraceError
+from headrace_common.rpc.status import error_from_rpc
+from headrace_kv.handoff.messages import Reservation
+from headrace_kv.layout.proto import layout_to_proto
+from tests.component.decode.conftest import REF, Served
+from tests.component.decode.scripted_engine import LAYOUT
+
+RESERVATION = Reservation("x1", (3, 4, 5), 0, 39)
+PIECE_BYTES = LAYOUT.groups[0].bytes_between(0, 39, heads=2)
+
+
+async def until(check: object, what: str, timeout_s: float = 5.0) -> None:
+    assert callable(check)
+    try:
+        async with asyncio.timeout(timeout_s):
+            while not check():
+                await asyncio.sleep(0.01)
+    except TimeoutError:
+        pytest.fail(f"{what} did not happen in {timeout_s} s")
+
+
+async def failure_of(call: grpc.aio.UnaryStreamCall) -> HeadraceError:  # type: ignore[type-arg]
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        async for _ in call:
+            pass
+    return error_from_rpc(raised.value)
+
+
+async def next_event(call: AsyncIterator[decode_pb2.GenerateResponse]) -> str:
+    response = await asyncio.wait_for(anext(call), 5)
+    return str(response.WhichOneof("event"))
+
+
+class PrefillRank:
+    """Sends the messages of a prefill rank on a handoff stream, without writing bytes."""
+
+    def __init__(self, served: Served) -> None:
+        self._outgoing: asyncio.Queue[handoff_pb2.HandoffRequest] = asyncio.Queue()
+        self._call = served.handoff.Handoff(self._requests())
+        hello = handoff_pb2.Hello(
+            worker_id="prefill-0",
+            incarnation="ab" * 8,
+            layout=layout_to_proto(LAYOUT),
+            decode_worker_id=REF.worker_id,
+            decode_incarnation=REF.incarnation,
+        )
+        self.send(hello=hello)
+
+    async def _requests(self) -> AsyncIterator[handoff_pb2.HandoffRequest]:
+        while True:
+            yield await self._outgoing.get()
+
+    def send(self, **message: object) -> None:
+        self._outgoing.put_nowait(handoff_pb2.HandoffRequest(**message))  # type: ignore[arg-type]
+
+    async def receive(self, kind: str) -> handoff_pb2.HandoffResponse:
+        async with asyncio.timeout(5):
+            async for response in self._call:
+                if response.WhichOneof("message") == kind:
+                    return response
+        raise AssertionError(f"the stream ended before {kind}")
+
+    async def open(self, name: str = "x1") -> None:
+        self.send(open=handoff_pb2.Open(transfer_id=name))
+        await self.receive("reservation")
+
+    def land(self, *layers: int, name: str = "x1") -> None:
+        done = [
+            handoff_pb2.LayerDone(
+                transfer_id=name,
+                layer=layer,
+                start_token=0,
+                end_token=39,
+                payload_bytes=PIECE_BYTES,
+            )
+            for layer in layers
+        ]
+        self.send(layers_done=handoff_pb2.LayersDone(layers=done))
+
+    def leave(self) -> None:
+        self._call.cancel()
