@@ -25,7 +25,7 @@ def _wire_faults(world: World) -> Iterator[Action]:
         for direction in ("to_decode", "to_prefill"):
             wire = stream.wire(direction)
             name = f"{number} {direction}"
-            if not stream.link.over and wire.open_s <= now_s:
+            if not stream.sender_end.over and wire.open_s <= now_s:
                 for delay_s in (0.5 * LEASE_S, LONG_S):
                     yield f"cut {name} for {delay_s:g}", partial(cut, wire, now_s + delay_s)
             if not stream.ready(direction) or wire.messages[0] is None:
@@ -34,9 +34,9 @@ def _wire_faults(world: World) -> Iterator[Action]:
             yield f"repeat {name}", partial(wire.messages.appendleft, wire.messages[0])
             if len(wire.messages) > 1:
                 yield f"reorder {name}", partial(wire.messages.rotate, 1)
-        if not stream.link.over:
+        if not stream.sender_end.over:
             broken = TransferFailed("the model breaks the stream")
-            yield f"break {number} at prefill", partial(stream.link.end, broken)
+            yield f"break {number} at prefill", partial(stream.sender_end.end, broken)
             yield f"break {number} at decode", partial(stream.end_at_decode, broken)
 
 

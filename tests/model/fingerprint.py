@@ -25,8 +25,8 @@ def fingerprint(world: World) -> tuple[Any, ...]:
     )
     streams = tuple(
         (
-            stream.link.over,
-            round(stream.link.lease.remaining_s(now_s), 3),
+            stream.sender_end.over,
+            round(stream.sender_end.lease.remaining_s(now_s), 3),
             tuple(map(str, stream.to_decode.messages)),
             tuple(map(str, stream.to_prefill.messages)),
             max(0.0, round(stream.to_decode.open_s - now_s, 3)),

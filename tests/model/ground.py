@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from headrace_kv.layout.layout import KvLayout, RankMemory, Region
 from headrace_kv.plan.regions import place_regions
 from headrace_kv.transport.base import KvTransport, WriteResult
-from tests.model.streams import ModelLink
+from tests.model.streams import SenderEnd
 
 LEASE_S = 3.0
 QUIET_S = 1.0
@@ -45,7 +45,7 @@ class Settings:
     retries: int = 1
     quarantine_s: float = TRANSPORT_S
     quiet_after_failure_s: float = QUIET_S
-    link: Callable[..., ModelLink] = ModelLink
+    sender_end: Callable[..., SenderEnd] = SenderEnd
 
 
 @dataclass(eq=False)

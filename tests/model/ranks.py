@@ -60,21 +60,19 @@ class Rank:
         self.opened: set[str] = set()
         self.reports: dict[str, SendReport] = {}
         self.streams: list[ModelStream] = []
-        parts = SenderContext(
+        context = SenderContext(
             ref=self.ref,
             rank=rank,
             layout=world.prefill,
             memory=world.sources[rank],
             transport=self.transport,
             descriptors=cast("Any", None),
-            loop=cast("Any", None),
+            event_loop=cast("Any", None),
             on_quiet=partial(world.hear_quiet, self),
             handshake_timeout_s=HANDSHAKE_S,
             clock=Clock(world.timers.time, world.timers.time),
-            link=partial(
-                world.settings.link,
-                timers=world.timers,
-                connect=partial(world.connect, self),
-            ),
         )
-        self.loop = SendLoop(parts, self.inbox)
+        make_stream = partial(
+            world.settings.sender_end, timers=world.timers, connect=partial(world.connect, self)
+        )
+        self.loop = SendLoop(context, self.inbox, make_stream)

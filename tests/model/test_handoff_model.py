@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
+from headrace.kv.v1 import handoff_pb2
 from headrace_kv.handoff.leases import WriteLease
 from headrace_kv.receive.ledger import Ledger
 from tests.model.explorer import Course, Search, explore, run, wander
 from tests.model.ground import LEASE_S, QUIET_S, Settings
-from tests.model.streams import ModelLink
+from tests.model.streams import SenderEnd
 
 SMALL = Settings()
 EVERY = int(os.environ.get("HEADRACE_MODEL_EVERY", "10"))
@@ -104,15 +105,15 @@ class EverlastingLease(WriteLease):
         return LEASE_S
 
 
-class UnfencedLink(ModelLink):
+class UnfencedEnd(SenderEnd):
     """A sender that writes on without hearing from decode."""
 
-    def _granted(self, now_s: float, ttl_s: float) -> WriteLease:
-        return EverlastingLease(now_s, now_s, ttl_s)
+    def _grant_lease(self, hello_s: float, welcome: handoff_pb2.Welcome) -> None:
+        self.lease = EverlastingLease(hello_s, hello_s, LEASE_S)
 
 
 def test_without_the_lease_check_a_foreign_write_is_found() -> None:
-    assert "of others" in found_without(Settings(link=UnfencedLink))
+    assert "of others" in found_without(Settings(sender_end=UnfencedEnd))
 
 
 class CountingLedger(Ledger):

@@ -38,7 +38,7 @@ from tests.model.ground import (
     region_at,
 )
 from tests.model.ranks import ModelTransport, Rank
-from tests.model.streams import END, ModelLink, ModelStream, Wire
+from tests.model.streams import END, ModelStream, SenderEnd, Wire
 from tests.model.virtual_time import VirtualDeadline, VirtualTimers
 
 
@@ -139,7 +139,7 @@ class World:
             tuple(range(first, first + self.settings.chunks)),
             0,
         )
-        rank.inbox.admit_piece(transfer_id, rank.loop.push, piece)
+        rank.inbox.admit_range(transfer_id, rank.loop.push, piece)
 
     def _source_block(self, number: int) -> int:
         """Every transfer has source blocks of its own, by which its writes are known."""
@@ -193,10 +193,10 @@ class World:
 
     # The network.
 
-    def connect(self, rank: Rank, link: ModelLink) -> Wire:
+    def connect(self, rank: Rank, sender_end: SenderEnd) -> Wire:
         """A rank's new stream; its messages to decode go into what is returned."""
-        link.descriptor = self.descriptor
-        stream = ModelStream(link, self.receiver, self.timers)
+        sender_end.descriptor = self.descriptor
+        stream = ModelStream(sender_end, self.receiver, self.timers)
         self.streams.append(stream)
         rank.streams.append(stream)
         return stream.to_decode
@@ -345,8 +345,8 @@ class World:
                 write.future, write.late = None, True
                 self.timers.call_later(QUIET_S - 0.01, self._land_late, write)
             for stream in rank.streams:
-                if not stream.link.over:
-                    stream.link.crash()
+                if not stream.sender_end.over:
+                    stream.sender_end.crash()
                     stream.to_decode.put(END)
         self._start_prefill()
 
@@ -368,7 +368,7 @@ class World:
         """Nothing goes wrong any more, and time has passed: nothing may be left."""
         for rank in self.ranks:
             unquiet = rank.opened - rank.reports.keys()
-            if unquiet or rank.inbox.active():
+            if unquiet or rank.inbox.active_transfers():
                 raise Violation(f"rank {rank.rank} still sends {sorted(unquiet)}")
         for transfer_id, transfer in self.transfers.items():
             if transfer.state is not TransferState.FREE:

@@ -22,7 +22,7 @@ from headrace_engine.interface import Engine
 from headrace_engine.worker.config import WorkerConfig, engine_config, worker_configs
 from headrace_engine.worker.metrics import WorkerMetrics
 from headrace_kv.layout.layout import WorkerRef
-from headrace_kv.send.sender import DescriptorSource
+from headrace_kv.send.context import DescriptorSource
 from headrace_kv.send.thread import SenderThread
 
 RouterListener = Callable[[list[registry_pb2.Member]], None]

@@ -30,6 +30,25 @@ def logits_parts(transfer_id: str, logits: bytes) -> Iterator[handoff_pb2.Handof
         yield handoff_pb2.HandoffRequest(logits=part)
 
 
+class OutgoingLogits:
+    """One transfer's logits at the rank that sends them."""
+
+    def __init__(self, transfer_id: str) -> None:
+        self.sent = False
+        self._transfer_id = transfer_id
+        self._logits = b""
+
+    def supply(self, logits: bytes) -> None:
+        """Stores the logits until they can be sent."""
+        self._logits = logits
+
+    def take_parts(self) -> Iterator[handoff_pb2.HandoffRequest]:
+        """The messages to send now: none before the logits are supplied. They are yielded once."""
+        if self._logits and not self.sent:
+            logits, self._logits, self.sent = self._logits, b"", True
+            yield from logits_parts(self._transfer_id, logits)
+
+
 class IncomingLogits:
     """What has come of one transfer's logits, of which `expected_bytes` are due; 0 where none are."""
 

@@ -27,6 +27,7 @@ from headrace_kv.receive.local_broadcast import LocalBroadcast
 from headrace_kv.receive.receiver import IncomingTransfer, Receiver, ReceiverLimits
 from headrace_kv.receive.service import HandoffServicer
 from headrace_kv.receive.verification import DigestChecks
+from headrace_kv.send.context import SenderContext
 from headrace_kv.send.sender import RankSender, SenderLimits
 from headrace_kv.transport.base import KvTransport, WriteResult
 from headrace_kv.transport.in_memory import FaultPlan, InMemoryTransport, MemoryFabric
@@ -306,14 +307,16 @@ async def running(
 
     senders = [
         RankSender(
-            ref=prefill_ref,
-            rank=rank,
-            layout=prefill,
-            memory=arena.memory,
-            transport=transport,
-            descriptors=descriptors,
-            loop=loop,
-            on_quiet=reports.append,
+            SenderContext(
+                ref=prefill_ref,
+                rank=rank,
+                layout=prefill,
+                memory=arena.memory,
+                transport=transport,
+                descriptors=descriptors,
+                event_loop=loop,
+                on_quiet=reports.append,
+            ),
             limits=sender_limits,
         )
         for rank, (arena, transport) in enumerate(zip(sources, prefill_transports, strict=True))

@@ -318,7 +318,10 @@ async def test_skipped_tokens_fail_only_their_transfer() -> None:
 
 async def test_too_many_waiting_pieces_fail_the_transfer() -> None:
     async with running(
-        make_layout(1), make_layout(1), memory_transports(), sender_limits=SenderLimits(pieces=4)
+        make_layout(1),
+        make_layout(1),
+        memory_transports(),
+        sender_limits=SenderLimits(waiting_ranges=4),
     ) as rig:
         rig.fill(BLOCKS, seed=1)
         transfer = rig.reserve(TOKENS)

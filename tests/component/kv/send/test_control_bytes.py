@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from headrace_kv.handoff.messages import SendReport
 from headrace_kv.layout.layout import KvDescriptor, WorkerRef
 from headrace_kv.receive.receiver import Receiver
 from headrace_kv.receive.transfer import PrefillPeer
+from headrace_kv.send.context import SenderContext
 from headrace_kv.send.sender import RankSender
 from tests.component.kv import harness
 from tests.component.kv.harness import BLOCK_TOKENS, Rig, make_layout, memory_transports, running
@@ -46,15 +48,14 @@ class Wire:
 
         return NotingReceiver
 
-    def _sender(self, **settings: Any) -> RankSender:
-        inner = settings["descriptors"]
+    def _sender(self, context: SenderContext, **settings: Any) -> RankSender:
+        inner = context.descriptors
 
         async def noted(ref: WorkerRef, deadline: Deadline) -> KvDescriptor:
             self.queries.append(ref)
-            found: KvDescriptor = await inner(ref, deadline)
-            return found
+            return await inner(ref, deadline)
 
-        return RankSender(**(settings | {"descriptors": noted}))
+        return RankSender(replace(context, descriptors=noted), **settings)
 
     def note(self, message: handoff_pb2.HandoffRequest | handoff_pb2.HandoffResponse) -> None:
         kind = message.WhichOneof("message")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from headrace_common.deadlines import Deadline
-from headrace_kv.handoff.messages import LayerRange, LayerSent, Reservation, TransferTarget
+from headrace_kv.handoff.messages import LayerRange, Reservation
 from headrace_kv.layout.compatibility import require_compatible
 from headrace_kv.layout.layout import (
     STATE,
@@ -28,14 +28,13 @@ from headrace_kv.layout.layout import (
     Part,
     RankMemory,
     Region,
-    WorkerRef,
 )
 from headrace_kv.plan.copy_plan import CopyPlanner, Runs
 from headrace_kv.plan.regions import HEAD_OUTER, covered_ranges, place_regions
 from headrace_kv.plan.shard_map import heads_held
 from headrace_kv.receive.ledger import Ledger
 from headrace_kv.receive.local_broadcast import LocalBroadcast, LocalJob, copy_in_process
-from headrace_kv.send.transfer import OutgoingTransfer
+from headrace_kv.send.layer_write import WritePlan
 from headrace_kv.transport.in_memory import InMemoryTransport, MemoryFabric
 
 SPARE_BLOCKS = 2
@@ -260,10 +259,8 @@ def send(
     written: list[NDArray[np.uint8]],
 ) -> None:
     """Does what a rank's sender does, chunk by chunk, and notes every byte written."""
-    wanted = TransferTarget("x", WorkerRef("d", "1"), "", reservation.start_token, ends[-1], 0.0)
-    outgoing = OutgoingTransfer(wanted, 0.0)
-    outgoing.plan(rank, source.layout, target.layout)
-    outgoing.reserve(reservation)
+    plan = WritePlan("x", rank, source.layout, target.layout)
+    plan.reserve(reservation)
     planners = [CopyPlanner(source.memories[rank], memory) for memory in target.memories]
     begin = 0
     for end in ends:
@@ -272,20 +269,16 @@ def send(
             if source.layout.groups[index].kind == STATE and end != ends[-1]:
                 continue
             piece = LayerRange("x", layer, begin, end, source.block_ids[index], 0)
-            for copy in outgoing.copies(piece):
-                destination = copy.edge.destination_rank
-                runs = planners[destination].plan(copy.edge, layer, copy.span)
+            for edge, span in plan.claim(piece):
+                destination = edge.destination_rank
+                runs = planners[destination].plan(edge, layer, span)
                 assert len(runs.tidied()) == len(runs)
                 memory = target.memories[destination]
                 source.transports[rank].write(memory.session, runs, 5.0)
                 note(memory, runs, written)
                 nbytes = runs.payload_bytes
                 key = (rank, destination, layer)
-                assert ledger.land(key, copy.start_token, copy.end_token, nbytes)
-                start, stop, count = copy.start_token, copy.end_token, len(runs)
-                sent = LayerSent(
-                    layer, destination, start, stop, nbytes, count, 0, 0, 0, "in_memory", "", count
-                )
-                outgoing.landed(copy, sent)
+                assert ledger.land(key, span.start_token, span.end_token, nbytes)
+                plan.landed(layer, destination, span.end_token)
         begin = end
-    assert outgoing.complete
+    assert plan.complete
