@@ -1,4 +1,4 @@
-"""What may go wrong in the model's world."""
+"""The faults of the model's world."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def possible_faults(world: World) -> list[Action]:
-    """What may go wrong now."""
+    """The faults that are possible now."""
     return [*_wire_faults(world), *_write_faults(world), *_process_faults(world)]
 
 

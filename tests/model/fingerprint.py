@@ -1,4 +1,4 @@
-"""Which moments of a world are alike."""
+"""Compares states of a world."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def fingerprint(world: World) -> tuple[Any, ...]:
-    """What tells this moment from others, as far as it matters for what can follow."""
+    """Everything in a world's state that matters for what can follow."""
     now_s = world.timers.time()
     transfers = tuple(
         (

@@ -1,4 +1,4 @@
-"""A prefill rank of the model: the real sending loop over a transport and streams that are not real."""
+"""A prefill rank of the model: the real SendLoop over modelled transport and streams."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class ModelTransport(KvTransport):
-    """Accepts writes; the world lets them land."""
+    """Accepts writes. The world decides when they land."""
 
     name = "model"
 
@@ -68,7 +68,7 @@ class Rank:
             transport=self.transport,
             descriptors=cast("Any", None),
             event_loop=cast("Any", None),
-            on_quiet=partial(world.hear_quiet, self),
+            on_quiet=partial(world.check_quiet, self),
             handshake_timeout_s=HANDSHAKE_S,
             clock=Clock(world.timers.time, world.timers.time),
         )

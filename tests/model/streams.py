@@ -1,4 +1,4 @@
-"""The handoff stream of the model: two queues of real messages, and ends that learn of each other late."""
+"""The handoff stream of the model: two queues of real messages. Each end detects the other's end late."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.model.virtual_time import VirtualHandle, VirtualTimers
 
 Direction = Literal["to_decode", "to_prefill"]
 END: Any = None
-"""Says to one end that the other has ended the stream."""
+"""The last item of a wire: the other end has ended the stream."""
 
 
 @dataclass(eq=False)
 class Wire:
-    """Messages under way in one direction, oldest first; nothing is delivered before `open_s`."""
+    """Messages in one direction, oldest first. None is delivered before `open_s`."""
 
     messages: deque[Any] = field(default_factory=deque)
     open_s: float = 0.0
@@ -75,7 +75,7 @@ class SenderEnd(HandoffStream):
         self.end(WorkerGone("closed"))
 
     def end(self, error: HeadraceError) -> None:
-        """This side's end."""
+        """Ends the stream from this side."""
         if self.over:
             return
         self.over = True
@@ -85,13 +85,13 @@ class SenderEnd(HandoffStream):
         self._report_lost(error)
 
     def crash(self) -> None:
-        """This side's process is gone."""
+        """This side's process has crashed."""
         self.over = True
         if self._watch is not None:
             self._watch.cancel()
 
     def receive(self, message: Any) -> None:
-        """One message from decode."""
+        """Handles one message from decode."""
         if self.over:
             return
         if message is END:
@@ -126,7 +126,7 @@ class SenderEnd(HandoffStream):
 
 
 class ModelStream:
-    """One stream. Decode's side is what HandoffServicer does with a Receiver."""
+    """One stream. Decode's end does what HandoffServicer does with a Receiver."""
 
     def __init__(
         self, sender_end: SenderEnd, receiver: Receiver | None, timers: VirtualTimers
@@ -157,7 +157,7 @@ class ModelStream:
             self._receive(message)
 
     def end_at_decode(self, error: HeadraceError) -> None:
-        """Decode hears no more soon; what it has said is still under way."""
+        """Decode's end stops receiving. Messages that it has sent are still delivered."""
         self._timers.call_later(0.0, self._disconnect)
 
     def _disconnect(self) -> None:
@@ -171,7 +171,7 @@ class ModelStream:
         self.to_prefill.put(END)
 
     def vanish(self) -> None:
-        """Decode's process is gone."""
+        """Decode's process has crashed."""
         if self._over:
             return
         self._over, self._receiver = True, None

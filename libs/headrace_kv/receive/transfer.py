@@ -256,7 +256,7 @@ class IncomingTransfer:
         """Adds a part. Raises as IncomingLogits.take, and ProtocolViolation for a rank that is not to send them."""
         if peer.rank != LOGITS_RANK:
             raise ProtocolViolation(f"{peer} is not the one to send logits of {self.transfer_id}")
-        self._logits.take(part)
+        self._logits.receive_part(part)
 
     def check_commit(self, peer: PrefillPeer, payload_bytes: int) -> None:
         """Raises ProtocolViolation when a rank claims to be ready but has not landed everything."""

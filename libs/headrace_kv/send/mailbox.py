@@ -116,11 +116,6 @@ class SenderInbox:
         with self._changed:
             return frozenset(self._active)
 
-    def is_active(self, transfer_id: str) -> bool:
-        """Whether a transfer is open and not quiet yet."""
-        with self._changed:
-            return transfer_id in self._active
-
     def _post(self, method: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         self._commands.append((method, arguments))
         self._changed.notify()

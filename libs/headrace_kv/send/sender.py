@@ -67,12 +67,8 @@ class RankSender:
         """Ends a transfer. `on_quiet` follows unless it has been called."""
         self._inbox.post(self._loop.stop, transfer_id, reason, detail)
 
-    def is_active(self, transfer_id: str) -> bool:
-        """Whether the transfer was opened and is not quiet yet: its source blocks may still be read."""
-        return self._inbox.is_active(transfer_id)
-
     def active_transfers(self) -> frozenset[str]:
-        """The transfers that are not quiet yet."""
+        """The transfers that were opened and are not quiet yet: their source blocks may still be read."""
         return self._inbox.active_transfers()
 
     def close(self) -> None:

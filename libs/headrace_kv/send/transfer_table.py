@@ -139,7 +139,7 @@ class TransferTable:
         return self.all()
 
     def check_times(self, transfer: OutgoingTransfer, now_s: float) -> None:
-        """Ends a stopped transfer whose quiet time has passed, fails a late one, or repeats an unanswered Open."""
+        """Ends a stopped transfer after its quiet time, fails a late one, or repeats an unanswered Open."""
         if transfer.stopped:
             self.end_when_quiet(transfer)
         elif now_s >= transfer.deadline_s:

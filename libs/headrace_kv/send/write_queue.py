@@ -26,7 +26,7 @@ class _PeerQueue:
         self.backlog: deque[Step] = deque()
 
     def next_step(self) -> Step | None:
-        """The write whose next batch is to be started, else the next transfer with a range, which leaves the queue.
+        """The first write with a batch left, else the next transfer with a range, which leaves the queue.
 
         Drops stopped transfers and writes without a batch left.
         """

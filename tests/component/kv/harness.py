@@ -51,7 +51,7 @@ def make_layout(tensor_parallel_size: int, heads: int = 4, layers: int = 6) -> K
 
 
 class LentTransport(KvTransport):
-    """A transport that outlives one rig, with a registered buffer: closing Mooncake takes up to a second."""
+    """A transport with a registered buffer that several rigs use in turn. Closing Mooncake takes up to a second."""
 
     def __init__(self, lender: KvTransport, buffer_bytes: int = 1 << 20) -> None:
         self.name = lender.name
@@ -108,7 +108,7 @@ def heads_of(layout: KvLayout, rank: int) -> range:
 
 @dataclass
 class Rig:
-    """A prefill worker and a decode worker. `reports` has what the prefill ranks said, by transfer."""
+    """A prefill worker and a decode worker. `reports` are those of the prefill ranks."""
 
     prefill: KvLayout
     decode: KvLayout
@@ -150,7 +150,7 @@ class Rig:
         )
 
     def fill(self, block_ids: tuple[int, ...], seed: int) -> NDArray[np.uint8]:
-        """Writes random truth of shape [layer, part, block, head, bytes] into every prefill rank."""
+        """Writes random bytes of shape [layer, part, block, head, bytes] into every prefill rank, and returns them."""
         shape = (
             self.prefill.layer_count,
             len(PARTS),
@@ -190,7 +190,7 @@ class Rig:
     def check_bytes(
         self, truth: NDArray[np.uint8], reservation: Reservation, first_block: int = 0
     ) -> None:
-        """Every decode rank holds the truth of its heads in the reserved blocks, from logical block `first_block`.
+        """Checks that every decode rank has its heads' bytes in the reserved blocks, from logical block `first_block`.
 
         Of the last block, only the reserved tokens count.
         """
@@ -215,6 +215,10 @@ class Rig:
         )
         return [report for report in self.reports if report.transfer_id == transfer_id]
 
+    def is_sending(self, transfer_id: str) -> bool:
+        """Whether the transfer is not quiet at some prefill rank."""
+        return any(transfer_id in sender.active_transfers() for sender in self.senders)
+
     def released_ids(self) -> list[str]:
         return [transfer_id for transfer_id, _ in self.released]
 
@@ -234,7 +238,7 @@ TransportSource = Callable[[str, int], KvTransport]
 def memory_transports(
     faults: FaultPlan | None = None, quiet_after_failure_s: float = 0.0
 ) -> TransportSource:
-    """In-memory transports that reach only each other; the faults are the prefill ranks'."""
+    """In-memory transports that reach only each other. The prefill ranks have the faults."""
     fabric = MemoryFabric()
 
     def make(role: str, rank: int) -> KvTransport:
@@ -262,8 +266,9 @@ async def running(
     make_broadcast: Callable[[KvDescriptor], LocalBroadcast] = LocalBroadcast,
     make_checks: Callable[[KvDescriptor], DigestChecks] | None = None,
 ) -> AsyncIterator[Rig]:
-    """Starts both workers. `claimed_decode` is whom the senders believe to reach. `make_broadcast` is for a decode
-    layout with a broadcast_width.
+    """Starts both workers. With `claimed_decode`, the senders expect that worker at decode's address.
+
+    `make_broadcast` is for a decode layout with a broadcast_width.
     """
     loop = asyncio.get_running_loop()
     decode_ref = WorkerRef("decode-0", "d" * 16)
@@ -292,13 +297,13 @@ async def running(
     await server.start()
     prefill_transports = [transports("prefill", r) for r in range(prefill.tensor_parallel_size)]
     sources = [Arena(prefill, r, t, block_count) for r, t in enumerate(prefill_transports)]
-    # The senders' engine speaks only of layouts that it was told of: a foreign one is decode's to refuse.
-    told = replace(
+    # The descriptor has prefill's own dimensions, so that only decode refuses a layout that differs.
+    described = replace(
         prefill,
         tensor_parallel_size=decode.tensor_parallel_size,
         broadcast_width=decode.broadcast_width,
     )
-    descriptor = KvDescriptor(told, memories)
+    descriptor = KvDescriptor(described, memories)
 
     async def descriptors(ref: WorkerRef, deadline: Deadline) -> KvDescriptor:
         if claimed_decode is None and ref != decode_ref:
