@@ -35,7 +35,7 @@ def fingerprint(world: World) -> tuple[Any, ...]:
         for stream in world.streams
     )
     writes = tuple(
-        (w.transfer_id, w.pieces, w.future is None, w.late, round(w.end_s - now_s, 3))
+        (w.transfer_id, w.keys, w.future is None, w.late, round(w.end_s - now_s, 3))
         for w in world.writes
     )
     ranks = tuple(

@@ -72,7 +72,7 @@ class Write:
     transport: KvTransport
     session: str
     transfer_id: str
-    pieces: frozenset[tuple[int, int, int]]
+    keys: frozenset[tuple[int, int, int]]
     """(source rank, layer, destination block)"""
     end_s: float
     future: Future[WriteResult] | None

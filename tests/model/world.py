@@ -131,7 +131,7 @@ class World:
 
     def _push(self, rank: Rank, transfer_id: str, number: int, chunk: int, layer: int) -> None:
         first = self._source_block(number)
-        piece = LayerRange(
+        layer_range = LayerRange(
             transfer_id,
             layer,
             chunk * BLOCK_TOKENS,
@@ -139,7 +139,7 @@ class World:
             tuple(range(first, first + self.settings.chunks)),
             0,
         )
-        rank.inbox.admit_range(transfer_id, rank.loop.push, piece)
+        rank.inbox.admit_range(transfer_id, rank.loop.push, layer_range)
 
     def _source_block(self, number: int) -> int:
         """Every transfer has its own source blocks, which identify its writes."""
@@ -188,7 +188,7 @@ class World:
             }
             missing = expected - self.landed[transfer_id]
             if missing:
-                raise Violation(f"{transfer_id} is whole, but {sorted(missing)} have not landed")
+                raise Violation(f"{transfer_id} is complete, but {sorted(missing)} have not landed")
             self._free_blocks(transfer_id)
 
     # The network.
@@ -206,7 +206,7 @@ class World:
     def submit(
         self, transport: ModelTransport, session: str, runs: Runs, timeout_s: float
     ) -> Future[WriteResult]:
-        pieces = frozenset(self._pieces(transport.rank, runs))
+        keys = frozenset(self._keys(transport.rank, runs))
         number = self._number_of(transport.rank, runs)
         transfer_id = f"x{number}"
         future: Future[WriteResult] = Future()
@@ -215,14 +215,14 @@ class World:
                 transport,
                 session,
                 transfer_id,
-                pieces,
+                keys,
                 self.timers.time() + timeout_s,
                 future,
             )
         )
         return future
 
-    def _pieces(self, rank: int, runs: Runs) -> Iterator[tuple[int, int, int]]:
+    def _keys(self, rank: int, runs: Runs) -> Iterator[tuple[int, int, int]]:
         memory = self._destination
         for address in runs.destination_addresses.tolist():
             region = region_at(memory, address - memory.base_address)
@@ -241,7 +241,7 @@ class World:
         self.writes.remove(write)
         # The memory of a crashed process has no owner.
         reached = write.session == self._destination.session
-        for rank, layer, block in write.pieces if reached else ():
+        for rank, layer, block in write.keys if reached else ():
             if self.owners.get(block) != write.transfer_id:
                 raise Violation(
                     f"{write.transfer_id} wrote layer {layer} into block {block} of others"

@@ -20,11 +20,11 @@ class WriteDigests:
     def __init__(self, memory: Memory, share: float) -> None:
         self._memory = memory
         self._share = share
-        # A write that is never acknowledged takes its digest with it.
+        # The digest of a write that is never acknowledged is freed with the write.
         self._digests: WeakKeyDictionary[LayerWrite, int] = WeakKeyDictionary()
 
     def on_all_started(self, transfer_id: str, write: LayerWrite) -> None:
-        """Reads the source while the transport is still sending it."""
+        """Computes the digest while the transport is still sending the bytes."""
         if is_digested(self._share, transfer_id, write.layer):
             self._digests[write] = source_digest(self._memory, write.runs)
 

@@ -101,7 +101,7 @@ class LayerWrite:
 
 
 class WritePlan:
-    """Which tokens of each layer one rank writes to which decode ranks, and how far it has got.
+    """Which tokens of each layer one rank writes to which decode ranks, and which of them have landed.
 
     Raises LayoutMismatch when decode's layout has no ranks to hold the heads.
     """

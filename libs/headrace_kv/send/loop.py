@@ -31,7 +31,7 @@ StreamFactory = Callable[[SenderContext, WorkerRef, str, HandoffStreamListener],
 class SendLoop:
     """The one place where a prefill rank's KV is written. Runs on one SenderThread.
 
-    Each turn calls the commands in the inbox, plans one range or starts one batch, and looks at the clock.
+    Each turn calls the commands in the inbox, plans one range or starts one batch, and checks the deadlines.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class SendLoop:
         return self._gave_up or (self._table.empty and self._inbox.closed_and_empty)
 
     def wait_s(self, now_s: float) -> float:
-        """Seconds without anything to do, unless a command comes."""
+        """Seconds until the next turn is due, unless a command is posted before."""
         if not self._scheduler.idle or self._inbox.has_commands:
             return 0.0
         return min(SWEEP_INTERVAL_S, max(0.0, self._table.next_sweep_s - now_s))
 
     def turn(self) -> None:
-        """Calls what was posted, and does one step."""
+        """Calls the posted commands, and does one step of the writes."""
         for method, arguments in self._inbox.drain():
             self._guard(method, *arguments)
         self._guard(self._scheduler.run_step)

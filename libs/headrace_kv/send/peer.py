@@ -1,4 +1,4 @@
-"""A decode worker as one prefill rank's sender sees it. Used by the sender's thread only."""
+"""What a sender stores about one decode worker. Used by the sender's thread only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headrace_kv.send.stream import HandoffStream
 
 
 class WriteObserver(Protocol):
-    """Sees every write to a decode worker, and may add to its acknowledgement. Called on the sender's thread."""
+    """Is called for every write to a decode worker, and may add to its LayerDone. Runs on the sender's thread."""
 
     def on_all_started(self, transfer_id: str, write: LayerWrite) -> None:
         """The transport has every batch of a write. The source bytes stay as they are until the transfer is quiet."""
@@ -49,7 +49,7 @@ class SenderPeer:
 
     @property
     def observers(self) -> tuple[WriteObserver, ...]:
-        """Those that the worker asked for."""
+        """The observers that the worker asked for."""
         return self._observers
 
     def plan_write(self, layer_range: LayerRange, edge: Edge, span: Span) -> LayerWrite:

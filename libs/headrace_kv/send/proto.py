@@ -1,4 +1,4 @@
-"""The messages of a prefill rank about one transfer, and the reasons in decode's. Pure."""
+"""Conversion to and from the messages about one transfer. Pure."""
 
 from __future__ import annotations
 

@@ -223,7 +223,7 @@ class HandoffStream:
                     response = await call.read()
             except TimeoutError:
                 raise TransferFailed(
-                    f"the write lease from {self.decode} ran out: it renews no more",
+                    f"the write lease from {self.decode} ran out: no renewal came in time",
                     metadata={"worker": str(self.decode)},
                 ) from None
             if not isinstance(response, handoff_pb2.HandoffResponse):
@@ -254,7 +254,7 @@ class HandoffStream:
                 await call.write(request)
             if self._overflow:
                 call.cancel()
-                raise QueueFull(f"{self.decode} takes messages too slowly")
+                raise QueueFull(f"{self.decode} reads messages too slowly")
             if self._closing and not self._outbox:
                 await call.done_writing()
                 return

@@ -1,4 +1,4 @@
-"""The thread on which ranks' KV is written."""
+"""The thread that runs send loops."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _RunningLoop:
         return self.end_by_s > 0.0
 
     def wait_s(self, now_s: float) -> float:
-        """Seconds until the loop has something to do, unless a command comes."""
+        """Seconds until the next turn is due, unless a command is posted before."""
         return float("inf") if self.ending else self.loop.wait_s(now_s)
 
 

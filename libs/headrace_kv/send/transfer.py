@@ -23,7 +23,7 @@ _LAYERS_NAMED_MAX = 16
 
 
 class TransferPhase(Enum):
-    """How far a transfer has got."""
+    """The phases of a transfer at one rank."""
 
     CONNECTING = "connecting"
     """Waits for the handshake with the decode worker."""
@@ -88,7 +88,7 @@ class OutgoingTransfer:
 
     @property
     def decode_waits(self) -> bool:
-        """Whether decode must learn how the transfer ends: from Open until Commit or the loss of the stream."""
+        """Whether decode waits for the end of the transfer: from Open until Commit or the loss of the stream."""
         return self._decode_waits
 
     @property
@@ -164,7 +164,7 @@ class OutgoingTransfer:
     # Events of the stream.
 
     def planned(self, plan: WritePlan) -> None:
-        """Decode's layout is known."""
+        """The writes are planned, from decode's layout."""
         self._plan = plan
 
     def open_sent(self, ask_again_s: float) -> None:
@@ -183,11 +183,11 @@ class OutgoingTransfer:
         self._control_bytes += nbytes
 
     def commit_sent(self) -> None:
-        """Decode knows that everything was sent."""
+        """Commit is sent, so decode waits for no further message."""
         self._decode_waits = False
 
     def stream_lost(self) -> None:
-        """Decode learns from the end of the stream that the transfer is over."""
+        """The stream has ended. Decode ends the transfer by itself."""
         self._decode_waits = False
 
     # Events of the engine.
@@ -219,7 +219,7 @@ class OutgoingTransfer:
         self._batches_in_flight += 1
 
     def batch_ended(self) -> None:
-        """The transport has ended a batch, with whatever result."""
+        """The transport has ended a batch, successfully or not."""
         self._batches_in_flight -= 1
 
     def batch_failed(self, quiet_s: float) -> None:
@@ -227,7 +227,7 @@ class OutgoingTransfer:
         self._quiet_s = max(self._quiet_s, quiet_s)
 
     def next_landed(self) -> LayerWrite | None:
-        """Removes, counts and returns the oldest write if all of it has landed: it is to be acknowledged."""
+        """Removes, counts and returns the oldest write if all of it has landed. The caller acknowledges it."""
         if not self._unacknowledged or not self._unacknowledged[0].landed:
             return None
         write = self._unacknowledged.popleft()

@@ -161,7 +161,7 @@ class TransferTable:
             self._context.on_quiet(transfer.report())
         except Exception:  # noqa: BLE001 - the thread survives it
             rank, name = self._context.rank, transfer.transfer_id
-            _log.exception("rank %d: the engine refused the report of %s", rank, name)
+            _log.exception("rank %d: on_quiet raised for %s", rank, name)
 
     def _drop_ranges(self, transfer: OutgoingTransfer) -> None:
         self._inbox.ranges_removed(transfer.drop_ranges())

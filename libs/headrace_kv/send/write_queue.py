@@ -16,7 +16,7 @@ Step = tuple[OutgoingTransfer, LayerWrite | None]
 
 
 class _PeerQueue:
-    """What waits to be written to one decode worker.
+    """The waiting transfers and writes of one decode worker.
 
     `ready` holds transfers with ranges to plan, each once; `backlog` the writes of the range that was planned last.
     """
@@ -43,7 +43,7 @@ class _PeerQueue:
 
 
 class RoundRobinQueue:
-    """The decode workers that have something to be written, in turn. One without room in its window delays no other."""
+    """The decode workers with waiting writes, in turn. A worker without room in its window delays no other."""
 
     def __init__(self, has_room: Callable[[str, int], bool]) -> None:
         self._has_room = has_room

@@ -18,7 +18,7 @@ from headrace_kv.transport.base import WriteResult
 
 
 class WriteScheduler:
-    """Takes the ranges of all transfers from being pushed to being acknowledged. An error fails its transfer alone."""
+    """Plans, writes and acknowledges the pushed ranges of all transfers. An error fails its transfer alone."""
 
     def __init__(self, context: SenderContext, inbox: SenderInbox, table: TransferTable) -> None:
         self._clock = context.clock
@@ -42,7 +42,7 @@ class WriteScheduler:
         self._queue.remove_peer(peer)
 
     def advance(self, transfer: OutgoingTransfer) -> None:
-        """Does what has become possible: sends the logits, queues the ranges, commits, or fails a short transfer."""
+        """Sends logits that are ready, then queues the transfer's ranges, commits it, or fails it as too short."""
         if not transfer.sending:
             return
         if transfer.logits is not None:

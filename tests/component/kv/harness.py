@@ -177,11 +177,11 @@ class Rig:
         layers: range | None = None,
     ) -> None:
         for layer in layers or range(self.prefill.layer_count):
-            piece = LayerRange(
+            layer_range = LayerRange(
                 transfer_id, layer, start_token, end_token, block_ids, time.time_ns()
             )
             for sender in self.senders:
-                sender.push(piece)
+                sender.push(layer_range)
 
     def finish(self, transfer_id: str) -> None:
         for sender in self.senders:
