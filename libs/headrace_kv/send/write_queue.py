@@ -53,13 +53,8 @@ class RoundRobinQueue:
 
     @property
     def idle(self) -> bool:
-        """Whether no step is possible until a batch ends or something is added."""
+        """Whether the last `next_step` found nothing to do, and nothing was added since."""
         return self._stalled or not self._turns
-
-    def holds(self, transfer: OutgoingTransfer) -> bool:
-        """Whether the transfer waits for its next range to be planned."""
-        queue = self._queues.get(transfer.peer)
-        return queue is not None and transfer in queue.ready
 
     def add_transfer(self, transfer: OutgoingTransfer) -> None:
         """The transfer has ranges to plan."""
@@ -69,10 +64,6 @@ class RoundRobinQueue:
     def add_write(self, transfer: OutgoingTransfer, write: LayerWrite) -> None:
         """A write of the range that was planned last is to be started."""
         self._queue_of(transfer.peer).backlog.append((transfer, write))
-
-    def room_freed(self) -> None:
-        """A batch has ended."""
-        self._stalled = False
 
     def remove_peer(self, peer: SenderPeer) -> None:
         """The stream to a decode worker is lost."""

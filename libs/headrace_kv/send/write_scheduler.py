@@ -30,7 +30,7 @@ class WriteScheduler:
 
     @property
     def idle(self) -> bool:
-        """Whether `run_step` would do nothing."""
+        """Whether `run_step` has nothing to do until a batch ends or a command is posted."""
         return self._queue.idle
 
     def overdue(self, grace_s: float) -> bool:
@@ -48,8 +48,6 @@ class WriteScheduler:
         if transfer.logits is not None:
             for part in transfer.logits.take_parts():
                 self._table.send(transfer, part)
-        if self._queue.holds(transfer):
-            return
         if transfer.complete:
             self._table.commit(transfer)
         elif transfer.has_ranges:
@@ -108,7 +106,6 @@ class WriteScheduler:
 
     def _end_batch(self, future: Future[WriteResult], end_ns: int) -> None:
         transfer, write = self._window.end(future)
-        self._queue.room_freed()
         try:
             result = future.result()
         except Exception as error:  # noqa: BLE001 - fails this transfer alone
