@@ -19,11 +19,13 @@ class _PeerQueue:
     """The waiting transfers and writes of one decode worker.
 
     `ready` holds transfers with ranges to plan, each once; `backlog` the writes of the range that was planned last.
+    `has_turn` belongs to RoundRobinQueue.
     """
 
     def __init__(self) -> None:
         self.ready: OrderedDict[OutgoingTransfer, None] = OrderedDict()
         self.backlog: deque[Step] = deque()
+        self.has_turn = False
 
     def next_step(self) -> Step | None:
         """The first write with a batch left, else the next transfer with a range, which leaves the queue.
@@ -48,7 +50,7 @@ class RoundRobinQueue:
     def __init__(self, has_room: Callable[[str, int], bool]) -> None:
         self._has_room = has_room
         self._queues: dict[SenderPeer, _PeerQueue] = {}
-        self._turns: OrderedDict[SenderPeer, None] = OrderedDict()
+        self._turns: deque[_PeerQueue] = deque()
         self._stalled = False
 
     @property
@@ -58,8 +60,9 @@ class RoundRobinQueue:
 
     def add_transfer(self, transfer: OutgoingTransfer) -> None:
         """The transfer has ranges to plan."""
-        self._queue_of(transfer.peer).ready[transfer] = None
-        self._give_turn(transfer.peer)
+        queue = self._queue_of(transfer.peer)
+        queue.ready[transfer] = None
+        self._give_turn(queue)
 
     def add_write(self, transfer: OutgoingTransfer, write: LayerWrite) -> None:
         """A write of the range that was planned last is to be started."""
@@ -67,17 +70,19 @@ class RoundRobinQueue:
 
     def remove_peer(self, peer: SenderPeer) -> None:
         """The stream to a decode worker is lost."""
-        self._queues.pop(peer, None)
-        self._turns.pop(peer, None)
+        queue = self._queues.pop(peer, None)
+        if queue is not None and queue.has_turn:
+            self._turns.remove(queue)
 
     def next_step(self) -> Step | None:
         """What to do next; None when every worker waits for a batch to end."""
         for _ in range(len(self._turns)):
-            peer, _ = self._turns.popitem(last=False)
-            step = self._queue_of(peer).next_step()
+            queue = self._turns.popleft()
+            queue.has_turn = False
+            step = queue.next_step()
             if step is None:
                 continue
-            self._give_turn(peer)
+            self._give_turn(queue)
             write = step[1]
             if write is None or self._has_room(write.session, write.next_bytes):
                 return step
@@ -90,9 +95,11 @@ class RoundRobinQueue:
             queue = self._queues[peer] = _PeerQueue()
         return queue
 
-    def _give_turn(self, peer: SenderPeer) -> None:
+    def _give_turn(self, queue: _PeerQueue) -> None:
         self._stalled = False
-        self._turns.setdefault(peer, None)
+        if not queue.has_turn:
+            queue.has_turn = True
+            self._turns.append(queue)
 
 
 class WriteWindow:
