@@ -19,12 +19,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_kv.handoff.messages import LayerRange, LayerSent, Reservation, TransferTarget
-from headrace_kv.layout.layout import KvLayout, RankMemory, WorkerRef
+from headrace_kv.handoff.messages import LayerRange, Reservation
+from headrace_kv.layout.layout import KvLayout, RankMemory
 from headrace_kv.plan.copy_plan import CopyPlanner
 from headrace_kv.plan.regions import HEAD_OUTER, TOKENS_OUTER, Dimension, place_regions
 from headrace_kv.receive.ledger import Ledger
-from headrace_kv.send.transfer import OutgoingTransfer
+from headrace_kv.send.layer_write import WritePlan
 
 _LAYERS = 61
 _MEMCPY_BYTES = 256 * 1024 * 1024
@@ -144,24 +144,21 @@ def plan(
     transfer_id: str,
 ) -> tuple[float, int, int]:
     """Seconds of planning, bytes and runs, with planners that have no state of this transfer."""
-    target = TransferTarget(transfer_id, WorkerRef("d", "0"), "", 0, tokens, 0.0)
     reservation = Reservation(transfer_id, destination_ids, 0, tokens)
     payload_bytes = run_count = 0
     start_s = time.perf_counter()
     ledger = Ledger(case.decode, case.prefill, reservation)
     for rank, to_ranks in enumerate(planners):
-        outgoing = OutgoingTransfer(target, 0.0)
-        outgoing.plan(rank, case.prefill, case.decode)
-        outgoing.reserve(reservation)
+        write_plan = WritePlan(transfer_id, rank, case.prefill, case.decode)
+        write_plan.reserve(reservation)
         for layer in range(case.prefill.layer_count):
-            for copy in outgoing.copies(LayerRange(transfer_id, layer, 0, tokens, source_ids, 0)):
-                destination = copy.edge.destination_rank
-                runs = to_ranks[destination].plan(copy.edge, layer, copy.span)
+            for edge, span in write_plan.claim(
+                LayerRange(transfer_id, layer, 0, tokens, source_ids, 0)
+            ):
+                destination = edge.destination_rank
+                runs = to_ranks[destination].plan(edge, layer, span)
                 nbytes = runs.payload_bytes
-                sent = LayerSent(
-                    layer, destination, 0, tokens, nbytes, len(runs), 0, 0, 0, "", "", 0
-                )
-                outgoing.landed(copy, sent)
+                write_plan.landed(layer, destination, tokens)
                 ledger.land((rank, destination, layer), 0, tokens, nbytes)
                 payload_bytes += nbytes
                 run_count += len(runs)

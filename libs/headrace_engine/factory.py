@@ -9,7 +9,7 @@ from headrace_engine.config import EngineConfig
 
 if TYPE_CHECKING:
     from headrace_engine.interface import Engine
-    from headrace_kv.send.sender import DescriptorSource
+    from headrace_kv.send.context import DescriptorSource
     from headrace_kv.send.thread import SenderThread
 
 

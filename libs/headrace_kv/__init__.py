@@ -1,1 +1,1 @@
-"""The KV data plane: layouts, plans, transports, and the accounting of what has arrived."""
+"""The KV data plane: layouts, copy plans, transports, and both sides of a handoff."""

@@ -36,7 +36,7 @@ from headrace_kv.plan.copy_plan import Runs
 from headrace_kv.plan.shard_map import Key
 from headrace_kv.receive.ledger import Ledger
 from headrace_kv.receive.service import HandoffServicer
-from headrace_kv.send.loop import SendLoop
+from headrace_kv.send.write_scheduler import WriteScheduler
 from headrace_kv.transport.base import KvTransport, WriteResult
 from headrace_kv.transport.factory import open_transport
 from headrace_prefill.pull_session import PullSession
@@ -178,13 +178,13 @@ def slow_down(faults: WireFaults, dice: Dice) -> None:
 
         put(headrace_engine.sim.engine, "open_transport", open_slow)
     if faults.slow_turn_max_s:
-        write = SendLoop._write
+        write = WriteScheduler._start_batch
 
-        def dawdle(loop: SendLoop, *arguments: Any) -> None:
+        def dawdle(scheduler: WriteScheduler, *arguments: Any) -> None:
             time.sleep(dice.dawdle(faults.slow_turn_max_s))
-            write(loop, *arguments)
+            write(scheduler, *arguments)
 
-        put(SendLoop, "_write", dawdle)
+        put(WriteScheduler, "_start_batch", dawdle)
 
 
 class CountingLedger(Ledger):

@@ -1,4 +1,4 @@
-"""Runs worlds: the usual course, every course with a few deviations from it, and random ones."""
+"""Runs worlds: the usual course, every course with a few deviations from it, and random courses."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ END_S = 1000.0 + 160.0
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """What was done against the usual, by step: the number of another choice, or of a fault behind those."""
+    """Deviations from the usual course: (step, index of the action), where faults follow the ordinary choices."""
 
     deviations: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(slots=True)
 class Outcome:
-    """How a course went. `log` has the name of every action; `widths` how many there were to choose from."""
+    """The result of a course. `log` has the name of every action, `widths` the number of actions to choose from."""
 
     log: list[str] = field(default_factory=list)
     widths: list[int] = field(default_factory=list)
     violation: Violation | None = None
     known: bool = False
-    """Whether it was given up, because it came to a moment that another course had come to."""
+    """Whether the course was abandoned because it reached a state that another course had reached."""
 
 
 @dataclass(slots=True)
 class Search:
-    """What an exploration has seen. `violations` are by course, shortest first."""
+    """The result of an exploration. `violations` come in the order of their courses' length."""
 
     runs: int = 0
-    given_up: int = 0
+    abandoned: int = 0
     violations: list[tuple[Course, Outcome]] = field(default_factory=list)
 
 
 def run(
     settings: Settings, course: Course, seen: set[int] | None = None, *, widths: bool = True
 ) -> Outcome:
-    """One course to its end. With `seen`, it is given up at a moment that was seen after the last deviation.
+    """Runs one course. With `seen`, it is abandoned after the last deviation in a state that was seen before.
 
-    While only time passes, nothing is chosen against the usual: `widths` are 1 there.
+    While only time passes there are no deviations: `widths` are 1 then.
     """
     outcome = Outcome()
     deviations = dict(course.deviations)
     last = max(deviations, default=-1)
-    with bugs_noted(outcome):
+    with errors_as_violations(outcome):
         world = World(settings)
         try:
             while not world.at_rest and world.timers.time() < END_S:
@@ -72,7 +72,7 @@ def run(
                 name, act = actions[chosen]
                 outcome.log.append(name)
                 act()
-                world.note_ends()
+                world.check_complete()
                 world.check_bounds()
                 if number == last and seen is not None:
                     mark = hash(fingerprint(world))
@@ -89,9 +89,9 @@ def run(
 def explore(
     settings: Settings, deviations: int, *, stop_at_first: bool = False, every: int = 1
 ) -> Search:
-    """Every course with at most so many deviations, but for those that meet again.
+    """Runs every course with at most `deviations`, except those that reach a known state.
 
-    Of the courses with all of them, only one in `every` is taken.
+    Of the courses with all deviations, only one in `every` runs.
     """
     search = Search()
     level = [Course()]
@@ -107,7 +107,7 @@ def explore(
                     return search
                 continue
             if outcome.known:
-                search.given_up += 1
+                search.abandoned += 1
                 continue
             if depth == deviations:
                 continue
@@ -120,11 +120,11 @@ def explore(
     return search
 
 
-def wander(settings: Settings, seed: int, faults: int) -> Outcome:
-    """A course in which every step is drawn, with about so many faults."""
+def run_random(settings: Settings, seed: int, faults: int) -> Outcome:
+    """Runs a course of random steps, with at most `faults` faults."""
     generator = random.Random(seed)
     outcome = Outcome()
-    with bugs_noted(outcome):
+    with errors_as_violations(outcome):
         world = World(settings)
         try:
             while not world.at_rest and world.timers.time() < END_S:
@@ -141,7 +141,7 @@ def wander(settings: Settings, seed: int, faults: int) -> Outcome:
                     name, act = generator.choice(choices)
                 outcome.log.append(name)
                 act()
-                world.note_ends()
+                world.check_complete()
                 world.check_bounds()
             world.check_rest()
         except Violation as violation:
@@ -150,15 +150,15 @@ def wander(settings: Settings, seed: int, faults: int) -> Outcome:
 
 
 @contextmanager
-def bugs_noted(outcome: Outcome) -> Iterator[None]:
-    """What the product logs as a bug of its own is a violation."""
+def errors_as_violations(outcome: Outcome) -> Iterator[None]:
+    """Turns an error in the product's log into a violation."""
 
-    class Bugs(logging.Handler):
+    class ErrorHandler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             outcome.violation = outcome.violation or Violation(record.getMessage())
 
     logger = logging.getLogger("headrace_kv")
-    handler, before, propagates = Bugs(logging.ERROR), logger.level, logger.propagate
+    handler, before, propagates = ErrorHandler(logging.ERROR), logger.level, logger.propagate
     logger.addHandler(handler)
     logger.setLevel(logging.ERROR)
     logger.propagate = False

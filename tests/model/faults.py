@@ -1,4 +1,4 @@
-"""What may go wrong in the model's world."""
+"""The faults of the model's world."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def possible_faults(world: World) -> list[Action]:
-    """What may go wrong now."""
+    """The faults that are possible now."""
     return [*_wire_faults(world), *_write_faults(world), *_process_faults(world)]
 
 
@@ -25,7 +25,7 @@ def _wire_faults(world: World) -> Iterator[Action]:
         for direction in ("to_decode", "to_prefill"):
             wire = stream.wire(direction)
             name = f"{number} {direction}"
-            if not stream.link.over and wire.open_s <= now_s:
+            if not stream.sender_end.over and wire.open_s <= now_s:
                 for delay_s in (0.5 * LEASE_S, LONG_S):
                     yield f"cut {name} for {delay_s:g}", partial(cut, wire, now_s + delay_s)
             if not stream.ready(direction) or wire.messages[0] is None:
@@ -34,9 +34,9 @@ def _wire_faults(world: World) -> Iterator[Action]:
             yield f"repeat {name}", partial(wire.messages.appendleft, wire.messages[0])
             if len(wire.messages) > 1:
                 yield f"reorder {name}", partial(wire.messages.rotate, 1)
-        if not stream.link.over:
+        if not stream.sender_end.over:
             broken = TransferFailed("the model breaks the stream")
-            yield f"break {number} at prefill", partial(stream.link.end, broken)
+            yield f"break {number} at prefill", partial(stream.sender_end.end, broken)
             yield f"break {number} at decode", partial(stream.end_at_decode, broken)
 
 

@@ -1,4 +1,4 @@
-"""Which moments of a world are alike."""
+"""Compares states of a world."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def fingerprint(world: World) -> tuple[Any, ...]:
-    """What tells this moment from others, as far as it matters for what can follow."""
+    """Everything in a world's state that matters for what can follow."""
     now_s = world.timers.time()
     transfers = tuple(
         (
@@ -25,8 +25,8 @@ def fingerprint(world: World) -> tuple[Any, ...]:
     )
     streams = tuple(
         (
-            stream.link.over,
-            round(stream.link.lease.remaining_s(now_s), 3),
+            stream.sender_end.over,
+            round(stream.sender_end.lease.remaining_s(now_s), 3),
             tuple(map(str, stream.to_decode.messages)),
             tuple(map(str, stream.to_prefill.messages)),
             max(0.0, round(stream.to_decode.open_s - now_s, 3)),
@@ -35,7 +35,7 @@ def fingerprint(world: World) -> tuple[Any, ...]:
         for stream in world.streams
     )
     writes = tuple(
-        (w.transfer_id, w.pieces, w.future is None, w.late, round(w.end_s - now_s, 3))
+        (w.transfer_id, w.keys, w.future is None, w.late, round(w.end_s - now_s, 3))
         for w in world.writes
     )
     ranks = tuple(

@@ -1,4 +1,4 @@
-"""What the model's world consists of: its sizes, its memory that is only spoken of, its writes and scripts."""
+"""The parts of the model's world: sizes, memory without bytes, writes and scripts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from headrace_kv.layout.layout import KvLayout, RankMemory, Region
 from headrace_kv.plan.regions import place_regions
 from headrace_kv.transport.base import KvTransport, WriteResult
-from tests.model.streams import ModelLink
+from tests.model.streams import SenderEnd
 
 LEASE_S = 3.0
 QUIET_S = 1.0
@@ -22,22 +22,22 @@ HANDSHAKE_S = 5.0
 OPEN_WAIT_S = 1.0
 BLOCK_TOKENS = 4
 BLOCKS = 8
-# The two ends' clocks need not agree: a sender's own deadline may be far off.
+# The two clocks may differ, so a sender's own deadline may be much later.
 SENDER_DEADLINE_S = 40.0
 BOUND_S = DEADLINE_S + QUIESCE_S + 2 * LEASE_S + TRANSPORT_S + 1.5
 """By when every transfer is FREE, counted from its reservation."""
 
 LONG_S = 22.0
-"""Longer than anybody waits for anything but the senders' deadline."""
+"""Longer than every wait except the senders' deadline."""
 
 
 class Violation(AssertionError):
-    """A promise was broken."""
+    """An invariant does not hold."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """A world's size, and the parts of the product that a test replaces."""
+    """A world's sizes, and the parts of the product that a test replaces."""
 
     ranks: int = 1
     layers: int = 1
@@ -45,19 +45,19 @@ class Settings:
     retries: int = 1
     quarantine_s: float = TRANSPORT_S
     quiet_after_failure_s: float = QUIET_S
-    link: Callable[..., ModelLink] = ModelLink
+    sender_end: Callable[..., SenderEnd] = SenderEnd
 
 
 @dataclass(eq=False)
 class Script:
-    """Steps that somebody takes one after the other; none before `open_s`."""
+    """Steps of an engine in order. None runs before `open_s`."""
 
     name: str
     steps: deque[tuple[str, Callable[[], None]]] = field(default_factory=deque)
     open_s: float = 0.0
 
     def step(self) -> None:
-        """Takes the next."""
+        """Runs the next step."""
         _, act = self.steps.popleft()
         act()
 
@@ -67,17 +67,17 @@ Action = tuple[str, Callable[[], None]]
 
 @dataclass(eq=False)
 class Write:
-    """One write under way; `future` is None once the sender has heard of its end, or is gone."""
+    """One write in flight. `future` is None once the sender was notified of its end, or has crashed."""
 
     transport: KvTransport
     session: str
     transfer_id: str
-    pieces: frozenset[tuple[int, int, int]]
+    keys: frozenset[tuple[int, int, int]]
     """(source rank, layer, destination block)"""
     end_s: float
     future: Future[WriteResult] | None
     late: bool = False
-    """Whether it lands by the clock, not by choice."""
+    """Whether it lands at a set time, not by choice."""
 
 
 def layout_of(ranks: int, settings: Settings) -> KvLayout:
@@ -93,7 +93,7 @@ def layout_of(ranks: int, settings: Settings) -> KvLayout:
 
 
 def memories(layout: KvLayout, session: str) -> list[RankMemory]:
-    """Memory that is only spoken of."""
+    """Memory with addresses and without bytes."""
     found = []
     for rank in range(layout.tensor_parallel_size):
         placed = place_regions(layout, rank, (BLOCKS,))

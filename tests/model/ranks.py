@@ -1,4 +1,4 @@
-"""A prefill rank of the model: the real sending loop over a transport and streams that are not real."""
+"""A prefill rank of the model: the real SendLoop over modelled transport and streams."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class ModelTransport(KvTransport):
-    """Accepts writes; the world lets them land."""
+    """Accepts writes. The world decides when they land."""
 
     name = "model"
 
@@ -60,21 +60,19 @@ class Rank:
         self.opened: set[str] = set()
         self.reports: dict[str, SendReport] = {}
         self.streams: list[ModelStream] = []
-        parts = SenderContext(
+        context = SenderContext(
             ref=self.ref,
             rank=rank,
             layout=world.prefill,
             memory=world.sources[rank],
             transport=self.transport,
             descriptors=cast("Any", None),
-            loop=cast("Any", None),
-            on_quiet=partial(world.hear_quiet, self),
+            event_loop=cast("Any", None),
+            on_quiet=partial(world.check_quiet, self),
             handshake_timeout_s=HANDSHAKE_S,
             clock=Clock(world.timers.time, world.timers.time),
-            link=partial(
-                world.settings.link,
-                timers=world.timers,
-                connect=partial(world.connect, self),
-            ),
         )
-        self.loop = SendLoop(parts, self.inbox)
+        make_stream = partial(
+            world.settings.sender_end, timers=world.timers, connect=partial(world.connect, self)
+        )
+        self.loop = SendLoop(context, self.inbox, make_stream)

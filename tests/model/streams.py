@@ -1,4 +1,4 @@
-"""The handoff stream of the model: two queues of real messages, and ends that learn of each other late."""
+"""The handoff stream of the model: two queues of real messages. Each end detects the other's end late."""
 
 from __future__ import annotations
 
@@ -7,25 +7,24 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from google.protobuf.duration_pb2 import Duration
-
 from headrace.kv.v1 import handoff_pb2
+from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import HeadraceError, TransferFailed, WorkerGone
-from headrace_kv.handoff.leases import WriteLease
-from headrace_kv.layout.layout import KvDescriptor
+from headrace_kv.layout.layout import KvDescriptor, WorkerRef
 from headrace_kv.receive.receiver import Receiver
 from headrace_kv.receive.transfer import PrefillPeer
-from headrace_kv.send.stream import HandoffLink
+from headrace_kv.send.context import SenderContext
+from headrace_kv.send.stream import HandoffStream, HandoffStreamListener
 from tests.model.virtual_time import VirtualHandle, VirtualTimers
 
 Direction = Literal["to_decode", "to_prefill"]
 END: Any = None
-"""Says to one end that the other has ended the stream."""
+"""The last item of a wire: the other end has ended the stream."""
 
 
 @dataclass(eq=False)
 class Wire:
-    """Messages under way in one direction, oldest first; nothing is delivered before `open_s`."""
+    """Messages in one direction, oldest first. None is delivered before `open_s`."""
 
     messages: deque[Any] = field(default_factory=deque)
     open_s: float = 0.0
@@ -34,16 +33,24 @@ class Wire:
         self.messages.append(message)
 
 
-class ModelLink(HandoffLink):
-    """The real link's rules without gRPC: it hears messages one by one, and says when its lease has run out."""
+class SenderEnd(HandoffStream):
+    """The real stream's rules without gRPC. Receives messages one by one, and ends itself when its lease runs out."""
 
-    def __init__(self, **parts: Any) -> None:
-        self.timers: VirtualTimers = parts.pop("timers")
-        self._connect: Callable[[ModelLink], Wire] = parts.pop("connect")
+    def __init__(
+        self,
+        context: SenderContext,
+        decode: WorkerRef,
+        endpoint: str,
+        listener: HandoffStreamListener,
+        *,
+        timers: VirtualTimers,
+        connect: Callable[[SenderEnd], Wire],
+    ) -> None:
+        super().__init__(context, decode, endpoint, listener)
+        self.timers = timers
         self.descriptor: KvDescriptor | None = None
-        self.handshake_s: float = parts["handshake_timeout_s"]
-        super().__init__(**parts)
         self.over = False
+        self._connect = connect
         self._wire = Wire()
         self._hello_s = 0.0
         self._watch: VirtualHandle | None = None
@@ -52,9 +59,11 @@ class ModelLink(HandoffLink):
         self._wire = self._connect(self)
         self._hello_s = self.timers.time()
         self._wire.put(handoff_pb2.HandoffRequest(hello=self._hello))
-        self._watch = self.timers.call_later(self.handshake_s, self._check_handshake)
+        self._watch = self.timers.call_later(
+            self._context.handshake_timeout_s, self._check_handshake
+        )
 
-    def _put(self, item: handoff_pb2.HandoffRequest | handoff_pb2.LayerDone) -> None:
+    def _enqueue(self, item: handoff_pb2.HandoffRequest | handoff_pb2.LayerDone) -> None:
         if self.over:
             return
         if isinstance(item, handoff_pb2.LayerDone):
@@ -66,43 +75,39 @@ class ModelLink(HandoffLink):
         self.end(WorkerGone("closed"))
 
     def end(self, error: HeadraceError) -> None:
-        """This side's end."""
+        """Ends the stream from this side."""
         if self.over:
             return
         self.over = True
         if self._watch is not None:
             self._watch.cancel()
         self._wire.put(END)
-        self._finish(error)
+        self._report_lost(error)
 
     def crash(self) -> None:
-        """This side's process is gone."""
+        """This side's process has crashed."""
         self.over = True
         if self._watch is not None:
             self._watch.cancel()
 
-    def take(self, message: Any) -> None:
-        """One message from decode."""
+    def receive(self, message: Any) -> None:
+        """Handles one message from decode."""
         if self.over:
             return
         if message is END:
             self.end(WorkerGone("decode ended the stream"))
         elif message.WhichOneof("message") == "welcome":
-            now_s = self.timers.time()
-            self.lease = self._granted(now_s, seconds(message.welcome.lease_ttl))
+            self._grant_lease(self._hello_s, message.welcome)
             assert self.descriptor is not None
-            self._events.link_ready(self, self.descriptor)
+            self._listener.on_ready(self, self.descriptor, message.welcome)
             self._watch_lease()
         else:
             try:
-                self._hear(message)
+                self._receive(message)
             except TransferFailed as error:
                 self.end(error)
             else:
                 self._watch_lease()
-
-    def _granted(self, now_s: float, ttl_s: float) -> WriteLease:
-        return WriteLease(self._hello_s, now_s, ttl_s)
 
     def _watch_lease(self) -> None:
         if self._watch is not None:
@@ -121,10 +126,12 @@ class ModelLink(HandoffLink):
 
 
 class ModelStream:
-    """One stream. Decode's side is what HandoffServicer does with a Receiver."""
+    """One stream. Decode's end does what HandoffServicer does with a Receiver."""
 
-    def __init__(self, link: ModelLink, receiver: Receiver | None, timers: VirtualTimers) -> None:
-        self.link = link
+    def __init__(
+        self, sender_end: SenderEnd, receiver: Receiver | None, timers: VirtualTimers
+    ) -> None:
+        self.sender_end = sender_end
         self.to_decode = Wire()
         self.to_prefill = Wire()
         self._receiver = receiver
@@ -145,12 +152,12 @@ class ModelStream:
     def deliver(self, direction: Direction) -> None:
         message = self.wire(direction).messages.popleft()
         if direction == "to_prefill":
-            self.link.take(message)
+            self.sender_end.receive(message)
         elif not self._over:
-            self._hear(message)
+            self._receive(message)
 
     def end_at_decode(self, error: HeadraceError) -> None:
-        """Decode hears no more soon; what it has said is still under way."""
+        """Decode's end stops receiving. Messages that it has sent are still delivered."""
         self._timers.call_later(0.0, self._disconnect)
 
     def _disconnect(self) -> None:
@@ -164,7 +171,7 @@ class ModelStream:
         self.to_prefill.put(END)
 
     def vanish(self) -> None:
-        """Decode's process is gone."""
+        """Decode's process has crashed."""
         if self._over:
             return
         self._over, self._receiver = True, None
@@ -172,23 +179,23 @@ class ModelStream:
             self._renewal.cancel()
         self.to_prefill.put(END)
 
-    def _hear(self, message: Any) -> None:
+    def _receive(self, message: Any) -> None:
         if message is END or self._receiver is None:
             self.end_at_decode(WorkerGone("the prefill rank ended the stream"))
         elif message.WhichOneof("message") == "hello" and self._peer is None:
-            self._greet(self._receiver, message.hello)
+            self._accept(self._receiver, message.hello)
         elif self._peer is None:
             self.end_at_decode(WorkerGone("the first message was no Hello"))
         else:
             self._receiver.handle(self._peer, message)
 
-    def _greet(self, receiver: Receiver, hello: handoff_pb2.Hello) -> None:
+    def _accept(self, receiver: Receiver, hello: handoff_pb2.Hello) -> None:
         try:
             self._peer = receiver.connect(hello, self.to_prefill.put, self.end_at_decode)
         except HeadraceError as error:
             self.end_at_decode(error)
             return
-        ttl = duration(receiver.lease_ttl_s)
+        ttl = duration_from_seconds(receiver.lease_ttl_s)
         self._welcome_s = self._timers.time()
         self.to_prefill.put(handoff_pb2.HandoffResponse(welcome=handoff_pb2.Welcome(lease_ttl=ttl)))
         self._renew_later()
@@ -201,18 +208,8 @@ class ModelStream:
     def _renew(self) -> None:
         assert self._receiver is not None
         renewal = handoff_pb2.Renewal(
-            lease_ttl=duration(self._receiver.lease_ttl_s),
-            sent_after=duration(self._timers.time() - self._welcome_s),
+            lease_ttl=duration_from_seconds(self._receiver.lease_ttl_s),
+            sent_after=duration_from_seconds(self._timers.time() - self._welcome_s),
         )
         self.to_prefill.put(handoff_pb2.HandoffResponse(renewal=renewal))
         self._renew_later()
-
-
-def duration(seconds_: float) -> Duration:
-    made = Duration()
-    made.FromNanoseconds(round(seconds_ * 1e9))
-    return made
-
-
-def seconds(said: Duration) -> float:
-    return said.ToNanoseconds() / 1e9

@@ -1,7 +1,7 @@
-"""The handoff protocol, explored: whatever is lost, repeated, late or dead, no block is written into by others.
+"""Explores the handoff protocol with lost, repeated and late messages, late writes and crashes.
 
-The receiver, the ledger, the leases and the senders are the product's own; see world.py for what is modelled. Each
-test at the end takes one of the product's defences away and shows that the exploration then finds what it is for.
+Receiver, ledger, leases and senders are the product's own; world.py has the modelled parts. Each test at the end
+removes one safeguard and shows that the exploration then finds a violation.
 """
 
 from __future__ import annotations
@@ -12,26 +12,27 @@ from typing import Any
 
 import pytest
 
+from headrace.kv.v1 import handoff_pb2
 from headrace_kv.handoff.leases import WriteLease
 from headrace_kv.receive.ledger import Ledger
-from tests.model.explorer import Course, Search, explore, run, wander
+from tests.model.explorer import Course, Search, explore, run, run_random
 from tests.model.ground import LEASE_S, QUIET_S, Settings
-from tests.model.streams import ModelLink
+from tests.model.streams import SenderEnd
 
 SMALL = Settings()
 EVERY = int(os.environ.get("HEADRACE_MODEL_EVERY", "10"))
-"""Of the courses with two deviations, one in so many is taken; 1 takes two minutes."""
+"""Of the courses with two deviations, one in so many runs. With 1, the test takes two minutes."""
 
 
-def told(search: Search) -> str:
-    """What an exploration found, for people."""
+def describe(search: Search) -> str:
+    """The first violations with their courses, as text."""
     return "\n".join(
         f"{outcome.violation}: {'; '.join(name for name in outcome.log if name != 'wait')}"
         for _, outcome in search.violations[:3]
     )
 
 
-def test_the_usual_course_ends_whole() -> None:
+def test_the_usual_course_completes() -> None:
     outcome = run(Settings(ranks=2, layers=2, chunks=2), Course())
     assert outcome.violation is None
     assert outcome.log.count("land 0") == 8
@@ -43,40 +44,40 @@ def test_the_usual_course_ends_whole() -> None:
     [SMALL, Settings(layers=2), Settings(ranks=2), Settings(chunks=2)],
     ids=["one key", "two layers", "two ranks", "two chunks"],
 )
-def test_one_thing_goes_wrong_at_any_step(settings: Settings) -> None:
+def test_one_deviation_at_any_step_violates_nothing(settings: Settings) -> None:
     search = explore(settings, 1)
-    assert not search.violations, told(search)
+    assert not search.violations, describe(search)
     assert search.runs > 200
 
 
 @pytest.mark.timeout(300)
-def test_two_things_go_wrong_at_any_two_steps() -> None:
+def test_two_deviations_at_any_steps_violate_nothing() -> None:
     search = explore(Settings(retries=0), 2, every=EVERY)
-    assert not search.violations, told(search)
+    assert not search.violations, describe(search)
     assert search.runs > 10_000 / EVERY
 
 
-def test_many_things_go_wrong_in_random_courses() -> None:
+def test_random_courses_with_many_faults_violate_nothing() -> None:
     ends: Counter[bool] = Counter()
     for seed in range(600):
         settings = Settings(
             ranks=1 + seed % 2, layers=1 + seed // 2 % 2, chunks=1 + seed // 4 % 2, retries=2
         )
-        outcome = wander(settings, seed, faults=1 + seed % 9)
+        outcome = run_random(settings, seed, faults=1 + seed % 9)
         assert outcome.violation is None, f"seed {seed}: {outcome.violation}: {outcome.log}"
         ends["wait" in outcome.log] += 1
     assert min(ends.values()) > 20
 
 
-def test_a_course_can_be_played_again() -> None:
+def test_a_course_can_be_repeated() -> None:
     course = Course(((6, 6),))
     assert run(SMALL, course).log == run(SMALL, course).log
-    assert wander(SMALL, 7, 4).log == wander(SMALL, 7, 4).log
+    assert run_random(SMALL, 7, 4).log == run_random(SMALL, 7, 4).log
 
 
 def found_without(settings: Settings, deviations: int = 1) -> str:
     search = explore(settings, deviations, stop_at_first=True)
-    return told(search)
+    return describe(search)
 
 
 def test_without_the_quarantine_a_foreign_write_is_found() -> None:
@@ -84,12 +85,12 @@ def test_without_the_quarantine_a_foreign_write_is_found() -> None:
 
 
 def test_with_half_the_quarantine_a_foreign_write_is_found() -> None:
-    """The quarantine is no longer than it must be: two leases, and what the transport may take."""
+    """The quarantine has no slack: two leases and the transport's quiet time."""
     assert "of others" in found_without(Settings(quarantine_s=-2 * LEASE_S + 0.5 * QUIET_S))
 
 
 class EverlastingLease(WriteLease):
-    """A lease that nobody looks at."""
+    """A lease that never expires."""
 
     def renew(self, now_s: float, sent_s: float, ttl_s: float) -> bool:
         return True
@@ -104,19 +105,19 @@ class EverlastingLease(WriteLease):
         return LEASE_S
 
 
-class UnfencedLink(ModelLink):
-    """A sender that writes on without hearing from decode."""
+class UnfencedEnd(SenderEnd):
+    """A sender's end that writes without a valid lease."""
 
-    def _granted(self, now_s: float, ttl_s: float) -> WriteLease:
-        return EverlastingLease(now_s, now_s, ttl_s)
+    def _grant_lease(self, hello_s: float, welcome: handoff_pb2.Welcome) -> None:
+        self.lease = EverlastingLease(hello_s, hello_s, LEASE_S)
 
 
 def test_without_the_lease_check_a_foreign_write_is_found() -> None:
-    assert "of others" in found_without(Settings(link=UnfencedLink))
+    assert "of others" in found_without(Settings(sender_end=UnfencedEnd))
 
 
 class CountingLedger(Ledger):
-    """Takes acknowledgements for keys."""
+    """Counts acknowledgements instead of keys."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -140,6 +141,6 @@ def test_without_the_ledgers_set_a_missing_key_is_found(
     assert "have not landed" in found_without(settings)
 
 
-def test_a_failed_write_taken_for_a_quiet_one_is_found() -> None:
+def test_without_the_quiet_time_a_late_write_is_found() -> None:
     found = found_without(Settings(quiet_after_failure_s=0.0))
     assert "of others" in found or "is quiet, but" in found

@@ -1,4 +1,4 @@
-"""Time that passes only when the model says so."""
+"""Time that passes only when the model advances it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headrace_common.deadlines import Deadline
 
 
 class VirtualHandle:
-    """A call that is to come."""
+    """A scheduled call."""
 
     def __init__(self, callback: Callable[..., object], arguments: tuple[Any, ...]) -> None:
         self.callback = callback
@@ -43,7 +43,7 @@ class VirtualTimers:
         return handle
 
     def next_s(self) -> float:
-        """When the next call is due; infinity for none."""
+        """When the next call is due; infinity without calls."""
         while self._calls and self._calls[0][2].cancelled:
             heapq.heappop(self._calls)
         return self._calls[0][0] if self._calls else float("inf")
@@ -57,7 +57,7 @@ class VirtualTimers:
         self.now_s = max(self.now_s, now_s)
 
     def pending(self) -> tuple[float, ...]:
-        """How long until each call, rounded to tell moments apart."""
+        """Seconds until each call, rounded so that equal states compare equal."""
         return tuple(
             sorted(
                 round(due_s - self.now_s, 3)

@@ -1,7 +1,7 @@
-"""One decode worker and a prefill worker's ranks: real receiver, real senders, and everything between them modelled.
+"""One decode worker and a prefill worker's ranks: real receiver and senders, with a modelled environment.
 
-The network, the transport, the clock and the engines are the model's, and every step of theirs is an action that
-somebody chooses. What must always hold is checked at every landing and at every end of a transfer.
+Network, transport, clock and engines are modelled. Each of their steps is an action that an explorer chooses. The
+invariants are checked at every landing and at every end of a transfer.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from tests.model.ground import (
     region_at,
 )
 from tests.model.ranks import ModelTransport, Rank
-from tests.model.streams import END, ModelLink, ModelStream, Wire
+from tests.model.streams import END, ModelStream, SenderEnd, Wire
 from tests.model.virtual_time import VirtualDeadline, VirtualTimers
 
 
 class World:
-    """`choices()` are the ordinary next steps, the first of them the usual one; faults.py has what may go wrong."""
+    """`choices()` are the ordinary next steps, the usual one first. faults.py has the faults."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -69,7 +69,7 @@ class World:
         self.ranks = [Rank(self, rank, incarnation) for rank in range(self.settings.ranks)]
 
     def _start_decode(self) -> None:
-        """A decode process with memory of its own."""
+        """Starts a decode process with its own memory."""
         incarnation = f"{next(self._incarnations):016x}"
         self.decode_ref = WorkerRef("decode-0", incarnation)
         (self._destination,) = memories(self.decode_layout, f"decode-0/{incarnation}")
@@ -89,7 +89,7 @@ class World:
     # The engines.
 
     def reserve(self) -> None:
-        """A request comes: decode reserves its blocks, and every prefill rank opens, computes and pushes."""
+        """Adds a request: decode reserves its blocks, and every prefill rank opens, computes and pushes."""
         number = next(self._numbers)
         transfer_id = f"x{number}"
         decode = Script(f"decode {transfer_id}")
@@ -131,7 +131,7 @@ class World:
 
     def _push(self, rank: Rank, transfer_id: str, number: int, chunk: int, layer: int) -> None:
         first = self._source_block(number)
-        piece = LayerRange(
+        layer_range = LayerRange(
             transfer_id,
             layer,
             chunk * BLOCK_TOKENS,
@@ -139,40 +139,40 @@ class World:
             tuple(range(first, first + self.settings.chunks)),
             0,
         )
-        rank.inbox.admit_piece(transfer_id, rank.loop.push, piece)
+        rank.inbox.admit_range(transfer_id, rank.loop.push, layer_range)
 
     def _source_block(self, number: int) -> int:
-        """Every transfer has source blocks of its own, by which its writes are known."""
+        """Every transfer has its own source blocks, which identify its writes."""
         return (number - 1) * self.settings.chunks
 
     def _finish(self, rank: Rank, transfer_id: str) -> None:
         rank.inbox.post(rank.loop.finish, transfer_id)
 
-    def hear_quiet(self, rank: Rank, report: SendReport) -> None:
-        """I2: from here on the engine reuses the source blocks."""
+    def check_quiet(self, rank: Rank, report: SendReport) -> None:
+        """I2: from this report on, the engine reuses the source blocks."""
         transfer_id = report.transfer_id
         if transfer_id in rank.reports:
             self.problem = Violation(f"rank {rank.rank} reported {transfer_id} twice")
         rank.reports[transfer_id] = report
         for write in self.writes:
             if write.transport is rank.transport and write.transfer_id == transfer_id:
-                # Raised later: the sender outlives whatever its engine raises.
+                # Raised later: the sender survives what its engine raises.
                 self.problem = Violation(f"rank {rank.rank} is quiet, but {transfer_id} is written")
 
     def _released(self, transfer_id: str) -> None:
-        self._hand_on(transfer_id)
+        self._free_blocks(transfer_id)
         if self.retries_left:
             self.retries_left -= 1
             self.reserve()
 
-    def _hand_on(self, transfer_id: str) -> None:
-        """The blocks belong to the next one who asks."""
+    def _free_blocks(self, transfer_id: str) -> None:
+        """Frees the transfer's blocks for the next reservation."""
         for block, owner in list(self.owners.items()):
             if owner == transfer_id:
                 del self.owners[block]
 
-    def note_ends(self) -> None:
-        """A transfer that has become whole is read from now on, and nobody may write any more."""
+    def check_complete(self) -> None:
+        """I3: a complete transfer has every key. Its blocks are freed, so that a later write is a violation."""
         if self.problem is not None:
             raise self.problem
         for transfer_id, transfer in self.transfers.items():
@@ -188,15 +188,15 @@ class World:
             }
             missing = expected - self.landed[transfer_id]
             if missing:
-                raise Violation(f"{transfer_id} is whole, but {sorted(missing)} have not landed")
-            self._hand_on(transfer_id)
+                raise Violation(f"{transfer_id} is complete, but {sorted(missing)} have not landed")
+            self._free_blocks(transfer_id)
 
     # The network.
 
-    def connect(self, rank: Rank, link: ModelLink) -> Wire:
-        """A rank's new stream; its messages to decode go into what is returned."""
-        link.descriptor = self.descriptor
-        stream = ModelStream(link, self.receiver, self.timers)
+    def connect(self, rank: Rank, sender_end: SenderEnd) -> Wire:
+        """Makes a rank's new stream. Returns the wire to decode."""
+        sender_end.descriptor = self.descriptor
+        stream = ModelStream(sender_end, self.receiver, self.timers)
         self.streams.append(stream)
         rank.streams.append(stream)
         return stream.to_decode
@@ -206,7 +206,7 @@ class World:
     def submit(
         self, transport: ModelTransport, session: str, runs: Runs, timeout_s: float
     ) -> Future[WriteResult]:
-        pieces = frozenset(self._pieces(transport.rank, runs))
+        keys = frozenset(self._keys(transport.rank, runs))
         number = self._number_of(transport.rank, runs)
         transfer_id = f"x{number}"
         future: Future[WriteResult] = Future()
@@ -215,14 +215,14 @@ class World:
                 transport,
                 session,
                 transfer_id,
-                pieces,
+                keys,
                 self.timers.time() + timeout_s,
                 future,
             )
         )
         return future
 
-    def _pieces(self, rank: int, runs: Runs) -> Iterator[tuple[int, int, int]]:
+    def _keys(self, rank: int, runs: Runs) -> Iterator[tuple[int, int, int]]:
         memory = self._destination
         for address in runs.destination_addresses.tolist():
             region = region_at(memory, address - memory.base_address)
@@ -237,11 +237,11 @@ class World:
         return int(block // self.settings.chunks) + 1
 
     def land(self, write: Write) -> None:
-        """The bytes arrive. I1: they may only hit blocks that are still their transfer's."""
+        """The bytes land. I1: only blocks that their transfer still owns may be written."""
         self.writes.remove(write)
-        # Memory of a process that is gone has no owner any more.
+        # The memory of a crashed process has no owner.
         reached = write.session == self._destination.session
-        for rank, layer, block in write.pieces if reached else ():
+        for rank, layer, block in write.keys if reached else ():
             if self.owners.get(block) != write.transfer_id:
                 raise Violation(
                     f"{write.transfer_id} wrote layer {layer} into block {block} of others"
@@ -251,21 +251,21 @@ class World:
             write.future.set_result(WriteResult("model", "direct", 1))
 
     def lose(self, write: Write) -> None:
-        """The write fails; nothing of it lands."""
+        """The write fails, and none of its bytes land."""
         self.writes.remove(write)
         if write.future is not None:
             write.future.set_exception(TransferFailed("the model fails this write"))
 
     def fail_late(self, write: Write) -> None:
-        """The write fails, and lands as late as it may."""
+        """The write fails, and its bytes land as late as the transport allows."""
         future, write.future, write.late = write.future, None, True
         self.timers.call_later(QUIET_S - 0.01, self._land_late, write)
-        # Set last: the sender takes note at once.
+        # Set last: the callback runs at once.
         if future is not None:
             future.set_exception(TransferFailed("the model fails this write late"))
 
     def slow(self, write: Write) -> None:
-        """The write lands at the end of its time."""
+        """The write lands at the end of its timeout."""
         write.late = True
         left_s = max(0.0, write.end_s - self.timers.time() - 0.01)
         self.timers.call_later(left_s, self._land_late, write)
@@ -277,7 +277,7 @@ class World:
     # What may happen.
 
     def choices(self) -> list[Action]:
-        """What can be done now; never empty before everything is over."""
+        """The possible steps; never empty before everything is over."""
         now_s = self.timers.time()
         found: list[Action] = [
             (f"turn {rank.rank}", rank.loop.turn)
@@ -318,7 +318,7 @@ class World:
 
     def _wait(self, until_s: float) -> None:
         now_s = self.timers.time()
-        # A sender that has waited its time out takes a turn of its own accord.
+        # A sender takes a turn when its waiting time is over.
         due = [r for r in self.ranks if now_s + r.loop.wait_s(now_s) <= until_s]
         self.timers.advance_to(until_s)
         for write in [w for w in self.writes if not w.late and w.end_s <= until_s]:
@@ -328,7 +328,7 @@ class World:
 
     @property
     def at_rest(self) -> bool:
-        """Whether nothing is left to happen that matters."""
+        """Whether no step is left that matters."""
         return (
             not self.writes
             and not any(script.steps for script in self.scripts)
@@ -338,20 +338,20 @@ class World:
         )
 
     def crash_prefill(self) -> None:
-        """The process is gone and comes back; what the kernel has of it may land until the transport's time."""
+        """The process crashes and restarts. Bytes in the kernel may land until the transport's quiet time is over."""
         self._drop_scripts("rank ")
         for rank in self.ranks:
             for write in [write for write in self.writes if write.transport is rank.transport]:
                 write.future, write.late = None, True
                 self.timers.call_later(QUIET_S - 0.01, self._land_late, write)
             for stream in rank.streams:
-                if not stream.link.over:
-                    stream.link.crash()
+                if not stream.sender_end.over:
+                    stream.sender_end.crash()
                     stream.to_decode.put(END)
         self._start_prefill()
 
     def crash_decode(self) -> None:
-        """The process is gone, its memory with it, and comes back as another; the request is tried again."""
+        """The process crashes, loses its memory and restarts as another incarnation. The request is tried again."""
         self.retries_left -= 1
         self._drop_scripts("decode ")
         for stream in self.streams:
@@ -365,10 +365,10 @@ class World:
     # The end.
 
     def check_rest(self) -> None:
-        """Nothing goes wrong any more, and time has passed: nothing may be left."""
+        """Checks that nothing is held after time without faults."""
         for rank in self.ranks:
             unquiet = rank.opened - rank.reports.keys()
-            if unquiet or rank.inbox.active():
+            if unquiet or rank.inbox.active_transfers():
                 raise Violation(f"rank {rank.rank} still sends {sorted(unquiet)}")
         for transfer_id, transfer in self.transfers.items():
             if transfer.state is not TransferState.FREE:
@@ -377,7 +377,7 @@ class World:
             raise Violation(f"blocks are still held: {self.owners}")
 
     def check_bounds(self) -> None:
-        """No transfer lasts beyond its time."""
+        """Checks that every transfer ends in time (I5)."""
         now_s = self.timers.time()
         for transfer_id, transfer in self.transfers.items():
             late = now_s > self.reserved_s[transfer_id] + BOUND_S

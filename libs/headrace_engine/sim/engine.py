@@ -52,13 +52,14 @@ from headrace_kv.handoff.messages import SendReport
 from headrace_kv.layout.layout import KvDescriptor
 from headrace_kv.prefix.events import Tier
 from headrace_kv.receive.local_broadcast import LocalBroadcast
-from headrace_kv.send.sender import RankSender, SenderLimits
+from headrace_kv.send.context import SenderContext
+from headrace_kv.send.sender import RankSender
 from headrace_kv.transport.factory import open_transport
 from headrace_kv.transport.memory import HOST_MEMORY
 
 if TYPE_CHECKING:
     from headrace_engine.config import EngineConfig
-    from headrace_kv.send.sender import DescriptorSource
+    from headrace_kv.send.context import DescriptorSource
     from headrace_kv.send.thread import SenderThread
     from headrace_kv.transport.base import KvTransport
 
@@ -134,19 +135,18 @@ class SimEngine(Engine):
 
     def _new_sender(self, rank: int) -> RankSender:
         loop = asyncio.get_running_loop()
-        return RankSender(
+        context = SenderContext(
             ref=self._config.ref,
             rank=rank,
             layout=self.descriptor.layout,
             memory=self.descriptor.ranks[rank],
             transport=self._transports[rank],
             descriptors=self._descriptors,
-            loop=loop,
+            event_loop=loop,
             on_quiet=lambda report: _call_soon(loop, self._rank_quiesced, report),
-            limits=SenderLimits(),
-            thread=self._sender_thread,
             tls=self._config.tls,
         )
+        return RankSender(context, thread=self._sender_thread)
 
     async def prefill(
         self, work: PrefillWork, on_first_token: Callable[[DecodeTokens], None] | None = None

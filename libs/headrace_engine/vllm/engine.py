@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from headrace_engine.vllm.link.server import LinkServer
     from headrace_engine.vllm.service.first_token_sampler import FirstSampler
     from headrace_engine.vllm.service.kv_events import KvEventReader
-    from headrace_kv.send.sender import DescriptorSource
+    from headrace_kv.send.context import DescriptorSource
 
 log = logging.getLogger(__name__)
 

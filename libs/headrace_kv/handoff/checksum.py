@@ -1,7 +1,7 @@
-"""Digests of what was sent and of what has landed: 64 bits for each piece of a layer that one rank sends another.
+"""Digests of layer ranges, computed from the source bytes by the sender and from the landed bytes by the receiver.
 
-A digest is XXH3 over the piece's bytes by ascending destination address. Both sides derive that order from the plan,
-whatever their layouts and however the bytes travelled.
+A digest is 64-bit XXH3 over the range's bytes by ascending destination address. Both sides derive that order from the
+copy plan, so it depends neither on their layouts nor on the transport.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from headrace_kv.transport.memory import Memory
 
 DigestMode = Literal["off", "sampled", "on"]
 SAMPLED_SHARE: Final = 1 / 16
-"""The part of all (transfer, layer) pairs that `sampled` takes."""
+"""The part of all (transfer, layer) pairs that have digests in mode `sampled`."""
 
-# Fits a core's own cache beside what is gathered from.
+# Fits a core's own cache beside the source of the gather.
 _CHUNK_BYTES: Final = 256 * 1024
-# Runs of this many bytes are read where they lie.
+# Runs of this many bytes are read in place, without a gather.
 _LONG_RUN_BYTES: Final = 8192
 
 
 def digest_share(mode: DigestMode) -> float:
-    """The part of all (transfer, layer) pairs that have a digest, 0 to 1."""
+    """The part of all (transfer, layer) pairs that have digests, 0 to 1."""
     return {"off": 0.0, "sampled": SAMPLED_SHARE, "on": 1.0}[mode]
 
 
 def is_digested(share: float, transfer_id: str, layer: int) -> bool:
-    """Whether a layer of a transfer has digests. Both sides decide alike."""
+    """Whether a layer of a transfer has digests. Gives the same answer on both sides."""
     if share <= 0.0:
         return False
     return xxh3_64_intdigest(f"{layer}:{transfer_id}".encode()) < share * 2.0**64
 
 
 def source_digest(memory: Memory, runs: Runs) -> int:
-    """Of the bytes that the runs copy."""
+    """Digest of the bytes that the runs copy, read from `memory`."""
     return _digest(memory, runs, runs.source_addresses)
 
 
 def destination_digest(memory: Memory, runs: Runs) -> int:
-    """Of the bytes where the runs copy to."""
+    """Digest of the bytes at the runs' destinations, read from `memory`."""
     return _digest(memory, runs, runs.destination_addresses)
 
 
@@ -58,8 +58,8 @@ def _digest(memory: Memory, runs: Runs, addresses: Int64Array) -> int:
             state.update((ctypes.c_uint8 * length).from_address(address))
         return state.intdigest()
     buffer = memory.allocate(min(_CHUNK_BYTES, int(lengths.sum())))
-    pieces = Runs(addresses, addresses, lengths)
-    for batch in pieces.batches(max(1, len(pieces)), _CHUNK_BYTES):
+    ordered = Runs(addresses, addresses, lengths)
+    for batch in ordered.batches(max(1, len(ordered)), _CHUNK_BYTES):
         memory.gather(batch.source_addresses, batch.lengths, buffer)
         state.update(buffer[: batch.payload_bytes].data)
     return state.intdigest()

@@ -1,4 +1,4 @@
-"""Time as the data plane's two sides ask for it, so that a model of them can have its own."""
+"""Clocks and timers of the data plane, replaceable by virtual time in tests."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """`monotonic_s` measures, `unix_s` compares with what other hosts say."""
+    """`monotonic_s` measures durations, `unix_s` is compared with deadlines of other hosts."""
 
     monotonic_s: Callable[[], float] = time.monotonic
     unix_s: Callable[[], float] = time.time
 
 
 class TimerHandle(Protocol):
-    """A call that is to come."""
+    """A scheduled call."""
 
     def cancel(self) -> None:
-        """It comes no more."""
+        """The call is not made."""
 
 
 class Timers(Protocol):
-    """What is used of an event loop to wait; every asyncio loop is one."""
+    """The timer methods of an event loop. Every asyncio loop has them."""
 
     def time(self) -> float:
         """Seconds of a monotonic clock."""
 
     def call_later(self, delay: float, callback: Callable[..., object], *args: Any) -> TimerHandle:
-        """Calls back after some seconds."""
+        """Calls `callback` after `delay` seconds."""
 
 
 def running_timers(timers: Timers | None) -> Timers:

@@ -1,9 +1,9 @@
-"""Who may write for how long, and when writing has surely ended. Pure: the clock is handed in.
+"""Write leases of senders, and the quarantine after which no write can land. Pure: callers pass the time.
 
-A renewal says by decode's clock when it was sent, and extends the lease from that moment, however late it is read. The
-two clocks are set against each other by the message that crossed fastest; the first of them, the Welcome, is read
-within one time to live or not at all. So a lease ends at most two of them after decode last renewed it, and for that
-long the receiver waits.
+A renewal carries the time at which decode sent it, by decode's clock. It extends the lease from that time, however late
+the sender reads it. The fastest message so far relates the two clocks. The first message, the Welcome, is read within
+one time to live or not at all. So a lease ends at most two times to live after decode's last renewal. The receiver
+waits that long before it reuses blocks (I1).
 """
 
 from __future__ import annotations
@@ -14,24 +14,25 @@ from dataclasses import dataclass
 class WriteLease:
     """The sender's permission to write, renewed by messages of one stream.
 
-    Read by the thread that writes and renewed by the stream's: a lease only ever holds one number that both touch.
+    The sender's thread reads it and the stream's event loop renews it. Only one number is
+    shared, so no lock is needed.
     """
 
     def __init__(self, hello_s: float, welcome_s: float, ttl_s: float) -> None:
-        """Granted between two moments of the sender's clock: it asked at `hello_s` and heard at `welcome_s`."""
+        """Times are by the sender's clock: it sent Hello at `hello_s` and read Welcome at `welcome_s`."""
         self._expires_s = hello_s + ttl_s
-        # When decode's clock of this stream began, plus the least that a message ever took.
+        # When decode sent Welcome, plus the shortest time that a message has taken so far.
         self._origin_s = welcome_s
 
     @classmethod
     def none(cls) -> WriteLease:
-        """One that was never granted."""
+        """A lease that was never granted."""
         return cls(float("-inf"), float("-inf"), 0.0)
 
     def renew(self, now_s: float, sent_s: float, ttl_s: float) -> bool:
-        """Extends to `ttl_s` from when decode sent this, `sent_s` after its Welcome.
+        """Extends the lease to `ttl_s` after decode sent the renewal, which was `sent_s` after its Welcome.
 
-        False when the lease had run out: it stays dead.
+        False when the lease had run out. It stays expired.
         """
         if not self.alive(now_s):
             return False
@@ -54,7 +55,7 @@ class WriteLease:
 
 @dataclass(frozen=True, slots=True)
 class QuarantinePolicy:
-    """How long after the end of a stream its transfers' blocks stay untouched.
+    """How long the blocks of a stream's transfers must not be reused after the stream has ended.
 
     `transport_s` must be longer than a write may last, see KvTransport.quiet_after_failure_s.
     """
@@ -64,19 +65,19 @@ class QuarantinePolicy:
 
     @property
     def total_s(self) -> float:
-        """Seconds from the end of the stream until nothing writes."""
+        """Seconds from the end of the stream until no write can land."""
         return 2 * self.lease_ttl_s + self.transport_s
 
     @property
     def tick_s(self) -> float:
-        """How often a Quarantine is to be advanced."""
+        """Interval at which to call Quarantine.advance."""
         return min(0.25, max(0.005, self.total_s / 20))
 
 
 class Quarantine:
-    """Counts up the time that has passed since a stream ended.
+    """Counts the time since a stream ended.
 
-    A gap between two ticks counts for at most four of them: while this process itself was stopped, bytes that wait
+    A gap between two calls of `advance` counts as four ticks at most. While this process was stopped, bytes that wait
     in its sockets did not land either.
     """
 

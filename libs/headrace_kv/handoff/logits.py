@@ -1,4 +1,4 @@
-"""The logits of a transfer's last token, on their way over the handoff stream: in parts, and checked as a whole."""
+"""The logits of a transfer's last token. The handoff stream carries them in parts, with a digest of the whole."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from headrace.kv.v1 import handoff_pb2
 from headrace_common.errors import KvCorrupt, ProtocolViolation
 
 LOGITS_RANK: Final = 0
-"""The prefill rank that sends them: every rank has them all."""
+"""The prefill rank that sends the logits. Every rank has all of them."""
 PART_BYTES: Final = 256 * 1024
 
 
 def logits_parts(transfer_id: str, logits: bytes) -> Iterator[handoff_pb2.HandoffRequest]:
-    """The messages that carry them, in order, small enough for acknowledgements to pass between them."""
+    """The messages that carry the logits, in order. They are small, so that acknowledgements pass between them."""
     for start in range(0, len(logits), PART_BYTES):
         part = handoff_pb2.LogitsPart(
             transfer_id=transfer_id,
@@ -30,8 +30,27 @@ def logits_parts(transfer_id: str, logits: bytes) -> Iterator[handoff_pb2.Handof
         yield handoff_pb2.HandoffRequest(logits=part)
 
 
+class OutgoingLogits:
+    """One transfer's logits at the rank that sends them."""
+
+    def __init__(self, transfer_id: str) -> None:
+        self.sent = False
+        self._transfer_id = transfer_id
+        self._logits = b""
+
+    def supply(self, logits: bytes) -> None:
+        """Stores the logits until they can be sent."""
+        self._logits = logits
+
+    def take_parts(self) -> Iterator[handoff_pb2.HandoffRequest]:
+        """The messages to send now: none before the logits are supplied. They are yielded once."""
+        if self._logits and not self.sent:
+            logits, self._logits, self.sent = self._logits, b"", True
+            yield from logits_parts(self._transfer_id, logits)
+
+
 class IncomingLogits:
-    """What has come of one transfer's logits, of which `expected_bytes` are due; 0 where none are."""
+    """One transfer's logits at decode, of which `expected_bytes` are due; 0 where no logits are sent."""
 
     def __init__(self, transfer_id: str, expected_bytes: int) -> None:
         self._transfer_id = transfer_id
@@ -39,10 +58,10 @@ class IncomingLogits:
         self._data = bytearray()
         self._settled = asyncio.Event()
         self.complete = not expected_bytes
-        """Whether all that is due has come."""
+        """Whether every due byte was received."""
 
-    def take(self, part: handoff_pb2.LogitsPart) -> None:
-        """Adds the next part. Raises ProtocolViolation for any other, KvCorrupt when the whole is not what was sent."""
+    def receive_part(self, part: handoff_pb2.LogitsPart) -> None:
+        """Adds the next part. Raises ProtocolViolation for another part, KvCorrupt when the digest does not match."""
         end = part.start_byte + len(part.data)
         if self.complete or part.total_bytes != self._expected_bytes:
             raise self._violation(
@@ -73,12 +92,12 @@ class IncomingLogits:
         self._settled.set()
 
     async def wait(self) -> bytes | None:
-        """All of them, once they have come; None when they never will."""
+        """Waits until they are complete; None when they ended before."""
         await self._settled.wait()
         return bytes(self._data) if self.complete else None
 
     def end(self) -> None:
-        """No more come."""
+        """No further part is received."""
         self._settled.set()
 
     def _violation(self, what: str) -> ProtocolViolation:

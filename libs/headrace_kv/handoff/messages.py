@@ -1,4 +1,4 @@
-"""The words in which one transfer is spoken of. Pure."""
+"""Values that describe one transfer. Pure."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from headrace_kv.plan.copy_plan import BlockSpan
 class TransferTarget:
     """Where one prompt's KV cache goes.
 
-    `start_token` is the first token that decode lacks, as the router learned from the reservation, and `end_token`
-    one past the last; `deadline_unix_s` is when the transfer becomes worthless. With `with_logits`, the last token's
-    logits go there too.
+    Tokens [start_token, end_token) are those that decode lacks, as the router knows them from decode's reservation.
+    The transfer fails at `deadline_unix_s`. With `with_logits`, the last token's logits are sent too.
     """
 
     transfer_id: str
@@ -32,9 +31,9 @@ class TransferTarget:
 class Reservation:
     """Decode's blocks for one transfer, the same on every decode rank.
 
-    `block_ids` are of the layout's first cache group, `further_block_ids` of the others. Block i of a list holds tokens
-    from (start_token // block_tokens + i) * block_tokens, by decode's block_tokens of the group; a state group has one
-    page. Where a group's tokens are not addressable, start_token is a multiple of its block_tokens.
+    `block_ids` are of the layout's first cache group, `further_block_ids` of the others, in order. Block i of a list
+    holds tokens from (start_token // block_tokens + i) * block_tokens, by decode's block_tokens of the group. A state
+    group has one page. Where a group's tokens are not addressable, start_token is a multiple of its block_tokens.
     """
 
     transfer_id: str
@@ -45,11 +44,11 @@ class Reservation:
 
     @property
     def block_ids_by_group(self) -> tuple[tuple[int, ...], ...]:
-        """Block lists in the order of the layout's groups."""
+        """Block lists in the order of the layout's cache groups."""
         return (self.block_ids, *self.further_block_ids)
 
     def find_fault(self, layout: KvLayout) -> str:
-        """Why the blocks cannot hold the tokens in decode's `layout`; empty when they can."""
+        """Why the blocks cannot hold the tokens in decode's `layout`; "" when they can."""
         start, end = self.start_token, self.end_token
         if not 0 <= start <= end:
             return f"has tokens [{start}, {end})"
@@ -69,9 +68,9 @@ class LayerRange:
     """Tokens [start_token, end_token) of one layer, written to prefill's cache and ready to be sent.
 
     `block_ids` are the request's source blocks of the layer's cache group, in token order from token 0. Where tokens
-    are not addressable, start_token is a multiple of block_tokens, and so is end_token unless it is the transfer's
-    last. A state is pushed once, when it is final: end_token is the transfer's, and block_ids is its page.
-    `ready_unix_ns` is when the engine handed the piece over.
+    are not addressable, start_token is a multiple of block_tokens, and so is end_token unless it ends the transfer.
+    A state is pushed once, when it is final: end_token is the transfer's, and block_ids has its one page.
+    `ready_unix_ns` is when the engine pushed the range.
     """
 
     transfer_id: str
@@ -84,10 +83,10 @@ class LayerRange:
 
 @dataclass(frozen=True, slots=True)
 class LayerSent:
-    """One piece, sent to one decode rank and acknowledged by the transport.
+    """One layer range that has landed at one decode rank, by the transport's acknowledgement.
 
-    `run_count` is what was planned, `entry_count` what the transport was given; `transport` and `strategy` are as in
-    Written, joined by "+" where parts of the piece went different ways.
+    The plan had `run_count` copies, and the transport got `entry_count` entries. `transport` and `strategy` are those
+    of WriteResult. Where the batches of a range have different ones, their names are joined by "+".
     """
 
     layer: int
@@ -106,10 +105,10 @@ class LayerSent:
 
 @dataclass(frozen=True, slots=True)
 class SendReport:
-    """What one prefill rank did for one transfer, made once, when nothing of it writes any more.
+    """What one prefill rank did for one transfer. Made once, when the transfer is quiet.
 
-    `reason` is empty when all went well, else a reason of the error tree. `control_bytes` are those of the handoff
-    stream's messages about the transfer, both ways, as serialized and without gRPC's frames.
+    `reason` is "" for a committed transfer, else a reason of the error tree. `control_bytes` counts the serialized
+    messages about the transfer on the handoff stream, in both directions, without gRPC's frames.
     """
 
     transfer_id: str
@@ -123,7 +122,7 @@ class SendReport:
 def reserved_span(
     layout: KvLayout, reservation: Reservation, group_index: int, start_token: int, end_token: int
 ) -> BlockSpan:
-    """Tokens [start_token, end_token) of one of the layout's cache groups, in the reserved blocks on both sides."""
+    """Tokens [start_token, end_token) of one cache group, with the reserved blocks as source and destination."""
     blocks = np.asarray(reservation.block_ids_by_group[group_index], dtype=np.int64)
     first = reservation.start_token
     first -= first % max(1, layout.groups[group_index].block_tokens)

@@ -298,7 +298,7 @@ class IncomingTransfer:
         """Adds a part. Raises as IncomingLogits.take, and ProtocolViolation for a rank that must not send them."""
         if peer.rank != LOGITS_RANK:
             raise ProtocolViolation(f"{peer} is not the one to send logits of {self.transfer_id}")
-        self._logits.take(part)
+        self._logits.receive_part(part)
 
     def require_committed(self, peer: PrefillPeer, payload_bytes: int) -> None:
         """Raises ProtocolViolation when a rank commits before everything of it has landed."""

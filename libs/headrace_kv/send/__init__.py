@@ -1,1 +1,1 @@
-"""The prefill side of a transfer."""
+"""The prefill side of transfers."""

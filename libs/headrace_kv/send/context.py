@@ -1,22 +1,31 @@
-"""What a prefill rank's sender is made of."""
+"""The environment of one prefill rank's sender."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+from headrace_common.deadlines import Deadline
 from headrace_common.rpc.channel import TlsFiles
 from headrace_kv.handoff.clock import Clock
 from headrace_kv.handoff.messages import SendReport
-from headrace_kv.layout.layout import KvLayout, RankMemory, WorkerRef
-from headrace_kv.send.stream import DescriptorSource, HandoffLink
+from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
 from headrace_kv.transport.base import KvTransport
 
+DescriptorSource = Callable[[WorkerRef, Deadline], Awaitable[KvDescriptor]]
+"""Finds the KV memory of a worker incarnation. Raises StaleIncarnation when that incarnation is gone."""
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SenderContext:
-    """See RankSender. `link` makes the streams."""
+    """What a sender and its handoff streams share.
+
+    `ref` is the prefill worker, `layout` its KV layout, `memory` the rank's part of it, registered with `transport`.
+    The streams run on `event_loop`, in plaintext unless `tls` names files. A handshake with a decode worker takes
+    `handshake_timeout_s` at most. `on_quiet` is called once for each opened transfer, on the sender's thread, when
+    nothing of the transfer is or will be written.
+    """
 
     ref: WorkerRef
     rank: int
@@ -24,9 +33,8 @@ class SenderContext:
     memory: RankMemory
     transport: KvTransport
     descriptors: DescriptorSource
-    loop: asyncio.AbstractEventLoop
+    event_loop: asyncio.AbstractEventLoop
     on_quiet: Callable[[SendReport], None]
-    handshake_timeout_s: float
+    handshake_timeout_s: float = 10.0
     tls: TlsFiles | None = None
     clock: Clock = field(default_factory=Clock)
-    link: Callable[..., HandoffLink] = HandoffLink

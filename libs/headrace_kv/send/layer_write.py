@@ -1,75 +1,63 @@
-"""One copy of a piece on its way to one decode rank. Plain state of the sender's thread."""
+"""From the layer ranges of a transfer to the writes that carry them. Used by the sender's thread only."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import replace
 
-from headrace_common.errors import InternalError
-from headrace_kv.handoff.messages import LayerRange, LayerSent
-from headrace_kv.plan.copy_plan import BlockSpan, Runs
-from headrace_kv.plan.shard_map import Edge
+import numpy as np
+
+from headrace_common.errors import InternalError, ProtocolViolation
+from headrace_kv.handoff.messages import LayerRange, LayerSent, Reservation
+from headrace_kv.layout.layout import STATE, KvLayout
+from headrace_kv.plan.copy_plan import BlockSpan, Int64Array, Runs
+from headrace_kv.plan.shard_map import Edge, edges_from
 from headrace_kv.transport.base import KvTransport, WriteResult
 
 
-@dataclass(frozen=True, slots=True)
-class PieceCopy:
-    """What one edge of a piece needs: the tokens and blocks of `span`, which acknowledge up to `end_token`."""
-
-    edge: Edge
-    span: BlockSpan
-
-    @property
-    def start_token(self) -> int:
-        return self.span.start_token
-
-    @property
-    def end_token(self) -> int:
-        return self.span.end_token
-
-
 class LayerWrite:
-    """A copy, cut into batches that are written one by one, and what has become of them.
+    """One layer range on its way to one decode rank, written in batches of `runs`.
 
-    `next_batch`, of `next_bytes`, is the next to be taken; None when all are.
+    `next_batch`, of `next_bytes`, is the next batch to start. It is None once every batch was started.
     """
 
     def __init__(
-        self, piece: LayerRange, copy: PieceCopy, session: str, runs: Runs, transport: KvTransport
+        self,
+        layer_range: LayerRange,
+        edge: Edge,
+        span: BlockSpan,
+        session: str,
+        runs: Runs,
+        transport: KvTransport,
     ) -> None:
-        self.copy = copy
-        self.layer = piece.layer
+        self.layer = layer_range.layer
+        self.destination_rank = edge.destination_rank
+        self.start_token = span.start_token
+        self.end_token = span.end_token
         self.session = session
+        self.runs = runs
         self.payload_bytes = runs.payload_bytes
-        self._run_count = len(runs)
-        self._ready_unix_ns = piece.ready_unix_ns
+        self.next_batch: Runs | None = None
+        self.next_bytes = 0
+        self._batches = runs.batches(transport.entry_limit, transport.byte_limit)
+        self._advance()
+        self._batches_in_flight = 0
+        self._ready_unix_ns = layer_range.ready_unix_ns
         self._start_unix_ns = time.time_ns()
         self._start_ns = self._end_ns = time.perf_counter_ns()
         self._started = False
-        self._batches = runs.batches(transport.entry_limit, transport.byte_limit)
-        self._whole = runs
-        self.next_batch: Runs | None = None
-        self.next_bytes = 0
-        self._advance()
-        self._pending_count = 0
         self._entry_count = 0
-        # Dictionaries keep the order in which the names came.
-        self.digest: int | None = None
+        # Dictionaries keep the order in which the names were added.
         self._transports: dict[str, None] = {}
         self._strategies: dict[str, None] = {}
 
     @property
     def landed(self) -> bool:
-        """Whether every batch has been written."""
-        return self.next_batch is None and not self._pending_count
+        """Whether every batch has landed."""
+        return self.next_batch is None and not self._batches_in_flight
 
-    @property
-    def runs(self) -> Runs:
-        """All that is copied."""
-        return self._whole
-
-    def take(self) -> Runs:
-        """The next batch, which is under way from now on."""
+    def start_batch(self) -> Runs:
+        """Removes and returns the next batch, which is in flight from now on."""
         batch = self.next_batch
         if batch is None:
             raise InternalError(f"layer {self.layer} has no batch left")
@@ -77,32 +65,26 @@ class LayerWrite:
             self._started = True
             self._start_unix_ns, self._start_ns = time.time_ns(), time.perf_counter_ns()
         self._advance()
-        self._pending_count += 1
+        self._batches_in_flight += 1
         return batch
 
-    def _advance(self) -> None:
-        batch = next(self._batches, None)
-        self.next_batch = batch
-        if batch is not None:
-            self.next_bytes = self.payload_bytes if batch is self._whole else batch.payload_bytes
-
-    def note(self, written: WriteResult, end_ns: int) -> None:
+    def batch_landed(self, result: WriteResult, end_ns: int) -> None:
         """A batch has landed, at `end_ns` of the performance counter."""
-        self._pending_count -= 1
-        self._entry_count += written.entry_count
-        self._transports[written.transport] = None
-        self._strategies[written.strategy] = None
+        self._batches_in_flight -= 1
+        self._entry_count += result.entry_count
+        self._transports[result.transport] = None
+        self._strategies[result.strategy] = None
         self._end_ns = max(self._end_ns, end_ns)
 
-    def sent(self) -> LayerSent:
-        """What was sent, once all of it has landed."""
+    def report(self) -> LayerSent:
+        """Describes the write, once all of it has landed."""
         return LayerSent(
             layer=self.layer,
-            destination_rank=self.copy.edge.destination_rank,
-            start_token=self.copy.start_token,
-            end_token=self.copy.end_token,
+            destination_rank=self.destination_rank,
+            start_token=self.start_token,
+            end_token=self.end_token,
             payload_bytes=self.payload_bytes,
-            run_count=self._run_count,
+            run_count=len(self.runs),
             ready_unix_ns=self._ready_unix_ns,
             start_unix_ns=self._start_unix_ns,
             duration_ns=max(0, self._end_ns - self._start_ns),
@@ -110,3 +92,155 @@ class LayerWrite:
             strategy="+".join(self._strategies),
             entry_count=self._entry_count,
         )
+
+    def _advance(self) -> None:
+        batch = next(self._batches, None)
+        self.next_batch = batch
+        if batch is not None:
+            self.next_bytes = self.payload_bytes if batch is self.runs else batch.payload_bytes
+
+
+class WritePlan:
+    """Which tokens of each layer one rank writes to which decode ranks, and which of them have landed.
+
+    Raises LayoutMismatch when decode's layout has no ranks to hold the heads.
+    """
+
+    def __init__(
+        self, transfer_id: str, rank: int, layout: KvLayout, decode_layout: KvLayout
+    ) -> None:
+        self._transfer_id = transfer_id
+        self._layout = layout
+        self._decode_layout = decode_layout
+        self._edges = tuple(
+            edges_from(rank, layout, decode_layout, layer, transfer_id)
+            for layer in range(layout.layer_count)
+        )
+        self._reservation: Reservation | None = None
+        self._destination_blocks: tuple[Int64Array, ...] = ()
+        # Both by (layer, decode rank): one past the last token that was claimed, and that has landed.
+        self._claimed: dict[tuple[int, int], int] = {}
+        self._landed: dict[tuple[int, int], int] = {}
+        self._open_edge_count = 0
+        self._spans: dict[int, tuple[tuple[int, ...], BlockSpan]] = {}
+
+    @property
+    def layer_count(self) -> int:
+        """Layers of the model."""
+        return len(self._edges)
+
+    @property
+    def edge_count(self) -> int:
+        """(layer, decode rank) pairs that this rank writes."""
+        return sum(len(edges) for edges in self._edges)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every reserved token has landed."""
+        return self._reservation is not None and self._open_edge_count == 0
+
+    def reserve(self, reservation: Reservation) -> None:
+        """Sets decode's blocks. Raises ProtocolViolation when they do not hold the tokens."""
+        fault = reservation.find_fault(self._decode_layout)
+        if fault:
+            raise ProtocolViolation(f"the reservation of {self._transfer_id} {fault}")
+        start, end = reservation.start_token, reservation.end_token
+        self._reservation = reservation
+        self._destination_blocks = tuple(
+            np.asarray(block_ids, dtype=np.int64) for block_ids in reservation.block_ids_by_group
+        )
+        self._claimed = {
+            (layer, edge.destination_rank): start
+            for layer, edges in enumerate(self._edges)
+            for edge in edges
+        }
+        self._landed = dict(self._claimed)
+        self._open_edge_count = len(self._landed) if end > start else 0
+
+    def claim(self, layer_range: LayerRange) -> list[tuple[Edge, BlockSpan]]:
+        """The parts of a range that are still to be written, clamped to the reservation. Claims a token once.
+
+        Raises InternalError when the engine skipped tokens, cut a block, gave too few blocks or an unfinished state.
+        """
+        reservation = self._reservation
+        if reservation is None:
+            raise InternalError(f"{self._transfer_id} has no reservation yet")
+        layer = layer_range.layer
+        if not 0 <= layer < len(self._edges):
+            raise InternalError(f"{self._transfer_id}: the engine pushed layer {layer}")
+        if self._layout.group_of(layer).kind == STATE:
+            layer_range = self._whole_state(layer_range, reservation)
+        low = max(layer_range.start_token, reservation.start_token)
+        end = min(layer_range.end_token, reservation.end_token)
+        parts = []
+        for edge in self._edges[layer]:
+            key = layer, edge.destination_rank
+            claimed = self._claimed[key]
+            start = max(low, claimed)
+            if start >= end:
+                continue
+            if start > claimed:
+                raise InternalError(
+                    f"{self._transfer_id}: the engine skipped tokens [{claimed}, {start}) of layer {layer}"
+                )
+            parts.append((edge, self._span(layer_range, reservation, start, end)))
+            self._claimed[key] = end
+        return parts
+
+    def landed(self, layer: int, destination_rank: int, end_token: int) -> None:
+        """The next claimed tokens of a layer have landed at a decode rank, up to `end_token`."""
+        self._landed[layer, destination_rank] = end_token
+        if self._reservation is not None and end_token == self._reservation.end_token:
+            self._open_edge_count -= 1
+
+    def missing_layers(self) -> tuple[int, ...]:
+        """The layers that have not landed as a whole; none without a reservation."""
+        if self._reservation is None:
+            return ()
+        end = self._reservation.end_token
+        return tuple(sorted({layer for (layer, _), landed in self._landed.items() if landed < end}))
+
+    def _whole_state(self, layer_range: LayerRange, reservation: Reservation) -> LayerRange:
+        """A state stands for all tokens. Raises InternalError for one that is not final."""
+        if layer_range.end_token < reservation.end_token:
+            raise InternalError(
+                f"{self._transfer_id}: the engine pushed the state of layer {layer_range.layer}"
+                f" at token {layer_range.end_token}"
+            )
+        return replace(layer_range, start_token=0)
+
+    def _span(
+        self, layer_range: LayerRange, reservation: Reservation, start: int, end: int
+    ) -> BlockSpan:
+        """The tokens and their blocks. The other layers of the same chunk and cache group get the same object.
+
+        Raises InternalError when the engine cut a block that must be whole, or gave too few.
+        """
+        index = self._layout.group_index(layer_range.layer)
+        block_ids, span = self._spans.get(index, ((), None))
+        if span is not None and block_ids is layer_range.block_ids and span.has_tokens(start, end):
+            return span
+        group, decode_group = self._layout.groups[index], self._decode_layout.groups[index]
+        size = group.block_tokens
+        cut = start % size or (end % size and end != reservation.end_token) if size else 0
+        if cut and not group.token_addressable:
+            raise InternalError(
+                f"{self._transfer_id}: tokens [{start}, {end}) of layer {layer_range.layer} cut a block of {size}"
+            )
+        first = start // size if size else 0
+        last = first + group.blocks_between(start, end)
+        if len(layer_range.block_ids) < last:
+            raise InternalError(
+                f"{self._transfer_id}: {len(layer_range.block_ids)} source blocks do not hold {end} tokens"
+            )
+        reserved = reservation.start_token
+        span = BlockSpan(
+            start_token=start,
+            end_token=end,
+            source_blocks=np.asarray(layer_range.block_ids[first:last], dtype=np.int64),
+            source_first_token=first * size,
+            destination_blocks=self._destination_blocks[index],
+            destination_first_token=reserved - reserved % max(1, decode_group.block_tokens),
+        )
+        self._spans[index] = (layer_range.block_ids, span)
+        return span

@@ -1,61 +1,70 @@
-"""A decode worker as one prefill rank's sender sees it. Plain state of the sender's thread."""
+"""What a sender stores about one decode worker. Used by the sender's thread only."""
 
 from __future__ import annotations
 
-from collections import deque
+from typing import Protocol
 
+from headrace.kv.v1 import handoff_pb2
 from headrace_common.errors import InternalError
-from headrace_kv.layout.layout import KvDescriptor, RankMemory
-from headrace_kv.plan.copy_plan import CopyPlanner
+from headrace_kv.handoff.messages import LayerRange
+from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory
+from headrace_kv.plan.copy_plan import BlockSpan, CopyPlanner
+from headrace_kv.plan.shard_map import Edge
+from headrace_kv.send.context import SenderContext
 from headrace_kv.send.layer_write import LayerWrite
-from headrace_kv.send.stream import HandoffLink
-from headrace_kv.send.transfer import OutgoingTransfer
+from headrace_kv.send.stream import HandoffStream
+
+
+class WriteObserver(Protocol):
+    """Is called for every write to a decode worker, and may add to its LayerDone. Runs on the sender's thread."""
+
+    def on_all_started(self, transfer_id: str, write: LayerWrite) -> None:
+        """The transport has every batch of a write. The source bytes stay as they are until the transfer is quiet."""
+
+    def on_acknowledge(self, write: LayerWrite, message: handoff_pb2.LayerDone) -> None:
+        """`message` is about to be sent for a write that has landed."""
 
 
 class SenderPeer:
-    """One incarnation of a decode worker: what is cached about it, and what waits to be written to it.
+    """One incarnation of a decode worker: its stream, and once that is ready its memory and its observers."""
 
-    `ready` holds transfers with pieces, each once; `backlog` the copies of the piece that was taken last.
-    """
-
-    def __init__(self, link: HandoffLink) -> None:
-        self.link = link
-        self.descriptor: KvDescriptor | None = None
-        self.transfers: dict[str, OutgoingTransfer] = {}
-        self.ready: deque[OutgoingTransfer] = deque()
-        self.backlog: deque[tuple[OutgoingTransfer, LayerWrite]] = deque()
-        self.in_turn = False
+    def __init__(self, context: SenderContext, stream: HandoffStream) -> None:
+        self.stream = stream
+        self._context = context
+        self._descriptor: KvDescriptor | None = None
+        self._observers: tuple[WriteObserver, ...] = ()
         self._planners: dict[int, CopyPlanner] = {}
 
-    def planner(self, memory: RankMemory, destination_rank: int) -> CopyPlanner:
-        """Plans copies from `memory` into a decode rank's. Raises LayoutMismatch when the two do not pair up."""
-        planner = self._planners.get(destination_rank)
+    def stream_ready(
+        self, descriptor: KvDescriptor, observers: tuple[WriteObserver, ...] = ()
+    ) -> None:
+        """The handshake is complete."""
+        self._descriptor = descriptor
+        self._observers = observers
+
+    @property
+    def layout(self) -> KvLayout | None:
+        """The worker's KV layout; None before the stream is ready."""
+        return self._descriptor.layout if self._descriptor is not None else None
+
+    @property
+    def observers(self) -> tuple[WriteObserver, ...]:
+        """The observers that the worker asked for."""
+        return self._observers
+
+    def plan_write(self, layer_range: LayerRange, edge: Edge, span: BlockSpan) -> LayerWrite:
+        """Plans the write of an edge's share of a range. Raises LayoutMismatch when the two memories do not pair up."""
+        destination = edge.destination_rank
+        memory = self._memory(destination)
+        planner = self._planners.get(destination)
         if planner is None:
-            planner = CopyPlanner(memory, self.memory(destination_rank))
-            self._planners[destination_rank] = planner
-        return planner
+            planner = self._planners[destination] = CopyPlanner(self._context.memory, memory)
+        runs = planner.plan(edge, layer_range.layer, span)
+        return LayerWrite(layer_range, edge, span, memory.session, runs, self._context.transport)
 
-    def memory(self, destination_rank: int) -> RankMemory:
+    def _memory(self, destination_rank: int) -> RankMemory:
         """A decode rank's memory. Raises InternalError when the descriptor has no such rank."""
-        ranks = self.descriptor.ranks if self.descriptor is not None else ()
+        ranks = self._descriptor.ranks if self._descriptor is not None else ()
         if destination_rank >= len(ranks):
-            raise InternalError(f"{self.link.decode} describes no rank {destination_rank}")
+            raise InternalError(f"{self.stream.decode} describes no rank {destination_rank}")
         return ranks[destination_rank]
-
-    def next_write(self) -> tuple[OutgoingTransfer, LayerWrite] | None:
-        """The copy whose next batch is to be written, if a piece has been taken; stopped transfers are dropped."""
-        while self.backlog:
-            transfer, write = self.backlog[0]
-            if not transfer.stopped and write.next_batch is not None:
-                return transfer, write
-            self.backlog.popleft()
-        return None
-
-    def next_ready(self) -> OutgoingTransfer | None:
-        """Takes the next transfer that has a piece; stopped ones are dropped."""
-        while self.ready:
-            transfer = self.ready.popleft()
-            transfer.queued = False
-            if not transfer.stopped and transfer.pieces:
-                return transfer
-        return None

@@ -1,20 +1,31 @@
-"""What a prefill rank says about a transfer on its handoff stream. Pure."""
+"""Conversion to and from the messages about one transfer. Pure."""
 
 from __future__ import annotations
 
 from headrace.kv.v1 import handoff_pb2
-from headrace_common.errors import Cancelled, Draining, TransferFailed, WorkerGone
+from headrace_common.errors import Cancelled, Draining, TransferFailed, WorkerGone, class_of
+from headrace_kv.handoff.messages import Reservation
 from headrace_kv.send.layer_write import LayerWrite
 
 
 def reason_from_peer(reason: str) -> str:
-    """Why a transfer ended on this rank, when the decode worker or the way to it was the cause.
+    """The reason to report on this rank when decode, or the stream to it, ended a transfer for `reason`.
 
-    What is said of that worker must not be taken for this rank's own state.
+    Draining and WorkerGone become TransferFailed: they describe the decode worker's state, not this rank's.
     """
-    if reason in (Draining.reason, WorkerGone.reason):
+    if class_of(reason) in (Draining, WorkerGone):
         return TransferFailed.reason
     return reason or Cancelled.reason
+
+
+def reservation_from_proto(message: handoff_pb2.Reservation) -> Reservation:
+    return Reservation(
+        message.transfer_id,
+        tuple(message.block_ids),
+        message.start_token,
+        message.end_token,
+        tuple(tuple(group.block_ids) for group in message.further_block_ids),
+    )
 
 
 def opening(transfer_id: str) -> handoff_pb2.HandoffRequest:
@@ -25,28 +36,31 @@ def layer_done(transfer_id: str, write: LayerWrite) -> handoff_pb2.LayerDone:
     return handoff_pb2.LayerDone(
         transfer_id=transfer_id,
         layer=write.layer,
-        destination_rank=write.copy.edge.destination_rank,
-        start_token=write.copy.start_token,
-        end_token=write.copy.end_token,
+        destination_rank=write.destination_rank,
+        start_token=write.start_token,
+        end_token=write.end_token,
         payload_bytes=write.payload_bytes,
-        digest=write.digest,
     )
 
 
 def enclosed_bytes(layer: handoff_pb2.LayerDone) -> int:
-    """What one landed layer adds to the message that carries it, in bytes."""
+    """Bytes that one LayerDone adds to the message that carries it."""
     nbytes = layer.ByteSize()
     return nbytes + (2 if nbytes < 128 else 3)
 
 
+def layers_done(layers: list[handoff_pb2.LayerDone]) -> handoff_pb2.HandoffRequest:
+    return handoff_pb2.HandoffRequest(layers_done=handoff_pb2.LayersDone(layers=layers))
+
+
 def commit(transfer_id: str, payload_bytes: int) -> handoff_pb2.HandoffRequest:
-    said = handoff_pb2.Commit(transfer_id=transfer_id, payload_bytes=payload_bytes)
-    return handoff_pb2.HandoffRequest(commit=said)
+    message = handoff_pb2.Commit(transfer_id=transfer_id, payload_bytes=payload_bytes)
+    return handoff_pb2.HandoffRequest(commit=message)
 
 
 def failed(transfer_id: str, reason: str, detail: str) -> handoff_pb2.HandoffRequest:
-    said = handoff_pb2.Failed(transfer_id=transfer_id, reason=reason, detail=detail)
-    return handoff_pb2.HandoffRequest(failed=said)
+    message = handoff_pb2.Failed(transfer_id=transfer_id, reason=reason, detail=detail)
+    return handoff_pb2.HandoffRequest(failed=message)
 
 
 def quiesced(transfer_id: str) -> handoff_pb2.HandoffRequest:

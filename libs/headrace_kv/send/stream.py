@@ -6,13 +6,14 @@ import asyncio
 import concurrent.futures
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import grpc.aio
 
 from headrace.kv.v1 import handoff_pb2, handoff_pb2_grpc
 from headrace_common.deadlines import Deadline
+from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import (
     HeadraceError,
     InternalError,
@@ -21,82 +22,68 @@ from headrace_common.errors import (
     TransferFailed,
     WorkerGone,
 )
-from headrace_common.rpc.channel import TlsFiles, open_channel
+from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
-from headrace_kv.handoff.clock import Clock
 from headrace_kv.handoff.leases import WriteLease
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.layout.compatibility import require_compatible
-from headrace_kv.layout.layout import KvDescriptor, KvLayout, WorkerRef
+from headrace_kv.layout.layout import KvDescriptor, WorkerRef
 from headrace_kv.layout.proto import layout_to_proto
+from headrace_kv.send import proto
+from headrace_kv.send.context import SenderContext
 
 _log = logging.getLogger(__name__)
-
-DescriptorSource = Callable[[WorkerRef, Deadline], Awaitable[KvDescriptor]]
-"""Finds the KV memory of a worker incarnation. Raises StaleIncarnation when it is gone."""
 
 _LAYERS_PER_MESSAGE = 4096
 _OUTBOX_LIMIT = 262_144
 _FLUSH_TIMEOUT_S = 2.0
 
 
-class LinkEvents(Protocol):
-    """What a link tells its owner, on the link's event loop."""
+class HandoffStreamListener(Protocol):
+    """Receives the events of handoff streams."""
 
-    def link_ready(self, link: HandoffLink, descriptor: KvDescriptor) -> None:
-        """The handshake is over."""
-
-    def link_reserved(
-        self, link: HandoffLink, reservation: Reservation, message_bytes: int
+    def on_ready(
+        self, stream: HandoffStream, descriptor: KvDescriptor, welcome: handoff_pb2.Welcome
     ) -> None:
-        """Decode answered an Open, with a message of so many bytes."""
+        """The handshake is complete. Called at most once for a stream, before the other events but `on_lost`."""
 
-    def link_cancelled(self, link: HandoffLink, cancel: handoff_pb2.Cancel) -> None:
-        """Decode ends a transfer."""
+    def on_reservation(
+        self, stream: HandoffStream, reservation: Reservation, message_bytes: int
+    ) -> None:
+        """Decode answered an Open, with a message of `message_bytes`."""
 
-    def link_ended(self, link: HandoffLink, error: HeadraceError) -> None:
-        """Nothing is heard or said any more; the lease is gone. Comes once."""
+    def on_cancel(self, stream: HandoffStream, cancel: handoff_pb2.Cancel) -> None:
+        """Decode cancelled a transfer."""
+
+    def on_lost(self, stream: HandoffStream, error: HeadraceError) -> None:
+        """The stream has ended and its lease is revoked. Called once for a started stream, as its last event."""
 
 
-class HandoffLink:
+class HandoffStream:
     """One stream from one prefill rank to one incarnation of a decode worker.
 
-    `start`, `send`, `acknowledge` and `close` may be called from any thread; everything else runs on `loop`.
+    `start`, `send`, `acknowledge` and `close` may be called from any thread. Everything else, the listener's callbacks
+    included, runs on the context's event loop.
     """
 
-    def __init__(  # noqa: PLR0913 - each part is another owner's
+    def __init__(
         self,
-        *,
-        ref: WorkerRef,
-        rank: int,
-        layout: KvLayout,
+        context: SenderContext,
         decode: WorkerRef,
         endpoint: str,
-        descriptors: DescriptorSource,
-        loop: asyncio.AbstractEventLoop,
-        events: LinkEvents,
-        handshake_timeout_s: float,
-        clock: Clock,
-        tls: TlsFiles | None = None,
+        listener: HandoffStreamListener,
     ) -> None:
         self.decode = decode
         self.lease = WriteLease.none()
-        self.digest_share = 0.0
-        """The part of all (transfer, layer) pairs whose digests decode wants, once the stream is ready."""
         self.ended: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._layout = layout
+        self._context = context
         self._endpoint = endpoint
-        self._tls = tls
-        self._descriptors = descriptors
-        self._loop = loop
-        self._events = events
-        self._handshake_timeout_s = handshake_timeout_s
-        self._clock = clock
+        self._listener = listener
         self._hello = handoff_pb2.Hello(
-            worker_id=ref.worker_id,
-            incarnation=ref.incarnation,
-            rank=rank,
-            layout=layout_to_proto(layout),
+            worker_id=context.ref.worker_id,
+            incarnation=context.ref.incarnation,
+            rank=context.rank,
+            layout=layout_to_proto(context.layout),
             decode_worker_id=decode.worker_id,
             decode_incarnation=decode.incarnation,
         )
@@ -104,29 +91,29 @@ class HandoffLink:
         self._wake = asyncio.Event()
         self._wake_scheduled = False
         self._closing = False
-        self._conversing = False
+        self._handshake_complete = False
         self._overflow = False
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begins the handshake. `link_ended` follows in any case."""
+        """Starts the handshake. `on_lost` follows in any case."""
         if not self._schedule(self._start_task):
-            self._finish(WorkerGone("the event loop of the handoff streams has ended"))
+            self._report_lost(WorkerGone("the event loop of the handoff streams has ended"))
 
     def send(self, request: handoff_pb2.HandoffRequest) -> None:
-        """Queues a message, behind what is queued already."""
-        self._put(request)
+        """Queues a message behind those that are queued already."""
+        self._enqueue(request)
 
     def acknowledge(self, layer: handoff_pb2.LayerDone) -> None:
-        """Queues a landed layer; all that wait when the stream is next free go in one message."""
-        self._put(layer)
+        """Queues a LayerDone. Neighbours in the queue are sent in one message."""
+        self._enqueue(layer)
 
     def close(self) -> None:
-        """Ends the stream once everything queued is sent, within a few seconds."""
+        """Ends the stream once everything queued is sent, or after a few seconds."""
         self._closing = True
         self._schedule(self._close_on_loop)
 
-    def _put(self, item: handoff_pb2.HandoffRequest | handoff_pb2.LayerDone) -> None:
+    def _enqueue(self, item: handoff_pb2.HandoffRequest | handoff_pb2.LayerDone) -> None:
         if len(self._outbox) >= _OUTBOX_LIMIT:
             self._overflow = True
         else:
@@ -137,80 +124,69 @@ class HandoffLink:
 
     def _schedule(self, call: Callable[[], Any]) -> bool:
         try:
-            self._loop.call_soon_threadsafe(call)
+            self._context.event_loop.call_soon_threadsafe(call)
         except RuntimeError:
-            # The loop is closed, and with it every stream: nobody is left to hear.
+            # The event loop is closed, and every stream with it.
             return False
         return True
 
     def _start_task(self) -> None:
-        self._task = self._loop.create_task(self._run(), name=f"handoff to {self.decode}")
+        name = f"handoff to {self.decode}"
+        self._task = self._context.event_loop.create_task(self._run(), name=name)
 
     def _close_on_loop(self) -> None:
         self._wake.set()
         if self._task is not None:
-            # Before the handshake nothing is queued that anybody waits for.
-            timeout_s = _FLUSH_TIMEOUT_S if self._conversing else 0.0
-            self._loop.call_later(timeout_s, self._task.cancel)
+            # Before the handshake is complete, the queue is empty.
+            timeout_s = _FLUSH_TIMEOUT_S if self._handshake_complete else 0.0
+            self._context.event_loop.call_later(timeout_s, self._task.cancel)
 
-    def _finish(self, error: HeadraceError) -> None:
+    def _report_lost(self, error: HeadraceError) -> None:
         self.lease.revoke()
         if not self._closing:
             _log.warning("the handoff stream to %s ended: %s", self.decode, error.detail)
-        self._events.link_ended(self, error)
+        self._listener.on_lost(self, error)
         if not self.ended.done():
             self.ended.set_result(None)
 
     async def _run(self) -> None:
+        timeout_s = self._context.handshake_timeout_s
         error: HeadraceError = WorkerGone(
             f"{self.decode} ended the handoff stream", metadata={"worker": str(self.decode)}
         )
         try:
-            async with asyncio.timeout(self._handshake_timeout_s):
-                deadline = Deadline.after(self._handshake_timeout_s)
-                descriptor = await self._descriptors(self.decode, deadline)
-            require_compatible(self._layout, descriptor.layout)
-            async with open_channel(self._endpoint, self._tls) as channel:
-                await self._converse(channel, descriptor)
+            async with asyncio.timeout(timeout_s):
+                descriptor = await self._context.descriptors(self.decode, Deadline.after(timeout_s))
+            require_compatible(self._context.layout, descriptor.layout)
+            async with open_channel(self._endpoint, self._context.tls) as channel:
+                await self._exchange_messages(channel, descriptor)
         except HeadraceError as problem:
             error = problem
         except grpc.aio.AioRpcError as problem:
             error = error_from_rpc(problem)
         except TimeoutError:
             error = WorkerGone(
-                f"{self.decode} did not answer within {self._handshake_timeout_s:g} s",
+                f"{self.decode} did not answer within {timeout_s:g} s",
                 metadata={"worker": str(self.decode)},
             )
         except asyncio.CancelledError:
             if not self._closing:
                 raise
-        except Exception:  # noqa: BLE001 - reported to the owner, as a bug
+        except Exception:  # noqa: BLE001 - reported to the listener, as a bug
             _log.exception("the handoff stream to %s met a bug", self.decode)
             error = InternalError(f"the handoff stream to {self.decode} met a bug")
         finally:
-            self._finish(error)
+            self._report_lost(error)
 
-    async def _converse(self, channel: grpc.aio.Channel, descriptor: KvDescriptor) -> None:
+    async def _exchange_messages(self, channel: grpc.aio.Channel, descriptor: KvDescriptor) -> None:
         call = handoff_pb2_grpc.HandoffServiceStub(channel).Handoff()
         writer: asyncio.Task[None] | None = None
         try:
-            async with asyncio.timeout(self._handshake_timeout_s):
-                # Decode's lease starts after this moment, so ours ends before decode's.
-                hello_s = self._clock.monotonic_s()
-                await call.write(handoff_pb2.HandoffRequest(hello=self._hello))
-                welcome = await call.read()
-            if not isinstance(welcome, handoff_pb2.HandoffResponse):
-                await _raise_status(call)
-                raise WorkerGone(f"{self.decode} ended the handoff stream before its Welcome")
-            if welcome.WhichOneof("message") != "welcome":
-                raise ProtocolViolation(f"{self.decode} did not answer Hello with Welcome")
-            ttl_s = _seconds(welcome.welcome.lease_ttl)
-            self.lease = WriteLease(hello_s, self._clock.monotonic_s(), ttl_s)
-            self.digest_share = welcome.welcome.digest_share
-            self._conversing = True
-            self._events.link_ready(self, descriptor)
-            writer = asyncio.create_task(self._write(call))
-            await self._read(call)
+            welcome = await self._shake_hands(call)
+            self._handshake_complete = True
+            self._listener.on_ready(self, descriptor, welcome)
+            writer = asyncio.create_task(self._send_queued(call))
+            await self._receive_messages(call)
             if not self._closing:
                 await _raise_status(call)
         finally:
@@ -220,43 +196,56 @@ class HandoffLink:
                 await asyncio.gather(writer, return_exceptions=True)
             call.cancel()
 
-    async def _read(self, call: Any) -> None:
+    async def _shake_hands(self, call: Any) -> handoff_pb2.Welcome:
+        """Sends Hello and takes the lease from the Welcome."""
+        async with asyncio.timeout(self._context.handshake_timeout_s):
+            # Decode's lease starts after this moment, so this side's ends before decode's.
+            hello_s = self._context.clock.monotonic_s()
+            await call.write(handoff_pb2.HandoffRequest(hello=self._hello))
+            response = await call.read()
+        if not isinstance(response, handoff_pb2.HandoffResponse):
+            await _raise_status(call)
+            raise WorkerGone(f"{self.decode} ended the handoff stream before its Welcome")
+        if response.WhichOneof("message") != "welcome":
+            raise ProtocolViolation(f"{self.decode} did not answer Hello with Welcome")
+        self._grant_lease(hello_s, response.welcome)
+        return response.welcome
+
+    def _grant_lease(self, hello_s: float, welcome: handoff_pb2.Welcome) -> None:
+        ttl_s = seconds_from_duration(welcome.lease_ttl)
+        self.lease = WriteLease(hello_s, self._context.clock.monotonic_s(), ttl_s)
+
+    async def _receive_messages(self, call: Any) -> None:
         while True:
+            remaining_s = self.lease.remaining_s(self._context.clock.monotonic_s())
             try:
-                async with asyncio.timeout(self.lease.remaining_s(self._clock.monotonic_s())):
+                async with asyncio.timeout(remaining_s):
                     response = await call.read()
             except TimeoutError:
                 raise TransferFailed(
-                    f"the write lease from {self.decode} ran out: it renews no more",
+                    f"the write lease from {self.decode} ran out: no renewal came in time",
                     metadata={"worker": str(self.decode)},
                 ) from None
             if not isinstance(response, handoff_pb2.HandoffResponse):
                 return
-            self._hear(response)
+            self._receive(response)
 
-    def _hear(self, response: handoff_pb2.HandoffResponse) -> None:
+    def _receive(self, response: handoff_pb2.HandoffResponse) -> None:
         match response.WhichOneof("message"):
             case "reservation":
-                said = response.reservation
-                reservation = Reservation(
-                    said.transfer_id,
-                    tuple(said.block_ids),
-                    said.start_token,
-                    said.end_token,
-                    tuple(tuple(group.block_ids) for group in said.further_block_ids),
-                )
-                self._events.link_reserved(self, reservation, response.ByteSize())
+                reservation = proto.reservation_from_proto(response.reservation)
+                self._listener.on_reservation(self, reservation, response.ByteSize())
             case "renewal":
-                ttl_s = _seconds(response.renewal.lease_ttl)
-                sent_s = _seconds(response.renewal.sent_after)
-                if not self.lease.renew(self._clock.monotonic_s(), sent_s, ttl_s):
+                ttl_s = seconds_from_duration(response.renewal.lease_ttl)
+                sent_s = seconds_from_duration(response.renewal.sent_after)
+                if not self.lease.renew(self._context.clock.monotonic_s(), sent_s, ttl_s):
                     raise TransferFailed(f"the write lease from {self.decode} was renewed too late")
             case "cancel":
-                self._events.link_cancelled(self, response.cancel)
+                self._listener.on_cancel(self, response.cancel)
             case _:
                 _log.warning("%s sent a message that is not in order on a stream", self.decode)
 
-    async def _write(self, call: Any) -> None:
+    async def _send_queued(self, call: Any) -> None:
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -265,7 +254,7 @@ class HandoffLink:
                 await call.write(request)
             if self._overflow:
                 call.cancel()
-                raise QueueFull(f"{self.decode} takes messages too slowly")
+                raise QueueFull(f"{self.decode} reads messages too slowly")
             if self._closing and not self._outbox:
                 await call.done_writing()
                 return
@@ -278,20 +267,12 @@ class HandoffLink:
             if isinstance(item, handoff_pb2.LayerDone):
                 layers.append(item)
             if layers and (item is not layers[-1] or len(layers) == _LAYERS_PER_MESSAGE):
-                yield _layers_done(layers)
+                yield proto.layers_done(layers)
                 layers = []
             if isinstance(item, handoff_pb2.HandoffRequest):
                 yield item
         if layers:
-            yield _layers_done(layers)
-
-
-def _layers_done(layers: list[handoff_pb2.LayerDone]) -> handoff_pb2.HandoffRequest:
-    return handoff_pb2.HandoffRequest(layers_done=handoff_pb2.LayersDone(layers=layers))
-
-
-def _seconds(duration: Any) -> float:
-    return float(duration.ToNanoseconds()) / 1e9
+            yield proto.layers_done(layers)
 
 
 async def _raise_status(call: Any) -> None:

@@ -1,4 +1,4 @@
-"""The thread on which ranks' KV is written."""
+"""The thread that runs send loops."""
 
 from __future__ import annotations
 
@@ -14,64 +14,75 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_LINKS_END_S = 4.0
+_STREAMS_END_S = 4.0
 _ENDING_POLL_S = 0.05
 
 
 @dataclass(slots=True)
-class _Sending:
-    """A loop that runs here. `links` are its streams' ends, once it has nothing more to send."""
+class _RunningLoop:
+    """A loop of this thread. Once it has nothing more to send, it waits for its streams until `end_by_s`."""
 
     loop: SendLoop
     closed: concurrent.futures.Future[None]
-    links: tuple[concurrent.futures.Future[None], ...] = ()
+    streams_ended: tuple[concurrent.futures.Future[None], ...] = ()
     end_by_s: float = 0.0
+
+    @property
+    def ending(self) -> bool:
+        return self.end_by_s > 0.0
+
+    def wait_s(self, now_s: float) -> float:
+        """Seconds until the next turn is due, unless a command is posted before."""
+        return float("inf") if self.ending else self.loop.wait_s(now_s)
 
 
 class SenderThread:
-    """Runs the send loops of one rank, or of many that need no thread each, for as long as it has any.
+    """Runs the send loops of one or several ranks, for as long as there are any.
 
-    A write that blocks holds up every loop here: ranks that send much have a thread of their own. `changed` guards the
-    inboxes of all its loops, and says when something came into one.
+    A write that blocks delays every loop of the thread, so a rank that sends much has a thread of its own. `changed`
+    guards the inboxes of all the loops, and is notified of each command.
     """
 
     def __init__(self, name: str) -> None:
         self.changed = threading.Condition()
         self._name = name
-        self._sending: list[_Sending] = []
+        self._loops: list[_RunningLoop] = []
         self._running = False
 
     def add(self, loop: SendLoop, closed: concurrent.futures.Future[None]) -> None:
-        """Runs a loop until it is over and its streams have ended, or took too long to; `closed` is done then."""
+        """Runs a loop until it is over. `closed` is done when its streams have ended too, or took too long to."""
         with self.changed:
-            self._sending.append(_Sending(loop, closed))
+            self._loops.append(_RunningLoop(loop, closed))
             self.changed.notify()
             if not self._running:
                 self._running = True
                 threading.Thread(target=self._run, name=self._name, daemon=True).start()
 
     def _run(self) -> None:
-        while sending := self._wait():
+        while due := self._wait():
             now_s = time.monotonic()
-            for one in sending:
-                if one.end_by_s:
-                    self._end(one, now_s)
-                    continue
-                if not _turn(one.loop):
-                    one.links = one.loop.close_links()
-                    one.end_by_s = now_s + _LINKS_END_S
-                    self._end(one, now_s)
+            for running in due:
+                if running.ending:
+                    self._end(running, now_s)
+                elif not _turn(running.loop):
+                    running.streams_ended = running.loop.close_streams()
+                    running.end_by_s = now_s + _STREAMS_END_S
+                    self._end(running, now_s)
 
-    def _wait(self) -> list[_Sending]:
-        """Those that have something to do, once there are any; none when all have ended."""
+    def _wait(self) -> list[_RunningLoop]:
+        """Waits for loops that have something to do or are ending; empty when all have ended."""
         with self.changed:
-            while self._sending:
+            while self._loops:
                 now_s = time.monotonic()
-                due = [one for one in self._sending if _wait_s(one, now_s) <= 0.0]
-                ending = [one for one in self._sending if one.end_by_s]
+                waits_s = [running.wait_s(now_s) for running in self._loops]
+                due = [
+                    running
+                    for running, wait_s in zip(self._loops, waits_s, strict=True)
+                    if wait_s <= 0.0
+                ]
+                ending = [running for running in self._loops if running.ending]
                 if due:
                     return due + ending
-                waits_s = [_wait_s(one, now_s) for one in self._sending if not one.end_by_s]
                 if ending:
                     waits_s.append(_ENDING_POLL_S)
                 if not self.changed.wait(min(waits_s)) and ending:
@@ -79,24 +90,19 @@ class SenderThread:
             self._running = False
             return []
 
-    def _end(self, one: _Sending, now_s: float) -> None:
-        if now_s < one.end_by_s and not all(link.done() for link in one.links):
+    def _end(self, running: _RunningLoop, now_s: float) -> None:
+        if now_s < running.end_by_s and not all(ended.done() for ended in running.streams_ended):
             return
         with self.changed:
-            self._sending.remove(one)
-        one.closed.set_result(None)
+            self._loops.remove(running)
+        running.closed.set_result(None)
 
 
 def _turn(loop: SendLoop) -> bool:
-    """Whether the loop goes on."""
+    """Runs one turn; False when the loop is over or has failed."""
     try:
         loop.turn()
     except Exception:  # noqa: BLE001 - one loop's bug must not end the others
         _log.exception("a sender met a bug and sends no more")
         return False
     return not loop.over
-
-
-def _wait_s(one: _Sending, now_s: float) -> float:
-    """Seconds until a loop has something to do, if nothing comes in."""
-    return float("inf") if one.end_by_s else one.loop.wait_s(now_s)

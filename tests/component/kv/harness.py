@@ -27,6 +27,7 @@ from headrace_kv.receive.local_broadcast import LocalBroadcast
 from headrace_kv.receive.receiver import IncomingTransfer, Receiver, ReceiverLimits
 from headrace_kv.receive.service import HandoffServicer
 from headrace_kv.receive.verification import DigestChecks
+from headrace_kv.send.context import SenderContext
 from headrace_kv.send.sender import RankSender, SenderLimits
 from headrace_kv.transport.base import KvTransport, WriteResult
 from headrace_kv.transport.in_memory import FaultPlan, InMemoryTransport, MemoryFabric
@@ -50,7 +51,7 @@ def make_layout(tensor_parallel_size: int, heads: int = 4, layers: int = 6) -> K
 
 
 class LentTransport(KvTransport):
-    """A transport that outlives one rig, with a registered buffer: closing Mooncake takes up to a second."""
+    """A transport with a registered buffer that several rigs use in turn. Closing Mooncake takes up to a second."""
 
     def __init__(self, lender: KvTransport, buffer_bytes: int = 1 << 20) -> None:
         self.name = lender.name
@@ -107,7 +108,7 @@ def heads_of(layout: KvLayout, rank: int) -> range:
 
 @dataclass
 class Rig:
-    """A prefill worker and a decode worker. `reports` has what the prefill ranks said, by transfer."""
+    """A prefill worker and a decode worker. `reports` are those of the prefill ranks."""
 
     prefill: KvLayout
     decode: KvLayout
@@ -149,7 +150,7 @@ class Rig:
         )
 
     def fill(self, block_ids: tuple[int, ...], seed: int) -> NDArray[np.uint8]:
-        """Writes random truth of shape [layer, part, block, head, bytes] into every prefill rank."""
+        """Writes random bytes of shape [layer, part, block, head, bytes] into every prefill rank, and returns them."""
         shape = (
             self.prefill.layer_count,
             len(PARTS),
@@ -176,11 +177,11 @@ class Rig:
         layers: range | None = None,
     ) -> None:
         for layer in layers or range(self.prefill.layer_count):
-            piece = LayerRange(
+            layer_range = LayerRange(
                 transfer_id, layer, start_token, end_token, block_ids, time.time_ns()
             )
             for sender in self.senders:
-                sender.push(piece)
+                sender.push(layer_range)
 
     def finish(self, transfer_id: str) -> None:
         for sender in self.senders:
@@ -189,7 +190,7 @@ class Rig:
     def check_bytes(
         self, truth: NDArray[np.uint8], reservation: Reservation, first_block: int = 0
     ) -> None:
-        """Every decode rank holds the truth of its heads in the reserved blocks, from logical block `first_block`.
+        """Checks that every decode rank has its heads' bytes in the reserved blocks, from logical block `first_block`.
 
         Of the last block, only the reserved tokens count.
         """
@@ -214,6 +215,10 @@ class Rig:
         )
         return [report for report in self.reports if report.transfer_id == transfer_id]
 
+    def is_sending(self, transfer_id: str) -> bool:
+        """Whether the transfer is not quiet at some prefill rank."""
+        return any(transfer_id in sender.active_transfers() for sender in self.senders)
+
     def released_ids(self) -> list[str]:
         return [transfer_id for transfer_id, _ in self.released]
 
@@ -233,7 +238,7 @@ TransportSource = Callable[[str, int], KvTransport]
 def memory_transports(
     faults: FaultPlan | None = None, quiet_after_failure_s: float = 0.0
 ) -> TransportSource:
-    """In-memory transports that reach only each other; the faults are the prefill ranks'."""
+    """In-memory transports that reach only each other. The prefill ranks have the faults."""
     fabric = MemoryFabric()
 
     def make(role: str, rank: int) -> KvTransport:
@@ -261,8 +266,9 @@ async def running(
     make_broadcast: Callable[[KvDescriptor], LocalBroadcast] = LocalBroadcast,
     make_checks: Callable[[KvDescriptor], DigestChecks] | None = None,
 ) -> AsyncIterator[Rig]:
-    """Starts both workers. `claimed_decode` is whom the senders believe to reach. `make_broadcast` is for a decode
-    layout with a broadcast_width.
+    """Starts both workers. With `claimed_decode`, the senders expect that worker at decode's address.
+
+    `make_broadcast` is for a decode layout with a broadcast_width.
     """
     loop = asyncio.get_running_loop()
     decode_ref = WorkerRef("decode-0", "d" * 16)
@@ -290,13 +296,13 @@ async def running(
     await server.start()
     prefill_transports = [transports("prefill", r) for r in range(prefill.tensor_parallel_size)]
     sources = [Arena(prefill, r, t, block_count) for r, t in enumerate(prefill_transports)]
-    # The senders' engine speaks only of layouts that it was told of: a foreign one is decode's to refuse.
-    told = replace(
+    # The descriptor has prefill's own dimensions, so that only decode refuses a layout that differs.
+    described = replace(
         prefill,
         tensor_parallel_size=decode.tensor_parallel_size,
         broadcast_width=decode.broadcast_width,
     )
-    descriptor = KvDescriptor(told, memories)
+    descriptor = KvDescriptor(described, memories)
 
     async def descriptors(ref: WorkerRef, deadline: Deadline) -> KvDescriptor:
         if claimed_decode is None and ref != decode_ref:
@@ -305,14 +311,16 @@ async def running(
 
     senders = [
         RankSender(
-            ref=prefill_ref,
-            rank=rank,
-            layout=prefill,
-            memory=arena.memory,
-            transport=transport,
-            descriptors=descriptors,
-            loop=loop,
-            on_quiet=reports.append,
+            SenderContext(
+                ref=prefill_ref,
+                rank=rank,
+                layout=prefill,
+                memory=arena.memory,
+                transport=transport,
+                descriptors=descriptors,
+                event_loop=loop,
+                on_quiet=reports.append,
+            ),
             limits=sender_limits,
         )
         for rank, (arena, transport) in enumerate(zip(sources, prefill_transports, strict=True))

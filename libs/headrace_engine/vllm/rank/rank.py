@@ -29,6 +29,7 @@ from headrace_kv.handoff.logits import LOGITS_RANK
 from headrace_kv.handoff.messages import SendReport
 from headrace_kv.layout.layout import STATE
 from headrace_kv.layout.proto import layout_to_proto, rank_memory_to_proto
+from headrace_kv.send.context import SenderContext
 from headrace_kv.send.sender import RankSender
 from headrace_kv.transport.base import KvTransport
 
@@ -94,17 +95,18 @@ class Rank:
         link = Link(Path(self._settings.link_path), attachment, self._hear)
         self._link = link
         if self._settings.role != "decode":
-            self._sender = RankSender(
+            context = SenderContext(
                 ref=self._settings.ref,
                 rank=self._rank,
                 layout=layout,
                 memory=memory,
                 transport=transport,
                 descriptors=link.find_descriptor,
-                loop=link.loop,
+                event_loop=link.loop,
                 on_quiet=self.side.quiet,
                 tls=TlsFiles(*self._settings.tls),
             )
+            self._sender = RankSender(context)
             self._gate = gate(self._sender, order)
             kinds = [
                 LayerKind(layout.group_index(layer), layout.group_of(layer).kind == STATE)

@@ -26,7 +26,7 @@ from tests.component.kv.harness import (
 
 @pytest.fixture(scope="module")
 def mooncake() -> Iterator[TransportSource]:
-    """Mooncake transports, made once per role and rank."""
+    """Mooncake transports, made once for each role and rank."""
     made: dict[tuple[str, int], LentTransport] = {}
 
     def make(role: str, rank: int) -> KvTransport:
@@ -97,8 +97,8 @@ async def send_one(
         ]
 
 
-async def test_redundant_copies_take_no_part() -> None:
-    """P TP=4, D TP=2, one head: two writers per layer out of four ranks, and exactly those complete it."""
+async def test_ranks_with_redundant_heads_write_nothing() -> None:
+    """With P TP=4, D TP=2 and one head, two of the four ranks write each layer, and they complete it."""
     async with running(make_layout(4, 1), make_layout(2, 1), memory_transports()) as rig:
         truth = rig.fill((0,), seed=2)
         transfer = rig.reserve(BLOCK_TOKENS)
@@ -149,8 +149,8 @@ async def test_chunks_arrive_before_the_next_is_computed(prefill_tp: int, decode
         rig.check_bytes(truth, transfer.reservation)
 
 
-async def test_only_what_decode_lacks_is_sent() -> None:
-    """Decode has two blocks cached; prefill pushes its own cached prefix at the start all the same."""
+async def test_only_tokens_that_decode_lacks_are_sent() -> None:
+    """Decode has two blocks cached. Prefill pushes its own cached prefix from the start."""
     blocks = (3, 4, 5, 6)
     token_count = 4 * BLOCK_TOKENS - 2
     async with running(make_layout(2), make_layout(1), memory_transports()) as rig:
@@ -166,8 +166,8 @@ async def test_only_what_decode_lacks_is_sent() -> None:
         assert summary.payload_bytes == 6 * lacking
 
 
-async def test_pieces_pushed_again_are_sent_once() -> None:
-    """A preempted request is computed again from its start."""
+async def test_ranges_that_are_pushed_again_are_sent_once() -> None:
+    """The engine computes a preempted request again from its start."""
     blocks = (3, 4)
     async with running(make_layout(1), make_layout(1), memory_transports()) as rig:
         rig.fill(blocks, seed=5)

@@ -15,7 +15,7 @@ from headrace_kv.layout.layout import KvDescriptor
 from headrace_kv.receive.ledger import LayerLanded
 from headrace_kv.receive.state import TransferState
 from headrace_kv.receive.verification import DigestChecks
-from headrace_kv.send import proto as handoff_words
+from headrace_kv.send.digests import WriteDigests
 from headrace_kv.transport.factory import open_transport
 from headrace_kv.transport.in_memory import Fault, FaultKind, FaultPlan
 from tests.component.kv.harness import (
@@ -126,14 +126,7 @@ async def test_a_sender_of_repeated_corrupt_transfers_is_rejected() -> None:
 
 
 async def test_a_missing_digest_fails_the_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
-    say = handoff_words.layer_done
-
-    def silent(*arguments: object) -> object:
-        layer = say(*arguments)  # type: ignore[arg-type]
-        layer.ClearField("digest")
-        return layer
-
-    monkeypatch.setattr(handoff_words, "layer_done", silent)
+    monkeypatch.setattr(WriteDigests, "on_acknowledge", lambda *_: None)
     async with running(
         make_layout(1), make_layout(1), memory_transports(), make_checks=checks("on")
     ) as rig:

@@ -1,8 +1,9 @@
-"""What a request costs on the handoff stream: block ids and layers, and no descriptor after the first."""
+"""Bytes of a request on the handoff stream: block ids and layers, without descriptors after the first request."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,13 +14,14 @@ from headrace_kv.handoff.messages import SendReport
 from headrace_kv.layout.layout import KvDescriptor, WorkerRef
 from headrace_kv.receive.receiver import Receiver
 from headrace_kv.receive.transfer import PrefillPeer
+from headrace_kv.send.context import SenderContext
 from headrace_kv.send.sender import RankSender
 from tests.component.kv import harness
 from tests.component.kv.harness import BLOCK_TOKENS, Rig, make_layout, memory_transports, running
 
 
 class Wire:
-    """Notes what crosses the streams, by transfer, and who asks for descriptors."""
+    """Counts the messages on the streams, by transfer, and records the queries for descriptors."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.messages: dict[str, Counter[str]] = defaultdict(Counter)
@@ -32,31 +34,30 @@ class Wire:
     def _receiver_class(self) -> type[Receiver]:
         wire = self
 
-        class NotingReceiver(Receiver):
+        class RecordingReceiver(Receiver):
             def connect(self, hello: handoff_pb2.Hello, send: Any, end: Any) -> PrefillPeer:
-                def noted(response: handoff_pb2.HandoffResponse) -> None:
-                    wire.note(response)
+                def record_and_send(response: handoff_pb2.HandoffResponse) -> None:
+                    wire.record(response)
                     send(response)
 
-                return super().connect(hello, noted, end)
+                return super().connect(hello, record_and_send, end)
 
             def handle(self, peer: PrefillPeer, request: handoff_pb2.HandoffRequest) -> None:
-                wire.note(request)
+                wire.record(request)
                 super().handle(peer, request)
 
-        return NotingReceiver
+        return RecordingReceiver
 
-    def _sender(self, **settings: Any) -> RankSender:
-        inner = settings["descriptors"]
+    def _sender(self, context: SenderContext, **settings: Any) -> RankSender:
+        inner = context.descriptors
 
-        async def noted(ref: WorkerRef, deadline: Deadline) -> KvDescriptor:
+        async def query(ref: WorkerRef, deadline: Deadline) -> KvDescriptor:
             self.queries.append(ref)
-            found: KvDescriptor = await inner(ref, deadline)
-            return found
+            return await inner(ref, deadline)
 
-        return RankSender(**(settings | {"descriptors": noted}))
+        return RankSender(replace(context, descriptors=query), **settings)
 
-    def note(self, message: handoff_pb2.HandoffRequest | handoff_pb2.HandoffResponse) -> None:
+    def record(self, message: handoff_pb2.HandoffRequest | handoff_pb2.HandoffResponse) -> None:
         kind = message.WhichOneof("message")
         assert kind is not None
         self.message_bytes += message.ByteSize()
@@ -79,7 +80,7 @@ async def send(rig: Rig, block_count: int) -> list[SendReport]:
     return await rig.quiet(transfer.transfer_id)
 
 
-async def test_descriptors_travel_once_and_requests_carry_block_ids(
+async def test_descriptors_are_queried_once_and_requests_carry_block_ids(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     wire = Wire(monkeypatch)
@@ -90,7 +91,7 @@ async def test_descriptors_travel_once_and_requests_carry_block_ids(
         assert wire.queries == [rig.decode_ref] * 2
         assert len(wire.messages) == 20
         expected = {"open": 2, "reservation": 2, "layer": 12, "commit": 2}
-        await harness.until(lambda: all(noted == expected for noted in wire.messages.values()))
+        await harness.until(lambda: all(counts == expected for counts in wire.messages.values()))
 
 
 async def test_counted_bytes_are_those_on_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,8 +100,8 @@ async def test_counted_bytes_are_those_on_the_stream(monkeypatch: pytest.MonkeyP
         counted = 0
         for blocks in (1, 7, 30):
             counted += sum(report.control_bytes for report in await send(rig, blocks))
-        await harness.until(lambda: all(noted["commit"] == 2 for noted in wire.messages.values()))
-        # Messages of landed layers have a frame of 2 to 6 bytes, which no transfer owns.
+        await harness.until(lambda: all(counts["commit"] == 2 for counts in wire.messages.values()))
+        # Each message of LayerDones has a frame of 2 to 6 bytes, which counts for no transfer.
         assert counted + 2 * wire.layer_messages <= wire.message_bytes
         assert wire.message_bytes <= counted + 6 * wire.layer_messages
 
@@ -116,7 +117,7 @@ async def test_bytes_grow_with_blocks_and_layers_only() -> None:
                     (report,) = await send(rig, blocks)
                     sizes.add(report.control_bytes)
                 (found[layers, blocks],) = sizes
-    # Block ids below 128 are a byte each; larger counts of tokens and bytes take a byte more in places.
+    # Block ids below 128 take one byte each. Larger token and byte counts take one byte more in places.
     for layers in (6, 12):
         assert 4 <= found[layers, 8] - found[layers, 4] <= 4 + layers + 3
         assert 24 <= found[layers, 32] - found[layers, 8] <= 24 + 2 * layers + 3

@@ -1,4 +1,4 @@
-"""What one layer costs in memory does not depend on how long the prompt is, only on its chunk."""
+"""The memory that sending a layer takes depends on the chunk, not on the length of the prompt."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ LAYERS = 12
 CHUNK_TOKENS = 512
 SHORT, LONG = 1_024, 32_768
 SLACK_BYTES = 8_192
-"""Far below one list of a long prompt's blocks, which has 8,192 ids of 8 bytes. A long prompt's ids are objects of
-their own, which those below 257 are not: that is some 7 KB for a chunk."""
+"""Far below a list of a long prompt's 8,192 block ids of 8 bytes each. A chunk of a long prompt takes some 7 KB more,
+because Python shares only integers below 257."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes: at most allocated at once, over what there was before (least of the later layers), and left over."""
+    """Bytes above what was allocated before: peaks of the first and the later layers (least), and what is left."""
 
     first_layer_peak: int
     later_layers_peak: int
@@ -42,7 +42,7 @@ class Cost:
 async def push_layer(
     rig: Rig, transfer: IncomingTransfer, layer: int, blocks: tuple[int, ...], start: int
 ) -> int:
-    """Sends one layer of one chunk; returns the most that was allocated on the way."""
+    """Sends one layer of one chunk. Returns the peak of allocated bytes."""
     before_count = transfer.ledger.ack_count if transfer.ledger is not None else 0
     tracemalloc.reset_peak()
     before, _ = tracemalloc.get_traced_memory()
@@ -57,7 +57,7 @@ async def push_layer(
 
 
 async def cost_of(token_count: int, scattered: bool) -> Cost:
-    """Sends a prompt chunk by chunk and layer by layer, and looks at its last chunk."""
+    """Sends a prompt chunk by chunk and layer by layer, and measures its last chunk."""
     block_count = token_count // BLOCK_TOKENS
     source, target = list(range(block_count)), list(range(block_count))
     if scattered:
@@ -92,7 +92,7 @@ async def cost_of(token_count: int, scattered: bool) -> Cost:
             gc.enable()
         await push_layer(rig, transfer, LAYERS - 1, blocks, last)
         await transfer.wait()
-        # The least: what other threads allocate beside a layer can only add to its peak.
+        # The least, because other threads can only add to a layer's peak.
         return Cost(first, min(later), left)
 
 

@@ -1,4 +1,4 @@
-"""Prefill gets its blocks back within a second of an abort, at any stage and from either side (I2)."""
+"""An abort frees prefill's blocks within a second, at any stage and from either side (I2)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STAGES = ("connecting", "without a reservation", "open", "sending", "last layer"
 
 @dataclass
 class Mooncake:
-    """Transports of this module, lent to one rig after another."""
+    """Transports that the rigs of this module use in turn."""
 
     held: dict[tuple[str, int], LentTransport]
 
@@ -58,7 +58,7 @@ def mooncake() -> Iterator[Mooncake]:
 
 @asynccontextmanager
 async def rig_at(stage: str, transports: TransportSource) -> AsyncIterator[tuple[Rig, str]]:
-    """A transfer of two prefill ranks that has come as far as `stage`, and its id."""
+    """A transfer of two prefill ranks that has reached `stage`, and its id."""
     limits = ReceiverLimits(open_wait_s=30.0)
     layouts = (make_layout(2, layers=LAYERS), make_layout(1, layers=LAYERS))
     async with running(*layouts, transports, receiver_limits=limits) as rig:
@@ -103,7 +103,7 @@ async def check_release(
         start = time.monotonic()
         abort(rig, transfer_id)
         await rig.quiet(transfer_id, FREE_WITHIN_S)
-        assert not any(sender.is_active(transfer_id) for sender in rig.senders)
+        assert not rig.is_sending(transfer_id)
         if stage != "without a reservation" and abort is by_decode:
             await until(lambda: not rig.receiver.active_count, FREE_WITHIN_S)
             await until(lambda: not rig.receiver.quarantined_blocks, FREE_WITHIN_S)
@@ -126,8 +126,7 @@ async def test_over_mooncake(
     await check_release(stage, mooncake, abort)
 
 
-async def test_a_write_that_stands_still_is_given_up_with_the_lease() -> None:
-    """Nobody can call it back, but nobody waits for it beyond the lease either."""
+async def test_a_write_that_never_ends_is_abandoned_with_the_lease() -> None:
     hold = Fault(FaultKind.HOLD)
     async with running(
         make_layout(1),

@@ -1,4 +1,4 @@
-"""Several writes under way at once: order, outcomes one by one, and quiet only when the last has ended."""
+"""Several writes in flight: order, separate results, and quiet only when the last has ended."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ LAYERS = 6
 
 
 class SlowTransport(InMemoryTransport):
-    """Writes that land when the test says so, in the order that the test wants."""
+    """A transport with writes that the test ends, in any order."""
 
     pending_limit = 3
 
     def __init__(self, fabric: MemoryFabric) -> None:
         super().__init__(fabric=fabric)
-        self.under_way: deque[tuple[str, Runs, Future[WriteResult]]] = deque()
-        self.most_under_way = 0
+        self.in_flight: deque[tuple[str, Runs, Future[WriteResult]]] = deque()
+        self.max_in_flight = 0
 
     def submit(self, session: str, runs: Runs, timeout_s: float) -> Future[WriteResult]:
         future: Future[WriteResult] = Future()
-        self.under_way.append((session, runs, future))
-        self.most_under_way = max(self.most_under_way, len(self.under_way))
+        self.in_flight.append((session, runs, future))
+        self.max_in_flight = max(self.max_in_flight, len(self.in_flight))
         return future
 
-    def land(self, index: int = 0, said: WriteResult | None = None) -> None:
-        """The write that was the `index`-th to begin, of those under way, lands."""
-        session, runs, future = self.under_way[index]
-        del self.under_way[index]
+    def land(self, index: int = 0, result: WriteResult | None = None) -> None:
+        """The `index`-th of the writes in flight lands."""
+        session, runs, future = self.in_flight[index]
+        del self.in_flight[index]
         written = self.write(session, runs, 1.0)
-        future.set_result(said or written)
+        future.set_result(result or written)
 
     def fail(self, index: int = 0, error: Exception | None = None) -> None:
-        """One fails."""
-        future = self.under_way[index][2]
-        del self.under_way[index]
+        """The `index`-th of the writes in flight fails."""
+        future = self.in_flight[index][2]
+        del self.in_flight[index]
         future.set_exception(error or TransferFailed("the test fails this write"))
 
 
@@ -60,7 +60,7 @@ class SlowTransport(InMemoryTransport):
 async def rig_with(
     *, quiet_after_failure_s: float = 0.0, decode_tp: int = 1, **settings: Any
 ) -> AsyncIterator[tuple[Rig, SlowTransport]]:
-    """One prefill rank whose writes the test ends."""
+    """One prefill rank with a SlowTransport."""
     fabric = MemoryFabric()
     slow = SlowTransport(fabric)
     slow.quiet_after_failure_s = quiet_after_failure_s
@@ -72,19 +72,19 @@ async def rig_with(
         try:
             yield rig, slow
         finally:
-            while slow.under_way:
+            while slow.in_flight:
                 slow.fail()
 
 
-async def begun(
+async def start_transfer(
     rig: Rig, slow: SlowTransport, *, seconds: float = 20.0, writes: int = 3
 ) -> IncomingTransfer:
-    """A transfer of six layers of which the first writes are under way."""
+    """A transfer of six layers with the first `writes` in flight."""
     transfer = rig.reserve(TOKENS)
     rig.open(rig.target(transfer, timeout_s=seconds))
-    before = len(slow.under_way)
+    before = len(slow.in_flight)
     rig.push(transfer.transfer_id, BLOCKS, 0, TOKENS)
-    await until(lambda: len(slow.under_way) == before + writes)
+    await until(lambda: len(slow.in_flight) == before + writes)
     return transfer
 
 
@@ -92,22 +92,22 @@ def acks(transfer: IncomingTransfer) -> int:
     return transfer.ledger.ack_count if transfer.ledger is not None else 0
 
 
-async def test_later_pieces_start_before_earlier_ones_have_landed() -> None:
+async def test_later_writes_start_before_earlier_ones_have_landed() -> None:
     async with rig_with() as (rig, slow):
         truth = rig.fill(BLOCKS, seed=1)
-        transfer = await begun(rig, slow)
+        transfer = await start_transfer(rig, slow)
         await asyncio.sleep(0.05)
-        assert len(slow.under_way) == 3
+        assert len(slow.in_flight) == 3
         assert acks(transfer) == 0
         for landed in range(1, 7):
             slow.land()
             await until(lambda n=landed: acks(transfer) == n)  # type: ignore[misc]
-            await until(lambda n=landed: len(slow.under_way) == min(3, 6 - n))  # type: ignore[misc]
+            await until(lambda n=landed: len(slow.in_flight) == min(3, 6 - n))  # type: ignore[misc]
         summary = await transfer.wait()
         assert summary.acknowledgement_count == LAYERS
         rig.check_bytes(truth, transfer.reservation)
         (report,) = await rig.quiet(transfer.transfer_id)
-        assert slow.most_under_way == 3
+        assert slow.max_in_flight == 3
         assert [sent.layer for sent in report.layers] == list(range(LAYERS))
         assert {(s.transport, s.strategy) for s in report.layers} == {("in_memory", "direct")}
         assert all(sent.entry_count == sent.run_count for sent in report.layers)
@@ -120,26 +120,26 @@ async def test_writes_of_several_transfers_share_the_window() -> None:
         for transfer in (first, second):
             rig.open(rig.target(transfer))
             rig.push(transfer.transfer_id, BLOCKS, 0, TOKENS, range(1))
-        await until(lambda: len(slow.under_way) == 2)
+        await until(lambda: len(slow.in_flight) == 2)
         for transfer in (first, second):
             rig.push(transfer.transfer_id, BLOCKS, 0, TOKENS, range(1, LAYERS))
         for _ in range(2 * LAYERS):
-            await until(lambda: bool(slow.under_way))
+            await until(lambda: bool(slow.in_flight))
             slow.land()
         for transfer in (first, second):
             await transfer.wait()
             rig.check_bytes(truth, transfer.reservation)
 
 
-async def test_what_lands_out_of_order_is_told_in_order() -> None:
-    """The second chunk of a layer lands first: decode must not see a gap."""
+async def test_writes_that_land_out_of_order_are_acknowledged_in_order() -> None:
+    """The later chunks of a layer land first. Decode must not see a gap."""
     async with rig_with() as (rig, slow):
         truth = rig.fill(BLOCKS, seed=1)
         transfer = rig.reserve(TOKENS)
         rig.open(rig.target(transfer))
         for start in range(0, TOKENS, BLOCK_TOKENS):
             rig.push(transfer.transfer_id, BLOCKS, start, start + BLOCK_TOKENS, layers=range(1))
-        await until(lambda: len(slow.under_way) == 3)
+        await until(lambda: len(slow.in_flight) == 3)
         slow.land(2)
         slow.land(1)
         await asyncio.sleep(0.05)
@@ -148,21 +148,21 @@ async def test_what_lands_out_of_order_is_told_in_order() -> None:
         await until(lambda: acks(transfer) == 3)
         rig.push(transfer.transfer_id, BLOCKS, 0, TOKENS, layers=range(1, LAYERS))
         for _ in range(LAYERS - 1):
-            await until(lambda: bool(slow.under_way))
-            slow.land(len(slow.under_way) - 1)
+            await until(lambda: bool(slow.in_flight))
+            slow.land(len(slow.in_flight) - 1)
         await transfer.wait()
         rig.check_bytes(truth, transfer.reservation)
 
 
-async def test_a_piece_in_several_batches_has_landed_with_its_last() -> None:
+async def test_a_write_in_several_batches_has_landed_with_its_last() -> None:
     async with rig_with() as (rig, slow):
         slow.entry_limit = 4
         truth = rig.fill(BLOCKS, seed=1)
         transfer = rig.reserve(TOKENS)
         rig.open(rig.target(transfer))
         rig.push(transfer.transfer_id, BLOCKS, 0, TOKENS, layers=range(1))
-        # Decode's blocks run backwards, so that nothing of the 3 blocks in 2 parts merges.
-        await until(lambda: len(slow.under_way) == 2)
+        # Decode's block ids descend, so that the 3 blocks in 2 parts do not merge.
+        await until(lambda: len(slow.in_flight) == 2)
         slow.land(1, WriteResult("mooncake/tcp", "gather_scatter", 1))
         await asyncio.sleep(0.05)
         assert acks(transfer) == 0
@@ -170,7 +170,7 @@ async def test_a_piece_in_several_batches_has_landed_with_its_last() -> None:
         await until(lambda: acks(transfer) == 1)
         rig.push(transfer.transfer_id, BLOCKS, 0, TOKENS, layers=range(1, LAYERS))
         for _ in range(2 * (LAYERS - 1)):
-            await until(lambda: bool(slow.under_way))
+            await until(lambda: bool(slow.in_flight))
             slow.land()
         await transfer.wait()
         rig.check_bytes(truth, transfer.reservation)
@@ -184,31 +184,31 @@ async def test_a_piece_in_several_batches_has_landed_with_its_last() -> None:
         assert report.layers[1].entry_count == 6
 
 
-async def test_one_sessions_bytes_under_way_are_bounded() -> None:
+async def test_one_sessions_bytes_in_flight_are_bounded() -> None:
     async with rig_with() as (rig, slow):
         layer_bytes = rig.prefill.groups[0].bytes_between(0, TOKENS, heads=4)
         slow.byte_limit = 2 * layer_bytes
         rig.fill(BLOCKS, seed=1)
-        transfer = await begun(rig, slow, writes=2)
+        transfer = await start_transfer(rig, slow, writes=2)
         await asyncio.sleep(0.05)
-        assert len(slow.under_way) == 2
+        assert len(slow.in_flight) == 2
         for _ in range(LAYERS):
-            await until(lambda: bool(slow.under_way))
+            await until(lambda: bool(slow.in_flight))
             slow.land()
         await transfer.wait()
-        assert slow.most_under_way == 2
+        assert slow.max_in_flight == 2
 
 
-async def test_one_ranks_full_window_leaves_the_other_rank_its_own() -> None:
+async def test_each_decode_rank_has_its_own_window() -> None:
     async with rig_with(decode_tp=2) as (rig, slow):
         truth = rig.fill(BLOCKS, seed=1)
-        transfer = await begun(rig, slow, writes=6)
-        assert sorted(session for session, _, _ in slow.under_way) == sorted(
+        transfer = await start_transfer(rig, slow, writes=6)
+        assert sorted(session for session, _, _ in slow.in_flight) == sorted(
             [arena.memory.session for arena in rig.destinations] * 3
         )
         for _ in range(2 * LAYERS):
-            await until(lambda: bool(slow.under_way))
-            slow.land(len(slow.under_way) - 1)
+            await until(lambda: bool(slow.in_flight))
+            slow.land(len(slow.in_flight) - 1)
         await transfer.wait()
         rig.check_bytes(truth, transfer.reservation)
 
@@ -221,30 +221,30 @@ async def test_a_failed_write_fails_its_transfer_and_not_its_neighbour() -> None
             rig.open(rig.target(transfer))
             await until(lambda t=transfer: t.state is TransferState.OPEN)  # type: ignore[misc]
         rig.push(doomed.transfer_id, BLOCKS, 0, TOKENS, layers=range(2))
-        await until(lambda: len(slow.under_way) == 2)
+        await until(lambda: len(slow.in_flight) == 2)
         rig.push(fine.transfer_id, BLOCKS, 0, TOKENS)
-        await until(lambda: len(slow.under_way) == 3)
+        await until(lambda: len(slow.in_flight) == 3)
         slow.fail(0)
         with pytest.raises(TransferFailed, match="the test fails this write"):
             await doomed.wait()
         await asyncio.sleep(0.4)
-        # Its other write can still land: the blocks on both sides stay as they are.
+        # The other write can still land, so the blocks on both sides stay held.
         assert not rig.released
-        assert rig.senders[0].is_active(doomed.transfer_id)
+        assert rig.is_sending(doomed.transfer_id)
         slow.land(0)
         await until(lambda: rig.released_ids() == [doomed.transfer_id])
-        assert not rig.senders[0].is_active(doomed.transfer_id)
+        assert not rig.is_sending(doomed.transfer_id)
         for _ in range(LAYERS):
-            await until(lambda: bool(slow.under_way))
+            await until(lambda: bool(slow.in_flight))
             slow.land()
         await fine.wait()
         rig.check_bytes(truth, fine.reservation)
 
 
-async def test_the_time_after_a_failure_counts_from_the_last_failure() -> None:
+async def test_the_quiet_time_counts_from_the_last_failure() -> None:
     async with rig_with(quiet_after_failure_s=0.3) as (rig, slow):
         rig.fill(BLOCKS, seed=1)
-        transfer = await begun(rig, slow)
+        transfer = await start_transfer(rig, slow)
         slow.fail()
         with pytest.raises(TransferFailed):
             await transfer.wait()
@@ -256,33 +256,33 @@ async def test_the_time_after_a_failure_counts_from_the_last_failure() -> None:
         assert rig.released[0][1] - last >= 0.3
 
 
-async def test_cancelled_blocks_stay_held_while_writes_are_under_way() -> None:
+async def test_cancelled_blocks_stay_held_while_writes_are_in_flight() -> None:
     """I1 and I2: neither side may reuse a block that a pending write reads or fills."""
     async with rig_with() as (rig, slow):
         rig.fill(BLOCKS, seed=1)
-        transfer = await begun(rig, slow)
+        transfer = await start_transfer(rig, slow)
         rig.receiver.cancel(transfer.transfer_id, Cancelled.reason, "the client left")
         await asyncio.sleep(0.2)
-        assert len(slow.under_way) == 3
+        assert len(slow.in_flight) == 3
         for _ in range(3):
             assert not rig.released
             assert rig.receiver.quarantined_blocks == 3
-            assert rig.senders[0].is_active(transfer.transfer_id)
+            assert rig.is_sending(transfer.transfer_id)
             assert not rig.reports
             slow.land()
             await asyncio.sleep(0.02)
         await until(lambda: rig.released_ids() == [transfer.transfer_id])
         (report,) = await rig.quiet(transfer.transfer_id)
         assert (report.reason, report.layers) == ("CANCELLED", ())
-        assert not rig.senders[0].is_active(transfer.transfer_id)
+        assert not rig.is_sending(transfer.transfer_id)
 
 
 async def test_a_deadline_names_the_layers_that_have_not_landed() -> None:
     async with rig_with() as (rig, slow):
         rig.fill(BLOCKS, seed=1)
-        transfer = await begun(rig, slow, seconds=0.4)
+        transfer = await start_transfer(rig, slow, seconds=0.4)
         slow.land()
-        await until(lambda: acks(transfer) == 1 and len(slow.under_way) == 3)
+        await until(lambda: acks(transfer) == 1 and len(slow.in_flight) == 3)
         with pytest.raises(TransferTimeout, match=r"layers 1, 2, 3, 4, 5 \(5 of 6\)"):
             await transfer.wait()
         await asyncio.sleep(0.1)
@@ -295,24 +295,24 @@ async def test_a_deadline_names_the_layers_that_have_not_landed() -> None:
         assert report.reason == "TRANSFER_TIMEOUT"
 
 
-async def test_nothing_starts_once_the_lease_is_gone_and_quiet_waits() -> None:
+async def test_no_write_starts_without_a_lease_and_quiet_waits_for_the_others() -> None:
     async with rig_with(lease_ttl_s=0.3, quarantine_s=0.1) as (rig, slow):
         rig.fill(BLOCKS, seed=1)
-        transfer = await begun(rig, slow)
-        # One loop runs both ends here, so this stops decode's renewals and the sender's reading.
+        transfer = await start_transfer(rig, slow)
+        # Both ends share an event loop, so this stops decode's renewals and the sender's reading.
         time.sleep(0.5)  # noqa: ASYNC251
         slow.land()
         time.sleep(0.1)  # noqa: ASYNC251
-        assert len(slow.under_way) == 2
+        assert len(slow.in_flight) == 2
         assert not rig.reports
         await asyncio.sleep(0.1)
-        assert rig.senders[0].is_active(transfer.transfer_id)
+        assert rig.is_sending(transfer.transfer_id)
         slow.land()
         slow.land()
         (report,) = await rig.quiet(transfer.transfer_id)
         assert report.reason == "TRANSFER_FAILED"
         assert "lease" in report.detail
-        assert len(slow.under_way) == 0
+        assert len(slow.in_flight) == 0
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
@@ -321,9 +321,9 @@ async def test_a_transports_bug_fails_one_transfer(
 ) -> None:
     async with rig_with() as (rig, slow):
         truth = rig.fill(BLOCKS, seed=1)
-        transfer = await begun(rig, slow)
+        transfer = await start_transfer(rig, slow)
         if cancelled:
-            slow.under_way.popleft()[2].cancel()
+            slow.in_flight.popleft()[2].cancel()
         else:
             slow.fail(0, ZeroDivisionError("a bug"))
         slow.land()
@@ -331,18 +331,20 @@ async def test_a_transports_bug_fails_one_transfer(
         with pytest.raises(TransferFailed, match="met a bug"):
             await transfer.wait()
         assert "met a bug" in caplog.text
-        fine = await begun(rig, slow)
+        fine = await start_transfer(rig, slow)
         for _ in range(LAYERS):
-            await until(lambda: bool(slow.under_way))
+            await until(lambda: bool(slow.in_flight))
             slow.land()
         await fine.wait()
         rig.check_bytes(truth, fine.reservation)
 
 
-async def test_closing_waits_for_writes_but_not_for_ever(caplog: pytest.LogCaptureFixture) -> None:
+async def test_closing_waits_for_writes_until_they_are_overdue(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with rig_with(lease_ttl_s=0.5) as (rig, slow):
         rig.fill(BLOCKS, seed=1)
-        transfer = await begun(rig, slow)
+        transfer = await start_transfer(rig, slow)
         (sender,) = rig.senders
         sender.close()
         await asyncio.sleep(0.3)
@@ -350,9 +352,9 @@ async def test_closing_waits_for_writes_but_not_for_ever(caplog: pytest.LogCaptu
         start = time.monotonic()
         await asyncio.wait_for(asyncio.wrap_future(sender.closed), 8.0)
         assert time.monotonic() - start < 5.0
-        # Nobody may claim that these writes have ended.
+        # These writes may never be reported as ended.
         assert not rig.reports
-        assert sender.is_active(transfer.transfer_id)
+        assert rig.is_sending(transfer.transfer_id)
         assert "did not end its writes in time" in caplog.text
         assert not np.any(rig.destinations[0].cells)
 
@@ -360,7 +362,7 @@ async def test_closing_waits_for_writes_but_not_for_ever(caplog: pytest.LogCaptu
 async def test_closing_reports_once_the_writes_have_ended() -> None:
     async with rig_with() as (rig, slow):
         rig.fill(BLOCKS, seed=1)
-        transfer = await begun(rig, slow)
+        transfer = await start_transfer(rig, slow)
         (sender,) = rig.senders
         sender.close()
         await asyncio.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Digests: the same on both sides, whatever the runs are like and however they are listed."""
+"""Digests are the same on both sides, for any runs in any order."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_both_sides_agree_on_any_list_of_runs(count: int, length_max: int, seed:
     assert destination_digest(HOST_MEMORY, runs) != expected
 
 
-def test_sampling_takes_its_share_and_both_sides_the_same() -> None:
+def test_sampling_selects_its_share_and_the_same_pairs_on_both_sides() -> None:
     pairs = [(f"x{number:032x}", layer) for number in range(200) for layer in range(40)]
     chosen = [is_digested(digest_share("sampled"), *pair) for pair in pairs]
     assert chosen == [is_digested(SAMPLED_SHARE, *pair) for pair in pairs]

@@ -1,4 +1,4 @@
-"""Lease arithmetic, with the clock in hand."""
+"""Lease arithmetic, with given times."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def test_renewals_extend() -> None:
     assert lease.remaining_s(16.0) == 0.0
 
 
-def test_an_expired_lease_stays_dead() -> None:
+def test_an_expired_lease_stays_expired() -> None:
     lease = WriteLease(0.0, 0.0, 1.0)
     assert not lease.renew(1.0, 1.0, 5.0)
     assert not lease.alive(1.5)
     assert not WriteLease.none().alive(0.0)
 
 
-def test_a_revoked_lease_stays_dead() -> None:
+def test_a_revoked_lease_stays_revoked() -> None:
     lease = WriteLease(0.0, 0.0, 10.0)
     lease.revoke()
     assert not lease.alive(0.0)
@@ -35,7 +35,7 @@ def test_a_revoked_lease_stays_dead() -> None:
 def test_a_renewal_counts_from_when_it_was_sent() -> None:
     lease = WriteLease(0.0, 0.1, 2.0)
     assert lease.renew(1.9, 0.6, 2.0)
-    # 0.1 is the fastest that a message has crossed.
+    # The fastest message took 0.1 s.
     assert lease.alive(2.69)
     assert not lease.alive(2.71)
     quick = WriteLease(0.0, 0.5, 2.0)
@@ -44,7 +44,7 @@ def test_a_renewal_counts_from_when_it_was_sent() -> None:
 
 
 def test_renewals_read_ever_later_do_not_add_up() -> None:
-    """Decode is gone after the tenth renewal; the sender reads them one at a time, each as late as it can."""
+    """Decode stops after the tenth renewal. The sender reads each renewal as late as possible."""
     ttl_s = 3.0
     lease = WriteLease(0.0, 0.0, ttl_s)
     now_s = 0.0
@@ -64,7 +64,7 @@ def test_renewals_read_ever_later_do_not_add_up() -> None:
 def test_quarantine_outlasts_every_lease(
     hello_share: float, welcome_share: float, delays_s: list[float]
 ) -> None:
-    """Whatever each message takes, the lease is over two times to live after decode sent its last renewal."""
+    """For any delays, the lease is over two times to live after decode sent its last renewal."""
     ttl_s, origin_s = 2.0, 100.0
     latency_s = welcome_share * ttl_s
     hello_s = origin_s - hello_share * (ttl_s - latency_s)
@@ -80,7 +80,7 @@ def test_quarantine_outlasts_every_lease(
 
 
 @given(st.lists(st.floats(0.0, 100.0), min_size=1, max_size=60))
-def test_standing_still_does_not_count(gaps: list[float]) -> None:
+def test_time_in_which_the_process_stood_still_does_not_count(gaps: list[float]) -> None:
     policy = QuarantinePolicy(lease_ttl_s=1.0, transport_s=1.0)
     quarantine = Quarantine(policy, now_s=0.0)
     now_s = counted_s = 0.0

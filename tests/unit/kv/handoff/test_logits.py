@@ -1,4 +1,4 @@
-"""Logits in parts: only the whole, in order and intact, is taken."""
+"""Logits in parts: accepted only in order, complete and unchanged."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ def parts_of(size: int) -> tuple[bytes, list[handoff_pb2.LogitsPart]]:
 
 
 @pytest.mark.parametrize("size", SIZES)
-async def test_what_is_sent_arrives(size: int) -> None:
+async def test_sent_logits_are_received(size: int) -> None:
     logits, parts = parts_of(size)
     incoming = IncomingLogits("x1", size)
     for part in parts:
         assert not incoming.complete
         assert part.transfer_id == "x1"
         assert len(part.data) <= PART_BYTES
-        incoming.take(part)
+        incoming.receive_part(part)
     assert incoming.complete
     assert await incoming.wait() == logits
 
 
-async def test_who_waits_hears_that_none_come() -> None:
+async def test_a_waiter_gets_none_when_the_logits_end() -> None:
     incoming = IncomingLogits("x1", 8)
     waiting = asyncio.create_task(incoming.wait())
     await asyncio.sleep(0)
@@ -41,11 +41,11 @@ async def test_who_waits_hears_that_none_come() -> None:
     assert await waiting is None
 
 
-def test_where_none_are_due_none_are_taken() -> None:
+def test_a_part_is_refused_where_none_is_due() -> None:
     incoming = IncomingLogits("x1", 0)
     assert incoming.complete
     with pytest.raises(ProtocolViolation):
-        incoming.take(parts_of(8)[1][0])
+        incoming.receive_part(parts_of(8)[1][0])
 
 
 Change = Callable[[handoff_pb2.LogitsPart], None]
@@ -67,16 +67,16 @@ def test_a_wrong_part_is_refused(name: str) -> None:
     _, parts = parts_of(PART_BYTES + 100)
     incoming = IncomingLogits("x1", PART_BYTES + 100)
     for part in parts[:place]:
-        incoming.take(part)
+        incoming.receive_part(part)
     change(parts[place])
     with pytest.raises(error, match="x1"):
-        incoming.take(parts[place])
+        incoming.receive_part(parts[place])
     assert not incoming.complete
 
 
-def test_nothing_is_taken_after_the_whole() -> None:
+def test_a_part_after_the_last_is_refused() -> None:
     _, parts = parts_of(8)
     incoming = IncomingLogits("x1", 8)
-    incoming.take(parts[0])
+    incoming.receive_part(parts[0])
     with pytest.raises(ProtocolViolation):
-        incoming.take(parts[0])
+        incoming.receive_part(parts[0])

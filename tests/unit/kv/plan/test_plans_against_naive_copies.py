@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from headrace_common.deadlines import Deadline
-from headrace_kv.handoff.messages import LayerRange, LayerSent, Reservation, TransferTarget
+from headrace_kv.handoff.messages import LayerRange, Reservation
 from headrace_kv.layout.compatibility import require_compatible
 from headrace_kv.layout.layout import (
     STATE,
@@ -28,7 +28,6 @@ from headrace_kv.layout.layout import (
     Part,
     RankMemory,
     Region,
-    WorkerRef,
 )
 from headrace_kv.plan.copy_plan import CopyPlanner, Runs
 from headrace_kv.plan.regions import HEAD_OUTER, place_regions
@@ -36,7 +35,7 @@ from headrace_kv.plan.shard_map import heads_held
 from headrace_kv.receive.ledger import LayerLanded, Ledger
 from headrace_kv.receive.local_broadcast import LocalBroadcast, LocalJob, copy_in_process
 from headrace_kv.receive.local_ledger import LocalLedger
-from headrace_kv.send.transfer import OutgoingTransfer
+from headrace_kv.send.layer_write import WritePlan
 from headrace_kv.transport.in_memory import InMemoryTransport, MemoryFabric
 
 SPARE_BLOCKS = 2
@@ -262,10 +261,8 @@ def send(
     written: list[NDArray[np.uint8]],
 ) -> None:
     """Does what a rank's sender does, chunk by chunk, and notes every byte written."""
-    wanted = TransferTarget("x", WorkerRef("d", "1"), "", reservation.start_token, ends[-1], 0.0)
-    outgoing = OutgoingTransfer(wanted, 0.0)
-    outgoing.plan(rank, source.layout, target.layout)
-    outgoing.reserve(reservation)
+    plan = WritePlan("x", rank, source.layout, target.layout)
+    plan.reserve(reservation)
     planners = [CopyPlanner(source.memories[rank], memory) for memory in target.memories]
     begin = 0
     for end in ends:
@@ -274,21 +271,17 @@ def send(
             if source.layout.groups[index].kind == STATE and end != ends[-1]:
                 continue
             piece = LayerRange("x", layer, begin, end, source.block_ids[index], 0)
-            for copy in outgoing.copies(piece):
-                destination = copy.edge.destination_rank
-                runs = planners[destination].plan(copy.edge, layer, copy.span)
+            for edge, span in plan.claim(piece):
+                destination = edge.destination_rank
+                runs = planners[destination].plan(edge, layer, span)
                 assert len(runs.sort_and_merge()) == len(runs)
                 memory = target.memories[destination]
                 source.transports[rank].write(memory.session, runs, 5.0)
                 note(memory, runs, written)
                 nbytes = runs.payload_bytes
                 key = (rank, destination, layer)
-                start, stop, count = copy.start_token, copy.end_token, len(runs)
-                assert ledger.land(key, start, stop, nbytes)
-                local.land(LayerLanded(copy.edge, layer, start, stop, None))
-                sent = LayerSent(
-                    layer, destination, start, stop, nbytes, count, 0, 0, 0, "in_memory", "", count
-                )
-                outgoing.landed(copy, sent)
+                assert ledger.land(key, span.start_token, span.end_token, nbytes)
+                local.land(LayerLanded(edge, layer, span.start_token, span.end_token, None))
+                plan.landed(layer, destination, span.end_token)
         begin = end
-    assert outgoing.complete
+    assert plan.complete

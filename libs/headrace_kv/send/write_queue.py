@@ -1,0 +1,160 @@
+"""Which write starts next, and how many may be in flight. Used by the sender's thread only."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from headrace_kv.send.layer_write import LayerWrite
+from headrace_kv.send.peer import SenderPeer
+from headrace_kv.send.transfer import OutgoingTransfer
+from headrace_kv.transport.base import KvTransport, WriteResult
+
+Step = tuple[OutgoingTransfer, LayerWrite | None]
+"""The next batch of the write is to be started; without a write, the transfer's next range is to be planned."""
+
+
+class _PeerQueue:
+    """The waiting transfers and writes of one decode worker.
+
+    `ready` holds transfers with ranges to plan, each once; `backlog` the writes of the range that was planned last.
+    `has_turn` belongs to RoundRobinQueue.
+    """
+
+    def __init__(self) -> None:
+        self.ready: OrderedDict[OutgoingTransfer, None] = OrderedDict()
+        self.backlog: deque[Step] = deque()
+        self.has_turn = False
+
+    def next_step(self) -> Step | None:
+        """The first write with a batch left, else the next transfer with a range, which leaves the queue.
+
+        Drops stopped transfers and writes without a batch left.
+        """
+        while self.backlog:
+            transfer, write = step = self.backlog[0]
+            if not transfer.stopped and write is not None and write.next_batch is not None:
+                return step
+            self.backlog.popleft()
+        while self.ready:
+            transfer, _ = self.ready.popitem(last=False)
+            if not transfer.stopped and transfer.has_ranges:
+                return transfer, None
+        return None
+
+
+class RoundRobinQueue:
+    """The decode workers with waiting writes, in turn. A worker without room in its window delays no other."""
+
+    def __init__(self, has_room: Callable[[str, int], bool]) -> None:
+        self._has_room = has_room
+        self._queues: dict[SenderPeer, _PeerQueue] = {}
+        self._turns: deque[_PeerQueue] = deque()
+        self._stalled = False
+
+    @property
+    def idle(self) -> bool:
+        """Whether the last `next_step` found nothing to do, and nothing was added since."""
+        return self._stalled or not self._turns
+
+    def add_transfer(self, transfer: OutgoingTransfer) -> None:
+        """The transfer has ranges to plan."""
+        queue = self._queue_of(transfer.peer)
+        queue.ready[transfer] = None
+        self._give_turn(queue)
+
+    def add_write(self, transfer: OutgoingTransfer, write: LayerWrite) -> None:
+        """A write of the range that was planned last is to be started."""
+        self._queue_of(transfer.peer).backlog.append((transfer, write))
+
+    def remove_peer(self, peer: SenderPeer) -> None:
+        """The stream to a decode worker is lost."""
+        queue = self._queues.pop(peer, None)
+        if queue is not None and queue.has_turn:
+            self._turns.remove(queue)
+
+    def next_step(self) -> Step | None:
+        """What to do next; None when every worker waits for a batch to end."""
+        for _ in range(len(self._turns)):
+            queue = self._turns.popleft()
+            queue.has_turn = False
+            step = queue.next_step()
+            if step is None:
+                continue
+            self._give_turn(queue)
+            write = step[1]
+            if write is None or self._has_room(write.session, write.next_bytes):
+                return step
+        self._stalled = bool(self._turns)
+        return None
+
+    def _queue_of(self, peer: SenderPeer) -> _PeerQueue:
+        queue = self._queues.get(peer)
+        if queue is None:
+            queue = self._queues[peer] = _PeerQueue()
+        return queue
+
+    def _give_turn(self, queue: _PeerQueue) -> None:
+        self._stalled = False
+        if not queue.has_turn:
+            queue.has_turn = True
+            self._turns.append(queue)
+
+
+class WriteWindow:
+    """Gives batches to the transport, and bounds how much is in flight to a session.
+
+    A session has at most `pending_limit` batches in flight, and no more bytes than one write may have. Those bytes
+    land well within a write lease.
+    """
+
+    def __init__(self, transport: KvTransport) -> None:
+        self._transport = transport
+        self._in_flight: dict[
+            Future[WriteResult], tuple[OutgoingTransfer, LayerWrite, int, float]
+        ] = {}
+        self._sessions: dict[str, tuple[int, int]] = {}
+
+    def has_room(self, session: str, payload_bytes: int) -> bool:
+        """Whether a batch of `payload_bytes` may start."""
+        count, nbytes = self._sessions.get(session, (0, 0))
+        if not count:
+            return True
+        return (
+            count < self._transport.pending_limit
+            and nbytes + payload_bytes <= self._transport.byte_limit
+        )
+
+    def start(
+        self, transfer: OutgoingTransfer, write: LayerWrite, now_s: float, timeout_s: float
+    ) -> Future[WriteResult]:
+        """Starts the write's next batch. Every failure is in the future. Call `end` when that is done."""
+        nbytes = write.next_bytes
+        batch = write.start_batch()
+        count, before = self._sessions.get(write.session, (0, 0))
+        self._sessions[write.session] = (count + 1, before + nbytes)
+        transfer.batch_started()
+        try:
+            future = self._transport.submit(write.session, batch, timeout_s)
+        except Exception as error:  # noqa: BLE001 - a result like any other
+            future = Future()
+            future.set_exception(error)
+        self._in_flight[future] = (transfer, write, nbytes, now_s + timeout_s)
+        return future
+
+    def end(self, future: Future[WriteResult]) -> tuple[OutgoingTransfer, LayerWrite]:
+        """Frees the room of a batch that has ended; returns what it was a batch of."""
+        transfer, write, nbytes, _ = self._in_flight.pop(future)
+        transfer.batch_ended()
+        count, before = self._sessions[write.session]
+        if count == 1:
+            del self._sessions[write.session]
+        else:
+            self._sessions[write.session] = (count - 1, before - nbytes)
+        return transfer, write
+
+    def overdue(self, now_s: float, grace_s: float) -> bool:
+        """Whether batches are in flight, and all should have ended more than `grace_s` ago."""
+        ends_s = max((end_s for *_, end_s in self._in_flight.values()), default=now_s)
+        return now_s > ends_s + grace_s

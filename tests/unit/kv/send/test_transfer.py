@@ -1,0 +1,156 @@
+"""The state of one outgoing transfer, event by event."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from headrace_common.errors import ProtocolViolation
+from headrace_kv.handoff.messages import Reservation
+from headrace_kv.send.layer_write import WritePlan
+from headrace_kv.send.transfer import OutgoingTransfer
+from headrace_kv.transport.base import WriteResult
+from tests.unit.kv.send.support import BLOCK_TOKENS, LAYOUT, make_range, make_transfer, make_write
+
+TOKENS = 2 * BLOCK_TOKENS
+RESERVATION = Reservation("a", (0, 1), 0, TOKENS)
+LANDED = WriteResult("in_memory", "direct", 1)
+
+
+def sending(*, with_logits: bool = False) -> OutgoingTransfer:
+    """A transfer of two layers that has its reservation."""
+    transfer = make_transfer("a", with_logits=with_logits)
+    transfer.planned(WritePlan("a", 0, LAYOUT, LAYOUT))
+    transfer.open_sent(1.0)
+    transfer.reservation_received(RESERVATION)
+    return transfer
+
+
+def land(transfer: OutgoingTransfer, layer: int) -> None:
+    """Plans, writes and acknowledges one whole layer."""
+    (_,) = transfer.claim(make_range("a", layer, TOKENS))
+    write = make_write("a", layer, TOKENS)
+    transfer.write_planned(write)
+    write.start_batch()
+    write.batch_landed(LANDED, 0)
+    assert transfer.next_landed() is write
+
+
+async def test_timeouts_name_what_was_waited_for() -> None:
+    transfer = make_transfer("a", with_logits=True)
+    named = [transfer.timeout_error().detail]
+    transfer.planned(WritePlan("a", 0, LAYOUT, LAYOUT))
+    transfer.open_sent(1.0)
+    named.append(transfer.timeout_error().detail)
+    transfer.reservation_received(RESERVATION)
+    named.append(transfer.timeout_error().detail)
+    land(transfer, 1)
+    named.append(transfer.timeout_error().detail)
+    land(transfer, 0)
+    named.append(transfer.timeout_error().detail)
+    assert [detail.partition("while waiting for ")[2] for detail in named] == [
+        "the handshake with a@1",
+        "the reservation of a@1",
+        "layers 0, 1 (2 of 2)",
+        "layers 0 (1 of 2)",
+        "the logits",
+    ]
+
+
+async def test_it_is_complete_when_every_layer_landed_and_the_logits_are_sent() -> None:
+    transfer = sending(with_logits=True)
+    complete = [transfer.complete]
+    for layer in range(2):
+        land(transfer, layer)
+        complete.append(transfer.complete)
+    assert transfer.logits is not None
+    assert not list(transfer.logits.take_parts())
+    transfer.logits.supply(b"logits")
+    (part,) = transfer.logits.take_parts()
+    assert part.logits.data == b"logits"
+    assert not list(transfer.logits.take_parts())
+    assert [*complete, transfer.complete] == [False, False, False, True]
+    assert transfer.payload_bytes == 200
+    assert [sent.layer for sent in transfer.report().layers] == [0, 1]
+
+
+async def test_open_is_sent_again_until_it_is_answered() -> None:
+    transfer = make_transfer("a")
+    assert not transfer.must_ask_again(5.0)
+    transfer.planned(WritePlan("a", 0, LAYOUT, LAYOUT))
+    transfer.open_sent(1.0)
+    assert not transfer.must_ask_again(0.9)
+    assert transfer.must_ask_again(1.0)
+    with pytest.raises(ProtocolViolation):
+        transfer.reservation_received(Reservation("a", (0,), 0, TOKENS))
+    assert transfer.awaits_reservation
+    transfer.reservation_received(RESERVATION)
+    assert not transfer.must_ask_again(5.0)
+
+
+async def test_writes_are_acknowledged_in_the_order_of_planning() -> None:
+    transfer = sending()
+    first, second = make_write("a"), make_write("a", end_token=TOKENS)
+    for write in (first, second):
+        transfer.write_planned(write)
+        write.start_batch()
+    second.batch_landed(LANDED, 0)
+    assert transfer.next_landed() is None
+    first.batch_landed(LANDED, 0)
+    assert [transfer.next_landed() for _ in range(3)] == [first, second, None]
+
+
+async def test_it_is_quiet_after_the_last_batch_and_the_longest_quiet_time() -> None:
+    transfer = sending()
+    for _ in range(2):
+        transfer.batch_started()
+    transfer.batch_ended()
+    transfer.batch_failed(7.0)
+    transfer.stop("TRANSFER_FAILED", "first")
+    transfer.stop("CANCELLED", "second")
+    assert transfer.quiet_at_s() is None
+    transfer.batch_ended()
+    transfer.batch_failed(6.0)
+    assert transfer.quiet_at_s() == 7.0
+    report = transfer.report()
+    assert (report.reason, report.detail) == ("TRANSFER_FAILED", "first")
+
+
+async def test_a_stopped_transfer_acknowledges_nothing() -> None:
+    transfer = sending()
+    write = make_write("a")
+    transfer.write_planned(write)
+    transfer.range_pushed(make_range("a", 1))
+    write.start_batch()
+    transfer.stop("CANCELLED", "")
+    write.batch_landed(LANDED, 0)
+    assert transfer.next_landed() is None
+    assert not transfer.sending
+    assert transfer.drop_ranges() == 1
+    assert not transfer.has_ranges
+
+
+@pytest.mark.parametrize("end", [OutgoingTransfer.commit_sent, OutgoingTransfer.stream_lost])
+async def test_decode_waits_from_open_to_the_end(end: Callable[[OutgoingTransfer], None]) -> None:
+    transfer = make_transfer("a")
+    waits = [transfer.decode_waits]
+    for event in (lambda t: t.open_sent(1.0), lambda t: t.stop("CANCELLED", ""), end):
+        event(transfer)
+        waits.append(transfer.decode_waits)
+    assert waits == [False, True, True, False]
+
+
+async def test_a_short_push_is_noticed_when_nothing_is_left_to_land() -> None:
+    transfer = sending()
+    write = make_write("a")
+    transfer.write_planned(write)
+    transfer.range_pushed(make_range("a"))
+    transfer.push_finished()
+    short = [transfer.ended_short]
+    transfer.next_range()
+    short.append(transfer.ended_short)
+    write.start_batch()
+    write.batch_landed(LANDED, 0)
+    transfer.next_landed()
+    assert [*short, transfer.ended_short] == [False, False, True]
