@@ -146,7 +146,7 @@ class Site:
         view.update(members)
         prefixes.update(members)
         for number in range(decode_count, count):
-            queue.add_credits(queue.join(worker_ref(number), MODEL, _LAYOUT), 4)
+            queue.add_credits(queue.add_worker(worker_ref(number), MODEL, _LAYOUT), 4)
         async with asyncio.timeout(_FILL_TIMEOUT_S):
             for _ in itertools.takewhile(lambda _: not site.filled, itertools.count()):
                 await asyncio.sleep(0.05)
@@ -175,7 +175,7 @@ class Site:
         turns, others = itertools.cycle(requests[:2]), itertools.cycle(requests[2:])
         table = self.view.table(MODEL)
         candidates = Candidates(
-            table, self.prefixes.cached_tokens(table, tokens), self.queue.partners()
+            table, self.prefixes.cached_tokens(table, tokens), self.queue.pulling_workers()
         )
         wish = inference_pb2.PREFILL_PLACEMENT_UNSPECIFIED
         asked = PlacementRequest(MODEL, len(tokens), wish, RoutePolicy(64), 30.0)

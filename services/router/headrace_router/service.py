@@ -187,7 +187,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """The models that at least one live decode worker serves, by name."""
         contexts = self._view.max_model_len()
         decode_counts = self._view.decode_worker_counts()
-        prefill_counts = self._queue.puller_counts()
+        prefill_counts = self._queue.worker_counts()
         return inference_pb2.ListModelsResponse(
             models=[
                 inference_pb2.Model(

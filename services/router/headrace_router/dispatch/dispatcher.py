@@ -237,7 +237,7 @@ class RequestDispatcher:
         """What to ask of the prefill queue for a prompt that `worker` is to receive; no tokens for a local one."""
         cached: dict[WorkerRef, int] = {}
         if token_ids:
-            refs = self._queue.partners().get(fingerprint(worker.layout), frozenset())
+            refs = self._queue.pulling_workers().get(fingerprint(worker.layout), frozenset())
             cached = self._prefixes.cached_refs(worker.model, token_ids, refs)
         return TaskTerms(
             deadline_unix_s=deadline.unix_s,
@@ -271,7 +271,7 @@ class RequestDispatcher:
         candidates = Candidates(
             decode=table,
             cached_tokens=self._prefixes.cached_tokens(table, token_ids),
-            prefill=self._queue.partners(),
+            prefill=self._queue.pulling_workers(),
             queue_wait_s=self._queue.estimate(request.model).wait_s,
         )
         problem = ""

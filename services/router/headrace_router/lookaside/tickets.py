@@ -192,7 +192,7 @@ class LookAside:
     def _await_prompt(self, worker: Worker, transfer_id: str, tokens: int) -> None:
         """The queue counts the prompt until it comes, or is not likely to come any more."""
         awaited = self._awaited[transfer_id] = ExitStack()
-        awaited.enter_context(self._queue.promised(worker.layout, tokens))
+        awaited.enter_context(self._queue.expect_task(worker.layout, tokens))
         wait_s = min(_RESERVATION_S, self._signer.ttl_s)
         asyncio.get_running_loop().call_later(wait_s, self._forget_prompt, transfer_id)
 

@@ -13,8 +13,8 @@ from headrace.prefill.v1 import prefill_pb2
 from headrace_common.errors import DuplicateTransfer, ProtocolViolation, WorkerGone
 from headrace_common.rpc.status import error_from_rpc
 from headrace_kv.layout.layout import WorkerRef
-from headrace_router.prefill_queue.queue import CREDITS_MAX
 from headrace_router.prefill_queue.task import QueuedTask, TaskTerms
+from headrace_router.prefill_queue.worker_stream import CREDITS_MAX
 from tests.component.router.fakes import (
     LAYOUT,
     FakePrefill,
@@ -81,7 +81,7 @@ async def test_a_dead_workers_open_tasks_fail_at_once_and_the_waiting_go_elsewhe
     running = _enqueue(rig, "a")
     await eventually(lambda: _names(dying) == ["a"])
     await dying.started("a")
-    await eventually(lambda: running.started)
+    await eventually(lambda: running.has_started)
     waiting = _enqueue(rig, "b")
     other = await rig.add_prefill(hand_over, credit=0)
     await dying.die()
@@ -138,7 +138,7 @@ async def test_the_same_incarnation_pulls_once_only(rig: Rig) -> None:
     assert second.error.code() is grpc.StatusCode.ALREADY_EXISTS
     assert isinstance(error_from_rpc(second.error), DuplicateTransfer)
     await second.close()
-    assert set(rig.router.queue.partners().values()) == {
+    assert set(rig.router.queue.pulling_workers().values()) == {
         frozenset({WorkerRef("p0", first.incarnation)})
     }
     assert first.error is None
