@@ -121,9 +121,9 @@ def assemble(
         workers, telemetry, ttl_s=config.ticket_ttl_s, longest_s=config.default_deadline_s
     )
     look_aside = LookAside(
-        view=workers,
+        workers=workers,
         queue=queue,
-        generator=generator,
+        dispatcher=generator,
         signer=signer,
         allowed=config.look_aside,
         late_s=config.default_deadline_s,

@@ -147,7 +147,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             if direct is not None:
                 # It counts until it has ended, wherever it is answered.
                 ref, release = decision.worker.ref, held.pop_all().close
-                self._direct.begin(direct, ref, ticket, release, arrival_unix_ns)
+                self._direct.track(direct, ref, ticket, release, arrival_unix_ns)
             return inference_pb2.RouteResponse(
                 worker_id=decision.worker.ref.worker_id,
                 incarnation=decision.worker.ref.incarnation,
@@ -167,7 +167,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         claims = self._look_aside.check(request)
         self._refuse_when_draining()
         tokens = len(request.direct.token_ids)
-        counted = self._direct.ticket(request.direct.transfer_id)
+        counted = self._direct.permit(request.direct.transfer_id)
         if counted is not None:
             await counted.queue_tokens(tokens)
             try:

@@ -35,7 +35,8 @@ from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.task import TaskTerms
 from headrace_router.request.request import RoutedRequest
 from headrace_router.request.validation import PreparedRequest
-from headrace_router.workers.directory import Promise, WorkerDirectory
+from headrace_router.workers.connection import LoadReservation
+from headrace_router.workers.directory import WorkerDirectory
 from headrace_router.workers.table import LoadTable, Numbers, Worker
 
 _LOG = logging.getLogger(__name__)
@@ -110,7 +111,7 @@ class RequestDispatcher:
             decision = self._route(
                 job.request, token_ids, job.root, job.deadline, blame, blame.local_only
             )
-            promise = self._view.promise(decision.worker.ref, len(token_ids))
+            promise = self._view.reserve_load(decision.worker.ref, len(token_ids))
             if promise is None:
                 blame.failed.add(decision.worker.ref)
                 continue
@@ -141,7 +142,7 @@ class RequestDispatcher:
         self,
         job: RoutedRequest,
         decision: Decision,
-        promise: Promise,
+        promise: LoadReservation,
         number: int,
         token_ids: Sequence[int],
         blame: RetryState,
