@@ -129,7 +129,8 @@ class DirectRequestTracker:
             elif now_s >= request.expire_monotonic_s:
                 expired.setdefault(request.ref, []).append(transfer_id)
         for ref, transfer_ids in expired.items():
-            ended_count = len(transfer_ids) - self._workers.external_request_count(ref)
+            external_count = self._workers.external_request_count(ref)
+            ended_count = max(0, len(transfer_ids) - external_count)
             for transfer_id in transfer_ids[:ended_count]:
                 self._end(transfer_id)
         loop = asyncio.get_running_loop()
