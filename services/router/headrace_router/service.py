@@ -118,7 +118,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         request_id = _request_id(request)
         with self._request_span(request_id, arrival_unix_ns) as root:
             prepared = await self._prepare(request, request_id, root, deadline)
-            await ticket.queue_tokens(len(prepared.token_ids))
+            await ticket.acquire_tokens(len(prepared.token_ids))
             return await self._answer(prepared, context, ticket, root, deadline, arrival_unix_ns)
 
     async def Route(
@@ -169,14 +169,14 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         tokens = len(request.direct.token_ids)
         counted = self._direct.permit(request.direct.transfer_id)
         if counted is not None:
-            await counted.queue_tokens(tokens)
+            await counted.acquire_tokens(tokens)
             try:
                 return await self._look_aside.prefill(request, claims, deadline)
             finally:
-                counted.first_token()
-        ticket = await self._admission.enter(claims.tenant, deadline)
+                counted.release_tokens()
+        ticket = await self._admission.admit(claims.tenant, deadline)
         with self._admission.holding(ticket):
-            await ticket.queue_tokens(tokens)
+            await ticket.acquire_tokens(tokens)
             return await self._look_aside.prefill(request, claims, deadline)
 
     async def ListModels(
@@ -208,7 +208,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Raises Unauthenticated, Draining, QueueFull or DeadlineExceeded, before any work is done."""
         tenant = self._tenants.tenant_of(context.invocation_metadata())
         self._refuse_when_draining()
-        return await self._admission.enter(tenant, deadline)
+        return await self._admission.admit(tenant, deadline)
 
     def _refuse_when_draining(self) -> None:
         if self._draining:
@@ -260,7 +260,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         producer = asyncio.create_task(produce())
         try:
             while (response := await answer.take()) is not None:
-                ticket.first_token()
+                ticket.release_tokens()
                 await context.write(response)
         finally:
             producer.cancel()
