@@ -45,7 +45,7 @@ from headrace_router.placement import (
     RoutePolicy,
 )
 from headrace_router.prefill_queue.queue import PrefillQueue
-from headrace_router.prefix_cache.models import PrefixCacheDirectory
+from headrace_router.prefix_cache.directory import PrefixCacheDirectory
 from headrace_router.request.validation import PreparedRequest
 from headrace_router.workers.directory import WorkerDirectory
 from headrace_text.bytes import ByteCodec
@@ -125,7 +125,7 @@ class Site:
             return channels[endpoint]
 
         view = WorkerDirectory(open_channel)
-        prefixes = PrefixCacheDirectory(open_channel, lambda: 1, silence_s=_FILL_TIMEOUT_S)
+        prefixes = PrefixCacheDirectory(open_channel, lambda: 1, event_timeout_s=_FILL_TIMEOUT_S)
         queue = PrefillQueue(1_024)
         telemetry = init_telemetry("router", "router-0", ServiceConfig())
         placement = KvAware(Random(1))

@@ -28,7 +28,7 @@ from headrace_router.dispatch.dispatcher import RequestDispatcher
 from headrace_router.lookaside.tickets import LookAside, candidates_to_proto
 from headrace_router.metrics import RouterMetrics
 from headrace_router.prefill_queue.queue import PrefillQueue
-from headrace_router.prefix_cache.models import PrefixCacheDirectory
+from headrace_router.prefix_cache.directory import PrefixCacheDirectory
 from headrace_router.request.request import RoutedRequest
 from headrace_router.request.response_stream import ResponseStream
 from headrace_router.request.validation import REQUEST_ID_CHARACTERS_MAX, PreparedRequest, prepare

@@ -22,7 +22,7 @@ async def test_a_foreign_worker_is_named_by_warning_metric_and_explanation(
 ) -> None:
     await rig.add_decode(say("ok"), _OURS)
     await rig.add_decode(say("ok"))
-    with caplog.at_level(logging.WARNING, "headrace_router.prefix_cache.models"):
+    with caplog.at_level(logging.WARNING, "headrace_router.prefix_cache.directory"):
         foreign = await rig.add_decode(
             say("ok"), worker_pb2.KvHashing(key_fingerprint=0xABCD, block_tokens=32)
         )

@@ -74,7 +74,7 @@ def test_hashes_are_computed_where_looked_at(
     for position in positions:
         assert prompt[position] == expected[position]
     # Looking at a block needs the stations before it, and itself if it is one.
-    assert len(prompt.stations) == max(((p + 1) // 8 for p in positions), default=0)
+    assert len(prompt.checkpoints) == max(((p + 1) // 8 for p in positions), default=0)
     assert [prompt.first(count) for count in positions] == [expected[:count] for count in positions]
     assert prompt.all() == expected
 

@@ -174,10 +174,10 @@ def test_a_prompt_is_hashed_no_further_than_blocks_reach() -> None:
     join(index, A, hasher.hashes(tokens)[:40])
     prompt = hasher.lazy(tokens)
     assert index.scores(index.find_prompt(prompt)) == {A: 40}
-    assert len(prompt.stations) == 8
+    assert len(prompt.checkpoints) == 8
     missed = hasher.lazy([9, *tokens])
     assert index.find_prompt(missed) == []
-    assert len(missed.stations) == 0
+    assert len(missed.checkpoints) == 0
     assert index.find_prompt(hasher.lazy(tokens[:3])) == []
 
 
