@@ -261,7 +261,7 @@ class RequestDispatcher:
         placement_request = PlacementRequest(
             model=request.model,
             prompt_tokens=len(token_ids),
-            wish=request.placement,
+            prefill_placement=request.placement,
             policy=RoutePolicy.from_proto(self._policy.policy),
             remaining_s=deadline.remaining_s(),
             failed=blame.excluded,
