@@ -59,6 +59,7 @@ def depths_of_hashes(
             segments,
             repeat(0),
             lambda positions, _: list(map(hashes.__getitem__, positions)),
+            len(hashes),
         )
     return _checked(depths, first, len(hashes), end)
 
@@ -85,7 +86,7 @@ def depths_of_prompt(
         changes = _changes(mask_of, among, checkpoints, first)
     changes.sort()
     parents = [prompt.checkpoint_before(segment) for segment, _, _ in changes]
-    depths = _depths_in_segments(mask_of, among, changes, parents, prompt.hashes_at)
+    depths = _depths_in_segments(mask_of, among, changes, parents, prompt.hashes_at, block_count)
     return _checked(depths, first, block_count, end), block_count
 
 
@@ -175,10 +176,12 @@ def _depths_in_segments(
     changes: list[_Change],
     parents: Iterable[int],
     hashes_at: _HashesAt,
+    block_count: int,
 ) -> Depths:
     """The depths within segments. `changes` gives the masks before and at the end of each segment.
 
-    `parents` are the hashes of the blocks before the segments. No Python statement runs once for each block.
+    `parents` are the hashes of the blocks before the segments. No Python statement runs once for each block. Returns no
+    depth when the masks of the last segment contradict `changes`, as they do for a set with a hole.
     """
     segments, befores, afters = map(list, zip(*changes, strict=True))
     positions = [segment * CHECKPOINT_BLOCKS for segment in segments]
@@ -198,6 +201,8 @@ def _depths_in_segments(
             return depths
         befores, parents = masks, blocks
         positions = [position + 1 for position in positions]
+        if positions[-1] >= block_count:
+            return []
     depths += zip(positions, map(xor, befores, afters), strict=True)
     return depths
 
