@@ -105,7 +105,7 @@ class FairPool:
         """Returns granted units, and grants waiting requests that fit now."""
         self._tenants[tenant].release(amount)
         self.used -= amount
-        self._forget_if_idle(tenant)
+        self._remove_if_idle(tenant)
         self._grant_waiting()
 
     def cancel(self, request: CapacityRequest) -> bool:
@@ -114,7 +114,7 @@ class FairPool:
         if entry is None or request not in entry.requests:
             return False
         self._stop_waiting(request)
-        self._forget_if_idle(request.tenant)
+        self._remove_if_idle(request.tenant)
         self._grant_waiting()
         return True
 
@@ -152,7 +152,7 @@ class FairPool:
         self._tenants[request.tenant].remove_waiting(request)
         self.waiting -= 1
 
-    def _forget_if_idle(self, name: str) -> None:
+    def _remove_if_idle(self, name: str) -> None:
         if self._tenants[name].idle:
             del self._tenants[name]
 

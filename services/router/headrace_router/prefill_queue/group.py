@@ -133,8 +133,6 @@ class QueueGroup:
     def close_stream(self) -> bool:
         """The stream of a retired worker has ended. Returns whether it was the last of the group."""
         self._open_streams -= 1
-        if not self._open_streams and self._timer is not None:
-            self._timer.cancel()
         return not self._open_streams
 
     def add_credits(self, stream: PrefillWorkerStream, task_count: int) -> None:

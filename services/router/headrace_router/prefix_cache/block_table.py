@@ -66,11 +66,11 @@ class PrefixTable:
         mask_of.update(zip(hashes, repeat(self._share(old | bit)), strict=False))
         return len(hashes), refused
 
-    def drop(self, bit: int, hashes: Sequence[int]) -> int:
+    def remove(self, bit: int, hashes: Sequence[int]) -> int:
         """Clears the bit of distinct blocks. Returns how many had it."""
         olds = list(map(self._mask_of.get, hashes, repeat(0)))
         if not olds or olds.count(old := olds[0]) != len(olds):
-            return self._drop_one_by_one(bit, hashes)
+            return self._remove_one_by_one(bit, hashes)
         if not old & bit:
             return 0
         if old == bit:
@@ -173,9 +173,9 @@ class PrefixTable:
             added += 1
         return added
 
-    def _drop_one_by_one(self, bit: int, hashes: Sequence[int]) -> int:
+    def _remove_one_by_one(self, bit: int, hashes: Sequence[int]) -> int:
         mask_of = self._mask_of
-        last = fresh = dropped = 0
+        last = fresh = removed = 0
         for block in hashes:
             old = mask_of.get(block)
             if old is None or not old & bit:
@@ -187,5 +187,5 @@ class PrefixTable:
                 mask_of[block] = fresh
             else:
                 del mask_of[block]
-            dropped += 1
-        return dropped
+            removed += 1
+        return removed

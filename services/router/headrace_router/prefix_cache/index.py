@@ -86,7 +86,7 @@ class PrefixIndex:
         """Adds a worker and returns its slot. It gets no credit before its first snapshot is complete."""
         if ref in self._states:
             raise InternalError(f"{ref} is in the prefix index already")
-        state = WorkerCacheState(ref, SnapshotBuffer(self._take_slot(ref), 0))
+        state = WorkerCacheState(ref, SnapshotBuffer(self._assign_slot(ref), 0))
         self._states[ref] = state
         self.generation += 1
         return state.current.slot
@@ -191,8 +191,8 @@ class PrefixIndex:
             return rejection
         current.applied(event.sequence)
         digest = current.digest(event.tier)
-        dropped = self._tables[event.tier].drop(current.bit, unpack_hashes(event.packed))
-        digest.update(event.packed, -dropped)
+        removed = self._tables[event.tier].remove(current.bit, unpack_hashes(event.packed))
+        digest.update(event.packed, -removed)
         return self._check_count(state, digest, event)
 
     def _clear(self, state: WorkerCacheState, event: KvEvent) -> ApplyResult:
@@ -275,7 +275,7 @@ class PrefixIndex:
     def _start_snapshot(self, state: WorkerCacheState, sequence: int) -> SnapshotBuffer:
         if state.next is not None:
             self._retire(state.next)
-        snapshot = SnapshotBuffer(self._take_slot(state.ref), sequence)
+        snapshot = SnapshotBuffer(self._assign_slot(state.ref), sequence)
         state.start_snapshot(snapshot)
         return snapshot
 
@@ -290,7 +290,7 @@ class PrefixIndex:
         self._live &= ~blocks.bit
         self._slots.retire(blocks.slot)
 
-    def _take_slot(self, ref: WorkerRef) -> int:
+    def _assign_slot(self, ref: WorkerRef) -> int:
         """Sweeps completely first when no slot is free."""
         while self._slots.exhausted and self._slots.retired:
             self.sweep(SWEEP_BLOCKS)

@@ -12,9 +12,9 @@ from headrace_kv.layout.layout import WorkerRef
 from headrace_router.prefix_cache.lookup import Depths
 
 _CACHED_MASKS_MAX: Final = 4_096
-# The workers of a mask with at most so many bits are found one by one.
+# Masks with at most so many bits are split into slots bit by bit.
 _SPARSE_BITS_MAX: Final = 3
-# That does not pay for at most so many masks.
+# With at most so many masks, splitting does not pay.
 _FEW_MASKS_MAX: Final = 3
 
 

@@ -51,15 +51,6 @@ async def test_tasks_are_sent_in_order_one_per_credit_and_their_outcome_is_retur
     assert _names(worker) == ["b", "c", "a"]
 
 
-async def test_a_task_waits_for_the_first_worker_with_credits(rig: Rig) -> None:
-    busy, idle = await rig.add_prefill(stall, credit=1), await rig.add_prefill(stall, credit=0)
-    _enqueue(rig, "a")
-    _enqueue(rig, "b")
-    await eventually(lambda: _names(busy) == ["a"])
-    await idle.give_credit(1)
-    await eventually(lambda: _names(idle) == ["b"])
-
-
 async def test_a_worker_with_another_layout_gets_no_task(rig: Rig) -> None:
     foreign = await rig.add_prefill(stall, layout=replace(LAYOUT, model="other"))
     with pytest.raises(WorkerGone):
@@ -96,24 +87,6 @@ async def test_open_tasks_of_a_dead_worker_fail_and_waiting_ones_go_to_another(
     async with asyncio.timeout(5):
         assert (await waiting.outcome).error is None
     assert rig.pulling() == {"p1"}
-
-
-async def test_unstarted_tasks_of_a_dead_worker_go_to_another_before_the_waiting_ones(
-    rig: Rig,
-) -> None:
-    dying = await rig.add_prefill(stall, credit=2)
-    given = [_enqueue(rig, name, at) for name, at in (("a", 2.0), ("b", 3.0))]
-    await eventually(lambda: _names(dying) == ["a", "b"])
-    waiting = _enqueue(rig, "c", 1.0)
-    other = await rig.add_prefill(hand_over, credit=0)
-    await dying.die()
-    await eventually(lambda: rig.pulling() == {"p1"})
-    assert not any(task.outcome.done() for task in given)
-    await other.give_credit(1)
-    for task in (*given, waiting):
-        async with asyncio.timeout(5):
-            assert (await task.outcome).error is None
-    assert _names(other) == ["a", "b", "c"]
 
 
 async def test_cancelling_a_task_stops_it_on_its_worker(rig: Rig) -> None:

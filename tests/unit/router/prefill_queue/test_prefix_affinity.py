@@ -66,6 +66,7 @@ async def test_a_task_waits_for_its_prefix_once_and_at_most_prefix_wait_s() -> N
     queue.add_credits(a, 1)
     add(queue, "x", tokens=10)
     queue.add_credits(b, 1)
+    add(queue, "cancelled", tokens=400, cached={a.ref: 300}).cancel()
     started_s = time.monotonic()
     task = add(queue, "y", tokens=400, cached={a.ref: 300})
     while task.worker is None:

@@ -102,6 +102,17 @@ async def test_the_worker_with_the_fewest_tokens_to_compute_gets_the_task() -> N
     assert sent(long) == []
 
 
+async def test_of_equally_loaded_workers_the_one_with_the_oldest_last_task_is_next() -> None:
+    queue = PrefillQueue(10)
+    first, second = join(queue, "p0"), join(queue, "p1")
+    for worker in (first, second):
+        queue.add_credits(worker, 1)
+    assert add(queue, "a").worker == first.ref
+    end(queue, first, "a")
+    queue.add_credits(first, 1)
+    assert add(queue, "b").worker == second.ref
+
+
 async def test_only_matching_layouts_get_a_task_whatever_their_parallelism() -> None:
     queue = PrefillQueue(10)
     foreign = replace(LAYOUT, model="other")
@@ -124,15 +135,15 @@ async def test_avoided_workers_get_no_task_even_on_a_new_stream() -> None:
     queue = PrefillQueue(10)
     failed, good = join(queue, "p0"), join(queue, "p1")
     queue.add_credits(failed, 5)
-    task = add(queue, "a", avoid=frozenset({failed.ref}))
-    assert task.worker is None
+    tasks = [add(queue, "a", avoid=frozenset({failed.ref}))]
     queue.remove_worker(failed)
+    tasks.append(add(queue, "b", avoid=frozenset({failed.ref})))
     failed = join(queue, "p0")
     queue.add_credits(failed, 1)
-    assert task.worker is None
-    assert add(queue, "b", 200.0).worker == failed.ref
-    queue.add_credits(good, 1)
-    assert task.worker == good.ref
+    assert [task.worker for task in tasks] == [None, None]
+    assert add(queue, "c", 200.0).worker == failed.ref
+    queue.add_credits(good, 2)
+    assert [task.worker for task in tasks] == [good.ref, good.ref]
 
 
 async def test_a_task_without_an_eligible_worker_is_rejected() -> None:
@@ -210,7 +221,10 @@ async def test_unopened_tasks_of_a_lost_worker_go_to_the_front_under_the_same_tr
     urgent = add(queue, "urgent", 1.0)
     held[3].cancel()
     queue.task_started(lost, "t0")
+    for task in held:
+        task.queued_s -= 40
     queue.remove_worker(lost)
+    assert queue.estimate().oldest_age_s == pytest.approx(40.0, abs=1.0)
     assert isinstance((await held[0].outcome).error, WorkerGone)
     queue.add_credits(other, 20)
     assert sent(other) == [f"t{i}" for i in (1, 2, 4, 5, 6, 7, 8, 9)] + ["urgent"]
@@ -258,6 +272,33 @@ async def test_a_draining_worker_returns_what_it_rejects_and_gets_no_more() -> N
     end(queue, draining, "b", "DRAINING", "no more")
     assert isinstance((await running.outcome).error, Draining)
     queue.remove_worker(draining)
+
+
+async def test_a_full_worker_does_not_get_the_task_that_it_rejected() -> None:
+    queue = PrefillQueue(10)
+    full, other = join(queue, "p0"), join(queue, "p1")
+    queue.add_credits(full, 2)
+    task = add(queue, "a", returns_max=1)
+    end(queue, full, "a", "QUEUE_FULL")
+    assert where(task) is None
+    queue.add_credits(other, 1)
+    assert where(task) == other.ref
+    assert add(queue, "b").worker == full.ref
+
+
+async def test_only_the_first_first_token_counts() -> None:
+    queue = PrefillQueue(10)
+    stream = join(queue)
+    queue.add_credits(stream, 2)
+    sampled = prefill_pb2.PrefillTask(transfer_id="a")
+    sampled.sampling.SetInParent()
+    task = queue.enqueue(sampled, layout=LAYOUT, terms=TaskTerms(100.0))
+    unsampled = add(queue, "b")
+    for name, token_id in (("a", 7), ("a", 8), ("b", 9)):
+        first = prefill_pb2.FirstToken(transfer_id=name, token_id=token_id)
+        queue.first_token_made(stream, first)
+    assert (await task.first_token).token_id == 7
+    assert not unsampled.first_token.done()
 
 
 async def test_waiting_tasks_fail_when_the_last_worker_drains() -> None:

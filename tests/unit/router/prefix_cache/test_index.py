@@ -137,7 +137,7 @@ def test_probes_detect_a_hole_and_the_lookup_becomes_linear() -> None:
     table = PrefixTable(10_000)
     table.add(1, CHAIN)
     table.add(2, CHAIN)
-    table.drop(1, CHAIN[700:710])
+    table.remove(1, CHAIN[700:710])
     found = [by_slot(table.find(CHAIN, -1)) for _ in range(2_000)]
     # A lookup that probes inside the hole returns the true depth. Each block is probed once.
     assert found.count({0: 700, 1: 2_000}) == table.hole_count == 10
@@ -220,6 +220,18 @@ def test_slots_are_reused_after_many_joins_and_removals() -> None:
         index.add_worker(A)
     with pytest.raises(InternalError, match="already"):
         PrefixIndex.add_worker(index, WorkerRef("w", "0"))
+
+
+def test_incomplete_snapshots_do_not_use_up_the_slots() -> None:
+    index = PrefixIndex(slots_max=3)
+    index.add_worker(A)
+    publisher = PrefixPublisher("1")
+    publisher.stored(None, list(range(1, 2 * SNAPSHOT_HASHES_MAX)))
+    for number in range(10):
+        publisher.stored(None, [CHAIN[number]])
+        assert index.apply(A, publisher.snapshot()[0]) is ApplyResult.APPLIED
+    feed(index, A, publisher.snapshot())
+    assert index.scores(index.find(CHAIN[9:])) == {A: 1}
 
 
 def test_a_sweep_in_small_slices_between_changes_clears_all_retired_bits() -> None:
