@@ -82,9 +82,7 @@ def event_from_proto(message: worker_pb2.SubscribeKvEventsResponse) -> KvEvent:
     else:
         packed = b""
     if len(packed) % HASH_BYTES:
-        raise ProtocolViolation(
-            f"a KV event with {len(packed)} bytes of hashes, which is no multiple of {HASH_BYTES}"
-        )
+        raise ProtocolViolation(f"{len(packed)} bytes are not a whole number of hashes")
     tier = message.tier
     if tier not in _TIERS:
         raise ProtocolViolation(f"a KV event of an unknown tier: {tier}")
