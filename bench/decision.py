@@ -46,7 +46,7 @@ from headrace_router.placement import (
     RoutePolicy,
 )
 from headrace_router.prefill_queue.queue import PrefillQueue
-from headrace_router.prefix_cache.models import PrefixCacheDirectory
+from headrace_router.prefix_cache.directory import PrefixCacheDirectory
 from headrace_router.request.validation import PreparedRequest
 from headrace_router.workers.directory import WorkerDirectory
 from headrace_text.bytes import ByteCodec
@@ -126,7 +126,7 @@ class Site:
             return channels[endpoint]
 
         view = WorkerDirectory(open_channel)
-        prefixes = PrefixCacheDirectory(open_channel, lambda: 1, silence_s=_FILL_TIMEOUT_S)
+        prefixes = PrefixCacheDirectory(open_channel, lambda: 1, event_timeout_s=_FILL_TIMEOUT_S)
         queue = PrefillQueue(1_024)
         telemetry = init_telemetry("router", "router-0", ServiceConfig())
         placement = KvAware(Random(1))
@@ -147,7 +147,7 @@ class Site:
         view.update(members)
         prefixes.update(members)
         for number in range(decode_count, count):
-            queue.add_credits(queue.join(worker_ref(number), MODEL, _LAYOUT), 4)
+            queue.add_credits(queue.add_worker(worker_ref(number), MODEL, _LAYOUT), 4)
         async with asyncio.timeout(_FILL_TIMEOUT_S):
             for _ in itertools.takewhile(lambda _: not site.filled, itertools.count()):
                 await asyncio.sleep(0.05)
@@ -176,7 +176,7 @@ class Site:
         turns, others = itertools.cycle(requests[:2]), itertools.cycle(requests[2:])
         table = self.view.table(MODEL)
         candidates = Candidates(
-            table, self.prefixes.cached_tokens(table, tokens), self.queue.partners()
+            table, self.prefixes.cached_tokens(table, tokens), self.queue.pulling_workers()
         )
         wish = inference_pb2.PREFILL_PLACEMENT_UNSPECIFIED
         asked = PlacementRequest(MODEL, len(tokens), wish, RoutePolicy(64), 30.0)

@@ -289,7 +289,7 @@ async def router_of(registry: str, placement: Placement) -> AsyncIterator[tuple[
 async def _wait_joined(router: Router, prefill_count: int, decode_count: int) -> None:
     for _ in range(600):
         table = router.workers.table("sim")
-        pulling = router.queue.puller_counts().get("sim", 0)
+        pulling = router.queue.worker_counts().get("sim", 0)
         if pulling == prefill_count and len(table) == decode_count and table.reachable.all():
             return
         await asyncio.sleep(0.05)

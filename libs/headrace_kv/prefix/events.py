@@ -1,4 +1,4 @@
-"""What a worker tells routers of its prefix cache, as data. Pure; mirrors protos/headrace/worker/v1/worker.proto."""
+"""The events of a worker's prefix cache as data. Pure. Mirrors protos/headrace/worker/v1/worker.proto."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HASH_BYTES = 8
 
 
 class Tier(IntEnum):
-    """Where blocks lie. A tier's announced set holds what lies there or in a faster tier."""
+    """Where blocks are stored. A tier's announced set holds the blocks in this and all faster tiers."""
 
     DEVICE = worker_pb2.KV_TIER_DEVICE
     HOST = worker_pb2.KV_TIER_HOST
@@ -31,11 +31,10 @@ _TIERS = frozenset(map(int, Tier))
 
 
 class KvEvent(NamedTuple):
-    """One message of SubscribeKvEvents. `block_count` and `hash_xor` digest the tier's announced set after it.
+    """One message of SubscribeKvEvents. `block_count` and `hash_xor` digest the tier's announced set after the event.
 
-    `packed` holds the hashes as little-endian u64, distinct: parents before children where they are stored, children
-    before parents where they are removed. `last` ends a snapshot. A plain tuple, because a router makes thousands of
-    them a second.
+    `packed` holds distinct hashes as little-endian u64. Stored blocks come parents first, removed blocks children
+    first. `last` ends a snapshot. A plain tuple, because a router makes thousands of events a second.
     """
 
     incarnation: str
@@ -59,17 +58,17 @@ def unpack_hashes(packed: bytes) -> list[int]:
 
 
 def xor_of(hashes: Iterable[int]) -> int:
-    """The order-free digest of a few hashes."""
+    """The digest of a few hashes: their exclusive or, which is independent of order."""
     return reduce(xor, hashes, 0)
 
 
 def xor_of_packed(packed: bytes) -> int:
-    """The same of many, without a Python step for each."""
+    """The same digest of many packed hashes, without a Python step for each."""
     return int(np.bitwise_xor.reduce(np.frombuffer(packed, "<u8"), initial=np.uint64(0)))
 
 
 def event_from_proto(message: worker_pb2.SubscribeKvEventsResponse) -> KvEvent:
-    """Raises ProtocolViolation for a message that no worker may send."""
+    """Converts a message. Raises ProtocolViolation when it is malformed."""
     kind = message.WhichOneof("event")
     last = False
     if kind == "stored":
@@ -79,14 +78,14 @@ def event_from_proto(message: worker_pb2.SubscribeKvEventsResponse) -> KvEvent:
     elif kind == "snapshot":
         packed, last = message.snapshot.hashes, message.snapshot.last
     elif kind is None:
-        raise ProtocolViolation("a KV event of no known kind")
+        raise ProtocolViolation("a KV event of an unknown kind")
     else:
         packed = b""
     if len(packed) % HASH_BYTES:
-        raise ProtocolViolation(f"{len(packed)} bytes are no whole hashes")
+        raise ProtocolViolation(f"{len(packed)} bytes are not a whole number of hashes")
     tier = message.tier
     if tier not in _TIERS:
-        raise ProtocolViolation(f"a KV event of no known tier: {tier}")
+        raise ProtocolViolation(f"a KV event of an unknown tier: {tier}")
     return KvEvent(
         message.incarnation,
         message.sequence,
@@ -100,7 +99,7 @@ def event_from_proto(message: worker_pb2.SubscribeKvEventsResponse) -> KvEvent:
 
 
 def event_to_proto(event: KvEvent) -> worker_pb2.SubscribeKvEventsResponse:
-    """The message of an event."""
+    """Converts an event to its message."""
     message = worker_pb2.SubscribeKvEventsResponse(
         incarnation=event.incarnation,
         sequence=event.sequence,

@@ -26,7 +26,7 @@ from headrace_router.metrics import RouterMetrics
 from headrace_router.placement import KvAware, Placement
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.service import PullService
-from headrace_router.prefix_cache.models import PrefixCacheDirectory
+from headrace_router.prefix_cache.directory import PrefixCacheDirectory
 from headrace_router.service import FrontDoor, InferenceService
 from headrace_router.tracing.service import OTLP_SERVICE_NAME, SpanCollector, TraceReader
 from headrace_router.tracing.store import StoreExporter, TraceStore
@@ -121,9 +121,9 @@ def assemble(
         workers, telemetry, ttl_s=config.ticket_ttl_s, longest_s=config.default_deadline_s
     )
     look_aside = LookAside(
-        view=workers,
+        workers=workers,
         queue=queue,
-        generator=generator,
+        dispatcher=generator,
         signer=signer,
         allowed=config.look_aside,
         late_s=config.default_deadline_s,

@@ -14,7 +14,7 @@ from headrace_common.errors import Cancelled, HeadraceError
 from headrace_common.telemetry import schema
 from headrace_router.admission.admission import Admission
 from headrace_router.prefill_queue.queue import PrefillQueue
-from headrace_router.prefix_cache.models import PrefixCacheDirectory
+from headrace_router.prefix_cache.directory import PrefixCacheDirectory
 
 _INTERVAL_S: Final = 1.0
 

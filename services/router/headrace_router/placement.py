@@ -1,7 +1,7 @@
-"""Where a request goes. Pure: a decision follows from what it is given, so it can be replayed and explained.
+"""Placement: which decode worker serves a request. Pure, so a decision can be replayed and explained.
 
-Every decode worker gets a cost in tokens: `overlap_weight` times the prompt tokens that it would have to get from
-somewhere, plus the tokens that its blocks hold already. The cheapest one is chosen, among those that are fit.
+The cost of a decode worker is in tokens: `overlap_weight` times the prompt tokens that it lacks, plus the tokens that
+its blocks hold already. Placement chooses the cheapest of the fit workers.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ import numpy as np
 
 from headrace.inference.v1 import inference_pb2
 from headrace.registry.v1 import registry_pb2
+from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import NoDecodeWorker
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_router.workers.table import Flags, LoadTable, Numbers, Worker
 
 EXPLAINED_CANDIDATES: Final = 5
-# Most of what more weight gains in time to first token, at the balance of less: bench/results/placement.md.
+# Nearly the time to first token of larger weights, with the balance of smaller ones: bench/results/placement.md.
 _DEFAULT_OVERLAP_WEIGHT: Final = 4.0
 
 
 @dataclass(frozen=True, slots=True)
 class RoutePolicy:
-    """The part of the deployment's policy that placement follows. See registry.proto's Policy."""
+    """The part of the deployment's policy for placement. See Policy in registry.proto."""
 
     local_prefill_max_tokens: int = 0
     overlap_weight: float = _DEFAULT_OVERLAP_WEIGHT
@@ -36,27 +37,27 @@ class RoutePolicy:
 
     @classmethod
     def from_proto(cls, policy: registry_pb2.Policy) -> RoutePolicy:
-        """With every default filled in."""
-        weighted = policy.HasField("overlap_weight")
-        waits = policy.HasField("max_queue_wait")
+        """Converts a policy. Absent fields get their defaults."""
+        has_weight = policy.HasField("overlap_weight")
+        has_wait = policy.HasField("max_queue_wait")
         return cls(
             local_prefill_max_tokens=policy.local_prefill_max_tokens,
-            overlap_weight=policy.overlap_weight if weighted else _DEFAULT_OVERLAP_WEIGHT,
+            overlap_weight=policy.overlap_weight if has_weight else _DEFAULT_OVERLAP_WEIGHT,
             temperature=policy.temperature,
-            max_queue_wait_s=policy.max_queue_wait.ToNanoseconds() / 1e9 if waits else None,
+            max_queue_wait_s=seconds_from_duration(policy.max_queue_wait) if has_wait else None,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementRequest:
-    """What is to be placed. `failed` may not be chosen again; `suspect` only when nothing else is left.
+    """The request to place. Workers in `failed` are never chosen, those in `suspect` only as the last resort.
 
-    `local_only` forces the last resort: prefill on the decode worker. `remaining_s` is the time to the deadline.
+    `local_only` forces prefill on the decode worker. `remaining_s` is the time to the deadline.
     """
 
     model: str
     prompt_tokens: int
-    wish: inference_pb2.PrefillPlacement.ValueType
+    prefill_placement: inference_pb2.PrefillPlacement.ValueType
     policy: RoutePolicy
     remaining_s: float
     failed: frozenset[WorkerRef] = frozenset()
@@ -66,10 +67,10 @@ class PlacementRequest:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Everyone who could take it, at one moment.
+    """The workers at one moment.
 
-    `cached_tokens`, of shape [worker], is what of the prompt each worker of the table holds, slower tiers counted for
-    less; None when nothing is known. `prefill` holds, by layout fingerprint, the prefill workers that pull, and
+    `cached_tokens` has shape [worker]: the cached prompt tokens of each worker of the table, with slower tiers counted
+    for less. It is None when nothing is known. `prefill` gives the pulling prefill workers by layout fingerprint, and
     `queue_wait_s` how long a prompt would wait for one.
     """
 
@@ -81,7 +82,7 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True)
 class CandidateCost:
-    """One worker's cost and what it is made of, in tokens; `weight` is that of a missing one."""
+    """One worker's cost and its parts, in tokens. `weight` is the cost of one missing token."""
 
     worker_id: str
     cost: float
@@ -102,7 +103,7 @@ class CandidateCost:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A decode worker, whether a prefill worker computes the prompt, and why."""
+    """The chosen decode worker, whether a prefill worker computes the prompt, and the reasons."""
 
     worker: Worker
     remote: bool
@@ -111,17 +112,17 @@ class Decision:
 
 
 class Placement(ABC):
-    """Chooses by what it is given alone, but for ties."""
+    """Chooses from its arguments alone, except that ties may be random."""
 
     @abstractmethod
     def choose(self, request: PlacementRequest, candidates: Candidates) -> Decision:
-        """Raises NoDecodeWorker when nobody may take it."""
+        """Chooses a decode worker. Raises NoDecodeWorker when no worker may be chosen."""
 
 
 class KvAware(Placement):
-    """The fit worker with the lowest cost, of equals the one with the fewest requests.
+    """Chooses the fit worker with the lowest cost, and of equals the one with the fewest requests.
 
-    What is still equal is drawn by lot, and with a temperature so are the cheap ones.
+    Remaining ties are drawn at random. With a temperature, all cheap workers are drawn at random.
     """
 
     def __init__(self, random: Random) -> None:
@@ -131,28 +132,34 @@ class KvAware(Placement):
         table, policy = candidates.decode, request.policy
         usable = ~(table.draining | table.flags(request.failed))
         if not usable.any():
-            raise _nobody(request)
-        wanted = max(0, request.prompt_tokens - 1)
-        missing = np.full(len(table), float(wanted))
+            raise _no_decode_worker(request)
+        needed_tokens = max(0, request.prompt_tokens - 1)
+        missing = np.full(len(table), float(needed_tokens))
         if candidates.cached_tokens is not None:
-            missing -= np.minimum(candidates.cached_tokens, wanted)
+            missing -= np.minimum(candidates.cached_tokens, needed_tokens)
         costs: Numbers = policy.overlap_weight * missing + table.held_tokens
-        wish, why = _wish(request, candidates.queue_wait_s)
-        partners = {layout for layout, refs in candidates.prefill.items() if refs - request.failed}
-        paired = table.paired(partners)
-        # What decides before the cost does, the gravest first.
+        wants_remote, why = _wants_remote(request, candidates.queue_wait_s)
+        prefill_layouts = {
+            layout for layout, refs in candidates.prefill.items() if refs - request.failed
+        }
+        paired = table.paired(prefill_layouts)
+        # These decide before the cost, the most severe first.
         faults = (
             table.flags(request.suspect),
             ~table.reachable,
             table.requests >= table.max_num_seqs,
-            (missing >= max(1, policy.local_prefill_max_tokens)) & ~paired & wish,
+            (missing >= max(1, policy.local_prefill_max_tokens)) & ~paired & wants_remote,
         )
         unfitness = sum(flags.astype(np.int64) << (3 - i) for i, flags in enumerate(faults))
         fit = usable & (unfitness == np.min(unfitness, where=usable, initial=1 << 4))
         row = self._draw(costs, table.requests, fit, policy.temperature)
-        remote, why = _remote(request, wish, why, float(missing[row]), bool(paired[row]))
+        remote = wants_remote
+        if wants_remote:
+            remote, why = _remote_pays(
+                request, why, missing_tokens=float(missing[row]), paired=bool(paired[row])
+            )
         shown = _explained(
-            policy.overlap_weight, table, costs, missing, wanted, usable, faults, row
+            policy.overlap_weight, table, costs, missing, needed_tokens, usable, faults, row
         )
         return Decision(
             table.workers[row],
@@ -174,7 +181,7 @@ class KvAware(Placement):
         return int(self._random.choices(rows.tolist(), weights.tolist())[0])
 
 
-def _nobody(request: PlacementRequest) -> NoDecodeWorker:
+def _no_decode_worker(request: PlacementRequest) -> NoDecodeWorker:
     return NoDecodeWorker(
         f"no live decode worker serves {request.model}"
         + (f", less {len(request.failed)} that failed" if request.failed else ""),
@@ -182,16 +189,16 @@ def _nobody(request: PlacementRequest) -> NoDecodeWorker:
     )
 
 
-def _wish(request: PlacementRequest, queue_wait_s: float) -> tuple[bool, str]:
-    """Whether a remote prefill is wanted as far as that does not depend on the worker, and why."""
+def _wants_remote(request: PlacementRequest, queue_wait_s: float) -> tuple[bool, str]:
+    """Whether remote prefill is wanted for any worker, and why."""
     policy = request.policy
     if request.local_only:
         return False, "last resort"
-    if request.wish == inference_pb2.PREFILL_PLACEMENT_LOCAL:
+    if request.prefill_placement == inference_pb2.PREFILL_PLACEMENT_LOCAL:
         return False, "asked for"
     if request.prompt_tokens < 2:
         return False, "nothing to prefill"
-    if request.wish == inference_pb2.PREFILL_PLACEMENT_REMOTE:
+    if request.prefill_placement == inference_pb2.PREFILL_PLACEMENT_REMOTE:
         return True, "asked for"
     bound_s = request.remaining_s
     if policy.max_queue_wait_s is not None:
@@ -201,16 +208,14 @@ def _wish(request: PlacementRequest, queue_wait_s: float) -> tuple[bool, str]:
     return True, "policy"
 
 
-def _remote(
-    request: PlacementRequest, wish: bool, why: str, missing_tokens: float, paired: bool
+def _remote_pays(
+    request: PlacementRequest, why: str, *, missing_tokens: float, paired: bool
 ) -> tuple[bool, str]:
-    """The same for the chosen worker."""
-    bound = request.policy.local_prefill_max_tokens
-    asked = request.wish == inference_pb2.PREFILL_PLACEMENT_REMOTE
-    if not wish:
-        return False, why
-    if not asked and missing_tokens < max(1, bound):
-        return False, f"{missing_tokens:.0f} missing tokens are below {max(1, bound)}"
+    """Whether wanted remote prefill is used for the chosen worker, and why."""
+    missing_tokens_min = max(1, request.policy.local_prefill_max_tokens)
+    forced = request.prefill_placement == inference_pb2.PREFILL_PLACEMENT_REMOTE
+    if not forced and missing_tokens < missing_tokens_min:
+        return False, f"{missing_tokens:.0f} missing tokens are below {missing_tokens_min}"
     if not paired:
         return False, "no prefill worker with a matching KV layout pulls"
     return True, why
@@ -224,12 +229,12 @@ def _explained(
     table: LoadTable,
     costs: Numbers,
     missing: Numbers,
-    wanted: int,
+    needed_tokens: int,
     usable: Flags,
     faults: tuple[Flags, ...],
     chosen: int,
 ) -> tuple[CandidateCost, ...]:
-    """The chosen worker, then the cheapest others."""
+    """The costs of the chosen worker, then of the cheapest others."""
     rows = np.flatnonzero(usable)
     if len(rows) > EXPLAINED_CANDIDATES:
         rows = rows[np.argpartition(costs[rows], EXPLAINED_CANDIDATES)[:EXPLAINED_CANDIDATES]]
@@ -239,7 +244,7 @@ def _explained(
             worker_id=table.workers[row].ref.worker_id,
             cost=float(costs[row]),
             weight=weight,
-            cached_tokens=int(wanted - missing[row]),
+            cached_tokens=int(needed_tokens - missing[row]),
             missing_tokens=int(missing[row]),
             held_tokens=int(table.held_tokens[row]),
             requests=int(table.requests[row]),

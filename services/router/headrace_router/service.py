@@ -28,7 +28,7 @@ from headrace_router.dispatch.dispatcher import RequestDispatcher
 from headrace_router.lookaside.tickets import LookAside, candidates_to_proto
 from headrace_router.metrics import RouterMetrics
 from headrace_router.prefill_queue.queue import PrefillQueue
-from headrace_router.prefix_cache.models import PrefixCacheDirectory
+from headrace_router.prefix_cache.directory import PrefixCacheDirectory
 from headrace_router.request.request import RoutedRequest
 from headrace_router.request.response_stream import ResponseStream
 from headrace_router.request.validation import REQUEST_ID_CHARACTERS_MAX, PreparedRequest, prepare
@@ -118,7 +118,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         request_id = _request_id(request)
         with self._request_span(request_id, arrival_unix_ns) as root:
             prepared = await self._prepare(request, request_id, root, deadline)
-            await ticket.queue_tokens(len(prepared.token_ids))
+            await ticket.acquire_tokens(len(prepared.token_ids))
             return await self._answer(prepared, context, ticket, root, deadline, arrival_unix_ns)
 
     async def Route(
@@ -147,7 +147,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             if direct is not None:
                 # It counts until it has ended, wherever it is answered.
                 ref, release = decision.worker.ref, held.pop_all().close
-                self._direct.begin(direct, ref, ticket, release, arrival_unix_ns)
+                self._direct.track(direct, ref, ticket, release, arrival_unix_ns)
             return inference_pb2.RouteResponse(
                 worker_id=decision.worker.ref.worker_id,
                 incarnation=decision.worker.ref.incarnation,
@@ -167,16 +167,16 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         claims = self._look_aside.check(request)
         self._refuse_when_draining()
         tokens = len(request.direct.token_ids)
-        counted = self._direct.ticket(request.direct.transfer_id)
+        counted = self._direct.permit(request.direct.transfer_id)
         if counted is not None:
-            await counted.queue_tokens(tokens)
+            await counted.acquire_tokens(tokens)
             try:
                 return await self._look_aside.prefill(request, claims, deadline)
             finally:
-                counted.first_token()
-        ticket = await self._admission.enter(claims.tenant, deadline)
+                counted.release_tokens()
+        ticket = await self._admission.admit(claims.tenant, deadline)
         with self._admission.holding(ticket):
-            await ticket.queue_tokens(tokens)
+            await ticket.acquire_tokens(tokens)
             return await self._look_aside.prefill(request, claims, deadline)
 
     async def ListModels(
@@ -187,7 +187,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """The models that at least one live decode worker serves, by name."""
         contexts = self._view.max_model_len()
         decode_counts = self._view.decode_worker_counts()
-        prefill_counts = self._queue.puller_counts()
+        prefill_counts = self._queue.worker_counts()
         return inference_pb2.ListModelsResponse(
             models=[
                 inference_pb2.Model(
@@ -208,7 +208,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Raises Unauthenticated, Draining, QueueFull or DeadlineExceeded, before any work is done."""
         tenant = self._tenants.tenant_of(context.invocation_metadata())
         self._refuse_when_draining()
-        return await self._admission.enter(tenant, deadline)
+        return await self._admission.admit(tenant, deadline)
 
     def _refuse_when_draining(self) -> None:
         if self._draining:
@@ -260,7 +260,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         producer = asyncio.create_task(produce())
         try:
             while (response := await answer.take()) is not None:
-                ticket.first_token()
+                ticket.release_tokens()
                 await context.write(response)
         finally:
             producer.cancel()

@@ -449,7 +449,9 @@ class Rig:
 
     def pulling(self) -> set[str]:
         """Ids of the prefill workers that the queue may hand tasks to."""
-        return {ref.worker_id for refs in self.router.queue.partners().values() for ref in refs}
+        return {
+            ref.worker_id for refs in self.router.queue.pulling_workers().values() for ref in refs
+        }
 
     async def ask(
         self, text: str = "a prompt", timeout_s: float = 10.0, **fields: Any

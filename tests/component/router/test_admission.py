@@ -1,4 +1,4 @@
-"""Who is let in, over real gRPC: keys, bounds, fair shares, deadlines."""
+"""Admission over real gRPC: keys, bounds, fair shares, deadlines."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def _rig(folder: Path, **settings: Any) -> AsyncIterator[Rig]:
 
 
 async def _ask(rig: Rig, tenant: str, timeout_s: float = 10.0, text: str = "x") -> str:
-    """The text, or the error raised. A tenant without a key sends its name as one."""
+    """Returns the text or raises the error. A tenant without a key sends its name as the key."""
     call = rig.stub.Generate(
         inference_pb2.GenerateRequest(text=text),
         timeout=timeout_s,
@@ -58,7 +58,7 @@ async def _errors(tasks: Sequence[asyncio.Task[str]]) -> list[object]:
     return await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_a_key_is_required_where_there_are_keys_and_never_logged(
+async def test_with_a_keys_file_a_key_is_required_and_never_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -76,12 +76,12 @@ async def test_a_key_is_required_where_there_are_keys_and_never_logged(
     assert "key-late" not in caplog.text
 
 
-async def test_a_router_does_not_start_with_a_wrong_keys_file(tmp_path: Path) -> None:
+async def test_a_router_does_not_start_without_its_keys_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="absent cannot be read"):
         await Rig(api_keys_file=str(tmp_path / "absent")).start()
 
 
-async def test_a_tenant_below_its_share_takes_the_next_place_of_one_above(tmp_path: Path) -> None:
+async def test_a_tenant_below_its_share_gets_the_next_place_of_one_above(tmp_path: Path) -> None:
     async with _rig(tmp_path, max_concurrent_requests=4) as rig:
         decode = await rig.add_decode(hang)
         greedy = [asyncio.create_task(_ask(rig, "greedy")) for _ in range(4)]
@@ -91,23 +91,23 @@ async def test_a_tenant_below_its_share_takes_the_next_place_of_one_above(tmp_pa
         assert refused.value.retry_after_s
         assert refused.value.metadata["tenant_share"] == "4"
         late = [asyncio.create_task(_ask(rig, "late")) for _ in range(3)]
-        # The third is beyond its share of two.
+        # The third is above its share of two.
         await eventually(lambda: sum(task.done() for task in late) == 1)
         greedy[0].cancel()
         greedy[1].cancel()
         await eventually(lambda: len(decode.requests) == 6)
-        # No room: the weight set meanwhile says that the late one may have three.
+        # With the new weight the late tenant has a share of three, so its request waits.
         rig.policy.policy.tenant_weights["late"] = 3.0
         again = asyncio.create_task(_ask(rig, "late"))
-        await asyncio.sleep(0.1)
-        assert not again.done()
+        admission = rig.router.inference._admission
+        await eventually(lambda: admission.waiting == 1)
         greedy[2].cancel()
         await eventually(lambda: len(decode.requests) == 7)
         outcomes = await _errors([*greedy, *late, again])
         assert sum(isinstance(outcome, QueueFull) for outcome in outcomes) == 1
 
 
-async def test_who_waits_in_vain_is_refused_in_time(tmp_path: Path) -> None:
+async def test_a_wait_for_admission_ends_in_queue_full_or_deadline_exceeded(tmp_path: Path) -> None:
     async with _rig(tmp_path, max_concurrent_requests=1, admission_wait_s=0.2) as rig:
         decode = await rig.add_decode(hang)
         greedy = asyncio.create_task(_ask(rig, "greedy"))
@@ -120,7 +120,7 @@ async def test_who_waits_in_vain_is_refused_in_time(tmp_path: Path) -> None:
         await _errors([greedy])
 
 
-async def test_prompts_that_wait_are_bounded_by_their_tokens(tmp_path: Path) -> None:
+async def test_queued_prompts_are_bounded_by_their_tokens(tmp_path: Path) -> None:
     async with _rig(tmp_path, max_queued_tokens=100, admission_wait_s=0.2) as rig:
         decode = await rig.add_decode(hang)
         waiting = asyncio.create_task(_ask(rig, "greedy", text="x" * 80))
@@ -131,5 +131,5 @@ async def test_prompts_that_wait_are_bounded_by_their_tokens(tmp_path: Path) -> 
         decode.script = say("ok")
         assert await _ask(rig, "greedy", text="x" * 20) == "ok"
         await _errors([waiting])
-        # With the first token or the end of the request the tokens are free again.
+        # The end of the waiting request has released its tokens.
         assert await _ask(rig, "greedy", text="x" * 99) == "ok"

@@ -1,4 +1,4 @@
-"""KV-aware placement: as a table of situations, and against a plain loop over the workers."""
+"""KV-aware placement: a table of cases, and a comparison with a plain loop over the workers."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ def _policy(**fields: float) -> PlacementRequest:
     return replace(_REQUEST, policy=RoutePolicy(**fields))  # type: ignore[arg-type]
 
 
-def test_the_cost_weighs_what_is_missing_against_what_is_held() -> None:
+def test_the_cost_weighs_missing_tokens_against_held_tokens() -> None:
     loads = {"d0": Load(held_tokens=60), "d1": Load(held_tokens=0)}
     assert _choose(loads).worker.ref == _ref("d1")
     assert _choose(loads, {"d0": 64}).worker.ref == _ref("d0")
     assert _choose(loads, {"d0": 64}, _policy(overlap_weight=0.5)).worker.ref == _ref("d1")
 
 
-def test_a_decision_explains_itself() -> None:
+def test_a_decision_explains_the_costs() -> None:
     decision = _choose({"d0": Load(requests=2, held_tokens=60), "d1": Load()}, {"d0": 64})
     assert [str(candidate) for candidate in decision.candidates] == [
         "d0: 204 = 4 x 36 missing (64 cached) + 60 held, 2 requests",
@@ -86,7 +86,7 @@ def test_a_decision_explains_itself() -> None:
     )
 
 
-def test_only_a_few_candidates_are_explained_the_chosen_one_first() -> None:
+def test_few_candidates_are_explained_and_the_chosen_one_is_first() -> None:
     decision = _choose({f"d{i}": Load(held_tokens=1_000 - i) for i in range(100)})
     names = [candidate.worker_id for candidate in decision.candidates]
     assert names == ["d99", "d98", "d97", "d96", "d95"]
@@ -99,14 +99,14 @@ def test_only_a_few_candidates_are_explained_the_chosen_one_first() -> None:
         (Load(requests=10), "full"),
     ],
 )
-def test_unfit_workers_are_chosen_only_when_nobody_is_fit(fault: Load, word: str) -> None:
+def test_unfit_workers_are_chosen_only_when_none_is_fit(fault: Load, word: str) -> None:
     assert _choose({"d0": fault, "d1": Load(held_tokens=900)}).worker.ref == _ref("d1")
     alone = _choose({"d0": fault})
     assert alone.worker.ref == _ref("d0")
     assert alone.candidates[0].unfit == word
 
 
-def test_failed_and_draining_workers_are_never_chosen_and_suspects_only_alone() -> None:
+def test_failed_and_draining_workers_are_never_chosen_and_suspects_only_when_alone() -> None:
     suspect = replace(_REQUEST, suspect=frozenset({_ref("d0")}))
     loads = {"d0": Load(), "d1": Load(held_tokens=900)}
     assert _choose(loads, request=suspect).worker.ref == _ref("d1")
@@ -126,7 +126,7 @@ def test_only_matching_layouts_are_paired() -> None:
     alone = _choose({"d0": Load()}, layouts=other)
     assert not alone.remote
     assert "no prefill worker with a matching KV layout" in alone.explanation
-    # What the worker has cached already needs no partner.
+    # A worker that computes the few missing tokens itself needs no prefill worker.
     near = replace(_REQUEST, policy=RoutePolicy(local_prefill_max_tokens=50))
     cached = _choose({"d0": Load(), "d1": Load(held_tokens=900)}, {"d0": 64}, near, layouts=other)
     assert (cached.worker.ref, cached.remote) == (_ref("d0"), False)
@@ -138,10 +138,10 @@ def test_only_matching_layouts_are_paired() -> None:
         ({}, True, "policy"),
         ({"policy": RoutePolicy(local_prefill_max_tokens=101)}, False, "100 missing tokens are"),
         ({"policy": RoutePolicy(local_prefill_max_tokens=100)}, True, "policy"),
-        ({"wish": inference_pb2.PREFILL_PLACEMENT_LOCAL}, False, "asked for"),
+        ({"prefill_placement": inference_pb2.PREFILL_PLACEMENT_LOCAL}, False, "asked for"),
         (
             {
-                "wish": inference_pb2.PREFILL_PLACEMENT_REMOTE,
+                "prefill_placement": inference_pb2.PREFILL_PLACEMENT_REMOTE,
                 "policy": RoutePolicy(local_prefill_max_tokens=999, max_queue_wait_s=0.0),
             },
             True,
@@ -162,7 +162,7 @@ def test_where_the_prompt_is_prefilled(change: dict[str, object], remote: bool, 
     assert why in decision.explanation
 
 
-def test_a_prompt_that_is_all_cached_stays_where_it_is() -> None:
+def test_a_fully_cached_prompt_is_prefilled_locally() -> None:
     decision = _choose({"d0": Load()}, {"d0": 112})
     assert not decision.remote
     assert decision.candidates[0].cached_tokens == 100
@@ -173,7 +173,7 @@ def test_of_equally_cheap_workers_the_one_with_fewer_requests_is_chosen() -> Non
     assert _choose(loads).worker.ref == _ref("d1")
 
 
-def test_ties_are_drawn_by_lot_and_repeatably() -> None:
+def test_ties_are_drawn_at_random_and_repeatably() -> None:
     table = _table({f"d{i}": Load() for i in range(4)})
     drawn = [
         [
@@ -187,7 +187,7 @@ def test_ties_are_drawn_by_lot_and_repeatably() -> None:
     assert min(Counter(drawn[0]).values()) > 60
 
 
-def test_a_temperature_spreads_over_the_cheap_ones() -> None:
+def test_a_temperature_spreads_requests_over_cheap_workers() -> None:
     table = _table({"d0": Load(), "d1": Load(held_tokens=10), "d2": Load(held_tokens=100)})
     counts: dict[float, Counter[str]] = {}
     for temperature in (0.0, 0.3):
@@ -231,7 +231,7 @@ _LOADS = st.builds(
     weight=st.sampled_from([0.0, 0.5, 1.0, 4.0]),
     suspects=st.sets(st.integers(0, 7)),
 )
-def test_nobody_fitter_or_cheaper_is_passed_over(
+def test_no_fitter_or_cheaper_worker_is_passed_over(
     loads: list[Load], cached: list[int], weight: float, suspects: set[int]
 ) -> None:
     names = [f"d{i}" for i in range(len(loads))]

@@ -1,6 +1,7 @@
-"""Who is let in: a bound on requests and on prompt tokens that wait, fair among tenants.
+"""Admission control: bounds on requests and on queued prompt tokens, fair among tenants.
 
-A refusal comes before any work is done for the request, and says when to come again by how fast requests end here.
+A request is rejected before any work is done for it. The error contains a retry delay, estimated from how fast requests
+end.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from headrace_router.admission.tenants import DEFAULT_TENANT
 _RETRY_MIN_S: Final = 0.05
 _RETRY_MAX_S: Final = 60.0
 _RETRY_UNKNOWN_S: Final = 0.5
-# How much of the mean hold time the latest one makes up.
-_HOLD_SHARE: Final = 0.1
+# The weight of the latest hold time in the mean.
+_LATEST_WEIGHT: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """`max_queued_tokens` bounds the prompt tokens of requests whose first token has not come. `wait_s` is how long a
-    tenant below its share may wait for one that is above to end.
+    """`max_queued_tokens` bounds the prompt tokens of requests before their first token. `wait_s` bounds how long a
+    request of a tenant below its share waits.
     """
 
     max_num_seqs: int
@@ -35,8 +36,8 @@ class AdmissionLimits:
     wait_s: float
 
 
-class _Gate:
-    """One bounded resource: waits for room, and knows how long it is held."""
+class _BoundedResource:
+    """One fair pool with bounded waits. Measures how long its units are held."""
 
     def __init__(self, name: str, unit: str, pool: FairPool, wait_s: float) -> None:
         self.pool = pool
@@ -45,54 +46,52 @@ class _Gate:
         self._wait_s = wait_s
         self._mean_hold_s = 0.0
 
-    @property
-    def full(self) -> bool:
-        return self.pool.used >= self.pool.capacity
-
-    async def enter(self, tenant: str, amount: int, deadline: Deadline) -> None:
+    async def acquire(self, tenant: str, amount: int, deadline: Deadline) -> None:
+        """Raises QueueFull, or DeadlineExceeded when the deadline bounds the wait."""
         granted = asyncio.Event()
-        claim = CapacityRequest(tenant, amount, granted.set)
-        answer = self.pool.ask(claim)
-        if answer is Grant.REFUSED:
-            raise self._refusal(tenant, amount)
-        if answer is Grant.TAKEN:
+        request = CapacityRequest(tenant, amount, granted.set)
+        grant = self.pool.acquire(request)
+        if grant is Grant.REJECTED:
+            raise self._full_error(tenant, amount)
+        if grant is Grant.GRANTED:
             return
         wait_s = min(self._wait_s, deadline.remaining_s())
         try:
             async with asyncio.timeout(wait_s):
                 await granted.wait()
         except TimeoutError:
-            if self.pool.withdraw(claim):
-                raise self._gave_up(tenant, amount, wait_s) from None
+            if self.pool.cancel(request):
+                raise self._timeout_error(tenant, amount, wait_s) from None
         except asyncio.CancelledError:
-            if not self.pool.withdraw(claim):
-                self.pool.give_back(tenant, amount)
+            if not self.pool.cancel(request):
+                self.pool.release(tenant, amount)
             raise
 
-    def _gave_up(self, tenant: str, amount: int, waited_s: float) -> HeadraceError:
+    def release(self, tenant: str, amount: int, held_s: float) -> None:
+        weight = _LATEST_WEIGHT if self._mean_hold_s else 1.0
+        self._mean_hold_s += weight * (held_s - self._mean_hold_s)
+        self.pool.release(tenant, amount)
+
+    def reject_if_full(self, tenant: str) -> None:
+        """Raises QueueFull when the resource is full and the tenant is at its share: no amount would be granted."""
+        full = self.pool.used >= self.pool.capacity
+        if full and self.pool.used_by(tenant) >= self.pool.share(tenant):
+            raise self._full_error(tenant, 1)
+
+    def _timeout_error(self, tenant: str, amount: int, waited_s: float) -> HeadraceError:
         if waited_s >= self._wait_s:
-            return self._refusal(tenant, amount)
+            return self._full_error(tenant, amount)
         what = f"room for {amount} {self._unit}"
         return DeadlineExceeded(
             f"the deadline passed while waiting for {what}", metadata={"waited_for": what}
         )
 
-    def leave(self, tenant: str, amount: int, held_s: float) -> None:
-        share = _HOLD_SHARE if self._mean_hold_s else 1.0
-        self._mean_hold_s += share * (held_s - self._mean_hold_s)
-        self.pool.give_back(tenant, amount)
-
-    def refuse_when_full(self, tenant: str) -> None:
-        """Before it is known how much is asked for: a tenant above its share would not get anything anyway."""
-        if self.full and self.pool.used_by(tenant) >= self.pool.share(tenant):
-            raise self._refusal(tenant, 1)
-
-    def _refusal(self, tenant: str, amount: int) -> QueueFull:
+    def _full_error(self, tenant: str, amount: int) -> QueueFull:
         pool = self.pool
         used, share = pool.used_by(tenant), pool.share(tenant)
         detail = f"{pool.used} of {pool.capacity} {self._unit} are in use"
         if tenant != DEFAULT_TENANT:
-            detail += f", {used} of them by tenant {tenant}, whose share is {share:.0f}"
+            detail += f", {used} of them by tenant {tenant} with a share of {share:.0f}"
         return QueueFull(
             detail,
             metadata={
@@ -107,7 +106,7 @@ class _Gate:
         )
 
     def _retry_after_s(self, used: int, share: float, amount: int) -> float:
-        """Until as much has ended as is missing: what is held for a mean time ends evenly over that time."""
+        """When the missing units are likely to be free: held units are released evenly over the mean hold time."""
         if not self._mean_hold_s:
             return _RETRY_UNKNOWN_S
         over_share = max(0.0, used + amount - share)
@@ -118,92 +117,92 @@ class _Gate:
 
 
 class AdmissionPermit:
-    """A request that was let in."""
+    """One admitted request."""
 
-    def __init__(self, tenant: str, tokens: _Gate, deadline: Deadline) -> None:
+    def __init__(self, tenant: str, tokens: _BoundedResource, deadline: Deadline) -> None:
         self.tenant = tenant
-        self._gate = tokens
+        self._resource = tokens
         self._deadline = deadline
         self._tokens = 0
-        self._since_s = 0.0
+        self._acquired_s = 0.0
 
-    async def queue_tokens(self, count: int) -> None:
-        """The prompt is known now, and is about to wait for its prefill.
+    async def acquire_tokens(self, count: int) -> None:
+        """Admits the prompt to the queue of prompts that wait for their prefill.
 
-        Raises QueueFull, DeadlineExceeded, or InvalidRequest for a prompt that can never be let in.
+        Raises QueueFull, DeadlineExceeded, or InvalidRequest for a prompt beyond the bound.
         """
-        if count > self._gate.pool.capacity:
+        if count > self._resource.pool.capacity:
             raise InvalidRequest(
                 {
-                    "prompt": f"makes {count} tokens, and this router lets at most "
-                    f"{self._gate.pool.capacity} wait; shorten it"
+                    "prompt": f"has {count} tokens, and this router queues at most "
+                    f"{self._resource.pool.capacity}; shorten it"
                 }
             )
-        await self._gate.enter(self.tenant, count, self._deadline)
-        self._tokens, self._since_s = count, time.monotonic()
+        await self._resource.acquire(self.tenant, count, self._deadline)
+        self._tokens, self._acquired_s = count, time.monotonic()
 
-    def first_token(self) -> None:
-        """The prompt waits no more. May be said again."""
+    def release_tokens(self) -> None:
+        """The prompt no longer waits. Repeats are ignored."""
         if self._tokens:
             tokens, self._tokens = self._tokens, 0
-            self._gate.leave(self.tenant, tokens, time.monotonic() - self._since_s)
+            self._resource.release(self.tenant, tokens, time.monotonic() - self._acquired_s)
 
 
 class Admission:
-    """Lets requests in, each by way of a Ticket. One event loop owns it."""
+    """Admits requests. One event loop owns it."""
 
     def __init__(self, limits: AdmissionLimits, weights: Callable[[], Mapping[str, float]]) -> None:
-        self._requests = _Gate(
+        self._requests = _BoundedResource(
             "requests", "requests", FairPool(limits.max_num_seqs, weights), limits.wait_s
         )
-        self._tokens = _Gate(
+        self._tokens = _BoundedResource(
             "tokens", "queued tokens", FairPool(limits.max_queued_tokens, weights), limits.wait_s
         )
 
     @property
     def max_num_seqs(self) -> int:
-        """Most requests that are let in."""
+        """The bound on admitted requests."""
         return self._requests.pool.capacity
 
     @property
     def max_queued_tokens(self) -> int:
-        """Most prompt tokens of requests whose first token has not come."""
+        """The bound on prompt tokens of requests before their first token."""
         return self._tokens.pool.capacity
 
     @property
     def requests(self) -> int:
-        """Requests that are in."""
+        """The number of admitted requests."""
         return self._requests.pool.used
 
     @property
     def waiting(self) -> int:
-        """Requests that wait to be let in."""
+        """The number of requests that wait for admission."""
         return self._requests.pool.waiting + self._tokens.pool.waiting
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens of requests whose first token has not come."""
+        """Prompt tokens of requests before their first token."""
         return self._tokens.pool.used
 
-    async def enter(self, tenant: str, deadline: Deadline) -> AdmissionPermit:
-        """Lets a request in, at the latest after the time that may be waited. `leave` must follow.
+    async def admit(self, tenant: str, deadline: Deadline) -> AdmissionPermit:
+        """Admits a request, at once or after a bounded wait. The permit must be released.
 
-        Raises QueueFull with an estimate of when to come again, or DeadlineExceeded.
+        Raises QueueFull with a retry delay, or DeadlineExceeded.
         """
-        self._tokens.refuse_when_full(tenant)
-        await self._requests.enter(tenant, 1, deadline)
+        self._tokens.reject_if_full(tenant)
+        await self._requests.acquire(tenant, 1, deadline)
         return AdmissionPermit(tenant, self._tokens, deadline)
 
-    def leave(self, ticket: AdmissionPermit, held_s: float) -> None:
+    def release(self, permit: AdmissionPermit, held_s: float) -> None:
         """The request has ended after `held_s`."""
-        ticket.first_token()
-        self._requests.leave(ticket.tenant, 1, held_s)
+        permit.release_tokens()
+        self._requests.release(permit.tenant, 1, held_s)
 
     @contextmanager
-    def holding(self, ticket: AdmissionPermit) -> Iterator[AdmissionPermit]:
-        """Holds a ticket until the block ends."""
+    def holding(self, permit: AdmissionPermit) -> Iterator[AdmissionPermit]:
+        """Releases the permit at the end of the block."""
         entered_s = time.monotonic()
         try:
-            yield ticket
+            yield permit
         finally:
-            self.leave(ticket, time.monotonic() - entered_s)
+            self.release(permit, time.monotonic() - entered_s)

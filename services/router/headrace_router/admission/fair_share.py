@@ -1,10 +1,11 @@
-"""A bounded resource shared by tenants. Pure: who gets in, who may wait, who is refused.
+"""A bounded resource shared by tenants. Pure: it decides which requests are granted, wait, or are rejected.
 
-While there is enough for all, everybody gets what they ask for. Once there is not, a tenant may use its share: the
-capacity, split by weight among the tenants that use or want some of it. A tenant at its share is refused; one below it
-waits, and what is given back goes to a waiting tenant that has nothing, or else to the one that has least for its
-weight. So shares converge to the weights as fast as requests end, nobody starves, and what nobody else wants is free
-for all.
+While there is enough capacity, every request is granted. Otherwise each tenant may use its share: the capacity, split
+by weight among the tenants that use or want some of it. A tenant at its share is rejected, and one below it waits.
+
+Released units go to a waiting tenant that has none, or else to the one with the least for its weight. So shares
+converge to the weights as fast as requests end, and no tenant starves. A tenant may exceed its share while the others
+want less than theirs.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ _ROUNDING: Final = 1e-9
 
 
 class Grant(Enum):
-    """What a tenant that asks is told."""
+    """What becomes of a request."""
 
-    TAKEN = "taken"
+    GRANTED = "granted"
     WAITING = "waiting"
-    REFUSED = "refused"
+    REJECTED = "rejected"
 
 
 @dataclass(eq=False, slots=True)
 class CapacityRequest:
-    """What one request asks for. `on_granted` is called when it got it after having waited."""
+    """Units that a tenant asks for. The pool calls `on_granted` when it grants them after a wait."""
 
     tenant: str
     amount: int
@@ -40,104 +41,119 @@ class CapacityRequest:
 class _Tenant:
     used: int = 0
     waiting: int = 0
-    claims: OrderedDict[CapacityRequest, None] = field(default_factory=OrderedDict)
+    """Units that `requests` ask for."""
+    requests: OrderedDict[CapacityRequest, None] = field(default_factory=OrderedDict)
+    """Waiting requests, oldest first."""
+
+    @property
+    def idle(self) -> bool:
+        return not self.used and not self.requests
+
+    def use(self, amount: int) -> None:
+        self.used += amount
+
+    def release(self, amount: int) -> None:
+        self.used -= amount
+
+    def add_waiting(self, request: CapacityRequest) -> None:
+        self.requests[request] = None
+        self.waiting += request.amount
+
+    def remove_waiting(self, request: CapacityRequest) -> None:
+        del self.requests[request]
+        self.waiting -= request.amount
 
 
 class FairPool:
-    """`capacity` units. `weights` says what the tenants weigh now; one that it does not name weighs 1."""
+    """Shares `capacity` units. `weights` returns the current weights; a tenant without one weighs 1."""
 
     def __init__(self, capacity: int, weights: Callable[[], Mapping[str, float]]) -> None:
         self.capacity = capacity
         self.used = 0
         self.waiting = 0
-        """Claims that wait."""
+        """The number of requests that wait."""
         self._weights = weights
         self._tenants: dict[str, _Tenant] = {}
 
     def used_by(self, tenant: str) -> int:
-        """Units that a tenant has."""
+        """Units that a tenant uses."""
         entry = self._tenants.get(tenant)
         return entry.used if entry is not None else 0
 
     def share(self, tenant: str) -> float:
-        """Units that a tenant may use when there is not enough for all."""
+        """Units that a tenant may use while there is not enough for all."""
         weights = self._weights()
         total = sum(_weight(weights, name) for name in self._tenants.keys() | {tenant})
         return self.capacity * _weight(weights, tenant) / total
 
-    def ask(self, claim: CapacityRequest) -> Grant:
-        """Takes what is asked for, lets the claim wait, or refuses it. More than the capacity is always refused."""
-        if claim.amount > self.capacity:
-            return Grant.REFUSED
-        if self.used + claim.amount <= self.capacity and not self.waiting:
-            self._take(claim)
-            return Grant.TAKEN
-        entry = self._tenants.get(claim.tenant)
+    def acquire(self, request: CapacityRequest) -> Grant:
+        """Grants the request, lets it wait, or rejects it. More than the capacity is always rejected."""
+        if request.amount > self.capacity:
+            return Grant.REJECTED
+        if self.used + request.amount <= self.capacity and not self.waiting:
+            self._use(request)
+            return Grant.GRANTED
+        entry = self._tenants.get(request.tenant)
         wanted = entry.used + entry.waiting if entry is not None else 0
-        if wanted and wanted + claim.amount > self.share(claim.tenant) + _ROUNDING:
-            return Grant.REFUSED
-        entry = self._tenants.setdefault(claim.tenant, _Tenant())
-        entry.claims[claim] = None
+        if wanted and wanted + request.amount > self.share(request.tenant) + _ROUNDING:
+            return Grant.REJECTED
+        self._tenants.setdefault(request.tenant, _Tenant()).add_waiting(request)
         self.waiting += 1
-        entry.waiting += claim.amount
         return Grant.WAITING
 
-    def give_back(self, tenant: str, amount: int) -> None:
-        """Returns what was taken; claims that wait get it."""
-        entry = self._tenants[tenant]
-        entry.used -= amount
+    def release(self, tenant: str, amount: int) -> None:
+        """Returns granted units, and grants waiting requests that fit now."""
+        self._tenants[tenant].release(amount)
         self.used -= amount
-        self._forget_if_idle(tenant)
-        self._grant()
+        self._remove_if_idle(tenant)
+        self._grant_waiting()
 
-    def withdraw(self, claim: CapacityRequest) -> bool:
-        """A claim waits no more; False when it does not wait, because it was granted."""
-        entry = self._tenants.get(claim.tenant)
-        if entry is None or claim not in entry.claims:
+    def cancel(self, request: CapacityRequest) -> bool:
+        """Removes a waiting request. False when it was granted already."""
+        entry = self._tenants.get(request.tenant)
+        if entry is None or request not in entry.requests:
             return False
-        self._drop(entry, claim)
-        self._forget_if_idle(claim.tenant)
-        self._grant()
+        self._stop_waiting(request)
+        self._remove_if_idle(request.tenant)
+        self._grant_waiting()
         return True
 
-    def _grant(self) -> None:
+    def _grant_waiting(self) -> None:
         weights = self._weights()
         while (name := self._next_tenant(weights)) is not None:
             entry = self._tenants[name]
-            claim = next(iter(entry.claims))
-            if self.used + claim.amount > self.capacity:
-                # Nobody overtakes it, or large claims would wait for good.
+            request = next(iter(entry.requests))
+            if self.used + request.amount > self.capacity:
+                # No request overtakes it: else large requests would wait forever.
                 return
-            self._drop(entry, claim)
-            self._take(claim)
-            claim.on_granted()
+            self._stop_waiting(request)
+            self._use(request)
+            request.on_granted()
 
     def _next_tenant(self, weights: Mapping[str, float]) -> str | None:
-        """A waiting tenant that has nothing, or else the one with least for its weight; of equals, the first."""
+        """A waiting tenant that has no units, or else the one with the least for its weight. Of equals, the first."""
         if not self.waiting:
             return None
-        waiting = (name for name, entry in self._tenants.items() if entry.claims)
+        waiting = (name for name, entry in self._tenants.items() if entry.requests)
         return min(waiting, key=lambda name: self._precedence(name, weights))
 
     def _precedence(self, name: str, weights: Mapping[str, float]) -> tuple[bool, float]:
         entry = self._tenants[name]
         if not entry.used:
             return False, 0.0
-        first = next(iter(entry.claims))
+        first = next(iter(entry.requests))
         return True, (entry.used + first.amount) / _weight(weights, name)
 
-    def _take(self, claim: CapacityRequest) -> None:
-        self._tenants.setdefault(claim.tenant, _Tenant()).used += claim.amount
-        self.used += claim.amount
+    def _use(self, request: CapacityRequest) -> None:
+        self._tenants.setdefault(request.tenant, _Tenant()).use(request.amount)
+        self.used += request.amount
 
-    def _drop(self, entry: _Tenant, claim: CapacityRequest) -> None:
-        del entry.claims[claim]
+    def _stop_waiting(self, request: CapacityRequest) -> None:
+        self._tenants[request.tenant].remove_waiting(request)
         self.waiting -= 1
-        entry.waiting -= claim.amount
 
-    def _forget_if_idle(self, name: str) -> None:
-        entry = self._tenants[name]
-        if not entry.used and not entry.claims:
+    def _remove_if_idle(self, name: str) -> None:
+        if self._tenants[name].idle:
             del self._tenants[name]
 
 

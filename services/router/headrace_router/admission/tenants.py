@@ -1,4 +1,4 @@
-"""Who a caller is, by API key."""
+"""API keys: the tenant that each of them stands for."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _REMEDY = "send yours as metadata 'authorization: Bearer KEY' or 'x-api-key: KEY
 
 
 class Tenants:
-    """Tenants by key. Without a keys file, everybody is one tenant.
+    """Tenants by key. Without a keys file, all callers are one tenant.
 
-    Keys are kept and compared as SHA-256 digests, so that neither this process's memory dumps nor its answers' timing
-    tell them. Nothing here puts a key into a message.
+    Keys are stored and compared as SHA-256 digests: neither a memory dump nor response times reveal them. No message
+    contains a key.
     """
 
     def __init__(self, by_digest: Mapping[str, str] | None) -> None:
         self._by_digest = by_digest
 
     def tenant_of(self, metadata: Iterable[tuple[str, Any]] | None) -> str:
-        """The tenant that an RPC's metadata names. Raises Unauthenticated, with the remedy."""
+        """The tenant of the API key in an RPC's metadata. Raises Unauthenticated, with the remedy."""
         if self._by_digest is None:
             return DEFAULT_TENANT
         key = _key_in(metadata or ())
@@ -45,10 +45,10 @@ class Tenants:
 
 
 def load_tenants(path: str) -> Tenants:
-    """Reads a keys file; an empty path means none.
+    """Reads a keys file. An empty path means no file.
 
-    A file that ends in .toml holds `"KEY" = "TENANT"`; any other holds a line `KEY TENANT` each, # begins a comment.
-    `sha256:HEX`, the digest of a key, may stand for it. Raises ConfigError that names file and line, never a key.
+    A .toml file has entries `"KEY" = "TENANT"`, any other file has lines `KEY TENANT`. In these # begins a comment. KEY
+    may be `sha256:HEX`, the digest of a key. Raises ConfigError, which names file and line but never a key.
     """
     if not path:
         return Tenants(None)
@@ -92,7 +92,7 @@ def _toml_pairs(path: str, text: str) -> list[tuple[str, str, str]]:
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError:
-        # The parser's own words may quote a key.
+        # The parser's message may quote a key.
         raise ConfigError(
             f'api_keys_file {path} is not TOML; write lines such as "KEY" = "TENANT"'
         ) from None

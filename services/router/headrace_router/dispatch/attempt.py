@@ -160,7 +160,7 @@ class Attempt:
     def _promised(self) -> AbstractContextManager[None]:
         if not self._decision.remote:
             return nullcontext()
-        return self._queue.promised(self._decision.worker.layout, len(self._known) - 1)
+        return self._queue.expect_task(self._decision.worker.layout, len(self._known) - 1)
 
     def _enqueue(self) -> None:
         worker = self._decision.worker

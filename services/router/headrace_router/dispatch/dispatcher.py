@@ -35,7 +35,8 @@ from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.task import TaskTerms
 from headrace_router.request.request import RoutedRequest
 from headrace_router.request.validation import PreparedRequest
-from headrace_router.workers.directory import Promise, WorkerDirectory
+from headrace_router.workers.connection import LoadReservation
+from headrace_router.workers.directory import WorkerDirectory
 from headrace_router.workers.table import LoadTable, Numbers, Worker
 
 _LOG = logging.getLogger(__name__)
@@ -110,7 +111,7 @@ class RequestDispatcher:
             decision = self._route(
                 job.request, token_ids, job.root, job.deadline, blame, blame.local_only
             )
-            promise = self._view.promise(decision.worker.ref, len(token_ids))
+            promise = self._view.reserve_load(decision.worker.ref, len(token_ids))
             if promise is None:
                 blame.failed.add(decision.worker.ref)
                 continue
@@ -141,7 +142,7 @@ class RequestDispatcher:
         self,
         job: RoutedRequest,
         decision: Decision,
-        promise: Promise,
+        promise: LoadReservation,
         number: int,
         token_ids: Sequence[int],
         blame: RetryState,
@@ -237,7 +238,7 @@ class RequestDispatcher:
         """What to ask of the prefill queue for a prompt that `worker` is to receive; no tokens for a local one."""
         cached: dict[WorkerRef, int] = {}
         if token_ids:
-            refs = self._queue.partners().get(fingerprint(worker.layout), frozenset())
+            refs = self._queue.pulling_workers().get(fingerprint(worker.layout), frozenset())
             cached = self._prefixes.cached_refs(worker.model, token_ids, refs)
         return TaskTerms(
             deadline_unix_s=deadline.unix_s,
@@ -260,7 +261,7 @@ class RequestDispatcher:
         placement_request = PlacementRequest(
             model=request.model,
             prompt_tokens=len(token_ids),
-            wish=request.placement,
+            prefill_placement=request.placement,
             policy=RoutePolicy.from_proto(self._policy.policy),
             remaining_s=deadline.remaining_s(),
             failed=blame.excluded,
@@ -271,7 +272,7 @@ class RequestDispatcher:
         candidates = Candidates(
             decode=table,
             cached_tokens=self._prefixes.cached_tokens(table, token_ids),
-            prefill=self._queue.partners(),
+            prefill=self._queue.pulling_workers(),
             queue_wait_s=self._queue.estimate(request.model).wait_s,
         )
         problem = ""

@@ -1,7 +1,7 @@
-"""Look-aside: clients that stream from decode workers directly, with the router's word for it.
+"""Look-aside: clients stream from decode workers directly, with a ticket that the router signs.
 
-The router chooses the worker and signs a ticket. The prefill queue stays the router's: the client hands the decode
-worker's reservation back, and its prompt waits its turn among the others.
+The router chooses the worker. It also keeps the only prefill queue: the client sends the decode worker's reservation to
+the router, which queues the prompt.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Final
 
-from google.protobuf.timestamp_pb2 import Timestamp
-
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import inference_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.deadlines import Deadline
+from headrace_common.durations import timestamp_from_unix_s
 from headrace_common.errors import (
     DeadlineExceeded,
     DuplicateTransfer,
@@ -35,49 +34,49 @@ from headrace_router.placement import CandidateCost, Decision
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.request.response_stream import ended_by
 from headrace_router.request.validation import PreparedRequest
-from headrace_router.workers.directory import Promise, WorkerDirectory
+from headrace_router.workers.directory import WorkerDirectory
 from headrace_router.workers.table import Worker
 
-_SEEN_MAX: Final = 65_536
-# A client that has its reservation has long come back by then.
+_PREFILLED_MAX: Final = 65_536
+# A client that was granted a reservation has sent it to the router by then.
 _RESERVATION_S: Final = 1.0
 
 
 class LookAside:
-    """Gives tickets, and takes back what they lead to.
+    """Grants tickets, and queues the prompts of their requests.
 
-    What was given counts as placed on its worker until the ticket ends, by when the worker itself reports it.
-    `late_s` is how long after its ticket's end a reservation may still be handed back.
+    A granted request counts as placed on its worker until the ticket expires. By then the worker reports the request.
+    `late_s` is how long after its ticket has expired a reservation is still accepted.
     """
 
     def __init__(
         self,
         *,
-        view: WorkerDirectory,
+        workers: WorkerDirectory,
         queue: PrefillQueue,
-        generator: RequestDispatcher,
+        dispatcher: RequestDispatcher,
         signer: TicketSigner,
         allowed: bool,
         late_s: float,
         direct: DirectRequestTracker,
     ) -> None:
-        self._view = view
+        self._workers = workers
         self._queue = queue
-        self._generator = generator
+        self._dispatcher = dispatcher
         self._signer = signer
         self._allowed = allowed
         self._late_s = late_s
         self.direct = direct
         self._prefilled: OrderedDict[str, None] = OrderedDict()
-        self._awaited: dict[str, ExitStack] = {}
+        self._expected: dict[str, ExitStack] = {}
 
     def grant(
         self, request: PreparedRequest, decision: Decision, tenant: str, traceparent: str
     ) -> inference_pb2.DirectRequest | None:
-        """How to ask the chosen worker directly; None where that is not allowed or not possible.
+        """The request that the client may send to the chosen worker. None when it must go through the router.
 
-        Stop texts are found in text, and text is made by the router only, and so is a first token from prefill passed
-        on, or its logits asked for. Without a client's word for that, decode makes it, whatever the policy.
+        The router is needed for stop texts, because only the router makes text. It also passes on a first token or
+        logits from prefill. Unless the client asks for these, decode makes the first token, whatever the policy.
         """
         if not self._allowed or request.stop_texts or not self._signer.key:
             return None
@@ -87,40 +86,39 @@ class LookAside:
             return None
         worker = decision.worker
         tokens = len(request.token_ids) + len(request.generated)
-        promise = self._view.promise(worker.ref, tokens)
-        if promise is None:
+        reservation = self._workers.reserve_load(worker.ref, tokens)
+        if reservation is None:
             return None
-        self._release_later(promise)
-        spoken = decode_request(request, decision, new_transfer_id(), request.generated)
-        ticket = self._signer.sign(spoken, worker.ref.worker_id, tenant)
-        if spoken.remote_prefill:
-            self._await_prompt(worker, spoken.transfer_id, len(spoken.token_ids) - 1)
-        expire_time = Timestamp()
-        expire_time.FromNanoseconds(int(Deadline.after(self._signer.ttl_s).unix_s * 1e9))
+        loop = asyncio.get_running_loop()
+        loop.call_later(self._signer.ttl_s, reservation.release)
+        call = decode_request(request, decision, new_transfer_id(), request.generated)
+        ticket = self._signer.sign(call, worker.ref.worker_id, tenant)
+        if call.remote_prefill:
+            self._expect_prompt(worker, call.transfer_id, len(call.token_ids) - 1)
         return inference_pb2.DirectRequest(
             endpoint=worker.endpoint,
-            request_id=spoken.request_id,
-            transfer_id=spoken.transfer_id,
-            incarnation=spoken.incarnation,
-            token_ids=spoken.token_ids,
-            sampling=spoken.sampling,
-            stop_token_ids=spoken.stop_token_ids,
-            remote_prefill=spoken.remote_prefill,
+            request_id=call.request_id,
+            transfer_id=call.transfer_id,
+            incarnation=call.incarnation,
+            token_ids=call.token_ids,
+            sampling=call.sampling,
+            stop_token_ids=call.stop_token_ids,
+            remote_prefill=call.remote_prefill,
             ticket=ticket,
-            expire_time=expire_time,
+            expire_time=timestamp_from_unix_s(Deadline.after(self._signer.ttl_s).unix_s),
             traceparent=traceparent,
-            generated_token_count=spoken.generated_token_count,
+            generated_token_count=call.generated_token_count,
         )
 
     def check(self, request: inference_pb2.PrefillRequest) -> decode_pb2.TicketClaims:
-        """What a reservation's ticket allows. Raises Unauthenticated or InvalidRequest."""
+        """The claims of a reservation's ticket. Raises Unauthenticated or InvalidRequest."""
         claims = check_ticket(
             self._signer.key, decode_request_of(request.direct), None, late_s=self._late_s
         )
-        wanted = len(request.direct.token_ids) - 1
-        if not request.direct.remote_prefill or request.start_token >= wanted:
+        end_token = len(request.direct.token_ids) - 1
+        if not request.direct.remote_prefill or request.start_token >= end_token:
             raise InvalidRequest(
-                {"start_token": "nothing is missing: the decode worker goes on by itself"}
+                {"start_token": "nothing is missing: the decode worker continues by itself"}
             )
         return claims
 
@@ -130,21 +128,19 @@ class LookAside:
         claims: decode_pb2.TicketClaims,
         deadline: Deadline,
     ) -> inference_pb2.PrefillResponse:
-        """Has the prompt computed and handed over. `claims` are those that `check` gave.
+        """Queues the prompt, and returns once its KV cache was handed over. `claims` are those of `check`.
 
-        Raises DuplicateTransfer when that was asked for before, QueueFull, WorkerGone, DeadlineExceeded, or what the
-        prefill worker failed with. Being cancelled gives the task up.
+        Raises DuplicateTransfer on a repeated call, QueueFull, WorkerGone, DeadlineExceeded, or the error of the
+        prefill worker. Cancellation cancels the task.
         """
         direct = request.direct
-        worker = self._view.worker(WorkerRef(claims.worker_id, claims.incarnation))
+        worker = self._workers.worker(WorkerRef(claims.worker_id, claims.incarnation))
         if worker is None:
             raise WorkerGone(
                 f"decode worker {claims.worker_id} has left",
                 metadata={"worker_id": claims.worker_id},
             )
-        self._note_once(direct.transfer_id)
-        deadline_time = Timestamp()
-        deadline_time.FromNanoseconds(int(deadline.unix_s * 1e9))
+        self._reject_repeated(direct.transfer_id)
         task = prefill_pb2.PrefillTask(
             transfer_id=direct.transfer_id,
             request_id=direct.request_id,
@@ -153,11 +149,11 @@ class LookAside:
             decode_worker_id=worker.ref.worker_id,
             decode_incarnation=worker.ref.incarnation,
             decode_endpoint=worker.endpoint,
-            deadline_time=deadline_time,
+            deadline_time=timestamp_from_unix_s(deadline.unix_s),
             traceparent=direct.traceparent,
         )
-        terms = self._generator.task_terms(worker, direct.token_ids, deadline)
-        self._forget_prompt(direct.transfer_id)
+        terms = self._dispatcher.task_terms(worker, direct.token_ids, deadline)
+        self._end_expectation(direct.transfer_id)
         queued = self._queue.enqueue(task, layout=worker.layout, terms=terms)
         try:
             async with asyncio.timeout(deadline.remaining_s()):
@@ -168,7 +164,7 @@ class LookAside:
                 f"the deadline passed while waiting for {what}", metadata={"waited_for": what}
             ) from None
         finally:
-            # Nothing happens to a task that has ended.
+            # Has no effect on a task that has ended.
             queued.cancel()
         if outcome.error is not None:
             raise outcome.error
@@ -179,36 +175,33 @@ class LookAside:
             payload_bytes=done.payload_bytes,
         )
 
-    def _note_once(self, transfer_id: str) -> None:
+    def _reject_repeated(self, transfer_id: str) -> None:
         if transfer_id in self._prefilled:
             raise DuplicateTransfer(
-                f"the prompt of {transfer_id} was handed to the prefill queue before",
+                f"the prompt of {transfer_id} was queued before",
                 metadata={"transfer_id": transfer_id},
             )
         self._prefilled[transfer_id] = None
-        if len(self._prefilled) > _SEEN_MAX:
+        if len(self._prefilled) > _PREFILLED_MAX:
             self._prefilled.popitem(last=False)
 
-    def _await_prompt(self, worker: Worker, transfer_id: str, tokens: int) -> None:
-        """The queue counts the prompt until it comes, or is not likely to come any more."""
-        awaited = self._awaited[transfer_id] = ExitStack()
-        awaited.enter_context(self._queue.promised(worker.layout, tokens))
+    def _expect_prompt(self, worker: Worker, transfer_id: str, tokens: int) -> None:
+        """Lets the queue count the prompt until it comes, or is no longer likely to come."""
+        expected = self._expected[transfer_id] = ExitStack()
+        expected.enter_context(self._queue.expect_task(worker.layout, tokens))
         wait_s = min(_RESERVATION_S, self._signer.ttl_s)
-        asyncio.get_running_loop().call_later(wait_s, self._forget_prompt, transfer_id)
+        asyncio.get_running_loop().call_later(wait_s, self._end_expectation, transfer_id)
 
-    def _forget_prompt(self, transfer_id: str) -> None:
-        awaited = self._awaited.pop(transfer_id, None)
-        if awaited is not None:
-            awaited.close()
-
-    def _release_later(self, promise: Promise) -> None:
-        asyncio.get_running_loop().call_later(self._signer.ttl_s, promise.release)
+    def _end_expectation(self, transfer_id: str) -> None:
+        expected = self._expected.pop(transfer_id, None)
+        if expected is not None:
+            expected.close()
 
 
 def candidates_to_proto(
     costs: tuple[CandidateCost, ...], prefix_faults: Mapping[WorkerRef, str]
 ) -> list[inference_pb2.Candidate]:
-    """The candidates, in the same order. `prefix_faults` says whose caches cannot count, and why."""
+    """Converts candidates, in the same order. `prefix_faults` gives the reason why a worker's cache does not count."""
     faults = {ref.worker_id: fault for ref, fault in prefix_faults.items()}
     return [
         inference_pb2.Candidate(

@@ -1,7 +1,8 @@
-"""Requests that stream past this router: they count as admitted, and their traces are made whole, until they end.
+"""Requests that stream from decode workers directly: until they end, they count as admitted.
 
-That one has ended is heard from its decode worker's span, which every router is sent. Where none comes, a ticket that
-has expired counts for as long as its worker reports more requests than this router has placed there itself.
+The decode worker's span, which every router receives, marks the end of a request and completes its trace. Without that
+span a request counts until its ticket expires. It counts longer while its worker reports more requests than this router
+has placed there itself.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from headrace_router.admission.admission import AdmissionPermit
 from headrace_router.workers.directory import WorkerDirectory
 
 _SWEEP_S: Final = 1.0
-_STEPS: Final = (schema.SPAN_DECODE, schema.SPAN_DECODE_GENERATE)
+_DECODE_SPANS: Final = (schema.SPAN_DECODE, schema.SPAN_DECODE_GENERATE)
 
 
 @dataclass(slots=True)
-class _Held:
+class _DirectRequest:
     trace_id: bytes
     ref: WorkerRef
     traceparent: str
-    ticket: AdmissionPermit
+    permit: AdmissionPermit
     release: Callable[[], None]
     arrival_unix_ns: int
     expire_monotonic_s: float
@@ -39,97 +40,105 @@ class _Held:
 
 
 class DirectRequestTracker:
-    """One event loop owns it. `ttl_s` is a ticket's life, `longest_s` that of a request that set no deadline."""
+    """Tracks direct requests. One event loop owns it.
+
+    `ttl_s` is the lifetime of a ticket, `longest_s` that of a request without a deadline.
+    """
 
     def __init__(
-        self, view: WorkerDirectory, telemetry: Telemetry, *, ttl_s: float, longest_s: float
+        self, workers: WorkerDirectory, telemetry: Telemetry, *, ttl_s: float, longest_s: float
     ) -> None:
-        self._view = view
+        self._workers = workers
         self._telemetry = telemetry
         self._ttl_s = ttl_s
         self._longest_s = max(ttl_s, longest_s)
-        self._held: dict[str, _Held] = {}
-        self._of_trace: dict[bytes, str] = {}
-        self._sweeping: asyncio.TimerHandle | None = None
+        self._requests: dict[str, _DirectRequest] = {}
+        self._transfer_of_trace: dict[bytes, str] = {}
+        self._sweep_timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._requests)
 
-    def begin(
+    def track(
         self,
         direct: inference_pb2.DirectRequest,
         ref: WorkerRef,
-        ticket: AdmissionPermit,
+        permit: AdmissionPermit,
         release: Callable[[], None],
         arrival_unix_ns: int,
     ) -> None:
-        """A ticket was given away; `release` is called once, when the request has ended or was never made."""
+        """Tracks a request with a granted ticket. Calls `release` once, when it has ended or was never sent."""
         now_s = time.monotonic()
         trace_id = bytes.fromhex(direct.traceparent.split("-")[1])
-        self._held[direct.transfer_id] = _Held(
-            *(trace_id, ref, direct.traceparent, ticket, release, arrival_unix_ns),
+        self._requests[direct.transfer_id] = _DirectRequest(
+            trace_id=trace_id,
+            ref=ref,
+            traceparent=direct.traceparent,
+            permit=permit,
+            release=release,
+            arrival_unix_ns=arrival_unix_ns,
             expire_monotonic_s=now_s + self._ttl_s,
             end_monotonic_s=now_s + self._longest_s,
         )
-        self._of_trace[trace_id] = direct.transfer_id
-        if self._sweeping is None:
-            self._sweeping = asyncio.get_running_loop().call_later(_SWEEP_S, self._sweep)
+        self._transfer_of_trace[trace_id] = direct.transfer_id
+        if self._sweep_timer is None:
+            self._sweep_timer = asyncio.get_running_loop().call_later(_SWEEP_S, self._sweep)
 
-    def ticket(self, transfer_id: str) -> AdmissionPermit | None:
-        """What lets a request in whose prompt is handed back; None when it does not count here any more."""
-        held = self._held.get(transfer_id)
-        return None if held is None else held.ticket
+    def permit(self, transfer_id: str) -> AdmissionPermit | None:
+        """The permit of a tracked request. None when the request is not tracked any more."""
+        request = self._requests.get(transfer_id)
+        return None if request is None else request.permit
 
-    def hear(self, resource_spans: Iterable[otlp_pb2.ResourceSpans]) -> None:
-        """Takes workers' spans: what they say of requests that are counted here."""
-        if not self._held:
+    def on_spans(self, resource_spans: Iterable[otlp_pb2.ResourceSpans]) -> None:
+        """Processes workers' spans. Spans of other requests are ignored."""
+        if not self._requests:
             return
         for resource in resource_spans:
             for scope in resource.scope_spans:
                 for span in scope.spans:
-                    if span.name in _STEPS and span.trace_id in self._of_trace:
-                        self._take(span)
+                    if span.name in _DECODE_SPANS and span.trace_id in self._transfer_of_trace:
+                        self._on_decode_span(span)
 
     def close(self) -> None:
-        """Releases everything."""
-        if self._sweeping is not None:
-            self._sweeping.cancel()
-        for transfer_id in tuple(self._held):
-            self._release(transfer_id)
+        """Releases all requests."""
+        if self._sweep_timer is not None:
+            self._sweep_timer.cancel()
+        for transfer_id in tuple(self._requests):
+            self._end(transfer_id)
 
-    def _take(self, span: otlp_pb2.Span) -> None:
-        transfer_id = self._of_trace[span.trace_id]
+    def _on_decode_span(self, span: otlp_pb2.Span) -> None:
+        transfer_id = self._transfer_of_trace[span.trace_id]
         if span.name == schema.SPAN_DECODE:
-            # A client's trace may hold several requests.
-            said = {pair.key: pair.value.string_value for pair in span.attributes}
-            self._release(said.get(schema.ATTRIBUTE_TRANSFER_ID, transfer_id))
+            # One trace of a client may contain several requests.
+            attributes = {pair.key: pair.value.string_value for pair in span.attributes}
+            self._end(attributes.get(schema.ATTRIBUTE_TRANSFER_ID, transfer_id))
             return
-        held = self._held[transfer_id]
-        parent = context_from_traceparent(held.traceparent)
+        request = self._requests[transfer_id]
+        parent = context_from_traceparent(request.traceparent)
         first_ns, last_ns = span.start_time_unix_nano, span.end_time_unix_nano
         record = self._telemetry.record_span
-        record(schema.SPAN_FIRST_TOKEN, parent, held.arrival_unix_ns, first_ns)
+        record(schema.SPAN_FIRST_TOKEN, parent, request.arrival_unix_ns, first_ns)
         record(schema.SPAN_STREAM, parent, first_ns, last_ns)
 
     def _sweep(self) -> None:
         now_s = time.monotonic()
         expired: dict[WorkerRef, list[str]] = {}
-        for transfer_id, held in tuple(self._held.items()):
-            if now_s >= held.end_monotonic_s:
-                self._release(transfer_id)
-            elif now_s >= held.expire_monotonic_s:
-                expired.setdefault(held.ref, []).append(transfer_id)
+        for transfer_id, request in tuple(self._requests.items()):
+            if now_s >= request.end_monotonic_s:
+                self._end(transfer_id)
+            elif now_s >= request.expire_monotonic_s:
+                expired.setdefault(request.ref, []).append(transfer_id)
         for ref, transfer_ids in expired.items():
-            for transfer_id in transfer_ids[
-                : len(transfer_ids) - self._view.external_request_count(ref)
-            ]:
-                self._release(transfer_id)
+            external_count = self._workers.external_request_count(ref)
+            ended_count = max(0, len(transfer_ids) - external_count)
+            for transfer_id in transfer_ids[:ended_count]:
+                self._end(transfer_id)
         loop = asyncio.get_running_loop()
-        self._sweeping = loop.call_later(_SWEEP_S, self._sweep) if self._held else None
+        self._sweep_timer = loop.call_later(_SWEEP_S, self._sweep) if self._requests else None
 
-    def _release(self, transfer_id: str) -> None:
-        held = self._held.pop(transfer_id, None)
-        if held is not None:
-            if self._of_trace.get(held.trace_id) == transfer_id:
-                del self._of_trace[held.trace_id]
-            held.release()
+    def _end(self, transfer_id: str) -> None:
+        request = self._requests.pop(transfer_id, None)
+        if request is not None:
+            if self._transfer_of_trace.get(request.trace_id) == transfer_id:
+                del self._transfer_of_trace[request.trace_id]
+            request.release()

@@ -1,19 +1,20 @@
-"""How fast prompts leave the prefill queue, from those that have."""
+"""Estimates of prefill throughput and waiting time, from the tasks that have completed. Pure."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Final
 
-_MEMORY_S = 30.0
+_DECAY_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class QueueEstimate:
     """The queue at one moment.
 
-    `queued_tokens` are prompt tokens, `oldest_age_s` is how long the task that has waited longest has waited.
-    `wait_s` is how long a task that came now would wait: 0 while a worker has room, infinite while the queue is full.
+    `queued_tokens` counts prompt tokens, and `oldest_age_s` is the age of the oldest task. `wait_s` is how long a task
+    that came now would wait: 0 while a worker has room, infinite while the queue is full.
     """
 
     depth: int
@@ -23,31 +24,31 @@ class QueueEstimate:
 
 
 class ThroughputEstimator:
-    """Tokens that a task on a worker gets done per second, recent tasks counting for more."""
+    """Mean size and duration of completed tasks. Weights decay with the age of a task."""
 
     def __init__(self) -> None:
         self._tokens = 0.0
         self._duration_s = 0.0
         self._tasks = 0.0
-        self._noted_s = 0.0
+        self._recorded_s = 0.0
 
-    def note(self, tokens: int, duration_s: float, now_s: float) -> None:
-        """A task of `tokens` has ended well after `duration_s` on its worker."""
-        kept = math.exp(-max(0.0, now_s - self._noted_s) / _MEMORY_S) if self._tasks else 0.0
+    def record_task(self, tokens: int, duration_s: float, now_s: float) -> None:
+        """A worker completed a task of `tokens` after `duration_s`."""
+        kept = math.exp(-max(0.0, now_s - self._recorded_s) / _DECAY_S) if self._tasks else 0.0
         self._tokens = kept * self._tokens + tokens
         self._duration_s = kept * self._duration_s + duration_s
         self._tasks = kept * self._tasks + 1
-        self._noted_s = now_s
+        self._recorded_s = now_s
 
     @property
     def task_duration_s(self) -> float:
-        """Mean time of a task on a worker; 0 when none has ended yet."""
+        """Mean duration of a task on a worker; 0 before the first task."""
         return self._duration_s / self._tasks if self._tasks else 0.0
 
     def wait_s(self, queued_tokens: int, running_tasks: int) -> float:
-        """How long until a new task behind `queued_tokens` gets the place of one of `running_tasks`.
+        """How long a new task behind `queued_tokens` waits for the place of one of `running_tasks`.
 
-        0 when no task has ended yet, or none runs.
+        0 before the first task has completed, or when none runs.
         """
         if self._tokens <= 0 or not running_tasks:
             return 0.0

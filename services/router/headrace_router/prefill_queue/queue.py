@@ -1,10 +1,11 @@
 """The global prefill queue: prompts wait here until a prefill worker has room.
 
-Which worker computes a prompt is decided as late as possible, by credits: the one that needs to compute least, with
-what it computes already. A task whose worker vanished before it opened the transfer goes to another worker, for the
-decode worker's reservation is still good. Once the transfer may be open it is bound to the worker that opened it, and
-the attempt fails. To take an opened transfer for an unopened one does no harm: decode admits one incarnation to a
-transfer and refuses the others.
+Workers grant credits, so the queue decides as late as possible which worker computes a prompt. It chooses the worker
+with the fewest tokens to compute, including the tasks that the worker already has.
+
+A task of a lost worker goes to another worker as long as the transfer is unopened: the reservation on the decode worker
+is still valid. Once the transfer may be open, the attempt fails. To treat an opened transfer as unopened is harmless,
+because a decode worker admits one sender incarnation to a transfer and rejects others.
 """
 
 from __future__ import annotations
@@ -12,231 +13,198 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Final
 
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.errors import (
     Draining,
     DuplicateTransfer,
     HeadraceError,
-    InternalError,
     InvalidRequest,
-    ProtocolViolation,
     QueueFull,
     WorkerGone,
+    from_reason,
 )
-from headrace_common.queues import BoundedQueue
 from headrace_kv.layout.compatibility import fingerprint
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_router.prefill_queue.estimate import QueueEstimate
 from headrace_router.prefill_queue.group import QueueGroup
-from headrace_router.prefill_queue.task import PrefillWorkerStream, QueuedTask, TaskTerms
+from headrace_router.prefill_queue.task import QueuedTask, TaskTerms
+from headrace_router.prefill_queue.worker_stream import PrefillWorkerStream
 
 _LOG = logging.getLogger(__name__)
 
-CREDITS_MAX = 1_024
-PULLERS_MAX = 4_096
-_RETRY_AFTER_MAX_S = 60.0
-# With these a worker turns down what it has not begun.
-_REFUSALS = (Draining.reason, QueueFull.reason)
+WORKERS_MAX: Final = 4_096
+_RETRY_AFTER_MAX_S: Final = 60.0
+# With these a worker rejects a task that it has not started.
+_REJECTIONS: Final = (Draining.reason, QueueFull.reason)
 
 
 class PrefillQueue:
-    """Orders tasks by deadline, then arrival; tasks that come back stand before the others.
+    """Orders tasks by deadline, then arrival. Returned tasks go before the others.
 
-    A task waits for a worker that holds its prefix, when another has room, for at most `prefix_wait_s`, once. One event
-    loop owns the queue.
+    When another worker has room, a task still waits once, for at most `prefix_wait_s`, for a worker that has its
+    prefix. One event loop owns the queue.
     """
 
     def __init__(self, max_queued_tasks: int, prefix_wait_s: float = 0.05) -> None:
         self.max_queued_tasks = max_queued_tasks
         self._prefix_wait_s = prefix_wait_s
         self._groups: dict[KvLayout, QueueGroup] = {}
-        self._pullers: dict[WorkerRef, PrefillWorkerStream] = {}
-        self._partners: dict[KvLayout, frozenset[WorkerRef]] = {}
+        self._worker_streams: dict[WorkerRef, PrefillWorkerStream] = {}
+        self._pulling: dict[KvLayout, frozenset[WorkerRef]] = {}
         self._numbers = itertools.count(1)
 
     @property
     def depth(self) -> int:
-        """Tasks that wait for a worker."""
+        """The number of tasks that wait for a worker."""
         return sum(len(group) for group in self._groups.values())
 
     def estimate(self, model: str = "") -> QueueEstimate:
-        """The queue of one served model, or the whole one; `wait_s` is that of the workers that are soonest free."""
+        """The queue of one served model, or of all. `wait_s` is that of the layout with the shortest wait."""
         groups = self._groups_of(model)
-        depth = sum(map(len, groups))
         wait_s = min((group.wait_s for group in groups), default=0.0)
-        promised_tasks = sum(group.promised_tasks for group in self._groups.values())
+        expected_tasks = sum(group.expected_tasks for group in self._groups.values())
         return QueueEstimate(
-            depth=depth,
+            depth=sum(map(len, groups)),
             queued_tokens=sum(group.queued_tokens for group in groups),
             oldest_age_s=max((group.oldest_age_s for group in groups), default=0.0),
-            wait_s=math.inf if self.depth + promised_tasks >= self.max_queued_tasks else wait_s,
+            wait_s=math.inf if self.depth + expected_tasks >= self.max_queued_tasks else wait_s,
         )
 
-    def partners(self) -> Mapping[KvLayout, frozenset[WorkerRef]]:
-        """The workers that take tasks, by the fingerprint of their layout. Kept up to date, so do not keep it."""
-        return self._partners
+    def pulling_workers(self) -> Mapping[KvLayout, frozenset[WorkerRef]]:
+        """The workers that take tasks, by layout fingerprint. A live view: it changes with the queue."""
+        return self._pulling
 
-    def puller_counts(self) -> dict[str, int]:
-        """Prefill workers that pull now, by served model."""
+    def worker_counts(self) -> dict[str, int]:
+        """The number of connected prefill workers by served model."""
         counts: dict[str, int] = {}
-        for puller in self._pullers.values():
-            counts[puller.model] = counts.get(puller.model, 0) + 1
+        for stream in self._worker_streams.values():
+            counts[stream.model] = counts.get(stream.model, 0) + 1
         return counts
 
-    @contextmanager
-    def promised(self, layout: KvLayout, tokens: int) -> Iterator[None]:
-        """Counts a prompt that is to be queued once its blocks are reserved, so that others see what comes.
+    def expect_task(self, layout: KvLayout, tokens: int) -> AbstractContextManager[None]:
+        """Counts a prompt that will be queued once its blocks are reserved, until the block ends.
 
-        Prompts that arrive within one reservation would else all find the same short queue.
+        Without it, all prompts that arrive during one reservation would see the same short queue.
         """
         group = self._groups.get(fingerprint(layout))
-        if group is None:
-            yield
-            return
-        group.promised_tasks += 1
-        group.promised_tokens += tokens
-        try:
-            yield
-        finally:
-            group.promised_tasks -= 1
-            group.promised_tokens -= tokens
+        return nullcontext() if group is None else group.expect_task(tokens)
 
     def enqueue(
         self, task: prefill_pb2.PrefillTask, *, layout: KvLayout, terms: TaskTerms
     ) -> QueuedTask:
         """Adds a task for a decode worker of `layout`.
 
-        Raises QueueFull, or WorkerGone when no worker that pulls may take it.
+        Raises QueueFull, or WorkerGone when no connected worker may take the task.
         """
-        if self._full:
+        if self.depth >= self.max_queued_tasks:
             raise self._full_error()
         group = self._groups.get(fingerprint(layout))
         if group is None:
-            raise _no_taker(task.transfer_id)
-        queued = QueuedTask(task, group.layout, terms, next(self._numbers), self.cancel)
-        if not group.has_taker(queued):
-            raise _no_taker(task.transfer_id)
-        queued.tasks_ahead = group.tasks_before(queued)
+            raise _no_eligible_worker(task.transfer_id)
+        queued = QueuedTask(task, group.layout, terms, next(self._numbers), self._cancel)
+        if not group.has_eligible_worker(queued):
+            raise _no_eligible_worker(task.transfer_id)
+        queued.joined_queue(group.tasks_before(queued))
         group.add(queued)
         return queued
 
-    def cancel(self, queued: QueuedTask) -> None:
-        """See QueuedTask.cancel."""
-        transfer_id = queued.task.transfer_id
-        puller = self._pullers.get(queued.worker) if queued.worker is not None else None
-        if queued.worker is None:
-            group = self._groups.get(queued.group_key)
-            if group is not None:
-                group.remove(queued)
-        elif puller is not None and not queued.outcome.done():
-            cancel = prefill_pb2.CancelTask(transfer_id=transfer_id)
-            puller.outbox.put_nowait(prefill_pb2.PullResponse(cancel=cancel))
-        queued.end(WorkerGone("the task was given up", metadata={"transfer_id": transfer_id}))
-
-    def join(self, ref: WorkerRef, model: str, layout: KvLayout) -> PrefillWorkerStream:
-        """A worker begins to pull. Raises DuplicateTransfer when this incarnation pulls already."""
-        if ref in self._pullers:
+    def add_worker(self, ref: WorkerRef, model: str, layout: KvLayout) -> PrefillWorkerStream:
+        """A worker has opened its stream. Raises DuplicateTransfer when this incarnation has one already."""
+        if ref in self._worker_streams:
             raise DuplicateTransfer(
                 f"prefill worker {ref} pulls already; end its other stream first",
                 metadata={"worker_id": ref.worker_id, "incarnation": ref.incarnation},
             )
-        if len(self._pullers) >= PULLERS_MAX:
+        if len(self._worker_streams) >= WORKERS_MAX:
             raise QueueFull(
-                f"{PULLERS_MAX} prefill workers pull already",
-                metadata={"maxsize": str(PULLERS_MAX)},
+                f"{WORKERS_MAX} prefill workers pull already",
+                metadata={"maxsize": str(WORKERS_MAX)},
             )
-        # One message per credit and one CancelTask per task handed out, and never more.
-        outbox: BoundedQueue[prefill_pb2.PullResponse] = BoundedQueue(
-            f"pull {ref}", 4 * CREDITS_MAX
-        )
         key = fingerprint(layout)
         group = self._groups.setdefault(key, QueueGroup(key, self._prefix_wait_s))
-        puller = PrefillWorkerStream(ref, model, key, next(self._numbers), outbox)
-        self._pullers[ref] = puller
-        group.join(puller)
-        self._note_partners(group)
+        stream = PrefillWorkerStream(ref, model, key, next(self._numbers))
+        self._worker_streams[ref] = stream
+        group.add_worker(stream)
+        self._update_pulling(group)
         _LOG.info("prefill worker %s pulls", ref)
-        return puller
+        return stream
 
-    def leave(self, puller: PrefillWorkerStream) -> None:
+    def remove_worker(self, stream: PrefillWorkerStream) -> None:
         """A worker's stream has ended.
 
-        What it had not opened goes to the front, or fails like the rest when it was given back too often or nobody
-        else can take it.
+        Its unopened tasks go to the front. They fail like its other tasks after too many returns, or when no other
+        worker may take them.
         """
-        del self._pullers[puller.ref]
-        _LOG.info("prefill worker %s pulls no more, %d tasks left", puller.ref, len(puller.tasks))
-        self._retire(puller)
-        for transfer_id in tuple(puller.tasks):
+        del self._worker_streams[stream.ref]
+        _LOG.info("prefill worker %s pulls no more, %d tasks left", stream.ref, len(stream.tasks))
+        self._retire(stream)
+        for transfer_id, queued in tuple(stream.tasks.items()):
             error = WorkerGone(
-                f"prefill worker {puller.ref} vanished with task {transfer_id}",
-                metadata={"worker_id": puller.ref.worker_id, "transfer_id": transfer_id},
+                f"prefill worker {stream.ref} vanished with task {transfer_id}",
+                metadata={"worker_id": stream.ref.worker_id, "transfer_id": transfer_id},
             )
-            self._give_back(puller, transfer_id, error, None)
-        group = self._groups[puller.group_key]
-        group.streams -= 1
-        if not group.streams:
-            group.close()
-            del self._groups[group.layout]
+            self._return_or_fail(stream, queued, error, None)
+        if self._group_of(stream).close_stream():
+            del self._groups[stream.group_key]
 
-    def add_credits(self, puller: PrefillWorkerStream, task_count: int) -> None:
-        """A worker has room for more. Raises ProtocolViolation beyond CREDITS_MAX tasks in all."""
-        if puller.credits + len(puller.tasks) + task_count > CREDITS_MAX:
-            raise ProtocolViolation(
-                f"prefill worker {puller.ref} asks for more than {CREDITS_MAX} tasks",
-                metadata={"worker_id": puller.ref.worker_id, "credits_max": str(CREDITS_MAX)},
-            )
-        if puller.draining:
-            return
-        puller.credits += task_count
-        self._groups[puller.group_key].serve(puller)
+    def add_credits(self, stream: PrefillWorkerStream, task_count: int) -> None:
+        """A worker can take more tasks. Raises ProtocolViolation beyond CREDITS_MAX."""
+        self._group_of(stream).add_credits(stream, task_count)
 
-    def start(self, puller: PrefillWorkerStream, transfer_id: str) -> None:
-        """A worker is about to open a task's transfer, so that nobody else can do the task."""
-        queued = puller.tasks.get(transfer_id)
+    def task_started(self, stream: PrefillWorkerStream, transfer_id: str) -> None:
+        """A worker is about to open a task's transfer. From now on no other worker can compute the task."""
+        queued = stream.tasks.get(transfer_id)
         if queued is None:
-            _LOG.warning("prefill worker %s started unknown task %s", puller.ref, transfer_id)
+            _LOG.warning("prefill worker %s started unknown task %s", stream.ref, transfer_id)
         else:
-            queued.started = True
+            queued.started()
 
-    def first_token(self, puller: PrefillWorkerStream, first: prefill_pb2.FirstToken) -> None:
-        """A worker has made a task's first token. The first one counts."""
-        queued = puller.tasks.get(first.transfer_id)
+    def first_token_made(self, stream: PrefillWorkerStream, first: prefill_pb2.FirstToken) -> None:
+        """A worker made a task's first token. Repeats are ignored."""
+        queued = stream.tasks.get(first.transfer_id)
         if queued is None or not queued.task.HasField("sampling"):
             _LOG.warning(
-                "prefill worker %s made a token of task %s unasked", puller.ref, first.transfer_id
+                "prefill worker %s made a token of task %s unasked", stream.ref, first.transfer_id
             )
-        elif not queued.first_token.done():
-            queued.first_token.set_result(first)
+        else:
+            queued.first_token_made(first)
 
-    def finish(self, puller: PrefillWorkerStream, done: prefill_pb2.TaskDone) -> None:
-        """A worker has ended a task. One that nobody waits for any more is merely noted."""
-        queued = puller.tasks.get(done.transfer_id)
+    def task_ended(self, stream: PrefillWorkerStream, done: prefill_pb2.TaskDone) -> None:
+        """A worker ended a task. An unknown task is logged only."""
+        queued = stream.tasks.get(done.transfer_id)
         if queued is None:
-            _LOG.warning("prefill worker %s ended unknown task %s", puller.ref, done.transfer_id)
+            _LOG.warning("prefill worker %s ended unknown task %s", stream.ref, done.transfer_id)
             return
-        if done.reason:
-            _LOG.info("task %s failed on %s: %s", done.transfer_id, puller.ref, done.detail)
-        refused = done.reason in _REFUSALS and not queued.started
-        if refused and done.reason == Draining.reason:
-            # It will refuse all that its other credits would bring.
-            self._retire(puller)
-        if refused:
-            self._give_back(puller, done.transfer_id, _error_of(done), done)
-            return
-        self._groups[puller.group_key].drop(puller, done.transfer_id)
+        group = self._group_of(stream)
         if not done.reason:
-            now_s = time.monotonic()
-            self._groups[puller.group_key].pace.note(queued.tokens, now_s - queued.pulled_s, now_s)
-        queued.end(_error_of(done) if done.reason else None, done)
+            group.task_succeeded(stream, queued)
+            queued.end(None, done)
+            return
+        _LOG.info("task %s failed on %s: %s", done.transfer_id, stream.ref, done.detail)
+        if queued.has_started or done.reason not in _REJECTIONS:
+            group.task_ended(stream, queued)
+            queued.end(_error_of(done), done)
+            return
+        if done.reason == Draining.reason:
+            # The worker would reject all tasks that its other credits bring.
+            self._retire(stream)
+        self._return_or_fail(stream, queued, _error_of(done), done)
 
-    @property
-    def _full(self) -> bool:
-        return self.depth >= self.max_queued_tasks
+    def _cancel(self, queued: QueuedTask) -> None:
+        transfer_id = queued.task.transfer_id
+        if queued.worker is None:
+            group = self._groups.get(queued.group_key)
+            if group is not None:
+                group.remove(queued)
+        elif not queued.outcome.done():
+            stream = self._worker_streams.get(queued.worker)
+            if stream is not None:
+                stream.send_cancel(transfer_id)
+        queued.end(WorkerGone("the task was given up", metadata={"transfer_id": transfer_id}))
 
     def _full_error(self) -> QueueFull:
         wait_s = max((group.wait_s for group in self._groups.values()), default=0.0)
@@ -246,66 +214,67 @@ class PrefillQueue:
             retry_after_s=min(_RETRY_AFTER_MAX_S, max(QueueFull.retry_after_s or 0.0, wait_s)),
         )
 
+    def _group_of(self, stream: PrefillWorkerStream) -> QueueGroup:
+        return self._groups[stream.group_key]
+
     def _groups_of(self, model: str) -> tuple[QueueGroup, ...]:
         return tuple(
             group
             for group in self._groups.values()
-            if any(model in ("", puller.model) for puller in group.pullers.values())
+            if any(model in ("", stream.model) for stream in group.worker_streams.values())
         )
 
-    def _note_partners(self, group: QueueGroup) -> None:
-        if group.pullers:
-            self._partners[group.layout] = frozenset(group.pullers)
+    def _update_pulling(self, group: QueueGroup) -> None:
+        if group.worker_streams:
+            self._pulling[group.layout] = frozenset(group.worker_streams)
         else:
-            self._partners.pop(group.layout, None)
+            self._pulling.pop(group.layout, None)
 
-    def _retire(self, puller: PrefillWorkerStream) -> None:
-        """A worker takes nothing more: tasks that only it could take fail."""
-        if puller.draining:
+    def _retire(self, stream: PrefillWorkerStream) -> None:
+        """Assigns the worker no more tasks. Fails the tasks that no other worker may take."""
+        if stream.retired:
             return
-        puller.draining = True
-        stranded = self._groups[puller.group_key].leave(puller)
-        self._note_partners(self._groups[puller.group_key])
+        group = self._group_of(stream)
+        stranded = group.retire_worker(stream)
+        self._update_pulling(group)
         _fail(stranded)
 
-    def _give_back(
+    def _return_or_fail(
         self,
-        puller: PrefillWorkerStream,
-        transfer_id: str,
+        stream: PrefillWorkerStream,
+        queued: QueuedTask,
         error: HeadraceError,
         done: prefill_pb2.TaskDone | None,
     ) -> None:
-        """A task's worker will not end it: another one may, unless the transfer may be open."""
-        queued = puller.tasks[transfer_id]
-        self._groups[puller.group_key].drop(puller, transfer_id)
+        """Queues a task again that its worker will not end, unless its transfer may be open."""
+        group = self._group_of(stream)
+        group.task_ended(stream, queued)
         if queued.outcome.done():
             return
-        if queued.started or queued.returns_left < 1:
+        if queued.has_started or queued.returns_left < 1:
             queued.end(error, done)
             return
-        queued.return_from(puller.ref)
-        if self._groups[puller.group_key].has_taker(queued):
-            _LOG.info("task %s goes back to the queue: %s", transfer_id, error.detail)
-            self._groups[puller.group_key].add(queued)
+        queued.returned_from(stream.ref)
+        if group.has_eligible_worker(queued):
+            _LOG.info("task %s is queued again: %s", queued.task.transfer_id, error.detail)
+            group.add(queued)
         else:
             _fail((queued,))
 
 
 def _fail(stranded: Iterable[QueuedTask]) -> None:
     for queued in stranded:
-        queued.end(_no_taker(queued.task.transfer_id))
+        queued.end(_no_eligible_worker(queued.task.transfer_id))
 
 
-def _no_taker(transfer_id: str) -> WorkerGone:
+def _no_eligible_worker(transfer_id: str) -> WorkerGone:
     return WorkerGone(
-        "no prefill worker that could take the task pulls any more",
+        "no prefill worker that may take the task is connected",
         metadata={"transfer_id": transfer_id},
     )
 
 
 def _error_of(done: prefill_pb2.TaskDone) -> HeadraceError:
-    kinds = {kind.reason: kind for kind in HeadraceError.__subclasses__()}
-    kind = kinds.get(done.reason, InternalError)
-    if kind is InvalidRequest:
+    if done.reason == InvalidRequest.reason:
         return InvalidRequest({"prompt": done.detail})
-    return kind(done.detail, metadata={"transfer_id": done.transfer_id})
+    return from_reason(done.reason, done.detail, metadata={"transfer_id": done.transfer_id})

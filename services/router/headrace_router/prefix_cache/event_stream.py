@@ -19,20 +19,20 @@ from headrace_router.prefix_cache.index import ApplyResult, PrefixIndex
 
 _LOG = logging.getLogger(__name__)
 
-# Without a word for this long, what the worker last said counts no more.
-SILENCE_S: Final = 5.0
+# A worker without an event for this long loses the credit for its cache. Workers send heartbeats.
+EVENT_TIMEOUT_S: Final = 5.0
 _BACKOFF_MIN_S: Final = 0.05
 _BACKOFF_MAX_S: Final = 5.0
 
-_Ended = Literal["broken", "resync", "unserved"]
+_EndReason = Literal["broken", "resync", "unserved"]
 
 
 class KvEventFeed:
-    """Keeps `index` up to date on one incarnation of a worker, until closed.
+    """Applies the events of one incarnation of a worker to `index`, until closed.
 
-    After a lost event, a digest that differs or a broken stream it subscribes again, waiting longer each time until a
-    heartbeat agrees. A worker that serves no events, or has become another incarnation, just has no credit.
-    `on_hashing` hears with every heartbeat how the worker names its blocks.
+    After a lost event, a different digest or a broken stream it subscribes again. The delay grows with each attempt
+    until a heartbeat matches. A worker that serves no events gets no credit, and neither does another incarnation.
+    `on_hashing` receives the worker's hashing parameters with every heartbeat.
     """
 
     def __init__(
@@ -41,29 +41,29 @@ class KvEventFeed:
         endpoint: str,
         index: PrefixIndex,
         open_channel: Callable[[str], grpc.aio.Channel],
-        silence_s: float = SILENCE_S,
+        event_timeout_s: float = EVENT_TIMEOUT_S,
         on_hashing: Callable[[worker_pb2.KvHashing], None] | None = None,
     ) -> None:
         self.ref = ref
         self.endpoint = endpoint
         self.index = index
-        self._silence_s = silence_s
+        self._event_timeout_s = event_timeout_s
         self._on_hashing = on_hashing
         self._failure_count = 0
-        self._heard_s = asyncio.get_running_loop().time()
+        self._last_event_s = asyncio.get_running_loop().time()
         self._closing: asyncio.Task[None] | None = None
         index.add_worker(ref)
         self._channel = open_channel(endpoint)
         self._task = asyncio.create_task(self._follow(), name=f"kv-events-{ref}")
-        self._task.add_done_callback(self._ended)
+        self._task.add_done_callback(self._on_task_done)
 
-    def check_silence(self) -> None:
-        """To be called every now and then."""
-        if asyncio.get_running_loop().time() - self._heard_s > self._silence_s:
+    def check_timeout(self) -> None:
+        """Suspends the worker when its last event is too old. Must be called regularly."""
+        if asyncio.get_running_loop().time() - self._last_event_s > self._event_timeout_s:
             self.index.suspend(self.ref)
 
     def close(self) -> asyncio.Task[None]:
-        """Takes the worker out of the index at once. The task ends with the stream."""
+        """Removes the worker from the index at once. The returned task ends once the channel is closed."""
         if self._closing is None:
             self.index.remove_worker(self.ref)
             self._task.cancel()
@@ -74,10 +74,10 @@ class KvEventFeed:
         await asyncio.wait([self._task])
         await self._channel.close()
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             self.index.suspend(self.ref)
-            _LOG.critical("KV events of %s are lost by a bug", self.ref, exc_info=error)
+            _LOG.critical("a bug ended the KV event stream of %s", self.ref, exc_info=error)
 
     async def _follow(self) -> None:
         while True:
@@ -88,24 +88,24 @@ class KvEventFeed:
             self._failure_count += 1
             await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
 
-    async def _subscribe(self) -> _Ended:
-        """Applies events until that makes no more sense."""
+    async def _subscribe(self) -> _EndReason:
+        """Applies events until the stream ends or the index needs another subscription."""
         request = worker_pb2.SubscribeKvEventsRequest(
             incarnation=self.ref.incarnation, since_sequence=self.index.resume_after(self.ref)
         )
         call = worker_pb2_grpc.WorkerServiceStub(self._channel).SubscribeKvEvents(request)
         try:
             while True:
-                async with asyncio.timeout(self._silence_s):
+                async with asyncio.timeout(self._event_timeout_s):
                     message = await call.read()
                 if not isinstance(message, worker_pb2.SubscribeKvEventsResponse):
                     return "broken"
                 if self._apply(message) is ApplyResult.NEEDS_RESYNC:
                     return "resync"
         except grpc.aio.AioRpcError as error:
-            return self._explain(error)
+            return self._end_reason(error)
         except TimeoutError:
-            _LOG.warning("%s has sent no KV events for %g s", self.ref, self._silence_s)
+            _LOG.warning("%s has sent no KV events for %g s", self.ref, self._event_timeout_s)
         except ProtocolViolation as error:
             _LOG.warning("KV events of %s: %s", self.ref, error.detail)
         finally:
@@ -118,12 +118,12 @@ class KvEventFeed:
             self._on_hashing(message.heartbeat.hashing)
         result = self.index.apply(self.ref, event)
         if result is ApplyResult.APPLIED:
-            self._heard_s = asyncio.get_running_loop().time()
+            self._last_event_s = asyncio.get_running_loop().time()
             if event.kind == "heartbeat":
                 self._failure_count = 0
         return result
 
-    def _explain(self, error: grpc.aio.AioRpcError) -> _Ended:
+    def _end_reason(self, error: grpc.aio.AioRpcError) -> _EndReason:
         if error.code() is grpc.StatusCode.UNIMPLEMENTED:
             _LOG.info("%s serves no KV events", self.ref)
             return "unserved"

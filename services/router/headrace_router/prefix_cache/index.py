@@ -1,8 +1,8 @@
-"""Which worker holds which prefix blocks. Pure; one event loop owns it.
+"""The index of prefix blocks and the workers that hold them. Pure. One event loop owns it.
 
-Every worker announces prefix-closed sets in numbered events. What is lost, doubled or out of order shows as a gap in
-the numbers or as a digest that differs, and is repaired by a replay or a snapshot. Until then a worker keeps the credit
-for what it last announced, unless `suspend` or a wrong digest takes it away.
+Each worker announces prefix-closed sets in numbered events. A gap in the numbers or a different digest shows that
+events were lost, duplicated or reordered. A replay or a snapshot repairs that. Until then the worker keeps the credit
+for its last known set, unless `suspend` or a wrong digest removes it.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ class ApplyResult(Enum):
 
     APPLIED = "applied"
     IGNORED = "ignored"
-    """It was known already, or is another incarnation's."""
+    """It is a duplicate, or from another incarnation."""
     NEEDS_RESYNC = "needs_resync"
-    """Subscribe again, from `resume_after`."""
+    """The subscriber must subscribe again, from `resume_after`."""
 
 
 class PrefixIndex:
     """The union of all workers' announced sets.
 
-    Each tier keeps at most `blocks_max` blocks; a worker whose blocks do not fit is credited for those that did, until
-    there is room again. A worker's bit changes whenever a snapshot replaces its set: masks are valid until the next
-    change of `generation`. While `change_count` stays, so does every answer.
+    Each tier stores at most `blocks_max` blocks. When the blocks of a worker do not fit, it gets credit for those that
+    did, until there is room again. A worker's bit changes whenever a snapshot replaces its set, so masks are valid
+    until the next change of `generation`. All lookups give the same result while `change_count` is the same.
     """
 
     def __init__(self, blocks_max: int = BLOCKS_MAX, slots_max: int = SLOTS_MAX) -> None:
@@ -51,112 +51,112 @@ class PrefixIndex:
         self.refused_count = 0
         self.resync_count = 0
         self.change_count = 0
-        # A list, because an enumeration's members are slow keys.
+        # A list, because members of an enumeration are slow dictionary keys.
         self._tables = [PrefixTable(blocks_max) for _ in range(max(Tier) + 1)]
         self._blocks_max = blocks_max
         self._slots = SlotPool(slots_max)
-        self._feeds: dict[WorkerRef, WorkerCacheState] = {}
+        self._states: dict[WorkerRef, WorkerCacheState] = {}
         # Bits that lookups may report.
         self._live = 0
-        # Retired bits that the pass under way clears.
+        # Retired bits that the current pass clears.
         self._sweeping = 0
         self._handlers: dict[str, Callable[[WorkerCacheState, KvEvent], ApplyResult]] = {
             "stored": self._store,
             "removed": self._remove,
-            "snapshot": self._fill,
+            "snapshot": self._add_snapshot,
             "cleared": self._clear,
             "heartbeat": self._check,
         }
 
     @property
     def block_count(self) -> int:
-        """Distinct blocks, each tier's counted apart."""
+        """The number of distinct blocks, summed over tiers."""
         return sum(map(len, self._tables))
 
     @property
     def hole_count(self) -> int:
-        """Lookups that met a hole in some worker's set and went block by block."""
+        """The number of lookups that found a hole in some worker's set and read every block."""
         return sum(table.hole_count for table in self._tables)
 
     def memory_bytes(self) -> int:
-        """What the blocks take, by the interpreter's own accounts."""
+        """The memory of the blocks, as the interpreter reports it."""
         return sum(table.memory_bytes() for table in self._tables)
 
     def add_worker(self, ref: WorkerRef) -> int:
-        """The worker's slot. It gets no credit before its first snapshot is whole."""
-        if ref in self._feeds:
+        """Adds a worker and returns its slot. It gets no credit before its first snapshot is complete."""
+        if ref in self._states:
             raise InternalError(f"{ref} is in the prefix index already")
-        feed = WorkerCacheState(ref, SnapshotBuffer(self._take_slot(ref), 0))
-        self._feeds[ref] = feed
+        state = WorkerCacheState(ref, SnapshotBuffer(self._assign_slot(ref), 0))
+        self._states[ref] = state
         self.generation += 1
-        return feed.current.slot
+        return state.current.slot
 
     def remove_worker(self, ref: WorkerRef) -> None:
-        """Nobody gets credit for it from now on. Its blocks go with later sweeps."""
-        feed = self._feeds.pop(ref, None)
-        if feed is not None:
-            self._retire(feed.current)
-            if feed.next is not None:
-                self._retire(feed.next)
+        """Ends the worker's credit at once. Later sweeps remove its blocks."""
+        state = self._states.pop(ref, None)
+        if state is not None:
+            self._retire(state.current)
+            if state.next is not None:
+                self._retire(state.next)
 
     def suspend(self, ref: WorkerRef) -> None:
-        """No credit until its set is known again: its stream has been silent for too long."""
-        feed = self._feeds.get(ref)
-        if feed is not None:
+        """Removes the worker's credit until its next heartbeat matches: its events have stopped."""
+        state = self._states.get(ref)
+        if state is not None:
             self.change_count += 1
-            self._live &= ~feed.current.bit
+            self._live &= ~state.current.bit
 
     def resume_after(self, ref: WorkerRef) -> int:
-        """`since_sequence` for the next subscription; 0 asks for a snapshot."""
-        feed = self._feeds[ref]
-        return 0 if feed.broken else feed.current.sequence
+        """`since_sequence` for the next subscription. 0 asks for a snapshot."""
+        state = self._states[ref]
+        return 0 if state.broken else state.current.sequence
 
     def mask(self, refs: Iterable[WorkerRef]) -> int:
-        """The bits of these workers; those unknown have none."""
-        feeds = (self._feeds.get(ref) for ref in refs)
-        return sum({feed.current.bit for feed in feeds if feed is not None})
+        """The bits of these workers. Unknown workers have none."""
+        states = (self._states.get(ref) for ref in refs)
+        return sum({state.current.bit for state in states if state is not None})
 
     def refs(self, mask: int) -> tuple[WorkerRef, ...]:
         """The workers of a mask that `find` returned."""
         return self._slots.refs(mask)
 
     def slots(self, mask: int) -> NDArray[np.intp]:
-        """Where `blocks` has these workers, in the order of `refs`."""
+        """The positions of these workers in `blocks`, in the order of `refs`."""
         return self._slots.slots(mask)
 
     def find(self, hashes: Sequence[int], candidates: int = -1, tier: Tier = Tier.DEVICE) -> Depths:
-        """How many of these blocks, from the first on, each worker of the mask holds; those with none are left out.
+        """How many of these blocks, from the first on, each worker of the mask holds.
 
-        Depths come in no order.
+        Workers without the first block are left out. Depths are in no order.
         """
         return self._tables[tier].find(hashes, candidates & self._live)
 
     def find_prompt(
         self, prompt: PromptHashes, candidates: int = -1, tier: Tier = Tier.DEVICE
     ) -> Depths:
-        """The same of a prompt, hashing no further than any worker's blocks reach (and up to as far again)."""
+        """The same for a prompt. It hashes about twice as many blocks as the deepest holder has, at most."""
         return self._tables[tier].find_prompt(prompt, candidates & self._live)
 
     def scores(self, depths: Depths) -> dict[WorkerRef, int]:
-        """The same by worker."""
-        return self._slots.scored(depths)
+        """The depths by worker."""
+        return self._slots.scores(depths)
 
     def blocks(self, depths: Depths) -> NDArray[np.float64]:
-        """The same by slot, 0 where `depths` says nothing. Shape [slot]; `slots` tells which are whose."""
+        """The depths by slot, 0 for workers that `depths` lacks. Shape [slot]. `slots` maps workers to slots."""
         return self._slots.blocks(depths)
 
     def apply(self, ref: WorkerRef, event: KvEvent) -> ApplyResult:
-        """Takes one message of the worker's stream, in whatever order it came."""
-        feed = self._feeds.get(ref)
-        if feed is None or event.incarnation != ref.incarnation:
+        """Applies one event of the worker's stream. Events may arrive in any order."""
+        state = self._states.get(ref)
+        if state is None or event.incarnation != ref.incarnation:
             return ApplyResult.IGNORED
         self.change_count += 1
-        return self._handlers[event.kind](feed, event)
+        return self._handlers[event.kind](state, event)
 
     def sweep(self, budget: int = SWEEP_BLOCKS) -> bool:
         """Clears retired bits from up to `budget` blocks. Returns whether there is more to do.
 
-        A pass begins by listing every block, which takes a few milliseconds per million.
+        A pass starts with a list of all blocks, which takes a few milliseconds per million.
         """
         if not self._sweeping:
             if not self._slots.retired:
@@ -171,126 +171,127 @@ class PrefixIndex:
             self._sweeping = 0
         return bool(self._slots.retired)
 
-    def _store(self, feed: WorkerCacheState, event: KvEvent) -> ApplyResult:
-        current = feed.current
-        verdict = self._in_order(feed, event)
-        if verdict is not None:
-            return verdict
-        current.sequence = event.sequence
+    def _store(self, state: WorkerCacheState, event: KvEvent) -> ApplyResult:
+        current = state.current
+        rejection = self._check_order(state, event)
+        if rejection is not None:
+            return rejection
+        current.applied(event.sequence)
         if current.truncated:
             self.refused_count += len(event.packed) >> 3
             return ApplyResult.APPLIED
-        holding = current.holding(event.tier)
-        self._add(current, holding, event)
-        return self._count_checked(feed, holding, event)
+        digest = current.digest(event.tier)
+        self._add(current, digest, event)
+        return self._check_count(state, digest, event)
 
-    def _remove(self, feed: WorkerCacheState, event: KvEvent) -> ApplyResult:
-        current = feed.current
-        verdict = self._in_order(feed, event)
-        if verdict is not None:
-            return verdict
-        current.sequence = event.sequence
-        holding = current.holding(event.tier)
-        dropped = self._tables[event.tier].drop(current.bit, unpack_hashes(event.packed))
-        holding.changed(event.packed, -dropped)
-        return self._count_checked(feed, holding, event)
+    def _remove(self, state: WorkerCacheState, event: KvEvent) -> ApplyResult:
+        current = state.current
+        rejection = self._check_order(state, event)
+        if rejection is not None:
+            return rejection
+        current.applied(event.sequence)
+        digest = current.digest(event.tier)
+        removed = self._tables[event.tier].remove(current.bit, unpack_hashes(event.packed))
+        digest.update(event.packed, -removed)
+        return self._check_count(state, digest, event)
 
-    def _clear(self, feed: WorkerCacheState, event: KvEvent) -> ApplyResult:
-        if event.sequence <= feed.current.sequence:
+    def _clear(self, state: WorkerCacheState, event: KvEvent) -> ApplyResult:
+        if event.sequence <= state.current.sequence:
             return ApplyResult.IGNORED
-        # Whatever was lost before it, an empty set is an empty set.
-        if feed.next is not None:
-            self._retire(feed.next)
-        feed.next = SnapshotBuffer(self._take_slot(feed.ref), event.sequence)
-        self._replace(feed, feed.next)
+        # The empty set is correct whichever events were lost before.
+        self._replace(state, self._start_snapshot(state, event.sequence))
         return ApplyResult.APPLIED
 
-    def _fill(self, feed: WorkerCacheState, event: KvEvent) -> ApplyResult:
-        if event.sequence < feed.current.sequence:
+    def _add_snapshot(self, state: WorkerCacheState, event: KvEvent) -> ApplyResult:
+        if event.sequence < state.current.sequence:
             return ApplyResult.IGNORED
-        filling = feed.next
-        if filling is None or filling.sequence != event.sequence:
-            if filling is not None:
-                self._retire(filling)
-            filling = feed.next = SnapshotBuffer(self._take_slot(feed.ref), event.sequence)
-        filling.expected[event.tier] = event
-        self._add(filling, filling.holding(event.tier), event)
+        snapshot = state.next
+        if snapshot is None or snapshot.sequence != event.sequence:
+            snapshot = self._start_snapshot(state, event.sequence)
+        snapshot.expect(event)
+        self._add(snapshot, snapshot.digest(event.tier), event)
         if not event.last:
             return ApplyResult.APPLIED
-        if not filling.complete():
+        if not snapshot.complete():
             return self._needs_resync()
-        self._replace(feed, filling)
+        self._replace(state, snapshot)
         return ApplyResult.APPLIED
 
-    def _check(self, feed: WorkerCacheState, event: KvEvent) -> ApplyResult:
-        current = feed.current
+    def _check(self, state: WorkerCacheState, event: KvEvent) -> ApplyResult:
+        current = state.current
         if event.sequence < current.sequence:
             return ApplyResult.IGNORED
-        if feed.broken or event.sequence > current.sequence:
+        if state.broken or event.sequence > current.sequence:
             return self._needs_resync()
         if current.truncated:
             if max(map(len, self._tables)) * 10 < self._blocks_max * 9:
-                feed.broken = True
+                state.mark_broken()
                 return self._needs_resync()
             self._live |= current.bit
             return ApplyResult.APPLIED
-        if not current.holding(event.tier).matches(event):
-            return self._differs(feed)
+        if not current.digest(event.tier).matches(event):
+            return self._mark_broken(state)
         self._live |= current.bit
         return ApplyResult.APPLIED
 
-    def _in_order(self, feed: WorkerCacheState, event: KvEvent) -> ApplyResult | None:
+    def _check_order(self, state: WorkerCacheState, event: KvEvent) -> ApplyResult | None:
         """None when the event is the next one."""
-        if event.sequence <= feed.current.sequence:
+        if event.sequence <= state.current.sequence:
             return ApplyResult.IGNORED
-        if feed.broken or event.sequence != feed.current.sequence + 1:
+        if state.broken or event.sequence != state.current.sequence + 1:
             return self._needs_resync()
         return None
 
-    def _add(self, filling: SnapshotBuffer, holding: TierDigest, event: KvEvent) -> None:
-        """Once something did not fit, nothing more is added: what is there stays prefix-closed."""
-        if filling.truncated:
+    def _check_count(
+        self, state: WorkerCacheState, digest: TierDigest, event: KvEvent
+    ) -> ApplyResult:
+        """Checks the count, the cheap half of the digest. Heartbeats check the other half."""
+        if digest.count != event.block_count and not state.current.truncated:
+            return self._mark_broken(state)
+        return ApplyResult.APPLIED
+
+    def _add(self, blocks: SnapshotBuffer, digest: TierDigest, event: KvEvent) -> None:
+        """Adds nothing more to a truncated set, so that it stays prefix-closed."""
+        if blocks.truncated:
             self.refused_count += len(event.packed) >> 3
             return
         table = self._tables[event.tier]
-        added, refused = table.add(filling.bit, unpack_hashes(event.packed))
+        added, refused = table.add(blocks.bit, unpack_hashes(event.packed))
         if refused:
-            filling.truncated = True
+            blocks.truncate()
             self.refused_count += refused
         if added:
-            holding.changed(event.packed, added)
+            digest.update(event.packed, added)
 
-    def _count_checked(
-        self, feed: WorkerCacheState, holding: TierDigest, event: KvEvent
-    ) -> ApplyResult:
-        """The cheap half of the digest; heartbeats check the other."""
-        if holding.count != event.block_count and not feed.current.truncated:
-            return self._differs(feed)
-        return ApplyResult.APPLIED
-
-    def _differs(self, feed: WorkerCacheState) -> ApplyResult:
-        feed.broken = True
-        self._live &= ~feed.current.bit
+    def _mark_broken(self, state: WorkerCacheState) -> ApplyResult:
+        state.mark_broken()
+        self._live &= ~state.current.bit
         return self._needs_resync()
 
     def _needs_resync(self) -> ApplyResult:
         self.resync_count += 1
         return ApplyResult.NEEDS_RESYNC
 
-    def _replace(self, feed: WorkerCacheState, filling: SnapshotBuffer) -> None:
-        self._retire(feed.current)
-        feed.current, feed.next, feed.broken = filling, None, False
-        filling.expected.clear()
-        self._live |= filling.bit
+    def _start_snapshot(self, state: WorkerCacheState, sequence: int) -> SnapshotBuffer:
+        if state.next is not None:
+            self._retire(state.next)
+        snapshot = SnapshotBuffer(self._assign_slot(state.ref), sequence)
+        state.start_snapshot(snapshot)
+        return snapshot
 
-    def _retire(self, filling: SnapshotBuffer) -> None:
+    def _replace(self, state: WorkerCacheState, snapshot: SnapshotBuffer) -> None:
+        self._retire(state.current)
+        state.replace_current(snapshot)
+        self._live |= snapshot.bit
+
+    def _retire(self, blocks: SnapshotBuffer) -> None:
         self.generation += 1
         self.change_count += 1
-        self._live &= ~filling.bit
-        self._slots.retire(filling.slot)
+        self._live &= ~blocks.bit
+        self._slots.retire(blocks.slot)
 
-    def _take_slot(self, ref: WorkerRef) -> int:
-        """Sweeps in one go when slots have run out before anybody swept."""
+    def _assign_slot(self, ref: WorkerRef) -> int:
+        """Sweeps completely first when no slot is free."""
         while self._slots.exhausted and self._slots.retired:
             self.sweep(SWEEP_BLOCKS)
-        return self._slots.take(ref)
+        return self._slots.assign(ref)

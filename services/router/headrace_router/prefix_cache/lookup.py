@@ -1,8 +1,8 @@
 """How deep every worker holds a chain of blocks. Pure.
 
-Sets are prefix-closed, so along a chain the masks of holders only shrink. The first and the last block settle most
-lookups, a bisection those where all holders end together, and a halving those with few depths. Where they are many, the
-chain is read station by station, and between two stations only where their masks differ.
+Sets are prefix-closed, so the masks of holders only shrink along a chain. The first and the last block decide most
+lookups. A bisection decides those where all holders end together, or where few depths differ. Otherwise the lookup
+reads the mask of each checkpoint, and of blocks in between only where the masks of two checkpoints differ.
 """
 
 from __future__ import annotations
@@ -15,49 +15,51 @@ from typing import Final
 from headrace_kv.prefix.hashing import CHECKPOINT_BLOCKS, PromptHashes
 
 Depths = list[tuple[int, int]]
-"""(blocks, mask): workers of `mask` hold exactly the first `blocks` blocks. No depth and no worker comes twice."""
+"""(blocks, mask): workers of `mask` hold exactly the first `blocks` blocks. Depths and workers are distinct."""
 
 MaskOf = Callable[[int, int], int]
-"""A block's holders, or the second argument when nobody has heard of it."""
+"""The holders of a block, or the second argument for an unknown block."""
 
 _Change = tuple[int, int, int]
-"""(position, before, after): the mask at this position, and the other one before it."""
+"""(position, before, after): the mask changes from `before` to `after` at this position."""
 
-_Following = Callable[[list[int], Iterable[int]], list[int]]
-"""Names the blocks at rising positions, given the names of the blocks before them."""
+_HashesAt = Callable[[list[int], Iterable[int]], list[int]]
+"""Returns the hashes at rising positions, given those of the blocks before."""
 
-# So many blocks one after the other take as long as one that is chosen by those looked at before.
+# A sequential lookup of so many blocks takes as long as one step of a bisection.
 _PROBE_COST_BLOCKS: Final = 64
-# So many holders that end between two stations make it quicker to look at every block.
+# With more holders than this that end in a segment, it is faster to look up every block.
 _DENSE_HOLDERS: Final = 2
-_FIRST_REACH_STATIONS: Final = 4
+_FIRST_CHECKPOINTS: Final = 4
 
 
 def depths_of_hashes(
     mask_of: MaskOf, hashes: Sequence[int], known: int, first: int, end: int
 ) -> Depths | None:
-    """For hashes that are ready. Of the first block's mask `known`, `first` count, and of these `end` hold the last.
+    """Looks up hashes that are computed already. None when some set has a hole.
 
-    None when some set turns out to have a hole.
+    `known` is the mask of the first block, `first` the part of it that counts, and `end` the part that holds the last
+    block.
     """
-    changes = _few(mask_of, hashes, first, end)
+    changes = _bisect_changes(mask_of, hashes, first, end)
     if changes is not None:
         depths = [(position, before ^ after) for position, before, after in changes]
         return _checked(depths, first, len(hashes), end)
     among = _needed_filter(known, first)
-    marks = [*hashes[CHECKPOINT_BLOCKS - 1 : -1 : CHECKPOINT_BLOCKS], hashes[-1]]
-    stretches = _changes(mask_of, among, marks, first)
-    if (first ^ end).bit_count() > _DENSE_HOLDERS * len(stretches):
+    checkpoints = [*hashes[CHECKPOINT_BLOCKS - 1 : -1 : CHECKPOINT_BLOCKS], hashes[-1]]
+    segments = _changes(mask_of, among, checkpoints, first)
+    if (first ^ end).bit_count() > _DENSE_HOLDERS * len(segments):
         masks = _masks(mask_of, among, hashes)
         lost = list(map(xor, [first, *masks], masks))
         depths = list(zip(compress(count(), lost), filter(None, lost), strict=False))
     else:
-        depths = _settled(
+        depths = _depths_in_segments(
             mask_of,
             among,
-            stretches,
+            segments,
             repeat(0),
             lambda positions, _: list(map(hashes.__getitem__, positions)),
+            len(hashes),
         )
     return _checked(depths, first, len(hashes), end)
 
@@ -65,28 +67,31 @@ def depths_of_hashes(
 def depths_of_prompt(
     mask_of: MaskOf, prompt: PromptHashes, known: int, first: int
 ) -> tuple[Depths | None, int]:
-    """The same, hashing no further than any holder's blocks reach (and up to as far again); also how far that is."""
-    marks = _reached(mask_of, prompt, first)
-    block_count = len(marks) * CHECKPOINT_BLOCKS
-    end = mask_of(marks[-1], 0) & first if marks else first
+    """Looks up a prompt, and returns the depths and the number of blocks searched.
+
+    It hashes about twice as many blocks as the deepest holder has, at most. None like `depths_of_hashes`.
+    """
+    checkpoints = _checkpoints_to_search(mask_of, prompt, first)
+    block_count = len(checkpoints) * CHECKPOINT_BLOCKS
+    end = mask_of(checkpoints[-1], 0) & first if checkpoints else first
     if end and block_count < prompt.block_count:
         block_count = prompt.block_count
-        marks = [*marks, prompt[block_count - 1]]
-        end = mask_of(marks[-1], 0) & first
+        checkpoints = [*checkpoints, prompt[block_count - 1]]
+        end = mask_of(checkpoints[-1], 0) & first
     if end == first:
         return [(block_count, first)], block_count
     among = _needed_filter(known, first)
-    changes = _few(mask_of, marks, first, end)
+    changes = _bisect_changes(mask_of, checkpoints, first, end)
     if changes is None:
-        changes = _changes(mask_of, among, marks, first)
+        changes = _changes(mask_of, among, checkpoints, first)
     changes.sort()
-    parents = [prompt.before(stretch) for stretch, _, _ in changes]
-    depths = _settled(mask_of, among, changes, parents, prompt.following)
+    parents = [prompt.checkpoint_before(segment) for segment, _, _ in changes]
+    depths = _depths_in_segments(mask_of, among, changes, parents, prompt.hashes_at, block_count)
     return _checked(depths, first, block_count, end), block_count
 
 
 def linear_lookup(mask_of: MaskOf, hashes: Sequence[int], holders: int) -> Depths:
-    """Block by block, from the holders of the first: what all must equal, and the way out when some set has a hole."""
+    """Looks up every block, from the `holders` of the first. Correct for sets with holes too."""
     depths: Depths = []
     last = -1
     for depth, mask in enumerate(map(mask_of, hashes, repeat(0))):
@@ -103,19 +108,21 @@ def linear_lookup(mask_of: MaskOf, hashes: Sequence[int], holders: int) -> Depth
     return depths
 
 
-def _reached(mask_of: MaskOf, prompt: PromptHashes, holders: int) -> list[int]:
-    """The stations, from the first on, of which somebody may hold some, and further ones."""
+def _checkpoints_to_search(mask_of: MaskOf, prompt: PromptHashes, holders: int) -> list[int]:
+    """The first checkpoints of the prompt: at least as many as any holder has."""
     total = prompt.block_count // CHECKPOINT_BLOCKS
-    reach = min(_FIRST_REACH_STATIONS, total)
-    prompt.reach(reach)
-    while reach < total and mask_of(prompt.stations[reach - 1], 0) & holders:
-        reach = min(2 * reach, total)
-        prompt.reach(reach)
-    return prompt.stations if len(prompt.stations) == reach else prompt.stations[:reach]
+    count = min(_FIRST_CHECKPOINTS, total)
+    prompt.compute_checkpoints(count)
+    while count < total and mask_of(prompt.checkpoints[count - 1], 0) & holders:
+        count = min(2 * count, total)
+        prompt.compute_checkpoints(count)
+    return prompt.checkpoints if len(prompt.checkpoints) == count else prompt.checkpoints[:count]
 
 
-def _few(mask_of: MaskOf, hashes: Sequence[int], first: int, end: int) -> list[_Change] | None:
-    """All changes from the mask `first`, before the first of these blocks, to `end` at the last; None if many."""
+def _bisect_changes(
+    mask_of: MaskOf, hashes: Sequence[int], first: int, end: int
+) -> list[_Change] | None:
+    """All changes from the mask `first` before these blocks to `end` at the last. None if there are many."""
     low, high, after = -1, len(hashes) - 1, end
     while high - low > 1:
         middle = low + high >> 1
@@ -147,57 +154,61 @@ def _few(mask_of: MaskOf, hashes: Sequence[int], first: int, end: int) -> list[_
 
 
 def _needed_filter(known: int, first: int) -> int:
-    """What masks further on are to be cut to: to anything, when only those that count have the first block."""
+    """The filter for later masks. None is needed (-1) when all holders of the first block count."""
     return -1 if known == first else first
 
 
 def _masks(mask_of: MaskOf, among: int, hashes: Iterable[int]) -> list[int]:
-    known = map(mask_of, hashes, repeat(0))
-    return list(known if among < 0 else map(and_, known, repeat(among)))
+    masks = map(mask_of, hashes, repeat(0))
+    return list(masks if among < 0 else map(and_, masks, repeat(among)))
 
 
 def _changes(mask_of: MaskOf, among: int, hashes: Iterable[int], first: int) -> list[_Change]:
-    """All of them, where the mask before is `first`."""
+    """All changes of the mask along these blocks. `first` is the mask before them."""
     afters = _masks(mask_of, among, hashes)
     befores = [first, *afters]
     return list(compress(zip(count(), befores, afters), map(ne, befores, afters)))
 
 
-def _settled(
+def _depths_in_segments(
     mask_of: MaskOf,
     among: int,
     changes: list[_Change],
     parents: Iterable[int],
-    following: _Following,
+    hashes_at: _HashesAt,
+    block_count: int,
 ) -> Depths:
-    """The depths within stretches whose last blocks' masks are other ones than those before them.
+    """The depths within segments. `changes` gives the masks before and at the end of each segment.
 
-    `parents` name the blocks before the stretches. Python takes no step of its own for a block.
+    `parents` are the hashes of the blocks before the segments. No Python statement runs once for each block. Returns no
+    depth when the masks of the last segment contradict `changes`, as they do for a set with a hole.
     """
-    stretches, befores, afters = map(list, zip(*changes, strict=True))
-    positions = [stretch * CHECKPOINT_BLOCKS for stretch in stretches]
+    segments, befores, afters = map(list, zip(*changes, strict=True))
+    positions = [segment * CHECKPOINT_BLOCKS for segment in segments]
     depths: Depths = []
     for _ in range(CHECKPOINT_BLOCKS - 1):
-        blocks = following(positions, parents)
-        known = _masks(mask_of, among, blocks)
-        lost = list(map(xor, befores, known))
+        blocks = hashes_at(positions, parents)
+        masks = _masks(mask_of, among, blocks)
+        lost = list(map(xor, befores, masks))
         depths += zip(compress(positions, lost), filter(None, lost), strict=True)
-        unsettled = list(map(ne, known, afters))
-        if not all(unsettled):
-            positions = list(compress(positions, unsettled))
-            afters = list(compress(afters, unsettled))
-            known = list(compress(known, unsettled))
-            blocks = list(compress(blocks, unsettled))
+        unfinished = list(map(ne, masks, afters))
+        if not all(unfinished):
+            positions = list(compress(positions, unfinished))
+            afters = list(compress(afters, unfinished))
+            masks = list(compress(masks, unfinished))
+            blocks = list(compress(blocks, unfinished))
         if not positions:
             return depths
-        befores, parents = known, blocks
+        befores, parents = masks, blocks
         positions = [position + 1 for position in positions]
+        if positions[-1] >= block_count:
+            return []
     depths += zip(positions, map(xor, befores, afters), strict=True)
     return depths
 
 
 def _checked(depths: Depths, first: int, block_count: int, end: int) -> Depths | None:
-    """With those who hold everything; None when somebody had a block again after having lacked one."""
+    """Adds the workers that hold all blocks. None when the depths show a hole in some set."""
     if end:
         depths.append((block_count, end))
     if sum(map(int.bit_count, map(itemgetter(1), depths))) != first.bit_count():

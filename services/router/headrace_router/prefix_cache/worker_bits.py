@@ -1,4 +1,4 @@
-"""Which bit of the masks stands for which worker."""
+"""Slots: the bit of the masks that stands for each worker."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from headrace_common.errors import InternalError
 from headrace_kv.layout.layout import WorkerRef
 from headrace_router.prefix_cache.lookup import Depths
 
-_REMEMBERED_MASKS_MAX: Final = 4_096
-# So few workers are found in a mask one by one.
-_PEELED_MAX: Final = 3
-# With so few masks it is not worth while.
-_APART_MAX: Final = 3
+_CACHED_MASKS_MAX: Final = 4_096
+# Masks with at most so many bits are split into slots bit by bit.
+_SPARSE_BITS_MAX: Final = 3
+# With at most so many masks, splitting does not pay.
+_FEW_MASKS_MAX: Final = 3
 
 
 class SlotPool:
-    """Slots from 0 up, the lowest free one first. A retired slot is free only once its bit has been swept."""
+    """Assigns slots from 0 up, the lowest free one first. A retired slot is free once its bit is on no block."""
 
     def __init__(self, slots_max: int) -> None:
         self.slots_max = slots_max
@@ -31,11 +31,11 @@ class SlotPool:
 
     @property
     def exhausted(self) -> bool:
-        """Whether `take` would find nothing."""
+        """Whether no slot is free."""
         return self._used.bit_count() >= self.slots_max
 
-    def take(self, ref: WorkerRef) -> int:
-        """A slot for the worker."""
+    def assign(self, ref: WorkerRef) -> int:
+        """Assigns the worker a slot. Raises InternalError when none is free."""
         if self.exhausted:
             raise InternalError(f"all {self.slots_max} slots of the prefix index are taken")
         slot = (~self._used & self._used + 1).bit_length() - 1
@@ -44,43 +44,43 @@ class SlotPool:
         return slot
 
     def retire(self, slot: int) -> None:
-        """The slot stands for nobody any more, though blocks still carry its bit."""
+        """Takes the slot from its worker. Blocks may still carry its bit."""
         del self._ref_of[slot]
         self._refs_of_mask.clear()
         self.retired |= 1 << slot
 
     def reclaim(self, mask: int) -> None:
-        """No block carries these retired slots' bits."""
+        """Frees retired slots with bits that no block carries."""
         self.retired &= ~mask
         self._used &= ~mask
 
     def refs(self, mask: int) -> tuple[WorkerRef, ...]:
-        """The workers of a mask, by slot."""
-        return tuple(self._remembered(mask))
+        """The workers of a mask, in the order of their slots."""
+        return tuple(self._cached_refs(mask))
 
-    def scored(self, depths: Depths) -> dict[WorkerRef, int]:
-        """Each worker's blocks."""
+    def scores(self, depths: Depths) -> dict[WorkerRef, int]:
+        """The depths by worker."""
         if len(depths) == 1:
             ((blocks, mask),) = depths
-            return dict.fromkeys(self._remembered(mask), blocks)
+            return dict.fromkeys(self._cached_refs(mask), blocks)
         ref_of = self._ref_of
         scores: dict[WorkerRef, int] = {}
         for blocks, mask in depths:
             if mask.bit_count() > 1:
-                scores.update(dict.fromkeys(self._remembered(mask), blocks))
+                scores.update(dict.fromkeys(self._cached_refs(mask), blocks))
             else:
                 scores[ref_of[mask.bit_length() - 1]] = blocks
         return scores
 
     def blocks(self, depths: Depths) -> NDArray[np.float64]:
-        """The same by slot. Shape [slot], up to the last one in use."""
+        """The depths by slot. Shape [slot], up to the last slot in use."""
         found = np.zeros(self._used.bit_length())
         widths: list[int] = []
         counts: list[int] = []
         for blocks, mask in depths:
             holders = mask.bit_count()
-            if holders > _PEELED_MAX or len(depths) <= _APART_MAX:
-                found[self._remembered_slots(mask)] = blocks
+            if holders > _SPARSE_BITS_MAX or len(depths) <= _FEW_MASKS_MAX:
+                found[self._cached_slots(mask)] = blocks
                 continue
             widths.append(width := mask.bit_length())
             counts.append(blocks)
@@ -97,23 +97,23 @@ class SlotPool:
         return found
 
     def slots(self, mask: int) -> NDArray[np.intp]:
-        """The slots of a mask, rising."""
+        """The slots of a mask, in rising order."""
         packed = np.frombuffer(mask.to_bytes(-(-mask.bit_length() // 8), "little"), np.uint8)
         return np.flatnonzero(np.unpackbits(packed, bitorder="little"))
 
-    def _remembered_slots(self, mask: int) -> NDArray[np.intp]:
+    def _cached_slots(self, mask: int) -> NDArray[np.intp]:
         found = self._slots_of_mask.get(mask)
         if found is None:
-            if len(self._slots_of_mask) >= _REMEMBERED_MASKS_MAX:
+            if len(self._slots_of_mask) >= _CACHED_MASKS_MAX:
                 self._slots_of_mask.clear()
             found = self._slots_of_mask[mask] = self.slots(mask)
         return found
 
-    def _remembered(self, mask: int) -> dict[WorkerRef, int]:
-        """Lookups return the same masks again and again, and copying a dictionary hashes no worker again."""
+    def _cached_refs(self, mask: int) -> dict[WorkerRef, int]:
+        """Cached because lookups repeat masks. A copy of the dictionary does not hash the workers again."""
         found = self._refs_of_mask.get(mask)
         if found is None:
-            if len(self._refs_of_mask) >= _REMEMBERED_MASKS_MAX:
+            if len(self._refs_of_mask) >= _CACHED_MASKS_MAX:
                 self._refs_of_mask.clear()
             found = {ref: 0 for slot, ref in sorted(self._ref_of.items()) if mask >> slot & 1}
             self._refs_of_mask[mask] = found

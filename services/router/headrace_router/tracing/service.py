@@ -29,7 +29,7 @@ class SpanCollector(trace_service_pb2_grpc.TraceServiceServicer):
     ) -> trace_service_pb2.ExportTraceServiceResponse:
         """Spans of requests that are not kept here are dropped silently: every router gets every span."""
         self._store.add(request.resource_spans)
-        self._direct.hear(request.resource_spans)
+        self._direct.on_spans(request.resource_spans)
         return trace_service_pb2.ExportTraceServiceResponse()
 
 

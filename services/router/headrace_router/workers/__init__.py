@@ -1,1 +1,1 @@
-"""The view of workers, their availability and load."""
+"""The decode workers, their availability and load."""

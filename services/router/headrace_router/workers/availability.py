@@ -1,4 +1,4 @@
-"""Whether a model has a decode worker that answers, and how long requests wait when it has none."""
+"""How long each model has had no reachable decode worker, and requests that wait for one."""
 
 from __future__ import annotations
 
@@ -10,48 +10,48 @@ from headrace_common.deadlines import Deadline
 
 
 class WorkerAvailability:
-    """Since when nobody answers for a model, and who waits for that to end. Owned by one event loop.
+    """Tracks which models have a reachable decode worker. Owned by one event loop.
 
-    A router that has just started has met nobody yet, and workers that a registry has lost sight of register again
-    within seconds. So a request waits while nobody has answered for less than `grace_s`; after that it never does.
+    A router that has just started knows no workers yet. Workers that the registry has lost register again within
+    seconds. So a request waits while its model has been unavailable for less than `grace_s`, and never after that.
     """
 
     def __init__(self, grace_s: float) -> None:
         self._grace_s = grace_s
-        self._answering: set[str] = set()
-        # By model; those that nobody has ever answered for are waited for since the start.
-        self._silent_since_s: dict[str, float] = {}
+        self._available: set[str] = set()
+        # By model. A model that was never available counts as unavailable since the start.
+        self._unavailable_since_s: dict[str, float] = {}
         self._start_s = time.monotonic()
         self._changed = asyncio.Event()
 
-    def begin(self) -> None:
-        """The first view is there: the grace of models that nobody has answered for begins now."""
+    def start(self) -> None:
+        """The registry's first view has arrived: the grace of models that were never available begins now."""
         self._start_s = time.monotonic()
 
-    def note(self, model: str, answering: bool) -> None:
-        """Says whether a worker of `model` answers now."""
-        if answering == (model in self._answering):
+    def update(self, model: str, available: bool) -> None:
+        """Sets whether a decode worker of `model` is reachable now."""
+        if available == (model in self._available):
             return
         now_s = time.monotonic()
-        if answering:
-            self._answering.add(model)
+        if available:
+            self._available.add(model)
             changed, self._changed = self._changed, asyncio.Event()
             changed.set()
             return
-        self._answering.discard(model)
-        self._silent_since_s[model] = now_s
-        # Past its grace an entry says no more than the start does.
-        self._silent_since_s = {
+        self._available.discard(model)
+        self._unavailable_since_s[model] = now_s
+        # An entry past its grace has the same effect as the start time.
+        self._unavailable_since_s = {
             name: since_s
-            for name, since_s in self._silent_since_s.items()
+            for name, since_s in self._unavailable_since_s.items()
             if now_s - since_s < self._grace_s
         }
 
     async def wait(self, model: str, deadline: Deadline) -> bool:
-        """Returns once a worker of `model` answers, or the grace or the deadline is over; whether it had to wait."""
+        """Waits until `model` is available, or its grace or the deadline is over. Returns whether it had to wait."""
         waited = False
-        while model not in self._answering:
-            since_s = self._silent_since_s.get(model, self._start_s)
+        while model not in self._available:
+            since_s = self._unavailable_since_s.get(model, self._start_s)
             left_s = min(since_s + self._grace_s - time.monotonic(), deadline.remaining_s())
             if left_s <= 0:
                 break

@@ -1,161 +1,25 @@
-"""Who is there: the registry's members joined with what each decode worker says of itself."""
+"""The decode workers: the registry's members joined with the status that each of them reports."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
-from typing import Any
 
-import grpc
 import grpc.aio
-from google.protobuf.duration_pb2 import Duration
 
 from headrace.registry.v1 import registry_pb2
-from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_common.deadlines import Deadline
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.layout.proto import layout_from_proto
 from headrace_router.workers.availability import WorkerAvailability
-from headrace_router.workers.table import Load, LoadTable, Worker
-
-_LOG = logging.getLogger(__name__)
-
-_STATUS_INTERVAL_S = 1
-# A worker that says nothing for this long is taken for unreachable.
-_SILENCE_S = 3.0
-_RECONNECT_S = 0.5
-
-
-class Promise:
-    """A request placed on a worker. Holds the worker's channel open until released."""
-
-    def __init__(self, tracked: WorkerConnection, tokens: int) -> None:
-        self._tracked = tracked
-        self.tokens = tokens
-        self.made_monotonic_s = time.monotonic()
-        self.channel = tracked.channel
-        tracked.promises.add(self)
-        tracked.tell()
-
-    def release(self) -> None:
-        """The request has ended."""
-        self._tracked.promises.discard(self)
-        self._tracked.tell()
-        self._tracked.close_if_unused()
-
-
-class WorkerConnection:
-    """One decode worker: its channel, its latest status and what was promised to it.
-
-    `on_load` hears of every change of its load.
-    """
-
-    def __init__(
-        self,
-        worker: Worker,
-        channel: grpc.aio.Channel,
-        on_load: Callable[[WorkerConnection], None],
-    ) -> None:
-        self.worker = worker
-        self.channel = channel
-        self.promises: set[Promise] = set()
-        self._on_load = on_load
-        self._status: worker_pb2.WatchStatusResponse | None = None
-        self._status_monotonic_s = 0.0
-        self._gone = False
-        self._closing: asyncio.Task[None] | None = None
-        self._watch = asyncio.create_task(self._watch_status())
-
-    def load(self) -> Load:
-        """What it reported, and what this router promised it since."""
-        status = self._status or worker_pb2.WatchStatusResponse()
-        unreported = [p for p in self.promises if p.made_monotonic_s > self._status_monotonic_s]
-        reported = status.running_requests + status.waiting_requests
-        block_tokens = self.worker.layout.block_tokens
-        held_blocks = status.reserved_blocks + status.quarantined_blocks
-        return Load(
-            requests=max(reported + len(unreported), len(self.promises)),
-            # A report may have left the worker before it heard of the latest promises.
-            held_tokens=max(
-                held_blocks * block_tokens + sum(p.tokens for p in unreported),
-                sum(p.tokens for p in self.promises),
-            ),
-            total_tokens=status.total_blocks * block_tokens,
-            reachable=self._status is not None,
-            draining=status.state == worker_pb2.WatchStatusResponse.STATE_DRAINING,
-        )
-
-    def external_request_count(self) -> int:
-        """How many requests it reports beyond those promised to it."""
-        if self._status is None:
-            return 0
-        reported = self._status.running_requests + self._status.waiting_requests
-        return max(0, reported - len(self.promises))
-
-    @property
-    def distrusted(self) -> frozenset[WorkerRef]:
-        """Prefill workers from which it takes nothing."""
-        said = self._status.distrusted_workers if self._status is not None else ()
-        return frozenset(WorkerRef(one.worker_id, one.incarnation) for one in said)
-
-    def tell(self) -> None:
-        """Says that its load has changed."""
-        self._on_load(self)
-
-    def _take(self, status: worker_pb2.WatchStatusResponse | None) -> None:
-        if status is not None:
-            self._status_monotonic_s = time.monotonic()
-        elif self._status is None:
-            return
-        self._status = status
-        self.tell()
-
-    async def _watch_status(self) -> None:
-        stub = worker_pb2_grpc.WorkerServiceStub(self.channel)
-        request = worker_pb2.WatchStatusRequest(max_interval=Duration(seconds=_STATUS_INTERVAL_S))
-        while True:
-            try:
-                call = stub.WatchStatus(request)
-                while True:
-                    async with asyncio.timeout(_SILENCE_S):
-                        status: Any = await call.read()
-                    if status is grpc.aio.EOF or status.incarnation != self.worker.ref.incarnation:
-                        break
-                    self._take(status)
-            except (grpc.aio.AioRpcError, TimeoutError) as error:
-                if self._status is not None:
-                    _LOG.warning("decode worker %s stopped reporting: %r", self.worker.ref, error)
-            self._take(None)
-            await asyncio.sleep(_RECONNECT_S)
-
-    def mark_unreachable(self) -> None:
-        """A connection to it has broken: unreachable until it reports again."""
-        self._take(None)
-
-    def retire(self) -> None:
-        """The worker has left the registry; requests on it may still end."""
-        self._gone = True
-        self._watch.cancel()
-        self.close_if_unused()
-
-    def close_if_unused(self) -> None:
-        if self._gone and not self.promises and self._closing is None:
-            self._closing = asyncio.create_task(self.close())
-
-    async def close(self) -> None:
-        self._watch.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._watch
-        await self.channel.close()
+from headrace_router.workers.connection import LoadReservation, WorkerConnection
+from headrace_router.workers.table import LoadTable, Worker
 
 
 class WorkerDirectory:
-    """The decode workers.
+    """The decode workers and their load, by model. One event loop owns it.
 
-    One event loop owns it; `update` is called on every change of the registry's view.
+    `update` must be called on every change of the registry's view.
     """
 
     def __init__(
@@ -163,16 +27,16 @@ class WorkerDirectory:
     ) -> None:
         """`worker_wait_s`: see RouterConfig."""
         self._open_channel = open_channel
-        self._tracked: dict[WorkerRef, WorkerConnection] = {}
+        self._connections: dict[WorkerRef, WorkerConnection] = {}
         self._tables: dict[str, LoadTable] = {}
-        self._presence = WorkerAvailability(worker_wait_s)
+        self._availability = WorkerAvailability(worker_wait_s)
         self._loaded = False
 
     def update(self, members: Iterable[registry_pb2.Member]) -> None:
-        """Takes over the registry's decode members. Requests on those that left go on."""
+        """Replaces the decode workers by the registry's. Requests on workers that left continue."""
         if not self._loaded:
             self._loaded = True
-            self._presence.begin()
+            self._availability.start()
         workers = {
             worker.ref: worker
             for worker in (
@@ -181,101 +45,101 @@ class WorkerDirectory:
                 if member.role == registry_pb2.Member.ROLE_DECODE
             )
         }
-        for ref in set(self._tracked) - set(workers):
-            self._tracked.pop(ref).retire()
+        for ref in set(self._connections) - set(workers):
+            self._connections.pop(ref).retire()
         for ref, worker in workers.items():
-            tracked = self._tracked.get(ref)
-            if tracked is not None and tracked.worker.endpoint == worker.endpoint:
-                tracked.worker = worker
+            connection = self._connections.get(ref)
+            if connection is not None and connection.worker.endpoint == worker.endpoint:
+                connection.replace_worker(worker)
                 continue
-            if tracked is not None:
-                tracked.retire()
+            if connection is not None:
+                connection.retire()
             channel = self._open_channel(worker.endpoint)
-            self._tracked[ref] = WorkerConnection(worker, channel, self._note_load)
-        self._make_tables()
+            self._connections[ref] = WorkerConnection(worker, channel, self._update_load)
+        self._rebuild_tables()
 
     def table(self, model: str) -> LoadTable:
-        """The decode workers of `model` and their load, kept up to date until members come or go."""
+        """The decode workers of `model` and their load. Loads stay current until members join or leave."""
         return self._tables.get(model) or LoadTable(())
 
-    def _make_tables(self) -> None:
-        by_model: dict[str, list[WorkerConnection]] = {}
-        for tracked in self._tracked.values():
-            by_model.setdefault(tracked.worker.model, []).append(tracked)
-        left = self._tables.keys() - by_model.keys()
-        self._tables = {
-            model: LoadTable(tracked.worker for tracked in members)
-            for model, members in by_model.items()
-        }
-        for tracked in self._tracked.values():
-            tracked_model = tracked.worker.model
-            self._tables[tracked_model].set(tracked.worker.ref, tracked.load())
-        for model in (*left, *self._tables):
-            self._presence.note(model, self.table(model).answering)
-
-    def _note_load(self, tracked: WorkerConnection) -> None:
-        """Workers that left are nobody's candidates, whatever they say."""
-        worker = tracked.worker
-        table = self._tables.get(worker.model)
-        if self._tracked.get(worker.ref) is tracked and table is not None:
-            table.set(worker.ref, tracked.load())
-            self._presence.note(worker.model, table.answering)
-
     async def wait_for_worker(self, model: str, deadline: Deadline) -> bool:
-        """While no decode worker of `model` answers, and that is not so for long, waits for one; whether it did."""
-        return await self._presence.wait(model, deadline)
+        """Waits for a reachable decode worker. Returns whether it had to wait. See WorkerAvailability."""
+        return await self._availability.wait(model, deadline)
 
     def max_model_len(self) -> dict[str, int]:
-        """By model, the most tokens that every live decode worker of it takes."""
-        contexts: dict[str, int] = {}
-        for tracked in self._tracked.values():
-            worker = tracked.worker
-            contexts[worker.model] = min(
-                contexts.get(worker.model, worker.max_model_len), worker.max_model_len
+        """By model, the most tokens that every live decode worker of it accepts."""
+        lengths: dict[str, int] = {}
+        for connection in self._connections.values():
+            worker = connection.worker
+            lengths[worker.model] = min(
+                lengths.get(worker.model, worker.max_model_len), worker.max_model_len
             )
-        return contexts
+        return lengths
 
     def decode_worker_counts(self) -> dict[str, int]:
-        """Live decode workers by model."""
+        """The number of live decode workers by model."""
         counts: dict[str, int] = {}
-        for tracked in self._tracked.values():
-            counts[tracked.worker.model] = counts.get(tracked.worker.model, 0) + 1
+        for connection in self._connections.values():
+            counts[connection.worker.model] = counts.get(connection.worker.model, 0) + 1
         return counts
 
     def worker(self, ref: WorkerRef) -> Worker | None:
-        """A live decode worker as it registered; None when it has left."""
-        tracked = self._tracked.get(ref)
-        return None if tracked is None else tracked.worker
+        """A live decode worker as it registered. None when it has left."""
+        connection = self._connections.get(ref)
+        return None if connection is None else connection.worker
 
     def external_request_count(self, ref: WorkerRef) -> int:
-        """Requests that a worker reports and that this router has not placed there; 0 for one that has left."""
-        tracked = self._tracked.get(ref)
-        return 0 if tracked is None else tracked.external_request_count()
+        """Requests that a worker reports and this router has not placed there. 0 when the worker has left."""
+        connection = self._connections.get(ref)
+        return 0 if connection is None else connection.external_request_count()
 
     def distrusted(self, ref: WorkerRef) -> frozenset[WorkerRef]:
-        """Prefill workers that a decode worker says it takes nothing from."""
-        tracked = self._tracked.get(ref)
-        return frozenset() if tracked is None else tracked.distrusted
+        """Prefill workers from which a decode worker rejects transfers."""
+        connection = self._connections.get(ref)
+        return frozenset() if connection is None else connection.distrusted
 
     def mark_unreachable(self, ref: WorkerRef) -> None:
-        """A request's connection to the worker has broken: it comes after all others until it reports again."""
-        tracked = self._tracked.get(ref)
-        if tracked is not None:
-            tracked.mark_unreachable()
+        """A connection to the worker has broken. Placement prefers all others until it reports again."""
+        connection = self._connections.get(ref)
+        if connection is not None:
+            connection.mark_unreachable()
 
-    def promise(self, ref: WorkerRef, tokens: int) -> Promise | None:
-        """Counts a request of `tokens` as placed on the worker; None when it has left meanwhile."""
-        tracked = self._tracked.get(ref)
-        return None if tracked is None else Promise(tracked, tokens)
+    def reserve_load(self, ref: WorkerRef, tokens: int) -> LoadReservation | None:
+        """Counts a request of `tokens` as placed on the worker. None when the worker has left."""
+        connection = self._connections.get(ref)
+        return None if connection is None else connection.reserve(tokens)
 
     async def close(self) -> None:
         """Closes every channel."""
-        tracked, self._tracked = list(self._tracked.values()), {}
-        await asyncio.gather(*(entry.close() for entry in tracked))
+        connections, self._connections = list(self._connections.values()), {}
+        await asyncio.gather(*(connection.close() for connection in connections))
+
+    def _rebuild_tables(self) -> None:
+        by_model: dict[str, list[WorkerConnection]] = {}
+        for connection in self._connections.values():
+            by_model.setdefault(connection.worker.model, []).append(connection)
+        unserved = self._tables.keys() - by_model.keys()
+        self._tables = {
+            model: LoadTable(connection.worker for connection in connections)
+            for model, connections in by_model.items()
+        }
+        for model, connections in by_model.items():
+            for connection in connections:
+                self._tables[model].set(connection.worker.ref, connection.load())
+        for model in (*unserved, *self._tables):
+            self._availability.update(model, self.table(model).any_available)
+
+    def _update_load(self, connection: WorkerConnection) -> None:
+        worker = connection.worker
+        table = self._tables.get(worker.model)
+        # A worker that has left may still report.
+        if self._connections.get(worker.ref) is connection and table is not None:
+            table.set(worker.ref, connection.load())
+            self._availability.update(worker.model, table.any_available)
 
 
 def worker_from_member(member: registry_pb2.Member) -> Worker:
-    """A decode member in the router's words."""
+    """Converts a decode member of the registry."""
     return Worker(
         ref=WorkerRef(member.worker_id, member.incarnation),
         endpoint=member.endpoint,

@@ -1,4 +1,4 @@
-"""The decode workers of one model and their load, column by column, so that choosing among hundreds stays cheap."""
+"""The decode workers of one model and their load, as columns: placement among hundreds of workers stays cheap."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A decode worker at one moment: what it reported, and what this router has promised it since.
+    """A decode worker at one moment: what it reported, and what this router has reserved on it since.
 
-    `held_tokens` is what its taken blocks hold, growth included, and `total_tokens` what all its blocks do.
+    `held_tokens` is the capacity of its reserved blocks, growth included, and `total_tokens` that of all its blocks.
     """
 
     requests: int = 0
@@ -42,9 +42,9 @@ class Load:
 
 
 class LoadTable:
-    """A row for each worker, by worker id; columns have shape [worker].
+    """A row for each worker, sorted by worker id. Columns have shape [worker].
 
-    Rows only move when members come or go: then the view makes a new table.
+    The workers never change: when members join or leave, the directory makes a new table.
     """
 
     def __init__(self, workers: Iterable[Worker]) -> None:
@@ -57,7 +57,7 @@ class LoadTable:
         self.reachable: Flags = np.zeros(count, np.bool_)
         self.draining: Flags = np.zeros(count, np.bool_)
         self._rows = {worker.ref: row for row, worker in enumerate(self.workers)}
-        # Workers of one layout group can all receive from the same prefill workers.
+        # Workers with one layout fingerprint can receive from the same prefill workers.
         self.layouts: tuple[KvLayout, ...] = ()
         groups: dict[KvLayout, int] = {}
         self.layout_of = np.array(
@@ -69,7 +69,7 @@ class LoadTable:
         return len(self.workers)
 
     def set(self, ref: WorkerRef, load: Load) -> None:
-        """Takes over a worker's load."""
+        """Sets a worker's load."""
         row = self._rows[ref]
         self.requests[row] = load.requests
         self.held_tokens[row] = load.held_tokens
@@ -78,8 +78,8 @@ class LoadTable:
         self.draining[row] = load.draining
 
     @property
-    def answering(self) -> bool:
-        """Whether any worker reports and takes new requests."""
+    def any_available(self) -> bool:
+        """Whether any worker is reachable and accepts new requests."""
         return bool((self.reachable & ~self.draining).any())
 
     def flags(self, refs: Collection[WorkerRef]) -> Flags:
@@ -92,7 +92,7 @@ class LoadTable:
         return marked
 
     def paired(self, prefill_layouts: Collection[KvLayout]) -> Flags:
-        """True for workers that can receive from a prefill worker of one of these fingerprints."""
+        """True in the rows of workers that can receive from a prefill worker with one of these fingerprints."""
         by_layout = np.array([layout in prefill_layouts for layout in self.layouts], np.bool_)
         found: Flags = by_layout[self.layout_of]
         return found

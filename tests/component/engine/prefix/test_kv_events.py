@@ -335,12 +335,12 @@ async def test_members_that_leave_lose_their_streams_and_blocks(rig: EventRig) -
     await rig.until_cached(table, prompt, w_0=40, w_1=40, w_2=40)
     rig.follow(rig.workers[:1])
     assert rig.cached(table, prompt) == {"w-0": 40, "w-1": 0, "w-2": 0}
-    index = next(iter(rig.indexes._scopes[MODEL].values())).index
+    index = next(iter(rig.indexes._indexes[MODEL].values())).index
     await eventually(lambda: not index._slots.retired)
     assert index.block_count == 40 // BLOCK_TOKENS
     assert len(rig.indexes._feeds) == 1
     rig.follow([])
-    assert rig.indexes._scopes == {}
+    assert rig.indexes._indexes == {}
 
 
 async def _read_all(call: Any) -> None:

@@ -20,7 +20,7 @@ from headrace_engine.sim.engine import SimEngine
 from headrace_engine.worker.status import WorkerStatusServicer
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.layout.proto import layout_to_proto
-from headrace_router.prefix_cache.models import PrefixCacheDirectory
+from headrace_router.prefix_cache.directory import PrefixCacheDirectory
 from headrace_router.workers.directory import worker_from_member
 from headrace_router.workers.table import LoadTable
 from tests.component.engine.sim.support import answer_of, decode_work, engine_config, no_descriptors
@@ -145,7 +145,7 @@ class EventRig:
 
     def __post_init__(self) -> None:
         self.indexes = PrefixCacheDirectory(
-            self._open_channel, lambda: self.key, silence_s=self.silence_s
+            self._open_channel, lambda: self.key, event_timeout_s=self.silence_s
         )
 
     def _open_channel(self, endpoint: str) -> grpc.aio.Channel:

@@ -1,4 +1,4 @@
-"""Route, and clients that go past the router with its ticket."""
+"""Route, and clients that stream from decode workers with a ticket."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ async def tokens_of(client: Client, **options: Any) -> tuple[bytes, list[Any]]:
     return bytes(token for response in responses for token in response.token_ids), responses
 
 
-async def test_an_explanation_lists_costs_and_promises_nothing(open_rig: Rig) -> None:
+async def test_an_explanation_lists_costs_and_reserves_no_load(open_rig: Rig) -> None:
     workers = [await open_rig.add_decode(say("abc")) for _ in range(3)]
     routed = await route(open_rig, explain=True)
     assert {candidate.worker_id for candidate in routed.candidates} == {"d0", "d1", "d2"}
@@ -89,7 +89,7 @@ async def test_an_explanation_lists_costs_and_promises_nothing(open_rig: Rig) ->
     assert not open_rig.router.workers.table("sim").requests.any()
 
 
-async def test_without_permission_there_is_no_ticket(rig: Rig) -> None:
+async def test_without_look_aside_there_is_no_ticket(rig: Rig) -> None:
     await rig.add_decode(say("abc"))
     assert not (await route(rig)).HasField("direct")
     async with Client(rig.endpoint, look_aside=True) as client:
@@ -97,7 +97,7 @@ async def test_without_permission_there_is_no_ticket(rig: Rig) -> None:
         assert client.direct_answers == 0
 
 
-async def test_what_cannot_be_placed_is_said_as_in_generate(open_rig: Rig) -> None:
+async def test_route_fails_with_the_same_errors_as_generate(open_rig: Rig) -> None:
     for request, expected in (("x", NoDecodeWorker), ("", InvalidRequest)):
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await open_rig.stub.Route(
@@ -116,7 +116,7 @@ async def test_a_ticket_is_for_the_request_and_counts_on_its_worker(open_rig: Ri
     assert open_rig.router.workers.table("sim").requests.sum() == 1
 
 
-async def test_text_that_must_be_searched_for_stops_goes_through_the_router(open_rig: Rig) -> None:
+async def test_requests_with_stop_texts_go_through_the_router(open_rig: Rig) -> None:
     await open_rig.add_decode(say("abcdef"))
     async with Client(open_rig.endpoint, look_aside=True) as client:
         responses = [
@@ -127,14 +127,14 @@ async def test_text_that_must_be_searched_for_stops_goes_through_the_router(open
         assert client.direct_answers == 0
 
 
-async def test_the_routers_own_calls_bear_a_ticket(open_rig: Rig) -> None:
+async def test_calls_of_the_router_carry_a_ticket(open_rig: Rig) -> None:
     worker = await open_rig.add_decode(say("abc"))
     await open_rig.ask()
     assert check_ticket(TICKET_KEY, worker.requests[0], "d0").tenant == "default"
 
 
 @pytest.mark.parametrize("remote", [False, True])
-async def test_tokens_come_past_the_router(open_rig: Rig, remote: bool) -> None:
+async def test_tokens_stream_directly_from_the_decode_worker(open_rig: Rig, remote: bool) -> None:
     worker = await open_rig.add_decode(say("hello"))
     if remote:
         await open_rig.add_prefill(hand_over)
@@ -142,9 +142,9 @@ async def test_tokens_come_past_the_router(open_rig: Rig, remote: bool) -> None:
         tokens, responses = await tokens_of(client)
         assert tokens == b"hello"
         assert client.direct_answers == 1
-    (spoken,) = worker.requests
-    assert spoken.remote_prefill is remote
-    check_ticket(TICKET_KEY, spoken, "d0")
+    (received,) = worker.requests
+    assert received.remote_prefill is remote
+    check_ticket(TICKET_KEY, received, "d0")
     last = responses[-1]
     assert last.finish_reason
     assert last.usage.prompt_tokens == len(PROMPT)
@@ -154,7 +154,7 @@ async def test_tokens_come_past_the_router(open_rig: Rig, remote: bool) -> None:
     assert responses[0].trace_id in worker.metadata[0]["traceparent"]
 
 
-async def test_a_failed_prefill_is_made_again_by_the_router(open_rig: Rig) -> None:
+async def test_the_router_retries_a_failed_prefill(open_rig: Rig) -> None:
     worker = await open_rig.add_decode(say("hello"))
     await open_rig.add_prefill(fail("TRANSFER_FAILED"))
     async with Client(open_rig.endpoint, look_aside=True) as client:
@@ -165,7 +165,7 @@ async def test_a_failed_prefill_is_made_again_by_the_router(open_rig: Rig) -> No
     await eventually(lambda: worker.requests[0].transfer_id in worker.cancelled)
 
 
-async def test_a_full_worker_sends_the_client_to_the_router(open_rig: Rig) -> None:
+async def test_when_the_worker_is_full_the_client_asks_the_router(open_rig: Rig) -> None:
     turns = iter((full, say("later")))
 
     async def script(worker: FakeDecode, request: decode_pb2.GenerateRequest) -> AsyncIterator[Any]:
@@ -177,7 +177,7 @@ async def test_a_full_worker_sends_the_client_to_the_router(open_rig: Rig) -> No
         assert (await tokens_of(client))[0] == b"later"
 
 
-async def test_workers_out_of_reach_are_asked_through_the_router(open_rig: Rig) -> None:
+async def test_unreachable_workers_are_reached_through_the_router(open_rig: Rig) -> None:
     await open_rig.add_decode(say("hello"))
     async with Client(open_rig.endpoint, look_aside=True) as client:
         request = build_request("x")
@@ -190,7 +190,7 @@ async def test_workers_out_of_reach_are_asked_through_the_router(open_rig: Rig) 
         assert client.direct_answers == 0
 
 
-async def test_a_prompt_is_handed_to_the_queue_once_and_only_with_its_ticket(open_rig: Rig) -> None:
+async def test_a_prompt_is_queued_once_and_only_with_its_ticket(open_rig: Rig) -> None:
     await open_rig.add_decode(hang)
     prefill = await open_rig.add_prefill(stall)
     direct = (await route(open_rig, prefill_placement=REMOTE)).direct
@@ -208,12 +208,12 @@ async def test_a_prompt_is_handed_to_the_queue_once_and_only_with_its_ticket(ope
     assert len(prefill.tasks) == 1
 
 
-async def test_a_local_prompt_has_no_place_in_the_queue(open_rig: Rig) -> None:
+async def test_a_prompt_with_local_prefill_is_not_queued(open_rig: Rig) -> None:
     await open_rig.add_decode(hang)
     assert isinstance(await prefill_error(open_rig, (await route(open_rig)).direct), InvalidRequest)
 
 
-async def test_a_busy_router_is_asked_again_when_it_says_so() -> None:
+async def test_the_client_retries_a_full_router_after_the_retry_delay() -> None:
     rig = await Rig(max_concurrent_requests=1).start()
     try:
         gate = asyncio.Event()
@@ -247,7 +247,7 @@ def test_a_request_has_one_kind_of_prompt() -> None:
             build_request(**arguments)  # type: ignore[arg-type]
 
 
-async def test_the_command_line_draws_the_candidates(rig: Rig) -> None:
+async def test_the_command_line_lists_the_candidates(rig: Rig) -> None:
     for _ in range(3):
         await rig.add_decode(say("abc"))
     process = await asyncio.create_subprocess_exec(

@@ -1,4 +1,4 @@
-"""Requests that stream past the router count until they have ended, and leave a whole trace."""
+"""Requests that stream from decode workers directly count until they have ended, and have a complete trace."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def decode_spans(
     )
 
 
-async def test_a_ticket_takes_a_place_until_its_answer_has_ended() -> None:
+async def test_a_ticket_counts_as_a_request_until_its_stream_has_ended() -> None:
     rig = await Rig(look_aside=True, max_concurrent_requests=1, admission_wait_s=0.05).start()
     try:
         await rig.add_decode(say("abc"))
@@ -75,7 +75,7 @@ async def test_a_ticket_takes_a_place_until_its_answer_has_ended() -> None:
         await rig.close()
 
 
-async def test_a_ticket_that_nobody_used_gives_its_place_back() -> None:
+async def test_an_unused_ticket_is_released() -> None:
     rig = await Rig(look_aside=True, max_concurrent_requests=1, ticket_ttl_s=0.3).start()
     try:
         await rig.add_decode(say("abc"))

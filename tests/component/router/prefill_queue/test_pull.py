@@ -13,8 +13,8 @@ from headrace.prefill.v1 import prefill_pb2
 from headrace_common.errors import DuplicateTransfer, ProtocolViolation, WorkerGone
 from headrace_common.rpc.status import error_from_rpc
 from headrace_kv.layout.layout import WorkerRef
-from headrace_router.prefill_queue.queue import CREDITS_MAX
 from headrace_router.prefill_queue.task import QueuedTask, TaskTerms
+from headrace_router.prefill_queue.worker_stream import CREDITS_MAX
 from tests.component.router.fakes import (
     LAYOUT,
     FakePrefill,
@@ -38,7 +38,9 @@ def _names(worker: FakePrefill) -> list[str]:
     return [task.transfer_id for task in worker.tasks]
 
 
-async def test_tasks_come_in_order_one_per_credit_and_their_end_goes_back(rig: Rig) -> None:
+async def test_tasks_are_sent_in_order_one_per_credit_and_their_outcome_is_returned(
+    rig: Rig,
+) -> None:
     worker = await rig.add_prefill(hand_over, credit=0)
     tasks = [_enqueue(rig, name, at) for name, at in (("a", 3.0), ("b", 1.0), ("c", 2.0))]
     await worker.give_credit(1)
@@ -49,16 +51,7 @@ async def test_tasks_come_in_order_one_per_credit_and_their_end_goes_back(rig: R
     assert _names(worker) == ["b", "c", "a"]
 
 
-async def test_a_task_waits_for_the_worker_that_has_room_first(rig: Rig) -> None:
-    busy, idle = await rig.add_prefill(stall, credit=1), await rig.add_prefill(stall, credit=0)
-    _enqueue(rig, "a")
-    _enqueue(rig, "b")
-    await eventually(lambda: _names(busy) == ["a"])
-    await idle.give_credit(1)
-    await eventually(lambda: _names(idle) == ["b"])
-
-
-async def test_a_worker_with_a_foreign_layout_pulls_in_vain(rig: Rig) -> None:
+async def test_a_worker_with_another_layout_gets_no_task(rig: Rig) -> None:
     foreign = await rig.add_prefill(stall, layout=replace(LAYOUT, model="other"))
     with pytest.raises(WorkerGone):
         _enqueue(rig, "a")
@@ -66,7 +59,7 @@ async def test_a_worker_with_a_foreign_layout_pulls_in_vain(rig: Rig) -> None:
     assert foreign.error is None
 
 
-async def test_a_failure_is_told_by_its_reason(rig: Rig) -> None:
+async def test_a_failed_task_has_the_error_of_its_reason(rig: Rig) -> None:
     await rig.add_prefill(fail("DEADLINE_EXCEEDED"))
     async with asyncio.timeout(5):
         error = (await _enqueue(rig, "a").outcome).error
@@ -74,14 +67,14 @@ async def test_a_failure_is_told_by_its_reason(rig: Rig) -> None:
     assert (error.reason, error.detail) == ("DEADLINE_EXCEEDED", "as scripted")
 
 
-async def test_a_dead_workers_open_tasks_fail_at_once_and_the_waiting_go_elsewhere(
+async def test_open_tasks_of_a_dead_worker_fail_and_waiting_ones_go_to_another(
     rig: Rig,
 ) -> None:
     dying = await rig.add_prefill(stall, credit=1)
     running = _enqueue(rig, "a")
     await eventually(lambda: _names(dying) == ["a"])
     await dying.started("a")
-    await eventually(lambda: running.started)
+    await eventually(lambda: running.has_started)
     waiting = _enqueue(rig, "b")
     other = await rig.add_prefill(hand_over, credit=0)
     await dying.die()
@@ -96,25 +89,7 @@ async def test_a_dead_workers_open_tasks_fail_at_once_and_the_waiting_go_elsewhe
     assert rig.pulling() == {"p1"}
 
 
-async def test_what_a_dead_worker_had_not_begun_goes_to_another_before_the_waiting(
-    rig: Rig,
-) -> None:
-    dying = await rig.add_prefill(stall, credit=2)
-    given = [_enqueue(rig, name, at) for name, at in (("a", 2.0), ("b", 3.0))]
-    await eventually(lambda: _names(dying) == ["a", "b"])
-    waiting = _enqueue(rig, "c", 1.0)
-    other = await rig.add_prefill(hand_over, credit=0)
-    await dying.die()
-    await eventually(lambda: rig.pulling() == {"p1"})
-    assert not any(task.outcome.done() for task in given)
-    await other.give_credit(1)
-    for task in (*given, waiting):
-        async with asyncio.timeout(5):
-            assert (await task.outcome).error is None
-    assert _names(other) == ["a", "b", "c"]
-
-
-async def test_a_cancelled_task_is_stopped_where_it_runs(rig: Rig) -> None:
+async def test_cancelling_a_task_stops_it_on_its_worker(rig: Rig) -> None:
     worker = await rig.add_prefill(stall, credit=1)
     running, waiting = _enqueue(rig, "a"), _enqueue(rig, "b")
     await eventually(lambda: _names(worker) == ["a"])
@@ -127,7 +102,7 @@ async def test_a_cancelled_task_is_stopped_where_it_runs(rig: Rig) -> None:
     await eventually(lambda: _names(worker) == ["a", "c"])
 
 
-async def test_the_same_incarnation_pulls_once_only(rig: Rig) -> None:
+async def test_one_incarnation_has_one_pull_stream(rig: Rig) -> None:
     first = await rig.add_prefill(stall)
     second = FakePrefill("p0", rig.handoff, stall)
     second.incarnation = first.incarnation
@@ -138,7 +113,7 @@ async def test_the_same_incarnation_pulls_once_only(rig: Rig) -> None:
     assert second.error.code() is grpc.StatusCode.ALREADY_EXISTS
     assert isinstance(error_from_rpc(second.error), DuplicateTransfer)
     await second.close()
-    assert set(rig.router.queue.partners().values()) == {
+    assert set(rig.router.queue.pulling_workers().values()) == {
         frozenset({WorkerRef("p0", first.incarnation)})
     }
     assert first.error is None
@@ -158,20 +133,20 @@ async def test_the_same_incarnation_pulls_once_only(rig: Rig) -> None:
         ),
     ],
 )
-async def test_a_worker_that_breaks_the_rules_is_cut_off_alone(
+async def test_a_protocol_violation_ends_only_that_workers_stream(
     rig: Rig, request_: prefill_pb2.PullRequest, words: str
 ) -> None:
-    rude, polite = await rig.add_prefill(stall, credit=0), await rig.add_prefill(hand_over)
-    await rude.send(request_)
+    faulty, other = await rig.add_prefill(stall, credit=0), await rig.add_prefill(hand_over)
+    await faulty.send(request_)
     async with asyncio.timeout(5):
-        await rude.ended.wait()
-    assert rude.error is not None
-    error = error_from_rpc(rude.error)
+        await faulty.ended.wait()
+    assert faulty.error is not None
+    error = error_from_rpc(faulty.error)
     assert isinstance(error, ProtocolViolation)
     assert words in error.detail
     async with asyncio.timeout(5):
         assert (await _enqueue(rig, "a").outcome).error is None
-    assert polite.error is None
+    assert other.error is None
 
 
 @pytest.mark.parametrize(
@@ -181,7 +156,7 @@ async def test_a_worker_that_breaks_the_rules_is_cut_off_alone(
         prefill_pb2.PullRequest(hello=prefill_pb2.Hello(worker_id="p0", incarnation="i")),
     ],
 )
-async def test_a_stream_must_begin_with_a_whole_hello(
+async def test_a_stream_must_begin_with_a_complete_hello(
     rig: Rig, first: prefill_pb2.PullRequest
 ) -> None:
     worker = FakePrefill("p0", rig.handoff, stall)

@@ -1,4 +1,4 @@
-"""Workers that name cached prefixes otherwise than the router: nothing they cache counts, and everybody can see why."""
+"""Workers that hash prefixes in another way than the router get no credit, and the reason is visible."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _OURS = worker_pb2.KvHashing(
 )
 
 
-async def test_a_foreign_worker_is_named_by_warning_metric_and_explanation(
+async def test_a_worker_with_other_hashing_appears_in_warning_and_explanation(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
     await rig.add_decode(say("ok"), _OURS)
     await rig.add_decode(say("ok"))
-    with caplog.at_level(logging.WARNING, "headrace_router.prefix_cache.models"):
+    with caplog.at_level(logging.WARNING, "headrace_router.prefix_cache.directory"):
         foreign = await rig.add_decode(
             say("ok"), worker_pb2.KvHashing(key_fingerprint=0xABCD, block_tokens=32)
         )

@@ -1,4 +1,4 @@
-"""Workers come and go all the time under load, and no request hangs or fails."""
+"""Workers join and leave under load, and no request hangs or fails."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def _slowly(worker: FakePrefill, task: prefill_pb2.PrefillTask) -> None:
     await hand_over(worker, task)
 
 
-async def test_no_request_fails_at_one_retry_while_workers_come_and_go(rig: Rig) -> None:
+async def test_one_retry_is_enough_while_workers_join_and_leave(rig: Rig) -> None:
     rig.policy.policy.retry_budget = 1
     random = Random(7)
     for _ in range(2):
@@ -54,11 +54,11 @@ async def test_no_request_fails_at_one_retry_while_workers_come_and_go(rig: Rig)
         changes += 1
         pulling.append(await rig.add_prefill(_slowly))
         lost = pulling.pop(random.randrange(len(pulling) - 1))
-        # As when it is killed: with whatever it holds, begun or not.
+        # As if killed, with all of its tasks, started or not.
         await lost.die()
         if changes % 4 == 0:
             await rig.add_decode(say("ok"))
-            # It takes nothing new, and ends what it has.
+            # It gets no new requests, and its present ones end.
             drained.append(rig.decodes.pop(0))
             rig.refresh()
         await asyncio.sleep(_CHANGE_EVERY_S)

@@ -1,4 +1,4 @@
-"""Requests that come before any decode worker is known, or after the last one is lost."""
+"""Requests that arrive before any decode worker is known, or after the last one is lost."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.component.router.fakes import CONTEXT_TOKENS, Rig, die_after, eventua
 
 @pytest.fixture
 async def patient() -> AsyncIterator[Rig]:
-    """A router whose requests wait long enough for anything that a test does meanwhile."""
+    """A router that lets requests wait longer than any test takes."""
     rig = await Rig(worker_wait_s=20.0).start()
     yield rig
     await rig.close()
 
 
 async def _error(rig: Rig, text: str = "a prompt") -> tuple[HeadraceError, float]:
-    """What a request ends with, and after how many seconds."""
+    """The error of a request, and how long it took in seconds."""
     started_s = time.monotonic()
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await rig.ask(text)
@@ -40,7 +40,7 @@ async def test_a_request_waits_for_the_first_worker(patient: Rig) -> None:
     assert [text_of(await one) for one in asking] == ["ok"] * 3
 
 
-async def test_workers_that_are_lost_sight_of_are_waited_for(patient: Rig) -> None:
+async def test_a_request_waits_for_workers_that_left_the_registry(patient: Rig) -> None:
     await patient.add_decode(say("ok"))
     assert text_of(await patient.ask()) == "ok"
     patient.router.update([])
@@ -51,7 +51,7 @@ async def test_workers_that_are_lost_sight_of_are_waited_for(patient: Rig) -> No
     assert text_of(await asking) == "ok"
 
 
-async def test_workers_lost_sight_of_between_the_check_and_the_placement_are_waited_for_too(
+async def test_a_request_waits_for_workers_that_left_between_check_and_placement(
     patient: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await patient.add_decode(say("ok"))
@@ -68,7 +68,7 @@ async def test_workers_lost_sight_of_between_the_check_and_the_placement_are_wai
     assert text_of(await patient.ask()) == "ok"
 
 
-async def test_a_request_that_has_not_begun_waits_for_the_next_incarnation(patient: Rig) -> None:
+async def test_a_request_without_tokens_waits_for_the_next_incarnation(patient: Rig) -> None:
     dying = await patient.add_decode(die_after(""))
     asking = asyncio.create_task(patient.ask())
     await eventually(lambda: bool(dying.background))
@@ -82,7 +82,7 @@ async def test_a_request_that_has_not_begun_waits_for_the_next_incarnation(patie
     assert responses[-1].timing.attempts == 2
 
 
-async def test_once_the_wait_is_over_the_answer_comes_at_once() -> None:
+async def test_after_the_wait_is_over_requests_fail_at_once() -> None:
     rig = await Rig(worker_wait_s=2.0).start()
     try:
         error, waited_s = await _error(rig)
@@ -95,13 +95,13 @@ async def test_once_the_wait_is_over_the_answer_comes_at_once() -> None:
         await rig.close()
 
 
-async def test_nobody_waits_past_the_deadline(patient: Rig) -> None:
+async def test_no_request_waits_past_its_deadline(patient: Rig) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await patient.ask(timeout_s=1.0)
     assert isinstance(error_from_rpc(raised.value), NoDecodeWorker)
 
 
-async def test_what_the_late_worker_takes_counts(patient: Rig) -> None:
+async def test_the_limits_of_the_late_worker_apply(patient: Rig) -> None:
     asking = asyncio.create_task(_error(patient, "x" * 2 * CONTEXT_TOKENS))
     await asyncio.sleep(0.2)
     await patient.add_decode(say("ok"))
@@ -109,7 +109,7 @@ async def test_what_the_late_worker_takes_counts(patient: Rig) -> None:
     assert isinstance(error, InvalidRequest)
 
 
-async def test_a_route_waits_and_its_explanation_does_not(patient: Rig) -> None:
+async def test_a_route_waits_but_its_explanation_does_not(patient: Rig) -> None:
     def route(explain: bool) -> grpc.aio.UnaryUnaryCall[object, inference_pb2.RouteResponse]:
         request = inference_pb2.GenerateRequest(text="a prompt")
         call: grpc.aio.UnaryUnaryCall[object, inference_pb2.RouteResponse] = patient.stub.Route(

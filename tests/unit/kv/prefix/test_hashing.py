@@ -1,4 +1,4 @@
-"""Block hashes: the same from every kind of input, in every process, and only as far as looked at."""
+"""Block hashes: equal for every kind of input and in every process, and computed only as far as needed."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ TOKENS = list(range(7, 7 + 4 * 204 + 3))
 
 
 def naive(tokens: list[int], block_tokens: int, parent: int) -> list[int]:
-    """Word by word as the module's own words say."""
+    """The hashes as the module's docstring defines them."""
     hashes = []
-    station, stretch = parent, b""
+    checkpoint, segment = parent, b""
     for number in range(len(tokens) // block_tokens):
         start = number * block_tokens
         block = struct.pack(f"<{block_tokens}I", *tokens[start : start + block_tokens])
-        stretch += block
+        segment += block
         if number % 8 == 7:
-            parent = station = xxh3_64_intdigest(stretch, station)
-            stretch = b""
+            parent = checkpoint = xxh3_64_intdigest(segment, checkpoint)
+            segment = b""
         else:
             parent = xxh3_64_intdigest(block, parent)
         hashes.append(parent)
@@ -64,7 +64,7 @@ def test_every_kind_of_input_gives_the_chain_of_its_blocks(
     positions=st.lists(st.integers(0, 203), max_size=12),
     kind=st.sampled_from([list, tuple, partial(array, "I"), partial(np.array, dtype=np.uint32)]),
 )
-def test_hashes_are_computed_where_looked_at(
+def test_hashes_are_computed_only_as_far_as_needed(
     positions: list[int], kind: Callable[[list[int]], TokenIds]
 ) -> None:
     hasher = PrefixHasher(root_hash(SECRET), 4)
@@ -73,8 +73,8 @@ def test_hashes_are_computed_where_looked_at(
     assert len(prompt) == prompt.block_count == 204
     for position in positions:
         assert prompt[position] == expected[position]
-    # Looking at a block needs the stations before it, and itself if it is one.
-    assert len(prompt.stations) == max(((p + 1) // 8 for p in positions), default=0)
+    # A hash needs the checkpoints before it, and itself if it is one.
+    assert len(prompt.checkpoints) == max(((p + 1) // 8 for p in positions), default=0)
     assert [prompt.first(count) for count in positions] == [expected[:count] for count in positions]
     assert prompt.all() == expected
 
@@ -90,7 +90,7 @@ def test_secret_and_scope_keep_hashes_apart() -> None:
     assert len({block for chain in chains for block in chain}) == 10 * 204
 
 
-def test_another_process_hashes_alike() -> None:
+def test_another_process_computes_equal_hashes() -> None:
     code = (
         "from headrace_kv.prefix.hashing import PrefixHasher, root_hash;"
         f"print(PrefixHasher(root_hash({SECRET}, 'model', 16), 16).hashes(list(range(64))))"
@@ -103,12 +103,12 @@ def test_another_process_hashes_alike() -> None:
 
 
 @pytest.mark.parametrize("tokens", [[1, 2, -3, 4], [1, 2, 3, 2**32], [1, 2, "3", 4]])
-def test_what_is_no_token_id_is_refused(tokens: list[int]) -> None:
+def test_invalid_token_ids_are_rejected(tokens: list[int]) -> None:
     with pytest.raises(InvalidRequest, match="token_ids"):
         PrefixHasher(1, 4).hashes(tokens)
 
 
-def test_buffers_of_other_words_are_refused() -> None:
+def test_buffers_of_other_formats_are_rejected() -> None:
     others: tuple[Any, ...] = (
         np.zeros(8, np.int64),
         np.zeros(8, np.float32),

@@ -1,4 +1,4 @@
-"""API keys: where they may stand, what is refused and how, and that they are told to nobody."""
+"""API keys: which headers may contain them, what is rejected, and that no message reveals one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _file(folder: Path, text: str, name: str = "keys.txt") -> str:
     return str(path)
 
 
-def test_without_a_file_everybody_is_one_tenant() -> None:
+def test_without_a_file_all_callers_are_one_tenant() -> None:
     tenants = load_tenants("")
     assert tenants.tenant_of(None) == DEFAULT_TENANT
     assert tenants.tenant_of([("authorization", "Bearer whatever")]) == DEFAULT_TENANT
@@ -58,7 +58,7 @@ def test_keys_name_tenants(tmp_path: Path, name: str, text: str) -> None:
         [("x-api-key", "k" * 100_000)],
     ],
 )
-def test_strangers_are_told_the_remedy_and_nothing_else(
+def test_unknown_keys_are_rejected_with_the_remedy_only(
     tmp_path: Path, metadata: list[tuple[str, str]] | None
 ) -> None:
     tenants = load_tenants(_file(tmp_path, f"{_KEY} chat\n"))
@@ -80,7 +80,7 @@ def test_strangers_are_told_the_remedy_and_nothing_else(
         ("keys.toml", f'"{_KEY}" = 3\n', "entry 1: write it as"),
     ],
 )
-def test_a_wrong_file_is_named_without_its_keys(
+def test_an_error_in_the_file_names_the_file_and_no_key(
     tmp_path: Path, name: str, text: str, words: str
 ) -> None:
     path = _file(tmp_path, text, name)
@@ -90,7 +90,7 @@ def test_a_wrong_file_is_named_without_its_keys(
     assert _KEY not in caught.value.detail
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_an_error_names_an_unreadable_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         load_tenants(str(tmp_path / "absent"))
     (tmp_path / "binary").write_bytes(b"\xff\xfe\xff")

@@ -13,6 +13,7 @@ from headrace.prefill.v1 import prefill_pb2
 from headrace_common.errors import (
     Draining,
     DuplicateTransfer,
+    InvalidRequest,
     ProtocolViolation,
     QueueFull,
     TransferFailed,
@@ -20,8 +21,9 @@ from headrace_common.errors import (
 )
 from headrace_kv.layout.compatibility import fingerprint
 from headrace_kv.layout.layout import KvLayout, WorkerRef
-from headrace_router.prefill_queue.queue import CREDITS_MAX, PrefillQueue
-from headrace_router.prefill_queue.task import PrefillWorkerStream, QueuedTask, TaskTerms
+from headrace_router.prefill_queue.queue import PrefillQueue
+from headrace_router.prefill_queue.task import QueuedTask, TaskTerms
+from headrace_router.prefill_queue.worker_stream import CREDITS_MAX, PrefillWorkerStream
 
 LAYOUT = KvLayout.attention(
     model="sim", dtype="float32", layer_count=4, kv_head_count=2, block_tokens=16, parts={"kv": 64}
@@ -29,7 +31,7 @@ LAYOUT = KvLayout.attention(
 
 
 def join(queue: PrefillQueue, name: str = "p0", layout: KvLayout = LAYOUT) -> PrefillWorkerStream:
-    return queue.join(WorkerRef(name, "i0"), "sim", layout)
+    return queue.add_worker(WorkerRef(name, "i0"), "sim", layout)
 
 
 def add(
@@ -46,12 +48,12 @@ def add(
 
 
 def where(queued: QueuedTask) -> WorkerRef | None:
-    """The worker that has the task now."""
+    """The worker that has the task now. A call, because mypy remembers a compared attribute."""
     return queued.worker
 
 
-def sent(puller: PrefillWorkerStream) -> list[str]:
-    messages = [puller.outbox._items.get_nowait() for _ in range(puller.outbox.depth)]
+def sent(stream: PrefillWorkerStream) -> list[str]:
+    messages = [stream.outbox._items.get_nowait() for _ in range(stream.outbox.depth)]
     return [
         f"cancel {message.cancel.transfer_id}"
         if message.HasField("cancel")
@@ -61,27 +63,27 @@ def sent(puller: PrefillWorkerStream) -> list[str]:
 
 
 def end(
-    queue: PrefillQueue, puller: PrefillWorkerStream, name: str, reason: str = "", detail: str = ""
+    queue: PrefillQueue, stream: PrefillWorkerStream, name: str, reason: str = "", detail: str = ""
 ) -> None:
-    queue.finish(puller, prefill_pb2.TaskDone(transfer_id=name, reason=reason, detail=detail))
+    queue.task_ended(stream, prefill_pb2.TaskDone(transfer_id=name, reason=reason, detail=detail))
 
 
 async def test_tasks_go_out_by_deadline_then_arrival_one_per_credit() -> None:
     queue = PrefillQueue(10)
-    puller = join(queue)
+    stream = join(queue)
     tasks = [add(queue, name, at) for name, at in (("a", 3), ("b", 1), ("c", 2), ("d", 1))]
     assert [task.tasks_ahead for task in tasks] == [0, 0, 1, 1]
-    assert sent(puller) == []
-    queue.add_credits(puller, 1)
-    assert sent(puller) == ["b"]
-    queue.add_credits(puller, 2)
-    assert sent(puller) == ["d", "c"]
+    assert sent(stream) == []
+    queue.add_credits(stream, 1)
+    assert sent(stream) == ["b"]
+    queue.add_credits(stream, 2)
+    assert sent(stream) == ["d", "c"]
     assert queue.depth == 1
     assert tasks[0].worker is None
-    assert tasks[1].worker == puller.ref
+    assert tasks[1].worker == stream.ref
 
 
-async def test_the_worker_with_the_least_to_do_gets_the_task_at_the_last_moment() -> None:
+async def test_the_worker_with_the_fewest_tokens_to_compute_gets_the_task() -> None:
     queue = PrefillQueue(10)
     small, large = join(queue, "p0"), join(queue, "p1")
     queue.add_credits(small, 1)
@@ -100,6 +102,17 @@ async def test_the_worker_with_the_least_to_do_gets_the_task_at_the_last_moment(
     assert sent(long) == []
 
 
+async def test_of_equally_loaded_workers_the_one_with_the_oldest_last_task_is_next() -> None:
+    queue = PrefillQueue(10)
+    first, second = join(queue, "p0"), join(queue, "p1")
+    for worker in (first, second):
+        queue.add_credits(worker, 1)
+    assert add(queue, "a").worker == first.ref
+    end(queue, first, "a")
+    queue.add_credits(first, 1)
+    assert add(queue, "b").worker == second.ref
+
+
 async def test_only_matching_layouts_get_a_task_whatever_their_parallelism() -> None:
     queue = PrefillQueue(10)
     foreign = replace(LAYOUT, model="other")
@@ -110,67 +123,67 @@ async def test_only_matching_layouts_get_a_task_whatever_their_parallelism() -> 
     assert sent(other) == []
     queue.add_credits(wide, 1)
     assert task.worker == wide.ref
-    assert queue.partners() == {
+    assert queue.pulling_workers() == {
         fingerprint(LAYOUT): {wide.ref},
         fingerprint(foreign): {other.ref},
     }
-    queue.leave(other)
-    assert queue.partners() == {fingerprint(LAYOUT): {wide.ref}}
+    queue.remove_worker(other)
+    assert queue.pulling_workers() == {fingerprint(LAYOUT): {wide.ref}}
 
 
-async def test_avoided_workers_are_passed_over_also_when_they_pull_again() -> None:
+async def test_avoided_workers_get_no_task_even_on_a_new_stream() -> None:
     queue = PrefillQueue(10)
     failed, good = join(queue, "p0"), join(queue, "p1")
     queue.add_credits(failed, 5)
-    task = add(queue, "a", avoid=frozenset({failed.ref}))
-    assert task.worker is None
-    queue.leave(failed)
+    tasks = [add(queue, "a", avoid=frozenset({failed.ref}))]
+    queue.remove_worker(failed)
+    tasks.append(add(queue, "b", avoid=frozenset({failed.ref})))
     failed = join(queue, "p0")
     queue.add_credits(failed, 1)
-    assert task.worker is None
-    assert add(queue, "b", 200.0).worker == failed.ref
-    queue.add_credits(good, 1)
-    assert task.worker == good.ref
+    assert [task.worker for task in tasks] == [None, None]
+    assert add(queue, "c", 200.0).worker == failed.ref
+    queue.add_credits(good, 2)
+    assert [task.worker for task in tasks] == [good.ref, good.ref]
 
 
-async def test_nobody_to_take_a_task_is_said_at_once() -> None:
+async def test_a_task_without_an_eligible_worker_is_rejected() -> None:
     queue = PrefillQueue(10)
     with pytest.raises(WorkerGone, match="no prefill worker"):
         add(queue, "a")
-    puller = join(queue)
+    stream = join(queue)
     with pytest.raises(WorkerGone):
-        add(queue, "a", avoid=frozenset({puller.ref}))
+        add(queue, "a", avoid=frozenset({stream.ref}))
     assert queue.depth == 0
 
 
-async def test_a_cancelled_task_vanishes_and_a_running_one_is_stopped() -> None:
+async def test_cancelling_removes_a_waiting_task_and_stops_a_running_one() -> None:
     queue = PrefillQueue(10)
-    puller = join(queue)
+    stream = join(queue)
     waiting, running = add(queue, "a", 2), add(queue, "b", 1)
-    queue.add_credits(puller, 1)
+    queue.add_credits(stream, 1)
     waiting.cancel()
     running.cancel()
     running.cancel()
-    assert sent(puller) == ["b", "cancel b"]
+    assert sent(stream) == ["b", "cancel b"]
     assert queue.depth == 0
-    queue.add_credits(puller, 1)
-    assert sent(puller) == []
-    end(queue, puller, "b", "CANCELLED")
-    assert not puller.tasks
-    queue.leave(puller)
+    queue.add_credits(stream, 1)
+    assert sent(stream) == []
+    end(queue, stream, "b", "CANCELLED")
+    assert not stream.tasks
+    queue.remove_worker(stream)
     running.cancel()
     waiting.cancel()
 
 
-async def test_a_finished_task_says_how_it_went() -> None:
+async def test_the_outcome_of_a_task_is_what_its_worker_reported() -> None:
     queue = PrefillQueue(10)
-    puller = join(queue)
-    queue.add_credits(puller, 2)
-    good, bad = add(queue, "a"), add(queue, "b")
-    queue.finish(puller, prefill_pb2.TaskDone(transfer_id="a", payload_bytes=7))
-    end(queue, puller, "b", "TRANSFER_FAILED", "refused")
-    end(queue, puller, "unknown")
-    queue.start(puller, "unknown")
+    stream = join(queue)
+    queue.add_credits(stream, 3)
+    good, bad, invalid = add(queue, "a"), add(queue, "b"), add(queue, "c")
+    queue.task_ended(stream, prefill_pb2.TaskDone(transfer_id="a", payload_bytes=7))
+    end(queue, stream, "b", "TRANSFER_FAILED", "refused")
+    end(queue, stream, "unknown")
+    queue.task_started(stream, "unknown")
     outcome = await good.outcome
     assert outcome.error is None
     assert outcome.done is not None
@@ -178,21 +191,25 @@ async def test_a_finished_task_says_how_it_went() -> None:
     error = (await bad.outcome).error
     assert isinstance(error, TransferFailed)
     assert error.detail == "refused"
+    end(queue, stream, "c", "INVALID_FIELD", "too long")
+    error = (await invalid.outcome).error
+    assert isinstance(error, InvalidRequest)
+    assert error.violations == {"prompt": "too long"}
 
 
-async def test_a_lost_worker_fails_its_open_tasks_and_those_nobody_else_can_take() -> None:
+async def test_a_lost_worker_fails_its_open_tasks_and_those_that_only_it_could_take() -> None:
     queue = PrefillQueue(10)
     lost, other = join(queue, "p0"), join(queue, "p1")
     queue.add_credits(lost, 1)
     running, waiting = add(queue, "a", 1, returns_max=2), add(queue, "b", 2)
     picky = add(queue, "c", 3, avoid=frozenset({other.ref}))
-    queue.start(lost, "a")
-    queue.leave(lost)
+    queue.task_started(lost, "a")
+    queue.remove_worker(lost)
     assert "vanished with task a" in str((await running.outcome).error)
     assert isinstance((await picky.outcome).error, WorkerGone)
     assert not waiting.outcome.done()
     assert queue.depth == 1
-    queue.leave(other)
+    queue.remove_worker(other)
     assert isinstance((await waiting.outcome).error, WorkerGone)
 
 
@@ -203,8 +220,11 @@ async def test_unopened_tasks_of_a_lost_worker_go_to_the_front_under_the_same_tr
     held = [add(queue, f"t{i}", 50.0 + i, returns_max=1) for i in range(10)]
     urgent = add(queue, "urgent", 1.0)
     held[3].cancel()
-    queue.start(lost, "t0")
-    queue.leave(lost)
+    queue.task_started(lost, "t0")
+    for task in held:
+        task.queued_s -= 40
+    queue.remove_worker(lost)
+    assert queue.estimate().oldest_age_s == pytest.approx(40.0, abs=1.0)
     assert isinstance((await held[0].outcome).error, WorkerGone)
     queue.add_credits(other, 20)
     assert sent(other) == [f"t{i}" for i in (1, 2, 4, 5, 6, 7, 8, 9)] + ["urgent"]
@@ -214,47 +234,74 @@ async def test_unopened_tasks_of_a_lost_worker_go_to_the_front_under_the_same_tr
             assert (await task.outcome).error is None
 
 
-async def test_a_task_comes_back_as_often_as_allowed() -> None:
+async def test_a_task_is_returned_at_most_returns_max_times() -> None:
     queue = PrefillQueue(10)
     workers = [join(queue, f"p{i}") for i in range(4)]
     queue.add_credits(workers[0], 1)
     task = add(queue, "a", returns_max=2)
     for worker, following in itertools.pairwise(workers):
         assert task.worker == worker.ref
-        queue.leave(worker)
+        queue.remove_worker(worker)
         if following is not workers[3]:
             queue.add_credits(following, 1)
     assert "vanished" in str((await task.outcome).error)
 
 
-async def test_attempts_after_a_lost_worker_stand_before_the_others() -> None:
+async def test_front_tasks_go_before_the_others() -> None:
     queue = PrefillQueue(10)
-    puller = join(queue)
+    stream = join(queue)
     for name, at, front in (("a", 1.0, False), ("c", 9.0, True), ("b", 8.0, True)):
         add(queue, name, at, front=front)
-    queue.add_credits(puller, 3)
-    assert sent(puller) == ["b", "c", "a"]
+    queue.add_credits(stream, 3)
+    assert sent(stream) == ["b", "c", "a"]
 
 
-async def test_a_draining_worker_gives_back_what_it_refuses_and_gets_nothing_more() -> None:
+async def test_a_draining_worker_returns_what_it_rejects_and_gets_no_more() -> None:
     queue = PrefillQueue(10)
     draining, other = join(queue, "p0"), join(queue, "p1")
     queue.add_credits(draining, 5)
     refused, running = add(queue, "a", returns_max=1), add(queue, "b", returns_max=1)
-    queue.start(draining, "b")
+    queue.task_started(draining, "b")
     end(queue, draining, "a", "DRAINING")
-    assert queue.partners() == {fingerprint(LAYOUT): {other.ref}}
+    assert queue.pulling_workers() == {fingerprint(LAYOUT): {other.ref}}
     queue.add_credits(draining, 1)
     assert where(refused) is None
     queue.add_credits(other, 1)
     assert where(refused) == other.ref
-    # What had begun may have been opened.
+    # The transfer of a started task may be open.
     end(queue, draining, "b", "DRAINING", "no more")
     assert isinstance((await running.outcome).error, Draining)
-    queue.leave(draining)
+    queue.remove_worker(draining)
 
 
-async def test_the_last_worker_draining_fails_what_waits() -> None:
+async def test_a_full_worker_does_not_get_the_task_that_it_rejected() -> None:
+    queue = PrefillQueue(10)
+    full, other = join(queue, "p0"), join(queue, "p1")
+    queue.add_credits(full, 2)
+    task = add(queue, "a", returns_max=1)
+    end(queue, full, "a", "QUEUE_FULL")
+    assert where(task) is None
+    queue.add_credits(other, 1)
+    assert where(task) == other.ref
+    assert add(queue, "b").worker == full.ref
+
+
+async def test_only_the_first_first_token_counts() -> None:
+    queue = PrefillQueue(10)
+    stream = join(queue)
+    queue.add_credits(stream, 2)
+    sampled = prefill_pb2.PrefillTask(transfer_id="a")
+    sampled.sampling.SetInParent()
+    task = queue.enqueue(sampled, layout=LAYOUT, terms=TaskTerms(100.0))
+    unsampled = add(queue, "b")
+    for name, token_id in (("a", 7), ("a", 8), ("b", 9)):
+        first = prefill_pb2.FirstToken(transfer_id=name, token_id=token_id)
+        queue.first_token_made(stream, first)
+    assert (await task.first_token).token_id == 7
+    assert not unsampled.first_token.done()
+
+
+async def test_waiting_tasks_fail_when_the_last_worker_drains() -> None:
     queue = PrefillQueue(10)
     draining = join(queue)
     queue.add_credits(draining, 1)
@@ -266,38 +313,38 @@ async def test_the_last_worker_draining_fails_what_waits() -> None:
         add(queue, "c")
 
 
-async def paced(queue: PrefillQueue, puller: PrefillWorkerStream, tokens: int = 100) -> None:
-    """One task of so many tokens has taken 0.1 s."""
-    queue.add_credits(puller, 1)
-    add(queue, "paced", tokens=tokens)
-    queue.start(puller, "paced")
-    puller.tasks["paced"].pulled_s -= 0.1
-    end(queue, puller, "paced")
+async def complete_one(queue: PrefillQueue, stream: PrefillWorkerStream, tokens: int = 100) -> None:
+    """Completes one task, which took 0.1 s."""
+    queue.add_credits(stream, 1)
+    add(queue, "complete", tokens=tokens)
+    queue.task_started(stream, "complete")
+    stream.tasks["complete"].pulled_s -= 0.1
+    end(queue, stream, "complete")
 
 
-async def test_prompts_that_wait_for_their_reservation_count_as_if_they_were_queued() -> None:
+async def test_expected_tasks_count_as_queued() -> None:
     queue = PrefillQueue(100)
-    puller = join(queue)
-    await paced(queue, puller)
-    queue.add_credits(puller, 1)
-    with ExitStack() as promises:
+    stream = join(queue)
+    await complete_one(queue, stream)
+    queue.add_credits(stream, 1)
+    with ExitStack() as expected:
         waits_s = []
         for _ in range(5):
             waits_s.append(queue.estimate("sim").wait_s)
-            promises.enter_context(queue.promised(LAYOUT, 100))
-        # The first finds room. Each of the others is one task of 0.1 s further from it.
+            expected.enter_context(queue.expect_task(LAYOUT, 100))
+        # The first has a credit. Each of the others waits for one more task of 0.1 s.
         assert waits_s == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4], rel=0.05)
         assert queue.estimate().depth == 0
     assert queue.estimate("sim").wait_s == 0.0
 
 
-async def test_a_promise_ends_where_its_task_begins() -> None:
+async def test_an_expected_task_counts_like_the_task_that_follows() -> None:
     queue = PrefillQueue(100)
-    puller = join(queue)
-    await paced(queue, puller)
-    queue.add_credits(puller, 1)
+    stream = join(queue)
+    await complete_one(queue, stream)
+    queue.add_credits(stream, 1)
     add(queue, "running", tokens=100)
-    with queue.promised(LAYOUT, 100):
+    with queue.expect_task(LAYOUT, 100):
         before_s = queue.estimate().wait_s
     waiting = add(queue, "waiting", tokens=100)
     assert queue.estimate().wait_s == pytest.approx(before_s, abs=0.045)
@@ -305,25 +352,25 @@ async def test_a_promise_ends_where_its_task_begins() -> None:
     assert queue.estimate().wait_s == pytest.approx(before_s / 2, abs=0.045)
 
 
-async def test_promises_fill_the_queue_and_outlive_its_workers() -> None:
+async def test_expected_tasks_fill_the_queue_and_outlive_its_workers() -> None:
     queue = PrefillQueue(2)
-    puller = join(queue)
-    with ExitStack() as promises:
-        promises.enter_context(queue.promised(replace(LAYOUT, model="nobody's"), 100))
+    stream = join(queue)
+    with ExitStack() as expected:
+        expected.enter_context(queue.expect_task(replace(LAYOUT, model="unserved"), 100))
         for _ in range(2):
             assert queue.estimate().wait_s < math.inf
-            promises.enter_context(queue.promised(LAYOUT, 100))
+            expected.enter_context(queue.expect_task(LAYOUT, 100))
         assert queue.estimate().wait_s == math.inf
-        queue.leave(puller)
+        queue.remove_worker(stream)
         again = join(queue, "p1")
         queue.add_credits(again, 1)
         assert queue.estimate().wait_s == 0.0
     assert queue.estimate().wait_s == 0.0
 
 
-async def test_bounds_are_kept() -> None:
+async def test_depth_credits_and_streams_are_bounded() -> None:
     queue = PrefillQueue(2)
-    puller = join(queue)
+    stream = join(queue)
     add(queue, "a")
     assert queue.estimate().wait_s < math.inf
     add(queue, "b")
@@ -333,7 +380,7 @@ async def test_bounds_are_kept() -> None:
     assert full.value.retry_after_s is not None
     assert 0 < full.value.retry_after_s <= 60
     with pytest.raises(ProtocolViolation, match=str(CREDITS_MAX)):
-        queue.add_credits(puller, CREDITS_MAX + 1)
+        queue.add_credits(stream, CREDITS_MAX + 1)
     with pytest.raises(DuplicateTransfer, match="pulls already"):
         join(queue)
-    assert queue.puller_counts() == {"sim": 1}
+    assert queue.worker_counts() == {"sim": 1}

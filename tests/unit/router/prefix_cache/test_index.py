@@ -1,4 +1,4 @@
-"""The index alone: slots, sweeping, bounds, tiers, and holes that only a walk sees."""
+"""The prefix index alone: slots, sweeps, bounds, tiers, and sets with holes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from headrace_common.errors import InternalError
@@ -42,7 +42,7 @@ def sweep(index: PrefixIndex, budget: int = 100) -> None:
     for _ in range(1_000):
         if not index.sweep(budget):
             return
-    raise AssertionError("sweeping does not end")
+    raise AssertionError("the sweep does not end")
 
 
 def naive_depths(table: dict[int, int], hashes: Sequence[int], among: int) -> dict[int, int]:
@@ -72,7 +72,9 @@ def by_slot(depths: Depths) -> dict[int, int]:
     count=st.integers(0, 300),
     among=st.integers(0, 2**40 - 1) | st.just(-1),
 )
-def test_every_way_finds_what_walking_finds(held: list[int], count: int, among: int) -> None:
+def test_every_lookup_finds_what_a_linear_scan_finds(
+    held: list[int], count: int, among: int
+) -> None:
     table = PrefixTable(1_000)
     tokens = np.arange(300, dtype=np.uint32)
     chain = HASHER.hashes(tokens)
@@ -93,7 +95,8 @@ def test_every_way_finds_what_walking_finds(held: list[int], count: int, among: 
     count=st.integers(1, 60),
     among=st.integers(1, 2**12 - 1),
 )
-def test_holes_never_hide_a_depth_or_stop_a_lookup(
+@example(held=[{0}, {32}], blocks_from=0, count=33, among=2)
+def test_holes_never_hide_a_worker_or_stop_a_lookup(
     held: list[set[int]], blocks_from: int, count: int, among: int
 ) -> None:
     table = PrefixTable(1_000)
@@ -112,7 +115,7 @@ def test_holes_never_hide_a_depth_or_stop_a_lookup(
     ):
         assert found.keys() == least.keys()
         for slot, depth in found.items():
-            # A hole that no lookup met may credit too much, but only up to a block that the worker holds.
+            # An undetected hole may give too much credit, but only up to a block that the worker holds.
             assert depth == least[slot] or naive[chain[depth - 1]] >> slot & 1
 
 
@@ -130,14 +133,14 @@ def test_depths_by_slot_are_those_by_worker(held: list[int]) -> None:
     assert index.scores(found) == {r: d for r, d in zip(refs, held, strict=True) if d}
 
 
-def test_a_hole_in_a_set_is_met_by_a_probe_and_walked_around() -> None:
+def test_probes_detect_a_hole_and_the_lookup_becomes_linear() -> None:
     table = PrefixTable(10_000)
     table.add(1, CHAIN)
     table.add(2, CHAIN)
-    table.drop(1, CHAIN[700:710])
-    answers = [by_slot(table.find(CHAIN, -1)) for _ in range(2_000)]
-    # A lookup that probes inside the hole tells the truth; every block is probed in its turn.
-    assert answers.count({0: 700, 1: 2_000}) == table.hole_count == 10
+    table.remove(1, CHAIN[700:710])
+    found = [by_slot(table.find(CHAIN, -1)) for _ in range(2_000)]
+    # A lookup that probes inside the hole returns the true depth. Each block is probed once.
+    assert found.count({0: 700, 1: 2_000}) == table.hole_count == 10
 
 
 def test_lookups_by_worker_and_among_candidates() -> None:
@@ -153,7 +156,7 @@ def test_lookups_by_worker_and_among_candidates() -> None:
     assert index.find([]) == []
 
 
-def test_a_suspended_worker_is_credited_again_once_its_set_is_known() -> None:
+def test_a_suspended_worker_gets_credit_again_once_its_set_is_known() -> None:
     index = PrefixIndex()
     publisher = join(index, A, CHAIN[:100])
     index.suspend(A)
@@ -167,21 +170,21 @@ def test_a_suspended_worker_is_credited_again_once_its_set_is_known() -> None:
     assert index.scores(index.find(CHAIN)) == {A: 90}
 
 
-def test_a_prompt_is_hashed_no_further_than_blocks_reach() -> None:
+def test_a_prompt_is_hashed_little_further_than_workers_hold_it() -> None:
     hasher = PrefixHasher(3, 4)
     tokens = list(range(4 * 1_000))
     index = PrefixIndex()
     join(index, A, hasher.hashes(tokens)[:40])
     prompt = hasher.lazy(tokens)
     assert index.scores(index.find_prompt(prompt)) == {A: 40}
-    assert len(prompt.stations) == 8
+    assert len(prompt.checkpoints) == 8
     missed = hasher.lazy([9, *tokens])
     assert index.find_prompt(missed) == []
-    assert len(missed.stations) == 0
+    assert len(missed.checkpoints) == 0
     assert index.find_prompt(hasher.lazy(tokens[:3])) == []
 
 
-def test_a_removed_worker_counts_no_more_and_its_slot_comes_back_after_the_sweep() -> None:
+def test_a_removed_worker_gets_no_credit_and_its_slot_is_free_after_the_sweep() -> None:
     index = PrefixIndex()
     join(index, A, CHAIN[:500], CHAIN[1_000:])
     join(index, B, CHAIN[:300])
@@ -192,7 +195,7 @@ def test_a_removed_worker_counts_no_more_and_its_slot_comes_back_after_the_sweep
     assert index.scores(index.find(CHAIN)) == {B: 300}
     assert index.block_count == 1_500
     assert index.mask([A]) == 0
-    # The old bit is still on blocks, so nobody may get it yet.
+    # Blocks still carry the old bit, so no worker may get it.
     index.add_worker(C)
     assert index.mask([C]) != slot_mask
     sweep(index)
@@ -202,7 +205,7 @@ def test_a_removed_worker_counts_no_more_and_its_slot_comes_back_after_the_sweep
     assert index.scores(index.find(CHAIN)) == {B: 300}
 
 
-def test_slots_are_used_again_however_often_workers_come_and_go() -> None:
+def test_slots_are_reused_after_many_joins_and_removals() -> None:
     index = PrefixIndex(slots_max=8)
     for number in range(100):
         ref = WorkerRef("w", str(number))
@@ -219,7 +222,19 @@ def test_slots_are_used_again_however_often_workers_come_and_go() -> None:
         PrefixIndex.add_worker(index, WorkerRef("w", "0"))
 
 
-def test_sweeping_in_small_slices_among_changes_clears_everything_retired() -> None:
+def test_incomplete_snapshots_do_not_use_up_the_slots() -> None:
+    index = PrefixIndex(slots_max=3)
+    index.add_worker(A)
+    publisher = PrefixEventLog("1")
+    publisher.stored(None, list(range(1, 2 * SNAPSHOT_HASHES_MAX)))
+    for number in range(10):
+        publisher.stored(None, [CHAIN[number]])
+        assert index.apply(A, publisher.snapshot()[0]) is ApplyResult.APPLIED
+    feed(index, A, publisher.snapshot())
+    assert index.scores(index.find(CHAIN[9:])) == {A: 1}
+
+
+def test_a_sweep_in_small_slices_between_changes_clears_all_retired_bits() -> None:
     index = PrefixIndex()
     join(index, A, CHAIN)
     publisher = join(index, B, CHAIN[:1_000])
@@ -231,7 +246,7 @@ def test_sweeping_in_small_slices_among_changes_clears_everything_retired() -> N
     assert index.scores(index.find(CHAIN)) == {B: 1_000}
 
 
-def test_a_full_index_credits_what_fitted_and_recovers_when_there_is_room() -> None:
+def test_a_full_index_credits_the_blocks_that_fit_and_recovers_with_room() -> None:
     index = PrefixIndex(blocks_max=1_000)
     join(index, A, CHAIN[:900])
     publisher = join(index, B, [*CHAIN[:50], *CHAIN[1_000:1_200]])
@@ -239,7 +254,7 @@ def test_a_full_index_credits_what_fitted_and_recovers_when_there_is_room() -> N
     assert index.refused_count == 100
     full = [*CHAIN[:50], *CHAIN[1_000:1_200]]
     assert index.scores(index.find(full)) == {A: 50, B: 150}
-    # Stored events are refused whole from now on, removals still count.
+    # The index now ignores stored events of this worker and still applies removals.
     feed(index, B, publisher.stored(None, CHAIN[1_500:1_510]))
     assert index.find(CHAIN[1_500:]) == []
     feed(index, B, publisher.removed([CHAIN[1_050]]))
@@ -255,7 +270,7 @@ def test_a_full_index_credits_what_fitted_and_recovers_when_there_is_room() -> N
     assert index.scores(index.find(CHAIN[1_500:])) == {B: 10}
 
 
-def test_tiers_are_looked_up_apart() -> None:
+def test_each_tier_has_its_own_depths() -> None:
     index = PrefixIndex()
     index.add_worker(A)
     publisher = PrefixEventLog("1", (Tier.DEVICE, Tier.HOST))
@@ -272,7 +287,7 @@ def test_tiers_are_looked_up_apart() -> None:
     assert index.find(CHAIN, tier=Tier.HOST) == []
 
 
-def test_a_snapshot_counts_only_when_whole() -> None:
+def test_a_snapshot_counts_only_when_complete() -> None:
     chain = list(range(1, 2 * SNAPSHOT_HASHES_MAX))
     index = PrefixIndex()
     index.add_worker(A)
@@ -287,11 +302,11 @@ def test_a_snapshot_counts_only_when_whole() -> None:
     assert index.scores(index.find(chain)) == {A: len(chain)}
 
 
-def test_a_wrong_digest_takes_the_credit_away_at_the_next_heartbeat() -> None:
+def test_a_wrong_digest_removes_the_credit_at_the_next_heartbeat() -> None:
     index = PrefixIndex()
     publisher = join(index, A, CHAIN[:100])
     (event,) = publisher.stored(CHAIN[99], [CHAIN[100]])
-    # As many blocks as announced, but another one: only the exclusive or can tell.
+    # The count is right but the block is another one: only the exclusive or differs.
     feed(index, A, [event._replace(packed=pack_hashes([12_345]))])
     assert index.scores(index.find(CHAIN)) == {A: 100}
     (beat,) = publisher.heartbeats()
@@ -302,7 +317,7 @@ def test_a_wrong_digest_takes_the_credit_away_at_the_next_heartbeat() -> None:
     assert index.scores(index.find(CHAIN)) == {A: 101}
 
 
-def test_another_incarnation_or_an_unknown_worker_is_not_heard() -> None:
+def test_events_of_other_incarnations_and_unknown_workers_are_ignored() -> None:
     index = PrefixIndex()
     join(index, A, CHAIN[:10])
     stranger = PrefixEventLog("2")
@@ -312,7 +327,7 @@ def test_another_incarnation_or_an_unknown_worker_is_not_heard() -> None:
     assert index.scores(index.find(CHAIN)) == {A: 10}
 
 
-def test_the_garbage_collector_never_walks_the_blocks() -> None:
+def test_the_garbage_collector_does_not_track_the_blocks() -> None:
     index = PrefixIndex()
     join(index, A, CHAIN)
     join(index, B, CHAIN[:1_000])

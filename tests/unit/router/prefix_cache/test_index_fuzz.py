@@ -1,5 +1,5 @@
-"""Random loss, duplication and reordering of events never yields a worker that is credited for blocks it lacks for
-longer than one repair interval.
+"""Events are lost, duplicated and reordered at random. No worker has credit for missing blocks for longer than one
+repair interval.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from headrace_kv.prefix.events import KvEvent, event_from_proto, event_to_proto
 from headrace_router.prefix_cache.index import ApplyResult, PrefixIndex
 
 WORKERS = 4
-# Prompts as (root, length): a forest with forks, each block named by its path.
+# The prompts form a tree with forks. The hash of a block depends on its path.
 FORKS = (0, 3, 7)
 PROMPT_BLOCKS = 14
 
 
-def block_name(fork: int, position: int) -> int:
-    """Prompts share the blocks before their fork."""
+def block_hash(fork: int, position: int) -> int:
+    """The hash of a block. Prompts share the blocks before their fork."""
     own = fork if position >= FORKS[fork] else 0
     return (own * 1_000 + position + 1) * 0x9E3779B97F4A7C15 % 2**64
 
 
 PROMPTS = [
-    [block_name(fork, position) for position in range(PROMPT_BLOCKS)] for fork in range(len(FORKS))
+    [block_hash(fork, position) for position in range(PROMPT_BLOCKS)] for fork in range(len(FORKS))
 ]
 BLOCKS = sorted({block for prompt in PROMPTS for block in prompt})
 
 
 @dataclass
 class Worker:
-    """One worker, what its engine holds, and the stream between it and the router."""
+    """One worker, the blocks of its engine, and its event stream to the router."""
 
     ref: WorkerRef
     publisher: PrefixEventLog
@@ -44,7 +44,7 @@ class Worker:
     stream: list[KvEvent] = field(default_factory=list)
 
     def depth(self, prompt: Sequence[int]) -> int:
-        """The naive model: how many blocks from the first on the engine could use."""
+        """The model: how many blocks, from the first on, the engine could use."""
         for depth, block in enumerate(prompt):
             if block not in self.held:
                 return depth
@@ -52,7 +52,7 @@ class Worker:
 
 
 class Deployment:
-    """Workers, an index, and a network that loses, doubles and reorders."""
+    """Workers, an index, and a network that loses, duplicates and reorders events."""
 
     def __init__(self) -> None:
         self.index = PrefixIndex(slots_max=32)
@@ -61,7 +61,7 @@ class Deployment:
     def start(self, number: int, incarnation: int) -> Worker:
         ref = WorkerRef(f"w{number}", f"i{incarnation}")
         self.index.add_worker(ref)
-        # A short memory, so that some gaps are repaired by replay and some by snapshot.
+        # A short replay buffer: a replay repairs some gaps, a snapshot the others.
         worker = Worker(ref, PrefixEventLog(ref.incarnation, replay_hashes_max=12))
         worker.stream += worker.publisher.snapshot()
         return worker
@@ -72,16 +72,16 @@ class Deployment:
         self.workers[number] = self.start(number, int(old.incarnation[1:]) + 1)
 
     def deliver(self, worker: Worker, events: Sequence[KvEvent]) -> bool:
-        """Over the wire. Returns whether the index wants a new subscription."""
-        wants = False
+        """Delivers events over the wire. Returns whether the index needs a new subscription."""
+        needs_resync = False
         for event in events:
             wire = event_to_proto(event).SerializeToString()
-            heard = event_from_proto(worker_pb2.SubscribeKvEventsResponse.FromString(wire))
-            wants |= self.index.apply(worker.ref, heard) is ApplyResult.NEEDS_RESYNC
-        return wants
+            received = event_from_proto(worker_pb2.SubscribeKvEventsResponse.FromString(wire))
+            needs_resync |= self.index.apply(worker.ref, received) is ApplyResult.NEEDS_RESYNC
+        return needs_resync
 
     def repair_interval(self) -> None:
-        """Within one, the streams are read to their ends, heartbeats come, the router subscribes again."""
+        """Reads all streams to their ends, sends heartbeats, and subscribes again where needed."""
         for worker in self.workers:
             self.deliver(worker, worker.stream)
             worker.stream.clear()
@@ -107,7 +107,7 @@ class Deployment:
 
 
 def change(worker: Worker, kind: str, fork: int, start: int, count: int) -> None:
-    """The engine stores or evicts, in the middle too."""
+    """The engine stores or evicts blocks, also in the middle of a prompt."""
     prompt = PROMPTS[fork]
     blocks = prompt[start : start + count]
     if kind == "store" and blocks:
@@ -122,7 +122,7 @@ def change(worker: Worker, kind: str, fork: int, start: int, count: int) -> None
 
 
 def disturb(deployment: Deployment, worker: Worker, kind: str, position: int, count: int) -> None:
-    """The network, or the worker's fate."""
+    """The network changes the stream, or the worker restarts."""
     stream = worker.stream
     part = slice(position, position + count)
     if kind == "lose":
@@ -142,7 +142,7 @@ def disturb(deployment: Deployment, worker: Worker, kind: str, position: int, co
 
 
 ENGINE = ("store", "remove", "clear")
-# Weighted by repeating: a cache that is cleared all the time tests little.
+# Repeated kinds have more weight: a cache that is often cleared tests little.
 KINDS = ["store"] * 6 + ["remove"] * 3 + ["clear", "restart", "repair"]
 KINDS += ["lose", "double", "reorder", "delay", "deliver"]
 
@@ -161,7 +161,7 @@ steps = st.lists(
 
 @settings(max_examples=300, deadline=None)
 @given(steps=steps)
-def test_no_credit_for_lacking_blocks_outlives_a_repair_interval(
+def test_no_credit_for_missing_blocks_outlives_a_repair_interval(
     steps: list[tuple[str, int, int, int, int]],
 ) -> None:
     deployment = Deployment()

@@ -1,4 +1,4 @@
-"""How long requests wait for a decode worker when none answers."""
+"""How long requests wait for a decode worker when none is reachable."""
 
 from __future__ import annotations
 
@@ -11,61 +11,61 @@ from headrace_router.workers.availability import WorkerAvailability
 LONG = Deadline.after(3600)
 
 
-async def _waited_s(presence: WorkerAvailability, deadline: Deadline = LONG) -> float:
+async def _waited_s(availability: WorkerAvailability, deadline: Deadline = LONG) -> float:
     started_s = time.monotonic()
-    await presence.wait("a", deadline)
+    await availability.wait("a", deadline)
     return time.monotonic() - started_s
 
 
-async def test_nobody_waits_while_a_worker_answers() -> None:
-    presence = WorkerAvailability(60)
-    presence.note("a", True)
-    assert not await presence.wait("a", LONG)
+async def test_no_request_waits_while_a_worker_is_reachable() -> None:
+    availability = WorkerAvailability(60)
+    availability.update("a", True)
+    assert not await availability.wait("a", LONG)
 
 
-async def test_all_that_wait_go_on_when_a_worker_answers() -> None:
-    presence = WorkerAvailability(60)
-    waits = [asyncio.create_task(presence.wait("a", LONG)) for _ in range(3)]
+async def test_all_waiting_requests_continue_when_a_worker_is_reachable() -> None:
+    availability = WorkerAvailability(60)
+    waits = [asyncio.create_task(availability.wait("a", LONG)) for _ in range(3)]
     await asyncio.sleep(0.01)
-    presence.note("b", True)
+    availability.update("b", True)
     await asyncio.sleep(0.01)
     assert not any(wait.done() for wait in waits)
-    presence.note("a", True)
+    availability.update("a", True)
     async with asyncio.timeout(1):
         assert all(await asyncio.gather(*waits))
 
 
-async def test_the_grace_begins_with_the_first_view_and_ends_for_good() -> None:
-    presence = WorkerAvailability(0.5)
+async def test_the_grace_begins_with_the_first_view_and_never_again() -> None:
+    availability = WorkerAvailability(0.5)
     await asyncio.sleep(0.4)
-    presence.begin()
-    assert await _waited_s(presence) > 0.4
-    assert not await presence.wait("a", LONG)
-    assert not await presence.wait("another", LONG)
+    availability.start()
+    assert await _waited_s(availability) > 0.4
+    assert not await availability.wait("a", LONG)
+    assert not await availability.wait("another", LONG)
 
 
-async def test_a_model_that_loses_its_last_worker_gets_the_grace_anew() -> None:
-    presence = WorkerAvailability(1.5)
-    presence.note("a", True)
+async def test_a_model_that_loses_its_last_worker_gets_another_grace() -> None:
+    availability = WorkerAvailability(1.5)
+    availability.update("a", True)
     await asyncio.sleep(1.6)
-    presence.note("a", False)
+    availability.update("a", False)
     lost_s = time.monotonic()
     await asyncio.sleep(1.0)
-    # Said again it is no other loss.
-    presence.note("a", False)
-    await presence.wait("a", LONG)
+    # A repeated update does not restart the grace.
+    availability.update("a", False)
+    await availability.wait("a", LONG)
     assert 1.4 < time.monotonic() - lost_s < 2.4
-    assert not await presence.wait("a", LONG)
+    assert not await availability.wait("a", LONG)
 
 
 async def test_a_request_waits_no_longer_than_its_deadline() -> None:
-    presence = WorkerAvailability(60)
-    assert await _waited_s(presence, Deadline.after(0.1)) < 5
+    availability = WorkerAvailability(60)
+    assert await _waited_s(availability, Deadline.after(0.1)) < 5
 
 
-async def test_without_a_grace_nobody_waits() -> None:
-    presence = WorkerAvailability(0)
-    assert not await presence.wait("a", LONG)
-    presence.note("a", True)
-    presence.note("a", False)
-    assert not await presence.wait("a", LONG)
+async def test_without_a_grace_no_request_waits() -> None:
+    availability = WorkerAvailability(0)
+    assert not await availability.wait("a", LONG)
+    availability.update("a", True)
+    availability.update("a", False)
+    assert not await availability.wait("a", LONG)

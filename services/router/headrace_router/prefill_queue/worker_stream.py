@@ -1,0 +1,129 @@
+"""Prefill workers that pull: the credits and tasks of each, and the order in which they get tasks."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Final, TypeAlias
+
+from sortedcontainers import SortedDict
+
+from headrace.prefill.v1 import prefill_pb2
+from headrace_common.errors import ProtocolViolation
+from headrace_common.queues import BoundedQueue
+from headrace_kv.layout.layout import KvLayout, WorkerRef
+from headrace_router.prefill_queue.task import QueuedTask
+
+CREDITS_MAX: Final = 1_024
+
+_LoadKey: TypeAlias = tuple[int, int, float, int]
+
+
+class PrefillWorkerStream:
+    """The stream of one prefill worker: its unused credits and the tasks that it has."""
+
+    def __init__(self, ref: WorkerRef, model: str, group_key: KvLayout, number: int) -> None:
+        self.ref = ref
+        self.model = model
+        self.group_key = group_key
+        self.number = number
+        # A credit allows one PullResponse with a task, and each task at most one CancelTask.
+        self.outbox: BoundedQueue[prefill_pb2.PullResponse] = BoundedQueue(
+            f"pull {ref}", 4 * CREDITS_MAX
+        )
+        self.credits = 0
+        self.load_tokens = 0
+        self.last_task_s = 0.0
+        self.retired = False
+        """Whether the worker takes no more tasks."""
+        self.tasks: dict[str, QueuedTask] = {}
+        """Oldest first."""
+
+    def add_credits(self, task_count: int) -> None:
+        """The worker can take more tasks. Credits of a retired worker are ignored.
+
+        Raises ProtocolViolation beyond CREDITS_MAX tasks and credits in all.
+        """
+        if self.credits + len(self.tasks) + task_count > CREDITS_MAX:
+            raise ProtocolViolation(
+                f"prefill worker {self.ref} asks for more than {CREDITS_MAX} tasks",
+                metadata={"worker_id": self.ref.worker_id, "credits_max": str(CREDITS_MAX)},
+            )
+        if not self.retired:
+            self.credits += task_count
+
+    def retire(self) -> None:
+        """The worker takes no more tasks. The tasks that it has may still end."""
+        self.retired = True
+        self.credits = 0
+
+    def send_task(self, queued: QueuedTask, now_s: float) -> None:
+        """Sends the worker a task, for one credit."""
+        self.credits -= 1
+        self.last_task_s = now_s
+        self.load_tokens += queued.tokens - queued.cached_tokens(self.ref)
+        self.tasks[queued.task.transfer_id] = queued
+        queued.handed_to(self.ref, now_s)
+        self.outbox.put_nowait(prefill_pb2.PullResponse(task=queued.task))
+
+    def send_cancel(self, transfer_id: str) -> None:
+        """Asks the worker to stop a task."""
+        cancel = prefill_pb2.CancelTask(transfer_id=transfer_id)
+        self.outbox.put_nowait(prefill_pb2.PullResponse(cancel=cancel))
+
+    def task_ended(self, queued: QueuedTask) -> None:
+        """The worker no longer has this task."""
+        del self.tasks[queued.task.transfer_id]
+        self.load_tokens -= queued.tokens - queued.cached_tokens(self.ref)
+
+    def has_room_within(
+        self, wait_s: float, *, tasks_ahead: int, task_duration_s: float, now_s: float
+    ) -> bool:
+        """Whether the worker is likely to end `tasks_ahead` + 1 of its tasks within `wait_s`.
+
+        Each task is expected to take `task_duration_s` from when the worker pulled it.
+        """
+        queued = next(itertools.islice(self.tasks.values(), tasks_ahead, None), None)
+        return queued is not None and queued.pulled_s + task_duration_s <= now_s + wait_s
+
+
+class WorkersWithCredits:
+    """The workers that can be sent a task now, ordered by load."""
+
+    def __init__(self) -> None:
+        self.credits = 0
+        """Unused credits of all workers."""
+        self._by_load: SortedDict[_LoadKey, PrefillWorkerStream] = SortedDict()
+        self._key_of: dict[WorkerRef, _LoadKey] = {}
+
+    def update(self, stream: PrefillWorkerStream) -> None:
+        """The credits or the load of a worker may have changed."""
+        key = self._key_of.pop(stream.ref, None)
+        if key is not None:
+            del self._by_load[key]
+            self.credits += key[1]
+        if stream.credits:
+            key = (stream.load_tokens, -stream.credits, stream.last_task_s, stream.number)
+            self._by_load[key] = stream
+            self._key_of[stream.ref] = key
+            self.credits += stream.credits
+
+    def best_for(self, queued: QueuedTask) -> PrefillWorkerStream | None:
+        """The worker with the fewest tokens to compute once it has this task."""
+        best: PrefillWorkerStream | None = next(
+            (stream for stream in self._by_load.values() if stream.ref not in queued.avoid), None
+        )
+        if best is None or not queued.cached:
+            return best
+        least = best.load_tokens - queued.cached_tokens(best.ref)
+        for ref, cached_tokens in queued.cached.items():
+            # Even an idle worker with this prefix would not be better.
+            if -cached_tokens >= least:
+                continue
+            key = self._key_of.get(ref)
+            if key is None or ref in queued.avoid:
+                continue
+            stream: PrefillWorkerStream = self._by_load[key]
+            tokens = stream.load_tokens - queued.cached_tokens(ref)
+            if tokens < least:
+                best, least = stream, tokens
+        return best

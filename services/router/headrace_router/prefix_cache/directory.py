@@ -1,0 +1,227 @@
+"""The cached prefixes of all workers and models, as the workers announce them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from array import array
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import grpc.aio
+import numpy as np
+
+from headrace.registry.v1 import registry_pb2
+from headrace.worker.v1 import worker_pb2
+from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout.proto import layout_from_proto
+from headrace_kv.prefix.hashing import PromptHashes, TokenIds, key_fingerprint
+from headrace_router.prefix_cache.event_stream import EVENT_TIMEOUT_S, KvEventFeed
+from headrace_router.prefix_cache.index import SLOTS_MAX
+from headrace_router.prefix_cache.lookup import Depths
+from headrace_router.prefix_cache.model_index import ModelIndex
+from headrace_router.workers.table import LoadTable, Numbers
+
+_LOG = logging.getLogger(__name__)
+
+HOST_CREDIT: Final = 0.75
+DISK_CREDIT: Final = 0.25
+# A worker has a second slot while a snapshot arrives, and its old slots until they are swept.
+_WORKERS_MAX: Final = SLOTS_MAX // 2
+_UPKEEP_INTERVAL_S: Final = 0.25
+_HASHABLE: Final = (list, tuple, array, bytes, memoryview, np.ndarray)
+_ROLES: Final = (registry_pb2.Member.ROLE_PREFILL, registry_pb2.Member.ROLE_DECODE)
+
+
+@dataclass(frozen=True, slots=True)
+class _FeedKey:
+    """The parameters of a feed. A member with other parameters gets another feed."""
+
+    ref: WorkerRef
+    endpoint: str
+    model: str
+    block_tokens: int
+
+
+class PrefixCacheDirectory:
+    """Applies the events of all workers to one index for each model and block size. One event loop owns it.
+
+    `prefix_hash_key` returns the deployment's key, or 0 while it is unknown. Without it no worker gets credit. Blocks
+    in slower tiers count for less: `host_credit` and `disk_credit` are their shares.
+    """
+
+    def __init__(
+        self,
+        open_channel: Callable[[str], grpc.aio.Channel],
+        prefix_hash_key: Callable[[], int],
+        *,
+        host_credit: float = HOST_CREDIT,
+        disk_credit: float = DISK_CREDIT,
+        event_timeout_s: float = EVENT_TIMEOUT_S,
+    ) -> None:
+        self._open_channel = open_channel
+        self._prefix_hash_key = prefix_hash_key
+        self._credits = (host_credit, disk_credit)
+        self._event_timeout_s = event_timeout_s
+        self._feeds: dict[_FeedKey, KvEventFeed] = {}
+        self._faults: dict[WorkerRef, str] = {}
+        self._indexes: dict[str, dict[int, ModelIndex]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._upkeep: asyncio.Task[None] | None = None
+        self._closed = False
+
+    @property
+    def faults(self) -> Mapping[WorkerRef, str]:
+        """Workers that hash blocks in another way than this router, with the reason. Their caches do not count."""
+        return self._faults
+
+    @property
+    def key_fingerprint(self) -> int:
+        """The fingerprint of the key for prompt hashes. 0 while the key is unknown."""
+        return key_fingerprint(self._prefix_hash_key())
+
+    def update(self, members: Iterable[registry_pb2.Member]) -> None:
+        """Follows exactly these members. Does nothing after `close`."""
+        if self._closed:
+            return
+        wanted = {_feed_key(member) for member in members if member.role in _ROLES}
+        for gone in set(self._feeds) - wanted:
+            self._end(self._feeds.pop(gone))
+            self._faults.pop(gone.ref, None)
+        used = Counter((key.model, key.block_tokens) for key in self._feeds)
+        for key in wanted - set(self._feeds):
+            if used[key.model, key.block_tokens] >= _WORKERS_MAX:
+                _LOG.warning("%s gets no credit for its cache: too many workers", key.ref)
+                continue
+            used[key.model, key.block_tokens] += 1
+            self._feeds[key] = KvEventFeed(
+                key.ref,
+                key.endpoint,
+                self._model_index(key.model, key.block_tokens).index,
+                self._open_channel,
+                self._event_timeout_s,
+                partial(self._check_hashing, key),
+            )
+        self._indexes = {
+            model: kept
+            for model, indexes in self._indexes.items()
+            if (kept := {size: index for size, index in indexes.items() if used[model, size]})
+        }
+        if self._upkeep is None:
+            self._upkeep = asyncio.create_task(self._run_upkeep(), name="prefix-index-upkeep")
+
+    def cached_tokens(self, table: LoadTable, token_ids: TokenIds | Sequence[int]) -> Numbers:
+        """The cached tokens of the prompt for each worker of the table. Shape [worker]."""
+        found: Numbers = np.zeros(len(table))
+        if table.workers:
+            for model_index, prompt in self._prompts(table.workers[0].model, token_ids):
+                known = model_index.table_slots(table)
+                if len(known.rows):
+                    index = model_index.index
+                    tiers = [index.blocks(depths) for depths in model_index.depths(prompt)]
+                    blocks = self._credited_blocks(tiers)
+                    found[known.rows] = blocks[known.slots] * model_index.block_tokens
+        return found
+
+    def cached_refs(
+        self, model: str, token_ids: TokenIds | Sequence[int], refs: Collection[WorkerRef]
+    ) -> dict[WorkerRef, int]:
+        """The same for some workers of a model, in either role. Workers without any are left out."""
+        found: dict[WorkerRef, int] = {}
+        for model_index, prompt in self._prompts(model, token_ids):
+            index, block_tokens = model_index.index, model_index.block_tokens
+            among = model_index.mask_of(refs)
+            device, *slower = (_masked(depths, among) for depths in model_index.depths(prompt))
+            if not any(slower):
+                found |= index.scores([(blocks * block_tokens, mask) for blocks, mask in device])
+                continue
+            scores = [index.scores(depths) for depths in (device, *slower)]
+            for ref in set().union(*scores):
+                blocks = self._credited_blocks([np.array(one.get(ref, 0.0)) for one in scores])
+                found[ref] = int(blocks * block_tokens)
+        return found
+
+    async def close(self) -> None:
+        """Ends every stream."""
+        self._closed = True
+        if self._upkeep is not None:
+            self._upkeep.cancel()
+            await asyncio.wait([self._upkeep])
+        for feed in self._feeds.values():
+            self._end(feed)
+        self._feeds.clear()
+        if self._closing:
+            await asyncio.wait(self._closing)
+
+    def _check_hashing(self, key: _FeedKey, theirs: worker_pb2.KvHashing) -> None:
+        """Records and logs once why a worker's cache does not count."""
+        ours = worker_pb2.KvHashing(
+            key_fingerprint=self.key_fingerprint, block_tokens=key.block_tokens
+        )
+        if theirs == ours or not ours.key_fingerprint:
+            self._faults.pop(key.ref, None)
+            return
+        fault = f"it hashes {_describe(theirs)}, this router {_describe(ours)}"
+        if self._faults.get(key.ref) != fault:
+            self._faults[key.ref] = fault
+            _LOG.warning("%s gets no credit for its cache: %s", key.ref, fault)
+
+    def _prompts(
+        self, model: str, token_ids: TokenIds | Sequence[int]
+    ) -> Iterable[tuple[ModelIndex, PromptHashes]]:
+        key = self._prefix_hash_key()
+        indexes = self._indexes.get(model)
+        if not key or not indexes:
+            return
+        if not isinstance(token_ids, _HASHABLE):
+            token_ids = list(token_ids)
+        for model_index in indexes.values():
+            yield model_index, model_index.prompt(key, token_ids)
+
+    def _credited_blocks(self, tiers: Sequence[Numbers]) -> Numbers:
+        """Converts the blocks of each tier to blocks of the fastest. A tier contains the blocks of faster ones."""
+        total = reached = tiers[0]
+        for credit, blocks in zip(self._credits, tiers[1:], strict=True):
+            deeper = np.maximum(reached, blocks)
+            total = total + credit * (deeper - reached)
+            reached = deeper
+        return total
+
+    def _model_index(self, model: str, block_tokens: int) -> ModelIndex:
+        indexes = self._indexes.setdefault(model, {})
+        if block_tokens not in indexes:
+            indexes[block_tokens] = ModelIndex(model, block_tokens)
+        return indexes[block_tokens]
+
+    def _end(self, feed: KvEventFeed) -> None:
+        closing = feed.close()
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+    async def _run_upkeep(self) -> None:
+        while True:
+            await asyncio.sleep(_UPKEEP_INTERVAL_S)
+            for feed in self._feeds.values():
+                feed.check_timeout()
+            for index in [index for sizes in self._indexes.values() for index in sizes.values()]:
+                await index.sweep()
+
+
+def _masked(depths: Depths, among: int) -> Depths:
+    return [(blocks, common) for blocks, mask in depths if (common := mask & among)]
+
+
+def _describe(hashing: worker_pb2.KvHashing) -> str:
+    return f"blocks of {hashing.block_tokens} tokens under key {hashing.key_fingerprint:08x}"
+
+
+def _feed_key(member: registry_pb2.Member) -> _FeedKey:
+    return _FeedKey(
+        WorkerRef(member.worker_id, member.incarnation),
+        member.endpoint,
+        member.model,
+        layout_from_proto(member.layout).block_tokens,
+    )

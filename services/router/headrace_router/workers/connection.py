@@ -1,0 +1,161 @@
+"""One decode worker as the router sees it: its channel, its latest status and the load reserved on it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
+from headrace_common.durations import duration_from_seconds
+from headrace_kv.layout.layout import WorkerRef
+from headrace_router.workers.table import Load, Worker
+
+_LOG = logging.getLogger(__name__)
+
+_STATUS_INTERVAL_S = 1.0
+# A worker without a status message for this long counts as unreachable.
+_STATUS_TIMEOUT_S = 3.0
+_RECONNECT_S = 0.5
+
+
+class LoadReservation:
+    """A request placed on a worker. It keeps the worker's channel open until released."""
+
+    def __init__(self, connection: WorkerConnection, tokens: int) -> None:
+        self._connection = connection
+        self.tokens = tokens
+        self.created_monotonic_s = time.monotonic()
+        self.channel = connection.channel
+
+    def release(self) -> None:
+        """The request has ended. Repeats are ignored."""
+        self._connection.release(self)
+
+
+class WorkerConnection:
+    """Follows one decode worker's status. Calls `on_load` after every change of its load."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        channel: grpc.aio.Channel,
+        on_load: Callable[[WorkerConnection], None],
+    ) -> None:
+        self.worker = worker
+        self.channel = channel
+        self._reservations: set[LoadReservation] = set()
+        self._on_load = on_load
+        self._status: worker_pb2.WatchStatusResponse | None = None
+        self._status_monotonic_s = 0.0
+        self._retired = False
+        self._closing: asyncio.Task[None] | None = None
+        self._watch = asyncio.create_task(self._watch_status())
+
+    def load(self) -> Load:
+        """What the worker reported, and what this router has reserved on it since."""
+        status = self._status or worker_pb2.WatchStatusResponse()
+        unreported = [
+            reservation
+            for reservation in self._reservations
+            if reservation.created_monotonic_s > self._status_monotonic_s
+        ]
+        reported = status.running_requests + status.waiting_requests
+        block_tokens = self.worker.layout.block_tokens
+        held_blocks = status.reserved_blocks + status.quarantined_blocks
+        return Load(
+            requests=max(reported + len(unreported), len(self._reservations)),
+            # The worker may have sent its status before the latest requests reached it.
+            held_tokens=max(
+                held_blocks * block_tokens + sum(one.tokens for one in unreported),
+                sum(one.tokens for one in self._reservations),
+            ),
+            total_tokens=status.total_blocks * block_tokens,
+            reachable=self._status is not None,
+            draining=status.state == worker_pb2.WatchStatusResponse.STATE_DRAINING,
+        )
+
+    def external_request_count(self) -> int:
+        """How many requests the worker reports beyond those that this router placed there."""
+        if self._status is None:
+            return 0
+        reported = self._status.running_requests + self._status.waiting_requests
+        return max(0, reported - len(self._reservations))
+
+    @property
+    def distrusted(self) -> frozenset[WorkerRef]:
+        """Prefill workers from which the worker rejects transfers."""
+        reported = self._status.distrusted_workers if self._status is not None else ()
+        return frozenset(WorkerRef(one.worker_id, one.incarnation) for one in reported)
+
+    def replace_worker(self, worker: Worker) -> None:
+        """The same incarnation at the same endpoint has registered other limits."""
+        self.worker = worker
+
+    def reserve(self, tokens: int) -> LoadReservation:
+        """Counts a request of `tokens` as placed on the worker."""
+        reservation = LoadReservation(self, tokens)
+        self._reservations.add(reservation)
+        self._on_load(self)
+        return reservation
+
+    def release(self, reservation: LoadReservation) -> None:
+        """See LoadReservation.release."""
+        self._reservations.discard(reservation)
+        self._on_load(self)
+        self._close_if_unused()
+
+    def mark_unreachable(self) -> None:
+        """A connection to the worker has broken: it is unreachable until its next status."""
+        self._set_status(None)
+
+    def retire(self) -> None:
+        """The worker has left the registry. Requests on it may still end."""
+        self._retired = True
+        self._watch.cancel()
+        self._close_if_unused()
+
+    async def close(self) -> None:
+        """Closes the channel."""
+        self._watch.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._watch
+        await self.channel.close()
+
+    def _set_status(self, status: worker_pb2.WatchStatusResponse | None) -> None:
+        if status is not None:
+            self._status_monotonic_s = time.monotonic()
+        elif self._status is None:
+            return
+        self._status = status
+        self._on_load(self)
+
+    async def _watch_status(self) -> None:
+        stub = worker_pb2_grpc.WorkerServiceStub(self.channel)
+        request = worker_pb2.WatchStatusRequest(
+            max_interval=duration_from_seconds(_STATUS_INTERVAL_S)
+        )
+        while True:
+            try:
+                call = stub.WatchStatus(request)
+                while True:
+                    async with asyncio.timeout(_STATUS_TIMEOUT_S):
+                        status: Any = await call.read()
+                    if status is grpc.aio.EOF or status.incarnation != self.worker.ref.incarnation:
+                        break
+                    self._set_status(status)
+            except (grpc.aio.AioRpcError, TimeoutError) as error:
+                if self._status is not None:
+                    _LOG.warning("decode worker %s stopped reporting: %r", self.worker.ref, error)
+            self._set_status(None)
+            await asyncio.sleep(_RECONNECT_S)
+
+    def _close_if_unused(self) -> None:
+        if self._retired and not self._reservations and self._closing is None:
+            self._closing = asyncio.create_task(self.close())

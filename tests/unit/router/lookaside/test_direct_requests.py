@@ -1,0 +1,71 @@
+"""Requests that stream from decode workers directly: how their tracking ends."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+from opentelemetry.proto.common.v1 import common_pb2
+from opentelemetry.proto.trace.v1 import trace_pb2
+
+from headrace.inference.v1 import inference_pb2
+from headrace_common.telemetry import schema
+from headrace_kv.layout.layout import WorkerRef
+from headrace_router.lookaside.tracking import DirectRequestTracker
+
+_REF = WorkerRef("d0", "a")
+
+
+class _Workers:
+    def __init__(self, external_requests: int) -> None:
+        self.external_requests = external_requests
+
+    def external_request_count(self, ref: WorkerRef) -> int:
+        assert ref == _REF
+        return self.external_requests
+
+
+def _tracker(released: list[str], names: str, external_requests: int) -> DirectRequestTracker:
+    """Tracks requests with these names and expired tickets."""
+    workers: Any = _Workers(external_requests)
+    unused: Any = None
+    tracker = DirectRequestTracker(workers, unused, ttl_s=0.0, longest_s=60.0)
+    for name in names:
+        direct = inference_pb2.DirectRequest(
+            transfer_id=name, traceparent=f"00-{ord(name):032x}-{1:016x}-01"
+        )
+        tracker.track(direct, _REF, unused, partial(released.append, name), 0)
+    return tracker
+
+
+def _spans(transfer_id: str, name: str) -> list[trace_pb2.ResourceSpans]:
+    attribute = common_pb2.KeyValue(
+        key=schema.ATTRIBUTE_TRANSFER_ID, value=common_pb2.AnyValue(string_value=transfer_id)
+    )
+    trace_id = ord(transfer_id).to_bytes(16, "big")
+    span = trace_pb2.Span(name=name, trace_id=trace_id, attributes=[attribute])
+    return [trace_pb2.ResourceSpans(scope_spans=[trace_pb2.ScopeSpans(spans=[span])])]
+
+
+@pytest.mark.parametrize("external_requests,ended", [(0, 3), (1, 2), (3, 0), (4, 0)])
+async def test_expired_requests_beyond_those_that_the_worker_reports_end(
+    external_requests: int, ended: int
+) -> None:
+    released: list[str] = []
+    tracker = _tracker(released, "abc", external_requests)
+    tracker._sweep()
+    assert released == ["a", "b", "c"][:ended]
+    assert len(tracker) == 3 - ended
+    tracker.close()
+    assert released == ["a", "b", "c"]
+
+
+async def test_spans_of_an_ended_request_are_ignored() -> None:
+    released: list[str] = []
+    tracker = _tracker(released, "ab", 2)
+    for name in (schema.SPAN_DECODE, schema.SPAN_DECODE_GENERATE, schema.SPAN_DECODE):
+        tracker.on_spans(_spans("a", name))
+    assert released == ["a"]
+    assert len(tracker) == 1
+    tracker.close()
