@@ -50,7 +50,7 @@ from headrace_router.placement import (
     Placement,
     PlacementRequest,
 )
-from headrace_text.bytes import ByteCodec
+from headrace_text.byte_codec import ByteCodec
 
 # What a missing token weighs against a held one, where placement looks at costs at all.
 WEIGHTS = {

@@ -31,7 +31,7 @@ from headrace_kv.layout.layout import KvLayout
 from headrace_kv.layout.proto import layout_to_proto
 from headrace_router.app import SERVICES, Router, assemble
 from headrace_router.config import RouterConfig
-from headrace_text.bytes import ByteCodec
+from headrace_text.byte_codec import ByteCodec
 
 LAYOUT = KvLayout.attention(
     model="sim", dtype="float32", layer_count=4, kv_head_count=2, block_tokens=16, parts={"kv": 64}

@@ -24,7 +24,7 @@ async def collected() -> AsyncIterator[tuple[Rig, Collector]]:
 
 
 async def _export(rig: Rig) -> None:
-    rig.router.metrics.look()
+    rig.router.metrics.sample()
     await asyncio.to_thread(rig.telemetry.metrics.force_flush)
 
 

@@ -27,9 +27,9 @@ from headrace_common.errors import (
 from headrace_common.identity import new_transfer_id
 from headrace_common.rpc.tickets import TicketSigner, check_ticket, decode_request_of
 from headrace_kv.layout.layout import WorkerRef
-from headrace_router.dispatch.attempt import decode_request
 from headrace_router.dispatch.dispatcher import RequestDispatcher
 from headrace_router.dispatch.first_token import BY_DECODE
+from headrace_router.dispatch.messages import decode_request
 from headrace_router.lookaside.tracking import DirectRequestTracker
 from headrace_router.placement import CandidateCost, Decision
 from headrace_router.prefill_queue.queue import PrefillQueue
@@ -79,7 +79,7 @@ class LookAside:
         Stop texts are found in text, and text is made by the router only, and so is a first token from prefill passed
         on, or its logits asked for. Without a client's word for that, decode makes it, whatever the policy.
         """
-        if not self._allowed or request.stop_texts or not self._signer.key:
+        if not self._allowed or request.stop_strings or not self._signer.key:
             return None
         if (request.first_token or BY_DECODE) != BY_DECODE:
             return None

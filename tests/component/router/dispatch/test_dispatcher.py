@@ -252,7 +252,7 @@ async def test_a_refused_ticket_is_not_the_clients_fault(rig: Rig) -> None:
     error = await _error(rig)
     assert isinstance(error, WorkerGone)
     assert "d0" in error.detail
-    assert "refused this router's ticket: the ticket has expired" in error.detail
+    assert "rejected this router's ticket: the ticket has expired" in error.detail
     tickets = [request.ticket for request in refused.requests]
     assert len(tickets) == len(set(tickets)) > 1
 

@@ -295,7 +295,7 @@ async def test_a_begun_answer_waits_for_the_next_incarnation(rig: Rig) -> None:
 
 
 async def test_waiting_for_a_worker_has_its_bound(rig: Rig) -> None:
-    rig.router.inference._generator._migration_wait_s = 0.5
+    rig.router.inference._dispatcher._migration_wait_s = 0.5
     await rig.add_decode(recite(2, die))
     error = await error_of(rig, sampling=params())
     assert isinstance(error, WorkerGone)

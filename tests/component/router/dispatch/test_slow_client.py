@@ -36,7 +36,7 @@ class Watched:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.taken = 0
         self.most_pending = 0
-        add = ResponseStream.add
+        add = ResponseStream.add_tokens
 
         async def observed(answer: ResponseStream, said: decode_pb2.Tokens) -> None:
             if bytes(answer._request.token_ids).decode() == _FLOOD:
@@ -45,7 +45,7 @@ class Watched:
                 self.most_pending = max(self.most_pending, pending)
             await add(answer, said)
 
-        monkeypatch.setattr(ResponseStream, "add", observed)
+        monkeypatch.setattr(ResponseStream, "add_tokens", observed)
 
 
 async def _settled(value: Callable[[], int]) -> int:

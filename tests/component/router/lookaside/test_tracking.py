@@ -61,7 +61,7 @@ async def test_a_ticket_takes_a_place_until_its_answer_has_ended() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await route(rig)
         assert isinstance(error_from_rpc(raised.value), QueueFull)
-        collector = SpanCollector(rig.router.traces, rig.router.direct)
+        collector = SpanCollector(rig.router.traces.add_spans, rig.router.direct.hear)
         await collector.Export(decode_spans(routed.direct), None)  # type: ignore[arg-type]
         assert len(rig.router.direct) == 0
         rig.telemetry.force_flush()

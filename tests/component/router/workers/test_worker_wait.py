@@ -56,7 +56,7 @@ async def test_workers_lost_sight_of_between_the_check_and_the_placement_are_wai
 ) -> None:
     await patient.add_decode(say("ok"))
     inference = patient.router.inference
-    prepare = inference._prepare
+    prepare = inference._preparer.prepare
 
     async def prepare_and_lose(*arguments: Any) -> Any:
         prepared = await prepare(*arguments)
@@ -64,7 +64,7 @@ async def test_workers_lost_sight_of_between_the_check_and_the_placement_are_wai
         asyncio.get_running_loop().call_later(0.3, patient.refresh)
         return prepared
 
-    monkeypatch.setattr(inference, "_prepare", prepare_and_lose)
+    monkeypatch.setattr(inference._preparer, "prepare", prepare_and_lose)
     assert text_of(await patient.ask()) == "ok"
 
 

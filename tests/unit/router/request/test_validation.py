@@ -9,7 +9,7 @@ import pytest
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.errors import InvalidRequest
 from headrace_router.request.validation import PreparedRequest, prepare
-from headrace_text.bytes import ByteCodec
+from headrace_text.byte_codec import ByteCodec
 from headrace_text.codec import TextCodec
 
 _CHAT = inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="user", content="hi")])
@@ -122,7 +122,7 @@ def test_defaults_are_filled_in_and_stops_are_divided() -> None:
     assert not sampling.HasField("seed")
     assert not sampling.HasField("logprobs")
     assert prepared.stop_token_ids == (7, 9)
-    assert prepared.stop_texts == ("END",)
+    assert prepared.stop_strings == ("END",)
     assert not sampling.stop
     assert not sampling.stop_token_ids
 
