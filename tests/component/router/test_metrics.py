@@ -1,4 +1,4 @@
-"""What a collector hears of a router: the queues, and how requests end."""
+"""The metrics that a router exports to a collector."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def _export(rig: Rig) -> None:
     await asyncio.to_thread(rig.telemetry.metrics.force_flush)
 
 
-async def test_a_collector_hears_how_requests_end(collected: tuple[Rig, Collector]) -> None:
+async def test_requests_are_counted_by_their_end(collected: tuple[Rig, Collector]) -> None:
     rig, collector = collected
     await rig.add_decode(say("ok"))
     for _ in range(3):
@@ -43,7 +43,7 @@ async def test_a_collector_hears_how_requests_end(collected: tuple[Rig, Collecto
     assert collector.value(schema.METRIC_TIME_TO_FIRST_TOKEN_MS) == 3
 
 
-async def test_a_collector_hears_of_workers_whose_caches_cannot_count(
+async def test_workers_with_another_prefix_hash_are_counted(
     collected: tuple[Rig, Collector],
 ) -> None:
     rig, collector = collected
@@ -57,7 +57,7 @@ async def test_a_collector_hears_of_workers_whose_caches_cannot_count(
     assert collector.value(schema.METRIC_PREFIX_FAULTS) == 1
 
 
-async def test_a_collector_hears_how_long_the_queue_is_and_how_old(
+async def test_depth_limit_and_age_of_the_queues_are_exported(
     collected: tuple[Rig, Collector],
 ) -> None:
     rig, collector = collected

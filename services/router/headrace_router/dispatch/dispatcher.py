@@ -117,8 +117,8 @@ class RequestDispatcher:
                 *(request.prepared, token_ids, request.root_span, request.deadline, retries)
             )
             worker = decision.worker.ref
-            promise = self._workers.promise(worker, len(token_ids))
-            if promise is None:
+            load_reservation = self._workers.promise(worker, len(token_ids))
+            if load_reservation is None:
                 retries.exclude_worker(worker)
                 continue
             try:
@@ -126,11 +126,13 @@ class RequestDispatcher:
                     pause_s = min(_AVOIDED_WORKER_PAUSE_S, request.deadline.remaining_s())
                     await asyncio.sleep(pause_s)
                 number += 1
-                plan = self._plan(request, token_ids, decision, promise.channel, number, retries)
+                plan = self._plan(
+                    request, token_ids, decision, load_reservation.channel, number, retries
+                )
                 attempt = Attempt(self._attempt_context, request, plan)
                 outcome = await self._run_attempt(request, attempt, number, retries)
             finally:
-                promise.release()
+                load_reservation.release()
         if outcome is None:
             # The response is complete, but no attempt reported Finished.
             reason = request.response.ended_by

@@ -1,4 +1,4 @@
-"""The trace store: what it keeps, when a trace is whole, what it drops."""
+"""The trace store: which spans and traces it stores, and when a trace is complete."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _store(trace_count: int = 10) -> TraceStore:
     return store
 
 
-def test_a_trace_is_complete_once_the_workers_of_the_good_attempt_have_reported() -> None:
+def test_a_trace_is_complete_after_the_spans_of_the_successful_attempt() -> None:
     store = _store()
     parts = [
         _span(schema.SPAN_ATTEMPT, "07" * 8, _ROOT, error="prefill worker died", worker="p9"),
@@ -92,7 +92,7 @@ def test_a_local_prefill_needs_no_prefill_span() -> None:
     assert store.get("r1").complete
 
 
-def test_spans_of_foreign_traces_are_dropped() -> None:
+def test_spans_of_unknown_traces_are_dropped() -> None:
     store = _store()
     store.add_spans([_span(schema.SPAN_DECODE, "03" * 8, trace_id="cd" * 16)])
     with pytest.raises(NotFound, match="no trace"):
@@ -100,7 +100,7 @@ def test_spans_of_foreign_traces_are_dropped() -> None:
     assert not store.get("").spans
 
 
-def test_old_traces_make_room_and_the_newest_is_the_default() -> None:
+def test_old_traces_are_dropped_and_the_newest_is_the_default() -> None:
     store = TraceStore(2)
     with pytest.raises(NotFound, match="yet"):
         store.get("")
@@ -120,7 +120,7 @@ def test_spans_per_trace_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(store.get("").spans) == 3
 
 
-def test_pages_go_from_new_to_old() -> None:
+def test_pages_are_ordered_newest_first() -> None:
     store = TraceStore(10)
     for number in range(5):
         store.start_trace(f"{number:032x}", f"r{number}", number)
