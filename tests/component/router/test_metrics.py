@@ -12,7 +12,7 @@ from headrace.worker.v1 import worker_pb2
 from headrace_common.errors import InvalidRequest
 from headrace_common.telemetry import schema
 from tests.collector import Collector, collecting
-from tests.component.router.fakes import Rig, eventually, hand_over, say
+from tests.component.router.fakes import Rig, eventually, hand_over, reply
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ async def _export(rig: Rig) -> None:
 
 async def test_requests_are_counted_by_their_end(collected: tuple[Rig, Collector]) -> None:
     rig, collector = collected
-    await rig.add_decode(say("ok"))
+    await rig.add_decode(reply("ok"))
     for _ in range(3):
         await rig.ask()
     with pytest.raises(grpc.aio.AioRpcError):
@@ -47,11 +47,11 @@ async def test_workers_with_another_prefix_hash_are_counted(
     collected: tuple[Rig, Collector],
 ) -> None:
     rig, collector = collected
-    await rig.add_decode(say("ok"))
+    await rig.add_decode(reply("ok"))
     await _export(rig)
     assert collector.value(schema.METRIC_PREFIX_FAULTS) == 0
     foreign = worker_pb2.KvHashing(key_fingerprint=1, block_tokens=16)
-    await rig.add_decode(say("ok"), foreign)
+    await rig.add_decode(reply("ok"), foreign)
     await eventually(lambda: len(rig.router.prefixes.faults) == 1)
     await _export(rig)
     assert collector.value(schema.METRIC_PREFIX_FAULTS) == 1
@@ -61,7 +61,7 @@ async def test_depth_limit_and_age_of_the_queues_are_exported(
     collected: tuple[Rig, Collector],
 ) -> None:
     rig, collector = collected
-    await rig.add_decode(say("ok"))
+    await rig.add_decode(reply("ok"))
     worker = await rig.add_prefill(hand_over, credit=0)
     waiting = asyncio.create_task(rig.ask())
     await eventually(lambda: rig.router.queue.depth == 1)

@@ -26,7 +26,7 @@ from headrace_common.registry.membership import Membership
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.server import GrpcServer
 from headrace_common.rpc.status import error_from_rpc
-from tests.component.router.fakes import FakeDecode, FakePrefill, Handoff, hand_over, say, text_of
+from tests.component.router.fakes import FakeDecode, FakePrefill, Handoff, hand_over, reply, text_of
 from tests.ports import free_port
 
 
@@ -81,7 +81,7 @@ async def test_a_router_registers_serves_and_deregisters(processes: Processes) -
     )
     handoff = Handoff()
     stack = AsyncExitStack()
-    decode = await FakeDecode("d0", handoff, say("ok")).start()
+    decode = await FakeDecode("d0", handoff, reply("ok")).start()
     stack.push_async_callback(decode.kill)
     membership = Membership(registry, decode.member)
     stack.push_async_callback(membership.stop)

@@ -15,7 +15,7 @@ from tests.component.router.fakes import (
     Rig,
     eventually,
     hand_over,
-    say,
+    reply,
     text_of,
 )
 
@@ -29,7 +29,7 @@ async def _reserves_slowly(
     worker: FakeDecode, request: decode_pb2.GenerateRequest
 ) -> AsyncIterator[Any]:
     await asyncio.sleep(_RESERVE_S)
-    async for event in say("ok")(worker, request):
+    async for event in reply("ok")(worker, request):
         yield event
 
 

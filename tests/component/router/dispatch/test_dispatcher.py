@@ -35,8 +35,8 @@ from tests.component.router.fakes import (
     hang,
     refuse,
     reject,
+    reply,
     reserved,
-    say,
     stall,
     start_and_die,
     text_of,
@@ -45,7 +45,7 @@ from tests.component.router.fakes import (
 
 
 async def test_a_prompt_is_prefilled_remotely_and_answered(rig: Rig) -> None:
-    decode = await rig.add_decode(say("Paris"))
+    decode = await rig.add_decode(reply("Paris"))
     prefill = await rig.add_prefill(hand_over)
     responses = await rig.ask("capital?", request_id="r1")
     assert text_of(responses) == "Paris"
@@ -85,7 +85,7 @@ async def test_a_cached_prompt_needs_no_prefill_worker(rig: Rig) -> None:
 
 
 async def test_without_prefill_workers_decode_prefills(rig: Rig) -> None:
-    decode = await rig.add_decode(say("ok"))
+    decode = await rig.add_decode(reply("ok"))
     responses = await rig.ask(prefill_placement=inference_pb2.PREFILL_PLACEMENT_REMOTE)
     assert text_of(responses) == "ok"
     assert not decode.requests[0].remote_prefill
@@ -106,7 +106,7 @@ async def test_a_bad_request_is_rejected_without_workers(rig: Rig) -> None:
 
 
 async def test_a_full_decode_worker_is_skipped(rig: Rig) -> None:
-    first, second = await rig.add_decode(full), await rig.add_decode(say("ok"))
+    first, second = await rig.add_decode(full), await rig.add_decode(reply("ok"))
     await rig.prefer(first)
     responses = await rig.ask()
     assert text_of(responses) == "ok"
@@ -130,7 +130,7 @@ async def test_when_all_decode_workers_are_full_the_error_names_a_retry_delay(ri
     ids=["death", "internal error", "failed transfer"],
 )
 async def test_a_failed_prefill_is_repeated_by_another_worker(rig: Rig, behaviour: Any) -> None:
-    decode = await rig.add_decode(say("ok"))
+    decode = await rig.add_decode(reply("ok"))
     bad = await rig.add_prefill(behaviour, credit=9)
     good = await rig.add_prefill(hand_over)
     responses = await rig.ask()
@@ -147,7 +147,7 @@ async def test_a_failed_prefill_is_repeated_by_another_worker(rig: Rig, behaviou
 async def test_a_prefill_that_had_not_started_moves_to_another_worker_in_the_same_attempt(
     rig: Rig, behaviour: Any
 ) -> None:
-    decode = await rig.add_decode(say("ok"))
+    decode = await rig.add_decode(reply("ok"))
     bad = await rig.add_prefill(behaviour, credit=9)
     good = await rig.add_prefill(hand_over)
     responses = await rig.ask()
@@ -158,7 +158,7 @@ async def test_a_prefill_that_had_not_started_moves_to_another_worker_in_the_sam
 
 
 async def test_after_the_death_of_the_only_prefill_worker_decode_prefills(rig: Rig) -> None:
-    decode = await rig.add_decode(say("ok"))
+    decode = await rig.add_decode(reply("ok"))
     await rig.add_prefill(die)
     responses = await rig.ask()
     assert text_of(responses) == "ok"
@@ -166,7 +166,7 @@ async def test_after_the_death_of_the_only_prefill_worker_decode_prefills(rig: R
 
 
 async def test_the_last_attempt_prefills_on_decode(rig: Rig) -> None:
-    decode = await rig.add_decode(say("ok"))
+    decode = await rig.add_decode(reply("ok"))
     for _ in range(4):
         await rig.add_prefill(fail("TRANSFER_FAILED"))
     assert text_of(await rig.ask()) == "ok"
@@ -175,7 +175,7 @@ async def test_the_last_attempt_prefills_on_decode(rig: Rig) -> None:
 
 async def test_the_retry_budget_of_the_policy_is_kept(rig: Rig) -> None:
     rig.policy.policy.retry_budget = 0
-    decode = await rig.add_decode(say("ok"))
+    decode = await rig.add_decode(reply("ok"))
     await rig.add_prefill(fail("TRANSFER_FAILED"))
     assert isinstance(await rig.error_of(), TransferFailed)
     assert len(decode.requests) == 1
@@ -183,7 +183,7 @@ async def test_the_retry_budget_of_the_policy_is_kept(rig: Rig) -> None:
 
 async def test_short_prompts_stay_on_decode_by_policy(rig: Rig) -> None:
     rig.policy.policy.local_prefill_max_tokens = 10
-    decode = await rig.add_decode(say("ok"))
+    decode = await rig.add_decode(reply("ok"))
     await rig.add_prefill(hand_over)
     await rig.ask("x" * 10)
     await rig.ask("x" * 11)
@@ -192,7 +192,7 @@ async def test_short_prompts_stay_on_decode_by_policy(rig: Rig) -> None:
 
 async def test_decode_dying_before_the_first_token_is_retried_elsewhere(rig: Rig) -> None:
     dying = await rig.add_decode(die_after(""))
-    await rig.add_decode(say("ok"))
+    await rig.add_decode(reply("ok"))
     await rig.prefer(dying)
     prefill = await rig.add_prefill(
         lambda worker, task: (
@@ -222,7 +222,7 @@ async def test_draining_and_restarted_workers_cost_no_retry(rig: Rig) -> None:
     rig.policy.policy.retry_budget = 1
     for error in (StaleIncarnation("restarted"), Draining("shutting down"), StaleIncarnation("")):
         await rig.add_decode(reject(error))
-    await rig.add_decode(say("ok"))
+    await rig.add_decode(reply("ok"))
     rig.decodes[-1].running_requests = 5
     await rig.loads_known()
     responses = await rig.ask()
@@ -334,7 +334,7 @@ async def test_a_full_prefill_queue_rejects_only_requests_that_ask_for_remote_pr
         remote = inference_pb2.PREFILL_PLACEMENT_REMOTE
         assert isinstance(await rig.error_of(prefill_placement=remote), QueueFull)
         await eventually(lambda: len(decode.cancelled) == 1, 1.0)
-        decode.script = say("ok")
+        decode.script = reply("ok")
         assert text_of(await rig.ask()) == "ok"
         assert [request.remote_prefill for request in decode.requests] == [True, True, False]
         call.cancel()
@@ -344,7 +344,7 @@ async def test_a_full_prefill_queue_rejects_only_requests_that_ask_for_remote_pr
 
 
 async def test_a_draining_router_rejects_new_requests(rig: Rig) -> None:
-    await rig.add_decode(say("ok"))
+    await rig.add_decode(reply("ok"))
     rig.router.inference.drain()
     assert isinstance(await rig.error_of(), Draining)
 

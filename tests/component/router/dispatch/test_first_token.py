@@ -19,15 +19,15 @@ from tests.component.router.fakes import (
     FakeDecode,
     FakePrefill,
     Rig,
-    begin_answer,
     eventually,
     fail,
     finished,
-    go_on,
     hand_over,
     hang,
+    reply,
+    reply_after_first_token,
     reserved,
-    say,
+    send_first_token,
     stall,
     text_of,
     tokens,
@@ -50,8 +50,8 @@ async def rest_of(call: Any) -> list[inference_pb2.GenerateResponse]:
 
 
 async def test_the_token_of_prefill_is_sent_before_the_transfer_is_complete(rig: Rig) -> None:
-    decode = await rig.add_decode(go_on("aris"))
-    prefill = await rig.add_prefill(begin_answer("P", stall))
+    decode = await rig.add_decode(reply_after_first_token("aris"))
+    prefill = await rig.add_prefill(send_first_token("P", stall))
     request = inference_pb2.GenerateRequest(
         text="capital?", first_token=PREFILL, sampling=sampling(9, logprobs=1)
     )
@@ -75,21 +75,21 @@ async def test_the_token_of_prefill_is_sent_before_the_transfer_is_complete(rig:
 
 
 async def test_the_policy_decides_unless_the_client_does(rig: Rig) -> None:
-    decode = await rig.add_decode(say("xyz"))
+    decode = await rig.add_decode(reply("xyz"))
     prefill = await rig.add_prefill(hand_over)
     await rig.ask(first_token=DECODE)
     rig.policy.policy.first_token = PREFILL
     await rig.ask(first_token=DECODE)
     assert not any(task.HasField("sampling") for task in prefill.tasks)
     assert {request.first_token for request in decode.requests} == {0}
-    decode.script = go_on("b")
-    prefill.behaviour = begin_answer("a")
+    decode.script = reply_after_first_token("b")
+    prefill.behaviour = send_first_token("a")
     assert text_of(await rig.ask()) == "ab"
     assert decode.requests[-1].first_token == PREFILL
 
 
 async def test_a_local_prefill_ignores_the_first_token_policy(rig: Rig) -> None:
-    decode = await rig.add_decode(say("xyz"))
+    decode = await rig.add_decode(reply("xyz"))
     await rig.add_prefill(hand_over)
     local = inference_pb2.PREFILL_PLACEMENT_LOCAL
     responses = await rig.ask(first_token=PREFILL, prefill_placement=local)
@@ -109,8 +109,8 @@ async def test_a_local_prefill_ignores_the_first_token_policy(rig: Rig) -> None:
 async def test_a_first_token_that_ends_the_response_ends_all_work(
     rig: Rig, asked: sampling_pb2.SamplingParams, reason: int, text: str
 ) -> None:
-    decode = await rig.add_decode(go_on("never"))
-    prefill = await rig.add_prefill(begin_answer("P", stall))
+    decode = await rig.add_decode(reply_after_first_token("never"))
+    prefill = await rig.add_prefill(send_first_token("P", stall))
     responses = await rig.ask(first_token=PREFILL, sampling=asked)
     assert text_of(responses) == text
     assert responses[-1].finish_reason == reason
@@ -161,7 +161,7 @@ async def test_no_token_is_lost_when_prefill_fails_after_a_token_from_logits(rig
 
     async def decode_script(worker: FakeDecode, request: Any) -> Any:
         if request.generated_token_count:
-            async for event in say("aris")(worker, request):
+            async for event in reply("aris")(worker, request):
                 yield event
             return
         yield reserved(request)
@@ -187,7 +187,7 @@ async def test_no_token_is_lost_when_prefill_fails_after_a_token_from_logits(rig
 
 
 async def wait_for_logits(worker: FakeDecode, request: Any) -> Any:
-    async for event in (hang if request.first_token else say("Paris"))(worker, request):
+    async for event in (hang if request.first_token else reply("Paris"))(worker, request):
         yield event
 
 
@@ -211,11 +211,13 @@ async def test_a_retry_after_lost_logits_does_not_use_logits(rig: Rig) -> None:
     }
 
 
-def send_first_token(then: Any) -> Any:
+def first_token_or_hand_over(then: Any) -> Any:
     """Sends a first token and continues with `then`, or completes a task without one."""
 
     async def behaviour(worker: FakePrefill, task: Any) -> None:
-        await (begin_answer("P", then) if task.HasField("sampling") else hand_over)(worker, task)
+        await (send_first_token("P", then) if task.HasField("sampling") else hand_over)(
+            worker, task
+        )
 
     return behaviour
 
@@ -225,7 +227,7 @@ async def break_decode(worker: FakeDecode, request: Any) -> Any:
         yield reserved(request)
         await worker.first_token_set.wait()
         await worker.die()
-    async for event in say("aris")(worker, request):
+    async for event in reply("aris")(worker, request):
         yield event
 
 
@@ -234,7 +236,7 @@ async def test_another_attempt_continues_after_the_token_of_prefill(rig: Rig, br
     for _ in range(2):
         await rig.add_decode(break_decode)
         await rig.add_prefill(
-            send_first_token(fail(TransferFailed.reason) if breaks == "transfer" else stall)
+            first_token_or_hand_over(fail(TransferFailed.reason) if breaks == "transfer" else stall)
         )
     responses = await rig.ask("capital?", first_token=PREFILL)
     assert text_of(responses) == "Paris"
@@ -255,7 +257,7 @@ async def test_another_attempt_continues_after_the_token_of_prefill(rig: Rig, br
 
 
 async def first_remote_then_local(worker: FakeDecode, request: Any) -> Any:
-    script = go_on("never") if request.first_token else say("local")
+    script = reply_after_first_token("never") if request.first_token else reply("local")
     async for event in script(worker, request):
         yield event
 
@@ -269,8 +271,8 @@ async def test_a_prefill_worker_that_sends_no_first_token_fails_the_attempt(rig:
 
 
 async def test_the_trace_shows_that_the_second_token_waited_for_the_transfer(rig: Rig) -> None:
-    await rig.add_decode(go_on("aris"))
-    await rig.add_prefill(begin_answer("P"))
+    await rig.add_decode(reply_after_first_token("aris"))
+    await rig.add_prefill(send_first_token("P"))
     responses = await rig.ask(first_token=PREFILL)
     trace = await rig.trace_of(responses[0].trace_id)
     spans = {span.name: span for span in trace.spans}

@@ -148,7 +148,7 @@ def finished(request: decode_pb2.GenerateRequest) -> decode_pb2.GenerateResponse
     )
 
 
-def say(text: str) -> Script:
+def reply(text: str) -> Script:
     """Waits for the KV cache of a remote prefill, then sends `text`, one token per message."""
 
     async def script(
@@ -164,8 +164,8 @@ def say(text: str) -> Script:
     return script
 
 
-def go_on(text: str) -> Script:
-    """As `say`, after SetFirstToken."""
+def reply_after_first_token(text: str) -> Script:
+    """As `reply`, after SetFirstToken."""
 
     async def script(
         worker: FakeDecode, request: decode_pb2.GenerateRequest

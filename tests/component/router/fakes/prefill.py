@@ -106,7 +106,7 @@ async def hand_over(worker: FakePrefill, task: prefill_pb2.PrefillTask) -> None:
     await worker.give_credit(1)
 
 
-def begin_answer(letter: str, then: Behaviour = hand_over) -> Behaviour:
+def send_first_token(letter: str, then: Behaviour = hand_over) -> Behaviour:
     """Starts the task, sends its first token, and continues with `then`."""
 
     async def behaviour(worker: FakePrefill, task: prefill_pb2.PrefillTask) -> None:

@@ -22,7 +22,7 @@ from tests.component.router.fakes import (
     Rig,
     fail,
     hand_over,
-    say,
+    reply,
 )
 
 
@@ -70,7 +70,7 @@ async def test_one_trace_covers_all_processes_of_a_request(rig: Rig, workers: Wo
         await hand_over(worker, task)
         span.end()
 
-    generate = say("Paris")
+    generate = reply("Paris")
 
     async def decode(worker: FakeDecode, request: Any) -> Any:
         parent = context_from_traceparent(str(worker.metadata[-1]["traceparent"]))
@@ -114,7 +114,7 @@ async def test_one_trace_covers_all_processes_of_a_request(rig: Rig, workers: Wo
 
 
 async def test_failed_attempts_are_in_the_trace(rig: Rig) -> None:
-    await rig.add_decode(say("ok"))
+    await rig.add_decode(reply("ok"))
     await rig.add_prefill(fail("TRANSFER_FAILED"))
     await rig.ask(request_id="r1")
     trace = await rig.trace_of("r1")
@@ -135,7 +135,7 @@ async def test_a_rejected_request_has_a_complete_trace(rig: Rig) -> None:
 
 
 async def test_traces_are_listed_newest_first(rig: Rig) -> None:
-    await rig.add_decode(say("ok"))
+    await rig.add_decode(reply("ok"))
     for number in range(3):
         await rig.ask(request_id=f"r{number}")
     stub: Any = trace_pb2_grpc.TraceServiceStub(rig.channel)
@@ -152,7 +152,7 @@ async def test_traces_are_listed_newest_first(rig: Rig) -> None:
 
 
 async def test_a_clients_own_trace_is_continued(rig: Rig) -> None:
-    await rig.add_decode(say("ok"))
+    await rig.add_decode(reply("ok"))
     trace_id = "ab" * 16
     call = rig.stub.Generate(
         inference_pb2.GenerateRequest(text="x", request_id="r1"),

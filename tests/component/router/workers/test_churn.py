@@ -12,7 +12,7 @@ from tests.component.router.fakes import (
     FakePrefill,
     Rig,
     hand_over,
-    say,
+    reply,
     text_of,
 )
 
@@ -31,7 +31,7 @@ async def test_no_request_fails_at_one_retry_while_workers_come_and_go(rig: Rig)
     rig.policy.policy.retry_budget = 1
     random = Random(7)
     for _ in range(2):
-        await rig.add_decode(say("ok"))
+        await rig.add_decode(reply("ok"))
         await rig.add_prefill(_slowly)
     stop = asyncio.Event()
     attempts: list[int] = []
@@ -57,7 +57,7 @@ async def test_no_request_fails_at_one_retry_while_workers_come_and_go(rig: Rig)
         # As when it is killed: with whatever it holds, begun or not.
         await lost.die()
         if changes % 4 == 0:
-            await rig.add_decode(say("ok"))
+            await rig.add_decode(reply("ok"))
             # It takes nothing new, and ends what it has.
             drained.append(rig.decodes.pop(0))
             rig.refresh()

@@ -13,7 +13,7 @@ import pytest
 from headrace.inference.v1 import inference_pb2
 from headrace_common.errors import HeadraceError, InvalidRequest, NoDecodeWorker
 from headrace_common.rpc.status import error_from_rpc
-from tests.component.router.fakes import CONTEXT_TOKENS, Rig, die_after, eventually, say, text_of
+from tests.component.router.fakes import CONTEXT_TOKENS, Rig, die_after, eventually, reply, text_of
 
 
 @pytest.fixture
@@ -36,12 +36,12 @@ async def test_a_request_waits_for_the_first_worker(patient: Rig) -> None:
     asking = [asyncio.create_task(patient.ask()) for _ in range(3)]
     await asyncio.sleep(0.3)
     assert not any(one.done() for one in asking)
-    await patient.add_decode(say("ok"))
+    await patient.add_decode(reply("ok"))
     assert [text_of(await one) for one in asking] == ["ok"] * 3
 
 
 async def test_workers_that_are_lost_sight_of_are_waited_for(patient: Rig) -> None:
-    await patient.add_decode(say("ok"))
+    await patient.add_decode(reply("ok"))
     assert text_of(await patient.ask()) == "ok"
     patient.router.update([])
     asking = asyncio.create_task(patient.ask())
@@ -54,7 +54,7 @@ async def test_workers_that_are_lost_sight_of_are_waited_for(patient: Rig) -> No
 async def test_workers_lost_sight_of_between_the_check_and_the_placement_are_waited_for_too(
     patient: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await patient.add_decode(say("ok"))
+    await patient.add_decode(reply("ok"))
     inference = patient.router.inference
     prepare = inference._preparer.prepare
 
@@ -76,7 +76,7 @@ async def test_a_request_that_has_not_begun_waits_for_the_next_incarnation(patie
     await asyncio.sleep(0.5)
     assert not asking.done()
     patient.decodes.remove(dying)
-    await patient.add_decode(say("ok"))
+    await patient.add_decode(reply("ok"))
     responses = await asking
     assert text_of(responses) == "ok"
     assert responses[-1].timing.attempts == 2
@@ -104,7 +104,7 @@ async def test_nobody_waits_past_the_deadline(patient: Rig) -> None:
 async def test_what_the_late_worker_takes_counts(patient: Rig) -> None:
     asking = asyncio.create_task(_error(patient, "x" * 2 * CONTEXT_TOKENS))
     await asyncio.sleep(0.2)
-    await patient.add_decode(say("ok"))
+    await patient.add_decode(reply("ok"))
     error, _ = await asking
     assert isinstance(error, InvalidRequest)
 
@@ -122,5 +122,5 @@ async def test_a_route_waits_and_its_explanation_does_not(patient: Rig) -> None:
             await route(explain=True)
     assert isinstance(error_from_rpc(raised.value), NoDecodeWorker)
     routing = route(explain=False)
-    worker = await patient.add_decode(say("ok"))
+    worker = await patient.add_decode(reply("ok"))
     assert (await routing).worker_id == worker.member.worker_id
