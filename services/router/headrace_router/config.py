@@ -38,7 +38,7 @@ def _check_models(entries: tuple[str, ...]) -> tuple[str, ...]:
     names = [name for name, _ in pairs]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ValueError(f"give each model its own name: {', '.join(twice)} comes twice")
+        raise ValueError(f"give each model its own name: {', '.join(twice)} is used twice")
     return entries
 
 

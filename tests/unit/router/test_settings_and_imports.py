@@ -36,7 +36,7 @@ def test_model_settings_map_names_to_folders(arguments: list[str], models: dict[
     "arguments,message",
     [
         ([], "model: is required"),
-        (["--model", "a=x,a=y"], "a comes twice"),
+        (["--model", "a=x,a=y"], "a is used twice"),
         (["--model", "=x"], "NAME=FOLDER"),
         (["--model"], "at least one model"),
         (["--model", "sim", "--retry-budget", "11"], "retry_budget"),

@@ -85,7 +85,7 @@ def test_a_template_that_drops_the_final_message_cannot_be_continued() -> None:
 
 
 @pytest.mark.parametrize(
-    "source,words",
+    "source,message",
     [
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ messages[7].content }}", "has no element"),
@@ -94,10 +94,10 @@ def test_a_template_that_drops_the_final_message_cannot_be_continued() -> None:
         ("{{ messages.append(1) }}", "unsafe"),
     ],
 )
-def test_an_error_of_a_template_reaches_the_client(source: str, words: str) -> None:
+def test_an_error_of_a_template_reaches_the_client(source: str, message: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         ChatTemplate(source, {}).render([_USER], continue_final_message=False)
-    assert words in caught.value.violations["chat.messages"]
+    assert message in caught.value.violations["chat.messages"]
 
 
 def test_templates_may_use_generation_blocks_json_and_loop_controls() -> None:
@@ -127,7 +127,7 @@ def test_a_model_without_template_rejects_chat(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage,words",
+    "damage,message",
     [
         ("missing", "does not exist"),
         ("no tokenizer.json", "has no tokenizer.json"),
@@ -137,7 +137,7 @@ def test_a_model_without_template_rejects_chat(tmp_path: Path) -> None:
         ("broken template", "chat template cannot be compiled"),
     ],
 )
-def test_a_broken_folder_is_rejected_in_one_line(tmp_path: Path, damage: str, words: str) -> None:
+def test_a_broken_folder_is_rejected_in_one_line(tmp_path: Path, damage: str, message: str) -> None:
     template = "{% if %}" if damage == "broken template" else _TEMPLATE
     folder = _write_model(tmp_path, chat_template=template)
     kind, _, name = damage.partition(" ")
@@ -147,7 +147,7 @@ def test_a_broken_folder_is_rejected_in_one_line(tmp_path: Path, damage: str, wo
         folder = tmp_path / "absent"
     elif name.endswith(".json"):
         (folder / name).write_text("{")
-    with pytest.raises(ConfigError, match=words) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         load_codecs({"m": str(folder)})
     assert "\n" not in caught.value.detail
 

@@ -74,8 +74,8 @@ async def test_after_repeated_failures_the_router_continues(look_aside_rig: Rig)
         assert tokens_of(responses) == TOKENS
         # Three times seven tokens came directly, the rest through the router.
         assert client.direct_answers == 0
-    asked = sorted(r.generated_token_count for d in look_aside_rig.decodes for r in d.requests)
-    assert asked == [0, 7, 14, 21, 28, 35]
+    starts = sorted(r.generated_token_count for d in look_aside_rig.decodes for r in d.requests)
+    assert starts == [0, 7, 14, 21, 28, 35]
 
 
 async def test_nothing_is_generated_after_the_last_token(look_aside_rig: Rig) -> None:

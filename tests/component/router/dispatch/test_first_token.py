@@ -58,13 +58,13 @@ async def test_the_token_of_prefill_is_sent_before_the_transfer_is_complete(rig:
     call = rig.stub.Generate(request, timeout=10)
     first = await call.read()
     assert first.text == "P"
-    (task,), (asked,) = prefill.tasks, decode.requests
-    assert bytes(task.token_ids) == bytes(asked.token_ids) == b"capital?"
-    assert task.sampling == asked.sampling
-    assert asked.first_token == PREFILL
+    (task,), (received,) = prefill.tasks, decode.requests
+    assert bytes(task.token_ids) == bytes(received.token_ids) == b"capital?"
+    assert task.sampling == received.sampling
+    assert received.first_token == PREFILL
     await eventually(lambda: bool(decode.first_tokens))
     (first_token,) = decode.first_tokens
-    assert first_token.transfer_id == asked.transfer_id
+    assert first_token.transfer_id == received.transfer_id
     assert first_token.token_id == ord("P")
     assert first_token.incarnation == decode.member.incarnation
     await hand_over(prefill, task)
@@ -98,7 +98,7 @@ async def test_a_local_prefill_ignores_the_first_token_policy(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "reason", "text"),
+    ("params", "reason", "text"),
     [
         (sampling(1), sampling_pb2.FINISH_REASON_LENGTH, "P"),
         (sampling(9, stop_token_ids=[ord("P")]), sampling_pb2.FINISH_REASON_STOP, ""),
@@ -107,11 +107,11 @@ async def test_a_local_prefill_ignores_the_first_token_policy(rig: Rig) -> None:
     ids=["max_tokens", "stop token", "stop text"],
 )
 async def test_a_first_token_that_ends_the_response_ends_all_work(
-    rig: Rig, asked: sampling_pb2.SamplingParams, reason: int, text: str
+    rig: Rig, params: sampling_pb2.SamplingParams, reason: int, text: str
 ) -> None:
     decode = await rig.add_decode(reply_after_first_token("never"))
     prefill = await rig.add_prefill(send_first_token("P", stall))
-    responses = await rig.ask(first_token=PREFILL, sampling=asked)
+    responses = await rig.ask(first_token=PREFILL, sampling=params)
     assert text_of(responses) == text
     assert responses[-1].finish_reason == reason
     assert responses[-1].usage.completion_tokens == 1
@@ -144,11 +144,11 @@ async def test_the_token_from_logits_is_sent_before_the_transfer_is_complete(rig
     first = await call.read()
     assert first.text == "P"
     await eventually(lambda: bool(prefill.tasks))
-    (task,), (asked,) = prefill.tasks, decode.requests
-    assert bytes(task.token_ids) == bytes(asked.token_ids) == b"capital?"
+    (task,), (received,) = prefill.tasks, decode.requests
+    assert bytes(task.token_ids) == bytes(received.token_ids) == b"capital?"
     assert task.send_logits
     assert not task.HasField("sampling")
-    assert asked.first_token == LOGITS
+    assert received.first_token == LOGITS
     await hand_over(prefill, task)
     responses = [first, *await rest_of(call)]
     assert text_of(responses) == "Paris"

@@ -32,7 +32,7 @@ from tests.component.router.fakes import (
 )
 
 
-def asked(rig: Rig) -> list[decode_pb2.GenerateRequest]:
+def decode_requests(rig: Rig) -> list[decode_pb2.GenerateRequest]:
     """The requests to decode workers, ordered by the tokens that were generated before."""
     requests = [request for decode in rig.decodes for request in decode.requests]
     return sorted(requests, key=lambda request: request.generated_token_count)
@@ -56,7 +56,7 @@ async def test_a_response_continues_at_another_worker(rig: Rig, tokens: int) -> 
     assert last.usage.completion_tokens == len(TOKENS)
     assert last.timing.attempts == 3
     assert last.timing.decode_worker_id == "d2"
-    requests = asked(rig)
+    requests = decode_requests(rig)
     assert [request.generated_token_count for request in requests] == [0, tokens, 2 * tokens]
     for request in requests:
         done = TOKENS[: request.generated_token_count]
@@ -85,7 +85,7 @@ async def test_prompt_and_generated_tokens_are_prefilled_remotely(rig: Rig) -> N
     await rig.loads_known()
     responses = await rig.ask(sampling=sampling())
     assert text_of(responses) == TEXT
-    for request in asked(rig):
+    for request in decode_requests(rig):
         task = next(t for t in prefill.tasks if t.transfer_id == request.transfer_id)
         assert list(task.token_ids) == list(request.token_ids)[:-1]
     # Generated tokens are not counted as prompt.
@@ -141,7 +141,7 @@ async def test_the_retry_budget_bounds_migrations(rig: Rig) -> None:
         await rig.add_decode(recite(2, FakeDecode.die))
     error = await rig.error_of(sampling=sampling())
     assert isinstance(error, WorkerGone)
-    assert [request.generated_token_count for request in asked(rig)] == [0, 2]
+    assert [request.generated_token_count for request in decode_requests(rig)] == [0, 2]
 
 
 async def test_rejections_cost_a_started_response_no_retry(rig: Rig) -> None:

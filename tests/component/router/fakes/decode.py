@@ -148,13 +148,15 @@ def finished(request: decode_pb2.GenerateRequest) -> decode_pb2.GenerateResponse
     )
 
 
-def reply(text: str) -> Script:
+def reply(text: str, *, after_first_token: bool = False) -> Script:
     """Waits for the KV cache of a remote prefill, then sends `text`, one token per message."""
 
     async def script(
         worker: FakeDecode, request: decode_pb2.GenerateRequest
     ) -> AsyncIterator[decode_pb2.GenerateResponse]:
         yield reserved(request)
+        if after_first_token:
+            await worker.first_token_set.wait()
         if request.remote_prefill:
             await worker.handoff.of(request.transfer_id).wait()
         for letter in text:
@@ -165,19 +167,8 @@ def reply(text: str) -> Script:
 
 
 def reply_after_first_token(text: str) -> Script:
-    """As `reply`, after SetFirstToken."""
-
-    async def script(
-        worker: FakeDecode, request: decode_pb2.GenerateRequest
-    ) -> AsyncIterator[decode_pb2.GenerateResponse]:
-        yield reserved(request)
-        await worker.first_token_set.wait()
-        await worker.handoff.of(request.transfer_id).wait()
-        for letter in text:
-            yield tokens(letter)
-        yield finished(request)
-
-    return script
+    """As `reply`, but waits for SetFirstToken, too."""
+    return reply(text, after_first_token=True)
 
 
 def reject(error: Exception) -> Script:
