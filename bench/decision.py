@@ -49,7 +49,7 @@ from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefix_cache.directory import PrefixCacheDirectory
 from headrace_router.request.validation import PreparedRequest
 from headrace_router.workers.directory import WorkerDirectory
-from headrace_text.bytes import ByteCodec
+from headrace_text.byte_codec import ByteCodec
 
 MODEL = "bench"
 TARGET_GROWTH = 2.0
@@ -131,7 +131,7 @@ class Site:
         telemetry = init_telemetry("router", "router-0", ServiceConfig())
         placement = KvAware(Random(1))
         generator = RequestDispatcher(
-            view=view,
+            workers=view,
             queue=queue,
             placement=placement,
             prefixes=prefixes,
@@ -212,7 +212,7 @@ def _request(token_ids: tuple[int, ...]) -> PreparedRequest:
         token_ids=token_ids,
         sampling=sampling_pb2.SamplingParams(),
         stop_token_ids=(),
-        stop_texts=(),
+        stop_strings=(),
         placement=inference_pb2.PREFILL_PLACEMENT_UNSPECIFIED,
     )
 

@@ -51,7 +51,7 @@ from headrace_router.placement import (
     Placement,
     PlacementRequest,
 )
-from headrace_text.bytes import ByteCodec
+from headrace_text.byte_codec import ByteCodec
 
 # The weight of a missing token against a held one, where placement uses costs.
 WEIGHTS = {

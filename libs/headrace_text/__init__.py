@@ -1,1 +1,10 @@
-"""Text to tokens and back, model by model."""
+"""Text to tokens and back, for each served model. No router code and no engine library.
+
+- codec: the interface of a model's tokenizer and chat template
+- hugging_face: the codec of a model folder in Hugging Face's format
+- byte_codec: the codec of the simulated model
+- chat_template: Jinja chat templates, rendered in a sandbox
+- load: the codecs of all served models
+- detokenizer: tokens to text while they are generated
+- stop_strings: stop strings in generated text
+"""

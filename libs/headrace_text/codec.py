@@ -1,4 +1,4 @@
-"""What the router asks of a model's text side."""
+"""The interface of a model's tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ class ChatMessage:
 
 
 class TextCodec(ABC):
-    """One model's tokenizer and chat template. Its methods may be called from any thread."""
+    """One model's tokenizer and chat template. Thread-safe."""
 
     vocabulary_size: int
-    """Token ids are below this."""
+    """Every token id is below this."""
     max_model_len: int
-    """Most tokens of prompt and answer together, by the model's own files; 0 when they do not say."""
+    """Tokens of prompt and completion together, at most, by the model's files. 0 means unknown."""
     stop_token_ids: frozenset[int]
-    """Tokens with which the model ends its answer."""
+    """Tokens with which the model ends a completion."""
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Tokens of plain text, with the special tokens that the tokenizer puts around it."""
+        """Tokens of plain text, including the special tokens that the tokenizer adds around it."""
 
     @abstractmethod
     def encode_chat(
         self, messages: Sequence[ChatMessage], *, continue_final_message: bool
     ) -> list[int]:
-        """Tokens of a conversation in the model's own template.
+        """Tokens of a conversation, formatted by the model's chat template.
 
-        Raises InvalidRequest with the template's words.
+        Raises InvalidRequest with the template's own error message.
         """
 
     @abstractmethod
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of tokens without special ones; U+FFFD stands for bytes that are no whole character."""
+        """Text of the tokens without special tokens. U+FFFD replaces bytes of incomplete characters."""

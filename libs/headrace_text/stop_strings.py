@@ -1,54 +1,58 @@
-"""Stop texts over token borders."""
+"""Finds stop strings in text that arrives in pieces."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 
-class StopScanner:
-    """Lets text through up to the first stop text, and holds back what may become one.
+class StopStringScanner:
+    """Returns text up to the first stop string. Holds back text that may be the beginning of one.
 
-    The first is the one that is complete first, so the answer does not depend on how the text was
-    cut into pieces.
+    The first stop string is the one that is complete first. The result therefore does not depend on the pieces in
+    which the text arrives.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        """`stops` must not hold an empty text."""
-        self._stops = tuple(stops)
+    def __init__(self, stop_strings: Sequence[str]) -> None:
+        """`stop_strings` must not contain an empty string."""
+        self._stop_strings = tuple(stop_strings)
         self._held = ""
-        self.stopped = False
+        self._stopped = False
 
-    def push(self, text: str) -> str:
-        """The part of the answer that is certain now.
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string is complete."""
+        return self._stopped
 
-        Sets `stopped` when a stop text is complete.
-        """
-        if not self._stops:
+    def scan(self, text: str) -> str:
+        """The text, including text held back before, that cannot be part of a stop string any more."""
+        if not self._stop_strings:
             return text
         pending = self._held + text
         match = self._first_match(pending)
         if match is not None:
-            self.stopped = True
+            self._stopped = True
             self._held = ""
             return pending[: match[1]]
         keep = self._prefix_length(pending)
         self._held = pending[len(pending) - keep :]
         return pending[: len(pending) - keep]
 
-    def finish(self) -> str:
-        """What was held back, now that no stop text can follow."""
+    def flush(self) -> str:
+        """The text held back, at the end of the completion."""
         held, self._held = self._held, ""
         return held
 
     def _first_match(self, text: str) -> tuple[int, int] | None:
-        """End and start of the match that ends first; of those, the one that starts first."""
+        """End and start of the match that ends first, and of those the one that starts first."""
         found = [
-            (start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0
+            (start + len(stop), start)
+            for stop in self._stop_strings
+            if (start := text.find(stop)) >= 0
         ]
         return min(found, default=None)
 
     def _prefix_length(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a stop text."""
+        """Length of the longest end of `text` with which a stop string begins."""
         return max(
             next(
                 (
@@ -58,5 +62,5 @@ class StopScanner:
                 ),
                 0,
             )
-            for stop in self._stops
+            for stop in self._stop_strings
         )

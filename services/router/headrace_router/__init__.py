@@ -1,1 +1,1 @@
-"""The router: takes requests, places them and streams the answers."""
+"""The router: validates requests, places them on workers and streams the responses."""

@@ -1,4 +1,4 @@
-"""The router's parts, put together."""
+"""Assembles the parts of a router."""
 
 from __future__ import annotations
 
@@ -23,11 +23,14 @@ from headrace_router.dispatch.dispatcher import PolicySource, RequestDispatcher
 from headrace_router.lookaside.tickets import LookAside
 from headrace_router.lookaside.tracking import DirectRequestTracker
 from headrace_router.metrics import RouterMetrics
+from headrace_router.models import ModelCatalog
 from headrace_router.placement import KvAware, Placement
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.service import PullService
 from headrace_router.prefix_cache.directory import PrefixCacheDirectory
-from headrace_router.service import FrontDoor, InferenceService
+from headrace_router.request.preparation import RequestPreparer
+from headrace_router.service import InferenceService
+from headrace_router.tracing.request_span import RequestTracer
 from headrace_router.tracing.service import OTLP_SERVICE_NAME, SpanCollector, TraceReader
 from headrace_router.tracing.store import StoreExporter, TraceStore
 from headrace_router.workers.directory import WorkerDirectory
@@ -43,10 +46,7 @@ SERVICES = (
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """One router's parts.
-
-    Nothing here talks to the registry: `update` is told of members.
-    """
+    """The parts of one router. `update` must be called with every change of the registry's members."""
 
     inference: InferenceService
     workers: WorkerDirectory
@@ -62,10 +62,10 @@ class Router:
         trace_pb2_grpc.add_TraceServiceServicer_to_server(TraceReader(self.traces), server)
         prefill_pb2_grpc.add_PrefillQueueServiceServicer_to_server(PullService(self.queue), server)
         add_collector: Any = trace_service_pb2_grpc.add_TraceServiceServicer_to_server
-        add_collector(SpanCollector(self.traces, self.direct), server)
+        add_collector(SpanCollector(self.traces.add_spans, self.direct.on_spans), server)
 
     def update(self, members: Collection[registry_pb2.Member]) -> None:
-        """Takes over the registry's members."""
+        """Replaces the members that the registry lists."""
         self.workers.update(members)
         self.prefixes.update(members)
 
@@ -86,27 +86,22 @@ def assemble(
     ticket_key: Callable[[], bytes] = bytes,
     placement: Placement | None = None,
 ) -> Router:
-    """Builds the parts; must run on the event loop that will own them. Places by KvAware unless told otherwise.
+    """Builds the parts, on the event loop that will own them. The default placement is KvAware.
 
-    `prefix_hash_key` and `ticket_key` return the deployment's; 0 and no bytes while they are not known.
+    `prefix_hash_key` and `ticket_key` return the deployment's keys, or 0 and no bytes while they are unknown.
     """
-    store = TraceStore(config.trace_count)
-    telemetry.add_exporter(StoreExporter(store))
+    traces = TraceStore(config.trace_count)
+    telemetry.add_exporter(StoreExporter(traces))
     workers = WorkerDirectory(lambda endpoint: open_channel(endpoint, config), config.worker_wait_s)
     prefixes = PrefixCacheDirectory(
         lambda endpoint: open_channel(endpoint, config), prefix_hash_key
     )
     queue = PrefillQueue(config.max_queued_tasks, config.prefix_wait_s)
-    limits = AdmissionLimits(
-        max_num_seqs=config.max_concurrent_requests,
-        max_queued_tokens=config.max_queued_tokens,
-        wait_s=config.admission_wait_s,
-    )
-    admission = Admission(limits, lambda: policy.policy.tenant_weights)
+    admission = _build_admission(config, policy)
     metrics = RouterMetrics(telemetry.metrics.meter, queue, admission, prefixes)
     signer = TicketSigner(ticket_key, config.ticket_ttl_s)
-    generator = RequestDispatcher(
-        view=workers,
+    dispatcher = RequestDispatcher(
+        workers=workers,
         queue=queue,
         placement=placement or KvAware(Random()),
         prefixes=prefixes,
@@ -115,7 +110,7 @@ def assemble(
         signer=signer,
         telemetry=telemetry,
         migration_wait_s=config.migration_wait_s,
-        on_migration=metrics.migrated,
+        on_migration=metrics.count_migration,
     )
     direct = DirectRequestTracker(
         workers, telemetry, ttl_s=config.ticket_ttl_s, longest_s=config.default_deadline_s
@@ -123,22 +118,31 @@ def assemble(
     look_aside = LookAside(
         workers=workers,
         queue=queue,
-        dispatcher=generator,
+        dispatcher=dispatcher,
         signer=signer,
         allowed=config.look_aside,
         late_s=config.default_deadline_s,
         direct=direct,
     )
     inference = InferenceService(
-        codecs=codecs,
-        view=workers,
-        queue=queue,
+        models=ModelCatalog(codecs, workers, queue),
         prefixes=prefixes,
-        generator=generator,
+        tenants=load_tenants(config.api_keys_file),
+        admission=admission,
+        preparer=RequestPreparer(codecs, workers, telemetry),
+        dispatcher=dispatcher,
         look_aside=look_aside,
-        store=store,
-        telemetry=telemetry,
-        door=FrontDoor(load_tenants(config.api_keys_file), admission, metrics),
+        tracer=RequestTracer(telemetry, traces),
+        metrics=metrics,
         default_deadline_s=config.default_deadline_s,
     )
-    return Router(inference, workers, prefixes, queue, store, metrics, direct)
+    return Router(inference, workers, prefixes, queue, traces, metrics, direct)
+
+
+def _build_admission(config: RouterConfig, policy: PolicySource) -> Admission:
+    limits = AdmissionLimits(
+        max_num_seqs=config.max_concurrent_requests,
+        max_queued_tokens=config.max_queued_tokens,
+        wait_s=config.admission_wait_s,
+    )
+    return Admission(limits, lambda: policy.policy.tenant_weights)

@@ -38,7 +38,7 @@ def _check_models(entries: tuple[str, ...]) -> tuple[str, ...]:
     names = [name for name, _ in pairs]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ValueError(f"give each model its own name: {', '.join(twice)} comes twice")
+        raise ValueError(f"give each model its own name: {', '.join(twice)} is used twice")
     return entries
 
 
@@ -52,65 +52,63 @@ ModelList = Annotated[tuple[str, ...], BeforeValidator(_split_list), AfterValida
 
 
 class RouterConfig(ServiceConfig):
-    """Headrace's router: takes prompts, places them on workers and streams the answers."""
+    """Headrace's router: places requests on workers and streams the responses."""
 
     model: ModelList = Field(
-        description="Models served: NAME=FOLDER, FOLDER named after itself, or sim; commas between them."
+        description="Served models, separated by commas: NAME=FOLDER, FOLDER (its last part is the name) or sim."
     )
     router_id: Annotated[str, AfterValidator(_check_router_id)] = Field(
         "",
-        description="Name that stays the same over restarts; empty means one made from the address.",
+        description="Name that stays the same after a restart. Empty: derived from the address.",
     )
     max_concurrent_requests: PositiveCount = Field(
-        1_024, description="Requests in flight before new ones are refused."
+        1_024, description="Requests in flight before new ones are rejected."
     )
     max_queued_tokens: PositiveCount = Field(
         4_194_304,
-        description="Prompt tokens of requests without a first token yet, before more are refused.",
+        description="Prompt tokens of requests without a first token, before more are rejected.",
     )
     admission_wait_s: PositiveSeconds = Field(
         2.0,
-        description="Seconds that a tenant below its share may wait for one above it to make room.",
+        description="Seconds that a tenant below its share waits for requests of tenants above theirs to end.",
     )
     api_keys_file: str = Field(
         "",
-        description="File of API keys and their tenants, a line KEY TENANT each, or TOML; empty means "
-        "that nobody needs a key.",
+        description="File of API keys: one line KEY TENANT for each, or TOML. Empty: requests need no key.",
     )
     max_queued_tasks: PositiveCount = Field(
-        1_024, description="Prompts that may wait for a prefill worker."
+        1_024, description="Prompts that may wait for a prefill worker before more are rejected."
     )
     prefix_wait_s: NonNegativeSeconds = Field(
         0.05,
-        description="Seconds that a prompt may wait for the prefill worker that holds its prefix.",
+        description="Seconds that a prompt may wait for the prefill worker that has its prefix cached.",
     )
     default_deadline_s: PositiveSeconds = Field(
-        600.0, description="Seconds that a request may take when its client sets no deadline."
+        600.0, description="Deadline in seconds of a request if its client sets none."
     )
     retry_budget: Annotated[int, Field(ge=0, le=10)] = Field(
         2,
-        description="Attempts after the first that a request may make, where the policy says nothing.",
+        description="Retries of a request, unless the registry's policy sets a retry budget.",
     )
     migration_wait_s: NonNegativeSeconds = Field(
         10.0,
-        description="Seconds that an answer which has begun waits for a decode worker that can go on with it, when "
-        "its own is gone.",
+        description="Seconds that a response which has started waits for another decode worker after its own is lost.",
     )
     worker_wait_s: NonNegativeSeconds = Field(
         5.0,
-        description="Seconds from the router's start, or from when the last decode worker of a model is lost, in which "
-        "requests for it wait for one rather than fail.",
+        description="Seconds in which requests wait for a decode worker of their model rather than fail, counted from "
+        "the router's start or from the loss of the model's last worker.",
     )
     look_aside: bool = Field(
         False,
-        description="Whether clients that ask may stream from decode workers directly, which then must reach them.",
+        description="Whether clients may stream from decode workers directly. Clients must be able to reach them.",
     )
     ticket_ttl_s: PositiveSeconds = Field(
         10.0,
-        description="Seconds that a decode worker takes a request with this router's ticket; clocks of the "
-        "deployment must agree far better than that.",
+        description="Seconds in which a decode worker accepts this router's ticket. The clocks of the deployment must "
+        "differ by far less.",
     )
-    trace_count: PositiveCount = Field(256, description="Requests whose traces are kept.")
+    trace_count: PositiveCount = Field(256, description="Requests that have their traces stored.")
 
     @model_validator(mode="after")
     def _check_waits(self) -> RouterConfig:
@@ -124,5 +122,5 @@ class RouterConfig(ServiceConfig):
 
     @property
     def models(self) -> dict[str, str]:
-        """Folder of each model, by the name that it is served under; "sim" is no folder."""
+        """Folder of each model by served name, or "sim"."""
         return dict(_name_and_folder(entry) for entry in self.model)

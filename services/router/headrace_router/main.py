@@ -32,7 +32,7 @@ _MODEL_FLAG = "--model"
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Runs the router until a signal comes."""
+    """Runs the router until SIGTERM or SIGINT."""
 
     async def serve() -> None:
         arguments = join_models(sys.argv[1:] if argv is None else argv)
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def join_models(arguments: Sequence[str]) -> list[str]:
-    """Makes one --model A,B of repeated --model A --model B."""
+    """Joins repeated --model A --model B into one --model A,B."""
     models: list[str] = []
     others: list[str] = []
     rest = iter(arguments)
@@ -60,10 +60,7 @@ def join_models(arguments: Sequence[str]) -> list[str]:
 
 
 async def serve_router(config: RouterConfig) -> None:
-    """Serves until a signal comes.
-
-    Raises ConfigError or RegistryUnavailable when it cannot start.
-    """
+    """Serves until a signal arrives. Raises ConfigError or RegistryUnavailable if it cannot start."""
     incarnation = new_incarnation()
     router_id = config.router_id or _id_from_address(config, incarnation)
     setup_logging(config.log_level, "router", router_id)
@@ -116,7 +113,7 @@ def _member(router_id: str, incarnation: str, endpoint: str) -> registry_pb2.Mem
 
 
 def _id_from_address(config: RouterConfig, incarnation: str) -> str:
-    """Stays over restarts where the port is fixed; where it is not, there is nothing to know by."""
+    """An id that stays the same after a restart on a fixed port. A random one for a random port."""
     address = config.advertise or config.listen
     _, port = split_host_port(address)
     suffix = re.sub(r"[^a-z0-9.-]+", "-", address.lower()) if port else incarnation

@@ -1,11 +1,16 @@
-"""What a router counts and measures."""
+"""The router's metrics.
+
+A new gauge is one entry in `_gauges`. A new counter is one instrument and one method of RouterMetrics. The names are in
+`headrace_common.telemetry.schema`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Final
 
 from opentelemetry.metrics import Meter
@@ -16,13 +21,51 @@ from headrace_router.admission.admission import Admission
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefix_cache.directory import PrefixCacheDirectory
 
-_INTERVAL_S: Final = 1.0
+_SAMPLE_INTERVAL_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Gauge:
+    """`read` returns the value of each queue by name, or one value. Infinity means that nothing is reported."""
+
+    name: str
+    unit: str
+    read: Callable[[], Mapping[str, float] | float]
+
+
+def _gauges(
+    queue: PrefillQueue, admission: Admission, prefixes: PrefixCacheDirectory
+) -> tuple[_Gauge, ...]:
+    def depths() -> Mapping[str, float]:
+        estimate = queue.estimate()
+        return {
+            "prefill": estimate.depth,
+            "prefill tokens": estimate.queued_tokens,
+            "requests": admission.requests,
+            "waiting": admission.waiting,
+            "tokens": admission.queued_tokens,
+        }
+
+    def limits() -> Mapping[str, float]:
+        return {
+            "prefill": queue.max_queued_tasks,
+            "requests": admission.max_num_seqs,
+            "tokens": admission.max_queued_tokens,
+        }
+
+    return (
+        _Gauge(schema.METRIC_QUEUE_DEPTH, "{item}", depths),
+        _Gauge(schema.METRIC_QUEUE_LIMIT, "{item}", limits),
+        _Gauge(schema.METRIC_QUEUE_AGE_MS, "ms", lambda: 1e3 * queue.estimate().oldest_age_s),
+        _Gauge(schema.METRIC_QUEUE_WAIT_MS, "ms", lambda: 1e3 * queue.estimate().wait_s),
+        _Gauge(schema.METRIC_PREFIX_FAULTS, "{worker}", lambda: len(prefixes.faults)),
+    )
 
 
 class RouterMetrics:
-    """Counts requests as they end, and looks at the queues every second.
+    """Counts requests as they end, and samples the gauges every second.
 
-    One event loop owns it: the queues are not looked at from the thread that exports.
+    Owned by one event loop: the thread that exports must not read the queues.
     """
 
     def __init__(
@@ -32,69 +75,53 @@ class RouterMetrics:
         admission: Admission,
         prefixes: PrefixCacheDirectory,
     ) -> None:
-        self._queue = queue
-        self._prefixes = prefixes
-        self._admission = admission
         self._requests = meter.create_counter(schema.METRIC_REQUESTS, "{request}")
         self._migrations = meter.create_counter(schema.METRIC_MIGRATIONS, "{migration}")
         self._first_token = meter.create_histogram(schema.METRIC_TIME_TO_FIRST_TOKEN_MS, "ms")
-        self._depth = meter.create_gauge(schema.METRIC_QUEUE_DEPTH, "{item}")
-        self._limit = meter.create_gauge(schema.METRIC_QUEUE_LIMIT, "{item}")
-        self._age = meter.create_gauge(schema.METRIC_QUEUE_AGE_MS, "ms")
-        self._wait = meter.create_gauge(schema.METRIC_QUEUE_WAIT_MS, "ms")
-        self._faults = meter.create_gauge(schema.METRIC_PREFIX_FAULTS, "{worker}")
-        self._task = asyncio.create_task(self._keep_looking(), name="router-metrics")
+        self._gauges = tuple(
+            (meter.create_gauge(gauge.name, gauge.unit), gauge.read)
+            for gauge in _gauges(queue, admission, prefixes)
+        )
+        self._task = asyncio.create_task(self._sample_forever(), name="router-metrics")
 
     @contextmanager
-    def failures_counted(self) -> Iterator[None]:
-        """Counts a request that fails or is given up in the block."""
+    def count_failures(self) -> Iterator[None]:
+        """Counts a request that the block fails or cancels."""
         try:
             yield
         except HeadraceError as error:
-            self.ended(error.reason, None)
+            self.count_request(error.reason)
             raise
         except asyncio.CancelledError:
-            self.ended(Cancelled.reason, None)
+            self.count_request(Cancelled.reason)
             raise
 
-    def ended(self, reason: str, first_token_ms: float | None) -> None:
-        """A request has ended: `reason` is a finish reason or an error's."""
-        self._requests.add(1, {schema.ATTRIBUTE_END_REASON: reason})
+    def count_request(self, end_reason: str, first_token_ms: float | None = None) -> None:
+        """Counts a request that has ended. `end_reason` is a finish reason or an error's reason."""
+        self._requests.add(1, {schema.ATTRIBUTE_END_REASON: end_reason})
         if first_token_ms is not None:
             self._first_token.record(first_token_ms)
 
-    def migrated(self, reason: str) -> None:
-        """An answer that has begun goes on with another attempt, because of this error."""
+    def count_migration(self, reason: str) -> None:
+        """Counts a response that has started and needs another attempt. `reason` is the error's."""
         self._migrations.add(1, {schema.ATTRIBUTE_END_REASON: reason})
 
-    def look(self) -> None:
-        """Takes the queues' numbers as they are now."""
-        estimate = self._queue.estimate()
-        self._set_depth("prefill", estimate.depth)
-        self._set_depth("prefill tokens", estimate.queued_tokens)
-        self._set_depth("requests", self._admission.requests)
-        self._set_depth("waiting", self._admission.waiting)
-        self._set_depth("tokens", self._admission.queued_tokens)
-        for name, limit in (
-            ("prefill", self._queue.max_queued_tasks),
-            ("requests", self._admission.max_num_seqs),
-            ("tokens", self._admission.max_queued_tokens),
-        ):
-            self._limit.set(limit, {schema.ATTRIBUTE_QUEUE: name})
-        self._faults.set(len(self._prefixes.faults))
-        self._age.set(1e3 * estimate.oldest_age_s)
-        if math.isfinite(estimate.wait_s):
-            self._wait.set(1e3 * estimate.wait_s)
+    def sample(self) -> None:
+        """Sets every gauge to its current value."""
+        for gauge, read in self._gauges:
+            value = read()
+            if isinstance(value, Mapping):
+                for queue, items in value.items():
+                    gauge.set(items, {schema.ATTRIBUTE_QUEUE: queue})
+            elif math.isfinite(value):
+                gauge.set(value)
 
     async def close(self) -> None:
-        """Looks no more."""
+        """Stops sampling."""
         self._task.cancel()
         await asyncio.wait([self._task])
 
-    def _set_depth(self, queue: str, items: int) -> None:
-        self._depth.set(items, {schema.ATTRIBUTE_QUEUE: queue})
-
-    async def _keep_looking(self) -> None:
+    async def _sample_forever(self) -> None:
         while True:
-            self.look()
-            await asyncio.sleep(_INTERVAL_S)
+            self.sample()
+            await asyncio.sleep(_SAMPLE_INTERVAL_S)

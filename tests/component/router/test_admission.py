@@ -21,7 +21,7 @@ from headrace_common.errors import (
     Unauthenticated,
 )
 from headrace_common.rpc.status import error_from_rpc
-from tests.component.router.fakes import Rig, eventually, hang, say
+from tests.component.router.fakes import Rig, eventually, hang, reply
 
 _KEYS = {"greedy": "key-greedy", "late": "key-late"}
 
@@ -63,7 +63,7 @@ async def test_with_a_keys_file_a_key_is_required_and_never_logged(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     async with _rig(tmp_path) as rig:
-        decode = await rig.add_decode(say("ok"))
+        decode = await rig.add_decode(reply("ok"))
         with pytest.raises(Unauthenticated, match="not known here"):
             await _ask(rig, "wrong-key")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -128,7 +128,7 @@ async def test_queued_prompts_are_bounded_by_their_tokens(tmp_path: Path) -> Non
         with pytest.raises(QueueFull, match="queued tokens"):
             await _ask(rig, "greedy", text="x" * 30)
         assert len(decode.requests) == 1
-        decode.script = say("ok")
+        decode.script = reply("ok")
         assert await _ask(rig, "greedy", text="x" * 20) == "ok"
         await _errors([waiting])
         # The end of the waiting request has released its tokens.

@@ -1,4 +1,4 @@
-"""What a collector hears of a router: the queues, and how requests end."""
+"""The metrics that a router exports to a collector."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headrace.worker.v1 import worker_pb2
 from headrace_common.errors import InvalidRequest
 from headrace_common.telemetry import schema
 from tests.collector import Collector, collecting
-from tests.component.router.fakes import Rig, eventually, hand_over, say
+from tests.component.router.fakes import Rig, eventually, hand_over, reply
 
 
 @pytest.fixture
@@ -24,13 +24,13 @@ async def collected() -> AsyncIterator[tuple[Rig, Collector]]:
 
 
 async def _export(rig: Rig) -> None:
-    rig.router.metrics.look()
+    rig.router.metrics.sample()
     await asyncio.to_thread(rig.telemetry.metrics.force_flush)
 
 
-async def test_a_collector_hears_how_requests_end(collected: tuple[Rig, Collector]) -> None:
+async def test_requests_are_counted_by_their_end(collected: tuple[Rig, Collector]) -> None:
     rig, collector = collected
-    await rig.add_decode(say("ok"))
+    await rig.add_decode(reply("ok"))
     for _ in range(3):
         await rig.ask()
     with pytest.raises(grpc.aio.AioRpcError):
@@ -43,25 +43,25 @@ async def test_a_collector_hears_how_requests_end(collected: tuple[Rig, Collecto
     assert collector.value(schema.METRIC_TIME_TO_FIRST_TOKEN_MS) == 3
 
 
-async def test_a_collector_hears_of_workers_whose_caches_cannot_count(
+async def test_workers_with_another_prefix_hash_are_counted(
     collected: tuple[Rig, Collector],
 ) -> None:
     rig, collector = collected
-    await rig.add_decode(say("ok"))
+    await rig.add_decode(reply("ok"))
     await _export(rig)
     assert collector.value(schema.METRIC_PREFIX_FAULTS) == 0
     foreign = worker_pb2.KvHashing(key_fingerprint=1, block_tokens=16)
-    await rig.add_decode(say("ok"), foreign)
+    await rig.add_decode(reply("ok"), foreign)
     await eventually(lambda: len(rig.router.prefixes.faults) == 1)
     await _export(rig)
     assert collector.value(schema.METRIC_PREFIX_FAULTS) == 1
 
 
-async def test_a_collector_hears_how_long_the_queue_is_and_how_old(
+async def test_depth_limit_and_age_of_the_queues_are_exported(
     collected: tuple[Rig, Collector],
 ) -> None:
     rig, collector = collected
-    await rig.add_decode(say("ok"))
+    await rig.add_decode(reply("ok"))
     worker = await rig.add_prefill(hand_over, credit=0)
     waiting = asyncio.create_task(rig.ask())
     await eventually(lambda: rig.router.queue.depth == 1)

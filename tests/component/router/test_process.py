@@ -26,12 +26,12 @@ from headrace_common.registry.membership import Membership
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.server import GrpcServer
 from headrace_common.rpc.status import error_from_rpc
-from tests.component.router.fakes import FakeDecode, FakePrefill, Handoff, hand_over, say, text_of
+from tests.component.router.fakes import FakeDecode, FakePrefill, Handoff, hand_over, reply, text_of
 from tests.ports import free_port
 
 
 class Processes:
-    """Starts services and ends those that a test leaves behind."""
+    """Starts services, and kills those that are left after the test."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -74,14 +74,14 @@ async def _registry(processes: Processes) -> str:
     return (await processes.start("headrace_registry", "--listen", "127.0.0.1:0"))[1]
 
 
-async def test_a_router_joins_the_registry_serves_and_leaves(processes: Processes) -> None:
+async def test_a_router_registers_serves_and_deregisters(processes: Processes) -> None:
     registry = await _registry(processes)
     router, endpoint = await processes.start(
         "headrace_router", "--model", "sim", "--registry", registry, "--router-id", "router-0"
     )
     handoff = Handoff()
     stack = AsyncExitStack()
-    decode = await FakeDecode("d0", handoff, say("ok")).start()
+    decode = await FakeDecode("d0", handoff, reply("ok")).start()
     stack.push_async_callback(decode.kill)
     membership = Membership(registry, decode.member)
     stack.push_async_callback(membership.stop)
@@ -97,9 +97,9 @@ async def test_a_router_joins_the_registry_serves_and_leaves(processes: Processe
                     break
                 await asyncio.sleep(0.05)
         request = inference_pb2.GenerateRequest(text="a prompt")
-        answer = [response async for response in stub.Generate(request, timeout=10)]
-        assert text_of(answer) == "ok"
-        assert answer[-1].timing.prefill_worker_id == "p0"
+        responses = [response async for response in stub.Generate(request, timeout=10)]
+        assert text_of(responses) == "ok"
+        assert responses[-1].timing.prefill_worker_id == "p0"
         health: Any = health_pb2_grpc.HealthStub(channel)
         name = "headrace.prefill.v1.PrefillQueueService"
         state = await health.Check(health_pb2.HealthCheckRequest(service=name), timeout=5)
@@ -115,17 +115,17 @@ async def test_a_router_joins_the_registry_serves_and_leaves(processes: Processe
 
 
 class HeldBackRegistry(registry_pb2_grpc.RegistryServiceServicer):
-    """One that takes its time to say who is there; nobody is."""
+    """A registry that sends its first, empty snapshot when the test lets it."""
 
     def __init__(self) -> None:
-        self.asked = asyncio.Event()
-        self.answer = asyncio.Event()
+        self.watched = asyncio.Event()
+        self.release = asyncio.Event()
 
     async def Watch(
         self, request: registry_pb2.WatchRequest, context: Any
     ) -> AsyncIterator[registry_pb2.WatchResponse]:
-        self.asked.set()
-        await self.answer.wait()
+        self.watched.set()
+        await self.release.wait()
         yield registry_pb2.WatchResponse(revision=1, snapshot=registry_pb2.Snapshot())
         await asyncio.sleep(60)
 
@@ -141,10 +141,10 @@ class HeldBackRegistry(registry_pb2_grpc.RegistryServiceServicer):
             yield registry_pb2.KeepAliveResponse(lease_id=request.lease_id, ttl=Duration(seconds=9))
 
 
-async def test_a_router_is_ready_once_it_knows_who_is_there_and_be_it_nobody(
+async def test_a_router_is_ready_after_the_first_registry_snapshot_even_an_empty_one(
     processes: Processes,
 ) -> None:
-    held_back = HeldBackRegistry()  # type: ignore[abstract]  # a router calls nothing else of it
+    held_back = HeldBackRegistry()  # type: ignore[abstract]  # a router calls no other RPC
     server = GrpcServer(ServiceConfig(), ())
     registry_pb2_grpc.add_RegistryServiceServicer_to_server(held_back, server.server)
     registry = await server.start()
@@ -157,7 +157,7 @@ async def test_a_router_is_ready_once_it_knows_who_is_there_and_be_it_nobody(
     )
     try:
         async with asyncio.timeout(20):
-            await held_back.asked.wait()
+            await held_back.watched.wait()
         await asyncio.sleep(0.5)
         async with open_channel(listen) as channel:
             health: Any = health_pb2_grpc.HealthStub(channel)
@@ -165,7 +165,7 @@ async def test_a_router_is_ready_once_it_knows_who_is_there_and_be_it_nobody(
                 await health.Check(health_pb2.HealthCheckRequest(), timeout=5)
             assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
             assert not starting.done()
-            held_back.answer.set()
+            held_back.release.set()
             await starting
             state = await health.Check(
                 health_pb2.HealthCheckRequest(), timeout=5, wait_for_ready=True
@@ -183,7 +183,7 @@ async def test_a_router_is_ready_once_it_knows_who_is_there_and_be_it_nobody(
         await server.server.stop(0)
 
 
-async def test_what_is_wrong_at_the_start_is_one_line_and_status_2(
+async def test_a_startup_error_is_one_line_and_exit_status_2(
     processes: Processes, tmp_path: Path
 ) -> None:
     registry = await _registry(processes)
@@ -198,7 +198,7 @@ async def test_what_is_wrong_at_the_start_is_one_line_and_status_2(
             "does not exist": ["--model", f"m={tmp_path / 'absent'}"],
             "model: is required": [],
         }
-        for words, arguments in cases.items():
+        for message, arguments in cases.items():
             process, endpoint = await processes.start(
                 "headrace_router", "--registry", registry, "--log-level", "error", *arguments
             )
@@ -208,4 +208,4 @@ async def test_what_is_wrong_at_the_start_is_one_line_and_status_2(
             assert await process.wait() == 2
             assert len(lines) == 1
             assert lines[0].startswith("headrace-router: ")
-            assert words in lines[0]
+            assert message in lines[0]

@@ -1,4 +1,4 @@
-"""The router's settings, and what it does without."""
+"""The router's settings, and the libraries that it must not import."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def _load(*arguments: str) -> RouterConfig:
         (["--model", "a=sim,b=/y", "--trace-count", "3"], {"a": "sim", "b": "/y"}),
     ],
 )
-def test_models_are_named(arguments: list[str], models: dict[str, str]) -> None:
+def test_model_settings_map_names_to_folders(arguments: list[str], models: dict[str, str]) -> None:
     assert _load(*arguments).models == models
 
 
 @pytest.mark.parametrize(
-    "arguments,words",
+    "arguments,message",
     [
         ([], "model: is required"),
-        (["--model", "a=x,a=y"], "a comes twice"),
+        (["--model", "a=x,a=y"], "a is used twice"),
         (["--model", "=x"], "NAME=FOLDER"),
         (["--model"], "at least one model"),
         (["--model", "sim", "--retry-budget", "11"], "retry_budget"),
@@ -46,12 +46,12 @@ def test_models_are_named(arguments: list[str], models: dict[str, str]) -> None:
         (["--model", "sim", "--router-id", "Not Good"], "router_id"),
     ],
 )
-def test_wrong_settings_are_named(arguments: list[str], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_invalid_settings_are_reported(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         _load(*arguments)
 
 
-def test_the_router_needs_no_engine_libraries() -> None:
+def test_the_router_starts_without_engine_libraries() -> None:
     program = textwrap.dedent(
         """
         import sys

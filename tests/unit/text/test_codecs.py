@@ -1,4 +1,4 @@
-"""Model folders as text codecs: what is read from them, and what is wrong with bad ones."""
+"""Codecs of model folders and of the simulated model, and the errors of broken folders."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from headrace_common.errors import ConfigError, InvalidRequest
-from headrace_text.bytes import ByteCodec
+from headrace_text.byte_codec import ByteCodec
+from headrace_text.chat_template import ChatTemplate
 from headrace_text.codec import ChatMessage
-from headrace_text.detokenizer import TextStream
-from headrace_text.hf import HuggingFaceCodec
+from headrace_text.detokenizer import IncrementalDetokenizer
+from headrace_text.hugging_face import HuggingFaceCodec
 from headrace_text.load import load_codecs
-from headrace_text.template import ChatTemplate
 
 _TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}"
@@ -25,7 +25,7 @@ _USER = ChatMessage("user", "hé")
 
 
 def _write_model(folder: Path, **tokenizer_config: object) -> Path:
-    """A byte-level model of 256 bytes, <bos> and <eos>, whose tokenizer adds <bos> to text."""
+    """A byte-level model of 256 bytes, <bos> and <eos>. Its tokenizer adds <bos> to text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {letter: index for index, letter in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -45,14 +45,14 @@ def _write_model(folder: Path, **tokenizer_config: object) -> Path:
     return folder
 
 
-def test_a_folder_says_vocabulary_context_and_every_stop_token(tmp_path: Path) -> None:
+def test_vocabulary_context_and_stop_tokens_come_from_the_folder(tmp_path: Path) -> None:
     codec = HuggingFaceCodec(_write_model(tmp_path, chat_template=_TEMPLATE))
     assert codec.vocabulary_size == 300
     assert codec.max_model_len == 64
     assert codec.stop_token_ids == {257, 258}
 
 
-def test_text_gets_the_tokenizers_bos_and_chat_only_the_templates(tmp_path: Path) -> None:
+def test_bos_is_added_once_by_the_tokenizer_or_by_the_template(tmp_path: Path) -> None:
     codec = HuggingFaceCodec(_write_model(tmp_path, chat_template=_TEMPLATE))
     tokens = codec.encode("a longer text than four")
     assert tokens[0] == 256
@@ -85,7 +85,7 @@ def test_a_template_that_drops_the_final_message_cannot_be_continued() -> None:
 
 
 @pytest.mark.parametrize(
-    "source,words",
+    "source,message",
     [
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ messages[7].content }}", "has no element"),
@@ -94,10 +94,10 @@ def test_a_template_that_drops_the_final_message_cannot_be_continued() -> None:
         ("{{ messages.append(1) }}", "unsafe"),
     ],
 )
-def test_a_templates_error_is_told_in_its_own_words(source: str, words: str) -> None:
+def test_an_error_of_a_template_reaches_the_client(source: str, message: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         ChatTemplate(source, {}).render([_USER], continue_final_message=False)
-    assert words in caught.value.violations["chat.messages"]
+    assert message in caught.value.violations["chat.messages"]
 
 
 def test_templates_may_use_generation_blocks_json_and_loop_controls() -> None:
@@ -109,7 +109,7 @@ def test_templates_may_use_generation_blocks_json_and_loop_controls() -> None:
     assert text == '{"role": "user", "content": "hé"}'
 
 
-def test_the_template_comes_from_its_own_file_or_by_name(tmp_path: Path) -> None:
+def test_the_template_is_read_from_its_own_file_or_by_name(tmp_path: Path) -> None:
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "named"}]
     folder = _write_model(tmp_path, chat_template=named)
     codec = HuggingFaceCodec(folder)
@@ -120,14 +120,14 @@ def test_the_template_comes_from_its_own_file_or_by_name(tmp_path: Path) -> None
     assert codec.decode(chat) == "from its file"
 
 
-def test_a_model_without_template_refuses_chat(tmp_path: Path) -> None:
+def test_a_model_without_template_rejects_chat(tmp_path: Path) -> None:
     codec = HuggingFaceCodec(_write_model(tmp_path))
     with pytest.raises(InvalidRequest, match="no chat template; send text"):
         codec.encode_chat([_USER], continue_final_message=False)
 
 
 @pytest.mark.parametrize(
-    "damage,words",
+    "damage,message",
     [
         ("missing", "does not exist"),
         ("no tokenizer.json", "has no tokenizer.json"),
@@ -137,9 +137,7 @@ def test_a_model_without_template_refuses_chat(tmp_path: Path) -> None:
         ("broken template", "chat template cannot be compiled"),
     ],
 )
-def test_a_folder_that_is_no_model_is_refused_in_one_line(
-    tmp_path: Path, damage: str, words: str
-) -> None:
+def test_a_broken_folder_is_rejected_in_one_line(tmp_path: Path, damage: str, message: str) -> None:
     template = "{% if %}" if damage == "broken template" else _TEMPLATE
     folder = _write_model(tmp_path, chat_template=template)
     kind, _, name = damage.partition(" ")
@@ -149,12 +147,12 @@ def test_a_folder_that_is_no_model_is_refused_in_one_line(
         folder = tmp_path / "absent"
     elif name.endswith(".json"):
         (folder / name).write_text("{")
-    with pytest.raises(ConfigError, match=words) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         load_codecs({"m": str(folder)})
     assert "\n" not in caught.value.detail
 
 
-def test_the_simulated_models_tokens_are_bytes_and_ideographs() -> None:
+def test_tokens_of_the_simulated_model_are_bytes_and_ideographs() -> None:
     codec = ByteCodec()
     assert codec.encode("é") == [0xC3, 0xA9]
     assert codec.decode([0xC3, 0xA9, 256, 511]) == "é\u4e00\u4eff"
@@ -164,8 +162,8 @@ def test_the_simulated_models_tokens_are_bytes_and_ideographs() -> None:
     assert codec.decode(chat) == "user: hé"
 
 
-def test_special_tokens_have_no_text_in_a_stream(tmp_path: Path) -> None:
+def test_special_tokens_have_no_text_when_streamed(tmp_path: Path) -> None:
     codec = HuggingFaceCodec(_write_model(tmp_path))
     tokens = [*codec.encode("a€")[1:], 257, *codec.encode("b")[1:]]
-    stream = TextStream(codec.decode, codec.encode("prompt"))
-    assert [stream.push(token) for token in tokens] == ["a", "", "", "€", "", "b"]
+    detokenizer = IncrementalDetokenizer(codec.decode, codec.encode("prompt"))
+    assert [detokenizer.append(token) for token in tokens] == ["a", "", "", "€", "", "b"]

@@ -1,1 +1,1 @@
-"""Attempts of a request, and retries."""
+"""Runs requests: attempts on decode and prefill workers, and retries."""

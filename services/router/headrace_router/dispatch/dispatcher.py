@@ -1,18 +1,16 @@
-"""A request's attempts: place, try, and go on elsewhere after the tokens that the client has."""
+"""Runs a request: chooses workers and makes attempts. Each attempt continues after the tokens that the client has."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
-from google.protobuf.duration_pb2 import Duration
+import grpc.aio
 from opentelemetry import trace
 from opentelemetry.trace import Span
 
-from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import DecodeFull, HeadraceError, NoDecodeWorker, WorkerGone
@@ -21,8 +19,14 @@ from headrace_common.telemetry import schema
 from headrace_common.telemetry.setup import Telemetry
 from headrace_kv.layout.compatibility import fingerprint
 from headrace_kv.layout.layout import WorkerRef
-from headrace_router.dispatch.attempt import Attempt, AttemptOutcome
-from headrace_router.dispatch.first_token import BY_DECODE, MAKER_NAMES, first_token_maker
+from headrace_router.dispatch.attempt import (
+    Attempt,
+    AttemptContext,
+    AttemptOutcome,
+    AttemptPlan,
+)
+from headrace_router.dispatch.completion import finish_response
+from headrace_router.dispatch.first_token import first_token_maker
 from headrace_router.dispatch.retry_policy import RetryState
 from headrace_router.placement import (
     Candidates,
@@ -35,32 +39,32 @@ from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.task import TaskTerms
 from headrace_router.request.request import RoutedRequest
 from headrace_router.request.validation import PreparedRequest
-from headrace_router.workers.connection import LoadReservation
+from headrace_router.tracing.spans import recorded_span
 from headrace_router.workers.directory import WorkerDirectory
 from headrace_router.workers.table import LoadTable, Numbers, Worker
 
 _LOG = logging.getLogger(__name__)
 
-_SAME_WORKER_PAUSE_S = 0.1
-_LOOK_S = 0.1
+_AVOIDED_WORKER_PAUSE_S = 0.1
+_POLL_INTERVAL_S = 0.1
 
 
 class PrefixSource(Protocol):
-    """Which worker holds how much of a prompt already."""
+    """How much of a prompt each worker has in its prefix cache."""
 
     def cached_tokens(self, table: LoadTable, token_ids: Sequence[int]) -> Numbers:
-        """Prompt tokens that each worker of the table holds, slower tiers counted for less. Shape [worker]."""
+        """Cached prompt tokens of each worker in the table, weighted less in slower tiers. Shape [worker]."""
         ...
 
     def cached_refs(
         self, model: str, token_ids: Sequence[int], refs: Collection[WorkerRef]
     ) -> dict[WorkerRef, int]:
-        """The same of a few prefill workers; those that hold none are left out."""
+        """The same for a few prefill workers. Workers without a cached token are left out."""
         ...
 
 
 class PolicySource(Protocol):
-    """The run-time policy, as the registry's view has it."""
+    """The run-time policy of the deployment."""
 
     @property
     def policy(self) -> registry_pb2.Policy:
@@ -69,12 +73,12 @@ class PolicySource(Protocol):
 
 
 class RequestDispatcher:
-    """Runs requests to their end. Holds no state of any one request."""
+    """Runs requests to their end. Has no state of a single request."""
 
     def __init__(
         self,
         *,
-        view: WorkerDirectory,
+        workers: WorkerDirectory,
         queue: PrefillQueue,
         placement: Placement,
         prefixes: PrefixSource,
@@ -85,129 +89,55 @@ class RequestDispatcher:
         migration_wait_s: float,
         on_migration: Callable[[str], None],
     ) -> None:
-        """`on_migration` hears the reason each time that an answer which has begun needs another attempt."""
-        self._migration_wait_s = migration_wait_s
-        self._on_migration = on_migration
-        self._signer = signer
-        self._view = view
+        """`on_migration` gets the error's reason each time that a response that has started needs another attempt."""
+        self._workers = workers
         self._queue = queue
         self._placement = placement
         self._prefixes = prefixes
         self._policy = policy
         self._retry_budget = retry_budget
         self._telemetry = telemetry
+        self._migration_wait_s = migration_wait_s
+        self._on_migration = on_migration
+        self._attempt_context = AttemptContext(queue, signer, telemetry)
 
-    async def run(self, job: RoutedRequest) -> None:
-        """Fills and finishes the job's answer, from where it is.
+    async def run(self, request: RoutedRequest) -> None:
+        """Fills and finishes the response, from the tokens that it has.
 
         Raises the last attempt's error when no other attempt may be made.
         """
-        blame = RetryState(self._budget, self._migration_wait_s)
+        retries = RetryState(self._budget, self._migration_wait_s)
         attempt: Attempt | None = None
         number = 0
-        while not (reason := job.answer.ended_by):
-            await self._before_an_attempt(job, blame, number)
-            token_ids = job.request.token_ids + job.answer.generated
+        outcome: AttemptOutcome | None = None
+        while outcome is None and not request.response.ended_by:
+            await self._wait_for_worker(request, retries, number)
+            token_ids = request.known_token_ids
             decision = self._route(
-                job.request, token_ids, job.root, job.deadline, blame, blame.local_only
+                *(request.prepared, token_ids, request.root_span, request.deadline, retries)
             )
-            promise = self._view.reserve_load(decision.worker.ref, len(token_ids))
-            if promise is None:
-                blame.failed.add(decision.worker.ref)
+            worker = decision.worker.ref
+            load_reservation = self._workers.reserve_load(worker, len(token_ids))
+            if load_reservation is None:
+                retries.exclude_worker(worker)
                 continue
-            if decision.worker.ref in blame.suspect:
-                await asyncio.sleep(min(_SAME_WORKER_PAUSE_S, job.deadline.remaining_s()))
-            number += 1
-            attempt = self._attempt(job, decision, promise, number, token_ids, blame)
             try:
-                outcome = await attempt.run()
-            except HeadraceError as error:
-                # Those that have no room say so often when they do.
-                level = logging.DEBUG if isinstance(error, DecodeFull) else logging.WARNING
-                _LOG.log(
-                    level, "attempt %d of %s: %s", number, job.request.request_id, error.detail
+                if worker in retries.avoided:
+                    pause_s = min(_AVOIDED_WORKER_PAUSE_S, request.deadline.remaining_s())
+                    await asyncio.sleep(pause_s)
+                number += 1
+                plan = self._plan(
+                    request, token_ids, decision, load_reservation.channel, number, retries
                 )
-                error.metadata["attempts"] = str(number)
-                self._judge(job, error, attempt, blame)
-            else:
-                self._finish(job, attempt, outcome, number)
-                return
+                attempt = Attempt(self._attempt_context, request, plan)
+                outcome = await self._run_attempt(request, attempt, number, retries)
             finally:
-                promise.release()
-        # Its last token came, and then nothing that says so.
-        outcome = AttemptOutcome(reason, 0, 0) if attempt is None else attempt.outcome_of(reason)
-        self._finish(job, attempt, outcome, number)
-
-    def _attempt(
-        self,
-        job: RoutedRequest,
-        decision: Decision,
-        promise: LoadReservation,
-        number: int,
-        token_ids: Sequence[int],
-        blame: RetryState,
-    ) -> Attempt:
-        return Attempt(
-            job,
-            decision,
-            number=number,
-            first_token=first_token_maker(
-                job.request, self._policy.policy, decision, len(job.answer.generated), number
-            ),
-            terms=self.task_terms(
-                decision.worker,
-                token_ids if decision.remote else (),
-                job.deadline,
-                avoid=frozenset(blame.failed),
-                front=blame.prefill_side or bool(job.answer.generated),
-            ),
-            channel=promise.channel,
-            queue=self._queue,
-            signer=self._signer,
-            telemetry=self._telemetry,
-        )
-
-    def _judge(
-        self, job: RoutedRequest, error: HeadraceError, attempt: Attempt, blame: RetryState
-    ) -> None:
-        """Returns when another attempt may be made, or none is needed. Raises `error` when none may be."""
-        if isinstance(error, WorkerGone) and "grpc_code" in error.metadata:
-            self._view.mark_unreachable(attempt.decode_worker)
-        retryable = blame.note(
-            error,
-            attempt,
-            begun=bool(job.answer.generated),
-            remaining_s=job.deadline.remaining_s(),
-        )
-        if job.answer.ended_by:
-            return
-        if not retryable:
-            raise error
-        if job.answer.generated:
-            self._on_migration(error.reason)
-
-    async def _before_an_attempt(self, job: RoutedRequest, blame: RetryState, number: int) -> None:
-        """Waits for a decode worker that answers, rather than spend attempts on dead ones; longer for a begun answer.
-
-        Whoever answers when it returns still does in `_route`, unless something is awaited in between.
-        """
-        blame.forget_full()
-        if not number or not job.answer.generated:
-            await self._view.wait_for_worker(job.request.model, job.deadline)
-            return
-        give_up = Deadline.after(min(blame.wait_left_s, job.deadline.remaining_s()))
-        while not give_up.expired:
-            table = self._view.table(job.request.model)
-            excluded = table.draining | table.flags(blame.excluded)
-            if (table.reachable & ~excluded).any():
-                return
-            await asyncio.sleep(_LOOK_S)
-            blame.forget_full()
-
-    @property
-    def _budget(self) -> int:
-        policy = self._policy.policy
-        return policy.retry_budget if policy.HasField("retry_budget") else self._retry_budget
+                load_reservation.release()
+        if outcome is None:
+            # The response is complete, but no attempt reported Finished.
+            reason = request.response.ended_by
+            outcome = attempt.outcome_of(reason) if attempt else AttemptOutcome(reason, 0, 0)
+        finish_response(request, outcome, attempt, attempts=number, telemetry=self._telemetry)
 
     def route(
         self,
@@ -216,15 +146,15 @@ class RequestDispatcher:
         deadline: Deadline,
         avoid: Collection[str] = (),
     ) -> Decision:
-        """Where the request would go now. Promises nothing to anybody. Raises NoDecodeWorker.
+        """The placement of the request at this moment. Reserves nothing. Raises NoDecodeWorker.
 
-        Workers named in `avoid` come after all others.
+        Workers named in `avoid` are chosen only when no other is left.
         """
-        workers = self._view.table(request.model).workers
-        suspect = {worker.ref for worker in workers if worker.ref.worker_id in avoid}
+        workers = self._workers.table(request.model).workers
+        avoided = {worker.ref for worker in workers if worker.ref.worker_id in avoid}
+        retries = RetryState(self._budget, self._migration_wait_s, avoided=avoided)
         token_ids = request.token_ids + request.generated
-        blame = RetryState(self._budget, self._migration_wait_s, suspect=suspect)
-        return self._route(request, token_ids, root, deadline, blame, local_only=False)
+        return self._route(request, token_ids, root, deadline, retries)
 
     def task_terms(
         self,
@@ -235,18 +165,45 @@ class RequestDispatcher:
         avoid: frozenset[WorkerRef] = frozenset(),
         front: bool = False,
     ) -> TaskTerms:
-        """What to ask of the prefill queue for a prompt that `worker` is to receive; no tokens for a local one."""
+        """The terms of a prefill task for decode worker `worker`. No tokens for a local prefill."""
         cached: dict[WorkerRef, int] = {}
         if token_ids:
             refs = self._queue.pulling_workers().get(fingerprint(worker.layout), frozenset())
             cached = self._prefixes.cached_refs(worker.model, token_ids, refs)
         return TaskTerms(
             deadline_unix_s=deadline.unix_s,
-            avoid=avoid | self._view.distrusted(worker.ref),
+            avoid=avoid | self._workers.distrusted(worker.ref),
             cached=cached,
             returns_max=self._budget,
             front=front,
         )
+
+    @property
+    def _budget(self) -> int:
+        policy = self._policy.policy
+        return policy.retry_budget if policy.HasField("retry_budget") else self._retry_budget
+
+    async def _wait_for_worker(
+        self, request: RoutedRequest, retries: RetryState, attempts: int
+    ) -> None:
+        """Waits for a reachable decode worker, rather than spend retries on dead ones.
+
+        A response that has started waits longer. A worker that is reachable when this returns is still reachable in
+        `_route`, because nothing is awaited in between.
+        """
+        retries.readmit_full_workers()
+        model = request.prepared.model
+        if not attempts or not request.response.completion_tokens:
+            await self._workers.wait_for_worker(model, request.deadline)
+            return
+        give_up = Deadline.after(min(retries.wait_left_s, request.deadline.remaining_s()))
+        while not give_up.expired:
+            table = self._workers.table(model)
+            excluded = table.draining | table.flags(retries.excluded)
+            if (table.reachable & ~excluded).any():
+                return
+            await asyncio.sleep(_POLL_INTERVAL_S)
+            retries.readmit_full_workers()
 
     def _route(
         self,
@@ -254,94 +211,93 @@ class RequestDispatcher:
         token_ids: Sequence[int],
         root: Span,
         deadline: Deadline,
-        blame: RetryState,
-        local_only: bool,
+        retries: RetryState,
     ) -> Decision:
-        start_unix_ns = time.time_ns()
-        placement_request = PlacementRequest(
-            model=request.model,
-            prompt_tokens=len(token_ids),
-            prefill_placement=request.placement,
-            policy=RoutePolicy.from_proto(self._policy.policy),
-            remaining_s=deadline.remaining_s(),
-            failed=blame.excluded,
-            suspect=frozenset(blame.suspect),
-            local_only=local_only,
-        )
-        table = self._view.table(request.model)
-        candidates = Candidates(
+        parent = trace.set_span_in_context(root)
+        try:
+            with recorded_span(self._telemetry, schema.SPAN_ROUTE, parent) as attributes:
+                decision = self._placement.choose(
+                    PlacementRequest(
+                        model=request.model,
+                        prompt_tokens=len(token_ids),
+                        prefill_placement=request.placement,
+                        policy=RoutePolicy.from_proto(self._policy.policy),
+                        remaining_s=deadline.remaining_s(),
+                        failed=retries.excluded,
+                        suspect=retries.avoided,
+                        local_only=retries.local_only,
+                    ),
+                    self._candidates(request.model, token_ids),
+                )
+                attributes |= {
+                    schema.ATTRIBUTE_DECODE_WORKER_ID: decision.worker.ref.worker_id,
+                    schema.ATTRIBUTE_PLACEMENT: "remote" if decision.remote else "local",
+                    schema.ATTRIBUTE_EXPLANATION: decision.explanation,
+                    schema.ATTRIBUTE_CANDIDATES: "; ".join(map(str, decision.candidates)),
+                }
+                return decision
+        except NoDecodeWorker as error:
+            # The failure that excluded the workers says more than that none is left.
+            raise retries.last_error or error from None
+
+    def _candidates(self, model: str, token_ids: Sequence[int]) -> Candidates:
+        table = self._workers.table(model)
+        return Candidates(
             decode=table,
             cached_tokens=self._prefixes.cached_tokens(table, token_ids),
             prefill=self._queue.pulling_workers(),
-            queue_wait_s=self._queue.estimate(request.model).wait_s,
+            queue_wait_s=self._queue.estimate(model).wait_s,
         )
-        problem = ""
-        attributes: dict[str, str] = {}
-        try:
-            decision = self._placement.choose(placement_request, candidates)
-            attributes = {
-                schema.ATTRIBUTE_DECODE_WORKER_ID: decision.worker.ref.worker_id,
-                schema.ATTRIBUTE_PLACEMENT: "remote" if decision.remote else "local",
-                schema.ATTRIBUTE_EXPLANATION: decision.explanation,
-                schema.ATTRIBUTE_CANDIDATES: "; ".join(map(str, decision.candidates)),
-            }
-            return decision
-        except NoDecodeWorker as error:
-            problem = error.detail
-            # What made the workers drop out says more than that none is left.
-            raise blame.last_error or error from None
-        finally:
-            self._telemetry.record_span(
-                schema.SPAN_ROUTE,
-                trace.set_span_in_context(root),
-                start_unix_ns,
-                time.time_ns(),
-                attributes,
-                problem,
-            )
 
-    def _finish(
+    def _plan(
         self,
-        job: RoutedRequest,
-        attempt: Attempt | None,
-        outcome: AttemptOutcome,
+        request: RoutedRequest,
+        token_ids: Sequence[int],
+        decision: Decision,
+        channel: grpc.aio.Channel,
         number: int,
-    ) -> None:
-        answer, root, arrival_unix_ns = job.answer, job.root, job.arrival_unix_ns
-        prefill_worker = attempt.prefill_worker if attempt is not None else None
-        now_unix_ns = time.time_ns()
-        last_unix_ns = answer.last_token_unix_ns or now_unix_ns
-        first_unix_ns = answer.first_token_unix_ns or now_unix_ns
-        usage = inference_pb2.Usage(
-            prompt_tokens=len(job.request.token_ids),
-            completion_tokens=answer.completion_tokens,
-            decode_cached_tokens=outcome.cached_tokens,
-            transferred_tokens=outcome.transferred_tokens,
+        retries: RetryState,
+    ) -> AttemptPlan:
+        generated_tokens = request.response.completion_tokens
+        terms = self.task_terms(
+            decision.worker,
+            token_ids if decision.remote else (),
+            request.deadline,
+            avoid=retries.failed,
+            front=retries.prefill_excluded or generated_tokens > 0,
         )
-        timing = inference_pb2.Timing(
-            time_to_first_token=_duration(first_unix_ns - arrival_unix_ns),
-            total=_duration(last_unix_ns - arrival_unix_ns),
-            decode_worker_id=attempt.decode_worker.worker_id if attempt is not None else "",
-            prefill_worker_id=prefill_worker.worker_id if prefill_worker else "",
-            attempts=number,
+        first_token = first_token_maker(
+            request.prepared, self._policy.policy, decision, generated_tokens, number
         )
-        answer.finish(outcome.reason, usage, timing)
-        parent = trace.set_span_in_context(root)
-        record = self._telemetry.record_span
-        if answer.started:
-            record(schema.SPAN_FIRST_TOKEN, parent, arrival_unix_ns, first_unix_ns)
-            record(schema.SPAN_STREAM, parent, first_unix_ns, last_unix_ns)
-            root.set_attribute(schema.ATTRIBUTE_FIRST_TOKEN, MAKER_NAMES[answer.first_token_by])
-        if answer.first_token_by != BY_DECODE and answer.second_token_unix_ns:
-            record(schema.SPAN_SECOND_TOKEN, parent, first_unix_ns, answer.second_token_unix_ns)
-        reason = sampling_pb2.FinishReason.Name(answer.finish_reason)
-        root.set_attribute(schema.ATTRIBUTE_COMPLETION_TOKENS, answer.completion_tokens)
-        root.set_attribute(
-            schema.ATTRIBUTE_FINISH_REASON, reason.removeprefix("FINISH_REASON_").lower()
-        )
+        return AttemptPlan(number, decision, channel, terms, first_token)
 
+    async def _run_attempt(
+        self, request: RoutedRequest, attempt: Attempt, number: int, retries: RetryState
+    ) -> AttemptOutcome | None:
+        """The outcome, or None after a failure if another attempt may be made or the response is complete.
 
-def _duration(nanoseconds: int) -> Duration:
-    duration = Duration()
-    duration.FromNanoseconds(max(0, nanoseconds))
-    return duration
+        Raises the attempt's error otherwise.
+        """
+        try:
+            return await attempt.run()
+        except HeadraceError as error:
+            # DecodeFull is frequent under load.
+            level = logging.DEBUG if isinstance(error, DecodeFull) else logging.WARNING
+            request_id = request.prepared.request_id
+            _LOG.log(level, "attempt %d of %s: %s", number, request_id, error.detail)
+            error.metadata["attempts"] = str(number)
+            if isinstance(error, WorkerGone) and "grpc_code" in error.metadata:
+                self._workers.mark_unreachable(attempt.decode_worker)
+            response = request.response
+            may_retry = retries.record_failure(
+                attempt.failure(error),
+                client_has_tokens=response.completion_tokens > 0,
+                time_left_s=request.deadline.remaining_s(),
+            )
+            if response.ended_by:
+                return None
+            if not may_retry:
+                raise
+            if response.completion_tokens:
+                self._on_migration(error.reason)
+            return None

@@ -1,4 +1,4 @@
-"""Who makes a request's first token. Pure."""
+"""How the first token of a request is generated. Pure."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def first_token_maker(
     generated_tokens: int,
     attempt: int,
 ) -> Policy:
-    """Who is to make it in the attempt of that number, from 1: what the client says counts, else the policy.
+    """The maker of the first token in attempt number `attempt`, from 1. The client's choice overrides the policy.
 
-    Decode workers make it of what they prefill themselves; once a token is generated there is none to make. Logits are
-    asked for once: whatever lost them, another attempt does without.
+    Decode makes it after a local prefill, and continues a response that has tokens already. Only the first attempt
+    uses logits: a later attempt must not depend on what was lost once.
     """
     if not decision.remote or generated_tokens:
         return BY_DECODE

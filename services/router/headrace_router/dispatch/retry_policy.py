@@ -1,10 +1,12 @@
-"""What a request's failed attempts tell about who may try next."""
+"""Which failures of an attempt exclude which workers, and which cost a retry: see RULES."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
-from typing import Final
+from collections.abc import Collection
+from dataclasses import KW_ONLY, dataclass
+from enum import Enum, auto
+from typing import Final, TypeAlias
 
 from headrace_common.errors import (
     Cancelled,
@@ -21,96 +23,241 @@ from headrace_common.errors import (
     WorkerGone,
 )
 from headrace_kv.layout.layout import WorkerRef
-from headrace_router.dispatch.attempt import Attempt
 
-_RETRY_TIME_MIN_S: Final = 1.0
-_FULL_S: Final = 0.5
+ErrorClasses: TypeAlias = tuple[type[HeadraceError], ...]
 
-# The pair failed: its prefill worker is not asked again, its decode worker only if it is alone. Cancelled is a prefill
-# worker's that ends before its task: a caller that goes away is heard elsewhere first.
-_PAIR_ERRORS = (Cancelled, TransferFailed, TransferTimeout, LayoutMismatch, ProtocolViolation)
-# The decode worker said that it will not take this request, or will not end it.
-_REFUSALS = (DecodeFull, Draining, StaleIncarnation)
+_FULL_WORKER_PAUSE_S: Final = 0.5
+# A retry in less time would fail with the deadline. TransferTimeout names the missing keys, which says more.
+_RETRY_AFTER_TIMEOUT_MIN_S: Final = 1.0
+
+# Errors of the pair of workers. A prefill worker that shuts down before its task has ended reports Cancelled.
+_PAIR_ERRORS: Final = (
+    Cancelled,
+    TransferFailed,
+    TransferTimeout,
+    LayoutMismatch,
+    ProtocolViolation,
+)
 
 
-@dataclass(slots=True)
-class RetryState:
-    """Who failed so far.
+@dataclass(frozen=True, slots=True)
+class FailedAttempt:
+    """What is known of a failed attempt.
 
-    Nobody in `failed` is asked again, and nobody in `suspect` while there is another. `attempts_left` are those after
-    a failure. A decode worker that drains or is another one by now costs none, for it is not asked again; once the
-    client has tokens, one that was full costs none either, and is asked a while later, but not when no attempt has
-    brought a token for `patience_s`.
+    `prefill_failed` is set when the prefill side reported the error. `decode_generated` is set when the decode worker
+    sent a token that it computed from the KV cache: from then on, prefill cannot be the cause.
     """
 
-    attempts_left: int
-    patience_s: float
-    failed: set[WorkerRef] = field(default_factory=set)
-    suspect: set[WorkerRef] = field(default_factory=set)
-    full: dict[WorkerRef, float] = field(default_factory=dict)
-    """Decode workers that had no room, and when that was, by time.monotonic."""
-    prefill_side: bool = False
-    last_error: HeadraceError | None = None
-    _waiting_since_s: float = 0.0
+    error: HeadraceError
+    decode_worker: WorkerRef
+    prefill_worker: WorkerRef | None
+    prefill_failed: bool
+    decode_generated: bool
+
+
+class Retry(Enum):
+    """Whether another attempt may follow, and whether that uses up one of the request's retries."""
+
+    NO = auto()
+    COSTS_ONE = auto()
+    FREE = auto()
+    FREE_WITHIN_WAIT = auto()
+    """Free until no attempt has generated a token for the migration wait."""
+
+
+class Decode(Enum):
+    """Whether the next attempt may use the same decode worker."""
+
+    KEEP = auto()
+    AVOID = auto()
+    """Only when no other worker is left."""
+    EXCLUDE = auto()
+    EXCLUDE_WHILE_FULL = auto()
+    """Not for the next 0.5 s."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What follows from a failure with one of `errors` that meets every condition. A condition of None is met."""
+
+    errors: ErrorClasses
+    _: KW_ONLY
+    # Conditions. See FailedAttempt for the first two.
+    prefill_failed: bool | None = None
+    decode_generated: bool | None = None
+    client_has_tokens: bool | None = None
+    # Consequences.
+    decode: Decode
+    exclude_prefill: bool = False
+    retry: Retry = Retry.COSTS_ONE
+    time_left_min_s: float = 0.0
+    """A retry needs more time than this before the deadline."""
+
+    def matches(self, failed: FailedAttempt, client_has_tokens: bool) -> bool:
+        """Whether this rule applies to the failure."""
+        conditions = (
+            (self.prefill_failed, failed.prefill_failed),
+            (self.decode_generated, failed.decode_generated),
+            (self.client_has_tokens, client_has_tokens),
+        )
+        return isinstance(failed.error, self.errors) and all(
+            wanted is None or wanted is actual for wanted, actual in conditions
+        )
+
+
+_LEAVING: Final = (Draining, StaleIncarnation)
+
+# The first rule that matches applies. The last one matches every failure.
+RULES: Final = (
+    # The decode worker drains, or was restarted. It is not asked again, so this costs no retry.
+    Rule(_LEAVING, prefill_failed=False, decode=Decode.EXCLUDE, retry=Retry.FREE),
+    Rule(_LEAVING, client_has_tokens=True, decode=Decode.EXCLUDE, retry=Retry.FREE),
+    # A full decode worker has room again soon: a response that has started waits for it.
+    Rule(
+        (DecodeFull,),
+        client_has_tokens=True,
+        decode_generated=False,
+        decode=Decode.EXCLUDE_WHILE_FULL,
+        retry=Retry.FREE_WITHIN_WAIT,
+    ),
+    # An invalid request fails everywhere. Corrupt data must be reported.
+    Rule((InvalidRequest, KvCorrupt), decode=Decode.AVOID, retry=Retry.NO),
+    # The prefill side reported the error.
+    Rule(
+        (*_PAIR_ERRORS, StaleIncarnation),
+        prefill_failed=True,
+        decode=Decode.AVOID,
+        exclude_prefill=True,
+    ),
+    Rule((HeadraceError,), prefill_failed=True, decode=Decode.KEEP, exclude_prefill=True),
+    # The decode side reported the error.
+    Rule(
+        (TransferTimeout,),
+        decode_generated=True,
+        decode=Decode.AVOID,
+        time_left_min_s=_RETRY_AFTER_TIMEOUT_MIN_S,
+    ),
+    Rule(
+        (TransferTimeout,),
+        decode=Decode.AVOID,
+        exclude_prefill=True,
+        time_left_min_s=_RETRY_AFTER_TIMEOUT_MIN_S,
+    ),
+    Rule(_PAIR_ERRORS, decode_generated=True, decode=Decode.AVOID),
+    Rule(_PAIR_ERRORS, decode=Decode.AVOID, exclude_prefill=True),
+    Rule((DecodeFull,), decode=Decode.EXCLUDE),
+    Rule((WorkerGone,), decode=Decode.AVOID),
+    # Other errors, such as a bug in a worker, would be repeated on other workers.
+    Rule((HeadraceError,), decode=Decode.AVOID, retry=Retry.NO),
+)
+
+
+def classify_failure(failed: FailedAttempt, *, client_has_tokens: bool) -> Rule:
+    """The rule that applies to a failed attempt."""
+    return next(rule for rule in RULES if rule.matches(failed, client_has_tokens))
+
+
+class RetryState:
+    """The failures of one request so far, and the retries that are left.
+
+    `excluded` workers are not asked again, `avoided` workers only when no other is left.
+    """
+
+    def __init__(
+        self,
+        retries_left: int,
+        migration_wait_s: float,
+        *,
+        avoided: Collection[WorkerRef] = (),
+    ) -> None:
+        """`migration_wait_s`: see RouterConfig."""
+        self._retries_left = retries_left
+        self._migration_wait_s = migration_wait_s
+        self._failed: set[WorkerRef] = set()
+        self._avoided = set(avoided)
+        self._full_since_s: dict[WorkerRef, float] = {}
+        """By time.monotonic."""
+        self._prefill_excluded = False
+        self._waiting_since_s = 0.0
+        self._last_error: HeadraceError | None = None
 
     @property
-    def wait_left_s(self) -> float:
-        """How much longer an answer that has begun may wait for somebody to go on with it."""
-        return self._waiting_since_s + self.patience_s - time.monotonic()
+    def failed(self) -> frozenset[WorkerRef]:
+        """Workers that may not be asked again."""
+        return frozenset(self._failed)
 
     @property
     def excluded(self) -> frozenset[WorkerRef]:
-        """Those that may not be asked now."""
-        return frozenset(self.failed | self.full.keys())
+        """Workers that may not be asked now: failed ones, and decode workers that were full just now."""
+        return frozenset(self._failed | self._full_since_s.keys())
+
+    @property
+    def avoided(self) -> frozenset[WorkerRef]:
+        """Workers that may be asked only when no other is left."""
+        return frozenset(self._avoided)
+
+    @property
+    def prefill_excluded(self) -> bool:
+        """Whether a prefill has failed."""
+        return self._prefill_excluded
 
     @property
     def local_only(self) -> bool:
-        """Whether prefill workers have failed so often that the last attempt does without."""
-        return self.prefill_side and not self.attempts_left
+        """Whether decode must prefill: a prefill has failed, and this is the last attempt."""
+        return self._prefill_excluded and not self._retries_left
 
-    def forget_full(self) -> None:
-        """Workers that were full a while ago may be asked again."""
-        since_s = time.monotonic() - _FULL_S
-        self.full = {ref: at_s for ref, at_s in self.full.items() if at_s > since_s}
+    @property
+    def last_error(self) -> HeadraceError | None:
+        """The error of the latest attempt."""
+        return self._last_error
 
-    def note(
-        self, error: HeadraceError, attempt: Attempt, *, begun: bool, remaining_s: float
+    @property
+    def wait_left_s(self) -> float:
+        """Seconds for which a response that has started may still wait for a decode worker."""
+        return self._waiting_since_s + self._migration_wait_s - time.monotonic()
+
+    def exclude_worker(self, ref: WorkerRef) -> None:
+        """Excludes a worker that left before it was asked."""
+        self._failed.add(ref)
+
+    def readmit_full_workers(self) -> None:
+        """Admits decode workers again that were full 0.5 s ago."""
+        since_s = time.monotonic() - _FULL_WORKER_PAUSE_S
+        self._full_since_s = {
+            ref: full_s for ref, full_s in self._full_since_s.items() if full_s > since_s
+        }
+
+    def record_failure(
+        self, failed: FailedAttempt, *, client_has_tokens: bool, time_left_s: float
     ) -> bool:
-        """Takes a failed attempt into account; whether another may be made. `begun`: the client has tokens."""
-        self.last_error = error
-        if attempt.decode_spoke or not self._waiting_since_s:
+        """Applies the rule for a failed attempt. Returns whether another attempt may be made."""
+        self._last_error = failed.error
+        if failed.decode_generated or not self._waiting_since_s:
             self._waiting_since_s = time.monotonic()
-        if isinstance(error, Draining | StaleIncarnation) and (begun or not attempt.prefill_failed):
-            self.failed.add(attempt.decode_worker)
-            return remaining_s > 0
-        if begun and isinstance(error, DecodeFull) and not attempt.decode_spoke:
-            self.full[attempt.decode_worker] = time.monotonic()
-            return remaining_s > 0 and self.wait_left_s > 0
-        affordable = self.attempts_left > 0 and remaining_s > 0
-        self.attempts_left -= 1
-        return self._lay(error, attempt, remaining_s) and affordable
+        rule = classify_failure(failed, client_has_tokens=client_has_tokens)
+        self._exclude_workers(rule, failed)
+        return self._may_retry(rule.retry) and time_left_s > rule.time_left_min_s
 
-    def _lay(self, error: HeadraceError, attempt: Attempt, remaining_s: float) -> bool:
-        """Puts the blame on somebody; False when no other attempt can help."""
-        decode = attempt.decode_worker
-        if attempt.prefill_failed and not isinstance(error, InvalidRequest | KvCorrupt):
-            self._blame_prefill(attempt)
-            if isinstance(error, (*_PAIR_ERRORS, StaleIncarnation)):
-                self.suspect.add(decode)
-            return True
-        if isinstance(error, _PAIR_ERRORS):
-            if not attempt.decode_spoke:
-                self._blame_prefill(attempt)
-            self.suspect.add(decode)
-            # An error that names the missing keys says more than the deadline of a hopeless retry.
-            return not isinstance(error, TransferTimeout) or remaining_s > _RETRY_TIME_MIN_S
-        if isinstance(error, _REFUSALS):
-            self.failed.add(decode)
-            return True
-        self.suspect.add(decode)
-        return isinstance(error, WorkerGone)
+    def _exclude_workers(self, rule: Rule, failed: FailedAttempt) -> None:
+        if rule.exclude_prefill:
+            self._prefill_excluded = True
+            if failed.prefill_worker is not None:
+                self._failed.add(failed.prefill_worker)
+        match rule.decode:
+            case Decode.AVOID:
+                self._avoided.add(failed.decode_worker)
+            case Decode.EXCLUDE:
+                self._failed.add(failed.decode_worker)
+            case Decode.EXCLUDE_WHILE_FULL:
+                self._full_since_s[failed.decode_worker] = time.monotonic()
+            case Decode.KEEP:
+                pass
 
-    def _blame_prefill(self, attempt: Attempt) -> None:
-        self.prefill_side = True
-        if attempt.prefill_worker is not None:
-            self.failed.add(attempt.prefill_worker)
+    def _may_retry(self, retry: Retry) -> bool:
+        """Pays for the retry."""
+        if retry is Retry.FREE:
+            return True
+        if retry is Retry.FREE_WITHIN_WAIT:
+            return self.wait_left_s > 0
+        self._retries_left -= 1
+        return retry is Retry.COSTS_ONE and self._retries_left >= 0

@@ -26,9 +26,9 @@ from headrace_common.errors import (
 from headrace_common.identity import new_transfer_id
 from headrace_common.rpc.tickets import TicketSigner, check_ticket, decode_request_of
 from headrace_kv.layout.layout import WorkerRef
-from headrace_router.dispatch.attempt import decode_request
 from headrace_router.dispatch.dispatcher import RequestDispatcher
 from headrace_router.dispatch.first_token import BY_DECODE
+from headrace_router.dispatch.messages import decode_request
 from headrace_router.lookaside.tracking import DirectRequestTracker
 from headrace_router.placement import CandidateCost, Decision
 from headrace_router.prefill_queue.queue import PrefillQueue
@@ -78,7 +78,7 @@ class LookAside:
         The router is needed for stop texts, because only the router makes text. It also passes on a first token or
         logits from prefill. Unless the client asks for these, decode makes the first token, whatever the policy.
         """
-        if not self._allowed or request.stop_texts or not self._signer.key:
+        if not self._allowed or request.stop_strings or not self._signer.key:
             return None
         if (request.first_token or BY_DECODE) != BY_DECODE:
             return None

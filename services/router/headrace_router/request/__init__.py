@@ -1,1 +1,1 @@
-"""Validation of requests and the response stream."""
+"""Validation of client requests, and the response stream."""

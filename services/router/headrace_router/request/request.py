@@ -1,4 +1,4 @@
-"""A request on its way through its attempts, and how one of them ended. Values only."""
+"""A validated request with everything that the dispatcher needs to run it. Values only."""
 
 from __future__ import annotations
 
@@ -14,11 +14,16 @@ from headrace_router.request.validation import PreparedRequest
 
 @dataclass(frozen=True, slots=True)
 class RoutedRequest:
-    """One request on its way: what is asked, where the answer goes, and until when."""
+    """One request from its validation to the end of its response. `root_span` is the root of its trace."""
 
-    request: PreparedRequest
-    answer: ResponseStream
-    root: Span
+    prepared: PreparedRequest
+    response: ResponseStream
+    root_span: Span
     deadline: Deadline
     arrival_unix_ns: int
     tenant: str = DEFAULT_TENANT
+
+    @property
+    def known_token_ids(self) -> tuple[int, ...]:
+        """The prompt and the completion so far."""
+        return self.prepared.token_ids + self.response.generated

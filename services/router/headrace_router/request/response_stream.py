@@ -1,7 +1,7 @@
-"""The answer on its way to the client: text made from tokens, stop texts found, tokens coalesced.
+"""The response to one request: converts tokens to text, finds stop strings and coalesces tokens into messages.
 
-A producer adds tokens, a consumer takes messages. What arrives while the consumer is writing, or within the stream's
-least time between two messages, shares its next message.
+The dispatcher adds tokens, and the RPC handler reads messages. Tokens that arrive while a message is written, or
+within the stream's minimum gap between two messages, share the next message.
 """
 
 from __future__ import annotations
@@ -15,27 +15,26 @@ from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
 from headrace_common.process.pacing import FlushPace, LoopLoad
 from headrace_router.request.validation import PreparedRequest
-from headrace_text.detokenizer import TextStream
-from headrace_text.stop_strings import StopScanner
+from headrace_text.detokenizer import IncrementalDetokenizer
+from headrace_text.stop_strings import StopStringScanner
 
 PENDING_TOKENS_MAX = 1_024
 
 
 @dataclass(slots=True)
 class _Pending:
-    """What the client has not been sent yet. Its tokens become text when they are sent, but for stop texts' sake."""
+    """The content of the next message. Without stop strings, tokens become text when the message is built."""
 
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[sampling_pb2.TokenLogprobs] = field(default_factory=list)
-    with_text: bool = False
+    detokenized: bool = False
 
 
 class ResponseStream:
-    """One request's answer.
+    """The response to one request, over all its attempts.
 
-    It is one answer whoever generates it: an attempt goes on after the tokens that others have added, and after those
-    that the client brought along.
+    An attempt adds tokens after those of earlier attempts, and after those that the client sent with its request.
     """
 
     def __init__(
@@ -43,65 +42,68 @@ class ResponseStream:
     ) -> None:
         self._request = request
         self._trace_id = trace_id
-        self._stream = TextStream(request.codec.decode, request.token_ids)
-        self._stops = StopScanner(request.stop_texts)
+        self._detokenizer = IncrementalDetokenizer(request.codec.decode, request.token_ids)
+        self._stop_scanner = StopStringScanner(request.stop_strings)
         self._stop_token_ids = frozenset(request.stop_token_ids)
+        self._generated = list(request.generated)
         self._pending = _Pending()
-        self._last: inference_pb2.GenerateResponse | None = None
-        self._failure: Exception | None = None
+        self._last_message: inference_pb2.GenerateResponse | None = None
+        self._error: Exception | None = None
         self._ended = False
+        self._sent_first_message = False
+        self._readable = asyncio.Event()
+        self._drained = asyncio.Event()
+        self._pace = FlushPace(load or LoopLoad())
         self.finish_reason: sampling_pb2.FinishReason.ValueType = (
             sampling_pb2.FINISH_REASON_UNSPECIFIED
         )
-        self._first_message = True
-        self._generated = list(request.generated)
         self.first_token_by = first_token_pb2.FIRST_TOKEN_POLICY_DECODE
-        """Who made the first token."""
-        self._ready = asyncio.Event()
-        self._pace = FlushPace(load or LoopLoad())
-        self._drained = asyncio.Event()
+        """How the first token was generated."""
         self.first_token_unix_ns = 0
         self.second_token_unix_ns = 0
-        """When what came after the first tokens came; these are several where decode makes them fast."""
+        """Arrival of the second batch of tokens. A fast decode worker sends several tokens in a batch."""
         self.last_token_unix_ns = 0
-        self._take_up()
+        self._replay(request.generated)
 
     @property
     def started(self) -> bool:
-        """Whether a token has come."""
+        """Whether an attempt has added a token."""
         return len(self._generated) > len(self._request.generated)
 
     @property
     def generated(self) -> tuple[int, ...]:
-        """All its tokens so far, which the next attempt goes on after."""
+        """All tokens of the completion so far. The next attempt continues after them."""
         return tuple(self._generated)
 
     @property
     def completion_tokens(self) -> int:
-        """How many tokens it has so far."""
+        """The number of tokens of the completion so far."""
         return len(self._generated)
 
     @property
+    def stopped(self) -> bool:
+        """Whether a stop string is complete. Tokens added after that are ignored."""
+        return self._stop_scanner.stopped
+
+    @property
     def ended_by(self) -> sampling_pb2.FinishReason.ValueType:
-        """Why no token can follow; unspecified while one can."""
+        """Why no token can follow. Unspecified while one can."""
         if self.stopped:
             return sampling_pb2.FINISH_REASON_STOP
         return ended_by(self._request, self._generated)
 
-    async def add_first(
+    async def add_first_tokens(
         self, tokens: decode_pb2.Tokens, maker: first_token_pb2.FirstTokenPolicy.ValueType
     ) -> None:
-        """Takes the first token, which needed no KV cache on the decode worker, and perhaps more behind it."""
+        """As `add_tokens`, for a first token that `maker` generated before decode had the KV cache.
+
+        More tokens may follow it in the same batch.
+        """
         self.first_token_by = maker
-        await self.add(tokens)
+        await self.add_tokens(tokens)
 
-    @property
-    def stopped(self) -> bool:
-        """Whether a stop text is complete; tokens added after that are ignored."""
-        return self._stops.stopped
-
-    async def add(self, tokens: decode_pb2.Tokens) -> None:
-        """Takes tokens from the decode worker; waits while the client is too far behind."""
+    async def add_tokens(self, tokens: decode_pb2.Tokens) -> None:
+        """Adds tokens from a worker. Waits while more than PENDING_TOKENS_MAX tokens are not sent yet."""
         if self.stopped or not tokens.token_ids:
             return
         now_unix_ns = time.time_ns()
@@ -110,37 +112,16 @@ class ResponseStream:
         elif not self.second_token_unix_ns:
             self.second_token_unix_ns = now_unix_ns
         self.last_token_unix_ns = now_unix_ns
-        if self._request.stop_texts:
-            self._add_until_stop(tokens)
+        if self._request.stop_strings:
+            self._append_until_stop(tokens)
         else:
             self._generated.extend(tokens.token_ids)
             self._pending.token_ids.extend(tokens.token_ids)
             self._pending.logprobs.extend(tokens.logprobs)
-        self._ready.set()
+        self._readable.set()
         while len(self._pending.token_ids) > PENDING_TOKENS_MAX:
             self._drained.clear()
             await self._drained.wait()
-
-    def _add_until_stop(self, tokens: decode_pb2.Tokens) -> None:
-        """Which token completes a stop text is only seen token by token."""
-        for index, token_id in enumerate(tokens.token_ids):
-            if self.stopped:
-                break
-            self._generated.append(token_id)
-            self._pending.token_ids.append(token_id)
-            self._pending.logprobs.extend(tokens.logprobs[index : index + 1])
-            # A stop token ends the answer and is no part of its text.
-            if token_id not in self._stop_token_ids:
-                self._pending.text.append(self._stops.push(self._stream.push(token_id)))
-
-    def _take_up(self) -> None:
-        """Brings text and stop texts to where the client is with what was generated elsewhere."""
-        spoken = [token for token in self._generated if token not in self._stop_token_ids]
-        if self._request.stop_texts:
-            for token_id in spoken:
-                self._stops.push(self._stream.push(token_id))
-        else:
-            self._stream.push_all(spoken)
 
     def finish(
         self,
@@ -148,74 +129,99 @@ class ResponseStream:
         usage: inference_pb2.Usage,
         timing: inference_pb2.Timing,
     ) -> None:
-        """Ends the answer: the next message taken is the last."""
-        self._make_text(self._pending)
+        """Ends the response. The next message is the last."""
+        self._detokenize_pending()
         if not self.stopped:
-            self._pending.text.append(self._stops.push(self._stream.finish()))
-        self._pending.text.append(self._stops.finish())
-        # A stop text can come to light in the last characters only.
+            self._pending.text.append(self._stop_scanner.scan(self._detokenizer.flush()))
+        self._pending.text.append(self._stop_scanner.flush())
+        # The flushed characters can complete a stop string.
         self.finish_reason = sampling_pb2.FINISH_REASON_STOP if self.stopped else reason
-        self._last = inference_pb2.GenerateResponse(
+        self._last_message = inference_pb2.GenerateResponse(
             finish_reason=self.finish_reason, usage=usage, timing=timing
         )
         self._ended = True
-        self._ready.set()
+        self._readable.set()
 
     def fail(self, error: Exception) -> None:
-        """Ends the answer with an error, after what has come is taken."""
-        self._failure = error
+        """Ends the response with an error. `next_message` raises it after the tokens that arrived before."""
+        self._error = error
         self._ended = True
-        self._ready.set()
+        self._readable.set()
 
-    async def take(self) -> inference_pb2.GenerateResponse | None:
-        """The next message, with all that has come; None after the last.
+    async def next_message(self) -> inference_pb2.GenerateResponse | None:
+        """The next message, with all tokens that have arrived. None after the last message.
 
-        Raises what the answer failed with.
+        Raises the error with which the response failed.
         """
         while True:
-            await self._ready.wait()
-            if self._pending.token_ids or self._last is not None:
+            await self._readable.wait()
+            if self._pending.token_ids or self._last_message is not None:
                 rest_s = self._pace.batch_s(time.monotonic())
                 if rest_s > 0:
                     await asyncio.sleep(rest_s)
                 self._pace.record_flush(time.monotonic())
-                return self._next_message()
-            if self._failure is not None:
-                raise self._failure
+                return self._build_message()
+            if self._error is not None:
+                raise self._error
             if self._ended:
                 return None
-            self._ready.clear()
+            self._readable.clear()
 
-    def _make_text(self, pending: _Pending) -> None:
-        """Makes the text of all that has come at once, where nobody has looked at it yet."""
-        if self._request.stop_texts or pending.with_text:
+    def _append_until_stop(self, tokens: decode_pb2.Tokens) -> None:
+        """Converts tokens one by one, to find the token that completes a stop string. Ignores the tokens after it."""
+        for index, token_id in enumerate(tokens.token_ids):
+            if self.stopped:
+                break
+            self._generated.append(token_id)
+            self._pending.token_ids.append(token_id)
+            self._pending.logprobs.extend(tokens.logprobs[index : index + 1])
+            # A stop token ends the completion and is not part of its text.
+            if token_id not in self._stop_token_ids:
+                text = self._stop_scanner.scan(self._detokenizer.append(token_id))
+                self._pending.text.append(text)
+
+    def _replay(self, token_ids: Sequence[int]) -> None:
+        """Advances the detokenizer and the stop scanner over tokens that the client already has."""
+        with_text = self._without_stop_tokens(token_ids)
+        if self._request.stop_strings:
+            for token_id in with_text:
+                self._stop_scanner.scan(self._detokenizer.append(token_id))
+        else:
+            self._detokenizer.extend(with_text)
+
+    def _detokenize_pending(self) -> None:
+        """Converts the pending tokens to text in one call. With stop strings, `add_tokens` has done so."""
+        pending = self._pending
+        if self._request.stop_strings or pending.detokenized:
             return
-        pending.with_text = True
-        spoken = [t for t in pending.token_ids if t not in self._stop_token_ids]
-        pending.text.append(self._stream.push_all(spoken))
+        pending.detokenized = True
+        pending.text.append(self._detokenizer.extend(self._without_stop_tokens(pending.token_ids)))
 
-    def _next_message(self) -> inference_pb2.GenerateResponse:
-        response = self._last or inference_pb2.GenerateResponse()
-        self._last = None
+    def _without_stop_tokens(self, token_ids: Sequence[int]) -> list[int]:
+        return [token_id for token_id in token_ids if token_id not in self._stop_token_ids]
+
+    def _build_message(self) -> inference_pb2.GenerateResponse:
+        self._detokenize_pending()
         pending, self._pending = self._pending, _Pending()
-        self._make_text(pending)
+        message = self._last_message or inference_pb2.GenerateResponse()
+        self._last_message = None
         if not self._ended:
-            self._ready.clear()
+            self._readable.clear()
         self._drained.set()
-        response.request_id = self._request.request_id
-        response.text = "".join(pending.text)
-        response.token_ids.extend(pending.token_ids)
-        response.logprobs.extend(pending.logprobs)
-        if self._first_message:
-            response.trace_id = self._trace_id
-            self._first_message = False
-        return response
+        message.request_id = self._request.request_id
+        message.text = "".join(pending.text)
+        message.token_ids.extend(pending.token_ids)
+        message.logprobs.extend(pending.logprobs)
+        if not self._sent_first_message:
+            message.trace_id = self._trace_id
+            self._sent_first_message = True
+        return message
 
 
 def ended_by(
     request: PreparedRequest, generated: Sequence[int]
 ) -> sampling_pb2.FinishReason.ValueType:
-    """Why no token can follow these, stop texts aside; unspecified while one can."""
+    """Why no token can follow the generated ones, apart from stop strings. Unspecified while one can."""
     if generated and generated[-1] in request.stop_token_ids:
         return sampling_pb2.FINISH_REASON_STOP
     if len(generated) >= request.sampling.max_tokens:

@@ -1,4 +1,4 @@
-"""Sampling parameters: ranges, defaults, and what is left for the decode worker. Pure."""
+"""Ranges and defaults of the sampling parameters. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from headrace.inference.v1 import sampling_pb2
 
-STOP_TEXTS_MAX = 16
+STOP_STRINGS_MAX = 16
 LOGPROBS_MAX = 20
 SEED_MAX = 2**63 - 1
 
@@ -18,8 +18,8 @@ class _Range:
     default: float
     low_included: bool = True
 
-    def holds(self, value: float) -> bool:
-        """False for NaN and infinities too."""
+    def contains(self, value: float) -> bool:
+        """False for NaN and infinities, too."""
         return (self.low <= value if self.low_included else self.low < value) and value <= self.high
 
     def __str__(self) -> str:
@@ -37,27 +37,27 @@ _RANGES = {
 
 
 def sampling_violations(sampling: sampling_pb2.SamplingParams) -> dict[str, str]:
-    """What is wrong without knowing the model: path of each field at fault -> remedy."""
+    """Remedies by path of the invalid field. Needs no knowledge of the model."""
     violations: dict[str, str] = {}
     for name, allowed in _RANGES.items():
         value = getattr(sampling, name)
-        if sampling.HasField(name) and not allowed.holds(value):  # type: ignore[arg-type]
+        if sampling.HasField(name) and not allowed.contains(value):  # type: ignore[arg-type]
             violations[f"sampling.{name}"] = f"must be {allowed}, not {value:g}"
     if sampling.seed > SEED_MAX:
         violations["sampling.seed"] = f"must be from 0 to {SEED_MAX}, not {sampling.seed}"
     if sampling.HasField("max_tokens") and sampling.max_tokens < 1:
         violations["sampling.max_tokens"] = (
-            "must be 1 or more; leave it out for what the context leaves"
+            "must be 1 or more; leave it out to use the rest of the context"
         )
     if sampling.logprobs > LOGPROBS_MAX:
         violations["sampling.logprobs"] = (
             f"must be from 0 to {LOGPROBS_MAX}, not {sampling.logprobs}"
         )
-    if len(sampling.stop) > STOP_TEXTS_MAX:
+    if len(sampling.stop) > STOP_STRINGS_MAX:
         violations["sampling.stop"] = (
-            f"must hold at most {STOP_TEXTS_MAX} texts, not {len(sampling.stop)}"
+            f"must hold at most {STOP_STRINGS_MAX} strings, not {len(sampling.stop)}"
         )
-    for index, stop in enumerate(sampling.stop[:STOP_TEXTS_MAX]):
+    for index, stop in enumerate(sampling.stop[:STOP_STRINGS_MAX]):
         if not stop:
             violations[f"sampling.stop[{index}]"] = "must not be empty; leave it out"
     return violations
@@ -66,7 +66,10 @@ def sampling_violations(sampling: sampling_pb2.SamplingParams) -> dict[str, str]
 def with_defaults(
     sampling: sampling_pb2.SamplingParams, max_tokens: int
 ) -> sampling_pb2.SamplingParams:
-    """What the decode worker gets: defaults filled in, without the stops, which travel apart or stay here."""
+    """The parameters for the decode worker, with every default filled in.
+
+    They have no stops: the router finds stop strings, and stop tokens have a field of their own.
+    """
     filled = sampling_pb2.SamplingParams()
     filled.CopyFrom(sampling)
     for name, allowed in _RANGES.items():

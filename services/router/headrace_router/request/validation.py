@@ -1,7 +1,4 @@
-"""From a client's request to one that can be placed, or to everything that is wrong with it.
-
-Pure.
-"""
+"""Converts a client's request into one that can be placed, or reports everything that is invalid. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ _PROMPT_FIELDS = ("text", "chat", "tokens")
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A request that passed every check: the prompt as tokens, every default filled in."""
+    """A valid request: the prompt as tokens, and every default filled in."""
 
     request_id: str
     model: str
@@ -29,17 +26,17 @@ class PreparedRequest:
     token_ids: tuple[int, ...]
     sampling: sampling_pb2.SamplingParams
     stop_token_ids: tuple[int, ...]
-    stop_texts: tuple[str, ...]
+    stop_strings: tuple[str, ...]
     placement: inference_pb2.PrefillPlacement.ValueType
     first_token: first_token_pb2.FirstTokenPolicy.ValueType = (
         first_token_pb2.FIRST_TOKEN_POLICY_UNSPECIFIED
     )
     generated: tuple[int, ...] = ()
-    """What the client has of the answer already."""
+    """Tokens of the completion that the client already has."""
 
 
 def resolve_model(name: str, codecs: Mapping[str, TextCodec]) -> str:
-    """The served name that is meant. Raises InvalidRequest listing the names served."""
+    """The served name of the requested model. Raises InvalidRequest listing the served names."""
     if name in codecs:
         return name
     served = ", ".join(sorted(codecs))
@@ -57,11 +54,10 @@ def prepare(
     codecs: Mapping[str, TextCodec],
     max_model_len: Mapping[str, int],
 ) -> PreparedRequest:
-    """Checks and tokenizes. Takes time with the prompt's length, so it belongs on a thread.
+    """Validates and tokenizes a request. Slow for a long prompt: call it on a thread.
 
-    `max_model_len` holds, by model, what the live decode workers take; a model without any falls
-    back on its own
-    files. Raises InvalidRequest with every violation at once.
+    `max_model_len` is the context length of the live decode workers by model. The model's own files count for a model
+    without workers. Raises InvalidRequest with every violation at once.
     """
     violations = request_violations(request)
     try:
@@ -90,15 +86,15 @@ def prepare(
                 "generated.ids": f"must hold at most max_tokens, {max_tokens}, not {len(request.generated.ids)}"
             }
         )
-    own_stops = frozenset() if request.sampling.ignore_eos else codec.stop_token_ids
+    model_stops = frozenset() if request.sampling.ignore_eos else codec.stop_token_ids
     return PreparedRequest(
         request_id=request_id,
         model=model,
         codec=codec,
         token_ids=tuple(token_ids),
         sampling=with_defaults(request.sampling, max_tokens),
-        stop_token_ids=tuple(sorted(own_stops.union(request.sampling.stop_token_ids))),
-        stop_texts=tuple(request.sampling.stop),
+        stop_token_ids=tuple(sorted(model_stops.union(request.sampling.stop_token_ids))),
+        stop_strings=tuple(request.sampling.stop),
         placement=request.prefill_placement,
         first_token=request.first_token,
         generated=tuple(request.generated.ids),
@@ -106,7 +102,7 @@ def prepare(
 
 
 def request_violations(request: inference_pb2.GenerateRequest) -> dict[str, str]:
-    """What is wrong without knowing the model: path of each field at fault -> remedy."""
+    """Remedies by path of the invalid field. Needs no knowledge of the model."""
     violations = sampling_violations(request.sampling)
     given = [name for name in _PROMPT_FIELDS if request.HasField(name)]  # type: ignore[arg-type]
     if not given:
@@ -165,13 +161,13 @@ def _length_violations(
     room = context - prompt_tokens
     if room < 1:
         return {
-            prompt_field: f"makes {prompt_tokens} tokens, and the context of {context} must hold "
-            f"one more for an answer; shorten it by {1 - room}"
+            prompt_field: f"has {prompt_tokens} tokens, and the context of {context} must also fit "
+            f"one generated token; shorten it by {1 - room}"
         }
     if request.sampling.max_tokens > room:
         return {
-            "sampling.max_tokens": f"must be at most {room}, what the context of {context} leaves "
-            f"after {prompt_tokens} tokens of prompt, not {request.sampling.max_tokens}"
+            "sampling.max_tokens": f"must be at most {room}, as the prompt has {prompt_tokens} tokens of "
+            f"the context of {context}, not {request.sampling.max_tokens}"
         }
     return {}
 
@@ -193,5 +189,5 @@ def _vocabulary_violations(
 
 
 def _room(max_model_len: int, prompt_tokens: int) -> int:
-    """Tokens that the context leaves; the least there can be where nobody knows the context."""
+    """Tokens that fit into the context after the prompt. 1 where the context length is unknown."""
     return max(1, max_model_len - prompt_tokens)

@@ -1,1 +1,1 @@
-"""The trace store and its service."""
+"""The traces of the last requests, and the gRPC services that fill and show them."""

@@ -1,35 +1,36 @@
-"""The gRPC sides of the trace store: OTLP in, Headrace's own TraceService out."""
+"""The gRPC services of the trace store: OTLP to fill it, TraceService to show it."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
 
 import grpc.aio
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.proto.trace.v1 import trace_pb2 as otlp_pb2
 
 from headrace.inference.v1 import trace_pb2, trace_pb2_grpc
-from headrace_router.lookaside.tracking import DirectRequestTracker
 from headrace_router.tracing.store import TraceStore
 
 OTLP_SERVICE_NAME = "opentelemetry.proto.collector.trace.v1.TraceService"
 
+SpanReceiver: TypeAlias = Callable[[Iterable[otlp_pb2.ResourceSpans]], None]
+
 
 class SpanCollector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Takes the workers' spans."""
+    """Passes the workers' spans to every receiver. Workers send every span to every router."""
 
-    def __init__(self, store: TraceStore, direct: DirectRequestTracker) -> None:
-        self._store = store
-        self._direct = direct
+    def __init__(self, *receivers: SpanReceiver) -> None:
+        self._receivers = receivers
 
     async def Export(
         self,
         request: trace_service_pb2.ExportTraceServiceRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> trace_service_pb2.ExportTraceServiceResponse:
-        """Spans of requests that are not kept here are dropped silently: every router gets every span."""
-        self._store.add(request.resource_spans)
-        self._direct.on_spans(request.resource_spans)
+        for receive in self._receivers:
+            receive(request.resource_spans)
         return trace_service_pb2.ExportTraceServiceResponse()
 
 
@@ -44,7 +45,7 @@ class TraceReader(trace_pb2_grpc.TraceServiceServicer):
         request: trace_pb2.GetTraceRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> trace_pb2.GetTraceResponse:
-        """One trace, as far as its spans have come."""
+        """One trace, with the spans that have arrived."""
         trace = await asyncio.to_thread(self._store.get, request.id)
         return trace_pb2.GetTraceResponse(trace=trace)
 
@@ -53,8 +54,8 @@ class TraceReader(trace_pb2_grpc.TraceServiceServicer):
         request: trace_pb2.ListTracesRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> trace_pb2.ListTracesResponse:
-        """The kept traces, newest first."""
+        """The stored traces, newest first."""
         traces, token = await asyncio.to_thread(
-            self._store.page, request.page_size, request.page_token
+            self._store.list_page, request.page_size, request.page_token
         )
         return trace_pb2.ListTracesResponse(traces=traces, next_page_token=token)

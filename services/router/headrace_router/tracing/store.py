@@ -1,8 +1,4 @@
-"""The traces of the last requests.
-
-Only requests that began here are kept: workers send their spans to every router, and a router keeps
-what is its own.
-"""
+"""Stores the traces of the last requests that this router served."""
 
 from __future__ import annotations
 
@@ -12,8 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from google.protobuf.duration_pb2 import Duration
-from google.protobuf.timestamp_pb2 import Timestamp
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.proto.common.v1 import common_pb2
 from opentelemetry.proto.trace.v1 import trace_pb2 as otlp_pb2
@@ -21,6 +15,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from headrace.inference.v1 import trace_pb2
+from headrace_common.durations import duration_from_ns, timestamp_from_unix_ns
 from headrace_common.errors import InvalidRequest, NotFound
 from headrace_common.telemetry import schema
 
@@ -38,8 +33,13 @@ class _Record:
     start_unix_ns: int
     spans: dict[str, trace_pb2.Span] = field(default_factory=dict)
 
+    def add_span(self, span: trace_pb2.Span) -> None:
+        """Drops a new span beyond SPANS_PER_TRACE_MAX."""
+        if len(self.spans) < SPANS_PER_TRACE_MAX:
+            self.spans[span.span_id] = span
+
     def complete(self) -> bool:
-        """Whether the root has ended and the successful attempt's workers have reported."""
+        """Whether the root span and all spans of the successful attempt's workers have arrived."""
         spans = self.spans.values()
         if not any(_is_root_of(span, self.request_id) for span in spans):
             return False
@@ -59,17 +59,14 @@ class _Record:
         return trace_pb2.Trace(
             trace_id=self.trace_id,
             request_id=self.request_id,
-            start_time=_timestamp(self.start_unix_ns),
+            start_time=timestamp_from_unix_ns(self.start_unix_ns),
             complete=self.complete(),
             spans=spans if with_spans else (),
         )
 
 
 class TraceStore:
-    """Keeps the last `trace_count` requests' traces.
-
-    Thread-safe: exporters call from threads of their own.
-    """
+    """Stores the traces of the last `trace_count` requests. Thread-safe, as exporters have threads of their own."""
 
     def __init__(self, trace_count: int) -> None:
         self._trace_count = trace_count
@@ -78,11 +75,10 @@ class TraceStore:
         self._trace_of_request: dict[str, str] = {}
         self._sequence = 0
 
-    def begin(self, trace_id: str, request_id: str, start_unix_ns: int) -> None:
-        """A request has arrived; spans of its trace are kept from now on.
+    def start_trace(self, trace_id: str, request_id: str, start_unix_ns: int) -> None:
+        """Starts to store the spans of a request's trace.
 
-        Requests that share their client's trace share one record, which bears the newest one's
-        name.
+        Requests that share a client's trace share one record, with the id of the newest request.
         """
         with self._lock:
             self._sequence += 1
@@ -93,35 +89,27 @@ class TraceStore:
             )
             self._trace_of_request[request_id] = trace_id
             while len(self._records) > self._trace_count:
-                gone, _ = self._records.popitem(last=False)
-                self._forget(gone)
+                oldest, _ = self._records.popitem(last=False)
+                self._forget_requests(oldest)
 
-    def _forget(self, trace_id: str) -> None:
+    def _forget_requests(self, trace_id: str) -> None:
         names = [name for name, owner in self._trace_of_request.items() if owner == trace_id]
         for name in names:
             del self._trace_of_request[name]
 
-    def add(self, resource_spans: Iterable[otlp_pb2.ResourceSpans]) -> None:
-        """Takes spans in OTLP's form.
-
-        Those of unknown traces, and beyond a trace's bound, are dropped.
-        """
+    def add_spans(self, resource_spans: Iterable[otlp_pb2.ResourceSpans]) -> None:
+        """Adds spans in OTLP's format. Drops spans of unknown traces."""
         with self._lock:
             for resource in resource_spans:
                 attributes = _attributes(resource.resource.attributes)
                 for scope in resource.scope_spans:
                     for span in scope.spans:
-                        self._add_span(span, attributes)
-
-    def _add_span(self, span: otlp_pb2.Span, resource: Mapping[str, str]) -> None:
-        record = self._records.get(span.trace_id.hex())
-        if record is None or len(record.spans) >= SPANS_PER_TRACE_MAX:
-            return
-        converted = _convert(span, resource)
-        record.spans[converted.span_id] = converted
+                        record = self._records.get(span.trace_id.hex())
+                        if record is not None:
+                            record.add_span(_convert(span, attributes))
 
     def get(self, name: str) -> trace_pb2.Trace:
-        """By trace id or request id; the newest for an empty name. Raises NotFound."""
+        """The trace with this trace id or request id. The newest for an empty name. Raises NotFound."""
         with self._lock:
             trace_id = name or next(reversed(self._records), "")
             record = self._records.get(trace_id) or self._records.get(
@@ -129,19 +117,19 @@ class TraceStore:
             )
             if record is None:
                 raise NotFound(
-                    f"no trace {name!r} is kept; the last {self._trace_count} are"
+                    f"no trace {name!r} is stored; only the last {self._trace_count} are"
                     if name
-                    else "no trace is kept yet",
+                    else "no trace is stored yet",
                     metadata={"id": name},
                 )
             return record.to_proto(with_spans=True)
 
-    def page(self, page_size: int, page_token: str) -> tuple[Sequence[trace_pb2.Trace], str]:
-        """Traces without spans, newest first, and the next page's token. Raises InvalidRequest."""
+    def list_page(self, page_size: int, page_token: str) -> tuple[Sequence[trace_pb2.Trace], str]:
+        """One page of traces without spans, newest first, and the next page's token. Raises InvalidRequest."""
         if page_size > PAGE_SIZE_MAX:
             raise InvalidRequest({"page_size": f"must be at most {PAGE_SIZE_MAX}, not {page_size}"})
         if page_token and not (page_token.isascii() and page_token.isdecimal()):
-            raise InvalidRequest({"page_token": "must be a next_page_token, as it came"})
+            raise InvalidRequest({"page_token": "must be a next_page_token, unchanged"})
         size = page_size or PAGE_SIZE_DEFAULT
         with self._lock:
             older = [
@@ -155,26 +143,24 @@ class TraceStore:
 
 
 class StoreExporter(SpanExporter):
-    """Puts the router's own spans into its store."""
+    """Adds the router's own spans to its store."""
 
     def __init__(self, store: TraceStore) -> None:
         self._store = store
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Always succeeds."""
-        self._store.add(encode_spans(spans).resource_spans)
+        self._store.add_spans(encode_spans(spans).resource_spans)
         return SpanExportResult.SUCCESS
 
     def shutdown(self) -> None:
-        """Nothing is held back here."""
+        """Nothing to flush: `export` adds spans at once."""
 
 
 def _convert(span: otlp_pb2.Span, resource: Mapping[str, str]) -> trace_pb2.Span:
-    duration = Duration()
-    duration.FromNanoseconds(max(0, span.end_time_unix_nano - span.start_time_unix_nano))
     failed = span.status.code == otlp_pb2.Status.STATUS_CODE_ERROR
     service = resource.get("service.name", "").removeprefix(_SERVICE_PREFIX)
-    # A client's own span may be the parent of the root, but it is not in this trace.
+    # The parent of the root may be a client's span, which is not stored.
     parent = "" if span.name == schema.SPAN_REQUEST else span.parent_span_id.hex()
     return trace_pb2.Span(
         span_id=span.span_id.hex(),
@@ -182,8 +168,8 @@ def _convert(span: otlp_pb2.Span, resource: Mapping[str, str]) -> trace_pb2.Span
         name=span.name,
         service=service,
         worker_id="" if service == "router" else resource.get("service.instance.id", ""),
-        start_time=_timestamp(span.start_time_unix_nano),
-        duration=duration,
+        start_time=timestamp_from_unix_ns(span.start_time_unix_nano),
+        duration=duration_from_ns(span.end_time_unix_nano - span.start_time_unix_nano),
         attributes=_attributes(span.attributes),
         error=(span.status.message or "failed") if failed else "",
     )
@@ -208,9 +194,3 @@ def _text(value: common_pb2.AnyValue) -> str:
         return "true" if value.bool_value else "false"
     content: Any = getattr(value, kind) if kind else ""
     return f"{content:g}" if kind == "double_value" else str(content)
-
-
-def _timestamp(unix_ns: int) -> Timestamp:
-    timestamp = Timestamp()
-    timestamp.FromNanoseconds(unix_ns)
-    return timestamp

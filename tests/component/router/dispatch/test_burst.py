@@ -1,4 +1,4 @@
-"""Prompts that arrive together, while none of them has its reservation yet."""
+"""Prompts that arrive together, before any of them has its reservation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.component.router.fakes import (
     Rig,
     eventually,
     hand_over,
-    say,
+    reply,
     text_of,
 )
 
@@ -29,7 +29,7 @@ async def _reserves_slowly(
     worker: FakeDecode, request: decode_pb2.GenerateRequest
 ) -> AsyncIterator[Any]:
     await asyncio.sleep(_RESERVE_S)
-    async for event in say("ok")(worker, request):
+    async for event in reply("ok")(worker, request):
         yield event
 
 
@@ -39,43 +39,36 @@ async def _one_at_a_time(worker: FakePrefill, task: prefill_pb2.PrefillTask) -> 
     await hand_over(worker, task)
 
 
-async def test_a_burst_within_one_reservation_does_not_overshoot_the_bound_on_waiting(
-    rig: Rig,
-) -> None:
+async def _add_workers(rig: Rig) -> tuple[FakeDecode, FakePrefill]:
+    """Adds a slow decode and a slow prefill worker, and lets the queue measure how long one prompt takes."""
     decode = await rig.add_decode(_reserves_slowly)
     decode.member.max_num_seqs = 2 * _PROMPTS
     rig.refresh()
     prefill = await rig.add_prefill(_one_at_a_time, credit=1)
     rig.policy.policy.max_queue_wait.FromMilliseconds(round(1e3 * _BOUND_S))
-    # From this one the router learns how long a prompt takes.
     assert text_of(await rig.ask("x" * 100)) == "ok"
     assert len(prefill.tasks) == 1
-    group = rig.router.queue
-    await eventually(lambda: group.estimate().wait_s == 0.0)
-    answers = await asyncio.gather(*(rig.ask("x" * 100) for _ in range(_PROMPTS)))
-    assert all(text_of(answer) == "ok" for answer in answers)
-    # One at once, and as many after it as get their turn within the bound.
+    await eventually(lambda: rig.router.queue.estimate().wait_s == 0.0)
+    return decode, prefill
+
+
+async def test_a_burst_during_one_reservation_keeps_the_limit_on_queue_wait(rig: Rig) -> None:
+    decode, prefill = await _add_workers(rig)
+    responses = await asyncio.gather(*(rig.ask("x" * 100) for _ in range(_PROMPTS)))
+    assert all(text_of(response) == "ok" for response in responses)
+    # One prompt runs, and those follow that start within the limit.
     assert 4 <= len(prefill.tasks) - 1 <= 7
     assert len(decode.requests) == _PROMPTS + 1
 
 
-async def test_a_ticket_counts_in_the_queue_until_its_prompt_comes() -> None:
-    looking_aside = await Rig(look_aside=True).start()
-    try:
-        decode = await looking_aside.add_decode(say("ok"))
-        decode.member.max_num_seqs = 2 * _PROMPTS
-        looking_aside.refresh()
-        prefill = await looking_aside.add_prefill(_one_at_a_time, credit=1)
-        looking_aside.policy.policy.max_queue_wait.FromMilliseconds(round(1e3 * _BOUND_S))
-        assert text_of(await looking_aside.ask("x" * 100)) == "ok"
-        await eventually(lambda: looking_aside.router.queue.estimate().wait_s == 0.0)
-        request = inference_pb2.RouteRequest(request=inference_pb2.GenerateRequest(text="x" * 100))
-        routed = [await looking_aside.stub.Route(request, timeout=5) for _ in range(_PROMPTS)]
-        remote = [route.direct for route in routed if route.remote_prefill]
-        assert 4 <= len(remote) <= 7
-        await looking_aside.stub.Prefill(inference_pb2.PrefillRequest(direct=remote[0]), timeout=5)
-        assert len(prefill.tasks) == 2
-        # Those whose clients never come are forgotten.
-        await eventually(lambda: looking_aside.router.queue.estimate().wait_s == 0.0)
-    finally:
-        await looking_aside.close()
+async def test_a_ticket_counts_in_the_queue_until_its_prompt_arrives(look_aside_rig: Rig) -> None:
+    rig = look_aside_rig
+    _, prefill = await _add_workers(rig)
+    request = inference_pb2.RouteRequest(request=inference_pb2.GenerateRequest(text="x" * 100))
+    routed = [await rig.stub.Route(request, timeout=5) for _ in range(_PROMPTS)]
+    remote = [route.direct for route in routed if route.remote_prefill]
+    assert 4 <= len(remote) <= 7
+    await rig.stub.Prefill(inference_pb2.PrefillRequest(direct=remote[0]), timeout=5)
+    assert len(prefill.tasks) == 2
+    # A ticket stops counting if its prompt does not arrive.
+    await eventually(lambda: rig.router.queue.estimate().wait_s == 0.0)

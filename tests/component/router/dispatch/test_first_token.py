@@ -1,4 +1,4 @@
-"""First tokens from prefill workers or their logits, through a real router to scripted workers."""
+"""First tokens from prefill workers or from their logits, through a real router to scripted workers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from headrace.inference.v1 import (
     first_token_pb2,
     inference_pb2,
     sampling_pb2,
-    trace_pb2,
-    trace_pb2_grpc,
 )
 from headrace_common.errors import TransferFailed
 from headrace_common.telemetry import schema
@@ -21,14 +19,15 @@ from tests.component.router.fakes import (
     FakeDecode,
     FakePrefill,
     Rig,
-    begin_answer,
     eventually,
     fail,
     finished,
-    go_on,
     hand_over,
+    hang,
+    reply,
+    reply_after_first_token,
     reserved,
-    say,
+    send_first_token,
     stall,
     text_of,
     tokens,
@@ -50,23 +49,24 @@ async def rest_of(call: Any) -> list[inference_pb2.GenerateResponse]:
     return responses
 
 
-async def test_the_client_has_prefills_token_before_the_transfer_is_done(rig: Rig) -> None:
-    decode = await rig.add_decode(go_on("aris"))
-    prefill = await rig.add_prefill(begin_answer("P", stall))
+async def test_the_token_of_prefill_is_sent_before_the_transfer_is_complete(rig: Rig) -> None:
+    decode = await rig.add_decode(reply_after_first_token("aris"))
+    prefill = await rig.add_prefill(send_first_token("P", stall))
     request = inference_pb2.GenerateRequest(
         text="capital?", first_token=PREFILL, sampling=sampling(9, logprobs=1)
     )
     call = rig.stub.Generate(request, timeout=10)
     first = await call.read()
     assert first.text == "P"
-    (task,), (asked,) = prefill.tasks, decode.requests
-    assert bytes(task.token_ids) == bytes(asked.token_ids) == b"capital?"
-    assert task.sampling == asked.sampling
-    assert asked.first_token == PREFILL
+    (task,), (received,) = prefill.tasks, decode.requests
+    assert bytes(task.token_ids) == bytes(received.token_ids) == b"capital?"
+    assert task.sampling == received.sampling
+    assert received.first_token == PREFILL
     await eventually(lambda: bool(decode.first_tokens))
-    (told,) = decode.first_tokens
-    assert (told.transfer_id, told.token_id) == (asked.transfer_id, ord("P"))
-    assert told.incarnation == decode.member.incarnation
+    (first_token,) = decode.first_tokens
+    assert first_token.transfer_id == received.transfer_id
+    assert first_token.token_id == ord("P")
+    assert first_token.incarnation == decode.member.incarnation
     await hand_over(prefill, task)
     responses = [first, *await rest_of(call)]
     assert text_of(responses) == "Paris"
@@ -75,21 +75,21 @@ async def test_the_client_has_prefills_token_before_the_transfer_is_done(rig: Ri
 
 
 async def test_the_policy_decides_unless_the_client_does(rig: Rig) -> None:
-    decode = await rig.add_decode(say("xyz"))
+    decode = await rig.add_decode(reply("xyz"))
     prefill = await rig.add_prefill(hand_over)
     await rig.ask(first_token=DECODE)
     rig.policy.policy.first_token = PREFILL
     await rig.ask(first_token=DECODE)
     assert not any(task.HasField("sampling") for task in prefill.tasks)
     assert {request.first_token for request in decode.requests} == {0}
-    decode.script = go_on("b")
-    prefill.behaviour = begin_answer("a")
+    decode.script = reply_after_first_token("b")
+    prefill.behaviour = send_first_token("a")
     assert text_of(await rig.ask()) == "ab"
     assert decode.requests[-1].first_token == PREFILL
 
 
-async def test_a_prompt_that_stays_on_decode_knows_no_policy(rig: Rig) -> None:
-    decode = await rig.add_decode(say("xyz"))
+async def test_a_local_prefill_ignores_the_first_token_policy(rig: Rig) -> None:
+    decode = await rig.add_decode(reply("xyz"))
     await rig.add_prefill(hand_over)
     local = inference_pb2.PREFILL_PLACEMENT_LOCAL
     responses = await rig.ask(first_token=PREFILL, prefill_placement=local)
@@ -98,7 +98,7 @@ async def test_a_prompt_that_stays_on_decode_knows_no_policy(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "reason", "text"),
+    ("params", "reason", "text"),
     [
         (sampling(1), sampling_pb2.FINISH_REASON_LENGTH, "P"),
         (sampling(9, stop_token_ids=[ord("P")]), sampling_pb2.FINISH_REASON_STOP, ""),
@@ -106,12 +106,12 @@ async def test_a_prompt_that_stays_on_decode_knows_no_policy(rig: Rig) -> None:
     ],
     ids=["max_tokens", "stop token", "stop text"],
 )
-async def test_a_first_token_that_ends_the_answer_ends_everything(
-    rig: Rig, asked: sampling_pb2.SamplingParams, reason: int, text: str
+async def test_a_first_token_that_ends_the_response_ends_all_work(
+    rig: Rig, params: sampling_pb2.SamplingParams, reason: int, text: str
 ) -> None:
-    decode = await rig.add_decode(go_on("never"))
-    prefill = await rig.add_prefill(begin_answer("P", stall))
-    responses = await rig.ask(first_token=PREFILL, sampling=asked)
+    decode = await rig.add_decode(reply_after_first_token("never"))
+    prefill = await rig.add_prefill(send_first_token("P", stall))
+    responses = await rig.ask(first_token=PREFILL, sampling=params)
     assert text_of(responses) == text
     assert responses[-1].finish_reason == reason
     assert responses[-1].usage.completion_tokens == 1
@@ -122,7 +122,7 @@ async def test_a_first_token_that_ends_the_answer_ends_everything(
 
 
 def from_logits(text: str) -> Any:
-    """The first letter at once, and the others after the KV cache."""
+    """Sends the first letter at once, and the others after the KV cache."""
 
     async def script(worker: FakeDecode, request: Any) -> Any:
         yield reserved(request)
@@ -134,7 +134,7 @@ def from_logits(text: str) -> Any:
     return script
 
 
-async def test_the_client_has_a_token_from_logits_before_the_transfer_is_done(rig: Rig) -> None:
+async def test_the_token_from_logits_is_sent_before_the_transfer_is_complete(rig: Rig) -> None:
     decode = await rig.add_decode(from_logits("Paris"))
     prefill = await rig.add_prefill(stall)
     request = inference_pb2.GenerateRequest(
@@ -144,34 +144,34 @@ async def test_the_client_has_a_token_from_logits_before_the_transfer_is_done(ri
     first = await call.read()
     assert first.text == "P"
     await eventually(lambda: bool(prefill.tasks))
-    (task,), (asked,) = prefill.tasks, decode.requests
-    assert bytes(task.token_ids) == bytes(asked.token_ids) == b"capital?"
+    (task,), (received,) = prefill.tasks, decode.requests
+    assert bytes(task.token_ids) == bytes(received.token_ids) == b"capital?"
     assert task.send_logits
     assert not task.HasField("sampling")
-    assert asked.first_token == LOGITS
+    assert received.first_token == LOGITS
     await hand_over(prefill, task)
     responses = [first, *await rest_of(call)]
     assert text_of(responses) == "Paris"
     assert responses[-1].timing.attempts == 1
 
 
-async def test_a_prefill_that_fails_after_a_token_from_logits_costs_no_token(rig: Rig) -> None:
-    """The token shows nothing of the transfer, so the prefill worker is still heard."""
-    spoken = asyncio.Event()
+async def test_no_token_is_lost_when_prefill_fails_after_a_token_from_logits(rig: Rig) -> None:
+    """The token does not prove that the transfer succeeds, so the router still watches the prefill worker."""
+    sent = asyncio.Event()
 
     async def decode_script(worker: FakeDecode, request: Any) -> Any:
         if request.generated_token_count:
-            async for event in say("aris")(worker, request):
+            async for event in reply("aris")(worker, request):
                 yield event
             return
         yield reserved(request)
         yield tokens("P")
-        spoken.set()
+        sent.set()
         await asyncio.sleep(60)
 
     async def prefill_script(worker: FakePrefill, task: Any) -> None:
         if task.send_logits:
-            await spoken.wait()
+            await sent.wait()
             await asyncio.sleep(0.2)
             await fail(TransferFailed.reason)(worker, task)
         else:
@@ -186,7 +186,16 @@ async def test_a_prefill_that_fails_after_a_token_from_logits_costs_no_token(rig
     assert responses[-1].usage.completion_tokens == 5
 
 
-async def test_logits_that_are_lost_are_not_asked_for_again(rig: Rig) -> None:
+async def wait_for_logits(worker: FakeDecode, request: Any) -> Any:
+    async for event in (hang if request.first_token else reply("Paris"))(worker, request):
+        yield event
+
+
+async def lose_logits(worker: FakePrefill, task: Any) -> None:
+    await (fail(TransferFailed.reason) if task.send_logits else hand_over)(worker, task)
+
+
+async def test_a_retry_after_lost_logits_does_not_use_logits(rig: Rig) -> None:
     for _ in range(2):
         await rig.add_decode(wait_for_logits)
         await rig.add_prefill(lose_logits)
@@ -202,92 +211,70 @@ async def test_logits_that_are_lost_are_not_asked_for_again(rig: Rig) -> None:
     }
 
 
-async def wait_for_logits(worker: FakeDecode, request: Any) -> Any:
-    async for event in (stay_silent if request.first_token else say("Paris"))(worker, request):
-        yield event
+def first_token_or_hand_over(then: Any) -> Any:
+    """Sends a first token and continues with `then`, or completes a task without one."""
 
+    async def behaviour(worker: FakePrefill, task: Any) -> None:
+        await (send_first_token("P", then) if task.HasField("sampling") else hand_over)(
+            worker, task
+        )
 
-async def stay_silent(worker: FakeDecode, request: Any) -> Any:
-    yield reserved(request)
-    await asyncio.sleep(60)
-
-
-async def lose_logits(worker: FakePrefill, task: Any) -> None:
-    await (fail(TransferFailed.reason) if task.send_logits else hand_over)(worker, task)
-
-
-async def break_transfer(worker: FakePrefill, task: Any) -> None:
-    if task.HasField("sampling"):
-        await begin_answer("P", fail(TransferFailed.reason))(worker, task)
-    else:
-        await hand_over(worker, task)
+    return behaviour
 
 
 async def break_decode(worker: FakeDecode, request: Any) -> Any:
     if request.first_token:
         yield reserved(request)
-        await worker.told.wait()
-        worker.background.append(asyncio.create_task(worker.kill()))
-        await asyncio.sleep(60)
-    async for event in say("aris")(worker, request):
+        await worker.first_token_set.wait()
+        await worker.die()
+    async for event in reply("aris")(worker, request):
         yield event
 
 
 @pytest.mark.parametrize("breaks", ["transfer", "decode"])
-async def test_another_attempt_goes_on_after_the_token_that_the_client_has(
-    rig: Rig, breaks: str
-) -> None:
+async def test_another_attempt_continues_after_the_token_of_prefill(rig: Rig, breaks: str) -> None:
     for _ in range(2):
         await rig.add_decode(break_decode)
-        await rig.add_prefill(break_transfer if breaks == "transfer" else begin_or_hand_over)
+        await rig.add_prefill(
+            first_token_or_hand_over(fail(TransferFailed.reason) if breaks == "transfer" else stall)
+        )
     responses = await rig.ask("capital?", first_token=PREFILL)
     assert text_of(responses) == "Paris"
     last = responses[-1]
     assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (8, 5)
     assert last.timing.attempts > 1
     requests = [request for decode in rig.decodes for request in decode.requests]
-    begun, gone_on = sorted(requests, key=lambda request: request.generated_token_count)
-    assert (begun.first_token, gone_on.first_token) == (PREFILL, 0)
-    assert bytes(gone_on.token_ids) == b"capital?P"
-    assert gone_on.generated_token_count == 1
-    assert begun.transfer_id != gone_on.transfer_id
+    first, second = sorted(requests, key=lambda request: request.generated_token_count)
+    assert (first.first_token, second.first_token) == (PREFILL, 0)
+    assert bytes(second.token_ids) == b"capital?P"
+    assert second.generated_token_count == 1
+    assert first.transfer_id != second.transfer_id
     tasks = [task for prefill in rig.prefills for task in prefill.tasks]
     assert tasks
     for task in tasks:
         assert bytes(task.token_ids) == b"capital?"
-        assert task.HasField("sampling") == (task.transfer_id == begun.transfer_id)
+        assert task.HasField("sampling") == (task.transfer_id == first.transfer_id)
 
 
-async def begin_or_hand_over(worker: FakePrefill, task: Any) -> None:
-    await (begin_answer("P", stall) if task.HasField("sampling") else hand_over)(worker, task)
+async def first_remote_then_local(worker: FakeDecode, request: Any) -> Any:
+    script = reply_after_first_token("never") if request.first_token else reply("local")
+    async for event in script(worker, request):
+        yield event
 
 
-async def test_a_prefill_worker_that_keeps_the_token_to_itself_fails_the_attempt(rig: Rig) -> None:
-    decode = await rig.add_decode(go_on("never"))
+async def test_a_prefill_worker_that_sends_no_first_token_fails_the_attempt(rig: Rig) -> None:
+    await rig.add_decode(first_remote_then_local)
     await rig.add_prefill(hand_over)
-    decode.script = first_remote_then_local
     responses = await rig.ask(first_token=PREFILL)
     assert text_of(responses) == "local"
     assert responses[-1].timing.attempts > 1
 
 
-async def first_remote_then_local(worker: FakeDecode, request: Any) -> Any:
-    script = go_on("never") if request.first_token else say("local")
-    async for event in script(worker, request):
-        yield event
-
-
-async def test_the_trace_says_which_token_waited_for_the_transfer(rig: Rig) -> None:
-    await rig.add_decode(go_on("aris"))
-    await rig.add_prefill(begin_answer("P"))
+async def test_the_trace_shows_that_the_second_token_waited_for_the_transfer(rig: Rig) -> None:
+    await rig.add_decode(reply_after_first_token("aris"))
+    await rig.add_prefill(send_first_token("P"))
     responses = await rig.ask(first_token=PREFILL)
-    stub: Any = trace_pb2_grpc.TraceServiceStub(rig.channel)
-    spans: dict[str, trace_pb2.Span] = {}
-    async with asyncio.timeout(5):
-        while schema.SPAN_REQUEST not in spans:
-            await asyncio.sleep(0.02)
-            asked = trace_pb2.GetTraceRequest(id=responses[0].trace_id)
-            trace = (await stub.GetTrace(asked)).trace
-            spans = {span.name: span for span in trace.spans}
+    trace = await rig.trace_of(responses[0].trace_id)
+    spans = {span.name: span for span in trace.spans}
     assert spans[schema.SPAN_REQUEST].attributes[schema.ATTRIBUTE_FIRST_TOKEN] == "prefill"
     assert spans[schema.SPAN_SECOND_TOKEN].duration.ToNanoseconds() > 0

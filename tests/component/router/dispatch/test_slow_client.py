@@ -1,4 +1,4 @@
-"""A client that does not read costs a bounded amount of memory, and nobody else's time."""
+"""A client that does not read costs bounded memory, and does not delay other clients."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.component.router.fakes import FakeDecode, Rig, finished, reserved, te
 _PIECES = 1_200
 _PIECE = "0123456789abcdef" * 8
 _FLOOD = "flood"
-# What a client takes in without reading; it would grow with the speed of the network.
+# Bytes that a client receives without reading. By default, they grow with the speed of the network.
 _WINDOW = (("grpc.http2.lookahead_bytes", 65_536), ("grpc.http2.bdp_probe", 0))
 
 
 async def flood(worker: FakeDecode, request: decode_pb2.GenerateRequest) -> AsyncIterator[Any]:
-    """To one prompt the worker says far more than any buffer takes, as fast as it is let."""
+    """Sends far more than any buffer holds for one prompt, as fast as the router reads."""
     yield reserved(request)
     for _ in range(_PIECES if bytes(request.token_ids).decode() == _FLOOD else 20):
         yield tokens(_PIECE)
@@ -31,25 +31,25 @@ async def flood(worker: FakeDecode, request: decode_pb2.GenerateRequest) -> Asyn
 
 
 class Watched:
-    """What the router has taken for the flooded client, and how much of it waited at most."""
+    """Counts the batches that the router has read for the slow client, and the largest number of pending tokens."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.taken = 0
+        self.batches = 0
         self.most_pending = 0
-        add = ResponseStream.add
+        add = ResponseStream.add_tokens
 
-        async def observed(answer: ResponseStream, said: decode_pb2.Tokens) -> None:
-            if bytes(answer._request.token_ids).decode() == _FLOOD:
-                self.taken += 1
-                pending = len(answer._pending.token_ids) + len(said.token_ids)
+        async def observed(response: ResponseStream, tokens: decode_pb2.Tokens) -> None:
+            if bytes(response._request.token_ids).decode() == _FLOOD:
+                self.batches += 1
+                pending = len(response._pending.token_ids) + len(tokens.token_ids)
                 self.most_pending = max(self.most_pending, pending)
-            await add(answer, said)
+            await add(response, tokens)
 
-        monkeypatch.setattr(ResponseStream, "add", observed)
+        monkeypatch.setattr(ResponseStream, "add_tokens", observed)
 
 
 async def _settled(value: Callable[[], int]) -> int:
-    """The value once it stays as it is."""
+    """The value after it has not changed for 0.5 s."""
     async with asyncio.timeout(20):
         while True:
             before = value()
@@ -58,7 +58,7 @@ async def _settled(value: Callable[[], int]) -> int:
                 return before
 
 
-async def test_a_client_that_does_not_read_is_waited_for(
+async def test_a_client_that_does_not_read_blocks_only_its_own_decode_stream(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched = Watched(monkeypatch)
@@ -67,14 +67,14 @@ async def test_a_client_that_does_not_read_is_waited_for(
         stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
         slow = stub.Generate(inference_pb2.GenerateRequest(text=_FLOOD), timeout=50)
         received = len((await slow.read()).token_ids)
-        taken = await _settled(lambda: watched.taken)
-        assert taken < _PIECES / 2
+        batches = await _settled(lambda: watched.batches)
+        assert batches < _PIECES / 2
         assert watched.most_pending <= PENDING_TOKENS_MAX + len(_PIECE)
         begin_s = time.monotonic()
-        answers = await asyncio.gather(*(rig.ask(f"other {n}") for n in range(4)))
+        responses = await asyncio.gather(*(rig.ask(f"other {n}") for n in range(4)))
         assert time.monotonic() - begin_s < 5
-        assert all(text_of(answer) == _PIECE * 20 for answer in answers)
-        assert watched.taken == taken, "it is still not read"
+        assert all(text_of(response) == _PIECE * 20 for response in responses)
+        assert watched.batches == batches, "the slow client is still not read from"
         while (response := await slow.read()) is not grpc.aio.EOF:
             received += len(response.token_ids)
-        assert received == _PIECES * len(_PIECE), "nothing was lost meanwhile"
+        assert received == _PIECES * len(_PIECE), "no token was lost"

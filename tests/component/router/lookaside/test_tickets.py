@@ -35,7 +35,7 @@ from tests.component.router.fakes import (
     full,
     hand_over,
     hang,
-    say,
+    reply,
     stall,
 )
 
@@ -76,7 +76,7 @@ async def tokens_of(client: Client, **options: Any) -> tuple[bytes, list[Any]]:
 
 
 async def test_an_explanation_lists_costs_and_reserves_no_load(open_rig: Rig) -> None:
-    workers = [await open_rig.add_decode(say("abc")) for _ in range(3)]
+    workers = [await open_rig.add_decode(reply("abc")) for _ in range(3)]
     routed = await route(open_rig, explain=True)
     assert {candidate.worker_id for candidate in routed.candidates} == {"d0", "d1", "d2"}
     chosen = routed.candidates[0]
@@ -90,7 +90,7 @@ async def test_an_explanation_lists_costs_and_reserves_no_load(open_rig: Rig) ->
 
 
 async def test_without_look_aside_there_is_no_ticket(rig: Rig) -> None:
-    await rig.add_decode(say("abc"))
+    await rig.add_decode(reply("abc"))
     assert not (await route(rig)).HasField("direct")
     async with Client(rig.endpoint, look_aside=True) as client:
         assert (await tokens_of(client))[0] == b"abc"
@@ -107,7 +107,7 @@ async def test_route_fails_with_the_same_errors_as_generate(open_rig: Rig) -> No
 
 
 async def test_a_ticket_is_for_the_request_and_counts_on_its_worker(open_rig: Rig) -> None:
-    worker = await open_rig.add_decode(say("abc"))
+    worker = await open_rig.add_decode(reply("abc"))
     direct = (await route(open_rig, request_id="mine")).direct
     assert direct.endpoint == worker.member.endpoint
     assert bytes(direct.token_ids) == PROMPT
@@ -117,7 +117,7 @@ async def test_a_ticket_is_for_the_request_and_counts_on_its_worker(open_rig: Ri
 
 
 async def test_requests_with_stop_texts_go_through_the_router(open_rig: Rig) -> None:
-    await open_rig.add_decode(say("abcdef"))
+    await open_rig.add_decode(reply("abcdef"))
     async with Client(open_rig.endpoint, look_aside=True) as client:
         responses = [
             response
@@ -128,14 +128,14 @@ async def test_requests_with_stop_texts_go_through_the_router(open_rig: Rig) -> 
 
 
 async def test_calls_of_the_router_carry_a_ticket(open_rig: Rig) -> None:
-    worker = await open_rig.add_decode(say("abc"))
+    worker = await open_rig.add_decode(reply("abc"))
     await open_rig.ask()
     assert check_ticket(TICKET_KEY, worker.requests[0], "d0").tenant == "default"
 
 
 @pytest.mark.parametrize("remote", [False, True])
 async def test_tokens_stream_directly_from_the_decode_worker(open_rig: Rig, remote: bool) -> None:
-    worker = await open_rig.add_decode(say("hello"))
+    worker = await open_rig.add_decode(reply("hello"))
     if remote:
         await open_rig.add_prefill(hand_over)
     async with Client(open_rig.endpoint, look_aside=True) as client:
@@ -155,7 +155,7 @@ async def test_tokens_stream_directly_from_the_decode_worker(open_rig: Rig, remo
 
 
 async def test_the_router_retries_a_failed_prefill(open_rig: Rig) -> None:
-    worker = await open_rig.add_decode(say("hello"))
+    worker = await open_rig.add_decode(reply("hello"))
     await open_rig.add_prefill(fail("TRANSFER_FAILED"))
     async with Client(open_rig.endpoint, look_aside=True) as client:
         assert (await tokens_of(client))[0] == b"hello"
@@ -166,7 +166,7 @@ async def test_the_router_retries_a_failed_prefill(open_rig: Rig) -> None:
 
 
 async def test_when_the_worker_is_full_the_client_asks_the_router(open_rig: Rig) -> None:
-    turns = iter((full, say("later")))
+    turns = iter((full, reply("later")))
 
     async def script(worker: FakeDecode, request: decode_pb2.GenerateRequest) -> AsyncIterator[Any]:
         async for event in next(turns)(worker, request):
@@ -178,7 +178,7 @@ async def test_when_the_worker_is_full_the_client_asks_the_router(open_rig: Rig)
 
 
 async def test_unreachable_workers_are_reached_through_the_router(open_rig: Rig) -> None:
-    await open_rig.add_decode(say("hello"))
+    await open_rig.add_decode(reply("hello"))
     async with Client(open_rig.endpoint, look_aside=True) as client:
         request = build_request("x")
         routed = await client.route(request)
@@ -222,7 +222,7 @@ async def test_the_client_retries_a_full_router_after_the_retry_delay() -> None:
             worker: FakeDecode, request: decode_pb2.GenerateRequest
         ) -> AsyncIterator[Any]:
             await gate.wait()
-            async for event in say("ok")(worker, request):
+            async for event in reply("ok")(worker, request):
                 yield event
 
         worker = await rig.add_decode(script)
@@ -249,7 +249,7 @@ def test_a_request_has_one_kind_of_prompt() -> None:
 
 async def test_the_command_line_lists_the_candidates(rig: Rig) -> None:
     for _ in range(3):
-        await rig.add_decode(say("abc"))
+        await rig.add_decode(reply("abc"))
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *("-m", "headrace_cli", "route", "--explain", "a prompt", "--router", rig.endpoint),

@@ -15,7 +15,7 @@ from headrace_common.errors import QueueFull
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.telemetry import schema
 from headrace_router.tracing.service import SpanCollector
-from tests.component.router.fakes import Rig, eventually, say
+from tests.component.router.fakes import Rig, eventually, reply
 
 
 async def route(rig: Rig) -> inference_pb2.RouteResponse:
@@ -55,13 +55,13 @@ def decode_spans(
 async def test_a_ticket_counts_as_a_request_until_its_stream_has_ended() -> None:
     rig = await Rig(look_aside=True, max_concurrent_requests=1, admission_wait_s=0.05).start()
     try:
-        await rig.add_decode(say("abc"))
+        await rig.add_decode(reply("abc"))
         routed = await route(rig)
         assert len(rig.router.direct) == 1
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await route(rig)
         assert isinstance(error_from_rpc(raised.value), QueueFull)
-        collector = SpanCollector(rig.router.traces, rig.router.direct)
+        collector = SpanCollector(rig.router.traces.add_spans, rig.router.direct.on_spans)
         await collector.Export(decode_spans(routed.direct), None)  # type: ignore[arg-type]
         assert len(rig.router.direct) == 0
         rig.telemetry.force_flush()
@@ -78,7 +78,7 @@ async def test_a_ticket_counts_as_a_request_until_its_stream_has_ended() -> None
 async def test_an_unused_ticket_is_released() -> None:
     rig = await Rig(look_aside=True, max_concurrent_requests=1, ticket_ttl_s=0.3).start()
     try:
-        await rig.add_decode(say("abc"))
+        await rig.add_decode(reply("abc"))
         await route(rig)
         await eventually(lambda: not len(rig.router.direct))
         await asyncio.wait_for(route(rig), 5)

@@ -10,7 +10,7 @@ from headrace.inference.v1 import inference_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_cli.commands.route import candidates_table
 from headrace_kv.prefix.hashing import key_fingerprint
-from tests.component.router.fakes import LAYOUT, PREFIX_KEY, Rig, eventually, say
+from tests.component.router.fakes import LAYOUT, PREFIX_KEY, Rig, eventually, reply
 
 _OURS = worker_pb2.KvHashing(
     key_fingerprint=key_fingerprint(PREFIX_KEY), block_tokens=LAYOUT.block_tokens
@@ -20,11 +20,11 @@ _OURS = worker_pb2.KvHashing(
 async def test_a_worker_with_other_hashing_appears_in_warning_and_explanation(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await rig.add_decode(say("ok"), _OURS)
-    await rig.add_decode(say("ok"))
+    await rig.add_decode(reply("ok"), _OURS)
+    await rig.add_decode(reply("ok"))
     with caplog.at_level(logging.WARNING, "headrace_router.prefix_cache.directory"):
         foreign = await rig.add_decode(
-            say("ok"), worker_pb2.KvHashing(key_fingerprint=0xABCD, block_tokens=32)
+            reply("ok"), worker_pb2.KvHashing(key_fingerprint=0xABCD, block_tokens=32)
         )
         faults = rig.router.prefixes.faults
         await eventually(lambda: len(faults) == 1)

@@ -12,7 +12,7 @@ from tests.component.router.fakes import (
     FakePrefill,
     Rig,
     hand_over,
-    say,
+    reply,
     text_of,
 )
 
@@ -31,7 +31,7 @@ async def test_one_retry_is_enough_while_workers_join_and_leave(rig: Rig) -> Non
     rig.policy.policy.retry_budget = 1
     random = Random(7)
     for _ in range(2):
-        await rig.add_decode(say("ok"))
+        await rig.add_decode(reply("ok"))
         await rig.add_prefill(_slowly)
     stop = asyncio.Event()
     attempts: list[int] = []
@@ -57,7 +57,7 @@ async def test_one_retry_is_enough_while_workers_join_and_leave(rig: Rig) -> Non
         # As if killed, with all of its tasks, started or not.
         await lost.die()
         if changes % 4 == 0:
-            await rig.add_decode(say("ok"))
+            await rig.add_decode(reply("ok"))
             # It gets no new requests, and its present ones end.
             drained.append(rig.decodes.pop(0))
             rig.refresh()

@@ -13,7 +13,7 @@ import pytest
 from headrace.inference.v1 import inference_pb2
 from headrace_common.errors import HeadraceError, InvalidRequest, NoDecodeWorker
 from headrace_common.rpc.status import error_from_rpc
-from tests.component.router.fakes import CONTEXT_TOKENS, Rig, die_after, eventually, say, text_of
+from tests.component.router.fakes import CONTEXT_TOKENS, Rig, die_after, eventually, reply, text_of
 
 
 @pytest.fixture
@@ -36,12 +36,12 @@ async def test_a_request_waits_for_the_first_worker(patient: Rig) -> None:
     asking = [asyncio.create_task(patient.ask()) for _ in range(3)]
     await asyncio.sleep(0.3)
     assert not any(one.done() for one in asking)
-    await patient.add_decode(say("ok"))
+    await patient.add_decode(reply("ok"))
     assert [text_of(await one) for one in asking] == ["ok"] * 3
 
 
 async def test_a_request_waits_for_workers_that_left_the_registry(patient: Rig) -> None:
-    await patient.add_decode(say("ok"))
+    await patient.add_decode(reply("ok"))
     assert text_of(await patient.ask()) == "ok"
     patient.router.update([])
     asking = asyncio.create_task(patient.ask())
@@ -54,9 +54,9 @@ async def test_a_request_waits_for_workers_that_left_the_registry(patient: Rig) 
 async def test_a_request_waits_for_workers_that_left_between_check_and_placement(
     patient: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await patient.add_decode(say("ok"))
+    await patient.add_decode(reply("ok"))
     inference = patient.router.inference
-    prepare = inference._prepare
+    prepare = inference._preparer.prepare
 
     async def prepare_and_lose(*arguments: Any) -> Any:
         prepared = await prepare(*arguments)
@@ -64,7 +64,7 @@ async def test_a_request_waits_for_workers_that_left_between_check_and_placement
         asyncio.get_running_loop().call_later(0.3, patient.refresh)
         return prepared
 
-    monkeypatch.setattr(inference, "_prepare", prepare_and_lose)
+    monkeypatch.setattr(inference._preparer, "prepare", prepare_and_lose)
     assert text_of(await patient.ask()) == "ok"
 
 
@@ -76,7 +76,7 @@ async def test_a_request_without_tokens_waits_for_the_next_incarnation(patient: 
     await asyncio.sleep(0.5)
     assert not asking.done()
     patient.decodes.remove(dying)
-    await patient.add_decode(say("ok"))
+    await patient.add_decode(reply("ok"))
     responses = await asking
     assert text_of(responses) == "ok"
     assert responses[-1].timing.attempts == 2
@@ -104,7 +104,7 @@ async def test_no_request_waits_past_its_deadline(patient: Rig) -> None:
 async def test_the_limits_of_the_late_worker_apply(patient: Rig) -> None:
     asking = asyncio.create_task(_error(patient, "x" * 2 * CONTEXT_TOKENS))
     await asyncio.sleep(0.2)
-    await patient.add_decode(say("ok"))
+    await patient.add_decode(reply("ok"))
     error, _ = await asking
     assert isinstance(error, InvalidRequest)
 
@@ -122,5 +122,5 @@ async def test_a_route_waits_but_its_explanation_does_not(patient: Rig) -> None:
             await route(explain=True)
     assert isinstance(error_from_rpc(raised.value), NoDecodeWorker)
     routing = route(explain=False)
-    worker = await patient.add_decode(say("ok"))
+    worker = await patient.add_decode(reply("ok"))
     assert (await routing).worker_id == worker.member.worker_id

@@ -1,4 +1,4 @@
-"""Requests that are refused, each by the name of its field, and what is made of good ones."""
+"""Invalid requests, reported by field, and the prepared form of valid ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.errors import InvalidRequest
 from headrace_router.request.validation import PreparedRequest, prepare
-from headrace_text.bytes import ByteCodec
+from headrace_text.byte_codec import ByteCodec
 from headrace_text.codec import TextCodec
 
 _CHAT = inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="user", content="hi")])
@@ -37,7 +37,7 @@ def _tokens(*ids: int) -> inference_pb2.GenerateRequest:
     return inference_pb2.GenerateRequest(tokens=inference_pb2.TokenIds(ids=ids))
 
 
-_REFUSED: list[tuple[inference_pb2.GenerateRequest, str, str]] = [
+_INVALID: list[tuple[inference_pb2.GenerateRequest, str, str]] = [
     (inference_pb2.GenerateRequest(), "prompt", "one of text, chat and tokens"),
     (inference_pb2.GenerateRequest(text="a", chat=_CHAT), "prompt", "text and chat"),
     (inference_pb2.GenerateRequest(text=""), "text", "empty"),
@@ -82,8 +82,8 @@ _REFUSED: list[tuple[inference_pb2.GenerateRequest, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize("request_,field,remedy", _REFUSED, ids=[case[1] for case in _REFUSED])
-def test_a_wrong_field_is_named_with_its_remedy(
+@pytest.mark.parametrize("request_,field,remedy", _INVALID, ids=[case[1] for case in _INVALID])
+def test_an_invalid_field_is_reported_with_its_remedy(
     request_: inference_pb2.GenerateRequest, field: str, remedy: str
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:
@@ -92,7 +92,7 @@ def test_a_wrong_field_is_named_with_its_remedy(
     assert remedy in caught.value.violations[field]
 
 
-def test_everything_wrong_is_named_at_once() -> None:
+def test_all_invalid_fields_are_reported_at_once() -> None:
     request = _text("x" * 40, temperature=9, top_p=0.0, stop=[""])
     request.request_id = "r" * 200
     with pytest.raises(InvalidRequest) as caught:
@@ -113,7 +113,7 @@ def test_the_model_must_be_named_among_several() -> None:
     assert _prepare(inference_pb2.GenerateRequest(text="x", model="a"), two).model == "a"
 
 
-def test_defaults_are_filled_in_and_stops_are_divided() -> None:
+def test_defaults_are_filled_in_and_stops_are_separated() -> None:
     prepared = _prepare(_text(stop=["END"], stop_token_ids=[9]))
     sampling = prepared.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1, 1, 0, 0)
@@ -122,12 +122,12 @@ def test_defaults_are_filled_in_and_stops_are_divided() -> None:
     assert not sampling.HasField("seed")
     assert not sampling.HasField("logprobs")
     assert prepared.stop_token_ids == (7, 9)
-    assert prepared.stop_texts == ("END",)
+    assert prepared.stop_strings == ("END",)
     assert not sampling.stop
     assert not sampling.stop_token_ids
 
 
-def test_zero_is_a_value_and_no_default() -> None:
+def test_zero_is_not_taken_for_unset() -> None:
     sampling = _prepare(_text(temperature=0.0, logprobs=0, seed=0)).sampling
     assert sampling.temperature == 0
     assert sampling.HasField("logprobs")

@@ -1,4 +1,4 @@
-"""The trace store: what it keeps, when a trace is whole, what it drops."""
+"""The trace store: which spans and traces it stores, and when a trace is complete."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def _span(
 
 def _store(trace_count: int = 10) -> TraceStore:
     store = TraceStore(trace_count)
-    store.begin(_TRACE, "r1", 500)
+    store.start_trace(_TRACE, "r1", 500)
     return store
 
 
-def test_a_trace_is_complete_once_the_workers_of_the_good_attempt_have_reported() -> None:
+def test_a_trace_is_complete_after_the_spans_of_the_successful_attempt() -> None:
     store = _store()
     parts = [
         _span(schema.SPAN_ATTEMPT, "07" * 8, _ROOT, error="prefill worker died", worker="p9"),
@@ -67,7 +67,7 @@ def test_a_trace_is_complete_once_the_workers_of_the_good_attempt_have_reported(
     ]
     completeness = []
     for part in parts:
-        store.add([part])
+        store.add_spans([part])
         completeness.append(store.get("r1").complete)
     assert completeness == [False, False, False, False, True]
     trace = store.get(_TRACE)
@@ -84,28 +84,28 @@ def test_a_trace_is_complete_once_the_workers_of_the_good_attempt_have_reported(
 
 def test_a_local_prefill_needs_no_prefill_span() -> None:
     store = _store()
-    store.add([_span(schema.SPAN_REQUEST, _ROOT, request="r1")])
+    store.add_spans([_span(schema.SPAN_REQUEST, _ROOT, request="r1")])
     assert store.get("r1").complete
-    store.add([_span(schema.SPAN_ATTEMPT, _ATTEMPT, _ROOT)])
+    store.add_spans([_span(schema.SPAN_ATTEMPT, _ATTEMPT, _ROOT)])
     assert not store.get("r1").complete
-    store.add([_span(schema.SPAN_DECODE, "03" * 8, _ATTEMPT, service="decode")])
+    store.add_spans([_span(schema.SPAN_DECODE, "03" * 8, _ATTEMPT, service="decode")])
     assert store.get("r1").complete
 
 
-def test_spans_of_foreign_traces_are_dropped() -> None:
+def test_spans_of_unknown_traces_are_dropped() -> None:
     store = _store()
-    store.add([_span(schema.SPAN_DECODE, "03" * 8, trace_id="cd" * 16)])
+    store.add_spans([_span(schema.SPAN_DECODE, "03" * 8, trace_id="cd" * 16)])
     with pytest.raises(NotFound, match="no trace"):
         store.get("cd" * 16)
     assert not store.get("").spans
 
 
-def test_old_traces_make_room_and_the_newest_is_the_default() -> None:
+def test_old_traces_are_dropped_and_the_newest_is_the_default() -> None:
     store = TraceStore(2)
     with pytest.raises(NotFound, match="yet"):
         store.get("")
     for number in range(3):
-        store.begin(f"{number:032x}", f"r{number}", number)
+        store.start_trace(f"{number:032x}", f"r{number}", number)
     assert store.get("").request_id == "r2"
     assert store.get("r1").trace_id == f"{1:032x}"
     with pytest.raises(NotFound):
@@ -116,23 +116,23 @@ def test_spans_per_trace_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace_store, "SPANS_PER_TRACE_MAX", 3)
     store = _store()
     for number in range(9):
-        store.add([_span(schema.SPAN_TRANSFER_LAYER, f"{number + 1:016x}")])
+        store.add_spans([_span(schema.SPAN_TRANSFER_LAYER, f"{number + 1:016x}")])
     assert len(store.get("").spans) == 3
 
 
-def test_pages_go_from_new_to_old() -> None:
+def test_pages_are_ordered_newest_first() -> None:
     store = TraceStore(10)
     for number in range(5):
-        store.begin(f"{number:032x}", f"r{number}", number)
-    first, token = store.page(2, "")
-    second, token_2 = store.page(2, token)
-    third, end = store.page(2, token_2)
+        store.start_trace(f"{number:032x}", f"r{number}", number)
+    first, token = store.list_page(2, "")
+    second, token_2 = store.list_page(2, token)
+    third, end = store.list_page(2, token_2)
     names = [trace.request_id for trace in (*first, *second, *third)]
     assert names == ["r4", "r3", "r2", "r1", "r0"]
     assert end == ""
     for size, wrong in ((1_001, ""), (1, "x")):
         with pytest.raises(InvalidRequest):
-            store.page(size, wrong)
+            store.list_page(size, wrong)
 
 
 def test_attribute_values_become_text() -> None:

@@ -1,4 +1,4 @@
-"""The router's text side against the library that models are published for."""
+"""The codec of a real model folder against the `transformers` library."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from headrace_text.codec import ChatMessage
-from headrace_text.detokenizer import TextStream
-from headrace_text.hf import HuggingFaceCodec
+from headrace_text.detokenizer import IncrementalDetokenizer
+from headrace_text.hugging_face import HuggingFaceCodec
 
 _FOLDER = Path(__file__).parents[3] / "models" / "SmolLM2-135M-Instruct"
 
-# On a busy machine the reference alone takes a minute to import.
+# On a busy machine the import of `transformers` alone takes a minute.
 pytestmark = [
     pytest.mark.skipif(
         not (_FOLDER / "tokenizer.json").is_file(), reason="the demo's model is not prepared"
@@ -48,7 +48,9 @@ def reference() -> Any:
 
 
 @pytest.mark.parametrize("text", _TEXTS)
-def test_text_is_tokenized_alike(codec: HuggingFaceCodec, reference: Any, text: str) -> None:
+def test_text_is_tokenized_as_by_transformers(
+    codec: HuggingFaceCodec, reference: Any, text: str
+) -> None:
     tokens = codec.encode(text)
     assert tokens == reference(text)["input_ids"]
     assert codec.decode(tokens) == reference.decode(tokens, skip_special_tokens=True)
@@ -56,7 +58,7 @@ def test_text_is_tokenized_alike(codec: HuggingFaceCodec, reference: Any, text: 
 
 @pytest.mark.parametrize("chat", _CHATS)
 @pytest.mark.parametrize("continued", [False, True])
-def test_chats_are_rendered_and_tokenized_alike(
+def test_chats_are_tokenized_as_by_transformers(
     codec: HuggingFaceCodec, reference: Any, chat: list[tuple[str, str]], continued: bool
 ) -> None:
     tokens = codec.encode_chat(
@@ -73,15 +75,15 @@ def test_chats_are_rendered_and_tokenized_alike(
 
 
 @pytest.mark.parametrize("text", _TEXTS)
-def test_a_stream_gives_the_text_in_whole_characters(codec: HuggingFaceCodec, text: str) -> None:
+def test_streamed_text_is_in_whole_characters(codec: HuggingFaceCodec, text: str) -> None:
     tokens = codec.encode(text)
-    stream = TextStream(codec.decode, codec.encode("The prompt:"))
-    pieces = [stream.push(token) for token in tokens]
-    assert "".join(pieces) + stream.finish() == codec.decode(tokens)
+    detokenizer = IncrementalDetokenizer(codec.decode, codec.encode("The prompt:"))
+    pieces = [detokenizer.append(token) for token in tokens]
+    assert "".join(pieces) + detokenizer.flush() == codec.decode(tokens)
     assert not any("\ufffd" in piece for piece in pieces)
 
 
-def test_the_model_says_its_context_vocabulary_and_stop_token(codec: HuggingFaceCodec) -> None:
+def test_context_vocabulary_and_stop_token_come_from_the_folder(codec: HuggingFaceCodec) -> None:
     assert codec.max_model_len == 8_192
     assert codec.vocabulary_size == 49_152
     assert codec.stop_token_ids == {2}

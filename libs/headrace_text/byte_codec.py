@@ -1,4 +1,4 @@
-"""The simulated model's text side: one token per byte."""
+"""The codec of the simulated model: one token per byte."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from headrace_text.codec import ChatMessage, TextCodec
 
 _BYTE_COUNT = 256
-# The simulated engine's own default.
+# The simulated engine has the same default.
 _VOCABULARY_SIZE = 32_000
-# Tokens beyond the bytes have no text of their own. Each is shown as one ideograph, so that an
-# answer is made of whole characters and different answers look different.
+# Tokens beyond the bytes have no text of their own. Each decodes to one ideograph: completions then consist of whole
+# characters, and different completions look different.
 _FIRST_IDEOGRAPH = 0x4E00
 _IDEOGRAPH_COUNT = 0x5000
 
 
 class ByteCodec(TextCodec):
-    """Tokens 0-255 are the bytes of UTF-8; others are shown as one character and never made."""
+    """Tokens 0-255 are the bytes of UTF-8. Other tokens decode to one ideograph, and `encode` never returns them."""
 
     vocabulary_size = _VOCABULARY_SIZE
     max_model_len = 0

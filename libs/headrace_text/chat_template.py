@@ -1,4 +1,4 @@
-"""Chat templates: Jinja, as model folders carry them, rendered in a sandbox."""
+"""Renders the Jinja chat templates of model folders, in a sandbox."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from headrace_common.errors import ConfigError, InvalidRequest
 from headrace_text.codec import ChatMessage
 
 _FIELD = "chat.messages"
-# Marks the end of the final message, so that what the template puts behind it can be cut off. The
-# space after it is
-# how one sees whether the template trimmed the message.
+# Marks the end of the final message: text that the template adds after it is cut off. The space after the mark shows
+# whether the template trimmed the message.
 _END_MARK = "\u2060headrace-end-of-message\u2060 "
 
 
 class _GenerationBlock(Extension):
-    """Accepts {% generation %} blocks, which matter to training only, as their content."""
+    """Replaces a {% generation %} block by its content. Only training uses these blocks."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -34,7 +33,7 @@ class _GenerationBlock(Extension):
 
 
 class ChatTemplate:
-    """One compiled template. `special_tokens` are the names that it may use, such as bos_token."""
+    """One compiled template. `special_tokens` maps the names that it may use, such as bos_token, to their text."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         environment = ImmutableSandboxedEnvironment(
@@ -53,7 +52,7 @@ class ChatTemplate:
             ) from error
 
     def render(self, messages: Sequence[ChatMessage], *, continue_final_message: bool) -> str:
-        """The conversation as text. Raises InvalidRequest with the template's words."""
+        """The conversation as text. Raises InvalidRequest with the template's own error message."""
         plain = [{"role": message.role, "content": message.content} for message in messages]
         if not continue_final_message:
             return self._render(plain, add_generation_prompt=True)
@@ -73,7 +72,7 @@ class ChatTemplate:
             )
         except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise InvalidRequest(
-                {_FIELD: f"the chat template refuses them: {str(error) or type(error).__name__}"}
+                {_FIELD: f"the chat template rejects them: {str(error) or type(error).__name__}"}
             ) from error
 
 
@@ -96,7 +95,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own filter escapes for HTML, which no model was trained on.
+    # Jinja's own filter escapes for HTML. No model was trained on that.
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

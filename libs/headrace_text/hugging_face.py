@@ -1,4 +1,4 @@
-"""Model folders in Hugging Face's form: tokenizer.json, its config, the chat template and the stop tokens."""
+"""The codec of a model folder in Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from headrace_common.errors import ConfigError, InvalidRequest
+from headrace_text.chat_template import ChatTemplate
 from headrace_text.codec import ChatMessage, TextCodec
-from headrace_text.template import ChatTemplate
 
 _SPECIAL_TOKEN_NAMES = (
     "bos_token",
@@ -32,10 +32,10 @@ _CONTEXT_FIELDS = (
 
 
 class HuggingFaceCodec(TextCodec):
-    """Reads a folder once; needs nothing but its JSON and Jinja files."""
+    """Reads a folder's JSON and Jinja files, once."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ConfigError naming the file that is missing or broken, and what to do."""
+        """Raises ConfigError naming the file that is missing or broken, and the remedy."""
         self._folder = folder
         config = _read_json(folder, "config.json", required=True)
         tokenizer_config = _read_json(folder, "tokenizer_config.json", required=False)
@@ -59,7 +59,7 @@ class HuggingFaceCodec(TextCodec):
         if self._template is None:
             raise InvalidRequest({"chat": "the model has no chat template; send text instead"})
         text = self._template.render(messages, continue_final_message=continue_final_message)
-        # The template writes the special tokens itself: adding them here would double them.
+        # The template contains the special tokens: adding them here would double them.
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
@@ -113,7 +113,7 @@ def _not_a_model(folder: Path, why: str) -> ConfigError:
 
 
 def _text_field(config: Mapping[str, Any], name: str) -> Any:
-    """Models of several kinds of input keep their text model's settings in a part of their own."""
+    """A setting of the text model. Multimodal models have it in `text_config`."""
     part = config.get("text_config")
     value = config.get(name)
     return part.get(name) if value is None and isinstance(part, dict) else value

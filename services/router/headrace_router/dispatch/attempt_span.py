@@ -1,0 +1,82 @@
+"""The trace of one attempt: its span, and the spans of its reservation and of its time in the prefill queue."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager
+from typing import Any
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.trace import Status, StatusCode
+
+from headrace_common.errors import HeadraceError
+from headrace_common.rpc.trace_context import traceparent
+from headrace_common.telemetry import schema
+from headrace_common.telemetry.setup import Telemetry
+from headrace_router.placement import Decision
+from headrace_router.prefill_queue.task import QueuedTask
+from headrace_router.request.request import RoutedRequest
+from headrace_router.tracing.spans import recorded_span
+
+
+class AttemptSpan:
+    """Starts with the attempt. `end` must follow."""
+
+    def __init__(
+        self,
+        telemetry: Telemetry,
+        request: RoutedRequest,
+        decision: Decision,
+        *,
+        number: int,
+        transfer_id: str,
+    ) -> None:
+        self._telemetry = telemetry
+        self._span = telemetry.tracer.start_span(
+            schema.SPAN_ATTEMPT,
+            context=trace.set_span_in_context(request.root_span),
+            attributes={
+                schema.ATTRIBUTE_ATTEMPT: number,
+                schema.ATTRIBUTE_TRANSFER_ID: transfer_id,
+                schema.ATTRIBUTE_REQUEST_ID: request.prepared.request_id,
+                schema.ATTRIBUTE_DECODE_WORKER_ID: decision.worker.ref.worker_id,
+                schema.ATTRIBUTE_PLACEMENT: "remote" if decision.remote else "local",
+                schema.ATTRIBUTE_GENERATED_TOKENS: request.response.completion_tokens,
+            },
+        )
+        self.context: Context = trace.set_span_in_context(self._span)
+
+    @property
+    def traceparent(self) -> str:
+        """The W3C header of this span, for a message that is stored."""
+        return traceparent(self._span)
+
+    def recorded_reservation(self) -> AbstractContextManager[Any]:
+        """Records the reservation span over the block."""
+        return recorded_span(self._telemetry, schema.SPAN_RESERVE, self.context)
+
+    def fail(self, error: HeadraceError) -> None:
+        """Marks the attempt as failed."""
+        self._span.set_status(Status(StatusCode.ERROR, error.detail))
+        self._span.set_attribute(schema.ATTRIBUTE_ERROR_REASON, error.reason)
+
+    def end(self, queued: QueuedTask | None) -> None:
+        """Ends the span, and records the queue span of the attempt's prefill task."""
+        if queued is not None:
+            self._record_queue_span(queued)
+            if queued.worker is not None:
+                self._span.set_attribute(
+                    schema.ATTRIBUTE_PREFILL_WORKER_ID, queued.worker.worker_id
+                )
+        self._span.end()
+
+    def _record_queue_span(self, queued: QueuedTask) -> None:
+        self._telemetry.record_span(
+            schema.SPAN_QUEUE,
+            self.context,
+            queued.queued_unix_ns,
+            queued.pulled_unix_ns or time.time_ns(),
+            {schema.ATTRIBUTE_QUEUE_DEPTH: queued.tasks_ahead},
+            "" if queued.pulled_unix_ns else "never pulled",
+        )

@@ -1,0 +1,67 @@
+"""The end of a response: its usage and timing, and the spans that show when its tokens arrived."""
+
+from __future__ import annotations
+
+import time
+
+from opentelemetry import trace
+
+from headrace.inference.v1 import inference_pb2, sampling_pb2
+from headrace_common.durations import duration_from_ns
+from headrace_common.telemetry import schema
+from headrace_common.telemetry.setup import Telemetry
+from headrace_router.dispatch.attempt import Attempt, AttemptOutcome
+from headrace_router.dispatch.first_token import BY_DECODE, MAKER_NAMES
+from headrace_router.request.request import RoutedRequest
+
+
+def finish_response(
+    request: RoutedRequest,
+    outcome: AttemptOutcome,
+    attempt: Attempt | None,
+    *,
+    attempts: int,
+    telemetry: Telemetry,
+) -> None:
+    """Ends the response. `attempt` is the last one, or None if the client had every token already."""
+    response = request.response
+    now_unix_ns = time.time_ns()
+    first_unix_ns = response.first_token_unix_ns or now_unix_ns
+    last_unix_ns = response.last_token_unix_ns or now_unix_ns
+    prefill_worker = attempt.prefill_worker if attempt is not None else None
+    usage = inference_pb2.Usage(
+        prompt_tokens=len(request.prepared.token_ids),
+        completion_tokens=response.completion_tokens,
+        decode_cached_tokens=outcome.cached_tokens,
+        transferred_tokens=outcome.transferred_tokens,
+    )
+    timing = inference_pb2.Timing(
+        time_to_first_token=duration_from_ns(first_unix_ns - request.arrival_unix_ns),
+        total=duration_from_ns(last_unix_ns - request.arrival_unix_ns),
+        decode_worker_id=attempt.decode_worker.worker_id if attempt is not None else "",
+        prefill_worker_id=prefill_worker.worker_id if prefill_worker else "",
+        attempts=attempts,
+    )
+    response.finish(outcome.reason, usage, timing)
+    _record_tokens(request, first_unix_ns, last_unix_ns, telemetry)
+
+
+def _record_tokens(
+    request: RoutedRequest, first_unix_ns: int, last_unix_ns: int, telemetry: Telemetry
+) -> None:
+    response, root = request.response, request.root_span
+    parent = trace.set_span_in_context(root)
+    record = telemetry.record_span
+    if response.started:
+        record(schema.SPAN_FIRST_TOKEN, parent, request.arrival_unix_ns, first_unix_ns)
+        record(schema.SPAN_STREAM, parent, first_unix_ns, last_unix_ns)
+        root.set_attribute(schema.ATTRIBUTE_FIRST_TOKEN, MAKER_NAMES[response.first_token_by])
+    if response.first_token_by != BY_DECODE and response.second_token_unix_ns:
+        record(schema.SPAN_SECOND_TOKEN, parent, first_unix_ns, response.second_token_unix_ns)
+    root.set_attribute(schema.ATTRIBUTE_COMPLETION_TOKENS, response.completion_tokens)
+    root.set_attribute(schema.ATTRIBUTE_FINISH_REASON, finish_reason_name(response.finish_reason))
+
+
+def finish_reason_name(reason: sampling_pb2.FinishReason.ValueType) -> str:
+    """The name of a finish reason in telemetry, such as "length"."""
+    return sampling_pb2.FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()

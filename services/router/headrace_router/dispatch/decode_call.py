@@ -1,0 +1,130 @@
+"""The call of an attempt to its decode worker."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import grpc.aio
+from opentelemetry.context import Context
+
+from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
+from headrace_common.deadlines import Deadline
+from headrace_common.errors import (
+    DeadlineExceeded,
+    HeadraceError,
+    ProtocolViolation,
+    Unauthenticated,
+    WorkerGone,
+)
+from headrace_common.rpc.status import error_from_rpc
+from headrace_common.rpc.trace_context import metadata_with_trace
+from headrace_kv.layout.layout import WorkerRef
+
+
+class DecodeCall:
+    """One Generate call, and SetFirstToken for its transfer. Close it when the attempt ends.
+
+    Every error names the worker. A passed deadline also names `waited_for()`, as gRPC's own error does not.
+    """
+
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        worker: WorkerRef,
+        request: decode_pb2.GenerateRequest,
+        *,
+        deadline: Deadline,
+        context: Context,
+        waited_for: Callable[[], str],
+    ) -> None:
+        self._worker = worker
+        self._transfer_id = request.transfer_id
+        self._deadline = deadline
+        self._context = context
+        self._waited_for = waited_for
+        self._stub = decode_pb2_grpc.DecodeServiceStub(channel)
+        self._call: Any = self._stub.Generate(
+            request,
+            timeout=deadline.remaining_s(),
+            metadata=metadata_with_trace(context=context),
+        )
+        self._read_ahead: asyncio.Task[decode_pb2.GenerateResponse] | None = None
+
+    async def read_reservation(self) -> decode_pb2.Reserved:
+        """The first event. Raises ProtocolViolation for any other event."""
+        first = await self.read()
+        if first.WhichOneof("event") != "reserved":
+            raise ProtocolViolation(f"{self._worker} did not begin with Reserved")
+        return first.reserved
+
+    async def read(self) -> decode_pb2.GenerateResponse:
+        """The next event. Raises WorkerGone when the stream ends instead."""
+        if self._read_ahead is None:
+            return await self._read()
+        event = await self._read_ahead
+        self._read_ahead = None
+        return event
+
+    def read_ahead(self) -> asyncio.Task[decode_pb2.GenerateResponse]:
+        """The read of the next event as a task, to wait for it beside other futures. `read` returns its event."""
+        if self._read_ahead is None:
+            self._read_ahead = asyncio.create_task(self._read())
+        return self._read_ahead
+
+    async def set_first_token(self, token_id: int) -> None:
+        """Sends the token that prefill generated. Raises NotFound when the worker has ended the transfer."""
+        request = decode_pb2.SetFirstTokenRequest(
+            transfer_id=self._transfer_id,
+            incarnation=self._worker.incarnation,
+            token_id=token_id,
+        )
+        try:
+            await self._stub.SetFirstToken(
+                request,
+                timeout=self._deadline.remaining_s(),
+                metadata=metadata_with_trace(context=self._context),
+            )
+        except grpc.aio.AioRpcError as error:
+            raise self._explained(error_from_rpc(error)) from error
+
+    async def close(self) -> None:
+        """Cancels the call."""
+        self._call.cancel()
+        read = self._read_ahead
+        if read is not None:
+            read.cancel()
+            await asyncio.wait({read})
+            if not read.cancelled():
+                # Marks the exception as retrieved: asyncio would log it otherwise.
+                read.exception()
+
+    async def _read(self) -> decode_pb2.GenerateResponse:
+        try:
+            event = await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            raise self._explained(error_from_rpc(error)) from error
+        if event is grpc.aio.EOF:
+            raise self._gone("ended its stream too early")
+        return event  # type: ignore[no-any-return]
+
+    def _explained(self, error: HeadraceError) -> HeadraceError:
+        """The error with the worker's name. A client would take a rejected ticket for its own API key."""
+        if isinstance(error, DeadlineExceeded) and "waited_for" not in error.metadata:
+            what = self._waited_for()
+            return DeadlineExceeded(
+                f"the deadline passed while waiting for {what}", metadata={"waited_for": what}
+            )
+        if isinstance(error, WorkerGone) and "worker_id" not in error.metadata:
+            return self._gone(f"vanished: {error.detail}", error)
+        if isinstance(error, Unauthenticated):
+            return self._gone(f"rejected this router's ticket: {error.detail}", error)
+        return error
+
+    def _gone(self, problem: str, cause: HeadraceError | None = None) -> WorkerGone:
+        metadata = cause.metadata if cause is not None else {}
+        return WorkerGone(
+            f"decode worker {self._worker} {problem}",
+            metadata={**metadata, "worker_id": self._worker.worker_id},
+        )

@@ -1,0 +1,64 @@
+"""The messages with which an attempt asks a decode and a prefill worker. Pure."""
+
+from __future__ import annotations
+
+from headrace.decode.v1 import decode_pb2
+from headrace.inference.v1 import first_token_pb2
+from headrace.prefill.v1 import prefill_pb2
+from headrace_common.durations import timestamp_from_unix_s
+from headrace_router.dispatch.first_token import BY_DECODE, BY_PREFILL, FROM_LOGITS, Policy
+from headrace_router.placement import Decision
+from headrace_router.request.validation import PreparedRequest
+
+# Means decode.
+_UNSPECIFIED = first_token_pb2.FIRST_TOKEN_POLICY_UNSPECIFIED
+
+
+def decode_request(
+    request: PreparedRequest,
+    decision: Decision,
+    transfer_id: str,
+    generated: tuple[int, ...],
+    first_token: Policy = BY_DECODE,
+) -> decode_pb2.GenerateRequest:
+    """The request to the chosen decode worker, without a ticket. `generated` is the completion so far."""
+    return decode_pb2.GenerateRequest(
+        request_id=request.request_id,
+        transfer_id=transfer_id,
+        incarnation=decision.worker.ref.incarnation,
+        token_ids=request.token_ids + generated,
+        generated_token_count=len(generated),
+        sampling=request.sampling,
+        stop_token_ids=request.stop_token_ids,
+        remote_prefill=decision.remote,
+        first_token=_UNSPECIFIED if first_token == BY_DECODE else first_token,
+    )
+
+
+def prefill_task(
+    request: decode_pb2.GenerateRequest,
+    decision: Decision,
+    *,
+    start_token: int,
+    first_token: Policy,
+    deadline_unix_s: float,
+    traceparent: str,
+) -> prefill_pb2.PrefillTask:
+    """The task that computes the KV cache for `request`, from the reservation's `start_token`.
+
+    Decode computes the KV cache of the last token itself when it makes the first token.
+    """
+    worker = decision.worker
+    return prefill_pb2.PrefillTask(
+        transfer_id=request.transfer_id,
+        request_id=request.request_id,
+        token_ids=request.token_ids[:-1] if first_token == BY_DECODE else request.token_ids,
+        start_token=start_token,
+        decode_worker_id=worker.ref.worker_id,
+        decode_incarnation=worker.ref.incarnation,
+        decode_endpoint=worker.endpoint,
+        deadline_time=timestamp_from_unix_s(deadline_unix_s),
+        traceparent=traceparent,
+        sampling=request.sampling if first_token == BY_PREFILL else None,
+        send_logits=first_token == FROM_LOGITS,
+    )

@@ -1,0 +1,70 @@
+"""Validates and tokenizes requests off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from functools import partial
+
+from opentelemetry import trace
+from opentelemetry.trace import Span
+
+from headrace.inference.v1 import inference_pb2
+from headrace_common.deadlines import Deadline
+from headrace_common.telemetry import schema
+from headrace_common.telemetry.setup import Telemetry
+from headrace_router.request.validation import PreparedRequest, prepare
+from headrace_router.tracing.spans import recorded_span
+from headrace_router.workers.directory import WorkerDirectory
+from headrace_text.codec import TextCodec
+
+# Validating a request of this size takes less time than handing it to a thread.
+_SHORT_REQUEST_BYTES = 1_024
+
+
+class RequestPreparer:
+    """Prepares requests for the models in `codecs`, by served name."""
+
+    def __init__(
+        self, codecs: Mapping[str, TextCodec], workers: WorkerDirectory, telemetry: Telemetry
+    ) -> None:
+        self._codecs = codecs
+        self._workers = workers
+        self._telemetry = telemetry
+
+    async def prepare(
+        self,
+        request: inference_pb2.GenerateRequest,
+        request_id: str,
+        root: Span,
+        deadline: Deadline | None,
+    ) -> PreparedRequest:
+        """The validated request. Raises InvalidRequest.
+
+        Waits for a decode worker if a lost one may return, unless `deadline` is None.
+        """
+        prepared = await self._prepare(request, request_id, root)
+        if deadline is not None and await self._workers.wait_for_worker(prepared.model, deadline):
+            # The workers' context length is known only now.
+            prepared = await self._prepare(request, request_id, root)
+        return prepared
+
+    async def _prepare(
+        self, request: inference_pb2.GenerateRequest, request_id: str, root: Span
+    ) -> PreparedRequest:
+        parent = trace.set_span_in_context(root)
+        with recorded_span(self._telemetry, schema.SPAN_TOKENIZE, parent):
+            prepare_request = partial(
+                prepare,
+                request,
+                request_id=request_id,
+                codecs=self._codecs,
+                max_model_len=self._workers.max_model_len(),
+            )
+            if request.ByteSize() <= _SHORT_REQUEST_BYTES:
+                prepared = prepare_request()
+            else:
+                prepared = await asyncio.to_thread(prepare_request)
+        root.set_attribute(schema.ATTRIBUTE_MODEL, prepared.model)
+        root.set_attribute(schema.ATTRIBUTE_PROMPT_TOKENS, len(prepared.token_ids))
+        return prepared

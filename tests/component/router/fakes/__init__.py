@@ -1,0 +1,73 @@
+"""A router between scripted workers, all on real gRPC."""
+
+from __future__ import annotations
+
+from tests.component.router.fakes.decode import (
+    CONTEXT_TOKENS,
+    FakeDecode,
+    Script,
+    die_after,
+    finished,
+    full,
+    hang,
+    reject,
+    reply,
+    reply_after_first_token,
+    reserved,
+    tokens,
+)
+from tests.component.router.fakes.handoff import (
+    LAYOUT,
+    Handoff,
+)
+from tests.component.router.fakes.prefill import (
+    Behaviour,
+    FakePrefill,
+    die,
+    fail,
+    hand_over,
+    refuse,
+    send_first_token,
+    stall,
+    start_and_die,
+)
+from tests.component.router.fakes.rig import (
+    PREFIX_KEY,
+    TICKET_KEY,
+    FixedPolicy,
+    Rig,
+    eventually,
+    text_of,
+)
+
+__all__ = [
+    "CONTEXT_TOKENS",
+    "LAYOUT",
+    "PREFIX_KEY",
+    "TICKET_KEY",
+    "Behaviour",
+    "FakeDecode",
+    "FakePrefill",
+    "FixedPolicy",
+    "Handoff",
+    "Rig",
+    "Script",
+    "die",
+    "die_after",
+    "eventually",
+    "fail",
+    "finished",
+    "full",
+    "hand_over",
+    "hang",
+    "refuse",
+    "reject",
+    "reply",
+    "reply_after_first_token",
+    "reserved",
+    "send_first_token",
+    "stall",
+    "start_and_die",
+    "text_of",
+    "tokens",
+]

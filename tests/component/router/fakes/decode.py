@@ -1,0 +1,208 @@
+"""A scripted decode worker on real gRPC, and scripts for it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+
+from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
+from headrace.inference.v1 import first_token_pb2, sampling_pb2
+from headrace.registry.v1 import registry_pb2
+from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
+from headrace_common.config import ServiceConfig
+from headrace_common.errors import DecodeFull
+from headrace_common.identity import new_incarnation
+from headrace_common.rpc.server import GrpcServer
+from headrace_kv.layout.proto import layout_to_proto
+from tests.component.router.fakes.handoff import LAYOUT, Handoff
+
+CONTEXT_TOKENS = 1_024
+
+Script = Callable[["FakeDecode", decode_pb2.GenerateRequest], AsyncIterator[Any]]
+
+
+class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerServiceServicer):
+    """A decode worker that runs `script` for each request."""
+
+    def __init__(self, worker_id: str, handoff: Handoff, script: Script) -> None:
+        self.handoff = handoff
+        self.script = script
+        self.requests: list[decode_pb2.GenerateRequest] = []
+        self.first_tokens: list[decode_pb2.SetFirstTokenRequest] = []
+        self.first_token_set = asyncio.Event()
+        self.metadata: list[dict[str, Any]] = []
+        self.cancelled: set[str] = set()
+        self.running_requests = 0
+        self.reports = asyncio.Event()
+        """Cleared by a test to stop the status stream."""
+        self.reports.set()
+        self.hashing: worker_pb2.KvHashing | None = None
+        """How it hashes cached prefixes. None: it does not support KV events."""
+        self.background: list[asyncio.Task[None]] = []
+        self.member = registry_pb2.Member(
+            worker_id=worker_id,
+            incarnation=new_incarnation(),
+            role=registry_pb2.Member.ROLE_DECODE,
+            model="sim",
+            max_model_len=CONTEXT_TOKENS,
+            layout=layout_to_proto(LAYOUT),
+            max_num_seqs=8,
+            start_unix_ns=time.time_ns(),
+        )
+        self._server = GrpcServer(ServiceConfig(), ())
+        decode_pb2_grpc.add_DecodeServiceServicer_to_server(self, self._server.server)
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server.server)
+
+    async def start(self) -> FakeDecode:
+        self.member.endpoint = await self._server.start()
+        return self
+
+    async def kill(self) -> None:
+        """Breaks every connection, as the death of the process does."""
+        await self._server.server.stop(0)
+
+    async def die(self) -> None:
+        """Kills the worker from within a script, which never continues."""
+        self.background.append(asyncio.create_task(self.kill()))
+        await asyncio.sleep(60)
+
+    async def Generate(
+        self, request: decode_pb2.GenerateRequest, context: Any
+    ) -> AsyncIterator[decode_pb2.GenerateResponse]:
+        self.requests.append(request)
+        self.metadata.append(dict(context.invocation_metadata()))
+        try:
+            async for event in self.script(self, request):
+                yield event
+        except (asyncio.CancelledError, GeneratorExit):
+            self.cancelled.add(request.transfer_id)
+            raise
+
+    async def SetFirstToken(
+        self, request: decode_pb2.SetFirstTokenRequest, context: Any
+    ) -> decode_pb2.SetFirstTokenResponse:
+        self.first_tokens.append(request)
+        self.first_token_set.set()
+        return decode_pb2.SetFirstTokenResponse()
+
+    async def SubscribeKvEvents(
+        self, request: worker_pb2.SubscribeKvEventsRequest, context: Any
+    ) -> AsyncIterator[worker_pb2.SubscribeKvEventsResponse]:
+        if self.hashing is None:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this worker has no KV events")
+        while True:
+            yield worker_pb2.SubscribeKvEventsResponse(
+                incarnation=self.member.incarnation,
+                tier=worker_pb2.KV_TIER_DEVICE,
+                heartbeat=worker_pb2.KvHeartbeat(hashing=self.hashing),
+            )
+            await asyncio.sleep(0.05)
+
+    async def ResetPrefixCache(
+        self, request: worker_pb2.ResetPrefixCacheRequest, context: Any
+    ) -> worker_pb2.ResetPrefixCacheResponse:
+        return worker_pb2.ResetPrefixCacheResponse()
+
+    async def Drain(
+        self, request: worker_pb2.DrainRequest, context: Any
+    ) -> worker_pb2.DrainResponse:
+        raise AssertionError("routers drain no workers")
+
+    async def WatchStatus(
+        self, request: worker_pb2.WatchStatusRequest, context: Any
+    ) -> AsyncIterator[worker_pb2.WatchStatusResponse]:
+        while True:
+            yield worker_pb2.WatchStatusResponse(
+                worker_id=self.member.worker_id,
+                incarnation=self.member.incarnation,
+                state=worker_pb2.WatchStatusResponse.STATE_SERVING,
+                running_requests=self.running_requests,
+                total_blocks=100,
+            )
+            await asyncio.sleep(0.05)
+            await self.reports.wait()
+
+
+def reserved(request: decode_pb2.GenerateRequest, start: int = 0) -> decode_pb2.GenerateResponse:
+    has_maker = request.first_token != first_token_pb2.FIRST_TOKEN_POLICY_UNSPECIFIED
+    end = len(request.token_ids) - (0 if has_maker else 1) if request.remote_prefill else start
+    return decode_pb2.GenerateResponse(
+        reserved=decode_pb2.Reserved(start_token=start, end_token=end)
+    )
+
+
+def tokens(text: str) -> decode_pb2.GenerateResponse:
+    return decode_pb2.GenerateResponse(tokens=decode_pb2.Tokens(token_ids=text.encode()))
+
+
+def finished(request: decode_pb2.GenerateRequest) -> decode_pb2.GenerateResponse:
+    transferred = len(request.token_ids) - 1 if request.remote_prefill else 0
+    return decode_pb2.GenerateResponse(
+        finished=decode_pb2.Finished(
+            reason=sampling_pb2.FINISH_REASON_LENGTH, transferred_tokens=transferred
+        )
+    )
+
+
+def reply(text: str, *, after_first_token: bool = False) -> Script:
+    """Waits for the KV cache of a remote prefill, then sends `text`, one token per message."""
+
+    async def script(
+        worker: FakeDecode, request: decode_pb2.GenerateRequest
+    ) -> AsyncIterator[decode_pb2.GenerateResponse]:
+        yield reserved(request)
+        if after_first_token:
+            await worker.first_token_set.wait()
+        if request.remote_prefill:
+            await worker.handoff.of(request.transfer_id).wait()
+        for letter in text:
+            yield tokens(letter)
+        yield finished(request)
+
+    return script
+
+
+def reply_after_first_token(text: str) -> Script:
+    """As `reply`, but waits for SetFirstToken, too."""
+    return reply(text, after_first_token=True)
+
+
+def reject(error: Exception) -> Script:
+    """Rejects every request with `error`, before Reserved."""
+
+    async def script(
+        worker: FakeDecode, request: decode_pb2.GenerateRequest
+    ) -> AsyncIterator[decode_pb2.GenerateResponse]:
+        raise error
+        yield  # type: ignore[unreachable]
+
+    return script
+
+
+full = reject(DecodeFull("no room", retry_after_s=0.25))
+
+
+async def hang(worker: FakeDecode, request: decode_pb2.GenerateRequest) -> AsyncIterator[Any]:
+    yield reserved(request)
+    await asyncio.sleep(60)
+
+
+def die_after(text: str) -> Script:
+    """Sends `text`, then dies."""
+
+    async def script(
+        worker: FakeDecode, request: decode_pb2.GenerateRequest
+    ) -> AsyncIterator[decode_pb2.GenerateResponse]:
+        yield reserved(request)
+        if text:
+            if request.remote_prefill:
+                await worker.handoff.of(request.transfer_id).wait()
+            yield tokens(text)
+            await asyncio.sleep(0.1)
+        await worker.die()
+
+    return script

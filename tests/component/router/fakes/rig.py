@@ -1,0 +1,155 @@
+"""A router on a real port, between fake workers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, trace_pb2
+from headrace.registry.v1 import registry_pb2
+from headrace.worker.v1 import worker_pb2
+from headrace_common.errors import HeadraceError
+from headrace_common.rpc.channel import open_channel
+from headrace_common.rpc.server import GrpcServer
+from headrace_common.rpc.status import error_from_rpc
+from headrace_common.telemetry.setup import Telemetry, init_telemetry
+from headrace_kv.layout.layout import KvLayout
+from headrace_router.app import SERVICES, Router, assemble
+from headrace_router.config import RouterConfig
+from headrace_text.byte_codec import ByteCodec
+from tests.component.router.fakes.decode import FakeDecode, Script
+from tests.component.router.fakes.handoff import LAYOUT, Handoff
+from tests.component.router.fakes.prefill import Behaviour, FakePrefill
+
+PREFIX_KEY = 1
+TICKET_KEY = bytes(range(32))
+
+
+async def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    """Waits until `condition` is true. Fails the test after `timeout_s`."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+@dataclass
+class FixedPolicy:
+    """A run-time policy that a test changes."""
+
+    policy: registry_pb2.Policy = field(default_factory=registry_pb2.Policy)
+
+
+class Rig:
+    """A router on a real port. Tests add workers."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.config = RouterConfig(model=("sim",), **{"worker_wait_s": 0.2, **settings})
+        self.handoff = Handoff()
+        self.policy = FixedPolicy()
+        self.decodes: list[FakeDecode] = []
+        self.prefills: list[FakePrefill] = []
+
+    async def start(self) -> Rig:
+        self.telemetry: Telemetry = init_telemetry("router", "router-0", self.config)
+        self.router: Router = assemble(
+            self.config,
+            {"sim": ByteCodec()},
+            self.telemetry,
+            self.policy,
+            lambda: PREFIX_KEY,
+            lambda: TICKET_KEY,
+        )
+        self._server = GrpcServer(self.config, SERVICES)
+        self.router.add_to(self._server.server)
+        self.endpoint = await self._server.start()
+        self.channel = open_channel(self.endpoint)
+        self.stub: Any = inference_pb2_grpc.InferenceServiceStub(self.channel)
+        return self
+
+    async def add_decode(
+        self, script: Script, hashing: worker_pb2.KvHashing | None = None
+    ) -> FakeDecode:
+        worker = await FakeDecode(f"d{len(self.decodes)}", self.handoff, script).start()
+        worker.hashing = hashing
+        self.decodes.append(worker)
+        self.refresh()
+        known = {other.ref.worker_id for other in self.router.workers.table("sim").workers}
+        assert worker.member.worker_id in known
+        await eventually(lambda: bool(self.router.workers.table("sim").reachable.all()))
+        return worker
+
+    async def loads_known(self) -> None:
+        """Waits until the router has the current load of every decode worker."""
+        loads = {worker.member.worker_id: worker.running_requests for worker in self.decodes}
+
+        def known() -> bool:
+            table = self.router.workers.table("sim")
+            rows = zip(table.workers, table.requests, table.reachable, strict=True)
+            return loads == {
+                worker.ref.worker_id: int(requests)
+                for worker, requests, reachable in rows
+                if reachable
+            }
+
+        await eventually(known)
+
+    async def prefer(self, preferred: FakeDecode) -> None:
+        """Makes every other decode worker report more load, and waits until the router has it."""
+        for worker in self.decodes:
+            worker.running_requests = 0 if worker is preferred else 7
+        await self.loads_known()
+
+    def refresh(self) -> None:
+        self.router.update([worker.member for worker in self.decodes])
+
+    async def add_prefill(
+        self, behaviour: Behaviour, credit: int = 4, layout: KvLayout = LAYOUT
+    ) -> FakePrefill:
+        worker = FakePrefill(f"p{len(self.prefills)}", self.handoff, behaviour, layout)
+        await worker.start(self.endpoint, credit)
+        self.prefills.append(worker)
+        await eventually(lambda: worker.worker_id in self.pulling())
+        return worker
+
+    def pulling(self) -> set[str]:
+        """Ids of the prefill workers to which the queue may send tasks."""
+        return {
+            ref.worker_id for refs in self.router.queue.pulling_workers().values() for ref in refs
+        }
+
+    async def ask(
+        self, text: str = "a prompt", timeout_s: float = 10.0, **fields: Any
+    ) -> list[inference_pb2.GenerateResponse]:
+        """Every message of the response."""
+        request = inference_pb2.GenerateRequest(text=text, **fields)
+        return [response async for response in self.stub.Generate(request, timeout=timeout_s)]
+
+    async def error_of(self, **fields: Any) -> HeadraceError:
+        """The error of a request that must fail, as a client library would rebuild it."""
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await self.ask(**fields)
+        return error_from_rpc(caught.value)
+
+    async def trace_of(self, name: str) -> trace_pb2.Trace:
+        """The trace of a request that has ended, with all spans of the router."""
+        await asyncio.to_thread(self.telemetry.force_flush)
+        return self.router.traces.get(name)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(worker.close() for worker in self.prefills))
+        await self.channel.close()
+        await self._server.server.stop(0)
+        await self.router.close()
+        for worker in self.decodes:
+            await asyncio.gather(*worker.background)
+            await worker.kill()
+        await asyncio.to_thread(self.telemetry.shutdown)
+
+
+def text_of(responses: list[inference_pb2.GenerateResponse]) -> str:
+    return "".join(response.text for response in responses)
