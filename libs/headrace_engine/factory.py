@@ -25,7 +25,7 @@ def build_engine(
     Raises ConfigError when there is no such engine, or it is not installed.
     """
     if config.engine == "sim":
-        if config.overlap_layers.count:
+        if config.overlap_layers.layer_count:
             raise ConfigError(
                 "engine sim begins with whole caches only: set overlap_layers to 0",
                 metadata={"field": "overlap_layers"},

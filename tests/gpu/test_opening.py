@@ -147,10 +147,10 @@ def test_who_asks_for_staging_gets_it(opened: Opened) -> None:
 
 def test_a_processor_needs_neither_gate_nor_fence() -> None:
     torch = pytest.importorskip("torch")
-    from headrace_engine.torch_memory.opening import gate, open_tensor_transport
+    from headrace_engine.torch_memory.opening import open_tensor_transport, order_sender
 
     transport, order = open_tensor_transport(torch.zeros(64), "in_memory", "127.0.0.1")
-    assert gate(Noting([]), order) is None
+    assert order_sender(Noting([]), order) is None
     assert order.mark().query()
     order.fence()
     transport.close()
@@ -203,7 +203,7 @@ def test_a_layer_is_sent_once_the_event_after_its_kernels_is_passed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch = pytest.importorskip("torch")
-    from headrace_engine.torch_memory.opening import gate
+    from headrace_engine.torch_memory.opening import order_sender
     from headrace_engine.torch_memory.order import CudaOrder
 
     stream = Stream()
@@ -216,7 +216,7 @@ def test_a_layer_is_sent_once_the_event_after_its_kernels_is_passed(
     monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
     said: list[str] = []
     sender = Noting(said)
-    gated = gate(sender, CudaOrder(torch.device("cuda", 1), None))
+    gated = order_sender(sender, CudaOrder(torch.device("cuda", 1), None))
     assert gated is not None
     gated.push(LayerRange("a", 0, 0, 8, (1,), 0))
     gated.push(LayerRange("a", 1, 0, 8, (1,), 0))

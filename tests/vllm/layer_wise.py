@@ -18,13 +18,13 @@ from typing import Any
 from headrace_common.errors import TransferFailed
 from headrace_engine.interface import DecodeTokens, DecodeWork, PrefillWork
 from headrace_engine.torch_memory.event_ordered_sender import EventOrderedSender, Sender
-from headrace_engine.vllm.rank import rank
+from headrace_engine.vllm.rank import connector_worker
 from headrace_kv.handoff.messages import LayerRange, Reservation
 from headrace_kv.receive.layer_overlap import OverlapSettings
 from tests.vllm.hybrids import mend_rotation
 from tests.vllm.pair import GREEDY, Answer, Pair, reset, running_pair, wait_until
 
-LATE = OverlapSettings(count=2, wait_s=1.0)
+LATE = OverlapSettings(layer_count=2, wait_s=1.0)
 SLOW_S = 0.15
 STUCK_S = 2.5
 LENGTHS = (33, 65, 300)
@@ -137,7 +137,7 @@ async def slow_pair(
     model: str, prefill_ranks: int = 1, decode_ranks: int = 1, **late: Any
 ) -> AsyncIterator[Rig]:
     """Engines whose prefill is slow with the last layers while `_delay_s` says so."""
-    vars(rank)["gate"] = lambda sender, order: SlowTail(sender)
+    vars(connector_worker)["order_sender"] = lambda sender, order: SlowTail(sender)
     mend_rotation()
     changes: dict[str, object] = {
         "model": model,
@@ -150,12 +150,12 @@ async def slow_pair(
         | {"tensor_parallel_size": decode_ranks, "overlap_layers": replace(LATE, **late)},
     ) as pair:
         layers = pair.decode.descriptor.layout.layer_count
-        _first_slow_layer.value = layers - min(LATE.count, layers - 1)
+        _first_slow_layer.value = layers - min(LATE.layer_count, layers - 1)
         yield Rig(pair)
 
 
 async def answers(
-    model: str, prefill_ranks: int = 1, decode_ranks: int = 1, count: int = LATE.count
+    model: str, prefill_ranks: int = 1, decode_ranks: int = 1, count: int = LATE.layer_count
 ) -> Result:
     """Equality alone."""
     result = Result()

@@ -30,7 +30,7 @@ def environment() -> None:
 def groups_of(*found: tuple[list[str], Any], ranks: int = 2) -> tuple[LayerGroup, ...]:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
-    from headrace_engine.vllm.rank.cache_groups import read_groups
+    from headrace_engine.vllm.cache_groups import read_groups
 
     config = KVCacheConfig(
         num_blocks=8,

@@ -17,15 +17,15 @@ class OverlapSettings:
     `wait_s`: the longest that one forward pass waits for them.
     """
 
-    count: int = 0
+    layer_count: int = 0
     wait_s: float = 0.5
 
-    def check(self, layer_count: int) -> None:
+    def check(self, model_layer_count: int) -> None:
         """Raises ConfigError for more than there may be of so many layers: the first must be there."""
-        if self.count >= layer_count:
+        if self.layer_count >= model_layer_count:
             raise ConfigError(
-                f"overlap_layers is {self.count}, but the model has {layer_count} layers: "
-                f"choose {layer_count - 1} or less",
+                f"overlap_layers is {self.layer_count}, but the model has {model_layer_count} layers: "
+                f"choose {model_layer_count - 1} or less",
                 metadata={"field": "overlap_layers"},
             )
 
