@@ -35,12 +35,12 @@ def tokens_of(answer: Answer) -> Tokens:
     return Tokens(answer.token_ids, [list(entry.alternatives) for entry in answer.logprobs])
 
 
-async def measure(model: str, dtype: str, eager: bool, gpu_direct: bool) -> PairResult:
+async def measure(model: str, dtype: str, enforce_eager: bool, gpu_direct: bool) -> PairResult:
     """Starts a pair of the model's engines and asks both."""
     changes: dict[str, object] = {
         "model": model,
         "dtype": dtype,
-        "eager": eager,
+        "enforce_eager": enforce_eager,
         "gpu_direct": gpu_direct,
         "kv_cache_gib": 1.0,
         "max_num_batched_tokens": 256,

@@ -22,7 +22,7 @@ from headrace_engine.vllm.rank import connector_worker
 from headrace_kv.handoff.messages import LayerRange, Reservation
 from headrace_kv.receive.layer_overlap import OverlapSettings
 from tests.vllm.hybrids import mend_rotation
-from tests.vllm.pair import GREEDY, Answer, Pair, reset, running_pair, wait_until
+from tests.vllm.pair import BLOCK_TOKENS, GREEDY, Answer, Pair, reset, running_pair, wait_until
 
 LATE = OverlapSettings(layer_count=2, wait_s=1.0)
 SLOW_S = 0.15
@@ -108,6 +108,8 @@ class Rig:
         task = asyncio.create_task(consume())
         try:
             await wait_until(lambda: len(one.token_ids) > 3)
+            # The engine reports its load a moment later.
+            await wait_until(lambda: self.pair.decode.load.used_blocks == one.block_count(prompt))
             yield one
             await wait_until(lambda: len(one.token_ids) >= len(one.plain), 60)
         finally:
@@ -122,6 +124,9 @@ class Bystander:
     plain: list[int]
     token_ids: list[int] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)
+
+    def block_count(self, prompt: list[int]) -> int:
+        return -(-(len(prompt) + len(self.token_ids)) // BLOCK_TOKENS)
 
     @property
     def right(self) -> bool:
@@ -155,11 +160,11 @@ async def slow_pair(
 
 
 async def answers(
-    model: str, prefill_ranks: int = 1, decode_ranks: int = 1, count: int = LATE.layer_count
+    model: str, prefill_ranks: int = 1, decode_ranks: int = 1, layer_count: int = LATE.layer_count
 ) -> Result:
     """Equality alone."""
     result = Result()
-    async with slow_pair(model, prefill_ranks, decode_ranks, count=count) as rig:
+    async with slow_pair(model, prefill_ranks, decode_ranks, layer_count=layer_count) as rig:
         await compare(rig, result)
     return result
 

@@ -8,7 +8,7 @@ import pytest
 
 from headrace_engine.vllm.link.messages import EngineLoad
 from tests.vllm.aborts import BLOCK_COUNT, STATES
-from tests.vllm.fork_server import ForkServer
+from tests.vllm.conftest import RunJob
 
 MODEL = "models/tiny-llama"
 
@@ -19,8 +19,8 @@ pytestmark = [
 ]
 
 
-def test_aborts_in_every_state_give_all_blocks_back(zygote: ForkServer) -> None:
-    result = zygote.run("tests.vllm.aborts:measure", model=MODEL)
+def test_aborts_in_every_state_give_all_blocks_back(run_job: RunJob) -> None:
+    result = run_job("tests.vllm.aborts:measure", model=MODEL)
     start = EngineLoad(**result["start"])
     assert start == EngineLoad(0, 0, 0, BLOCK_COUNT - 1)
     seen: dict[str, EngineLoad] = {}

@@ -11,7 +11,7 @@ import pytest
 from headrace_common.errors import TransferFailed
 from headrace_engine.interface import DecodeTokens, DecodeWork, Sampling
 from headrace_kv.handoff.messages import Reservation
-from tests.vllm.fork_server import ForkServer
+from tests.vllm.conftest import RunJob
 from tests.vllm.pair import BLOCK_TOKENS, CHUNK_TOKENS, GREEDY, Answer, Pair
 
 pytestmark = [
@@ -293,7 +293,7 @@ async def test_logits_of_another_vocabulary_are_refused(pair: Pair) -> None:
     ],
 )
 async def test_answers_go_on_where_requests_are_preempted_and_over_ranks(
-    zygote: ForkServer,
+    run_job: RunJob,
     prefill_ranks: int,
     decode_ranks: int,
     decode_blocks: int,
@@ -301,7 +301,7 @@ async def test_answers_go_on_where_requests_are_preempted_and_over_ranks(
 ) -> None:
     """24 blocks hold no more than four of the six whole answers."""
     said = await asyncio.to_thread(
-        zygote.run,
+        run_job,
         "tests.vllm.first_tokens:compare",
         prefill_ranks=prefill_ranks,
         decode_ranks=decode_ranks,

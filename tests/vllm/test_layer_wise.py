@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headrace_engine.vllm.link.messages import EngineLoad
-from tests.vllm.fork_server import ForkServer
+from tests.vllm.conftest import RunJob
 from tests.vllm.layer_wise import LATE, LENGTHS
 
 pytestmark = [
@@ -39,8 +39,8 @@ def assert_failed_alone(went: dict[str, Any]) -> None:
     assert EngineLoad(**went["load"]) == EngineLoad(0, 0, 0, BLOCK_COUNT - 1)
 
 
-def test_what_begins_early_and_what_fails_late(zygote: ForkServer) -> None:
-    result = zygote.run("tests.vllm.layer_wise:story", model="models/tiny-llama")
+def test_what_begins_early_and_what_fails_late(run_job: RunJob) -> None:
+    result = run_job("tests.vllm.layer_wise:story", model="models/tiny-llama")
     assert_equal(result)
     for name in ("given_up", "aborted", "cut_off"):
         assert_failed_alone(result[name])
@@ -65,11 +65,11 @@ def test_what_begins_early_and_what_fails_late(zygote: ForkServer) -> None:
     [("tiny-llama", 1, 2), ("tiny-llama", 2, 1), ("tiny-deepseek-v3", 1, 1)],
 )
 def test_other_layouts_begin_early_too(
-    zygote: ForkServer, model: str, prefill_ranks: int, decode_ranks: int
+    run_job: RunJob, model: str, prefill_ranks: int, decode_ranks: int
 ) -> None:
     if not Path("models", model).is_dir():
         pytest.skip(f"{model} is not there: make setup")
-    result = zygote.run(
+    result = run_job(
         "tests.vllm.layer_wise:answers",
         model=f"models/{model}",
         prefill_ranks=prefill_ranks,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.vllm.fork_server import ForkServer
+from tests.vllm.conftest import RunJob
 from tests.vllm.soak import BLOCK_COUNT, SAMPLES, SoakResult
 
 MODEL = "models/tiny-llama"
@@ -26,8 +26,8 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("requests", [60, pytest.param(500, marks=pytest.mark.long)])
-def test_mixed_requests_leave_no_block_behind(zygote: ForkServer, requests: int) -> None:
-    result = SoakResult(**zygote.run("tests.vllm.soak:measure", model=MODEL, requests=requests))
+def test_mixed_requests_leave_no_block_behind(run_job: RunJob, requests: int) -> None:
+    result = SoakResult(**run_job("tests.vllm.soak:measure", model=MODEL, requests=requests))
     print(result)
     assert result.wrong == []
     assert result.given_up > requests * 0.1
