@@ -1,4 +1,4 @@
-"""Prefill and decode with vLLM on one CUDA device, compared with vLLM alone. Minutes: engines compile and load."""
+"""Prefill and decode with vLLM on one CUDA device, compared with vLLM alone. Slow: engines compile and load."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.gpu.pair import LENGTHS, PairResult, Tokens
 from tests.vllm.jobs import run_job
 
 MODEL = "models/tiny-llama"
-# Kernels differ between a chunk of a prompt and a single token, and with them the last digits.
+# Kernels for a chunk of a prompt and for a single token round differently.
 NEAR_TIE = 0.02
 
 pytestmark = [
@@ -49,7 +49,7 @@ def measured(**settings: object) -> PairResult:
 
 
 def differ(plain: Tokens, other: Tokens) -> str:
-    """Where the answers part, and why that is no near tie; empty when they do not, or it is one."""
+    """The first difference of the answers. Empty without one, and for a near tie."""
     pairs = list(zip(plain.token_ids, other.token_ids, strict=True))
     apart = [number for number, (ours, theirs) in enumerate(pairs) if ours != theirs]
     if not apart:

@@ -1,4 +1,4 @@
-"""Latent attention, short convolutions, gated delta nets and states: what one engine computes, another goes on with."""
+"""Two engines answer as one, for latent attention, short convolutions, gated delta nets and states."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(180)]
 def test_two_engines_answer_as_one(run_job: RunJob, model: str) -> None:
     if not Path("models", model).is_dir():
         pytest.skip(f"the model folder models/{model} is missing: make setup")
-    said = run_job("tests.vllm.hybrids:tell", model=model)
-    print(f"{model}: engines up in {said['start_s']:.1f} s, done after {said['total_s']:.1f} s")
-    assert len(said["differences"]) > 15
+    result = run_job("tests.vllm.hybrids:compare", model=model)
+    print(f"{model}: engines up in {result['start_s']:.1f} s, done after {result['total_s']:.1f} s")
+    assert len(result["differences"]) > 15

@@ -20,6 +20,6 @@ pytestmark = [
 
 
 def test_two_engines_answer_as_one(run_job: RunJob) -> None:
-    said = run_job("tests.vllm.real_weights:compare", model=MODEL)
-    assert len(said["plain"]) == len(LENGTHS)
-    assert said["split"] == said["after_first"] == said["from_logits"] == said["plain"]
+    result = run_job("tests.vllm.real_weights:compare", model=MODEL)
+    assert len(result["plain"]) == len(LENGTHS)
+    assert result["split"] == result["after_first"] == result["from_logits"] == result["plain"]

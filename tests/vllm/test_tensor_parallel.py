@@ -1,4 +1,4 @@
-"""Any tensor parallelism to any other, one engine each, compared with vLLM alone."""
+"""Prefill and decode with different tensor parallelism, compared with vLLM alone."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ PAIRS = [
 def result_of(run_job: RunJob, model: str, prefill_ranks: int, decode_ranks: int) -> CellResult:
     if not Path(model).is_dir():
         pytest.skip(f"the model folder {model} is missing: make setup")
-    said = run_job(
+    result = run_job(
         "tests.vllm.tensor_parallel:measure",
         model=model,
         prefill_ranks=prefill_ranks,
         decode_ranks=decode_ranks,
     )
     for name in ("split", "together"):
-        said[name] = [Transferred(**values) for values in said[name]]
-    return CellResult(**said)
+        result[name] = [Transferred(**values) for values in result[name]]
+    return CellResult(**result)
 
 
 @pytest.mark.parametrize(("model", "prefill_ranks", "decode_ranks", "writes"), PAIRS)

@@ -297,7 +297,7 @@ def test_a_hybrid_reserves_tokens_and_one_page_of_each_state() -> None:
     assert reserved == [Reservation("x1", (13, 14, 15), 64, 129, ((41,), (7,)))]
 
 
-def test_a_state_whose_last_token_ends_a_block_is_in_that_block() -> None:
+def test_a_state_that_ends_with_a_block_is_in_that_block() -> None:
     planner, reserved = new_planner(HYBRID)
     params = receive_params("x1")
     planner.blocks_allocated("r", params, ((0, 0, 0, 40), (7,), (1, 2, 3, 4)), 129, 128, never)
