@@ -224,7 +224,7 @@ def in_model_order(layer_names: Iterable[str]) -> list[str]:
 
 
 def vocabulary_size(vllm_config: VllmConfig) -> int:
-    """Logits of one position."""
+    """The number of logits of one position."""
     found: int = vllm_config.model_config.get_vocab_size()
     return found
 
