@@ -220,7 +220,7 @@ async def measure(arguments: argparse.Namespace) -> dict[int, list[Block]]:
         "num_gpu_blocks_override": BLOCK_COUNT,
         "max_num_batched_tokens": 2048,
     }
-    late = OverlapSettings(count=max(ways) or 1, wait_s=arguments.wait)
+    late = OverlapSettings(layer_count=max(ways) or 1, wait_s=arguments.wait)
     quiet = Quiet(arguments.before, arguments.after)
     found: dict[int, list[Block]] = {way: [] for way in ways}
     async with running_pair(prefill=changes, decode=changes | {"overlap_layers": late}) as pair:

@@ -24,7 +24,7 @@ def build_engine(
     Raises ConfigError when there is no such engine, or it is not installed.
     """
     if config.engine == "sim":
-        if config.overlap_layers.count:
+        if config.overlap_layers.layer_count:
             raise ConfigError(
                 "engine sim needs complete KV caches: set overlap_layers to 0",
                 metadata={"field": "overlap_layers"},

@@ -1,4 +1,4 @@
-"""Devices for the tests of this folder: the CPU's tensors everywhere, a GPU's where there is one."""
+"""Devices for the tests of this folder: tensors of the CPU, and of a GPU where there is one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DEVICES = [
 
 @pytest.fixture(scope="session", params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
-    """As torch names it. Torch is imported where a test needs it: other tests do without."""
+    """A device by its name in torch, which is imported only where a test needs it."""
     torch = pytest.importorskip("torch")
     if request.param != "cpu" and not torch.cuda.is_available():
         built = torch.version.cuda

@@ -1,4 +1,4 @@
-"""What runs in a process of its own: a prefill and a decode engine on one device, compared with one engine alone."""
+"""A job: a prefill and a decode engine on one device, compared with one engine alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from headrace_engine.interface import Sampling
 from tests.vllm.pair import Answer, reset, running_pair
 
 LENGTHS = (2, 33, 300, 700)
-# Log probabilities too, so that a near tie can be told from a wrong byte.
+# With log probabilities, which distinguish a near tie from a wrong byte.
 SAMPLING = Sampling(temperature=0.0, max_tokens=16, logprobs=5)
 
 
@@ -35,12 +35,12 @@ def tokens_of(answer: Answer) -> Tokens:
     return Tokens(answer.token_ids, [list(entry.alternatives) for entry in answer.logprobs])
 
 
-async def measure(model: str, dtype: str, eager: bool, gpu_direct: bool) -> PairResult:
-    """Starts a pair of the model's engines and asks both."""
+async def measure(model: str, dtype: str, enforce_eager: bool, gpu_direct: bool) -> PairResult:
+    """Starts a pair of engines and generates on one and on both."""
     changes: dict[str, object] = {
         "model": model,
         "dtype": dtype,
-        "eager": eager,
+        "enforce_eager": enforce_eager,
         "gpu_direct": gpu_direct,
         "kv_cache_gib": 1.0,
         "max_num_batched_tokens": 256,

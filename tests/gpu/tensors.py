@@ -18,9 +18,9 @@ DIRECT = "direct"
 
 @functools.cache
 def memory_of(device: str) -> TorchMemory:
-    """The memory that all transports of this process share; `device` as torch names it, with its number.
+    """The memory that all transports of this process share. `device` is torch's name with a number.
 
-    DIRECT is the CPU's, as if it were a device's that transports reach.
+    DIRECT is memory of the CPU that stands for a device's memory in reach of transports.
     """
     if device == DIRECT:
         return TorchMemory(torch.device("cpu"), direct=True)
@@ -55,13 +55,13 @@ ALLOCATORS.update({device: functools.partial(TensorMemory, device=device) for de
 
 
 def open_staged(settings: PeerSettings) -> KvTransport:
-    """The transport of a peer whose memory is a tensor."""
+    """The transport of a peer with a tensor as its memory."""
     memory = memory_of(settings.memory)
     return open_transport(settings.transport, settings.host, settings.protocol, memory)
 
 
 class TensorHarness(Harness):
-    """Tensors on both sides; `processes` are dear, since each peer imports torch."""
+    """Tensors on both sides. With `processes`, which are slow, each peer is a process that imports torch."""
 
     def __init__(self, settings: PeerSettings, *, processes: bool) -> None:
         super().__init__(settings)

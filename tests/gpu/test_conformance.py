@@ -1,4 +1,4 @@
-"""The transport conformance suite with tensors as memory, staged through host memory on both sides, or in reach."""
+"""The transport conformance suite with tensors as memory, staged through host memory or in reach of transports."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.rdma.peers import PeerSettings
 if TYPE_CHECKING:
     from tests.gpu.tensors import TensorHarness
 
-# Each peer of the others imports torch anew.
+# A subset, because each peer process imports torch.
 ACROSS_PROCESSES = (
     small_runs,
     large_runs,
@@ -80,7 +80,7 @@ def test_memory_in_reach_meets_staged_memory(pair: tuple[str, str]) -> None:
     written = sender.write(receiver.session, runs, 5.0)
     got = target.get(0, 8192).reshape(16, 512)
     assert np.array_equal(got, source.get(0, 8192).reshape(16, 512)[::-1])
-    # Between devices in reach nothing is copied on the way, and to staged memory everything is.
+    # Direct memory needs no copies on its side. Staged memory needs them.
     expected = {("direct", "direct"): {"direct"}, ("direct", "cpu"): {"scatter", "gather_scatter"}}
     assert written.strategy in expected.get(pair, {"gather", "gather_scatter"})
     for transport, _ in ends:

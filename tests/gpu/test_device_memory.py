@@ -20,7 +20,7 @@ SIZE = 72_000
 
 
 class Place:
-    """Three tensors on one device and what should be in them; runs never cross from one to another."""
+    """Three tensors on one device. Runs stay within one of them."""
 
     def __init__(self, device: str) -> None:
         import torch
@@ -107,7 +107,7 @@ def one(address: int, length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]
     return np.array([address], np.int64), np.array([length], np.int64)
 
 
-def test_nothing_outside_is_touched(place: Place) -> None:
+def test_addresses_outside_the_tensors_are_rejected(place: Place) -> None:
     area = place.memory.allocate(64)
     for start in place.starts:
         for address, length in ((start - 1, 8), (start + SIZE - 7, 8)):
@@ -122,13 +122,13 @@ def test_nothing_outside_is_touched(place: Place) -> None:
         place.memory.admit(place.starts[0], 0)
 
 
-def test_memory_elsewhere_is_refused(place: Place) -> None:
+def test_memory_of_another_device_is_rejected(place: Place) -> None:
     import torch
 
     with pytest.raises(ConfigError, match="meta"):
         place.memory.hold(torch.empty(8, device="meta"))
 
 
-def test_held_twice_is_held_once(place: Place) -> None:
+def test_holding_a_tensor_twice_adds_it_once(place: Place) -> None:
     before = place.starts[0]
     assert place.memory.hold(place._tensors[0]) == (before, SIZE)

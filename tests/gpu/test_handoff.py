@@ -1,4 +1,4 @@
-"""A whole transfer out of and into tensors, whose layers are written long after the forward pass has named them."""
+"""A whole transfer between tensors, with layers that the device writes long after the forward pass queued them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.component.kv.harness import (
 
 
 class TensorTransport(LentTransport):
-    """A staged transport; its buffer is a tensor of the CPU, which only its memory reaches."""
+    """A staged transport. Its buffer is a tensor of the CPU."""
 
     def __init__(self) -> None:
         torch = pytest.importorskip("torch")
@@ -39,7 +39,7 @@ class TensorTransport(LentTransport):
 
 
 class Device:
-    """Work that ends when the test says so."""
+    """A device that the test advances."""
 
     def __init__(self) -> None:
         self.queued = 0
@@ -75,8 +75,8 @@ async def test_layers_are_read_once_they_are_written(prefill_tp: int, decode_tp:
             arena.cells[:] = 0
         transfer = rig.reserve(token_count)
         devices = [Device() for _ in rig.senders]
-        gates = [EventOrderedSender(s, d.mark) for s, d in zip(rig.senders, devices, strict=True)]
-        rig.senders, senders = gates, rig.senders  # type: ignore[assignment]  # fed like senders
+        ordered = [EventOrderedSender(s, d.mark) for s, d in zip(rig.senders, devices, strict=True)]
+        rig.senders, senders = ordered, rig.senders  # type: ignore[assignment]  # fed like senders
         rig.open(rig.target(transfer))
         rig.push(transfer.transfer_id, source_blocks, 0, token_count)
         rig.finish(transfer.transfer_id)
@@ -95,5 +95,5 @@ async def test_layers_are_read_once_they_are_written(prefill_tp: int, decode_tp:
             assert not any(arena.cells[written:].any() for arena in rig.destinations)
         await transfer.wait()
         rig.check_bytes(truth, transfer.reservation)
-        for gate in gates:
-            gate.close()
+        for sender in ordered:
+            sender.close()

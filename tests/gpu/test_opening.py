@@ -1,4 +1,4 @@
-"""What a rank opens for tensors of a device, with the CPU's in their place: direct or staged, and in what order."""
+"""Direct and staged transports for tensors of a device, and their order. CPU tensors stand for those of a GPU."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ pytestmark = pytest.mark.vllm
 
 @dataclass
 class Opened:
-    """What open_transport was asked for: kind, protocol, whether staged."""
+    """The calls of open_transport (kind, protocol, whether staged), and the transports."""
 
-    asked: list[tuple[str, str, bool]]
+    calls: list[tuple[str, str, bool]]
     transports: list[KvTransport]
 
 
 class Tensor:
-    """A tensor that says it is on a CUDA device; the bytes are the CPU's."""
+    """A tensor of the CPU that claims to be on a CUDA device."""
 
     def __init__(self) -> None:
         torch = pytest.importorskip("torch")
@@ -53,7 +53,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Opened:
         return memory
 
     def open_one(kind: str, host: str, protocol: str = "auto", memory: Any = None) -> KvTransport:
-        seen.asked.append((kind, protocol, memory.staged))
+        seen.calls.append((kind, protocol, memory.staged))
         transport = open_transport("in_memory", host, memory=memory)
         seen.transports.append(transport)
         return transport
@@ -71,9 +71,9 @@ def open_one(**settings: Any) -> Any:
     return open_tensor_transport(Tensor(), "mooncake", "127.0.0.1", **settings)
 
 
-def test_an_adapter_that_reaches_the_device_gets_its_memory(opened: Opened) -> None:
+def test_memory_is_direct_where_an_adapter_reaches_the_device(opened: Opened) -> None:
     transport, order = open_one()
-    assert opened.asked == [("mooncake", "rdma", False)]
+    assert opened.calls == [("mooncake", "rdma", False)]
     assert "scatter=" in transport.session
     assert order.queues
     transport.close()
@@ -93,13 +93,13 @@ def test_without_an_adapter_the_memory_is_staged(
 
     monkeypatch.setattr(opening, "open_transport", refuse)
     transport, order = open_one()
-    assert opened.asked == [("mooncake", "auto", True)]
+    assert opened.calls == [("mooncake", "auto", True)]
     assert "landing=" in transport.session
     assert order.queues
     transport.close()
 
 
-def test_memory_that_the_adapter_refuses_is_staged(
+def test_memory_that_the_adapter_rejects_is_staged(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from headrace_kv.transport.in_memory import InMemoryTransport
@@ -121,67 +121,67 @@ def test_memory_that_the_adapter_refuses_is_staged(
     monkeypatch.setattr(InMemoryTransport, "register", register)
     monkeypatch.setattr(InMemoryTransport, "close", note)
     transport, _ = open_one()
-    assert [staged for _, _, staged in opened.asked] == [False, True]
+    assert [staged for _, _, staged in opened.calls] == [False, True]
     assert len(closed) == 1
     assert "landing=" in transport.session
     transport.close()
 
 
-def test_writes_that_cannot_be_ordered_keep_the_adapter_away(
+def test_memory_is_staged_where_writes_cannot_be_ordered(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from headrace_engine.torch_memory import order
 
     def refuse(driver: object, number: int) -> None:
-        raise ConfigError("nothing tells when writes are visible")
+        raise ConfigError("the device cannot make writes visible")
 
     monkeypatch.setattr(order, "open_flush", refuse)
     open_one()[0].close()
-    assert opened.asked == [("mooncake", "auto", True)]
+    assert opened.calls == [("mooncake", "auto", True)]
 
 
-def test_who_asks_for_staging_gets_it(opened: Opened) -> None:
+def test_memory_is_staged_on_request(opened: Opened) -> None:
     open_one(gpu_direct=False)[0].close()
-    assert opened.asked == [("mooncake", "auto", True)]
+    assert opened.calls == [("mooncake", "auto", True)]
 
 
-def test_a_processor_needs_neither_gate_nor_fence() -> None:
+def test_a_cpu_needs_neither_ordered_sender_nor_fence() -> None:
     torch = pytest.importorskip("torch")
-    from headrace_engine.torch_memory.opening import gate, open_tensor_transport
+    from headrace_engine.torch_memory.opening import open_tensor_transport, order_sender
 
     transport, order = open_tensor_transport(torch.zeros(64), "in_memory", "127.0.0.1")
-    assert gate(Noting([]), order) is None
+    assert order_sender(Recorder([]), order) is None
     assert order.mark().query()
     order.fence()
     transport.close()
 
 
-class Noting:
-    """A sender that says what reaches it."""
+class Recorder:
+    """A sender that records its calls."""
 
-    def __init__(self, said: list[str]) -> None:
-        self._said = said
+    def __init__(self, calls: list[str]) -> None:
+        self._calls = calls
         self.pushed = threading.Event()
 
     def open(self, target: TransferTarget) -> None:
-        self._said.append("open")
+        self._calls.append("open")
 
     def push(self, piece: LayerRange) -> None:
-        self._said.append(f"push {piece.layer}")
+        self._calls.append(f"push {piece.layer}")
         self.pushed.set()
 
     def push_logits(self, transfer_id: str, logits: bytes) -> None:
-        self._said.append("logits")
+        self._calls.append("logits")
 
     def finish(self, transfer_id: str) -> None:
-        self._said.append("finish")
+        self._calls.append("finish")
 
     def stop(self, transfer_id: str, reason: str, detail: str) -> None:
-        self._said.append("stop")
+        self._calls.append("stop")
 
 
 class Event:
-    """As torch.cuda.Event, completed by the test."""
+    """A torch.cuda.Event that the test completes."""
 
     def __init__(self) -> None:
         self.done = False
@@ -203,7 +203,7 @@ def test_a_layer_is_sent_once_the_event_after_its_kernels_is_passed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch = pytest.importorskip("torch")
-    from headrace_engine.torch_memory.opening import gate
+    from headrace_engine.torch_memory.opening import order_sender
     from headrace_engine.torch_memory.order import CudaOrder
 
     stream = Stream()
@@ -214,39 +214,39 @@ def test_a_layer_is_sent_once_the_event_after_its_kernels_is_passed(
         return stream
 
     monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
-    said: list[str] = []
-    sender = Noting(said)
-    gated = gate(sender, CudaOrder(torch.device("cuda", 1), None))
-    assert gated is not None
-    gated.push(LayerRange("a", 0, 0, 8, (1,), 0))
-    gated.push(LayerRange("a", 1, 0, 8, (1,), 0))
+    calls: list[str] = []
+    sender = Recorder(calls)
+    ordered = order_sender(sender, CudaOrder(torch.device("cuda", 1), None))
+    assert ordered is not None
+    ordered.push(LayerRange("a", 0, 0, 8, (1,), 0))
+    ordered.push(LayerRange("a", 1, 0, 8, (1,), 0))
     assert devices == [torch.device("cuda", 1)] * 2
     assert not sender.pushed.wait(0.05)
     stream.events[0].done = True
     assert sender.pushed.wait(5.0)
     assert not stream.events[1].done
-    gated.close()
-    assert said == ["push 0"]
+    ordered.close()
+    assert calls == ["push 0"]
 
 
 def test_the_fence_flushes_with_the_devices_context(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     from headrace_engine.torch_memory.order import CudaOrder
 
-    said: list[object] = []
+    calls: list[object] = []
 
     @contextlib.contextmanager
     def use(device: object) -> Any:
-        said.append(device)
+        calls.append(device)
         yield
-        said.append("left")
+        calls.append("left")
 
     monkeypatch.setattr(torch.cuda, "device", use)
     device = torch.device("cuda", 1)
-    CudaOrder(device, lambda: said.append("flushed")).fence()
-    assert said == [device, "flushed", "left"]
+    CudaOrder(device, lambda: calls.append("flushed")).fence()
+    assert calls == [device, "flushed", "left"]
     CudaOrder(device, None).fence()
-    assert len(said) == 3
+    assert len(calls) == 3
 
     def fail() -> None:
         raise TransferFailed("code 700")

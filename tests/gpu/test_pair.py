@@ -1,8 +1,7 @@
-"""Prefill and decode with vLLM on one CUDA device, compared with vLLM alone. Minutes: engines compile and load."""
+"""Prefill and decode with vLLM on one CUDA device, compared with vLLM alone. Slow: engines compile and load."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,10 @@ from typing import Any
 import pytest
 
 from tests.gpu.pair import LENGTHS, PairResult, Tokens
-from tests.vllm.fork_server import ForkServer
+from tests.vllm.jobs import run_job
 
 MODEL = "models/tiny-llama"
-# Kernels differ between a chunk of a prompt and a single token, and with them the last digits.
+# Kernels for a chunk of a prompt and for a single token round differently.
 NEAR_TIE = 0.02
 
 pytestmark = [
@@ -24,8 +23,8 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def zygote() -> Iterator[ForkServer]:
+@pytest.fixture(scope="module", autouse=True)
+def _require_device() -> None:
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         built = torch.version.cuda
@@ -34,26 +33,23 @@ def zygote() -> Iterator[ForkServer]:
         pytest.skip("vLLM is not installed")
     if not Path(MODEL).is_dir():
         pytest.skip(f"the model folder {MODEL} is missing: scripts/make_tiny_model.py makes it")
-    started = ForkServer()
-    yield started
-    started.close()
 
 
 def tokens(values: dict[str, Any]) -> Tokens:
     return Tokens(values["token_ids"], [[(t, p) for t, p in e] for e in values["likeliest"]])
 
 
-def asked(zygote: ForkServer, **settings: object) -> PairResult:
-    said = zygote.run("tests.gpu.pair:measure", model=MODEL, **settings)
+def measured(**settings: object) -> PairResult:
+    found = run_job("tests.gpu.pair:measure", model=MODEL, **settings)
     lists = {
-        name: [tokens(values) for values in said[name]]
+        name: [tokens(values) for values in found[name]]
         for name in ("plain", "split", "after_first")
     }
-    return PairResult(said["session"], **lists)
+    return PairResult(found["session"], **lists)
 
 
 def differ(plain: Tokens, other: Tokens) -> str:
-    """Where the answers part, and why that is no near tie; empty when they do not, or it is one."""
+    """The first difference of the answers. Empty without one, and for a near tie."""
     pairs = list(zip(plain.token_ids, other.token_ids, strict=True))
     apart = [number for number, (ours, theirs) in enumerate(pairs) if ours != theirs]
     if not apart:
@@ -68,8 +64,8 @@ def differ(plain: Tokens, other: Tokens) -> str:
 @pytest.mark.parametrize(
     ("dtype", "eager"), [("float32", True), ("bfloat16", False)], ids=["eager", "graphs"]
 )
-def test_tokens_equal_plain_vllm(zygote: ForkServer, dtype: str, eager: bool) -> None:
-    result = asked(zygote, dtype=dtype, eager=eager, gpu_direct=True)
+def test_tokens_equal_plain_vllm(dtype: str, eager: bool) -> None:
+    result = measured(dtype=dtype, enforce_eager=eager, gpu_direct=True)
     assert len(result.plain) == len(LENGTHS)
     for length, plain, split, after_first in zip(
         LENGTHS, result.plain, result.split, result.after_first, strict=True
@@ -79,8 +75,8 @@ def test_tokens_equal_plain_vllm(zygote: ForkServer, dtype: str, eager: bool) ->
         assert not differ(plain, after_first), f"{length} tokens, the first from prefill"
 
 
-def test_staged_on_request(zygote: ForkServer) -> None:
-    result = asked(zygote, dtype="float32", eager=True, gpu_direct=False)
+def test_staged_on_request() -> None:
+    result = measured(dtype="float32", enforce_eager=True, gpu_direct=False)
     assert "landing=" in result.session
     for plain, split in zip(result.plain, result.split, strict=True):
         assert not differ(plain, split)

@@ -1,4 +1,4 @@
-"""Copies and marks beside the computation. What only a device can show is asserted only there."""
+"""Copies and marks beside the computation. Overlap is asserted on a device only."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 LAYERS = 6
 LAYER_BYTES = 1 << 20
-# About a tenth of a second on the devices of today.
+# About a tenth of a second on devices of 2026.
 BUSY_CYCLES = 150_000_000
 
 
 def keep_busy(device: str) -> None:
-    """Queues work before whatever is queued next on the current stream."""
+    """Keeps the current stream busy for a while."""
     import torch
 
     if device != "cpu":
@@ -61,7 +61,7 @@ class Cache:
 
 
 class GatheringSender:
-    """Gathers each piece when it comes, and notes whether the computation was still going on then."""
+    """Gathers each pushed range, and records whether the computation was still running then."""
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
@@ -96,20 +96,20 @@ def test_layers_are_gathered_as_they_are_written_while_later_ones_are_computed(d
     cache = Cache(device)
     cache.gather(0)
     sender = GatheringSender(cache)
-    gate = EventOrderedSender(sender, lambda: mark_compute(torch.device(device)))
+    ordered = EventOrderedSender(sender, lambda: mark_compute(torch.device(device)))
     start_s = time.monotonic()
     for layer in range(LAYERS):
         keep_busy(device)
         cache.layers[layer].fill_(layer + 1)
-        gate.push(LayerRange("a", layer, 0, 8, (1,), time.time_ns()))
+        ordered.push(LayerRange("a", layer, 0, 8, (1,), time.time_ns()))
     queued_s = time.monotonic() - start_s
     sender.last_mark = mark_compute(torch.device(device))
-    gate.finish("a")
+    ordered.finish("a")
     assert sender.finished.wait(20.0)
-    gate.close()
+    ordered.close()
     assert sender.right == [True] * LAYERS
     if device != "cpu":
-        # The forward pass only queued; all layers but the last went beside the computation of the next.
+        # The forward pass only queued. All layers but the last were gathered while the next one was computed.
         assert queued_s < 0.1
         assert sender.beside[0]
         assert sum(sender.beside) >= LAYERS - 2

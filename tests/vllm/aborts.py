@@ -1,4 +1,4 @@
-"""What runs in a process of its own: requests given up in every state, on engines with few blocks."""
+"""A job: aborts requests in every state, on engines with few blocks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Step = Callable[["Rig"], Awaitable[None]]
 
 @dataclass(slots=True)
 class Outcome:
-    """`seen` is the engine's load when the request was given up, `after` once it had settled."""
+    """`seen`: the engine's load when the request was aborted. `after`: the load once it had settled."""
 
     seen: dict[str, int]
     after: dict[str, int]
@@ -31,7 +31,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class AbortResult:
-    """By state: of a decode engine and of a prefill engine whose load was `start` before each."""
+    """Outcomes by state, of both engines. `start`: the load of each engine before each abort."""
 
     start: dict[str, int]
     decode: dict[str, Outcome] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class AbortResult:
 
 
 class Rig:
-    """A pair, and requests that can be given up."""
+    """A pair, and requests that can be aborted."""
 
     def __init__(self, pair: Pair) -> None:
         self.pair = pair
@@ -53,7 +53,7 @@ class Rig:
     async def decoding(
         self, length: int, *, remote: bool = False, hand_over: bool = False
     ) -> AsyncIterator[list[int]]:
-        """A request, given up at the end; yields the tokens that come."""
+        """Runs a decode request and aborts it at the end. Yields the list that its tokens are added to."""
         pair, prompt = self.pair, self.prompt(length)
         work = DecodeWork(pair.new_transfer_id(), tuple(prompt), LONG, remote_kv=remote)
         tokens: list[int] = []
@@ -84,7 +84,7 @@ class Rig:
 
     @asynccontextmanager
     async def prefilling(self, length: int) -> AsyncIterator[asyncio.Task[object]]:
-        """A prefill for a decode worker that never reserves, given up at the end."""
+        """Runs a prefill without a decode worker, and aborts it at the end."""
         blocks = tuple(range(1, 1 + -(-length // 32)))
         target = self.pair.target(Reservation(self.pair.new_transfer_id(), blocks, 0, length))
         work = PrefillWork(tuple(self.prompt(length)), target)
@@ -124,7 +124,7 @@ async def decode_preempted(rig: Rig) -> None:
     decode = rig.pair.decode
     async with rig.decoding(260) as first:
         await wait_until(lambda: bool(first))
-        # The one that came last is preempted, here after its KV came from elsewhere.
+        # vLLM preempts the later one, here after it has received its KV.
         async with rig.decoding(260, remote=True, hand_over=True) as second:
             await wait_until(lambda: decode.load.waiting_requests == 1)
             rig.seen = decode.load
@@ -150,7 +150,7 @@ async def prefill_running(rig: Rig) -> None:
 
 
 async def prefill_preempted(rig: Rig) -> None:
-    """Memory alone preempts no prefill: one starts when there are blocks for all of it."""
+    """Preempts by a reset: vLLM starts a prefill only when there are blocks for all of it."""
     prefill = rig.pair.prefill
     assert prefill._llm is not None
     async with rig.prefilling(570) as task:
@@ -187,7 +187,7 @@ STATES: dict[str, dict[str, Step]] = {
 
 
 async def measure(model: str) -> AbortResult:
-    """Gives a request up in every state that there is."""
+    """Aborts a request in every state."""
     changes: dict[str, object] = {
         "model": model,
         "num_gpu_blocks_override": BLOCK_COUNT,
@@ -208,15 +208,15 @@ async def measure(model: str) -> AbortResult:
             ("decode", pair.decode, result.decode),
             ("prefill", pair.prefill, result.prefill),
         ):
-            for state, give_up in STATES[role].items():
+            for state, abort in STATES[role].items():
                 rig.seen = EngineLoad()
-                await give_up(rig)
+                await abort(rig)
                 outcomes[state] = Outcome(asdict(rig.seen), asdict(await settled(engine)))
                 await reset(engine)
         return result
 
 
 async def settled(engine: VllmEngine) -> EngineLoad:
-    """The load once nothing changes any more; blocks that come back late must do so in a second."""
+    """The load after a second, in which late blocks must be freed."""
     await asyncio.sleep(1)
     return engine.load

@@ -3,46 +3,54 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any, Protocol
 
 import pytest
 import pytest_asyncio
 
-from tests.vllm.fork_server import ForkServer
+from tests.vllm import jobs
 from tests.vllm.pair import MODEL, Pair, running_pair
 
 HERE = Path(__file__).parent
 
 
+class RunJob(Protocol):
+    """See jobs.run_job."""
+
+    def __call__(self, job: str, **arguments: object) -> dict[str, Any]: ...
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """These come first: engine processes are forked, and that must happen before other tests start gRPC.
+    """Runs jobs in other processes first, before `pair` starts two engines.
 
-    Before them come jobs in processes of their own, while no other engine runs.
+    All tests of this folder precede others: engine processes are forked, which must happen before this process uses
+    gRPC.
     """
 
     def place(item: pytest.Item) -> tuple[bool, bool]:
-        return not item.path.is_relative_to(HERE), "zygote" not in getattr(item, "fixturenames", ())
+        return not item.path.is_relative_to(HERE), "run_job" not in getattr(
+            item, "fixturenames", ()
+        )
 
     items.sort(key=place)
 
 
 @pytest.fixture(scope="package")
-def zygote() -> Iterator[ForkServer]:
-    """Runs jobs with engines of their own."""
-    started = ForkServer()
-    yield started
-    started.close()
+def run_job() -> RunJob:
+    """Runs a job with engines of its own."""
+    return jobs.run_job
 
 
 @pytest_asyncio.fixture(scope="package", loop_scope="session")
 async def pair() -> AsyncIterator[Pair]:
-    """Engines that every test of the package shares."""
+    """Engines that all tests of the package share."""
     if not MODEL.is_dir():
         pytest.skip(f"the model folder {MODEL} is missing: make setup")
     with warnings.catch_warnings():
-        # vLLM's imports warn of their own.
+        # vLLM's imports warn.
         warnings.simplefilter("ignore")
         async with running_pair() as started:
             await started.reset()

@@ -1,4 +1,4 @@
-"""Answers that were begun elsewhere, on engines that are started for that alone. Runs in a process of its own."""
+"""A job: answers that another engine has begun, on engines with other settings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PENALIZED = replace(GREEDY, frequency_penalty=1.2, repetition_penalty=1.5)
 
 @dataclass(slots=True)
 class Compared:
-    """Answers of one engine alone, and of those that went on, by how they did."""
+    """Answers of one engine alone, and continued ones by the way they continue."""
 
     alone: list[list[int]]
     continued: list[list[int]]
@@ -31,7 +31,7 @@ async def compare(
     length: int,
     answer_tokens: int,
 ) -> Compared:
-    """Asks one prompt after the other of decode alone, and then all at once what goes on."""
+    """Generates each answer on decode alone, and then all continued ones at once."""
     changes: dict[str, object] = {
         "model": "models/tiny-llama",
         "max_model_len": max_model_len,

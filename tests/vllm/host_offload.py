@@ -1,4 +1,4 @@
-"""vLLM's host offloading on CPUs: its own scheduler and manager, with copies that need no GPU.
+"""vLLM's host offloading on CPUs: its own scheduler and manager, with copies without a GPU.
 
 vLLM refuses to make its own worker here: "CPU Offloading is currently only supported on CUDA-alike and XPU GPUs".
 """
@@ -54,16 +54,16 @@ class HostWorker(OffloadingWorker):  # type: ignore[misc]
         return True
 
     def get_finished(self) -> list[TransferResult]:
-        """What was copied since the last call."""
+        """The copies since the last call."""
         done, self._done = self._done, []
         return done
 
     def wait(self, job_ids: set[int]) -> None:
-        """Copies are over when they return."""
+        """Returns at once: copies are synchronous."""
 
 
 class HostOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
-    """What spec_name names."""
+    """The class that spec_name names."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> HostWorker:
         """A worker without streams."""

@@ -1,4 +1,4 @@
-"""What two engines must do of a model that is not, or not all, plain attention. Runs in a process of its own."""
+"""A job: compares two engines with one, for models with other layers than plain attention."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOGPROB_DIFFERENCE_MAX = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """`kinds`: of the layout's groups."""
+    """`kinds` of the layout's groups."""
 
     kinds: tuple[str, ...]
     dtype: str = "float32"
@@ -37,14 +37,14 @@ MODELS = {
     "tiny-deepseek-v2": Expected((TOKENS,)),
     "tiny-deepseek-v3": Expected((TOKENS,)),
     "tiny-lfm2": Expected((TOKENS, STATE, STATE)),
-    # vLLM's kernels of gated delta nets know no float32 on a processor.
+    # On a CPU, vLLM's kernels of gated delta nets do not support float32.
     "tiny-qwen3-next": Expected((TOKENS, STATE, STATE, STATE), dtype="bfloat16"),
     "tiny-mamba2": Expected((STATE,)),
 }
 
 
-class Story:
-    """One model's engines, and what is asked of them. Everything compares with decode's engine alone."""
+class Cases:
+    """Requests to one model's engines. Each answer is compared with that of the decode engine alone."""
 
     def __init__(self, pair: Pair, expected: Expected) -> None:
         self._pair = pair
@@ -52,24 +52,24 @@ class Story:
         layout = pair.decode.descriptor.layout
         self._block_tokens = layout.block_tokens if layout.block_tokens > 1 else 32
         assert pair.decode._llm is not None
-        # On a processor, vLLM keeps none of latent attention, and not of all states.
+        # On a CPU, vLLM caches no prefixes of latent attention, nor of all kinds of states.
         self._caches_prefixes = pair.decode._llm.vllm_config.cache_config.enable_prefix_caching
         self.differences: dict[str, float] = {}
 
     async def groups(self) -> None:
-        """The layout says what the model keeps."""
+        """The layout has the model's groups."""
         layout = self._pair.decode.descriptor.layout
         assert tuple(group.kind for group in layout.groups) == self._expected.kinds, layout
 
     async def lengths(self) -> None:
-        """Prompts within a chunk and beyond it, whose last handed-over token ends a block or does not."""
+        """Prompts within a chunk and beyond it, with a last transferred token at the end of a block or not."""
         block = self._block_tokens
         lengths = {1, 2, 5, block, block + 1, block + 2, 3 * block + 1, 500, CHUNK_TOKENS + 1, 700}
         for length in sorted(lengths):
             prompt = prompt_of(length)
             plain = await self._alone(prompt)
             await self._pair.reset()
-            # Alone, an engine computes the token after a whole number of blocks apart, as decode does.
+            # After a whole number of blocks, one engine also computes the last token in a step of its own.
             if self._expected.dtype == "float32" or length == block + 1:
                 split = await self._pair.split(prompt, LOGPROBS)
                 self._same(f"{length} tokens", plain, split)
@@ -82,7 +82,7 @@ class Story:
             await self._pair.reset()
 
     async def shared_prefix(self) -> None:
-        """Decode asks for what it lacks of a prompt, and for the state whatever it has cached."""
+        """Decode fetches the tokens that it has not cached, and always the state."""
         block = self._block_tokens
         shared = prompt_of(2 * block, seed=3)
         for name, tail in (("longer", 200), ("within a block", block // 2), ("a block", block + 1)):
@@ -101,7 +101,7 @@ class Story:
             assert split.reservation.start_token == cached, (name, split.reservation, split.end)
 
     async def prefill_has_it(self) -> None:
-        """Prefill finds a prefix in its own cache, decode has nothing."""
+        """Prefill has a prefix in its cache, and decode has none."""
         prompt = prompt_of(3 * self._block_tokens + 40, seed=5)
         await self._alone(prompt)
         plain = await self._alone(prompt)
@@ -117,7 +117,7 @@ class Story:
     async def together(self) -> None:
         """Requests in one batch do not touch each other's pages."""
         if self._expected.dtype != "float32":
-            # What vLLM computes in a batch, it rounds otherwise than alone.
+            # In bfloat16, vLLM rounds differently in a batch.
             return
         prompts = [prompt_of(length, seed=7) for length in (40, 170, 333, 600)]
         plain = [await self._alone(prompt) for prompt in prompts]
@@ -186,10 +186,10 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 
 def mend_rotation() -> None:
-    """Has vLLM rotate [tokens, heads * channels].
+    """Makes vLLM rotate tensors of shape [tokens, heads * channels].
 
-    Given [tokens, heads, channels], its kernel for processors takes a single token for something else, so that plain
-    vLLM contradicts itself: what it makes of a token depends on how many it computes at once.
+    Its CPU kernel misreads a single token of shape [tokens, heads, channels]. Plain vLLM then computes a token
+    differently alone and together with others.
     """
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
@@ -206,16 +206,16 @@ def mend_rotation() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """The largest difference of log probabilities of each comparison, and how long it all took."""
+class Comparison:
+    """The largest difference of log probabilities of each request, and durations."""
 
     differences: dict[str, float]
     start_s: float
     total_s: float
 
 
-async def tell(model: str) -> Told:
-    """Starts the engines and goes through the story."""
+async def compare(model: str) -> Comparison:
+    """Starts the engines and compares them with one."""
     mend_rotation()
     start_s = time.monotonic()
     expected = MODELS[model]
@@ -227,16 +227,16 @@ async def tell(model: str) -> Told:
         "max_model_len": CONTEXT_TOKENS,
     }
     async with running_pair(prefill=config, decode=config) as pair:
-        story = Story(pair, expected)
+        cases = Cases(pair, expected)
         started_s = time.monotonic() - start_s
         parts: tuple[Callable[[], Awaitable[None]], ...] = (
-            story.groups,
-            story.lengths,
-            story.shared_prefix,
-            story.prefill_has_it,
-            story.together,
-            story.aborts,
+            cases.groups,
+            cases.lengths,
+            cases.shared_prefix,
+            cases.prefill_has_it,
+            cases.together,
+            cases.aborts,
         )
         for part in parts:
             await part()
-        return Told(story.differences, started_s, time.monotonic() - start_s)
+        return Comparison(cases.differences, started_s, time.monotonic() - start_s)

@@ -1,6 +1,6 @@
-"""A decode engine that begins before the last layers are there, and a prefill engine that is slow with just these.
+"""A job: decode overlaps the last layers, which prefill sends delayed.
 
-Runs in a process of its own: how slow prefill's ranks are is in memory that they share with it.
+The delay is in memory that prefill's ranks share with the job's process.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any
 from headrace_common.errors import TransferFailed
 from headrace_engine.interface import DecodeTokens, DecodeWork, PrefillWork
 from headrace_engine.torch_memory.event_ordered_sender import EventOrderedSender, Sender
-from headrace_engine.vllm.rank import rank
+from headrace_engine.vllm.rank import connector_worker
 from headrace_kv.handoff.messages import LayerRange, Reservation
 from headrace_kv.receive.layer_overlap import OverlapSettings
 from tests.vllm.hybrids import mend_rotation
-from tests.vllm.pair import GREEDY, Answer, Pair, reset, running_pair, wait_until
+from tests.vllm.pair import BLOCK_TOKENS, GREEDY, Answer, Pair, reset, running_pair, wait_until
 
-LATE = OverlapSettings(count=2, wait_s=1.0)
+OVERLAP = OverlapSettings(layer_count=2, wait_s=1.0)
 SLOW_S = 0.15
 STUCK_S = 2.5
 LENGTHS = (33, 65, 300)
@@ -44,7 +44,7 @@ class _Past:
 
 
 class SlowTail(EventOrderedSender):
-    """Sends the last layers late, as a slow network would."""
+    """Delays the last layers, like a slow network."""
 
     def __init__(self, sender: Sender) -> None:
         self._when_s = 0.0
@@ -58,41 +58,41 @@ class SlowTail(EventOrderedSender):
 
 @dataclass(slots=True)
 class Result:
-    """Answers by prompt length, and what went on beside them."""
+    """Answers by prompt length, and the outcomes of requests that end early."""
 
     plain: dict[int, list[int]] = field(default_factory=dict)
     split: dict[int, list[int]] = field(default_factory=dict)
     after_first: dict[int, list[int]] = field(default_factory=dict)
-    early_starts: int = 0
-    given_up: dict[str, Any] = field(default_factory=dict)
+    overlap_count: int = 0
+    wait_expired: dict[str, Any] = field(default_factory=dict)
     aborted: dict[str, Any] = field(default_factory=dict)
     cut_off: dict[str, Any] = field(default_factory=dict)
     shared: dict[str, Any] = field(default_factory=dict)
 
 
 class Rig:
-    """A pair with slow tails."""
+    """A pair with delayed last layers."""
 
     def __init__(self, pair: Pair) -> None:
         self.pair = pair
         self.random = Random(5)
-        self.begun: list[str] = []
+        self.overlapped: list[str] = []
         link = pair.decode._link
         assert link is not None
         arriving = link.arriving
 
-        def note(transfer_id: str, deadline: Any) -> None:
-            self.begun.append(transfer_id)
+        def record(transfer_id: str, deadline: Any) -> None:
+            self.overlapped.append(transfer_id)
             arriving(transfer_id, deadline)
 
-        link.arriving = note  # type: ignore[method-assign]
+        link.arriving = record  # type: ignore[method-assign]
 
     def prompt(self, length: int) -> list[int]:
         return [self.random.randrange(3, 500) for _ in range(length)]
 
     @asynccontextmanager
     async def bystander(self) -> AsyncIterator[Bystander]:
-        """An answer that runs meanwhile; given up at the end."""
+        """Runs another answer meanwhile, and aborts it at the end."""
         prompt = self.prompt(40)
         plain = await self.pair.plain(prompt, replace(LONG, max_tokens=60))
         await reset(self.pair.decode)
@@ -108,6 +108,8 @@ class Rig:
         task = asyncio.create_task(consume())
         try:
             await wait_until(lambda: len(one.token_ids) > 3)
+            # The engine reports its load a moment later.
+            await wait_until(lambda: self.pair.decode.load.used_blocks == one.block_count(prompt))
             yield one
             await wait_until(lambda: len(one.token_ids) >= len(one.plain), 60)
         finally:
@@ -117,11 +119,14 @@ class Rig:
 
 @dataclass(slots=True)
 class Bystander:
-    """What it must say, and what it said when."""
+    """Expected tokens, and generated ones with their times."""
 
     plain: list[int]
     token_ids: list[int] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)
+
+    def block_count(self, prompt: list[int]) -> int:
+        return -(-(len(prompt) + len(self.token_ids)) // BLOCK_TOKENS)
 
     @property
     def right(self) -> bool:
@@ -134,10 +139,10 @@ class Bystander:
 
 @asynccontextmanager
 async def slow_pair(
-    model: str, prefill_ranks: int = 1, decode_ranks: int = 1, **late: Any
+    model: str, prefill_ranks: int = 1, decode_ranks: int = 1, **overlap: Any
 ) -> AsyncIterator[Rig]:
-    """Engines whose prefill is slow with the last layers while `_delay_s` says so."""
-    vars(rank)["gate"] = lambda sender, order: SlowTail(sender)
+    """Engines. Prefill delays the last layers by `_delay_s`."""
+    vars(connector_worker)["order_sender"] = lambda sender, order: SlowTail(sender)
     mend_rotation()
     changes: dict[str, object] = {
         "model": model,
@@ -147,25 +152,28 @@ async def slow_pair(
     async with running_pair(
         prefill=changes | {"tensor_parallel_size": prefill_ranks},
         decode=changes
-        | {"tensor_parallel_size": decode_ranks, "overlap_layers": replace(LATE, **late)},
+        | {"tensor_parallel_size": decode_ranks, "overlap_layers": replace(OVERLAP, **overlap)},
     ) as pair:
         layers = pair.decode.descriptor.layout.layer_count
-        _first_slow_layer.value = layers - min(LATE.count, layers - 1)
+        _first_slow_layer.value = layers - min(OVERLAP.layer_count, layers - 1)
         yield Rig(pair)
 
 
 async def answers(
-    model: str, prefill_ranks: int = 1, decode_ranks: int = 1, count: int = LATE.count
+    model: str,
+    prefill_ranks: int = 1,
+    decode_ranks: int = 1,
+    layer_count: int = OVERLAP.layer_count,
 ) -> Result:
-    """Equality alone."""
+    """Compares answers only."""
     result = Result()
-    async with slow_pair(model, prefill_ranks, decode_ranks, count=count) as rig:
+    async with slow_pair(model, prefill_ranks, decode_ranks, layer_count=layer_count) as rig:
         await compare(rig, result)
     return result
 
 
 async def compare(rig: Rig, result: Result) -> None:
-    """Asks decode alone, and then prefill and decode in both ways."""
+    """Generates on decode alone, and then on both engines, with the first token from either."""
     pair = rig.pair
     await pair.split(rig.prompt(20))
     for length in LENGTHS:
@@ -174,28 +182,28 @@ async def compare(rig: Rig, result: Result) -> None:
         result.plain[length] = (await pair.plain(prompt)).token_ids
         await pair.reset()
         _delay_s.value = SLOW_S
-        before = len(rig.begun)
+        before = len(rig.overlapped)
         result.split[length] = (await pair.split(prompt)).token_ids
         await pair.reset()
         result.after_first[length] = (await pair.split_after_first(prompt)).token_ids
         await pair.reset()
-        result.early_starts += len(rig.begun) - before
+        result.overlap_count += len(rig.overlapped) - before
 
 
-async def story(model: str) -> Result:
-    """Equality, and all that goes wrong while a step waits."""
+async def compare_and_end_early(model: str) -> Result:
+    """Compares answers, and ends requests in several ways while a step waits."""
     result = Result()
     async with slow_pair(model) as rig:
         await compare(rig, result)
-        result.given_up = await out_of_patience(rig)
-        result.aborted = await abort(rig)
-        result.cut_off = await prefill_gives_up(rig)
-        result.shared = await prefix_of_a_late_one(rig)
+        result.wait_expired = await wait_expires(rig)
+        result.aborted = await client_aborts(rig)
+        result.cut_off = await prefill_cancelled(rig)
+        result.shared = await prefix_of_a_delayed_request(rig)
     return result
 
 
-class Late:
-    """One request whose last layers do not come for a long time."""
+class DelayedRequest:
+    """A request with last layers that do not arrive for a long time."""
 
     def __init__(self, rig: Rig, prompt: list[int]) -> None:
         self.rig = rig
@@ -228,24 +236,26 @@ class Late:
         if not arrival.cancelled() and arrival.exception() is None:
             self.rig.pair.decode.arrived(self.work.transfer_id)
 
-    async def wait_begun(self) -> None:
-        await wait_until(lambda: self.work.transfer_id in self.rig.begun)
+    async def wait_overlapped(self) -> None:
+        await wait_until(lambda: self.work.transfer_id in self.rig.overlapped)
 
-    async def end(self, *, give_up: bool = False) -> None:
-        if give_up:
+    async def end(self, *, abort: bool = False) -> None:
+        if abort:
             self._reader.cancel()
         await asyncio.wait({self._reader}, timeout=30)
 
     async def settle(self) -> None:
-        """Prefill is quiet and decode's blocks are free."""
+        """Waits until prefill is quiet and decode's blocks are free."""
         if self.prefill is not None:
             with suppress(BaseException):
                 await asyncio.wait_for(asyncio.gather(self.prefill, return_exceptions=True), 30)
         await self.rig.pair.reset()
 
 
-async def went(rig: Rig, end: Callable[[Late], Any], prompt_tokens: int = 200) -> dict[str, Any]:
-    """A late request that ends as `end` has it, beside one that must not notice more than a pause."""
+async def end_early(
+    rig: Rig, end: Callable[[DelayedRequest], Any], prompt_tokens: int = 200
+) -> dict[str, Any]:
+    """Ends a delayed request by `end`, beside an answer that may only pause."""
     pair = rig.pair
     _delay_s.value = 0.0
     prompt = rig.prompt(prompt_tokens)
@@ -254,18 +264,18 @@ async def went(rig: Rig, end: Callable[[Late], Any], prompt_tokens: int = 200) -
     async with rig.bystander() as other:
         start = pair.decode.load
         _delay_s.value = STUCK_S
-        late = Late(rig, prompt)
-        await late.wait_begun()
-        begun_s = time.monotonic()
-        await end(late)
-        ended_s = time.monotonic() - begun_s
-        released = late.work.transfer_id in pair.released
+        delayed = DelayedRequest(rig, prompt)
+        await delayed.wait_overlapped()
+        start_s = time.monotonic()
+        await end(delayed)
+        ended_s = time.monotonic() - start_s
+        released = delayed.work.transfer_id in pair.released
         held = pair.decode.load.used_blocks
         if len(other.token_ids) < LONG.max_tokens:
             held -= start.used_blocks
         _delay_s.value = 0.0
-    await late.settle()
-    # A poisoned prefix cache would show here.
+    await delayed.settle()
+    # Wrong blocks in the prefix cache would change this answer.
     after: Answer = await pair.plain(prompt)
     assert after.end is not None
     await pair.reset()
@@ -273,8 +283,8 @@ async def went(rig: Rig, end: Callable[[Late], Any], prompt_tokens: int = 200) -
     await pair.reset()
     await asyncio.sleep(0.3)
     return {
-        "tokens": late.tokens,
-        "error": type(late.error).__name__ if late.error else "",
+        "tokens": delayed.tokens,
+        "error": type(delayed.error).__name__ if delayed.error else "",
         "seconds": ended_s,
         "released_before_end": released,
         "held_blocks_at_end": held,
@@ -288,30 +298,30 @@ async def went(rig: Rig, end: Callable[[Late], Any], prompt_tokens: int = 200) -
     }
 
 
-async def out_of_patience(rig: Rig) -> dict[str, Any]:
-    return await went(rig, lambda late: late.end())
+async def wait_expires(rig: Rig) -> dict[str, Any]:
+    return await end_early(rig, lambda delayed: delayed.end())
 
 
-async def abort(rig: Rig) -> dict[str, Any]:
-    async def give_up(late: Late) -> None:
+async def client_aborts(rig: Rig) -> dict[str, Any]:
+    async def cancel(delayed: DelayedRequest) -> None:
         await asyncio.sleep(0.1)
-        await late.end(give_up=True)
+        await delayed.end(abort=True)
 
-    return await went(rig, give_up)
+    return await end_early(rig, cancel)
 
 
-async def prefill_gives_up(rig: Rig) -> dict[str, Any]:
-    async def stop(late: Late) -> None:
+async def prefill_cancelled(rig: Rig) -> dict[str, Any]:
+    async def stop(delayed: DelayedRequest) -> None:
         await asyncio.sleep(0.1)
-        assert late.prefill is not None
-        late.prefill.cancel()
-        await late.end()
+        assert delayed.prefill is not None
+        delayed.prefill.cancel()
+        await delayed.end()
 
-    return await went(rig, stop)
+    return await end_early(rig, stop)
 
 
-async def prefix_of_a_late_one(rig: Rig) -> dict[str, Any]:
-    """Another request with the same prefix comes while the first one's cache is not whole."""
+async def prefix_of_a_delayed_request(rig: Rig) -> dict[str, Any]:
+    """Another request with the same prefix arrives while the first one's cache is incomplete."""
     pair = rig.pair
     _delay_s.value = 0.0
     prompt = rig.prompt(200)
@@ -319,14 +329,14 @@ async def prefix_of_a_late_one(rig: Rig) -> dict[str, Any]:
     plain = await pair.plain(other)
     await pair.reset()
     _delay_s.value = STUCK_S
-    late = Late(rig, prompt)
-    await late.wait_begun()
+    delayed = DelayedRequest(rig, prompt)
+    await delayed.wait_overlapped()
     answer = await pair.plain(other)
-    await late.end()
+    await delayed.end()
     _delay_s.value = 0.0
-    await late.settle()
+    await delayed.settle()
     return {
         "plain": plain.token_ids,
         "answer": answer.token_ids,
-        "error": type(late.error).__name__ if late.error else "",
+        "error": type(delayed.error).__name__ if delayed.error else "",
     }

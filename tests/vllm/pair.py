@@ -1,4 +1,4 @@
-"""A prefill and a decode engine side by side, joined as the services join them."""
+"""A prefill and a decode engine, connected as the services connect them."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ MODEL = Path(os.environ.get("HEADRACE_TEST_MODEL", "models/tiny-llama-deep"))
 BLOCK_TOKENS = 32
 CHUNK_TOKENS = 512
 TIMEOUT_S = 60.0
-# vLLM's ranks spin while they wait: four of them keep each other's threads from two cores for seconds.
+# vLLM's ranks spin while they wait. On two cores, four of them block other threads for seconds.
 LEASE_TTL_S = 20.0
 GREEDY = Sampling(temperature=0.0, max_tokens=16)
 
 
 @dataclass(slots=True)
 class Answer:
-    """What came of one request."""
+    """The events of one request."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Answer:
 
 
 def engine_config(role: str, **changes: object) -> EngineConfig:
-    """Small, exact, and on loopback."""
+    """A small engine in float32, on loopback."""
     values: dict[str, object] = {
         "engine": "vllm",
         "model": str(MODEL),
@@ -92,22 +92,22 @@ class Pair:
         self._numbers = 0
 
     def new_transfer_id(self) -> str:
-        """Never used before."""
+        """A new id."""
         self._numbers += 1
         return f"x{time.time_ns():020d}{self._numbers:012d}"
 
     def release(self, transfer_id: str) -> None:
-        """As the decode service does."""
+        """The receiver's callback, as in the decode service."""
         self.released.append(transfer_id)
         self.decode.released(transfer_id)
 
     async def reset(self) -> None:
-        """Forgets both prefix caches."""
+        """Empties both prefix caches."""
         for engine in (self.prefill, self.decode):
             await reset(engine)
 
     def target(self, reservation: Reservation, timeout_s: float = TIMEOUT_S) -> TransferTarget:
-        """Where prefill sends a reservation's tokens."""
+        """The target of a transfer into the reservation."""
         return TransferTarget(
             transfer_id=reservation.transfer_id,
             decode=self.refs["decode"],
@@ -120,7 +120,7 @@ class Pair:
     async def plain(
         self, prompt: Sequence[int], sampling: Sampling = GREEDY, generated: Sequence[int] = ()
     ) -> Answer:
-        """The decode engine alone, after what was generated already."""
+        """Generates on the decode engine alone, after the `generated` tokens."""
         answer = Answer()
         work = DecodeWork(
             self.new_transfer_id(),
@@ -137,7 +137,7 @@ class Pair:
     async def split(
         self, prompt: Sequence[int], sampling: Sampling = GREEDY, generated: Sequence[int] = ()
     ) -> Answer:
-        """Prefill on one engine, decode on the other, after what was generated already."""
+        """Prefills on one engine and decodes on the other, after the `generated` tokens."""
         answer = Answer()
         known = (*prompt, *generated)
         work = DecodeWork(
@@ -162,7 +162,7 @@ class Pair:
         *,
         token_after_kv: bool = False,
     ) -> Answer:
-        """As `split`, but prefill makes the first token, as the services have it; ends when that ends the answer."""
+        """Like `split`, but prefill chooses the first token. Ends when that token ends the answer."""
         answer = Answer()
         work = DecodeWork(
             self.new_transfer_id(), tuple(prompt), sampling, remote_kv=True, awaits_first_token=True
@@ -173,10 +173,10 @@ class Pair:
             assert isinstance(reservation, Reservation)
             answer.take(reservation)
             transfer = self.reserve(reservation)
-            told: asyncio.Future[DecodeTokens] = asyncio.get_running_loop().create_future()
+            token: asyncio.Future[DecodeTokens] = asyncio.get_running_loop().create_future()
             task = PrefillWork(tuple(prompt), self.target(reservation), sampling)
-            prefill = asyncio.create_task(self.prefill.prefill(task, told.set_result))
-            first = await told
+            prefill = asyncio.create_task(self.prefill.prefill(task, token.set_result))
+            first = await token
             answer.take(first)
             ends = first.token_ids[0] in sampling.stop_token_ids or sampling.max_tokens == 1
             if not ends and not token_after_kv:
@@ -193,7 +193,7 @@ class Pair:
         return answer
 
     def reserve(self, reservation: Reservation, logits_bytes: int = 0) -> IncomingTransfer:
-        """Opens the books for a reservation, as the decode service does."""
+        """Starts the receiver's accounting for a reservation, as the decode service does."""
         return self.receiver.reserve(
             reservation,
             Deadline.after(TIMEOUT_S),
@@ -204,9 +204,9 @@ class Pair:
     async def split_from_logits(
         self, prompt: Sequence[int], sampling: Sampling = GREEDY, *, kv_first: bool = False
     ) -> Answer:
-        """As `split`, but decode makes the first token from prefill's logits, as the services have it.
+        """Like `split`, but decode chooses the first token from prefill's logits.
 
-        With `kv_first` it hears of the KV before the logits.
+        With `kv_first`, the KV arrives before the logits.
         """
         answer = Answer()
         work = DecodeWork(
@@ -243,7 +243,7 @@ class Pair:
     async def hand_over(
         self, prompt: Sequence[int], reservation: Reservation
     ) -> tuple[PrefillOutcome, TransferSummary]:
-        """Fills a reservation. Starts with the transfer's bookkeeping, as the services do."""
+        """Transfers the prompt's KV into a reservation."""
         transfer = self.reserve(reservation)
         work = PrefillWork(tuple(prompt[:-1]), self.target(reservation))
         outcome, summary = await asyncio.gather(self.prefill.prefill(work), transfer.wait())
@@ -251,7 +251,7 @@ class Pair:
 
 
 async def reset(engine: VllmEngine) -> None:
-    """Empties an engine's prefix cache, once its last requests have given their blocks back."""
+    """Empties an engine's prefix cache, once its last requests have freed their blocks."""
     assert engine._llm is not None
     async with asyncio.timeout(10):
         while not await engine._llm.reset_prefix_cache():
@@ -259,7 +259,7 @@ async def reset(engine: VllmEngine) -> None:
 
 
 async def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    """Polls."""
+    """Polls until the condition holds."""
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.01)
@@ -267,7 +267,7 @@ async def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> 
 
 @asynccontextmanager
 async def running_pair(**changes: dict[str, object]) -> AsyncIterator[Pair]:
-    """Starts both engines before anything of gRPC exists in this process. `changes`: by role."""
+    """Starts both engines, before this process uses gRPC. `changes`: settings by role."""
     configs = {role: engine_config(role, **changes.get(role, {})) for role in ("prefill", "decode")}
     refs = {role: config.ref for role, config in configs.items()}
 

@@ -1,4 +1,4 @@
-"""A model with weights that were trained, on engines that are started for that alone. Runs in a process of its own."""
+"""A job: a model with trained weights, on engines of its own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SEEDED = replace(GREEDY, temperature=0.9, top_k=50, seed=5)
 
 @dataclass(slots=True)
 class Compared:
-    """Answers of one engine alone, and of two, by how they shared the work."""
+    """Answers of one engine alone, and of two by the way they share the work."""
 
     plain: list[list[int]] = field(default_factory=list)
     split: list[list[int]] = field(default_factory=list)
@@ -22,7 +22,7 @@ class Compared:
 
 
 async def compare(model: str) -> Compared:
-    """Asks one prompt after the other."""
+    """Generates one answer after the other."""
     compared = Compared()
     change: dict[str, object] = {"model": model}
     numbers = random.Random(3)

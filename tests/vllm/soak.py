@@ -1,6 +1,6 @@
-"""What runs in a process of its own: many mixed requests on one pair, a part of them given up.
+"""A job: many mixed requests on one pair, a part of them aborted.
 
-`python -m tests.vllm.soak [REQUESTS] [MODEL]` prints what came of it.
+`python -m tests.vllm.soak [REQUESTS] [MODEL]` prints the result.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ SAMPLES = 10
 
 @dataclass(slots=True)
 class SoakResult:
-    """`start` and `end` are both engines' loads, `memory_mib` that of every process, by role, `SAMPLES` times."""
+    """`start`, `end`: loads of both engines. `memory_mib`: by role, of every process, `SAMPLES` times."""
 
     requests: int
-    given_up: int = 0
+    aborted: int = 0
     remote: int = 0
     wrong: list[str] = field(default_factory=list)
     start: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class SoakResult:
 
 
 class Soak:
-    """Asks known questions in a random order and ways, until there were `requests`."""
+    """Sends `requests` requests with known answers, in random order and ways."""
 
     def __init__(self, pair: Pair, requests: int) -> None:
         self.pair = pair
@@ -57,14 +57,14 @@ class Soak:
         self._done = 0
 
     async def run(self) -> SoakResult:
-        """The whole of it."""
+        """Runs all requests."""
         pair, result = self.pair, self.result
         for prompt in self._prompts:
             answer = await pair.plain(prompt, Sampling(temperature=0.0, max_tokens=LONGEST))
             self._answers.append(answer.token_ids)
         await pair.reset()
         result.start = await self._loads()
-        await asyncio.gather(*(self._ask_on() for _ in range(SIDE_BY_SIDE)))
+        await asyncio.gather(*(self._ask_repeatedly() for _ in range(SIDE_BY_SIDE)))
         result.end = await self._loads()
         await pair.reset()
         return result
@@ -76,7 +76,7 @@ class Soak:
             "decode": asdict(await settled(pair.decode)),
         }
 
-    async def _ask_on(self) -> None:
+    async def _ask_repeatedly(self) -> None:
         while self._left:
             self._left -= 1
             await self._ask()
@@ -96,7 +96,7 @@ class Soak:
         await asyncio.wait({asking})
         result.remote += remote
         if asking.cancelled():
-            result.given_up += 1
+            result.aborted += 1
         elif (error := asking.exception()) is not None:
             result.wrong.append(f"prompt {number}: {error!r}")
         elif asking.result() != self._answers[number][: sampling.max_tokens]:
@@ -109,7 +109,7 @@ class Soak:
         work = DecodeWork(pair.new_transfer_id(), tuple(prompt), sampling, remote_kv=remote)
         tokens: list[int] = []
         arrival: asyncio.Task[TransferSummary] | None = None
-        told = False
+        reported = False
         try:
             async for event in pair.decode.decode(work):
                 if isinstance(event, DecodeTokens):
@@ -122,10 +122,10 @@ class Soak:
                     await asyncio.wait({arrival})
                     arrival.result()
                     pair.decode.arrived(work.transfer_id)
-                    told = True
+                    reported = True
         finally:
-            if arrival is not None and not told:
-                # As the decode service does: the blocks come back once nobody writes any more.
+            if arrival is not None and not reported:
+                # As the decode service does: the blocks are freed once no sender writes any more.
                 pair.receiver.cancel(work.transfer_id, "CANCELLED", "the client went away")
                 await asyncio.wait({arrival})
                 if arrival.exception() is None:

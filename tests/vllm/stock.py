@@ -1,4 +1,4 @@
-"""Stock vLLM servers with our connector, as separate processes, and plain HTTP requests to them."""
+"""Stock vLLM servers with our connector in separate processes, and HTTP requests to them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ENVIRONMENT = {
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """A port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -59,13 +59,13 @@ class Reply:
 
     @property
     def token_ids(self) -> list[int]:
-        """What was generated."""
+        """The generated tokens."""
         assert self.status == 200, self.body
         return [int(token) for token in self.body["choices"][0]["token_ids"]]
 
     @property
     def transfer(self) -> dict[str, Any]:
-        """What the connector told of the hand-over."""
+        """The connector's report of the transfer."""
         found = self.body.get("kv_transfer_params")
         assert isinstance(found, dict), self.body
         return found
@@ -74,7 +74,7 @@ class Reply:
 async def call(
     port: int, method: str, path: str, body: dict[str, Any] | None = None
 ) -> tuple[int, bytes]:
-    """One HTTP request, to the end of its response: status and body. Cancelled, it hangs up."""
+    """Sends one HTTP request. Returns the status and the whole body. Cancelling closes the connection."""
     payload = json.dumps(body).encode() if body is not None else b""
     head = (
         f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
@@ -117,14 +117,14 @@ class Server:
         return await complete(self.port, prompt, params, max_tokens)
 
     async def forget(self) -> None:
-        """Empties the prefix cache of the device, once no blocks are in use; other tiers keep theirs."""
+        """Empties the device's prefix cache, once no blocks are in use. Other tiers keep theirs."""
         async with asyncio.timeout(TIMEOUT_S):
             while await self.metric("kv_cache_usage_perc"):
                 await asyncio.sleep(0.05)
             assert (await call(self.port, "POST", "/reset_prefix_cache"))[0] == 200
 
     async def metric(self, name: str) -> float:
-        """The sum of a metric's samples; a name without the "vllm:" before it."""
+        """The sum of a metric's samples. `name` is without "vllm:"."""
         _, content = await call(self.port, "GET", "/metrics")
         lines = content.decode().splitlines()
         return sum(
@@ -165,13 +165,13 @@ def completion(
 
 
 def environment_of_tests() -> dict[str, str]:
-    """For processes that import what the tests do."""
+    """The environment of processes that import the tests' modules."""
     return os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(p or "." for p in sys.path)}
 
 
 @asynccontextmanager
 async def pairing(folder: Path, prefill: Server, decode: Server) -> AsyncIterator[int]:
-    """Runs `headrace pair` for two servers; its port."""
+    """Runs `headrace pair` for two servers. Yields its port."""
     port = free_port()
     command = [sys.executable, "-m", "headrace_cli", "pair", "--port", str(port)]
     command += ["--prefill", f"http://127.0.0.1:{prefill.port}"]
@@ -195,7 +195,7 @@ async def pairing(folder: Path, prefill: Server, decode: Server) -> AsyncIterato
 
 
 async def answers(port: int) -> bool:
-    """Whether anybody listens."""
+    """Whether a process listens on the port."""
     with suppress(OSError):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.close()
@@ -205,7 +205,7 @@ async def answers(port: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A server to start; without `transfer` it is one without a connector."""
+    """A server to start, without a connector when `transfer` is None."""
 
     name: str
     transfer: dict[str, Any] | None = None

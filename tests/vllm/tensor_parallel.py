@@ -1,4 +1,4 @@
-"""What runs in a process of its own: one prefill and one decode engine of any tensor parallelism."""
+"""A job: one prefill and one decode engine of any tensor parallelism."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHUNK_TOKENS = 256
 
 @dataclass(slots=True)
 class Transferred:
-    """One request: its tokens, and what was sent for it as [source rank, destination rank, layer, first token]."""
+    """One request. `sent`: as [source rank, destination rank, layer, first token]."""
 
     token_ids: list[int]
     cached_tokens: int
@@ -44,7 +44,7 @@ class CellResult:
 
 
 def prompts() -> list[list[int]]:
-    """Of every length, and one that shares the longest one's beginning."""
+    """One of every length, and one that shares a prefix with the longest one."""
     random = Random(11)
     found = [[random.randrange(3, 500) for _ in range(length)] for length in LENGTHS]
     return [*found, [*found[-1][:512], *(random.randrange(3, 500) for _ in range(77))]]
@@ -65,7 +65,7 @@ def transferred(answer: Answer) -> Transferred:
 
 
 async def measure(model: str, prefill_ranks: int, decode_ranks: int) -> CellResult:
-    """Starts a pair of the model's engines and asks both."""
+    """Starts a pair of the model's engines and generates on both."""
     stream_ranks: list[int] = []
     changes: dict[str, dict[str, object]] = {
         role: {
@@ -76,7 +76,7 @@ async def measure(model: str, prefill_ranks: int, decode_ranks: int) -> CellResu
         for role, ranks in (("prefill", prefill_ranks), ("decode", decode_ranks))
     }
     async with running_pair(**changes) as pair:
-        note_streams(pair, stream_ranks)
+        record_streams(pair, stream_ranks)
         asked = prompts()
         plain = [(await pair.plain(prompt, SAMPLING)).token_ids for prompt in asked]
         await reset(pair.decode)
@@ -96,8 +96,8 @@ async def measure(model: str, prefill_ranks: int, decode_ranks: int) -> CellResu
         )
 
 
-def note_streams(pair: Pair, ranks: list[int]) -> None:
-    """Notes the prefill rank of every handoff stream that is opened."""
+def record_streams(pair: Pair, ranks: list[int]) -> None:
+    """Adds the prefill rank of every handoff stream that is opened to `ranks`."""
     connect = pair.receiver.connect
 
     def connected(hello: Any, *rest: Any) -> Any:

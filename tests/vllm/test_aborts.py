@@ -1,4 +1,4 @@
-"""A request that is given up leaves nothing, whatever state it was in."""
+"""An aborted request frees all its blocks, in every state."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from headrace_engine.vllm.link.messages import EngineLoad
 from tests.vllm.aborts import BLOCK_COUNT, STATES
-from tests.vllm.fork_server import ForkServer
+from tests.vllm.conftest import RunJob
 
 MODEL = "models/tiny-llama"
 
@@ -19,8 +19,8 @@ pytestmark = [
 ]
 
 
-def test_aborts_in_every_state_give_all_blocks_back(zygote: ForkServer) -> None:
-    result = zygote.run("tests.vllm.aborts:measure", model=MODEL)
+def test_aborts_in_every_state_free_all_blocks(run_job: RunJob) -> None:
+    result = run_job("tests.vllm.aborts:measure", model=MODEL)
     start = EngineLoad(**result["start"])
     assert start == EngineLoad(0, 0, 0, BLOCK_COUNT - 1)
     seen: dict[str, EngineLoad] = {}
@@ -29,7 +29,7 @@ def test_aborts_in_every_state_give_all_blocks_back(zygote: ForkServer) -> None:
         for state, outcome in result[role].items():
             assert EngineLoad(**outcome["after"]) == start, (role, state)
             seen[f"{role} {state}"] = EngineLoad(**outcome["seen"])
-    # That each was what its name says.
+    # Each request was in the state that its name says.
     assert (seen["decode waiting"].running_requests, seen["decode waiting"].waiting_requests) == (
         1,
         1,

@@ -1,4 +1,4 @@
-"""vLLM's cache groups as ours, from its own specs. Starts no engine."""
+"""Conversion of vLLM's cache groups, from its own specs. Starts no engine."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ ATTENTION = {"block_size": 32, "num_kv_heads": 2, "head_size": 32}
 
 @pytest.fixture(scope="module", autouse=True)
 def environment() -> None:
-    """Torch and vLLM read it when they are imported, which may be here."""
+    """Torch and vLLM read it on their import, which may happen here."""
     set_vllm_environment(host="127.0.0.1", kv_cache_gib=1, tensor_parallel_size=1)
 
 
 def groups_of(*found: tuple[list[str], Any], ranks: int = 2) -> tuple[LayerGroup, ...]:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
-    from headrace_engine.vllm.rank.cache_groups import read_groups
+    from headrace_engine.vllm.cache_groups import read_groups
 
     config = KVCacheConfig(
         num_blocks=8,
@@ -74,7 +74,7 @@ def test_groups_with_tokens_come_first_and_layers_keep_the_models_order() -> Non
     assert found[1].block_format == "vllm-mamba2-3x8:bfloat16+2x4x4:float32"
 
 
-def test_tokens_of_latent_attention_may_be_taken_apart_but_not_beside_states() -> None:
+def test_tokens_of_latent_attention_are_separate_except_beside_states() -> None:
     latent = spec("MLAAttentionSpec", num_kv_heads=1, head_size=576, block_size=16)
     (alone,) = groups_of((["m.0.attn"], latent))
     assert (alone.head_count, alone.block_format) == (1, TOKEN_OUTER)
@@ -83,7 +83,7 @@ def test_tokens_of_latent_attention_may_be_taken_apart_but_not_beside_states() -
 
 
 @pytest.mark.parametrize("name", ["SlidingWindowSpec", "ChunkedLocalAttentionSpec"])
-def test_what_gives_its_blocks_away_early_is_refused(name: str) -> None:
+def test_layers_that_free_blocks_early_are_rejected(name: str) -> None:
     field = "sliding_window" if name == "SlidingWindowSpec" else "attention_chunk_size"
     with pytest.raises(ConfigError, match=name):
         groups_of((["m.0.attn"], spec(name, **{field: 64})))

@@ -1,6 +1,6 @@
-"""Everything of vLLM that Headrace relies on, looked up in the installed version. Starts no engine.
+"""Checks that the installed vLLM has all that Headrace uses of it. Starts no engine.
 
-A failure names what has changed. What vLLM does when it calls a hook is for the other tests here.
+A failure names the change. Other tests of this folder check how vLLM calls the hooks.
 """
 
 from __future__ import annotations
@@ -285,7 +285,7 @@ ENVIRONMENT = (
 
 @pytest.fixture(scope="module", autouse=True)
 def environment() -> None:
-    """Torch and vLLM read it when they are imported, which may be here."""
+    """Torch and vLLM read it on their import, which may happen here."""
     set_vllm_environment(host="127.0.0.1", kv_cache_gib=1, tensor_parallel_size=1)
 
 
@@ -296,7 +296,7 @@ def lookup(name: str) -> Any:
         try:
             found: Any = importlib.import_module(".".join(parts[:count]))
         except ModuleNotFoundError as exc:
-            # One that this one needs is another matter.
+            # Not when the module exists, but one that it imports is missing.
             if not ".".join(parts[:count]).startswith(exc.name or "?"):
                 raise
             continue
@@ -362,19 +362,14 @@ def test_every_hook_that_we_override_is_listed() -> None:
             assert tuple(parameter.name for parameter in theirs) == names, hook
 
 
-def test_logits_are_taken_where_vllm_lets_anybody_change_them() -> None:
+def test_the_logits_tap_is_a_logits_processor() -> None:
     tap = lookup("headrace_engine.vllm.rank.logits_tap.LogitsTap")
     assert tap.__abstractmethods__ == frozenset()
     module, name = lookup("headrace_engine.vllm.service.launch.LOGITS_TAP").split(":")
     assert lookup(f"{module}.{name}") is tap
 
 
-def test_decode_takes_a_local_hit_that_only_attention_has() -> None:
-    name = "supports_divergent_local_hybrid_hits"
-    assert isinstance(inspect.getattr_static(lookup(f"{BASE}.KVConnectorBase_V1"), name), property)
-
-
-def test_nothing_abstract_is_left() -> None:
+def test_the_connector_has_no_abstract_methods() -> None:
     ours = lookup("headrace_engine.vllm.connector.HeadraceConnector")
     assert ours.__abstractmethods__ == frozenset()
 
@@ -400,7 +395,7 @@ def test_fields(name: str) -> None:
     assert not missing, f"{name} has no {', '.join(sorted(missing))} any more"
 
 
-def test_events_travel_as_maps_that_name_their_type() -> None:
+def test_kv_events_are_encoded_as_maps_with_their_type() -> None:
     for name in ("BlockStored", "BlockRemoved", "AllBlocksCleared"):
         config = lookup(f"{EVENTS}.{name}").__struct_config__
         assert (config.tag, config.tag_field, config.array_like) == (name, "type", False), name
@@ -419,5 +414,5 @@ def test_environment_variable(variable: str) -> None:
     assert variable in known, f"vLLM does not read {variable} any more"
 
 
-def test_the_installed_version_is_a_supported_one() -> None:
+def test_the_installed_version_is_supported() -> None:
     assert require_vllm()

@@ -1,4 +1,4 @@
-"""The engine's own processes."""
+"""The life of the engine's processes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ import asyncio
 from tests.vllm.pair import engine_config
 from headrace_engine.vllm.engine import VllmEngine
 
-async def nobody(ref, deadline):
+async def no_descriptor(ref, deadline):
     raise AssertionError(ref)
 
 async def main():
-    engine = VllmEngine(engine_config("decode", num_gpu_blocks_override=16), nobody)
+    engine = VllmEngine(engine_config("decode", num_gpu_blocks_override=16), no_descriptor)
     await engine.start()
     print("started", flush=True)
     await asyncio.sleep(100)
@@ -58,7 +58,7 @@ def service(tmp_path: Path) -> subprocess.Popen[str]:
 
 
 def wait_gone(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Those that are still there."""
+    """Waits for processes to end. Returns those that still run."""
     end_s = time.monotonic() + timeout_s
     while time.monotonic() < end_s and any(process.is_running() for process in processes):
         processes = [
@@ -81,7 +81,7 @@ def test_no_engine_process_outlives_its_service(service: subprocess.Popen[str]) 
     assert wait_gone(engines, 5.0) == []
 
 
-def test_a_service_whose_engine_died_terminates(service: subprocess.Popen[str]) -> None:
+def test_a_service_terminates_when_its_engine_dies(service: subprocess.Popen[str]) -> None:
     with service:
         for engine in psutil.Process(service.pid).children(recursive=True):
             engine.kill()

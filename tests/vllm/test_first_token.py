@@ -1,4 +1,4 @@
-"""Answers that were begun elsewhere, compared with those of one vLLM."""
+"""Answers that another engine has begun, compared with those of one vLLM."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from headrace_common.errors import TransferFailed
 from headrace_engine.interface import DecodeTokens, DecodeWork, Sampling
 from headrace_kv.handoff.messages import Reservation
-from tests.vllm.fork_server import ForkServer
+from tests.vllm.conftest import RunJob
 from tests.vllm.pair import BLOCK_TOKENS, CHUNK_TOKENS, GREEDY, Answer, Pair
 
 pytestmark = [
@@ -44,7 +44,7 @@ def prompt_of(length: int) -> list[int]:
 
 
 def assert_same(answer: Answer, plain: Answer) -> None:
-    """Tokens exactly, log probabilities but for rounding, and the way it ended."""
+    """Equal tokens, finish reason, and log probabilities except for rounding."""
     assert answer.token_ids == plain.token_ids
     assert len(answer.logprobs) == len(plain.logprobs)
     for one, other in zip(answer.logprobs, plain.logprobs, strict=True):
@@ -63,13 +63,13 @@ async def plain_of(pair: Pair, prompt: list[int], sampling: Sampling) -> Answer:
     return plain
 
 
-# Continuing.
+# Continued answers.
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
 @pytest.mark.parametrize("remote", [False, True], ids=["local", "remote"])
 @pytest.mark.parametrize("generated", [1, pytest.param(5, marks=pytest.mark.long)])
-async def test_an_answer_goes_on_as_if_never_interrupted(
+async def test_a_continued_answer_equals_an_uninterrupted_one(
     pair: Pair, name: str, remote: bool, generated: int
 ) -> None:
     prompt, sampling = prompt_of(70), SAMPLINGS[name]
@@ -82,7 +82,7 @@ async def test_an_answer_goes_on_as_if_never_interrupted(
 
 
 @pytest.mark.parametrize("length", [BLOCK_TOKENS * 2 - 2, BLOCK_TOKENS * 2 - 1, BLOCK_TOKENS * 2])
-async def test_answers_go_on_at_the_edges_of_blocks(pair: Pair, length: int) -> None:
+async def test_answers_continue_at_the_edges_of_blocks(pair: Pair, length: int) -> None:
     prompt = prompt_of(length)
     plain = await plain_of(pair, prompt, GREEDY)
     for run in (pair.plain, pair.split):
@@ -92,7 +92,7 @@ async def test_answers_go_on_at_the_edges_of_blocks(pair: Pair, length: int) -> 
         assert rest.token_ids == again.token_ids == plain.token_ids[2:]
 
 
-async def test_a_stop_token_and_the_last_token_end_an_answer_that_goes_on(pair: Pair) -> None:
+async def test_a_stop_token_and_the_last_token_end_a_continued_answer(pair: Pair) -> None:
     prompt = prompt_of(50)
     plain = await plain_of(pair, prompt, GREEDY)
     generated = plain.token_ids[:3]
@@ -108,11 +108,11 @@ async def test_a_stop_token_and_the_last_token_end_an_answer_that_goes_on(pair: 
     assert stopped.end.stopped
 
 
-async def test_a_seed_outlives_the_chunks_of_a_long_prompt(pair: Pair) -> None:
-    """vLLM draws once per chunk, which must not move the seed's stream on."""
+async def test_chunks_of_a_long_prompt_do_not_advance_the_seed(pair: Pair) -> None:
+    """vLLM draws once per chunk, which must not advance the random state."""
     prompt = prompt_of(2 * CHUNK_TOKENS + 100)
     chunked = await pair.plain(prompt, SEEDED)
-    # Nearly all of it is cached now, so that there is one chunk.
+    # Nearly all of it is cached now, so there is one chunk.
     at_once = await pair.plain(prompt, SEEDED)
     handed = await pair.split_after_first(prompt, SEEDED)
     await pair.reset()
@@ -124,7 +124,7 @@ async def test_a_seed_outlives_the_chunks_of_a_long_prompt(pair: Pair) -> None:
 
 @pytest.mark.parametrize("name", SAMPLINGS)
 @pytest.mark.parametrize("late", [False, True], ids=["token-first", "kv-first"])
-async def test_prefills_first_token_and_the_rest_are_plain_vllms(
+async def test_an_answer_after_prefills_first_token_equals_plain_vllm(
     pair: Pair, name: str, late: bool
 ) -> None:
     prompt, sampling = prompt_of(300), SAMPLINGS[name]
@@ -142,7 +142,7 @@ async def test_prefills_first_token_and_the_rest_are_plain_vllms(
 async def test_the_first_token_at_the_edges_of_blocks(pair: Pair, length: int) -> None:
     prompt = prompt_of(length)
     plain = await plain_of(pair, prompt, GREEDY)
-    # The second time both have most of it cached.
+    # The second time, both have most of it cached.
     for _ in range(2):
         answer = await pair.split_after_first(prompt)
         assert_same(answer, plain)
@@ -164,8 +164,8 @@ async def test_two_tokens_and_a_stop_on_the_second(pair: Pair) -> None:
     assert (two.end.stopped, stopped.end.stopped) == (False, True)
 
 
-async def test_a_first_token_that_ends_the_answer_leaves_nothing_behind(pair: Pair) -> None:
-    """The cache can be emptied only once every block is given back."""
+async def test_a_first_token_that_ends_the_answer_leaves_no_blocks(pair: Pair) -> None:
+    """The cache can be emptied only once every block is free."""
     prompt = prompt_of(90)
     plain = await plain_of(pair, prompt, GREEDY)
     for sampling in (
@@ -189,9 +189,7 @@ EVERYTHING = SAMPLINGS | {
 
 
 @pytest.mark.parametrize("name", EVERYTHING)
-async def test_a_first_token_from_logits_and_the_rest_are_plain_vllms(
-    pair: Pair, name: str
-) -> None:
+async def test_an_answer_after_a_token_from_logits_equals_plain_vllm(pair: Pair, name: str) -> None:
     prompt, sampling = prompt_of(300), EVERYTHING[name]
     plain = await plain_of(pair, prompt, sampling)
     for kv_first in (False, True):
@@ -206,14 +204,14 @@ async def test_a_first_token_from_logits_and_the_rest_are_plain_vllms(
 async def test_logits_at_the_edges_of_blocks_and_of_chunks(pair: Pair, length: int) -> None:
     prompt = prompt_of(length)
     plain = await plain_of(pair, prompt, SEEDED)
-    # The second time both have most of it cached.
+    # The second time, both have most of it cached.
     for _ in range(2):
         assert_same(await pair.split_from_logits(prompt, SEEDED), plain)
     await pair.reset()
 
 
 async def test_many_at_once_get_their_own_logits(pair: Pair) -> None:
-    """Their chunks share steps, and so do requests that want none."""
+    """Their chunks share steps, also with requests that want no logits."""
     prompts = [prompt_of(length) for length in (40, 700, 3, 96, 333, 64)]
     plain = [await plain_of(pair, prompt, SEEDED) for prompt in prompts]
     runs = (pair.split_from_logits, pair.split_after_first, pair.split_from_logits)
@@ -225,8 +223,8 @@ async def test_many_at_once_get_their_own_logits(pair: Pair) -> None:
         assert_same(answer, alone)
 
 
-async def test_a_token_from_logits_that_ends_the_answer_leaves_nothing_behind(pair: Pair) -> None:
-    """The cache can be emptied only once every block is given back."""
+async def test_a_token_from_logits_that_ends_the_answer_leaves_no_blocks(pair: Pair) -> None:
+    """The cache can be emptied only once every block is free."""
     prompt = prompt_of(90)
     plain = await plain_of(pair, prompt, GREEDY)
     for sampling in (
@@ -247,7 +245,7 @@ async def test_unseeded_tokens_from_logits_differ(pair: Pair) -> None:
     assert len(set(first)) > 1
 
 
-async def test_giving_up_after_the_first_token_leaves_nothing_behind(pair: Pair) -> None:
+async def test_an_abort_after_the_first_token_leaves_no_blocks(pair: Pair) -> None:
     work = DecodeWork(
         pair.new_transfer_id(),
         tuple(prompt_of(200)),
@@ -266,7 +264,7 @@ async def test_giving_up_after_the_first_token_leaves_nothing_behind(pair: Pair)
     await pair.reset()
 
 
-async def test_logits_of_another_vocabulary_are_refused(pair: Pair) -> None:
+async def test_logits_of_another_vocabulary_are_rejected(pair: Pair) -> None:
     work = DecodeWork(
         pair.new_transfer_id(),
         tuple(prompt_of(20)),
@@ -292,16 +290,16 @@ async def test_logits_of_another_vocabulary_are_refused(pair: Pair) -> None:
         pytest.param(2, 1, 64, 40, id="two-prefill-ranks", marks=pytest.mark.long),
     ],
 )
-async def test_answers_go_on_where_requests_are_preempted_and_over_ranks(
-    zygote: ForkServer,
+async def test_answers_continue_with_preemption_and_over_ranks(
+    run_job: RunJob,
     prefill_ranks: int,
     decode_ranks: int,
     decode_blocks: int,
     answer_tokens: int,
 ) -> None:
-    """24 blocks hold no more than four of the six whole answers."""
-    said = await asyncio.to_thread(
-        zygote.run,
+    """24 blocks hold at most four of the six whole answers."""
+    result = await asyncio.to_thread(
+        run_job,
         "tests.vllm.first_tokens:compare",
         prefill_ranks=prefill_ranks,
         decode_ranks=decode_ranks,
@@ -310,7 +308,7 @@ async def test_answers_go_on_where_requests_are_preempted_and_over_ranks(
         length=60,
         answer_tokens=answer_tokens,
     )
-    assert all(len(answer) == answer_tokens for answer in said["alone"])
-    assert said["continued"] == said["alone"]
-    assert said["after_first"] == said["alone"]
-    assert said["from_logits"] == said["alone"]
+    assert all(len(answer) == answer_tokens for answer in result["alone"])
+    assert result["continued"] == result["alone"]
+    assert result["after_first"] == result["alone"]
+    assert result["from_logits"] == result["alone"]

@@ -39,7 +39,7 @@ def layer_count(pair: Pair) -> int:
 
 
 def block_bytes(pair: Pair) -> int:
-    """Of all layers."""
+    """Bytes of one block in all layers."""
     layout = pair.decode.descriptor.layout
     layer = layout.groups[0].bytes_between(0, layout.block_tokens, layout.kv_head_count)
     return layout.layer_count * layer
@@ -131,7 +131,7 @@ async def test_chunks_are_sent_while_later_chunks_are_computed(pair: Pair) -> No
 
 
 async def test_layers_are_sent_before_the_forward_pass_ends(pair: Pair) -> None:
-    """A machine that stands still may hold up the threads that send, but hardly five times in turn."""
+    """A paused machine may delay the sending threads, but hardly five times in a row."""
     for seed in range(5):
         split = await pair.split(prompt_of(500, seed))
         await pair.reset()
@@ -167,13 +167,13 @@ async def test_shared_prefix_transfers_only_what_decode_lacks(pair: Pair) -> Non
 
 
 async def test_prompts_of_one_step_share_what_only_that_step_computes(pair: Pair) -> None:
-    """vLLM takes blocks for cached as soon as it plans to fill them, so that they may hold anything until it has."""
+    """vLLM takes blocks for cached as soon as it plans to fill them, before they hold the KV."""
     sampling = replace(GREEDY, logprobs=1)
     shared = prompt_of(2 * BLOCK_TOKENS, seed=1)
     prompts = [shared + prompt_of(10 + number, seed=2) for number in range(3)]
     plain = [await pair.plain(prompt, sampling) for prompt in prompts]
     await pair.reset()
-    # While its chunks are computed, the others gather; its last one leaves room for them in a step.
+    # While its chunks are computed, the others queue. The step of its last chunk has room for them.
     long = asyncio.create_task(pair.split(prompt_of(3 * CHUNK_TOKENS + 300)))
     await wait_until(lambda: pair.prefill.load.running_requests > 0)
     split = await asyncio.gather(*(pair.split(prompt, sampling) for prompt in prompts))
@@ -187,7 +187,7 @@ async def test_prompts_of_one_step_share_what_only_that_step_computes(pair: Pair
     assert cached == [0, 2 * BLOCK_TOKENS, 2 * BLOCK_TOKENS]
 
 
-async def test_nothing_is_transferred_when_decode_has_everything(pair: Pair) -> None:
+async def test_no_tokens_are_transferred_when_decode_has_them_all(pair: Pair) -> None:
     prompt = prompt_of(4 * BLOCK_TOKENS + 1)
     first = await pair.split(prompt)
     again = await pair.split(prompt)
@@ -199,7 +199,7 @@ async def test_nothing_is_transferred_when_decode_has_everything(pair: Pair) -> 
     assert again.token_ids == first.token_ids
 
 
-async def test_prefill_pushes_what_it_had_cached(pair: Pair) -> None:
+async def test_prefill_sends_tokens_from_its_cache(pair: Pair) -> None:
     prompt = prompt_of(700)
     first = await pair.split(prompt)
     await reset(pair.decode)
@@ -208,7 +208,7 @@ async def test_prefill_pushes_what_it_had_cached(pair: Pair) -> None:
     assert again.prefill is not None
     assert again.summary is not None
     assert first.summary is not None
-    # Of the 699 tokens that prefill computes, whole blocks were cached.
+    # Whole blocks of the 699 tokens were cached.
     assert again.prefill.cached_tokens == 699 // BLOCK_TOKENS * BLOCK_TOKENS
     assert again.summary.payload_bytes == first.summary.payload_bytes
     assert again.token_ids == first.token_ids

@@ -1,4 +1,4 @@
-"""Latent attention, short convolutions, gated delta nets and states: what one engine computes, another goes on with."""
+"""Two engines answer as one, for latent attention, short convolutions, gated delta nets and states."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.vllm.fork_server import ForkServer
+from tests.vllm.conftest import RunJob
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(180)]
 
@@ -21,9 +21,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(180)]
         pytest.param("tiny-qwen3-next", marks=pytest.mark.long),
     ],
 )
-def test_two_engines_answer_as_one(zygote: ForkServer, model: str) -> None:
+def test_two_engines_answer_as_one(run_job: RunJob, model: str) -> None:
     if not Path("models", model).is_dir():
         pytest.skip(f"the model folder models/{model} is missing: make setup")
-    said = zygote.run("tests.vllm.hybrids:tell", model=model)
-    print(f"{model}: engines up in {said['start_s']:.1f} s, done after {said['total_s']:.1f} s")
-    assert len(said["differences"]) > 15
+    result = run_job("tests.vllm.hybrids:compare", model=model)
+    print(f"{model}: engines up in {result['start_s']:.1f} s, done after {result['total_s']:.1f} s")
+    assert len(result["differences"]) > 15

@@ -1,4 +1,4 @@
-"""What vLLM says of its prefix cache, under the names that routers know."""
+"""vLLM's KV events as announcements with the block hashes of routers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def hasher_of(engine: VllmEngine) -> PrefixHasher:
     return events.hasher
 
 
-async def test_both_sides_announce_what_they_can_find(pair: Pair) -> None:
+async def test_both_engines_announce_their_cached_blocks(pair: Pair) -> None:
     random = Random(1)
     hasher = hasher_of(pair.decode)
     assert hasher_of(pair.prefill).root == hasher.root
@@ -63,7 +63,7 @@ async def test_both_sides_announce_what_they_can_find(pair: Pair) -> None:
     longer = [*prompt, *(random.randrange(3, 500) for _ in range(6 * BLOCK_TOKENS))]
     await pair.plain(longer)
     await until_announced(pair.decode, lambda found: found >= {*whole, *hasher.hashes(longer)})
-    # Both hear of it although no request follows.
+    # Both announce it although no request follows.
     for engine in (pair.prefill, pair.decode):
         async with asyncio.timeout(10):
             while not await engine.reset_prefix_cache():
@@ -84,7 +84,7 @@ async def test_a_cache_in_use_is_not_reset(pair: Pair) -> None:
 
 
 async def test_the_announced_prefix_is_what_vllm_reuses(pair: Pair) -> None:
-    """Also when it has to give blocks up."""
+    """Also when vLLM evicts blocks."""
     random = Random(2)
     hasher = hasher_of(pair.decode)
     await pair.reset()

@@ -1,4 +1,4 @@
-"""KV caches in every order that vLLM's GPU backends may choose, made by vLLM's own code in the CPU's memory."""
+"""KV caches in every order that vLLM's GPU backends may choose, made by vLLM's own code in CPU memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
 @pytest.fixture(scope="module", autouse=True)
 def environment() -> None:
-    """Torch and vLLM read it when they are imported, which may be here."""
+    """Torch and vLLM read it on their import, which may happen here."""
     set_vllm_environment(host="127.0.0.1", kv_cache_gib=1, tensor_parallel_size=1)
 
 
@@ -123,7 +123,7 @@ def test_tokens_cross_between_any_two_orders(first: str, second: str) -> None:
         assert not got[:, end:].any()
 
 
-def test_a_block_of_a_head_goes_in_one_run_in_the_order_that_the_connector_asks_for() -> None:
+def test_a_block_of_a_head_is_one_run_in_the_order_that_the_connector_requires() -> None:
     from headrace_engine.vllm.connector import HeadraceConnector
 
     class Model:

@@ -1,4 +1,4 @@
-"""Real vLLM engines die, and no answer is lost: each equals what an undisturbed run says."""
+"""Real vLLM engines are killed, and each answer equals that of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @dataclass
-class Heard:
-    """What a client got."""
+class Result:
+    """All responses of one request."""
 
     token_ids: tuple[int, ...]
     logprobs: list[float]
@@ -44,7 +44,7 @@ async def ask(
     sampling: sampling_pb2.SamplingParams,
     placement: inference_pb2.PrefillPlacement.ValueType = LOCAL,
     begun: asyncio.Event | None = None,
-) -> Heard:
+) -> Result:
     stub = inference_pb2_grpc.InferenceServiceStub(it.channel)
     request = inference_pb2.GenerateRequest(
         tokens=inference_pb2.TokenIds(ids=prompt), sampling=sampling, prefill_placement=placement
@@ -54,7 +54,7 @@ async def ask(
         responses.append(response)
         if begun is not None and sum(len(r.token_ids) for r in responses) >= 8:
             begun.set()
-    return Heard(
+    return Result(
         tuple(token for r in responses for token in r.token_ids),
         [entry.logprob for r in responses for entry in r.logprobs],
         "".join(r.text for r in responses),
@@ -80,8 +80,8 @@ def seeded(count: int) -> sampling_pb2.SamplingParams:
     )
 
 
-def assert_same(one: Heard, other: Heard) -> None:
-    """But for rounding of log probabilities."""
+def assert_same(one: Result, other: Result) -> None:
+    """Equal except for the rounding of log probabilities."""
     assert one.token_ids == other.token_ids
     assert one.text == other.text
     assert one.logprobs == pytest.approx(other.logprobs, abs=1e-3)
@@ -108,7 +108,7 @@ async def engines(
 async def test_ten_requests_in_flight_outlive_their_prefill_worker(tmp_path: Path) -> None:
     prompts = [prompt_of(200 + 10 * number, number) for number in range(REQUESTS)]
     async with engines(tmp_path) as it:
-        # Stood still before it can answer, so that the kill meets all ten.
+        # Stopped before it can answer, so that all ten requests are in flight at the kill.
         prefill = it.child("prefill-0").process.pid
         os.kill(prefill, signal.SIGSTOP)
         running = [asyncio.create_task(ask(it, one, greedy(8), REMOTE)) for one in prompts]
@@ -117,10 +117,10 @@ async def test_ten_requests_in_flight_outlive_their_prefill_worker(tmp_path: Pat
                 await asyncio.sleep(0.05)
         it.kill("prefill-0")
         disturbed = await asyncio.gather(*running)
-        for prompt, heard in zip(prompts, disturbed, strict=True):
-            assert heard.last.timing.prefill_worker_id == ""
-            assert heard.last.timing.attempts > 1
-            assert_same(heard, await ask(it, prompt, greedy(8)))
+        for prompt, result in zip(prompts, disturbed, strict=True):
+            assert result.last.timing.prefill_worker_id == ""
+            assert result.last.timing.attempts > 1
+            assert_same(result, await ask(it, prompt, greedy(8)))
         await it.wait_empty("decode-0", timeout_s=40)
 
 
@@ -139,12 +139,12 @@ async def test_streams_of_a_killed_decode_worker_continue_on_the_other(tmp_path:
         ]
         async with asyncio.timeout(60):
             await asyncio.gather(*(event.wait() for event in begun))
-        # One of those that have something to do.
+        # A worker that has requests.
         busy = "decode-0" if (await it.status("decode-0")).running_requests else "decode-1"
         it.kill(busy)
         disturbed = await asyncio.gather(*running)
-        for heard, plain in zip(disturbed, undisturbed, strict=True):
-            assert_same(heard, plain)
-        assert max(heard.last.timing.attempts for heard in disturbed) == 2
+        for result, plain in zip(disturbed, undisturbed, strict=True):
+            assert_same(result, plain)
+        assert max(result.last.timing.attempts for result in disturbed) == 2
         other = {"decode-0": "decode-1", "decode-1": "decode-0"}[busy]
         await it.wait_empty(other, timeout_s=20)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.vllm.fork_server import ForkServer
+from tests.vllm.conftest import RunJob
 from tests.vllm.real_weights import LENGTHS
 
 MODEL = "models/SmolLM2-135M-Instruct"
@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 
-def test_two_engines_answer_as_one(zygote: ForkServer) -> None:
-    said = zygote.run("tests.vllm.real_weights:compare", model=MODEL)
-    assert len(said["plain"]) == len(LENGTHS)
-    assert said["split"] == said["after_first"] == said["from_logits"] == said["plain"]
+def test_two_engines_answer_as_one(run_job: RunJob) -> None:
+    result = run_job("tests.vllm.real_weights:compare", model=MODEL)
+    assert len(result["plain"]) == len(LENGTHS)
+    assert result["split"] == result["after_first"] == result["from_logits"] == result["plain"]

@@ -1,16 +1,13 @@
-"""The services with real vLLM engines, as a user runs them."""
+"""The services with real vLLM engines."""
 
 from __future__ import annotations
 
-import asyncio
-import os
-import signal
 from pathlib import Path
 
 import pytest
 
 from headrace.inference.v1 import inference_pb2
-from tests.suite.deployment import Suite, suite
+from tests.suite.deployment import suite
 
 MODEL = Path("models/tiny-llama")
 REMOTE = inference_pb2.PREFILL_PLACEMENT_REMOTE
@@ -32,36 +29,13 @@ def prompt_of(length: int, seed: int) -> list[int]:
 
 
 @pytest.mark.timeout(240)
-async def test_a_killed_prefill_worker_with_a_request_in_flight_costs_no_answer(
-    tmp_path: Path,
-) -> None:
+async def test_remote_and_local_prefill_give_equal_tokens(tmp_path: Path) -> None:
     async with suite(tmp_path, engine="vllm", model=str(MODEL), settings=FLOAT32) as it:
         prompt = prompt_of(300, 1)
-        first = await it.generate(prompt, 8, placement=REMOTE, timeout_s=60)
-        assert first.last.usage.transferred_tokens == 299
-        assert first.last.timing.prefill_worker_id == "prefill-0"
-        again = await it.generate(prompt, 8, placement=LOCAL, timeout_s=60)
-        assert again.token_ids == first.token_ids
-        # Whole blocks only, and those of vLLM on processors have 128 tokens.
-        assert again.last.usage.decode_cached_tokens == 256
-
-        prompt = prompt_of(500, 2)
-        running = asyncio.create_task(it.generate(prompt, 8, placement=REMOTE, timeout_s=60))
-        await frozen_with_a_task(it)
-        it.kill("prefill-0")
-        after = await running
-        assert after.last.timing.prefill_worker_id == ""
-        assert after.last.timing.attempts > 1
-        again = await it.generate(prompt, 8, placement=LOCAL, timeout_s=60)
-        assert again.token_ids == after.token_ids
-        await it.wait_empty("decode-0", timeout_s=40)
-
-
-async def frozen_with_a_task(it: Suite) -> None:
-    """Stands prefill still before it can answer, so that the kill meets a request in flight."""
-    os.kill(it.child("prefill-0").process.pid, signal.SIGSTOP)
-    for _ in range(100):
-        if (await it.status("decode-0")).active_transfers:
-            return
-        await asyncio.sleep(0.05)
-    pytest.fail("the request never reached decode")
+        remote = await it.generate(prompt, 8, placement=REMOTE, timeout_s=60)
+        assert remote.last.usage.transferred_tokens == 299
+        assert remote.last.timing.prefill_worker_id == "prefill-0"
+        local = await it.generate(prompt, 8, placement=LOCAL, timeout_s=60)
+        assert local.token_ids == remote.token_ids
+        # Whole blocks only. vLLM's blocks on CPUs have 128 tokens.
+        assert local.last.usage.decode_cached_tokens == 256

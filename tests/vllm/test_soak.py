@@ -1,4 +1,4 @@
-"""After many requests, also given up ones, both engines have every block back and no more memory than before."""
+"""After many requests, also aborted ones, both engines have freed every block and use no more memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.vllm.fork_server import ForkServer
+from tests.vllm.conftest import RunJob
 from tests.vllm.soak import BLOCK_COUNT, SAMPLES, SoakResult
 
 MODEL = "models/tiny-llama"
@@ -26,14 +26,14 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("requests", [60, pytest.param(500, marks=pytest.mark.long)])
-def test_mixed_requests_leave_no_block_behind(zygote: ForkServer, requests: int) -> None:
-    result = SoakResult(**zygote.run("tests.vllm.soak:measure", model=MODEL, requests=requests))
+def test_mixed_requests_free_every_block(run_job: RunJob, requests: int) -> None:
+    result = SoakResult(**run_job("tests.vllm.soak:measure", model=MODEL, requests=requests))
     print(result)
     assert result.wrong == []
-    assert result.given_up > requests * 0.1
+    assert result.aborted > requests * 0.1
     assert result.remote > requests * 0.5
     assert result.start == result.end == {"prefill": IDLE, "decode": IDLE}
-    # Engines touch their memory piece by piece at first.
+    # Engines first touch parts of their memory during the first half.
     warm, end = result.memory_mib[SAMPLES // 2 - 1], result.memory_mib[-1]
     assert warm.keys() == end.keys() == {"service", "decode", "prefill"}
     assert all(end[role] - warm[role] < GROWTH_MIB for role in end), result.memory_mib

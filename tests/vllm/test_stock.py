@@ -1,4 +1,4 @@
-"""Our connector in stock vLLM servers, without any of our services."""
+"""Our connector in stock vLLM servers, without our services."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def prompt_of(length: int, seed: int) -> list[int]:
 
 
 def payload_bytes(tokens: int) -> int:
-    """Whole blocks that hold so many tokens."""
+    """Bytes of the whole blocks that hold so many tokens."""
     return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS * TOKEN_BYTES * LAYER_COUNT
 
 
 def with_host_tier(headrace: dict[str, Any]) -> dict[str, Any]:
-    """Host offloading first, so that its hits are not transferred."""
+    """Puts host offloading first, so that its hits are not transferred."""
     offloading = {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
@@ -80,7 +80,7 @@ def with_host_tier(headrace: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Stock:
-    """Two servers, a proxy before them, and what a server without a connector answers."""
+    """Two servers, a proxy, and the answers of a server without a connector."""
 
     first: Server
     second: Server
@@ -102,7 +102,7 @@ class Stock:
         return reply
 
     async def one_by_one(self, prompt: list[int], source: Server, target: Server) -> Reply:
-        """As proxies for vLLM's NixlConnector do."""
+        """One request after the other, as proxies for vLLM's NixlConnector send them."""
         computed = await source.generate(prompt, {"do_remote_decode": True}, 1)
         return await target.generate(prompt, computed.transfer)
 
@@ -180,7 +180,7 @@ async def test_a_prompt_can_be_fetched_after_it_was_computed(stock: Stock) -> No
         await source.idle()
 
 
-async def test_what_nobody_fetches_is_let_go(stock: Stock) -> None:
+async def test_a_held_prompt_that_is_not_fetched_is_freed(stock: Stock) -> None:
     prompt = ODD_PROMPTS[2]
     held = (await stock.first.generate(prompt, {"do_remote_decode": True}, 1)).transfer
     assert await stock.first.metric("kv_cache_usage_perc") > 0
@@ -208,7 +208,7 @@ async def test_hits_on_the_device_and_on_the_host_are_not_transferred_again(stoc
         assert reply.token_ids == stock.expected(prompt)
 
 
-async def test_another_prompt_under_the_same_transfer_is_refused(stock: Stock) -> None:
+async def test_another_prompt_under_the_same_transfer_is_computed(stock: Stock) -> None:
     prompt = ODD_PROMPTS[3]
     sends, fetches = params_of(stock.first)
     _, reply = await asyncio.gather(
@@ -218,19 +218,7 @@ async def test_another_prompt_under_the_same_transfer_is_refused(stock: Stock) -
     assert reply.transfer["transferred_tokens"] == 0
 
 
-async def test_a_prompt_that_never_comes_costs_its_deadline(stock: Stock) -> None:
-    prompt = ODD_PROMPTS[5]
-    start_s = time.monotonic()
-    _, fetches = params_of(stock.first, deadline_unix_s=time.time() + 2)
-    reply = await stock.second.generate(prompt, fetches)
-    assert 1.5 < time.monotonic() - start_s < 6
-    assert reply.token_ids == stock.expected(prompt)
-    sends, _ = params_of(stock.first, deadline_unix_s=time.time() + 1)
-    assert (await stock.first.generate(prompt, sends, 1)).status == 200
-    await stock.first.idle()
-
-
-async def test_wrong_parameters_end_no_engine(stock: Stock) -> None:
+async def test_wrong_parameters_do_not_end_the_engine(stock: Stock) -> None:
     prompt = ODD_PROMPTS[6]
     _, good = params_of(stock.first)
     wrong: list[dict[str, Any]] = [
@@ -250,24 +238,12 @@ async def test_wrong_parameters_end_no_engine(stock: Stock) -> None:
         assert reply.token_ids == stock.expected(prompt), params
     body = completion(prompt, None, 8) | {"vllm_xargs": {"headrace_generated": [10**9]}}
     assert (await call(stock.second.port, "POST", "/v1/completions", body))[0] == 200
-    # A port where nobody is.
+    # A port without a server.
     reply = await stock.second.generate(prompt, params_of(stock.first)[1] | {"remote_port": 9})
     assert reply.token_ids == stock.expected(prompt)
 
 
-async def test_a_transfer_id_counts_once(stock: Stock) -> None:
-    prompt = ODD_PROMPTS[7]
-    sends, fetches = params_of(stock.first)
-    for _ in range(2):
-        _, *replies = await asyncio.gather(
-            stock.first.generate(prompt, sends, 1),
-            stock.second.generate(prompt, fetches),
-            stock.second.generate(prompt, fetches),
-        )
-        assert [reply.token_ids for reply in replies] == [stock.expected(prompt)] * 2
-
-
-async def test_a_client_that_hangs_up_leaves_nothing(stock: Stock) -> None:
+async def test_a_closed_connection_frees_all_blocks(stock: Stock) -> None:
     for delay_s in (0.0, 0.02, 0.1):
         request = asyncio.create_task(
             call(
@@ -296,8 +272,8 @@ async def test_several_prompts_at_once_and_other_paths_go_to_decode(stock: Stock
     assert b"error" in said
 
 
-async def test_a_killed_prefill_server_costs_no_answer(stock: Stock) -> None:
-    """Last: the first server is gone afterwards."""
+async def test_answers_survive_a_killed_prefill_server(stock: Stock) -> None:
+    """The last test: the first server is gone afterwards."""
     await stock.forget()
     sends, fetches = params_of(stock.first)
     sending = asyncio.create_task(stock.first.generate(KILL_PROMPTS[0], sends, 1))

@@ -1,4 +1,4 @@
-"""Stock servers with one role each, and different numbers of ranks in processes of their own."""
+"""Stock servers with one role each and different numbers of ranks, which are processes of their own."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def test_two_ranks_send_to_one_server_that_only_receives(tmp_path: Path) -
                 await second.forget()
                 plain = await second.generate(prompt)
                 assert reply.token_ids == plain.token_ids
-        # The other way round is not theirs to go: both compute by themselves.
+        # The roles forbid the other direction, so both compute by themselves.
         prompt = prompt_of(200, 8)
         sends, fetches = params_of(second)
         replies = await asyncio.gather(

@@ -1,4 +1,4 @@
-"""Any tensor parallelism to any other, one engine each, compared with vLLM alone."""
+"""Prefill and decode with different tensor parallelism, compared with vLLM alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.vllm.fork_server import ForkServer
+from tests.vllm.conftest import RunJob
 from tests.vllm.pair import BLOCK_TOKENS
 from tests.vllm.tensor_parallel import CHUNK_TOKENS, SAMPLING, CellResult, Transferred, prompts
 
@@ -31,25 +31,25 @@ PAIRS = [
 ]
 
 
-def result_of(zygote: ForkServer, model: str, prefill_ranks: int, decode_ranks: int) -> CellResult:
+def result_of(run_job: RunJob, model: str, prefill_ranks: int, decode_ranks: int) -> CellResult:
     if not Path(model).is_dir():
         pytest.skip(f"the model folder {model} is missing: make setup")
-    said = zygote.run(
+    result = run_job(
         "tests.vllm.tensor_parallel:measure",
         model=model,
         prefill_ranks=prefill_ranks,
         decode_ranks=decode_ranks,
     )
     for name in ("split", "together"):
-        said[name] = [Transferred(**values) for values in said[name]]
-    return CellResult(**said)
+        result[name] = [Transferred(**values) for values in result[name]]
+    return CellResult(**result)
 
 
 @pytest.mark.parametrize(("model", "prefill_ranks", "decode_ranks", "writes"), PAIRS)
 def test_tokens_equal_plain_vllm_and_only_effective_writes_are_made(
-    zygote: ForkServer, model: str, prefill_ranks: int, decode_ranks: int, writes: int
+    run_job: RunJob, model: str, prefill_ranks: int, decode_ranks: int, writes: int
 ) -> None:
-    result = result_of(zygote, model, prefill_ranks, decode_ranks)
+    result = result_of(run_job, model, prefill_ranks, decode_ranks)
     assert all(len(token_ids) == SAMPLING.max_tokens for token_ids in result.plain)
     assert len({tuple(token_ids) for token_ids in result.plain}) == len(result.plain)
     assert [answer.token_ids for answer in result.split] == result.plain

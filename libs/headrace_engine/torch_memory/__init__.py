@@ -1,1 +1,1 @@
-"""KV caches that are torch tensors on a device which no transport can read."""
+"""KV caches in torch tensors, on devices that a transport may not read or write by itself."""

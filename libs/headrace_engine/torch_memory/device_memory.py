@@ -1,4 +1,4 @@
-"""Device tensors as memory that runs start and end in."""
+"""Device tensors as the memory that runs are copied from and to."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class CopyLimits:
-    """Short runs are packed in a buffer of `buffer_bytes` on the device; longer ones than `direct_bytes` are not."""
+    """Runs below `direct_bytes` are packed in a buffer of `buffer_bytes` on the device, others copied directly."""
 
     buffer_bytes: int = 4 * 1024 * 1024
     direct_bytes: int = 256 * 1024
@@ -30,7 +30,7 @@ class CopyLimits:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Span:
-    """A whole allocation as bytes. It keeps the allocation alive."""
+    """A whole allocation as bytes. Keeps the allocation alive."""
 
     start: int
     end: int
@@ -45,7 +45,7 @@ class _Span:
 
 
 class _Direction:
-    """A stream and a buffer of its own for gathering, another for scattering: links to the host carry both at once."""
+    """A stream and a buffer, one each for gathering and scattering: links to the host carry both at once."""
 
     def __init__(self, device: torch.device, buffer_bytes: int) -> None:
         self._lock = threading.Lock()
@@ -55,7 +55,7 @@ class _Direction:
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
-        """What is queued inside is done at the end, also when the inside failed. Raises TransferFailed."""
+        """At the end, also after an error, waits for all work queued inside. Raises TransferFailed."""
         with self._lock, self._stream.use():
             try:
                 yield
@@ -69,10 +69,10 @@ class _Direction:
 
 
 class TorchMemory:
-    """Memory of one device; see transport.memory.Memory. Its copies go through page-locked host memory.
+    """Memory of one device, see transport.memory.Memory. Its copies go through page-locked host memory.
 
-    With `direct`, transports reach it by themselves, and copies are for peers whose memory they do not reach. Whoever
-    gathers has made sure that the bytes are written, whoever scatters that nothing reads there any more.
+    With `direct`, transports read and write it themselves, and copies are only for peers that they do not reach.
+    A caller of `gather` ensures that the bytes are written, a caller of `scatter` that no kernel reads them any more.
     """
 
     on_host = False
@@ -88,15 +88,15 @@ class TorchMemory:
         self._scattering = _Direction(device, self._limits.buffer_bytes)
 
     def hold(self, tensor: Tensor) -> tuple[int, int]:
-        """Takes in the whole allocation behind a tensor; returns its address and its bytes.
+        """Adds the whole allocation of a tensor. Returns its address and its size in bytes.
 
-        Raises ConfigError when it is elsewhere, and for an address that is no multiple of eight.
+        Raises ConfigError for another device, and for an address that is no multiple of eight.
         """
         storage = tensor.untyped_storage()
         address, nbytes = storage.data_ptr(), storage.nbytes()
         if tensor.device != self.device or address % max(_WORDS) or not nbytes:
             raise ConfigError(
-                f"KV memory of {nbytes} bytes on {tensor.device} cannot be handed over from {self.device}"
+                f"KV memory of {nbytes} bytes on {tensor.device} cannot be registered for {self.device}"
             )
         if all(span.start != address for span in self._spans):
             data = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
@@ -121,13 +121,13 @@ class TorchMemory:
         with way.copying():
             for part in self._batches(spans, addresses, lengths):
                 if part.direct:
-                    packed = _run(spans, part.stretches[0])
+                    packed = _run(spans, part.segments[0])
                 else:
                     packed = way.buffer[: part.stop - part.start]
-                    for stretch in part.stretches:
-                        offset = stretch.packed_offset - part.start
-                        rows = rows_of(stretch, offset)
-                        words = spans[stretch.span].words(rows)
+                    for segment in part.segments:
+                        offset = segment.packed_offset - part.start
+                        rows = rows_of(segment, offset)
+                        words = spans[segment.span].words(rows)
                         index = self._upload(rows.index)
                         torch.index_select(words, 0, index, out=way.packed(offset, rows))
                 host[part.start : part.stop].copy_(packed, non_blocking=True)
@@ -137,15 +137,15 @@ class TorchMemory:
         with way.copying():
             for part in self._batches(spans, addresses, lengths):
                 if part.direct:
-                    run = _run(spans, part.stretches[0])
+                    run = _run(spans, part.segments[0])
                     run.copy_(host[part.start : part.stop], non_blocking=True)
                     continue
                 packed = way.buffer[: part.stop - part.start]
                 packed.copy_(host[part.start : part.stop], non_blocking=True)
-                for stretch in part.stretches:
-                    offset = stretch.packed_offset - part.start
-                    rows = rows_of(stretch, offset)
-                    words = spans[stretch.span].words(rows)
+                for segment in part.segments:
+                    offset = segment.packed_offset - part.start
+                    rows = rows_of(segment, offset)
+                    words = spans[segment.span].words(rows)
                     words.index_copy_(0, self._upload(rows.index), way.packed(offset, rows))
 
     def _batches(
@@ -159,6 +159,6 @@ class TorchMemory:
         return torch.from_numpy(index).to(self.device)
 
 
-def _run(spans: tuple[_Span, ...], stretch: Segment) -> Tensor:
-    first = int(stretch.offsets[0])
-    return spans[stretch.span].data[first : first + stretch.length]
+def _run(spans: tuple[_Span, ...], segment: Segment) -> Tensor:
+    first = int(segment.offsets[0])
+    return spans[segment.span].data[first : first + segment.length]

@@ -1,4 +1,4 @@
-"""What a rank needs for KV tensors, wherever they are."""
+"""Opens a transport for KV tensors of a rank, on any device."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _log = logging.getLogger(__name__)
 def open_tensor_transport(
     tensor: Tensor, kind: str, host: str, *, gpu_direct: bool = True
 ) -> tuple[KvTransport, DeviceOrder]:
-    """A transport of `kind` with the tensor's whole allocation registered, and its order; see open_transport.
+    """A transport of `kind` that has registered the tensor's whole allocation, and its order. See open_transport.
 
-    What lies on a device crosses host memory on both sides, unless `gpu_direct` and an RDMA adapter reaches the device.
+    KV on a device crosses host memory on both sides, unless `gpu_direct` is set and an RDMA adapter reaches the device.
     Raises ConfigError as open_transport and register do.
     """
     if tensor.device.type == "cpu":
@@ -41,7 +41,7 @@ def open_tensor_transport(
 
 
 def _open_direct(tensor: Tensor, host: str) -> tuple[KvTransport, DeviceOrder] | None:
-    """Without host memory between; None where that is not possible, which only trying tells."""
+    """A transport without host memory in between. None where that is not possible, which only trying shows."""
     transport: KvTransport | None = None
     try:
         memory = TorchMemory(tensor.device, direct=True)
@@ -49,7 +49,7 @@ def _open_direct(tensor: Tensor, host: str) -> tuple[KvTransport, DeviceOrder] |
         address, nbytes = memory.hold(tensor)
         transport = open_transport("mooncake", host, "rdma", memory)
         transport.register(address, nbytes)
-        # Mooncake registers with the adapter when the session is made.
+        # Mooncake registers the memory with the adapter when it makes the session.
         session = transport.session
     except ConfigError as error:
         _log.info("KV bytes of %s cross host memory: %s", tensor.device, error)
@@ -60,6 +60,6 @@ def _open_direct(tensor: Tensor, host: str) -> tuple[KvTransport, DeviceOrder] |
     return transport, order
 
 
-def gate(sender: Sender, order: DeviceOrder) -> EventOrderedSender | None:
-    """What to feed instead of the sender where the forward pass only queues its work; None elsewhere."""
+def order_sender(sender: Sender, order: DeviceOrder) -> EventOrderedSender | None:
+    """A sender in front of `sender` where the forward pass only queues its work. None elsewhere."""
     return EventOrderedSender(sender, order.mark) if order.queues else None

@@ -1,9 +1,11 @@
-"""Who may touch KV memory when: the device computes in a stream of its own, and peers read and write beside it.
+"""Orders a device's computation and its peers' reads and writes of KV memory.
 
-Prefill marks the stream when a layer's kernels are queued, and the layer is read once the mark is passed. Decode fences
-between the acknowledgement of the last write and the first kernel that reads. Nothing else is needed. Before a write
-into staged memory is acknowledged, its copy has been waited for. Kernels that used a block before are done when vLLM
-lends it out, because without asynchronous scheduling blocks change hands only after the step's results have come.
+The device computes in a stream of its own, while peers read and write. Prefill marks the stream when a layer's kernels
+are queued, and the layer is read once the mark is passed. Decode fences between the acknowledgement of the last write
+and the first kernel that reads. Nothing else is needed:
+- A write into staged memory is acknowledged after its copy has ended.
+- Kernels that used a block have ended when vLLM reuses it. Without asynchronous scheduling, blocks are reused only
+  after the step's results have arrived.
 """
 
 from __future__ import annotations
@@ -20,23 +22,23 @@ from headrace_kv.transport.memory import Memory
 
 
 class DeviceOrder(Protocol):
-    """Called by the thread that queues the computation; neither call waits for it."""
+    """The thread that queues the computation calls it. Neither method waits for the computation."""
 
     queues: bool
-    """Whether what the thread has called may still be to come on the device."""
+    """Whether the device may execute kernels after the thread's call has returned."""
 
     def mark(self) -> Mark:
-        """The end of what the thread has queued so far."""
+        """Marks the end of the work that the thread has queued so far."""
 
     def fence(self) -> None:
-        """All that is queued from now on sees what peers had written, and knew to be written, before.
+        """Work that is queued from now on sees all writes of peers that were acknowledged before.
 
-        Raises TransferFailed when that cannot be known.
+        Raises TransferFailed when that cannot be guaranteed.
         """
 
 
 class HostOrder:
-    """Processors compute in the calling thread, and see their peers' writes."""
+    """A CPU computes in the calling thread, and sees its peers' writes."""
 
     queues = False
 
@@ -48,7 +50,7 @@ class HostOrder:
 
 
 class CudaOrder:
-    """A CUDA device; `flush` is for memory that adapters write to, see open_flush."""
+    """A CUDA device. `flush` is for memory that network adapters write to, see open_flush."""
 
     queues = True
 
@@ -67,9 +69,9 @@ class CudaOrder:
 
 
 def open_order(device: torch.device, memory: Memory) -> DeviceOrder:
-    """The order between a device's computation and a transport that reads and writes `memory`.
+    """The order between a device's computation and a transport on `memory`.
 
-    Raises ConfigError where what adapters write cannot be ordered.
+    Raises ConfigError where the writes of network adapters cannot be ordered.
     """
     if device.type != "cuda":
         return HostOrder()

@@ -1,4 +1,4 @@
-"""Lists of runs as few uniform pieces, as a device's kernels like them. Pure, no torch."""
+"""Splits lists of runs into few segments of equal runs, for a device's copy kernels. Pure, no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WORD_BYTES = 8
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Segment:
-    """Runs of `length` bytes at `offsets` of span number `span`, which lie packed from `packed_offset` on."""
+    """Runs of `length` bytes at `offsets` in span number `span`. Packed, they start at `packed_offset`."""
 
     span: int
     offsets: Int64Array
@@ -25,17 +25,20 @@ class Segment:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Batch:
-    """What goes through the buffer at once: [start, stop) of the packed bytes, or one long run past the buffer."""
+    """Packed bytes [start, stop) that go through the buffer at once. With `direct`, one long run without the buffer."""
 
     start: int
     stop: int
-    stretches: tuple[Segment, ...]
+    segments: tuple[Segment, ...]
     direct: bool
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Rows:
-    """A span from `first_word` on as rows of `words` words of `word_bytes`, `step` words apart; `index` says which."""
+    """`count` rows of `words` words of `word_bytes` in a span, from `first_word` on and `step` words apart.
+
+    `index` selects rows.
+    """
 
     word_bytes: int
     words: int
@@ -48,9 +51,9 @@ class Rows:
 def cut(
     spans: Sequence[tuple[int, int]], addresses: Int64Array, lengths: Int64Array
 ) -> Iterator[Segment]:
-    """Neighbours in the list of one length and one span [start, end), without empty runs.
+    """Segments of neighbouring runs that have one length and lie in one span [start, end). Drops empty runs.
 
-    `spans` are sorted and do not overlap. Raises TransferFailed for a run that no span holds.
+    `spans` are sorted and do not overlap. Raises TransferFailed for a run outside all spans.
     """
     filled = lengths > 0
     if not filled.all():
@@ -61,7 +64,7 @@ def cut(
     ends = np.array([end for _, end in spans], np.int64)
     held = np.searchsorted(starts, addresses, side="right") - 1
     if not len(spans) or bool((held < 0).any() or (addresses + lengths > ends[held]).any()):
-        raise TransferFailed("an address is not in the device memory that was handed over")
+        raise TransferFailed("an address is not in the registered device memory")
     breaks = np.flatnonzero((np.diff(lengths) != 0) | (np.diff(held) != 0)) + 1
     packed_offset, first = 0, 0
     for stop in (*breaks.tolist(), len(lengths)):
@@ -71,40 +74,40 @@ def cut(
         first = stop
 
 
-def batch(stretches: Iterator[Segment], buffer_bytes: int, direct_bytes: int) -> Iterator[Batch]:
-    """Fills the buffer again and again; runs of `direct_bytes` or more go alone. direct_bytes <= buffer_bytes."""
+def batch(segments: Iterator[Segment], buffer_bytes: int, direct_bytes: int) -> Iterator[Batch]:
+    """Batches that fill the buffer. Runs of `direct_bytes` or more go alone. direct_bytes <= buffer_bytes."""
     waiting: list[Segment] = []
     start = stop = 0
-    for stretch in stretches:
-        length = stretch.length
+    for segment in segments:
+        length = segment.length
         first = 0
-        while first < len(stretch.offsets):
+        while first < len(segment.offsets):
             direct = length >= direct_bytes
             room = 0 if direct else (buffer_bytes - (stop - start)) // length
             if room == 0 and waiting:
                 yield Batch(start, stop, tuple(waiting), direct=False)
                 waiting, start = [], stop
                 continue
-            count = 1 if direct else min(room, len(stretch.offsets) - first)
-            piece = Segment(stretch.span, stretch.offsets[first : first + count], length, stop)
+            count = 1 if direct else min(room, len(segment.offsets) - first)
+            part = Segment(segment.span, segment.offsets[first : first + count], length, stop)
             first += count
             stop += count * length
             if direct:
-                yield Batch(start, stop, (piece,), direct=True)
+                yield Batch(start, stop, (part,), direct=True)
                 start = stop
             else:
-                waiting.append(piece)
+                waiting.append(part)
     if waiting:
         yield Batch(start, stop, tuple(waiting), direct=False)
 
 
-def rows_of(stretch: Segment, buffer_offset: int) -> Rows:
-    """The stretch as rows of the widest words that it and its place in the buffer are aligned to."""
-    low = int(stretch.offsets.min())
-    moved = stretch.offsets - low
+def rows_of(segment: Segment, buffer_offset: int) -> Rows:
+    """The segment as rows of the widest words that it and its place in the buffer are aligned to."""
+    low = int(segment.offsets.min())
+    moved = segment.offsets - low
     apart = int(np.gcd.reduce(moved))
-    word_bytes = int(np.gcd.reduce([_WORD_BYTES, low, apart, stretch.length, buffer_offset]))
-    words = stretch.length // word_bytes
+    word_bytes = int(np.gcd.reduce([_WORD_BYTES, low, apart, segment.length, buffer_offset]))
+    words = segment.length // word_bytes
     step = apart // word_bytes or words
     if step % words == 0:
         # Rows that do not overlap need the fewest words of index.

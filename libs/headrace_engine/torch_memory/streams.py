@@ -1,6 +1,6 @@
-"""Everything that CUDA does beside the computation: a stream of copies, and marks in the stream of kernels.
+"""CUDA work beside the computation: a stream of copies, and marks in the stream of kernels.
 
-The only lines that need CUDA are here. Tensors of the CPU are computed and copied at once: nothing is to wait for.
+All lines that need CUDA are here. On a CPU, tensors are computed and copied at once, so waiting does nothing.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ _POLL_S = 20e-6
 
 
 class CopyStream(Protocol):
-    """Device work in an order of its own. Used by one thread at a time."""
+    """A queue of device work. One thread at a time uses it."""
 
     def use(self) -> contextlib.AbstractContextManager[Any]:
-        """Torch's operations inside are queued here."""
+        """Torch operations inside are queued on this stream."""
 
     def drain(self, timeout_s: float) -> None:
-        """Returns when all queued work is done. Raises TransferFailed, then and ever after, when it is not in time."""
+        """Waits for all queued work. Raises TransferFailed after a timeout or a failure, and on each later call."""
 
 
 def wait_for(mark: Mark, timeout_s: float) -> bool:
-    """Whether the mark is passed within the time. Polls: CUDA's own waits know no deadline."""
+    """Whether the mark is passed within the time. Polls, because CUDA's own waits have no timeout."""
     deadline_s = time.monotonic() + timeout_s
     while not mark.query():
         if time.monotonic() >= deadline_s:
@@ -39,7 +39,7 @@ def wait_for(mark: Mark, timeout_s: float) -> bool:
 
 
 class DrainedStream:
-    """A CopyStream from a context for operations and a function that marks where it stands."""
+    """A CopyStream made of a context for operations and a function that marks the end of the queued work."""
 
     def __init__(
         self, use: Callable[[], contextlib.AbstractContextManager[Any]], mark: Callable[[], Mark]
@@ -49,7 +49,7 @@ class DrainedStream:
         self._lost = False
 
     def drain(self, timeout_s: float) -> None:
-        # Copies that did not end may still write: nothing that they touch can be used again.
+        # Copies that did not end may still write, so the memory that they use cannot be used again.
         if self._lost:
             raise TransferFailed("the device has stopped copying")
         self._lost = True

@@ -1,8 +1,7 @@
-"""All that leans on how vLLM is made inside, rather than on its connector interface or on what it says it offers.
+"""Functions that depend on vLLM's internals rather than on its connector interface or its documented API.
 
-Importing this imports neither vllm nor torch; what reaches into requests and batches is in continuation.py. What is
-listed here, there, in cache_groups.py and in connector.py is checked by tests/vllm/test_contract.py against the
-installed version.
+cache_groups.py and continuation.py depend on them as well. tests/vllm/test_contract.py checks all that these modules
+and connector.py use against the installed version. Importing this module imports neither vllm nor torch.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ OUTPUTS_END_S: Final = 2.0
 
 
 def require_vllm() -> str:
-    """The installed version of vLLM. Raises ConfigError when there is none, or one of another series."""
+    """The installed version of vLLM. Raises ConfigError when there is none, or its series is not supported."""
     supported = " and ".join(f"{series}.x" for series in VLLM_SERIES)
     for distribution in VLLM_DISTRIBUTIONS:
         try:
@@ -43,7 +42,7 @@ def require_vllm() -> str:
         if ".".join(version.split(".")[:2]) in VLLM_SERIES:
             return version
         raise ConfigError(
-            f"vLLM {version} is installed, but Headrace's connector is made for {supported}: "
+            f"vLLM {version} is installed, but Headrace's connector supports {supported}: "
             f"install {distribution}=={VLLM_SERIES[0]}.0",
             metadata={
                 "field": "engine",
@@ -58,31 +57,31 @@ def require_vllm() -> str:
 
 
 def set_vllm_environment(*, host: str, kv_cache_gib: float, tensor_parallel_size: int) -> None:
-    """Sets the variables that vLLM reads when it is imported. What the user has set of threads and runner stays."""
+    """Sets the variables that vLLM reads when it is imported. Keeps the user's choice of threads and runner."""
     cores = len(os.sched_getaffinity(0))
     os.environ.update(
         HF_HUB_OFFLINE="1",
         VLLM_NO_USAGE_STATS="1",
         VLLM_HOST_IP=host if tensor_parallel_size > 1 else "127.0.0.1",
         VLLM_CPU_KVCACHE_SPACE=str(max(1, round(kv_cache_gib))),
-        # Several engines on one machine would otherwise all be pinned to the same cores.
+        # Otherwise, several engines on one machine would be pinned to the same cores.
         VLLM_CPU_OMP_THREADS_BIND="nobind",
         # Keeps a single rank inside the engine's own process.
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
     )
-    if built_for_processors():
-        # The sampler compiles itself on first use of logprobs, eager or not: half a minute for one request.
+    if built_for_cpu():
+        # Also in eager mode, the sampler would compile on the first use of logprobs, for half a minute.
         os.environ["TORCH_COMPILE_DISABLE"] = "1"
-    # continuation.py is made for the runner that processors have, and devices may have.
+    # continuation.py supports the V1 runner only, which CPUs always use.
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     logging.getLogger("vllm").setLevel(level)
-    # Prefill and decode often share a machine, and OpenMP's threads spin: half of the cores at most.
+    # Half of the cores at most: OpenMP threads spin, and prefill and decode often share a machine.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // (2 * tensor_parallel_size))))
 
 
-def built_for_processors() -> bool:
-    """Whether the installed vLLM has no other kernels; known before it is imported."""
+def built_for_cpu() -> bool:
+    """Whether the installed vLLM has kernels for CPUs only. Does not import it."""
     if os.environ.get("VLLM_TARGET_DEVICE") == "cpu":
         return True
     for distribution in VLLM_DISTRIBUTIONS:
@@ -92,7 +91,7 @@ def built_for_processors() -> bool:
 
 
 def import_vllm() -> None:
-    """Imports what the engine is made of, which takes 7 to 17 s. Raises ConfigError."""
+    """Imports the engine's modules, which takes 7 to 17 s. Raises ConfigError."""
     try:
         import vllm.v1.engine.async_llm  # noqa: F401
     except ImportError as exc:
@@ -103,21 +102,21 @@ def import_vllm() -> None:
 
 
 def start_llm(vllm_config: VllmConfig) -> AsyncLLM:
-    """Starts the engine's processes; blocks until the model is loaded.
+    """Starts the engine's processes. Blocks until the model is loaded.
 
-    Making a configuration asks for spawned processes, which would import everything again: these are forked.
+    Making a configuration selects spawned processes, which would import all modules again. These are forked.
     """
     from vllm.v1.engine.async_llm import AsyncLLM
 
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-    # Not kept in a variable: vLLM holds on to this frame, and would be shut down by its end.
+    # Not kept in a variable: vLLM keeps a reference to this frame, and would shut down when the frame is cleared.
     return AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
 
 
 async def end_llm(llm: AsyncLLM) -> None:
-    """Ends the task that reads the outputs of the engine's processes, and then these.
+    """Ends the task that reads the outputs of the engine's processes, then the processes.
 
-    vLLM blocks until they have ended; this loop goes on meanwhile, for they may speak with servers that run on it.
+    vLLM blocks until they have ended. This loop continues meanwhile, because they may call servers that run on it.
     """
     outputs = llm.output_handler
     if outputs is not None:
@@ -127,25 +126,25 @@ async def end_llm(llm: AsyncLLM) -> None:
 
 
 async def reset_prefix_cache(llm: AsyncLLM) -> bool:
-    """False when requests hold blocks. The connector is told too, so that the events go out without a request."""
+    """False when requests hold blocks. Also resets the connector, so that vLLM publishes its KV events at once."""
     done: bool = await llm.reset_prefix_cache(reset_connector=True)
     return done
 
 
 def max_model_len(llm: AsyncLLM) -> int:
-    """The longest context that the engine takes, once it has fitted it to its memory."""
+    """The longest context that the engine serves, after it was fitted to the KV memory."""
     found: int = llm.vllm_config.model_config.max_model_len
     return found
 
 
 def extra_config(vllm_config: VllmConfig) -> dict[str, Any]:
-    """What was given to the connector beyond vLLM's own settings."""
+    """The connector's kv_connector_extra_config."""
     found: dict[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config
     return found
 
 
 def block_counts(kv_cache_manager: KVCacheManager) -> tuple[int, int]:
-    """KV blocks that requests hold, and that they can hold; one more is vLLM's placeholder, which counts as neither."""
+    """KV blocks that requests hold, and all that they can hold. Without vLLM's null block."""
     pool = kv_cache_manager.block_pool
     total: int = pool.num_gpu_blocks - 1
     return total - pool.get_num_free_blocks(), total
@@ -164,12 +163,12 @@ def kv_role(vllm_config: VllmConfig) -> str:
 
 
 def recomputes_failed_loads(vllm_config: VllmConfig) -> bool:
-    """Whether a request whose KV did not come is computed here, in the same blocks, rather than failed."""
+    """Whether vLLM computes a request in the same blocks when its KV did not arrive. Otherwise the request fails."""
     return bool(vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute")
 
 
 def engine_id(vllm_config: VllmConfig) -> str:
-    """What tells engines apart: the same in all processes of one."""
+    """The engine's id: the same in all of its processes."""
     found: str = vllm_config.kv_transfer_config.engine_id
     return found
 
@@ -180,7 +179,7 @@ def schedules_ahead(vllm_config: VllmConfig) -> bool:
 
 
 def replica_count(vllm_config: VllmConfig) -> int:
-    """Engines behind one server that share its requests."""
+    """Data-parallel engines behind one server."""
     found: int = vllm_config.parallel_config.data_parallel_size
     return found
 
@@ -198,7 +197,7 @@ def model_of(vllm_config: VllmConfig) -> tuple[str, dict[str, Any]]:
 
 
 def kv_head_count(vllm_config: VllmConfig) -> int:
-    """KV heads of the model, over all ranks and without their copies."""
+    """KV heads of the model, over all ranks and without replicas."""
     found: int = vllm_config.model_config.get_total_num_kv_heads()
     return found
 
@@ -212,26 +211,26 @@ def tensor_parallel_rank() -> int:
 
 
 def uses_latent_attention(vllm_config: VllmConfig) -> bool:
-    """Whether the model keeps one latent head."""
+    """Whether the model uses MLA, which caches one latent head."""
     found: bool = vllm_config.model_config.use_mla
     return found
 
 
 def in_model_order(layer_names: Iterable[str]) -> list[str]:
-    """The layers as the forward pass comes to them."""
+    """The layers in the order of the forward pass."""
     from vllm.model_executor.models.utils import extract_layer_index
 
     return sorted(layer_names, key=extract_layer_index)
 
 
 def vocabulary_size(vllm_config: VllmConfig) -> int:
-    """Logits of one position."""
+    """The number of logits of one position."""
     found: int = vllm_config.model_config.get_vocab_size()
     return found
 
 
 def make_sampler(vllm_config: VllmConfig) -> Sampler:
-    """As a model runner has it, with the kernels that it calls."""
+    """The sampler of a model runner, with its kernels loaded."""
     import vllm._custom_ops  # noqa: F401
     from vllm.v1.sample.sampler import Sampler
 
@@ -242,7 +241,7 @@ def make_sampler(vllm_config: VllmConfig) -> Sampler:
 def first_batch(
     vllm_config: VllmConfig, prompt: list[int], sampling_params: SamplingParams
 ) -> InputBatch:
-    """A batch of one request on a processor, as a model runner has it before the request's first token is sampled."""
+    """A batch of one request on a CPU, as a model runner has it before it samples the first token."""
     import torch
     from vllm.sampling_params import SamplingType
     from vllm.v1.sample.logits_processor import build_logitsprocs
@@ -279,7 +278,7 @@ def first_batch(
 
 
 def runs_on_cpu() -> bool:
-    """Whether vLLM computes on processors."""
+    """Whether vLLM computes on CPUs."""
     from vllm.platforms import current_platform
 
     found: bool = current_platform.is_cpu()
@@ -287,12 +286,12 @@ def runs_on_cpu() -> bool:
 
 
 def block_format_of(tensor: Tensor, block_size: int) -> str:
-    """How the attention kernels pack a block: on processors it depends on the processor, and is nothing to take apart.
+    """How the attention kernels pack a block. On CPUs it depends on the instruction set.
 
     `tensor` is one layer's KV cache, [blocks, heads, tokens, channels of K and V together].
     """
     if not runs_on_cpu():
-        # vLLM's logical shape holds: a head's K and V of a token lie together, tokens as the strides say.
+        # A head's K and V of a token lie together, and the strides locate tokens.
         return TOKEN_OUTER
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 

@@ -1,4 +1,4 @@
-"""The Engine that runs real models."""
+"""The Engine that runs models on vLLM."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from headrace_engine.vllm.compat import (
     runs_on_cpu,
 )
 from headrace_engine.vllm.link.messages import EngineLoad
-from headrace_engine.vllm.service.decode_request import DecodeRun
+from headrace_engine.vllm.service.decode_request import DecodeRequest
 from headrace_engine.vllm.service.launch import check_config, launch
-from headrace_engine.vllm.service.prefill_request import PrefillRun
+from headrace_engine.vllm.service.prefill_request import PrefillRequest
 from headrace_kv.handoff.messages import Reservation, SendReport
 from headrace_kv.receive.layer_overlap import LayerOverlap
 from headrace_kv.receive.observer import TransferObserver
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from headrace_engine.vllm.link.server import LinkServer
-    from headrace_engine.vllm.service.first_token_sampler import FirstSampler
+    from headrace_engine.vllm.service.first_token_sampler import FirstTokenSampler
     from headrace_engine.vllm.service.kv_events import KvEventReader
     from headrace_kv.send.context import DescriptorSource
 
@@ -52,9 +52,9 @@ ATTACH_TIMEOUT_S = 60.0
 
 
 class VllmEngine(Engine):
-    """vLLM in processes of its own, joined to this one by the link.
+    """vLLM in processes of its own, which the link connects to this one.
 
-    When one of them ends unasked, this process is told to terminate: nothing can be served any more.
+    When one of them ends before `close`, this process gets SIGTERM: it has nothing to serve with.
     """
 
     def __init__(self, config: EngineConfig, descriptors: DescriptorSource) -> None:
@@ -64,10 +64,10 @@ class VllmEngine(Engine):
         self._link: LinkServer | None = None
         self._kv_events: KvEventReader | None = None
         self._link_path = Path(config.link_path)
-        self._first_sampler: FirstSampler | None = None
+        self._first_token_sampler: FirstTokenSampler | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._prefills: dict[str, PrefillRun] = {}
-        self._decodes: dict[str, DecodeRun] = {}
+        self._prefills: dict[str, PrefillRequest] = {}
+        self._decodes: dict[str, DecodeRequest] = {}
         self.load = EngineLoad()
 
     async def start(self) -> None:
@@ -75,10 +75,9 @@ class VllmEngine(Engine):
         await self.attach()
 
     def launch(self) -> None:
-        """Loads the model in processes of its own; blocks. Comes before anything of gRPC exists in this process.
+        """Loads the model in processes of its own. Blocks. Must run before this process uses gRPC. Raises ConfigError.
 
-        Not awaitable on purpose: the processes are forked from the main thread, while nothing else runs.
-        Raises ConfigError.
+        Not a coroutine, because the processes are forked from the main thread while no other code runs.
         """
         start_s = time.monotonic()
         folder = check_config(self._config)
@@ -87,7 +86,7 @@ class VllmEngine(Engine):
         log.info("model loaded %.1f s after the start", time.monotonic() - start_s)
 
     async def attach(self) -> None:
-        """Joins the launched processes. Raises InternalError when they do not answer."""
+        """Connects to the launched processes. Raises InternalError when they do not attach in time."""
         from headrace_engine.vllm.link.server import LinkEvents, LinkServer
         from headrace_engine.vllm.service.kv_events import KvEventReader, events_endpoint
 
@@ -95,7 +94,9 @@ class VllmEngine(Engine):
             raise InternalError("the engine is not launched")
         self._link = LinkServer(
             self._link_path,
-            LinkEvents(self._reserved, self._reported, self._lost, self._loaded),
+            LinkEvents(
+                self._blocks_reserved, self._transfer_quiet, self._engine_lost, self._load_changed
+            ),
             self._descriptors,
         )
         await self._link.start()
@@ -111,16 +112,16 @@ class VllmEngine(Engine):
         await self._prepare_logits()
 
     async def _prepare_logits(self) -> None:
-        """On other devices the sampler is another one, and so are its random numbers: none of that is done there."""
-        from headrace_engine.vllm.service.first_token_sampler import FirstSampler
+        """For CPUs only: on other devices vLLM samples with other kernels and other random numbers."""
+        from headrace_engine.vllm.service.first_token_sampler import FirstTokenSampler
 
         assert self._llm is not None
         if not runs_on_cpu():
             return
-        sampler = FirstSampler(self._llm.vllm_config)
+        sampler = FirstTokenSampler(self._llm.vllm_config)
         self.logits_bytes = sampler.logits_bytes
         if self._config.role == "decode":
-            self._first_sampler = sampler
+            self._first_token_sampler = sampler
             await sampler.warm()
 
     def _make_link_path(self) -> Path:
@@ -135,35 +136,35 @@ class VllmEngine(Engine):
         llm, link = self._require_started()
         transfer_id = work.target.transfer_id
         self._require_new(transfer_id)
-        run = PrefillRun(llm, link, work, self._config.tensor_parallel_size, on_first_token)
-        self._prefills[transfer_id] = run
+        request = PrefillRequest(llm, link, work, self._config.tensor_parallel_size, on_first_token)
+        self._prefills[transfer_id] = request
         try:
-            return await run.outcome()
+            return await request.outcome()
         finally:
             del self._prefills[transfer_id]
 
     async def decode(self, work: DecodeWork) -> AsyncGenerator[DecodeEvent, None]:
         llm, link = self._require_started()
         self._require_new(work.transfer_id)
-        run = DecodeRun(llm, link, work, self._first_sampler, self.max_model_len)
-        self._decodes[work.transfer_id] = run
+        request = DecodeRequest(llm, link, work, self._first_token_sampler, self.max_model_len)
+        self._decodes[work.transfer_id] = request
         try:
-            async for event in run.events():
+            async for event in request.events():
                 yield event
         finally:
             del self._decodes[work.transfer_id]
-            await run.close()
+            await request.close()
 
     def arrived(self, transfer_id: str) -> None:
         self._require_started()[1].arrived(transfer_id)
 
     def arrival_listener(self) -> TransferObserver | None:
-        late = self._config.overlap_layers
-        if not late.count:
+        overlap_layers = self._config.overlap_layers.layer_count
+        if not overlap_layers:
             return None
         return LayerOverlap(
             self._require_started()[1],
-            overlap_layers=late.count,
+            overlap_layers=overlap_layers,
             layer_count=self.descriptor.layout.layer_count,
             rank_count=self._config.tensor_parallel_size,
         )
@@ -172,16 +173,16 @@ class VllmEngine(Engine):
         self._require_started()[1].first_token(transfer_id, token_id)
 
     def first_logits(self, transfer_id: str, logits: bytes) -> None:
-        run = self._decodes.get(transfer_id)
-        if run is not None:
-            run.first_logits(logits)
+        request = self._decodes.get(transfer_id)
+        if request is not None:
+            request.first_logits(logits)
 
     def released(self, transfer_id: str) -> None:
         self._require_started()[1].released(transfer_id)
 
     def usage(self) -> EngineUsage:
         held = len(self._decodes) + len(self._prefills)
-        # The scheduler's word comes a moment later than what is known here.
+        # The scheduler reports its load a moment later than requests start and end here.
         running = min(held, self.load.running_requests)
         return EngineUsage(running, held - running, self.load.used_blocks)
 
@@ -197,9 +198,9 @@ class VllmEngine(Engine):
         if self._llm is not None:
             await end_llm(self._llm)
             self._llm = None
-        if self._first_sampler is not None:
-            self._first_sampler.close()
-            self._first_sampler = None
+        if self._first_token_sampler is not None:
+            self._first_token_sampler.close()
+            self._first_token_sampler = None
         if self._link is not None:
             await self._link.close()
             self._link = None
@@ -214,29 +215,29 @@ class VllmEngine(Engine):
     def _require_new(self, transfer_id: str) -> None:
         if transfer_id in self._prefills or transfer_id in self._decodes:
             raise DuplicateTransfer(
-                f"transfer {transfer_id} is known already", metadata={"transfer_id": transfer_id}
+                f"transfer {transfer_id} is in use already", metadata={"transfer_id": transfer_id}
             )
 
-    def _reserved(self, reservation: Reservation) -> None:
-        run = self._decodes.get(reservation.transfer_id)
-        if run is not None:
-            run.reserved(reservation)
+    def _blocks_reserved(self, reservation: Reservation) -> None:
+        request = self._decodes.get(reservation.transfer_id)
+        if request is not None:
+            request.blocks_reserved(reservation)
         elif self._link is not None and reservation.start_token < reservation.end_token:
-            # Given up before anybody heard of the blocks, so nobody else will give them back.
+            # The request was closed before its reservation arrived, so it cannot release the blocks itself.
             self._link.released(reservation.transfer_id)
 
-    def _reported(self, report: SendReport) -> None:
-        run = self._prefills.get(report.transfer_id)
-        if run is not None:
-            run.reported(report)
+    def _transfer_quiet(self, report: SendReport) -> None:
+        request = self._prefills.get(report.transfer_id)
+        if request is not None:
+            request.transfer_quiet(report)
 
-    def _loaded(self, load: EngineLoad) -> None:
+    def _load_changed(self, load: EngineLoad) -> None:
         self.load = load
 
-    def _lost(self, why: str) -> None:
+    def _engine_lost(self, why: str) -> None:
         error = InternalError(f"vLLM has ended: {why}")
         for prefill in self._prefills.values():
-            prefill.lost(error)
+            prefill.engine_lost(error)
         for decode in self._decodes.values():
             decode.fail(error)
         log.critical("%s; this worker cannot serve any more and terminates", error.detail)

@@ -1,4 +1,4 @@
-"""What the service tells its engine processes, and how: plain values inside vLLM's own configuration."""
+"""Values that the service passes to its engine processes inside vLLM's own configuration and requests."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.receive.layer_overlap import OverlapSettings
 
 PARAMS_KEY = "headrace"
+"""In a request's kv_transfer_params."""
 LOGITS_KEY = "headrace_logits"
-"""In SamplingParams.extra_args: the transfer that is to have the logits before the first token."""
+"""In SamplingParams.extra_args: id of the transfer that carries the logits before the first token."""
+GENERATED_KEY = "headrace_generated"
+"""In SamplingParams.extra_args: tokens of the answer that were generated elsewhere."""
 _NO_TLS = ("", "", "")
 _NESTED = ("tls", "overlap_layers")
 
@@ -31,7 +34,7 @@ class ConnectorSettings:
     tls: tuple[str, str, str] = _NO_TLS
     """Certificate, key and authority as in TlsFiles, for handoff streams."""
     gpu_direct: bool = True
-    """Whether adapters may reach KV memory on a device, where they can."""
+    """Whether RDMA adapters may read and write KV memory on a device, where they can."""
     overlap_layers: OverlapSettings = field(default_factory=OverlapSettings)
 
     @property
@@ -41,8 +44,12 @@ class ConnectorSettings:
 
     def to_extra_config(self) -> dict[str, Any]:
         """For vLLM's kv_connector_extra_config."""
-        late = self.overlap_layers
-        return {**asdict(self), "overlap_layers": late.count, "overlap_wait_s": late.wait_s}
+        overlap = self.overlap_layers
+        return {
+            **asdict(self),
+            "overlap_layers": overlap.layer_count,
+            "overlap_wait_s": overlap.wait_s,
+        }
 
     @classmethod
     def from_extra_config(cls, values: Mapping[str, Any]) -> ConnectorSettings:
@@ -61,18 +68,18 @@ class ConnectorSettings:
 
 @dataclass(frozen=True, slots=True)
 class ReceiveParams:
-    """A decode request whose KV comes over the data plane, of all its tokens when it awaits its first token too."""
+    """For a decode request. A prefill worker sends its KV, with `awaits_first_token` also of the last token."""
 
     transfer_id: str
     awaits_first_token: bool = False
 
 
-def incoming_params(transfer_id: str, awaits_first_token: bool = False) -> dict[str, Any]:
+def receive_params(transfer_id: str, awaits_first_token: bool = False) -> dict[str, Any]:
     """kv_transfer_params of a decode request that waits for its KV."""
     return {PARAMS_KEY: {"incoming": [transfer_id, awaits_first_token]}}
 
 
-def outgoing_params(target: TransferTarget) -> dict[str, Any]:
+def send_params(target: TransferTarget) -> dict[str, Any]:
     """kv_transfer_params of a prefill request."""
     values = asdict(target)
     values["decode"] = [target.decode.worker_id, target.decode.incarnation]
@@ -80,7 +87,7 @@ def outgoing_params(target: TransferTarget) -> dict[str, Any]:
 
 
 def read_params(params: Mapping[str, Any] | None) -> ReceiveParams | TransferTarget | None:
-    """What a request's kv_transfer_params say; None when they do not concern Headrace, or did already."""
+    """Parses a request's kv_transfer_params. None when they are not ours, or were consumed."""
     ours = (params or {}).get(PARAMS_KEY)
     if not ours:
         return None
@@ -94,16 +101,16 @@ def read_params(params: Mapping[str, Any] | None) -> ReceiveParams | TransferTar
 def consume_params(
     params: MutableMapping[str, Any] | None,
 ) -> ReceiveParams | TransferTarget | None:
-    """Reads once: after a preemption vLLM asks again, and the request must then be computed here."""
-    said = read_params(params)
+    """Parses and removes them: after a preemption vLLM asks again, and then computes the request here."""
+    parsed = read_params(params)
     if params is not None:
         params.pop(PARAMS_KEY, None)
-    return said
+    return parsed
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillTimes:
-    """What prefill's scheduler knows of a finished request; nanoseconds since the Unix epoch."""
+    """Times of a finished prefill on its scheduler, in nanoseconds since the Unix epoch."""
 
     cached_tokens: int
     compute_start_unix_ns: int
@@ -118,7 +125,3 @@ class PrefillTimes:
         """None when the request ended without them."""
         ours = (params or {}).get(PARAMS_KEY)
         return cls(**ours) if ours else None
-
-
-GENERATED_KEY = "headrace_generated"
-"""In SamplingParams.extra_args: the tokens of the answer that were generated already."""

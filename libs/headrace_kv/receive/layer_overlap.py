@@ -12,20 +12,20 @@ from headrace_kv.receive.observer import TransferObserver, TransferView
 
 @dataclass(frozen=True, slots=True)
 class OverlapSettings:
-    """`count`: how many layers, the last ones, may be missing when a request starts; 0 turns the overlap off.
+    """`layer_count`: how many layers, the last ones, may be missing when a request starts; 0 turns the overlap off.
 
     `wait_s`: the longest that one forward pass waits for them.
     """
 
-    count: int = 0
+    layer_count: int = 0
     wait_s: float = 0.5
 
-    def check(self, layer_count: int) -> None:
-        """Raises ConfigError unless the first of `layer_count` layers must be there."""
-        if self.count >= layer_count:
+    def check(self, model_layer_count: int) -> None:
+        """Raises ConfigError unless the first of `model_layer_count` layers must have arrived."""
+        if self.layer_count >= model_layer_count:
             raise ConfigError(
-                f"overlap_layers is {self.count}, but the model has {layer_count} layers: "
-                f"choose {layer_count - 1} or less",
+                f"overlap_layers is {self.layer_count}, but the model has {model_layer_count} layers: "
+                f"choose {model_layer_count - 1} or less",
                 metadata={"field": "overlap_layers"},
             )
 

@@ -1,4 +1,4 @@
-"""The engine processes' end of the link: one daemon thread with one loop per process, which senders share."""
+"""The link's end in an engine process. One daemon thread with one event loop serves all links and senders of it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ import uvloop
 
 from headrace.engine.v1 import link_pb2, link_pb2_grpc
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import DeadlineExceeded
+from headrace_common.durations import timestamp_from_unix_s
+from headrace_common.errors import DeadlineExceeded, from_reason
 from headrace_common.rpc.channel import LOCAL_OPTIONS
-from headrace_engine.vllm.link.messages import NANOSECONDS, timestamp
-from headrace_engine.vllm.reasons import error_of
 from headrace_kv.layout.layout import KvDescriptor, WorkerRef
 from headrace_kv.layout.proto import descriptor_from_proto
 
@@ -28,13 +27,13 @@ log = logging.getLogger(__name__)
 ATTACH_TIMEOUT_S = 900.0
 ATTACH_POLL_S = 0.05
 UNSENT_MAX = 65_536
-ABANDONED_STATUS = 75
+LINK_LOST_STATUS = 75
 
 OnResponse = Callable[[link_pb2.AttachResponse], None]
 
 
 class LinkLoop:
-    """The process's background loop."""
+    """The process's background event loop."""
 
     def __init__(self) -> None:
         self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
@@ -56,9 +55,9 @@ class LinkLoop:
 
 
 class Link:
-    """One connector's stream. A process whose stream ends unasked ends itself: nobody is left to serve.
+    """The stream of one connector. When it ends before `close`, the process exits: it has no service to serve.
 
-    `send` may be called from any thread; `on_response` is called on the link's loop.
+    Any thread may call `send`. The link's loop calls `on_response`.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class Link:
         self._run = asyncio.run_coroutine_threadsafe(self._attach(), self.loop)
 
     def send(self, request: link_pb2.AttachRequest) -> None:
-        """Sends when the stream is there."""
+        """Queues a message, which is sent once the stream is open."""
         self.loop.call_soon_threadsafe(self._enqueue, request)
 
     def close(self) -> None:
@@ -87,17 +86,20 @@ class Link:
         try:
             self._outbox.put_nowait(request)
         except asyncio.QueueFull:
-            self._abandon(f"the service has not read {UNSENT_MAX} messages")
+            self._exit_process(f"the service has not read {UNSENT_MAX} messages")
 
     async def find_descriptor(self, ref: WorkerRef, deadline: Deadline) -> KvDescriptor:
-        """Asks the service for a decode worker's memory. Runs on the link's loop. Raises what the service found."""
+        """Asks the service for a decode worker's memory. Runs on the link's loop.
+
+        Raises DeadlineExceeded, or the error that the service reports.
+        """
         query_id = next(self._query_ids)
         answer = self._queries[query_id] = self.loop.create_future()
         query = link_pb2.DescriptorQuery(
             query_id=query_id,
             worker_id=ref.worker_id,
             incarnation=ref.incarnation,
-            deadline_time=timestamp(round(deadline.unix_s * NANOSECONDS)),
+            deadline_time=timestamp_from_unix_s(deadline.unix_s),
         )
         self._enqueue(link_pb2.AttachRequest(descriptor_query=query))
         try:
@@ -108,7 +110,7 @@ class Link:
         finally:
             del self._queries[query_id]
         if found.reason:
-            raise error_of(found.reason, found.detail)
+            raise from_reason(found.reason, found.detail)
         return descriptor_from_proto(found.descriptor)
 
     async def _attach(self) -> None:
@@ -119,12 +121,12 @@ class Link:
             ) as channel:
                 stub = link_pb2_grpc.EngineLinkServiceStub(channel)
                 async for response in stub.Attach(self._requests(), wait_for_ready=True):
-                    self._hear(response)
-            self._abandon("the service ended it")
+                    self._dispatch(response)
+            self._exit_process("the service ended it")
         except TimeoutError:
-            self._abandon(f"the service did not open it within {ATTACH_TIMEOUT_S:g} s")
+            self._exit_process(f"the service did not open it within {ATTACH_TIMEOUT_S:g} s")
         except grpc.aio.AioRpcError as exc:
-            self._abandon(f"{exc.code().name}: {exc.details()}")
+            self._exit_process(f"{exc.code().name}: {exc.details()}")
 
     async def _wait_for_socket(self) -> None:
         """The service opens it once all its engine processes are forked and loaded."""
@@ -139,7 +141,7 @@ class Link:
         while True:
             yield await self._outbox.get()
 
-    def _hear(self, response: link_pb2.AttachResponse) -> None:
+    def _dispatch(self, response: link_pb2.AttachResponse) -> None:
         if response.WhichOneof("message") == "descriptor_answer":
             query = self._queries.get(response.descriptor_answer.query_id)
             if query is not None and not query.done():
@@ -147,8 +149,8 @@ class Link:
         else:
             self._on_response(response)
 
-    def _abandon(self, why: str) -> None:
+    def _exit_process(self, why: str) -> None:
         if self._closing:
             return
         log.error("engine process %d ends: its link to the service is gone (%s)", os.getpid(), why)
-        os._exit(ABANDONED_STATUS)
+        os._exit(LINK_LOST_STATUS)

@@ -1,26 +1,32 @@
-"""The link's messages to and from the words of headrace_kv. Pure."""
+"""Converts values of headrace_kv to and from the link's messages. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from google.protobuf import duration_pb2, timestamp_pb2
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from headrace.engine.v1 import link_pb2
 from headrace.kv.v1 import handoff_pb2
+from headrace_common.durations import duration_from_ns, timestamp_from_unix_ns
 from headrace_kv.handoff.messages import LayerSent, Reservation, SendReport
 
-NANOSECONDS = 1_000_000_000
+_NS_PER_S = 1_000_000_000
 
 
-def timestamp(unix_ns: int) -> timestamp_pb2.Timestamp:
-    """A point in time, in nanoseconds since the Unix epoch."""
-    return timestamp_pb2.Timestamp(seconds=unix_ns // NANOSECONDS, nanos=unix_ns % NANOSECONDS)
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """Requests in the batch and outside it. KV blocks that requests hold, and all blocks that they can hold."""
+
+    running_requests: int = 0
+    waiting_requests: int = 0
+    used_blocks: int = 0
+    total_blocks: int = 0
 
 
-def unix_ns(time: timestamp_pb2.Timestamp) -> int:
-    """The reverse of `timestamp`."""
-    return time.seconds * NANOSECONDS + time.nanos
+def unix_s_from_timestamp(timestamp: Timestamp) -> float:
+    """The point in time in seconds since the Unix epoch."""
+    return timestamp.ToNanoseconds() / _NS_PER_S
 
 
 def reservation_to_proto(reservation: Reservation) -> link_pb2.BlocksReserved:
@@ -94,11 +100,9 @@ def _layer_to_proto(layer: LayerSent) -> link_pb2.LayerSent:
         end_token=layer.end_token,
         payload_bytes=layer.payload_bytes,
         run_count=layer.run_count,
-        ready_time=timestamp(layer.ready_unix_ns),
-        start_time=timestamp(layer.start_unix_ns),
-        duration=duration_pb2.Duration(
-            seconds=layer.duration_ns // NANOSECONDS, nanos=layer.duration_ns % NANOSECONDS
-        ),
+        ready_time=timestamp_from_unix_ns(layer.ready_unix_ns),
+        start_time=timestamp_from_unix_ns(layer.start_unix_ns),
+        duration=duration_from_ns(layer.duration_ns),
         transport=layer.transport,
         strategy=layer.strategy,
         entry_count=layer.entry_count,
@@ -113,20 +117,10 @@ def _layer_from_proto(message: link_pb2.LayerSent) -> LayerSent:
         end_token=message.end_token,
         payload_bytes=message.payload_bytes,
         run_count=message.run_count,
-        ready_unix_ns=unix_ns(message.ready_time),
-        start_unix_ns=unix_ns(message.start_time),
-        duration_ns=message.duration.seconds * NANOSECONDS + message.duration.nanos,
+        ready_unix_ns=message.ready_time.ToNanoseconds(),
+        start_unix_ns=message.start_time.ToNanoseconds(),
+        duration_ns=message.duration.ToNanoseconds(),
         transport=message.transport,
         strategy=message.strategy,
         entry_count=message.entry_count,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLoad:
-    """Requests in the batch and outside it, and KV blocks that requests hold, of all that they can hold."""
-
-    running_requests: int = 0
-    waiting_requests: int = 0
-    used_blocks: int = 0
-    total_blocks: int = 0

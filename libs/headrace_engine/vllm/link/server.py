@@ -1,4 +1,4 @@
-"""The service's end of the link to its engine processes."""
+"""The link's end in the service process."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ import grpc.aio
 
 from headrace.engine.v1 import link_pb2, link_pb2_grpc
 from headrace_common.deadlines import Deadline
+from headrace_common.durations import timestamp_from_unix_s
 from headrace_common.errors import HeadraceError, InternalError, ProtocolViolation
 from headrace_common.rpc.channel import LOCAL_OPTIONS
 from headrace_engine.vllm.link.messages import (
-    NANOSECONDS,
     EngineLoad,
     load_from_proto,
     report_from_proto,
     reservation_from_proto,
-    timestamp,
-    unix_ns,
+    unix_s_from_timestamp,
 )
 from headrace_kv.handoff.messages import Reservation, SendReport
 from headrace_kv.layout.layout import KvDescriptor, WorkerRef
@@ -38,7 +37,10 @@ QUERIES_MAX = 1024
 
 @dataclass(frozen=True, slots=True)
 class LinkEvents:
-    """What the service does about news of its engine processes. Called on the link's loop; must not block."""
+    """Callbacks for messages of the engine processes. The link's loop calls them; they must not block.
+
+    `lost` gets the reason why a connector's stream has ended before `begin_close`.
+    """
 
     reserved: Callable[[Reservation], None]
     report: Callable[[SendReport], None]
@@ -56,12 +58,12 @@ class _Peer:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """For log messages."""
         return "scheduler" if self.attachment.scheduler else f"rank {self.attachment.rank}"
 
 
 class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
-    """Owns the streams of all connectors: one scheduler's and one per rank."""
+    """Serves one stream of the scheduler's connector and one of each rank's."""
 
     def __init__(self, path: Path, events: LinkEvents, descriptors: DescriptorSource) -> None:
         self._path = path
@@ -74,7 +76,7 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
         self._closing = False
 
     async def start(self) -> None:
-        """Serves on the socket. Raises InternalError when that cannot be bound."""
+        """Serves on the socket. Raises InternalError when it cannot be bound."""
         self._server = grpc.aio.server(options=LOCAL_OPTIONS)
         link_pb2_grpc.add_EngineLinkServiceServicer_to_server(self, self._server)
         try:
@@ -84,7 +86,7 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
         await self._server.start()
 
     def begin_close(self) -> None:
-        """From now on, engine processes may end."""
+        """Reports no lost connectors from now on."""
         self._closing = True
 
     async def close(self) -> None:
@@ -96,9 +98,9 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
     async def wait_attached(
         self, rank_count: int, timeout_s: float, *, with_scheduler: bool = True
     ) -> KvDescriptor:
-        """The worker's memory, once all its connectors are there. Raises InternalError when they do not come.
+        """Waits for all connectors to attach and returns the worker's memory. Raises InternalError on a timeout.
 
-        Without `with_scheduler`, ranks alone attach: the scheduler is in this process.
+        Without `with_scheduler`, only ranks attach: the scheduler is in this process.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -107,7 +109,7 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
                     await self._changed.wait()
         except TimeoutError:
             raise InternalError(
-                f"{len(self._ranks)} of {rank_count} ranks of the engine answered within {timeout_s:g} s"
+                f"{len(self._ranks)} of {rank_count} ranks of the engine attached within {timeout_s:g} s"
             ) from None
         attachments = [self._ranks[rank].attachment for rank in sorted(self._ranks)]
         layouts = {layout_from_proto(attachment.layout) for attachment in attachments}
@@ -118,60 +120,60 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
         )
 
     def request_coming(self) -> None:
-        """Tells the scheduler that a request is on its way, before vLLM is given it."""
-        self._tell(
+        """Announces a request to the scheduler, before vLLM gets it."""
+        self._send(
             self._scheduler, link_pb2.AttachResponse(request_coming=link_pb2.RequestComing())
         )
 
     def arrived(self, transfer_id: str) -> None:
-        """Tells the scheduler that a transfer is whole."""
-        self._tell(
+        """Reports to the scheduler that a transfer is whole."""
+        self._send(
             self._scheduler,
             link_pb2.AttachResponse(arrived=link_pb2.Arrived(transfer_id=transfer_id)),
         )
 
     def released(self, transfer_id: str) -> None:
-        """Tells the scheduler that a transfer will never be whole, and nothing writes for it."""
-        self._tell(
+        """Reports to the scheduler that a transfer has failed and no sender writes for it any more."""
+        self._send(
             self._scheduler,
             link_pb2.AttachResponse(released=link_pb2.Released(transfer_id=transfer_id)),
         )
 
     def arriving(self, transfer_id: str, deadline: Deadline) -> None:
-        """Tells the scheduler that all but the last layers of a transfer are there."""
+        """Reports to the scheduler that all but the last layers of a transfer have arrived."""
         arriving = link_pb2.Arriving(
-            transfer_id=transfer_id, deadline_time=timestamp(round(deadline.unix_s * NANOSECONDS))
+            transfer_id=transfer_id, deadline_time=timestamp_from_unix_s(deadline.unix_s)
         )
-        self._tell(self._scheduler, link_pb2.AttachResponse(arriving=arriving))
+        self._send(self._scheduler, link_pb2.AttachResponse(arriving=arriving))
 
     def layers_arrived(
         self, transfer_id: str, rank: int, layer_count: int, *, failed: bool
     ) -> None:
-        """Tells a rank how far a transfer has come."""
+        """Reports to a rank how many layers of a transfer have arrived."""
         arrived = link_pb2.LayersArrived(
             transfer_id=transfer_id, layer_count=layer_count, failed=failed
         )
-        self._tell(self._ranks.get(rank), link_pb2.AttachResponse(layers_arrived=arrived))
+        self._send(self._ranks.get(rank), link_pb2.AttachResponse(layers_arrived=arrived))
 
     def first_token(self, transfer_id: str, token_id: int) -> None:
-        """Tells the scheduler the first token of a request that awaits it."""
+        """Sends the scheduler the first token of a request that awaits it."""
         first = link_pb2.FirstToken(transfer_id=transfer_id, token_id=token_id)
-        self._tell(self._scheduler, link_pb2.AttachResponse(first_token=first))
+        self._send(self._scheduler, link_pb2.AttachResponse(first_token=first))
 
     def stop(self, transfer_id: str) -> None:
-        """Tells every rank to stop sending a transfer and to report."""
+        """Makes every rank stop sending a transfer and report."""
         for peer in self._ranks.values():
-            self._tell(peer, link_pb2.AttachResponse(stop=link_pb2.Stop(transfer_id=transfer_id)))
+            self._send(peer, link_pb2.AttachResponse(stop=link_pb2.Stop(transfer_id=transfer_id)))
 
-    def _tell(self, peer: _Peer | None, response: link_pb2.AttachResponse) -> None:
+    def _send(self, peer: _Peer | None, response: link_pb2.AttachResponse) -> None:
         if peer is None:
             return
         try:
             peer.outbox.put_nowait(response)
         except asyncio.QueueFull:
-            self._lose(f"{peer.name} of the engine has not read {UNSENT_MAX} messages")
+            self._report_lost(f"{peer.name} of the engine has not read {UNSENT_MAX} messages")
 
-    def _lose(self, why: str) -> None:
+    def _report_lost(self, why: str) -> None:
         if not self._closing:
             self._events.lost(why)
 
@@ -180,8 +182,8 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
         request_iterator: AsyncIterator[link_pb2.AttachRequest],
         context: grpc.aio.ServicerContext[link_pb2.AttachRequest, link_pb2.AttachResponse],
     ) -> AsyncIterator[link_pb2.AttachResponse]:
-        """One connector's stream."""
-        peer = await self._admit(request_iterator)
+        """See link.proto. The stream of one connector."""
+        peer = await self._register(request_iterator)
         reader = asyncio.create_task(self._read(peer, request_iterator), name=f"link {peer.name}")
         try:
             while (response := await peer.outbox.get()) is not None:
@@ -189,9 +191,9 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
         finally:
             for task in (reader, *peer.queries):
                 task.cancel()
-            self._dismiss(peer)
+            self._unregister(peer)
 
-    async def _admit(self, requests: AsyncIterator[link_pb2.AttachRequest]) -> _Peer:
+    async def _register(self, requests: AsyncIterator[link_pb2.AttachRequest]) -> _Peer:
         async for request in requests:
             if request.WhichOneof("message") != "attachment":
                 break
@@ -204,23 +206,23 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
             return peer
         raise ProtocolViolation("the first message on the engine link must be an attachment")
 
-    def _dismiss(self, peer: _Peer) -> None:
+    def _unregister(self, peer: _Peer) -> None:
         if self._scheduler is peer:
             self._scheduler = None
         elif self._ranks.get(peer.attachment.rank) is peer:
             del self._ranks[peer.attachment.rank]
-        self._lose(f"the engine's {peer.name} has ended")
+        self._report_lost(f"the engine's {peer.name} has ended")
 
     async def _read(self, peer: _Peer, requests: AsyncIterator[link_pb2.AttachRequest]) -> None:
         try:
             async for request in requests:
-                self._hear(peer, request)
+                self._dispatch(peer, request)
         finally:
-            # A full outbox has already cost the peer its life.
+            # A full outbox was reported as a lost peer already.
             if not peer.outbox.full():
                 peer.outbox.put_nowait(None)
 
-    def _hear(self, peer: _Peer, request: link_pb2.AttachRequest) -> None:
+    def _dispatch(self, peer: _Peer, request: link_pb2.AttachRequest) -> None:
         kind = request.WhichOneof("message")
         if kind == "reserved":
             self._events.reserved(reservation_from_proto(request.reserved))
@@ -233,14 +235,14 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
             peer.queries.add(query)
             query.add_done_callback(peer.queries.discard)
         else:
-            log.error("%s of the engine said %s out of order", peer.name, kind)
+            log.error("%s of the engine sent %s out of order", peer.name, kind)
 
     async def _answer(self, peer: _Peer, query: link_pb2.DescriptorQuery) -> None:
         answer = link_pb2.DescriptorAnswer(query_id=query.query_id)
-        deadline = Deadline(unix_ns(query.deadline_time) / NANOSECONDS)
+        deadline = Deadline(unix_s_from_timestamp(query.deadline_time))
         try:
             found = await self._descriptors(WorkerRef(query.worker_id, query.incarnation), deadline)
             answer.descriptor.CopyFrom(descriptor_to_proto(found))
         except HeadraceError as exc:
             answer.reason, answer.detail = exc.reason, exc.detail
-        self._tell(peer, link_pb2.AttachResponse(descriptor_answer=answer))
+        self._send(peer, link_pb2.AttachResponse(descriptor_answer=answer))

@@ -1,198 +1,192 @@
-"""A rank's side: feeds its sender from the forward pass, and says what vLLM must know. Knows no vLLM types."""
+"""The worker's half of the connector, one per rank: its memory, transport, sender and link."""
 
 from __future__ import annotations
 
 import logging
-import threading
-import time
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from headrace_common.errors import Cancelled, HeadraceError, TransferFailed
-from headrace_engine.vllm.step.plan import StepPlan, TokenSpan
-from headrace_kv.handoff.messages import LayerRange, SendReport, TransferTarget
+from headrace.engine.v1 import link_pb2
+from headrace_common.rpc.channel import TlsFiles
+from headrace_engine.torch_memory.event_ordered_sender import EventOrderedSender
+from headrace_engine.torch_memory.opening import open_tensor_transport, order_sender
+from headrace_engine.torch_memory.order import DeviceOrder
+from headrace_engine.vllm.compat import (
+    block_format_of,
+    tensor_parallel_rank,
+    tensor_parallel_size,
+)
+from headrace_engine.vllm.link.client import Link
+from headrace_engine.vllm.link.messages import report_to_proto
+from headrace_engine.vllm.rank.layer_wait import LayerWait
+from headrace_engine.vllm.rank.logits_tap import LogitsTap
+from headrace_engine.vllm.rank.memory import describe_arena, layout_of, rank_memory
+from headrace_engine.vllm.rank.step_executor import LayerKind, StepExecutor
+from headrace_engine.vllm.settings import ConnectorSettings
+from headrace_engine.vllm.step.groups import LayerGroup
+from headrace_engine.vllm.step.plan import StepPlan
+from headrace_kv.handoff.logits import LOGITS_RANK
+from headrace_kv.handoff.messages import SendReport
+from headrace_kv.layout.layout import STATE, KvLayout, RankMemory
+from headrace_kv.layout.proto import layout_to_proto, rank_memory_to_proto
+from headrace_kv.send.context import SenderContext
+from headrace_kv.send.sender import RankSender
+from headrace_kv.transport.base import KvTransport
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from vllm.config import VllmConfig
 
 log = logging.getLogger(__name__)
 
-PREEMPTION_WAIT_S = 20.0
-REFUSED_MAX = 4096
-
-
-class Sender(Protocol):
-    """The part of a RankSender that the forward pass uses. Nothing here blocks."""
-
-    def open(self, target: TransferTarget) -> None: ...
-
-    def push(self, piece: LayerRange) -> None: ...
-
-    def push_logits(self, transfer_id: str, logits: bytes) -> None: ...
-
-    def finish(self, transfer_id: str) -> None: ...
-
-    def stop(self, transfer_id: str, reason: str, detail: str) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class LayerKind:
-    """A layer's group in the layout, and whether it keeps a state rather than tokens."""
-
-    group_index: int
-    is_state: bool
+CLOSE_TIMEOUT_S = 5.0
 
 
 class ConnectorWorker:
-    """Called on the rank's compute thread, except `stop` and `quiet`, which any thread may call.
+    """Its public methods are hooks of vLLM's KVConnectorBase_V1. The rank's compute thread calls them.
 
-    `on_report` gets one report per transfer that was opened or stopped, when nothing of it writes any more. `fence`
-    lets the steps after it see what peers have written, see DeviceOrder.
+    vLLM makes it before there is KV memory, and calls `register_kv_caches` once before the first step.
     """
 
-    def __init__(self, rank: int, on_report: Callable[[SendReport], None]) -> None:
-        self._rank = rank
-        self._on_report = on_report
-        self._sender: Sender | None = None
-        self._layers: tuple[LayerKind, ...] = ()
-        self._changed = threading.Condition()
-        self._active: set[str] = set()
-        self._refused: OrderedDict[str, None] = OrderedDict()
-        self._finishing: dict[str, str] = {}
-        self._plan = StepPlan()
-        self.fence: Callable[[], None] = lambda: None
-        self._final: set[str] = set()
+    def __init__(
+        self, settings: ConnectorSettings, vllm_config: VllmConfig, groups: tuple[LayerGroup, ...]
+    ) -> None:
+        self._settings = settings
+        self._groups = groups
+        self._rank = tensor_parallel_rank()
+        self._tensor_parallel_size = tensor_parallel_size(vllm_config)
+        self._layer_numbers = {name: number for group in groups for number, name in group.layers}
+        self._transport: KvTransport | None = None
+        self._sender: RankSender | None = None
+        self._ordered_sender: EventOrderedSender | None = None
+        self._link: Link | None = None
+        self._executor = StepExecutor(self._rank, self._send_report)
+        self._layer_wait: LayerWait | None = None
 
-    def start(self, sender: Sender, layers: Sequence[LayerKind]) -> None:
-        """Gives it what it feeds, and the layout's layers; a rank that only receives has none."""
-        self._sender = sender
-        self._layers = tuple(layers)
+    def register_kv_caches(self, kv_caches: Mapping[str, Tensor]) -> None:
+        """Registers the memory with the transport and attaches to the service. Raises ConfigError."""
+        arena = describe_arena(
+            kv_caches,
+            self._groups,
+            rank=self._rank,
+            tensor_parallel_size=self._tensor_parallel_size,
+            block_format_of=block_format_of,
+        )
+        layout = layout_of(
+            arena,
+            fingerprint=self._settings.fingerprint,
+            tensor_parallel_size=self._tensor_parallel_size,
+        )
+        self._transport, order = open_tensor_transport(
+            next(iter(kv_caches.values())),
+            self._settings.transport,
+            self._settings.host,
+            gpu_direct=self._settings.gpu_direct,
+        )
+        memory = rank_memory(
+            arena,
+            rank=self._rank,
+            transport=self._transport.name,
+            session=self._transport.session,
+        )
+        overlap = self._settings.overlap_layers
+        if overlap.layer_count:
+            self._layer_wait = LayerWait(len(self._layer_numbers), overlap.wait_s, order.fence)
+        attachment = link_pb2.Attachment(
+            rank=self._rank, layout=layout_to_proto(layout), memory=rank_memory_to_proto(memory)
+        )
+        self._link = Link(Path(self._settings.link_path), attachment, self._on_response)
+        if self._settings.role == "decode":
+            self._executor.start(order.fence)
+        else:
+            self._start_sending(self._link, self._transport, order, layout, memory)
 
-    def quiet(self, report: SendReport) -> None:
-        """A transfer does not write any more. The sender's callback."""
-        with self._changed:
-            self._active.discard(report.transfer_id)
-            self._changed.notify_all()
-        self._on_report(report)
+    def _start_sending(
+        self,
+        link: Link,
+        transport: KvTransport,
+        order: DeviceOrder,
+        layout: KvLayout,
+        memory: RankMemory,
+    ) -> None:
+        context = SenderContext(
+            ref=self._settings.ref,
+            rank=self._rank,
+            layout=layout,
+            memory=memory,
+            transport=transport,
+            descriptors=link.find_descriptor,
+            event_loop=link.loop,
+            on_quiet=self._executor.transfer_quiet,
+            tls=TlsFiles(*self._settings.tls),
+        )
+        self._sender = RankSender(context)
+        self._ordered_sender = order_sender(self._sender, order)
+        layers = [
+            LayerKind(layout.group_index(layer), layout.group_of(layer).kind == STATE)
+            for layer in range(layout.layer_count)
+        ]
+        self._executor.start(order.fence, self._ordered_sender or self._sender, layers)
+        if self._rank == LOGITS_RANK:
+            LogitsTap.listen(self._executor.logits_computed)
 
-    def stop(self, transfer_id: str) -> None:
-        """Ends a transfer, also one that the forward pass has not come to yet."""
-        reason, detail = Cancelled.reason, "prefill gave the transfer up"
-        with self._changed:
-            opened = transfer_id in self._active
-            unknown = transfer_id not in self._refused
-            self._refuse(transfer_id)
-        if opened and self._sender is not None:
-            self._sender.stop(transfer_id, reason, detail)
-        elif unknown:
-            self._on_report(SendReport(transfer_id, self._rank, reason, detail, ()))
+    def handle_preemptions(self, plan: StepPlan) -> None:
+        self._executor.preempt(plan)
 
-    def _refuse(self, transfer_id: str) -> None:
-        self._refused[transfer_id] = None
-        while len(self._refused) > REFUSED_MAX:
-            self._refused.popitem(last=False)
+    def bind_connector_metadata(self, plan: StepPlan) -> None:
+        """Before the forward pass of a step."""
+        if self._layer_wait is not None:
+            self._layer_wait.begin_step(plan.overlapped)
+        self._executor.begin_step(plan)
 
-    def preempt(self, plan: StepPlan) -> None:
-        """Before a step that overwrites blocks: nothing of the preempted transfers may still read them."""
-        self._end_now(plan.preempted, "prefill ran out of KV blocks and gave the request up")
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Before the attention of a layer reads its KV: waits until that has arrived or is abandoned."""
+        if self._layer_wait is not None:
+            self._layer_wait.before_attention(self._layer_numbers[layer_name])
 
-    def _end_now(self, transfer_ids: Sequence[str], why: str) -> None:
-        """Stops transfers, and returns when nothing of them reads its blocks any more."""
-        if self._sender is None or not transfer_ids:
-            return
-        for transfer_id in transfer_ids:
-            self._sender.stop(transfer_id, TransferFailed.reason, why)
-        with self._changed:
-            if not self._changed.wait_for(
-                lambda: self._active.isdisjoint(transfer_ids), PREEMPTION_WAIT_S
-            ):
-                # The transfers have failed, so decode will not read what they may still write.
-                log.error("transfers %s were not quiet in %g s", transfer_ids, PREEMPTION_WAIT_S)
+    def save_kv_layer(self, layer_name: str) -> None:
+        """The forward pass has written this step's KV of a layer."""
+        self._executor.layer_written(self._layer_numbers[layer_name])
 
-    def begin_step(self, plan: StepPlan) -> None:
-        """Before the forward pass."""
-        self._plan = plan
-        self._final = set(plan.final)
-        if self._sender is None:
-            return
-        for target in plan.opened:
-            # Under the lock, so that a stop finds the transfer either unknown or open.
-            with self._changed:
-                if target.transfer_id not in self._refused:
-                    self._refuse(target.transfer_id)
-                    self._open(self._sender, target)
-        self._end_now(plan.overrun, "prefill computed more tokens than its state is wanted for")
-        ready_ns = time.time_ns()
-        for span in plan.ready:
-            for layer, kind in enumerate(self._layers):
-                if not kind.is_state:
-                    self._push(span, layer, ready_ns)
+    def wait_for_save(self) -> None:
+        """After the forward pass. Does not wait: blocks are freed only when their transfer is quiet."""
+        self._executor.states_written()
 
-    def _open(self, sender: Sender, target: TransferTarget) -> None:
-        try:
-            sender.open(target)
-            self._active.add(target.transfer_id)
-        except HeadraceError as exc:
-            self._on_report(SendReport(target.transfer_id, self._rank, exc.reason, exc.detail, ()))
+    def get_transfer_results(self) -> tuple[set[str], set[str], set[str]]:
+        """After the forward pass. See StepExecutor.end_step."""
+        if self._layer_wait is not None:
+            self._layer_wait.end_step()
+        return self._executor.end_step()
 
-    def layer_written(self, layer: int) -> None:
-        """This step's tokens of the layer are in the cache."""
-        if self._sender is None or not self._plan.computed:
-            return
-        ready_ns = time.time_ns()
-        for span in self._plan.computed:
-            self._push(span, layer, ready_ns)
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks that the forward pass has read although they were not whole."""
+        return self._layer_wait.take_invalid_blocks() if self._layer_wait is not None else set()
 
-    def sampled(self, transfer_id: str, read_logits: Callable[[], bytes]) -> None:
-        """The step's logits of a request are there. They come after `end_step`, and before the next step."""
-        if self._sender is not None and transfer_id in self._final & self._active:
-            self._sender.push_logits(transfer_id, read_logits())
+    def shutdown(self) -> None:
+        """Ends sending, then the transport."""
+        if self._ordered_sender is not None:
+            self._ordered_sender.close()
+        if self._sender is not None:
+            self._sender.close()
+            try:
+                self._sender.closed.result(CLOSE_TIMEOUT_S)
+            except TimeoutError:
+                log.error("the sender of rank %d did not end in %g s", self._rank, CLOSE_TIMEOUT_S)
+        if self._link is not None:
+            self._link.close()
+        if self._transport is not None:
+            self._transport.close()
 
-    def states_written(self) -> None:
-        """The forward pass is over. States have no hook of their own, and are final with a transfer's last token."""
-        ready_ns = time.time_ns()
-        for layer, kind in enumerate(self._layers):
-            if kind.is_state:
-                for span in self._plan.computed:
-                    if span.block_ids[kind.group_index]:
-                        self._push(span, layer, ready_ns)
+    def _send_report(self, report: SendReport) -> None:
+        if self._link is not None:
+            self._link.send(link_pb2.AttachRequest(report=report_to_proto(report)))
 
-    def _push(self, span: TokenSpan, layer: int, ready_ns: int) -> None:
-        if self._sender is not None and span.transfer_id in self._active:
-            self._sender.push(
-                LayerRange(
-                    span.transfer_id,
-                    layer,
-                    span.start_token,
-                    span.end_token,
-                    span.block_ids[self._layers[layer].group_index],
-                    ready_ns,
-                )
+    def _on_response(self, response: link_pb2.AttachResponse) -> None:
+        if response.HasField("stop"):
+            self._executor.stop(response.stop.transfer_id)
+        elif response.HasField("layers_arrived") and self._layer_wait is not None:
+            arrived = response.layers_arrived
+            self._layer_wait.layers_arrived(
+                arrived.transfer_id, arrived.layer_count, failed=arrived.failed
             )
-
-    def end_step(self) -> tuple[set[str], set[str], set[str]]:
-        """After the forward pass: requests that finished sending, that finished receiving, and of these the failed."""
-        plan, self._plan = self._plan, StepPlan()
-        for request_id, transfer_id in plan.finished_sends.items():
-            self._finishing[request_id] = transfer_id
-            if self._sender is not None and transfer_id in self._active:
-                self._sender.finish(transfer_id)
-        sent = {
-            request_id
-            for request_id, transfer_id in self._finishing.items()
-            if transfer_id not in self._active
-        }
-        for request_id in sent:
-            del self._finishing[request_id]
-        failed = set(plan.failed)
-        if plan.received and not self._see_received():
-            failed.update(plan.received)
-        return sent, failed.union(plan.received), failed
-
-    def _see_received(self) -> bool:
-        """Whether the next step sees what peers have written."""
-        try:
-            self.fence()
-        except TransferFailed as exc:
-            log.error("what was received cannot be read: %s", exc)
-            return False
-        return True

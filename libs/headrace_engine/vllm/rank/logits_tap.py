@@ -1,7 +1,7 @@
-"""Where a prefill rank takes the logits of a prompt's last position: in vLLM's sampler, before anything changes them.
+"""Reads the logits of a prompt's last position in vLLM's sampler, before any processor changes them.
 
-vLLM makes a processor of each class that it is given in each rank, and shows it the logits of every step. Theirs are
-the last positions of the step's chunks; which of those is a prompt's last, only the rank's connector knows.
+vLLM makes one processor of each configured class in each rank, and passes it the logits of every step. Those are of the
+last positions of the step's chunks. Only the rank's connector knows which of them are the last of a prompt.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ OnLogits = Callable[[str, Callable[[], bytes]], None]
 
 
 class LogitsTap(AdapterLogitsProcessor):
-    """Changes nothing. Tells the process's one listener of each row of a request that says so."""
+    """Changes no logits. Passes each row of a request with `LOGITS_KEY` to the process's one listener."""
 
     _listener: OnLogits | None = None
 
     @classmethod
     def listen(cls, listener: OnLogits) -> None:
-        """`listener` gets the transfer, and a function that reads the row there and then, on the compute thread."""
+        """`listener` gets the transfer id and a function that reads the row. The compute thread calls it."""
         cls._listener = staticmethod(listener)
 
     def is_argmax_invariant(self) -> bool:
-        """vLLM leaves out those that are where nobody samples at random, and shows them changed logits."""
+        """False: vLLM skips invariant processors for greedy batches, and runs them after the others."""
         return False
 
     def new_req_logits_processor(self, params: SamplingParams) -> Any:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 WHOLE_BLOCKS = "vllm-blocks"
-"""The block_format of blocks whose tokens lie one by one, but go together."""
+"""The block_format of blocks with separate tokens that are only transferred whole."""
 
 BlockInterior = Callable[["Tensor", int], str]
 """How the attention kernels pack a block of a layer's tensor, given its block_tokens."""
@@ -48,18 +48,18 @@ def describe_arena(
     tensor_parallel_size: int,
     block_format_of: BlockInterior,
 ) -> Arena:
-    """Takes tensors of shape [blocks, heads, tokens, channels], or [blocks, 1, 1, bytes] of states, on any device.
+    """Takes tensors of shape [blocks, heads, tokens, channels], or [blocks, 1, 1, bytes] for states, on any device.
 
-    Where tokens may be copied one by one, heads and tokens may lie in either order. Beside states they may not: what a
-    block's end holds must be known then, because it may have been a state before. Raises ConfigError when they are
-    anything else, differ within a group, or do not share one allocation.
+    Where single tokens can be copied, heads and tokens may lie in either order. A model with states needs heads outside
+    tokens, because its blocks are transferred whole: unused bytes of a block may hold an old state.
+    Raises ConfigError for other tensors, for tensors that differ within a group, or for several allocations.
     """
     storages = {tensor.untyped_storage().data_ptr() for tensor in kv_caches.values()}
     if len(storages) != 1:
         raise _refusal("layers in separate allocations")
     base = storages.pop()
     has_states = any(group.kind == STATE for group in groups)
-    told: list[CacheGroup] = []
+    cache_groups: list[CacheGroup] = []
     regions: list[Region] = []
     for group in groups:
         tensors = [kv_caches[name] for _, name in group.layers]
@@ -77,7 +77,7 @@ def describe_arena(
                     f"{tensor.shape[1]} heads on rank {rank} in {name} instead of {len(held)}"
                 )
             regions.append(_region(number, part, group, tensor, base))
-        told.append(
+        cache_groups.append(
             CacheGroup(
                 name=group.name,
                 layers=tuple(number for number, _ in group.layers),
@@ -90,7 +90,7 @@ def describe_arena(
     return Arena(
         base_address=base,
         arena_bytes=next(iter(kv_caches.values())).untyped_storage().nbytes(),
-        groups=tuple(told),
+        groups=tuple(cache_groups),
         regions=tuple(regions),
     )
 
@@ -105,7 +105,7 @@ def _part(
     tokens = group.block_tokens if group.kind == TOKENS else 1
     if tensor.dim() == 4 and tokens > tensor.shape[2] and tokens % tensor.shape[2] == 0:
         raise ConfigError(
-            f"blocks hold {tokens} tokens, but the attention kernels of {name} take {tensor.shape[2]}: "
+            f"blocks hold {tokens} tokens, but the attention kernels of {name} use {tensor.shape[2]}: "
             f"set block_size to {tensor.shape[2]}",
             metadata={"field": "block_size"},
         )
@@ -116,7 +116,7 @@ def _part(
         block_format = WHOLE_BLOCKS
         if tensor.stride(2) != tensor.shape[3]:
             raise ConfigError(
-                f"{name} keeps heads inside of tokens, and beside states blocks must be handed over whole: set "
+                f"{name} keeps heads inside tokens, but a model with states needs blocks that can be sent whole: set "
                 "VLLM_KV_CACHE_LAYOUT=HND",
                 metadata={"field": "model"},
             )
@@ -154,7 +154,7 @@ def _region(number: int, part: Part, group: LayerGroup, tensor: Tensor, base: in
 
 
 def layout_of(arena: Arena, *, fingerprint: str, tensor_parallel_size: int) -> KvLayout:
-    """The worker's layout as a rank sees it: the same on every rank."""
+    """The worker's layout, which is the same on every rank."""
     return KvLayout(fingerprint, tensor_parallel_size, arena.groups)
 
 
@@ -172,6 +172,6 @@ def rank_memory(arena: Arena, *, rank: int, transport: str, session: str) -> Ran
 
 def _refusal(what: str) -> ConfigError:
     return ConfigError(
-        f"the model has {what}, which Headrace cannot hand over: serve another model",
+        f"the model has {what}, which Headrace cannot transfer: serve another model",
         metadata={"field": "model"},
     )

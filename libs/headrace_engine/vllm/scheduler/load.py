@@ -1,4 +1,4 @@
-"""What the engine holds, as its scheduler knows it."""
+"""The load of an engine, as its scheduler sees it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ REPORT_S: Final = 0.05
 
 
 class LoadMeter:
-    """Follows requests through the scheduler's hooks, on its thread; `read` may be called on any.
-
-    Blocks are counted where vLLM does, by `count_blocks`: (used, total).
-    """
+    """Counts requests from the scheduler's hooks, on the scheduling thread. Any thread may call `read`."""
 
     def __init__(self) -> None:
         self._known: set[str] = set()
@@ -23,32 +20,32 @@ class LoadMeter:
         self._count_blocks: Callable[[], tuple[int, int]] = lambda: (0, 0)
 
     def bind(self, count_blocks: Callable[[], tuple[int, int]]) -> None:
-        """Blocks can be counted from now on."""
+        """`count_blocks` reads vLLM's (used, total) blocks."""
         self._count_blocks = count_blocks
 
-    def added(self, request_id: str) -> None:
-        """A request has come."""
+    def request_added(self, request_id: str) -> None:
+        """The scheduler has a new request."""
         self._known.add(request_id)
 
-    def stepped(self, scheduled: Iterable[str], preempted: Iterable[str]) -> None:
-        """A step was planned: who takes part, and who gave its blocks up before; one may do both."""
+    def step_planned(self, scheduled: Iterable[str], preempted: Iterable[str]) -> None:
+        """A step contains the `scheduled` requests. One of them may have been preempted before."""
         self._running.difference_update(preempted)
         self._running.update(scheduled)
 
-    def finished(self, request_id: str) -> None:
+    def request_finished(self, request_id: str) -> None:
         """A request has ended, in whatever state."""
         self._known.discard(request_id)
         self._running.discard(request_id)
 
     def read(self) -> EngineLoad:
-        """Now."""
+        """The current load."""
         used, total = self._count_blocks()
         running = len(self._running)
         return EngineLoad(running, max(0, len(self._known) - running), used, total)
 
 
 async def report_changes(meter: LoadMeter, send: Callable[[EngineLoad], None]) -> None:
-    """Sends the load and then every change, looked for every `REPORT_S`: no hook follows the last block's return."""
+    """Sends the load at the start and after each change. Polls every `REPORT_S`: no hook follows a block's return."""
     last: EngineLoad | None = None
     while True:
         load = meter.read()

@@ -1,7 +1,7 @@
-"""The scheduler's half of beginning early: requests that may run before the last layers of their KV are there.
+"""Requests that run before the last layers of their KV have arrived, on the scheduler. Pure.
 
-vLLM takes such a request for loaded. So until its transfer is whole, its blocks must not be given to others when it
-ends (I1), must not stay in the prefix cache then, and are not shared with requests that come meanwhile. Pure.
+vLLM takes such a request for fully loaded. If it ends before its transfer has settled, its blocks must not be reused
+(I1) and must leave the prefix cache. Until then, new requests must not share its blocks.
 """
 
 from __future__ import annotations
@@ -9,94 +9,113 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from headrace_engine.vllm.step.plan import LateLoad, StepPlan
+from headrace_engine.vllm.step.plan import OverlappedLoad
 
 
 @dataclass(slots=True)
-class _Begun:
-    """`runs` once it has been in a step; `lost` when its transfer has failed, and `told` once vLLM has heard that;
-    `over` when the request has ended.
+class _Overlapped:
+    """`started`: it was in a step. `finished`: the request has ended.
+
+    `lost`: its transfer has failed. `loss_planned`: a step's plan has reported that to the ranks.
     """
 
     request_id: str
     block_ids: tuple[int, ...]
     deadline_unix_s: float
-    runs: bool = False
+    started: bool = False
+    finished: bool = False
     lost: bool = False
-    told: bool = False
-    over: bool = False
+    loss_planned: bool = False
+
+    def start(self) -> None:
+        self.started = True
+
+    def finish(self) -> None:
+        self.finished = True
+
+    def lose(self) -> None:
+        self.lost = True
+
+    def plan_load(self, transfer_id: str) -> OverlappedLoad:
+        self.loss_planned = self.lost
+        return OverlappedLoad(transfer_id, self.block_ids, self.deadline_unix_s, self.lost)
 
 
 class OverlappedRequests:
-    """`evict(block_ids)` takes blocks out of the prefix cache."""
+    """False when there are none."""
 
     def __init__(self) -> None:
-        self.evict: Callable[[set[int]], None] = lambda block_ids: None
-        self._begun: dict[str, _Begun] = {}
+        self._evict: Callable[[set[int]], None] = lambda block_ids: None
+        self._by_transfer: dict[str, _Overlapped] = {}
 
     def __bool__(self) -> bool:
-        """Whether anything is awaited."""
-        return bool(self._begun)
+        return bool(self._by_transfer)
 
     @property
-    def unsure(self) -> bool:
-        """Whether the prefix cache may hold blocks that are not whole."""
-        return any(not one.over for one in self._begun.values())
+    def prefix_cache_incomplete(self) -> bool:
+        """Whether the prefix cache may hold blocks with KV that has not fully arrived."""
+        return any(not one.finished for one in self._by_transfer.values())
 
-    def begin(
+    def bind_eviction(self, evict: Callable[[set[int]], None]) -> None:
+        """Sets the function that removes blocks from the prefix cache, by block id."""
+        self._evict = evict
+
+    def add(
         self,
         transfer_id: str,
         request_id: str,
         block_ids: tuple[int, ...],
         deadline_unix_s: float,
     ) -> None:
-        """vLLM is told that the request has its KV."""
-        self._begun[transfer_id] = _Begun(request_id, block_ids, deadline_unix_s)
+        """vLLM takes the request for loaded, though its last layers are missing."""
+        self._by_transfer[transfer_id] = _Overlapped(request_id, block_ids, deadline_unix_s)
 
-    def settle(self, plan: StepPlan, transfer_id: str, whole: bool) -> None:
-        """Nothing writes for a transfer any more. One that was not begun here is left alone."""
-        one = self._begun.get(transfer_id)
+    def transfer_settled(self, transfer_id: str, whole: bool) -> str | None:
+        """No sender writes for a transfer any more. Ignores unknown transfers.
+
+        Returns the id of a request that has ended meanwhile: its blocks are now free.
+        """
+        one = self._by_transfer.get(transfer_id)
         if one is None:
-            return
-        if one.over:
-            plan.finished_sends[one.request_id] = transfer_id
-        elif not whole:
-            # Its next step says so to vLLM.
-            one.lost = True
-            return
-        del self._begun[transfer_id]
+            return None
+        if not one.finished and not whole:
+            # The next step that contains the request reports its blocks as invalid.
+            one.lose()
+            return None
+        del self._by_transfer[transfer_id]
+        return one.request_id if one.finished else None
 
-    def finished(self, request_id: str) -> bool:
-        """The request is over; True when its blocks must stay until its transfer has settled."""
-        for transfer_id, one in self._begun.items():
+    def request_finished(self, request_id: str) -> bool:
+        """The request has ended. True when its blocks must stay until its transfer has settled."""
+        for transfer_id, one in self._by_transfer.items():
             if one.request_id == request_id:
-                self.evict(set(one.block_ids))
-                one.over = True
+                self._evict(set(one.block_ids))
+                one.finish()
                 if one.lost:
-                    del self._begun[transfer_id]
+                    del self._by_transfer[transfer_id]
                 return not one.lost
         return False
 
     def withheld(self, received: Iterable[str]) -> set[str]:
-        """Of the requests that vLLM is about to take for received, those that ended during the very step that said so.
+        """The requests among `received` that ended during the step that reported them as received.
 
-        For these vLLM would free the blocks; they stay until their transfer has settled, as for `finished`.
+        vLLM would free their blocks. They stay until their transfer has settled, as in `request_finished`.
         """
-        over = {one.request_id for one in self._begun.values() if one.over}
-        return over.intersection(received)
+        finished = {one.request_id for one in self._by_transfer.values() if one.finished}
+        return finished.intersection(received)
 
-    def plan(self, plan: StepPlan, scheduled_request_ids: Iterable[str]) -> None:
-        """Tells the ranks whom the step may have to wait for."""
-        if not self._begun:
-            return
+    def plan_step(self, scheduled_request_ids: Iterable[str]) -> list[OverlappedLoad]:
+        """The transfers that the step may have to wait for."""
+        if not self._by_transfer:
+            return []
         scheduled = set(scheduled_request_ids)
-        for transfer_id, one in list(self._begun.items()):
-            one.runs = one.runs or one.request_id in scheduled
-            if one.told and not one.over:
-                # vLLM computes it here instead, and nobody else writes to its blocks any more.
-                del self._begun[transfer_id]
-            elif one.runs and not one.over:
-                plan.late.append(
-                    LateLoad(transfer_id, one.block_ids, one.deadline_unix_s, one.lost)
-                )
-                one.told = one.lost
+        loads: list[OverlappedLoad] = []
+        for transfer_id, one in list(self._by_transfer.items()):
+            if one.request_id in scheduled:
+                one.start()
+            if one.loss_planned and not one.finished:
+                # vLLM computes the request here instead, and no sender writes to its blocks any more.
+                del self._by_transfer[transfer_id]
+            elif one.started and not one.finished:
+                loads.append(one.plan_load(transfer_id))
+        return loads

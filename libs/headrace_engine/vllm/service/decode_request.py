@@ -1,4 +1,4 @@
-"""One request on a decode engine, from its blocks to its last token."""
+"""One request on a decode engine, from the reservation of its blocks to its last token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headrace_common.errors import (
 )
 from headrace_engine.interface import DecodeEnded, DecodeEvent, DecodeTokens, DecodeWork
 from headrace_engine.vllm.service.sampling import sampling_params, tokens_of
-from headrace_engine.vllm.settings import incoming_params
+from headrace_engine.vllm.settings import receive_params
 from headrace_kv.handoff.messages import Reservation
 
 if TYPE_CHECKING:
@@ -23,36 +23,36 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from headrace_engine.vllm.link.server import LinkServer
-    from headrace_engine.vllm.service.first_token_sampler import FirstSampler
+    from headrace_engine.vllm.service.first_token_sampler import FirstTokenSampler
 
-# The reservation and the tokens come by two ways; the first may be behind by this much.
+# The reservation comes over the link and may arrive later than vLLM's first output.
 RESERVATION_LAG_S = 10.0
 
 
-class DecodeRun:
-    """`reserved` and `fail` are called from the link; `events` once, and `close` after it whatever happened."""
+class DecodeRequest:
+    """Call `events` once, and `close` after it in any case. The link calls `blocks_reserved` and `fail`."""
 
     def __init__(
         self,
         llm: AsyncLLM,
         link: LinkServer,
         work: DecodeWork,
-        sampler: FirstSampler | None = None,
+        sampler: FirstTokenSampler | None = None,
         max_model_len: int = 0,
     ) -> None:
-        """Of an engine that takes `max_model_len`. `sampler` makes the first token of a work with `from_logits`."""
+        """`sampler` chooses the first token of a work with `from_logits`. `max_model_len` is the engine's."""
         self._link = link
         self._work = work
         self._sampler = sampler
-        self._context_tokens = max_model_len
+        self._max_model_len = max_model_len
         self._logits: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._reservation: Reservation | None = None
-        self._told = False
+        self._reservation_yielded = False
         self._failure: HeadraceError | None = None
         self._changed = asyncio.Event()
         params = None
         if work.remote_kv:
-            params = incoming_params(work.transfer_id, work.awaits_first_token)
+            params = receive_params(work.transfer_id, work.awaits_first_token)
         self._outputs = llm.generate(
             {"prompt_token_ids": list(work.token_ids[: work.prompt_tokens])},
             sampling_params(work.sampling, params, work.token_ids[work.prompt_tokens :]),
@@ -60,18 +60,18 @@ class DecodeRun:
         )
         self._next: asyncio.Task[RequestOutput] | None = None
 
-    def reserved(self, reservation: Reservation) -> None:
-        """The scheduler holds blocks."""
+    def blocks_reserved(self, reservation: Reservation) -> None:
+        """The scheduler has allocated blocks."""
         self._reservation = reservation
         self._changed.set()
 
     def first_logits(self, logits: bytes) -> None:
-        """What the first token is made from."""
+        """The logits that the first token is chosen from."""
         if not self._logits.done():
             self._logits.set_result(logits)
 
     def fail(self, error: HeadraceError) -> None:
-        """The engine is gone."""
+        """The engine's processes have ended."""
         self._failure = error
         self._changed.set()
 
@@ -79,15 +79,15 @@ class DecodeRun:
         """See Engine.decode."""
         cached_tokens = 0
         self._link.request_coming()
-        self._next = asyncio.create_task(self._take())
+        self._next = asyncio.create_task(self._next_output())
         if self._work.remote_kv:
             reservation = await self._wait_reserved(self._next)
             cached_tokens = reservation.start_token
-            self._told = True
+            self._reservation_yielded = True
             yield reservation
         if self._work.from_logits:
-            first = await self._make_first(self._next)
-            ended = self._ended_by(first.token_ids[0])
+            first = await self._choose_first_token(self._next)
+            ended = self._end_after(first.token_ids[0])
             if ended is None:
                 self._link.first_token(self._work.transfer_id, first.token_ids[0])
             yield first
@@ -104,10 +104,10 @@ class DecodeRun:
                     cached_tokens = output.num_cached_tokens or 0
                 yield DecodeEnded(_stopped(completion.finish_reason), cached_tokens)
                 return
-            self._next = asyncio.create_task(self._take())
+            self._next = asyncio.create_task(self._next_output())
 
-    async def _make_first(self, request: asyncio.Task[RequestOutput]) -> DecodeTokens:
-        """The first token, once its logits are there. Raises what vLLM ends the request with before that."""
+    async def _choose_first_token(self, request: asyncio.Task[RequestOutput]) -> DecodeTokens:
+        """The first token, once its logits have arrived. Raises an error when vLLM ends the request before that."""
         await asyncio.wait({self._logits, request}, return_when=asyncio.FIRST_COMPLETED)
         if self._sampler is None:
             raise InternalError("this engine chooses no token from logits")
@@ -117,12 +117,12 @@ class DecodeRun:
         prompt = self._work.token_ids
         return await self._sampler.choose(self._logits.result(), prompt, self._work.sampling)
 
-    def _ended_by(self, token_id: int) -> DecodeEnded | None:
-        """How an answer ends with its first token, if it does: as vLLM would have it."""
+    def _end_after(self, token_id: int) -> DecodeEnded | None:
+        """The end of an answer that ends with this first token, by vLLM's rules. None when it goes on."""
         assert self._reservation is not None
         sampling, tokens = self._work.sampling, len(self._work.token_ids)
         stopped = token_id in sampling.stop_token_ids
-        if stopped or sampling.max_tokens == 1 or tokens + 1 >= self._context_tokens:
+        if stopped or sampling.max_tokens == 1 or tokens + 1 >= self._max_model_len:
             return DecodeEnded(stopped, self._reservation.start_token)
         return None
 
@@ -138,39 +138,39 @@ class DecodeRun:
             raise self._failure
         if self._reservation is None:
             first.result()
-            raise InternalError("vLLM generated without saying which blocks it uses")
+            raise InternalError("vLLM generated tokens without a reservation of blocks")
         return self._reservation
 
-    async def _take(self) -> RequestOutput:
+    async def _next_output(self) -> RequestOutput:
         try:
             return await anext(self._outputs)
         except (HeadraceError, asyncio.CancelledError):
             raise
         except StopAsyncIteration:
-            raise InternalError("vLLM ended a request without saying so") from None
+            raise InternalError("vLLM ended a request without a last output") from None
         except ValueError as exc:
-            raise InvalidRequest({"token_ids": f"vLLM refuses it: {exc}"}) from exc
+            raise InvalidRequest({"token_ids": f"vLLM rejects it: {exc}"}) from exc
         except Exception as exc:
             raise self._failure or InternalError(
                 f"vLLM failed: {type(exc).__name__}: {exc}"
             ) from exc
 
     async def close(self) -> None:
-        """Aborts what still runs, and gives blocks back that the caller never heard of."""
+        """Aborts the request if it still runs. Releases blocks of a reservation that was never yielded."""
         if self._next is not None:
             self._next.cancel()
             await asyncio.wait({self._next})
             if not self._next.cancelled():
-                # Whoever awaited it has heard of it; nobody else wants to.
+                # Retrieved, so that asyncio does not log it: a caller that awaited it has got it.
                 self._next.exception()
         await self._outputs.aclose()
         held = self._reservation
-        if held is not None and not self._told and held.start_token < held.end_token:
+        if held is not None and not self._reservation_yielded and held.start_token < held.end_token:
             self._link.released(held.transfer_id)
 
 
 def _stopped(finish_reason: str | None) -> bool:
-    """Raises what an abnormal end means."""
+    """Whether a stop token has ended the request. Raises TransferFailed or Cancelled for an abnormal end."""
     if finish_reason == "stop":
         return True
     if finish_reason == "length":

@@ -1,6 +1,6 @@
-"""Chooses the first token of an answer from logits that came from elsewhere, as vLLM's own step would have.
+"""Chooses the first token of an answer from logits that prefill has sent, as a step of vLLM would.
 
-The batch, the sampler and what they make of a request's settings are vLLM's; only the row of logits is given.
+Batch, sampler and the handling of a request's settings are vLLM's. Only the row of logits is not.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 FLOAT_BYTES = 4
 
 
-class FirstSampler:
-    """Samples on a thread of its own, one row at a time."""
+class FirstTokenSampler:
+    """Samples one row of logits at a time, on a thread of its own."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._config = vllm_config
@@ -35,7 +35,7 @@ class FirstSampler:
 
     @property
     def logits_bytes(self) -> int:
-        """Of one row."""
+        """Bytes of one row."""
         return FLOAT_BYTES * self._vocabulary
 
     async def choose(
@@ -44,7 +44,7 @@ class FirstSampler:
         """The token after the prompt. Raises TransferFailed for logits of another vocabulary, else InternalError."""
         if len(logits) != self.logits_bytes:
             raise TransferFailed(
-                f"{len(logits)} bytes of logits came, but those of this model have {self.logits_bytes}"
+                f"{len(logits)} bytes of logits have arrived, but those of this model have {self.logits_bytes}"
             )
         loop = asyncio.get_running_loop()
         try:
@@ -55,14 +55,14 @@ class FirstSampler:
             raise InternalError(f"vLLM could not sample: {exc}") from exc
 
     async def warm(self) -> None:
-        """Samples once by each way, since what is used first is slow."""
+        """Samples once by each code path, since the first use of each is slow."""
         logits = bytes(self.logits_bytes)
         seeded = Sampling(top_p=0.9, top_k=2, min_p=0.1, seed=1, presence_penalty=1.0, logprobs=1)
         for sampling in (Sampling(temperature=0.0), Sampling(), seeded):
             await self.choose(logits, (0,), sampling)
 
     def close(self) -> None:
-        """Ends the thread, after the row that it is at."""
+        """Ends the thread after the current row."""
         self._thread.shutdown(cancel_futures=True)
 
     def _choose(self, logits: bytes, prompt: list[int], sampling: Sampling) -> DecodeTokens:
@@ -70,7 +70,7 @@ class FirstSampler:
 
         params = sampling_params(sampling, None)
         batch = first_batch(self._config, prompt, params)
-        # Sampling writes into the row, which the bytes do not allow.
+        # Copied, because sampling writes into the row.
         row = torch.frombuffer(bytearray(logits), dtype=torch.float32).unsqueeze(0)
         with torch.inference_mode():
             output = self._sampler(row, batch.sampling_metadata)
@@ -85,14 +85,14 @@ class FirstSampler:
 
 
 def _use_one_thread() -> None:
-    """One row is little work, and OpenMP's threads spin after it."""
+    """One row is little work, and OpenMP threads would spin after it."""
     import torch
 
     torch.set_num_threads(1)
 
 
 def _logprobs(token_ids: Tensor, logprobs: Tensor, count: int) -> TokenLogprobs:
-    """The chosen token comes first, and then the likeliest ones."""
+    """From a row that has the chosen token first, then the likeliest ones."""
     ids: list[Any] = token_ids.tolist()
     values: list[float] = logprobs.tolist()
     return TokenLogprobs(

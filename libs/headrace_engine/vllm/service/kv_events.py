@@ -1,4 +1,4 @@
-"""Follows vLLM's own KV events, and names the blocks as routers do."""
+"""Converts vLLM's KV events to prefix announcements, with the block hashes that routers use."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ log = logging.getLogger(__name__)
 
 UNREAD_BATCHES_MAX: Final = 100_000
 _DEVICE_MEDIUM: Final = "GPU"
-# Of its other media, whatever they are called, vLLM's connectors load blocks as from storage.
+# All other media count as storage.
 _TIERS: Final = {_DEVICE_MEDIUM: Tier.DEVICE, "CPU": Tier.HOST}
 _ATTENTION_KINDS: Final = (None, "full_attention", "mla_attention")
 
 
 def events_endpoint(link_path: Path) -> str:
-    """Where vLLM publishes its events: a socket beside the link's."""
+    """The socket on which vLLM publishes its events, beside the link's."""
     return f"ipc://{link_path}.events"
 
 
 @dataclass(slots=True)
 class _Block:
-    """A block that vLLM can find, under a hash of its own, in `copies` places.
+    """A block that vLLM has cached. `name`: its hash for routers.
 
-    It is the `offset`th since the station named `station`, None at the start of a prompt; `words` are its token ids and
-    `before` is the block before it, kept while both are of one stretch. `copies` counts those in each tier.
+    `checkpoint`: name of the last block before it that ends a hash chunk, None in a prompt's first chunk. `offset`: its
+    position after that. `words`: its token ids. `before`: the block before it in the same chunk. `copies`: by tier.
     """
 
     name: int
-    station: int | None
+    checkpoint: int | None
     offset: int
     words: bytes
     before: _Block | None
@@ -51,26 +51,34 @@ class _Block:
     @property
     def parent(self) -> int | None:
         """The name of the block before it."""
-        return self.before.name if self.before is not None else self.station
+        return self.before.name if self.before is not None else self.checkpoint
+
+    def add_copy(self, tier: Tier) -> None:
+        self.copies[tier] += 1
+
+    def remove_copy(self, tier: Tier) -> int:
+        """Returns the number of copies that are left."""
+        self.copies[tier] -= 1
+        return self.copies[tier]
 
 
 class VllmPrefixes:
-    """Turns vLLM's events, as they were decoded, into what `events` announces.
+    """Turns vLLM's decoded events into announcements of `events`.
 
-    In each tier a block counts from its first copy to its last; tiers that `events` does not have are left out. One
-    whose beginning is unknown cannot be named, nor one that depends on more than its tokens. Some connectors name a
-    block that they have copied by its hash alone, which will do for one that is known.
+    A tier has a block from its first copy to its last. Tiers that `events` does not have are ignored. So are blocks
+    with an unknown parent, and blocks that depend on more than their tokens. Some connectors report a copied block by
+    its hash alone, which works for a known block.
     """
 
     def __init__(self, events: PrefixEventPublisher) -> None:
         self._events = events
         self._blocks: dict[int | bytes, _Block] = {}
-        self._odd_sizes: set[int] = set()
-        # Blocks of states are cached one by one, and of two groups with attention one says enough.
+        self._other_sizes: set[int] = set()
+        # Only one group with attention is followed: blocks of states are cached separately.
         self._group_index: int | None = None
 
-    def take(self, event: Mapping[str, Any]) -> None:
-        """One event; those of no consequence are passed over."""
+    def apply(self, event: Mapping[str, Any]) -> None:
+        """Applies one event. Ignores unknown kinds."""
         kind = event["type"]
         if kind == "AllBlocksCleared":
             self.forget()
@@ -86,7 +94,7 @@ class VllmPrefixes:
                 self._remove(event["block_hashes"], tier)
 
     def _concerns(self, event: Mapping[str, Any]) -> bool:
-        """Whether it is of the group that is followed, the first to store blocks of attention."""
+        """Whether the event is of the followed group: the first one that has stored blocks of attention."""
         index = event.get("group_idx")
         is_attention = event.get("kv_cache_spec_kind") in _ATTENTION_KINDS
         if self._group_index is None and event["type"] == "BlockStored" and is_attention:
@@ -94,18 +102,18 @@ class VllmPrefixes:
         return index is None or index == self._group_index
 
     def forget(self) -> None:
-        """Nothing is known to be cached any more."""
+        """Forgets all blocks, and announces that the cache is empty."""
         self._blocks.clear()
         self._events.cleared()
 
     def _fits(self, block_tokens: int) -> bool:
-        """Whether routers look for blocks of this size; the first of another is told of."""
+        """Whether routers use blocks of this size. Logs the first block of each other size."""
         if block_tokens == self._events.block_tokens:
             return True
-        if block_tokens not in self._odd_sizes:
-            self._odd_sizes.add(block_tokens)
+        if block_tokens not in self._other_sizes:
+            self._other_sizes.add(block_tokens)
             log.warning(
-                "vLLM caches blocks of %d tokens, routers look for blocks of %d: those get no credit",
+                "vLLM caches blocks of %d tokens, but routers use blocks of %d: these are not announced",
                 block_tokens,
                 self._events.block_tokens,
             )
@@ -115,7 +123,7 @@ class VllmPrefixes:
         for block_hash in block_hashes:
             block = self._blocks.get(block_hash)
             if block is not None:
-                block.copies[tier] += 1
+                block.add_copy(tier)
                 self._events.stored(block.parent, [block.name], tier)
 
     def _store(self, event: Mapping[str, Any], tier: Tier) -> None:
@@ -130,27 +138,27 @@ class VllmPrefixes:
             or any(event.get("extra_keys") or ())
         ):
             return
-        stretch: list[_Block] = []
+        chunk: list[_Block] = []
         ancestor = None if parent is None or parent.offset == CHECKPOINT_BLOCKS - 1 else parent
         while ancestor is not None:
-            stretch.insert(0, ancestor)
+            chunk.insert(0, ancestor)
             ancestor = ancestor.before
-        station = parent.name if parent and not stretch else stretch[0].station if stretch else None
+        checkpoint = parent.name if parent and not chunk else chunk[0].checkpoint if chunk else None
         words = array("I", token_ids).tobytes()
-        known_words = b"".join(block.words for block in stretch)
-        names = self._events.hasher.hashes(known_words + words, station)[len(stretch) :]
+        known_words = b"".join(block.words for block in chunk)
+        names = self._events.hasher.hashes(known_words + words, checkpoint)[len(chunk) :]
         self._events.stored(parent.name if parent else None, names, tier)
-        last, offset = (stretch[-1], len(stretch)) if stretch else (None, 0)
+        last, offset = (chunk[-1], len(chunk)) if chunk else (None, 0)
         for position, (block_hash, name) in enumerate(zip(hashes, names, strict=True)):
             block = self._blocks.get(block_hash)
             if block is None:
                 own = words[4 * size * position : 4 * size * (position + 1)]
-                block = self._blocks[block_hash] = _Block(name, station, offset, own, last)
-            block.copies[tier] += 1
+                block = self._blocks[block_hash] = _Block(name, checkpoint, offset, own, last)
+            block.add_copy(tier)
             offset += 1
             last = block
             if offset == CHECKPOINT_BLOCKS:
-                station, last, offset = name, None, 0
+                checkpoint, last, offset = name, None, 0
 
     def _remove(self, block_hashes: Sequence[int | bytes], tier: Tier) -> None:
         gone: list[int] = []
@@ -158,8 +166,7 @@ class VllmPrefixes:
             block = self._blocks.get(block_hash)
             if block is None or not block.copies[tier]:
                 continue
-            block.copies[tier] -= 1
-            if not block.copies[tier]:
+            if not block.remove_copy(tier):
                 gone.append(block.name)
                 if not any(block.copies):
                     del self._blocks[block_hash]
@@ -167,7 +174,7 @@ class VllmPrefixes:
 
 
 class KvEventReader:
-    """Reads what vLLM publishes until closed. After a loss it starts from nothing."""
+    """Reads the events that vLLM publishes until closed. After lost events it forgets all blocks."""
 
     def __init__(self, endpoint: str, events: PrefixEventPublisher) -> None:
         self._endpoint = endpoint
@@ -176,7 +183,7 @@ class KvEventReader:
         self._reader: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Connects as soon as vLLM is there."""
+        """Connects, also before vLLM binds the socket."""
         self._context = zmq.asyncio.Context()
         socket = self._context.socket(zmq.SUB)
         socket.set_hwm(UNREAD_BATCHES_MAX)
@@ -202,4 +209,4 @@ class KvEventReader:
             expected = sequence + 1
             _, events, *_ = msgspec.msgpack.decode(payload)
             for event in events:
-                self._prefixes.take(event)
+                self._prefixes.apply(event)

@@ -1,4 +1,4 @@
-"""Starts vLLM: its settings from ours, and its processes as ours."""
+"""Starts vLLM in processes of its own, with settings made from an EngineConfig."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from headrace_engine.vllm.compat import (
     set_vllm_environment,
     start_llm,
 )
-from headrace_engine.vllm.link.startup_failure import read_failure
-from headrace_engine.vllm.service.model_folder import ModelFolder, read_model_folder
+from headrace_engine.vllm.link.startup_error import read_startup_error
+from headrace_engine.vllm.model_folder import ModelFolder, read_model_folder
 from headrace_engine.vllm.service.process import engine_children
 from headrace_engine.vllm.settings import ConnectorSettings
 
@@ -38,7 +38,7 @@ MAMBA2_MODEL_TYPES = frozenset({"falcon_h1", "granitemoehybrid", "mamba2", "nemo
 
 
 def check_config(config: EngineConfig) -> ModelFolder:
-    """What can be said before anything is loaded. Raises ConfigError."""
+    """Checks the settings before anything is loaded. Raises ConfigError."""
     require_vllm()
     if config.transport != "mooncake":
         raise ConfigError(
@@ -52,8 +52,8 @@ def check_config(config: EngineConfig) -> ModelFolder:
         )
     if config.max_num_batched_tokens < config.max_num_seqs:
         raise ConfigError(
-            f"max_num_batched_tokens is {config.max_num_batched_tokens}, fewer than the {config.max_num_seqs} requests "
-            "that one step may serve: raise it, or lower max_num_seqs",
+            f"max_num_batched_tokens is {config.max_num_batched_tokens}, fewer than max_num_seqs "
+            f"({config.max_num_seqs}): raise it, or lower max_num_seqs",
             metadata={"field": "max_num_batched_tokens"},
         )
     _require_room(config)
@@ -63,10 +63,10 @@ def check_config(config: EngineConfig) -> ModelFolder:
 def _require_room(config: EngineConfig) -> None:
     if config.num_gpu_blocks_override == 1:
         raise ConfigError(
-            "1 block holds no tokens, because vLLM keeps it for itself: raise num_gpu_blocks_override",
+            "1 block holds no tokens, because vLLM reserves it: raise num_gpu_blocks_override",
             metadata={"field": "num_gpu_blocks_override"},
         )
-    # Of blocks whose size vLLM chooses while it loads, it says itself whether they are enough.
+    # Where vLLM chooses the block size while it loads, it checks by itself whether the blocks are enough.
     held = (config.num_gpu_blocks_override - 1) * config.block_size
     if config.num_gpu_blocks_override and config.block_size and config.max_model_len > held:
         raise ConfigError(
@@ -77,9 +77,9 @@ def _require_room(config: EngineConfig) -> None:
 
 
 def launch(config: EngineConfig, folder: ModelFolder, link_path: Path) -> AsyncLLM:
-    """Loads the model in a process of its own; blocks until it can serve. Must run on the main thread.
+    """Loads the model in processes of its own. Blocks until they can serve. Must run on the main thread.
 
-    Raises ConfigError when vLLM refuses the model or the settings.
+    Raises ConfigError when vLLM rejects the model or the settings.
     """
     set_vllm_environment(
         host=config.host,
@@ -87,7 +87,7 @@ def launch(config: EngineConfig, folder: ModelFolder, link_path: Path) -> AsyncL
         tensor_parallel_size=config.tensor_parallel_size,
     )
     with warnings.catch_warnings():
-        # vLLM and torch deprecate each other's names, here and in the processes that are forked.
+        # vLLM and torch warn of deprecated names, here and in the forked processes.
         warnings.simplefilter("ignore")
         return _launch(config, folder, link_path)
 
@@ -102,32 +102,32 @@ def _launch(config: EngineConfig, folder: ModelFolder, link_path: Path) -> Async
         with engine_children(keeps_memory=runs_on_cpu()):
             return start_llm(vllm_config)
     except (RuntimeError, ValueError) as exc:
-        failure = read_failure(link_path)
-        if failure is not None:
-            raise failure from exc
-        said = " ".join(str(exc).split())[:300]
+        startup_error = read_startup_error(link_path)
+        if startup_error is not None:
+            raise startup_error from exc
+        message = " ".join(str(exc).split())[:300]
         raise ConfigError(
-            f"vLLM cannot serve {folder.path}: {said}; its log above says why",
+            f"vLLM cannot serve {folder.path}: {message}; its log above has the cause",
             metadata={"field": "model", "model": config.model},
         ) from exc
 
 
 def _caches_prefixes(folder: ModelFolder) -> bool:
-    """Whether vLLM may keep prefixes for later requests."""
-    # To keep the states in the middle of a prompt, vLLM calls a kernel that it lacks for processors and fails.
+    """Whether vLLM can keep prefixes for later requests."""
+    # To keep states from the middle of a prompt, vLLM calls a kernel that its CPU build lacks, and fails.
     return not (runs_on_cpu() and folder.model_type in MAMBA2_MODEL_TYPES)
 
 
 def _device_args(config: EngineConfig, *, on_cpu: bool) -> dict[str, Any]:
-    """The settings of vLLM that depend on what computes."""
+    """The settings of vLLM that depend on the device."""
     if on_cpu:
-        # Compiling takes minutes on a processor. The size of its cache is in the environment.
+        # Compiling takes minutes on a CPU. The environment has the size of the KV cache.
         return {"enforce_eager": True}
     return {
         # Graphs are captured around the layer hooks, see HeadraceConnector.requires_piecewise_for_cudagraph.
         "enforce_eager": config.enforce_eager,
         "kv_cache_memory_bytes": int(config.kv_cache_gib * _GIB),
-        # The cache's size is given: the share is only compared with what is free at the start.
+        # The KV cache has a fixed size. vLLM only compares this share with the free memory at the start.
         "gpu_memory_utilization": _LEAST_FREE_SHARE,
     }
 
@@ -156,7 +156,7 @@ def _engine_args(config: EngineConfig, folder: ModelFolder, link_path: Path) -> 
         seed=config.seed,
         max_model_len=config.max_model_len or FIT_TO_MEMORY,
         tensor_parallel_size=config.tensor_parallel_size,
-        # Without a number, what vLLM finds best for platform and model.
+        # None: vLLM chooses it for platform and model.
         block_size=config.block_size or None,
         num_gpu_blocks_override=config.num_gpu_blocks_override or None,
         max_num_seqs=config.max_num_seqs,
@@ -167,7 +167,7 @@ def _engine_args(config: EngineConfig, folder: ModelFolder, link_path: Path) -> 
         ),
         enable_chunked_prefill=True,
         **_device_args(config, on_cpu=runs_on_cpu()),
-        # A step's plan must not be made before the results of the step before it are known.
+        # A step's plan needs the results of the step before it.
         async_scheduling=False,
         skip_tokenizer_init=True,
         generation_config="vllm",

@@ -1,4 +1,4 @@
-"""One prefill on vLLM, from its first token to its last rank being quiet."""
+"""One prefill on vLLM, until the last rank is quiet."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import HeadraceError, InternalError, TransferTimeout
+from headrace_common.errors import HeadraceError, InternalError, TransferTimeout, from_reason
 from headrace_engine.interface import DecodeTokens, PrefillOutcome, PrefillWork, Sampling
-from headrace_engine.vllm.reasons import error_of
 from headrace_engine.vllm.service.sampling import sampling_params, tokens_of
-from headrace_engine.vllm.settings import PrefillTimes, outgoing_params
+from headrace_engine.vllm.settings import PrefillTimes, send_params
 from headrace_kv.handoff.messages import SendReport
 
 if TYPE_CHECKING:
@@ -28,8 +27,8 @@ QUIET_TIMEOUT_S = 30.0
 GREEDY_ONE_TOKEN = Sampling(temperature=0.0, max_tokens=1)
 
 
-class PrefillRun:
-    """`reported` and `lost` are called from the link; `outcome` once."""
+class PrefillRequest:
+    """Call `outcome` once. The link calls `transfer_quiet` and `engine_lost`."""
 
     def __init__(
         self,
@@ -49,28 +48,28 @@ class PrefillRun:
         self._failed = asyncio.Event()
         self._quiet = asyncio.Event()
 
-    def reported(self, report: SendReport) -> None:
-        """A rank is quiet."""
+    def transfer_quiet(self, report: SendReport) -> None:
+        """A rank has no write of the transfer under way any more."""
         self._reports[report.rank] = report
         if len(self._reports) == self._rank_count:
             self._quiet.set()
         if report.reason:
             self.fail(
-                error_of(
+                from_reason(
                     report.reason,
                     f"rank {report.rank}: {report.detail}",
-                    {"transfer_id": report.transfer_id, "rank": str(report.rank)},
+                    metadata={"transfer_id": report.transfer_id, "rank": str(report.rank)},
                 )
             )
 
     def fail(self, error: HeadraceError) -> None:
-        """Nothing can become of it any more. The first failure counts."""
+        """The prefill has failed. Later failures are ignored."""
         if self._failure is None:
             self._failure = error
             self._failed.set()
 
-    def lost(self, error: HeadraceError) -> None:
-        """The engine's processes are gone, and with them whatever wrote."""
+    def engine_lost(self, error: HeadraceError) -> None:
+        """The engine's processes have ended, so none of them writes any more."""
         self.fail(error)
         self._quiet.set()
 
@@ -118,10 +117,10 @@ class PrefillRun:
         target = self._work.target
         sampling = GREEDY_ONE_TOKEN
         if self._work.sampling is not None:
-            # Decode decides what ends an answer.
+            # Decode decides when an answer ends.
             sampling = replace(self._work.sampling, max_tokens=1, stop_token_ids=())
         logits_for = target.transfer_id if target.with_logits else ""
-        params = sampling_params(sampling, outgoing_params(target), logits_for=logits_for)
+        params = sampling_params(sampling, send_params(target), logits_for=logits_for)
         prompt = {"prompt_token_ids": list(self._work.token_ids)}
         last = None
         try:
@@ -135,11 +134,11 @@ class PrefillRun:
             raise InternalError(f"vLLM failed: {type(exc).__name__}: {exc}") from exc
         times = PrefillTimes.from_params(last.kv_transfer_params if last is not None else None)
         if times is None:
-            raise InternalError("vLLM ended the prefill without saying when it ran")
+            raise InternalError("vLLM ended the prefill without its times")
         return times
 
     async def _stop(self, compute: asyncio.Task[PrefillTimes]) -> None:
-        """Ends the computation and waits until nothing is sent any more (I2)."""
+        """Ends the computation and waits until every rank is quiet (I2)."""
         transfer_id = self._work.target.transfer_id
         start_s = time.monotonic()
         self._link.stop(transfer_id)

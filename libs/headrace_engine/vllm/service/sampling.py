@@ -1,4 +1,4 @@
-"""Sampling settings into vLLM's, and vLLM's outputs into tokens."""
+"""Converts sampling settings to vLLM's, and vLLM's outputs to tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace_common.errors import InvalidRequest
 from headrace_engine.interface import DecodeTokens, Sampling, TokenLogprobs
-from headrace_engine.vllm.settings import LOGITS_KEY
+from headrace_engine.vllm.settings import GENERATED_KEY, LOGITS_KEY
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
@@ -20,15 +20,12 @@ def sampling_params(
     generated: Sequence[int] = (),
     logits_for: str = "",
 ) -> SamplingParams:
-    """vLLM's settings for tokens as they come, stop tokens included, after those that were generated already.
+    """vLLM's settings for a stream of new tokens that contains stop tokens. `generated` tokens precede them.
 
-    The logits before the first token are wanted for the transfer `logits_for`.
-
-    Raises InvalidRequest when vLLM refuses them.
+    `logits_for`: id of the transfer that carries the logits before the first token, empty for none.
+    Raises InvalidRequest when vLLM rejects them.
     """
     from vllm.sampling_params import RequestOutputKind, SamplingParams
-
-    from headrace_engine.vllm.settings import GENERATED_KEY
 
     extra: dict[str, Any] = {}
     if kv_transfer_params:
@@ -49,7 +46,7 @@ def sampling_params(
             seed=sampling.seed,
             max_tokens=sampling.max_tokens,
             stop_token_ids=list(sampling.stop_token_ids),
-            # The stop tokens that count are named; vLLM must not add the model's own.
+            # `stop_token_ids` are all that count: vLLM must not add the model's own.
             ignore_eos=True,
             logprobs=sampling.logprobs,
             detokenize=False,
@@ -57,11 +54,11 @@ def sampling_params(
             extra_args=extra or None,
         )
     except ValueError as exc:
-        raise InvalidRequest({"sampling": f"vLLM refuses it: {exc}"}) from exc
+        raise InvalidRequest({"sampling": f"vLLM rejects it: {exc}"}) from exc
 
 
 def tokens_of(output: CompletionOutput, logprob_count: int | None) -> DecodeTokens:
-    """The tokens that are new in an output."""
+    """The new tokens of an output, with `logprob_count` alternatives each."""
     token_ids = tuple(output.token_ids)
     if logprob_count is None or output.logprobs is None:
         return DecodeTokens(token_ids)
@@ -78,6 +75,6 @@ def _logprobs(
 
 
 def _likeliest(row: Mapping[int, Any], count: int) -> tuple[tuple[int, float], ...]:
-    """vLLM adds the chosen token to the likeliest ones, wherever it ranks."""
+    """The `count` likeliest alternatives. vLLM's row also has the chosen token, whatever its rank."""
     ranked = sorted(row.items(), key=lambda item: item[1].rank)
     return tuple((token_id, float(entry.logprob)) for token_id, entry in ranked[:count])

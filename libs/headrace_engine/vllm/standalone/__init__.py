@@ -1,1 +1,1 @@
-"""What our services do for the connector, done inside vLLM's own processes where there are no services."""
+"""What Headrace's services do for the connector, inside the processes of a stock vLLM server."""

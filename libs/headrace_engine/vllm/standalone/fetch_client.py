@@ -1,4 +1,4 @@
-"""The decode side of pairing: opens the books for reserved blocks and has them filled. Runs on one event loop."""
+"""Fetches KV caches for reserved blocks, on decode. Runs on one event loop."""
 
 from __future__ import annotations
 
@@ -23,23 +23,24 @@ from headrace_kv.receive.receiver import IncomingTransfer, Receiver, TransferSum
 log = logging.getLogger(__name__)
 
 DECLINE_TIMEOUT_S = 5.0
-# Ranks report after their last byte has landed: prefill is not told to stop what is done already.
+# Prefill's ranks report after their last byte has landed. Until then, cancelling the Fetch would stop ended transfers.
 FETCH_END_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class FetchPlan:
-    """Blocks that wait for a prompt's KV cache, and where it comes from."""
+    """Blocks that wait for a prompt's KV cache, and the engine to fetch it from."""
 
     reservation: Reservation
-    fetches: ConsumerParams
+    params: ConsumerParams
     prompt_digest: int
 
 
 class FetchClient:
-    """`on_whole` is called once for each transfer whose KV cache is there; the receiver tells of the others itself,
-    and `on_refused` of those that it never took. `listen` makes what hears of a
-    transfer's layers, where somebody wants to.
+    """Calls `on_whole` once for each transfer when its KV cache has arrived, and `on_rejected` for a transfer that the
+    receiver does not accept. The receiver itself reports all other failures.
+
+    `arrival_listener` makes a callback for the layers of one transfer, or None where no overlap is configured.
     """
 
     def __init__(
@@ -49,39 +50,39 @@ class FetchClient:
         endpoint: str,
         receiver: Receiver,
         on_whole: Callable[[str, TransferSummary], None],
-        on_refused: Callable[[str], None],
-        listen: Callable[[], TransferObserver | None] = lambda: None,
+        on_rejected: Callable[[str], None],
+        arrival_listener: Callable[[], TransferObserver | None] = lambda: None,
     ) -> None:
         self._ref = ref
         self._endpoint = endpoint
         self._receiver = receiver
         self._on_whole = on_whole
-        self._on_refused = on_refused
-        self._listen = listen
+        self._on_rejected = on_rejected
+        self._arrival_listener = arrival_listener
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def begin(self, wanted: FetchPlan) -> None:
-        """Blocks are held: from now on they may be written into."""
-        reservation = wanted.reservation
+    def start_fetch(self, plan: FetchPlan) -> None:
+        """Peers may write into the reserved blocks from now on. An empty reservation is declined."""
+        reservation = plan.reservation
         if reservation.start_token == reservation.end_token:
-            self._spawn(self._decline(wanted))
+            self._spawn(self._decline(plan))
             return
         try:
             transfer = self._receiver.reserve(
-                reservation, wanted.fetches.deadline, observer=self._listen()
+                reservation, plan.params.deadline, observer=self._arrival_listener()
             )
         except HeadraceError as exc:
-            log.error("transfer %s was refused: %s", reservation.transfer_id, exc.detail)
-            self._on_refused(reservation.transfer_id)
+            log.error("transfer %s was rejected: %s", reservation.transfer_id, exc.detail)
+            self._on_rejected(reservation.transfer_id)
             return
-        self._spawn(self._fill(wanted, transfer))
+        self._spawn(self._receive(plan, transfer))
 
-    def give_up(self, transfer_id: str) -> None:
-        """The request is over; a transfer that is whole, or failed, does not mind."""
+    def cancel_fetch(self, transfer_id: str) -> None:
+        """The request has ended. Changes nothing for a transfer that is whole or has failed."""
         self._receiver.cancel(transfer_id, Cancelled.reason, "the request has ended")
 
     async def close(self) -> None:
-        """Ends everything."""
+        """Cancels everything."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -91,10 +92,10 @@ class FetchClient:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _fill(self, wanted: FetchPlan, transfer: IncomingTransfer) -> None:
-        transfer_id = transfer.transfer_id
+    async def _receive(self, plan: FetchPlan, transfer: IncomingTransfer) -> None:
+        transfer_id, pair_address = transfer.transfer_id, plan.params.pair_address
         arrival = asyncio.create_task(transfer.wait())
-        fetch = asyncio.create_task(self._fetch(wanted, wanted.fetches.deadline.remaining_s()))
+        fetch = asyncio.create_task(self._fetch(plan, plan.params.deadline.remaining_s()))
         try:
             await asyncio.wait({arrival, fetch}, return_when=asyncio.FIRST_COMPLETED)
             if fetch.done() and not arrival.done():
@@ -105,30 +106,30 @@ class FetchClient:
             log.info(
                 "transfer %s: %d tokens, %d bytes from %s",
                 transfer_id,
-                wanted.reservation.end_token - wanted.reservation.start_token,
+                plan.reservation.end_token - plan.reservation.start_token,
                 summary.payload_bytes,
-                wanted.fetches.source,
+                pair_address,
             )
             self._on_whole(transfer_id, summary)
             await asyncio.wait({fetch}, timeout=FETCH_END_S)
         except HeadraceError as exc:
-            log.warning("transfer %s from %s: %s", transfer_id, wanted.fetches.source, exc.detail)
+            log.warning("transfer %s from %s: %s", transfer_id, pair_address, exc.detail)
         finally:
             arrival.cancel()
             fetch.cancel()
             await asyncio.gather(fetch, return_exceptions=True)
 
-    async def _decline(self, wanted: FetchPlan) -> None:
-        """Tells prefill that nothing is wanted, so that it does not wait for this engine."""
+    async def _decline(self, plan: FetchPlan) -> None:
+        """Reports to prefill that decode needs no tokens, so that the prompt does not wait for a Fetch."""
         try:
-            await self._fetch(wanted, DECLINE_TIMEOUT_S)
+            await self._fetch(plan, DECLINE_TIMEOUT_S)
         except HeadraceError as exc:
-            log.info("%s: %s", wanted.reservation.transfer_id, exc.detail)
+            log.info("%s: %s", plan.reservation.transfer_id, exc.detail)
 
-    async def _fetch(self, wanted: FetchPlan, timeout_s: float) -> None:
-        reservation = wanted.reservation
+    async def _fetch(self, plan: FetchPlan, timeout_s: float) -> None:
+        reservation = plan.reservation
         try:
-            async with open_channel(wanted.fetches.source) as channel:
+            async with open_channel(plan.params.pair_address) as channel:
                 await pair_pb2_grpc.PairServiceStub(channel).Fetch(
                     pair_pb2.FetchRequest(
                         transfer_id=reservation.transfer_id,
@@ -137,8 +138,8 @@ class FetchClient:
                         handoff_endpoint=self._endpoint,
                         start_token=reservation.start_token,
                         end_token=reservation.end_token,
-                        prompt_digest=wanted.prompt_digest,
-                        source_incarnation=wanted.fetches.incarnation,
+                        prompt_digest=plan.prompt_digest,
+                        source_incarnation=plan.params.incarnation,
                     ),
                     timeout=timeout_s,
                 )

@@ -1,4 +1,4 @@
-"""The prefill side of pairing: answers Fetch with what the ranks report. Runs on one event loop."""
+"""Serves Fetch on prefill: sends prompts to decode engines that ask for them. Runs on one event loop."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from headrace_common.errors import (
     StaleIncarnation,
     TransferTimeout,
     WorkerGone,
+    from_reason,
 )
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
-from headrace_engine.vllm.reasons import error_of
-from headrace_engine.vllm.standalone.pending_fetches import Offer, PendingFetches
+from headrace_engine.vllm.standalone.pending_fetches import PendingFetch, PendingFetches
 from headrace_kv.handoff.messages import SendReport, TransferTarget
 from headrace_kv.layout.layout import KvDescriptor, WorkerRef
 from headrace_kv.layout.proto import descriptor_from_proto, descriptor_to_proto
@@ -34,14 +34,14 @@ DESCRIPTORS_MAX = 256
 
 
 class DecodeMemories:
-    """Asks decode engines where their KV memory is, once for each incarnation."""
+    """Asks decode engines for their memory descriptors, once for each incarnation."""
 
     def __init__(self) -> None:
         self._endpoints: OrderedDict[WorkerRef, str] = OrderedDict()
         self._found: dict[WorkerRef, KvDescriptor] = {}
 
-    def note(self, ref: WorkerRef, endpoint: str) -> None:
-        """An engine has said by which address it is reached."""
+    def set_endpoint(self, ref: WorkerRef, endpoint: str) -> None:
+        """Stores the address of an engine. Forgets the engine with the oldest one above DESCRIPTORS_MAX."""
         self._endpoints[ref] = endpoint
         self._endpoints.move_to_end(ref)
         while len(self._endpoints) > DESCRIPTORS_MAX:
@@ -49,7 +49,7 @@ class DecodeMemories:
             self._found.pop(gone, None)
 
     async def find(self, ref: WorkerRef, deadline: Deadline) -> KvDescriptor:
-        """Raises StaleIncarnation when another engine answers, or WorkerGone when none does."""
+        """Raises StaleIncarnation when another engine answers, or WorkerGone when none answers."""
         known = self._found.get(ref)
         if known is not None:
             return known
@@ -58,7 +58,7 @@ class DecodeMemories:
             raise StaleIncarnation(f"{ref} has fetched nothing from this engine")
         async with open_channel(endpoint) as channel:
             try:
-                said = await pair_pb2_grpc.PairServiceStub(channel).Describe(
+                response = await pair_pb2_grpc.PairServiceStub(channel).Describe(
                     pair_pb2.DescribeRequest(), timeout=deadline.remaining_s()
                 )
             except grpc.aio.AioRpcError as exc:
@@ -66,17 +66,17 @@ class DecodeMemories:
                     f"{ref} does not describe its memory at {endpoint}: "
                     f"{error_from_rpc(exc).detail}"
                 ) from exc
-        if WorkerRef(said.worker_id, said.incarnation) != ref:
-            raise StaleIncarnation(f"{ref} is gone: {said.incarnation} answers at {endpoint}")
-        self._found[ref] = found = descriptor_from_proto(said.descriptor)
+        if WorkerRef(response.worker_id, response.incarnation) != ref:
+            raise StaleIncarnation(f"{ref} is gone: {response.incarnation} answers at {endpoint}")
+        self._found[ref] = found = descriptor_from_proto(response.descriptor)
         return found
 
 
-class _Run:
-    """One Fetch, until every rank has reported or something failed."""
+class _Fetch:
+    """One Fetch call. It ends when every rank has reported, or at the first failure."""
 
     def __init__(self, rank_count: int) -> None:
-        self.over = asyncio.Event()
+        self.ended = asyncio.Event()
         self.failure: HeadraceError | None = None
         self._rank_count = rank_count
         self._bytes: dict[int, int] = {}
@@ -89,51 +89,51 @@ class _Run:
     def payload_bytes(self) -> int:
         return sum(self._bytes.values())
 
-    def reported(self, report: SendReport) -> None:
+    def add_report(self, report: SendReport) -> None:
         self._bytes[report.rank] = sum(layer.payload_bytes for layer in report.layers)
         if report.reason:
-            self.fail(error_of(report.reason, f"rank {report.rank}: {report.detail}"))
+            self.fail(from_reason(report.reason, f"rank {report.rank}: {report.detail}"))
         if self.quiet:
-            self.over.set()
+            self.ended.set()
 
     def fail(self, error: HeadraceError) -> None:
         if self.failure is None:
             self.failure = error
-        self.over.set()
+        self.ended.set()
 
 
 class FetchService(pair_pb2_grpc.PairServiceServicer):
-    """`stop` ends a transfer on every rank; their reports come to `reported`."""
+    """`stop` ends a transfer on every rank. The ranks' reports come to `transfer_quiet`."""
 
     def __init__(
         self,
         *,
         ref: WorkerRef,
         descriptor: KvDescriptor,
-        offers: PendingFetches,
+        pending: PendingFetches,
         memories: DecodeMemories,
         stop: Callable[[str], None],
         timeout_s: float,
     ) -> None:
         self._ref = ref
         self._descriptor = descriptor
-        self._offers = offers
+        self._pending = pending
         self._memories = memories
         self._stop = stop
         self._timeout_s = timeout_s
-        self._runs: dict[str, _Run] = {}
+        self._fetches: dict[str, _Fetch] = {}
 
-    def reported(self, report: SendReport) -> None:
-        """A rank is quiet."""
-        run = self._runs.get(report.transfer_id)
-        if run is not None:
-            run.reported(report)
+    def transfer_quiet(self, report: SendReport) -> None:
+        """A rank has no write of a transfer under way any more."""
+        fetch = self._fetches.get(report.transfer_id)
+        if fetch is not None:
+            fetch.add_report(report)
 
     def fail(self, transfer_id: str, error: HeadraceError) -> None:
-        """The prompt will not be sent."""
-        run = self._runs.get(transfer_id)
-        if run is not None:
-            run.fail(error)
+        """The prompt is not going to be sent."""
+        fetch = self._fetches.get(transfer_id)
+        if fetch is not None:
+            fetch.fail(error)
 
     async def Describe(
         self,
@@ -158,44 +158,44 @@ class FetchService(pair_pb2_grpc.PairServiceServicer):
                 f"the prompt was computed by {request.source_incarnation}, this is {self._ref}",
                 metadata={"meant": request.source_incarnation, "actual": self._ref.incarnation},
             )
-        offer = self._read(request, Deadline.from_context(context, self._timeout_s))
-        target = offer.target
+        pending = self._read(request, Deadline.from_context(context, self._timeout_s))
+        target = pending.target
         if target.start_token == target.end_token:
-            self._offers.end(target.transfer_id, "decode needs nothing of it")
+            self._pending.close(target.transfer_id, "decode needs nothing of it")
             return pair_pb2.FetchResponse()
-        self._memories.note(target.decode, target.handoff_endpoint)
-        self._offers.offer(offer)
-        run = self._runs[target.transfer_id] = _Run(len(self._descriptor.ranks))
+        self._memories.set_endpoint(target.decode, target.handoff_endpoint)
+        self._pending.add(pending)
+        fetch = self._fetches[target.transfer_id] = _Fetch(len(self._descriptor.ranks))
         try:
-            return await self._wait(run, target)
+            return await self._wait(fetch, target)
         finally:
-            del self._runs[target.transfer_id]
-            if not run.quiet:
-                # Blocks stay with the transfer until its ranks are quiet, whoever still listens.
-                self._offers.end(target.transfer_id, "decode gave it up")
+            del self._fetches[target.transfer_id]
+            if not fetch.quiet:
+                # The ranks keep the transfer's blocks until they are quiet.
+                self._pending.close(target.transfer_id, "decode cancelled it")
                 self._stop(target.transfer_id)
 
-    async def _wait(self, run: _Run, target: TransferTarget) -> pair_pb2.FetchResponse:
+    async def _wait(self, fetch: _Fetch, target: TransferTarget) -> pair_pb2.FetchResponse:
         try:
             async with asyncio.timeout(max(0.0, Deadline(target.deadline_unix_s).remaining_s())):
-                await run.over.wait()
+                await fetch.ended.wait()
         except TimeoutError:
             raise TransferTimeout(
                 f"transfer {target.transfer_id} was not sent in time: "
-                "the prompt did not come, or took too long",
+                "the prompt did not arrive, or took too long",
                 metadata={"transfer_id": target.transfer_id},
             ) from None
-        if run.failure is not None:
-            raise run.failure
-        return pair_pb2.FetchResponse(payload_bytes=run.payload_bytes)
+        if fetch.failure is not None:
+            raise fetch.failure
+        return pair_pb2.FetchResponse(payload_bytes=fetch.payload_bytes)
 
     def close(self) -> None:
         """Ends every Fetch."""
-        for run in self._runs.values():
-            run.fail(Cancelled("the prefill engine is shutting down"))
+        for fetch in self._fetches.values():
+            fetch.fail(Cancelled("the prefill engine is shutting down"))
 
     @staticmethod
-    def _read(request: pair_pb2.FetchRequest, deadline: Deadline) -> Offer:
+    def _read(request: pair_pb2.FetchRequest, deadline: Deadline) -> PendingFetch:
         needed = ("transfer_id", "worker_id", "incarnation", "handoff_endpoint")
         problems = {name: "must not be empty" for name in needed if not getattr(request, name)}
         if request.end_token < request.start_token:
@@ -210,4 +210,4 @@ class FetchService(pair_pb2_grpc.PairServiceServicer):
             end_token=request.end_token,
             deadline_unix_s=deadline.unix_s,
         )
-        return Offer(target, request.prompt_digest)
+        return PendingFetch(target, request.prompt_digest)

@@ -1,16 +1,16 @@
-"""Our records in vLLM's log: nobody else writes them down in vLLM's processes."""
+"""Adds our log records to vLLM's log. vLLM's processes configure no other handler for them."""
 
 from __future__ import annotations
 
 import logging
 
-OURS = ("headrace_common", "headrace_engine", "headrace_kv")
+PACKAGES = ("headrace_common", "headrace_engine", "headrace_kv")
 
 
 def join_vllm_log() -> None:
-    """Sends what our packages log, at vLLM's level, to where vLLM's own records go."""
+    """Sends the log records of our packages to vLLM's handlers, at vLLM's level."""
     vllm_log = logging.getLogger("vllm")
-    for name in OURS:
+    for name in PACKAGES:
         ours = logging.getLogger(name)
         ours.setLevel(vllm_log.getEffectiveLevel())
         for handler in vllm_log.handlers:

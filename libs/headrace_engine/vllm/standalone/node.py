@@ -1,4 +1,4 @@
-"""Everything that our services are to the connector, on the event loop of vLLM's engine process."""
+"""Serves Fetch and handoff streams of a stock vLLM server, on the event loop of its engine process."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import concurrent.futures
 import logging
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -20,10 +21,9 @@ from headrace_engine.vllm.link.server import LinkEvents, LinkServer
 from headrace_engine.vllm.settings import ConnectorSettings
 from headrace_engine.vllm.standalone.fetch_client import FetchClient, FetchPlan
 from headrace_engine.vllm.standalone.fetch_service import DecodeMemories, FetchService
-from headrace_engine.vllm.standalone.pair_scheduler import PairScheduler
 from headrace_engine.vllm.standalone.pending_fetches import PendingFetches
 from headrace_engine.vllm.standalone.settings import StandaloneSettings
-from headrace_kv.handoff.messages import Reservation, SendReport
+from headrace_kv.handoff.messages import SendReport
 from headrace_kv.layout.layout import STATE, KvDescriptor, KvLayout, WorkerRef
 from headrace_kv.receive.layer_overlap import LayerOverlap
 from headrace_kv.receive.observer import TransferObserver
@@ -37,54 +37,56 @@ ATTACH_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 75.0
 CLOSE_TIMEOUT_S = 5.0
 
-OnSettled = Callable[[str, bool], None]
-OnArriving = Callable[[str, float], None]
+
+@dataclass(frozen=True, slots=True)
+class TransferEvents:
+    """Callbacks for incoming transfers. The node's loop calls them; they must not block.
+
+    `whole`: the KV cache has arrived. `failed`: it will not arrive, and no sender writes it any more.
+    `overlap_ready(transfer_id, deadline_unix_s)`: only its last layers are missing.
+    """
+
+    whole: Callable[[str, TransferSummary], None]
+    failed: Callable[[str], None]
+    overlap_ready: Callable[[str, float], None]
 
 
 class StandaloneNode:
-    """Starts and ends in the thread of the scheduler, and runs on the process's link loop.
-
-    Requests go through `scheduler`, which is there once `start` has returned.
-    """
-
-    scheduler: PairScheduler
+    """The scheduling thread calls its public methods. They run on the process's link loop."""
 
     def __init__(
         self,
         connector: ConnectorSettings,
         settings: StandaloneSettings,
         rank_count: int,
+        events: TransferEvents,
     ) -> None:
         self._connector = connector
         self._settings = settings
         self._rank_count = rank_count
+        self._events = events
         self._loop = LinkLoop.of_process().loop
         self._link_path = Path(connector.link_path)
         # Each start is another incarnation, also where vLLM keeps its engine_id over restarts.
-        self._ref = WorkerRef(connector.worker_id, new_incarnation())
-        self._offers = PendingFetches()
+        self.ref = WorkerRef(connector.worker_id, new_incarnation())
+        self.pending_fetches = PendingFetches()
         self._memories = DecodeMemories()
         self._link = LinkServer(
             self._link_path,
-            # The scheduler is in this very process, and its reservations do not come by the link.
-            LinkEvents(lambda _: None, self._reported, self._lost),
+            # The scheduler is in this process, so its reservations do not come over the link.
+            LinkEvents(lambda _: None, self._transfer_quiet, self._rank_lost),
             self._memories.find,
         )
-        self._on_settled: OnSettled
-        self._on_arriving: OnArriving
         self._server: GrpcServer
         self._receiver: Receiver
-        self._source: FetchService
-        self._sink: FetchClient
+        self._fetch_service: FetchService
+        self._fetch_client: FetchClient
 
-    def start(self, on_settled: OnSettled, on_arriving: OnArriving) -> None:
-        """Serves, once all ranks are there. Raises ConfigError for an address that cannot be listened on.
+    def start(self) -> str:
+        """Waits for all ranks, then serves. Returns the address under which others reach it.
 
-        `on_settled(transfer_id, whole)` hears, on the loop, when nothing writes for an incoming transfer any more;
-        `on_arriving(transfer_id, deadline_unix_s)` when only its last layers are missing.
+        Raises ConfigError for an address that cannot be bound, or InternalError on a timeout.
         """
-        self._on_settled = on_settled
-        self._on_arriving = on_arriving
         starting = asyncio.run_coroutine_threadsafe(self._start(), self._loop)
         try:
             endpoint = starting.result(START_TIMEOUT_S)
@@ -92,20 +94,10 @@ class StandaloneNode:
             starting.cancel()
             raise InternalError(f"pairing did not start within {START_TIMEOUT_S:g} s") from None
         finally:
-            # Ranks attach once, and vLLM is often killed before it could remove anything.
+            # Ranks attach once, and vLLM is often killed before it could remove the folder.
             shutil.rmtree(self._link_path.parent, ignore_errors=True)
-        role = self._connector.role
-        self.scheduler = PairScheduler(
-            ref=self._ref,
-            endpoint=endpoint,
-            offers=self._offers,
-            peer=self,
-            can_send=role != "decode",
-            can_receive=role != "prefill",
-            timeout_s=self._settings.transfer_timeout_s,
-            kv_hold_timeout_s=self._settings.kv_hold_timeout_s,
-        )
-        log.info("%s pairs at %s", self._ref, endpoint)
+        log.info("%s pairs at %s", self.ref, endpoint)
+        return endpoint
 
     async def _start(self) -> str:
         await self._link.start()
@@ -114,81 +106,76 @@ class StandaloneNode:
         )
         require_no_states(descriptor.layout)
         self._receiver = Receiver(
-            ref=self._ref,
+            ref=self.ref,
             layout=descriptor.layout,
-            on_released=lambda transfer_id: self._on_settled(transfer_id, False),
+            on_released=self._events.failed,
             lease_ttl_s=self._settings.lease_ttl_s,
             quarantine_s=self._settings.quarantine_s,
         )
-        self._source = self._make_source(descriptor)
+        self._fetch_service = self._make_fetch_service(descriptor)
         self._server = GrpcServer(self._settings.server, SERVICES)
         grpc_server = self._server.server
-        pair_pb2_grpc.add_PairServiceServicer_to_server(self._source, grpc_server)
+        pair_pb2_grpc.add_PairServiceServicer_to_server(self._fetch_service, grpc_server)
         handoff_pb2_grpc.add_HandoffServiceServicer_to_server(
             HandoffServicer(self._receiver), grpc_server
         )
         endpoint = await self._server.start()
-        self._sink = FetchClient(
-            ref=self._ref,
+        self._fetch_client = FetchClient(
+            ref=self.ref,
             endpoint=endpoint,
             receiver=self._receiver,
-            on_whole=self._whole,
-            on_refused=lambda transfer_id: self._on_settled(transfer_id, False),
-            listen=partial(self._arrival_listener, descriptor.layout.layer_count),
+            on_whole=self._events.whole,
+            on_rejected=self._events.failed,
+            arrival_listener=partial(self._arrival_listener, descriptor.layout.layer_count),
         )
         return endpoint
 
     def _arrival_listener(self, layer_count: int) -> TransferObserver | None:
-        late = self._connector.overlap_layers
-        if not late.count:
+        overlap_layers = self._connector.overlap_layers.layer_count
+        if not overlap_layers:
             return None
         return LayerOverlap(
-            self, overlap_layers=late.count, layer_count=layer_count, rank_count=self._rank_count
+            self,
+            overlap_layers=overlap_layers,
+            layer_count=layer_count,
+            rank_count=self._rank_count,
         )
 
     def arriving(self, transfer_id: str, deadline: Deadline) -> None:
-        """See EarlyNews; so is the one below."""
-        self._on_arriving(transfer_id, deadline.unix_s)
+        """See LayerArrivalListener, as for `layers_arrived`."""
+        self._events.overlap_ready(transfer_id, deadline.unix_s)
 
     def layers_arrived(
         self, transfer_id: str, rank: int, layer_count: int, *, failed: bool
     ) -> None:
         self._link.layers_arrived(transfer_id, rank, layer_count, failed=failed)
 
-    def _make_source(self, descriptor: KvDescriptor) -> FetchService:
+    def _make_fetch_service(self, descriptor: KvDescriptor) -> FetchService:
         return FetchService(
-            ref=self._ref,
+            ref=self.ref,
             descriptor=descriptor,
-            offers=self._offers,
+            pending=self.pending_fetches,
             memories=self._memories,
             stop=self._link.stop,
             timeout_s=self._settings.transfer_timeout_s,
         )
 
-    def reserved(self, reservation: Reservation) -> None:
-        """The scheduler holds blocks for a transfer."""
-        self.scheduler.reserved(reservation)
+    def _transfer_quiet(self, report: SendReport) -> None:
+        self._fetch_service.transfer_quiet(report)
 
-    def _reported(self, report: SendReport) -> None:
-        self._source.reported(report)
-
-    def _whole(self, transfer_id: str, summary: TransferSummary) -> None:
-        self.scheduler.note_whole(transfer_id, summary)
-        self._on_settled(transfer_id, True)
-
-    def _lost(self, why: str) -> None:
-        # vLLM itself notices that a rank has ended, and ends the engine.
+    def _rank_lost(self, why: str) -> None:
+        # vLLM itself detects that a rank has ended, and ends the engine.
         log.error("%s", why)
 
-    def begin(self, wanted: FetchPlan) -> None:
-        """See PairPeer; so are the two below."""
-        self._loop.call_soon_threadsafe(self._sink.begin, wanted)
+    def start_fetch(self, plan: FetchPlan) -> None:
+        """See PairPeer, as for the next two."""
+        self._loop.call_soon_threadsafe(self._fetch_client.start_fetch, plan)
 
-    def give_up(self, transfer_id: str) -> None:
-        self._loop.call_soon_threadsafe(self._sink.give_up, transfer_id)
+    def cancel_fetch(self, transfer_id: str) -> None:
+        self._loop.call_soon_threadsafe(self._fetch_client.cancel_fetch, transfer_id)
 
     def fail_fetch(self, transfer_id: str, error: HeadraceError) -> None:
-        self._loop.call_soon_threadsafe(self._source.fail, transfer_id, error)
+        self._loop.call_soon_threadsafe(self._fetch_service.fail, transfer_id, error)
 
     def close(self) -> None:
         """Ends every transfer and stops serving."""
@@ -200,15 +187,18 @@ class StandaloneNode:
 
     async def _close(self) -> None:
         self._link.begin_close()
-        self._source.close()
-        await self._sink.close()
+        self._fetch_service.close()
+        await self._fetch_client.close()
         self._receiver.close()
         await self._server.server.stop(None)
         await self._link.close()
 
 
 def require_no_states(layout: KvLayout) -> None:
-    """Raises ConfigError for a state: prefill's server computes the last token too, and takes the state beyond it."""
+    """Raises ConfigError for a layout with states.
+
+    A stock prefill server also computes the last token, which advances the state beyond the one that decode needs.
+    """
     states = [group.name for group in layout.groups if group.kind == STATE]
     if states:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The scheduler's view of pairing: which requests wait, fetch, send or are held. Knows no vLLM types."""
+"""Which requests of a stock vLLM server wait, fetch, send or are held. Knows no vLLM types."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headrace_common.errors import (
     ProtocolViolation,
 )
 from headrace_common.identity import new_transfer_id
-from headrace_engine.vllm.settings import PARAMS_KEY, incoming_params, outgoing_params
+from headrace_engine.vllm.settings import PARAMS_KEY, receive_params, send_params
 from headrace_engine.vllm.standalone.fetch_client import FetchPlan
 from headrace_engine.vllm.standalone.params import (
     ConsumerParams,
@@ -26,8 +26,8 @@ from headrace_engine.vllm.standalone.params import (
     prompt_digest,
     read_request,
 )
-from headrace_engine.vllm.standalone.pending_fetches import Offer, PendingFetches
-from headrace_engine.vllm.step.plan import StepPlan, TokenSpan
+from headrace_engine.vllm.standalone.pending_fetches import PendingFetch, PendingFetches
+from headrace_engine.vllm.step.plan import StepPlan, TokenRange
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.receive.receiver import TransferSummary
@@ -39,9 +39,9 @@ SEEN_MAX = 4096
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A request, as far as pairing goes. `extras` are what decides its KV cache beside the tokens.
+    """A request's prompt. `extras` are all that determines its KV cache beside the tokens.
 
-    `params` is vLLM's own mapping, which is changed in place; `token_ids` is empty for a prompt without tokens.
+    `token_ids` is empty for a prompt without tokens. `params` is vLLM's own mapping, which is changed in place.
     """
 
     request_id: str
@@ -64,26 +64,43 @@ class _Receiving:
     reservation: Reservation | None = None
     summary: TransferSummary | None = None
 
+    def reserve(self, reservation: Reservation) -> None:
+        self.reservation = reservation
+
+    def complete(self, summary: TransferSummary) -> None:
+        self.summary = summary
+
+    def to_params(self) -> dict[str, Any]:
+        """For the kv_transfer_params of the request's last output."""
+        tokens = 0
+        if self.summary is not None and self.reservation is not None:
+            tokens = self.reservation.end_token - self.reservation.start_token
+        return {
+            "transfer_id": self.transfer_id,
+            "transferred_tokens": tokens,
+            "payload_bytes": self.summary.payload_bytes if self.summary is not None else 0,
+        }
+
 
 class PairPeer(Protocol):
-    """What the scheduler tells its event loop; nothing here blocks."""
+    """Passes calls of the scheduling thread to the node's event loop, without blocking."""
 
-    def begin(self, wanted: FetchPlan) -> None: ...
+    def start_fetch(self, plan: FetchPlan) -> None: ...
 
-    def give_up(self, transfer_id: str) -> None: ...
+    def cancel_fetch(self, transfer_id: str) -> None: ...
 
     def fail_fetch(self, transfer_id: str, error: HeadraceError) -> None: ...
 
 
 class PairScheduler:
-    """Called on the engine's scheduling thread, except `note_whole`, which any thread may call."""
+    """The scheduling thread calls it. Any thread may call `transfer_whole`."""
 
     def __init__(
         self,
         *,
         ref: WorkerRef,
         endpoint: str,
-        offers: PendingFetches,
+        pending: PendingFetches,
         peer: PairPeer,
         can_send: bool,
         can_receive: bool,
@@ -92,7 +109,7 @@ class PairScheduler:
     ) -> None:
         self._ref = ref
         self._endpoint = endpoint
-        self._offers = offers
+        self._pending = pending
         self._peer = peer
         self._can_send = can_send
         self._can_receive = can_receive
@@ -103,26 +120,26 @@ class PairScheduler:
         self._receiving: dict[str, _Receiving] = {}
         self._waiting: dict[str, ProducerParams] = {}
         self._sending: dict[str, str] = {}
-        self._minting: set[str] = set()
+        self._to_hold: set[str] = set()
         self._held: dict[str, _Held] = {}
 
     def prepare(self, prompt: Prompt) -> bool:
-        """Puts the request into the connector's own words. False while it must wait for a Fetch.
+        """Replaces the request's parameters by those of the connector. False while it must wait for a Fetch.
 
-        A request that asks for what cannot be is computed here: nothing may go wrong on this thread (I6).
+        A request with wrong parameters is computed here: an error must not end this thread (I6).
         """
         if prompt.params is not None and not self._knows(prompt.request_id):
-            # Written here only: clients must not say where memory is written to.
+            # Only this scheduler sets it: a client must not choose where memory is written to.
             prompt.params.pop(PARAMS_KEY, None)
         waiting = self._waiting.get(prompt.request_id)
         try:
-            said = waiting or read_request(prompt.params, self._timeout_s)
-            if said is None or prompt.request_id in self._minting:
+            params = waiting or read_request(prompt.params, self._timeout_s)
+            if params is None or prompt.request_id in self._to_hold:
                 return True
-            if isinstance(said, ConsumerParams):
-                self._fetch(prompt, said)
+            if isinstance(params, ConsumerParams):
+                self._receive(prompt, params)
             else:
-                return self._send(prompt, said)
+                return self._send(prompt, params)
         except HeadraceError as exc:
             log.warning("%s is computed here: %s", prompt.request_id, exc.detail)
             clear_request(prompt.params)
@@ -131,40 +148,39 @@ class PairScheduler:
     def _knows(self, request_id: str) -> bool:
         return request_id in self._receiving or request_id in self._sending
 
-    def _fetch(self, prompt: Prompt, said: ConsumerParams) -> None:
+    def _receive(self, prompt: Prompt, params: ConsumerParams) -> None:
         if not self._can_receive:
             raise InvalidRequest({"do_remote_prefill": "needs kv_role kv_consumer or kv_both"})
-        self._require_new(prompt, said.transfer_id)
+        self._require_new(prompt, params.transfer_id)
         clear_request(prompt.params)
-        self._fetching[said.transfer_id] = (said, prompt)
-        self._receiving[prompt.request_id] = _Receiving(said.transfer_id)
+        self._fetching[params.transfer_id] = (params, prompt)
+        self._receiving[prompt.request_id] = _Receiving(params.transfer_id)
         assert prompt.params is not None
-        prompt.params.update(incoming_params(said.transfer_id))
+        prompt.params.update(receive_params(params.transfer_id))
 
-    def _send(self, prompt: Prompt, said: ProducerParams) -> bool:
+    def _send(self, prompt: Prompt, params: ProducerParams) -> bool:
+        transfer_id = params.transfer_id
         if prompt.request_id not in self._waiting:
             if not self._can_send:
                 raise InvalidRequest({"do_remote_decode": "needs kv_role kv_producer or kv_both"})
-            if not said.transfer_id:
-                self._minting.add(prompt.request_id)
+            if not transfer_id:
+                self._to_hold.add(prompt.request_id)
                 return True
-            self._require_new(prompt, said.transfer_id)
-            self._waiting[prompt.request_id] = said
-        offer = self._offers.take(said.transfer_id)
-        if offer is not None:
+            self._require_new(prompt, transfer_id)
+            self._waiting[prompt.request_id] = params
+        fetch = self._pending.match(transfer_id)
+        if fetch is not None:
             del self._waiting[prompt.request_id]
             clear_request(prompt.params)
-            self._check(prompt, offer)
+            self._require_same_prompt(prompt, fetch)
             assert prompt.params is not None
-            prompt.params.update(outgoing_params(offer.target))
-            self._sending[prompt.request_id] = said.transfer_id
+            prompt.params.update(send_params(fetch.target))
+            self._sending[prompt.request_id] = transfer_id
             return True
-        if self._offers.expired(said.deadline, said.transfer_id) or self._offers.why_over(
-            said.transfer_id
-        ):
+        why = self._pending.close_expired(transfer_id, params.deadline)
+        if why:
             del self._waiting[prompt.request_id]
-            why = self._offers.why_over(said.transfer_id)
-            raise Cancelled(f"transfer {said.transfer_id} is over: {why}")
+            raise Cancelled(f"transfer {transfer_id} is over: {why}")
         return False
 
     def _require_new(self, prompt: Prompt, transfer_id: str) -> None:
@@ -176,14 +192,14 @@ class PairScheduler:
         while len(self._seen) > SEEN_MAX:
             self._seen.popitem(last=False)
 
-    def _check(self, prompt: Prompt, offer: Offer) -> None:
-        """Raises ProtocolViolation, and fails the Fetch, when decode means another prompt."""
-        end = offer.target.end_token
-        if end <= len(prompt.token_ids) and offer.prompt_digest == prompt_digest(
+    def _require_same_prompt(self, prompt: Prompt, fetch: PendingFetch) -> None:
+        """Raises ProtocolViolation, and fails the Fetch, when decode has another prompt."""
+        end = fetch.target.end_token
+        if end <= len(prompt.token_ids) and fetch.prompt_digest == prompt_digest(
             prompt.token_ids[:end], prompt.extras
         ):
             return
-        transfer_id = offer.target.transfer_id
+        transfer_id = fetch.target.transfer_id
         error = ProtocolViolation(
             f"transfer {transfer_id} is of another prompt here: send both requests with equal prompts",
             metadata={"transfer_id": transfer_id},
@@ -191,22 +207,22 @@ class PairScheduler:
         self._peer.fail_fetch(transfer_id, error)
         raise error
 
-    def reserved(self, reservation: Reservation) -> None:
-        """The connector's scheduler has blocks for a transfer; empty when nothing is missing."""
-        said, prompt = self._fetching.pop(reservation.transfer_id)
+    def blocks_reserved(self, reservation: Reservation) -> None:
+        """The connector's scheduler has blocks for a transfer. The reservation is empty when nothing is missing."""
+        params, prompt = self._fetching.pop(reservation.transfer_id)
         receiving = self._receiving.get(prompt.request_id)
         if receiving is not None:
-            receiving.reservation = reservation
+            receiving.reserve(reservation)
         digest = prompt_digest(prompt.token_ids[: reservation.end_token], prompt.extras)
-        self._peer.begin(FetchPlan(reservation, said, digest))
+        self._peer.start_fetch(FetchPlan(reservation, params, digest))
 
-    def note_whole(self, transfer_id: str, summary: TransferSummary) -> None:
-        """A transfer's KV cache is there. Told to the client in the request's last output."""
+    def transfer_whole(self, transfer_id: str, summary: TransferSummary) -> None:
+        """A transfer's KV cache has arrived. The request's last output carries the summary."""
         for receiving in list(self._receiving.values()):
             if receiving.transfer_id == transfer_id:
-                receiving.summary = summary
+                receiving.complete(summary)
 
-    def finished(
+    def request_finished(
         self,
         prompt: Prompt,
         block_ids: tuple[tuple[int, ...], ...],
@@ -214,43 +230,30 @@ class PairScheduler:
         opened: bool,
         complete: bool,
     ) -> tuple[bool, dict[str, Any] | None]:
-        """The request is over: whether its blocks stay, and kv_transfer_params of its last output.
+        """The request has ended. Returns whether its blocks must stay, and kv_transfer_params of its last output.
 
-        `block_ids` are by group of the layout, in token order from token 0.
-
-        `opened`: whether its transfer had begun. `complete`: whether its prompt's KV cache is whole.
+        `block_ids` are by group of the layout, in token order from token 0. `opened`: whether its transfer was opened.
+        `complete`: whether the cache holds its whole prompt.
         """
         request_id = prompt.request_id
         receiving = self._receiving.pop(request_id, None)
         if receiving is not None:
-            return False, self._stop_receiving(receiving)
+            self._fetching.pop(receiving.transfer_id, None)
+            self._peer.cancel_fetch(receiving.transfer_id)
+            return False, receiving.to_params()
         waiting = self._waiting.pop(request_id, None)
         transfer_id = waiting.transfer_id if waiting is not None else ""
         if not opened:
             transfer_id = transfer_id or self._sending.get(request_id, "")
         self._sending.pop(request_id, None)
         if transfer_id:
-            self._offers.end(transfer_id, "its request has ended")
+            self._pending.close(transfer_id, "its request has ended")
             self._peer.fail_fetch(transfer_id, Cancelled("the prompt's request has ended"))
-        if request_id in self._minting:
-            self._minting.discard(request_id)
+        if request_id in self._to_hold:
+            self._to_hold.discard(request_id)
             if complete and len(prompt.token_ids) > 1:
                 return True, self._hold(prompt, block_ids)
         return False, None
-
-    def _stop_receiving(self, receiving: _Receiving) -> dict[str, Any]:
-        self._fetching.pop(receiving.transfer_id, None)
-        self._peer.give_up(receiving.transfer_id)
-        summary = receiving.summary
-        reservation = receiving.reservation
-        tokens = 0
-        if summary is not None and reservation is not None:
-            tokens = reservation.end_token - reservation.start_token
-        return {
-            "transfer_id": receiving.transfer_id,
-            "transferred_tokens": tokens,
-            "payload_bytes": summary.payload_bytes if summary is not None else 0,
-        }
 
     def _hold(self, prompt: Prompt, block_ids: tuple[tuple[int, ...], ...]) -> dict[str, Any]:
         transfer_id = new_transfer_id()
@@ -259,28 +262,25 @@ class PairScheduler:
         )
         return held_params(transfer_id, self._ref, self._endpoint)
 
-    def add_held(self, plan: StepPlan) -> None:
-        """Puts what is fetched of held prompts into a step's plan, and lets go of what nobody fetches."""
+    def plan_held(self, plan: StepPlan) -> None:
+        """Adds held prompts that are fetched to a step's plan, and frees those that no engine has fetched in time."""
         for transfer_id, held in list(self._held.items()):
-            offer = self._offers.take(transfer_id)
-            over = self._offers.expired(held.deadline, transfer_id) or self._offers.why_over(
-                transfer_id
-            )
-            if offer is None and not over:
+            fetch = self._pending.match(transfer_id)
+            if fetch is None and not self._pending.close_expired(transfer_id, held.deadline):
                 continue
             del self._held[transfer_id]
-            plan.finished_sends[held.request_id] = transfer_id
-            if offer is not None:
-                self._open_held(plan, held, offer)
+            plan.free_after_send(held.request_id, transfer_id)
+            if fetch is not None:
+                self._send_held(plan, held, fetch)
 
-    def _open_held(self, plan: StepPlan, held: _Held, offer: Offer) -> None:
+    def _send_held(self, plan: StepPlan, held: _Held, fetch: PendingFetch) -> None:
         try:
-            self._check(held.prompt, offer)
+            self._require_same_prompt(held.prompt, fetch)
         except ProtocolViolation as exc:
             log.warning("%s", exc.detail)
             return
-        target = offer.target
-        plan.opened.append(target)
-        plan.ready.append(
-            TokenSpan(target.transfer_id, target.start_token, target.end_token, held.block_ids)
+        target = fetch.target
+        plan.send_computed(
+            target,
+            TokenRange(target.transfer_id, target.start_token, target.end_token, held.block_ids),
         )

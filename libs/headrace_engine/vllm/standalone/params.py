@@ -1,4 +1,4 @@
-"""kv_transfer_params of requests to vLLM servers without our services, in the words that vLLM's own connectors use."""
+"""kv_transfer_params of requests to stock vLLM servers, with the field names of vLLM's own connectors."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from headrace_engine.vllm.settings import PARAMS_KEY
 from headrace_kv.layout.layout import WorkerRef
 
 PORT_MAX = 65_535
-FETCHES = "do_remote_prefill"
-SENDS = "do_remote_decode"
+REMOTE_PREFILL = "do_remote_prefill"
+REMOTE_DECODE = "do_remote_decode"
 
 
 @dataclass(frozen=True, slots=True)
 class ConsumerParams:
-    """The prompt's KV cache comes from the engine whose pair address is `source`; `incarnation` is empty for any."""
+    """The engine fetches the prompt's KV cache from `pair_address`. An empty `incarnation` accepts any engine there."""
 
     transfer_id: str
-    source: str
+    pair_address: str
     incarnation: str
     deadline: Deadline
 
 
 @dataclass(frozen=True, slots=True)
 class ProducerParams:
-    """The prompt's KV cache goes to whoever fetches it; `transfer_id` is empty when the engine is to mint it."""
+    """Another engine fetches the prompt's KV cache. With an empty `transfer_id`, this engine makes one up."""
 
     transfer_id: str
     deadline: Deadline
@@ -43,47 +43,47 @@ class ProducerParams:
 def read_request(
     params: Mapping[str, Any] | None, timeout_s: float
 ) -> ConsumerParams | ProducerParams | None:
-    """What a request asks for, and None when that is nothing. `timeout_s` is the most that its deadline may be away.
+    """Parses a request's parameters. None when they ask for no transfer. Deadlines are at most `timeout_s` away.
 
     Raises InvalidRequest naming every field that is wrong.
     """
     if not params or PARAMS_KEY in params:
         return None
-    fetches, sends = params.get(FETCHES) is True, params.get(SENDS) is True
-    if not fetches and not sends:
+    consumes, produces = params.get(REMOTE_PREFILL) is True, params.get(REMOTE_DECODE) is True
+    if not consumes and not produces:
         return None
     problems: dict[str, str] = {}
-    if fetches and sends:
-        problems[FETCHES] = f"must not be true together with {SENDS}"
+    if consumes and produces:
+        problems[REMOTE_PREFILL] = f"must not be true together with {REMOTE_DECODE}"
     transfer_id = params.get("transfer_id") or ""
     if not isinstance(transfer_id, str) or len(transfer_id) > TRANSFER_ID_CHARACTERS_MAX:
         problems["transfer_id"] = f"must be text of at most {TRANSFER_ID_CHARACTERS_MAX} characters"
-    elif fetches and not transfer_id:
+    elif consumes and not transfer_id:
         problems["transfer_id"] = "must not be empty"
     if params.get("first_token", "decode") != "decode":
-        problems["first_token"] = "must be decode: only Headrace's services know the other ways"
-    deadline = _deadline(params.get("deadline_unix_s"), timeout_s, problems)
-    source = _source(params, problems) if fetches else ""
+        problems["first_token"] = "must be decode: the other ways need Headrace's services"
+    deadline = _read_deadline(params.get("deadline_unix_s"), timeout_s, problems)
+    pair_address = _read_pair_address(params, problems) if consumes else ""
     if problems:
         raise InvalidRequest(problems)
-    if not fetches:
+    if not consumes:
         return ProducerParams(transfer_id, deadline)
     return ConsumerParams(
-        transfer_id, source, str(params.get("remote_incarnation") or ""), deadline
+        transfer_id, pair_address, str(params.get("remote_incarnation") or ""), deadline
     )
 
 
-def _deadline(said: object, timeout_s: float, problems: dict[str, str]) -> Deadline:
+def _read_deadline(value: object, timeout_s: float, problems: dict[str, str]) -> Deadline:
     latest_s = time.time() + timeout_s
-    if said is None:
+    if value is None:
         return Deadline(latest_s)
-    if not isinstance(said, int | float) or not math.isfinite(said):
+    if not isinstance(value, int | float) or not math.isfinite(value):
         problems["deadline_unix_s"] = "must be seconds since the Unix epoch"
         return Deadline(latest_s)
-    return Deadline(min(float(said), latest_s))
+    return Deadline(min(float(value), latest_s))
 
 
-def _source(params: Mapping[str, Any], problems: dict[str, str]) -> str:
+def _read_pair_address(params: Mapping[str, Any], problems: dict[str, str]) -> str:
     host, port = params.get("remote_host"), str(params.get("remote_port"))
     if not isinstance(host, str) or not host:
         problems["remote_host"] = "must be the host of the prefill engine's pair address"
@@ -93,18 +93,18 @@ def _source(params: Mapping[str, Any], problems: dict[str, str]) -> str:
 
 
 def clear_request(params: MutableMapping[str, Any] | None) -> None:
-    """Read once: from now on, the request is one that vLLM computes by itself."""
+    """Removes what `read_request` reads: from now on, vLLM computes the request without a transfer."""
     if params is not None:
-        params.pop(FETCHES, None)
-        params.pop(SENDS, None)
+        params.pop(REMOTE_PREFILL, None)
+        params.pop(REMOTE_DECODE, None)
 
 
 def held_params(transfer_id: str, ref: WorkerRef, endpoint: str) -> dict[str, Any]:
-    """What a prefill's answer carries, for the request to decode."""
+    """Parameters in the response to a prefill request that holds its prompt. A proxy passes them to decode."""
     host, _, port = endpoint.rpartition(":")
     return {
-        FETCHES: True,
-        SENDS: False,
+        REMOTE_PREFILL: True,
+        REMOTE_DECODE: False,
         "transfer_id": transfer_id,
         "remote_engine_id": ref.worker_id,
         "remote_incarnation": ref.incarnation,
@@ -114,7 +114,7 @@ def held_params(transfer_id: str, ref: WorkerRef, endpoint: str) -> dict[str, An
 
 
 def prompt_digest(token_ids: Sequence[int], extras: Sequence[str]) -> int:
-    """64 bits over tokens and whatever else decides their KV cache, such as an adapter's name."""
+    """64 bits over all that determines a prompt's KV cache: the tokens, and `extras` such as an adapter's name."""
     digest = xxhash.xxh3_64(np.asarray(token_ids, dtype=np.int64).tobytes())
     for extra in extras:
         digest.update(b"\0" + extra.encode())

@@ -1,4 +1,4 @@
-"""Where a prompt to be sent and the engine that fetches it find each other, whoever comes first."""
+"""Matches prompts to be sent with the Fetch calls for them, whichever comes first."""
 
 from __future__ import annotations
 
@@ -12,72 +12,70 @@ from headrace_kv.handoff.messages import TransferTarget
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
-    """Somebody has blocks for a prompt's KV cache."""
+class PendingFetch:
+    """A decode engine has reserved blocks, `target`, for the KV cache of the prompt with this digest."""
 
     target: TransferTarget
     prompt_digest: int
 
 
 class PendingFetches:
-    """At most `limit` offers that no prompt has met. Every method may be called from any thread.
+    """Holds at most `limit` fetches without a prompt. Any thread may call its methods.
 
-    The ids of the last `remembered` transfers that met or ended are refused when they come again.
+    The ids of the last `remembered` transfers that were matched or closed are rejected when they come again.
     """
 
     def __init__(self, limit: int = 1024, remembered: int = 4096) -> None:
         self._limit = limit
         self._remembered = remembered
         self._lock = threading.Lock()
-        self._waiting: dict[str, Offer] = {}
-        self._over: OrderedDict[str, str] = OrderedDict()
+        self._pending: dict[str, PendingFetch] = {}
+        self._closed: OrderedDict[str, str] = OrderedDict()
 
-    def offer(self, offer: Offer) -> None:
-        """Raises NotFound when the prompt has been given up, DuplicateTransfer for a used id, or QueueFull."""
-        transfer_id = offer.target.transfer_id
+    def add(self, fetch: PendingFetch) -> None:
+        """Raises NotFound when the transfer is closed, DuplicateTransfer when it is pending, or QueueFull."""
+        transfer_id = fetch.target.transfer_id
         with self._lock:
-            if transfer_id in self._over:
+            if transfer_id in self._closed:
                 raise NotFound(
-                    f"transfer {transfer_id} is over here: {self._over[transfer_id]}",
+                    f"transfer {transfer_id} is over here: {self._closed[transfer_id]}",
                     metadata={"transfer_id": transfer_id},
                 )
-            if transfer_id in self._waiting:
+            if transfer_id in self._pending:
                 raise DuplicateTransfer(
                     f"transfer {transfer_id} is being fetched already",
                     metadata={"transfer_id": transfer_id},
                 )
-            if len(self._waiting) >= self._limit:
+            if len(self._pending) >= self._limit:
                 raise QueueFull(f"{self._limit} transfers wait for their prompts already")
-            self._waiting[transfer_id] = offer
+            self._pending[transfer_id] = fetch
 
-    def take(self, transfer_id: str) -> Offer | None:
-        """The offer for a prompt, given out once."""
+    def match(self, transfer_id: str) -> PendingFetch | None:
+        """Removes and returns the fetch for a prompt, and closes its transfer. None while there is none."""
         with self._lock:
-            offer = self._waiting.pop(transfer_id, None)
-            if offer is not None:
+            fetch = self._pending.pop(transfer_id, None)
+            if fetch is not None:
                 self._remember(transfer_id, "it has been fetched")
-            return offer
+            return fetch
 
-    def end(self, transfer_id: str, why: str) -> bool:
-        """No offer and no prompt is to meet any more. Whether an offer was waiting."""
+    def close(self, transfer_id: str, why: str) -> None:
+        """From now on, no fetch and no prompt match under this id."""
         with self._lock:
-            waited = self._waiting.pop(transfer_id, None) is not None
+            self._pending.pop(transfer_id, None)
             self._remember(transfer_id, why)
-            return waited
 
-    def why_over(self, transfer_id: str) -> str:
-        """Why a transfer is over; empty when it is not."""
+    def close_reason(self, transfer_id: str) -> str:
+        """Why a transfer is closed. Empty when it is not."""
         with self._lock:
-            return self._over.get(transfer_id, "")
+            return self._closed.get(transfer_id, "")
 
-    def expired(self, deadline: Deadline, transfer_id: str) -> bool:
-        """Whether a prompt has waited in vain; its transfer is over then."""
-        if not deadline.expired:
-            return False
-        self.end(transfer_id, "its deadline has passed")
-        return True
+    def close_expired(self, transfer_id: str, deadline: Deadline) -> str:
+        """Closes a transfer after its deadline. Returns why it is closed, empty when it is not."""
+        if deadline.expired:
+            self.close(transfer_id, "its deadline has passed")
+        return self.close_reason(transfer_id)
 
     def _remember(self, transfer_id: str, why: str) -> None:
-        self._over.setdefault(transfer_id, why)
-        while len(self._over) > self._remembered:
-            self._over.popitem(last=False)
+        self._closed.setdefault(transfer_id, why)
+        while len(self._closed) > self._remembered:
+            self._closed.popitem(last=False)

@@ -1,4 +1,4 @@
-"""Settings of a vLLM server without our services, from kv_connector_extra_config."""
+"""Settings of a stock vLLM server, from its kv_connector_extra_config."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from headrace_engine.vllm.compat import (
     schedules_ahead,
     stage_count,
 )
-from headrace_engine.vllm.service.model_folder import digest_of, read_model_folder
+from headrace_engine.vllm.model_folder import digest_of, read_model_folder
 from headrace_engine.vllm.settings import ConnectorSettings
 from headrace_kv.receive.layer_overlap import OverlapSettings
 
@@ -42,13 +42,13 @@ FOLDER_MODE = 0o700
 
 @dataclass(frozen=True, slots=True)
 class StandaloneSettings:
-    """What kv_connector_extra_config may say. Times are in seconds.
+    """The fields of kv_connector_extra_config, see docs/stock-vllm.md.
 
-    `listen` and `advertise`: the pair address, and how others reach it. `transfer_timeout_s`: deadline of requests that
-    name none. `kv_hold_timeout_s`: how long a computed prompt waits for its Fetch. `lease_ttl_s`, `quarantine_s`: see
-    Receiver. `overlap_layers` and `overlap_wait_s`: see OverlapSettings. `gpu_direct`: whether RDMA adapters may reach
-    the memory of a GPU.
-    `fingerprint`: the model's identity, when two servers load the same model from different places.
+    `listen` and `advertise`: the pair address, and the one under which others reach it.
+    `transfer_timeout_s`: deadline of requests that have none. `kv_hold_timeout_s`: how long a computed prompt waits for
+    its Fetch. `lease_ttl_s`, `quarantine_s`: see Receiver. `overlap_layers`, `overlap_wait_s`: see OverlapSettings.
+    `gpu_direct`: whether RDMA adapters may read and write the memory of a GPU.
+    `fingerprint`: the model's identity, for servers that load one model from different places.
     """
 
     listen: str
@@ -80,8 +80,8 @@ class StandaloneSettings:
             problems["gpu_direct"] = "must be true or false"
         if taken.get("transport", "mooncake") != "mooncake":
             problems["transport"] = "must be mooncake: no other transport reaches vLLM's processes"
-        late = taken.get("overlap_layers", 0)
-        if isinstance(late, bool) or not isinstance(late, int) or late < 0:
+        layers = taken.get("overlap_layers", 0)
+        if isinstance(layers, bool) or not isinstance(layers, int) or layers < 0:
             problems["overlap_layers"] = "must be a number of layers, 0 or above"
         taken.setdefault("listen", DECODE_LISTEN if role == "decode" else PREFILL_LISTEN)
         try:
@@ -90,14 +90,14 @@ class StandaloneSettings:
             for wrong in exc.errors():
                 problems[str((wrong["loc"] or ("listen",))[0])] = wrong["msg"]
         if problems:
-            said = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
-            raise ConfigError(f"kv_connector_extra_config: {said}", metadata=problems)
+            listed = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
+            raise ConfigError(f"kv_connector_extra_config: {listed}", metadata=problems)
         settings = cls(**taken)
         settings.check_waits()
         return settings
 
     def check_waits(self) -> None:
-        """Raises ConfigError for a step that may wait longer than a sender without a lease writes."""
+        """Raises ConfigError when a step may wait for longer than a sender keeps its lease."""
         if self.overlap_layers and self.overlap_wait_s >= self.lease_ttl_s:
             problem = {"overlap_wait_s": "must be below lease_ttl_s"}
             raise ConfigError(
@@ -112,30 +112,19 @@ class StandaloneSettings:
 
     @property
     def host(self) -> str:
-        """How others reach this host."""
+        """The host under which others reach this one."""
         return split_host_port(self.advertise or self.listen)[0]
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """All settings of one connector; `standalone` is None where our services are around it."""
-
-    connector: ConnectorSettings
-    standalone: StandaloneSettings | None
-
-
-def settings_of(vllm_config: VllmConfig) -> Settings:
-    """The same for the scheduler's connector and each rank's. Raises ConfigError."""
-    extra = extra_config(vllm_config)
-    if "link_path" in extra:
-        return Settings(ConnectorSettings.from_extra_config(extra), None)
+def standalone_settings(vllm_config: VllmConfig) -> tuple[ConnectorSettings, StandaloneSettings]:
+    """All settings of a stock server: the same in each of its processes. Raises ConfigError."""
     _require_supported(vllm_config)
     role = ROLES[kv_role(vllm_config)]
-    standalone = StandaloneSettings.read(extra, role)
+    standalone = StandaloneSettings.read(extra_config(vllm_config), role)
     if standalone.overlap_layers and recomputes_failed_loads(vllm_config):
         raise ConfigError(
-            "overlap_layers needs kv_load_failure_policy fail: vLLM would compute into blocks that are still "
-            "written to",
+            "overlap_layers needs kv_load_failure_policy fail: with another one, vLLM computes into blocks that "
+            "prefill still writes to",
             metadata={"field": "overlap_layers"},
         )
     identity = f"{engine_id(vllm_config)}/{standalone.listen}"
@@ -151,7 +140,7 @@ def settings_of(vllm_config: VllmConfig) -> Settings:
         link_path=str(_private_folder(f"headrace-{os.getuid()}-{name}") / "link"),
         gpu_direct=standalone.gpu_direct,
     )
-    return Settings(connector, standalone)
+    return connector, standalone
 
 
 def _require_supported(vllm_config: VllmConfig) -> None:
@@ -162,13 +151,13 @@ def _require_supported(vllm_config: VllmConfig) -> None:
         )
     if replica_count(vllm_config) > 1:
         problems["data_parallel_size"] = (
-            "must be 1: start a server for each replica, because a prompt is held by one of them"
+            "must be 1: start a server for each replica, because only one of them holds a prompt"
         )
     if stage_count(vllm_config) > 1:
         problems["pipeline_parallel_size"] = "must be 1"
     if problems:
-        said = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
-        raise ConfigError(said, metadata=problems)
+        listed = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
+        raise ConfigError(listed, metadata=problems)
 
 
 def _fingerprint(vllm_config: VllmConfig) -> str:
@@ -180,7 +169,7 @@ def _fingerprint(vllm_config: VllmConfig) -> str:
 
 
 def _private_folder(name: str) -> Path:
-    """A folder that only this user can write to. Raises ConfigError when somebody else has made it."""
+    """A folder that only this user can write to. Raises ConfigError when it belongs to another user."""
     folder = Path(tempfile.gettempdir()) / name
     folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
     found = folder.lstat()
@@ -190,7 +179,7 @@ def _private_folder(name: str) -> Path:
         or stat.S_IMODE(found.st_mode) & ~FOLDER_MODE
     ):
         raise ConfigError(
-            f"{folder} belongs to somebody else: remove it, or set TMPDIR to a folder of your own",
+            f"{folder} belongs to another user: remove it, or set TMPDIR to a folder of your own",
             metadata={"field": "TMPDIR"},
         )
     return folder

@@ -1,4 +1,4 @@
-"""Pieces go on when the device has written them: a device whose work the test completes by hand."""
+"""Layer ranges are sent once the device has written them. The test itself completes the device's work."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from headrace_common.errors import QueueFull, TransferFailed
-from headrace_engine.torch_memory.event_ordered_sender import EventOrderedSender, GateLimits
+from headrace_engine.torch_memory.event_ordered_sender import EventOrderedSender, OrderingLimits
 from headrace_kv.handoff.messages import LayerRange, TransferTarget
 
 WAIT_S = 5.0
 
 
 class Device:
-    """A stream of work: `queued` counts what was queued, `done` what is complete, in order."""
+    """A stream of work with `queued` items, of which the first `done` are complete."""
 
     def __init__(self) -> None:
         self.queued = 0
@@ -35,12 +35,12 @@ class DeviceMark:
 
     def query(self) -> bool:
         if self._device.broken:
-            raise RuntimeError("an illegal access was met")
+            raise RuntimeError("an illegal access")
         return self._device.done >= self._position
 
 
 class Recorder:
-    """A sender that notes what reaches it."""
+    """A sender that records its calls."""
 
     def __init__(self) -> None:
         self.pieces: list[LayerRange] = []
@@ -49,38 +49,38 @@ class Recorder:
         self._changed = threading.Condition()
 
     def open(self, target: TransferTarget) -> None:
-        self._note(f"open {target.transfer_id}")
+        self._record(f"open {target.transfer_id}")
 
     def push(self, piece: LayerRange) -> None:
         self.pieces.append(piece)
-        self._note(f"push {piece.transfer_id} {piece.layer}")
+        self._record(f"push {piece.transfer_id} {piece.layer}")
         if piece.layer == 99:
             raise KeyError("a bug")
 
     def push_logits(self, transfer_id: str, logits: bytes) -> None:
-        self._note(f"logits {transfer_id}")
+        self._record(f"logits {transfer_id}")
 
     def finish(self, transfer_id: str) -> None:
-        self._note(f"finish {transfer_id}")
+        self._record(f"finish {transfer_id}")
 
     def stop(self, transfer_id: str, reason: str, detail: str) -> None:
         self.stops.append((transfer_id, reason, detail))
-        self._note(f"stop {transfer_id}")
+        self._record(f"stop {transfer_id}")
 
-    def _note(self, event: str) -> None:
+    def _record(self, event: str) -> None:
         with self._changed:
             self.events.append(event)
             self._changed.notify_all()
 
     def wait(self, count: int) -> list[str]:
-        """The events, once there are so many."""
+        """Waits for `count` events and returns them."""
         with self._changed:
             assert self._changed.wait_for(lambda: len(self.events) >= count, WAIT_S), self.events
             return list(self.events)
 
 
-class Gate:
-    def __init__(self, limits: GateLimits | None = None) -> None:
+class Rig:
+    def __init__(self, limits: OrderingLimits | None = None) -> None:
         self.device, self.recorder = Device(), Recorder()
         self.sender = EventOrderedSender(self.recorder, self.device.mark, limits)
 
@@ -89,94 +89,95 @@ class Gate:
 
 
 @pytest.fixture
-def make_gate() -> Iterator[Callable[..., Gate]]:
-    gates: list[Gate] = []
+def new_rig() -> Iterator[Callable[..., Rig]]:
+    rigs: list[Rig] = []
 
-    def make(limits: GateLimits | None = None) -> Gate:
-        gates.append(Gate(limits))
-        return gates[-1]
+    def make(limits: OrderingLimits | None = None) -> Rig:
+        rigs.append(Rig(limits))
+        return rigs[-1]
 
     yield make
-    for gate in gates:
-        gate.sender.close()
+    for rig in rigs:
+        rig.sender.close()
 
 
-def test_pieces_go_on_in_order_as_the_device_writes_them(make_gate: Callable[..., Gate]) -> None:
-    gate = make_gate()
+def test_ranges_are_sent_in_order_as_the_device_writes_them(new_rig: Callable[..., Rig]) -> None:
+    rig = new_rig()
     for layer in range(3):
-        gate.push(layer)
-    gate.sender.finish("a")
+        rig.push(layer)
+    rig.sender.finish("a")
     for layer in range(3):
         time.sleep(0.02)
-        assert gate.recorder.events == [f"push a {number}" for number in range(layer)]
+        assert rig.recorder.events == [f"push a {number}" for number in range(layer)]
         before_ns = time.time_ns()
-        gate.device.done = layer + 1
-        gate.recorder.wait(layer + 1)
-        # Ready is when the device had written it, not when it was told to.
-        assert before_ns <= gate.recorder.pieces[layer].ready_unix_ns <= time.time_ns()
-    assert gate.recorder.wait(4)[-1] == "finish a"
+        rig.device.done = layer + 1
+        rig.recorder.wait(layer + 1)
+        # Ready is the time at which the device had written it, not that of the push.
+        assert before_ns <= rig.recorder.pieces[layer].ready_unix_ns <= time.time_ns()
+    assert rig.recorder.wait(4)[-1] == "finish a"
 
 
-def test_an_opening_is_passed_on_at_once_and_a_stop_overtakes(
-    make_gate: Callable[..., Gate],
+def test_a_stop_is_passed_on_before_waiting_ranges(
+    new_rig: Callable[..., Rig],
 ) -> None:
-    gate = make_gate()
-    gate.push(0)
-    gate.sender.stop("a", "CANCELLED", "enough")
-    assert gate.recorder.events == ["stop a"]
-    gate.device.done = 1
-    # The sender knows that the transfer is over.
-    assert gate.recorder.wait(2) == ["stop a", "push a 0"]
+    rig = new_rig()
+    rig.push(0)
+    rig.sender.stop("a", "CANCELLED", "enough")
+    assert rig.recorder.events == ["stop a"]
+    rig.device.done = 1
+    # The sender ignores ranges of a stopped transfer.
+    assert rig.recorder.wait(2) == ["stop a", "push a 0"]
 
 
-def test_what_is_not_written_in_time_fails_its_transfer(make_gate: Callable[..., Gate]) -> None:
-    gate = make_gate(GateLimits(write_timeout_s=0.05))
-    gate.push(4)
-    assert gate.recorder.wait(1) == ["stop a"]
-    transfer_id, reason, detail = gate.recorder.stops[0]
+def test_a_range_that_is_not_written_in_time_fails_its_transfer(
+    new_rig: Callable[..., Rig],
+) -> None:
+    rig = new_rig(OrderingLimits(write_timeout_s=0.05))
+    rig.push(4)
+    assert rig.recorder.wait(1) == ["stop a"]
+    transfer_id, reason, detail = rig.recorder.stops[0]
     assert (transfer_id, reason) == ("a", TransferFailed.reason)
     assert "layer 4 in time" in detail
-    gate.device.done = 2
-    gate.push(5, "b")
-    assert gate.recorder.wait(2)[-1] == "push b 5"
+    rig.device.done = 2
+    rig.push(5, "b")
+    assert rig.recorder.wait(2)[-1] == "push b 5"
 
 
-def test_a_failed_device_fails_the_transfers(make_gate: Callable[..., Gate]) -> None:
-    gate = make_gate()
-    gate.push(0)
-    gate.push(0, "b")
-    gate.device.broken = True
-    assert gate.recorder.wait(2) == ["stop a", "stop b"]
-    assert "illegal access" in gate.recorder.stops[0][2]
+def test_a_failed_device_fails_the_transfers(new_rig: Callable[..., Rig]) -> None:
+    rig = new_rig()
+    rig.push(0)
+    rig.push(0, "b")
+    rig.device.broken = True
+    assert rig.recorder.wait(2) == ["stop a", "stop b"]
+    assert "illegal access" in rig.recorder.stops[0][2]
 
 
-def test_too_many_pieces_fail_their_transfer(make_gate: Callable[..., Gate]) -> None:
-    gate = make_gate(GateLimits(waiting=2))
-    # One more is with the thread.
+def test_too_many_waiting_ranges_fail_their_transfer(new_rig: Callable[..., Rig]) -> None:
+    rig = new_rig(OrderingLimits(waiting=2))
+    # The thread holds one more.
     for layer in range(4):
-        gate.push(layer)
-        time.sleep(0.02)
-    assert gate.recorder.stops
-    assert gate.recorder.stops[0][1] == QueueFull.reason
+        rig.push(layer)
+    rig.recorder.wait(1)
+    assert rig.recorder.stops[0][1] == QueueFull.reason
 
 
-def test_one_bug_does_not_end_the_others(make_gate: Callable[..., Gate]) -> None:
-    gate = make_gate()
-    gate.device.done = 10
-    gate.push(99)
-    gate.push(1, "b")
-    assert gate.recorder.wait(2)[-1] == "push b 1"
+def test_a_bug_in_one_transfer_does_not_end_the_others(new_rig: Callable[..., Rig]) -> None:
+    rig = new_rig()
+    rig.device.done = 10
+    rig.push(99)
+    rig.push(1, "b")
+    assert rig.recorder.wait(2)[-1] == "push b 1"
 
 
-def test_closing_drops_what_waits(make_gate: Callable[..., Gate]) -> None:
-    gate = make_gate()
-    gate.push(0)
-    gate.push(1)
+def test_closing_drops_waiting_ranges(new_rig: Callable[..., Rig]) -> None:
+    rig = new_rig()
+    rig.push(0)
+    rig.push(1)
     start_s = time.monotonic()
-    gate.sender.close()
+    rig.sender.close()
     assert time.monotonic() - start_s < 2.0
-    gate.device.done = 10
-    gate.push(2)
-    gate.sender.finish("a")
+    rig.device.done = 10
+    rig.push(2)
+    rig.sender.finish("a")
     time.sleep(0.05)
-    assert gate.recorder.events == []
+    assert rig.recorder.events == []

@@ -1,4 +1,4 @@
-"""How adapters' writes become visible, with a driver that the test makes up; no torch and no CUDA."""
+"""Visibility of adapters' writes, with a fake CUDA driver and without torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from headrace_engine.torch_memory.peer_writes import (
 
 
 class Driver:
-    """Answers like libcuda for device number 3, which the driver calls 30."""
+    """Has one device, with number 3 and handle 30."""
 
     def __init__(self, code: int = 0, **attributes: int) -> None:
         self.attributes = {RDMA_SUPPORTED: 1, WRITES_ORDERING: 0, FLUSH_OPTIONS: 1}
@@ -52,27 +52,27 @@ def test_unordered_writes_are_flushed_for_the_device_that_owns_the_memory() -> N
 
 
 @pytest.mark.parametrize("ordering", [ORDERED_FOR_OWNER, 200])
-def test_ordered_writes_need_nothing(ordering: int) -> None:
+def test_ordered_writes_need_no_flush(ordering: int) -> None:
     assert open_flush(Driver(ordering=ordering, flush=0), 3) is None
 
 
-def test_writes_that_nobody_can_order_are_refused() -> None:
+def test_writes_that_cannot_be_ordered_are_rejected() -> None:
     with pytest.raises(ConfigError, match="visible"):
         open_flush(Driver(flush=2), 3)
     with pytest.raises(ConfigError, match="cannot reach"):
         open_flush(Driver(rdma=0), 3)
-    with pytest.raises(ConfigError, match=r"cannot be asked \(code 101\)"):
+    with pytest.raises(ConfigError, match=r"no readable attributes \(code 101\)"):
         open_flush(Driver(), 4)
 
 
-def test_a_flush_that_fails_is_told() -> None:
+def test_a_failed_flush_raises() -> None:
     flush = open_flush(Driver(code=700), 3)
     assert flush is not None
     with pytest.raises(TransferFailed, match="700"):
         flush()
 
 
-def test_a_machine_without_the_driver_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_driver_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> Any:
         raise OSError(f"{name}: cannot open shared object file")
 

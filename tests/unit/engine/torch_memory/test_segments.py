@@ -34,19 +34,19 @@ def test_batches_fill_the_buffer_with_the_runs_in_order(
     addresses, lengths = found
     packed = np.zeros(sum(lengths), np.uint8)
     end = 0
-    stretches = cut(SPANS, np.array(addresses, np.int64), np.array(lengths, np.int64))
-    for part in batch(stretches, buffer_bytes, 100):
+    segments = cut(SPANS, np.array(addresses, np.int64), np.array(lengths, np.int64))
+    for part in batch(segments, buffer_bytes, 100):
         assert part.start == end
         end = part.stop
         assert part.direct or part.stop - part.start <= buffer_bytes
         assert not part.direct or part.stop - part.start >= 100
-        for stretch in part.stretches:
-            start = SPANS[stretch.span][0]
-            for number, offset in enumerate(stretch.offsets.tolist()):
-                position = stretch.packed_offset + number * stretch.length
-                assert part.start <= position <= part.stop - stretch.length
-                source = memory[start + offset : start + offset + stretch.length]
-                packed[position : position + stretch.length] = source
+        for segment in part.segments:
+            start = SPANS[segment.span][0]
+            for number, offset in enumerate(segment.offsets.tolist()):
+                position = segment.packed_offset + number * segment.length
+                assert part.start <= position <= part.stop - segment.length
+                source = memory[start + offset : start + offset + segment.length]
+                packed[position : position + segment.length] = source
     assert end == sum(lengths)
     slices = [memory[a : a + n] for a, n in zip(addresses, lengths, strict=True)]
     assert np.array_equal(packed, np.concatenate([np.empty(0, np.uint8), *slices]))
@@ -62,7 +62,7 @@ def test_a_run_outside_is_refused(address: int, length: int) -> None:
         list(cut((), np.array([address]), np.array([length])))
 
 
-def stretch_of(offsets: list[int], length: int) -> Segment:
+def segment_of(offsets: list[int], length: int) -> Segment:
     return Segment(0, np.array(offsets, np.int64), length, 0)
 
 
@@ -75,19 +75,19 @@ def stretch_of(offsets: list[int], length: int) -> Segment:
 def test_rows_start_where_the_runs_do(
     offsets: list[int], length: int, align: int, buffer_offset: int
 ) -> None:
-    stretch = stretch_of([offset * align for offset in offsets], length * align)
-    rows = rows_of(stretch, buffer_offset * align)
-    assert rows.words * rows.word_bytes == stretch.length
+    segment = segment_of([offset * align for offset in offsets], length * align)
+    rows = rows_of(segment, buffer_offset * align)
+    assert rows.words * rows.word_bytes == segment.length
     assert buffer_offset * align % rows.word_bytes == 0
     firsts = (rows.first_word + rows.index * rows.step) * rows.word_bytes
-    assert firsts.tolist() == stretch.offsets.tolist()
+    assert firsts.tolist() == segment.offsets.tolist()
     assert rows.count == int(rows.index.max()) + 1
 
 
 def test_blocks_are_copied_in_wide_words() -> None:
-    blocks = rows_of(stretch_of([4096 * 7, 4096 * 2, 4096 * 9], 1024), 512)
+    blocks = rows_of(segment_of([4096 * 7, 4096 * 2, 4096 * 9], 1024), 512)
     assert (blocks.word_bytes, blocks.words, blocks.first_word) == (8, 128, 1024)
     # The step is a whole number of rows: they do not overlap.
     assert blocks.step == blocks.words
-    odd = rows_of(stretch_of([16, 49], 16), 0)
+    odd = rows_of(segment_of([16, 49], 16), 0)
     assert (odd.word_bytes, odd.step, odd.index.tolist()) == (1, 33, [0, 1])

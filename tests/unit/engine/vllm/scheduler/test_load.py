@@ -1,55 +1,62 @@
-"""What the scheduler's hooks tell of an engine's load."""
+"""The load of an engine, counted from the scheduler's hooks."""
 
 from __future__ import annotations
 
 import asyncio
 
 from headrace_engine.vllm.link.messages import EngineLoad, load_from_proto, load_to_proto
-from headrace_engine.vllm.scheduler.load import REPORT_S, LoadMeter, report_changes
+from headrace_engine.vllm.scheduler.load import LoadMeter, report_changes
 
 
-def test_requests_are_followed_through_every_state() -> None:
+def test_requests_count_as_waiting_and_running_through_every_state() -> None:
     meter = LoadMeter()
     assert meter.read() == EngineLoad()
     meter.bind(lambda: (3, 10))
-    meter.added("a")
-    meter.added("b")
+    meter.request_added("a")
+    meter.request_added("b")
     assert meter.read() == EngineLoad(0, 2, 3, 10)
-    meter.stepped(["a", "b"], ())
+    meter.step_planned(["a", "b"], ())
     assert meter.read() == EngineLoad(2, 0, 3, 10)
-    # One that is not in a step for lack of tokens still has its place.
-    meter.stepped(["a"], ())
+    # A request without tokens in a step still runs.
+    meter.step_planned(["a"], ())
     assert meter.read() == EngineLoad(2, 0, 3, 10)
-    meter.stepped(["a"], ["b"])
+    meter.step_planned(["a"], ["b"])
     assert meter.read() == EngineLoad(1, 1, 3, 10)
-    # Preempted between two steps, and back in the next.
-    meter.stepped(["a", "b"], ["a"])
+    # Preempted between two steps, and scheduled again in the next.
+    meter.step_planned(["a", "b"], ["a"])
     assert meter.read() == EngineLoad(2, 0, 3, 10)
-    meter.finished("a")
-    meter.finished("b")
+    meter.request_finished("a")
+    meter.request_finished("b")
     assert meter.read() == EngineLoad(0, 0, 3, 10)
 
 
-def test_a_request_that_never_ran_leaves_nothing() -> None:
+def test_a_request_that_never_ran_is_not_counted_after_its_end() -> None:
     meter = LoadMeter()
-    meter.added("a")
-    meter.finished("a")
+    meter.request_added("a")
+    meter.request_finished("a")
     assert meter.read() == EngineLoad()
 
 
 async def test_only_changes_are_sent() -> None:
     meter = LoadMeter()
-    held = [0]
-    meter.bind(lambda: (held[0], 4))
+    counts = iter([0, 0, 2, 2])
+    done = asyncio.Event()
+
+    def count_blocks() -> tuple[int, int]:
+        used = next(counts, None)
+        if used is None:
+            done.set()
+        return 2 if used is None else used, 4
+
+    meter.bind(count_blocks)
     sent: list[EngineLoad] = []
     task = asyncio.create_task(report_changes(meter, sent.append))
-    await asyncio.sleep(3 * REPORT_S)
-    held[0] = 2
-    await asyncio.sleep(3 * REPORT_S)
+    async with asyncio.timeout(10):
+        await done.wait()
     task.cancel()
     assert sent == [EngineLoad(0, 0, 0, 4), EngineLoad(0, 0, 2, 4)]
 
 
-def test_the_link_carries_it_whole() -> None:
+def test_a_load_survives_its_conversion_for_the_link() -> None:
     load = EngineLoad(1, 2, 3, 4)
     assert load_from_proto(load_to_proto(load)) == load

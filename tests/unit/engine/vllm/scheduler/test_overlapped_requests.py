@@ -1,132 +1,134 @@
-"""Requests that begin early: when, what becomes of their blocks, and which models may."""
+"""Requests that run before their last layers have arrived: when, their blocks, and the models that support it."""
 
 from __future__ import annotations
 
 import pytest
 
 from headrace_common.errors import ConfigError
-from headrace_engine.vllm.scheduler.connector_scheduler import ConnectorScheduler
-from headrace_engine.vllm.step.groups import LayerGroup, check_late_layers
-from headrace_engine.vllm.step.plan import LateLoad
+from headrace_engine.vllm.scheduler.step_planner import StepPlanner
+from headrace_engine.vllm.step.groups import LayerGroup, check_overlap_layers
+from headrace_engine.vllm.step.plan import OverlappedLoad
 from headrace_kv.layout.layout import STATE, TOKENS
 from headrace_kv.receive.layer_overlap import OverlapSettings
-from tests.unit.engine.vllm.scheduler.test_connector_scheduler import ATTENTION, admit_receive, step
+from tests.unit.engine.vllm.scheduler.test_step_planner import ATTENTION, admit_receive, step
 
 END_S = 1e12
 BLOCKS = (10, 11, 12, 13, 14)
 
 
-def early(go_on: list[int] | None = None) -> tuple[ConnectorScheduler, list[set[int]]]:
-    """A scheduler with one request, all but whose last layers are there, and what it evicts."""
-    scheduler = ConnectorScheduler(ATTENTION, lambda reservation: None)
+def overlap_ready(add_token: list[int] | None = None) -> tuple[StepPlanner, list[set[int]]]:
+    """A planner with a request that lacks only its last layers, and the blocks that it evicts."""
+    planner = StepPlanner(ATTENTION, lambda reservation: None)
     evicted: list[set[int]] = []
-    scheduler.late.evict = evicted.append
-    admit_receive(scheduler, prompt=130, cached=0, go_on=go_on)
-    scheduler.arriving("x1", END_S)
-    return scheduler, evicted
+    planner.overlapped.bind_eviction(evicted.append)
+    admit_receive(planner, prompt=130, cached=0, add_token=add_token)
+    planner.transfer_overlap_ready("x1", END_S)
+    return planner, evicted
 
 
-def test_a_request_begins_when_only_its_last_layers_are_missing() -> None:
-    scheduler, evicted = early()
-    plan = scheduler.plan_step([], ())
-    assert (plan.received, plan.late) == (["r"], [])
-    assert scheduler.late.unsure
-    # Not waited for while it does not run.
-    assert scheduler.plan_step([step("other", 10, 1)], ()).late == []
-    assert scheduler.plan_step([step("r", 129, 1)], ()).late == [LateLoad("x1", BLOCKS, END_S)]
-    scheduler.settle("x1", whole=True)
-    plan = scheduler.plan_step([step("r", 130, 1)], ())
-    assert (plan.late, plan.received, plan.finished_sends) == ([], [], {})
-    assert not scheduler.late
-    assert not scheduler.late.finished("r")
+def test_a_request_runs_when_only_its_last_layers_are_missing() -> None:
+    planner, evicted = overlap_ready()
+    plan = planner.plan_step([], ())
+    assert (plan.received, plan.overlapped) == (["r"], [])
+    assert planner.overlapped.prefix_cache_incomplete
+    # Steps without the request do not wait for it.
+    assert planner.plan_step([step("other", 10, 1)], ()).overlapped == []
+    assert planner.plan_step([step("r", 129, 1)], ()).overlapped == [
+        OverlappedLoad("x1", BLOCKS, END_S)
+    ]
+    planner.transfer_settled("x1", whole=True)
+    plan = planner.plan_step([step("r", 130, 1)], ())
+    assert (plan.overlapped, plan.received, plan.finished_sends) == ([], [], {})
+    assert not planner.overlapped
+    assert not planner.overlapped.request_finished("r")
     assert evicted == []
 
 
-def test_it_waits_for_its_first_token_all_the_same() -> None:
-    told: list[int] = []
-    scheduler, _ = early(told)
-    assert scheduler.plan_step([], ()).received == []
-    scheduler.first_token("x1", 7)
-    plan = scheduler.plan_step([], ())
-    assert (plan.received, told) == (["r"], [7])
-    assert scheduler.late
+def test_it_also_waits_for_its_first_token() -> None:
+    tokens: list[int] = []
+    planner, _ = overlap_ready(tokens)
+    assert planner.plan_step([], ()).received == []
+    planner.first_token_received("x1", 7)
+    plan = planner.plan_step([], ())
+    assert (plan.received, tokens) == (["r"], [7])
+    assert planner.overlapped
 
 
-def test_one_that_is_whole_meanwhile_is_not_late() -> None:
-    scheduler, _ = early()
-    scheduler.settle("x1", whole=True)
-    assert scheduler.plan_step([], ()).received == ["r"]
-    assert not scheduler.late
+def test_one_that_becomes_whole_before_it_runs_is_not_overlapped() -> None:
+    planner, _ = overlap_ready()
+    planner.transfer_settled("x1", whole=True)
+    assert planner.plan_step([], ()).received == ["r"]
+    assert not planner.overlapped
 
 
-def test_one_that_failed_meanwhile_does_not_begin() -> None:
-    scheduler, _ = early()
-    scheduler.settle("x1", whole=False)
-    plan = scheduler.plan_step([], ())
+def test_one_that_fails_before_the_plan_does_not_run() -> None:
+    planner, _ = overlap_ready()
+    planner.transfer_settled("x1", whole=False)
+    plan = planner.plan_step([], ())
     assert (plan.received, plan.failed) == ([], ["r"])
-    assert not scheduler.late
+    assert not planner.overlapped
 
 
-def test_one_that_was_given_up_does_not_begin() -> None:
-    scheduler, _ = early()
-    scheduler.finished("r")
-    assert scheduler.plan_step([], ()).received == []
-    scheduler.settle("x1", whole=False)
-    assert scheduler.plan_step([], ()).failed == ["r"]
+def test_a_cancelled_one_does_not_run() -> None:
+    planner, _ = overlap_ready()
+    planner.request_finished("r")
+    assert planner.plan_step([], ()).received == []
+    planner.transfer_settled("x1", whole=False)
+    assert planner.plan_step([], ()).failed == ["r"]
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_its_blocks_stay_until_nobody_writes(whole: bool) -> None:
-    scheduler, evicted = early()
-    scheduler.plan_step([], ())
-    scheduler.plan_step([step("r", 129, 1)], ())
-    assert scheduler.late.finished("r")
-    # Nobody may find them in the prefix cache, so others need not be held back.
+def test_its_blocks_stay_until_no_sender_writes(whole: bool) -> None:
+    planner, evicted = overlap_ready()
+    planner.plan_step([], ())
+    planner.plan_step([step("r", 129, 1)], ())
+    assert planner.overlapped.request_finished("r")
+    # They are out of the prefix cache, so other requests can be scheduled.
     assert evicted == [set(BLOCKS)]
-    assert not scheduler.late.unsure
-    assert scheduler.plan_step([], ()).finished_sends == {}
-    scheduler.settle("x1", whole=whole)
-    plan = scheduler.plan_step([], ())
-    assert (plan.finished_sends, plan.late) == ({"r": "x1"}, [])
-    scheduler.settle("x1", whole=whole)
-    assert scheduler.plan_step([], ()).finished_sends == {}
+    assert not planner.overlapped.prefix_cache_incomplete
+    assert planner.plan_step([], ()).finished_sends == {}
+    planner.transfer_settled("x1", whole=whole)
+    plan = planner.plan_step([], ())
+    assert (plan.finished_sends, plan.overlapped) == ({"r": "x1"}, [])
+    planner.transfer_settled("x1", whole=whole)
+    assert planner.plan_step([], ()).finished_sends == {}
 
 
-def test_one_that_is_aborted_while_it_is_reported_keeps_its_blocks() -> None:
-    scheduler, _ = early()
-    # The ranks report it as received during this step, and vLLM hears of the abort first.
-    assert scheduler.plan_step([], ()).received == ["r"]
-    assert scheduler.late.withheld({"r", "other"}) == set()
-    assert scheduler.late.finished("r")
-    assert scheduler.late.withheld({"r", "other"}) == {"r"}
-    scheduler.settle("x1", whole=False)
-    assert scheduler.plan_step([], ()).finished_sends == {"r": "x1"}
-    assert scheduler.late.withheld({"r"}) == set()
+def test_one_that_is_aborted_while_it_is_reported_as_received_keeps_its_blocks() -> None:
+    planner, _ = overlap_ready()
+    # vLLM processes the abort before the ranks report it as received in the same step.
+    assert planner.plan_step([], ()).received == ["r"]
+    assert planner.overlapped.withheld({"r", "other"}) == set()
+    assert planner.overlapped.request_finished("r")
+    assert planner.overlapped.withheld({"r", "other"}) == {"r"}
+    planner.transfer_settled("x1", whole=False)
+    assert planner.plan_step([], ()).finished_sends == {"r": "x1"}
+    assert planner.overlapped.withheld({"r"}) == set()
 
 
 def test_one_that_is_lost_before_it_runs_fails_in_its_first_step() -> None:
-    scheduler, evicted = early()
-    scheduler.plan_step([], ())
-    scheduler.settle("x1", whole=False)
-    assert scheduler.plan_step([], ()).late == []
-    plan = scheduler.plan_step([step("r", 129, 1)], ())
-    assert plan.late == [LateLoad("x1", BLOCKS, END_S, lost=True)]
-    assert not scheduler.late.finished("r")
+    planner, evicted = overlap_ready()
+    planner.plan_step([], ())
+    planner.transfer_settled("x1", whole=False)
+    assert planner.plan_step([], ()).overlapped == []
+    plan = planner.plan_step([step("r", 129, 1)], ())
+    assert plan.overlapped == [OverlappedLoad("x1", BLOCKS, END_S, lost=True)]
+    assert not planner.overlapped.request_finished("r")
     assert evicted == [set(BLOCKS)]
-    assert not scheduler.late
+    assert not planner.overlapped
 
 
-def test_one_that_vllm_computes_instead_is_waited_for_until_nobody_writes() -> None:
-    scheduler, _ = early()
-    scheduler.plan_step([], ())
+def test_one_that_vllm_computes_itself_stays_overlapped_until_no_sender_writes() -> None:
+    planner, _ = overlap_ready()
+    planner.plan_step([], ())
     run = [step("r", 129, 1)]
-    # Given up by a rank, and scheduled again: what the steps compute meanwhile is not believed.
+    # A rank has abandoned it, and vLLM has scheduled it again. The steps report its blocks as invalid.
     for _ in range(3):
-        assert scheduler.plan_step(run, ()).late == [LateLoad("x1", BLOCKS, END_S)]
-    scheduler.settle("x1", whole=False)
-    assert scheduler.plan_step(run, ()).late == [LateLoad("x1", BLOCKS, END_S, lost=True)]
-    assert scheduler.plan_step(run, ()).late == []
-    assert not scheduler.late
+        assert planner.plan_step(run, ()).overlapped == [OverlappedLoad("x1", BLOCKS, END_S)]
+    planner.transfer_settled("x1", whole=False)
+    assert planner.plan_step(run, ()).overlapped == [OverlappedLoad("x1", BLOCKS, END_S, lost=True)]
+    assert planner.plan_step(run, ()).overlapped == []
+    assert not planner.overlapped
 
 
 def of_kind(kind: str, layers: int) -> LayerGroup:
@@ -134,15 +136,15 @@ def of_kind(kind: str, layers: int) -> LayerGroup:
     return LayerGroup(0, kind, kind, 1, 32, "", numbered)  # type: ignore[arg-type]
 
 
-def test_the_first_layer_must_be_there() -> None:
-    check_late_layers([of_kind(TOKENS, 4)], OverlapSettings(3))
+def test_the_first_layer_cannot_be_overlapped() -> None:
+    check_overlap_layers([of_kind(TOKENS, 4)], OverlapSettings(3))
     with pytest.raises(ConfigError, match="choose 3 or less"):
-        check_late_layers([of_kind(TOKENS, 4)], OverlapSettings(4))
+        check_overlap_layers([of_kind(TOKENS, 4)], OverlapSettings(4))
 
 
-def test_models_with_states_or_several_groups_are_refused_by_name() -> None:
+def test_models_with_states_or_several_groups_are_rejected_with_their_names() -> None:
     groups = [of_kind(TOKENS, 4), of_kind(STATE, 4)]
-    check_late_layers(groups, OverlapSettings())
-    for refused in (groups, groups[1:]):
+    check_overlap_layers(groups, OverlapSettings())
+    for rejected in (groups, groups[1:]):
         with pytest.raises(ConfigError, match=STATE):
-            check_late_layers(refused, OverlapSettings(1))
+            check_overlap_layers(rejected, OverlapSettings(1))

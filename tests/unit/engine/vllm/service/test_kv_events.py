@@ -1,4 +1,4 @@
-"""vLLM's events, turned into names that routers know."""
+"""vLLM's KV events, converted to prefix announcements."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def names(tokens: list[int]) -> list[int]:
 
 
 def vllm_hashes(tokens: list[int]) -> list[int]:
-    """Stand-ins for vLLM's own: anything that tells prefixes apart."""
+    """Stand-ins for vLLM's own hashes: any that differ between prefixes."""
     ends = range(BLOCK, len(tokens) + 1, BLOCK)
     return [hash((len(tokens[:end]), *tokens[:end])) & (1 << 64) - 1 for end in ends]
 
@@ -74,7 +74,7 @@ def rig() -> Rig:
 
 
 @pytest.mark.parametrize("seed", range(5))
-async def test_blocks_get_the_same_names_however_they_come(rig: Rig, seed: int) -> None:
+async def test_names_of_blocks_do_not_depend_on_how_events_group_them(rig: Rig, seed: int) -> None:
     random = Random(seed)
     base = [random.randrange(1 << 31) for _ in range(random.randrange(30, 100) * BLOCK)]
     fork = random.randrange(1, len(base) // BLOCK)
@@ -83,7 +83,7 @@ async def test_blocks_get_the_same_names_however_they_come(rig: Rig, seed: int) 
         first = start
         while first < len(tokens) // BLOCK:
             end = min(first + random.randrange(1, 12), len(tokens) // BLOCK)
-            rig.prefixes.take(stored(tokens, first, end))
+            rig.prefixes.apply(stored(tokens, first, end))
             first = end
     assert await rig.announced() == {*names(base), *names(other)}
 
@@ -91,73 +91,73 @@ async def test_blocks_get_the_same_names_however_they_come(rig: Rig, seed: int) 
 async def test_removal_from_the_end_and_storing_again(rig: Rig) -> None:
     tokens = list(range(20 * BLOCK))
     hashes = vllm_hashes(tokens)
-    rig.prefixes.take(stored(tokens, 0, 20))
+    rig.prefixes.apply(stored(tokens, 0, 20))
     for block_hash in reversed(hashes[5:]):
-        rig.prefixes.take(removed(block_hash))
+        rig.prefixes.apply(removed(block_hash))
     assert await rig.announced() == set(names(tokens)[:5])
-    rig.prefixes.take(stored(tokens, 5, 20))
+    rig.prefixes.apply(stored(tokens, 5, 20))
     assert await rig.announced() == set(names(tokens))
-    rig.prefixes.take({"type": "AllBlocksCleared"})
+    rig.prefixes.apply({"type": "AllBlocksCleared"})
     assert await rig.announced() == set()
-    rig.prefixes.take(stored(tokens, 0, 1))
+    rig.prefixes.apply(stored(tokens, 0, 1))
     assert await rig.announced() == set(names(tokens)[:1])
 
 
-async def test_a_block_counts_until_its_last_copy_goes(rig: Rig) -> None:
+async def test_a_block_is_announced_until_its_last_copy_is_removed(rig: Rig) -> None:
     tokens = list(range(2 * BLOCK))
     last = vllm_hashes(tokens)[1]
-    rig.prefixes.take(stored(tokens, 0, 2))
-    rig.prefixes.take(stored(tokens, 0, 2))
-    rig.prefixes.take(removed(last))
+    rig.prefixes.apply(stored(tokens, 0, 2))
+    rig.prefixes.apply(stored(tokens, 0, 2))
+    rig.prefixes.apply(removed(last))
     assert await rig.announced() == set(names(tokens))
-    rig.prefixes.take(removed(last))
-    rig.prefixes.take(removed(last))
+    rig.prefixes.apply(removed(last))
+    rig.prefixes.apply(removed(last))
     assert await rig.announced() == set(names(tokens)[:1])
 
 
-async def test_of_a_hybrid_the_group_with_attention_counts(rig: Rig) -> None:
+async def test_only_one_attention_group_of_a_hybrid_is_followed(rig: Rig) -> None:
     tokens = list(range(4 * BLOCK))
     state = {"group_idx": 0, "kv_cache_spec_kind": "mamba"}
-    rig.prefixes.take(stored(tokens, 0, 1, **state))
+    rig.prefixes.apply(stored(tokens, 0, 1, **state))
     assert await rig.announced() == set()
     for index in (3, 4):
         attention = {"group_idx": index, "kv_cache_spec_kind": "full_attention"}
-        rig.prefixes.take(stored(tokens, 0, 2, **attention))
+        rig.prefixes.apply(stored(tokens, 0, 2, **attention))
     assert await rig.announced() == set(names(tokens)[:2])
-    rig.prefixes.take(removed(vllm_hashes(tokens)[1], group=4))
-    rig.prefixes.take(removed(vllm_hashes(tokens)[1], group=0))
+    rig.prefixes.apply(removed(vllm_hashes(tokens)[1], group=4))
+    rig.prefixes.apply(removed(vllm_hashes(tokens)[1], group=0))
     assert await rig.announced() == set(names(tokens)[:2])
-    rig.prefixes.take(removed(vllm_hashes(tokens)[1], group=3))
+    rig.prefixes.apply(removed(vllm_hashes(tokens)[1], group=3))
     assert await rig.announced() == set(names(tokens)[:1])
 
 
-async def test_what_tokens_alone_do_not_name_is_left_out(rig: Rig) -> None:
+async def test_blocks_that_depend_on_more_than_known_tokens_are_not_announced(rig: Rig) -> None:
     tokens = list(range(4 * BLOCK))
-    rig.prefixes.take(stored(tokens, 1, 2))
-    rig.prefixes.take(stored(tokens, 0, 1, extra_keys=[("adapter",)]))
-    rig.prefixes.take(stored(tokens, 0, 1, group_idx=1))
-    rig.prefixes.take(stored(tokens, 0, 1, block_size=2 * BLOCK))
-    rig.prefixes.take(stored(tokens, 0, 2, token_ids=tokens[:BLOCK]))
+    rig.prefixes.apply(stored(tokens, 1, 2))
+    rig.prefixes.apply(stored(tokens, 0, 1, extra_keys=[("adapter",)]))
+    rig.prefixes.apply(stored(tokens, 0, 1, group_idx=1))
+    rig.prefixes.apply(stored(tokens, 0, 1, block_size=2 * BLOCK))
+    rig.prefixes.apply(stored(tokens, 0, 2, token_ids=tokens[:BLOCK]))
     assert await rig.announced() == set()
-    rig.prefixes.take(stored(tokens, 0, 2, extra_keys=[None, None]))
-    rig.prefixes.take(removed(vllm_hashes(tokens)[0], group=1))
+    rig.prefixes.apply(stored(tokens, 0, 2, extra_keys=[None, None]))
+    rig.prefixes.apply(removed(vllm_hashes(tokens)[0], group=1))
     assert await rig.announced() == set(names(tokens)[:2])
 
 
-async def test_nothing_is_named_before_the_key_is_known() -> None:
+async def test_blocks_before_the_key_is_known_are_not_announced() -> None:
     rig = Rig()
     tokens = list(range(2 * BLOCK))
-    rig.prefixes.take(stored(tokens, 0, 1))
+    rig.prefixes.apply(stored(tokens, 0, 1))
     rig.events.set_hash_key(KEY, "m")
-    rig.prefixes.take(stored(tokens, 1, 2))
+    rig.prefixes.apply(stored(tokens, 1, 2))
     assert await rig.announced() == set()
 
 
-async def test_blocks_of_another_size_are_named_once(
+async def test_blocks_of_another_size_are_logged_once(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
     for tokens in ([1] * 2 * BLOCK, [2] * 2 * BLOCK):
-        rig.prefixes.take(stored(tokens, 0, 1, block_size=2 * BLOCK))
+        rig.prefixes.apply(stored(tokens, 0, 1, block_size=2 * BLOCK))
     assert await rig.announced() == set()
     (warning,) = (record.getMessage() for record in caplog.records)
     assert f"blocks of {2 * BLOCK} tokens" in warning
@@ -165,26 +165,26 @@ async def test_blocks_of_another_size_are_named_once(
 
 
 def offloaded(tokens: list[int], first: int, end: int) -> dict[str, Any]:
-    """As OffloadingConnector has it that copies blocks and says no more than their hashes."""
+    """The event of an OffloadingConnector, which reports copied blocks by their hashes alone."""
     return stored(tokens, first, end, medium="CPU", token_ids=[], parent_block_hash=None) | {
         "block_size": 0
     }
 
 
-async def test_copies_in_main_memory_are_a_tier_of_their_own() -> None:
+async def test_copies_in_host_memory_are_a_tier_of_their_own() -> None:
     rig = Rig(Tier.DEVICE, Tier.HOST)
     rig.events.set_hash_key(KEY, "m")
     tokens = list(range(12 * BLOCK))
     hashes, known = vllm_hashes(tokens), names(tokens)
-    rig.prefixes.take(stored(tokens, 0, 10))
-    rig.prefixes.take(offloaded(tokens, 0, 6))
-    rig.prefixes.take(stored(tokens, 10, 12, medium="CPU"))
+    rig.prefixes.apply(stored(tokens, 0, 10))
+    rig.prefixes.apply(offloaded(tokens, 0, 6))
+    rig.prefixes.apply(stored(tokens, 10, 12, medium="CPU"))
     for block_hash in reversed(hashes[2:10]):
-        rig.prefixes.take(removed(block_hash) | {"medium": "GPU"})
+        rig.prefixes.apply(removed(block_hash) | {"medium": "GPU"})
     assert await rig.announced() == set(known[:2])
-    # The chain breaks after the sixth: what lies behind cannot be reached.
+    # The chain breaks after the sixth block, so later ones cannot be found.
     assert await rig.announced(Tier.HOST) == set(known[:6])
-    rig.prefixes.take(removed(*reversed(hashes[1:6])) | {"medium": "CPU"})
+    rig.prefixes.apply(removed(*reversed(hashes[1:6])) | {"medium": "CPU"})
     assert await rig.announced() == set(known[:2])
     assert await rig.announced(Tier.HOST) == set(known[:2])
 
@@ -193,9 +193,9 @@ async def test_copies_in_a_tier_that_is_not_announced_change_nothing(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
     tokens = list(range(4 * BLOCK))
-    rig.prefixes.take(stored(tokens, 0, 4))
-    rig.prefixes.take(offloaded(tokens, 0, 4))
-    rig.prefixes.take(removed(*vllm_hashes(tokens)) | {"medium": "CPU"})
-    rig.prefixes.take(removed(*vllm_hashes(tokens)) | {"medium": "STORAGE"})
+    rig.prefixes.apply(stored(tokens, 0, 4))
+    rig.prefixes.apply(offloaded(tokens, 0, 4))
+    rig.prefixes.apply(removed(*vllm_hashes(tokens)) | {"medium": "CPU"})
+    rig.prefixes.apply(removed(*vllm_hashes(tokens)) | {"medium": "STORAGE"})
     assert await rig.announced() == set(names(tokens))
     assert not caplog.records

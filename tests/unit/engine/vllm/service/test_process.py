@@ -1,4 +1,4 @@
-"""What engine processes are made to do when they are forked."""
+"""The memory settings of forked engine processes."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ os.waitpid(child, 0)
 
 
 @pytest.mark.parametrize("keeps", [True, False])
-def test_memory_that_a_forward_pass_frees_is_kept_for_the_next_one(keeps: bool) -> None:
-    said = subprocess.run(
+def test_freed_memory_is_kept_for_the_next_forward_pass_on_request(keeps: bool) -> None:
+    done = subprocess.run(
         [sys.executable, "-c", FAULTS, "keeps" if keeps else "returns"],
         capture_output=True,
         text=True,
         timeout=50,
         check=True,
     )
-    first, *later = map(int, said.stdout.split())
+    first, *later = map(int, done.stdout.split())
     assert len(later) == 4
-    # Pages are smaller or larger from machine to machine.
+    # The number of faults depends on the machine's page size.
     assert all((count < first / 4) == keeps for count in later)

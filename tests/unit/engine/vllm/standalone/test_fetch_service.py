@@ -1,4 +1,4 @@
-"""The prefill side of pairing, over real gRPC."""
+"""Fetch and Describe of a prefill engine, over real gRPC."""
 
 from __future__ import annotations
 
@@ -38,40 +38,40 @@ SENT = LayerSent(1, 0, 0, 32, 8192, 2, 0, 0, 1, "mooncake/tcp", "direct", 3)
 
 @dataclass(slots=True)
 class Served:
-    """A source and a client of it."""
+    """A FetchService and a client of it."""
 
-    source: FetchService
-    offers: PendingFetches
+    service: FetchService
+    pending: PendingFetches
     stub: pair_pb2_grpc.PairServiceAsyncStub
     endpoint: str
     stopped: list[str] = field(default_factory=list)
 
-    async def offered(self, transfer_id: str) -> None:
-        """Returns once a Fetch has come."""
+    async def wait_fetch(self, transfer_id: str) -> None:
+        """Waits until the service has received a Fetch, and matches it."""
         async with asyncio.timeout(5):
-            while self.offers.take(transfer_id) is None:
+            while self.pending.match(transfer_id) is None:
                 await asyncio.sleep(0.01)
 
 
 @asynccontextmanager
 async def served() -> AsyncIterator[Served]:
-    offers, stopped = PendingFetches(), list[str]()
-    source = FetchService(
+    pending, stopped = PendingFetches(), list[str]()
+    service = FetchService(
         ref=REF,
         descriptor=KvDescriptor(LAYOUT, MEMORIES),
-        offers=offers,
+        pending=pending,
         memories=DecodeMemories(),
         stop=stopped.append,
         timeout_s=5.0,
     )
     server = grpc.aio.server(interceptors=[ErrorInterceptor()])
-    pair_pb2_grpc.add_PairServiceServicer_to_server(source, server)
+    pair_pb2_grpc.add_PairServiceServicer_to_server(service, server)
     endpoint = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     try:
         async with grpc.aio.insecure_channel(endpoint) as channel:
             stub = pair_pb2_grpc.PairServiceStub(channel)
-            yield Served(source, offers, stub, endpoint, stopped)
+            yield Served(service, pending, stub, endpoint, stopped)
     finally:
         await server.stop(None)
 
@@ -94,59 +94,59 @@ def report(rank: int, reason: str = "") -> SendReport:
     return SendReport("x1", rank, reason, "why", (SENT,), 10)
 
 
-async def test_a_fetch_is_answered_when_every_rank_is_quiet() -> None:
-    async with served() as it:
-        fetch = asyncio.ensure_future(it.stub.Fetch(fetch_of(), timeout=5))
-        await it.offered("x1")
-        it.source.reported(report(0))
+async def test_a_fetch_returns_when_every_rank_is_quiet() -> None:
+    async with served() as node:
+        fetch = asyncio.ensure_future(node.stub.Fetch(fetch_of(), timeout=5))
+        await node.wait_fetch("x1")
+        node.service.transfer_quiet(report(0))
         await asyncio.sleep(0.05)
         assert not fetch.done()
-        it.source.reported(report(1))
+        node.service.transfer_quiet(report(1))
         assert (await fetch).payload_bytes == 2 * SENT.payload_bytes
-        assert it.stopped == []
+        assert node.stopped == []
 
 
 async def test_a_rank_that_failed_ends_the_fetch_and_stops_the_others() -> None:
-    async with served() as it:
-        fetch = asyncio.ensure_future(it.stub.Fetch(fetch_of(), timeout=5))
-        await it.offered("x1")
-        it.source.reported(report(1, "TRANSFER_FAILED"))
+    async with served() as node:
+        fetch = asyncio.ensure_future(node.stub.Fetch(fetch_of(), timeout=5))
+        await node.wait_fetch("x1")
+        node.service.transfer_quiet(report(1, "TRANSFER_FAILED"))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await fetch
         assert error_from_rpc(caught.value).reason == "TRANSFER_FAILED"
-        assert it.stopped == ["x1"]
+        assert node.stopped == ["x1"]
 
 
 async def test_a_fetch_that_is_cancelled_stops_the_ranks() -> None:
-    async with served() as it:
-        fetch = it.stub.Fetch(fetch_of(), timeout=5)
+    async with served() as node:
+        fetch = node.stub.Fetch(fetch_of(), timeout=5)
         waiting = asyncio.ensure_future(fetch)
-        await it.offered("x1")
+        await node.wait_fetch("x1")
         fetch.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         async with asyncio.timeout(5):
-            while not it.stopped:
+            while not node.stopped:
                 await asyncio.sleep(0.01)
-        assert it.offers.why_over("x1")
+        assert node.pending.close_reason("x1")
 
 
-async def test_a_prompt_that_never_comes_costs_the_deadline() -> None:
-    async with served() as it:
+async def test_a_fetch_without_a_prompt_ends_at_its_deadline() -> None:
+    async with served() as node:
         start_s = time.monotonic()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await it.stub.Fetch(fetch_of(), timeout=0.3)
+            await node.stub.Fetch(fetch_of(), timeout=0.3)
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert time.monotonic() - start_s < 2
         async with asyncio.timeout(5):
-            while not it.offers.why_over("x1"):
+            while not node.pending.close_reason("x1"):
                 await asyncio.sleep(0.01)
 
 
-async def test_a_fetch_of_nothing_lets_the_prompt_go() -> None:
-    async with served() as it:
-        assert (await it.stub.Fetch(fetch_of(end=0), timeout=5)).payload_bytes == 0
-        assert it.offers.why_over("x1") == "decode needs nothing of it"
-        assert it.stopped == []
+async def test_a_fetch_of_no_tokens_closes_the_transfer() -> None:
+    async with served() as node:
+        assert (await node.stub.Fetch(fetch_of(end=0), timeout=5)).payload_bytes == 0
+        assert node.pending.close_reason("x1") == "decode needs nothing of it"
+        assert node.stopped == []
 
 
 @pytest.mark.parametrize(
@@ -157,35 +157,35 @@ async def test_a_fetch_of_nothing_lets_the_prompt_go() -> None:
         (fetch_of(source_incarnation="older"), "STALE_INCARNATION"),
     ],
 )
-async def test_wrong_fetches_are_refused(request_: pair_pb2.FetchRequest, reason: str) -> None:
-    async with served() as it:
+async def test_wrong_fetches_are_rejected(request_: pair_pb2.FetchRequest, reason: str) -> None:
+    async with served() as node:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await it.stub.Fetch(request_, timeout=5)
+            await node.stub.Fetch(request_, timeout=5)
         assert error_from_rpc(caught.value).reason == reason
 
 
-async def test_the_request_that_ends_fails_the_fetch() -> None:
-    async with served() as it:
-        fetch = asyncio.ensure_future(it.stub.Fetch(fetch_of(), timeout=5))
-        await it.offered("x1")
-        it.source.fail("x1", InternalError("gone"))
+async def test_a_prompt_that_is_not_sent_fails_its_fetch() -> None:
+    async with served() as node:
+        fetch = asyncio.ensure_future(node.stub.Fetch(fetch_of(), timeout=5))
+        await node.wait_fetch("x1")
+        node.service.fail("x1", InternalError("gone"))
         with pytest.raises(grpc.aio.AioRpcError, match="gone"):
             await fetch
 
 
-async def test_memories_are_asked_for_once_and_only_of_the_right_incarnation() -> None:
-    async with served() as it:
+async def test_descriptors_are_fetched_once_and_only_from_the_right_incarnation() -> None:
+    async with served() as node:
         memories = DecodeMemories()
         with pytest.raises(StaleIncarnation):
             await memories.find(REF, Deadline.after(5))
-        memories.note(REF, it.endpoint)
+        memories.set_endpoint(REF, node.endpoint)
         assert await memories.find(REF, Deadline.after(5)) == KvDescriptor(LAYOUT, MEMORIES)
         older = WorkerRef("p", "0")
-        memories.note(older, it.endpoint)
+        memories.set_endpoint(older, node.endpoint)
         with pytest.raises(StaleIncarnation):
             await memories.find(older, Deadline.after(5))
-        nobody = WorkerRef("q", "0")
-        memories.note(nobody, "127.0.0.1:9")
+        gone = WorkerRef("q", "0")
+        memories.set_endpoint(gone, "127.0.0.1:9")
         with pytest.raises(WorkerGone):
-            await memories.find(nobody, Deadline.after(2))
+            await memories.find(gone, Deadline.after(2))
     assert await memories.find(REF, Deadline.after(5)) == KvDescriptor(LAYOUT, MEMORIES)

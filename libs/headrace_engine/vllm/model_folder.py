@@ -1,4 +1,4 @@
-"""What can be told from a model's folder without loading it."""
+"""Properties of a model that its folder shows without loading it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from headrace_common.errors import ConfigError
 
-# Fields of config.json that say how a model is stored or run, and nothing about what it computes.
+# Fields of config.json about how a model is stored or run. They do not change what it computes.
 INCIDENTAL_FIELDS = frozenset(
     {"_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 )
@@ -20,10 +20,10 @@ DIGEST_HEX_LENGTH = 12
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """`path`: the folder. `fingerprint`: the model's identity for KvLayout.model, "name:digest".
+    """`fingerprint`: the model's identity for KvLayout.model, "name:digest".
 
-    `max_model_len`: the longest context that the model was made for; 0 when its config does not say. `model_type`: the
-    kind of model, as its config names it.
+    `max_model_len`: the longest context that the model was made for, 0 when config.json does not state it.
+    `model_type`: as in config.json.
     """
 
     path: Path
@@ -33,9 +33,9 @@ class ModelFolder:
 
 
 def read_model_folder(model: str, max_model_len: int) -> ModelFolder:
-    """Checks a folder in the Hugging Face layout. `max_model_len` is what is asked for; 0 takes the model's own.
+    """Checks a folder in the Hugging Face layout. `max_model_len`: the context to serve, 0 for the model's own.
 
-    Raises ConfigError with one line that says what to do.
+    Raises ConfigError with one line that names the remedy.
     """
     path = Path(model)
     if not path.is_dir():
@@ -87,7 +87,7 @@ def _longest_context(config: Mapping[str, Any]) -> int:
 
 
 def digest_of(config: Mapping[str, Any]) -> str:
-    """Identity of a model, from the fields of its config.json that decide what it computes."""
+    """Identity of a model, from the fields of its config.json that determine what it computes."""
     identity = {name: value for name, value in config.items() if name not in INCIDENTAL_FIELDS}
     text = json.dumps(identity, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:DIGEST_HEX_LENGTH]

@@ -1,4 +1,4 @@
-"""Reads vLLM's KV cache groups: which layers are shaped alike, and what a block of each holds."""
+"""Reads vLLM's KV cache groups: layers that share a block list, and the contents of their blocks."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 def read_groups(
     kv_cache_config: KVCacheConfig, *, kv_head_count: int, tensor_parallel_size: int
 ) -> tuple[LayerGroup, ...]:
-    """The groups of a model, those that hold tokens first.
+    """The groups of a model: first those with tokens, then states.
 
-    Raises ConfigError for layers whose cache cannot be handed over.
+    Raises ConfigError for layers with a cache that Headrace cannot transfer.
     """
     specs = [_one_spec(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
     has_states = any(isinstance(spec, MambaSpec) for spec in specs)
@@ -38,10 +38,10 @@ def read_groups(
         head_count, block_format = kv_head_count, ""
         if isinstance(spec, MambaSpec):
             kind, block_format = STATE, _state_block_format(spec)
-            # A page holds a rank's share of every array in it, which nobody else can take apart.
+            # A page holds a rank's share of several arrays, and cannot be split for other numbers of ranks.
             head_count = 1 if spec.tp_replicated else tensor_parallel_size
         elif type(spec) is MLAAttentionSpec:
-            # Beside states, what a block's end holds must be known: it may have been a state before.
+            # Beside states, blocks are transferred whole: unused bytes of a block may hold an old state.
             head_count, block_format = 1, "vllm-latent" if has_states else TOKEN_OUTER
         elif type(spec) is not FullAttentionSpec:
             raise _refusal(f"layers that keep a {type(spec).__name__}")
@@ -64,13 +64,13 @@ def read_groups(
 
 
 def _layer_numbers(kv_cache_config: KVCacheConfig) -> Mapping[str, int]:
-    """Layers of all groups in the model's order; a layer with two caches counts twice."""
+    """Numbers of the layers of all groups, in model order. A layer with two caches has two numbers."""
     names = [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
     return {name: number for number, name in enumerate(in_model_order(names))}
 
 
 def _one_spec(spec: KVCacheSpec) -> KVCacheSpec:
-    """The spec that all layers of a group have."""
+    """The spec that all layers of a group share."""
     if not isinstance(spec, UniformTypeKVCacheSpecs):
         return spec
     of_layers = list(spec.kv_cache_specs.values())
@@ -89,7 +89,7 @@ def _state_block_format(spec: MambaSpec) -> str:
 
 def _refusal(what: str) -> ConfigError:
     return ConfigError(
-        f"the model has {what}, which Headrace cannot hand over: serve a model with full or latent attention, "
+        f"the model has {what}, which Headrace cannot transfer: serve a model with full or latent attention, "
         "short convolutions or states",
         metadata={"field": "model"},
     )

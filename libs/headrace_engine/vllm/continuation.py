@@ -1,8 +1,8 @@
-"""Lets vLLM go on with an answer that was begun elsewhere. The only module that reaches into its requests and batches.
+"""Continues an answer in vLLM that another engine has begun. Reaches into vLLM's requests and batches.
 
-vLLM knows such requests already: those that it preempted and takes up again. A request is given that shape before its
-first step. The scheduler's half appends the tokens to the request's output; the ranks' half, which vLLM tells only the
-prompt of a new request, reads them from the request's sampling parameters.
+vLLM handles such requests already: those that it preempts and resumes. Before its first step, a request gets the state
+of a resumed one. The scheduler's functions append the tokens to the request's output. vLLM sends the ranks only the
+prompt of a new request, so the ranks read the tokens from the request's sampling parameters.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
 
-def begin(request: Request) -> None:
-    """On the scheduler, when a request comes: what was generated becomes its output."""
+def add_generated_tokens(request: Request) -> None:
+    """On the scheduler, for a new request: the tokens that were generated elsewhere become its output."""
     generated = _generated(request.sampling_params)
     if generated:
         request.append_output_token_ids(list(generated))
-        # vLLM asserts that what it finds of a new request is prompt. Its cached tokens are not counted then.
+        # vLLM asserts that a new request has only prompt tokens. Without it, vLLM counts no cached tokens.
         request.prefill_stats = None
 
 
 def add_first_token(request: Request, token_id: int) -> None:
-    """On the scheduler, before the request's first step: goes on after this token."""
+    """On the scheduler, before the request's first step: the answer continues after this token."""
     request.append_output_token_ids(token_id)
     extra = request.sampling_params.extra_args or {}
     request.sampling_params.extra_args = {**extra, GENERATED_KEY: [token_id]}
 
 
 def install(vllm_config: VllmConfig) -> None:
-    """On a rank, before it takes any request. Its model runner then begins such requests with their output.
+    """On a rank, before its first request. Makes the V1 model runner start such requests with their output.
 
-    A newer model runner, which vLLM uses on some devices, is told all of a request's tokens and has no such batch.
+    The V2 model runner, which vLLM uses on some devices, gets all tokens of a request and has no such batch.
     """
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
     from vllm.v1.worker.gpu_input_batch import InputBatch
@@ -56,17 +56,17 @@ def install(vllm_config: VllmConfig) -> None:
 
 
 def _prepare(state: CachedRequestState, sampler: Any, vocabulary: int) -> None:
-    """Puts output and random stream of a request where they would be; one that was preempted is there already."""
+    """Sets a new request's output and random state. A request that was preempted has them already."""
     generated = _generated(state.sampling_params)
-    begins = bool(generated) and not state.output_token_ids
-    if begins:
+    continues = bool(generated) and not state.output_token_ids
+    if continues:
         state.output_token_ids.extend(generated)
     if state.generator is None:
         return
     if state.generator.device.type == "cpu" and not isinstance(state.generator, RandomStream):
         seed = state.sampling_params.seed
         state.generator = RandomStream(seed, state.output_token_ids, sampler, vocabulary)
-    elif begins:
+    elif continues:
         advance(state.generator, len(generated), sampler, vocabulary)
 
 
@@ -76,16 +76,16 @@ def _generated(sampling_params: Any) -> Sequence[int]:
 
 
 def advance(generator: torch.Generator, token_count: int, sampler: Any, vocabulary: int) -> None:
-    """Draws what the sampler draws for so many tokens, by having it sample."""
+    """Advances the random state as the sampler does for `token_count` tokens, by sampling them."""
     logits = torch.zeros((1, vocabulary), device=generator.device)
     for _ in range(token_count):
         sampler.forward(logits, {0: generator}, None, None)
 
 
 class RandomStream(torch.Generator):
-    """A seeded request's random numbers on a processor, always at the place that its output has reached.
+    """Random numbers of a seeded request on a CPU, positioned after the last token of its output.
 
-    vLLM draws for every chunk of a prompt, and then takes the draw back by an offset, which torch has for CUDA only.
+    vLLM draws for every chunk of a prompt and then resets the generator's offset, which torch supports on CUDA only.
     `output` is the request's own list, which grows.
     """
 
@@ -100,11 +100,11 @@ class RandomStream(torch.Generator):
         self._rewind()
 
     def get_offset(self) -> int:
-        """Draws so far, near enough for whoever only wants to go back."""
+        """A number that `set_offset` accepts. vLLM uses it only to undo a draw."""
         return len(self._output)
 
     def set_offset(self, offset: int) -> None:
-        """Takes back what was drawn since the output's last token, however far that is."""
+        """Undoes all draws since the last token of the output, whatever the offset."""
         self._rewind()
 
     def _rewind(self) -> None:

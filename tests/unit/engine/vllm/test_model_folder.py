@@ -1,4 +1,4 @@
-"""What a model's folder says before it is loaded."""
+"""Checks of a model's folder and of engine settings before the model is loaded."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 from headrace_common.errors import ConfigError
 from headrace_engine.config import EngineConfig
+from headrace_engine.vllm.model_folder import read_model_folder
 from headrace_engine.vllm.service import launch
-from headrace_engine.vllm.service.model_folder import read_model_folder
 from headrace_kv.layout.layout import WorkerRef
 
 CONFIG = {
@@ -29,7 +29,7 @@ def folder(path: Path, **changes: object) -> Path:
     return path
 
 
-def test_the_fingerprint_names_the_model_and_what_it_computes(tmp_path: Path) -> None:
+def test_the_fingerprint_identifies_the_model_and_what_it_computes(tmp_path: Path) -> None:
     first = read_model_folder(str(folder(tmp_path / "m")), 0)
     assert first.fingerprint.startswith("m:")
     assert first.max_model_len == 2048
@@ -41,32 +41,32 @@ def test_the_fingerprint_names_the_model_and_what_it_computes(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("max_model_len", [0, 1, 2048])
-def test_a_context_up_to_the_models_own_is_fine(tmp_path: Path, max_model_len: int) -> None:
+def test_a_context_up_to_the_models_own_is_accepted(tmp_path: Path, max_model_len: int) -> None:
     read_model_folder(str(folder(tmp_path / "m")), max_model_len)
 
 
-def complaint(path: Path, max_model_len: int = 0) -> str:
+def error_of(path: Path, max_model_len: int = 0) -> str:
     with pytest.raises(ConfigError) as caught:
         read_model_folder(str(path), max_model_len)
     assert "\n" not in caught.value.detail
     return caught.value.detail
 
 
-def test_wrong_folders_are_refused_in_one_line(tmp_path: Path) -> None:
-    assert "does not exist" in complaint(tmp_path / "missing")
+def test_wrong_folders_are_rejected_in_one_line(tmp_path: Path) -> None:
+    assert "does not exist" in error_of(tmp_path / "missing")
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert "no config.json" in complaint(empty)
+    assert "no config.json" in error_of(empty)
     broken = folder(tmp_path / "broken")
     (broken / "config.json").write_text("{")
-    assert "cannot read" in complaint(broken)
+    assert "cannot read" in error_of(broken)
     (broken / "config.json").write_text("[]")
-    assert "holds no object" in complaint(broken)
-    assert "no architectures" in complaint(folder(tmp_path / "other", architectures=None))
+    assert "holds no object" in error_of(broken)
+    assert "no architectures" in error_of(folder(tmp_path / "other", architectures=None))
     weightless = folder(tmp_path / "weightless")
     (weightless / "model.safetensors").unlink()
-    assert "no weights" in complaint(weightless)
-    assert "2049" in complaint(folder(tmp_path / "m"), 2049)
+    assert "no weights" in error_of(weightless)
+    assert "2049" in error_of(folder(tmp_path / "m"), 2049)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_wrong_folders_are_refused_in_one_line(tmp_path: Path) -> None:
         ({"num_gpu_blocks_override": 5, "block_size": 32, "max_model_len": 129}, "max_model_len"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(
+def test_settings_that_cannot_work_are_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], word: str
 ) -> None:
     monkeypatch.setattr(launch, "require_vllm", lambda: "0.32.0")
@@ -91,14 +91,14 @@ def test_settings_that_cannot_work_are_refused(
         "num_gpu_blocks_override": 5,
         "max_model_len": 128,
     }
-    # Blocks of 32 just hold it; how many tokens vLLM's own hold is not known yet.
+    # Four blocks of 32 hold 128 tokens. Without block_size, vLLM has not chosen it yet.
     for allowed in ({}, {"block_size": 32}, {"max_model_len": 2048}):
         launch.check_config(EngineConfig(**(values | allowed)))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=word):
         launch.check_config(EngineConfig(**(values | changes)))  # type: ignore[arg-type]
 
 
-def test_a_gpus_cache_is_sized_and_its_graphs_are_kept(tmp_path: Path) -> None:
+def test_a_gpu_gets_a_fixed_cache_size_and_graphs(tmp_path: Path) -> None:
     config = EngineConfig(
         engine="vllm",
         model=str(folder(tmp_path / "m")),

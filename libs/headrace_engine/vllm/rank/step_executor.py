@@ -1,0 +1,211 @@
+"""Executes step plans on a rank: sends what the forward pass computes. Knows no vLLM types."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from headrace_common.errors import Cancelled, HeadraceError, TransferFailed
+from headrace_engine.vllm.step.plan import StepPlan, TokenRange
+from headrace_kv.handoff.messages import LayerRange, SendReport, TransferTarget
+
+log = logging.getLogger(__name__)
+
+PREEMPTION_WAIT_S = 20.0
+KNOWN_TRANSFERS_MAX = 4096
+
+
+class Sender(Protocol):
+    """The part of a RankSender that a step uses. Its methods do not block."""
+
+    def open(self, target: TransferTarget) -> None: ...
+
+    def push(self, piece: LayerRange) -> None: ...
+
+    def push_logits(self, transfer_id: str, logits: bytes) -> None: ...
+
+    def finish(self, transfer_id: str) -> None: ...
+
+    def stop(self, transfer_id: str, reason: str, detail: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """A layer's group in the layout, and whether it keeps a state rather than tokens."""
+
+    group_index: int
+    is_state: bool
+
+
+class StepExecutor:
+    """The rank's compute thread calls it. Any thread may call `stop` and `transfer_quiet`.
+
+    `on_report` gets one report per transfer that was opened or stopped, once it has no write under way.
+    """
+
+    def __init__(self, rank: int, on_report: Callable[[SendReport], None]) -> None:
+        self._rank = rank
+        self._on_report = on_report
+        self._sender: Sender | None = None
+        self._layers: tuple[LayerKind, ...] = ()
+        self._changed = threading.Condition()
+        self._active: set[str] = set()
+        self._known_ids: OrderedDict[str, None] = OrderedDict()
+        self._finishing: dict[str, str] = {}
+        self._plan = StepPlan()
+        self._fence: Callable[[], None] = lambda: None
+        self._final: set[str] = set()
+
+    def start(
+        self,
+        fence: Callable[[], None],
+        sender: Sender | None = None,
+        layers: Sequence[LayerKind] = (),
+    ) -> None:
+        """Before the first step. A rank that only receives has no sender and needs no `layers` of the layout.
+
+        `fence` orders the steps after it behind the peers' writes, see DeviceOrder.
+        """
+        self._fence = fence
+        self._sender = sender
+        self._layers = tuple(layers)
+
+    def transfer_quiet(self, report: SendReport) -> None:
+        """The sender's callback: a transfer has no write under way any more."""
+        with self._changed:
+            self._active.discard(report.transfer_id)
+            self._changed.notify_all()
+        self._on_report(report)
+
+    def stop(self, transfer_id: str) -> None:
+        """Stops a transfer, or prevents one that no step has opened yet."""
+        reason, detail = Cancelled.reason, "prefill cancelled the transfer"
+        with self._changed:
+            opened = transfer_id in self._active
+            unknown = transfer_id not in self._known_ids
+            self._remember(transfer_id)
+        if opened and self._sender is not None:
+            self._sender.stop(transfer_id, reason, detail)
+        elif unknown:
+            self._on_report(SendReport(transfer_id, self._rank, reason, detail, ()))
+
+    def _remember(self, transfer_id: str) -> None:
+        self._known_ids[transfer_id] = None
+        while len(self._known_ids) > KNOWN_TRANSFERS_MAX:
+            self._known_ids.popitem(last=False)
+
+    def preempt(self, plan: StepPlan) -> None:
+        """Before a step that overwrites the blocks of preempted transfers. Waits until nothing reads them."""
+        self._stop_and_wait(
+            plan.preempted, "prefill ran out of KV blocks and preempted the request"
+        )
+
+    def _stop_and_wait(self, transfer_ids: Sequence[str], why: str) -> None:
+        """Stops transfers and waits until none of them reads its blocks any more."""
+        if self._sender is None or not transfer_ids:
+            return
+        for transfer_id in transfer_ids:
+            self._sender.stop(transfer_id, TransferFailed.reason, why)
+        with self._changed:
+            if not self._changed.wait_for(
+                lambda: self._active.isdisjoint(transfer_ids), PREEMPTION_WAIT_S
+            ):
+                # The transfers have failed, so decode does not read what they may still write.
+                log.error("transfers %s were not quiet in %g s", transfer_ids, PREEMPTION_WAIT_S)
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Before the forward pass."""
+        self._plan = plan
+        self._final = set(plan.final)
+        if self._sender is None:
+            return
+        for target in plan.opened:
+            # Under the lock, so that a stop finds the transfer either unknown or open.
+            with self._changed:
+                if target.transfer_id not in self._known_ids:
+                    self._remember(target.transfer_id)
+                    self._open(self._sender, target)
+        self._stop_and_wait(plan.overrun, "prefill computed tokens beyond the state to be sent")
+        ready_ns = time.time_ns()
+        for tokens in plan.ready:
+            for layer, kind in enumerate(self._layers):
+                if not kind.is_state:
+                    self._push(tokens, layer, ready_ns)
+
+    def _open(self, sender: Sender, target: TransferTarget) -> None:
+        try:
+            sender.open(target)
+            self._active.add(target.transfer_id)
+        except HeadraceError as exc:
+            self._on_report(SendReport(target.transfer_id, self._rank, exc.reason, exc.detail, ()))
+
+    def layer_written(self, layer: int) -> None:
+        """The forward pass has written this step's KV of the layer."""
+        if self._sender is None or not self._plan.computed:
+            return
+        ready_ns = time.time_ns()
+        for tokens in self._plan.computed:
+            self._push(tokens, layer, ready_ns)
+
+    def logits_computed(self, transfer_id: str, read_logits: Callable[[], bytes]) -> None:
+        """The step has logits of a request. Called after `end_step`, and before the next step."""
+        if self._sender is not None and transfer_id in self._final & self._active:
+            self._sender.push_logits(transfer_id, read_logits())
+
+    def states_written(self) -> None:
+        """The forward pass has ended. vLLM has no hook for states, which are final with a transfer's last token."""
+        ready_ns = time.time_ns()
+        for layer, kind in enumerate(self._layers):
+            if kind.is_state:
+                for tokens in self._plan.computed:
+                    if tokens.block_ids[kind.group_index]:
+                        self._push(tokens, layer, ready_ns)
+
+    def _push(self, tokens: TokenRange, layer: int, ready_ns: int) -> None:
+        if self._sender is not None and tokens.transfer_id in self._active:
+            self._sender.push(
+                LayerRange(
+                    tokens.transfer_id,
+                    layer,
+                    tokens.start_token,
+                    tokens.end_token,
+                    tokens.block_ids[self._layers[layer].group_index],
+                    ready_ns,
+                )
+            )
+
+    def end_step(self) -> tuple[set[str], set[str], set[str]]:
+        """After the forward pass. Returns requests that finished sending, that finished receiving, and that failed.
+
+        The failed ones are among those that finished receiving.
+        """
+        plan, self._plan = self._plan, StepPlan()
+        for request_id, transfer_id in plan.finished_sends.items():
+            self._finishing[request_id] = transfer_id
+            if self._sender is not None and transfer_id in self._active:
+                self._sender.finish(transfer_id)
+        sent = {
+            request_id
+            for request_id, transfer_id in self._finishing.items()
+            if transfer_id not in self._active
+        }
+        for request_id in sent:
+            del self._finishing[request_id]
+        failed = set(plan.failed)
+        if plan.received and not self._fence_received():
+            failed.update(plan.received)
+        return sent, failed.union(plan.received), failed
+
+    def _fence_received(self) -> bool:
+        """Whether the next step can read what peers have written."""
+        try:
+            self._fence()
+        except TransferFailed as exc:
+            log.error("KV that has arrived cannot be read: %s", exc)
+            return False
+        return True

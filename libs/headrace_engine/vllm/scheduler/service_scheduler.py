@@ -1,0 +1,100 @@
+"""The scheduler's half of the connector in an engine of Headrace's services."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headrace.engine.v1 import link_pb2
+from headrace_engine.vllm import continuation
+from headrace_engine.vllm.compat import block_counts
+from headrace_engine.vllm.link.client import Link
+from headrace_engine.vllm.link.messages import (
+    EngineLoad,
+    load_to_proto,
+    reservation_to_proto,
+    unix_s_from_timestamp,
+)
+from headrace_engine.vllm.scheduler.connector_scheduler import ConnectorScheduler
+from headrace_engine.vllm.scheduler.load import LoadMeter, report_changes
+from headrace_engine.vllm.scheduler.step_planner import LONG_STEP_S
+from headrace_engine.vllm.step.groups import LayerGroup
+from headrace_engine.vllm.step.plan import StepPlan
+from headrace_kv.handoff.messages import Reservation
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+log = logging.getLogger(__name__)
+
+
+class ServiceConnectorScheduler(ConnectorScheduler):
+    """Exchanges events with the service over the link at `link_path`, and reports the engine's load there."""
+
+    def __init__(self, groups: tuple[LayerGroup, ...], link_path: Path) -> None:
+        super().__init__(groups, self._send_reserved, LONG_STEP_S)
+        self._load = LoadMeter()
+        self._link = Link(link_path, link_pb2.Attachment(scheduler=True), self._on_response)
+        self._load_reports = asyncio.run_coroutine_threadsafe(
+            report_changes(self._load, self._send_load), self._link.loop
+        )
+        self._load_reports.add_done_callback(_log_failure)
+
+    def _send_reserved(self, reservation: Reservation) -> None:
+        self._link.send(link_pb2.AttachRequest(reserved=reservation_to_proto(reservation)))
+
+    def _send_load(self, load: EngineLoad) -> None:
+        self._link.send(link_pb2.AttachRequest(load=load_to_proto(load)))
+
+    def _on_response(self, response: link_pb2.AttachResponse) -> None:
+        if response.HasField("arrived"):
+            self._planner.transfer_settled(response.arrived.transfer_id, whole=True)
+        elif response.HasField("arriving"):
+            arriving = response.arriving
+            self._planner.transfer_overlap_ready(
+                arriving.transfer_id, unix_s_from_timestamp(arriving.deadline_time)
+            )
+        elif response.HasField("first_token"):
+            first = response.first_token
+            self._planner.first_token_received(first.transfer_id, first.token_id)
+        elif response.HasField("released"):
+            self._planner.transfer_settled(response.released.transfer_id, whole=False)
+        elif response.HasField("request_coming"):
+            self._planner.request_announced()
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._load.bind(lambda: block_counts(kv_cache_manager))
+
+    def on_new_request(self, request: Request) -> None:
+        self._load.request_added(request.request_id)
+        continuation.add_generated_tokens(request)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepPlan:
+        self._load.step_planned(
+            scheduler_output.num_scheduled_tokens, scheduler_output.preempted_req_ids or ()
+        )
+        return super().build_connector_meta(scheduler_output)
+
+    def request_finished(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._load.request_finished(request.request_id)
+        overlapped = self._planner.overlapped.request_finished(request.request_id)
+        times = self._planner.request_finished(request.request_id)
+        return (overlapped, None) if times is None else (True, times.to_params())
+
+    def shutdown(self) -> None:
+        self._load_reports.cancel()
+        self._link.close()
+
+
+def _log_failure(reports: Future[None]) -> None:
+    error = None if reports.cancelled() else reports.exception()
+    if error is not None:
+        log.error("the engine's load is not reported any more", exc_info=error)

@@ -1,0 +1,331 @@
+"""Plans what each engine step does for transfers, and when requests may run. Knows no vLLM types."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from headrace_engine.vllm.scheduler.overlapped_requests import OverlappedRequests
+from headrace_engine.vllm.settings import (
+    PrefillTimes,
+    ReceiveParams,
+    consume_params,
+    read_params,
+)
+from headrace_engine.vllm.step.groups import LayerGroup, token_stride
+from headrace_engine.vllm.step.plan import StepPlan, TokenRange
+from headrace_kv.handoff.messages import Reservation, TransferTarget
+from headrace_kv.layout.layout import STATE, TOKENS
+
+# While all requests wait for their KV, vLLM runs empty steps in a loop, and a new request is only
+# scheduled after the current one. A long step is used only where requests are announced, and none is on its way.
+SHORT_STEP_S = 0.005
+LONG_STEP_S = 0.1
+ANNOUNCEMENT_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """A request's part of a step: the tokens [computed_tokens, computed_tokens + step_tokens).
+
+    `block_ids` are by group of vLLM, and empty when there are no new ones. They replace the known ones
+    when `replaces_blocks`, else they are appended.
+    """
+
+    request_id: str
+    computed_tokens: int
+    step_tokens: int
+    block_ids: Sequence[Sequence[int]]
+    replaces_blocks: bool
+
+
+@dataclass(slots=True)
+class _Receive:
+    """An incoming transfer that a request waits for.
+
+    `add_token` appends the first token to a request that awaits it. It is None where no first token is awaited.
+    `overlap_deadline_unix_s`: the transfer's deadline once only its last layers are missing, 0 before that.
+    """
+
+    request_id: str
+    block_ids: tuple[int, ...]
+    add_token: Callable[[int], None] | None
+    whole: bool = False
+    overlap_deadline_unix_s: float = 0.0
+    cancelled: bool = False
+
+    @property
+    def ready(self) -> bool:
+        """Whether the request may run."""
+        return self.add_token is None and (self.whole or self.overlap_deadline_unix_s > 0)
+
+    def arrive(self) -> None:
+        self.whole = True
+
+    def start_overlap(self, deadline_unix_s: float) -> None:
+        if not self.cancelled:
+            self.overlap_deadline_unix_s = deadline_unix_s
+
+    def add_first_token(self, token_id: int) -> None:
+        if self.add_token is not None:
+            self.add_token(token_id)
+            self.add_token = None
+
+    def cancel(self) -> None:
+        """The request has ended: it only waits until no sender writes into its blocks."""
+        self.add_token = None
+        self.cancelled, self.overlap_deadline_unix_s = True, 0.0
+
+
+@dataclass(slots=True)
+class _Send:
+    """An outgoing transfer. `planned_tokens`: one past the last token that was handed to the ranks."""
+
+    target: TransferTarget
+    planned_tokens: int
+    cached_tokens: int = 0
+    start_unix_ns: int = 0
+    overrun: bool = False
+    block_ids: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+
+    @property
+    def opened(self) -> bool:
+        return self.start_unix_ns > 0
+
+    def open(self, cached_tokens: int) -> None:
+        self.start_unix_ns = time.time_ns()
+        self.cached_tokens = cached_tokens
+
+    def update_blocks(self, request: ScheduledRequest) -> None:
+        if request.replaces_blocks:
+            self.block_ids.clear()
+        for index, block_ids in enumerate(request.block_ids):
+            self.block_ids[index].extend(block_ids)
+
+    def mark_overrun(self) -> None:
+        self.overrun = True
+
+    def plan_until(self, end_token: int) -> None:
+        self.planned_tokens = end_token
+
+
+class StepPlanner:
+    """The scheduling thread calls it. Any thread may call the `transfer_...`, `first_token_...` and `request_announced`
+    methods.
+
+    `overlapped`: requests that run before the last layers of their KV have arrived. `on_reserved` gets the blocks of
+    every incoming transfer, or an empty Reservation when nothing is missing.
+    """
+
+    def __init__(
+        self, groups: Sequence[LayerGroup], on_reserved: Callable[[Reservation], None]
+    ) -> None:
+        self._groups = tuple(groups)
+        self._token_stride = token_stride(groups)
+        self._has_states = any(group.kind == STATE for group in groups)
+        self._on_reserved = on_reserved
+        self._sends: dict[str, _Send] = {}
+        self._receives: dict[str, _Receive] = {}
+        self._settled: deque[tuple[str, bool]] = deque()
+        self._overlap_ready: deque[tuple[str, float]] = deque()
+        self._first_tokens: deque[tuple[str, int]] = deque()
+        self._finished_sends: dict[str, str] = {}
+        self._event = threading.Event()
+        self._announced_until_s = -math.inf
+        self.overlapped = OverlappedRequests()
+
+    def missing_tokens(
+        self, params: MutableMapping[str, Any] | None, known_tokens: int, cached_tokens: int
+    ) -> int:
+        """Number of tokens after the cached ones that the transfer carries. The engine computes the last known one."""
+        parsed = read_params(params)
+        if not isinstance(parsed, ReceiveParams):
+            return 0
+        return max(0, _end_token(parsed, known_tokens) - cached_tokens)
+
+    def blocks_allocated(
+        self,
+        request_id: str,
+        params: MutableMapping[str, Any] | None,
+        block_ids: Sequence[Sequence[int]],
+        known_tokens: int,
+        missing_tokens: int,
+        add_token: Callable[[int], None],
+    ) -> None:
+        """The request has blocks, by group of vLLM, for its `known_tokens`. `add_token` appends another token to it."""
+        parsed = consume_params(params)
+        if isinstance(parsed, TransferTarget):
+            self._sends[request_id] = _Send(parsed, planned_tokens=parsed.start_token)
+        elif parsed is not None:
+            end = _end_token(parsed, known_tokens)
+            start = end - missing_tokens
+            first, *further = (
+                group.blocks_between(block_ids[group.index], start, end) if missing_tokens else ()
+                for group in self._groups
+            )
+            if missing_tokens:
+                self._receives[parsed.transfer_id] = _Receive(
+                    request_id, first, add_token if parsed.awaits_first_token else None
+                )
+            self._on_reserved(Reservation(parsed.transfer_id, first, start, end, tuple(further)))
+
+    def in_layout_order(self, block_ids: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+        """A request's blocks by group of the layout, from those by group of vLLM."""
+        return tuple(tuple(block_ids[group.index]) for group in self._groups)
+
+    def transfer_settled(self, transfer_id: str, whole: bool) -> None:
+        """An incoming transfer has ended: no sender writes into its blocks any more."""
+        self._settled.append((transfer_id, whole))
+        self._event.set()
+
+    def transfer_overlap_ready(self, transfer_id: str, deadline_unix_s: float) -> None:
+        """All but the last layers of an incoming transfer have arrived, on all ranks."""
+        self._overlap_ready.append((transfer_id, deadline_unix_s))
+        self._event.set()
+
+    def first_token_received(self, transfer_id: str, token_id: int) -> None:
+        """The first token of a request that awaits it."""
+        self._first_tokens.append((transfer_id, token_id))
+        self._event.set()
+
+    def request_announced(self) -> None:
+        """A request reaches the scheduler within a moment."""
+        self._announced_until_s = time.monotonic() + ANNOUNCEMENT_S
+        self._event.set()
+
+    def wait_for_event(self, timeout_s: float) -> None:
+        """Before a step that computes nothing: returns once something is known of an incoming transfer.
+
+        Returns at once when no transfer is awaited.
+        """
+        if self._receives or self.overlapped:
+            is_announced = time.monotonic() < self._announced_until_s
+            self._event.wait(min(timeout_s, SHORT_STEP_S) if is_announced else timeout_s)
+
+    def plan_step(
+        self, scheduled: Iterable[ScheduledRequest], preempted_request_ids: Iterable[str]
+    ) -> StepPlan:
+        """The plan that the ranks need before the step."""
+        self._event.clear()
+        plan = StepPlan(finished_sends=self._finished_sends)
+        self._finished_sends = {}
+        for request_id in preempted_request_ids:
+            send = self._sends.pop(request_id, None)
+            if send is not None and send.opened:
+                plan.preempted.append(send.target.transfer_id)
+        scheduled = tuple(scheduled)
+        for request in scheduled:
+            send = self._sends.get(request.request_id)
+            if send is not None:
+                self._plan_send(plan, send, request)
+        self._plan_receives(plan)
+        plan.overlapped.extend(
+            self.overlapped.plan_step(request.request_id for request in scheduled)
+        )
+        return plan
+
+    def _plan_receives(self, plan: StepPlan) -> None:
+        """Lets requests run that wait for nothing any more."""
+        while self._settled:
+            transfer_id, whole = self._settled.popleft()
+            receive = self._receives.get(transfer_id)
+            if receive is None:
+                freed = self.overlapped.transfer_settled(transfer_id, whole)
+                if freed is not None:
+                    plan.free_after_send(freed, transfer_id)
+            elif whole:
+                receive.arrive()
+                self._plan_received(plan, transfer_id, receive)
+            else:
+                del self._receives[transfer_id]
+                plan.failed.append(receive.request_id)
+        while self._overlap_ready:
+            transfer_id, deadline_unix_s = self._overlap_ready.popleft()
+            receive = self._receives.get(transfer_id)
+            if receive is not None:
+                receive.start_overlap(deadline_unix_s)
+                self._plan_received(plan, transfer_id, receive)
+        while self._first_tokens:
+            transfer_id, token_id = self._first_tokens.popleft()
+            receive = self._receives.get(transfer_id)
+            if receive is not None:
+                receive.add_first_token(token_id)
+                self._plan_received(plan, transfer_id, receive)
+
+    def _plan_received(self, plan: StepPlan, transfer_id: str, receive: _Receive) -> None:
+        if not receive.ready:
+            return
+        del self._receives[transfer_id]
+        plan.received.append(receive.request_id)
+        if not receive.whole:
+            self.overlapped.add(
+                transfer_id,
+                receive.request_id,
+                receive.block_ids,
+                receive.overlap_deadline_unix_s,
+            )
+
+    def _plan_send(self, plan: StepPlan, send: _Send, request: ScheduledRequest) -> None:
+        send.update_blocks(request)
+        if not send.opened:
+            send.open(request.computed_tokens)
+            plan.opened.append(send.target)
+        known_tokens = request.computed_tokens + request.step_tokens
+        if self._has_states and known_tokens > send.target.end_token:
+            # The step overwrites the state that the transfer sends or has yet to send.
+            if not send.overrun:
+                plan.overrun.append(send.target.transfer_id)
+            send.mark_overrun()
+            return
+        # Tokens that vLLM found in its prefix cache count as computed by this step: another request of the same step
+        # may be the one that computes them.
+        self._plan_tokens(plan, send, known_tokens)
+        if send.target.with_logits and known_tokens >= send.target.end_token:
+            plan.final.append(send.target.transfer_id)
+
+    def _plan_tokens(self, plan: StepPlan, send: _Send, known_tokens: int) -> None:
+        """Adds the tokens up to `known_tokens` that are not planned yet: whole blocks, except for the last tokens."""
+        end = send.target.end_token
+        is_last = known_tokens >= end
+        if not is_last:
+            stride = self._token_stride
+            end = known_tokens - known_tokens % stride if stride else send.planned_tokens
+        if end > send.planned_tokens:
+            blocks = tuple(self._source_blocks(send, group, is_last) for group in self._groups)
+            plan.computed.append(
+                TokenRange(send.target.transfer_id, send.planned_tokens, end, blocks)
+            )
+            send.plan_until(end)
+
+    def _source_blocks(self, send: _Send, group: LayerGroup, is_last: bool) -> tuple[int, ...]:
+        block_ids = send.block_ids[group.index]
+        if group.kind == TOKENS:
+            return tuple(block_ids)
+        end = send.target.end_token
+        return group.blocks_between(block_ids, end - 1, end) if is_last else ()
+
+    def request_finished(self, request_id: str) -> PrefillTimes | None:
+        """The request has ended. Returns its times when it has sent.
+
+        The blocks of such a request must stay until the ranks report that they are quiet.
+        """
+        for transfer_id, receive in self._receives.items():
+            if receive.request_id == request_id:
+                receive.cancel()
+                if receive.whole:
+                    self._settled.append((transfer_id, True))
+        send = self._sends.pop(request_id, None)
+        if send is None or not send.opened:
+            return None
+        self._finished_sends[request_id] = send.target.transfer_id
+        return PrefillTimes(send.cached_tokens, send.start_unix_ns, time.time_ns())
+
+
+def _end_token(params: ReceiveParams, known_tokens: int) -> int:
+    """One past the last token that is transferred."""
+    return known_tokens if params.awaits_first_token else known_tokens - 1
