@@ -60,7 +60,7 @@ up: runtime $(MODEL)/config.json ## start the four services on loopback until Ct
 	@$(BIN)/headrace up
 
 REQUESTS ?= $(if $(RDMA),200,10000)
-.PHONY: test test-fast test-vllm chaos soak churn test-gpu test-rdma lint docs format type
+.PHONY: test test-fast test-vllm chaos soak churn mutation test-gpu test-rdma lint docs format type
 # Two runs: vLLM forks its engine, which must happen before anything in the process has used gRPC.
 test: VLLM_TESTS := vllm and not long
 test: test-vllm test-fast ## all tests but the long ones with vLLM
@@ -83,6 +83,9 @@ test-rdma: setup ## the KV data plane on real RDMA verbs, in small virtual machi
 
 soak: setup ## half an hour of mixed load: no process may grow (ARGS="--seconds 300")
 	@$(BIN)/python -m tests.chaos.soak $(ARGS)
+
+mutation: setup ## 30 small mutations of the KV data plane, each of which a test must notice (ARGS="--seed 7 --count 30")
+	@$(BIN)/python -m tests.mutation $(ARGS)
 
 churn: setup ## workers that come and go every second under load (ARGS="--seconds 60 --every 1")
 	@$(BIN)/python -m tests.suite.churn $(ARGS)
