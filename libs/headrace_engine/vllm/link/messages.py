@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headrace.engine.v1 import link_pb2
-from headrace.kv.v1 import handoff_pb2
 from headrace_common.durations import (
     duration_from_ns,
     ns_from_duration,
@@ -13,6 +12,7 @@ from headrace_common.durations import (
     unix_ns_from_timestamp,
 )
 from headrace_kv.handoff.messages import LayerSent, Reservation, SendReport
+from headrace_kv.handoff.proto import reservation_fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,26 +26,7 @@ class EngineLoad:
 
 
 def reservation_to_proto(reservation: Reservation) -> link_pb2.BlocksReserved:
-    return link_pb2.BlocksReserved(
-        transfer_id=reservation.transfer_id,
-        block_ids=reservation.block_ids,
-        start_token=reservation.start_token,
-        end_token=reservation.end_token,
-        further_block_ids=[
-            handoff_pb2.BlockList(block_ids=block_ids)
-            for block_ids in reservation.further_block_ids
-        ],
-    )
-
-
-def reservation_from_proto(message: link_pb2.BlocksReserved) -> Reservation:
-    return Reservation(
-        message.transfer_id,
-        tuple(message.block_ids),
-        message.start_token,
-        message.end_token,
-        tuple(tuple(group.block_ids) for group in message.further_block_ids),
-    )
+    return link_pb2.BlocksReserved(**reservation_fields(reservation))
 
 
 def load_to_proto(load: EngineLoad) -> link_pb2.EngineLoad:

@@ -21,9 +21,9 @@ from headrace_engine.vllm.link.messages import (
     EngineLoad,
     load_from_proto,
     report_from_proto,
-    reservation_from_proto,
 )
 from headrace_kv.handoff.messages import Reservation, SendReport
+from headrace_kv.handoff.proto import reservation_from_proto
 from headrace_kv.layout.layout import KvDescriptor, WorkerRef
 from headrace_kv.layout.proto import descriptor_to_proto, layout_from_proto, rank_memory_from_proto
 
