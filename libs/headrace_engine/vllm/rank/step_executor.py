@@ -1,4 +1,4 @@
-"""Executes step plans on a rank: sends what the forward pass computes. Knows no vLLM types."""
+"""Executes step plans on a rank: sends what the forward pass computes. Uses no vLLM types."""
 
 from __future__ import annotations
 

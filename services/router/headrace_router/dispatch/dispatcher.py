@@ -237,7 +237,7 @@ class RequestDispatcher:
                 }
                 return decision
         except NoDecodeWorker as error:
-            # The failure that excluded the workers says more than that none is left.
+            # The failure that excluded the workers is more precise than NoDecodeWorker.
             raise retries.last_error or error from None
 
     def _candidates(self, model: str, token_ids: Sequence[int]) -> Candidates:
