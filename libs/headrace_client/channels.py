@@ -25,6 +25,14 @@ class _Entry:
     channel: grpc.aio.Channel
     users: int = 0
 
+    def acquire(self) -> None:
+        """A request uses the channel."""
+        self.users += 1
+
+    def release(self) -> None:
+        """A request no longer uses the channel."""
+        self.users -= 1
+
 
 class Channels:
     """One channel per endpoint. Of the unused channels, the 64 used last stay open.
@@ -49,12 +57,12 @@ class Channels:
         if entry is None:
             entry = self._entries[endpoint] = _Entry(open_channel(endpoint, self._tls))
         self._entries.move_to_end(endpoint)
-        entry.users += 1
+        entry.acquire()
         try:
             await self._connect(entry.channel, endpoint)
             yield entry.channel
         finally:
-            entry.users -= 1
+            entry.release()
             await self._close_surplus()
 
     async def close(self) -> None:

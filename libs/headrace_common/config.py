@@ -79,6 +79,10 @@ def _check_worker_id(text: str) -> str:
     return text
 
 
+def _check_optional_worker_id(text: str) -> str:
+    return _check_worker_id(text) if text else text
+
+
 HostPort = Annotated[str, AfterValidator(_check_host_port)]
 """An address to listen on. Port 0 means any free port."""
 Endpoint = Annotated[str, AfterValidator(_check_endpoint)]
@@ -86,6 +90,7 @@ Endpoint = Annotated[str, AfterValidator(_check_endpoint)]
 OptionalHostPort = Annotated[str, AfterValidator(_check_optional_host_port)]
 OtlpEndpoint = Annotated[str, AfterValidator(_check_otlp_endpoint)]
 WorkerId = Annotated[str, AfterValidator(_check_worker_id)]
+OptionalWorkerId = Annotated[str, AfterValidator(_check_optional_worker_id)]
 PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeSeconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PositiveCount = Annotated[int, Field(gt=0)]

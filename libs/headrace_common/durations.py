@@ -25,6 +25,11 @@ def seconds_from_duration(duration: Duration) -> float:
     return duration.ToNanoseconds() / _NS_PER_S
 
 
+def ns_from_duration(duration: Duration) -> int:
+    """The Duration in nanoseconds."""
+    return duration.ToNanoseconds()
+
+
 def timestamp_from_unix_ns(unix_ns: int) -> Timestamp:
     """The Timestamp of Unix nanoseconds."""
     timestamp = Timestamp()
@@ -35,3 +40,13 @@ def timestamp_from_unix_ns(unix_ns: int) -> Timestamp:
 def timestamp_from_unix_s(unix_s: float) -> Timestamp:
     """The Timestamp of Unix seconds, to the nanosecond."""
     return timestamp_from_unix_ns(round(unix_s * _NS_PER_S))
+
+
+def unix_ns_from_timestamp(timestamp: Timestamp) -> int:
+    """The Timestamp in Unix nanoseconds."""
+    return timestamp.ToNanoseconds()
+
+
+def unix_s_from_timestamp(timestamp: Timestamp) -> float:
+    """The Timestamp in Unix seconds."""
+    return timestamp.ToNanoseconds() / _NS_PER_S

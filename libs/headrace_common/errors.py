@@ -59,6 +59,10 @@ class HeadraceError(Exception):
         if retry_after_s is not None:
             self.retry_after_s = retry_after_s
 
+    def add_metadata(self, **values: str) -> None:
+        """Adds to `metadata`. Replaces a value that has the same key."""
+        self.metadata.update(values)
+
 
 class InvalidRequest(HeadraceError):
     """A field of the request is wrong. `violations` maps each field's path to its remedy."""

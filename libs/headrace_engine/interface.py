@@ -142,7 +142,7 @@ class Engine(ABC):
     logits_bytes: int = 0
     """Bytes of one position's logits, set by `start`; 0 for an engine that cannot send or sample them."""
     prefix_events: PrefixEventPublisher | None = None
-    """Publishes the cached prefixes; set by `start`. None for an engine that does not know them."""
+    """Publishes the cached prefixes; set by `start`. None for an engine that does not report them."""
 
     @abstractmethod
     async def start(self) -> None:

@@ -30,6 +30,8 @@ def defined_names(tree: ast.Module) -> set[str]:
             names.add(node.name)
         if isinstance(node, ast.Assign):
             names.update(target.id for target in node.targets if isinstance(target, ast.Name))
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
         if isinstance(node, ast.ClassDef):
             names.update(
                 f"{node.name}.{member.name}"

@@ -38,7 +38,7 @@ class ChatOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ChatAnswer:
     """A complete answer. `last` is the last response, which has the counts and times."""
 
     text: str
@@ -82,7 +82,7 @@ def chat(
 
 async def ask(
     router: RouterClient, messages: list[tuple[str, str]], options: ChatOptions
-) -> Answer:
+) -> ChatAnswer:
     """Sends a conversation and writes the answer to stdout as it arrives.
 
     Raises InternalError when the answer ends without a finish reason.
@@ -107,10 +107,10 @@ async def ask(
     sys.stdout.flush()
     if not last.finish_reason:
         raise InternalError("the answer ended without a finish reason")
-    return Answer("".join(text), trace_id, last)
+    return ChatAnswer("".join(text), trace_id, last)
 
 
-async def chat_once(router: RouterClient, prompt: str, options: ChatOptions) -> Answer:
+async def chat_once(router: RouterClient, prompt: str, options: ChatOptions) -> ChatAnswer:
     """Runs one prompt."""
     return await ask(router, [*_opening(options), ("user", prompt)], options)
 
@@ -141,12 +141,14 @@ def converse(endpoint: str, options: ChatOptions) -> None:
                 messages.append(("assistant", answer.text))
 
 
-async def _ask_once(endpoint: str, messages: list[tuple[str, str]], options: ChatOptions) -> Answer:
+async def _ask_once(
+    endpoint: str, messages: list[tuple[str, str]], options: ChatOptions
+) -> ChatAnswer:
     async with open_router(endpoint) as router:
         return await ask(router, messages, options)
 
 
-def summary(answer: Answer) -> str:
+def summary(answer: ChatAnswer) -> str:
     """The counts and times of an answer in one line."""
     usage, timing = answer.last.usage, answer.last.timing
     first_ms = 1e3 * seconds_from_duration(timing.time_to_first_token)

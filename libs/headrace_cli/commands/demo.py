@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from headrace_cli.client import open_router
-from headrace_cli.commands.chat import Answer, ChatOptions, chat_once, summary
+from headrace_cli.commands.chat import ChatAnswer, ChatOptions, chat_once, summary
 from headrace_cli.commands.trace import show_trace
 from headrace_cli.commands.up import topology_of
 from headrace_cli.console import answer_console, notice_console
@@ -107,7 +107,7 @@ async def _ask_and_show(
         _check(answer, topology, len(layer_spans(trace)), complete=trace.complete)
 
 
-def _check(answer: Answer, topology: Topology, write_count: int, *, complete: bool) -> None:
+def _check(answer: ChatAnswer, topology: Topology, write_count: int, *, complete: bool) -> None:
     """Raises InternalError when the demo did not show what it should."""
     if answer.last.usage.completion_tokens < 1:
         raise InternalError("the answer is empty")

@@ -19,6 +19,7 @@ from headrace_cli.options import DEFAULT_ROUTER, Router
 from headrace_cli.waterfall.draw import draw_waterfall
 from headrace_cli.waterfall.rows import layer_spans
 from headrace_cli.waterfall.units import format_bytes, format_ms
+from headrace_common.durations import ns_from_duration, unix_ns_from_timestamp
 from headrace_common.limits import PAGE_SIZE_MAX
 from headrace_common.telemetry import schema
 
@@ -123,9 +124,9 @@ def busy_ns(spans: Sequence[trace_pb2.Span]) -> int:
     """Nanoseconds in which at least one span ran, summed over source ranks. Writes of one rank overlap."""
     by_rank: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for span in spans:
-        start_ns = span.start_time.ToNanoseconds()
+        start_ns = unix_ns_from_timestamp(span.start_time)
         rank = span.attributes.get(schema.ATTRIBUTE_SOURCE_RANK, "0")
-        by_rank[rank].append((start_ns, start_ns + span.duration.ToNanoseconds()))
+        by_rank[rank].append((start_ns, start_ns + ns_from_duration(span.duration)))
     busy = 0
     for times in by_rank.values():
         reached_ns = 0

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from headrace.inference.v1 import trace_pb2
 from headrace_cli.waterfall.units import format_bytes
+from headrace_common.durations import ns_from_duration, unix_ns_from_timestamp
 from headrace_common.telemetry import schema
 
 LABELS = {
@@ -53,7 +54,7 @@ def trace_rows(trace: trace_pb2.Trace, *, layers: bool) -> list[Row]:
     for span in trace.spans:
         parent = span.parent_span_id if span.parent_span_id in known else ""
         children[parent].append(span)
-    origin_ns = min((span.start_time.ToNanoseconds() for span in trace.spans), default=0)
+    origin_ns = min((unix_ns_from_timestamp(span.start_time) for span in trace.spans), default=0)
     rows: list[Row] = []
 
     def visit(span: trace_pb2.Span, depth: int) -> None:
@@ -79,9 +80,9 @@ def layer_spans(trace: trace_pb2.Trace) -> list[trace_pb2.Span]:
 def _order(span: trace_pb2.Span) -> tuple[int, int, int]:
     attributes = span.attributes
     return (
-        span.start_time.ToNanoseconds(),
+        unix_ns_from_timestamp(span.start_time),
         int(attributes.get(schema.ATTRIBUTE_LAYER, "0")),
-        -span.duration.ToNanoseconds(),
+        -ns_from_duration(span.duration),
     )
 
 
@@ -90,8 +91,8 @@ def _row(span: trace_pb2.Span, depth: int, origin_ns: int) -> Row:
         depth=depth,
         service=span.service.removeprefix("headrace-"),
         label=_label(span),
-        start_ns=span.start_time.ToNanoseconds() - origin_ns,
-        duration_ns=span.duration.ToNanoseconds(),
+        start_ns=unix_ns_from_timestamp(span.start_time) - origin_ns,
+        duration_ns=ns_from_duration(span.duration),
         error=span.error,
     )
 
@@ -115,8 +116,10 @@ def _label(span: trace_pb2.Span) -> str:
 
 
 def _summary_row(sent: Sequence[trace_pb2.Span], depth: int, origin_ns: int) -> Row:
-    start_ns = min(span.start_time.ToNanoseconds() for span in sent)
-    end_ns = max(span.start_time.ToNanoseconds() + span.duration.ToNanoseconds() for span in sent)
+    start_ns = min(unix_ns_from_timestamp(span.start_time) for span in sent)
+    end_ns = max(
+        unix_ns_from_timestamp(span.start_time) + ns_from_duration(span.duration) for span in sent
+    )
     layer_count = len({span.attributes.get(schema.ATTRIBUTE_LAYER, "") for span in sent})
     size = sum(int(span.attributes.get(schema.ATTRIBUTE_PAYLOAD_BYTES, "0")) for span in sent)
     return Row(

@@ -31,7 +31,7 @@ class Sender(Protocol):
 
     def open(self, target: TransferTarget) -> None: ...
 
-    def push(self, piece: LayerRange) -> None: ...
+    def push(self, layer_range: LayerRange) -> None: ...
 
     def push_logits(self, transfer_id: str, logits: bytes) -> None: ...
 
@@ -79,11 +79,11 @@ class EventOrderedSender:
         """See RankSender.open."""
         self._sender.open(target)
 
-    def push(self, piece: LayerRange) -> None:
+    def push(self, layer_range: LayerRange) -> None:
         """The thread that has queued the writing kernels calls it."""
         deadline_s = time.monotonic() + self._limits.write_timeout_s
-        if not self._put(_MarkedRange(piece, self._mark(), deadline_s)):
-            self._reject(piece.transfer_id)
+        if not self._put(_MarkedRange(layer_range, self._mark(), deadline_s)):
+            self._reject(layer_range.transfer_id)
 
     def push_logits(self, transfer_id: str, logits: bytes) -> None:
         """Passed on at once: they are in host memory already."""

@@ -1,1 +1,1 @@
-"""Real models through vLLM. The only package that knows vLLM."""
+"""Real models through vLLM. The only package that imports vLLM."""

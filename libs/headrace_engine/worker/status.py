@@ -12,13 +12,13 @@ from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_seconds, seconds_from_duration
 from headrace_common.errors import DeadlineExceeded, InvalidRequest, StaleIncarnation
+from headrace_common.limits import DRAIN_GRACE_MAX_S
 from headrace_engine.prefix.event_publisher import PrefixEventPublisher
 from headrace_kv.layout.layout import WorkerRef
 
 DEFAULT_INTERVAL_S = 1.0
 SHORTEST_INTERVAL_S = 0.1
 LONGEST_INTERVAL_S = 60.0
-LONGEST_GRACE_S = 3_600.0
 POLL_S = 0.05
 RESET_WAIT_S = 60.0
 # The response must arrive before the caller's deadline.
@@ -128,7 +128,7 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
         _check_incarnation(request.incarnation, WorkerRef(status.worker_id, status.incarnation))
         grace_s: float | None = None
         if request.HasField("grace"):
-            grace_s = _bounded_seconds(request.grace, "grace", 0.0, LONGEST_GRACE_S)
+            grace_s = _bounded_seconds(request.grace, "grace", 0.0, DRAIN_GRACE_MAX_S)
         deadline = self._on_drain(grace_s)
         return worker_pb2.DrainResponse(
             remaining=duration_from_seconds(deadline.remaining_s()),

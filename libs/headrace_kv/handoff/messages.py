@@ -14,7 +14,7 @@ from headrace_kv.plan.copy_plan import BlockSpan
 class TransferTarget:
     """Where one prompt's KV cache goes.
 
-    Tokens [start_token, end_token) are those that decode lacks, as the router knows them from decode's reservation.
+    Tokens [start_token, end_token) are those that decode lacks, which the router has from decode's reservation.
     The transfer fails at `deadline_unix_s`. With `with_logits`, the last token's logits are sent too.
     """
 

@@ -35,12 +35,22 @@ class BlockSpan:
     source_first_token: int
     destination_blocks: Int64Array
     destination_first_token: int
-    segments: dict[tuple[int, int, bool], Segments] = field(default_factory=dict, init=False)
+    _segments: dict[tuple[int, int, bool], Segments] = field(default_factory=dict, init=False)
     """A cache by (source block_tokens, destination block_tokens, token_addressable), shared by all ranks' planners."""
 
     def has_tokens(self, start_token: int, end_token: int) -> bool:
         """Whether the span is exactly [start_token, end_token)."""
         return self.start_token == start_token and self.end_token == end_token
+
+    def segments(self, source: Region, destination: Region) -> Segments:
+        """The tokens, cut at the block borders of both sides."""
+        key = (source.block_tokens, destination.block_tokens, source.token_addressable)
+        found = self._segments.get(key)
+        if found is None:
+            whole = not source.token_addressable
+            found = _whole_blocks(source, self) if whole else _cut(source, destination, self)
+            self._segments[key] = found
+        return found
 
 
 class CopyPlanner:
@@ -185,7 +195,7 @@ def _plan_layer(layer: _Layer, bases: tuple[int, int], edge: Edge, span: BlockSp
         source, destination = part.source, part.destination
         _check_heads(edge.source_head, edge.head_count, source, "source")
         _check_heads(edge.destination_head, edge.head_count, destination, "destination")
-        segments = _segments(source, destination, span)
+        segments = span.segments(source, destination)
         _check_blocks(segments.source_blocks, source, "source")
         _check_blocks(segments.destination_blocks, destination, "destination")
         source_head = edge.source_head * source.head_stride_bytes
@@ -201,17 +211,6 @@ def _plan_layer(layer: _Layer, bases: tuple[int, int], edge: Edge, span: BlockSp
             )
         )
     return concatenate(planned).sort_and_merge()
-
-
-def _segments(source: Region, destination: Region, span: BlockSpan) -> Segments:
-    """The span's tokens, cut at the block borders of both sides. Cached in the span."""
-    key = (source.block_tokens, destination.block_tokens, source.token_addressable)
-    found = span.segments.get(key)
-    if found is None:
-        whole = not source.token_addressable
-        found = _whole_blocks(source, span) if whole else _cut(source, destination, span)
-        span.segments[key] = found
-    return found
 
 
 def _cut(source: Region, destination: Region, span: BlockSpan) -> Segments:

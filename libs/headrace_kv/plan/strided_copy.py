@@ -138,28 +138,28 @@ def plan_part(
         part.destination.block_stride_bytes
     )
     destination += segments.destination_tokens * tokens[1]
-    stretches = _join_segments(Runs(source, destination, segments.token_counts), tokens)
+    token_runs = _join_segments(Runs(source, destination, segments.token_counts), tokens)
     inner = sorted(
         (axis for axis in (part.repeats, heads) if axis.count > 1),
         key=lambda axis: axis.source_stride,
     )
     nest = _Nest(tokens, tuple(inner), part.source.block_stride_bytes, part.source.unit_bytes)
-    return nest.expand(stretches)
+    return nest.expand(token_runs)
 
 
-def _join_segments(stretches: Runs, tokens: tuple[int, int]) -> Runs:
-    """Joins stretches that continue across a block border. The lengths are counts of tokens."""
-    if len(stretches) < 2:
-        return stretches
-    counts = stretches.lengths[:-1]
-    breaks = (np.diff(stretches.source_addresses) != counts * tokens[0]) | (
-        np.diff(stretches.destination_addresses) != counts * tokens[1]
+def _join_segments(token_runs: Runs, tokens: tuple[int, int]) -> Runs:
+    """Joins token runs that continue across a block border. The lengths are counts of tokens."""
+    if len(token_runs) < 2:
+        return token_runs
+    counts = token_runs.lengths[:-1]
+    breaks = (np.diff(token_runs.source_addresses) != counts * tokens[0]) | (
+        np.diff(token_runs.destination_addresses) != counts * tokens[1]
     )
     firsts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
     return Runs(
-        stretches.source_addresses[firsts],
-        stretches.destination_addresses[firsts],
-        np.add.reduceat(stretches.lengths, firsts),
+        token_runs.source_addresses[firsts],
+        token_runs.destination_addresses[firsts],
+        np.add.reduceat(token_runs.lengths, firsts),
     )
 
 
@@ -172,61 +172,61 @@ class _Nest:
     block_stride: int
     unit_bytes: int
 
-    def expand(self, stretches: Runs) -> Runs:
-        """The byte runs of stretches, of which the lengths are counts of tokens."""
-        lengths = np.full(len(stretches), self.unit_bytes, dtype=np.int64)
+    def expand(self, token_runs: Runs) -> Runs:
+        """The byte runs of token runs, of which the lengths are counts of tokens."""
+        lengths = np.full(len(token_runs), self.unit_bytes, dtype=np.int64)
         found: list[Runs] = []
-        self._grow(stretches, lengths, 0, False, (), found)
+        self._grow(token_runs, lengths, 0, False, (), found)
         return concatenate(found)
 
     def _grow(
         self,
-        stretches: Runs,
+        token_runs: Runs,
         lengths: Int64Array,
         depth: int,
         tokens_done: bool,
         loops: tuple[Axis, ...],
         found: list[Runs],
     ) -> None:
-        """Expands the next dimension. Splits the stretches when it joins only some of them."""
-        if not len(stretches):
+        """Expands the next dimension. Splits the token runs when it joins only some of them."""
+        if not len(token_runs):
             return
         axis = self.inner[depth] if depth < len(self.inner) else None
         if axis is None and tokens_done:
-            found.append(self._list(stretches, lengths, loops))
+            found.append(self._list(token_runs, lengths, loops))
             return
         if not tokens_done and (axis is None or self.tokens[0] <= axis.source_stride):
-            # Dimensions inside a token treat every stretch alike.
+            # Dimensions inside a token treat every token run alike.
             if lengths[0] == self.tokens[0] == self.tokens[1]:
-                lengths = lengths * stretches.lengths
+                lengths = lengths * token_runs.lengths
             else:
-                stretches, lengths = self._by_token(stretches, lengths)
-            self._grow(stretches, lengths, depth, True, loops, found)
+                token_runs, lengths = self._by_token(token_runs, lengths)
+            self._grow(token_runs, lengths, depth, True, loops, found)
             return
         assert axis is not None
         joins = (lengths == axis.source_stride) & (lengths == axis.destination_stride)
         for chosen, factor, more in ((joins, axis.count, ()), (~joins, 1, (axis,))):
             if chosen.all():
-                every = (stretches, lengths * factor, depth + 1, tokens_done)
+                every = (token_runs, lengths * factor, depth + 1, tokens_done)
                 self._grow(*every, (*loops, *more), found)
             elif chosen.any():
-                some = (_some(stretches, chosen), lengths[chosen] * factor, depth + 1, tokens_done)
+                some = (_some(token_runs, chosen), lengths[chosen] * factor, depth + 1, tokens_done)
                 self._grow(*some, (*loops, *more), found)
 
-    def _by_token(self, stretches: Runs, lengths: Int64Array) -> tuple[Runs, Int64Array]:
-        """One stretch per token."""
-        counts = stretches.lengths
-        which = np.repeat(np.arange(len(stretches)), counts)
+    def _by_token(self, token_runs: Runs, lengths: Int64Array) -> tuple[Runs, Int64Array]:
+        """One token run per token."""
+        counts = token_runs.lengths
+        which = np.repeat(np.arange(len(token_runs)), counts)
         token = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
         each = Runs(
-            stretches.source_addresses[which] + token * self.tokens[0],
-            stretches.destination_addresses[which] + token * self.tokens[1],
+            token_runs.source_addresses[which] + token * self.tokens[0],
+            token_runs.destination_addresses[which] + token * self.tokens[1],
             np.ones(len(which), dtype=np.int64),
         )
         return each, lengths[which]
 
-    def _list(self, stretches: Runs, lengths: Int64Array, loops: tuple[Axis, ...]) -> Runs:
-        source, destination = stretches.source_addresses, stretches.destination_addresses
+    def _list(self, token_runs: Runs, lengths: Int64Array, loops: tuple[Axis, ...]) -> Runs:
+        source, destination = token_runs.source_addresses, token_runs.destination_addresses
         # Loops of more than a block's stride go outside, so that adjacent blocks stay adjacent in the list.
         within = [axis for axis in loops if axis.source_stride <= self.block_stride]
         beyond = [axis for axis in loops if axis.source_stride > self.block_stride]
@@ -239,11 +239,11 @@ class _Nest:
         return Runs(source, destination, lengths)
 
 
-def _some(stretches: Runs, chosen: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> Runs:
+def _some(token_runs: Runs, chosen: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> Runs:
     return Runs(
-        stretches.source_addresses[chosen],
-        stretches.destination_addresses[chosen],
-        stretches.lengths[chosen],
+        token_runs.source_addresses[chosen],
+        token_runs.destination_addresses[chosen],
+        token_runs.lengths[chosen],
     )
 
 

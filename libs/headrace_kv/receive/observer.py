@@ -110,7 +110,7 @@ class ReceiverFeature:
         """Raises HeadraceError for a rejected sender."""
 
     def extend_welcome(self, welcome: handoff_pb2.Welcome) -> None:
-        """Adds what prefill ranks must know to the message that answers their Hello."""
+        """Adds what prefill ranks need to the message that answers their Hello."""
 
     def observe(self, transfer: TransferView, resume: ResumeTransfer) -> TransferObserver:
         """The feature's part in a new transfer."""

@@ -20,6 +20,7 @@ from headrace_kv.handoff.clock import TimerHandle, Timers
 from headrace_kv.handoff.leases import Quarantine, QuarantinePolicy
 from headrace_kv.handoff.logits import LOGITS_RANK, IncomingLogits
 from headrace_kv.handoff.messages import Reservation
+from headrace_kv.handoff.proto import reservation_fields
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_kv.receive.ledger import LayerLanded, Ledger
 from headrace_kv.receive.observer import TransferObserver
@@ -259,20 +260,9 @@ class IncomingTransfer:
         self._quarantines = [one for one in self._quarantines if not one.advance(now_s)]
 
     def reservation_message(self) -> handoff_pb2.HandoffResponse:
-        """The message that says where an accepted rank may write."""
-        reservation = self._reservation
-        return handoff_pb2.HandoffResponse(
-            reservation=handoff_pb2.Reservation(
-                transfer_id=self.transfer_id,
-                block_ids=reservation.block_ids,
-                start_token=reservation.start_token,
-                end_token=reservation.end_token,
-                further_block_ids=[
-                    handoff_pb2.BlockList(block_ids=block_ids)
-                    for block_ids in reservation.further_block_ids
-                ],
-            )
-        )
+        """The message that states where an accepted rank may write."""
+        reservation = handoff_pb2.Reservation(**reservation_fields(self._reservation))
+        return handoff_pb2.HandoffResponse(reservation=reservation)
 
     def land(self, peer: PrefillPeer, layer: handoff_pb2.LayerDone) -> None:
         """Counts a range that has landed. Raises as Ledger.land and TransferObserver.on_layer_landed do."""

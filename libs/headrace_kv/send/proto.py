@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from headrace.kv.v1 import handoff_pb2
 from headrace_common.errors import Cancelled, Draining, TransferFailed, WorkerGone, class_of
-from headrace_kv.handoff.messages import Reservation
 from headrace_kv.send.layer_write import LayerWrite
 
 
@@ -16,16 +15,6 @@ def reason_from_peer(reason: str) -> str:
     if class_of(reason) in (Draining, WorkerGone):
         return TransferFailed.reason
     return reason or Cancelled.reason
-
-
-def reservation_from_proto(message: handoff_pb2.Reservation) -> Reservation:
-    return Reservation(
-        message.transfer_id,
-        tuple(message.block_ids),
-        message.start_token,
-        message.end_token,
-        tuple(tuple(group.block_ids) for group in message.further_block_ids),
-    )
 
 
 def opening(transfer_id: str) -> handoff_pb2.HandoffRequest:

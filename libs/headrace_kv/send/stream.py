@@ -26,6 +26,7 @@ from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
 from headrace_kv.handoff.leases import WriteLease
 from headrace_kv.handoff.messages import Reservation
+from headrace_kv.handoff.proto import reservation_from_proto
 from headrace_kv.layout.compatibility import require_compatible
 from headrace_kv.layout.layout import KvDescriptor, WorkerRef
 from headrace_kv.layout.proto import layout_to_proto
@@ -233,7 +234,7 @@ class HandoffStream:
     def _receive(self, response: handoff_pb2.HandoffResponse) -> None:
         match response.WhichOneof("message"):
             case "reservation":
-                reservation = proto.reservation_from_proto(response.reservation)
+                reservation = reservation_from_proto(response.reservation)
                 self._listener.on_reservation(self, reservation, response.ByteSize())
             case "renewal":
                 ttl_s = seconds_from_duration(response.renewal.lease_ttl)

@@ -31,6 +31,15 @@ class _RunningLoop:
     def ending(self) -> bool:
         return self.end_by_s > 0.0
 
+    def close_streams(self, now_s: float) -> None:
+        """Closes the loop's streams, which have until `end_by_s` to end."""
+        self.streams_ended = self.loop.close_streams()
+        self.end_by_s = now_s + _STREAMS_END_S
+
+    def has_ended(self, now_s: float) -> bool:
+        """Whether the closed streams have ended, or took too long to."""
+        return now_s >= self.end_by_s or all(ended.done() for ended in self.streams_ended)
+
     def wait_s(self, now_s: float) -> float:
         """Seconds until the next turn is due, unless a command is posted before."""
         return float("inf") if self.ending else self.loop.wait_s(now_s)
@@ -65,8 +74,7 @@ class SenderThread:
                 if running.ending:
                     self._end(running, now_s)
                 elif not _turn(running.loop):
-                    running.streams_ended = running.loop.close_streams()
-                    running.end_by_s = now_s + _STREAMS_END_S
+                    running.close_streams(now_s)
                     self._end(running, now_s)
 
     def _wait(self) -> list[_RunningLoop]:
@@ -91,7 +99,7 @@ class SenderThread:
             return []
 
     def _end(self, running: _RunningLoop, now_s: float) -> None:
-        if now_s < running.end_by_s and not all(ended.done() for ended in running.streams_ended):
+        if not running.has_ended(now_s):
             return
         with self.changed:
             self._loops.remove(running)

@@ -18,27 +18,33 @@ Step = tuple[OutgoingTransfer, LayerWrite | None]
 class _PeerQueue:
     """The waiting transfers and writes of one decode worker.
 
-    `ready` holds transfers with ranges to plan, each once; `backlog` the writes of the range that was planned last.
-    `has_turn` belongs to RoundRobinQueue.
+    `_ready` holds transfers with ranges to plan, each once; `_backlog` the writes of the range that was planned last.
     """
 
     def __init__(self) -> None:
-        self.ready: OrderedDict[OutgoingTransfer, None] = OrderedDict()
-        self.backlog: deque[Step] = deque()
-        self.has_turn = False
+        self._ready: OrderedDict[OutgoingTransfer, None] = OrderedDict()
+        self._backlog: deque[Step] = deque()
+
+    def add_transfer(self, transfer: OutgoingTransfer) -> None:
+        """The transfer has ranges to plan. It keeps its place when it waits already."""
+        self._ready[transfer] = None
+
+    def add_write(self, transfer: OutgoingTransfer, write: LayerWrite) -> None:
+        """A write of the range that was planned last is to be started."""
+        self._backlog.append((transfer, write))
 
     def next_step(self) -> Step | None:
         """The first write with a batch left, else the next transfer with a range, which leaves the queue.
 
         Drops stopped transfers and writes without a batch left.
         """
-        while self.backlog:
-            transfer, write = step = self.backlog[0]
+        while self._backlog:
+            transfer, write = step = self._backlog[0]
             if not transfer.stopped and write is not None and write.next_batch is not None:
                 return step
-            self.backlog.popleft()
-        while self.ready:
-            transfer, _ = self.ready.popitem(last=False)
+            self._backlog.popleft()
+        while self._ready:
+            transfer, _ = self._ready.popitem(last=False)
             if not transfer.stopped and transfer.has_ranges:
                 return transfer, None
         return None
@@ -50,7 +56,7 @@ class RoundRobinQueue:
     def __init__(self, has_room: Callable[[str, int], bool]) -> None:
         self._has_room = has_room
         self._queues: dict[SenderPeer, _PeerQueue] = {}
-        self._turns: deque[_PeerQueue] = deque()
+        self._turns: OrderedDict[_PeerQueue, None] = OrderedDict()
         self._stalled = False
 
     @property
@@ -61,24 +67,23 @@ class RoundRobinQueue:
     def add_transfer(self, transfer: OutgoingTransfer) -> None:
         """The transfer has ranges to plan."""
         queue = self._queue_of(transfer.peer)
-        queue.ready[transfer] = None
+        queue.add_transfer(transfer)
         self._give_turn(queue)
 
     def add_write(self, transfer: OutgoingTransfer, write: LayerWrite) -> None:
         """A write of the range that was planned last is to be started."""
-        self._queue_of(transfer.peer).backlog.append((transfer, write))
+        self._queue_of(transfer.peer).add_write(transfer, write)
 
     def remove_peer(self, peer: SenderPeer) -> None:
         """The stream to a decode worker is lost."""
         queue = self._queues.pop(peer, None)
-        if queue is not None and queue.has_turn:
-            self._turns.remove(queue)
+        if queue is not None:
+            self._turns.pop(queue, None)
 
     def next_step(self) -> Step | None:
         """What to do next; None when every worker waits for a batch to end."""
         for _ in range(len(self._turns)):
-            queue = self._turns.popleft()
-            queue.has_turn = False
+            queue, _ = self._turns.popitem(last=False)
             step = queue.next_step()
             if step is None:
                 continue
@@ -97,9 +102,7 @@ class RoundRobinQueue:
 
     def _give_turn(self, queue: _PeerQueue) -> None:
         self._stalled = False
-        if not queue.has_turn:
-            queue.has_turn = True
-            self._turns.append(queue)
+        self._turns[queue] = None
 
 
 class WriteWindow:

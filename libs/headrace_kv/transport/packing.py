@@ -57,7 +57,7 @@ def scatter(source: Bytes, addresses: Int64Array, lengths: Int64Array) -> None:
 
 
 def _equal_lengths(lengths: Int64Array) -> Iterator[tuple[int, int, int, int]]:
-    """(first run, one past the last, length, offset of the first) of each stretch of equal lengths."""
+    """(first run, one past the last, length, offset of the first) of each sequence of runs with equal lengths."""
     breaks = np.flatnonzero(np.diff(lengths)) + 1
     offset = 0
     first = 0

@@ -152,7 +152,7 @@ class Attempt:
         try:
             return await events.read(self._deadline)
         except HeadraceError:
-            # The transfer's own error says more than the engine's, which may come first.
+            # The transfer's own error is more precise than the engine's, which may come first.
             if self.work.from_logits and self._waiter is not None and self._waiter.error:
                 raise self._waiter.error from None
             raise

@@ -57,7 +57,7 @@ class TransferWaiter:
                 self.require_complete()
         finally:
             readable.cancel()
-        # The transfer's own error says more than the engine's, which may come first.
+        # The transfer's own error is more precise than the engine's, which may come first.
         self._complete(await self._arrival)
 
     def start_forwarding(self, events: EventBuffer) -> None:

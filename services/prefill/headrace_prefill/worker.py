@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from headrace.prefill.v1 import prefill_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_common.deadlines import Deadline
-from headrace_common.durations import duration_from_ns
+from headrace_common.durations import duration_from_ns, unix_s_from_timestamp
 from headrace_common.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -138,7 +138,7 @@ class PrefillWorker:
     def _deadline(self, task: prefill_pb2.PrefillTask) -> Deadline:
         if not task.HasField("deadline_time"):
             return Deadline.after(self._task_timeout_s)
-        return Deadline(task.deadline_time.ToNanoseconds() / 1e9)
+        return Deadline(unix_s_from_timestamp(task.deadline_time))
 
     def status(self) -> worker_pb2.WatchStatusResponse:
         """The state that WatchStatus reports now."""

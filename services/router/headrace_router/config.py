@@ -9,12 +9,13 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from headrace_common.config import (
     NonNegativeSeconds,
+    OptionalWorkerId,
     PositiveCount,
     PositiveSeconds,
     ServiceConfig,
     require_order,
 )
-from headrace_common.identity import is_worker_id
+from headrace_common.limits import POLICY_RETRY_BUDGET_MAX
 
 
 def _split_list(value: Any) -> Any:
@@ -42,12 +43,6 @@ def _check_models(entries: tuple[str, ...]) -> tuple[str, ...]:
     return entries
 
 
-def _check_router_id(text: str) -> str:
-    if text and not is_worker_id(text):
-        raise ValueError("use 1 to 63 characters of a-z, 0-9, '.', '_' and '-'")
-    return text
-
-
 ModelList = Annotated[tuple[str, ...], BeforeValidator(_split_list), AfterValidator(_check_models)]
 
 
@@ -57,7 +52,7 @@ class RouterConfig(ServiceConfig):
     model: ModelList = Field(
         description="Served models, separated by commas: NAME=FOLDER, FOLDER (its last part is the name) or sim."
     )
-    router_id: Annotated[str, AfterValidator(_check_router_id)] = Field(
+    router_id: OptionalWorkerId = Field(
         "",
         description="Name that stays the same after a restart. Empty: derived from the address.",
     )
@@ -86,7 +81,7 @@ class RouterConfig(ServiceConfig):
     default_deadline_s: PositiveSeconds = Field(
         600.0, description="Deadline in seconds of a request if its client sets none."
     )
-    retry_budget: Annotated[int, Field(ge=0, le=10)] = Field(
+    retry_budget: Annotated[int, Field(ge=0, le=POLICY_RETRY_BUDGET_MAX)] = Field(
         2,
         description="Retries of a request, unless the registry's policy sets a retry budget.",
     )

@@ -8,17 +8,27 @@ from hypothesis import strategies as st
 from headrace_common.durations import (
     duration_from_ns,
     duration_from_seconds,
+    ns_from_duration,
     seconds_from_duration,
     timestamp_from_unix_ns,
     timestamp_from_unix_s,
+    unix_ns_from_timestamp,
+    unix_s_from_timestamp,
 )
 
 
 @given(st.integers(0, 10**15))
 def test_durations_keep_nanoseconds(nanoseconds: int) -> None:
     duration = duration_from_ns(nanoseconds)
-    assert duration.ToNanoseconds() == nanoseconds
+    assert ns_from_duration(duration) == duration.ToNanoseconds() == nanoseconds
     assert seconds_from_duration(duration) == nanoseconds / 1e9
+
+
+@given(st.integers(0, 2 * 10**18))
+def test_timestamps_keep_nanoseconds(unix_ns: int) -> None:
+    timestamp = timestamp_from_unix_ns(unix_ns)
+    assert unix_ns_from_timestamp(timestamp) == timestamp.ToNanoseconds() == unix_ns
+    assert unix_s_from_timestamp(timestamp) == unix_ns / 1e9
 
 
 def test_negative_durations_become_zero() -> None:

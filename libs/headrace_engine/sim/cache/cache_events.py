@@ -18,6 +18,14 @@ class _CachedBlock:
     parent: int | None
     tiers: int = 0
 
+    def tier_added(self) -> None:
+        """One more tier holds the block."""
+        self.tiers += 1
+
+    def tier_removed(self) -> None:
+        """One tier no longer holds the block."""
+        self.tiers -= 1
+
 
 class CacheEventReporter:
     """Reports the cached blocks of one pool to `events`, from the time on when that has a hasher.
@@ -39,7 +47,7 @@ class CacheEventReporter:
             prefix = int(sequence.hashes[(index + 1) * size - 1])
             parent = hashes[index - 1] if index else None
             block = self._by_prefix.setdefault(prefix, _CachedBlock(hashes[index], parent))
-            block.tiers += 1
+            block.tier_added()
             self._events.stored(parent, [block.block_hash])
 
     def blocks_offloaded(self, prefixes: Items[int]) -> None:
@@ -47,7 +55,7 @@ class CacheEventReporter:
         for prefix in prefixes:
             block = self._by_prefix.get(prefix)
             if block is not None:
-                block.tiers += 1
+                block.tier_added()
                 self._events.stored(block.parent, [block.block_hash], Tier.HOST)
 
     def blocks_evicted(self, prefixes: Items[int], tier: Tier = Tier.DEVICE) -> None:
@@ -58,7 +66,7 @@ class CacheEventReporter:
             if block is None:
                 continue
             evicted.append(block.block_hash)
-            block.tiers -= 1
+            block.tier_removed()
             if not block.tiers:
                 del self._by_prefix[prefix]
         self._events.removed(evicted, tier)

@@ -72,7 +72,7 @@ class Sequence:
     chunk_count: int = 0
     ended: bool = False
     receiving: bool = False
-    compute_start_unix_ns: int = 0
+    compute_start_unix_ns: int = field(default_factory=time.time_ns)
     compute_end_unix_ns: int = 0
     _loading: bool = False
     _in_step: bool = False
@@ -254,11 +254,17 @@ def prefill_sequence(
     first_token: FirstTokenRequest | None = None,
 ) -> Sequence:
     """A prompt that is computed and sent."""
-    sequence = _sequence(work.target.transfer_id, work.token_ids, len(work.token_ids), model)
-    sequence.handover = handover
-    sequence.first_token = first_token
-    sequence.pushed = work.target.start_token
-    return sequence
+    hashes, hash_sum = _hash_prompt(work.token_ids, len(work.token_ids), model)
+    return Sequence(
+        transfer_id=work.target.transfer_id,
+        tokens=list(work.token_ids),
+        prompt_count=len(work.token_ids),
+        hashes=hashes,
+        hash_sum=hash_sum,
+        handover=handover,
+        first_token=first_token,
+        pushed=work.target.start_token,
+    )
 
 
 def decode_sequence(
@@ -266,24 +272,23 @@ def decode_sequence(
 ) -> Sequence:
     """A prompt that is answered. The last token of the answer needs no KV."""
     total = min(work.prompt_tokens + sampling.max_tokens, max_model_len)
-    sequence = _sequence(work.transfer_id, work.token_ids, total - 1, model)
-    sequence.prompt_count = work.prompt_tokens
-    sequence.generation = Generation(sampling, work.remote_kv, work.transferable_tokens)
-    sequence.awaits_first_token = work.awaits_first_token
-    return sequence
+    hashes, hash_sum = _hash_prompt(work.token_ids, total - 1, model)
+    return Sequence(
+        transfer_id=work.transfer_id,
+        tokens=list(work.token_ids),
+        prompt_count=work.prompt_tokens,
+        hashes=hashes,
+        hash_sum=hash_sum,
+        generation=Generation(sampling, work.remote_kv, work.transferable_tokens),
+        awaits_first_token=work.awaits_first_token,
+    )
 
 
-def _sequence(
-    transfer_id: str, token_ids: tuple[int, ...], capacity: int, model: SimModel
-) -> Sequence:
+def _hash_prompt(
+    token_ids: tuple[int, ...], capacity: int, model: SimModel
+) -> tuple[U64Array, int]:
+    """The prompt's hashes in an array of `capacity` positions, and its hash sum."""
     sums = model.prefix_sums(token_ids)
     hashes = np.empty(capacity, np.uint64)
     hashes[: len(token_ids)] = mix_words(sums)
-    return Sequence(
-        transfer_id=transfer_id,
-        tokens=list(token_ids),
-        prompt_count=len(token_ids),
-        hashes=hashes,
-        hash_sum=int(sums[-1]),
-        compute_start_unix_ns=time.time_ns(),
-    )
+    return hashes, int(sums[-1])

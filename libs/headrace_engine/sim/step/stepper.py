@@ -22,7 +22,7 @@ from headrace_kv.layout.layout import STATE
 
 
 class Stepper:
-    """Computes chunks, in the time that the settings say. Requests keep their blocks while a step runs."""
+    """Computes chunks, in the time that the settings give. Requests keep their blocks while a step runs."""
 
     def __init__(
         self,

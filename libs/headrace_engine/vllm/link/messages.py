@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from google.protobuf.timestamp_pb2 import Timestamp
-
 from headrace.engine.v1 import link_pb2
-from headrace.kv.v1 import handoff_pb2
-from headrace_common.durations import duration_from_ns, timestamp_from_unix_ns
+from headrace_common.durations import (
+    duration_from_ns,
+    ns_from_duration,
+    timestamp_from_unix_ns,
+    unix_ns_from_timestamp,
+)
 from headrace_kv.handoff.messages import LayerSent, Reservation, SendReport
-
-_NS_PER_S = 1_000_000_000
+from headrace_kv.handoff.proto import reservation_fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,32 +25,8 @@ class EngineLoad:
     total_blocks: int = 0
 
 
-def unix_s_from_timestamp(timestamp: Timestamp) -> float:
-    """The point in time in seconds since the Unix epoch."""
-    return timestamp.ToNanoseconds() / _NS_PER_S
-
-
 def reservation_to_proto(reservation: Reservation) -> link_pb2.BlocksReserved:
-    return link_pb2.BlocksReserved(
-        transfer_id=reservation.transfer_id,
-        block_ids=reservation.block_ids,
-        start_token=reservation.start_token,
-        end_token=reservation.end_token,
-        further_block_ids=[
-            handoff_pb2.BlockList(block_ids=block_ids)
-            for block_ids in reservation.further_block_ids
-        ],
-    )
-
-
-def reservation_from_proto(message: link_pb2.BlocksReserved) -> Reservation:
-    return Reservation(
-        message.transfer_id,
-        tuple(message.block_ids),
-        message.start_token,
-        message.end_token,
-        tuple(tuple(group.block_ids) for group in message.further_block_ids),
-    )
+    return link_pb2.BlocksReserved(**reservation_fields(reservation))
 
 
 def load_to_proto(load: EngineLoad) -> link_pb2.EngineLoad:
@@ -117,9 +94,9 @@ def _layer_from_proto(message: link_pb2.LayerSent) -> LayerSent:
         end_token=message.end_token,
         payload_bytes=message.payload_bytes,
         run_count=message.run_count,
-        ready_unix_ns=message.ready_time.ToNanoseconds(),
-        start_unix_ns=message.start_time.ToNanoseconds(),
-        duration_ns=message.duration.ToNanoseconds(),
+        ready_unix_ns=unix_ns_from_timestamp(message.ready_time),
+        start_unix_ns=unix_ns_from_timestamp(message.start_time),
+        duration_ns=ns_from_duration(message.duration),
         transport=message.transport,
         strategy=message.strategy,
         entry_count=message.entry_count,

@@ -4,32 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grpc
 import grpc.aio
 
 from headrace.engine.v1 import link_pb2, link_pb2_grpc
 from headrace_common.deadlines import Deadline
-from headrace_common.durations import timestamp_from_unix_s
+from headrace_common.durations import timestamp_from_unix_s, unix_s_from_timestamp
 from headrace_common.errors import HeadraceError, InternalError, ProtocolViolation
 from headrace_common.rpc.channel import LOCAL_OPTIONS
 from headrace_engine.vllm.link.messages import (
     EngineLoad,
     load_from_proto,
     report_from_proto,
-    reservation_from_proto,
-    unix_s_from_timestamp,
 )
 from headrace_kv.handoff.messages import Reservation, SendReport
+from headrace_kv.handoff.proto import reservation_from_proto
 from headrace_kv.layout.layout import KvDescriptor, WorkerRef
 from headrace_kv.layout.proto import descriptor_to_proto, layout_from_proto, rank_memory_from_proto
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from headrace_kv.send.context import DescriptorSource
 
-DescriptorSource = Callable[[WorkerRef, Deadline], Awaitable[KvDescriptor]]
+log = logging.getLogger(__name__)
 
 UNSENT_MAX = 65_536
 QUERIES_MAX = 1024

@@ -1,7 +1,7 @@
 """Reads the logits of a prompt's last position in vLLM's sampler, before any processor changes them.
 
 vLLM makes one processor of each configured class in each rank, and passes it the logits of every step. Those are of the
-last positions of the step's chunks. Only the rank's connector knows which of them are the last of a prompt.
+last positions of the step's chunks. Only the rank's connector can determine which of them are the last of a prompt.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Executes step plans on a rank: sends what the forward pass computes. Knows no vLLM types."""
+"""Executes step plans on a rank: sends what the forward pass computes. Uses no vLLM types."""
 
 from __future__ import annotations
 
@@ -8,30 +8,19 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from headrace_common.errors import Cancelled, HeadraceError, TransferFailed
 from headrace_engine.vllm.step.plan import StepPlan, TokenRange
 from headrace_kv.handoff.messages import LayerRange, SendReport, TransferTarget
 
+if TYPE_CHECKING:
+    from headrace_engine.torch_memory.event_ordered_sender import Sender
+
 log = logging.getLogger(__name__)
 
 PREEMPTION_WAIT_S = 20.0
 KNOWN_TRANSFERS_MAX = 4096
-
-
-class Sender(Protocol):
-    """The part of a RankSender that a step uses. Its methods do not block."""
-
-    def open(self, target: TransferTarget) -> None: ...
-
-    def push(self, piece: LayerRange) -> None: ...
-
-    def push_logits(self, transfer_id: str, logits: bytes) -> None: ...
-
-    def finish(self, transfer_id: str) -> None: ...
-
-    def stop(self, transfer_id: str, reason: str, detail: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,13 +27,13 @@ class _Overlapped:
     lost: bool = False
     loss_planned: bool = False
 
-    def start(self) -> None:
+    def mark_started(self) -> None:
         self.started = True
 
-    def finish(self) -> None:
+    def mark_finished(self) -> None:
         self.finished = True
 
-    def lose(self) -> None:
+    def mark_lost(self) -> None:
         self.lost = True
 
     def plan_load(self, transfer_id: str) -> OverlappedLoad:
@@ -80,7 +80,7 @@ class OverlappedRequests:
             return None
         if not one.finished and not whole:
             # The next step that contains the request reports its blocks as invalid.
-            one.lose()
+            one.mark_lost()
             return None
         del self._by_transfer[transfer_id]
         return one.request_id if one.finished else None
@@ -90,7 +90,7 @@ class OverlappedRequests:
         for transfer_id, one in self._by_transfer.items():
             if one.request_id == request_id:
                 self._evict(set(one.block_ids))
-                one.finish()
+                one.mark_finished()
                 if one.lost:
                     del self._by_transfer[transfer_id]
                 return not one.lost
@@ -112,7 +112,7 @@ class OverlappedRequests:
         loads: list[OverlappedLoad] = []
         for transfer_id, one in list(self._by_transfer.items()):
             if one.request_id in scheduled:
-                one.start()
+                one.mark_started()
             if one.loss_planned and not one.finished:
                 # vLLM computes the request here instead, and no sender writes to its blocks any more.
                 del self._by_transfer[transfer_id]

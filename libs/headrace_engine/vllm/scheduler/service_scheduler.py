@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.engine.v1 import link_pb2
+from headrace_common.durations import unix_s_from_timestamp
 from headrace_engine.vllm import continuation
 from headrace_engine.vllm.compat import block_counts
 from headrace_engine.vllm.link.client import Link
@@ -16,7 +17,6 @@ from headrace_engine.vllm.link.messages import (
     EngineLoad,
     load_to_proto,
     reservation_to_proto,
-    unix_s_from_timestamp,
 )
 from headrace_engine.vllm.scheduler.connector_scheduler import ConnectorScheduler
 from headrace_engine.vllm.scheduler.load import LoadMeter, report_changes

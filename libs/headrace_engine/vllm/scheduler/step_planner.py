@@ -1,4 +1,4 @@
-"""Plans what each engine step does for transfers, and when requests may run. Knows no vLLM types."""
+"""Plans what each engine step does for transfers, and when requests may run. Uses no vLLM types."""
 
 from __future__ import annotations
 

@@ -92,7 +92,9 @@ class StandaloneNode:
             endpoint = starting.result(START_TIMEOUT_S)
         except concurrent.futures.TimeoutError:
             starting.cancel()
-            raise InternalError(f"pairing did not start within {START_TIMEOUT_S:g} s") from None
+            raise InternalError(
+                f"the pair service did not start within {START_TIMEOUT_S:g} s"
+            ) from None
         finally:
             # Ranks attach once, and vLLM is often killed before it could remove the folder.
             shutil.rmtree(self._link_path.parent, ignore_errors=True)
@@ -183,7 +185,7 @@ class StandaloneNode:
         try:
             ending.result(CLOSE_TIMEOUT_S)
         except concurrent.futures.TimeoutError:
-            log.error("pairing did not end within %g s", CLOSE_TIMEOUT_S)
+            log.error("the pair service did not end within %g s", CLOSE_TIMEOUT_S)
 
     async def _close(self) -> None:
         self._link.begin_close()

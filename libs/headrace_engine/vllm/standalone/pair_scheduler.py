@@ -1,4 +1,4 @@
-"""Which requests of a stock vLLM server wait, fetch, send or are held. Knows no vLLM types."""
+"""Which requests of a stock vLLM server wait, fetch, send or are held. Uses no vLLM types."""
 
 from __future__ import annotations
 

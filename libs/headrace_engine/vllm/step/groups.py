@@ -17,7 +17,7 @@ class LayerGroup:
 
     Entry i of a request's block list holds the tokens from i * block_tokens on. For a state, it holds the state after
     the last computed one of these tokens. Groups may share memory, but a block belongs to one group at a time.
-    `block_format` says how a block is packed. It is empty where the attention kernels decide that.
+    `block_format` names how a block is packed. It is empty where the attention kernels decide that.
     """
 
     index: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -40,6 +40,14 @@ class _Lease:
     def renew(self, now_s: float) -> None:
         """Starts the time to live again."""
         self.expires_at_s = now_s + self.ttl_s
+
+    def put_descriptor(self, descriptor: layout_pb2.KvDescriptor) -> None:
+        self.descriptor = descriptor
+
+    def restart_timer(self, on_timer: Callable[[str], None]) -> None:
+        """Has `on_timer` called with the lease id when the lease expires. The last timer has fired."""
+        loop = asyncio.get_running_loop()
+        self.timer = loop.call_at(self.expires_at_s, on_timer, self.lease_id)
 
 
 class MemoryStore(Store):
@@ -102,7 +110,7 @@ class MemoryStore(Store):
         held_id = self._lease_ids.get(reference.worker_id, "")
         current = self.members.get(reference.worker_id)
         require_owner(current, held_id == lease_id, lease_id, reference)
-        self._leases[held_id].descriptor = descriptor
+        self._leases[held_id].put_descriptor(descriptor)
         revision = self._feed.revision + 1
         self._feed.apply(revision, {})
         return revision
@@ -136,12 +144,11 @@ class MemoryStore(Store):
 
     def _on_timer(self, lease_id: str) -> None:
         lease = self._leases[lease_id]
-        loop = asyncio.get_running_loop()
-        now_s = loop.time()
+        now_s = asyncio.get_running_loop().time()
         if now_s - lease.expires_at_s > _STALL_S:
             lease.renew(now_s)
         if lease.expires_at_s > now_s:
-            lease.timer = loop.call_at(lease.expires_at_s, self._on_timer, lease_id)
+            lease.restart_timer(self._on_timer)
         else:
             self._end_lease(lease)
 

@@ -237,7 +237,7 @@ class RequestDispatcher:
                 }
                 return decision
         except NoDecodeWorker as error:
-            # The failure that excluded the workers says more than that none is left.
+            # The failure that excluded the workers is more precise than NoDecodeWorker.
             raise retries.last_error or error from None
 
     def _candidates(self, model: str, token_ids: Sequence[int]) -> Candidates:
@@ -285,7 +285,7 @@ class RequestDispatcher:
             level = logging.DEBUG if isinstance(error, DecodeFull) else logging.WARNING
             request_id = request.prepared.request_id
             _LOG.log(level, "attempt %d of %s: %s", number, request_id, error.detail)
-            error.metadata["attempts"] = str(number)
+            error.add_metadata(attempts=str(number))
             if isinstance(error, WorkerGone) and "grpc_code" in error.metadata:
                 self._workers.mark_unreachable(attempt.decode_worker)
             response = request.response

@@ -27,7 +27,7 @@ from headrace_kv.layout.layout import WorkerRef
 ErrorClasses: TypeAlias = tuple[type[HeadraceError], ...]
 
 _FULL_WORKER_PAUSE_S: Final = 0.5
-# A retry in less time would fail with the deadline. TransferTimeout names the missing keys, which says more.
+# A retry in less time would fail with the deadline. TransferTimeout is more precise: it names the missing keys.
 _RETRY_AFTER_TIMEOUT_MIN_S: Final = 1.0
 
 # Errors of the pair of workers. A prefill worker that shuts down before its task has ended reports Cancelled.

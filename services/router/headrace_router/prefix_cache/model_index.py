@@ -23,7 +23,7 @@ _SWEEP_PAUSE_S: Final = 0.002
 
 @dataclass(frozen=True, slots=True)
 class TableSlots:
-    """The workers of a table that an index knows: `rows[i]` of the table has slot `slots[i]`."""
+    """The workers of a table that an index follows: `rows[i]` of the table has slot `slots[i]`."""
 
     table: LoadTable
     generation: int

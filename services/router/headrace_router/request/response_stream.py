@@ -30,6 +30,11 @@ class _Pending:
     logprobs: list[sampling_pb2.TokenLogprobs] = field(default_factory=list)
     detokenized: bool = False
 
+    def add_text_of_all(self, text: str) -> None:
+        """`text` is that of all the token ids."""
+        self.detokenized = True
+        self.text.append(text)
+
 
 class ResponseStream:
     """The response to one request, over all its attempts.
@@ -194,8 +199,8 @@ class ResponseStream:
         pending = self._pending
         if self._request.stop_strings or pending.detokenized:
             return
-        pending.detokenized = True
-        pending.text.append(self._detokenizer.extend(self._without_stop_tokens(pending.token_ids)))
+        token_ids = self._without_stop_tokens(pending.token_ids)
+        pending.add_text_of_all(self._detokenizer.extend(token_ids))
 
     def _without_stop_tokens(self, token_ids: Sequence[int]) -> list[int]:
         return [token_id for token_id in token_ids if token_id not in self._stop_token_ids]

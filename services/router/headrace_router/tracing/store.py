@@ -15,12 +15,16 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from headrace.inference.v1 import trace_pb2
-from headrace_common.durations import duration_from_ns, timestamp_from_unix_ns
+from headrace_common.durations import (
+    duration_from_ns,
+    timestamp_from_unix_ns,
+    unix_ns_from_timestamp,
+)
 from headrace_common.errors import InvalidRequest, NotFound
+from headrace_common.limits import PAGE_SIZE_MAX
 from headrace_common.telemetry import schema
 
 SPANS_PER_TRACE_MAX = 8_192
-PAGE_SIZE_MAX = 1_000
 PAGE_SIZE_DEFAULT = 20
 _SERVICE_PREFIX = "headrace-"
 
@@ -55,7 +59,9 @@ class _Record:
         return True
 
     def to_proto(self, *, with_spans: bool) -> trace_pb2.Trace:
-        spans = sorted(self.spans.values(), key=lambda span: span.start_time.ToNanoseconds())
+        spans = sorted(
+            self.spans.values(), key=lambda span: unix_ns_from_timestamp(span.start_time)
+        )
         return trace_pb2.Trace(
             trace_id=self.trace_id,
             request_id=self.request_id,

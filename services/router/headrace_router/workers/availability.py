@@ -12,7 +12,7 @@ from headrace_common.deadlines import Deadline
 class WorkerAvailability:
     """Tracks which models have a reachable decode worker. Owned by one event loop.
 
-    A router that has just started knows no workers yet. Workers that the registry has lost register again within
+    A router that has just started has no workers yet. Workers that the registry has lost register again within
     seconds. So a request waits while its model has been unavailable for less than `grace_s`, and never after that.
     """
 

@@ -18,12 +18,12 @@ from headrace_engine.vllm.link.client import Link
 from headrace_engine.vllm.link.messages import (
     report_from_proto,
     report_to_proto,
-    reservation_from_proto,
     reservation_to_proto,
 )
 from headrace_engine.vllm.link.server import LinkEvents, LinkServer
 from headrace_engine.vllm.link.startup_error import read_startup_error, write_startup_error
 from headrace_kv.handoff.messages import LayerSent, Reservation, SendReport
+from headrace_kv.handoff.proto import reservation_from_proto
 from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
 from headrace_kv.layout.proto import layout_to_proto, rank_memory_to_proto
 

@@ -1,0 +1,131 @@
+"""State has one owner: a module changes another object's attributes only through the object's methods."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MODULES = sorted(
+    path
+    for folder in ("libs", "services")
+    for path in (ROOT / folder).rglob("*.py")
+    if not path.stem.endswith(("_pb2", "_pb2_grpc"))
+)
+PROTO_FIELD = re.compile(
+    r"^\s*(?:repeated |optional )?(?:map<[^>]+>|[\w.]+) (\w+) = \d+", re.MULTILINE
+)
+FOREIGN = {
+    # The objects are of the standard library.
+    ("libs/headrace_common/logs.py", "root.handlers"): "a logger has no method that replaces its handlers",
+    ("libs/headrace_engine/vllm/standalone/logs.py", "ours.propagate"): "a logger's documented attribute",
+    ("libs/headrace_engine/vllm/compat.py", "os.environ"): "vLLM reads its settings there",
+    ("libs/headrace_kv/transport/mooncake/transport.py", "os.environ"): "Mooncake reads its settings there",
+    ("libs/headrace_kv/transport/same_host/process_memory.py", "function.argtypes"): "ctypes",
+    ("libs/headrace_kv/transport/same_host/process_memory.py", "function.restype"): "ctypes",
+    ("libs/headrace_kv/transport/same_host/process_memory.py", "prctl.argtypes"): "ctypes",
+    ("services/registry/headrace_registry/store/etcd3_compat.py", "sys.modules"): "etcd3's modules are made here",
+    ("services/registry/headrace_registry/store/etcd3_compat.py", "module.__dict__"): "etcd3's modules are made here",
+    # The objects are vLLM's, which has no methods for these changes.
+    ("libs/headrace_engine/vllm/continuation.py", "request.prefill_stats"): "vLLM's Request",
+    ("libs/headrace_engine/vllm/continuation.py", "request.sampling_params.extra_args"): "vLLM's SamplingParams",
+    ("libs/headrace_engine/vllm/continuation.py", "add_request.__wrapped__"): "the patch of vLLM's InputBatch",
+    ("libs/headrace_engine/vllm/continuation.py", "InputBatch.add_request"): "the patch of vLLM's InputBatch",
+    ("libs/headrace_engine/vllm/continuation.py", "state.generator"): "vLLM's CachedRequestState",
+    # The object is Jinja's environment, which is configured by its dictionaries.
+    ("libs/headrace_text/chat_template.py", "environment.filters"): "Jinja",
+    ("libs/headrace_text/chat_template.py", "environment.globals"): "Jinja",
+}  # fmt: skip
+"""Why a module may change an attribute of an object that is not ours, by module and attribute."""
+
+
+def proto_fields() -> frozenset[str]:
+    """The fields of all messages. A message is a value that its maker fills."""
+    files = (ROOT / "protos").rglob("*.proto")
+    return frozenset(
+        name for file in files for name in PROTO_FIELD.findall(file.read_text(encoding="utf-8"))
+    )
+
+
+def assigned(node: ast.AST) -> list[ast.expr]:
+    """The targets that a statement or loop assigns or deletes."""
+    match node:
+        case ast.Assign(targets=targets) | ast.Delete(targets=targets):
+            return targets
+        case (
+            ast.AugAssign(target=target)
+            | ast.AnnAssign(target=target)
+            | ast.For(target=target)
+            | ast.AsyncFor(target=target)
+        ):
+            return [target]
+        case ast.withitem(optional_vars=ast.expr() as target):
+            return [target]
+        case _:
+            return []
+
+
+def foreign_attributes(tree: ast.AST) -> Iterator[ast.Attribute]:
+    """Attributes of objects other than self and cls that the code assigns, changes an item of, or deletes."""
+    pending = [target for node in ast.walk(tree) for target in assigned(node)]
+    while pending:
+        target = pending.pop()
+        match target:
+            case ast.Tuple(elts=targets) | ast.List(elts=targets):
+                pending.extend(targets)
+            case ast.Starred(value=inner) | ast.Subscript(value=inner):
+                pending.append(inner)
+            case ast.Attribute(value=ast.Name(id="self" | "cls")):
+                pass
+            case ast.Attribute():
+                yield target
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "task.state = 1",
+        "task.count += 1",
+        "task.count: int = 1",
+        "del task.state",
+        "self._peer.state = 1",
+        "self._tasks[key].state = 1",
+        "task.items[key] = 1",
+        "del task.items[key][0]",
+        "first, (*task.rest, last) = values",
+        "for task.item in items: pass",
+        "with opened() as task.file: pass",
+    ],
+)
+def test_a_foreign_assignment_is_found(code: str) -> None:
+    assert len(list(foreign_attributes(ast.parse(code)))) == 1
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["self.state = 1", "cls.count += 1", "self._tasks[key] = 1", "items[key] = 1", "a = b.c"],
+)
+def test_an_assignment_to_own_state_is_allowed(code: str) -> None:
+    assert not list(foreign_attributes(ast.parse(code)))
+
+
+def test_proto_fields_are_found() -> None:
+    # A plain, a repeated, an optional and a map field.
+    assert {"request_id", "token_ids", "temperature", "attributes"} <= proto_fields()
+
+
+def test_modules_change_attributes_of_other_objects_only_by_methods() -> None:
+    fields = proto_fields()
+    found = {
+        (str(path.relative_to(ROOT)), ast.unparse(attribute)): attribute.lineno
+        for path in MODULES
+        for attribute in foreign_attributes(ast.parse(path.read_text(encoding="utf-8")))
+        if attribute.attr not in fields
+    }
+    offenders = [f"{file}:{found[file, name]}: {name}" for file, name in found.keys() - FOREIGN]
+    assert not offenders, "give the owner a method:\n" + "\n".join(sorted(offenders))
+    assert not FOREIGN.keys() - found, "remove the unused exceptions"
