@@ -94,8 +94,8 @@ async def _short_prompts_stay(it: Suite, other: Suite, clock: ClockController) -
         start_s = time.monotonic()
         await change(it, f"local_prefill_max_tokens={BOUND_TOKENS}")
         await asyncio.gather(*(until(stays(router)) for router in (it, other)))
-        took_s = time.monotonic() - start_s
-    assert took_s < CHANGE_S + lag.total_s, (took_s, lag.total_s)
+        took_s, lag_s = time.monotonic() - start_s, lag.since(start_s)
+    assert took_s < CHANGE_S + lag_s, (took_s, lag_s)
     # The clock stands still, so that no prefill worker can answer.
     burst = [
         answered(router, 4 + number) for number in range(BOUND_TOKENS - 8) for router in (it, other)
