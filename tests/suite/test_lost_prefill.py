@@ -5,19 +5,23 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from headrace.worker.v1 import worker_pb2
-from tests.suite.deployment import advance_until_done, prompt_of, stepped_suite
+from tests.suite.deployment import Suite, advance_until_done, prompt_of, stepped_suite
 
 _TASKS = 10
 SETTINGS = (
     ("prefill", "max_num_seqs", str(_TASKS)),
     ("prefill", "model", "sim:prefill_s_per_token=1"),
     ("decode", "max_num_seqs", "64"),
+    ("decode", "log_level", "debug"),
 )
 
 
-def _holds_all(status: worker_pb2.WatchStatusResponse) -> bool:
-    return status.running_requests + status.waiting_requests == _TASKS
+async def _wait_open(it: Suite, count: int) -> None:
+    """Waits until the decode worker has opened that many transfers. A worker reports a task as started before."""
+    log_file = it.child("decode-0").spec.log_file
+    async with asyncio.timeout(20):
+        while log_file.read_text().count(": reserved -> open") < count:
+            await asyncio.sleep(0.02)
 
 
 async def test_all_ten_tasks_of_a_killed_prefill_worker_finish_elsewhere(tmp_path: Path) -> None:
@@ -26,7 +30,8 @@ async def test_all_ten_tasks_of_a_killed_prefill_worker_finish_elsewhere(tmp_pat
         prompts = [prompt_of(150, number) for number in range(3 * _TASKS)]
         running = [asyncio.create_task(it.generate(prompt, 6, timeout_s=50)) for prompt in prompts]
         # No task ends before the clock advances.
-        await it.until("prefill-0", _holds_all)
+        await _wait_open(it, 2 * _TASKS)
+        assert (await it.status("prefill-0")).running_requests == _TASKS
         it.kill("prefill-0")
         outcomes = await advance_until_done(clock, *running, step_s=150)
         for prompt, outcome in zip(prompts, outcomes, strict=True):
