@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -67,9 +68,14 @@ class Seen:
 
 
 async def churn(
-    it: Suite, *, duration_s: float, every_s: float, stream_count: int = 8, seed: int = 7
+    it: Suite,
+    *,
+    enough: Callable[[Seen], bool],
+    every_s: float,
+    stream_count: int = 8,
+    seed: int = 7,
 ) -> Seen:
-    """Adds a worker of each role and removes one, again and again. Prefill workers are cut off with their tasks.
+    """Adds a worker of each role and removes one, until `enough`. Prefill workers are cut off with their tasks.
     Decode workers drain first. `stream_count` requests run at a time.
     """
     await set_policy(it.deployment.registry, ["retry_budget=1"])
@@ -89,8 +95,7 @@ async def churn(
             asyncio.create_task(_keep_asking(it, stream, seen, stop))
             for stream in range(stream_count)
         ]
-        end_s = time.monotonic() + duration_s
-        while time.monotonic() < end_s and not any(task.done() for task in loads):
+        while not enough(seen) and not any(task.done() for task in loads):
             change_s = time.monotonic()
             await asyncio.gather(prefill.add(), decode.add())
             await _take(prefill, generator.randrange(2)).die()
@@ -140,9 +145,10 @@ def own_threads() -> list[str]:
 async def _run(options: argparse.Namespace) -> Seen:
     with tempfile.TemporaryDirectory() as folder:
         async with suite(Path(folder), settings=SETTINGS) as it:
+            end_s = time.monotonic() + options.seconds
             return await churn(
                 it,
-                duration_s=options.seconds,
+                enough=lambda seen: time.monotonic() >= end_s,
                 every_s=options.every,
                 stream_count=options.streams,
                 seed=options.seed,

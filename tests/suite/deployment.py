@@ -7,11 +7,11 @@ import os
 import random
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc.aio
 from rich.console import Console
@@ -30,6 +30,7 @@ from headrace_cli.up.supervisor import Child
 from headrace_cli.up.topology import ProcessSpec, Topology
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
+from headrace_engine.sim.clock_control import ClockController
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.settings import SimSettings
 from tests.fork_server import forking
@@ -40,6 +41,9 @@ PROMPT_VOCABULARY = 512
 DEADLINE_S = 20.0
 # A process starts in one or two seconds, and on a busy machine in many times that.
 START_S = 40.0
+# The controller waits this long between two steps, so that simulated time is never ahead of real time.
+CLOCK_STEP_S = 0.002
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +284,44 @@ async def suite(
             open_channel(deployment.router) as channel,
         ):
             yield Suite(deployment, channel, sim or default_model())
+
+
+@asynccontextmanager
+async def stepped_suite(
+    folder: Path, settings: Sequence[tuple[str, str, str]], **topology: object
+) -> AsyncIterator[tuple[Suite, ClockController]]:
+    """A suite in which the test advances the clock of every role with a `model` in the settings.
+
+    When the body ends, these clocks follow real time, so that the processes can finish their work and stop.
+    """
+    async with AsyncExitStack() as held:
+        clock = await held.enter_async_context(ClockController(folder / "clock"))
+        stepped = tuple(
+            (role, name, f"{value},clock={clock.path}" if name == "model" else value)
+            for role, name, value in settings
+        )
+        async with suite(folder, sim=None, settings=stepped, **topology) as it:
+            roles = {role for role, name, _ in settings if name == "model"}
+            names = [child.spec.name for child in it.deployment.children]
+            await clock.wait_connected(sum(name.partition("-")[0] in roles for name in names))
+            try:
+                yield it, clock
+            finally:
+                await held.aclose()
+
+
+async def advance_until_done(
+    clock: ClockController,
+    *work: Coroutine[Any, Any, Result] | asyncio.Task[Result],
+    step_s: float = CLOCK_STEP_S,
+    timeout_s: float = 60.0,
+) -> list[Result]:
+    """Advances the clock until all the work has ended, by default no faster than real time. Returns the results."""
+    tasks = [one if isinstance(one, asyncio.Task) else asyncio.create_task(one) for one in work]
+    await clock.advance_until(
+        lambda: all(task.done() for task in tasks), step_s=step_s, timeout_s=timeout_s
+    )
+    return await asyncio.gather(*tasks)
 
 
 def default_model() -> SimModel:
