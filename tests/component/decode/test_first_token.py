@@ -28,7 +28,8 @@ from headrace_engine.interface import DecodeEnded, DecodeTokens
 from headrace_kv.handoff.logits import logits_parts
 from headrace_kv.handoff.messages import Reservation
 from tests.component.decode.conftest import REF, Served, request
-from tests.component.decode.prefill_rank import PIECE_BYTES, PrefillRank, until
+from tests.component.decode.prefill_rank import PIECE_BYTES, PrefillRank
+from tests.waiting import until
 
 PREFILL = first_token_pb2.FIRST_TOKEN_POLICY_PREFILL
 # An engine reserves all 40 tokens; the scripted rank sends 39.
@@ -65,7 +66,7 @@ async def test_the_engine_continues_after_the_given_first_token(served: Served) 
     rank = PrefillRank(served)
     await rank.open()
     rank.land(0, 1)
-    await until(lambda: served.engine.arrived_ids == ["x1"], "arrival")
+    await until(lambda: served.engine.arrived_ids == ["x1"], what="arrival")
     for event in (DecodeTokens((9,)), DecodeEnded(True, 0)):
         served.engine.script.put_nowait(event)
     events = [event async for event in call]
@@ -76,7 +77,7 @@ async def test_the_engine_continues_after_the_given_first_token(served: Served) 
             schema.SPAN_DECODE_TOKEN_WAIT
             in {span.name for span in served.spans.get_finished_spans()}
         ),
-        "the token's span",
+        what="the token's span",
     )
     assert isinstance(await refusal(served), NotFound)
     rank.leave()
@@ -102,7 +103,7 @@ async def test_the_only_token_of_an_answer_is_refused(served: Served) -> None:
 async def test_a_token_before_the_reservation_is_refused(served: Served) -> None:
     call = begun(served)
     waiting = anext(call)
-    await until(lambda: bool(served.engine.works), "the request")
+    await until(lambda: bool(served.engine.works), what="the request")
     assert isinstance(await refusal(served), InvalidRequest)
     served.engine.script.put_nowait(RESERVATION)
     assert (await waiting).HasField("reserved")
@@ -152,14 +153,14 @@ async def spans_named(served: Served, *names: str) -> None:
     def found() -> bool:
         return set(names) <= {span.name for span in served.spans.get_finished_spans()}
 
-    await until(found, f"spans {names}")
+    await until(found, what=f"spans {names}")
 
 
 async def test_a_token_from_logits_is_sent_before_the_kv_is_complete(served: Served) -> None:
     call, rank = await begun_from_logits(served)
     assert isinstance(await refusal(served), NotFound)
     send_logits(rank)
-    await until(lambda: bool(served.engine.first_logits_given), "the logits")
+    await until(lambda: bool(served.engine.first_logits_given), what="the logits")
     assert served.engine.first_logits_given == [("x1", LOGITS)]
     script(served, DecodeTokens((5,)))
     assert list((await anext(call)).tokens.token_ids) == [5]
@@ -167,7 +168,7 @@ async def test_a_token_from_logits_is_sent_before_the_kv_is_complete(served: Ser
     await asyncio.sleep(0.1)
     assert served.engine.arrived_ids == []
     rank.land(1)
-    await until(lambda: served.engine.arrived_ids == ["x1"], "arrival")
+    await until(lambda: served.engine.arrived_ids == ["x1"], what="arrival")
     script(served, DecodeTokens((6,)), DecodeEnded(False, 0))
     assert list((await anext(call)).tokens.token_ids) == [6]
     finished = (await anext(call)).finished
@@ -184,7 +185,7 @@ async def test_a_token_from_logits_is_sent_before_the_kv_is_complete(served: Ser
 async def test_a_second_token_before_the_kv_is_complete_is_an_error(served: Served) -> None:
     call, rank = await begun_from_logits(served)
     send_logits(rank)
-    await until(lambda: bool(served.engine.first_logits_given), "the logits")
+    await until(lambda: bool(served.engine.first_logits_given), what="the logits")
     script(served, DecodeTokens((5, 6)))
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await anext(call)
@@ -205,7 +206,7 @@ async def test_kv_without_its_logits_is_incomplete(served: Served) -> None:
     assert "the logits" in error.detail
     await rank.receive("cancel")
     rank.send(quiesced=handoff_pb2.Quiesced(transfer_id="x1"))
-    await until(lambda: served.engine.released_ids == ["x1"], "the blocks")
+    await until(lambda: served.engine.released_ids == ["x1"], what="the blocks")
     rank.leave()
 
 
@@ -226,7 +227,7 @@ async def test_a_transfer_that_fails_after_the_token_ends_the_stream_after_it(
 ) -> None:
     call, rank = await begun_from_logits(served)
     send_logits(rank)
-    await until(lambda: bool(served.engine.first_logits_given), "the logits")
+    await until(lambda: bool(served.engine.first_logits_given), what="the logits")
     script(served, DecodeTokens((5,)))
     assert list((await anext(call)).tokens.token_ids) == [5]
     rank.send(failed=handoff_pb2.Failed(transfer_id="x1", reason="TRANSFER_FAILED", detail="lost"))
@@ -239,7 +240,7 @@ async def test_a_transfer_that_fails_after_the_token_ends_the_stream_after_it(
 async def test_a_token_from_logits_that_ends_the_answer_ends_the_transfer(served: Served) -> None:
     call, rank = await begun_from_logits(served)
     send_logits(rank)
-    await until(lambda: bool(served.engine.first_logits_given), "the logits")
+    await until(lambda: bool(served.engine.first_logits_given), what="the logits")
     script(served, DecodeTokens((5,)), DecodeEnded(True, 0))
     events = [event async for event in call]
     assert list(events[0].tokens.token_ids) == [5]
@@ -248,7 +249,7 @@ async def test_a_token_from_logits_that_ends_the_answer_ends_the_transfer(served
     cancelled = await rank.receive("cancel")
     assert cancelled.cancel.transfer_id == "x1"
     rank.send(quiesced=handoff_pb2.Quiesced(transfer_id="x1"))
-    await until(lambda: served.engine.released_ids == ["x1"], "the blocks")
+    await until(lambda: served.engine.released_ids == ["x1"], what="the blocks")
     assert served.engine.arrived_ids == []
     rank.leave()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import subprocess
 from collections import Counter
@@ -101,6 +102,20 @@ def test_skipping_is_loud_and_says_why() -> None:
     assert "SKIPPED" in message
     assert "missing: qemu-system-x86_64" in message
     assert len(message.splitlines()) > 5
+
+
+def test_the_machines_have_every_module_that_the_tests_import() -> None:
+    files = {
+        path
+        for path in rdma_vm.project_files()
+        if path.startswith("tests/") and path.endswith(".py")
+    }
+    for path in files:
+        for node in ast.walk(ast.parse((rdma_vm.ROOT / path).read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests"):
+                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+                imported = {f"{str(name).replace('.', '/')}.py" for name in names}
+                assert imported & files, f"{path} imports {node.module}"
 
 
 def test_the_machines_command() -> None:

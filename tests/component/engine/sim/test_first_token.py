@@ -28,8 +28,8 @@ from tests.component.engine.sim.support import (
     decode_work,
     pair,
     reserve,
-    until,
 )
+from tests.waiting import until
 
 SEEDED = Sampling(
     temperature=0.8,

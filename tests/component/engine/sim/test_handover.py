@@ -37,9 +37,9 @@ from tests.component.engine.sim.support import (
     pair,
     planned_bytes,
     reserve,
-    until,
     until_running,
 )
+from tests.waiting import until
 
 PROMPT = list(range(100, 150))
 LAYERS = 3

@@ -21,15 +21,8 @@ from headrace_common.errors import (
 )
 from headrace_common.telemetry import schema
 from tests.component.router.dispatch.recitation import TEXT, TOKENS, raising, recite, sampling
-from tests.component.router.fakes import (
-    FakeDecode,
-    Rig,
-    eventually,
-    full,
-    hand_over,
-    reject,
-    text_of,
-)
+from tests.component.router.fakes import FakeDecode, Rig, full, hand_over, reject, text_of
+from tests.waiting import until
 
 
 def decode_requests(rig: Rig) -> list[decode_pb2.GenerateRequest]:
@@ -162,7 +155,7 @@ async def test_a_started_response_waits_for_room_until_its_deadline(rig: Rig) ->
     other = await rig.add_decode(full)
     await rig.prefer(draining)
     asking = asyncio.create_task(rig.ask(sampling=sampling()))
-    await eventually(lambda: len(other.requests) >= 2)
+    await until(lambda: len(other.requests) >= 2)
     other.script = recite(99)
     assert text_of(await asking) == TEXT
     assert len(draining.requests) == 1
@@ -177,7 +170,7 @@ async def test_a_started_response_waits_for_a_restarted_worker(rig: Rig) -> None
     rig.policy.policy.retry_budget = 1
     dead = await rig.add_decode(recite(2, FakeDecode.die))
     asking = asyncio.create_task(rig.ask(sampling=sampling()))
-    await eventually(lambda: not rig.router.workers.table("sim").reachable.any())
+    await until(lambda: not rig.router.workers.table("sim").reachable.any())
     await asyncio.sleep(0.5)
     assert not asking.done()
     rig.decodes.remove(dead)
@@ -224,7 +217,7 @@ async def test_an_unreachable_worker_is_used_again_after_it_reports(rig: Rig) ->
     await rig.ask(sampling=sampling())
     assert (len(first.requests), len(second.requests)) == (0, 1)
     first.reports.set()
-    await eventually(lambda: bool(table.reachable.all()))
+    await until(lambda: bool(table.reachable.all()))
     await rig.ask(sampling=sampling())
     assert len(first.requests) == 1
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +26,7 @@ from headrace_engine.vllm.link.startup_error import read_startup_error, write_st
 from headrace_kv.handoff.messages import LayerSent, Reservation, SendReport
 from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
 from headrace_kv.layout.proto import layout_to_proto, rank_memory_to_proto
+from tests.waiting import until
 
 LAYOUT = KvLayout.attention(
     model="m:1",
@@ -99,12 +100,6 @@ async def attached(path: Path) -> AsyncIterator[Ends]:
         for link in ends.links.values():
             link.close()
         await ends.server.close()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def on_link_loop(link: Link, work: Awaitable[KvDescriptor]) -> KvDescriptor:
