@@ -144,39 +144,38 @@ async def puller(worker: ScriptedWorker) -> AsyncIterator[TaskPuller]:
     await puller.close()
 
 
-async def test_it_sends_hello_and_grants_credit_for_every_slot(
-    puller: TaskPuller, routers: list[ServedRouter]
-) -> None:
-    queue = routers[0].queue
+@pytest.fixture
+async def queue(puller: TaskPuller, routers: list[ServedRouter]) -> RouterQueue:
+    """The queue of the puller's only router, after the router has received the credit of every slot."""
     puller.set_routers([routers[0].member("r0")])
+    queue = routers[0].queue
     await until(lambda: queue.credit == 4, what="credit")
+    return queue
+
+
+async def start_task(queue: RouterQueue, worker: ScriptedWorker) -> None:
+    queue.send_task("x1")
+    await until(lambda: "x1" in worker.running, what="the task")
+
+
+async def test_it_sends_hello_and_grants_credit_for_every_slot(queue: RouterQueue) -> None:
     assert [(hello.worker_id, hello.incarnation, hello.model) for hello in queue.hellos] == [
         ("prefill-0", REF.incarnation, "m")
     ]
     assert queue.hellos[0].layout == LAYOUT
 
 
-async def test_the_start_of_a_task_is_reported(
-    puller: TaskPuller, routers: list[ServedRouter], worker: ScriptedWorker
-) -> None:
-    queue = routers[0].queue
-    puller.set_routers([routers[0].member("r0")])
-    await until(lambda: queue.credit == 4, what="credit")
-    queue.send_task("x1")
-    await until(lambda: "x1" in worker.running, what="the task")
+async def test_the_start_of_a_task_is_reported(queue: RouterQueue, worker: ScriptedWorker) -> None:
+    await start_task(queue, worker)
     await until(lambda: queue.started == ["x1"], 1.0, "the report of its start")
     worker.running["x1"].set()
     await until(lambda: len(queue.done) == 1, what="its end")
 
 
 async def test_the_end_of_a_task_returns_its_credit(
-    puller: TaskPuller, routers: list[ServedRouter], worker: ScriptedWorker
+    queue: RouterQueue, worker: ScriptedWorker
 ) -> None:
-    queue = routers[0].queue
-    puller.set_routers([routers[0].member("r0")])
-    await until(lambda: queue.credit == 4, what="credit")
-    queue.send_task("x1")
-    await until(lambda: "x1" in worker.running, what="the task")
+    await start_task(queue, worker)
     assert queue.credit == 3
     worker.running["x1"].set()
     await until(lambda: len(queue.done) == 1 and queue.credit == 4, what="its end")
@@ -184,11 +183,8 @@ async def test_the_end_of_a_task_returns_its_credit(
 
 
 async def test_a_first_token_is_reported_while_the_task_goes_on(
-    puller: TaskPuller, routers: list[ServedRouter], worker: ScriptedWorker
+    queue: RouterQueue, worker: ScriptedWorker
 ) -> None:
-    queue = routers[0].queue
-    puller.set_routers([routers[0].member("r0")])
-    await until(lambda: queue.credit == 4, what="credit")
     queue.send_task("x1", sampling=sampling_pb2.SamplingParams(max_tokens=4))
     await until(lambda: bool(queue.first_tokens), what="the token")
     assert queue.first_tokens == [prefill_pb2.FirstToken(transfer_id="x1", token_id=7)]
@@ -197,13 +193,8 @@ async def test_a_first_token_is_reported_while_the_task_goes_on(
     worker.running["x1"].set()
 
 
-async def test_a_cancelled_task_is_reported_too(
-    puller: TaskPuller, routers: list[ServedRouter], worker: ScriptedWorker
-) -> None:
-    queue = routers[0].queue
-    puller.set_routers([routers[0].member("r0")])
-    queue.send_task("x1")
-    await until(lambda: "x1" in worker.running, what="the task")
+async def test_a_cancelled_task_is_reported_too(queue: RouterQueue, worker: ScriptedWorker) -> None:
+    await start_task(queue, worker)
     queue.cancel("x1")
     queue.cancel("unknown")
     await until(lambda: len(queue.done) == 1, what="its end")
@@ -222,8 +213,7 @@ async def test_a_router_that_comes_back_is_pulled_from_again(
 ) -> None:
     router = routers[0]
     puller.set_routers([router.member("r0")])
-    router.queue.send_task("x1")
-    await until(lambda: "x1" in worker.running, what="the task")
+    await start_task(router.queue, worker)
     await router.server.stop(None)
     await until(lambda: worker.cancelled == ["x1"], what="the task to be stopped")
     router.queue = RouterQueue()
@@ -232,13 +222,9 @@ async def test_a_router_that_comes_back_is_pulled_from_again(
 
 
 async def test_a_drain_refuses_new_tasks_and_waits_for_running_ones(
-    puller: TaskPuller, routers: list[ServedRouter], worker: ScriptedWorker
+    puller: TaskPuller, queue: RouterQueue, worker: ScriptedWorker
 ) -> None:
-    queue = routers[0].queue
-    puller.set_routers([routers[0].member("r0")])
-    await until(lambda: queue.credit == 4, what="credit")
-    queue.send_task("x1")
-    await until(lambda: "x1" in worker.running, what="the task")
+    await start_task(queue, worker)
     draining = asyncio.create_task(puller.drain(Deadline.after(10.0)))
     await asyncio.sleep(0.05)
     queue.send_task("x2")
@@ -252,24 +238,17 @@ async def test_a_drain_refuses_new_tasks_and_waits_for_running_ones(
 
 
 async def test_tasks_are_cancelled_and_reported_at_the_drain_deadline(
-    puller: TaskPuller, routers: list[ServedRouter], worker: ScriptedWorker
+    puller: TaskPuller, queue: RouterQueue, worker: ScriptedWorker
 ) -> None:
-    queue = routers[0].queue
-    puller.set_routers([routers[0].member("r0")])
-    await until(lambda: queue.credit == 4, what="credit")
-    queue.send_task("x1")
-    await until(lambda: "x1" in worker.running, what="the task")
+    await start_task(queue, worker)
     await asyncio.wait_for(puller.drain(Deadline.after(0.1)), 5)
     assert worker.cancelled == ["x1"]
     await until(lambda: [done.transfer_id for done in queue.done] == ["x1"], what="the report")
 
 
 async def test_a_task_beyond_the_credit_is_refused(
-    puller: TaskPuller, routers: list[ServedRouter], worker: ScriptedWorker
+    queue: RouterQueue, worker: ScriptedWorker
 ) -> None:
-    queue = routers[0].queue
-    puller.set_routers([routers[0].member("r0")])
-    await until(lambda: queue.credit == 4, what="credit")
     for number in range(5):
         queue.send_task(f"x{number}")
     await until(lambda: len(queue.done) == 1, what="the refusal")
