@@ -16,7 +16,6 @@ from headrace_common.errors import (
     InvalidRequest,
     NoDecodeWorker,
     QueueFull,
-    StaleIncarnation,
     TransferFailed,
     TransferTimeout,
     Unauthenticated,
@@ -216,18 +215,6 @@ async def test_a_rejected_ticket_is_reported_as_a_lost_worker(rig: Rig) -> None:
     assert "rejected this router's ticket: the ticket has expired" in error.detail
     tickets = [request.ticket for request in refused.requests]
     assert len(tickets) == len(set(tickets)) > 1
-
-
-async def test_draining_and_restarted_workers_cost_no_retry(rig: Rig) -> None:
-    rig.policy.policy.retry_budget = 1
-    for error in (StaleIncarnation("restarted"), Draining("shutting down"), StaleIncarnation("")):
-        await rig.add_decode(reject(error))
-    await rig.add_decode(reply("ok"))
-    rig.decodes[-1].running_requests = 5
-    await rig.loads_known()
-    responses = await rig.ask()
-    assert text_of(responses) == "ok"
-    assert responses[-1].timing.attempts == 4
 
 
 @pytest.mark.parametrize(
