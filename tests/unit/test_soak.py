@@ -10,7 +10,7 @@ def test_what_grows_until_it_is_warm_is_no_growth() -> None:
     assert growth_of("router-0", samples).violations == []
 
 
-def test_what_goes_on_growing_is_named() -> None:
+def test_series_that_keep_growing_are_named() -> None:
     samples = [Sample(100 + number, 30 + number, 9 + number) for number in range(60)]
     assert growth_of("router-0", samples).violations == [
         "router-0: 124 to 154 MiB",

@@ -70,7 +70,7 @@ async def test_an_engine_that_generates_too_early_is_stopped(served: Served) -> 
     await until(lambda: served.engine.released_ids == ["x1"], what="release")
 
 
-async def test_a_prefill_rank_that_vanishes_fails_the_request_with_what_is_missing(
+async def test_a_lost_prefill_rank_fails_the_request_and_the_error_names_the_missing_keys(
     served: Served,
 ) -> None:
     call = served.decode.Generate(request())
@@ -91,7 +91,7 @@ async def test_a_prefill_rank_that_vanishes_fails_the_request_with_what_is_missi
     assert served.service.status().quarantined_blocks == 0
 
 
-async def test_the_deadline_names_what_is_missing(served: Served) -> None:
+async def test_the_deadline_error_names_the_missing_keys(served: Served) -> None:
     served.engine.script.put_nowait(RESERVATION)
     error = await failure_of(served.decode.Generate(request(), timeout=3.0))
     assert error.reason == "TRANSFER_TIMEOUT"

@@ -158,7 +158,7 @@ async def start_task(queue: RouterQueue, worker: ScriptedWorker) -> None:
     await until(lambda: "x1" in worker.running, what="the task")
 
 
-async def test_it_sends_hello_and_grants_credit_for_every_slot(queue: RouterQueue) -> None:
+async def test_hello_is_sent_and_credit_granted_for_every_slot(queue: RouterQueue) -> None:
     assert [(hello.worker_id, hello.incarnation, hello.model) for hello in queue.hellos] == [
         ("prefill-0", REF.incarnation, "m")
     ]
@@ -182,7 +182,7 @@ async def test_the_end_of_a_task_returns_its_credit(
     assert queue.done[0].reason == ""
 
 
-async def test_a_first_token_is_reported_while_the_task_goes_on(
+async def test_a_first_token_is_reported_while_the_task_runs(
     queue: RouterQueue, worker: ScriptedWorker
 ) -> None:
     queue.send_task("x1", sampling=sampling_pb2.SamplingParams(max_tokens=4))
@@ -208,7 +208,7 @@ async def test_routers_share_the_slots(puller: TaskPuller, routers: list[ServedR
     await until(lambda: routers[0].queue.credit == 4, what="the other's share")
 
 
-async def test_a_router_that_comes_back_is_pulled_from_again(
+async def test_tasks_are_pulled_from_a_restarted_router(
     puller: TaskPuller, routers: list[ServedRouter], worker: ScriptedWorker
 ) -> None:
     router = routers[0]

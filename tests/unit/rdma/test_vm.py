@@ -97,7 +97,7 @@ def test_jobs_start_as_machines_are_free() -> None:
     assert rdma_vm.next_job([], 3) is None
 
 
-def test_skipping_is_loud_and_says_why() -> None:
+def test_the_message_of_a_skipped_run_is_prominent_and_names_the_cause() -> None:
     message = rdma_vm.skip_message("missing: qemu-system-x86_64")
     assert "SKIPPED" in message
     assert "missing: qemu-system-x86_64" in message
@@ -170,7 +170,7 @@ def _read_archive(data: bytes) -> dict[str, tuple[int, bytes]]:
         at = -(-(start + numbers[6]) // 4) * 4
 
 
-def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+def test_paths_that_are_not_files_are_rejected(tmp_path: Path) -> None:
     subprocess.run(["mkfifo", tmp_path / "pipe"], check=True)
     with pytest.raises(ValueError, match="pipe"):
         write_archive(io.BytesIO(), folder_entries(tmp_path))

@@ -47,7 +47,7 @@ async def test_steps_end_when_they_are_due() -> None:
         assert clock.now_s() == PROMPT_S + 3 * 3
 
 
-async def test_time_stands_still_for_requests_that_are_not_advanced() -> None:
+async def test_requests_wait_until_their_clock_is_advanced() -> None:
     clock = ManualClock()
     async with decode_engine(clock=clock, model=MODEL) as engine:
         events: list[DecodeEvent] = []

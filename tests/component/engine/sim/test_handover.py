@@ -367,7 +367,7 @@ async def test_closing_the_engine_ends_a_prefill() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_requests_cancelled_at_random_lose_no_block_and_harm_no_other(seed: int) -> None:
+async def test_random_cancellations_leak_no_block_and_affect_no_other_request(seed: int) -> None:
     clock = ManualClock()
     async with pair(
         model=f"sim:layers={LAYERS},context=512,prefill_s_per_token=0.1,decode_step_s=1",

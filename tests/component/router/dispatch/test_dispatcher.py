@@ -225,7 +225,7 @@ async def test_a_rejected_ticket_is_reported_as_a_lost_worker(rig: Rig) -> None:
         (None, 0, "first token from decode worker d0"),
     ],
 )
-async def test_a_passed_deadline_names_what_was_waited_for(
+async def test_the_deadline_error_names_the_awaited_event(
     rig: Rig, behaviour: Any, credit: int, waited_for: str
 ) -> None:
     decode = await rig.add_decode(hang)

@@ -165,7 +165,7 @@ async def test_the_router_retries_a_failed_prefill(open_rig: Rig) -> None:
     await until(lambda: worker.requests[0].transfer_id in worker.cancelled)
 
 
-async def test_when_the_worker_is_full_the_client_asks_the_router(open_rig: Rig) -> None:
+async def test_a_client_of_a_full_worker_sends_its_request_to_the_router(open_rig: Rig) -> None:
     turns = iter((full, reply("later")))
 
     async def script(worker: FakeDecode, request: decode_pb2.GenerateRequest) -> AsyncIterator[Any]:

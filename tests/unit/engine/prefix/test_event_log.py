@@ -117,7 +117,7 @@ def check_snapshot(publisher: PrefixEventLog, follower: Follower) -> None:
         assert seen == follower.sets[tier]
 
 
-def test_an_evicted_block_withdraws_its_descendants_until_it_is_back() -> None:
+def test_an_evicted_block_withdraws_its_descendants_until_it_is_stored_again() -> None:
     publisher = PrefixEventLog("i")
     publisher.stored(None, [1, 2, 3, 4])
     publisher.stored(2, [30, 40])

@@ -220,7 +220,7 @@ def test_regions_lie_where_the_bytes_are() -> None:
 
 @pytest.mark.parametrize("text", MODELS)
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_regions_of_a_rank_lie_apart_and_within_its_arena(text: str, ranks: int) -> None:
+def test_regions_of_a_rank_are_disjoint_and_within_its_arena(text: str, ranks: int) -> None:
     filled = Filled(text, ranks, [1], Random(1))
     for rank in range(filled.memory.layout().rank_count):
         described = filled.memory.rank_memory(rank, "in_memory", "here")
