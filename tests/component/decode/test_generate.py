@@ -246,7 +246,7 @@ async def test_a_draining_worker_refuses_and_finishes(served: Served) -> None:
     await asyncio.wait_for(waiting, 5)
 
 
-async def test_tokens_that_come_fast_share_messages(served: Served) -> None:
+async def test_fast_tokens_share_messages(served: Served) -> None:
     count = 400
     for number in range(count):
         served.engine.script.put_nowait(DecodeTokens((number,)))

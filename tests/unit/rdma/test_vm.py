@@ -25,7 +25,7 @@ from tests.rdma.report import MARK, Result, parse, write_result
 RESULT = Result("serve: gqa P1 to D2", passed=True, duration_s=1.5, note='"quoted", 2 packets')
 
 
-def test_a_result_survives_the_console(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_result_is_parsed_from_the_console(capsys: pytest.CaptureFixture[str]) -> None:
     write_result(RESULT)
     results = [parse(line) for line in capsys.readouterr().out.splitlines()]
     assert [result for result in results if result] == [RESULT]

@@ -57,7 +57,7 @@ async def impatient_rig() -> AsyncIterator[EventRig]:
     await rig.close()
 
 
-async def test_earlier_blocks_come_in_a_snapshot_and_later_ones_as_events(
+async def test_earlier_blocks_are_sent_in_a_snapshot_and_later_ones_as_events(
     rig: EventRig,
 ) -> None:
     random = Random(1)
@@ -183,7 +183,7 @@ async def test_a_broken_stream_resumes_where_it_broke(rig: EventRig) -> None:
     assert worker.servicer.requests[-1].since_sequence > 0
 
 
-async def test_a_silent_worker_loses_its_credit_until_it_is_back(
+async def test_a_silent_worker_loses_its_credit_until_it_sends_again(
     impatient_rig: EventRig,
 ) -> None:
     prompt = random_prompt(Random(5), 40)

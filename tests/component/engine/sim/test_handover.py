@@ -92,7 +92,7 @@ async def test_an_engine_opens_and_ends_mooncake_itself() -> None:
     await check_pairing(2, 1, 1, transport="mooncake")
 
 
-async def test_seeded_sampling_survives_the_handover() -> None:
+async def test_seeded_sampling_continues_after_the_handover() -> None:
     sampling = Sampling(temperature=1.0, seed=3, max_tokens=20)
     async with pair() as both:
         handed = await both.generate(PROMPT, sampling)

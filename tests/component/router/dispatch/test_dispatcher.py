@@ -98,7 +98,7 @@ async def test_without_decode_workers_the_model_is_unavailable(rig: Rig) -> None
     assert error.retry_after_s
 
 
-async def test_a_bad_request_is_rejected_without_workers(rig: Rig) -> None:
+async def test_an_invalid_request_is_rejected_without_workers(rig: Rig) -> None:
     error = await rig.error_of(sampling=sampling_pb2.SamplingParams(top_p=2), model="x")
     assert isinstance(error, InvalidRequest)
     assert set(error.violations) == {"model", "sampling.top_p"}

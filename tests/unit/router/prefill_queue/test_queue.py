@@ -175,7 +175,7 @@ async def test_cancelling_removes_a_waiting_task_and_stops_a_running_one() -> No
     waiting.cancel()
 
 
-async def test_the_outcome_of_a_task_is_what_its_worker_reported() -> None:
+async def test_the_outcome_of_a_task_is_the_report_of_its_worker() -> None:
     queue = PrefillQueue(10)
     stream = join(queue)
     queue.add_credits(stream, 3)
@@ -256,7 +256,7 @@ async def test_front_tasks_go_before_the_others() -> None:
     assert sent(stream) == ["b", "c", "a"]
 
 
-async def test_a_draining_worker_returns_what_it_rejects_and_gets_no_more() -> None:
+async def test_a_draining_worker_returns_rejected_tasks_and_gets_no_more() -> None:
     queue = PrefillQueue(10)
     draining, other = join(queue, "p0"), join(queue, "p1")
     queue.add_credits(draining, 5)

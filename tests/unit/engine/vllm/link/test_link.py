@@ -160,7 +160,7 @@ async def test_missing_ranks_are_reported_with_their_number(tmp_path: Path) -> N
             await ends.server.wait_attached(3, timeout_s=1)
 
 
-def test_reports_and_reservations_survive_their_conversion() -> None:
+def test_reports_and_reservations_are_equal_after_conversion() -> None:
     assert report_from_proto(report_to_proto(REPORT)) == REPORT
     assert reservation_from_proto(reservation_to_proto(RESERVATION)) == RESERVATION
 

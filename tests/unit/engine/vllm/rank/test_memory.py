@@ -96,7 +96,7 @@ def describe(
     )
 
 
-def test_regions_lie_where_the_tensors_do() -> None:
+def test_regions_match_the_addresses_of_the_tensors() -> None:
     groups = [group(TOKENS, ("l0", "l1"), head_count=6)]
     arena = describe(tensor(0), tensor(1), groups=groups, rank=1, ranks=2)
     assert (arena.base_address, arena.arena_bytes) == (BASE, 1 << 20)
@@ -177,7 +177,7 @@ def test_separately_copied_tokens_are_stored_before_or_after_the_heads() -> None
     assert found == [(4096 * 4, 512), (512, 3 * 512)]
 
 
-def test_beside_states_blocks_go_whole() -> None:
+def test_blocks_are_sent_whole_when_the_model_has_states() -> None:
     page = tensor(1, shape=(8, 1, 1, 1000), strides=(12288, 12288, 1000, 1))
     groups = [
         group(TOKENS, ("l0",)),
