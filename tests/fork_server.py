@@ -1,6 +1,6 @@
-"""Starts services on request as forks of a process that has imported them, for who uses gRPC and so must not fork.
+"""Starts services on request as forks of a process that has imported them. A process that uses gRPC must not fork.
 
-Importing takes a service a second of processor time, which is most of what a test of a few requests costs.
+Importing costs a second of processor time for each service. That is most of the time of a test with a few requests.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _START_TIMEOUT_S = 60.0
 
 
 @dataclass(slots=True)
-class _Customer:
-    """Who asks by a connection, and what runs for it, by the file descriptor that tells of its end."""
+class _Client:
+    """A connected client and its children, by pidfd. A pidfd is readable when its process has exited."""
 
     connection: socket.socket
     pending: bytes = b""
@@ -44,93 +44,95 @@ class _Customer:
 
 
 class ForkServer:
-    """Forks what is asked for and says how each fork ended; kills those left when who asked for them is gone."""
+    """Forks requested processes and reports their exit statuses. Kills the children of a client that disconnects."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
-        self._customers: list[_Customer] = []
+        self._clients: list[_Client] = []
 
     def serve(self, connection: socket.socket) -> None:
-        """Returns when the connection is closed."""
-        self._admit(connection)
+        """Serves one client. Returns when it closes the connection."""
+        self._add_client(connection)
         try:
-            while self._customers:
-                self._turn()
+            while self._clients:
+                self._handle_events()
         finally:
             self._close()
 
     def serve_all(self, listener: socket.socket, until_closed: int) -> None:
-        """Serves whoever connects, until the other end of the pipe `until_closed` is."""
-        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        """Serves all clients that connect. Returns when the other end of the pipe `until_closed` is closed."""
+        self._selector.register(listener, selectors.EVENT_READ, self._accept_client)
         self._selector.register(until_closed, selectors.EVENT_READ)
         try:
-            while self._turn():
+            while self._handle_events():
                 pass
         finally:
             self._close()
 
     def _close(self) -> None:
-        for customer in list(self._customers):
-            self._dismiss(customer)
+        for client in list(self._clients):
+            self._remove_client(client)
         self._selector.close()
 
-    def _turn(self) -> bool:
-        """False when something has happened that nobody is to hear of."""
+    def _handle_events(self) -> bool:
+        """Waits for events and calls their handlers. False when `until_closed` was closed."""
         for key, _ in self._selector.select():
             if key.data is None:
                 return False
             key.data(key.fileobj)
         return True
 
-    def _accept(self, listener: socket.socket) -> None:
-        self._admit(listener.accept()[0])
+    def _accept_client(self, listener: socket.socket) -> None:
+        self._add_client(listener.accept()[0])
 
-    def _admit(self, connection: socket.socket) -> None:
-        customer = _Customer(connection)
-        self._customers.append(customer)
-        self._selector.register(connection, selectors.EVENT_READ, lambda _: self._hear(customer))
+    def _add_client(self, connection: socket.socket) -> None:
+        client = _Client(connection)
+        self._clients.append(client)
+        self._selector.register(
+            connection, selectors.EVENT_READ, lambda _: self._read_requests(client)
+        )
 
-    def _hear(self, customer: _Customer) -> None:
+    def _read_requests(self, client: _Client) -> None:
         try:
-            data = customer.connection.recv(_READ_BYTES)
+            data = client.connection.recv(_READ_BYTES)
         except ConnectionResetError:
             data = b""
         if not data:
-            self._dismiss(customer)
+            self._remove_client(client)
             return
-        *orders, customer.pending = (customer.pending + data).split(b"\n")
-        for order in orders:
-            child = self._start(json.loads(order))
-            end = os.pidfd_open(child.pid)
-            customer.children[end] = child
-            self._selector.register(end, selectors.EVENT_READ, partial(self._note_end, customer))
-            _say(customer, {"started": child.pid})
+        *requests, client.pending = (client.pending + data).split(b"\n")
+        for request in requests:
+            child = self._fork(json.loads(request))
+            pidfd = os.pidfd_open(child.pid)
+            client.children[pidfd] = child
+            self._selector.register(pidfd, selectors.EVENT_READ, partial(self._report_exit, client))
+            _send(client, {"started": child.pid})
 
-    def _note_end(self, customer: _Customer, end: int) -> None:
-        child = customer.children.get(end)
+    def _report_exit(self, client: _Client, pidfd: int) -> None:
+        child = client.children.get(pidfd)
         if child is not None and child.poll() is not None:
-            self._forget(customer, end)
-            _say(customer, {"ended": child.pid, "status": child.status})
+            self._remove_child(client, pidfd)
+            _send(client, {"ended": child.pid, "status": child.status})
 
-    def _forget(self, customer: _Customer, end: int) -> None:
-        self._selector.unregister(end)
-        os.close(end)
-        del customer.children[end]
+    def _remove_child(self, client: _Client, pidfd: int) -> None:
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
+        del client.children[pidfd]
 
-    def _dismiss(self, customer: _Customer) -> None:
-        for end, child in list(customer.children.items()):
+    def _remove_client(self, client: _Client) -> None:
+        for pidfd, child in list(client.children.items()):
             child.kill()
-            self._forget(customer, end)
-        self._selector.unregister(customer.connection)
-        self._customers.remove(customer)
-        customer.connection.close()
+            self._remove_child(client, pidfd)
+        self._selector.unregister(client.connection)
+        self._clients.remove(client)
+        client.connection.close()
 
-    def _start(self, order: dict[str, Any]) -> Forked:
-        become = partial(self._become, order)
-        return fork(order["name"], become, Path(order["log"]))
+    def _fork(self, request: dict[str, Any]) -> Forked:
+        run_module = partial(self._run_module, request)
+        return fork(request["name"], run_module, Path(request["log"]))
 
-    def _become(self, order: dict[str, Any]) -> None:
-        """Is from now on what `python -m MODULE FLAGS`, the order's arguments, would be."""
+    def _run_module(self, request: dict[str, Any]) -> None:
+        """Turns this fork into `python -m MODULE FLAGS`, from the request's arguments."""
         for key in list(self._selector.get_map().values()):
             if isinstance(key.fileobj, socket.socket):
                 key.fileobj.close()
@@ -138,24 +140,24 @@ class ForkServer:
                 os.close(key.fd)
         self._selector.close()
         os.setsid()
-        os.chdir(order["folder"])
+        os.chdir(request["folder"])
         os.environ.clear()
-        os.environ.update(order["environment"])
-        _, _, module, *flags = order["arguments"]
+        os.environ.update(request["environment"])
+        _, _, module, *flags = request["arguments"]
         sys.argv = [module, *flags]
         runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def _say(customer: _Customer, message: dict[str, int | None]) -> None:
+def _send(client: _Client, message: dict[str, int | None]) -> None:
     try:
-        customer.connection.sendall(json.dumps(message).encode() + b"\n")
+        client.connection.sendall(json.dumps(message).encode() + b"\n")
     except (BrokenPipeError, ConnectionResetError):
-        # Its end is read next.
+        # The next read finds the connection closed.
         return
 
 
 class RemoteFork:
-    """A process of the other end; a headrace_cli.up.supervisor.ChildProcess."""
+    """A process that the fork server started; a headrace_cli.up.supervisor.ChildProcess."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -172,70 +174,70 @@ class RemoteFork:
         assert self.returncode is not None
         return self.returncode
 
-    def end(self, status: int) -> None:
-        """It has ended."""
+    def set_ended(self, status: int) -> None:
+        """Records the exit status and ends wait()."""
         self.returncode = status
         self._ended.set()
 
 
 class ForkClient:
-    """Asks a ForkServer at the other end of a connection; one event loop's."""
+    """Requests processes from a ForkServer over a connection. Used by one event loop."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._writer: asyncio.StreamWriter | None = None
-        self._hearing: asyncio.Task[None] | None = None
-        self._awaited: deque[asyncio.Future[RemoteFork]] = deque()
+        self._reading: asyncio.Task[None] | None = None
+        self._starting: deque[asyncio.Future[RemoteFork]] = deque()
         self._running: dict[int, RemoteFork] = {}
 
     async def spawn(self, spec: ProcessSpec) -> RemoteFork:
-        """Starts what `python -m MODULE FLAGS` would. Raises WorkerGone when nobody forks any more."""
+        """Starts the process of `spec`. Raises WorkerGone when the fork server has ended."""
         if self._writer is None:
             reader, self._writer = await asyncio.open_connection(sock=self._connection)
-            self._hearing = asyncio.create_task(self._hear(reader), name="forks")
+            self._reading = asyncio.create_task(self._read_messages(reader), name="forks")
         started: asyncio.Future[RemoteFork] = asyncio.get_running_loop().create_future()
-        self._awaited.append(started)
-        order = {
+        self._starting.append(started)
+        request = {
             "name": spec.name,
             "arguments": spec.arguments,
             "environment": {**os.environ, **spec.environment},
             "folder": str(Path.cwd()),
             "log": str(spec.log_file),
         }
-        self._writer.write(json.dumps(order).encode() + b"\n")
+        self._writer.write(json.dumps(request).encode() + b"\n")
         return await started
 
     async def close(self) -> None:
-        """Ends what still runs."""
-        if self._writer is None or self._hearing is None:
+        """Closes the connection, which makes the server kill the children that still run."""
+        if self._writer is None or self._reading is None:
             self._connection.close()
             return
-        self._hearing.cancel()
-        await asyncio.gather(self._hearing, return_exceptions=True)
+        self._reading.cancel()
+        await asyncio.gather(self._reading, return_exceptions=True)
         self._writer.close()
         await asyncio.gather(self._writer.wait_closed(), return_exceptions=True)
 
-    async def _hear(self, reader: asyncio.StreamReader) -> None:
+    async def _read_messages(self, reader: asyncio.StreamReader) -> None:
         while line := await reader.readline():
             message: dict[str, int] = json.loads(line)
             if "started" in message:
                 child = self._running[message["started"]] = RemoteFork(message["started"])
-                started = self._awaited.popleft()
+                started = self._starting.popleft()
                 if not started.cancelled():
                     started.set_result(child)
             else:
-                self._running.pop(message["ended"]).end(message["status"])
-        for waiter in self._awaited:
-            waiter.set_exception(WorkerGone("the process that forks is gone"))
+                self._running.pop(message["ended"]).set_ended(message["status"])
+        for started in self._starting:
+            started.set_exception(WorkerGone("the fork server has ended"))
         for child in self._running.values():
-            child.end(-signal.SIGKILL)
+            child.set_ended(-signal.SIGKILL)
 
 
 @asynccontextmanager
 async def forking(engine: str = "sim") -> AsyncIterator[Spawn]:
-    """Starts services as forks of a process that this one starts once. Ends at the end what still runs of them.
+    """Yields a function that starts services as forks of this process's fork server. Kills those left at the end.
 
-    Those with engine vllm have vLLM imported already.
+    The server for engine vllm has imported vLLM.
     """
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(str(_server_of_process(engine)))
@@ -248,7 +250,7 @@ async def forking(engine: str = "sim") -> AsyncIterator[Spawn]:
 
 @cache
 def _server_of_process(engine: str) -> Path:
-    """Where this process's own server for an engine listens. It ends with this process."""
+    """The socket of this process's own fork server for an engine. The server ends with this process."""
     folder = tempfile.TemporaryDirectory(prefix="headrace-forks-")
     path = Path(folder.name) / "socket"
     with socket.socket(socket.AF_UNIX) as listener:

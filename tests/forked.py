@@ -1,6 +1,6 @@
-"""A process that is forked rather than started, so that it has what this one has imported.
+"""Forked processes. A fork shares the modules that its parent has imported.
 
-A fork must happen before its process uses gRPC or loads Mooncake: both start threads.
+A process must fork before it uses gRPC or loads Mooncake, because both start threads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SERVICES = ("registry", "router", "prefill", "decode")
 
 
 def import_services() -> None:
-    """So that forks need not."""
+    """Imports the services, so that forks need not import them."""
     for service in _SERVICES:
         importlib.import_module(f"headrace_{service}.main")
     importlib.import_module("headrace_engine.sim.engine")
@@ -29,7 +29,7 @@ def import_services() -> None:
 
 @dataclass(slots=True)
 class Forked:
-    """A process that was forked."""
+    """A forked process."""
 
     name: str
     pid: int
@@ -44,7 +44,7 @@ class Forked:
         return self.status
 
     def wait(self, timeout_s: float) -> int:
-        """The exit status. After the time it is killed and TimeoutError raised."""
+        """Returns the exit status. After `timeout_s` it kills the process and raises TimeoutError."""
         give_up_s = time.monotonic() + timeout_s
         while self.poll() is None:
             if time.monotonic() > give_up_s:
@@ -55,14 +55,14 @@ class Forked:
         return self.status
 
     def kill(self) -> None:
-        """Ends it now."""
+        """Kills the process, if it still runs."""
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
             self.status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
 def fork(name: str, main: Callable[[], None], log: Path | None = None) -> Forked:
-    """Runs `main` in a fork, with its output in `log`, and ends the fork with status 0 when it returns."""
+    """Runs `main` in a fork, with its output in `log`. The fork exits with status 0 when `main` returns."""
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()

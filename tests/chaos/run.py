@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from headrace.worker.v1 import worker_pb2
@@ -19,6 +20,7 @@ from headrace_engine.sim.model.settings import parse_settings
 from tests.chaos.load import Clients, Outcomes
 from tests.chaos.plan import ChaosPlan, FaultKind, ProcessFault, process_faults, requests
 from tests.chaos.processes import ETCD, HERE, Place, Processes
+from tests.waiting import until
 
 # At most two processes are away at a time.
 FAULTS_AT_ONCE = 2
@@ -104,11 +106,9 @@ async def _load(plan: ChaosPlan, processes: Processes, report: ChaosReport, last
 
 async def until_served(processes: Processes, timeout_s: float = SERVED_WITHIN_S) -> None:
     """Workers register by themselves. Before every router has one, no request can be served."""
-    async with asyncio.timeout(timeout_s):
-        for name in processes.routers:
-            async with open_router(processes.endpoint(name)) as router:
-                while not await _serves(router):
-                    await asyncio.sleep(0.05)
+    for name in processes.routers:
+        async with open_router(processes.endpoint(name)) as router:
+            await until(partial(_serves, router), timeout_s, f"{name} serves", interval_s=0.05)
 
 
 async def _serves(router: RouterClient) -> bool:

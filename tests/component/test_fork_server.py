@@ -1,4 +1,4 @@
-"""Services as forks that another process asks for."""
+"""The fork server starts services for another process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# What forks must have no threads, so it is a process of its own, as in the virtual machines.
+# A process that forks must have no threads, so it is a separate process, as in the virtual machines.
 PROGRAM = """
 import asyncio, socket, signal, sys
 from pathlib import Path
@@ -17,15 +17,15 @@ from tests.fork_server import ForkClient, ForkServer
 from tests.forked import fork
 
 folder = Path(sys.argv[1])
-ours, theirs = socket.socketpair()
+server_end, client_end = socket.socketpair()
 
 def spec(name):
     arguments = (sys.executable, "-m", "guest_module", name)
     files = (folder / f"{name}.port", folder / f"{name}.log")
     return ProcessSpec(name, "decode", arguments, *files, {"COLOR": f"{name}'s"})
 
-async def ask():
-    client = ForkClient(theirs)
+async def run_client():
+    client = ForkClient(client_end)
     supervisor = Supervisor(5.0, client.spawn)
     await supervisor.open()
     try:
@@ -37,7 +37,7 @@ async def ask():
         except ProcessLookupError:
             pass
         else:
-            raise AssertionError("a signal went to nobody")
+            raise AssertionError("a signal was sent to an ended process")
         assert waits.running
         waits.process.send_signal(signal.SIGKILL)
         assert await waits.process.wait() == -signal.SIGKILL
@@ -49,13 +49,13 @@ async def ask():
         await client.close()
 
 def main():
-    ours.close()
-    asyncio.run(ask())
+    server_end.close()
+    asyncio.run(run_client())
 
-asking = fork("asking", main)
-theirs.close()
-ForkServer().serve(ours)
-sys.exit(asking.wait(5.0))
+client_process = fork("client", main)
+client_end.close()
+ForkServer().serve(server_end)
+sys.exit(client_process.wait(5.0))
 """
 MODULE = """
 import os, sys, time
@@ -67,11 +67,11 @@ time.sleep(30)
 """
 
 
-def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     (folder / "guest_module.py").write_text(MODULE)
     path = [str(folder), str(ROOT), str(ROOT / "libs")]
     return subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(folder), *words],
+        [sys.executable, "-c", PROGRAM, str(folder), *arguments],
         env={"PYTHONPATH": ":".join(path), "PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
@@ -80,13 +80,13 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_forks_are_what_was_asked_for_and_their_ends_are_heard(tmp_path: Path) -> None:
+def test_forks_run_the_requested_modules_and_their_exits_are_reported(tmp_path: Path) -> None:
     done = run(tmp_path, "stop")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "ends.log").read_text() == "['ends'] ends's\n"
 
 
-def test_no_fork_outlives_those_who_asked_for_it(tmp_path: Path) -> None:
+def test_forks_are_killed_when_their_client_exits(tmp_path: Path) -> None:
     done = run(tmp_path)
     assert done.returncode == 0, done.stderr
     assert not Path(f"/proc/{done.stdout.strip()}").exists()

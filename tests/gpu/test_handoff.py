@@ -9,14 +9,8 @@ import pytest
 from headrace_engine.torch_memory.event_ordered_sender import EventOrderedSender
 from headrace_kv.transport.base import KvTransport
 from headrace_kv.transport.factory import open_transport
-from tests.component.kv.harness import (
-    BLOCK_TOKENS,
-    LentTransport,
-    heads_of,
-    make_layout,
-    running,
-    until,
-)
+from tests.component.kv.harness import BLOCK_TOKENS, LentTransport, heads_of, make_layout, running
+from tests.waiting import until
 
 
 class TensorTransport(LentTransport):

@@ -24,6 +24,7 @@ from tests.rdma.cases import MODELS, Group
 from tests.rdma.device import Traffic, check_moved_by_rdma, traffic
 from tests.rdma.processes import log_of, start_service, stop, wait_serving
 from tests.rdma.report import Result, show_logs, write_result
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from headrace_cli.client import RouterClient
@@ -230,13 +231,21 @@ def _greedy(group: Group, prompt: list[int]) -> inference_pb2.GenerateRequest:
 
 
 async def _joined(router: RouterClient, group: Group) -> None:
-    give_up_s = time.monotonic() + _JOIN_TIMEOUT_S
-    wanted = (group.layout, 1, len(group.decode_ranks))
-    known: list[tuple[str, int, int]] = []
-    while wanted not in known:
-        assert time.monotonic() < give_up_s, f"the router knows {known}, not {wanted}"
-        await asyncio.sleep(0.05)
-        # The first try may be late itself.
+    expected = (group.layout, 1, len(group.decode_ranks))
+    listed: list[tuple[str, int, int]] = []
+
+    async def is_complete() -> bool:
+        # The first call can exceed its deadline.
         with contextlib.suppress(DeadlineExceeded):
-            models = await router.models()
-            known = [(m.name, m.prefill_worker_count, m.decode_worker_count) for m in models]
+            listed[:] = [
+                (m.name, m.prefill_worker_count, m.decode_worker_count)
+                for m in await router.models()
+            ]
+        return expected in listed
+
+    await until(
+        is_complete,
+        _JOIN_TIMEOUT_S,
+        lambda: f"the router lists {expected}; it lists {listed}",
+        interval_s=0.05,
+    )

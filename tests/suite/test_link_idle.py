@@ -7,7 +7,8 @@ from pathlib import Path
 
 from headrace.engine.v1 import link_pb2
 from headrace_engine.vllm.link.messages import reservation_to_proto
-from tests.unit.engine.vllm.link.test_link import RESERVATION, attached, until
+from tests.unit.engine.vllm.link.test_link import RESERVATION, attached
+from tests.waiting import until
 
 # gRPC closes a connection at the fourth ping that its server does not permit. Pings are 10 s apart.
 IDLE_S = 50.0

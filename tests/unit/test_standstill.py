@@ -64,7 +64,7 @@ def test_a_watch_that_woke_late_reports_the_delay(watch: MachineWatch) -> None:
     assert lost_s > STILL_S / 2
 
 
-def test_only_a_test_that_stood_still_runs_again(tmp_path: Path) -> None:
+def test_only_tests_during_a_standstill_are_rerun(tmp_path: Path) -> None:
     (tmp_path / "test_both.py").write_text(TESTS, encoding="utf-8")
     plugin = 'pytest_plugins = ["tests.standstill"]\n'
     (tmp_path / "conftest.py").write_text(plugin, encoding="utf-8")

@@ -13,7 +13,8 @@ from headrace_engine.interface import DecodeTokens, DecodeWork, PrefillWork, Sam
 from headrace_engine.vllm.engine import VllmEngine
 from headrace_engine.vllm.link.messages import EngineLoad
 from headrace_kv.handoff.messages import Reservation
-from tests.vllm.pair import Pair, reset, running_pair, wait_until
+from tests.vllm.pair import Pair, reset, running_pair
+from tests.waiting import until
 
 BLOCK_COUNT = 20
 CONTEXT_TOKENS = 576
@@ -72,7 +73,7 @@ class Rig:
         task = asyncio.create_task(consume())
         try:
             if remote and hand_over:
-                await wait_until(lambda: bool(tokens))
+                await until(lambda: bool(tokens))
             yield tokens
         finally:
             task.cancel()
@@ -99,53 +100,53 @@ class Rig:
 async def decode_waiting(rig: Rig) -> None:
     decode = rig.pair.decode
     async with rig.decoding(300) as first:
-        await wait_until(lambda: bool(first))
+        await until(lambda: bool(first))
         async with rig.decoding(500, remote=True):
-            await wait_until(lambda: decode.load.waiting_requests == 1)
+            await until(lambda: decode.load.waiting_requests == 1)
             rig.seen = decode.load
-        await wait_until(lambda: decode.load.waiting_requests == 0)
+        await until(lambda: decode.load.waiting_requests == 0)
 
 
 async def decode_remote(rig: Rig) -> None:
     decode = rig.pair.decode
     async with rig.decoding(300, remote=True):
-        await wait_until(lambda: decode.load.used_blocks == 10)
+        await until(lambda: decode.load.used_blocks == 10)
         rig.seen = decode.load
 
 
 async def decode_running(rig: Rig) -> None:
     async with rig.decoding(300) as tokens:
-        await wait_until(lambda: len(tokens) > 3)
-        await wait_until(lambda: rig.pair.decode.load.running_requests == 1)
+        await until(lambda: len(tokens) > 3)
+        await until(lambda: rig.pair.decode.load.running_requests == 1)
         rig.seen = rig.pair.decode.load
 
 
 async def decode_preempted(rig: Rig) -> None:
     decode = rig.pair.decode
     async with rig.decoding(260) as first:
-        await wait_until(lambda: bool(first))
+        await until(lambda: bool(first))
         # vLLM preempts the later one, here after it has received its KV.
         async with rig.decoding(260, remote=True, hand_over=True) as second:
-            await wait_until(lambda: decode.load.waiting_requests == 1)
+            await until(lambda: decode.load.waiting_requests == 1)
             rig.seen = decode.load
             assert second
-        await wait_until(lambda: decode.load.waiting_requests == 0)
+        await until(lambda: decode.load.waiting_requests == 0)
 
 
 async def prefill_waiting(rig: Rig) -> None:
     prefill = rig.pair.prefill
     async with rig.prefilling(500):
-        await wait_until(lambda: prefill.load.used_blocks == 16)
+        await until(lambda: prefill.load.used_blocks == 16)
         async with rig.prefilling(400):
-            await wait_until(lambda: prefill.load.waiting_requests == 1)
+            await until(lambda: prefill.load.waiting_requests == 1)
             rig.seen = prefill.load
-        await wait_until(lambda: prefill.load.waiting_requests == 0)
+        await until(lambda: prefill.load.waiting_requests == 0)
 
 
 async def prefill_running(rig: Rig) -> None:
     prefill = rig.pair.prefill
     async with rig.prefilling(570):
-        await wait_until(lambda: prefill.load.running_requests == 1)
+        await until(lambda: prefill.load.running_requests == 1)
         rig.seen = prefill.load
 
 
@@ -154,7 +155,7 @@ async def prefill_preempted(rig: Rig) -> None:
     prefill = rig.pair.prefill
     assert prefill._llm is not None
     async with rig.prefilling(570) as task:
-        await wait_until(lambda: prefill.load.running_requests == 1)
+        await until(lambda: prefill.load.running_requests == 1)
         rig.seen = prefill.load
         await prefill._llm.reset_prefix_cache(reset_running_requests=True)
         done, _ = await asyncio.wait({task}, timeout=10)
@@ -165,8 +166,8 @@ async def prefill_preempted(rig: Rig) -> None:
 async def prefill_sending(rig: Rig) -> None:
     prefill = rig.pair.prefill
     async with rig.prefilling(500):
-        await wait_until(lambda: prefill.load.used_blocks == 16)
-        await wait_until(lambda: prefill.load.running_requests == 0)
+        await until(lambda: prefill.load.used_blocks == 16)
+        await until(lambda: prefill.load.running_requests == 0)
         rig.seen = prefill.load
 
 

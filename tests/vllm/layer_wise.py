@@ -22,7 +22,8 @@ from headrace_engine.vllm.rank import connector_worker
 from headrace_kv.handoff.messages import LayerRange, Reservation
 from headrace_kv.receive.layer_overlap import OverlapSettings
 from tests.vllm.hybrids import mend_rotation
-from tests.vllm.pair import BLOCK_TOKENS, GREEDY, Answer, Pair, reset, running_pair, wait_until
+from tests.vllm.pair import BLOCK_TOKENS, GREEDY, Answer, Pair, reset, running_pair
+from tests.waiting import until
 
 OVERLAP = OverlapSettings(layer_count=2, wait_s=1.0)
 SLOW_S = 0.15
@@ -107,11 +108,11 @@ class Rig:
 
         task = asyncio.create_task(consume())
         try:
-            await wait_until(lambda: len(one.token_ids) > 3)
+            await until(lambda: len(one.token_ids) > 3)
             # The engine reports its load a moment later.
-            await wait_until(lambda: self.pair.decode.load.used_blocks == one.block_count(prompt))
+            await until(lambda: self.pair.decode.load.used_blocks == one.block_count(prompt))
             yield one
-            await wait_until(lambda: len(one.token_ids) >= len(one.plain), 60)
+            await until(lambda: len(one.token_ids) >= len(one.plain), 60)
         finally:
             task.cancel()
             await asyncio.wait({task})
@@ -237,7 +238,7 @@ class DelayedRequest:
             self.rig.pair.decode.arrived(self.work.transfer_id)
 
     async def wait_overlapped(self) -> None:
-        await wait_until(lambda: self.work.transfer_id in self.rig.overlapped)
+        await until(lambda: self.work.transfer_id in self.rig.overlapped)
 
     async def end(self, *, abort: bool = False) -> None:
         if abort:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,6 +31,7 @@ from headrace_kv.handoff.messages import Reservation, TransferTarget
 from headrace_kv.layout.layout import KvDescriptor, WorkerRef
 from headrace_kv.receive.receiver import IncomingTransfer, Receiver, TransferSummary
 from headrace_kv.receive.service import HandoffServicer
+from tests.waiting import until
 
 MODEL = Path(os.environ.get("HEADRACE_TEST_MODEL", "models/tiny-llama-deep"))
 BLOCK_TOKENS = 32
@@ -253,16 +254,7 @@ class Pair:
 async def reset(engine: VllmEngine) -> None:
     """Empties an engine's prefix cache, once its last requests have freed their blocks."""
     assert engine._llm is not None
-    async with asyncio.timeout(10):
-        while not await engine._llm.reset_prefix_cache():
-            await asyncio.sleep(0.02)
-
-
-async def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    """Polls until the condition holds."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.01)
+    await until(engine._llm.reset_prefix_cache)
 
 
 @asynccontextmanager

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.waiting import until
+
 MODEL = Path("models/tiny-llama")
 BLOCK_TOKENS = 32
 START_TIMEOUT_S = 150.0
@@ -118,10 +120,12 @@ class Server:
 
     async def forget(self) -> None:
         """Empties the device's prefix cache, once no blocks are in use. Other tiers keep theirs."""
-        async with asyncio.timeout(TIMEOUT_S):
-            while await self.metric("kv_cache_usage_perc"):
-                await asyncio.sleep(0.05)
-            assert (await call(self.port, "POST", "/reset_prefix_cache"))[0] == 200
+
+        async def is_idle() -> bool:
+            return await self.metric("kv_cache_usage_perc") == 0.0
+
+        await until(is_idle, TIMEOUT_S, interval_s=0.05)
+        assert (await call(self.port, "POST", "/reset_prefix_cache"))[0] == 200
 
     async def metric(self, name: str) -> float:
         """The sum of a metric's samples. `name` is without "vllm:"."""
@@ -183,10 +187,12 @@ async def pairing(folder: Path, prefill: Server, decode: Server) -> AsyncIterato
             *command, stdout=log, stderr=log, env=environment_of_tests()
         )
     try:
-        async with asyncio.timeout(TIMEOUT_S):
-            while not await answers(port):
-                assert process.returncode is None, (folder / "pair.log").read_text()
-                await asyncio.sleep(0.05)
+
+        async def is_ready() -> bool:
+            assert process.returncode is None, (folder / "pair.log").read_text()
+            return await answers(port)
+
+        await until(is_ready, TIMEOUT_S, interval_s=0.05)
         yield port
     finally:
         if process.returncode is None:
@@ -252,11 +258,13 @@ def _command(port: int, wanted: Wanted) -> list[str]:
 
 async def _wait_ready(server: Server) -> None:
     assert server.process is not None
-    async with asyncio.timeout(START_TIMEOUT_S):
-        while not await answers(server.port):
-            if server.process.returncode is not None:
-                raise AssertionError(server.log.read_text(errors="replace")[-4000:])
-            await asyncio.sleep(0.2)
+    process = server.process
+
+    async def is_ready() -> bool:
+        assert process.returncode is None, server.log.read_text(errors="replace")[-4000:]
+        return await answers(server.port)
+
+    await until(is_ready, START_TIMEOUT_S, interval_s=0.2)
 
 
 async def _end(server: Server) -> None:

@@ -12,8 +12,9 @@ from headrace_common.errors import Cancelled, HeadraceError, TransferFailed, Tra
 from headrace_engine.interface import DecodeWork, PrefillWork
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.receive.receiver import IncomingTransfer
-from tests.vllm.pair import GREEDY, Pair, reset, wait_until
+from tests.vllm.pair import GREEDY, Pair, reset
 from tests.vllm.test_handover import prompt_of
+from tests.waiting import until
 
 pytestmark = [
     pytest.mark.vllm,
@@ -29,7 +30,7 @@ def remote_work(pair: Pair, prompt: list[int]) -> DecodeWork:
 
 async def first_layer_of(transfer: IncomingTransfer) -> None:
     """Waits for the first layer, long before the last one arrives."""
-    await wait_until(lambda: transfer.ledger is not None and transfer.ledger.ack_count > 0)
+    await until(lambda: transfer.ledger is not None and transfer.ledger.ack_count > 0)
     assert transfer.active
 
 
@@ -124,7 +125,7 @@ async def test_a_cancelled_prefill_is_quiet_when_it_returns(pair: Pair) -> None:
     assert pair.prefill.usage().running_requests == 0
     with pytest.raises(HeadraceError):
         await waiting
-    await wait_until(lambda: pair.released[-1:] == [reservation.transfer_id])
+    await until(lambda: pair.released[-1:] == [reservation.transfer_id])
     with pytest.raises(TransferFailed):
         await anext(events)
     await pair.reset()
@@ -159,7 +160,7 @@ async def test_a_decode_that_cancels_ends_the_prefill(pair: Pair) -> None:
         await prefill
     with pytest.raises(HeadraceError):
         await waiting
-    await wait_until(lambda: pair.released[-1:] == [reservation.transfer_id])
+    await until(lambda: pair.released[-1:] == [reservation.transfer_id])
     await pair.reset()
 
 

@@ -9,14 +9,8 @@ from dataclasses import replace
 import pytest
 
 from headrace_engine.interface import Sampling
-from tests.vllm.pair import (
-    BLOCK_TOKENS,
-    CHUNK_TOKENS,
-    GREEDY,
-    Pair,
-    reset,
-    wait_until,
-)
+from tests.vllm.pair import BLOCK_TOKENS, CHUNK_TOKENS, GREEDY, Pair, reset
+from tests.waiting import until
 
 pytestmark = [
     pytest.mark.vllm,
@@ -175,7 +169,7 @@ async def test_prompts_of_one_step_share_what_only_that_step_computes(pair: Pair
     await pair.reset()
     # While its chunks are computed, the others queue. The step of its last chunk has room for them.
     long = asyncio.create_task(pair.split(prompt_of(3 * CHUNK_TOKENS + 300)))
-    await wait_until(lambda: pair.prefill.load.running_requests > 0)
+    await until(lambda: pair.prefill.load.running_requests > 0)
     split = await asyncio.gather(*(pair.split(prompt, sampling) for prompt in prompts))
     await long
     await pair.reset()

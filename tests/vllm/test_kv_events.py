@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from random import Random
 
@@ -13,7 +12,8 @@ from headrace_engine.vllm.engine import VllmEngine
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.prefix.events import unpack_hashes
 from headrace_kv.prefix.hashing import PrefixHasher
-from tests.vllm.pair import BLOCK_TOKENS, GREEDY, Pair, wait_until
+from tests.vllm.pair import BLOCK_TOKENS, GREEDY, Pair
+from tests.waiting import until
 
 pytestmark = [
     pytest.mark.vllm,
@@ -35,9 +35,10 @@ async def announced(engine: VllmEngine) -> set[int]:
 
 
 async def until_announced(engine: VllmEngine, right: Callable[[set[int]], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not right(await announced(engine)):
-            await asyncio.sleep(0.02)
+    async def is_right() -> bool:
+        return right(await announced(engine))
+
+    await until(is_right)
 
 
 def hasher_of(engine: VllmEngine) -> PrefixHasher:
@@ -65,9 +66,7 @@ async def test_both_engines_announce_their_cached_blocks(pair: Pair) -> None:
     await until_announced(pair.decode, lambda found: found >= {*whole, *hasher.hashes(longer)})
     # Both announce it although no request follows.
     for engine in (pair.prefill, pair.decode):
-        async with asyncio.timeout(10):
-            while not await engine.reset_prefix_cache():
-                await asyncio.sleep(0.02)
+        await until(engine.reset_prefix_cache)
         await until_announced(engine, lambda found: not found)
 
 
@@ -75,11 +74,11 @@ async def test_a_cache_in_use_is_not_reset(pair: Pair) -> None:
     work = DecodeWork(pair.new_transfer_id(), tuple(range(3, 100)), GREEDY, remote_kv=True)
     events = pair.decode.decode(work)
     assert isinstance(await anext(events), Reservation)
-    await wait_until(lambda: pair.decode.usage() == EngineUsage(0, 1, 3))
+    await until(lambda: pair.decode.usage() == EngineUsage(0, 1, 3))
     assert not await pair.decode.reset_prefix_cache()
     await events.aclose()
     pair.decode.released(work.transfer_id)
-    await wait_until(lambda: pair.decode.usage() == EngineUsage(0, 0, 0))
+    await until(lambda: pair.decode.usage() == EngineUsage(0, 0, 0))
     assert await pair.decode.reset_prefix_cache()
 
 

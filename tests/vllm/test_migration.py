@@ -15,6 +15,7 @@ import pytest
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
 from tests.suite.deployment import Suite, suite
 from tests.vllm.test_services import FLOAT32, LOCAL, MODEL, REMOTE, prompt_of
+from tests.waiting import until
 
 REQUESTS = 10
 pytestmark = [
@@ -112,9 +113,11 @@ async def test_ten_requests_in_flight_outlive_their_prefill_worker(tmp_path: Pat
         prefill = it.child("prefill-0").process.pid
         os.kill(prefill, signal.SIGSTOP)
         running = [asyncio.create_task(ask(it, one, greedy(8), REMOTE)) for one in prompts]
-        async with asyncio.timeout(20):
-            while (await it.status("decode-0")).active_transfers < REQUESTS:
-                await asyncio.sleep(0.05)
+
+        async def all_are_in_flight() -> bool:
+            return (await it.status("decode-0")).active_transfers == REQUESTS
+
+        await until(all_are_in_flight, 20.0, interval_s=0.05)
         it.kill("prefill-0")
         disturbed = await asyncio.gather(*running)
         for prompt, result in zip(prompts, disturbed, strict=True):

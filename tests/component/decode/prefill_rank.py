@@ -21,16 +21,6 @@ RESERVATION = Reservation("x1", (3, 4, 5), 0, 39)
 PIECE_BYTES = LAYOUT.groups[0].bytes_between(0, 39, heads=2)
 
 
-async def until(check: object, what: str, timeout_s: float = 5.0) -> None:
-    assert callable(check)
-    try:
-        async with asyncio.timeout(timeout_s):
-            while not check():
-                await asyncio.sleep(0.01)
-    except TimeoutError:
-        pytest.fail(f"{what} did not happen in {timeout_s} s")
-
-
 async def failure_of(call: grpc.aio.UnaryStreamCall) -> HeadraceError:  # type: ignore[type-arg]
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         async for _ in call:

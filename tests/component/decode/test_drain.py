@@ -14,7 +14,8 @@ from headrace_common.errors import Draining, HeadraceError, InvalidRequest, Stal
 from headrace_common.rpc.status import error_from_rpc
 from headrace_engine.interface import DecodeTokens
 from tests.component.decode.conftest import REF, Served, request
-from tests.component.decode.prefill_rank import RESERVATION, failure_of, next_event, until
+from tests.component.decode.prefill_rank import RESERVATION, failure_of, next_event
+from tests.waiting import until
 
 
 async def drain_refused(served: Served, request: worker_pb2.DrainRequest) -> HeadraceError:
@@ -44,7 +45,7 @@ async def test_a_drain_ends_a_request_that_waits_for_kv_and_its_transfer(served:
     served.service.start_drain()
     await asyncio.wait_for(served.service.finish_drain(Deadline.after(0.1)), 5)
     assert isinstance(await failure_of(call), Draining)
-    await until(lambda: served.engine.released_ids == ["x1"], "release")
+    await until(lambda: served.engine.released_ids == ["x1"], what="release")
 
 
 async def test_drain_responds_at_once_and_a_second_call_changes_nothing(served: Served) -> None:

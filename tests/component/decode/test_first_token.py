@@ -28,16 +28,26 @@ from headrace_engine.interface import DecodeEnded, DecodeTokens
 from headrace_kv.handoff.logits import logits_parts
 from headrace_kv.handoff.messages import Reservation
 from tests.component.decode.conftest import REF, Served, request
-from tests.component.decode.prefill_rank import PIECE_BYTES, PrefillRank, until
+from tests.component.decode.prefill_rank import PIECE_BYTES, PrefillRank
+from tests.waiting import until
 
 PREFILL = first_token_pb2.FIRST_TOKEN_POLICY_PREFILL
 # An engine reserves all 40 tokens; the scripted rank sends 39.
 RESERVATION = Reservation("x1", (3, 4, 5), 0, 39)
 
 
-def begun(served: Served, **changes: Any) -> AsyncIterator[decode_pb2.GenerateResponse]:
-    call = served.decode.Generate(request(first_token=PREFILL, **changes))
-    return aiter(call)
+def generate(served: Served, **changes: Any) -> AsyncIterator[decode_pb2.GenerateResponse]:
+    return aiter(served.decode.Generate(request(**{"first_token": PREFILL, **changes})))
+
+
+async def generate_reserved(
+    served: Served, **changes: Any
+) -> AsyncIterator[decode_pb2.GenerateResponse]:
+    """Starts a request and reads its reservation."""
+    call = generate(served, **changes)
+    served.engine.script.put_nowait(RESERVATION)
+    assert (await anext(call)).HasField("reserved")
+    return call
 
 
 async def set_first_token(served: Served, token_id: int = 7, **changes: str) -> None:
@@ -52,9 +62,7 @@ async def refusal(served: Served, token_id: int = 7, **changes: str) -> Headrace
 
 
 async def test_the_engine_continues_after_the_given_first_token(served: Served) -> None:
-    call = begun(served)
-    served.engine.script.put_nowait(RESERVATION)
-    assert (await anext(call)).HasField("reserved")
+    call = await generate_reserved(served)
     (work,) = served.engine.works
     assert work.awaits_first_token
     assert isinstance(await refusal(served, incarnation="another"), StaleIncarnation)
@@ -65,7 +73,7 @@ async def test_the_engine_continues_after_the_given_first_token(served: Served) 
     rank = PrefillRank(served)
     await rank.open()
     rank.land(0, 1)
-    await until(lambda: served.engine.arrived_ids == ["x1"], "arrival")
+    await until(lambda: served.engine.arrived_ids == ["x1"], what="arrival")
     for event in (DecodeTokens((9,)), DecodeEnded(True, 0)):
         served.engine.script.put_nowait(event)
     events = [event async for event in call]
@@ -76,33 +84,31 @@ async def test_the_engine_continues_after_the_given_first_token(served: Served) 
             schema.SPAN_DECODE_TOKEN_WAIT
             in {span.name for span in served.spans.get_finished_spans()}
         ),
-        "the token's span",
+        what="the token's span",
     )
     assert isinstance(await refusal(served), NotFound)
     rank.leave()
 
 
-async def test_a_token_that_ends_the_answer_is_refused(served: Served) -> None:
-    call = begun(served, stop_token_ids=[5])
-    served.engine.script.put_nowait(RESERVATION)
-    await anext(call)
+@pytest.mark.parametrize(
+    "changes",
+    [{"stop_token_ids": [5]}, {"sampling": sampling_pb2.SamplingParams(max_tokens=1)}],
+    ids=["stop token", "only token"],
+)
+async def test_a_token_that_ends_the_answer_is_rejected(
+    served: Served, changes: dict[str, Any]
+) -> None:
+    await generate_reserved(served, **changes)
     error = await refusal(served, 5)
     assert isinstance(error, InvalidRequest)
     assert set(error.violations) == {"token_id"}
     assert served.engine.first_tokens == []
 
 
-async def test_the_only_token_of_an_answer_is_refused(served: Served) -> None:
-    call = begun(served, sampling=sampling_pb2.SamplingParams(max_tokens=1))
-    served.engine.script.put_nowait(RESERVATION)
-    await anext(call)
-    assert isinstance(await refusal(served), InvalidRequest)
-
-
 async def test_a_token_before_the_reservation_is_refused(served: Served) -> None:
-    call = begun(served)
+    call = generate(served)
     waiting = anext(call)
-    await until(lambda: bool(served.engine.works), "the request")
+    await until(lambda: bool(served.engine.works), what="the request")
     assert isinstance(await refusal(served), InvalidRequest)
     served.engine.script.put_nowait(RESERVATION)
     assert (await waiting).HasField("reserved")
@@ -111,9 +117,7 @@ async def test_a_token_before_the_reservation_is_refused(served: Served) -> None
 
 
 async def test_a_request_that_generates_its_first_token_accepts_none(served: Served) -> None:
-    call = aiter(served.decode.Generate(request()))
-    served.engine.script.put_nowait(RESERVATION)
-    await anext(call)
+    await generate_reserved(served, first_token=0)
     assert isinstance(await refusal(served), NotFound)
 
 
@@ -128,13 +132,11 @@ def script(served: Served, *events: DecodeTokens | DecodeEnded) -> None:
         served.engine.script.put_nowait(event)
 
 
-async def begun_from_logits(
+async def generate_from_logits(
     served: Served,
 ) -> tuple[AsyncIterator[decode_pb2.GenerateResponse], PrefillRank]:
     served.engine.logits_bytes = len(LOGITS)
-    call = aiter(served.decode.Generate(request(first_token=FROM_LOGITS)))
-    served.engine.script.put_nowait(RESERVATION)
-    assert (await anext(call)).HasField("reserved")
+    call = await generate_reserved(served, first_token=FROM_LOGITS)
     (work,) = served.engine.works
     assert work.awaits_first_token
     assert work.from_logits
@@ -143,23 +145,28 @@ async def begun_from_logits(
     return call, rank
 
 
-def send_logits(rank: PrefillRank, logits: bytes = LOGITS) -> None:
+def send_logits(rank: PrefillRank, logits: bytes) -> None:
     for part in logits_parts("x1", logits):
         rank.send(logits=part.logits)
+
+
+async def give_logits(served: Served, rank: PrefillRank) -> None:
+    """Sends the logits and waits until the engine has them."""
+    send_logits(rank, LOGITS)
+    await until(lambda: bool(served.engine.first_logits_given), what="the logits")
 
 
 async def spans_named(served: Served, *names: str) -> None:
     def found() -> bool:
         return set(names) <= {span.name for span in served.spans.get_finished_spans()}
 
-    await until(found, f"spans {names}")
+    await until(found, what=f"spans {names}")
 
 
 async def test_a_token_from_logits_is_sent_before_the_kv_is_complete(served: Served) -> None:
-    call, rank = await begun_from_logits(served)
+    call, rank = await generate_from_logits(served)
     assert isinstance(await refusal(served), NotFound)
-    send_logits(rank)
-    await until(lambda: bool(served.engine.first_logits_given), "the logits")
+    await give_logits(served, rank)
     assert served.engine.first_logits_given == [("x1", LOGITS)]
     script(served, DecodeTokens((5,)))
     assert list((await anext(call)).tokens.token_ids) == [5]
@@ -167,7 +174,7 @@ async def test_a_token_from_logits_is_sent_before_the_kv_is_complete(served: Ser
     await asyncio.sleep(0.1)
     assert served.engine.arrived_ids == []
     rank.land(1)
-    await until(lambda: served.engine.arrived_ids == ["x1"], "arrival")
+    await until(lambda: served.engine.arrived_ids == ["x1"], what="arrival")
     script(served, DecodeTokens((6,)), DecodeEnded(False, 0))
     assert list((await anext(call)).tokens.token_ids) == [6]
     finished = (await anext(call)).finished
@@ -182,9 +189,8 @@ async def test_a_token_from_logits_is_sent_before_the_kv_is_complete(served: Ser
 
 
 async def test_a_second_token_before_the_kv_is_complete_is_an_error(served: Served) -> None:
-    call, rank = await begun_from_logits(served)
-    send_logits(rank)
-    await until(lambda: bool(served.engine.first_logits_given), "the logits")
+    call, rank = await generate_from_logits(served)
+    await give_logits(served, rank)
     script(served, DecodeTokens((5, 6)))
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await anext(call)
@@ -193,7 +199,7 @@ async def test_a_second_token_before_the_kv_is_complete_is_an_error(served: Serv
 
 
 async def test_kv_without_its_logits_is_incomplete(served: Served) -> None:
-    call, rank = await begun_from_logits(served)
+    call, rank = await generate_from_logits(served)
     rank.land(0, 1)
     await asyncio.sleep(0.1)
     assert served.engine.arrived_ids == []
@@ -205,12 +211,12 @@ async def test_kv_without_its_logits_is_incomplete(served: Served) -> None:
     assert "the logits" in error.detail
     await rank.receive("cancel")
     rank.send(quiesced=handoff_pb2.Quiesced(transfer_id="x1"))
-    await until(lambda: served.engine.released_ids == ["x1"], "the blocks")
+    await until(lambda: served.engine.released_ids == ["x1"], what="the blocks")
     rank.leave()
 
 
 async def test_logits_of_a_wrong_size_fail_only_their_request(served: Served) -> None:
-    call, rank = await begun_from_logits(served)
+    call, rank = await generate_from_logits(served)
     send_logits(rank, LOGITS[:-4])
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await anext(call)
@@ -224,9 +230,8 @@ async def test_logits_of_a_wrong_size_fail_only_their_request(served: Served) ->
 async def test_a_transfer_that_fails_after_the_token_ends_the_stream_after_it(
     served: Served,
 ) -> None:
-    call, rank = await begun_from_logits(served)
-    send_logits(rank)
-    await until(lambda: bool(served.engine.first_logits_given), "the logits")
+    call, rank = await generate_from_logits(served)
+    await give_logits(served, rank)
     script(served, DecodeTokens((5,)))
     assert list((await anext(call)).tokens.token_ids) == [5]
     rank.send(failed=handoff_pb2.Failed(transfer_id="x1", reason="TRANSFER_FAILED", detail="lost"))
@@ -237,9 +242,8 @@ async def test_a_transfer_that_fails_after_the_token_ends_the_stream_after_it(
 
 
 async def test_a_token_from_logits_that_ends_the_answer_ends_the_transfer(served: Served) -> None:
-    call, rank = await begun_from_logits(served)
-    send_logits(rank)
-    await until(lambda: bool(served.engine.first_logits_given), "the logits")
+    call, rank = await generate_from_logits(served)
+    await give_logits(served, rank)
     script(served, DecodeTokens((5,)), DecodeEnded(True, 0))
     events = [event async for event in call]
     assert list(events[0].tokens.token_ids) == [5]
@@ -248,13 +252,13 @@ async def test_a_token_from_logits_that_ends_the_answer_ends_the_transfer(served
     cancelled = await rank.receive("cancel")
     assert cancelled.cancel.transfer_id == "x1"
     rank.send(quiesced=handoff_pb2.Quiesced(transfer_id="x1"))
-    await until(lambda: served.engine.released_ids == ["x1"], "the blocks")
+    await until(lambda: served.engine.released_ids == ["x1"], what="the blocks")
     assert served.engine.arrived_ids == []
     rank.leave()
 
 
 async def test_an_engine_without_logits_is_refused_by_field(served: Served) -> None:
-    call = aiter(served.decode.Generate(request(first_token=FROM_LOGITS)))
+    call = generate(served, first_token=FROM_LOGITS)
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await anext(call)
     error = error_from_rpc(raised.value)

@@ -26,8 +26,8 @@ from tests.component.decode.prefill_rank import (
     PrefillRank,
     failure_of,
     next_event,
-    until,
 )
+from tests.waiting import until
 
 
 async def test_no_token_is_sent_before_every_layer_is_counted(served: Served) -> None:
@@ -41,7 +41,7 @@ async def test_no_token_is_sent_before_every_layer_is_counted(served: Served) ->
     await asyncio.sleep(0.1)
     assert served.engine.arrived_ids == []
     rank.land(1)
-    await until(lambda: served.engine.arrived_ids == ["x1"], "arrival")
+    await until(lambda: served.engine.arrived_ids == ["x1"], what="arrival")
     for event in (DecodeTokens((7, 8)), DecodeTokens((9,)), DecodeEnded(True, 0)):
         served.engine.script.put_nowait(event)
     tokens: list[int] = []
@@ -54,7 +54,7 @@ async def test_no_token_is_sent_before_every_layer_is_counted(served: Served) ->
     assert (finished.transferred_tokens, finished.acknowledgement_count) == (39, 2)
     assert finished.payload_bytes == 2 * PIECE_BYTES
     assert finished.transfer_wait.ToNanoseconds() > 0
-    await until(lambda: served.service.status().reserved_blocks == 0, "the blocks")
+    await until(lambda: served.service.status().reserved_blocks == 0, what="the blocks")
     assert served.engine.released_ids == []
     rank.leave()
 
@@ -67,10 +67,10 @@ async def test_an_engine_that_generates_too_early_is_stopped(served: Served) -> 
     error = await failure_of(call)
     assert error.reason == "INTERNAL"
     assert "before the KV cache" in error.detail
-    await until(lambda: served.engine.released_ids == ["x1"], "release")
+    await until(lambda: served.engine.released_ids == ["x1"], what="release")
 
 
-async def test_a_prefill_rank_that_vanishes_fails_the_request_with_what_is_missing(
+async def test_a_lost_prefill_rank_fails_the_request_and_the_error_names_the_missing_keys(
     served: Served,
 ) -> None:
     call = served.decode.Generate(request())
@@ -87,16 +87,16 @@ async def test_a_prefill_rank_that_vanishes_fails_the_request_with_what_is_missi
     # Not before the lease and the quarantine are over (I1).
     assert served.engine.released_ids == []
     assert served.service.status().quarantined_blocks == 3
-    await until(lambda: served.engine.released_ids == ["x1"], "release")
+    await until(lambda: served.engine.released_ids == ["x1"], what="release")
     assert served.service.status().quarantined_blocks == 0
 
 
-async def test_the_deadline_names_what_is_missing(served: Served) -> None:
+async def test_the_deadline_error_names_the_missing_keys(served: Served) -> None:
     served.engine.script.put_nowait(RESERVATION)
     error = await failure_of(served.decode.Generate(request(), timeout=3.0))
     assert error.reason == "TRANSFER_TIMEOUT"
     assert "no prefill rank opened it" in error.detail
-    await until(lambda: served.engine.released_ids == ["x1"], "release")
+    await until(lambda: served.engine.released_ids == ["x1"], what="release")
 
 
 async def test_a_cancelled_call_stops_the_sender_within_a_second(served: Served) -> None:
@@ -110,10 +110,10 @@ async def test_a_cancelled_call_stops_the_sender_within_a_second(served: Served)
     cancel = await rank.receive("cancel")
     assert time.monotonic() - started < 1
     assert cancel.cancel.reason == "CANCELLED"
-    await until(lambda: served.engine.closed == 1, "the engine's abort")
+    await until(lambda: served.engine.closed == 1, what="the engine's abort")
     assert served.engine.released_ids == []
     rank.send(quiesced=handoff_pb2.Quiesced(transfer_id="x1"))
-    await until(lambda: served.engine.released_ids == ["x1"], "release")
+    await until(lambda: served.engine.released_ids == ["x1"], what="release")
     status = served.service.status()
     assert (status.reserved_blocks, status.quarantined_blocks, status.active_transfers) == (0, 0, 0)
     rank.leave()
@@ -125,8 +125,8 @@ async def test_a_call_cancelled_while_generating_aborts_the_engine(served: Serve
     stream = aiter(call)
     assert [await next_event(stream), await next_event(stream)] == ["reserved", "tokens"]
     call.cancel()
-    await until(lambda: served.engine.closed == 1, "the engine's abort")
-    await until(lambda: served.service.status().reserved_blocks == 0, "the blocks")
+    await until(lambda: served.engine.closed == 1, what="the engine's abort")
+    await until(lambda: served.service.status().reserved_blocks == 0, what="the blocks")
     assert served.engine.released_ids == served.engine.arrived_ids == []
 
 
@@ -188,7 +188,7 @@ async def test_a_full_worker_refuses_with_a_retry_time(served: Served) -> None:
     assert error.retry_after_s is not None
     for call in calls:
         call.cancel()
-    await until(lambda: served.service.status().reserved_blocks == 0, "room")
+    await until(lambda: served.service.status().reserved_blocks == 0, what="room")
     for event in (DecodeTokens((1,)), DecodeEnded(True, 0)):
         served.engine.script.put_nowait(event)
     # An id that was refused before anything was spent may be used again.
@@ -207,14 +207,14 @@ async def test_contended_room_is_refused_to_requests_that_would_end_too_late(
     for event in (DecodeTokens((2,)), DecodeEnded(False, 0)):
         served.engine.script.put_nowait(event)
     assert [await next_event(slow), await next_event(slow)] == ["tokens", "finished"]
-    await until(lambda: served.service.status().reserved_blocks == 0, "room")
+    await until(lambda: served.service.status().reserved_blocks == 0, what="room")
     calls = [served.decode.Generate(request(f"y{n}", remote_prefill=False)) for n in range(2)]
     for call in calls:
         assert await next_event(aiter(call)) == "reserved"
     assert "slots" in (await failure_of(served.decode.Generate(request("full")))).detail
     for call in calls:
         call.cancel()
-    await until(lambda: served.service.status().reserved_blocks == 0, "room")
+    await until(lambda: served.service.status().reserved_blocks == 0, what="room")
     late = request("late", remote_prefill=False, sampling=two)
     error = await failure_of(served.decode.Generate(late, timeout=1.0))
     assert error.reason == "DECODE_FULL"
@@ -229,7 +229,7 @@ async def test_an_engine_failure_fails_the_request(served: Served) -> None:
     assert await next_event(aiter(call)) == "reserved"
     served.engine.script.put_nowait(TransferFailed("the engine lost it"))
     assert (await failure_of(call)).reason == "TRANSFER_FAILED"
-    await until(lambda: served.engine.released_ids == ["x1"], "release")
+    await until(lambda: served.engine.released_ids == ["x1"], what="release")
 
 
 async def test_a_draining_worker_refuses_and_finishes(served: Served) -> None:
@@ -246,7 +246,7 @@ async def test_a_draining_worker_refuses_and_finishes(served: Served) -> None:
     await asyncio.wait_for(waiting, 5)
 
 
-async def test_tokens_that_come_fast_share_messages(served: Served) -> None:
+async def test_fast_tokens_share_messages(served: Served) -> None:
     count = 400
     for number in range(count):
         served.engine.script.put_nowait(DecodeTokens((number,)))
@@ -260,7 +260,7 @@ async def test_tokens_that_come_fast_share_messages(served: Served) -> None:
 async def test_spans_of_a_failed_attempt_name_the_failed_step(served: Served) -> None:
     served.engine.script.put_nowait(RESERVATION)
     await failure_of(served.decode.Generate(request(), timeout=0.5))
-    await until(lambda: served.engine.released_ids == ["x1"], "release")
+    await until(lambda: served.engine.released_ids == ["x1"], what="release")
     await asyncio.sleep(0.05)
     served.telemetry.force_flush()
     spans = {span.name: span for span in served.spans.get_finished_spans()}
@@ -296,7 +296,7 @@ async def test_every_state_of_a_transfer_is_in_the_trace(served: Served) -> None
         rank.land(0, name=name)
         if whole:
             rank.land(1, name=name)
-            await until(lambda: served.engine.arrived_ids == ["x1"], "arrival")
+            await until(lambda: served.engine.arrived_ids == ["x1"], what="arrival")
             served.engine.script.put_nowait(DecodeEnded(True, 0))
             async for _ in call:
                 pass
@@ -304,7 +304,7 @@ async def test_every_state_of_a_transfer_is_in_the_trace(served: Served) -> None
             await asyncio.sleep(0.05)
             rank.leave()
             await failure_of(call)
-            await until(lambda: served.engine.released_ids == ["x2"], "release")
+            await until(lambda: served.engine.released_ids == ["x2"], what="release")
         rank.leave()
     served.telemetry.force_flush()
     spans = served.spans.get_finished_spans()

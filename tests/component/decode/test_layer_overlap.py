@@ -5,13 +5,8 @@ from __future__ import annotations
 from headrace_engine.interface import DecodeEnded, DecodeTokens
 from headrace_kv.receive.observer import TransferObserver, TransferView
 from tests.component.decode.conftest import Served, request
-from tests.component.decode.prefill_rank import (
-    RESERVATION,
-    PrefillRank,
-    failure_of,
-    next_event,
-    until,
-)
+from tests.component.decode.prefill_rank import RESERVATION, PrefillRank, failure_of, next_event
+from tests.waiting import until
 
 
 class Listener(TransferObserver):
@@ -60,5 +55,5 @@ async def test_a_token_before_the_last_layer_is_an_error(served: Served) -> None
     assert error.reason == "INTERNAL"
     assert "before the KV cache" in error.detail
     # The engine must learn that no more layers will arrive.
-    await until(lambda: listener.arrivals[-1] == (1, False), "the call for its end")
+    await until(lambda: listener.arrivals[-1] == (1, False), what="the call for its end")
     rank.leave()

@@ -31,6 +31,7 @@ from headrace_kv.send.context import SenderContext
 from headrace_kv.send.sender import RankSender, SenderLimits
 from headrace_kv.transport.base import KvTransport, WriteResult
 from headrace_kv.transport.in_memory import FaultPlan, InMemoryTransport, MemoryFabric
+from tests.waiting import until
 
 BLOCK_TOKENS = 4
 TOKEN_BYTES = 6
@@ -221,14 +222,6 @@ class Rig:
 
     def released_ids(self) -> list[str]:
         return [transfer_id for transfer_id, _ in self.released]
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    """Waits for a condition, or fails the test."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        await asyncio.sleep(0.002)
 
 
 TransportSource = Callable[[str, int], KvTransport]

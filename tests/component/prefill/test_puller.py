@@ -17,6 +17,7 @@ from headrace_common.config import ServiceConfig
 from headrace_common.deadlines import Deadline
 from headrace_kv.layout.layout import WorkerRef
 from headrace_prefill.puller import TaskPuller
+from tests.waiting import until
 
 REF = WorkerRef("prefill-0", "00112233445566ff")
 LAYOUT = layout_pb2.KvLayout(model="m", tensor_parallel_size=2)
@@ -143,144 +144,113 @@ async def puller(worker: ScriptedWorker) -> AsyncIterator[TaskPuller]:
     await puller.close()
 
 
-async def until(check: object, what: str, timeout_s: float = 5.0) -> None:
-    assert callable(check)
-    try:
-        async with asyncio.timeout(timeout_s):
-            while not check():
-                await asyncio.sleep(0.01)
-    except TimeoutError:
-        pytest.fail(f"{what} did not happen in {timeout_s} s")
-
-
-async def test_it_sends_hello_and_grants_credit_for_every_slot(
-    puller: TaskPuller, routers: list[ServedRouter]
-) -> None:
-    queue = routers[0].queue
+@pytest.fixture
+async def queue(puller: TaskPuller, routers: list[ServedRouter]) -> RouterQueue:
+    """The queue of the puller's only router, after the router has received the credit of every slot."""
     puller.set_routers([routers[0].member("r0")])
-    await until(lambda: queue.credit == 4, "credit")
+    queue = routers[0].queue
+    await until(lambda: queue.credit == 4, what="credit")
+    return queue
+
+
+async def start_task(queue: RouterQueue, worker: ScriptedWorker) -> None:
+    queue.send_task("x1")
+    await until(lambda: "x1" in worker.running, what="the task")
+
+
+async def test_hello_is_sent_and_credit_granted_for_every_slot(queue: RouterQueue) -> None:
     assert [(hello.worker_id, hello.incarnation, hello.model) for hello in queue.hellos] == [
         ("prefill-0", REF.incarnation, "m")
     ]
     assert queue.hellos[0].layout == LAYOUT
 
 
-async def test_the_start_of_a_task_is_reported(
-    puller: TaskPuller, routers: list[ServedRouter], worker: ScriptedWorker
-) -> None:
-    queue = routers[0].queue
-    puller.set_routers([routers[0].member("r0")])
-    await until(lambda: queue.credit == 4, "credit")
-    queue.send_task("x1")
-    await until(lambda: "x1" in worker.running, "the task")
-    await until(lambda: queue.started == ["x1"], "the report of its start", 1.0)
+async def test_the_start_of_a_task_is_reported(queue: RouterQueue, worker: ScriptedWorker) -> None:
+    await start_task(queue, worker)
+    await until(lambda: queue.started == ["x1"], 1.0, "the report of its start")
     worker.running["x1"].set()
-    await until(lambda: len(queue.done) == 1, "its end")
+    await until(lambda: len(queue.done) == 1, what="its end")
 
 
 async def test_the_end_of_a_task_returns_its_credit(
-    puller: TaskPuller, routers: list[ServedRouter], worker: ScriptedWorker
+    queue: RouterQueue, worker: ScriptedWorker
 ) -> None:
-    queue = routers[0].queue
-    puller.set_routers([routers[0].member("r0")])
-    await until(lambda: queue.credit == 4, "credit")
-    queue.send_task("x1")
-    await until(lambda: "x1" in worker.running, "the task")
+    await start_task(queue, worker)
     assert queue.credit == 3
     worker.running["x1"].set()
-    await until(lambda: len(queue.done) == 1 and queue.credit == 4, "its end")
+    await until(lambda: len(queue.done) == 1 and queue.credit == 4, what="its end")
     assert queue.done[0].reason == ""
 
 
-async def test_a_first_token_is_reported_while_the_task_goes_on(
-    puller: TaskPuller, routers: list[ServedRouter], worker: ScriptedWorker
+async def test_a_first_token_is_reported_while_the_task_runs(
+    queue: RouterQueue, worker: ScriptedWorker
 ) -> None:
-    queue = routers[0].queue
-    puller.set_routers([routers[0].member("r0")])
-    await until(lambda: queue.credit == 4, "credit")
     queue.send_task("x1", sampling=sampling_pb2.SamplingParams(max_tokens=4))
-    await until(lambda: bool(queue.first_tokens), "the token")
+    await until(lambda: bool(queue.first_tokens), what="the token")
     assert queue.first_tokens == [prefill_pb2.FirstToken(transfer_id="x1", token_id=7)]
     assert queue.started == ["x1"]
     assert not queue.done
     worker.running["x1"].set()
 
 
-async def test_a_cancelled_task_is_reported_too(
-    puller: TaskPuller, routers: list[ServedRouter], worker: ScriptedWorker
-) -> None:
-    queue = routers[0].queue
-    puller.set_routers([routers[0].member("r0")])
-    queue.send_task("x1")
-    await until(lambda: "x1" in worker.running, "the task")
+async def test_a_cancelled_task_is_reported_too(queue: RouterQueue, worker: ScriptedWorker) -> None:
+    await start_task(queue, worker)
     queue.cancel("x1")
     queue.cancel("unknown")
-    await until(lambda: len(queue.done) == 1, "its end")
+    await until(lambda: len(queue.done) == 1, what="its end")
     assert queue.done[0].reason == "CANCELLED"
 
 
 async def test_routers_share_the_slots(puller: TaskPuller, routers: list[ServedRouter]) -> None:
     puller.set_routers([router.member(f"r{i}") for i, router in enumerate(routers)])
-    await until(lambda: all(router.queue.credit == 2 for router in routers), "equal shares")
+    await until(lambda: all(router.queue.credit == 2 for router in routers), what="equal shares")
     puller.set_routers([routers[0].member("r0")])
-    await until(lambda: routers[0].queue.credit == 4, "the other's share")
+    await until(lambda: routers[0].queue.credit == 4, what="the other's share")
 
 
-async def test_a_router_that_comes_back_is_pulled_from_again(
+async def test_tasks_are_pulled_from_a_restarted_router(
     puller: TaskPuller, routers: list[ServedRouter], worker: ScriptedWorker
 ) -> None:
     router = routers[0]
     puller.set_routers([router.member("r0")])
-    router.queue.send_task("x1")
-    await until(lambda: "x1" in worker.running, "the task")
+    await start_task(router.queue, worker)
     await router.server.stop(None)
-    await until(lambda: worker.cancelled == ["x1"], "the task to be stopped")
+    await until(lambda: worker.cancelled == ["x1"], what="the task to be stopped")
     router.queue = RouterQueue()
     await router.start()
-    await until(lambda: router.queue.credit == 4, "credit anew")
+    await until(lambda: router.queue.credit == 4, what="credit anew")
 
 
 async def test_a_drain_refuses_new_tasks_and_waits_for_running_ones(
-    puller: TaskPuller, routers: list[ServedRouter], worker: ScriptedWorker
+    puller: TaskPuller, queue: RouterQueue, worker: ScriptedWorker
 ) -> None:
-    queue = routers[0].queue
-    puller.set_routers([routers[0].member("r0")])
-    await until(lambda: queue.credit == 4, "credit")
-    queue.send_task("x1")
-    await until(lambda: "x1" in worker.running, "the task")
+    await start_task(queue, worker)
     draining = asyncio.create_task(puller.drain(Deadline.after(10.0)))
     await asyncio.sleep(0.05)
     queue.send_task("x2")
-    await until(lambda: len(queue.done) == 1, "the refusal")
+    await until(lambda: len(queue.done) == 1, what="the refusal")
     assert (queue.done[0].transfer_id, queue.done[0].reason) == ("x2", "DRAINING")
     assert not draining.done()
     worker.running["x1"].set()
     await asyncio.wait_for(draining, 5)
-    await until(lambda: len(queue.done) == 2, "the last report")
+    await until(lambda: len(queue.done) == 2, what="the last report")
     assert queue.credit == 2
 
 
 async def test_tasks_are_cancelled_and_reported_at_the_drain_deadline(
-    puller: TaskPuller, routers: list[ServedRouter], worker: ScriptedWorker
+    puller: TaskPuller, queue: RouterQueue, worker: ScriptedWorker
 ) -> None:
-    queue = routers[0].queue
-    puller.set_routers([routers[0].member("r0")])
-    await until(lambda: queue.credit == 4, "credit")
-    queue.send_task("x1")
-    await until(lambda: "x1" in worker.running, "the task")
+    await start_task(queue, worker)
     await asyncio.wait_for(puller.drain(Deadline.after(0.1)), 5)
     assert worker.cancelled == ["x1"]
-    await until(lambda: [done.transfer_id for done in queue.done] == ["x1"], "the report")
+    await until(lambda: [done.transfer_id for done in queue.done] == ["x1"], what="the report")
 
 
 async def test_a_task_beyond_the_credit_is_refused(
-    puller: TaskPuller, routers: list[ServedRouter], worker: ScriptedWorker
+    queue: RouterQueue, worker: ScriptedWorker
 ) -> None:
-    queue = routers[0].queue
-    puller.set_routers([routers[0].member("r0")])
-    await until(lambda: queue.credit == 4, "credit")
     for number in range(5):
         queue.send_task(f"x{number}")
-    await until(lambda: len(queue.done) == 1, "the refusal")
+    await until(lambda: len(queue.done) == 1, what="the refusal")
     assert queue.done[0].reason == "QUEUE_FULL"
     assert len(worker.running) == 4

@@ -21,7 +21,8 @@ from headrace_common.errors import (
     Unauthenticated,
 )
 from headrace_common.rpc.status import error_from_rpc
-from tests.component.router.fakes import Rig, eventually, hang, reply
+from tests.component.router.fakes import Rig, hang, reply
+from tests.waiting import until
 
 _KEYS = {"greedy": "key-greedy", "late": "key-late"}
 
@@ -85,24 +86,24 @@ async def test_a_tenant_below_its_share_gets_the_next_place_of_one_above(tmp_pat
     async with _rig(tmp_path, max_concurrent_requests=4) as rig:
         decode = await rig.add_decode(hang)
         greedy = [asyncio.create_task(_ask(rig, "greedy")) for _ in range(4)]
-        await eventually(lambda: len(decode.requests) == 4)
+        await until(lambda: len(decode.requests) == 4)
         with pytest.raises(QueueFull) as refused:
             await _ask(rig, "greedy")
         assert refused.value.retry_after_s
         assert refused.value.metadata["tenant_share"] == "4"
         late = [asyncio.create_task(_ask(rig, "late")) for _ in range(3)]
         # The third is above its share of two.
-        await eventually(lambda: sum(task.done() for task in late) == 1)
+        await until(lambda: sum(task.done() for task in late) == 1)
         greedy[0].cancel()
         greedy[1].cancel()
-        await eventually(lambda: len(decode.requests) == 6)
+        await until(lambda: len(decode.requests) == 6)
         # With the new weight the late tenant has a share of three, so its request waits.
         rig.policy.policy.tenant_weights["late"] = 3.0
         again = asyncio.create_task(_ask(rig, "late"))
         admission = rig.router.inference._admission
-        await eventually(lambda: admission.waiting == 1)
+        await until(lambda: admission.waiting == 1)
         greedy[2].cancel()
-        await eventually(lambda: len(decode.requests) == 7)
+        await until(lambda: len(decode.requests) == 7)
         outcomes = await _errors([*greedy, *late, again])
         assert sum(isinstance(outcome, QueueFull) for outcome in outcomes) == 1
 
@@ -111,7 +112,7 @@ async def test_a_wait_for_admission_ends_in_queue_full_or_deadline_exceeded(tmp_
     async with _rig(tmp_path, max_concurrent_requests=1, admission_wait_s=0.2) as rig:
         decode = await rig.add_decode(hang)
         greedy = asyncio.create_task(_ask(rig, "greedy"))
-        await eventually(lambda: len(decode.requests) == 1)
+        await until(lambda: len(decode.requests) == 1)
         with pytest.raises(QueueFull):
             await _ask(rig, "late")
         with pytest.raises(HeadraceError) as caught:
@@ -124,7 +125,7 @@ async def test_queued_prompts_are_bounded_by_their_tokens(tmp_path: Path) -> Non
     async with _rig(tmp_path, max_queued_tokens=100, admission_wait_s=0.2) as rig:
         decode = await rig.add_decode(hang)
         waiting = asyncio.create_task(_ask(rig, "greedy", text="x" * 80))
-        await eventually(lambda: len(decode.requests) == 1)
+        await until(lambda: len(decode.requests) == 1)
         with pytest.raises(QueueFull, match="queued tokens"):
             await _ask(rig, "greedy", text="x" * 30)
         assert len(decode.requests) == 1

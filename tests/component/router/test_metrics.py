@@ -12,7 +12,8 @@ from headrace.worker.v1 import worker_pb2
 from headrace_common.errors import InvalidRequest
 from headrace_common.telemetry import schema
 from tests.collector import Collector, collecting
-from tests.component.router.fakes import Rig, eventually, hand_over, reply
+from tests.component.router.fakes import Rig, hand_over, reply
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ async def test_workers_with_another_prefix_hash_are_counted(
     assert collector.value(schema.METRIC_PREFIX_FAULTS) == 0
     foreign = worker_pb2.KvHashing(key_fingerprint=1, block_tokens=16)
     await rig.add_decode(reply("ok"), foreign)
-    await eventually(lambda: len(rig.router.prefixes.faults) == 1)
+    await until(lambda: len(rig.router.prefixes.faults) == 1)
     await _export(rig)
     assert collector.value(schema.METRIC_PREFIX_FAULTS) == 1
 
@@ -64,7 +65,7 @@ async def test_depth_limit_and_age_of_the_queues_are_exported(
     await rig.add_decode(reply("ok"))
     worker = await rig.add_prefill(hand_over, credit=0)
     waiting = asyncio.create_task(rig.ask())
-    await eventually(lambda: rig.router.queue.depth == 1)
+    await until(lambda: rig.router.queue.depth == 1)
     await asyncio.sleep(0.05)
     await _export(rig)
     prefill = {schema.ATTRIBUTE_QUEUE: "prefill"}

@@ -28,6 +28,7 @@ from headrace_common.rpc.server import GrpcServer
 from headrace_common.rpc.status import error_from_rpc
 from tests.component.router.fakes import FakeDecode, FakePrefill, Handoff, hand_over, reply, text_of
 from tests.ports import free_port
+from tests.waiting import until
 
 
 class Processes:
@@ -51,9 +52,7 @@ class Processes:
             stderr=asyncio.subprocess.PIPE,
         )
         self._started.append(process)
-        async with asyncio.timeout(30):
-            while not port_file.exists() and process.returncode is None:
-                await asyncio.sleep(0.05)
+        await until(lambda: port_file.exists() or process.returncode is not None, 30.0)
         return process, port_file.read_text() if port_file.exists() else ""
 
     async def close(self) -> None:
@@ -90,12 +89,12 @@ async def test_a_router_registers_serves_and_deregisters(processes: Processes) -
     stack.push_async_callback(prefill.close)
     async with stack, open_channel(endpoint) as channel, open_channel(registry) as to_registry:
         stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
-        async with asyncio.timeout(10):
-            while True:
-                listed = await stub.ListModels(inference_pb2.ListModelsRequest())
-                if listed.models and listed.models[0].prefill_worker_count:
-                    break
-                await asyncio.sleep(0.05)
+
+        async def has_prefill_worker() -> bool:
+            listed = await stub.ListModels(inference_pb2.ListModelsRequest())
+            return bool(listed.models and listed.models[0].prefill_worker_count)
+
+        await until(has_prefill_worker, interval_s=0.05)
         request = inference_pb2.GenerateRequest(text="a prompt")
         responses = [response async for response in stub.Generate(request, timeout=10)]
         assert text_of(responses) == "ok"

@@ -24,7 +24,7 @@ HANDED = replace(
 )
 
 
-def test_the_middle_leaves_out_what_is_not_known() -> None:
+def test_the_median_excludes_unknown_values() -> None:
     assert middle([3.0, None, 1.0, 2.0]) == "2 (1 to 3)"
     assert middle([0.25], 1) == "0.2 (0.2 to 0.2)"
     assert middle([None]) == "-"
@@ -39,7 +39,7 @@ def test_ratios_are_of_the_same_prompt() -> None:
     assert equal_count([HANDED, other], plain) == (1, 2)
 
 
-def test_the_table_has_a_row_for_each_way_with_dashes_for_what_it_lacks() -> None:
+def test_the_table_has_a_row_for_each_way_and_dashes_for_missing_values() -> None:
     rows = table({BY_PREFILL: [HANDED], PLAIN: [PLAIN_ONE]}).splitlines()
     assert len(rows) == 4
     assert len({row.count("|") for row in rows}) == 1

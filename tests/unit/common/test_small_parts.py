@@ -23,7 +23,7 @@ def test_a_deadline_counts_down(seconds: float) -> None:
     deadline.check("anything")
 
 
-def test_an_expired_deadline_names_the_thing_waited_for() -> None:
+def test_the_error_of_an_expired_deadline_names_the_awaited_event() -> None:
     deadline = Deadline(time.time() - 5)
     assert deadline.expired
     assert deadline.remaining_s() == 0

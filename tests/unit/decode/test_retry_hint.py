@@ -53,7 +53,7 @@ def test_a_few_callers_get_a_short_hint() -> None:
     assert crowd.hint.request_refused() < 0.5
 
 
-def test_the_hint_resets_when_callers_are_gone() -> None:
+def test_the_hint_resets_when_no_caller_is_left() -> None:
     crowd = Crowd(1_000, end_every_s=0.5)
     crowd.requests_until(20.0)
     assert crowd.hint.request_refused() == HINT_S_MAX

@@ -121,7 +121,7 @@ async def good(work: PrefillWork) -> PrefillOutcome:
     return OUTCOME
 
 
-async def test_a_good_task_reports_bytes_and_leaves_its_spans(
+async def test_a_successful_task_reports_its_bytes_and_records_its_spans(
     telemetry: Telemetry, exporter: InMemorySpanExporter
 ) -> None:
     done = await worker_of(good, telemetry).run(task())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import subprocess
 from collections import Counter
@@ -24,7 +25,7 @@ from tests.rdma.report import MARK, Result, parse, write_result
 RESULT = Result("serve: gqa P1 to D2", passed=True, duration_s=1.5, note='"quoted", 2 packets')
 
 
-def test_a_result_survives_the_console(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_result_is_parsed_from_the_console(capsys: pytest.CaptureFixture[str]) -> None:
     write_result(RESULT)
     results = [parse(line) for line in capsys.readouterr().out.splitlines()]
     assert [result for result in results if result] == [RESULT]
@@ -96,11 +97,25 @@ def test_jobs_start_as_machines_are_free() -> None:
     assert rdma_vm.next_job([], 3) is None
 
 
-def test_skipping_is_loud_and_says_why() -> None:
+def test_the_message_of_a_skipped_run_is_prominent_and_names_the_cause() -> None:
     message = rdma_vm.skip_message("missing: qemu-system-x86_64")
     assert "SKIPPED" in message
     assert "missing: qemu-system-x86_64" in message
     assert len(message.splitlines()) > 5
+
+
+def test_the_machines_have_every_module_that_the_tests_import() -> None:
+    files = {
+        path
+        for path in rdma_vm.project_files()
+        if path.startswith("tests/") and path.endswith(".py")
+    }
+    for path in files:
+        for node in ast.walk(ast.parse((rdma_vm.ROOT / path).read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests"):
+                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+                imported = {f"{str(name).replace('.', '/')}.py" for name in names}
+                assert imported & files, f"{path} imports {node.module}"
 
 
 def test_the_machines_command() -> None:
@@ -155,7 +170,7 @@ def _read_archive(data: bytes) -> dict[str, tuple[int, bytes]]:
         at = -(-(start + numbers[6]) // 4) * 4
 
 
-def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+def test_paths_that_are_not_files_are_rejected(tmp_path: Path) -> None:
     subprocess.run(["mkfifo", tmp_path / "pipe"], check=True)
     with pytest.raises(ValueError, match="pipe"):
         write_archive(io.BytesIO(), folder_entries(tmp_path))

@@ -20,7 +20,7 @@ from build_docs import remote_loads
         '<pre class="mermaid">graph</pre>',
     ],
 )
-def test_what_loads_from_another_host_is_found(tmp_path: Path, loads: str) -> None:
+def test_references_to_other_hosts_are_found(tmp_path: Path, loads: str) -> None:
     (tmp_path / "page.html").write_text(f"<html>{loads}</html>")
     assert list(remote_loads(tmp_path))
 

@@ -37,7 +37,7 @@ from tests.component.engine.prefix.workers import (
     whole_blocks,
 )
 from tests.component.engine.sim.support import decode_work, pair
-from tests.component.engine.sim.support import until as eventually
+from tests.waiting import until
 
 Messages = AsyncIterator[worker_pb2.SubscribeKvEventsResponse]
 
@@ -57,7 +57,7 @@ async def impatient_rig() -> AsyncIterator[EventRig]:
     await rig.close()
 
 
-async def test_earlier_blocks_come_in_a_snapshot_and_later_ones_as_events(
+async def test_earlier_blocks_are_sent_in_a_snapshot_and_later_ones_as_events(
     rig: EventRig,
 ) -> None:
     random = Random(1)
@@ -113,7 +113,7 @@ async def test_another_key_or_block_size_gives_no_credit_and_one_warning(
     rig.indexes.update(members)
     table = LoadTable(map(worker_from_member, members))
     await rig.until_cached(table, prompt, w_0=48, w_1=0)
-    await eventually(lambda: set(rig.indexes.faults) == {odd.ref})
+    await until(lambda: set(rig.indexes.faults) == {odd.ref})
     assert f"blocks of {BLOCK_TOKENS} tokens" in rig.indexes.faults[odd.ref]
     rig.indexes.update([])
     assert not rig.indexes.faults
@@ -121,7 +121,7 @@ async def test_another_key_or_block_size_gives_no_credit_and_one_warning(
     # The registry was restarted with another key after the workers joined, and before this router did.
     rig.key = KEY + 1
     table = rig.follow()
-    await eventually(lambda: set(rig.indexes.faults) == {good.ref, odd.ref})
+    await until(lambda: set(rig.indexes.faults) == {good.ref, odd.ref})
     await asyncio.sleep(1.2)
     assert rig.cached(table, prompt) == {"w-0": 0, "w-1": 0}
     warnings = [r.getMessage() for r in caplog.records if "no credit" in r.getMessage()]
@@ -149,7 +149,7 @@ async def test_prefill_and_decode_workers_publish_a_transferred_prompt() -> None
             rig.follow(workers)
             await engines.generate(prompt)
             refs = [prefill_ref, decode_ref, WorkerRef("x-0", "0" * 16)]
-            await eventually(
+            await until(
                 lambda: (
                     rig.indexes.cached_refs(MODEL, prompt, refs)
                     == {prefill_ref: 64, decode_ref: 64}
@@ -183,7 +183,7 @@ async def test_a_broken_stream_resumes_where_it_broke(rig: EventRig) -> None:
     assert worker.servicer.requests[-1].since_sequence > 0
 
 
-async def test_a_silent_worker_loses_its_credit_until_it_is_back(
+async def test_a_silent_worker_loses_its_credit_until_it_sends_again(
     impatient_rig: EventRig,
 ) -> None:
     prompt = random_prompt(Random(5), 40)
@@ -222,7 +222,7 @@ async def test_a_lost_event_is_detected_and_repaired(rig: EventRig, kind: str) -
     for prompt in prompts[1:]:
         await worker.answer(prompt)
         await asyncio.sleep(0.05)
-    await eventually(lambda: bool(lost))
+    await until(lambda: bool(lost))
     await rig.until_cached(table, prompts[-1], w_0=56)
     _, cached = await worker.answer(prompts[0])
     assert cached < 56
@@ -257,7 +257,7 @@ async def test_an_unnoticed_restart_is_detected_by_the_incarnation(
     await old.cut()
     new.endpoint = old.endpoint
     await new.serve()
-    await eventually(lambda: bool(new.servicer.requests))
+    await until(lambda: bool(new.servicer.requests))
     await impatient_rig.until_cached(table, prompt, w_0=0)
     async with open_channel(new.endpoint) as channel:
         call = worker_pb2_grpc.WorkerServiceStub(channel).SubscribeKvEvents(
@@ -306,7 +306,7 @@ async def test_a_worker_without_events_has_no_credit_and_is_not_retried(
     prompt = random_prompt(Random(11), 40)
     await worker.answer(prompt)
     table = rig.follow()
-    await eventually(lambda: bool(worker.servicer.requests))
+    await until(lambda: bool(worker.servicer.requests))
     await asyncio.sleep(0.5)
     assert rig.cached(table, prompt) == {"w-0": 0}
     assert len(worker.servicer.requests) == 1
@@ -336,7 +336,7 @@ async def test_members_that_leave_lose_their_streams_and_blocks(rig: EventRig) -
     rig.follow(rig.workers[:1])
     assert rig.cached(table, prompt) == {"w-0": 40, "w-1": 0, "w-2": 0}
     index = next(iter(rig.indexes._indexes[MODEL].values())).index
-    await eventually(lambda: not index._slots.retired)
+    await until(lambda: not index._slots.retired)
     assert index.block_count == 40 // BLOCK_TOKENS
     assert len(rig.indexes._feeds) == 1
     rig.follow([])

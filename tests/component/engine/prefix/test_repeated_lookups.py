@@ -9,7 +9,7 @@ import pytest
 
 from headrace_kv.layout.layout import WorkerRef
 from tests.component.engine.prefix.workers import MODEL, EventRig, random_prompt
-from tests.component.engine.sim.support import until as eventually
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -31,11 +31,11 @@ async def test_a_repeated_lookup_sees_new_blocks_and_workers(rig: EventRig) -> N
     await rig.until_cached(table, list(prompt), w_0=0)
     assert held() == {}
     await first.answer(list(prompt))
-    await eventually(lambda: held() == {first.ref: 48})
+    await until(lambda: held() == {first.ref: 48})
     # The router does not know the second worker yet.
     await second.answer(list(prompt[:20]))
     table = rig.follow([first, second])
-    await eventually(lambda: held() == {first.ref: 48, second.ref: 16})
+    await until(lambda: held() == {first.ref: 48, second.ref: 16})
     assert rig.indexes.cached_tokens(table, prompt).tolist() == [48.0, 16.0]
     rig.follow([second])
     assert held() == {second.ref: 16}

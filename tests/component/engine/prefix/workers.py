@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from random import Random
@@ -24,6 +23,7 @@ from headrace_router.prefix_cache.directory import PrefixCacheDirectory
 from headrace_router.workers.directory import worker_from_member
 from headrace_router.workers.table import LoadTable
 from tests.component.engine.sim.support import answer_of, decode_work, engine_config, no_descriptors
+from tests.waiting import until
 
 KEY = 0x5EC2_E700_0000_0001
 MODEL = "small"
@@ -179,9 +179,7 @@ class EventRig:
     ) -> None:
         """Waits until the named workers have that credit for the prompt."""
         expected = {name.replace("_", "-"): count for name, count in tokens.items()}
-        async with asyncio.timeout(timeout_s):
-            while not expected.items() <= self.cached(table, prompt).items():
-                await asyncio.sleep(0.01)
+        await until(lambda: expected.items() <= self.cached(table, prompt).items(), timeout_s)
 
 
 def whole_blocks(prompt: list[int], block_tokens: int = BLOCK_TOKENS) -> int:

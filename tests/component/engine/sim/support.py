@@ -40,6 +40,7 @@ from headrace_kv.receive.state import TransferState
 from headrace_kv.receive.transfer import TransferSummary
 from headrace_kv.receive.verification import DigestChecks
 from headrace_kv.transport.base import KvTransport, WriteResult
+from tests.waiting import until
 
 DECODE_REF = WorkerRef("decode-1", "0123456789abcdef")
 GREEDY = Sampling(temperature=0.0, max_tokens=6)
@@ -84,13 +85,6 @@ async def decode_engine(
         assert engine.usage().running_requests == engine.usage().waiting_requests == 0
     finally:
         await engine.close()
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    """Waits until the condition holds."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 async def advance_until(

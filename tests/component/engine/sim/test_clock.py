@@ -10,7 +10,8 @@ from headrace_engine.interface import DecodeEvent, DecodeTokens
 from headrace_engine.sim.clock import ManualClock
 from headrace_engine.sim.clock_control import ClockController
 from headrace_engine.sim.engine import SimEngine
-from tests.component.engine.sim.support import GREEDY, answer_of, decode_engine, decode_work, until
+from tests.component.engine.sim.support import GREEDY, answer_of, decode_engine, decode_work
+from tests.waiting import until
 
 PROMPT = list(range(100, 120))
 MODEL = "sim:context=512,prefill_s_per_token=0.5,decode_step_s=3"
@@ -46,7 +47,7 @@ async def test_steps_end_when_they_are_due() -> None:
         assert clock.now_s() == PROMPT_S + 3 * 3
 
 
-async def test_time_stands_still_for_requests_that_are_not_advanced() -> None:
+async def test_requests_wait_until_their_clock_is_advanced() -> None:
     clock = ManualClock()
     async with decode_engine(clock=clock, model=MODEL) as engine:
         events: list[DecodeEvent] = []

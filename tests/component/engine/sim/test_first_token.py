@@ -28,8 +28,8 @@ from tests.component.engine.sim.support import (
     decode_work,
     pair,
     reserve,
-    until,
 )
+from tests.waiting import until
 
 SEEDED = Sampling(
     temperature=0.8,
@@ -70,7 +70,7 @@ async def test_a_continued_answer_equals_an_uninterrupted_one(length: int, gener
             assert handed.reservation.end_token == length + generated - 1
 
 
-async def test_a_stop_token_ends_an_answer_that_goes_on() -> None:
+async def test_a_stop_token_ends_a_continued_answer() -> None:
     prompt = prompt_of(20)
     async with decode_engine() as engine:
         whole = engine.model.expected_tokens(prompt, 6)
@@ -121,7 +121,9 @@ async def first_by_prefill(
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 64, 100])
-async def test_prefills_first_token_begins_the_closed_forms_answer(length: int, late: bool) -> None:
+async def test_the_answer_after_the_first_token_of_prefill_equals_the_closed_form(
+    length: int, late: bool
+) -> None:
     prompt = prompt_of(length)
     async with pair() as both:
         for number, sampling in enumerate((replace(GREEDY, max_tokens=2), SEEDED)):
@@ -208,7 +210,9 @@ def from_logits(prompt: list[int], sampling: Sampling, transfer_id: str) -> Deco
 
 
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 64, 100])
-async def test_a_first_token_from_logits_begins_the_closed_forms_answer(length: int) -> None:
+async def test_the_answer_after_a_first_token_from_logits_equals_the_closed_form(
+    length: int,
+) -> None:
     prompt = prompt_of(length)
     async with pair() as both:
         model = both.decode.model

@@ -37,9 +37,9 @@ from tests.component.engine.sim.support import (
     pair,
     planned_bytes,
     reserve,
-    until,
     until_running,
 )
+from tests.waiting import until
 
 PROMPT = list(range(100, 150))
 LAYERS = 3
@@ -92,7 +92,7 @@ async def test_an_engine_opens_and_ends_mooncake_itself() -> None:
     await check_pairing(2, 1, 1, transport="mooncake")
 
 
-async def test_seeded_sampling_survives_the_handover() -> None:
+async def test_seeded_sampling_continues_after_the_handover() -> None:
     sampling = Sampling(temperature=1.0, seed=3, max_tokens=20)
     async with pair() as both:
         handed = await both.generate(PROMPT, sampling)
@@ -367,7 +367,7 @@ async def test_closing_the_engine_ends_a_prefill() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_requests_cancelled_at_random_lose_no_block_and_harm_no_other(seed: int) -> None:
+async def test_random_cancellations_leak_no_block_and_affect_no_other_request(seed: int) -> None:
     clock = ManualClock()
     async with pair(
         model=f"sim:layers={LAYERS},context=512,prefill_s_per_token=0.1,decode_step_s=1",

@@ -80,7 +80,7 @@ async def test_loading_takes_its_time_and_delays_no_other_request() -> None:
 
 
 @pytest.mark.parametrize("host_blocks", [1, 7, 40])
-async def test_answers_are_right_wherever_blocks_come_from(host_blocks: int) -> None:
+async def test_answers_are_correct_for_blocks_of_every_tier(host_blocks: int) -> None:
     random = Random(host_blocks)
     beginnings = [random_prompt(random, random.randrange(20, 100)) for _ in range(4)]
     model = f"sim:context=512,host_blocks={host_blocks},host_copy_s_per_token=0.00001"

@@ -186,7 +186,7 @@ async def test_opaque_blocks_of_different_sizes_are_incompatible() -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-async def test_requests_cancelled_at_random_lose_no_block_and_no_page(seed: int) -> None:
+async def test_random_cancellations_leak_no_block_and_no_page(seed: int) -> None:
     clock = ManualClock()
     async with pair(
         model=f"{EVERYTHING},prefill_s_per_token=0.1,decode_step_s=1",

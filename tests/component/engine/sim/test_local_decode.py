@@ -22,9 +22,9 @@ from tests.component.engine.sim.support import (
     close,
     decode_engine,
     decode_work,
-    until,
     until_running,
 )
+from tests.waiting import until
 
 PROMPT = list(range(100, 139))
 # On a clock that the test advances.

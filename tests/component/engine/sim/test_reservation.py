@@ -7,14 +7,8 @@ import pytest
 from headrace_common.errors import TransferFailed
 from headrace_engine.interface import DecodeEnded, DecodeTokens
 from headrace_kv.handoff.messages import Reservation
-from tests.component.engine.sim.support import (
-    answer_of,
-    close,
-    decode_engine,
-    decode_work,
-    reserve,
-    until,
-)
+from tests.component.engine.sim.support import answer_of, close, decode_engine, decode_work, reserve
+from tests.waiting import until
 
 PROMPT = list(range(100, 139))
 

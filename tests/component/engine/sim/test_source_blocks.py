@@ -15,7 +15,8 @@ from headrace_kv.plan.copy_plan import Runs
 from headrace_kv.receive.state import TransferState
 from headrace_kv.transport.base import KvTransport, WriteResult
 from headrace_kv.transport.in_memory import Fault, FaultKind, FaultPlan, InMemoryTransport
-from tests.component.engine.sim.support import decode_work, pair, until
+from tests.component.engine.sim.support import decode_work, pair
+from tests.waiting import until
 
 PROMPT = list(range(100, 150))
 

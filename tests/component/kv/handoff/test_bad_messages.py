@@ -17,14 +17,8 @@ from headrace_common.rpc.status import error_from_rpc
 from headrace_kv.layout.proto import layout_to_proto
 from headrace_kv.receive.receiver import ReceiverLimits
 from headrace_kv.receive.state import TransferState
-from tests.component.kv.harness import (
-    BLOCK_TOKENS,
-    Rig,
-    make_layout,
-    memory_transports,
-    running,
-    until,
-)
+from tests.component.kv.harness import BLOCK_TOKENS, Rig, make_layout, memory_transports, running
+from tests.waiting import until
 
 BLOCKS = (1, 2, 3)
 TOKENS = 3 * BLOCK_TOKENS

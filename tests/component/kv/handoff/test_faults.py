@@ -34,8 +34,8 @@ from tests.component.kv.harness import (
     make_layout,
     memory_transports,
     running,
-    until,
 )
+from tests.waiting import until
 
 BLOCKS = (1, 2, 3)
 TOKENS = 3 * BLOCK_TOKENS
@@ -122,7 +122,7 @@ async def test_a_lost_open_or_reservation_is_requested_again(
         rig.check_bytes(truth, transfer.reservation)
 
 
-async def test_an_open_that_comes_twice_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_repeated_open_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     async with pair() as rig:
         handle = rig.receiver.handle
 
@@ -229,7 +229,7 @@ async def test_unopened_transfer_is_released_at_once() -> None:
         assert rig.released_ids() == [transfer.transfer_id]
 
 
-async def test_timeout_names_what_is_missing() -> None:
+async def test_the_timeout_error_names_the_missing_keys() -> None:
     async with running(make_layout(2), make_layout(1), memory_transports()) as rig:
         rig.fill(BLOCKS, seed=1)
         transfer = rig.reserve(TOKENS, timeout_s=2.0)

@@ -20,8 +20,8 @@ from tests.component.kv.harness import (
     make_layout,
     memory_transports,
     running,
-    until,
 )
+from tests.waiting import until
 
 
 @pytest.fixture(scope="module")

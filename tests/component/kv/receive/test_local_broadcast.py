@@ -51,8 +51,8 @@ from tests.component.kv.harness import (
     make_layout,
     memory_transports,
     running,
-    until,
 )
+from tests.waiting import until
 
 BLOCKS = (1, 2, 3)
 TOKENS = 3 * BLOCK_TOKENS - 1

@@ -18,6 +18,7 @@ from headrace_kv.send.context import SenderContext
 from headrace_kv.send.sender import RankSender
 from tests.component.kv import harness
 from tests.component.kv.harness import BLOCK_TOKENS, Rig, make_layout, memory_transports, running
+from tests.waiting import until
 
 
 class Wire:
@@ -91,7 +92,7 @@ async def test_descriptors_are_queried_once_and_requests_carry_block_ids(
         assert wire.queries == [rig.decode_ref] * 2
         assert len(wire.messages) == 20
         expected = {"open": 2, "reservation": 2, "layer": 12, "commit": 2}
-        await harness.until(lambda: all(counts == expected for counts in wire.messages.values()))
+        await until(lambda: all(counts == expected for counts in wire.messages.values()))
 
 
 async def test_counted_bytes_are_those_on_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +101,7 @@ async def test_counted_bytes_are_those_on_the_stream(monkeypatch: pytest.MonkeyP
         counted = 0
         for blocks in (1, 7, 30):
             counted += sum(report.control_bytes for report in await send(rig, blocks))
-        await harness.until(lambda: all(counts["commit"] == 2 for counts in wire.messages.values()))
+        await until(lambda: all(counts["commit"] == 2 for counts in wire.messages.values()))
         # Each message of LayerDones has a frame of 2 to 6 bytes, which counts for no transfer.
         assert counted + 2 * wire.layer_messages <= wire.message_bytes
         assert wire.message_bytes <= counted + 6 * wire.layer_messages
@@ -131,8 +132,8 @@ async def test_a_cancelled_request_is_counted_too(monkeypatch: pytest.MonkeyPatc
     async with running(make_layout(1), make_layout(1), memory_transports()) as rig:
         transfer = rig.reserve(BLOCK_TOKENS)
         rig.open(rig.target(transfer))
-        await harness.until(lambda: wire.messages[transfer.transfer_id]["reservation"] == 1)
+        await until(lambda: wire.messages[transfer.transfer_id]["reservation"] == 1)
         rig.receiver.cancel(transfer.transfer_id, "CANCELLED", "the client left")
         (report,) = await rig.quiet(transfer.transfer_id)
-        await harness.until(lambda: wire.messages[transfer.transfer_id]["quiesced"] == 1)
+        await until(lambda: wire.messages[transfer.transfer_id]["quiesced"] == 1)
         assert report.control_bytes == wire.message_bytes

@@ -13,14 +13,8 @@ from headrace_common.deadlines import Deadline
 from headrace_common.identity import new_transfer_id
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.receive.receiver import IncomingTransfer
-from tests.component.kv.harness import (
-    BLOCK_TOKENS,
-    Rig,
-    make_layout,
-    memory_transports,
-    running,
-    until,
-)
+from tests.component.kv.harness import BLOCK_TOKENS, Rig, make_layout, memory_transports, running
+from tests.waiting import until
 
 LAYERS = 12
 CHUNK_TOKENS = 512

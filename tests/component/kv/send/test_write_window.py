@@ -19,7 +19,8 @@ from headrace_kv.receive.receiver import IncomingTransfer
 from headrace_kv.receive.state import TransferState
 from headrace_kv.transport.base import KvTransport, WriteResult
 from headrace_kv.transport.in_memory import InMemoryTransport, MemoryFabric
-from tests.component.kv.harness import BLOCK_TOKENS, Rig, make_layout, running, until
+from tests.component.kv.harness import BLOCK_TOKENS, Rig, make_layout, running
+from tests.waiting import until
 
 BLOCKS = (1, 2, 3)
 TOKENS = 3 * BLOCK_TOKENS

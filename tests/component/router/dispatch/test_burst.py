@@ -9,15 +9,8 @@ from typing import Any
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import inference_pb2
 from headrace.prefill.v1 import prefill_pb2
-from tests.component.router.fakes import (
-    FakeDecode,
-    FakePrefill,
-    Rig,
-    eventually,
-    hand_over,
-    reply,
-    text_of,
-)
+from tests.component.router.fakes import FakeDecode, FakePrefill, Rig, hand_over, reply, text_of
+from tests.waiting import until
 
 _RESERVE_S = 0.3
 _PREFILL_S = 0.1
@@ -48,7 +41,7 @@ async def _add_workers(rig: Rig) -> tuple[FakeDecode, FakePrefill]:
     rig.policy.policy.max_queue_wait.FromMilliseconds(round(1e3 * _BOUND_S))
     assert text_of(await rig.ask("x" * 100)) == "ok"
     assert len(prefill.tasks) == 1
-    await eventually(lambda: rig.router.queue.estimate().wait_s == 0.0)
+    await until(lambda: rig.router.queue.estimate().wait_s == 0.0)
     return decode, prefill
 
 
@@ -71,4 +64,4 @@ async def test_a_ticket_counts_in_the_queue_until_its_prompt_arrives(look_aside_
     await rig.stub.Prefill(inference_pb2.PrefillRequest(direct=remote[0]), timeout=5)
     assert len(prefill.tasks) == 2
     # A ticket stops counting if its prompt does not arrive.
-    await eventually(lambda: rig.router.queue.estimate().wait_s == 0.0)
+    await until(lambda: rig.router.queue.estimate().wait_s == 0.0)

@@ -57,7 +57,7 @@ async def test_the_client_continues_at_another_worker(look_aside_rig: Rig) -> No
     ]
 
 
-async def test_a_draining_worker_is_not_asked_again(look_aside_rig: Rig) -> None:
+async def test_a_draining_worker_gets_no_second_request(look_aside_rig: Rig) -> None:
     leaving = await look_aside_rig.add_decode(recite(5, raising(Draining("shutting down"))))
     await look_aside_rig.add_decode(recite(99))
     await look_aside_rig.prefer(look_aside_rig.decodes[0])

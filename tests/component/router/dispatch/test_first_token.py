@@ -19,7 +19,6 @@ from tests.component.router.fakes import (
     FakeDecode,
     FakePrefill,
     Rig,
-    eventually,
     fail,
     finished,
     hand_over,
@@ -32,6 +31,7 @@ from tests.component.router.fakes import (
     text_of,
     tokens,
 )
+from tests.waiting import until
 
 PREFILL = first_token_pb2.FIRST_TOKEN_POLICY_PREFILL
 DECODE = first_token_pb2.FIRST_TOKEN_POLICY_DECODE
@@ -62,7 +62,7 @@ async def test_the_token_of_prefill_is_sent_before_the_transfer_is_complete(rig:
     assert bytes(task.token_ids) == bytes(received.token_ids) == b"capital?"
     assert task.sampling == received.sampling
     assert received.first_token == PREFILL
-    await eventually(lambda: bool(decode.first_tokens))
+    await until(lambda: bool(decode.first_tokens))
     (first_token,) = decode.first_tokens
     assert first_token.transfer_id == received.transfer_id
     assert first_token.token_id == ord("P")
@@ -116,8 +116,8 @@ async def test_a_first_token_that_ends_the_response_ends_all_work(
     assert responses[-1].finish_reason == reason
     assert responses[-1].usage.completion_tokens == 1
     (task,) = prefill.tasks
-    await eventually(lambda: prefill.cancels == [task.transfer_id])
-    await eventually(lambda: decode.cancelled == {task.transfer_id})
+    await until(lambda: prefill.cancels == [task.transfer_id])
+    await until(lambda: decode.cancelled == {task.transfer_id})
     assert not decode.first_tokens
 
 
@@ -143,7 +143,7 @@ async def test_the_token_from_logits_is_sent_before_the_transfer_is_complete(rig
     call = rig.stub.Generate(request, timeout=10)
     first = await call.read()
     assert first.text == "P"
-    await eventually(lambda: bool(prefill.tasks))
+    await until(lambda: bool(prefill.tasks))
     (task,), (received,) = prefill.tasks, decode.requests
     assert bytes(task.token_ids) == bytes(received.token_ids) == b"capital?"
     assert task.send_logits

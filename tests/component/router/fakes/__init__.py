@@ -31,14 +31,7 @@ from tests.component.router.fakes.prefill import (
     stall,
     start_and_die,
 )
-from tests.component.router.fakes.rig import (
-    PREFIX_KEY,
-    TICKET_KEY,
-    FixedPolicy,
-    Rig,
-    eventually,
-    text_of,
-)
+from tests.component.router.fakes.rig import PREFIX_KEY, TICKET_KEY, FixedPolicy, Rig, text_of
 
 __all__ = [
     "CONTEXT_TOKENS",
@@ -54,7 +47,6 @@ __all__ = [
     "Script",
     "die",
     "die_after",
-    "eventually",
     "fail",
     "finished",
     "full",

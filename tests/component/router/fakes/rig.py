@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,16 +24,10 @@ from headrace_text.byte_codec import ByteCodec
 from tests.component.router.fakes.decode import FakeDecode, Script
 from tests.component.router.fakes.handoff import LAYOUT, Handoff
 from tests.component.router.fakes.prefill import Behaviour, FakePrefill
+from tests.waiting import until
 
 PREFIX_KEY = 1
 TICKET_KEY = bytes(range(32))
-
-
-async def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    """Waits until `condition` is true. Fails the test after `timeout_s`."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 @dataclass
@@ -80,7 +73,7 @@ class Rig:
         self.refresh()
         known = {other.ref.worker_id for other in self.router.workers.table("sim").workers}
         assert worker.member.worker_id in known
-        await eventually(lambda: bool(self.router.workers.table("sim").reachable.all()))
+        await until(lambda: bool(self.router.workers.table("sim").reachable.all()))
         return worker
 
     async def loads_known(self) -> None:
@@ -96,7 +89,7 @@ class Rig:
                 if reachable
             }
 
-        await eventually(known)
+        await until(known)
 
     async def prefer(self, preferred: FakeDecode) -> None:
         """Makes every other decode worker report more load, and waits until the router has it."""
@@ -113,7 +106,7 @@ class Rig:
         worker = FakePrefill(f"p{len(self.prefills)}", self.handoff, behaviour, layout)
         await worker.start(self.endpoint, credit)
         self.prefills.append(worker)
-        await eventually(lambda: worker.worker_id in self.pulling())
+        await until(lambda: worker.worker_id in self.pulling())
         return worker
 
     def pulling(self) -> set[str]:

@@ -30,7 +30,6 @@ from tests.component.router.fakes import (
     TICKET_KEY,
     FakeDecode,
     Rig,
-    eventually,
     fail,
     full,
     hand_over,
@@ -38,6 +37,7 @@ from tests.component.router.fakes import (
     reply,
     stall,
 )
+from tests.waiting import until
 
 REMOTE = inference_pb2.PREFILL_PLACEMENT_REMOTE
 PROMPT = b"a prompt"
@@ -162,10 +162,10 @@ async def test_the_router_retries_a_failed_prefill(open_rig: Rig) -> None:
         assert client.direct_answers == 0
     assert worker.requests[0].remote_prefill is True
     assert worker.requests[-1].remote_prefill is False
-    await eventually(lambda: worker.requests[0].transfer_id in worker.cancelled)
+    await until(lambda: worker.requests[0].transfer_id in worker.cancelled)
 
 
-async def test_when_the_worker_is_full_the_client_asks_the_router(open_rig: Rig) -> None:
+async def test_a_client_of_a_full_worker_sends_its_request_to_the_router(open_rig: Rig) -> None:
     turns = iter((full, reply("later")))
 
     async def script(worker: FakeDecode, request: decode_pb2.GenerateRequest) -> AsyncIterator[Any]:
@@ -200,11 +200,11 @@ async def test_a_prompt_is_queued_once_and_only_with_its_ticket(open_rig: Rig) -
     changed.token_ids[0] += 1
     assert isinstance(await prefill_error(open_rig, changed), Unauthenticated)
     call = open_rig.stub.Prefill(inference_pb2.PrefillRequest(direct=direct), timeout=5)
-    await eventually(lambda: len(prefill.tasks) == 1)
+    await until(lambda: len(prefill.tasks) == 1)
     assert prefill.tasks[0].transfer_id == direct.transfer_id
     assert isinstance(await prefill_error(open_rig, direct), DuplicateTransfer)
     call.cancel()
-    await eventually(lambda: prefill.cancels == [direct.transfer_id])
+    await until(lambda: prefill.cancels == [direct.transfer_id])
     assert len(prefill.tasks) == 1
 
 
@@ -228,7 +228,7 @@ async def test_the_client_retries_a_full_router_after_the_retry_delay() -> None:
         worker = await rig.add_decode(script)
         async with Client(rig.endpoint) as client, Client(rig.endpoint, retries_max=0) as hasty:
             first = asyncio.create_task(tokens_of(client))
-            await eventually(lambda: len(worker.requests) == 1)
+            await until(lambda: len(worker.requests) == 1)
             with pytest.raises(QueueFull):
                 await tokens_of(hasty)
             second = asyncio.create_task(tokens_of(client))

@@ -15,7 +15,8 @@ from headrace_common.errors import QueueFull
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.telemetry import schema
 from headrace_router.tracing.service import SpanCollector
-from tests.component.router.fakes import Rig, eventually, reply
+from tests.component.router.fakes import Rig, reply
+from tests.waiting import until
 
 
 async def route(rig: Rig) -> inference_pb2.RouteResponse:
@@ -80,7 +81,7 @@ async def test_an_unused_ticket_is_released() -> None:
     try:
         await rig.add_decode(reply("abc"))
         await route(rig)
-        await eventually(lambda: not len(rig.router.direct))
+        await until(lambda: not len(rig.router.direct))
         await asyncio.wait_for(route(rig), 5)
     finally:
         await rig.close()

@@ -15,15 +15,8 @@ from headrace_common.rpc.status import error_from_rpc
 from headrace_kv.layout.layout import WorkerRef
 from headrace_router.prefill_queue.task import QueuedTask, TaskTerms
 from headrace_router.prefill_queue.worker_stream import CREDITS_MAX
-from tests.component.router.fakes import (
-    LAYOUT,
-    FakePrefill,
-    Rig,
-    eventually,
-    fail,
-    hand_over,
-    stall,
-)
+from tests.component.router.fakes import LAYOUT, FakePrefill, Rig, fail, hand_over, stall
+from tests.waiting import until
 
 
 def _enqueue(rig: Rig, name: str, deadline_unix_s: float = 1.0) -> QueuedTask:
@@ -72,9 +65,9 @@ async def test_open_tasks_of_a_dead_worker_fail_and_waiting_ones_go_to_another(
 ) -> None:
     dying = await rig.add_prefill(stall, credit=1)
     running = _enqueue(rig, "a")
-    await eventually(lambda: _names(dying) == ["a"])
+    await until(lambda: _names(dying) == ["a"])
     await dying.started("a")
-    await eventually(lambda: running.has_started)
+    await until(lambda: running.has_started)
     waiting = _enqueue(rig, "b")
     other = await rig.add_prefill(hand_over, credit=0)
     await dying.die()
@@ -92,14 +85,14 @@ async def test_open_tasks_of_a_dead_worker_fail_and_waiting_ones_go_to_another(
 async def test_cancelling_a_task_stops_it_on_its_worker(rig: Rig) -> None:
     worker = await rig.add_prefill(stall, credit=1)
     running, waiting = _enqueue(rig, "a"), _enqueue(rig, "b")
-    await eventually(lambda: _names(worker) == ["a"])
+    await until(lambda: _names(worker) == ["a"])
     waiting.cancel()
     running.cancel()
-    await eventually(lambda: worker.cancels == ["a"], 1.0)
+    await until(lambda: worker.cancels == ["a"], 1.0)
     await worker.done("a", "CANCELLED", "as asked")
     await worker.give_credit(1)
     _enqueue(rig, "c")
-    await eventually(lambda: _names(worker) == ["a", "c"])
+    await until(lambda: _names(worker) == ["a", "c"])
 
 
 async def test_one_incarnation_has_one_pull_stream(rig: Rig) -> None:

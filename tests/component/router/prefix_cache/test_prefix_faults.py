@@ -10,7 +10,8 @@ from headrace.inference.v1 import inference_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_cli.commands.route import candidates_table
 from headrace_kv.prefix.hashing import key_fingerprint
-from tests.component.router.fakes import LAYOUT, PREFIX_KEY, Rig, eventually, reply
+from tests.component.router.fakes import LAYOUT, PREFIX_KEY, Rig, reply
+from tests.waiting import until
 
 _OURS = worker_pb2.KvHashing(
     key_fingerprint=key_fingerprint(PREFIX_KEY), block_tokens=LAYOUT.block_tokens
@@ -27,7 +28,7 @@ async def test_a_worker_with_other_hashing_appears_in_warning_and_explanation(
             reply("ok"), worker_pb2.KvHashing(key_fingerprint=0xABCD, block_tokens=32)
         )
         faults = rig.router.prefixes.faults
-        await eventually(lambda: len(faults) == 1)
+        await until(lambda: len(faults) == 1)
     ((ref, fault),) = faults.items()
     assert ref.worker_id == foreign.member.worker_id
     assert fault == (

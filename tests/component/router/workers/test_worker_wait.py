@@ -13,7 +13,8 @@ import pytest
 from headrace.inference.v1 import inference_pb2
 from headrace_common.errors import HeadraceError, InvalidRequest, NoDecodeWorker
 from headrace_common.rpc.status import error_from_rpc
-from tests.component.router.fakes import CONTEXT_TOKENS, Rig, die_after, eventually, reply, text_of
+from tests.component.router.fakes import CONTEXT_TOKENS, Rig, die_after, reply, text_of
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -71,7 +72,7 @@ async def test_a_request_waits_for_workers_that_left_between_check_and_placement
 async def test_a_request_without_tokens_waits_for_the_next_incarnation(patient: Rig) -> None:
     dying = await patient.add_decode(die_after(""))
     asking = asyncio.create_task(patient.ask())
-    await eventually(lambda: bool(dying.background))
+    await until(lambda: bool(dying.background))
     await asyncio.gather(*dying.background)
     await asyncio.sleep(0.5)
     assert not asking.done()

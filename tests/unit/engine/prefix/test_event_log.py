@@ -117,7 +117,7 @@ def check_snapshot(publisher: PrefixEventLog, follower: Follower) -> None:
         assert seen == follower.sets[tier]
 
 
-def test_an_evicted_block_withdraws_its_descendants_until_it_is_back() -> None:
+def test_an_evicted_block_withdraws_its_descendants_until_it_is_stored_again() -> None:
     publisher = PrefixEventLog("i")
     publisher.stored(None, [1, 2, 3, 4])
     publisher.stored(2, [30, 40])
@@ -154,7 +154,7 @@ def test_tiers_must_be_in_order_and_known() -> None:
         PrefixEventLog("i").stored(None, [1], Tier.HOST)
 
 
-def test_events_survive_the_wire() -> None:
+def test_events_are_equal_after_serialization() -> None:
     publisher = PrefixEventLog("i", (Tier.DEVICE, Tier.HOST))
     events = publisher.stored(None, [1, 2**64 - 1]) + publisher.removed([2**64 - 1])
     events += publisher.heartbeats() + publisher.snapshot() + publisher.cleared()

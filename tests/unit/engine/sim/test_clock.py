@@ -26,7 +26,7 @@ async def stop(*tasks: asyncio.Task[None]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_advance_runs_what_is_due_and_nothing_else() -> None:
+async def test_advance_runs_only_the_due_events() -> None:
     clock, ended = ManualClock(), list[str]()
     tasks = [
         asyncio.create_task(count_steps(clock, step_s, name, ended))

@@ -29,7 +29,7 @@ def folder(path: Path, **changes: object) -> Path:
     return path
 
 
-def test_the_fingerprint_identifies_the_model_and_what_it_computes(tmp_path: Path) -> None:
+def test_the_fingerprint_identifies_the_model_and_its_computation(tmp_path: Path) -> None:
     first = read_model_folder(str(folder(tmp_path / "m")), 0)
     assert first.fingerprint.startswith("m:")
     assert first.max_model_len == 2048

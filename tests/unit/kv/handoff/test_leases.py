@@ -80,7 +80,7 @@ def test_quarantine_outlasts_every_lease(
 
 
 @given(st.lists(st.floats(0.0, 100.0), min_size=1, max_size=60))
-def test_time_in_which_the_process_stood_still_does_not_count(gaps: list[float]) -> None:
+def test_time_in_which_the_process_was_suspended_does_not_count(gaps: list[float]) -> None:
     policy = QuarantinePolicy(lease_ttl_s=1.0, transport_s=1.0)
     quarantine = Quarantine(policy, now_s=0.0)
     now_s = counted_s = 0.0

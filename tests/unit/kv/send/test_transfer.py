@@ -37,7 +37,7 @@ def land(transfer: OutgoingTransfer, layer: int) -> None:
     assert transfer.next_landed() is write
 
 
-async def test_timeouts_name_what_was_waited_for() -> None:
+async def test_timeout_errors_name_the_awaited_event() -> None:
     transfer = make_transfer("a", with_logits=True)
     named = [transfer.timeout_error().detail]
     transfer.planned(WritePlan("a", 0, LAYOUT, LAYOUT))

@@ -78,7 +78,7 @@ async def test_a_lost_worker_leaves_the_queue() -> None:
     assert queue.idle
 
 
-async def test_room_comes_back_write_by_write() -> None:
+async def test_room_is_released_after_each_write() -> None:
     transport = InMemoryTransport()
     transport.pending_limit, transport.byte_limit = 3, 250
     window = WriteWindow(transport)

@@ -10,6 +10,7 @@ import pytest
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import DeadlineExceeded, InvalidRequest, QueueFull
 from headrace_router.admission.admission import Admission, AdmissionLimits, AdmissionPermit
+from tests.waiting import until
 
 # Created at import, so it must outlast the whole run.
 _LATER = Deadline.after(24 * 3600)
@@ -17,12 +18,6 @@ _LATER = Deadline.after(24 * 3600)
 
 def _admission(requests: int = 2, tokens: int = 100, wait_s: float = 0.05) -> Admission:
     return Admission(AdmissionLimits(requests, tokens, wait_s), dict)
-
-
-async def _until_one_waits(admission: Admission) -> None:
-    async with asyncio.timeout(5):
-        while admission.waiting != 1:
-            await asyncio.sleep(0.001)
 
 
 async def test_requests_beyond_the_bound_are_rejected_at_once_with_a_retry_delay() -> None:
@@ -49,7 +44,7 @@ async def test_a_tenant_below_its_share_is_admitted_next() -> None:
     admission = _admission(wait_s=5.0)
     permits = [await admission.admit("greedy", _LATER) for _ in range(2)]
     late = asyncio.create_task(admission.admit("late", _LATER))
-    await _until_one_waits(admission)
+    await until(lambda: admission.waiting == 1)
     admission.release(permits[0], 1.0)
     assert (await late).tenant == "late"
     with pytest.raises(QueueFull, match="2 of 2 requests are in use, 1 of them by tenant greedy"):
@@ -105,7 +100,7 @@ async def test_another_tenant_gets_its_share_of_the_queued_tokens() -> None:
     admission = _admission(requests=10, wait_s=5.0)
     greedy = [await _permit(admission, "greedy", 50) for _ in range(2)]
     late = asyncio.create_task(_permit(admission, "late", 40))
-    await _until_one_waits(admission)
+    await until(lambda: admission.waiting == 1)
     greedy[0].release_tokens()
     assert (await late).tenant == "late"
 

@@ -98,9 +98,12 @@ def test_invalid_requests_and_corrupt_data_are_not_retried(
     assert not _record(RetryState(9, 10.0), _failed(error, conditions), conditions)
 
 
+@pytest.mark.parametrize("conditions", ["", "generated tokens"])
 @pytest.mark.parametrize("error", [InternalError, DeadlineExceeded, QueueFull])
-def test_other_errors_of_the_decode_side_are_not_retried(error: type[HeadraceError]) -> None:
-    assert not _record(RetryState(9, 10.0), _failed(error))
+def test_other_errors_of_the_decode_side_are_not_retried(
+    error: type[HeadraceError], conditions: str
+) -> None:
+    assert not _record(RetryState(9, 10.0), _failed(error, conditions), conditions)
 
 
 def test_a_retry_needs_time_and_more_after_a_timeout() -> None:

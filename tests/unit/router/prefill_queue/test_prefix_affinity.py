@@ -18,6 +18,7 @@ from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.task import QueuedTask
 from headrace_router.prefill_queue.worker_stream import PrefillWorkerStream
 from tests.unit.router.prefill_queue.test_queue import LAYOUT, add, end, join, sent, where
+from tests.waiting import until
 
 
 async def test_the_worker_with_the_longest_prefix_and_room_gets_the_task() -> None:
@@ -69,9 +70,7 @@ async def test_a_task_waits_for_its_prefix_once_and_at_most_prefix_wait_s() -> N
     add(queue, "cancelled", tokens=400, cached={a.ref: 300}).cancel()
     started_s = time.monotonic()
     task = add(queue, "y", tokens=400, cached={a.ref: 300})
-    while task.worker is None:
-        assert time.monotonic() < started_s + 5
-        await asyncio.sleep(0.005)
+    await until(lambda: task.worker is not None)
     assert task.worker == b.ref
     assert time.monotonic() - started_s >= 0.05
     late = add(queue, "late", tokens=400, cached={a.ref: 300})

@@ -113,7 +113,7 @@ async def test_of_equally_loaded_workers_the_one_with_the_oldest_last_task_is_ne
     assert add(queue, "b").worker == second.ref
 
 
-async def test_only_matching_layouts_get_a_task_whatever_their_parallelism() -> None:
+async def test_only_matching_layouts_get_a_task_at_any_parallelism() -> None:
     queue = PrefillQueue(10)
     foreign = replace(LAYOUT, model="other")
     other = join(queue, "p0", foreign)
@@ -175,7 +175,7 @@ async def test_cancelling_removes_a_waiting_task_and_stops_a_running_one() -> No
     waiting.cancel()
 
 
-async def test_the_outcome_of_a_task_is_what_its_worker_reported() -> None:
+async def test_the_outcome_of_a_task_is_the_report_of_its_worker() -> None:
     queue = PrefillQueue(10)
     stream = join(queue)
     queue.add_credits(stream, 3)
@@ -256,7 +256,7 @@ async def test_front_tasks_go_before_the_others() -> None:
     assert sent(stream) == ["b", "c", "a"]
 
 
-async def test_a_draining_worker_returns_what_it_rejects_and_gets_no_more() -> None:
+async def test_a_draining_worker_returns_rejected_tasks_and_gets_no_more() -> None:
     queue = PrefillQueue(10)
     draining, other = join(queue, "p0"), join(queue, "p1")
     queue.add_credits(draining, 5)
@@ -352,7 +352,7 @@ async def test_an_expected_task_counts_like_the_task_that_follows() -> None:
     assert queue.estimate().wait_s == pytest.approx(before_s / 2, abs=0.045)
 
 
-async def test_expected_tasks_fill_the_queue_and_outlive_its_workers() -> None:
+async def test_expected_tasks_fill_the_queue_and_remain_when_its_workers_leave() -> None:
     queue = PrefillQueue(2)
     stream = join(queue)
     with ExitStack() as expected:

@@ -72,9 +72,7 @@ def by_slot(depths: Depths) -> dict[int, int]:
     count=st.integers(0, 300),
     among=st.integers(0, 2**40 - 1) | st.just(-1),
 )
-def test_every_lookup_finds_what_a_linear_scan_finds(
-    held: list[int], count: int, among: int
-) -> None:
+def test_every_lookup_equals_a_linear_scan(held: list[int], count: int, among: int) -> None:
     table = PrefixTable(1_000)
     tokens = np.arange(300, dtype=np.uint32)
     chain = HASHER.hashes(tokens)

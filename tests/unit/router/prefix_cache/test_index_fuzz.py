@@ -161,7 +161,7 @@ steps = st.lists(
 
 @settings(max_examples=300, deadline=None)
 @given(steps=steps)
-def test_no_credit_for_missing_blocks_outlives_a_repair_interval(
+def test_no_credit_for_missing_blocks_remains_after_a_repair_interval(
     steps: list[tuple[str, int, int, int, int]],
 ) -> None:
     deployment = Deployment()

@@ -11,6 +11,7 @@ from headrace.registry.v1 import registry_pb2
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_kv.layout.proto import layout_to_proto
 from headrace_router.workers.directory import WorkerDirectory
+from tests.waiting import until
 
 _LAYOUT = KvLayout.attention(
     model="sim", dtype="float32", layer_count=4, kv_head_count=2, block_tokens=16, parts={"kv": 64}
@@ -56,6 +57,4 @@ async def test_the_channel_of_a_worker_that_left_closes_after_its_last_request()
     await asyncio.sleep(0)
     assert channel.get_state() is not grpc.ChannelConnectivity.SHUTDOWN
     last.release()
-    async with asyncio.timeout(5):
-        while channel.get_state() is not grpc.ChannelConnectivity.SHUTDOWN:
-            await asyncio.sleep(0.01)
+    await until(lambda: channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN)

@@ -207,7 +207,7 @@ def test_guard_shows_foreign_writes_to_states() -> None:
     assert filled.memory.guard_violations(1, range(4)) == (filled.blocks[1][0],)
 
 
-def test_regions_lie_where_the_bytes_are() -> None:
+def test_regions_match_the_addresses_of_the_bytes() -> None:
     filled = Filled("layers=2,heads=4", 2, [1], Random(1))
     described = filled.memory.rank_memory(1, "in_memory", "here")
     assert described.base_address % 4096 == 0
@@ -220,7 +220,7 @@ def test_regions_lie_where_the_bytes_are() -> None:
 
 @pytest.mark.parametrize("text", MODELS)
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_regions_of_a_rank_lie_apart_and_within_its_arena(text: str, ranks: int) -> None:
+def test_regions_of_a_rank_are_disjoint_and_within_its_arena(text: str, ranks: int) -> None:
     filled = Filled(text, ranks, [1], Random(1))
     for rank in range(filled.memory.layout().rank_count):
         described = filled.memory.rank_memory(rank, "in_memory", "here")

@@ -26,7 +26,7 @@ def test_prefix_sums_can_be_continued(prompt: list[int], cut: int) -> None:
     assert whole[cut:].tolist() == model.prefix_sums(prompt[cut:], cut, base).tolist()
 
 
-def test_order_and_prefix_matter_to_the_hash() -> None:
+def test_order_and_prefix_affect_the_hash() -> None:
     model = small_model()
     assert model.prefix_hashes([1, 2])[-1] != model.prefix_hashes([2, 1])[-1]
     assert model.prefix_hashes([1, 2])[0] == model.prefix_hashes([1, 3])[0]
@@ -53,7 +53,7 @@ def test_seeds_and_prompts_change_the_expected_answer() -> None:
 
 
 @pytest.mark.parametrize("text", ["parts=k:8/v:8", "index_layers=2", "state_layers=1", "layers=3"])
-def test_every_cache_of_the_model_matters_to_the_answer(text: str) -> None:
+def test_every_cache_of_the_model_affects_the_answer(text: str) -> None:
     plain = small_model(32000).expected_tokens([1, 2, 3], 8)
     assert SimModel(parse_settings(f"sim:{text}")).expected_tokens([1, 2, 3], 8) != plain
 

@@ -81,7 +81,7 @@ def test_top_k_one_is_greedy_and_top_k_two_draws_both() -> None:
     assert len(tokens_of(Sampling(top_k=2))) == 2
 
 
-def test_penalties_move_away_from_tokens_already_there() -> None:
+def test_penalties_lower_the_probability_of_earlier_tokens() -> None:
     greedy = choose_token(5, VOCABULARY, Sampling(temperature=0.0), [1], []).token_id
     for sampling in (
         Sampling(temperature=0.0, presence_penalty=2.0),

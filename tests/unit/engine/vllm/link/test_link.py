@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +26,7 @@ from headrace_kv.handoff.messages import LayerSent, Reservation, SendReport
 from headrace_kv.handoff.proto import reservation_from_proto
 from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
 from headrace_kv.layout.proto import layout_to_proto, rank_memory_to_proto
+from tests.waiting import until
 
 LAYOUT = KvLayout.attention(
     model="m:1",
@@ -101,12 +102,6 @@ async def attached(path: Path) -> AsyncIterator[Ends]:
         await ends.server.close()
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 async def on_link_loop(link: Link, work: Awaitable[KvDescriptor]) -> KvDescriptor:
     async def run() -> KvDescriptor:
         return await work
@@ -165,7 +160,7 @@ async def test_missing_ranks_are_reported_with_their_number(tmp_path: Path) -> N
             await ends.server.wait_attached(3, timeout_s=1)
 
 
-def test_reports_and_reservations_survive_their_conversion() -> None:
+def test_reports_and_reservations_are_equal_after_conversion() -> None:
     assert report_from_proto(report_to_proto(REPORT)) == REPORT
     assert reservation_from_proto(reservation_to_proto(RESERVATION)) == RESERVATION
 

@@ -96,7 +96,7 @@ def describe(
     )
 
 
-def test_regions_lie_where_the_tensors_do() -> None:
+def test_regions_match_the_addresses_of_the_tensors() -> None:
     groups = [group(TOKENS, ("l0", "l1"), head_count=6)]
     arena = describe(tensor(0), tensor(1), groups=groups, rank=1, ranks=2)
     assert (arena.base_address, arena.arena_bytes) == (BASE, 1 << 20)
@@ -111,7 +111,7 @@ def test_regions_lie_where_the_tensors_do() -> None:
     assert (memory.rank, memory.regions) == (1, arena.regions)
 
 
-def test_tokens_of_latent_attention_lie_one_by_one() -> None:
+def test_tokens_of_latent_attention_are_stored_separately() -> None:
     latent = tensor(0, shape=(8, 1, 16, 576), strides=(9216, 9216, 576, 1))
     groups = [group(TOKENS, ("l0",), head_count=1, block_tokens=16, block_format=TOKEN_OUTER)]
     arena = describe(latent, groups=groups, rank=1, ranks=2)
@@ -151,7 +151,7 @@ def test_groups_may_share_their_memory() -> None:
         {"shape": (8, 2, 32, 128)},
     ],
 )
-def test_caches_that_are_not_alike_are_refused(odd: dict[str, Any]) -> None:
+def test_different_caches_are_refused(odd: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         describe(tensor(0), tensor(1, **odd))
 
@@ -160,7 +160,7 @@ def by_token(cache: Any, block_tokens: int) -> str:
     return TOKEN_OUTER
 
 
-def test_tokens_that_may_be_copied_one_by_one_lie_in_either_order_with_the_heads() -> None:
+def test_separately_copied_tokens_are_stored_before_or_after_the_heads() -> None:
     token_first = tensor(0, strides=(3 * 4096, 128, 3 * 128, 1))
     found = []
     for cache in (tensor(0), token_first):
@@ -177,7 +177,7 @@ def test_tokens_that_may_be_copied_one_by_one_lie_in_either_order_with_the_heads
     assert found == [(4096 * 4, 512), (512, 3 * 512)]
 
 
-def test_beside_states_blocks_go_whole() -> None:
+def test_blocks_are_sent_whole_when_the_model_has_states() -> None:
     page = tensor(1, shape=(8, 1, 1, 1000), strides=(12288, 12288, 1000, 1))
     groups = [
         group(TOKENS, ("l0",)),

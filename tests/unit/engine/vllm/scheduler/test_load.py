@@ -57,6 +57,6 @@ async def test_only_changes_are_sent() -> None:
     assert sent == [EngineLoad(0, 0, 0, 4), EngineLoad(0, 0, 2, 4)]
 
 
-def test_a_load_survives_its_conversion_for_the_link() -> None:
+def test_a_load_is_equal_after_conversion_for_the_link() -> None:
     load = EngineLoad(1, 2, 3, 4)
     assert load_from_proto(load_to_proto(load)) == load

@@ -240,7 +240,7 @@ def test_every_missing_token_is_planned_once(
     assert covered == end
 
 
-def test_params_survive_their_conversion() -> None:
+def test_params_are_equal_after_conversion() -> None:
     target = target_of(32, 77)
     assert read_params(send_params(target)) == target
     assert read_params({}) is None

@@ -20,6 +20,7 @@ from headrace_engine.vllm.standalone.fetch_service import DecodeMemories, FetchS
 from headrace_engine.vllm.standalone.pending_fetches import PendingFetches
 from headrace_kv.handoff.messages import LayerSent, SendReport
 from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
+from tests.waiting import until
 
 LAYOUT = KvLayout.attention(
     model="m:1",
@@ -48,9 +49,7 @@ class Served:
 
     async def wait_fetch(self, transfer_id: str) -> None:
         """Waits until the service has received a Fetch, and matches it."""
-        async with asyncio.timeout(5):
-            while self.pending.match(transfer_id) is None:
-                await asyncio.sleep(0.01)
+        await until(lambda: self.pending.match(transfer_id) is not None)
 
 
 @asynccontextmanager
@@ -124,9 +123,7 @@ async def test_a_fetch_that_is_cancelled_stops_the_ranks() -> None:
         await node.wait_fetch("x1")
         fetch.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
-        async with asyncio.timeout(5):
-            while not node.stopped:
-                await asyncio.sleep(0.01)
+        await until(lambda: bool(node.stopped))
         assert node.pending.close_reason("x1")
 
 
@@ -137,9 +134,7 @@ async def test_a_fetch_without_a_prompt_ends_at_its_deadline() -> None:
             await node.stub.Fetch(fetch_of(), timeout=0.3)
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert time.monotonic() - start_s < 2
-        async with asyncio.timeout(5):
-            while not node.pending.close_reason("x1"):
-                await asyncio.sleep(0.01)
+        await until(lambda: bool(node.pending.close_reason("x1")))
 
 
 async def test_a_fetch_of_no_tokens_closes_the_transfer() -> None:
