@@ -93,6 +93,10 @@ class ListedChannel:
     def unary_stream(self, path: str, **_: Any) -> Callable[..., ListedCall]:
         return lambda _request, **_: ListedCall(self._answers[path.rpartition("/")[2]])
 
+    def unary_unary(self, path: str, **_: Any) -> Callable[..., None]:
+        """Unary calls are made by name only: the benchmark makes none."""
+        return lambda _request, **_: None
+
     async def close(self) -> None:
         return None
 

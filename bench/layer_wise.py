@@ -34,7 +34,8 @@ from headrace_engine.interface import DecodeTokens, DecodeWork, PrefillWork
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.receive.layer_overlap import LayerOverlap, OverlapSettings
 from headrace_kv.receive.observer import TransferObserver
-from tests.vllm.pair import GREEDY, Pair, running_pair, wait_until
+from tests.vllm.pair import GREEDY, Pair, running_pair
+from tests.waiting import until
 
 ANSWERS: Final = 4
 ANSWER_PROMPT_TOKENS: Final = 64
@@ -92,16 +93,16 @@ class Measured:
         self._pair = pair
         self._every_s = every_s
         self._seeds = itertools.count(1)
-        self._late_layers = 0
+        self._overlap_layers = 0
         self._block = Block()
 
     async def block(self, overlap_layers: int, seconds: float) -> Block:
         """Starts the answers, then sends prompts once all answers stream."""
-        self._late_layers = overlap_layers
+        self._overlap_layers = overlap_layers
         block = self._block = Block()
         tasks = [asyncio.create_task(self._answer()) for _ in range(ANSWERS)]
         try:
-            await wait_until(
+            await until(
                 lambda: (
                     len(block.answers_s) == ANSWERS
                     and all(len(times) >= WARM_TOKENS for times in block.answers_s)
@@ -126,7 +127,7 @@ class Measured:
 
     def _listener(self) -> TransferObserver | None:
         link, pair = self._pair.decode._link, self._pair  # noqa: SLF001 - way by way, not engine by engine
-        if not self._late_layers or link is None:
+        if not self._overlap_layers or link is None:
             return None
         block, arriving = self._block, link.arriving
 
@@ -142,7 +143,7 @@ class Measured:
 
         return LayerOverlap(
             News(),
-            overlap_layers=self._late_layers,
+            overlap_layers=self._overlap_layers,
             layer_count=pair.decode.descriptor.layout.layer_count,
             rank_count=1,
         )

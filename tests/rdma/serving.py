@@ -88,8 +88,8 @@ def start_worker(role: str, group: Group, ranks: int, site: Site) -> Forked:
         "served-model": group.layout,
         "transport": "mooncake",
         "tensor-parallel-size": ranks,
-        "block-tokens": _BLOCK_TOKENS,
-        "block-count": 128,
+        "block-size": _BLOCK_TOKENS,
+        "num-gpu-blocks-override": 128,
         "max-num-seqs": 4,
         # Two chunks of the prompt.
         "max-num-batched-tokens": 160,
