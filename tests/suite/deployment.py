@@ -149,14 +149,18 @@ class Suite:
         prefill workers must be debug.
         """
         names = {child.spec.name: child for child in self.deployment.children}
-        wanted = [f"the KV memory of {name}@" for name in names if name.startswith("decode-")]
+        wanted = [
+            f"prefetched the KV descriptor of {name}@"
+            for name in names
+            if name.startswith("decode-")
+        ]
         give_up = time.monotonic() + timeout_s
         for name, child in names.items():
             while name.startswith("prefill-"):
                 log = child.spec.log_file.read_text()
                 if all(text in log for text in wanted):
                     break
-                assert time.monotonic() < give_up, f"{name} does not know of all: {log}"
+                assert time.monotonic() < give_up, f"{name} has not fetched every descriptor: {log}"
                 await asyncio.sleep(0.02)
 
     async def begun(
