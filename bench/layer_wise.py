@@ -263,7 +263,7 @@ def table(found: dict[int, list[Block]]) -> str:
             "longest at a prompt p50, ms",
         ),
         *("TTFT p50, ms (decode's first token)", "second token p50, ms (prefill's first token)"),
-        *("prompts", "began early", "failed"),
+        *("prompts", "started early", "failed"),
     )
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for way, blocks in found.items():
