@@ -25,6 +25,8 @@ REMOTE = inference_pb2.PREFILL_PLACEMENT_REMOTE
 BOUND_TOKENS = 64
 LONG_TOKENS = 120
 QUEUED = 14
+# The clock advances in small steps, which take far longer than real time on a slow machine.
+QUEUED_TIMEOUT_S = 100.0
 # A policy change reaches every router within this time.
 CHANGE_S = 1.0
 SETTINGS = (
@@ -110,7 +112,8 @@ async def _short_prompts_stay(it: Suite, other: Suite, clock: ClockController) -
 async def _a_full_queue_is_avoided_until_it_drains(it: Suite, clock: ClockController) -> None:
     await change(it, "max_queue_wait=0.6")
     filling = [
-        asyncio.create_task(answered(it, LONG_TOKENS, placement=REMOTE)) for _ in range(QUEUED)
+        asyncio.create_task(answered(it, LONG_TOKENS, placement=REMOTE, timeout_s=QUEUED_TIMEOUT_S))
+        for _ in range(QUEUED)
     ]
 
     async def full() -> bool:
@@ -127,7 +130,9 @@ async def _a_full_queue_is_avoided_until_it_drains(it: Suite, clock: ClockContro
     assert not any(map(was_remote, during))
     assert not any(task.done() for task in filling)
     # An explicit remote placement is honoured, whatever the queue.
-    assert all(map(was_remote, await advance_until_done(clock, *filling)))
+    assert all(
+        map(was_remote, await advance_until_done(clock, *filling, timeout_s=QUEUED_TIMEOUT_S))
+    )
     await until(drained)
     (after,) = await advance_until_done(clock, answered(it, LONG_TOKENS))
     assert was_remote(after)
