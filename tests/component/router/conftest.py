@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from headrace_router import service
 from tests.component.router.fakes import Rig
 
 
@@ -22,3 +23,10 @@ async def look_aside_rig() -> AsyncIterator[Rig]:
     rig = await Rig(look_aside=True).start()
     yield rig
     await rig.close()
+
+
+@pytest.fixture
+def early_router_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ends the router's deadline 5 s before the client's, so that its error arrives first on any machine."""
+    monkeypatch.setattr(service, "_DEADLINE_MARGIN_S", 5.0)
+    monkeypatch.setattr(service, "_DEADLINE_MARGIN_SHARE", 1.0)

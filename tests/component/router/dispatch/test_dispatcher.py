@@ -21,7 +21,6 @@ from headrace_common.errors import (
     Unauthenticated,
     WorkerGone,
 )
-from headrace_router import service
 from tests.component.router.fakes import (
     FakeDecode,
     Rig,
@@ -218,6 +217,7 @@ async def test_a_rejected_ticket_is_reported_as_a_lost_worker(rig: Rig) -> None:
     assert len(tickets) == len(set(tickets)) > 1
 
 
+@pytest.mark.usefixtures("early_router_deadline")
 @pytest.mark.parametrize(
     "behaviour,credit,waited_for",
     [
@@ -227,11 +227,8 @@ async def test_a_rejected_ticket_is_reported_as_a_lost_worker(rig: Rig) -> None:
     ],
 )
 async def test_the_deadline_error_names_the_awaited_event(
-    rig: Rig, behaviour: Any, credit: int, waited_for: str, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, behaviour: Any, credit: int, waited_for: str
 ) -> None:
-    # The router's deadline ends 5 s before the client's, so that its error arrives first on any machine.
-    monkeypatch.setattr(service, "_DEADLINE_MARGIN_S", 5.0)
-    monkeypatch.setattr(service, "_DEADLINE_MARGIN_SHARE", 1.0)
     decode = await rig.add_decode(hang)
     if behaviour is not None:
         await rig.add_prefill(behaviour, credit)
@@ -257,13 +254,14 @@ async def test_missing_keys_are_reported_when_no_time_is_left_for_a_retry(rig: R
     assert len(decode.requests) > 2
 
 
+@pytest.mark.usefixtures("early_router_deadline")
 async def test_a_silent_decode_worker_is_named_when_the_deadline_passes(rig: Rig) -> None:
     async def silent(worker: FakeDecode, request: Any) -> Any:
         await asyncio.sleep(60)
         yield
 
     await rig.add_decode(silent)
-    error = await rig.error_of(timeout_s=2.0)
+    error = await rig.error_of(timeout_s=6.0)
     assert "a reservation on decode worker d0" in error.detail
 
 

@@ -13,7 +13,6 @@ import pytest
 from headrace.inference.v1 import inference_pb2
 from headrace_common.errors import HeadraceError, InvalidRequest, NoDecodeWorker
 from headrace_common.rpc.status import error_from_rpc
-from headrace_router import service
 from tests.component.router.fakes import CONTEXT_TOKENS, Rig, die_after, reply, text_of
 from tests.waiting import until
 
@@ -97,14 +96,10 @@ async def test_after_the_wait_is_over_requests_fail_at_once() -> None:
         await rig.close()
 
 
-async def test_no_request_waits_past_its_deadline(
-    patient: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The router's deadline ends 4 s before the client's, so that its error arrives first on any machine.
-    monkeypatch.setattr(service, "_DEADLINE_MARGIN_S", 4.0)
-    monkeypatch.setattr(service, "_DEADLINE_MARGIN_SHARE", 1.0)
+@pytest.mark.usefixtures("early_router_deadline")
+async def test_no_request_waits_past_its_deadline(patient: Rig) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await patient.ask(timeout_s=5.0)
+        await patient.ask(timeout_s=6.0)
     assert isinstance(error_from_rpc(raised.value), NoDecodeWorker)
 
 
