@@ -20,6 +20,7 @@ from tests.suite.deployment import (
     stepped_suite,
 )
 from tests.suite.loop_lag import measured_loop_lag
+from tests.waiting import until
 
 REMOTE = inference_pb2.PREFILL_PLACEMENT_REMOTE
 BOUND_TOKENS = 64
@@ -45,13 +46,6 @@ def fresh(length: int) -> list[int]:
 async def goes_remote(it: Suite, length: int) -> bool:
     """Whether an uncached prompt would go to a prefill worker now."""
     return (await it.client.explain(greedy(fresh(length), 1))).remote_prefill
-
-
-async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    """Waits until the condition holds."""
-    async with asyncio.timeout(20):
-        while not await condition():
-            await asyncio.sleep(0.005)
 
 
 async def answered(it: Suite, length: int, **options: object) -> Outcome:
@@ -95,7 +89,7 @@ async def _short_prompts_stay(it: Suite, other: Suite, clock: ClockController) -
     async with measured_loop_lag() as lag:
         start_s = time.monotonic()
         await change(it, f"local_prefill_max_tokens={BOUND_TOKENS}")
-        await asyncio.gather(*(until(stays(router)) for router in (it, other)))
+        await asyncio.gather(*(until(stays(router), 20.0) for router in (it, other)))
         took_s, lag_s = time.monotonic() - start_s, lag.since(start_s)
     assert took_s < CHANGE_S + lag_s, (took_s, lag_s)
     # The clock stands still, so that no prefill worker can answer.
@@ -123,7 +117,7 @@ async def _a_full_queue_is_avoided_until_it_drains(it: Suite, clock: ClockContro
         return await goes_remote(it, LONG_TOKENS)
 
     # The queue keeps these prompts until the clock advances.
-    await until(full)
+    await until(full, 20.0)
     why = (await it.client.explain(greedy(fresh(LONG_TOKENS), 1))).explanation
     assert "the prefill queue takes" in why
     during = await asyncio.gather(*(answered(it, LONG_TOKENS) for _ in range(5)))
@@ -133,7 +127,7 @@ async def _a_full_queue_is_avoided_until_it_drains(it: Suite, clock: ClockContro
     assert all(
         map(was_remote, await advance_until_done(clock, *filling, timeout_s=QUEUED_TIMEOUT_S))
     )
-    await until(drained)
+    await until(drained, 20.0)
     (after,) = await advance_until_done(clock, answered(it, LONG_TOKENS))
     assert was_remote(after)
     assert not was_remote(await answered(it, BOUND_TOKENS // 2))
