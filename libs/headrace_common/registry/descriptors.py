@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Iterable
+from functools import partial
 from typing import Final, TypeAlias
 
 import grpc.aio
@@ -116,11 +117,17 @@ class DescriptorCache:
         if fetch is None:
             fetch = asyncio.create_task(self._request(key))
             self._fetches[key] = fetch
-            fetch.add_done_callback(lambda _: self._fetches.pop(key))
+            fetch.add_done_callback(partial(self._forget_fetch, key))
         with self._link.converted_errors():
             async with asyncio.timeout(deadline.remaining_s()):
                 await asyncio.wait([fetch])
             return fetch.result()
+
+    def _forget_fetch(self, key: _Key, fetch: asyncio.Task[layout_pb2.KvDescriptor]) -> None:
+        del self._fetches[key]
+        # Every caller may have reached its deadline. asyncio logs an exception that is never read.
+        if not fetch.cancelled():
+            fetch.exception()
 
     async def _request(self, key: _Key) -> layout_pb2.KvDescriptor:
         worker_id, incarnation = key

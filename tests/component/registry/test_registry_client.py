@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import time
@@ -266,6 +267,21 @@ async def test_the_cancellation_of_one_caller_does_not_affect_others() -> None:
         assert first.cancelled() or first.done()
         await membership.stop()
         await cache.close()
+
+
+async def test_a_fetch_that_fails_after_its_caller_has_ended_logs_nothing() -> None:
+    async def abandon_fetch() -> None:
+        async with running_registry() as registry:
+            cache = DescriptorCache(registry.endpoint)
+            caller = asyncio.ensure_future(cache.get("decode-9", "f" * 16, Deadline.after(5)))
+            await until(lambda: bool(cache._fetches), 2, "the start of the fetch")
+            caller.cancel()
+            await until(lambda: not cache._fetches, 2, "the end of the fetch")
+            await cache.close()
+
+    await abandon_fetch()
+    # Runs the finalizers. The fixture `no_unread_errors` fails the test if asyncio logs an error.
+    gc.collect()
 
 
 async def test_a_registry_frozen_beyond_the_ttl_expires_no_member(tmp_path: Path) -> None:
