@@ -105,7 +105,7 @@ def receive(kind: str, total: int) -> None:
         facts = {"raw_tcp": serve_raw_tcp, "raw_mooncake": serve_raw_mooncake}[kind](
             memory, staging
         )
-    say(facts | {"memory": memory.ctypes.data, "staging": staging.ctypes.data})
+    send_reply(facts | {"memory": memory.ctypes.data, "staging": staging.ctypes.data})
     for line in sys.stdin:
         match line.split():
             case ["scatter", block]:
@@ -114,17 +114,17 @@ def receive(kind: str, total: int) -> None:
                 start_s = time.perf_counter()
                 rows = memory[:size].reshape(-1, int(block))
                 rows[destinations] = staging[:size].reshape(-1, int(block))
-                say(time.perf_counter() - start_s)
+                send_reply(time.perf_counter() - start_s)
             case ["zero"]:
                 memory[:] = 0
-                say("done")
+                send_reply("done")
             case ["digest"]:
-                say(digest_of(memory))
+                send_reply(digest_of(memory))
     os._exit(0)
 
 
-def say(value: object) -> None:
-    print("say", json.dumps(value), flush=True)
+def send_reply(value: object) -> None:
+    print("reply", json.dumps(value), flush=True)
 
 
 # The sending side.
