@@ -112,7 +112,7 @@ async def serve_grpc(registry: str) -> tuple[GrpcServer, Membership]:
         start_unix_ns=time.time_ns(),
     )
     # Without the interceptors of a real worker.
-    server = GrpcServer(ServiceConfig(), ())
+    server = GrpcServer(ServiceConfig(insecure=True), ())
     server.server = grpc.aio.server()
     handler: Any = grpc.unary_stream_rpc_method_handler(
         generate, request_deserializer=decode_pb2.GenerateRequest.FromString

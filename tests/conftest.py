@@ -5,12 +5,19 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import tempfile
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
 
+from headrace_common.access.local_key import FOLDER_VARIABLE
+
 pytest_plugins = ["tests.standstill"]
+
+# Services on loopback sign their tokens with this user's local key. Tests have a key of their own.
+_credentials = tempfile.TemporaryDirectory(prefix="headrace-credentials-")
+os.environ.setdefault(FOLDER_VARIABLE, _credentials.name)
 
 # A single example may be slow on a busy machine. The timeout of pytest bounds the test.
 settings.register_profile("headrace", parent=settings(), deadline=None)

@@ -17,9 +17,11 @@ from headrace.inference.v1 import (
 )
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
+from headrace_common.access.credentials import Credentials
+from headrace_common.access.roles import Role
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import NotFound, WorkerGone
-from headrace_common.rpc.channel import TlsFiles, open_channel
+from headrace_common.rpc.channel import open_channel
 
 CALL_TIMEOUT_S = 5.0
 TRACE_POLL_S = 0.1
@@ -32,8 +34,8 @@ def rpc_errors(what: str) -> AbstractContextManager[None]:
 
 
 def call_channel(endpoint: str) -> grpc.aio.Channel:
-    """Opens a channel to a service, with the certificates that the environment names."""
-    return open_channel(endpoint, TlsFiles.from_environment())
+    """Opens a channel to a service, as an operator. The environment names certificates and token."""
+    return open_channel(endpoint, Credentials.from_environment(Role.OPERATOR))
 
 
 class RouterClient:

@@ -11,6 +11,6 @@ router allows it, it streams from the decode worker directly: see Client. Servic
 
 from headrace_client.client import Client, rpc_errors
 from headrace_client.requests import build_request
-from headrace_common.rpc.channel import TlsFiles
+from headrace_common.access.credentials import TlsFiles
 
 __all__ = ["Client", "TlsFiles", "build_request", "rpc_errors"]

@@ -12,8 +12,9 @@ from typing import Final
 
 import grpc.aio
 
+from headrace_common.access.credentials import TlsFiles
 from headrace_common.errors import WorkerGone
-from headrace_common.rpc.channel import TlsFiles, open_channel
+from headrace_common.rpc.channel import open_channel
 
 _IDLE_MAX: Final = 64
 _CONNECT_TIMEOUT_S: Final = 2.0

@@ -17,9 +17,10 @@ from headrace_client.channels import Channels
 from headrace_client.direct import DirectAttempt
 from headrace_client.progress import Progress
 from headrace_client.requests import build_request
+from headrace_common.access.credentials import TlsFiles
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError, InternalError, InvalidRequest, WorkerGone
-from headrace_common.rpc.channel import TlsFiles, open_channel
+from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
 
 _LOG = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -31,6 +31,8 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
+from headrace_common.access.addresses import is_loopback
+from headrace_common.access.roles import Role
 from headrace_common.errors import ConfigError
 from headrace_common.identity import is_worker_id
 
@@ -101,6 +103,9 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 class ServiceConfig(BaseModel):
     """The settings that every service has."""
 
+    role: ClassVar[Role | None] = None
+    """The role in which the service calls others."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     listen: HostPort = Field(
@@ -134,6 +139,26 @@ class ServiceConfig(BaseModel):
         description="PEM certificates of the authorities that sign every peer's certificate.",
     )
 
+    tls_trust_domain: str = Field(
+        default="",
+        description="SPIFFE trust domain of the roles in certificates; empty accepts every domain that "
+        "tls_authority_file signs.",
+    )
+    token_file: str = Field(
+        default="",
+        description="File of this process's role token, as `headrace token create` writes it; read again when it "
+        "changes.",
+    )
+    token_keys_file: str = Field(
+        default="",
+        description="PEM public keys that verify the role tokens of callers; read again when it changes.",
+    )
+    insecure: bool = Field(
+        default=False,
+        description="Whether every caller may make every RPC without a credential. For networks that only the "
+        "deployment reaches.",
+    )
+
     @model_validator(mode="after")
     def _check_together(self) -> ServiceConfig:
         problems: list[str] = []
@@ -148,6 +173,13 @@ class ServiceConfig(BaseModel):
                 f"listen on {host} needs advertise: set it to the host:port at which other processes "
                 "reach this one"
             )
+        if not (self.insecure or any(tls) or self.token_keys_file):
+            problems += [
+                f"{name} is {address}, which other hosts may reach, and no credentials are configured: set the tls_ "
+                "files or token_keys_file, or set insecure, which lets every caller make every RPC"
+                for name, address in (("listen", self.listen), ("advertise", self.advertise))
+                if address and not is_loopback(address)
+            ]
         if problems:
             raise ValueError("; ".join(problems))
         return self

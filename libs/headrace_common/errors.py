@@ -3,7 +3,8 @@
 HeadraceError
 ├── InvalidRequest      | INVALID_ARGUMENT    | a field of the request is wrong; names it
 ├── ConfigError         | exit status 2       | the process cannot start as configured; names the remedy
-├── Unauthenticated     | UNAUTHENTICATED     | the caller's API key or ticket is missing or invalid
+├── Unauthenticated     | UNAUTHENTICATED     | the caller's API key, token or ticket is missing or invalid
+├── PermissionDenied    | PERMISSION_DENIED   | the caller's role may not do this; names the roles that may
 ├── NotFound            | NOT_FOUND           | the requested record does not exist
 ├── DuplicateTransfer   | ALREADY_EXISTS      | a transfer id was used before
 ├── StaleIncarnation    | ABORTED             | the message is for another incarnation
@@ -86,10 +87,17 @@ class ConfigError(HeadraceError):
 
 
 class Unauthenticated(HeadraceError):
-    """The caller's API key or ticket is missing or invalid."""
+    """The caller's API key, role token or ticket is missing or invalid."""
 
     reason = "UNAUTHENTICATED"
     code = grpc.StatusCode.UNAUTHENTICATED
+
+
+class PermissionDenied(HeadraceError):
+    """The caller is known, but its role may not do this."""
+
+    reason = "PERMISSION_DENIED"
+    code = grpc.StatusCode.PERMISSION_DENIED
 
 
 class NotFound(HeadraceError):

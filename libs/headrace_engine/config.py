@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from headrace_common.rpc.channel import TlsFiles
+from headrace_common.access.credentials import Credentials
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.receive.layer_overlap import OverlapSettings
 
@@ -22,8 +22,8 @@ class EngineConfig:
     most prompt tokens computed in one step. `block_size`: tokens of one KV block; 0 takes the
     engine's own. `seed`: of requests without one. `local_broadcast`: whether decode ranks of one
     host copy equal KV to each other, where the engine supports it. `link_path`: socket between
-    service and engine processes, for engines with processes; empty picks one. `tls`: files for
-    handoff streams; none means plaintext. `overlap_layers`: how many layers may be missing when a
+    service and engine processes, for engines with processes; empty picks one. `credentials`:
+    what handoff streams present. `overlap_layers`: how many layers may be missing when a
     decode request begins. For GPUs: `gpu_direct` gives RDMA adapters access to their memory, and
     `enforce_eager` disables graphs.
     """
@@ -45,7 +45,7 @@ class EngineConfig:
     seed: int = 0
     local_broadcast: bool = True
     link_path: str = ""
-    tls: TlsFiles = field(default_factory=TlsFiles)
+    credentials: Credentials = field(default_factory=Credentials)
     gpu_direct: bool = True
     enforce_eager: bool = False
     overlap_layers: OverlapSettings = field(default_factory=OverlapSettings)

@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from headrace_common.rpc.channel import TlsFiles
+from headrace_common.access.credentials import TlsFiles
 
 _DAY = dt.timedelta(days=1)
 

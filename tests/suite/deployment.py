@@ -28,11 +28,11 @@ from headrace_cli.client import RouterClient, worker_status
 from headrace_cli.up.deployment import Deployment, Signals, deployed
 from headrace_cli.up.supervisor import Child
 from headrace_cli.up.topology import ProcessSpec, Topology
-from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
 from headrace_engine.sim.clock_control import ClockController
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.settings import SimSettings
+from tests.channels import operator_channel
 from tests.fork_server import forking
 
 VOCABULARY = 32_000
@@ -211,7 +211,7 @@ class Suite:
     @asynccontextmanager
     async def through(self, router: Child) -> AsyncIterator[Suite]:
         """The same deployment through another router."""
-        async with open_channel(router.endpoint) as channel:
+        async with operator_channel(router.endpoint) as channel:
             yield replace(self, channel=channel)
 
     async def wait_joined(self, prefill_count: int, decode_count: int) -> None:
@@ -285,7 +285,7 @@ async def suite(
         async with (
             forking(wanted.engine) as spawn,
             deployed(wanted, folder, Console(file=log), signals, spawn) as deployment,
-            open_channel(deployment.router) as channel,
+            operator_channel(deployment.router) as channel,
         ):
             yield Suite(deployment, channel, sim or default_model())
 

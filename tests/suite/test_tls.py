@@ -20,8 +20,9 @@ from headrace_cli.client import list_members, open_router, worker_status
 from headrace_cli.up.supervisor import Child, Supervisor
 from headrace_cli.up.topology import Topology, registry_spec, router_spec, worker_specs
 from headrace_client import Client
+from headrace_common.access.credentials import TlsFiles
 from headrace_common.errors import WorkerGone
-from headrace_common.rpc.channel import TlsFiles, open_channel
+from headrace_common.rpc.channel import open_channel
 from tests.fork_server import forking
 from tests.suite.certificates import Authority
 from tests.suite.deployment import default_model, greedy, prompt_of

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import grpc
 import grpc.aio
 
+from headrace_common.access.credentials import Credentials, TlsFiles
 from headrace_common.errors import ConfigError
+from headrace_common.rpc.token_channel import TokenChannel, TokenInterceptor
 
 if TYPE_CHECKING:
     from headrace_common.config import ServiceConfig
@@ -28,35 +29,6 @@ LOCAL_OPTIONS: tuple[tuple[str, int | str], ...] = (
 PING_TIMEOUT_VARIABLE = "HEADRACE_PING_TIMEOUT_S"
 PING_TIMEOUT_S = 4.0
 _PING_TIMEOUT_S_MAX = 3_600.0
-
-
-@dataclass(frozen=True, slots=True)
-class TlsFiles:
-    """The files of mutual TLS, for code without a ServiceConfig. Empty means plaintext."""
-
-    tls_certificate_file: str = ""
-    tls_key_file: str = ""
-    tls_authority_file: str = ""
-
-    @classmethod
-    def from_config(cls, config: ServiceConfig) -> TlsFiles:
-        """The files that the settings of a service name."""
-        return cls(config.tls_certificate_file, config.tls_key_file, config.tls_authority_file)
-
-    @classmethod
-    def from_environment(cls) -> TlsFiles:
-        """The files that HEADRACE_TLS_CERTIFICATE_FILE, _KEY_FILE and _AUTHORITY_FILE name.
-
-        For programs that call services. Raises ConfigError when only some are set.
-        """
-        names = {field.name: f"HEADRACE_{field.name.upper()}" for field in fields(cls)}
-        files = {field: os.environ.get(name, "") for field, name in names.items()}
-        missing = [names[field] for field, path in files.items() if not path]
-        if 0 < len(missing) < len(files):
-            raise ConfigError(
-                f"{' and '.join(missing)} not set: name all three files of mutual TLS, or none"
-            )
-        return cls(**files)
 
 
 def keepalive_options() -> tuple[tuple[str, int], ...]:
@@ -98,31 +70,61 @@ def _channel_options() -> tuple[tuple[str, int | str], ...]:
     )
 
 
-def open_channel(endpoint: str, config: ServiceConfig | TlsFiles | None = None) -> grpc.aio.Channel:
-    """Opens a channel to "host:port", with mutual TLS when `config` names the files.
+Identity: TypeAlias = "ServiceConfig | Credentials | TlsFiles | None"
+"""What a channel presents: the settings of a service, credentials, TLS files only, or nothing."""
+
+
+def open_channel(endpoint: str, identity: Identity = None) -> grpc.aio.Channel:
+    """Opens a channel to "host:port", with mutual TLS and a role token when `identity` has them.
 
     The channel connects on first use.
     """
-    credentials = channel_credentials(config)
-    if credentials is None:
-        return grpc.aio.insecure_channel(endpoint, options=_channel_options())
-    return grpc.aio.secure_channel(endpoint, credentials, options=_channel_options())
+    credentials = _credentials_of(identity)
+    tls = channel_credentials(credentials.tls)
+    channel = (
+        grpc.aio.insecure_channel(endpoint, options=_channel_options())
+        if tls is None
+        else grpc.aio.secure_channel(endpoint, tls, options=_channel_options())
+    )
+    if not credentials.token_for(endpoint):
+        return channel
+    return TokenChannel(channel, lambda: credentials.token_for(endpoint))
 
 
-def open_blocking_channel(endpoint: str, config: ServiceConfig | None = None) -> grpc.Channel:
+def open_blocking_channel(endpoint: str, identity: Identity = None) -> grpc.Channel:
     """As open_channel, for use by threads."""
-    credentials = channel_credentials(config)
-    if credentials is None:
-        return grpc.insecure_channel(endpoint, options=_channel_options())
-    return grpc.secure_channel(endpoint, credentials, options=_channel_options())
+    credentials = _credentials_of(identity)
+    tls = channel_credentials(credentials.tls)
+    channel = (
+        grpc.insecure_channel(endpoint, options=_channel_options())
+        if tls is None
+        else grpc.secure_channel(endpoint, tls, options=_channel_options())
+    )
+    if not credentials.token_for(endpoint):
+        return channel
+    return grpc.intercept_channel(
+        channel, TokenInterceptor(lambda: credentials.token_for(endpoint))
+    )
 
 
-def channel_credentials(config: ServiceConfig | TlsFiles | None) -> grpc.ChannelCredentials | None:
-    """The credentials of a client; None for plaintext. Raises as read_tls_files does."""
-    if config is None or not config.tls_certificate_file:
+def channel_credentials(files: ServiceConfig | TlsFiles) -> grpc.ChannelCredentials | None:
+    """The TLS credentials of a client; None for plaintext. Raises as read_tls_files does."""
+    if not files.tls_certificate_file:
         return None
-    certificate, key, authority = read_tls_files(config)
+    certificate, key, authority = read_tls_files(files)
     return grpc.ssl_channel_credentials(authority, key, certificate)
+
+
+def _credentials_of(identity: Identity) -> Credentials:
+    match identity:
+        case None:
+            return Credentials()
+        case Credentials():
+            return identity
+        case TlsFiles():
+            return Credentials(identity)
+        case _:
+            return Credentials.from_config(identity)
 
 
 def read_tls_files(config: ServiceConfig | TlsFiles) -> tuple[bytes, bytes, bytes]:

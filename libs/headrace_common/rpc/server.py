@@ -16,9 +16,11 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from headrace_common.access.gate import Gate
 from headrace_common.config import ServiceConfig, split_host_port
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError
+from headrace_common.rpc.access import AccessInterceptor
 from headrace_common.rpc.channel import (
     MESSAGE_BYTES_MAX,
     METADATA_BYTES_MAX,
@@ -52,6 +54,8 @@ Drainer = Callable[[Deadline], Awaitable[None]]
 class GrpcServer:
     """One server on one port. Add servicers to `.server`, start it, then serve until a signal.
 
+    It refuses callers as the access table says. Raises ConfigError when a file of the settings cannot be read.
+
     `services` are the full names for health checks and reflection. `interceptors` run inside those for
     errors and traces.
     """
@@ -66,7 +70,13 @@ class GrpcServer:
         self._services = tuple(services)
         self._in_flight = InFlightInterceptor()
         self.server: grpc.aio.Server = grpc.aio.server(
-            interceptors=[ErrorInterceptor(), self._in_flight, TraceInterceptor(), *interceptors],
+            interceptors=[
+                ErrorInterceptor(),
+                AccessInterceptor(Gate.from_config(config)),
+                self._in_flight,
+                TraceInterceptor(),
+                *interceptors,
+            ],
             options=(*_OPTIONS, *keepalive_options()),
         )
         self._health = health.aio.HealthServicer()

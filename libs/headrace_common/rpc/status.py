@@ -39,6 +39,7 @@ _WITHOUT_DETAILS: Mapping[grpc.StatusCode, type[HeadraceError]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceeded,
     grpc.StatusCode.CANCELLED: errors.Cancelled,
     grpc.StatusCode.UNAUTHENTICATED: errors.Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: errors.PermissionDenied,
     grpc.StatusCode.NOT_FOUND: errors.NotFound,
     grpc.StatusCode.ALREADY_EXISTS: errors.DuplicateTransfer,
     grpc.StatusCode.ABORTED: errors.Conflict,

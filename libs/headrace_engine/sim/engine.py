@@ -144,7 +144,7 @@ class SimEngine(Engine):
             descriptors=self._descriptors,
             event_loop=loop,
             on_quiet=lambda report: _call_soon(loop, self._rank_quiesced, report),
-            tls=self._config.tls,
+            credentials=self._config.credentials,
         )
         return RankSender(context, thread=self._sender_thread)
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
+from headrace_common.access.credentials import Credentials
 from headrace_kv.handoff.messages import TransferTarget
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.receive.layer_overlap import OverlapSettings
@@ -16,8 +17,7 @@ LOGITS_KEY = "headrace_logits"
 """In SamplingParams.extra_args: id of the transfer that carries the logits before the first token."""
 GENERATED_KEY = "headrace_generated"
 """In SamplingParams.extra_args: tokens of the answer that were generated elsewhere."""
-_NO_TLS = ("", "", "")
-_NESTED = ("tls", "overlap_layers")
+_NESTED = ("credentials", "overlap_layers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,8 @@ class ConnectorSettings:
     transport: Literal["auto", "mooncake", "same_host", "in_memory"]
     fingerprint: str
     link_path: str
-    tls: tuple[str, str, str] = _NO_TLS
-    """Certificate, key and authority as in TlsFiles, for handoff streams."""
+    credentials: Credentials = field(default_factory=Credentials)
+    """For handoff streams."""
     gpu_direct: bool = True
     """Whether RDMA adapters may read and write KV memory on a device, where they can."""
     overlap_layers: OverlapSettings = field(default_factory=OverlapSettings)
@@ -61,7 +61,7 @@ class ConnectorSettings:
         }
         return cls(
             **given,
-            tls=tuple(values.get("tls", _NO_TLS)),
+            credentials=Credentials.from_dict(values.get("credentials", {})),
             overlap_layers=OverlapSettings(values["overlap_layers"], values["overlap_wait_s"]),
         )
 

@@ -7,6 +7,7 @@ from typing import Literal, TypeVar
 from pydantic import Field, model_validator
 
 from headrace.registry.v1 import registry_pb2
+from headrace_common.access.credentials import Credentials
 from headrace_common.config import (
     NonNegativeCount,
     PositiveCount,
@@ -16,7 +17,6 @@ from headrace_common.config import (
     split_host_port,
 )
 from headrace_common.identity import is_worker_id
-from headrace_common.rpc.channel import TlsFiles
 from headrace_engine.config import EngineConfig
 from headrace_engine.interface import Engine
 from headrace_kv.layout.layout import WorkerRef
@@ -169,7 +169,7 @@ def engine_config(
         local_broadcast=config.local_broadcast,
         gpu_direct=config.gpu_direct,
         enforce_eager=config.enforce_eager,
-        tls=TlsFiles.from_config(config),
+        credentials=Credentials.from_config(config),
         overlap_layers=config.overlap_settings,
     )
 

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+from headrace_common.access.credentials import Credentials
 from headrace_common.deadlines import Deadline
-from headrace_common.rpc.channel import TlsFiles
 from headrace_kv.handoff.clock import Clock
 from headrace_kv.handoff.messages import SendReport
 from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
@@ -22,7 +22,7 @@ class SenderContext:
     """What a sender and its handoff streams share.
 
     `ref` is the prefill worker, `layout` its KV layout, `memory` the rank's part of it, registered with `transport`.
-    The streams run on `event_loop`, in plaintext unless `tls` names files. A handshake with a decode worker takes
+    The streams run on `event_loop` and present `credentials`. A handshake with a decode worker takes
     `handshake_timeout_s` at most. `on_quiet` is called once for each opened transfer, on the sender's thread, when
     nothing of the transfer is or will be written.
     """
@@ -36,5 +36,5 @@ class SenderContext:
     event_loop: asyncio.AbstractEventLoop
     on_quiet: Callable[[SendReport], None]
     handshake_timeout_s: float = 10.0
-    tls: TlsFiles | None = None
+    credentials: Credentials = field(default_factory=Credentials)
     clock: Clock = field(default_factory=Clock)

@@ -159,7 +159,7 @@ class HandoffStream:
             async with asyncio.timeout(timeout_s):
                 descriptor = await self._context.descriptors(self.decode, Deadline.after(timeout_s))
             require_compatible(self._context.layout, descriptor.layout)
-            async with open_channel(self._endpoint, self._context.tls) as channel:
+            async with open_channel(self._endpoint, self._context.credentials) as channel:
                 await self._exchange_messages(channel, descriptor)
         except HeadraceError as problem:
             error = problem

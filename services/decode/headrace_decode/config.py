@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
+from headrace_common.access.roles import Role
 from headrace_common.config import NonNegativeCount, PositiveSeconds, require_order
 from headrace_engine.worker.config import WorkerConfig
 from headrace_kv.handoff.checksum import DigestMode
@@ -12,6 +13,8 @@ from headrace_kv.receive.layer_overlap import OverlapSettings
 
 class DecodeConfig(WorkerConfig):
     """A decode worker: receives KV caches and generates tokens."""
+
+    role = Role.DECODE
 
     lease_ttl_s: PositiveSeconds = Field(
         5.0,

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from headrace_common.access.roles import Role
 from headrace_common.config import PositiveCount, PositiveSeconds
 from headrace_engine.worker.config import WorkerConfig
 
 
 class PrefillConfig(WorkerConfig):
     """A prefill worker: computes prompts and sends their KV cache."""
+
+    role = Role.PREFILL
 
     max_num_seqs: PositiveCount = Field(4, description="Most prompts that are computed at once.")
     task_timeout_s: PositiveSeconds = Field(

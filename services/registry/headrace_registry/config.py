@@ -7,6 +7,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, SecretStr, model_validator
 
+from headrace_common.access.roles import Role
 from headrace_common.config import (
     HostPort,
     PositiveCount,
@@ -49,6 +50,8 @@ def _check_secret(secret: SecretStr) -> SecretStr:
 
 class RegistryConfig(ServiceConfig):
     """The registry: stores the members, their KV descriptors and the run-time policy."""
+
+    role = Role.REGISTRY
 
     listen: HostPort = Field(
         "127.0.0.1:7001", description="host:port to serve on; port 0 takes any free port."

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import grpc.aio
 
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
+from headrace_common.access.roles import Role, current_caller
 from headrace_common.durations import duration_from_seconds, seconds_from_duration
-from headrace_common.errors import QueueFull
+from headrace_common.errors import PermissionDenied, QueueFull
 from headrace_common.identity import is_worker_id
 from headrace_common.limits import PAGE_SIZE_MAX
 from headrace_common.registry.policy import DEFAULT_RETRY_BUDGET
@@ -18,6 +19,32 @@ from headrace_registry import validation
 from headrace_registry.store.base import Store
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+_CREDENTIAL_ROLES: Final = {
+    registry_pb2.Member.ROLE_ROUTER: Role.ROUTER,
+    registry_pb2.Member.ROLE_PREFILL: Role.PREFILL,
+    registry_pb2.Member.ROLE_DECODE: Role.DECODE,
+}
+# Routers sign tickets, and decode workers check them.
+_TICKET_ROLES: Final = (registry_pb2.Member.ROLE_ROUTER, registry_pb2.Member.ROLE_DECODE)
+
+
+def _require_own_identity(member: registry_pb2.Member) -> None:
+    """Raises PermissionDenied when the caller's credential is for another role or another worker."""
+    caller = current_caller()
+    role = _CREDENTIAL_ROLES[member.role]
+    if role not in caller.roles:
+        roles = ", ".join(sorted(caller.roles))
+        raise PermissionDenied(
+            f"a credential of the role {roles} cannot register a member of the role {role}",
+            metadata={"worker_id": member.worker_id, "role": role},
+        )
+    if caller.name not in ("", member.worker_id):
+        raise PermissionDenied(
+            f"the credential is for {caller.name}, so it cannot register {member.worker_id}",
+            metadata={"worker_id": member.worker_id, "name": caller.name},
+        )
 
 
 class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
@@ -44,6 +71,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 **validation.ticket_key_violations(request.ticket_key, "ticket_key"),
             }
         )
+        _require_own_identity(request.member)
         known = self._store.members
         if request.member.worker_id not in known and len(known) >= self._max_members:
             raise QueueFull(
@@ -54,7 +82,9 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         prefix_hash_key = self._prefix_hash_key or await self._store.ensure_prefix_hash_key(
             request.prefix_hash_key
         )
-        ticket_key = self._ticket_key or await self._store.ensure_ticket_key(request.ticket_key)
+        ticket_key = b""
+        if request.member.role in _TICKET_ROLES:
+            ticket_key = self._ticket_key or await self._store.ensure_ticket_key(request.ticket_key)
         registration = await self._store.register(request.member, ttl_s)
         return registry_pb2.RegisterResponse(
             lease_id=registration.lease_id,

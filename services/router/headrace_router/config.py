@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from headrace_common.access.roles import Role
 from headrace_common.config import (
     NonNegativeSeconds,
     OptionalWorkerId,
@@ -48,6 +49,8 @@ ModelList = Annotated[tuple[str, ...], BeforeValidator(_split_list), AfterValida
 
 class RouterConfig(ServiceConfig):
     """Headrace's router: places requests on workers and streams the responses."""
+
+    role = Role.ROUTER
 
     model: ModelList = Field(
         description="Served models, separated by commas: NAME=FOLDER, FOLDER (its last part is the name) or sim."

@@ -76,7 +76,7 @@ async def served() -> AsyncIterator[Served]:
         telemetry=telemetry,
         request_timeout_s=10,
     )
-    server = GrpcServer(ServiceConfig(), ["headrace.decode.v1.DecodeService"])
+    server = GrpcServer(ServiceConfig(insecure=True), ["headrace.decode.v1.DecodeService"])
     decode_pb2_grpc.add_DecodeServiceServicer_to_server(service, server.server)
     handoff_pb2_grpc.add_HandoffServiceServicer_to_server(HandoffServicer(receiver), server.server)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(

@@ -18,7 +18,6 @@ import grpc.aio
 
 from headrace.kv.v1 import layout_pb2
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
-from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.server import GrpcServer
 from headrace_registry.config import RegistryConfig
 from headrace_registry.main import SERVICE
@@ -26,6 +25,7 @@ from headrace_registry.service import RegistryServicer
 from headrace_registry.store.base import Store
 from headrace_registry.store.etcd_store import EtcdStore
 from headrace_registry.store.factory import open_store
+from tests.channels import operator_channel
 from tests.ports import free_port
 from tests.waiting import until
 
@@ -107,7 +107,9 @@ class Registry:
 
     async def start(self) -> None:
         listen = self.endpoint or f"127.0.0.1:{free_port()}"
-        config = RegistryConfig.model_validate({**self.settings, "listen": listen})
+        config = RegistryConfig.model_validate(
+            {"insecure": True, **self.settings, "listen": listen}
+        )
         self.store = open_store(config)
         await self.store.start()
         self.server = GrpcServer(config, [SERVICE])
@@ -146,7 +148,7 @@ async def registry_process(
     """A registry in a separate process, and its host:port."""
     port_file = folder / "port"
     command = [sys.executable, "-m", "headrace_registry", "--listen", "127.0.0.1:0"]
-    command += ["--port-file", str(port_file), *arguments]
+    command += ["--insecure", "--port-file", str(port_file), *arguments]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     with (folder / "registry.log").open("wb") as log:
         process = await asyncio.to_thread(
@@ -164,7 +166,7 @@ async def registry_process(
 async def registry_stub(
     endpoint: str,
 ) -> AsyncIterator[registry_pb2_grpc.RegistryServiceAsyncStub]:
-    channel: grpc.aio.Channel = open_channel(endpoint)
+    channel: grpc.aio.Channel = operator_channel(endpoint)
     async with channel:
         yield registry_pb2_grpc.RegistryServiceStub(channel)
 

@@ -45,6 +45,7 @@ class Processes:
             sys.executable,
             "-m",
             module,
+            "--insecure",
             *arguments,
             "--port-file",
             str(port_file),
@@ -144,7 +145,7 @@ async def test_a_router_is_ready_after_the_first_registry_snapshot_even_an_empty
     processes: Processes,
 ) -> None:
     held_back = HeldBackRegistry()  # type: ignore[abstract]  # a router calls no other RPC
-    server = GrpcServer(ServiceConfig(), ())
+    server = GrpcServer(ServiceConfig(insecure=True), ())
     registry_pb2_grpc.add_RegistryServiceServicer_to_server(held_back, server.server)
     registry = await server.start()
     listen = f"127.0.0.1:{free_port()}"

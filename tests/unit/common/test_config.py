@@ -166,7 +166,7 @@ def test_invalid_addresses_are_rejected(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["localhost:0", "127.0.0.1:7000", "[::1]:7000", "a.b-c_d:65535"])
 def test_valid_addresses_are_accepted(text: str) -> None:
-    assert load([f"--listen={text}"]).listen == text
+    assert load([f"--listen={text}", "--insecure"]).listen == text
 
 
 @pytest.mark.parametrize("text", ["kiln", "http://kiln", "grpc://kiln:4317", "http://kiln:0"])
@@ -180,8 +180,20 @@ def test_an_endpoint_needs_a_port() -> None:
 
 def test_settings_that_must_be_set_together() -> None:
     assert "together" in problems_of(["--tls-key-file=key.pem"])
-    assert "needs advertise" in problems_of(["--listen=0.0.0.0:7000"])
-    load(["--listen=0.0.0.0:7000", "--advertise=router:7000"])
+    assert "needs advertise" in problems_of(["--listen=0.0.0.0:7000", "--insecure"])
+    load(["--listen=0.0.0.0:7000", "--advertise=router:7000", "--insecure"])
+
+
+@pytest.mark.parametrize(
+    "address", ["--listen=10.0.0.1:7000", "--listen=router:7000", "--advertise=router:7000"]
+)
+def test_an_address_beyond_loopback_needs_credentials(address: str) -> None:
+    name = address.removeprefix("--").partition("=")[0]
+    problem = problems_of([address])
+    assert f"{name} is" in problem
+    assert "set insecure" in problem
+    assert load([address, "--token-keys-file=keys.pem"]).insecure is False
+    load([address, "--insecure"])
 
 
 def test_settings_are_frozen() -> None:

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace_common.access.credentials import TlsFiles
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError, DeadlineExceeded, QueueFull
 from headrace_common.identity import is_incarnation, is_worker_id, new_incarnation, new_transfer_id
 from headrace_common.queues import BoundedQueue
-from headrace_common.rpc.channel import TlsFiles
 
 
 @given(st.floats(0.5, 1e6))

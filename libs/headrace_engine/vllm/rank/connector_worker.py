@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.engine.v1 import link_pb2
-from headrace_common.rpc.channel import TlsFiles
 from headrace_engine.torch_memory.event_ordered_sender import EventOrderedSender
 from headrace_engine.torch_memory.opening import open_tensor_transport, order_sender
 from headrace_engine.torch_memory.order import DeviceOrder
@@ -119,7 +118,7 @@ class ConnectorWorker:
             descriptors=link.find_descriptor,
             event_loop=link.loop,
             on_quiet=self._executor.transfer_quiet,
-            tls=TlsFiles(*self._settings.tls),
+            credentials=self._settings.credentials,
         )
         self._sender = RankSender(context)
         self._ordered_sender = order_sender(self._sender, order)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -146,7 +145,7 @@ def _engine_args(config: EngineConfig, folder: ModelFolder, link_path: Path) -> 
         transport=config.transport,
         fingerprint=folder.fingerprint,
         link_path=str(link_path),
-        tls=astuple(config.tls),
+        credentials=config.credentials,
         gpu_direct=config.gpu_direct,
         overlap_layers=config.overlap_layers,
     )

@@ -107,8 +107,8 @@ class StandaloneSettings:
 
     @property
     def server(self) -> ServiceConfig:
-        """For the server on the pair address."""
-        return ServiceConfig(listen=self.listen, advertise=self.advertise)
+        """For the server on the pair address. Stock vLLM servers have no roles: docs/stock-vllm.md."""
+        return ServiceConfig(listen=self.listen, advertise=self.advertise, insecure=True)
 
     @property
     def host(self) -> str:

@@ -45,7 +45,7 @@ async def spawn(*flags: str) -> Process:
 @asynccontextmanager
 async def running(*flags: str) -> AsyncIterator[tuple[Process, str]]:
     """The process and the host:port it prints."""
-    process = await spawn(*flags)
+    process = await spawn("--insecure", *flags)
     assert process.stdout is not None
     try:
         line = await asyncio.wait_for(process.stdout.readline(), 30)
@@ -179,7 +179,10 @@ def taken_port(folder: Path) -> tuple[list[str], str]:
 
 
 def foreign_address(folder: Path) -> tuple[list[str], str]:
-    return ["--listen=192.0.2.1:7000"], "headrace-kiln: cannot listen on 192.0.2.1:7000: Cannot"
+    return [
+        "--listen=192.0.2.1:7000",
+        "--insecure",
+    ], "headrace-kiln: cannot listen on 192.0.2.1:7000: Cannot"
 
 
 def wrong_settings(folder: Path) -> tuple[list[str], str]:

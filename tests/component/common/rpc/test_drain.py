@@ -13,7 +13,7 @@ class Draining:
     """A server with a service that drains until `done`."""
 
     def __init__(self) -> None:
-        self.server = GrpcServer(ServiceConfig(drain_grace_s=30.0), ())
+        self.server = GrpcServer(ServiceConfig(drain_grace_s=30.0, insecure=True), ())
         self.deadlines: list[Deadline] = []
         self.done = asyncio.Event()
 

@@ -66,7 +66,7 @@ class Failing(
 @pytest.fixture
 async def served() -> AsyncIterator[tuple[Failing, grpc.aio.Channel]]:
     failing = Failing()  # type: ignore[abstract]
-    server = GrpcServer(ServiceConfig(), ["headrace.inference.v1.InferenceService"])
+    server = GrpcServer(ServiceConfig(insecure=True), ["headrace.inference.v1.InferenceService"])
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(failing, server.server)
     prefill_pb2_grpc.add_PrefillQueueServiceServicer_to_server(failing, server.server)
     endpoint = await server.start()

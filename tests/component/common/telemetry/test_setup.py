@@ -84,7 +84,7 @@ class Traced(inference_pb2_grpc.InferenceServiceServicer):
 @pytest.fixture
 async def receiver() -> AsyncIterator[tuple[Receiver, str]]:
     receiving = Receiver()
-    server = GrpcServer(ServiceConfig(), [])
+    server = GrpcServer(ServiceConfig(insecure=True), [])
     add_receiver: Any = trace_service_pb2_grpc.add_TraceServiceServicer_to_server
     add_receiver(receiving, server.server)
     yield receiving, await server.start()
@@ -108,7 +108,7 @@ async def test_spans_of_two_services_form_one_tree(receiver: tuple[Receiver, str
     decode = init_telemetry("decode", "decode-0", ServiceConfig())
     router.set_collectors([collector])
     decode.set_collectors([collector])
-    server = GrpcServer(ServiceConfig(), [])
+    server = GrpcServer(ServiceConfig(insecure=True), [])
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(
         Traced(decode),  # type: ignore[abstract]
         server.server,
@@ -160,7 +160,7 @@ async def test_a_call_without_trace_context_has_a_root_span(receiver: tuple[Rece
     receiving, collector = receiver
     telemetry = init_telemetry("decode", "decode-0", ServiceConfig())
     telemetry.set_collectors([collector])
-    server = GrpcServer(ServiceConfig(), [])
+    server = GrpcServer(ServiceConfig(insecure=True), [])
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(
         Traced(telemetry),  # type: ignore[abstract]
         server.server,

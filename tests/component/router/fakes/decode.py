@@ -53,7 +53,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
             max_num_seqs=8,
             start_unix_ns=time.time_ns(),
         )
-        self._server = GrpcServer(ServiceConfig(), ())
+        self._server = GrpcServer(ServiceConfig(insecure=True), ())
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(self, self._server.server)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server.server)
 

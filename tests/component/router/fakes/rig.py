@@ -41,7 +41,9 @@ class Rig:
     """A router on a real port. Tests add workers."""
 
     def __init__(self, **settings: Any) -> None:
-        self.config = RouterConfig(model=("sim",), **{"worker_wait_s": 0.2, **settings})
+        self.config = RouterConfig(
+            model=("sim",), **{"worker_wait_s": 0.2, "insecure": True, **settings}
+        )
         self.handoff = Handoff()
         self.policy = FixedPolicy()
         self.decodes: list[FakeDecode] = []

@@ -1,0 +1,115 @@
+"""What a process presents to the services that it calls."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from headrace_common.access.addresses import is_loopback
+from headrace_common.access.roles import Role
+from headrace_common.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headrace_common.config import ServiceConfig
+
+_LOCAL_LIFETIME_S: Final = 86_400.0
+_FILE_CHECK_INTERVAL_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """The files of mutual TLS, for code without a ServiceConfig. Empty means plaintext."""
+
+    tls_certificate_file: str = ""
+    tls_key_file: str = ""
+    tls_authority_file: str = ""
+
+    @classmethod
+    def from_environment(cls) -> TlsFiles:
+        """The files that HEADRACE_TLS_CERTIFICATE_FILE, _KEY_FILE and _AUTHORITY_FILE name.
+
+        For programs that call services. Raises ConfigError when only some are set.
+        """
+        names = {field.name: f"HEADRACE_{field.name.upper()}" for field in fields(cls)}
+        files = {field: os.environ.get(name, "") for field, name in names.items()}
+        missing = [names[field] for field, path in files.items() if not path]
+        if 0 < len(missing) < len(files):
+            raise ConfigError(
+                f"{' and '.join(missing)} not set: name all three files of mutual TLS, or none"
+            )
+        return cls(**files)
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """TLS files and a token, both optional.
+
+    The token is that of `token_file`. Without one, calls to loopback addresses in plaintext carry a token that is
+    signed with the local key for `role`. Without a role they carry none.
+    """
+
+    tls: TlsFiles = TlsFiles()
+    token_file: str = ""
+    role: Role | None = None
+
+    @classmethod
+    def from_config(cls, config: ServiceConfig) -> Credentials:
+        """The credentials that the settings of a service name."""
+        files = TlsFiles(
+            config.tls_certificate_file, config.tls_key_file, config.tls_authority_file
+        )
+        return cls(files, config.token_file, None if config.insecure else config.role)
+
+    @classmethod
+    def from_environment(cls, role: Role | None) -> Credentials:
+        """As TlsFiles.from_environment, with the token that HEADRACE_TOKEN_FILE names."""
+        return cls(TlsFiles.from_environment(), os.environ.get("HEADRACE_TOKEN_FILE", ""), role)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Credentials:
+        """The inverse of dataclasses.asdict, after a transport as JSON. Missing values are the defaults."""
+        role = values.get("role")
+        return cls(
+            TlsFiles(**values.get("tls", {})),
+            values.get("token_file", ""),
+            None if role is None else Role(role),
+        )
+
+    def token_for(self, endpoint: str) -> str:
+        """The token for calls to an endpoint; empty when there is none.
+
+        Raises ConfigError when the file, or the local key, cannot be read.
+        """
+        if self.token_file:
+            interval = int(time.monotonic() / _FILE_CHECK_INTERVAL_S)
+            return _read_token(self.token_file, interval)
+        if self.role is None or self.tls.tls_certificate_file or not is_loopback(endpoint):
+            return ""
+        return _local_token(self.role, int(time.time() / (_LOCAL_LIFETIME_S / 2)))
+
+
+@lru_cache(maxsize=8)
+def _read_token(path: str, interval: int) -> str:
+    """The token of a file. A replaced file is noticed in the next interval."""
+    try:
+        return Path(path).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"token_file {path} cannot be read: {error}; name a file that `headrace token create` wrote",
+            metadata={"token_file": path},
+        ) from error
+
+
+@lru_cache(maxsize=8)
+def _local_token(role: Role, period: int) -> str:
+    """A token of this host's user. Each period of half a lifetime has a new one."""
+    # Programs that call public RPCs only do without these modules.
+    from headrace_common.access.local_key import load_local_key
+    from headrace_common.access.tokens import create_token
+
+    return create_token(load_local_key(), role, "", _LOCAL_LIFETIME_S)

@@ -1,0 +1,50 @@
+"""The roles of a deployment, and the caller of the RPC that is being handled."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+TOKEN_KEY: Final = "headrace-token"
+"""The metadata key of role tokens. API keys of clients have `authorization`."""
+
+
+class Role(StrEnum):
+    """What a credential stands for. The value stands in certificates and tokens."""
+
+    ROUTER = "router"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    REGISTRY = "registry"
+    OPERATOR = "operator"
+
+
+ALL_ROLES: Final = frozenset(Role)
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The proven identity of a caller. An empty `name` means that the credential names no worker."""
+
+    roles: frozenset[Role]
+    name: str = ""
+
+
+ANONYMOUS: Final = Caller(frozenset())
+"""A caller of a public RPC without a credential of a role."""
+TRUSTED: Final = Caller(ALL_ROLES)
+"""Every caller of a service with the setting `insecure`."""
+
+_current: ContextVar[Caller] = ContextVar("headrace_caller", default=TRUSTED)
+
+
+def current_caller() -> Caller:
+    """The caller of the RPC that the current task handles. TRUSTED outside a server that checks roles."""
+    return _current.get()
+
+
+def set_current_caller(caller: Caller) -> None:
+    """Sets the caller for the rest of the current task."""
+    _current.set(caller)
