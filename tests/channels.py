@@ -5,10 +5,17 @@ from __future__ import annotations
 import grpc.aio
 
 from headrace_common.access.credentials import Credentials
-from headrace_common.access.roles import Role
+from headrace_common.access.roles import TOKEN_KEY, Role
+from headrace_common.access.table import roles_of
 from headrace_common.rpc.channel import open_channel
 
 
 def operator_channel(endpoint: str) -> grpc.aio.Channel:
     """A channel with the role operator, by the local key."""
     return open_channel(endpoint, Credentials(role=Role.OPERATOR))
+
+
+def permitted_metadata(method: str) -> tuple[tuple[str, str], ...]:
+    """Metadata with a token of a role that may call the method, such as "/package.Service/Method"."""
+    role = min(roles_of(method), default=Role.ROUTER)
+    return ((TOKEN_KEY, Credentials(role=role).token_for("127.0.0.1:1")),)

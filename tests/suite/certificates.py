@@ -32,15 +32,18 @@ class Authority:
         self.file = folder / "authority.pem"
         self.file.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
 
-    def sign(self, name: str) -> TlsFiles:
-        """Creates a certificate and key for a process that is both client and server."""
+    def sign(self, name: str, role: str = "") -> TlsFiles:
+        """Creates a certificate and key for a client and server. An empty `role` means none."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+        names: list[x509.GeneralName] = [address]
+        if role:
+            names.append(x509.UniformResourceIdentifier(f"spiffe://tests/headrace/{role}"))
         uses = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         certificate = (
             self._builder(subject, key.public_key())
-            .add_extension(x509.SubjectAlternativeName([address]), critical=False)
+            .add_extension(x509.SubjectAlternativeName(names), critical=False)
             .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
             .sign(self._key, hashes.SHA256())
         )

@@ -29,9 +29,12 @@ from headrace.prefill.v1 import prefill_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_cli.client import list_members
+from headrace_common.access.credentials import Credentials
+from headrace_common.access.roles import Role
 from headrace_common.deadlines import Deadline
 from headrace_common.registry.descriptors import DescriptorCache
-from headrace_common.rpc.channel import open_blocking_channel
+from headrace_common.rpc.channel import open_blocking_channel, open_channel
+from tests.channels import permitted_metadata
 from tests.suite.deployment import Suite, greedy, prompt_of, suite
 from tests.suite.fuzz import Fuzz, mostly
 
@@ -115,6 +118,7 @@ class Target:
             "request_serializer": lambda message: message.SerializeToString(),
             "response_deserializer": message_factory.GetMessageClass(method.output_type).FromString,
         }
+        options: dict[str, Any] = {"timeout": CALL_S, "metadata": permitted_metadata(path)}
         over = threading.Event()
 
         def requests() -> Iterator[Message]:
@@ -125,12 +129,12 @@ class Target:
         call: Any
         match method.client_streaming, method.server_streaming:
             case True, True:
-                call = self.channel.stream_stream(path, **codec)(requests(), timeout=CALL_S)
+                call = self.channel.stream_stream(path, **codec)(requests(), **options)
             case False, True:
-                call = self.channel.unary_stream(path, **codec)(messages[0], timeout=CALL_S)
+                call = self.channel.unary_stream(path, **codec)(messages[0], **options)
             case _:
                 call = iter(
-                    [self.channel.unary_unary(path, **codec).future(messages[0], timeout=CALL_S)]
+                    [self.channel.unary_unary(path, **codec).future(messages[0], **options)]
                 )
         failure: grpc.RpcError | None = None
         try:
@@ -227,12 +231,16 @@ def decode_request(transfer_id: str, incarnation: str) -> decode_pb2.GenerateReq
 @contextlib.contextmanager
 def waiting_attempts(channel: grpc.Channel, incarnation: str) -> Iterator[None]:
     """Attempts that wait for their KV under the ids in LIVE. Fuzzed messages use these ids too."""
+    path = "/headrace.decode.v1.DecodeService/Generate"
     generate = channel.unary_stream(
-        "/headrace.decode.v1.DecodeService/Generate",
+        path,
         request_serializer=decode_pb2.GenerateRequest.SerializeToString,
         response_deserializer=decode_pb2.GenerateResponse.FromString,
     )
-    calls = [generate(decode_request(name, incarnation), timeout=60) for name in LIVE]
+    metadata = permitted_metadata(path)
+    calls = [
+        generate(decode_request(name, incarnation), timeout=60, metadata=metadata) for name in LIVE
+    ]
     try:
         for call in calls:
             assert next(call).HasField("reserved")
@@ -257,9 +265,11 @@ def opened_and_left(endpoint: str) -> list[socket.socket]:
 async def targets_of(it: Suite) -> list[Target]:
     members = {m.worker_id: m for m in await list_members(it.deployment.registry)}
     decode = members["decode-0"]
-    descriptors = DescriptorCache(it.deployment.registry)
+    registry = open_channel(it.deployment.registry, Credentials(role=Role.PREFILL))
+    descriptors = DescriptorCache(registry)
     descriptor = await descriptors.get(decode.worker_id, decode.incarnation, Deadline.after(5))
     await descriptors.close()
+    await registry.close()
     routed = await headrace_client.Client(it.channel).route(greedy(prompt_of(40, 5), 4), 5.0)
     good = good_messages(members, routed.direct, descriptor)
     ids = [m.incarnation for m in members.values()]

@@ -347,7 +347,7 @@ async def test_workers_that_restart_on_their_addresses_delay_no_request(
 async def test_a_look_aside_client_continues_when_its_decode_worker_is_killed(
     tmp_path: Path,
 ) -> None:
-    settings = (SLOW_DECODE, ("router", "look_aside", "true"), ("decode", "require_ticket", "true"))
+    settings = (SLOW_DECODE, ("router", "look_aside", "true"))
     async with (
         suite(tmp_path, decode_count=2, settings=settings) as it,
         Client(it.deployment.router, look_aside=True) as client,

@@ -21,7 +21,7 @@ from headrace_cli.up.supervisor import Child, Supervisor
 from headrace_cli.up.topology import Topology, registry_spec, router_spec, worker_specs
 from headrace_client import Client
 from headrace_common.access.credentials import TlsFiles
-from headrace_common.errors import WorkerGone
+from headrace_common.errors import Unauthenticated, WorkerGone
 from headrace_common.rpc.channel import open_channel
 from tests.fork_server import forking
 from tests.suite.certificates import Authority
@@ -31,12 +31,12 @@ ANSWER_TOKENS = 6
 
 
 @asynccontextmanager
-async def deployed(folder: Path, tls: TlsFiles) -> AsyncIterator[dict[str, Child]]:
-    """Registry, router and one worker of each role, all with these files."""
+async def deployed(folder: Path, authority: Authority) -> AsyncIterator[dict[str, Child]]:
+    """Registry, router and one worker of each role, each with a certificate of its role."""
     settings = tuple(
         (service, field, value)
         for service in ("registry", "router", "prefill", "decode")
-        for field, value in asdict(tls).items()
+        for field, value in asdict(authority.sign(service, service)).items()
     )
     settings += (("router", "look_aside", "true"),)
     topology = Topology(engine="sim", port=0, settings=settings)
@@ -109,11 +109,18 @@ async def check_client(children: dict[str, Child], tls: TlsFiles) -> None:
 
 
 async def check_commands(
-    children: dict[str, Child], tls: TlsFiles, environment: pytest.MonkeyPatch
+    children: dict[str, Child],
+    roleless: TlsFiles,
+    tls: TlsFiles,
+    environment: pytest.MonkeyPatch,
 ) -> None:
-    """The calls of the command line, without the files and with them."""
+    """The calls of the command line: without files, without a role, and as an operator."""
     registry = children["registry"].endpoint
     with pytest.raises(WorkerGone):
+        await list_members(registry)
+    for field, path in asdict(roleless).items():
+        environment.setenv(f"HEADRACE_{field.upper()}", path)
+    with pytest.raises(Unauthenticated, match="needs a role"):
         await list_members(registry)
     for field, path in asdict(tls).items():
         environment.setenv(f"HEADRACE_{field.upper()}", path)
@@ -140,12 +147,13 @@ async def test_a_deployment_with_certificates_answers_and_refuses_other_callers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     authority, stranger = Authority(tmp_path / "ours"), Authority(tmp_path / "theirs")
-    ours = authority.sign("service")
+    ours = authority.sign("operator", "operator")
+    client = authority.sign("client")
     forged = stranger.sign("service")
     half = TlsFiles(forged.tls_certificate_file, forged.tls_key_file, ours.tls_authority_file)
     trusting = grpc.ssl_channel_credentials(authority.file.read_bytes())
     async with (
-        deployed(tmp_path, ours) as children,
+        deployed(tmp_path, authority) as children,
         open_channel(children["router"].endpoint, ours) as channel,
     ):
         await joined(channel)
@@ -156,5 +164,5 @@ async def test_a_deployment_with_certificates_answers_and_refuses_other_callers(
             assert await refused(open_channel(child.endpoint, half)), service
             assert not await refused(open_channel(child.endpoint, ours)), service
         await check_answer(channel, 2)
-        await check_client(children, ours)
-        await check_commands(children, ours, monkeypatch)
+        await check_client(children, client)
+        await check_commands(children, client, ours, monkeypatch)

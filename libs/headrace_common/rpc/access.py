@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import grpc
 import grpc.aio
 
-from headrace_common.access.gate import Gate
+from headrace_common.access.authorizer import Authorizer
 from headrace_common.access.roles import Caller, set_current_caller
 from headrace_common.errors import HeadraceError
 from headrace_common.rpc.handlers import Context, Continuation, Handler, guarded
@@ -21,8 +21,8 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
     is known later: gRPC then has read the request, but nothing has parsed it.
     """
 
-    def __init__(self, gate: Gate) -> None:
-        self._gate = gate
+    def __init__(self, authorizer: Authorizer) -> None:
+        self._authorizer = authorizer
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -32,7 +32,9 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
             return None
         method = handler_call_details.method
         try:
-            caller = self._gate.caller_of_metadata(method, handler_call_details.invocation_metadata)
+            caller = self._authorizer.caller_of_metadata(
+                method, handler_call_details.invocation_metadata
+            )
         except HeadraceError as error:
             return _refusing(error)
         if caller is not None:
@@ -42,7 +44,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
     def _guarded_by_certificate(self, handler: Handler, method: str) -> Handler:
         @asynccontextmanager
         async def guard(context: Context) -> AsyncIterator[None]:
-            caller = self._gate.caller_of_certificate(method, context.auth_context())
+            caller = self._authorizer.caller_of_certificate(method, context.auth_context())
             set_current_caller(caller)
             yield
 

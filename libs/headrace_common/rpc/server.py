@@ -16,7 +16,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from headrace_common.access.gate import Gate
+from headrace_common.access.authorizer import Authorizer
 from headrace_common.config import ServiceConfig, split_host_port
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError
@@ -72,7 +72,7 @@ class GrpcServer:
         self.server: grpc.aio.Server = grpc.aio.server(
             interceptors=[
                 ErrorInterceptor(),
-                AccessInterceptor(Gate.from_config(config)),
+                AccessInterceptor(Authorizer.from_config(config)),
                 self._in_flight,
                 TraceInterceptor(),
                 *interceptors,

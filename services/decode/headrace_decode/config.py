@@ -44,11 +44,6 @@ class DecodeConfig(WorkerConfig):
         0.5,
         description="Seconds that one step waits for missing layers; then the late transfers fail.",
     )
-    require_ticket: bool = Field(
-        False,
-        description="Whether requests must have a router's ticket. Otherwise every client that reaches this worker "
-        "may call it, and only the tickets that are present are checked.",
-    )
     request_timeout_s: PositiveSeconds = Field(
         600.0, description="Seconds until the deadline of requests that have none."
     )

@@ -80,7 +80,6 @@ class DecodeServer(RoleServer):
             telemetry=host.telemetry.for_worker(ref.worker_id),
             request_timeout_s=config.request_timeout_s,
             ticket_key=ticket_key,
-            require_ticket=config.require_ticket,
         )
 
     def add_servicers(self, server: grpc.aio.Server) -> None:

@@ -15,6 +15,7 @@ from opentelemetry.trace import Span
 
 from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
 from headrace.worker.v1 import worker_pb2
+from headrace_common.access.roles import Role, current_caller
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import (
     Cancelled,
@@ -59,7 +60,6 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         telemetry: Telemetry,
         request_timeout_s: float,
         ticket_key: Callable[[], bytes] = bytes,
-        require_ticket: bool = False,
     ) -> None:
         self._ref = ref
         self._engine = engine
@@ -68,7 +68,6 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         self._telemetry = telemetry
         self._request_timeout_s = request_timeout_s
         self._ticket_key = ticket_key
-        self._require_ticket = require_ticket
         self._seen = SeenTransfers()
         self._live: dict[str, Attempt] = {}
         self._awaiting: dict[str, Attempt] = {}
@@ -83,8 +82,8 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         self, request: decode_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[decode_pb2.GenerateResponse]:
         """See decode.proto."""
-        if request.ticket:
-            await self._wait_for_ticket_key()
+        if Role.ROUTER not in current_caller().roles:
+            await self._check_ticket(request)
         attempt = self._admit(request, Deadline.from_context(context, self._request_timeout_s))
         span = self._telemetry.tracer.start_span(
             SPAN_DECODE,
@@ -116,6 +115,18 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         finally:
             self._end(attempt, span, error)
 
+    async def _check_ticket(self, request: decode_pb2.GenerateRequest) -> None:
+        """Raises Unauthenticated without a valid ticket. Routers need none."""
+        if not request.ticket:
+            raise Unauthenticated(
+                f"{self._ref.worker_id} requires a ticket; ask a router, by Generate or by Route",
+                metadata={"ticket": "missing"},
+            )
+        # A ticket for an older incarnation is reported as such.
+        self._check_incarnation(request.incarnation)
+        await self._wait_for_ticket_key()
+        check_ticket(self._ticket_key(), request, self._ref.worker_id)
+
     async def _wait_for_ticket_key(self) -> None:
         """Waits for up to a second. A router may see a new worker before the registry answers the worker."""
         for _ in range(KEY_POLLS):
@@ -136,7 +147,6 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         if self._draining and self._notice.expired:
             raise self._refusal()
         self._check_incarnation(request.incarnation)
-        self._check_ticket(request)
         work = work_from_proto(request)
         if work.from_logits and not self._engine.logits_bytes:
             what = f"the engine of {self._ref.worker_id} samples no token from logits"
@@ -183,15 +193,6 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
             )
         attempt.set_first_token(request.token_id)
         return decode_pb2.SetFirstTokenResponse()
-
-    def _check_ticket(self, request: decode_pb2.GenerateRequest) -> None:
-        if request.ticket:
-            check_ticket(self._ticket_key(), request, self._ref.worker_id)
-        elif self._require_ticket:
-            raise Unauthenticated(
-                f"{self._ref.worker_id} requires a ticket; ask a router, by Generate or by Route",
-                metadata={"ticket": "missing"},
-            )
 
     def _end(self, attempt: Attempt, span: Span, error: HeadraceError | None) -> None:
         """Starts to give back the attempt's resources. Only the first call counts."""

@@ -40,6 +40,7 @@ class Served:
     telemetry: Telemetry
     spans: InMemorySpanExporter
     channel: grpc.aio.Channel
+    endpoint: str
 
     @property
     def decode(self) -> decode_pb2_grpc.DecodeServiceAsyncStub:
@@ -55,7 +56,13 @@ class Served:
 
 
 @pytest.fixture
-async def served() -> AsyncIterator[Served]:
+def insecure() -> bool:
+    """Whether callers have every role."""
+    return True
+
+
+@pytest.fixture
+async def served(insecure: bool) -> AsyncIterator[Served]:
     engine = ScriptedEngine()
     spans = InMemorySpanExporter()
     telemetry = init_telemetry("decode", REF.worker_id, ServiceConfig())
@@ -76,7 +83,7 @@ async def served() -> AsyncIterator[Served]:
         telemetry=telemetry,
         request_timeout_s=10,
     )
-    server = GrpcServer(ServiceConfig(insecure=True), ["headrace.decode.v1.DecodeService"])
+    server = GrpcServer(ServiceConfig(insecure=insecure), ["headrace.decode.v1.DecodeService"])
     decode_pb2_grpc.add_DecodeServiceServicer_to_server(service, server.server)
     handoff_pb2_grpc.add_HandoffServiceServicer_to_server(HandoffServicer(receiver), server.server)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(
@@ -84,7 +91,7 @@ async def served() -> AsyncIterator[Served]:
     )
     endpoint = await server.start()
     async with open_channel(endpoint) as channel:
-        yield Served(engine, receiver, service, telemetry, spans, channel)
+        yield Served(engine, receiver, service, telemetry, spans, channel, endpoint)
     receiver.close()
     await server.server.stop(None)
     await asyncio.to_thread(telemetry.shutdown)

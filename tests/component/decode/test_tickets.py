@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import grpc.aio
 import pytest
 
 from headrace.decode.v1 import decode_pb2
+from headrace_common.access.credentials import Credentials
+from headrace_common.access.roles import Role
 from headrace_common.errors import DuplicateTransfer, HeadraceError, Unauthenticated
+from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.rpc.tickets import TicketSigner
 from tests.component.decode.conftest import REF, Served, request
 
 KEY = bytes(range(32))
+
+
+@pytest.fixture
+def insecure() -> bool:
+    """The caller has no role."""
+    return False
 
 
 async def failure_of(served: Served, asked: decode_pb2.GenerateRequest) -> HeadraceError:
@@ -39,7 +50,6 @@ def signed(
 
 async def test_a_ticket_is_valid_once(served: Served) -> None:
     served.service._ticket_key = lambda: KEY
-    served.service._require_ticket = True
     await check_accepted(served, signed("x1"))
     assert isinstance(await failure_of(served, signed("x1")), DuplicateTransfer)
 
@@ -56,7 +66,6 @@ async def test_an_invalid_ticket_is_refused_before_resources_are_spent(
     served: Served, asked: decode_pb2.GenerateRequest, field: str
 ) -> None:
     served.service._ticket_key = lambda: KEY
-    served.service._require_ticket = True
     error = await failure_of(served, asked)
     assert isinstance(error, Unauthenticated)
     assert error.metadata["ticket"] == field
@@ -64,8 +73,10 @@ async def test_an_invalid_ticket_is_refused_before_resources_are_spent(
     served.service._seen.check(asked.transfer_id)
 
 
-async def test_no_ticket_is_needed_unless_required_but_an_invalid_one_is_refused(
-    served: Served,
-) -> None:
-    await check_accepted(served, request("x5", remote_prefill=False))
-    assert isinstance(await failure_of(served, signed("x6")), Unauthenticated)
+async def test_a_router_needs_no_ticket(served: Served) -> None:
+    asked = request("x5", remote_prefill=False)
+    async with open_channel(served.endpoint, Credentials(role=Role.ROUTER)) as channel:
+        await check_accepted(replace(served, channel=channel), asked)
+    async with open_channel(served.endpoint, Credentials(role=Role.PREFILL)) as channel:
+        error = await failure_of(replace(served, channel=channel), asked)
+    assert error.metadata["ticket"] == "missing"

@@ -24,7 +24,7 @@ _FILE_CHECK_INTERVAL_S: Final = 1.0
 _REMEDY: Final = f"send a role token as metadata {TOKEN_KEY}, or a client certificate with a role; see docs/security.md"
 
 
-class Gate:
+class Authorizer:
     """Checks callers against the access table. `from_config` makes one."""
 
     def __init__(
@@ -41,7 +41,7 @@ class Gate:
         self._trust_domain = trust_domain
 
     @classmethod
-    def from_config(cls, config: ServiceConfig) -> Gate:
+    def from_config(cls, config: ServiceConfig) -> Authorizer:
         """The gate that the settings of a service ask for.
 
         Without TLS and token keys, a service on loopback accepts tokens signed with the local key. Raises ConfigError
