@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import typer
 
-from headrace_cli.commands import chat, demo, drain, pair, policy, route, trace, up, workers
+from headrace_cli.commands import (
+    chat,
+    demo,
+    drain,
+    pair,
+    policy,
+    route,
+    token,
+    trace,
+    up,
+    workers,
+)
 
 app = typer.Typer(
     name="headrace",
@@ -17,7 +28,7 @@ app = typer.Typer(
 )
 
 # The help lists them in this order.
-for command in (up, demo, chat, route, workers, drain, trace, pair, policy):
+for command in (up, demo, chat, route, workers, drain, trace, pair, policy, token):
     command.register(app)
 
 

@@ -6,17 +6,15 @@ import logging
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from headrace_common.access.certificates import caller_of_certificate
 from headrace_common.access.local_key import load_local_key
 from headrace_common.access.roles import ANONYMOUS, TOKEN_KEY, TRUSTED, Caller
+from headrace_common.access.settings import AccessSettings
 from headrace_common.access.table import PUBLIC, roles_of
 from headrace_common.access.tokens import TokenVerifier, public_key_of
 from headrace_common.errors import ConfigError, PermissionDenied, Unauthenticated
-
-if TYPE_CHECKING:
-    from headrace_common.config import ServiceConfig
 
 _LOG = logging.getLogger(__name__)
 
@@ -41,8 +39,8 @@ class Authorizer:
         self._trust_domain = trust_domain
 
     @classmethod
-    def from_config(cls, config: ServiceConfig) -> Authorizer:
-        """The gate that the settings of a service ask for.
+    def from_config(cls, config: AccessSettings) -> Authorizer:
+        """The authorizer that the settings of a service ask for.
 
         Without TLS and token keys, a service on loopback accepts tokens signed with the local key. Raises ConfigError
         when a file cannot be read.

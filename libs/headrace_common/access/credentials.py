@@ -8,14 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from headrace_common.access.addresses import is_loopback
 from headrace_common.access.roles import Role
+from headrace_common.access.settings import AccessSettings
 from headrace_common.errors import ConfigError
-
-if TYPE_CHECKING:
-    from headrace_common.config import ServiceConfig
 
 _LOCAL_LIFETIME_S: Final = 86_400.0
 _FILE_CHECK_INTERVAL_S: Final = 1.0
@@ -58,7 +56,7 @@ class Credentials:
     role: Role | None = None
 
     @classmethod
-    def from_config(cls, config: ServiceConfig) -> Credentials:
+    def from_config(cls, config: AccessSettings) -> Credentials:
         """The credentials that the settings of a service name."""
         files = TlsFiles(
             config.tls_certificate_file, config.tls_key_file, config.tls_authority_file

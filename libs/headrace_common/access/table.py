@@ -62,6 +62,9 @@ _ROLES: Final[Mapping[str, frozenset[Role]]] = {
     for name, roles in methods.items()
 }
 
+GUARDED: Final = frozenset(_ROLES)
+"""RPCs that need a role."""
+
 
 def roles_of(method: str) -> frozenset[Role]:
     """The roles that may call a method, such as "/package.Service/Method". Empty for an unknown one."""

@@ -21,7 +21,7 @@ TokenSource: TypeAlias = Callable[[], str]
 
 
 class TokenChannel(grpc.aio.Channel):
-    """A channel whose calls carry the token that `token` returns."""
+    """A channel that adds the token that `token` returns to each call."""
 
     def __init__(self, channel: grpc.aio.Channel, token: TokenSource) -> None:
         self._channel = channel

@@ -1,0 +1,127 @@
+"""Every RPC of a live deployment, called without a credential and in every role."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from headrace_common.access.credentials import Credentials
+from headrace_common.access.roles import Role
+from headrace_common.access.table import GUARDED, PUBLIC, roles_of
+from headrace_common.rpc.channel import open_channel
+from tests.suite.deployment import Suite, prompt_of, suite
+
+_CALL_TIMEOUT_S = 2.0
+_REFUSALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+_DOCUMENT = Path(__file__).parents[2] / "docs" / "security.md"
+# Only vLLM's own processes serve it.
+_NOT_DEPLOYED = {
+    "/headrace.kv.v1.PairService/Describe",
+    "/headrace.kv.v1.PairService/Fetch",
+}
+
+
+async def methods_of(endpoint: str) -> set[str]:
+    """The RPCs that a server lists by reflection."""
+    async with open_channel(endpoint) as channel:
+        reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
+        request = reflection_pb2.ServerReflectionRequest
+        (listed,) = await _replies(reflection, [request(list_services="")])
+        services = [service.name for service in listed.list_services_response.service]
+        files = await _replies(
+            reflection, [request(file_containing_symbol=name) for name in services]
+        )
+    methods: set[str] = set()
+    for reply in files:
+        for serialized in reply.file_descriptor_response.file_descriptor_proto:
+            file = FileDescriptorProto.FromString(serialized)
+            methods |= {
+                f"/{file.package}.{service.name}/{method.name}"
+                for service in file.service
+                for method in service.method
+                if f"{file.package}.{service.name}" in services
+            }
+    return methods
+
+
+async def _replies(
+    stub: reflection_pb2_grpc.ServerReflectionStub,
+    requests: Iterable[reflection_pb2.ServerReflectionRequest],
+) -> list[reflection_pb2.ServerReflectionResponse]:
+    call = stub.ServerReflectionInfo(iter(requests), timeout=_CALL_TIMEOUT_S)
+    return [reply async for reply in call]
+
+
+async def status_of(channel: grpc.aio.Channel, method: str) -> grpc.StatusCode:
+    """The status of a call with one empty message. Any RPC looks like this on the wire."""
+
+    async def messages() -> AsyncIterator[bytes]:
+        yield b""
+
+    start_call: Any = channel.stream_stream(method)
+    call = start_call(messages(), timeout=_CALL_TIMEOUT_S)
+    try:
+        async for _ in call:
+            call.cancel()
+            return grpc.StatusCode.OK
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+async def check_server(endpoint: str, methods: Iterable[str]) -> None:
+    for role in (None, *Role):
+        async with open_channel(endpoint, Credentials(role=role)) as channel:
+            for method in methods:
+                status = await status_of(channel, method)
+                if method in PUBLIC:
+                    continue
+                if role is None:
+                    assert status is grpc.StatusCode.UNAUTHENTICATED, method
+                elif role not in roles_of(method):
+                    assert status is grpc.StatusCode.PERMISSION_DENIED, (method, role)
+                else:
+                    assert status not in _REFUSALS, (method, role)
+
+
+async def test_every_rpc_serves_the_roles_of_its_row_and_no_others(tmp_path: Path) -> None:
+    async with suite(tmp_path) as deployed:
+        found: set[str] = set()
+        for child in deployed.deployment.children:
+            methods = await methods_of(child.endpoint)
+            await check_server(child.endpoint, sorted(methods))
+            found |= methods
+        assert found == (PUBLIC | GUARDED) - _NOT_DEPLOYED
+        await check_answers(deployed)
+
+
+async def check_answers(deployed: Suite) -> None:
+    prompt = prompt_of(60, 1)
+    assert (await deployed.generate(prompt, 6)).token_ids == deployed.expected(prompt, 6)
+
+
+def _documented() -> dict[str, str]:
+    """The roles of each RPC in the table of docs/security.md."""
+    rows = re.findall(
+        r"^\| `([\w.]+)` \| ([\w, ]+) \| ([\w, ]+) \|$", _DOCUMENT.read_text(), re.MULTILINE
+    )
+    return {
+        f"/{service}/{method}": roles
+        for service, methods, roles in rows
+        for method in methods.split(", ")
+    }
+
+
+def test_the_document_has_the_table() -> None:
+    documented = _documented()
+    assert set(documented) == PUBLIC | GUARDED
+    for method, text in documented.items():
+        expected = "every caller" if method in PUBLIC else ", ".join(sorted(roles_of(method)))
+        assert text == expected, method

@@ -1,0 +1,191 @@
+"""The callers of an RPC, by token and by certificate; keys that change; the local key."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from headrace_common.access import authorizer as authorizer_module
+from headrace_common.access.addresses import is_loopback
+from headrace_common.access.authorizer import Authorizer, KeyFile
+from headrace_common.access.certificates import caller_of_certificate
+from headrace_common.access.credentials import Credentials
+from headrace_common.access.local_key import FOLDER_VARIABLE, load_local_key
+from headrace_common.access.roles import ANONYMOUS, TOKEN_KEY, TRUSTED, Caller, Role
+from headrace_common.access.tokens import create_token, new_private_key, public_key_of
+from headrace_common.config import ServiceConfig
+from headrace_common.errors import ConfigError, HeadraceError, PermissionDenied, Unauthenticated
+
+SET_POLICY = "/headrace.registry.v1.RegistryService/SetPolicy"
+GENERATE = "/headrace.inference.v1.InferenceService/Generate"
+UNKNOWN = "/headrace.registry.v1.RegistryService/Nonsense"
+
+
+def metadata_of(role: Role | None) -> tuple[tuple[str, str], ...]:
+    token = Credentials(role=role).token_for("127.0.0.1:1")
+    return ((TOKEN_KEY, token),) if token else ()
+
+
+@pytest.mark.parametrize(
+    ("method", "role", "error"),
+    [
+        (SET_POLICY, Role.OPERATOR, None),
+        (SET_POLICY, Role.ROUTER, PermissionDenied),
+        (SET_POLICY, None, Unauthenticated),
+        (UNKNOWN, Role.OPERATOR, PermissionDenied),
+        (UNKNOWN, None, Unauthenticated),
+        (GENERATE, None, None),
+        (GENERATE, Role.PREFILL, None),
+    ],
+)
+def test_the_table_decides(
+    method: str, role: Role | None, error: type[HeadraceError] | None
+) -> None:
+    authorizer = Authorizer.from_config(ServiceConfig())
+    if error is None:
+        caller = authorizer.caller_of_metadata(method, metadata_of(role))
+        assert caller == Caller(frozenset(() if role is None else (role,)))
+        return
+    with pytest.raises(error):
+        authorizer.caller_of_metadata(method, metadata_of(role))
+
+
+def test_an_insecure_service_trusts_every_caller() -> None:
+    authorizer = Authorizer.from_config(ServiceConfig(insecure=True))
+    assert authorizer.caller_of_metadata(SET_POLICY, None) == TRUSTED
+
+
+@pytest.mark.parametrize(
+    ("names", "caller"),
+    [
+        ([b"spiffe://cluster/headrace/router"], Caller(frozenset({Role.ROUTER}))),
+        (
+            [b"127.0.0.1", b"spiffe://cluster/headrace/decode/d-0"],
+            Caller(frozenset({Role.DECODE}), "d-0"),
+        ),
+        ([b"spiffe://other/headrace/router"], ANONYMOUS),
+        ([b"spiffe://cluster/headrace/king"], ANONYMOUS),
+        ([b"spiffe://cluster/headrace/router", b"spiffe://cluster/headrace/decode"], ANONYMOUS),
+        ([b"xspiffe://cluster/headrace/router"], ANONYMOUS),
+        ([b"spiffe://cluster/headrace/router/d-0/more"], ANONYMOUS),
+        ([], ANONYMOUS),
+    ],
+)
+def test_a_certificate_names_at_most_one_role(names: list[bytes], caller: Caller) -> None:
+    context = {"x509_subject_alternative_name": names}
+    assert caller_of_certificate(context, "cluster") == caller
+
+
+def test_a_certificate_decides_where_no_token_is_sent() -> None:
+    authorizer = Authorizer(reads_certificates=True)
+    assert authorizer.caller_of_metadata(SET_POLICY, ()) is None
+    operator = {"x509_subject_alternative_name": [b"spiffe://any/headrace/operator"]}
+    router = {"x509_subject_alternative_name": [b"spiffe://any/headrace/router"]}
+    assert authorizer.caller_of_certificate(SET_POLICY, operator).roles == {Role.OPERATOR}
+    with pytest.raises(PermissionDenied):
+        authorizer.caller_of_certificate(SET_POLICY, router)
+    with pytest.raises(Unauthenticated):
+        authorizer.caller_of_certificate(SET_POLICY, {})
+
+
+def test_keys_are_read_again_when_their_file_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(authorizer_module, "_FILE_CHECK_INTERVAL_S", 0.0)
+    old, new = new_private_key(), new_private_key()
+    path = tmp_path / "keys.pem"
+    path.write_bytes(public_key_of(old))
+    keys = KeyFile(str(path))
+    token = create_token(new, Role.ROUTER, "", 60)
+    with pytest.raises(Unauthenticated):
+        keys.current().verify(token)
+    replacement = tmp_path / "new.pem"
+    replacement.write_bytes(public_key_of(old) + public_key_of(new))
+    replacement.replace(path)
+    keys.current().verify(token)
+    path.write_text("nonsense")
+    keys.current().verify(token)
+    path.unlink()
+    keys.current().verify(token)
+
+
+def test_a_key_file_without_keys_ends_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="token_keys_file"):
+        Authorizer.from_config(ServiceConfig(token_keys_file=str(tmp_path / "missing")))
+
+
+@pytest.fixture
+def local_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "credentials"
+    monkeypatch.setenv(FOLDER_VARIABLE, str(folder))
+    return folder
+
+
+def test_the_local_key_is_created_once_and_closed_to_others(local_folder: Path) -> None:
+    key = load_local_key()
+    assert load_local_key() == key
+    assert [path.stat().st_mode & 0o777 for path in (local_folder, *local_folder.iterdir())] == [
+        0o700,
+        0o600,
+    ]
+
+
+def test_a_local_key_that_others_can_read_is_refused(local_folder: Path) -> None:
+    load_local_key()
+    (path,) = local_folder.iterdir()
+    path.chmod(0o640)
+    with pytest.raises(ConfigError, match="chmod"):
+        load_local_key()
+    path.chmod(0o600)
+    local_folder.chmod(0o777)
+    with pytest.raises(ConfigError, match="chmod"):
+        load_local_key()
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="the superuser can write everywhere")
+def test_a_folder_that_cannot_be_created_names_the_setting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(FOLDER_VARIABLE, "/proc/nowhere")
+    with pytest.raises(ConfigError, match=FOLDER_VARIABLE):
+        load_local_key()
+
+
+def test_local_tokens_go_to_loopback_addresses_only() -> None:
+    credentials = Credentials(role=Role.ROUTER)
+    assert credentials.token_for("127.0.0.1:7050")
+    assert credentials.token_for("10.0.0.1:7050") == ""
+    assert Credentials().token_for("127.0.0.1:7050") == ""
+
+
+def test_a_token_file_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace_common.access.credentials._FILE_CHECK_INTERVAL_S", 1e-9)
+    path = tmp_path / "token"
+    credentials = Credentials(token_file=str(path))
+    with pytest.raises(ConfigError, match="token_file"):
+        credentials.token_for("router:7050")
+    path.write_text("first\n")
+    assert credentials.token_for("router:7050") == "first"
+    path.write_text("second\n")
+    assert credentials.token_for("router:7050") == "second"
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("127.0.0.1:7050", True),
+        ("127.8.0.1", True),
+        ("localhost:1", True),
+        ("[::1]:7050", True),
+        ("::1", True),
+        ("0.0.0.0:7050", False),
+        ("[::]:7050", False),
+        ("10.0.0.1:7050", False),
+        ("router:7050", False),
+        ("127.0.0.1.example:7050", False),
+    ],
+)
+def test_loopback_addresses(address: str, expected: bool) -> None:
+    assert is_loopback(address) is expected

@@ -1,0 +1,90 @@
+"""Role tokens: what they prove, and what refuses them."""
+
+from __future__ import annotations
+
+import base64
+import hmac
+import json
+import time
+
+import jwt
+import pytest
+
+from headrace_common.access.roles import Caller, Role
+from headrace_common.access.tokens import (
+    TokenVerifier,
+    create_token,
+    new_private_key,
+    public_key_of,
+)
+from headrace_common.errors import ConfigError, Unauthenticated
+from tests.waiting import until
+
+KEY = new_private_key()
+OTHER_KEY = new_private_key()
+
+
+def verifier_of(*private_keys: bytes) -> TokenVerifier:
+    return TokenVerifier.from_pem(b"\n".join(map(public_key_of, private_keys)))
+
+
+def test_a_token_proves_its_role_and_name() -> None:
+    verifier = verifier_of(OTHER_KEY, KEY)
+    for _ in range(2):
+        token = create_token(KEY, Role.DECODE, "decode-0", 60)
+        assert verifier.verify(token) == Caller(frozenset({Role.DECODE}), "decode-0")
+
+
+@pytest.mark.parametrize(
+    ("token", "problem"),
+    [
+        ("", "not valid"),
+        ("a.b.c", "not valid"),
+        ("x" * 5_000, "too long"),
+        (create_token(OTHER_KEY, Role.ROUTER, "", 60), "does not know"),
+        (create_token(KEY, Role.ROUTER, "", -120), "expired"),
+        (create_token(KEY, Role.ROUTER, "", 60)[:-8] + "AAAAAAAA", "does not know"),
+        (jwt.encode({"role": "router"}, "", algorithm="none"), "not valid"),
+    ],
+)
+def test_an_invalid_token_is_refused(token: str, problem: str) -> None:
+    with pytest.raises(Unauthenticated, match=problem):
+        verifier_of(KEY).verify(token)
+
+
+def test_a_token_signed_with_the_public_key_as_a_shared_secret_is_refused() -> None:
+    def part(value: bytes) -> bytes:
+        return base64.urlsafe_b64encode(value).rstrip(b"=")
+
+    claims = {"iss": "headrace", "role": "router", "exp": time.time() + 60}
+    signed = part(b'{"alg":"HS256","typ":"JWT"}') + b"." + part(json.dumps(claims).encode())
+    signature = part(hmac.digest(public_key_of(KEY), signed, "sha256"))
+    with pytest.raises(Unauthenticated, match="not valid"):
+        verifier_of(KEY).verify((signed + b"." + signature).decode())
+
+
+async def test_an_expired_token_is_refused_although_it_was_accepted_before() -> None:
+    verifier = verifier_of(KEY)
+    # The tolerance for clocks that differ is 60 s.
+    token = create_token(KEY, Role.ROUTER, "", -57)
+    verifier.verify(token)
+
+    def has_expired() -> bool:
+        try:
+            verifier.verify(token)
+        except Unauthenticated as error:
+            return "expired" in error.detail
+        return False
+
+    await until(has_expired, 30, "the end of the token")
+
+
+@pytest.mark.parametrize("text", [b"", b"nonsense", KEY])
+def test_a_file_without_public_keys_is_refused(text: bytes) -> None:
+    with pytest.raises(ConfigError):
+        TokenVerifier.from_pem(text)
+
+
+def test_a_name_must_be_a_worker_id() -> None:
+    with pytest.raises(ConfigError, match="worker id"):
+        create_token(KEY, Role.DECODE, "no such name", 60)
