@@ -39,8 +39,16 @@ def test_a_created_token_proves_its_role(tmp_path: Path) -> None:
             "not a private key",
         ),
         (
-            ("create", "router", "--name", "A B", "--key", f"{{folder}}/{PRIVATE_KEY_FILE}")
-            + ("--output", "t"),
+            (
+                "create",
+                "router",
+                "--name",
+                "A B",
+                "--key",
+                f"{{folder}}/{PRIVATE_KEY_FILE}",
+                "--output",
+                "t",
+            ),
             "worker id",
         ),
     ],
