@@ -94,7 +94,7 @@ async def test_a_cancellation_takes_effect_at_every_stage(tmp_path: Path) -> Non
                 assert task.cancelled()
             for name in ("decode-0", "prefill-0"):
                 await until_empty(it, name)
-        # The queued prompt has not been computed in the meantime.
+        # The workers have room again.
         prompt = prompt_of(40, 9)
         outcome = await it.generate(prompt, 4, placement=REMOTE)
         assert outcome.token_ids == it.expected(prompt, 4)
