@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable
 from pathlib import Path
 
 import pytest
@@ -24,8 +24,6 @@ from tests.ports import free_port
 from tests.waiting import until
 
 pytestmark = pytest.mark.etcd
-PREFIX = "/headrace/v1/"
-OpenStores = Callable[..., Awaitable[list[EtcdStore]]]
 
 
 async def fails_quickly(call: Awaitable[object], timeout_s: float) -> None:
@@ -35,27 +33,10 @@ async def fails_quickly(call: Awaitable[object], timeout_s: float) -> None:
     assert time.monotonic() - started_s < timeout_s
 
 
-@pytest.fixture
-async def open_stores() -> AsyncIterator[OpenStores]:
-    """Starts stores with a prefix in an etcd, and closes them after the test."""
-    opened: list[EtcdStore] = []
-
-    async def start(etcd: EtcdServer, *prefixes: str) -> list[EtcdStore]:
-        for prefix in prefixes:
-            store = etcd.store(prefix)
-            await store.start()
-            opened.append(store)
-        return opened
-
-    yield start
-    for store in opened:
-        await store.close()
-
-
-async def test_registries_over_one_etcd_agree(
-    shared_etcd: EtcdServer, etcd_prefix: str, open_stores: OpenStores
-) -> None:
-    one, two = await open_stores(shared_etcd, etcd_prefix, etcd_prefix)
+async def test_registries_over_one_etcd_agree(shared_etcd: EtcdServer, etcd_prefix: str) -> None:
+    one, two = shared_etcd.store(etcd_prefix), shared_etcd.store(etcd_prefix)
+    await one.start()
+    await two.start()
     member = worker()
     registration = await one.register(member, 30)
     await one.put_descriptor(registration.lease_id, reference(member), kv_descriptor())
@@ -71,12 +52,16 @@ async def test_registries_over_one_etcd_agree(
     assert (await anext(resumed)).changes[-1].policy_put.retry_budget == 5
     await two.deregister(registration.lease_id)
     await until(lambda: not one.members, 2, "the removal of the member")
+    await one.close()
+    await two.close()
 
 
 async def test_a_registry_accepts_a_watch_from_a_revision_that_it_has_not_reached(
-    shared_etcd: EtcdServer, etcd_prefix: str, open_stores: OpenStores
+    shared_etcd: EtcdServer, etcd_prefix: str
 ) -> None:
-    ahead, other = await open_stores(shared_etcd, etcd_prefix, f"{etcd_prefix}other/")
+    ahead, other = shared_etcd.store(etcd_prefix), shared_etcd.store(f"{etcd_prefix}other/")
+    await ahead.start()
+    await other.start()
     # A progress report of etcd may update the other store at any time, so this makes changes until it lacks one.
     revision = 0
     for number in range(50):
@@ -90,12 +75,15 @@ async def test_a_registry_accepts_a_watch_from_a_revision_that_it_has_not_reache
     response = await anext(watch)
     assert response.revision == later
     assert response.changes[0].member_put.worker_id == "decode-1"
+    await ahead.close()
+    await other.close()
 
 
 async def test_keys_of_other_programs_are_not_changed(
-    shared_etcd: EtcdServer, etcd_prefix: str, open_stores: OpenStores
+    shared_etcd: EtcdServer, etcd_prefix: str
 ) -> None:
-    [store] = await open_stores(shared_etcd, etcd_prefix)
+    store = shared_etcd.store(etcd_prefix)
+    await store.start()
     client = store._connection.client
     foreign = await asyncio.to_thread(client.lease, 30)
     await asyncio.to_thread(client.put, "/not-ours", b"x", foreign)
@@ -107,12 +95,12 @@ async def test_keys_of_other_programs_are_not_changed(
     assert (await asyncio.to_thread(client.get, "/not-ours"))[0] == b"x"
     await store.register(worker(), 30)
     assert list(store.members) == ["decode-0"]
+    await store.close()
 
 
-async def test_etcd_killed_and_restarted_on_its_data(
-    etcd: EtcdServer, open_stores: OpenStores
-) -> None:
-    [store] = await open_stores(etcd, PREFIX)
+async def test_etcd_killed_and_restarted_on_its_data(etcd: EtcdServer) -> None:
+    store = etcd.store()
+    await store.start()
     members = [worker(f"decode-{number}") for number in range(3)]
     leases = [(await store.register(member, 12)).lease_id for member in members]
     await store.put_descriptor(leases[0], reference(members[0]), kv_descriptor())
@@ -139,6 +127,7 @@ async def test_etcd_killed_and_restarted_on_its_data(
     response = await asyncio.wait_for(change, 5)
     assert [entry.member_put.worker_id for entry in response.changes] == ["decode-3"]
     assert response.revision == registration.revision
+    await store.close()
 
 
 async def until_serving(store: EtcdStore, lease_id: str) -> None:
@@ -152,10 +141,9 @@ async def until_serving(store: EtcdStore, lease_id: str) -> None:
     pytest.fail("the store did not recover")
 
 
-async def test_leases_lost_with_etcds_data_do_not_exist(
-    etcd: EtcdServer, open_stores: OpenStores
-) -> None:
-    [store] = await open_stores(etcd, PREFIX)
+async def test_leases_lost_with_etcds_data_do_not_exist(etcd: EtcdServer) -> None:
+    store = etcd.store()
+    await store.start()
     lease_id = (await store.register(worker(), 30)).lease_id
     watch = store.watch(0)
     await anext(watch)
@@ -168,12 +156,13 @@ async def test_leases_lost_with_etcds_data_do_not_exist(
     assert not store.members
     renewed = await store.register(worker(), 30)
     assert await store.keep_alive(renewed.lease_id) is not None
+    await store.close()
 
 
-async def test_changes_during_a_broken_watch_are_found(
-    etcd: EtcdServer, open_stores: OpenStores
-) -> None:
-    here, there = await open_stores(etcd, PREFIX, PREFIX)
+async def test_changes_during_a_broken_watch_are_found(etcd: EtcdServer) -> None:
+    here, there = etcd.store(), etcd.store()
+    await here.start()
+    await there.start()
     gone = await here.register(worker("decode-0"), 30)
     await until(lambda: there.revision >= gone.revision, 2, "the registration")
     watch = here.watch(0)
@@ -191,6 +180,8 @@ async def test_changes_during_a_broken_watch_are_found(
         "member_put",
     ]
     assert list(here.members) == ["decode-1"]
+    await here.close()
+    await there.close()
 
 
 async def test_a_frozen_etcd_does_not_delay_reads(etcd: EtcdServer) -> None:
