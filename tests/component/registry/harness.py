@@ -20,7 +20,6 @@ from headrace.kv.v1 import layout_pb2
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
 from headrace_common.registry.membership import Membership
 from headrace_common.registry.view import RegistryView
-from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.server import GrpcServer
 from headrace_registry.config import RegistryConfig
 from headrace_registry.main import SERVICE
