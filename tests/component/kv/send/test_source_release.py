@@ -65,9 +65,14 @@ def by_prefill(rig: Rig, transfer_id: str) -> None:
         sender.stop(transfer_id, "CANCELLED", "the client left")
 
 
-async def check_release(
-    stage: str, transports: TransportSource, abort: Callable[[Rig, str], None]
+@pytest.mark.parametrize("abort", [by_decode, by_prefill])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("over", ["slow memory", "mooncake"])
+async def test_an_abort_at_any_stage_frees_prefill_within_a_second(
+    over: str, stage: str, abort: Callable[[Rig, str], None], mooncake: LentMooncake
 ) -> None:
+    slow = memory_transports(FaultPlan(every=Fault(FaultKind.DELAY, seconds=0.15)))
+    transports = mooncake if over == "mooncake" else slow
     async with rig_at(stage, transports) as (rig, transfer_id):
         start = time.monotonic()
         abort(rig, transfer_id)
@@ -77,22 +82,9 @@ async def check_release(
             await until(lambda: not rig.receiver.active_count, FREE_WITHIN_S)
             await until(lambda: not rig.receiver.quarantined_blocks, FREE_WITHIN_S)
         assert time.monotonic() - start < FREE_WITHIN_S
+        reasons = {report.reason for report in rig.reports}
+        assert reasons == {"CANCELLED"} or stage in ("last layer", "committed")
         assert len(rig.reports) == 2
-
-
-@pytest.mark.parametrize("abort", [by_decode, by_prefill])
-@pytest.mark.parametrize("stage", STAGES)
-async def test_over_a_slow_transport(stage: str, abort: Callable[[Rig, str], None]) -> None:
-    slow = FaultPlan(every=Fault(FaultKind.DELAY, seconds=0.15))
-    await check_release(stage, memory_transports(slow), abort)
-
-
-@pytest.mark.parametrize("abort", [by_decode, by_prefill])
-@pytest.mark.parametrize("stage", STAGES)
-async def test_over_mooncake(
-    stage: str, abort: Callable[[Rig, str], None], mooncake: LentMooncake
-) -> None:
-    await check_release(stage, mooncake, abort)
 
 
 async def test_a_write_that_never_ends_is_abandoned_with_the_lease() -> None:

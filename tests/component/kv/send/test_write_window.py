@@ -114,19 +114,6 @@ async def test_later_writes_start_before_earlier_ones_have_landed() -> None:
         assert all(sent.entry_count == sent.run_count for sent in report.layers)
 
 
-async def test_writes_of_several_transfers_share_the_window() -> None:
-    async with rig_with() as (rig, slow):
-        first, second = rig.start(), rig.start(first_block=20)
-        for transfer in (first, second):
-            rig.push(transfer.transfer_id, layers=range(1))
-        await until(lambda: len(slow.in_flight) == 2)
-        for transfer in (first, second):
-            rig.push(transfer.transfer_id, layers=range(1, LAYERS))
-        await slow.land_next(2 * LAYERS)
-        for transfer in (first, second):
-            await rig.received(transfer)
-
-
 async def test_writes_that_land_out_of_order_are_acknowledged_in_order() -> None:
     """The later chunks of a layer land first. Decode must not see a gap."""
     async with rig_with() as (rig, slow):
@@ -168,18 +155,6 @@ async def test_a_write_in_several_batches_has_landed_with_its_last() -> None:
         )
         assert (first.run_count, first.entry_count) == (6, 1 + 4)
         assert report.layers[1].entry_count == 6
-
-
-async def test_one_sessions_bytes_in_flight_are_bounded() -> None:
-    async with rig_with() as (rig, slow):
-        layer_bytes = rig.prefill.groups[0].bytes_between(0, TOKENS, heads=4)
-        slow.byte_limit = 2 * layer_bytes
-        transfer = await start_transfer(rig, slow, writes=2)
-        await asyncio.sleep(0.05)
-        assert len(slow.in_flight) == 2
-        await slow.land_next()
-        await transfer.wait()
-        assert slow.max_in_flight == 2
 
 
 async def test_each_decode_rank_has_its_own_window() -> None:
