@@ -109,7 +109,7 @@ class Decode:
         )
 
     def running(self, ranks: int = 2, prefill_tp: int = 1) -> AbstractAsyncContextManager[Rig]:
-        """A decode worker whose ranks share a host."""
+        """A decode worker with all ranks on one host."""
         layouts = layout_of(prefill_tp), layout_of(ranks, ranks)
         return running(*layouts, self.transports, make_broadcast=self.broadcast)
 
