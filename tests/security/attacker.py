@@ -53,6 +53,8 @@ def main(endpoint: str, attack: str, key: str = "") -> None:
     metadata = (("x-api-key", key),) if key else ()
 
     def call(number: int) -> str:
+        stream: Any = channel.unary_stream(_GENERATE)
+        single: Any = channel.unary_unary(_ROUTE)
         options: dict[str, Any] = {
             "metadata": metadata,
             "timeout": _DEADLINE_S,
@@ -60,9 +62,9 @@ def main(endpoint: str, attack: str, key: str = "") -> None:
         }
         try:
             if number % 2:
-                channel.unary_unary(_ROUTE)(_as_route(bodies[number]), **options)
+                single(_as_route(bodies[number]), **options)
             else:
-                list(channel.unary_stream(_GENERATE)(bodies[number], **options))
+                list(stream(bodies[number], **options))
         except grpc.RpcError as error:
             status: Any = error
             return f"{status.code().name} {status.details()}"
