@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -84,6 +84,7 @@ def _control(codec: HuggingFaceCodec, ids: Sequence[int]) -> list[str]:
     return [control[token_id] for token_id in ids if token_id in control]
 
 
+@example("adjacent", ["a<|en", "d|>", "<", "eos>"])
 @given(
     st.sampled_from(sorted(_TEMPLATES)),
     st.lists(st.lists(st.sampled_from(_PIECES)).map("".join), min_size=1, max_size=4),
@@ -141,6 +142,21 @@ def test_a_content_that_becomes_a_control_text_when_normalized_is_rejected(tmp_p
     assert list(caught.value.violations) == ["chat.messages[1].content"]
     ids = codec.encode_chat([ChatMessage("user", "<|stop|>")], continue_final_message=False)
     assert codec._tokenizer.token_to_id("<|stop|>") not in ids
+
+
+def test_a_content_that_the_tokenizer_cannot_encode_as_text_is_rejected(tmp_path: Path) -> None:
+    codec = _write_model(tmp_path, _TEMPLATES["adjacent"])
+    path = tmp_path / "tokenizer.json"
+    description = json.loads(path.read_text())
+    # Whole pieces of text that are tokens of the model need no merges.
+    description["model"]["ignore_merges"] = True
+    description["model"]["vocab"]["<eos>"] = codec._tokenizer.token_to_id("<eos>")
+    description["pre_tokenizer"]["use_regex"] = False
+    path.write_text(json.dumps(description))
+    with pytest.raises(InvalidRequest, match="cannot encode as text"):
+        HuggingFaceCodec(tmp_path).encode_chat(
+            [ChatMessage("user", "<eos>")], continue_final_message=False
+        )
 
 
 def test_the_number_of_control_texts_is_bounded(codecs: dict[str, HuggingFaceCodec]) -> None:

@@ -133,9 +133,12 @@ async def test_a_message_is_bounded_by_its_size_after_decompression(
         options: dict[str, Any] = {"metadata": _KEY, "timeout": 20, "compression": compression}
         body = inference_pb2.GenerateRequest(text="x" * 900).SerializeToString()
         await _finish(generate(body, **options))
-        # Some 60 KB on the wire.
-        bomb = bytes(60 * 1024 * 1024)
-        for call in (generate(bomb, **options), list_models(bomb, **options)):
+        # Some 60 KB on the wire, and a message of twice the bound.
+        bomb, twice = bytes(60 * 1024 * 1024), bytes(2 * _BYTES_MAX)
+        for call in (
+            *(generate(bomb, **options), list_models(bomb, **options)),
+            *(generate(twice, **options), list_models(twice, metadata=_KEY, timeout=20)),
+        ):
             error = await _error_of(call)
             assert isinstance(error, QueueFull)
             assert "larger than max" in error.detail
