@@ -271,7 +271,7 @@ async def router_of(registry: str, placement: Placement) -> AsyncIterator[tuple[
         stack.push_async_callback(router.close)
         stack.push_async_callback(view.stop)
         await view.start()
-        server = GrpcServer(config, SERVICES)
+        server = GrpcServer(config, SERVICES, [router.gate], config.max_request_bytes)
         router.add_to(server.server)
         stack.push_async_callback(server.server.stop, None)
         endpoint = await server.start()

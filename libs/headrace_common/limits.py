@@ -17,6 +17,21 @@ TICKET_BYTES_MAX: Final = 1_024
 """Longest ticket that a decode worker parses."""
 NAME_CHARACTERS_MAX: Final = 255
 """Longest name of a model, cache group, data type or block format in a member's record."""
+REQUEST_FIELDS_MAX: Final = 8_192
+"""Most fields in one client's request, in nested messages too. A packed list is one field."""
+CHAT_ROLES: Final = ("system", "user", "assistant", "tool", "developer")
+"""Roles that a chat message may have."""
+CHAT_MESSAGES_MAX: Final = 2_048
+"""Most messages of one chat."""
+STOP_STRINGS_MAX: Final = 16
+STOP_STRING_CHARACTERS_MAX: Final = 256
+"""Longest stop string. Scanning generated text takes time in proportion to it."""
+STOP_TOKENS_MAX: Final = 256
+"""Most stop tokens of one request."""
+CONTROL_TEXTS_MAX: Final = 1_024
+"""Most texts of control tokens in the contents of one chat."""
+UNKNOWN_CONTEXT_TOKENS: Final = 131_072
+"""Bounds the bytes of a prompt while neither a worker nor the model's files state the context length."""
 # etcd rejects requests beyond 1.5 MiB.
 DESCRIPTOR_BYTES_MAX: Final = 1024 * 1024
 PAGE_SIZE_MAX: Final = 1_000

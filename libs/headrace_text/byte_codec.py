@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace_text.codec import ChatMessage, TextCodec
+from headrace_text.codec import ChatMessage, TextCodec, TooManyTokens
 
 _BYTE_COUNT = 256
 # The simulated engine has the same default.
@@ -19,18 +19,26 @@ class ByteCodec(TextCodec):
     """Tokens 0-255 are the bytes of UTF-8. Other tokens decode to one ideograph, and `encode` never returns them."""
 
     vocabulary_size = _VOCABULARY_SIZE
+    longest_token_bytes = 1
     max_model_len = 0
     stop_token_ids: frozenset[int] = frozenset()
 
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
+    def encode(self, text: str, tokens_max: int | None = None) -> list[int]:
+        content = text.encode()
+        if tokens_max is not None and len(content) > tokens_max:
+            raise TooManyTokens(len(content))
+        return list(content)
 
     def encode_chat(
-        self, messages: Sequence[ChatMessage], *, continue_final_message: bool
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        continue_final_message: bool,
+        tokens_max: int | None = None,
     ) -> list[int]:
         lines = [f"{message.role}: {message.content}" for message in messages]
         text = "\n".join(lines)
-        return self.encode(text if continue_final_message else f"{text}\nassistant: ")
+        return self.encode(text if continue_final_message else f"{text}\nassistant: ", tokens_max)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         content = b"".join(

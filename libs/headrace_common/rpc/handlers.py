@@ -52,13 +52,22 @@ def guarded(
     `prepare` runs inside the guard too. `deserializer` replaces the handler's own. Handlers must
     be coroutine functions or asynchronous generators.
     """
-    behaviour: Any = (
-        handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
-    )
+    behaviour = _behaviour_of(handler)
     wrap = _wrap_generator if inspect.isasyncgenfunction(behaviour) else _wrap_coroutine
     wrapped = wrap(behaviour, guard, prepare or _unchanged)
     make = _maker(handler)
     return make(wrapped, deserializer or handler.request_deserializer, handler.response_serializer)
+
+
+def with_deserializer(handler: Handler, deserializer: Callable[[bytes], Any]) -> Handler:
+    """The same handler with another deserializer for its requests."""
+    return _maker(handler)(_behaviour_of(handler), deserializer, handler.response_serializer)
+
+
+def _behaviour_of(handler: Handler) -> Any:
+    return (
+        handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+    )
 
 
 def _maker(handler: Handler) -> Callable[..., Handler]:

@@ -36,7 +36,6 @@ _LOG = logging.getLogger(__name__)
 # so_reuseport is off, because otherwise two services could share a port, each with half of the connections.
 _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.so_reuseport", 0),
-    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_metadata_size", METADATA_BYTES_MAX),
     ("grpc.absolute_max_metadata_size", 2 * METADATA_BYTES_MAX),
@@ -57,7 +56,7 @@ class GrpcServer:
     It refuses callers as the access table says. Raises ConfigError when a file of the settings cannot be read.
 
     `services` are the full names for health checks and reflection. `interceptors` run inside those for
-    errors and traces.
+    errors and traces. `message_bytes_max` bounds a received message, also after decompression.
     """
 
     def __init__(
@@ -65,6 +64,7 @@ class GrpcServer:
         config: ServiceConfig,
         services: Sequence[str],
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+        message_bytes_max: int = MESSAGE_BYTES_MAX,
     ) -> None:
         self._config = config
         self._services = tuple(services)
@@ -77,7 +77,11 @@ class GrpcServer:
                 TraceInterceptor(),
                 *interceptors,
             ],
-            options=(*_OPTIONS, *keepalive_options()),
+            options=(
+                *_OPTIONS,
+                ("grpc.max_receive_message_length", message_bytes_max),
+                *keepalive_options(),
+            ),
         )
         self._health = health.aio.HealthServicer()
         self._health_updates: set[asyncio.Task[None]] = set()

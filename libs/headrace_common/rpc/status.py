@@ -143,7 +143,7 @@ async def _abort(context: Context, error: HeadraceError) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Malformed:
-    """Replaces a request that cannot be parsed, for which gRPC would send INTERNAL."""
+    """Replaces a request that cannot be parsed or is rejected unparsed. For either gRPC would send INTERNAL."""
 
     error: InvalidRequest
 
@@ -152,6 +152,8 @@ def _parse_or_malformed(deserialize: Callable[[bytes], Any], method: str) -> Cal
     def parse(data: bytes) -> Any:
         try:
             return deserialize(data)
+        except InvalidRequest as error:
+            return _Malformed(error)
         except DecodeError as error:
             return _Malformed(_violations_of(data, method, error))
 

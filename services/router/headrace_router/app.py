@@ -28,6 +28,7 @@ from headrace_router.placement import KvAware, Placement
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.service import PullService
 from headrace_router.prefix_cache.directory import PrefixCacheDirectory
+from headrace_router.request.client_gate import ClientGate
 from headrace_router.request.preparation import RequestPreparer
 from headrace_router.service import InferenceService
 from headrace_router.tracing.request_span import RequestTracer
@@ -55,6 +56,9 @@ class Router:
     traces: TraceStore
     metrics: RouterMetrics
     direct: DirectRequestTracker
+    preparer: RequestPreparer
+    gate: ClientGate
+    """For the server's interceptors."""
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Adds every servicer in SERVICES."""
@@ -72,6 +76,7 @@ class Router:
     async def close(self) -> None:
         """Ends every stream to workers."""
         self.direct.close()
+        self.preparer.close()
         await self.metrics.close()
         await self.prefixes.close()
         await self.workers.close()
@@ -124,19 +129,31 @@ def assemble(
         late_s=config.default_deadline_s,
         direct=direct,
     )
+    tenants = load_tenants(config.api_keys_file)
+    preparer = RequestPreparer(codecs, workers, telemetry, config.max_bytes_per_token)
     inference = InferenceService(
         models=ModelCatalog(codecs, workers, queue),
         prefixes=prefixes,
-        tenants=load_tenants(config.api_keys_file),
+        tenants=tenants,
         admission=admission,
-        preparer=RequestPreparer(codecs, workers, telemetry),
+        preparer=preparer,
         dispatcher=dispatcher,
         look_aside=look_aside,
         tracer=RequestTracer(telemetry, traces),
         metrics=metrics,
         default_deadline_s=config.default_deadline_s,
     )
-    return Router(inference, workers, prefixes, queue, traces, metrics, direct)
+
+    def max_model_len() -> dict[str, int]:
+        live = workers.max_model_len()
+        return {name: live.get(name) or codec.max_model_len for name, codec in codecs.items()}
+
+    gate = ClientGate(tenants, metrics, max_model_len, config.max_bytes_per_token)
+    return Router(
+        *(inference, workers, prefixes, queue, traces, metrics, direct),
+        preparer=preparer,
+        gate=gate,
+    )
 
 
 def _build_admission(config: RouterConfig, policy: PolicySource) -> Admission:

@@ -66,6 +66,14 @@ class RouterConfig(ServiceConfig):
         4_194_304,
         description="Prompt tokens of requests without a first token, before more are rejected.",
     )
+    max_bytes_per_token: PositiveCount = Field(
+        16,
+        description="Bytes of text that a prompt may have for each token of the model's context. Longer text is "
+        "rejected before it is tokenized.",
+    )
+    max_request_bytes: PositiveCount = Field(
+        8_388_608, description="Bytes of a request before and after decompression, at most."
+    )
     admission_wait_s: PositiveSeconds = Field(
         2.0,
         description="Seconds that a tenant below its share waits for requests of tenants above theirs to end.",

@@ -86,7 +86,7 @@ async def serve_router(config: RouterConfig) -> None:
         stack.push_async_callback(router.close)
         stack.push_async_callback(members.stop)
         await members.start()
-        server = GrpcServer(config, SERVICES)
+        server = GrpcServer(config, SERVICES, [router.gate], config.max_request_bytes)
         router.add_to(server.server)
         stack.push_async_callback(server.server.stop, None)
         endpoint = await server.start()

@@ -96,7 +96,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     ) -> ResponseStream:
         request_id = _request_id(request)
         with self._tracer.request_span(request_id, arrival_unix_ns) as root:
-            prepared = await self._preparer.prepare(request, request_id, root, deadline)
+            prepared = await self._preparer.prepare(
+                request, request_id, root, deadline, permit.tenant
+            )
             await permit.acquire_tokens(len(prepared.token_ids))
             response = ResponseStream(prepared, trace_id_of(root), self._load)
             routed = RoutedRequest(
@@ -148,7 +150,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         ):
             held.enter_context(self._admission.holding(permit))
             prepared = await self._preparer.prepare(
-                request.request, request_id, root, None if request.explain else deadline
+                request.request,
+                request_id,
+                root,
+                None if request.explain else deadline,
+                permit.tenant,
             )
             decision = self._dispatcher.route(prepared, root, deadline, request.avoid_worker_ids)
             direct: inference_pb2.DirectRequest | None = None

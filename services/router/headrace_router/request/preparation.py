@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from functools import partial
 
@@ -13,24 +12,35 @@ from headrace.inference.v1 import inference_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.setup import Telemetry
+from headrace_router.request.text_threads import TextThreads
 from headrace_router.request.validation import PreparedRequest, prepare
 from headrace_router.tracing.spans import recorded_span
 from headrace_router.workers.directory import WorkerDirectory
 from headrace_text.codec import TextCodec
 
-# Validating a request of this size takes less time than handing it to a thread.
-_SHORT_REQUEST_BYTES = 1_024
-
 
 class RequestPreparer:
-    """Prepares requests for the models in `codecs`, by served name."""
+    """Prepares requests for the models in `codecs`, by served name.
+
+    A prompt may have `bytes_per_token` bytes of text for each token of the context.
+    """
 
     def __init__(
-        self, codecs: Mapping[str, TextCodec], workers: WorkerDirectory, telemetry: Telemetry
+        self,
+        codecs: Mapping[str, TextCodec],
+        workers: WorkerDirectory,
+        telemetry: Telemetry,
+        bytes_per_token: int,
     ) -> None:
         self._codecs = codecs
         self._workers = workers
         self._telemetry = telemetry
+        self._bytes_per_token = bytes_per_token
+        self._threads = TextThreads()
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._threads.close()
 
     async def prepare(
         self,
@@ -38,19 +48,20 @@ class RequestPreparer:
         request_id: str,
         root: Span,
         deadline: Deadline | None,
+        tenant: str,
     ) -> PreparedRequest:
         """The validated request. Raises InvalidRequest.
 
         Waits for a decode worker if a lost one may return, unless `deadline` is None.
         """
-        prepared = await self._prepare(request, request_id, root)
+        prepared = await self._prepare(request, request_id, root, tenant)
         if deadline is not None and await self._workers.wait_for_worker(prepared.model, deadline):
             # The workers' context length is known only now.
-            prepared = await self._prepare(request, request_id, root)
+            prepared = await self._prepare(request, request_id, root, tenant)
         return prepared
 
     async def _prepare(
-        self, request: inference_pb2.GenerateRequest, request_id: str, root: Span
+        self, request: inference_pb2.GenerateRequest, request_id: str, root: Span, tenant: str
     ) -> PreparedRequest:
         parent = trace.set_span_in_context(root)
         with recorded_span(self._telemetry, schema.SPAN_TOKENIZE, parent):
@@ -60,11 +71,9 @@ class RequestPreparer:
                 request_id=request_id,
                 codecs=self._codecs,
                 max_model_len=self._workers.max_model_len(),
+                bytes_per_token=self._bytes_per_token,
             )
-            if request.ByteSize() <= _SHORT_REQUEST_BYTES:
-                prepared = prepare_request()
-            else:
-                prepared = await asyncio.to_thread(prepare_request)
+            prepared = await self._threads.run(tenant, request.ByteSize(), prepare_request)
         root.set_attribute(schema.ATTRIBUTE_MODEL, prepared.model)
         root.set_attribute(schema.ATTRIBUTE_PROMPT_TOKENS, len(prepared.token_ids))
         return prepared

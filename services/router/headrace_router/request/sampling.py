@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headrace.inference.v1 import sampling_pb2
+from headrace_common.limits import STOP_STRING_CHARACTERS_MAX, STOP_STRINGS_MAX, STOP_TOKENS_MAX
 
-STOP_STRINGS_MAX = 16
 LOGPROBS_MAX = 20
 SEED_MAX = 2**63 - 1
 
@@ -60,6 +60,14 @@ def sampling_violations(sampling: sampling_pb2.SamplingParams) -> dict[str, str]
     for index, stop in enumerate(sampling.stop[:STOP_STRINGS_MAX]):
         if not stop:
             violations[f"sampling.stop[{index}]"] = "must not be empty; leave it out"
+        elif len(stop) > STOP_STRING_CHARACTERS_MAX:
+            violations[f"sampling.stop[{index}]"] = (
+                f"must have at most {STOP_STRING_CHARACTERS_MAX} characters, not {len(stop)}"
+            )
+    if len(sampling.stop_token_ids) > STOP_TOKENS_MAX:
+        violations["sampling.stop_token_ids"] = (
+            f"must hold at most {STOP_TOKENS_MAX} tokens, not {len(sampling.stop_token_ids)}"
+        )
     return violations
 
 

@@ -8,8 +8,14 @@ from dataclasses import dataclass
 
 from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
 from headrace_common.errors import InvalidRequest
+from headrace_common.limits import (
+    CHAT_MESSAGES_MAX,
+    CHAT_ROLES,
+    STOP_TOKENS_MAX,
+    UNKNOWN_CONTEXT_TOKENS,
+)
 from headrace_router.request.sampling import sampling_violations, with_defaults
-from headrace_text.codec import ChatMessage, TextCodec
+from headrace_text.codec import ChatMessage, TextCodec, TooManyTokens
 
 REQUEST_ID_CHARACTERS_MAX = 128
 _REQUEST_ID = re.compile(r"[!-~]*")
@@ -53,11 +59,13 @@ def prepare(
     request_id: str,
     codecs: Mapping[str, TextCodec],
     max_model_len: Mapping[str, int],
+    bytes_per_token: int,
 ) -> PreparedRequest:
     """Validates and tokenizes a request. Slow for a long prompt: call it on a thread.
 
     `max_model_len` is the context length of the live decode workers by model. The model's own files count for a model
-    without workers. Raises InvalidRequest with every violation at once.
+    without workers. A text of more than `bytes_per_token` times the context length is not tokenized. Raises
+    InvalidRequest with every violation at once.
     """
     violations = request_violations(request)
     try:
@@ -65,20 +73,16 @@ def prepare(
     except InvalidRequest as error:
         raise InvalidRequest({**error.violations, **violations}) from error
     codec = codecs[model]
+    context = max_model_len.get(model) or codec.max_model_len
     token_ids: Sequence[int] = ()
-    prompt_field = _prompt_field(request)
     if not any(path.partition(".")[0] in (*_PROMPT_FIELDS, "prompt") for path in violations):
-        try:
-            token_ids = _prompt_tokens(request, codec)
-        except InvalidRequest as error:
-            violations.update(error.violations)
-        else:
-            context = max_model_len.get(model) or codec.max_model_len
-            violations.update(_length_violations(request, prompt_field, len(token_ids), context))
-    violations.update(_vocabulary_violations(request, codec.vocabulary_size))
+        prompt_violations = _byte_violations(request, codec, context, bytes_per_token)
+        if not prompt_violations:
+            token_ids, prompt_violations = _tokenized(request, codec, context)
+        violations.update(prompt_violations)
+    violations.update(_vocabulary_violations(request, codec.vocabulary_size, context))
     if violations:
         raise InvalidRequest(violations)
-    context = max_model_len.get(model) or codec.max_model_len
     max_tokens = request.sampling.max_tokens or _room(context, len(token_ids))
     if len(request.generated.ids) > max_tokens:
         raise InvalidRequest(
@@ -129,10 +133,14 @@ def request_violations(request: inference_pb2.GenerateRequest) -> dict[str, str]
 def _chat_violations(chat: inference_pb2.Chat) -> dict[str, str]:
     if not chat.messages:
         return {"chat.messages": "must hold at least one message"}
+    if len(chat.messages) > CHAT_MESSAGES_MAX:
+        return {
+            "chat.messages": f"must hold at most {CHAT_MESSAGES_MAX} messages, not {len(chat.messages)}"
+        }
     return {
-        f"chat.messages[{index}].role": 'must be set, such as to "user"'
+        f"chat.messages[{index}].role": f"must be one of {', '.join(CHAT_ROLES)}"
         for index, message in enumerate(chat.messages)
-        if not message.role
+        if message.role not in CHAT_ROLES
     }
 
 
@@ -142,18 +150,60 @@ def _prompt_field(request: inference_pb2.GenerateRequest) -> str:
     return "tokens.ids" if request.HasField("tokens") else "text"
 
 
-def _prompt_tokens(request: inference_pb2.GenerateRequest, codec: TextCodec) -> Sequence[int]:
+def _byte_violations(
+    request: inference_pb2.GenerateRequest, codec: TextCodec, context: int, bytes_per_token: int
+) -> dict[str, str]:
+    """Counts bytes and ids, which takes far less time than tokenizing does."""
+    if request.HasField("tokens"):
+        return _length_violations(request, len(request.tokens.ids), context)
+    if request.HasField("text"):
+        text_bytes = len(request.text.encode())
+    else:
+        text_bytes = sum(len(message.content.encode()) for message in request.chat.messages)
+    tokens_max = context or UNKNOWN_CONTEXT_TOKENS
+    bytes_max = tokens_max * min(bytes_per_token, codec.longest_token_bytes or bytes_per_token)
+    if text_bytes <= bytes_max:
+        return {}
+    return {
+        _prompt_field(
+            request
+        ): f"has {text_bytes} bytes of text, and the context of {tokens_max} tokens takes at "
+        f"most {bytes_max}; shorten it by {text_bytes - bytes_max} bytes"
+    }
+
+
+def _tokenized(
+    request: inference_pb2.GenerateRequest, codec: TextCodec, context: int
+) -> tuple[Sequence[int], dict[str, str]]:
+    """The prompt's tokens, and the violations that only they show."""
+    try:
+        token_ids = _prompt_tokens(request, codec, context or None)
+    except TooManyTokens as error:
+        return (), _length_violations(request, error.count, context)
+    except InvalidRequest as error:
+        return (), error.violations
+    return token_ids, _length_violations(request, len(token_ids), context)
+
+
+def _prompt_tokens(
+    request: inference_pb2.GenerateRequest, codec: TextCodec, tokens_max: int | None
+) -> Sequence[int]:
     if request.HasField("tokens"):
         return request.tokens.ids
     if request.HasField("text"):
-        return codec.encode(request.text)
+        return codec.encode(request.text, tokens_max)
     messages = [ChatMessage(message.role, message.content) for message in request.chat.messages]
-    return codec.encode_chat(messages, continue_final_message=request.chat.continue_final_message)
+    return codec.encode_chat(
+        messages,
+        continue_final_message=request.chat.continue_final_message,
+        tokens_max=tokens_max,
+    )
 
 
 def _length_violations(
-    request: inference_pb2.GenerateRequest, prompt_field: str, prompt_tokens: int, context: int
+    request: inference_pb2.GenerateRequest, prompt_tokens: int, context: int
 ) -> dict[str, str]:
+    prompt_field = _prompt_field(request)
     if not prompt_tokens:
         return {prompt_field: "must make at least one token"}
     if not context:
@@ -173,15 +223,18 @@ def _length_violations(
 
 
 def _vocabulary_violations(
-    request: inference_pb2.GenerateRequest, vocabulary_size: int
+    request: inference_pb2.GenerateRequest, vocabulary_size: int, context: int
 ) -> dict[str, str]:
     violations: dict[str, str] = {}
     fields = {
-        "tokens.ids": request.tokens.ids,
-        "generated.ids": request.generated.ids,
-        "sampling.stop_token_ids": request.sampling.stop_token_ids,
+        "tokens.ids": (request.tokens.ids, context),
+        "generated.ids": (request.generated.ids, context),
+        "sampling.stop_token_ids": (request.sampling.stop_token_ids, STOP_TOKENS_MAX),
     }
-    for path, ids in fields.items():
+    for path, (ids, count_max) in fields.items():
+        # A longer list is rejected for its length.
+        if count_max and len(ids) > count_max:
+            continue
         index = next((i for i, token_id in enumerate(ids) if token_id >= vocabulary_size), None)
         if index is not None:
             violations[f"{path}[{index}]"] = f"must be below {vocabulary_size}, not {ids[index]}"

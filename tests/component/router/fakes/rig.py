@@ -59,7 +59,9 @@ class Rig:
             lambda: PREFIX_KEY,
             lambda: TICKET_KEY,
         )
-        self._server = GrpcServer(self.config, SERVICES)
+        self._server = GrpcServer(
+            self.config, SERVICES, [self.router.gate], self.config.max_request_bytes
+        )
         self.router.add_to(self._server.server)
         self.endpoint = await self._server.start()
         self.channel = open_channel(self.endpoint)

@@ -23,7 +23,11 @@ def _response(*stops: str, stop_token_ids: tuple[int, ...] = ()) -> ResponseStre
         sampling=sampling_pb2.SamplingParams(stop=stops, stop_token_ids=stop_token_ids),
     )
     prepared = prepare(
-        request, request_id="r1", codecs={"sim": ByteCodec()}, max_model_len={"sim": 4_096}
+        request,
+        request_id="r1",
+        codecs={"sim": ByteCodec()},
+        max_model_len={"sim": 4_096},
+        bytes_per_token=16,
     )
     return ResponseStream(prepared, "trace")
 

@@ -25,7 +25,13 @@ _CODECS: dict[str, TextCodec] = {"sim": _StoppingCodec()}
 def _prepare(
     request: inference_pb2.GenerateRequest, codecs: dict[str, TextCodec] | None = None
 ) -> PreparedRequest:
-    return prepare(request, request_id="r1", codecs=codecs or _CODECS, max_model_len={"sim": 16})
+    return prepare(
+        request,
+        request_id="r1",
+        codecs=codecs or _CODECS,
+        max_model_len={"sim": 16},
+        bytes_per_token=16,
+    )
 
 
 def _text(text: str = "hello", **sampling: object) -> inference_pb2.GenerateRequest:
@@ -35,6 +41,11 @@ def _text(text: str = "hello", **sampling: object) -> inference_pb2.GenerateRequ
 
 def _tokens(*ids: int) -> inference_pb2.GenerateRequest:
     return inference_pb2.GenerateRequest(tokens=inference_pb2.TokenIds(ids=ids))
+
+
+def _chat(*roles: str, content: str = "x") -> inference_pb2.GenerateRequest:
+    messages = [inference_pb2.ChatMessage(role=role, content=content) for role in ("user", *roles)]
+    return inference_pb2.GenerateRequest(chat=inference_pb2.Chat(messages=messages))
 
 
 _INVALID: list[tuple[inference_pb2.GenerateRequest, str, str]] = [
@@ -51,8 +62,14 @@ _INVALID: list[tuple[inference_pb2.GenerateRequest, str, str]] = [
             chat=inference_pb2.Chat(messages=[inference_pb2.ChatMessage(content="x")])
         ),
         "chat.messages[0].role",
-        "must be set",
+        "must be one of system, user, assistant, tool, developer",
     ),
+    (_chat("root"), "chat.messages[1].role", "must be one of system, user, assistant, tool"),
+    (_chat("User"), "chat.messages[1].role", "must be one of system, user, assistant, tool"),
+    (_chat(*["user"] * 2_048), "chat.messages", "at most 2048 messages, not 2049"),
+    (_text("x" * 17), "text", "takes at most 16; shorten it by 1 bytes"),
+    (_text("é" * 9), "text", "has 18 bytes"),
+    (_chat("user", content="x" * 9), "chat.messages", "has 18 bytes"),
     (inference_pb2.GenerateRequest(text="a", model="other"), "model", "use one of: sim"),
     (inference_pb2.GenerateRequest(text="a", request_id="r" * 129), "request_id", "128"),
     (inference_pb2.GenerateRequest(text="a", request_id="a b"), "request_id", "without spaces"),
@@ -77,6 +94,8 @@ _INVALID: list[tuple[inference_pb2.GenerateRequest, str, str]] = [
     (_text(seed=2**63), "sampling.seed", str(2**63 - 1)),
     (_text(logprobs=21), "sampling.logprobs", "0 to 20"),
     (_text(stop=["a", ""]), "sampling.stop[1]", "must not be empty"),
+    (_text(stop=["a", "b" * 257]), "sampling.stop[1]", "at most 256 characters, not 257"),
+    (_text(stop_token_ids=range(257)), "sampling.stop_token_ids", "at most 256 tokens, not 257"),
     (_text(stop=["a"] * 17), "sampling.stop", "at most 16"),
     (_text(stop_token_ids=[40_000]), "sampling.stop_token_ids[0]", "below 32000"),
 ]
@@ -90,6 +109,57 @@ def test_an_invalid_field_is_reported_with_its_remedy(
         _prepare(request_)
     assert list(caught.value.violations) == [field]
     assert remedy in caught.value.violations[field]
+
+
+class _UntouchedCodec(ByteCodec):
+    """A model of 16 bytes a token, with a tokenizer that must not run."""
+
+    longest_token_bytes = 16
+
+    def encode(self, text: str, tokens_max: int | None = None) -> list[int]:
+        raise AssertionError("the text is too long to be tokenized")
+
+    encode_chat = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("length", "bytes_per_token", "context", "bytes_max"),
+    [
+        (257, 99, 16, 256),
+        (49, 3, 16, 48),
+        (3 * 131_072 + 1, 3, 0, 3 * 131_072),
+    ],
+    ids=["the longest token", "the setting", "no known context"],
+)
+def test_a_text_beyond_its_bytes_is_never_tokenized(
+    length: int, bytes_per_token: int, context: int, bytes_max: int
+) -> None:
+    for request in (_text("x" * length), _chat("user", content="x" * (length // 2 + 1))):
+        with pytest.raises(InvalidRequest, match=f"takes at most {bytes_max};"):
+            prepare(
+                request,
+                request_id="r1",
+                codecs={"sim": _UntouchedCodec()},
+                max_model_len={"sim": context},
+                bytes_per_token=bytes_per_token,
+            )
+
+
+def test_every_role_is_accepted() -> None:
+    for role in ("system", "user", "assistant", "tool", "developer"):
+        chat = inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role=role)])
+        request = inference_pb2.GenerateRequest(chat=chat)
+        limits = {"max_model_len": {"sim": 64}, "bytes_per_token": 16}
+        prepared = prepare(request, request_id="r1", codecs=_CODECS, **limits)  # type: ignore[arg-type]
+        assert bytes(prepared.token_ids).startswith(f"{role}: ".encode())
+
+
+def test_lists_beyond_the_context_are_not_searched() -> None:
+    request = _tokens(*[32_000] * 17)
+    request.generated.ids.extend([32_000] * 17)
+    with pytest.raises(InvalidRequest) as caught:
+        _prepare(request)
+    assert list(caught.value.violations) == ["tokens.ids"]
 
 
 def test_all_invalid_fields_are_reported_at_once() -> None:

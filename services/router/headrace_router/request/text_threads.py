@@ -1,0 +1,78 @@
+"""The threads on which prompts become tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+# The event loop itself prepares a request of this size. That takes less time than a thread's turn.
+_INLINE_BYTES = 1_024
+# A text of this size takes some 50 ms. Shorter ones do not wait for longer ones.
+_SHORT_BYTES = 64 * 1_024
+# Streams go first where processors are scarce.
+_NICENESS = 10
+Result = TypeVar("Result")
+
+
+class TextThreads:
+    """One thread for short texts and one for long ones, both of low priority.
+
+    In the queue of each thread a tenant has at most one text, so tenants take turns. A text that is cancelled before
+    its turn is never encoded. The admission of requests bounds the waiting ones.
+    """
+
+    def __init__(self) -> None:
+        self._short = _TextThread("short-texts")
+        self._long = _TextThread("long-texts")
+
+    async def run(self, tenant: str, size_bytes: int, work: Callable[[], Result]) -> Result:
+        """Runs `work`, for a request of this size, on the right thread."""
+        if size_bytes <= _INLINE_BYTES:
+            return work()
+        thread = self._short if size_bytes <= _SHORT_BYTES else self._long
+        return await thread.run(tenant, work)
+
+    def close(self) -> None:
+        """Drops texts that wait. Does not wait for those that are being encoded."""
+        self._short.close()
+        self._long.close()
+
+
+class _TextThread:
+    def __init__(self, name: str) -> None:
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=_lower_priority)
+        self._turns: dict[str, tuple[asyncio.Lock, int]] = {}
+        """The lock of each tenant with texts here, and the number of requests that use it."""
+
+    async def run(self, tenant: str, work: Callable[[], Result]) -> Result:
+        async with self._turn(tenant):
+            return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    @asynccontextmanager
+    async def _turn(self, tenant: str) -> AsyncIterator[None]:
+        lock, users = self._turns.get(tenant, (asyncio.Lock(), 0))
+        self._turns[tenant] = (lock, users + 1)
+        try:
+            async with lock:
+                yield
+        finally:
+            _, users = self._turns[tenant]
+            if users > 1:
+                self._turns[tenant] = (lock, users - 1)
+            else:
+                del self._turns[tenant]
+
+
+def _lower_priority() -> None:
+    # Linux has a priority for each thread. Raising it again would need a permission.
+    thread_id = threading.get_native_id()
+    niceness = max(_NICENESS, os.getpriority(os.PRIO_PROCESS, thread_id))
+    os.setpriority(os.PRIO_PROCESS, thread_id, niceness)

@@ -1,0 +1,133 @@
+"""A stranger's texts, messages and bodies are rejected at a bounded cost, and the streams of others go on."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+
+from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
+from tests.security.bystander import STEP_S, attack, bystander
+from tests.security.text_model import CONTEXT_TOKENS, write_text_model
+from tests.suite.deployment import DEADLINE_S, Suite, greedy, suite
+from tests.suite.loop_lag import measured_loop_lag
+
+KEY = "the-key-of-the-bystander"
+STRANGER_KEY = "the-key-of-the-stranger"
+STALL_MAX_S = 1.0
+FLOOD = 20
+GROWTH_BYTES_MAX = 128 * 1024 * 1024
+STATUSES = {
+    "long_texts": [
+        *["INVALID_ARGUMENT text: has "] * 6,
+    ],
+    "messages": [
+        "INVALID_ARGUMENT chat.messages: ",
+        "INVALID_ARGUMENT request: has ",
+        "INVALID_ARGUMENT chat.messages: must hold at most 2048 messages",
+    ],
+    "stops": [
+        "RESOURCE_EXHAUSTED SERVER: Received message larger than max",
+        "INVALID_ARGUMENT sampling.stop[0]: must have at most 256 characters",
+    ],
+    "bodies": ["RESOURCE_EXHAUSTED SERVER: Received message larger than max"] * 6,
+    "zipped_bodies": ["RESOURCE_EXHAUSTED Decompressed message larger than max"] * 6,
+}
+
+
+@asynccontextmanager
+async def attacked(folder: Path) -> AsyncIterator[Suite]:
+    """A deployment with API keys, and a real tokenizer in the router."""
+    keys = folder / "keys"
+    keys.write_text(f"{KEY} bystander\n{STRANGER_KEY} stranger\n")
+    model = write_text_model(folder / "model")
+    workers = f"sim:decode_step_s={STEP_S},context={CONTEXT_TOKENS}"
+    settings = (
+        ("router", "model", f"sim={model}"),
+        ("router", "api_keys_file", str(keys)),
+        ("prefill", "model", workers),
+        ("decode", "model", workers),
+    )
+    async with suite(folder, settings=settings) as it:
+        yield it
+
+
+@pytest.mark.parametrize("name", STATUSES)
+async def test_streams_go_on_during_an_attack(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with attacked(tmp_path) as it, bystander(it, KEY) as client, measured_loop_lag() as lag:
+        quiet_s = time.monotonic()
+        await asyncio.sleep(1)
+        start_s = time.monotonic()
+        found = await attack(it, name, STRANGER_KEY)
+        end_s = time.monotonic()
+        for line, expected in zip(found, STATUSES[name], strict=True):
+            # A Route has the request in a field.
+            assert line.startswith((expected, expected.replace(" chat.", " request.chat.", 1)))
+        with capsys.disabled():
+            client.report("\nquiet", quiet_s, start_s)
+            client.report(name, start_s, end_s)
+        stall_s = client.gaps_s(start_s, end_s)[-1] - lag.since(start_s)
+        assert stall_s < STALL_MAX_S
+
+
+async def test_without_a_key_every_attack_is_rejected_before_its_body_arrives(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with attacked(tmp_path) as it, bystander(it, KEY) as client, measured_loop_lag() as lag:
+        router = it.child("router").process.pid
+        before_bytes = peak_bytes(router)
+        start_s = time.monotonic()
+        for name, statuses in STATUSES.items():
+            found = await attack(it, name)
+            assert [line.split()[0] for line in found] == ["UNAUTHENTICATED"] * len(statuses)
+        end_s = time.monotonic()
+        with capsys.disabled():
+            client.report("\nwithout a key", start_s, end_s)
+        assert client.gaps_s(start_s, end_s)[-1] - lag.since(start_s) < STALL_MAX_S
+        assert peak_bytes(router) - before_bytes < GROWTH_BYTES_MAX
+
+
+async def test_cancelled_texts_leave_the_tokenizer_to_others(tmp_path: Path) -> None:
+    async with attacked(tmp_path) as it:
+        stub: Any = inference_pb2_grpc.InferenceServiceStub(it.channel)
+        router = psutil.Process(it.child("router").process.pid)
+        flood = inference_pb2.GenerateRequest(text="in the orange " * 140_000)
+        stranger = (("x-api-key", STRANGER_KEY),)
+        at_start_s = cpu_s(router)
+        calls = [stub.Generate(flood, metadata=stranger, timeout=60) for _ in range(FLOOD)]
+        # One after another is encoded, and has too many tokens.
+        ends = [asyncio.create_task(call.code()) for call in calls]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED, timeout=DEADLINE_S)
+        at_cancel_s = cpu_s(router)
+        for call in calls:
+            call.cancel()
+        codes = await asyncio.gather(*ends)
+        assert codes.count(grpc.StatusCode.CANCELLED) > FLOOD // 2
+        own = greedy([1], 3)
+        own.text = "the other one " * 6_000
+        own.ClearField("tokens")
+        answer = stub.Generate(own, metadata=(("x-api-key", KEY),), timeout=DEADLINE_S)
+        assert len([token async for response in answer for token in response.token_ids]) == 3
+        # The time of the first text includes that of receiving all of them.
+        assert cpu_s(router) - at_cancel_s < FLOOD / 4 * (at_cancel_s - at_start_s)
+
+
+def cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def peak_bytes(process_id: int) -> int:
+    """The most memory that a process has had."""
+    status = Path(f"/proc/{process_id}/status").read_text(encoding="utf-8")
+    return 1024 * int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0])
