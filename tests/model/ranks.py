@@ -70,7 +70,7 @@ class Rank:
             event_loop=cast("Any", None),
             on_quiet=partial(world.check_quiet, self),
             handshake_timeout_s=HANDSHAKE_S,
-            clock=Clock(world.timers.time, world.timers.time),
+            clock=Clock(world.timers.time),
         )
         make_stream = partial(
             world.settings.sender_end, timers=world.timers, connect=partial(world.connect, self)

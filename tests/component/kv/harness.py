@@ -147,7 +147,7 @@ class Rig:
             handoff_endpoint=self.endpoint,
             start_token=transfer.reservation.start_token,
             end_token=transfer.reservation.end_token,
-            deadline_unix_s=time.time() + timeout_s,
+            deadline_s=time.monotonic() + timeout_s,
         )
 
     def fill(self, block_ids: tuple[int, ...], seed: int) -> NDArray[np.uint8]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 
@@ -113,7 +112,7 @@ def task(name: str = "x1", seconds: float = 30, **changes: object) -> prefill_pb
         "traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
     }
     message = prefill_pb2.PrefillTask(**{**fields, **changes})  # type: ignore[arg-type]
-    message.deadline_time.FromNanoseconds(int((time.time() + seconds) * 1e9))
+    message.remaining.FromNanoseconds(int(seconds * 1e9))
     return message
 
 

@@ -171,7 +171,7 @@ class RequestDispatcher:
             refs = self._queue.pulling_workers().get(fingerprint(worker.layout), frozenset())
             cached = self._prefixes.cached_refs(worker.model, token_ids, refs)
         return TaskTerms(
-            deadline_unix_s=deadline.unix_s,
+            deadline_s=deadline.monotonic_s,
             avoid=avoid | self._workers.distrusted(worker.ref),
             cached=cached,
             returns_max=self._budget,

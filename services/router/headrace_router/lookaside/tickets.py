@@ -7,6 +7,7 @@ the router, which queues the prompt.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -16,7 +17,7 @@ from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import inference_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.deadlines import Deadline
-from headrace_common.durations import timestamp_from_unix_s
+from headrace_common.durations import duration_from_seconds, timestamp_from_unix_s
 from headrace_common.errors import (
     DeadlineExceeded,
     DuplicateTransfer,
@@ -105,9 +106,10 @@ class LookAside:
             stop_token_ids=call.stop_token_ids,
             remote_prefill=call.remote_prefill,
             ticket=ticket,
-            expire_time=timestamp_from_unix_s(Deadline.after(self._signer.ttl_s).unix_s),
+            expire_time=timestamp_from_unix_s(time.time() + self._signer.ttl_s),
             traceparent=traceparent,
             generated_token_count=call.generated_token_count,
+            ticket_lifetime=duration_from_seconds(self._signer.ttl_s),
         )
 
     def check(self, request: inference_pb2.PrefillRequest) -> decode_pb2.TicketClaims:
@@ -149,7 +151,6 @@ class LookAside:
             decode_worker_id=worker.ref.worker_id,
             decode_incarnation=worker.ref.incarnation,
             decode_endpoint=worker.endpoint,
-            deadline_time=timestamp_from_unix_s(deadline.unix_s),
             traceparent=direct.traceparent,
         )
         terms = self._dispatcher.task_terms(worker, direct.token_ids, deadline)

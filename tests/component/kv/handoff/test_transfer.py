@@ -188,7 +188,7 @@ async def test_open_may_come_before_the_reservation() -> None:
         reserved = rig.reserve(BLOCK_TOKENS, transfer_id="x" + "2" * 32)
         target = rig.target(reserved)
         early = type(target)(
-            transfer_id, target.decode, target.handoff_endpoint, 0, 4, target.deadline_unix_s
+            transfer_id, target.decode, target.handoff_endpoint, 0, 4, target.deadline_s
         )
         rig.open(early)
         rig.push(transfer_id, (1,), 0, BLOCK_TOKENS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -139,7 +138,7 @@ async def test_ranks_find_descriptors_through_the_service(tmp_path: Path) -> Non
     async with attached(tmp_path / "link") as ends:
         await ends.server.wait_attached(2, timeout_s=10)
         link = ends.links["rank 0"]
-        deadline = Deadline(time.time() + 5)
+        deadline = Deadline.after(5)
         found = await on_link_loop(link, link.find_descriptor(WorkerRef("d0", "new"), deadline))
         assert found.ranks == (memory(0), memory(1))
         with pytest.raises(StaleIncarnation, match="d0@old is gone"):
