@@ -115,7 +115,11 @@ class LookAside:
     def check(self, request: inference_pb2.PrefillRequest) -> decode_pb2.TicketClaims:
         """The claims of a reservation's ticket. Raises Unauthenticated or InvalidRequest."""
         claims = check_ticket(
-            self._signer.key, decode_request_of(request.direct), None, late_s=self._late_s
+            self._signer.key,
+            decode_request_of(request.direct),
+            None,
+            late_s=self._late_s,
+            clock=self._workers.unix_ns,
         )
         end_token = len(request.direct.token_ids) - 1
         if not request.direct.remote_prefill or request.start_token >= end_token:

@@ -73,10 +73,10 @@ async def test_a_task_carries_the_time_that_is_left_when_it_is_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     queue = PrefillQueue(10)
+    stream = join(queue)
     add(queue, "a", 130.0)
     now = SimpleNamespace(monotonic=lambda: 110.0)
     monkeypatch.setattr("headrace_common.deadlines.time", now)
-    stream = join(queue)
     queue.add_credits(stream, 1)
     message = stream.outbox._items.get_nowait()
     assert message.task.remaining.ToMilliseconds() == 20_000
