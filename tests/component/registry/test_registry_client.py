@@ -14,7 +14,6 @@ import pytest
 from headrace.registry.v1 import registry_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import (
-    Conflict,
     InvalidRequest,
     RegistryUnavailable,
     StaleIncarnation,
@@ -175,11 +174,24 @@ async def test_a_rejected_record_ends_the_start() -> None:
         with pytest.raises(InvalidRequest):
             await refused.start(5)
         await refused.stop()
-        newer = Membership(registry.endpoint, worker(generation=2))
+
+
+async def test_a_newer_incarnation_displaces_an_older_one_for_good(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with running_registry() as registry, registry_stub(registry.endpoint) as stub:
+        older = Membership(registry.endpoint, worker(generation=1), ttl_s=1)
+        await older.start(5)
+        # It was restarted, and its clock was set back meanwhile.
+        restarted = worker(generation=2)
+        restarted.start_unix_ns -= 3600 * 10**9
+        newer = Membership(registry.endpoint, restarted, ttl_s=1)
         await newer.start(5)
-        older = Membership(registry.endpoint, worker(generation=1))
-        with pytest.raises(Conflict):
-            await older.start(5)
+        await until(lambda: not older.registered, 5, "the end of the older one's lease")
+        await until(lambda: "newer incarnation" in caplog.text, 5, "its next registration")
+        listed = await stub.ListMembers(registry_pb2.ListMembersRequest())
+        assert [member.incarnation for member in listed.members] == [restarted.incarnation]
+        assert newer.registered
         await older.stop()
         await newer.stop()
 

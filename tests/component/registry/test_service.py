@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import grpc
 import grpc.aio
@@ -22,6 +23,7 @@ from headrace_common.rpc.status import error_from_rpc
 from tests.component.registry.harness import (
     EtcdServer,
     kv_descriptor,
+    ordered,
     reference,
     registry_stub,
     running_registry,
@@ -31,6 +33,56 @@ from tests.component.registry.harness import (
 
 def register(member: registry_pb2.Member, ttl_s: float = 10) -> registry_pb2.RegisterRequest:
     return registry_pb2.RegisterRequest(member=member, ttl=duration_from_seconds(ttl_s))
+
+
+def shifted(offset_s: float, start_s: float = 0.0) -> registry_pb2.RegisterRequest:
+    """The request of a member with this clock offset, which started `start_s` from now."""
+    request = register(worker())
+    request.sent_unix_ns = time.time_ns() + round(offset_s * 1e9)
+    request.member.start_unix_ns = request.sent_unix_ns + round(start_s * 1e9)
+    return request
+
+
+@pytest.mark.parametrize("offset_s", [-3600.0, -10.0, 10.0, 3600.0])
+async def test_a_member_with_a_wrong_clock_is_admitted_with_a_warning(
+    caplog: pytest.LogCaptureFixture, offset_s: float
+) -> None:
+    async with running_registry() as registry, registry_stub(registry.endpoint) as stub:
+        await stub.Register(shifted(offset_s, -1.0))
+        (member,) = (await stub.ListMembers(registry_pb2.ListMembersRequest())).members
+        assert member.start_unix_ns / 1e9 == pytest.approx(time.time() - 1, abs=5)
+    direction = "ahead of" if offset_s > 0 else "behind"
+    assert (
+        f"the clock of decode-0 is {abs(offset_s):.1f} s {direction} this registry's" in caplog.text
+    )
+
+
+async def test_a_member_with_a_right_clock_keeps_its_start_and_causes_no_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with running_registry() as registry, registry_stub(registry.endpoint) as stub:
+        request = shifted(0.5, -1.0)
+        await stub.Register(request)
+        (member,) = (await stub.ListMembers(registry_pb2.ListMembersRequest())).members
+        assert member.start_unix_ns == request.member.start_unix_ns
+    assert "the clock of" not in caplog.text
+
+
+@pytest.mark.parametrize("sends_its_time", [False, True])
+async def test_a_start_in_the_future_is_refused_and_the_remedy_named(sends_its_time: bool) -> None:
+    async with running_registry() as registry, registry_stub(registry.endpoint) as stub:
+        request = shifted(0.0, 61.5)
+        if not sends_its_time:
+            request.ClearField("sent_unix_ns")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Register(request)
+        error = error_from_rpc(caught.value)
+        assert isinstance(error, InvalidRequest)
+        assert "in the future, more than 60 s" in error.violations["member.start_unix_ns"]
+        assert "set the clock" in error.violations["member.start_unix_ns"]
+        near = shifted(0.0, 50.0)
+        near.ClearField("sent_unix_ns")
+        await stub.Register(near)
 
 
 async def read_to_end(
@@ -172,10 +224,10 @@ async def test_a_watcher_that_does_not_read_expires_and_delays_no_other() -> Non
             member = worker(f"decode-{number}")
             member.layout.model = "m" * 250
             member.model = "n" * 250
-            await stub.Register(register(member, 300))
+            granted = await stub.Register(register(member, 300))
             response = await asyncio.wait_for(fast.read(), 5)
             assert isinstance(response, registry_pb2.WatchResponse)
-            assert response.changes[0].member_put == member
+            assert response.changes[0].member_put == ordered(member, granted.registration_order)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await asyncio.wait_for(read_to_end(slow), 5)
         assert isinstance(error_from_rpc(caught.value), WatchExpired)

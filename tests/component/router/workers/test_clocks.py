@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
 from typing import Any
@@ -13,8 +14,9 @@ from headrace_common.errors import Unauthenticated
 from headrace_common.rpc.tickets import check_ticket
 from headrace_common.telemetry import schema
 from headrace_kv.layout.layout import WorkerRef
+from headrace_router.workers import connection
 from tests.collector import collecting
-from tests.component.router.fakes import TICKET_KEY, FakeDecode, Rig, reply, text_of
+from tests.component.router.fakes import TICKET_KEY, FakeDecode, Rig, reject, reply, text_of
 from tests.waiting import until
 
 
@@ -72,13 +74,10 @@ async def test_a_clock_that_is_set_costs_one_attempt(rig: Rig) -> None:
 async def test_a_worker_that_refuses_tickets_is_not_chosen_and_the_warning_names_its_clock(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def refuse(_: FakeDecode, request: decode_pb2.GenerateRequest) -> AsyncIterator[Any]:
-        raise Unauthenticated("the ticket was not signed", metadata={"ticket": "signature"})
-        yield request
-
+    not_signed = Unauthenticated("it was not signed", metadata={"ticket": "signature"})
     async with collecting() as (collector, endpoint):
         rig = await Rig(otlp_endpoint=endpoint).start()
-        refusing = await rig.add_decode(refuse)
+        refusing = await rig.add_decode(reject(not_signed))
         await shift(rig, refusing, 30.0)
         other = await rig.add_decode(reply("ok"))
         await rig.prefer(refusing)
@@ -89,15 +88,25 @@ async def test_a_worker_that_refuses_tickets_is_not_chosen_and_the_warning_names
         assert len(refused) == 1
         assert f"{ref_of(refusing)} refused this router's ticket (signature)" in refused[0]
         assert "Its clock is 30." in refused[0] or "Its clock is 29.9" in refused[0]
-        await until(lambda: not rig.router.workers.table("sim").refuses_tickets.any(), 10.0)
         rig.router.metrics.sample()
-        rig.telemetry.metrics.force_flush()
+        await asyncio.to_thread(rig.telemetry.metrics.force_flush)
         name = {schema.ATTRIBUTE_WORKER_ID: refusing.member.worker_id}
         counted = name | {schema.ATTRIBUTE_TICKET_PART: "signature"}
         assert collector.value(schema.METRIC_TICKET_REFUSALS, **counted) == 1
         offset_ms = collector.value(schema.METRIC_CLOCK_OFFSET_MS, **name)
         assert offset_ms == pytest.approx(30_000, abs=2_000)
         await rig.close()
+
+
+async def test_a_worker_that_refused_a_ticket_is_asked_again_after_a_pause(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "_REFUSAL_PAUSE_S", 0.2)
+    worker = await add_shifted(rig, 0.0)
+    rig.router.workers.ticket_refused(ref_of(worker), "signature", 0)
+    refuses = rig.router.workers.table("sim").refuses_tickets
+    assert refuses.any()
+    await until(lambda: not refuses.any())
 
 
 async def test_a_worker_that_does_not_send_its_time_gets_tickets_by_the_router_s_clock(
