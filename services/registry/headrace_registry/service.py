@@ -73,7 +73,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         )
 
     def _note_offset(self, request: registry_pb2.RegisterRequest) -> None:
-        """Warns of a member whose clock is far from this registry's."""
+        """Warns of a clock that is far from this registry's."""
         offset_s = validation.offset_ns(request, time.time_ns()) / 1e9
         if abs(offset_s) >= CLOCK_OFFSET_NOTED_S:
             _LOG.warning(

@@ -16,8 +16,8 @@ _MESSAGES: Final = 8
 class WorkerClock:
     """Relates a worker's wall clock to this process's monotonic clock: setting the router's clock has no effect.
 
-    A message that was sent at `sent` by the worker's clock and received at `received` by ours shows that the worker's
-    clock is at least `sent - received` ahead. The greatest difference of the last messages is the estimate. So the
+    Each message shows that the worker's clock is at least as far ahead as the difference of two times: the sending, by
+    the worker's clock, and the receipt, by ours. The greatest difference of the last messages is the estimate. So the
     estimate is never ahead of the worker's clock, and behind by the delay of the fastest message. The first message
     answers a request, so its delay is at most that round trip: see `error_ns`.
     """

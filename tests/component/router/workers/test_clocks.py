@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
@@ -64,19 +65,22 @@ async def test_a_clock_that_is_set_costs_one_attempt(rig: Rig) -> None:
     worker = await add_shifted(rig, 0.0)
     worker.reports.clear()
     worker.clock_offset_s = 3600.0
-    responses = await rig.ask()
+    try:
+        responses = await rig.ask()
+    finally:
+        worker.reports.set()
     assert text_of(responses) == "ok"
     assert responses[-1].timing.attempts == 2
     assert not rig.router.workers.table("sim").refuses_tickets.any()
-    worker.reports.set()
 
 
 async def test_a_worker_that_refuses_tickets_is_not_chosen_and_the_warning_names_its_clock(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     not_signed = Unauthenticated("it was not signed", metadata={"ticket": "signature"})
-    async with collecting() as (collector, endpoint):
+    async with collecting() as (collector, endpoint), AsyncExitStack() as stack:
         rig = await Rig(otlp_endpoint=endpoint).start()
+        stack.push_async_callback(rig.close)
         refusing = await rig.add_decode(reject(not_signed))
         await shift(rig, refusing, 30.0)
         other = await rig.add_decode(reply("ok"))
@@ -95,7 +99,6 @@ async def test_a_worker_that_refuses_tickets_is_not_chosen_and_the_warning_names
         assert collector.value(schema.METRIC_TICKET_REFUSALS, **counted) == 1
         offset_ms = collector.value(schema.METRIC_CLOCK_OFFSET_MS, **name)
         assert offset_ms == pytest.approx(30_000, abs=2_000)
-        await rig.close()
 
 
 async def test_a_worker_that_refused_a_ticket_is_asked_again_after_a_pause(
