@@ -22,7 +22,7 @@ import pytest
 from headrace.inference.v1 import inference_pb2
 from headrace_cli.up.supervisor import ChildProcess, Spawn, spawn_program
 from headrace_cli.up.topology import ProcessSpec
-from tests.suite.deployment import Suite, prompt_of, suite
+from tests.suite.deployment import Suite, greedy, prompt_of, suite
 from tests.waiting import until
 
 REMOTE = inference_pb2.PREFILL_PLACEMENT_REMOTE
@@ -117,7 +117,7 @@ async def answers_while_the_clock_is_set(
     deployed: Suite, clock: ShiftedClock, offset_s: float, seed: int
 ) -> None:
     prompt = prompt_of(60, seed)
-    (running,) = await deployed.begun([prompt], ANSWER_TOKENS, placement=REMOTE)
+    (running,) = await deployed.begun([greedy(prompt, ANSWER_TOKENS, REMOTE)])
     clock.set(offset_s)
     assert not running.done()
     await answers(deployed, seed + 1)
