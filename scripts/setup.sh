@@ -65,6 +65,7 @@ PYTHON
         command -v etcd >/dev/null || echo etcd-server
         command -v node >/dev/null || echo nodejs
         command -v npm >/dev/null || echo npm
+        command -v gcc >/dev/null || echo gcc libc6-dev
     fi
 }
 

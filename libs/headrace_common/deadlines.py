@@ -14,14 +14,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """A point in time, in seconds since the Unix epoch, so that messages can carry it."""
+    """A point in time by `time.monotonic`, so that no change of the wall clock moves it.
 
-    unix_s: float
+    The processes of one host share this clock. A message to another host carries `remaining_s()`.
+    """
+
+    monotonic_s: float
 
     @classmethod
     def after(cls, seconds: float) -> Deadline:
         """The deadline `seconds` from now."""
-        return cls(time.time() + seconds)
+        return cls(time.monotonic() + seconds)
 
     @classmethod
     def from_context(
@@ -34,12 +37,12 @@ class Deadline:
 
     def remaining_s(self) -> float:
         """Seconds left, never negative."""
-        return max(0.0, self.unix_s - time.time())
+        return max(0.0, self.monotonic_s - time.monotonic())
 
     @property
     def expired(self) -> bool:
         """Whether the deadline has passed."""
-        return time.time() >= self.unix_s
+        return time.monotonic() >= self.monotonic_s
 
     def check(self, what: str) -> None:
         """Raises DeadlineExceeded after the deadline. `what` names the thing waited for."""

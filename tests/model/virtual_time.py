@@ -74,8 +74,8 @@ class VirtualDeadline(Deadline):
     timers: VirtualTimers
 
     def remaining_s(self) -> float:
-        return max(0.0, self.unix_s - self.timers.time())
+        return max(0.0, self.monotonic_s - self.timers.time())
 
     @property
     def expired(self) -> bool:
-        return self.timers.time() >= self.unix_s
+        return self.timers.time() >= self.monotonic_s

@@ -124,7 +124,7 @@ class World:
             handoff_endpoint="",
             start_token=0,
             end_token=BLOCK_TOKENS * self.settings.chunks,
-            deadline_unix_s=self.timers.time() + SENDER_DEADLINE_S,
+            deadline_s=self.timers.time() + SENDER_DEADLINE_S,
         )
         rank.opened.add(transfer_id)
         rank.inbox.admit(transfer_id, rank.loop.open, target)

@@ -7,7 +7,7 @@ import os
 import random
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +24,7 @@ from headrace.inference.v1 import (
 from headrace.worker.v1 import worker_pb2
 from headrace_cli.client import RouterClient, worker_status
 from headrace_cli.up.deployment import Deployment, Signals, deployed
-from headrace_cli.up.supervisor import Child
+from headrace_cli.up.supervisor import Child, Spawn
 from headrace_cli.up.topology import ProcessSpec, Topology
 from headrace_common.rpc.status import error_from_rpc
 from headrace_engine.proto import sampling_from_proto
@@ -304,14 +304,22 @@ async def all_begun(
 
 @asynccontextmanager
 async def suite(
-    folder: Path, *, sim: SimModel | None = None, **topology: object
+    folder: Path,
+    *,
+    sim: SimModel | None = None,
+    spawning: Callable[[Spawn], Spawn] | None = None,
+    **topology: object,
 ) -> AsyncIterator[Suite]:
-    """Starts a deployment, by default with the sim engine. At the end every process must exit with status 0."""
+    """Starts a deployment, by default with the sim engine. At the end every process must exit with status 0.
+
+    `spawning` may replace the function that starts a process.
+    """
     wanted = Topology(**{"engine": "sim", "port": 0, **topology})  # type: ignore[arg-type]
     with (folder / "console.log").open("w") as log, Signals() as signals:
         async with (
             forking(wanted.engine) as spawn,
-            deployed(wanted, folder, Console(file=log), signals, spawn) as deployment,
+            nullcontext(spawn if spawning is None else spawning(spawn)) as start,
+            deployed(wanted, folder, Console(file=log), signals, start) as deployment,
             operator_channel(deployment.router) as channel,
         ):
             yield Suite(deployment, channel, sim or default_model())
@@ -331,7 +339,7 @@ async def stepped_suite(
             (role, name, f"{value},clock={clock.path}" if name == "model" else value)
             for role, name, value in settings
         )
-        async with suite(folder, sim=None, settings=stepped, **topology) as it:
+        async with suite(folder, sim=None, spawning=None, settings=stepped, **topology) as it:
             roles = {role for role, name, _ in settings if name == "model"}
             names = [child.spec.name for child in it.deployment.children]
             await clock.wait_connected(sum(name.partition("-")[0] in roles for name in names))

@@ -123,7 +123,7 @@ class Pair:
             handoff_endpoint=self.endpoint,
             start_token=reservation.start_token,
             end_token=reservation.end_token,
-            deadline_unix_s=time.time() + timeout_s,
+            deadline_s=time.monotonic() + timeout_s,
         )
 
     def work(

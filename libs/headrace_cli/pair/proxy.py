@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
@@ -138,7 +137,7 @@ class PairProxy:
             request,
             transfer_id=transfer_id,
             pair_address=options.pair_address,
-            deadline_unix_s=time.time() + options.transfer_timeout_s,
+            remaining_s=options.transfer_timeout_s,
         )
         try:
             async with asyncio.timeout(options.timeout_s):

@@ -48,7 +48,7 @@ def without_transfer_params(request: HttpRequest) -> HttpRequest:
 
 
 def split(
-    request: HttpRequest, *, transfer_id: str, pair_address: tuple[str, int], deadline_unix_s: float
+    request: HttpRequest, *, transfer_id: str, pair_address: tuple[str, int], remaining_s: float
 ) -> Pair | None:
     """Both requests for one prompt with one answer.
 
@@ -57,7 +57,7 @@ def split(
     body = _json_object(request)
     if body is None or request.path not in PAIRED_PATHS or not _is_single(body):
         return None
-    common = {"transfer_id": transfer_id, "deadline_unix_s": deadline_unix_s}
+    common = {"transfer_id": transfer_id, "remaining_s": remaining_s}
     host, port = pair_address
     source = {"remote_host": host, "remote_port": port}
     prefill = {name: value for name, value in body.items() if name not in ANSWER_FIELDS}

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import random
+import time
 from typing import Final
 
 import grpc.aio
@@ -42,6 +43,7 @@ class Membership:
         self._ttl = duration_from_seconds(ttl_s)
         self._interval_s = ttl_s / 3
         self._lease_id = ""
+        self._registration_order = 0
         self._prefix_hash_key = 0
         self._ticket_key = b""
         self._keeper: asyncio.Task[None] | None = None
@@ -115,12 +117,15 @@ class Membership:
             ttl=self._ttl,
             prefix_hash_key=self._prefix_hash_key,
             ticket_key=self._ticket_key,
+            sent_unix_ns=time.time_ns(),
         )
+        request.member.registration_order = self._registration_order
         with self._link.converted_errors():
             granted = await self._link.stub.Register(request, timeout=timeout_s)
             # Other processes call the member from now on, so it needs the keys before its descriptor is published.
             self._store_prefix_hash_key(granted.prefix_hash_key)
             self._ticket_key = granted.ticket_key
+            self._registration_order = granted.registration_order
             if self._descriptor is not None:
                 reference = registry_pb2.MemberRef(
                     worker_id=self._member.worker_id, incarnation=self._member.incarnation

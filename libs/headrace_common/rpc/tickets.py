@@ -1,7 +1,7 @@
 """Tickets: a router's signed permission to send one request to one decode worker.
 
 A ticket is bound to the content of the request, to one incarnation of a worker and to one attempt. A worker accepts an
-attempt once. A ticket expires. It contains no secret and does not identify its bearer.
+attempt once. A ticket expires, by the clock of its worker. It contains no secret and does not identify its bearer.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import hashlib
 import hmac
 import time
 from collections.abc import Callable
+from typing import TypeAlias
 
 from google.protobuf.message import DecodeError
 
@@ -18,12 +19,23 @@ from headrace.inference.v1 import inference_pb2
 from headrace_common.errors import Unauthenticated
 from headrace_common.limits import TICKET_BYTES_MAX
 
+WorkerClock: TypeAlias = Callable[[str, str], int]
+"""The wall clock of a worker, by its id and incarnation, in nanoseconds since the Unix epoch."""
+
+
+def own_clock(worker_id: str, incarnation: str) -> int:
+    """This process's wall clock, for a worker that is this process or has the same clock."""
+    return time.time_ns()
+
 
 class TicketSigner:
     """Signs tickets that are valid for `ttl_s`. `key` returns the deployment's key."""
 
-    def __init__(self, key: Callable[[], bytes], ttl_s: float) -> None:
+    def __init__(
+        self, key: Callable[[], bytes], ttl_s: float, clock: WorkerClock = own_clock
+    ) -> None:
         self._key = key
+        self._clock = clock
         self.ttl_s = ttl_s
 
     @property
@@ -42,7 +54,7 @@ class TicketSigner:
             transfer_id=request.transfer_id,
             request_hash=_hash_of(request),
             tenant=tenant,
-            expire_unix_ns=time.time_ns() + round(self.ttl_s * 1e9),
+            expire_unix_ns=self._clock(worker_id, request.incarnation) + round(self.ttl_s * 1e9),
         ).SerializeToString()
         ticket = decode_pb2.Ticket(claims=claims, signature=_signature(key, claims))
         return ticket.SerializeToString()
@@ -64,11 +76,17 @@ def decode_request_of(direct: inference_pb2.DirectRequest) -> decode_pb2.Generat
 
 
 def check_ticket(
-    key: bytes, request: decode_pb2.GenerateRequest, worker_id: str | None, *, late_s: float = 0.0
+    key: bytes,
+    request: decode_pb2.GenerateRequest,
+    worker_id: str | None,
+    *,
+    late_s: float = 0.0,
+    clock: WorkerClock = own_clock,
 ) -> decode_pb2.TicketClaims:
     """The claims of the request's ticket. Raises Unauthenticated when it is not valid for this request and worker.
 
-    `worker_id` None means any worker. `late_s` extends the lifetime of the ticket.
+    `worker_id` None means any worker. `late_s` extends the lifetime of the ticket. An expired ticket's error has the
+    time of `clock` in its metadata, as `unix_ns`.
     """
     ticket, claims = decode_pb2.Ticket(), decode_pb2.TicketClaims()
     try:
@@ -83,8 +101,11 @@ def check_ticket(
     # Without a key no signature is valid: every program can sign with an empty key.
     if not (signed and key):
         raise _refused("was not signed by a router of this deployment, or was changed", "signature")
-    if time.time_ns() > claims.expire_unix_ns + late_s * 1e9:
-        raise _refused("has expired; ask the router for another", "expiry")
+    now_ns = clock(claims.worker_id, claims.incarnation)
+    if now_ns > claims.expire_unix_ns + late_s * 1e9:
+        error = _refused("has expired; ask the router for another", "expiry")
+        error.add_metadata(unix_ns=str(now_ns))
+        raise error
     if worker_id is not None and claims.worker_id != worker_id:
         raise _refused(f"is for {claims.worker_id}, this is {worker_id}", "worker_id")
     if (claims.incarnation, claims.transfer_id) != (request.incarnation, request.transfer_id):

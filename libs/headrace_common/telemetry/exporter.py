@@ -33,7 +33,7 @@ class CollectorExporter(SpanExporter):
         self._lock = threading.Lock()
         self._channels: dict[str, grpc.Channel] = {}
         self._failing: set[str] = set()
-        self._close_unix_s = float("inf")
+        self._close_monotonic_s = float("inf")
 
     @property
     def endpoints(self) -> tuple[str, ...]:
@@ -54,7 +54,7 @@ class CollectorExporter(SpanExporter):
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Sends the spans to all collectors in parallel and waits up to 1 s."""
-        timeout_s = min(EXPORT_TIMEOUT_S, self._close_unix_s - time.time())
+        timeout_s = min(EXPORT_TIMEOUT_S, self._close_monotonic_s - time.monotonic())
         with self._lock:
             channels = dict(self._channels)
         if timeout_s <= 0 or not channels:
@@ -72,9 +72,9 @@ class CollectorExporter(SpanExporter):
         delivered = [self._wait_delivered(name, call) for name, call in calls.items()]
         return SpanExportResult.SUCCESS if all(delivered) else SpanExportResult.FAILURE
 
-    def close_at(self, unix_s: float) -> None:
+    def close_at(self, monotonic_s: float) -> None:
         """Drops exports after this time."""
-        self._close_unix_s = unix_s
+        self._close_monotonic_s = monotonic_s
 
     def shutdown(self) -> None:
         """Closes every channel, which ends exports in flight."""

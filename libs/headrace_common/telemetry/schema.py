@@ -134,6 +134,8 @@ ATTRIBUTE_LOCAL_BYTES: Final = "headrace.local_bytes"
 ATTRIBUTE_QUEUE: Final = "headrace.queue.name"
 # Worker of a metric. A process may have several workers.
 ATTRIBUTE_WORKER_ID: Final = "headrace.worker_id"
+# Part of a ticket that was refused: "expiry", "signature", "worker_id", "transfer_id", "request_hash" or "missing".
+ATTRIBUTE_TICKET_PART: Final = "headrace.ticket.part"
 # State of the requests that a metric counts: "running" or "waiting".
 ATTRIBUTE_WORKER_STATE: Final = "headrace.worker.state"
 # End of a request or transfer: "done", its finish reason, or the reason of its error.
@@ -155,6 +157,10 @@ METRIC_MIGRATIONS: Final = "headrace.migrations"
 METRIC_TIME_TO_FIRST_TOKEN_MS: Final = "headrace.time_to_first_token_ms"
 # Workers without credit for cached prefixes, because they hash prefixes differently from the router.
 METRIC_PREFIX_FAULTS: Final = "headrace.prefix.faulty_workers"
+# How far the wall clock of a decode worker is ahead of the router's, by worker; negative when it is behind.
+METRIC_CLOCK_OFFSET_MS: Final = "headrace.clock.offset_ms"
+# Tickets of a router that a decode worker refused, by worker and by part of the ticket.
+METRIC_TICKET_REFUSALS: Final = "headrace.tickets.refused"
 # Transfers ended, by outcome.
 METRIC_TRANSFERS: Final = "headrace.transfers"
 # Bytes of KV transferred.

@@ -108,8 +108,8 @@ class Telemetry:
 
     def shutdown(self) -> None:
         """Exports the remaining spans and stops. Blocks for less than 2 s, also without a response."""
-        deadline_unix_s = time.time() + SHUTDOWN_TIMEOUT_S
-        self._collector.close_at(deadline_unix_s)
+        deadline_s = time.monotonic() + SHUTDOWN_TIMEOUT_S
+        self._collector.close_at(deadline_s)
         threads = [
             threading.Thread(target=processor.shutdown, name="telemetry-shutdown", daemon=True)
             for processor, _ in self._processors
@@ -118,7 +118,7 @@ class Telemetry:
             thread.start()
         self.metrics.shutdown()
         for thread, (_, exporter) in zip(threads, self._processors, strict=True):
-            thread.join(max(0.0, deadline_unix_s - time.time()))
+            thread.join(max(0.0, deadline_s - time.monotonic()))
             if thread.is_alive():
                 exporter.shutdown()
         self._processors.clear()

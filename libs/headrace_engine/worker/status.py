@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import grpc
@@ -58,7 +59,7 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
         loop = asyncio.get_running_loop()
         while True:
             sent = self._status()
-            yield sent
+            yield _stamped(sent)
             send_by = loop.time() + interval_s
             while loop.time() < send_by:
                 await asyncio.sleep(min(POLL_S, max(0.0, send_by - loop.time())))
@@ -134,6 +135,13 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
             remaining=duration_from_seconds(deadline.remaining_s()),
             request_count=status.running_requests + status.waiting_requests,
         )
+
+
+def _stamped(status: worker_pb2.WatchStatusResponse) -> worker_pb2.WatchStatusResponse:
+    """The status with the time of sending, which makes no change of the state."""
+    stamped = worker_pb2.WatchStatusResponse(sent_unix_ns=time.time_ns())
+    stamped.MergeFrom(status)
+    return stamped
 
 
 def _check_incarnation(incarnation: str, actual: WorkerRef) -> None:

@@ -11,10 +11,9 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """`monotonic_s` measures durations, `unix_s` is compared with deadlines of other hosts."""
+    """Seconds of a monotonic clock, by which leases, deadlines and durations count."""
 
     monotonic_s: Callable[[], float] = time.monotonic
-    unix_s: Callable[[], float] = time.time
 
 
 class TimerHandle(Protocol):

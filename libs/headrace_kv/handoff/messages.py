@@ -15,7 +15,8 @@ class TransferTarget:
     """Where one prompt's KV cache goes.
 
     Tokens [start_token, end_token) are those that decode lacks, which the router has from decode's reservation.
-    The transfer fails at `deadline_unix_s`. With `with_logits`, the last token's logits are sent too.
+    The transfer fails at `deadline_s` of the host's monotonic clock. With `with_logits`, the last token's logits are
+    sent too.
     """
 
     transfer_id: str
@@ -23,7 +24,7 @@ class TransferTarget:
     handoff_endpoint: str
     start_token: int
     end_token: int
-    deadline_unix_s: float
+    deadline_s: float
     with_logits: bool = False
 
 

@@ -62,11 +62,9 @@ class TransferTable:
 
     def add(self, target: TransferTarget, peer: SenderPeer) -> OutgoingTransfer:
         """Adds a transfer that is not opened at decode yet."""
-        clock = self._context.clock
-        deadline_s = clock.monotonic_s() + target.deadline_unix_s - clock.unix_s()
-        transfer = OutgoingTransfer(target, peer, self._context.rank, deadline_s)
+        transfer = OutgoingTransfer(target, peer, self._context.rank, target.deadline_s)
         self._transfers[transfer.transfer_id] = transfer
-        self._sweep_at(deadline_s)
+        self._sweep_at(target.deadline_s)
         return transfer
 
     def open(self, transfer: OutgoingTransfer) -> None:

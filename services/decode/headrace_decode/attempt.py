@@ -232,4 +232,4 @@ class Attempt:
 def transfer_deadline(deadline: Deadline) -> Deadline:
     """The transfer's deadline: early enough to report missing keys before the request's."""
     margin_s = min(ERROR_MARGIN_S, ERROR_MARGIN_SHARE * deadline.remaining_s())
-    return Deadline(deadline.unix_s - margin_s)
+    return Deadline(deadline.monotonic_s - margin_s)

@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 class RequestTimestamps:
     """Unix nanoseconds of an attempt's events; 0 for an event that has not happened.
 
+    All are the start's plus a time by the monotonic clock. So their differences are durations, although the wall clock
+    may be set meanwhile. Admission estimates the length of answers from them.
+
     `sampled_unix_ns` is for a first token that was sampled from logits. `first_token_unix_ns` is for
     the first token that was computed from KV. `token_received_unix_ns` is for a first token that the
     router brought.
@@ -24,29 +27,30 @@ class RequestTimestamps:
     first_token_unix_ns: int = 0
     last_token_unix_ns: int = 0
     end_unix_ns: int = 0
+    _start_ns: int = field(default_factory=time.monotonic_ns)
 
     def blocks_reserved(self) -> None:
         """The engine holds the request's blocks."""
-        self.reserved_unix_ns = time.time_ns()
+        self.reserved_unix_ns = self._now_ns()
 
     def logits_arrived(self) -> None:
         """The last prompt token's logits are here."""
-        self.logits_unix_ns = time.time_ns()
+        self.logits_unix_ns = self._now_ns()
 
     def kv_arrived(self) -> None:
         """The KV cache is complete."""
-        self.arrived_unix_ns = time.time_ns()
+        self.arrived_unix_ns = self._now_ns()
 
     def token_received(self) -> None:
         """The router brought the first token."""
-        self.token_received_unix_ns = time.time_ns()
+        self.token_received_unix_ns = self._now_ns()
 
     def tokens_generated(self, *, sampled: bool, from_kv: bool) -> None:
         """The engine generated tokens: one sampled from logits among them, or some from KV, or both.
 
         Only the first of either kind counts.
         """
-        now_ns = time.time_ns()
+        now_ns = self._now_ns()
         if sampled:
             self.sampled_unix_ns = self.sampled_unix_ns or now_ns
         if from_kv:
@@ -55,4 +59,7 @@ class RequestTimestamps:
 
     def ended(self) -> None:
         """The attempt is over."""
-        self.end_unix_ns = time.time_ns()
+        self.end_unix_ns = self._now_ns()
+
+    def _now_ns(self) -> int:
+        return self.start_unix_ns + time.monotonic_ns() - self._start_ns

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from headrace.prefill.v1 import prefill_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_common.deadlines import Deadline
-from headrace_common.durations import duration_from_ns, unix_s_from_timestamp
+from headrace_common.durations import duration_from_ns, seconds_from_duration
 from headrace_common.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -68,7 +68,7 @@ class PrefillWorker:
         `on_first_token` gets the first token of a task with sampling. A cancellation stops the
         engine's work first and then returns CANCELLED, or DRAINING after `start_drain`.
         """
-        start_ns = time.time_ns()
+        start_unix_ns, start_ns = time.time_ns(), time.monotonic_ns()
         outcome: PrefillOutcome | None = None
         error: HeadraceError | None = None
         self._held += 1
@@ -86,9 +86,11 @@ class PrefillWorker:
             error = InternalError(f"{type(failure).__name__}: {failure}")
         finally:
             self._held -= 1
-        end_ns = time.time_ns()
-        record_task(self._telemetry, self.ref, task, outcome, error, start_ns, end_ns)
-        done = _done_to_proto(task, outcome, error, end_ns - start_ns)
+        # By the monotonic clock, because routers estimate their queue's wait from it.
+        duration_ns = time.monotonic_ns() - start_ns
+        end_unix_ns = start_unix_ns + duration_ns
+        record_task(self._telemetry, self.ref, task, outcome, error, start_unix_ns, end_unix_ns)
+        done = _done_to_proto(task, outcome, error, duration_ns)
         if self._on_ended is not None:
             self._on_ended(done.reason, done.payload_bytes)
         return done
@@ -136,9 +138,9 @@ class PrefillWorker:
             ) from None
 
     def _deadline(self, task: prefill_pb2.PrefillTask) -> Deadline:
-        if not task.HasField("deadline_time"):
+        if not task.HasField("remaining"):
             return Deadline.after(self._task_timeout_s)
-        return Deadline(unix_s_from_timestamp(task.deadline_time))
+        return Deadline.after(seconds_from_duration(task.remaining))
 
     def status(self) -> worker_pb2.WatchStatusResponse:
         """The state that WatchStatus reports now."""
@@ -176,7 +178,7 @@ def _work_from_proto(task: prefill_pb2.PrefillTask, deadline: Deadline) -> Prefi
             handoff_endpoint=task.decode_endpoint,
             start_token=task.start_token,
             end_token=len(task.token_ids),
-            deadline_unix_s=deadline.unix_s,
+            deadline_s=deadline.monotonic_s,
             with_logits=task.send_logits,
         ),
         sampling=sampling_from_proto(task.sampling, ()) if task.HasField("sampling") else None,

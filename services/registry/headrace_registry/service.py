@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import time
 from collections.abc import AsyncIterator
 from typing import Any, Final, TypeAlias
 
@@ -13,10 +15,12 @@ from headrace_common.access.roles import Role, current_caller
 from headrace_common.durations import duration_from_seconds, seconds_from_duration
 from headrace_common.errors import PermissionDenied, QueueFull
 from headrace_common.identity import is_worker_id
-from headrace_common.limits import PAGE_SIZE_MAX
+from headrace_common.limits import CLOCK_OFFSET_NOTED_S, PAGE_SIZE_MAX
 from headrace_common.registry.policy import DEFAULT_RETRY_BUDGET
 from headrace_registry import validation
 from headrace_registry.store.base import Store
+
+_LOG = logging.getLogger(__name__)
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
@@ -69,6 +73,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 **validation.member_violations(request.member, "member"),
                 **validation.ttl_violations(request.ttl, "ttl"),
                 **validation.ticket_key_violations(request.ticket_key, "ticket_key"),
+                **validation.start_violations(request, time.time_ns(), "member.start_unix_ns"),
             }
         )
         _require_own_identity(request.member)
@@ -85,14 +90,28 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         ticket_key = b""
         if request.member.role in _TICKET_ROLES:
             ticket_key = self._ticket_key or await self._store.ensure_ticket_key(request.ticket_key)
-        registration = await self._store.register(request.member, ttl_s)
+        self._note_offset(request)
+        member = validation.by_own_clock(request, time.time_ns())
+        registration = await self._store.register(member, ttl_s)
         return registry_pb2.RegisterResponse(
             lease_id=registration.lease_id,
             ttl=duration_from_seconds(registration.ttl_s),
             revision=registration.revision,
             prefix_hash_key=prefix_hash_key,
             ticket_key=ticket_key,
+            registration_order=registration.order,
         )
+
+    def _note_offset(self, request: registry_pb2.RegisterRequest) -> None:
+        """Warns of a clock that is far from this registry's."""
+        offset_s = validation.offset_ns(request, time.time_ns()) / 1e9
+        if abs(offset_s) >= CLOCK_OFFSET_NOTED_S:
+            _LOG.warning(
+                "the clock of %s is %.1f s %s this registry's. It is admitted, but times in traces and logs are wrong: "
+                "set the clocks of both hosts",
+                *(request.member.worker_id, abs(offset_s)),
+                "ahead of" if offset_s > 0 else "behind",
+            )
 
     async def KeepAlive(
         self, request_iterator: AsyncIterator[registry_pb2.KeepAliveRequest], context: _Context

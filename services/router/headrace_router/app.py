@@ -95,16 +95,24 @@ def assemble(
 
     `prefix_hash_key` and `ticket_key` return the deployment's keys, or 0 and no bytes while they are unknown.
     """
+
+    def count_refusal(worker_id: str, part: str) -> None:
+        metrics.count_ticket_refusal(worker_id, part)
+
     traces = TraceStore(config.trace_count)
     telemetry.add_exporter(StoreExporter(traces))
-    workers = WorkerDirectory(lambda endpoint: open_channel(endpoint, config), config.worker_wait_s)
+    workers = WorkerDirectory(
+        lambda endpoint: open_channel(endpoint, config),
+        config.worker_wait_s,
+        count_refusal,
+    )
     prefixes = PrefixCacheDirectory(
         lambda endpoint: open_channel(endpoint, config), prefix_hash_key
     )
     queue = PrefillQueue(config.max_queued_tasks, config.prefix_wait_s)
     admission = _build_admission(config, policy)
-    metrics = RouterMetrics(telemetry.metrics.meter, queue, admission, prefixes)
-    signer = TicketSigner(ticket_key, config.ticket_ttl_s)
+    metrics = RouterMetrics(telemetry.metrics.meter, queue, admission, prefixes, workers)
+    signer = TicketSigner(ticket_key, config.ticket_ttl_s, workers.unix_ns)
     dispatcher = RequestDispatcher(
         workers=workers,
         queue=queue,

@@ -111,8 +111,8 @@ class RouterConfig(ServiceConfig):
     )
     ticket_ttl_s: PositiveSeconds = Field(
         10.0,
-        description="Seconds in which a decode worker accepts this router's ticket. The clocks of the deployment must "
-        "differ by far less.",
+        description="Seconds in which a decode worker accepts this router's ticket, by the worker's clock, which this "
+        "router measures.",
     )
     trace_count: PositiveCount = Field(256, description="Requests that have their traces stored.")
 

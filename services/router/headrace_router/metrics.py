@@ -20,21 +20,26 @@ from headrace_common.telemetry import schema
 from headrace_router.admission.admission import Admission
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefix_cache.directory import PrefixCacheDirectory
+from headrace_router.workers.directory import WorkerDirectory
 
 _SAMPLE_INTERVAL_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Gauge:
-    """`read` returns the value of each queue by name, or one value. Infinity means that nothing is reported."""
+    """`read` returns a value for each value of `attribute`, or one value. Infinity means that nothing is reported."""
 
     name: str
     unit: str
     read: Callable[[], Mapping[str, float] | float]
+    attribute: str = schema.ATTRIBUTE_QUEUE
 
 
 def _gauges(
-    queue: PrefillQueue, admission: Admission, prefixes: PrefixCacheDirectory
+    queue: PrefillQueue,
+    admission: Admission,
+    prefixes: PrefixCacheDirectory,
+    workers: WorkerDirectory,
 ) -> tuple[_Gauge, ...]:
     def depths() -> Mapping[str, float]:
         estimate = queue.estimate()
@@ -53,12 +58,16 @@ def _gauges(
             "tokens": admission.max_queued_tokens,
         }
 
+    def clock_offsets_ms() -> Mapping[str, float]:
+        return {name: 1e3 * offset_s for name, offset_s in workers.clock_offsets_s().items()}
+
     return (
         _Gauge(schema.METRIC_QUEUE_DEPTH, "{item}", depths),
         _Gauge(schema.METRIC_QUEUE_LIMIT, "{item}", limits),
         _Gauge(schema.METRIC_QUEUE_AGE_MS, "ms", lambda: 1e3 * queue.estimate().oldest_age_s),
         _Gauge(schema.METRIC_QUEUE_WAIT_MS, "ms", lambda: 1e3 * queue.estimate().wait_s),
         _Gauge(schema.METRIC_PREFIX_FAULTS, "{worker}", lambda: len(prefixes.faults)),
+        _Gauge(schema.METRIC_CLOCK_OFFSET_MS, "ms", clock_offsets_ms, schema.ATTRIBUTE_WORKER_ID),
     )
 
 
@@ -74,13 +83,15 @@ class RouterMetrics:
         queue: PrefillQueue,
         admission: Admission,
         prefixes: PrefixCacheDirectory,
+        workers: WorkerDirectory,
     ) -> None:
         self._requests = meter.create_counter(schema.METRIC_REQUESTS, "{request}")
         self._migrations = meter.create_counter(schema.METRIC_MIGRATIONS, "{migration}")
+        self._ticket_refusals = meter.create_counter(schema.METRIC_TICKET_REFUSALS, "{ticket}")
         self._first_token = meter.create_histogram(schema.METRIC_TIME_TO_FIRST_TOKEN_MS, "ms")
         self._gauges = tuple(
-            (meter.create_gauge(gauge.name, gauge.unit), gauge.read)
-            for gauge in _gauges(queue, admission, prefixes)
+            (meter.create_gauge(gauge.name, gauge.unit), gauge)
+            for gauge in _gauges(queue, admission, prefixes, workers)
         )
         self._task = asyncio.create_task(self._sample_forever(), name="router-metrics")
 
@@ -106,15 +117,21 @@ class RouterMetrics:
         """Counts a response that has started and needs another attempt. `reason` is the error's."""
         self._migrations.add(1, {schema.ATTRIBUTE_END_REASON: reason})
 
+    def count_ticket_refusal(self, worker_id: str, part: str) -> None:
+        """Counts a ticket that a decode worker refused. `part` is the part of the ticket."""
+        self._ticket_refusals.add(
+            1, {schema.ATTRIBUTE_WORKER_ID: worker_id, schema.ATTRIBUTE_TICKET_PART: part}
+        )
+
     def sample(self) -> None:
         """Sets every gauge to its current value."""
-        for gauge, read in self._gauges:
-            value = read()
+        for instrument, gauge in self._gauges:
+            value = gauge.read()
             if isinstance(value, Mapping):
-                for queue, items in value.items():
-                    gauge.set(items, {schema.ATTRIBUTE_QUEUE: queue})
+                for name, items in value.items():
+                    instrument.set(items, {gauge.attribute: name})
             elif math.isfinite(value):
-                gauge.set(value)
+                instrument.set(value)
 
     async def close(self) -> None:
         """Stops sampling."""

@@ -147,11 +147,12 @@ class KvAware(Placement):
         faults = (
             table.flags(request.suspect),
             ~table.reachable,
+            table.refuses_tickets,
             table.requests >= table.max_num_seqs,
             (missing >= max(1, policy.local_prefill_max_tokens)) & ~paired & wants_remote,
         )
-        unfitness = sum(flags.astype(np.int64) << (3 - i) for i, flags in enumerate(faults))
-        fit = usable & (unfitness == np.min(unfitness, where=usable, initial=1 << 4))
+        unfitness = sum(flags.astype(np.int64) << i for i, flags in enumerate(reversed(faults)))
+        fit = usable & (unfitness == np.min(unfitness, where=usable, initial=1 << len(faults)))
         row = self._draw(costs, table.requests, fit, policy.temperature)
         remote = wants_remote
         if wants_remote:
@@ -221,7 +222,7 @@ def _remote_pays(
     return True, why
 
 
-_FAULTS = ("suspect", "unreachable", "full", "unpaired")
+_FAULTS = ("suspect", "unreachable", "refuses tickets", "full", "unpaired")
 
 
 def _explained(

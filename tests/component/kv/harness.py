@@ -153,7 +153,7 @@ class Rig:
             handoff_endpoint=self.endpoint,
             start_token=transfer.reservation.start_token,
             end_token=transfer.reservation.end_token,
-            deadline_unix_s=time.time() + timeout_s,
+            deadline_s=time.monotonic() + timeout_s,
         )
 
     def start(self, token_count: int = TOKENS, **reservation: Any) -> IncomingTransfer:

@@ -256,5 +256,13 @@ def worker(
     )
 
 
+def ordered(member: registry_pb2.Member, order: int) -> registry_pb2.Member:
+    """The record after a registration that gave this order."""
+    record = registry_pb2.Member()
+    record.CopyFrom(member)
+    record.registration_order = order
+    return record
+
+
 def reference(member: registry_pb2.Member) -> registry_pb2.MemberRef:
     return registry_pb2.MemberRef(worker_id=member.worker_id, incarnation=member.incarnation)

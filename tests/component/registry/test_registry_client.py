@@ -16,7 +16,6 @@ import pytest
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import (
-    Conflict,
     InvalidRequest,
     RegistryUnavailable,
     StaleIncarnation,
@@ -30,6 +29,7 @@ from tests.component.registry.harness import (
     joined,
     kv_descriptor,
     registry_process,
+    registry_stub,
     running_registry,
     viewing,
     worker,
@@ -162,12 +162,30 @@ async def test_start_waits_for_a_registry(registry: Registry) -> None:
 async def test_a_rejected_record_ends_the_start(registry: Registry) -> None:
     wrong = worker()
     wrong.endpoint = ""
-    async with joined(registry.endpoint, worker(generation=2)):
-        for record, kind in ((wrong, InvalidRequest), (worker(generation=1), Conflict)):
-            refused = Membership(registry.endpoint, record)
-            with pytest.raises(kind):
-                await refused.start(5)
-            await refused.stop()
+    refused = Membership(registry.endpoint, wrong)
+    with pytest.raises(InvalidRequest):
+        await refused.start(5)
+    await refused.stop()
+
+
+async def test_a_newer_incarnation_displaces_an_older_one_for_good(
+    registry: Registry, caplog: pytest.LogCaptureFixture
+) -> None:
+    older = Membership(registry.endpoint, worker(generation=1), ttl_s=1)
+    await older.start(5)
+    # It was restarted, and its clock was set back meanwhile.
+    restarted = worker(generation=2)
+    restarted.start_unix_ns -= 3600 * 10**9
+    newer = Membership(registry.endpoint, restarted, ttl_s=1)
+    await newer.start(5)
+    await until(lambda: not older.registered, 5, "the end of the older one's lease")
+    await until(lambda: "newer incarnation" in caplog.text, 5, "its next registration")
+    async with registry_stub(registry.endpoint) as stub:
+        listed = await stub.ListMembers(registry_pb2.ListMembersRequest())
+    assert [member.incarnation for member in listed.members] == [restarted.incarnation]
+    assert newer.registered
+    await older.stop()
+    await newer.stop()
 
 
 async def test_a_descriptor_is_requested_once(registry: Registry, cache: DescriptorCache) -> None:

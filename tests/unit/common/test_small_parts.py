@@ -24,12 +24,22 @@ def test_a_deadline_counts_down(seconds: float) -> None:
 
 
 def test_the_error_of_an_expired_deadline_names_the_awaited_event() -> None:
-    deadline = Deadline(time.time() - 5)
+    deadline = Deadline.after(-5)
     assert deadline.expired
     assert deadline.remaining_s() == 0
     with pytest.raises(DeadlineExceeded, match="layer 3 of rank 0") as caught:
         deadline.check("layer 3 of rank 0")
     assert caught.value.metadata == {"waited_for": "layer 3 of rank 0"}
+
+
+@pytest.mark.parametrize("step_s", [-3600.0, 3600.0])
+def test_a_wall_clock_that_is_set_moves_no_deadline(
+    monkeypatch: pytest.MonkeyPatch, step_s: float
+) -> None:
+    deadline = Deadline.after(30)
+    set_s = time.time() + step_s
+    monkeypatch.setattr(time, "time", lambda: set_s)
+    assert 20 < deadline.remaining_s() <= 30
 
 
 def test_ids_have_their_documented_form_and_differ() -> None:

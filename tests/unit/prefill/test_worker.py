@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 
@@ -12,6 +11,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.config import ServiceConfig
+from headrace_common.deadlines import Deadline
 from headrace_common.errors import InternalError, TransferFailed
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.setup import Telemetry, init_telemetry
@@ -113,7 +113,7 @@ def task(name: str = "x1", seconds: float = 30, **changes: object) -> prefill_pb
         "traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
     }
     message = prefill_pb2.PrefillTask(**{**fields, **changes})  # type: ignore[arg-type]
-    message.deadline_time.FromNanoseconds(int((time.time() + seconds) * 1e9))
+    message.remaining.FromNanoseconds(int(seconds * 1e9))
     return message
 
 
@@ -223,6 +223,19 @@ async def test_the_deadline_ends_a_task_and_the_engines_work(telemetry: Telemetr
     done = await worker_of(slow, telemetry).run(task(seconds=0.05))
     assert done.reason == "DEADLINE_EXCEEDED"
     assert quiet.is_set()
+
+
+async def test_a_transfer_s_deadline_is_the_time_that_the_task_has_left(
+    telemetry: Telemetry,
+) -> None:
+    remaining_s: list[float] = []
+
+    async def note(work: PrefillWork) -> PrefillOutcome:
+        remaining_s.append(Deadline(work.target.deadline_s).remaining_s())
+        return OUTCOME
+
+    await worker_of(note, telemetry).run(task(seconds=1000))
+    assert 900 < remaining_s[0] <= 1000
 
 
 async def test_a_cancelled_task_is_reported_after_the_engine_has_stopped(

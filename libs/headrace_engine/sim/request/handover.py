@@ -58,7 +58,7 @@ class Handover:
         except HeadraceError as exc:
             self.fail(exc)
         try:
-            async with asyncio.timeout(max(0.0, target.deadline_unix_s - time.time())):
+            async with asyncio.timeout(max(0.0, target.deadline_s - time.monotonic())):
                 await self.quiesced.wait()
         except TimeoutError:
             detail = f"transfer {target.transfer_id} ran out of time"

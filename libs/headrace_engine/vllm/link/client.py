@@ -16,7 +16,7 @@ import uvloop
 
 from headrace.engine.v1 import link_pb2, link_pb2_grpc
 from headrace_common.deadlines import Deadline
-from headrace_common.durations import timestamp_from_unix_s
+from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import DeadlineExceeded, from_reason
 from headrace_common.rpc.channel import LOCAL_OPTIONS
 from headrace_kv.layout.layout import KvDescriptor, WorkerRef
@@ -99,7 +99,7 @@ class Link:
             query_id=query_id,
             worker_id=ref.worker_id,
             incarnation=ref.incarnation,
-            deadline_time=timestamp_from_unix_s(deadline.unix_s),
+            remaining=duration_from_seconds(deadline.remaining_s()),
         )
         self._enqueue(link_pb2.AttachRequest(descriptor_query=query))
         try:

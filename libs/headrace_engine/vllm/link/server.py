@@ -14,7 +14,7 @@ import grpc.aio
 
 from headrace.engine.v1 import link_pb2, link_pb2_grpc
 from headrace_common.deadlines import Deadline
-from headrace_common.durations import timestamp_from_unix_s, unix_s_from_timestamp
+from headrace_common.durations import duration_from_seconds, seconds_from_duration
 from headrace_common.errors import HeadraceError, InternalError, ProtocolViolation
 from headrace_common.rpc.channel import LOCAL_OPTIONS
 from headrace_engine.vllm.link.messages import (
@@ -143,7 +143,7 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
     def arriving(self, transfer_id: str, deadline: Deadline) -> None:
         """Reports to the scheduler that all but the last layers of a transfer have arrived."""
         arriving = link_pb2.Arriving(
-            transfer_id=transfer_id, deadline_time=timestamp_from_unix_s(deadline.unix_s)
+            transfer_id=transfer_id, remaining=duration_from_seconds(deadline.remaining_s())
         )
         self._send(self._scheduler, link_pb2.AttachResponse(arriving=arriving))
 
@@ -240,7 +240,7 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
 
     async def _answer(self, peer: _Peer, query: link_pb2.DescriptorQuery) -> None:
         answer = link_pb2.DescriptorAnswer(query_id=query.query_id)
-        deadline = Deadline(unix_s_from_timestamp(query.deadline_time))
+        deadline = Deadline.after(seconds_from_duration(query.remaining))
         try:
             found = await self._descriptors(WorkerRef(query.worker_id, query.incarnation), deadline)
             answer.descriptor.CopyFrom(descriptor_to_proto(found))

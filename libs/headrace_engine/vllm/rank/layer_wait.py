@@ -102,8 +102,8 @@ class LayerWait:
         start_s = time.monotonic()
         if self._wait_end_s is None:
             self._wait_end_s = start_s + self._wait_s
-        deadline_unix_s = min(load.deadline_unix_s for load in missing)
-        left_s = min(self._wait_end_s - start_s, deadline_unix_s - time.time())
+        deadline_s = min(load.deadline_s for load in missing)
+        left_s = min(self._wait_end_s, deadline_s) - start_s
         if left_s <= 0:
             return False
         self._changed.wait(left_s)
@@ -111,10 +111,10 @@ class LayerWait:
 
     def _abandon_expired(self, missing: Sequence[OverlappedLoad]) -> None:
         """Abandons the transfers that have no time left."""
-        now_s = time.time()
-        left_s = (self._wait_end_s or 0.0) - time.monotonic()
+        now_s = time.monotonic()
+        left_s = (self._wait_end_s or 0.0) - now_s
         for load in missing:
-            if left_s <= 0 or now_s >= load.deadline_unix_s:
+            if left_s <= 0 or now_s >= load.deadline_s:
                 log.warning(
                     "transfer %s is abandoned: a step waited %.3g s, and layer %d has not arrived",
                     load.transfer_id,

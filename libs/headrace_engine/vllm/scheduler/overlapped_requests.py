@@ -21,7 +21,7 @@ class _Overlapped:
 
     request_id: str
     block_ids: tuple[int, ...]
-    deadline_unix_s: float
+    deadline_s: float
     started: bool = False
     finished: bool = False
     lost: bool = False
@@ -38,7 +38,7 @@ class _Overlapped:
 
     def plan_load(self, transfer_id: str) -> OverlappedLoad:
         self.loss_planned = self.lost
-        return OverlappedLoad(transfer_id, self.block_ids, self.deadline_unix_s, self.lost)
+        return OverlappedLoad(transfer_id, self.block_ids, self.deadline_s, self.lost)
 
 
 class OverlappedRequests:
@@ -65,10 +65,10 @@ class OverlappedRequests:
         transfer_id: str,
         request_id: str,
         block_ids: tuple[int, ...],
-        deadline_unix_s: float,
+        deadline_s: float,
     ) -> None:
         """vLLM takes the request for loaded, though its last layers are missing."""
-        self._by_transfer[transfer_id] = _Overlapped(request_id, block_ids, deadline_unix_s)
+        self._by_transfer[transfer_id] = _Overlapped(request_id, block_ids, deadline_s)
 
     def transfer_settled(self, transfer_id: str, whole: bool) -> str | None:
         """No sender writes for a transfer any more. Ignores unknown transfers.

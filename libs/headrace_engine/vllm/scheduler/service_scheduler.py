@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.engine.v1 import link_pb2
-from headrace_common.durations import unix_s_from_timestamp
+from headrace_common.durations import seconds_from_duration
 from headrace_engine.vllm import continuation
 from headrace_engine.vllm.compat import block_counts
 from headrace_engine.vllm.link.client import Link
@@ -57,7 +58,7 @@ class ServiceConnectorScheduler(ConnectorScheduler):
         elif response.HasField("arriving"):
             arriving = response.arriving
             self._planner.transfer_overlap_ready(
-                arriving.transfer_id, unix_s_from_timestamp(arriving.deadline_time)
+                arriving.transfer_id, time.monotonic() + seconds_from_duration(arriving.remaining)
             )
         elif response.HasField("first_token"):
             first = response.first_token

@@ -49,27 +49,27 @@ class _Receive:
     """An incoming transfer that a request waits for.
 
     `add_token` appends the first token to a request that awaits it. It is None where no first token is awaited.
-    `overlap_deadline_unix_s`: the transfer's deadline once only its last layers are missing, 0 before that.
+    `overlap_deadline_s`: the transfer's deadline once only its last layers are missing, 0 before that.
     """
 
     request_id: str
     block_ids: tuple[int, ...]
     add_token: Callable[[int], None] | None
     whole: bool = False
-    overlap_deadline_unix_s: float = 0.0
+    overlap_deadline_s: float = 0.0
     cancelled: bool = False
 
     @property
     def ready(self) -> bool:
         """Whether the request may run."""
-        return self.add_token is None and (self.whole or self.overlap_deadline_unix_s > 0)
+        return self.add_token is None and (self.whole or self.overlap_deadline_s > 0)
 
     def arrive(self) -> None:
         self.whole = True
 
-    def start_overlap(self, deadline_unix_s: float) -> None:
+    def start_overlap(self, deadline_s: float) -> None:
         if not self.cancelled:
-            self.overlap_deadline_unix_s = deadline_unix_s
+            self.overlap_deadline_s = deadline_s
 
     def add_first_token(self, token_id: int) -> None:
         if self.add_token is not None:
@@ -79,7 +79,7 @@ class _Receive:
     def cancel(self) -> None:
         """The request has ended: it only waits until no sender writes into its blocks."""
         self.add_token = None
-        self.cancelled, self.overlap_deadline_unix_s = True, 0.0
+        self.cancelled, self.overlap_deadline_s = True, 0.0
 
 
 @dataclass(slots=True)
@@ -183,9 +183,9 @@ class StepPlanner:
         self._settled.append((transfer_id, whole))
         self._event.set()
 
-    def transfer_overlap_ready(self, transfer_id: str, deadline_unix_s: float) -> None:
+    def transfer_overlap_ready(self, transfer_id: str, deadline_s: float) -> None:
         """All but the last layers of an incoming transfer have arrived, on all ranks."""
-        self._overlap_ready.append((transfer_id, deadline_unix_s))
+        self._overlap_ready.append((transfer_id, deadline_s))
         self._event.set()
 
     def first_token_received(self, transfer_id: str, token_id: int) -> None:
@@ -245,10 +245,10 @@ class StepPlanner:
                 del self._receives[transfer_id]
                 plan.failed.append(receive.request_id)
         while self._overlap_ready:
-            transfer_id, deadline_unix_s = self._overlap_ready.popleft()
+            transfer_id, deadline_s = self._overlap_ready.popleft()
             receive = self._receives.get(transfer_id)
             if receive is not None:
-                receive.start_overlap(deadline_unix_s)
+                receive.start_overlap(deadline_s)
                 self._plan_received(plan, transfer_id, receive)
         while self._first_tokens:
             transfer_id, token_id = self._first_tokens.popleft()
@@ -267,7 +267,7 @@ class StepPlanner:
                 transfer_id,
                 receive.request_id,
                 receive.block_ids,
-                receive.overlap_deadline_unix_s,
+                receive.overlap_deadline_s,
             )
 
     def _plan_send(self, plan: StepPlan, send: _Send, request: ScheduledRequest) -> None:

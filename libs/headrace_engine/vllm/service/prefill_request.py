@@ -79,7 +79,7 @@ class PrefillRequest:
 
     async def outcome(self) -> PrefillOutcome:
         """See Engine.prefill."""
-        deadline = Deadline(self._work.target.deadline_unix_s)
+        deadline = Deadline(self._work.target.deadline_s)
         compute = asyncio.create_task(self._compute())
         failed = asyncio.create_task(self._failed.wait())
         quiet = asyncio.create_task(self._quiet.wait())

@@ -177,7 +177,7 @@ class FetchService(pair_pb2_grpc.PairServiceServicer):
 
     async def _wait(self, fetch: _Fetch, target: TransferTarget) -> pair_pb2.FetchResponse:
         try:
-            async with asyncio.timeout(max(0.0, Deadline(target.deadline_unix_s).remaining_s())):
+            async with asyncio.timeout(max(0.0, Deadline(target.deadline_s).remaining_s())):
                 await fetch.ended.wait()
         except TimeoutError:
             raise TransferTimeout(
@@ -208,6 +208,6 @@ class FetchService(pair_pb2_grpc.PairServiceServicer):
             handoff_endpoint=request.handoff_endpoint,
             start_token=request.start_token,
             end_token=request.end_token,
-            deadline_unix_s=deadline.unix_s,
+            deadline_s=deadline.monotonic_s,
         )
         return PendingFetch(target, request.prompt_digest)

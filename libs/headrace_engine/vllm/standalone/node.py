@@ -43,7 +43,7 @@ class TransferEvents:
     """Callbacks for incoming transfers. The node's loop calls them; they must not block.
 
     `whole`: the KV cache has arrived. `failed`: it will not arrive, and no sender writes it any more.
-    `overlap_ready(transfer_id, deadline_unix_s)`: only its last layers are missing.
+    `overlap_ready(transfer_id, deadline_s)`: only its last layers are missing.
     """
 
     whole: Callable[[str, TransferSummary], None]
@@ -145,7 +145,7 @@ class StandaloneNode:
 
     def arriving(self, transfer_id: str, deadline: Deadline) -> None:
         """See LayerArrivalListener, as for `layers_arrived`."""
-        self._events.overlap_ready(transfer_id, deadline.unix_s)
+        self._events.overlap_ready(transfer_id, deadline.monotonic_s)
 
     def layers_arrived(
         self, transfer_id: str, rank: int, layer_count: int, *, failed: bool

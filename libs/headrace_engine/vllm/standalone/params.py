@@ -62,7 +62,7 @@ def read_request(
         problems["transfer_id"] = "must not be empty"
     if params.get("first_token", "decode") != "decode":
         problems["first_token"] = "must be decode: the other ways need Headrace's services"
-    deadline = _read_deadline(params.get("deadline_unix_s"), timeout_s, problems)
+    deadline = _read_deadline(params, timeout_s, problems)
     pair_address = _read_pair_address(params, problems) if consumes else ""
     if problems:
         raise InvalidRequest(problems)
@@ -73,14 +73,23 @@ def read_request(
     )
 
 
-def _read_deadline(value: object, timeout_s: float, problems: dict[str, str]) -> Deadline:
-    latest_s = time.time() + timeout_s
-    if value is None:
-        return Deadline(latest_s)
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        problems["deadline_unix_s"] = "must be seconds since the Unix epoch"
-        return Deadline(latest_s)
-    return Deadline(min(float(value), latest_s))
+def _read_deadline(
+    params: Mapping[str, Any], timeout_s: float, problems: dict[str, str]
+) -> Deadline:
+    """The earliest of `timeout_s` and both parameters. Only `remaining_s` is independent of the hosts' wall clocks."""
+    left_s = timeout_s
+    for name, wanted, now_s in (
+        ("remaining_s", "seconds from now", 0.0),
+        ("deadline_unix_s", "seconds since the Unix epoch", time.time()),
+    ):
+        value = params.get(name)
+        if value is None:
+            continue
+        if isinstance(value, int | float) and math.isfinite(value):
+            left_s = min(left_s, value - now_s)
+        else:
+            problems[name] = f"must be {wanted}"
+    return Deadline.after(left_s)
 
 
 def _read_pair_address(params: Mapping[str, Any], problems: dict[str, str]) -> str:

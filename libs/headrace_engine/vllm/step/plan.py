@@ -30,7 +30,7 @@ class OverlappedLoad:
 
     transfer_id: str
     block_ids: tuple[int, ...]
-    deadline_unix_s: float
+    deadline_s: float
     lost: bool = False
 
 

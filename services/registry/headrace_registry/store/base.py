@@ -18,11 +18,15 @@ TICKET_KEY_BYTES: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """A granted lease of `ttl_s` seconds. `revision` is the revision of the member's record."""
+    """A granted lease of `ttl_s` seconds.
+
+    `revision` is the revision of the member's record, and `order` its registration order.
+    """
 
     lease_id: str
     ttl_s: int
     revision: int
+    order: int
 
 
 class Store(ABC):
@@ -60,7 +64,7 @@ class Store(ABC):
 
     @abstractmethod
     async def register(self, member: registry_pb2.Member, ttl_s: int) -> Registration:
-        """Grants a lease. Raises Conflict when a newer incarnation is registered.
+        """Grants a lease. Raises Conflict when a newer incarnation is registered. See `registered`.
 
         If the same incarnation is registered, a new lease replaces its lease and it keeps its
         descriptor.
@@ -123,11 +127,31 @@ def new_ticket_key() -> bytes:
     return secrets.token_bytes(TICKET_KEY_BYTES)
 
 
+def registered(
+    current: registry_pb2.Member | None, member: registry_pb2.Member, revision: int
+) -> registry_pb2.Member:
+    """The record of `member`, with the order of its incarnation among those of its worker.
+
+    The first registration of an incarnation makes it the newest one, whatever the clocks of hosts show: its order is
+    above `revision`, the store's current one. `current` is the worker's record. An order above the revision was granted
+    by no store with these records, so it counts as none: no member can place itself in the future.
+    """
+    record = registry_pb2.Member()
+    record.CopyFrom(member)
+    same = current is not None and current.incarnation == member.incarnation
+    if current is not None and same:
+        record.registration_order = current.registration_order
+    elif not 0 < member.registration_order <= revision:
+        record.registration_order = revision + 1
+    require_newer(current, record)
+    return record
+
+
 def require_newer(current: registry_pb2.Member | None, member: registry_pb2.Member) -> None:
     """Raises Conflict when `current` is a newer incarnation of the same worker than `member`."""
     if current is None or current.incarnation == member.incarnation:
         return
-    if (current.start_unix_ns, current.incarnation) > (member.start_unix_ns, member.incarnation):
+    if current.registration_order >= member.registration_order:
         raise Conflict(
             f"worker {member.worker_id} is registered with a newer incarnation, "
             f"{current.incarnation}: give this process another worker id, or stop one of the two",

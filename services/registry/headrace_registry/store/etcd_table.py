@@ -24,7 +24,7 @@ from headrace_registry.store.base import (
     Registration,
     new_prefix_hash_key,
     new_ticket_key,
-    require_newer,
+    registered,
     require_owner,
     require_policy_revision,
 )
@@ -84,18 +84,19 @@ class EtcdTable:
     def register(self, member: registry_pb2.Member, ttl_s: int) -> Registration:
         """As Store.register."""
         for _ in range(_ATTEMPTS):
-            found = self._read(_member_key(member.worker_id))
+            found, revision_read = self._read_at(_member_key(member.worker_id))
             current = _parse_member(found)
-            require_newer(current, member)
+            record = registered(current, member, revision_read)
             kept = self._descriptor_of_same_incarnation(current, member)
             lease = self._client.lease(ttl_s)
-            revision = self._put_member(member, lease.id, found, kept)
+            revision = self._put_member(record, lease.id, found, kept)
             if revision is None:
                 self.revoke(lease.id)
                 continue
             if found is not None and found.lease:
                 self.revoke(found.lease)
-            return Registration(f"{lease.id:x}", int(lease.ttl), revision)
+            order = record.registration_order
+            return Registration(f"{lease.id:x}", int(lease.ttl), revision, order)
         raise _conflict(f"member {member.worker_id}")
 
     def has_member(self, lease: int) -> bool:
@@ -186,8 +187,13 @@ class EtcdTable:
         return self.prefix + key
 
     def _read(self, key: str) -> Record | None:
+        return self._read_at(key)[0]
+
+    def _read_at(self, key: str) -> tuple[Record | None, int]:
+        """A record, and etcd's revision at that moment."""
         response = self._client.get_response(self._key(key))
-        return self.parse_record(response.kvs[0]) if response.kvs else None
+        found = self.parse_record(response.kvs[0]) if response.kvs else None
+        return found, int(response.header.revision)
 
     def _descriptor_of_same_incarnation(
         self, current: registry_pb2.Member | None, member: registry_pb2.Member

@@ -18,7 +18,7 @@ from headrace_registry.store.base import (
     descriptor_missing,
     new_prefix_hash_key,
     new_ticket_key,
-    require_newer,
+    registered,
     require_owner,
     require_policy_revision,
 )
@@ -72,7 +72,7 @@ class MemoryStore(Store):
             lease.timer.cancel()
 
     async def register(self, member: registry_pb2.Member, ttl_s: int) -> Registration:
-        require_newer(self.members.get(member.worker_id), member)
+        member = registered(self.members.get(member.worker_id), member, self.revision)
         previous = self._leases.get(self._lease_ids.get(member.worker_id, ""))
         descriptor = None
         if previous is not None:
@@ -87,7 +87,7 @@ class MemoryStore(Store):
         self._lease_ids[member.worker_id] = lease_id
         revision = self._feed.revision + 1
         self._feed.apply(revision, {member.worker_id: member})
-        return Registration(lease_id, ttl_s, revision)
+        return Registration(lease_id, ttl_s, revision, member.registration_order)
 
     async def keep_alive(self, lease_id: str) -> float | None:
         lease = self._leases.get(lease_id)

@@ -182,7 +182,6 @@ class Attempt:
             *(self._request, self._decision),
             start_token=reserved.start_token,
             first_token=self._first_token_by,
-            deadline_unix_s=self._deadline.unix_s,
             traceparent=self._span.traceparent,
         )
         try:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from opentelemetry import trace
 
 from headrace.inference.v1 import inference_pb2, sampling_pb2
@@ -25,7 +23,7 @@ def finish_response(
 ) -> None:
     """Ends the response. `attempt` is the last one, or None if the client had every token already."""
     response = request.response
-    now_unix_ns = time.time_ns()
+    now_unix_ns = response.now_unix_ns()
     first_unix_ns = response.first_token_unix_ns or now_unix_ns
     last_unix_ns = response.last_token_unix_ns or now_unix_ns
     prefill_worker = attempt.prefill_worker if attempt is not None else None

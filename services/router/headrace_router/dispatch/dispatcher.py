@@ -171,7 +171,7 @@ class RequestDispatcher:
             refs = self._queue.pulling_workers().get(fingerprint(worker.layout), frozenset())
             cached = self._prefixes.cached_refs(worker.model, token_ids, refs)
         return TaskTerms(
-            deadline_unix_s=deadline.unix_s,
+            deadline_s=deadline.monotonic_s,
             avoid=avoid | self._workers.distrusted(worker.ref),
             cached=cached,
             returns_max=self._budget,
@@ -288,6 +288,8 @@ class RequestDispatcher:
             error.add_metadata(attempts=str(number))
             if isinstance(error, WorkerGone) and "grpc_code" in error.metadata:
                 self._workers.mark_unreachable(attempt.decode_worker)
+            if isinstance(error, WorkerGone) and "ticket" in error.metadata:
+                self._record_refusal(attempt.decode_worker, error)
             response = request.response
             may_retry = retries.record_failure(
                 attempt.failure(error),
@@ -301,3 +303,8 @@ class RequestDispatcher:
             if response.completion_tokens:
                 self._on_migration(error.reason)
             return None
+
+    def _record_refusal(self, worker: WorkerRef, error: WorkerGone) -> None:
+        why = error.metadata["ticket"]
+        stamp = error.metadata.get("unix_ns", "")
+        self._workers.ticket_refused(worker, why, int(stamp) if stamp.isdecimal() else 0)

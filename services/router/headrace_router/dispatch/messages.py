@@ -5,7 +5,6 @@ from __future__ import annotations
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import first_token_pb2
 from headrace.prefill.v1 import prefill_pb2
-from headrace_common.durations import timestamp_from_unix_s
 from headrace_router.dispatch.first_token import BY_DECODE, BY_PREFILL, FROM_LOGITS, Policy
 from headrace_router.placement import Decision
 from headrace_router.request.validation import PreparedRequest
@@ -41,7 +40,6 @@ def prefill_task(
     *,
     start_token: int,
     first_token: Policy,
-    deadline_unix_s: float,
     traceparent: str,
 ) -> prefill_pb2.PrefillTask:
     """The task that computes the KV cache for `request`, from the reservation's `start_token`.
@@ -57,7 +55,6 @@ def prefill_task(
         decode_worker_id=worker.ref.worker_id,
         decode_incarnation=worker.ref.incarnation,
         decode_endpoint=worker.endpoint,
-        deadline_time=timestamp_from_unix_s(deadline_unix_s),
         traceparent=traceparent,
         sampling=request.sampling if first_token == BY_PREFILL else None,
         send_logits=first_token == FROM_LOGITS,

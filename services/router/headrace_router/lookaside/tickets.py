@@ -7,6 +7,7 @@ the router, which queues the prompt.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -16,7 +17,7 @@ from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import inference_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.deadlines import Deadline
-from headrace_common.durations import timestamp_from_unix_s
+from headrace_common.durations import duration_from_seconds, timestamp_from_unix_s
 from headrace_common.errors import (
     DeadlineExceeded,
     DuplicateTransfer,
@@ -105,15 +106,20 @@ class LookAside:
             stop_token_ids=call.stop_token_ids,
             remote_prefill=call.remote_prefill,
             ticket=ticket,
-            expire_time=timestamp_from_unix_s(Deadline.after(self._signer.ttl_s).unix_s),
+            expire_time=timestamp_from_unix_s(time.time() + self._signer.ttl_s),
             traceparent=traceparent,
             generated_token_count=call.generated_token_count,
+            ticket_lifetime=duration_from_seconds(self._signer.ttl_s),
         )
 
     def check(self, request: inference_pb2.PrefillRequest) -> decode_pb2.TicketClaims:
         """The claims of a reservation's ticket. Raises Unauthenticated or InvalidRequest."""
         claims = check_ticket(
-            self._signer.key, decode_request_of(request.direct), None, late_s=self._late_s
+            self._signer.key,
+            decode_request_of(request.direct),
+            None,
+            late_s=self._late_s,
+            clock=self._workers.unix_ns,
         )
         end_token = len(request.direct.token_ids) - 1
         if not request.direct.remote_prefill or request.start_token >= end_token:
@@ -149,7 +155,6 @@ class LookAside:
             decode_worker_id=worker.ref.worker_id,
             decode_incarnation=worker.ref.incarnation,
             decode_endpoint=worker.endpoint,
-            deadline_time=timestamp_from_unix_s(deadline.unix_s),
             traceparent=direct.traceparent,
         )
         terms = self._dispatcher.task_terms(worker, direct.token_ids, deadline)

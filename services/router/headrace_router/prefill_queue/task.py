@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from headrace.prefill.v1 import prefill_pb2
+from headrace_common.deadlines import Deadline
+from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import HeadraceError
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 
@@ -33,12 +35,12 @@ class TaskOutcome:
 class TaskTerms:
     """What a request asks of the queue for its task.
 
-    The queue never hands the task to a worker in `avoid`. `cached` gives the prompt tokens that each worker has cached.
-    A worker may return the task unopened `returns_max` times. `front` puts the task before all tasks that were never
-    handed out.
+    `deadline_s` is by the router's monotonic clock. The queue never hands the task to a worker in `avoid`. `cached`
+    gives the prompt tokens that each worker has cached. A worker may return the task unopened `returns_max` times.
+    `front` puts the task before all tasks that were never handed out.
     """
 
-    deadline_unix_s: float
+    deadline_s: float
     avoid: frozenset[WorkerRef] = frozenset()
     cached: Mapping[WorkerRef, int] = field(default_factory=dict)
     returns_max: int = 0
@@ -68,7 +70,7 @@ class QueuedTask:
         self.returns_left = terms.returns_max
         self.order: TaskOrder = (
             _AT_FRONT if terms.front else _IN_TURN,
-            terms.deadline_unix_s,
+            terms.deadline_s,
             number,
         )
         self.tasks_ahead = 0
@@ -86,6 +88,7 @@ class QueuedTask:
         self.first_token: asyncio.Future[prefill_pb2.FirstToken] = loop.create_future()
         """For a task with `sampling`: settled before `outcome`, unless the outcome is an error."""
         self._preferred_workers: list[WorkerRef] | None = None
+        self._deadline = Deadline(terms.deadline_s)
         self._cancel = cancel
 
     @property
@@ -105,6 +108,13 @@ class QueuedTask:
     def cached_tokens(self, ref: WorkerRef) -> int:
         """Prompt tokens that the worker need not compute."""
         return min(self.tokens, self.cached.get(ref, 0)) if self.cached else 0
+
+    def message(self) -> prefill_pb2.PullResponse:
+        """The task for a worker, with the time that is left for it now."""
+        message = prefill_pb2.PullResponse(task=self.task)
+        remaining_s = self._deadline.remaining_s()
+        message.task.remaining.CopyFrom(duration_from_seconds(remaining_s))
+        return message
 
     def joined_queue(self, tasks_ahead: int) -> None:
         """The task joined the queue behind `tasks_ahead` others."""

@@ -63,7 +63,7 @@ class PrefillWorkerStream:
         self.load_tokens += queued.tokens - queued.cached_tokens(self.ref)
         self.tasks[queued.task.transfer_id] = queued
         queued.handed_to(self.ref, now_s)
-        self.outbox.put_nowait(prefill_pb2.PullResponse(task=queued.task))
+        self.outbox.put_nowait(queued.message())
 
     def send_cancel(self, transfer_id: str) -> None:
         """Asks the worker to stop a task."""

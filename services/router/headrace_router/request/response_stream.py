@@ -59,6 +59,7 @@ class ResponseStream:
         self._readable = asyncio.Event()
         self._drained = asyncio.Event()
         self._pace = FlushPace(load or LoopLoad())
+        self._start_unix_ns, self._start_ns = time.time_ns(), time.monotonic_ns()
         self.finish_reason: sampling_pb2.FinishReason.ValueType = (
             sampling_pb2.FINISH_REASON_UNSPECIFIED
         )
@@ -97,6 +98,12 @@ class ResponseStream:
             return sampling_pb2.FINISH_REASON_STOP
         return ended_by(self._request, self._generated)
 
+    def now_unix_ns(self) -> int:
+        """The wall clock of the response's start, continued by the monotonic clock: a clock that is set changes no
+        duration.
+        """
+        return self._start_unix_ns + time.monotonic_ns() - self._start_ns
+
     async def add_first_tokens(
         self, tokens: decode_pb2.Tokens, maker: first_token_pb2.FirstTokenPolicy.ValueType
     ) -> None:
@@ -111,7 +118,7 @@ class ResponseStream:
         """Adds tokens from a worker. Waits while more than PENDING_TOKENS_MAX tokens are not sent yet."""
         if self.stopped or not tokens.token_ids:
             return
-        now_unix_ns = time.time_ns()
+        now_unix_ns = self.now_unix_ns()
         if not self.started:
             self.first_token_unix_ns = now_unix_ns
         elif not self.second_token_unix_ns:

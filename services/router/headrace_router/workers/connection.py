@@ -14,7 +14,9 @@ import grpc.aio
 
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_common.durations import duration_from_seconds
+from headrace_common.limits import CLOCK_OFFSET_NOTED_S
 from headrace_kv.layout.layout import WorkerRef
+from headrace_router.workers.clock import WorkerClock
 from headrace_router.workers.table import Load, Worker
 
 _LOG = logging.getLogger(__name__)
@@ -23,6 +25,8 @@ _STATUS_INTERVAL_S = 1.0
 # A worker without a status message for this long counts as unreachable.
 _STATUS_TIMEOUT_S = 3.0
 _RECONNECT_S = 0.5
+# A worker that refuses this router's tickets ranks after all others for this long, then gets another request.
+_REFUSAL_PAUSE_S = 5.0
 
 
 class LoadReservation:
@@ -54,6 +58,9 @@ class WorkerConnection:
         self._on_load = on_load
         self._status: worker_pb2.WatchStatusResponse | None = None
         self._status_monotonic_s = 0.0
+        self.clock = WorkerClock()
+        self._noted_offset_s = 0.0
+        self._refuses_until_s = 0.0
         self._retired = False
         self._closing: asyncio.Task[None] | None = None
         self._watch = asyncio.create_task(self._watch_status())
@@ -79,6 +86,7 @@ class WorkerConnection:
             total_tokens=status.total_blocks * block_tokens,
             reachable=self._status is not None,
             draining=status.state == worker_pb2.WatchStatusResponse.STATE_DRAINING,
+            refuses_tickets=time.monotonic() < self._refuses_until_s,
         )
 
     def external_request_count(self) -> int:
@@ -115,6 +123,24 @@ class WorkerConnection:
         """A connection to the worker has broken: it is unreachable until its next status."""
         self._set_status(None)
 
+    def ticket_refused(self, why: str, worker_unix_ns: int) -> None:
+        """The worker refused a ticket of this router. `why` names the part of the ticket.
+
+        `worker_unix_ns` is the worker's clock at that moment, 0 when it did not say. The refusal of an expired ticket
+        with that time is no reason to avoid the worker: the next ticket is made for its clock.
+        """
+        if why == "expiry" and worker_unix_ns:
+            self.clock.answered(worker_unix_ns, request_ns=None, received_ns=time.monotonic_ns())
+        else:
+            self._refuses_until_s = time.monotonic() + _REFUSAL_PAUSE_S
+        _LOG.warning(
+            "decode worker %s refused this router's ticket (%s). Its clock is %.3f s ahead of this router's%s",
+            *(self.worker.ref, why, self.clock.offset_s()),
+            "" if self.clock.known else ", as far as is known: it does not send its time",
+        )
+        self._note_offset()
+        self._on_load(self)
+
     def retire(self) -> None:
         """The worker has left the registry. Requests on it may still end."""
         self._retired = True
@@ -136,6 +162,32 @@ class WorkerConnection:
         self._status = status
         self._on_load(self)
 
+    def _read_clock(self, status: worker_pb2.WatchStatusResponse, request_ns: int | None) -> None:
+        """Updates the worker's clock. `request_ns` is set for the first message, by the monotonic clock."""
+        if not status.sent_unix_ns:
+            return
+        now_ns = time.monotonic_ns()
+        if request_ns is None:
+            self.clock.received(status.sent_unix_ns, received_ns=now_ns)
+        else:
+            self.clock.answered(status.sent_unix_ns, request_ns=request_ns, received_ns=now_ns)
+        self._note_offset()
+
+    def _note_offset(self) -> None:
+        """Reports an offset that has changed."""
+        offset_s = self.clock.offset_s()
+        if abs(offset_s - self._noted_offset_s) < CLOCK_OFFSET_NOTED_S:
+            return
+        self._noted_offset_s = offset_s
+        if abs(offset_s) < CLOCK_OFFSET_NOTED_S:
+            _LOG.info("the clock of decode worker %s agrees with this router's", self.worker.ref)
+            return
+        _LOG.warning(
+            "the clock of decode worker %s is %.1f s %s this router's. Tickets allow for it, but times in traces and "
+            "logs are wrong: set the clocks of both hosts",
+            *(self.worker.ref, abs(offset_s), "ahead of" if offset_s > 0 else "behind"),
+        )
+
     async def _watch_status(self) -> None:
         stub = worker_pb2_grpc.WorkerServiceStub(self.channel)
         request = worker_pb2.WatchStatusRequest(
@@ -143,12 +195,15 @@ class WorkerConnection:
         )
         while True:
             try:
+                request_ns: int | None = time.monotonic_ns()
                 call = stub.WatchStatus(request)
                 while True:
                     async with asyncio.timeout(_STATUS_TIMEOUT_S):
                         status: Any = await call.read()
                     if status is grpc.aio.EOF or status.incarnation != self.worker.ref.incarnation:
                         break
+                    self._read_clock(status, request_ns)
+                    request_ns = None
                     self._set_status(status)
             except (grpc.aio.AioRpcError, TimeoutError) as error:
                 if self._status is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable
 
 import grpc.aio
@@ -23,10 +24,14 @@ class WorkerDirectory:
     """
 
     def __init__(
-        self, open_channel: Callable[[str], grpc.aio.Channel], worker_wait_s: float = 0.0
+        self,
+        open_channel: Callable[[str], grpc.aio.Channel],
+        worker_wait_s: float = 0.0,
+        on_ticket_refused: Callable[[str, str], None] | None = None,
     ) -> None:
-        """`worker_wait_s`: see RouterConfig."""
+        """`worker_wait_s`: see RouterConfig. `on_ticket_refused` gets a worker's id and the part of the ticket."""
         self._open_channel = open_channel
+        self._on_ticket_refused = on_ticket_refused
         self._connections: dict[WorkerRef, WorkerConnection] = {}
         self._tables: dict[str, LoadTable] = {}
         self._availability = WorkerAvailability(worker_wait_s)
@@ -97,6 +102,27 @@ class WorkerDirectory:
         """Prefill workers from which a decode worker rejects transfers."""
         connection = self._connections.get(ref)
         return frozenset() if connection is None else connection.distrusted
+
+    def unix_ns(self, worker_id: str, incarnation: str) -> int:
+        """A worker's wall clock now. This router's own when the worker has left or has not sent its time."""
+        connection = self._connections.get(WorkerRef(worker_id, incarnation))
+        return time.time_ns() if connection is None else connection.clock.unix_ns()
+
+    def clock_offsets_s(self) -> dict[str, float]:
+        """By worker id, how far the worker's wall clock is ahead of this router's."""
+        return {
+            ref.worker_id: connection.clock.offset_s()
+            for ref, connection in self._connections.items()
+            if connection.clock.known
+        }
+
+    def ticket_refused(self, ref: WorkerRef, why: str, worker_unix_ns: int) -> None:
+        """A worker refused a ticket of this router: see WorkerConnection."""
+        connection = self._connections.get(ref)
+        if connection is not None:
+            connection.ticket_refused(why, worker_unix_ns)
+        if self._on_ticket_refused is not None:
+            self._on_ticket_refused(ref.worker_id, why)
 
     def mark_unreachable(self, ref: WorkerRef) -> None:
         """A connection to the worker has broken. Placement prefers all others until it reports again."""

@@ -15,6 +15,7 @@ from headrace_registry.store.etcd_store import EtcdStore
 from tests.component.registry.harness import (
     EtcdServer,
     kv_descriptor,
+    ordered,
     reference,
     registry_stub,
     running_registry,
@@ -43,7 +44,7 @@ async def test_registries_over_one_etcd_agree(shared_etcd: EtcdServer, etcd_pref
     assert await two.get_descriptor(reference(member)) == kv_descriptor()
     assert await two.keep_alive(registration.lease_id) is not None
     await until(lambda: two.revision >= registration.revision, 2, "the registration")
-    assert dict(two.members) == {"decode-0": member}
+    assert dict(two.members) == {"decode-0": ordered(member, registration.order)}
     revision = await two.set_policy(registry_pb2.Policy(retry_budget=5), 0)
     await until(lambda: one.revision >= revision, 2, "the policy")
     assert one.policy == two.policy

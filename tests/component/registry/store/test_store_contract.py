@@ -10,7 +10,7 @@ import pytest
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import Conflict, NotFound, StaleIncarnation, WatchExpired
 from headrace_registry.store.base import TICKET_KEY_BYTES, Store
-from tests.component.registry.harness import kv_descriptor, reference, worker
+from tests.component.registry.harness import kv_descriptor, ordered, reference, worker
 from tests.waiting import until
 
 
@@ -29,7 +29,7 @@ async def test_a_member_is_listed_from_registration_to_deregistration(store: Sto
     member = worker()
     registration = await store.register(member, 5)
     assert registration.ttl_s == 5
-    assert dict(store.members) == {"decode-0": member}
+    assert dict(store.members) == {"decode-0": ordered(member, registration.order)}
     await store.deregister(registration.lease_id)
     assert dict(store.members) == {}
     await store.deregister(registration.lease_id)
@@ -76,7 +76,8 @@ async def test_a_newer_incarnation_replaces_the_older_at_once(store: Store) -> N
     watch = store.watch(0)
     await take(watch)
     second = await store.register(new, 30)
-    assert dict(store.members) == {"decode-0": new}
+    assert second.order > first.order
+    assert dict(store.members) == {"decode-0": ordered(new, second.order)}
     change = await take(watch)
     assert kinds(change) == ["member_gone", "member_put"]
     assert change.changes[0].member_gone == reference(old)
@@ -88,12 +89,43 @@ async def test_a_newer_incarnation_replaces_the_older_at_once(store: Store) -> N
 
 
 async def test_an_older_incarnation_is_rejected(store: Store) -> None:
-    new = worker(generation=2)
-    registration = await store.register(new, 30)
+    old, new = worker(generation=1), worker(generation=2)
+    first = await store.register(old, 30)
+    second = await store.register(new, 30)
     with pytest.raises(Conflict, match="newer incarnation"):
-        await store.register(worker(generation=1), 30)
-    assert dict(store.members) == {"decode-0": new}
-    assert await store.keep_alive(registration.lease_id) is not None
+        await store.register(ordered(old, first.order), 30)
+    # A lost lease changes nothing: the newer one repeats its number, too.
+    await store.deregister(second.lease_id)
+    third = await store.register(ordered(old, first.order), 30)
+    fourth = await store.register(ordered(new, second.order), 30)
+    assert (third.order, fourth.order) == (first.order, second.order)
+    with pytest.raises(Conflict, match="newer incarnation"):
+        await store.register(ordered(old, first.order), 30)
+    assert dict(store.members) == {"decode-0": ordered(new, second.order)}
+    assert await store.keep_alive(fourth.lease_id) is not None
+
+
+async def test_the_order_of_incarnations_does_not_depend_on_their_clocks(store: Store) -> None:
+    ahead, behind = worker(generation=1), worker(generation=2)
+    ahead.start_unix_ns += 3600 * 10**9
+    first = await store.register(ahead, 30)
+    second = await store.register(behind, 30)
+    assert dict(store.members) == {"decode-0": ordered(behind, second.order)}
+    assert await store.keep_alive(first.lease_id) is None
+
+
+async def test_no_incarnation_can_place_itself_in_the_future(store: Store) -> None:
+    far = ordered(worker(generation=1), (1 << 64) - 1)
+    claimed = await store.register(far, 30)
+    assert claimed.order < far.registration_order
+    restarted = await store.register(worker(generation=2), 30)
+    assert restarted.order > claimed.order
+
+
+async def test_registering_again_keeps_the_order(store: Store) -> None:
+    first = await store.register(worker(), 30)
+    again = await store.register(worker(), 30)
+    assert again.order == first.order
 
 
 async def test_registering_again_renews_the_record_and_keeps_the_descriptor(store: Store) -> None:

@@ -40,6 +40,8 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
         self.reports = asyncio.Event()
         """Cleared by a test to stop the status stream."""
         self.reports.set()
+        self.clock_offset_s: float | None = 0.0
+        """How far its wall clock is ahead. None: it does not send its time."""
         self.hashing: worker_pb2.KvHashing | None = None
         """How it hashes cached prefixes. None: it does not support KV events."""
         self.background: list[asyncio.Task[None]] = []
@@ -60,6 +62,10 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
     async def start(self) -> FakeDecode:
         self.member.endpoint = await self._server.start()
         return self
+
+    def unix_ns(self) -> int:
+        """Its wall clock."""
+        return time.time_ns() + round((self.clock_offset_s or 0.0) * 1e9)
 
     async def kill(self) -> None:
         """Breaks every connection, as the death of the process does."""
@@ -122,6 +128,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
                 state=worker_pb2.WatchStatusResponse.STATE_SERVING,
                 running_requests=self.running_requests,
                 total_blocks=100,
+                sent_unix_ns=0 if self.clock_offset_s is None else self.unix_ns(),
             )
             await asyncio.sleep(0.05)
             await self.reports.wait()

@@ -208,6 +208,21 @@ async def test_a_prompt_is_queued_once_and_only_with_its_ticket(open_rig: Rig) -
     assert len(prefill.tasks) == 1
 
 
+@pytest.mark.parametrize("offset_s", [-3600.0, 3600.0])
+async def test_a_prompt_for_a_worker_with_a_wrong_clock_is_queued(
+    open_rig: Rig, offset_s: float
+) -> None:
+    decode = await open_rig.add_decode(hang)
+    decode.clock_offset_s = offset_s
+    offsets = open_rig.router.workers.clock_offsets_s
+    await until(lambda: abs(offsets().get("d0", 0.0) - offset_s) < 1)
+    await open_rig.add_prefill(hand_over)
+    direct = (await route(open_rig, prefill_placement=REMOTE)).direct
+    assert direct.ticket_lifetime.ToSeconds() == 10
+    done = await open_rig.stub.Prefill(inference_pb2.PrefillRequest(direct=direct), timeout=5)
+    assert done.worker_id == "p0"
+
+
 async def test_a_prompt_with_local_prefill_is_not_queued(open_rig: Rig) -> None:
     await open_rig.add_decode(hang)
     assert isinstance(await prefill_error(open_rig, (await route(open_rig)).direct), InvalidRequest)

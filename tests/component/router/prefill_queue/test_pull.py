@@ -19,11 +19,11 @@ from tests.component.router.fakes import LAYOUT, FakePrefill, Rig, fail, hand_ov
 from tests.waiting import until
 
 
-def _enqueue(rig: Rig, name: str, deadline_unix_s: float = 1.0) -> QueuedTask:
+def _enqueue(rig: Rig, name: str, deadline_s: float = 1.0) -> QueuedTask:
     return rig.router.queue.enqueue(
         prefill_pb2.PrefillTask(transfer_id=name),
         layout=LAYOUT,
-        terms=TaskTerms(deadline_unix_s, returns_max=1),
+        terms=TaskTerms(deadline_s, returns_max=1),
     )
 
 

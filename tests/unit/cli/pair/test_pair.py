@@ -151,7 +151,7 @@ async def test_both_servers_get_the_request_with_one_transfer_id() -> None:
     assert sent.pop("do_remote_decode") is fetched.pop("do_remote_prefill") is True
     assert (fetched.pop("remote_host"), fetched.pop("remote_port")) == ("10.0.0.5", 7730)
     assert sent == fetched
-    assert set(sent) == {"transfer_id", "deadline_unix_s"}
+    assert set(sent) == {"transfer_id", "remaining_s"}
 
 
 async def test_a_stream_is_forwarded() -> None:
@@ -240,7 +240,7 @@ def request_of(body: object, path: str = PATH, method: str = "POST") -> HttpRequ
     ],
 )
 def test_requests_that_are_not_split(request_: HttpRequest) -> None:
-    pair = split(request_, transfer_id="x", pair_address=("h", 1), deadline_unix_s=1.0)
+    pair = split(request_, transfer_id="x", pair_address=("h", 1), remaining_s=1.0)
     assert pair is None
 
 

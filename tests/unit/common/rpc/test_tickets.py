@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import time
 from collections.abc import Callable
 
 import pytest
@@ -48,6 +49,26 @@ def test_an_expired_ticket_is_valid_only_within_late_s() -> None:
     request = signed(ttl_s=-1)
     assert refusal(request) == "expiry"
     assert check_ticket(KEY, request, "decode-0", late_s=5).tenant == "team-a"
+
+
+@pytest.mark.parametrize("offset_s", [-3600, -11, 11, 3600])
+def test_a_ticket_expires_by_the_clock_of_its_worker(offset_s: int) -> None:
+    def worker_clock(worker_id: str, incarnation: str) -> int:
+        assert (worker_id, incarnation) == ("decode-0", "ab" * 8)
+        return time.time_ns() + offset_s * 10**9
+
+    request = signed()
+    request.ticket = TicketSigner(lambda: KEY, 10.0, worker_clock).sign(request, "decode-0", "team")
+    claims = check_ticket(KEY, request, "decode-0", clock=worker_clock)
+    assert 0 < claims.expire_unix_ns - worker_clock("decode-0", "ab" * 8) <= 10 * 10**9
+
+    def later(worker_id: str, incarnation: str) -> int:
+        return worker_clock(worker_id, incarnation) + 11 * 10**9
+
+    with pytest.raises(Unauthenticated) as raised:
+        check_ticket(KEY, request, "decode-0", clock=later)
+    stamp_s = int(raised.value.metadata["unix_ns"]) / 1e9
+    assert stamp_s == pytest.approx(time.time() + offset_s + 11, abs=5)
 
 
 def test_a_ticket_is_valid_for_one_worker_and_for_routers() -> None:

@@ -6,6 +6,7 @@ import itertools
 import math
 from contextlib import ExitStack
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -37,13 +38,13 @@ def join(queue: PrefillQueue, name: str = "p0", layout: KvLayout = LAYOUT) -> Pr
 def add(
     queue: PrefillQueue,
     name: str,
-    deadline_unix_s: float = 100.0,
+    deadline_s: float = 100.0,
     layout: KvLayout = LAYOUT,
     tokens: int = 0,
     **terms: object,
 ) -> QueuedTask:
     task = prefill_pb2.PrefillTask(transfer_id=name, token_ids=range(tokens))
-    given = TaskTerms(deadline_unix_s, **terms)  # type: ignore[arg-type]
+    given = TaskTerms(deadline_s, **terms)  # type: ignore[arg-type]
     return queue.enqueue(task, layout=layout, terms=given)
 
 
@@ -66,6 +67,19 @@ def end(
     queue: PrefillQueue, stream: PrefillWorkerStream, name: str, reason: str = "", detail: str = ""
 ) -> None:
     queue.task_ended(stream, prefill_pb2.TaskDone(transfer_id=name, reason=reason, detail=detail))
+
+
+async def test_a_task_carries_the_time_that_is_left_when_it_is_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    queue = PrefillQueue(10)
+    stream = join(queue)
+    add(queue, "a", 130.0)
+    now = SimpleNamespace(monotonic=lambda: 110.0)
+    monkeypatch.setattr("headrace_common.deadlines.time", now)
+    queue.add_credits(stream, 1)
+    message = stream.outbox._items.get_nowait()
+    assert message.task.remaining.ToMilliseconds() == 20_000
 
 
 async def test_tasks_go_out_by_deadline_then_arrival_one_per_credit() -> None:

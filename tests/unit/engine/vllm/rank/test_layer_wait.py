@@ -124,7 +124,7 @@ def test_only_incomplete_transfers_are_abandoned() -> None:
 def test_a_transfers_own_deadline_may_end_the_wait_first() -> None:
     wait = new_wait(5.0)
     wait.layers_arrived("x2", LAYERS - 1, failed=False)
-    wait.begin_step([load("x1", deadline=time.time() + 0.1), load("x2")])
+    wait.begin_step([load("x1", deadline=time.monotonic() + 0.1), load("x2")])
     threading.Timer(0.3, lambda: wait.layers_arrived("x2", LAYERS, failed=False)).start()
     assert 0.1 <= forward(wait) < 2
     assert wait.take_invalid_blocks() == {10, 11}

@@ -298,6 +298,15 @@ def test_deadlines_are_bounded() -> None:
     assert near.deadline.remaining_s() <= 5.0
 
 
+def test_a_remaining_time_does_not_depend_on_the_wall_clock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(time, "time", lambda: 9e9)
+    near = read_request(PRODUCES | {"remaining_s": 5}, 60.0)
+    assert isinstance(near, ProducerParams)
+    assert 0.0 < near.deadline.remaining_s() <= 5.0
+
+
 @pytest.mark.parametrize(
     ("change", "field"),
     [
@@ -310,6 +319,7 @@ def test_deadlines_are_bounded() -> None:
         ({"remote_port": 65_536}, "remote_port"),
         ({"deadline_unix_s": "now"}, "deadline_unix_s"),
         ({"deadline_unix_s": float("nan")}, "deadline_unix_s"),
+        ({"remaining_s": "5"}, "remaining_s"),
         ({"do_remote_decode": True}, "do_remote_prefill"),
         ({"first_token": "logits"}, "first_token"),
     ],

@@ -1,0 +1,197 @@
+"""Hosts with wrong clocks in a live deployment. One service's wall clock is shifted by a preloaded library.
+
+The shifted service starts with its clock off. Then its clock is set while answers run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import re
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from headrace.inference.v1 import inference_pb2
+from headrace_cli.up.supervisor import ChildProcess, Spawn, spawn_program
+from headrace_cli.up.topology import ProcessSpec
+from tests.suite.deployment import Suite, greedy, prompt_of, suite
+from tests.waiting import until
+
+REMOTE = inference_pb2.PREFILL_PLACEMENT_REMOTE
+HOUR_S = 3600.0
+SETTINGS = (
+    ("decode", "require_ticket", "true"),
+    ("decode", "model", "sim:decode_step_s=0.02"),
+)
+ANSWER_TOKENS = 40
+
+
+class ShiftedClock:
+    """The wall clock of the processes that are started with `environment`."""
+
+    def __init__(self, library: Path, folder: Path, offset_s: float) -> None:
+        path = folder / "clock"
+        path.write_bytes(bytes(8))
+        with path.open("r+b") as file:
+            self._shift = mmap.mmap(file.fileno(), 8)
+        self.environment = {"LD_PRELOAD": str(library), "HEADRACE_TEST_CLOCK_FILE": str(path)}
+        self.set(offset_s)
+
+    def set(self, offset_s: float) -> None:
+        """Sets the offset from this machine's clock."""
+        self._shift[:] = struct.pack("=q", round(offset_s * 1e9))
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The compiled clock_shim.c."""
+    path = tmp_path_factory.mktemp("shim") / "clock_shim.so"
+    source = Path(__file__).with_name("clock_shim.c")
+    command = [
+        "gcc",
+        "-O2",
+        "-Wall",
+        "-Werror",
+        "-shared",
+        "-fPIC",
+        "-o",
+        str(path),
+        str(source),
+        "-ldl",
+    ]
+    subprocess.run(command, check=True, timeout=60)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps the state files of deployments in the folder of the test."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+def shifting(service: str, clock: ShiftedClock, spawn: Spawn) -> Spawn:
+    """A spawn that gives the processes of one service the shifted clock, in programs of their own."""
+
+    async def start(spec: ProcessSpec) -> ChildProcess:
+        if spec.service != service:
+            return await spawn(spec)
+        environment = {**spec.environment, **clock.environment}
+        return await spawn_program(replace(spec, environment=environment))
+
+    return start
+
+
+@asynccontextmanager
+async def shifted(
+    service: str, library: Path, folder: Path, offset_s: float
+) -> AsyncIterator[tuple[Suite, ShiftedClock]]:
+    clock = ShiftedClock(library, folder, offset_s)
+    async with suite(
+        folder,
+        spawning=lambda spawn: shifting(service, clock, spawn),
+        prefill_count=1,
+        decode_count=1,
+        settings=SETTINGS,
+    ) as deployed:
+        yield deployed, clock
+
+
+async def answers(deployed: Suite, seed: int, attempts: int | None = None) -> None:
+    """A request is disaggregated, and its answer is right. `attempts`: how many it needs, if it is not None."""
+    prompt = prompt_of(60, seed)
+    outcome = await deployed.generate(prompt, 4, placement=REMOTE)
+    assert outcome.token_ids == deployed.expected(prompt, 4)
+    assert outcome.last.usage.transferred_tokens == len(prompt) - 1
+    assert outcome.last.timing.prefill_worker_id == "prefill-0"
+    assert attempts in (None, outcome.last.timing.attempts)
+
+
+async def answers_while_the_clock_is_set(
+    deployed: Suite, clock: ShiftedClock, offset_s: float, seed: int
+) -> None:
+    prompt = prompt_of(60, seed)
+    (running,) = await deployed.begun([greedy(prompt, ANSWER_TOKENS, REMOTE)])
+    clock.set(offset_s)
+    assert not running.done()
+    await answers(deployed, seed + 1)
+    outcome = await running
+    assert outcome.token_ids == deployed.expected(prompt, ANSWER_TOKENS)
+    assert outcome.last.timing.attempts == 1, "the running answer was not interrupted"
+
+
+def log_of(deployed: Suite, name: str) -> str:
+    return deployed.child(name).spec.log_file.read_text()
+
+
+async def logged(deployed: Suite, name: str, pattern: str) -> None:
+    await until(
+        lambda: re.search(pattern, log_of(deployed, name)) is not None,
+        10.0,
+        lambda: f"{pattern}: {log_of(deployed, name)}",
+    )
+
+
+def an_hour_off(name: str) -> str:
+    """A pattern of the registry's warning. The message took some time to arrive."""
+    return rf"the clock of {name} is 3(59|60)\d\.\d s (ahead of|behind) this registry's"
+
+
+def test_the_library_shifts_the_wall_clock_only(library: Path, tmp_path: Path) -> None:
+    clock = ShiftedClock(library, tmp_path, HOUR_S)
+    program = "import time; print(time.time(), time.time_ns(), time.monotonic())"
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | clock.environment,
+        capture_output=True,
+        check=True,
+        timeout=60,
+    )
+    wall_s, wall_ns, monotonic_s = map(float, run.stdout.split())
+    assert wall_s - time.time() == pytest.approx(HOUR_S, abs=60)
+    assert wall_ns / 1e9 == pytest.approx(wall_s, abs=60)
+    assert monotonic_s == pytest.approx(time.monotonic(), abs=60)
+
+
+@pytest.mark.parametrize("service", ["router", "prefill", "decode", "registry"])
+async def test_answers_and_disaggregation_go_on_whatever_one_clock_shows(
+    service: str, library: Path, tmp_path: Path
+) -> None:
+    start_s = HOUR_S if service in ("decode", "router") else -HOUR_S
+    async with shifted(service, library, tmp_path, start_s) as (deployed, clock):
+        await answers(deployed, 100, attempts=1)
+        for number, offset_s in enumerate((10.0, -10.0, -HOUR_S, HOUR_S)):
+            await answers_while_the_clock_is_set(deployed, clock, offset_s, 200 + 10 * number)
+        # The registry names a clock that is off when its member registers, a router that of a decode worker always.
+        for name in ("router-0", "prefill-0", "decode-0"):
+            wrong = name.startswith(service) or service == "registry"
+            warned = re.search(an_hour_off(name), log_of(deployed, "registry"))
+            assert bool(warned) is wrong, log_of(deployed, "registry")
+        if service in ("decode", "router"):
+            ahead_of = "ahead of" if service == "decode" else "behind"
+            await logged(deployed, "router", f" s {ahead_of} this router's")
+        else:
+            assert "this router's" not in log_of(deployed, "router")
+        assert "Traceback" not in log_of(deployed, "router")
+
+
+async def test_a_worker_restarted_with_its_clock_set_back_is_admitted_before_the_old_lease_ends(
+    library: Path, tmp_path: Path
+) -> None:
+    async with shifted("decode", library, tmp_path, 0.0) as (deployed, clock):
+        await answers(deployed, 1)
+        killed = deployed.child("decode-0")
+        deployed.kill("decode-0")
+        clock.set(-HOUR_S)
+        await deployed.restart_killed(killed)
+        async with asyncio.timeout(20):
+            await answers(deployed, 2)
+        await logged(deployed, "registry", an_hour_off("decode-0"))
