@@ -13,9 +13,11 @@ from headrace_common.errors import (
     DeadlineExceeded,
     DecodeFull,
     Draining,
+    HeadraceError,
     InvalidRequest,
     NoDecodeWorker,
     QueueFull,
+    StaleIncarnation,
     TransferFailed,
     TransferTimeout,
     Unauthenticated,
@@ -111,6 +113,23 @@ async def test_a_full_decode_worker_is_skipped(rig: Rig) -> None:
     assert text_of(responses) == "ok"
     assert responses[-1].timing.attempts == 2
     assert first.requests[0].transfer_id != second.requests[0].transfer_id
+
+
+@pytest.mark.parametrize(
+    "error", [Draining("shutting down"), StaleIncarnation("restarted")], ids=lambda e: e.reason
+)
+async def test_a_decode_worker_that_leaves_is_asked_once_and_costs_no_retry(
+    rig: Rig, error: HeadraceError
+) -> None:
+    rig.policy.policy.retry_budget = 0
+    leaving, other = await rig.add_decode(reject(error)), await rig.add_decode(reply("ok"))
+    await rig.prefer(leaving)
+    responses = await rig.ask()
+    assert text_of(responses) == "ok"
+    assert responses[-1].timing.attempts == 2
+    other.script = reject(error)
+    assert isinstance(await rig.error_of(), type(error))
+    assert (len(leaving.requests), len(other.requests)) == (2, 2)
 
 
 async def test_when_all_decode_workers_are_full_the_error_names_a_retry_delay(rig: Rig) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import grpc.aio
 import pytest
 
 from headrace.decode.v1 import decode_pb2
@@ -16,10 +17,12 @@ from headrace_common.errors import (
     DecodeFull,
     Draining,
     HeadraceError,
+    InternalError,
     InvalidRequest,
     StaleIncarnation,
     WorkerGone,
 )
+from headrace_common.rpc.status import error_from_rpc
 from headrace_common.telemetry import schema
 from tests.component.router.dispatch.recitation import TEXT, TOKENS, raising, recite, sampling
 from tests.component.router.fakes import FakeDecode, Rig, full, hand_over, reject, text_of
@@ -127,6 +130,30 @@ async def test_a_decode_worker_that_ends_its_stream_is_replaced(
     assert [each[schema.ATTRIBUTE_GENERATED_TOKENS] for each in attempts] == ["0", "9"]
     assert attempts[0][schema.ATTRIBUTE_ERROR_REASON] == error.reason
     assert schema.ATTRIBUTE_ERROR_REASON not in attempts[1]
+
+
+@pytest.mark.parametrize("token_count", [0, 6])
+async def test_an_internal_error_of_a_decode_worker_ends_the_response(
+    rig: Rig, token_count: int
+) -> None:
+    """The client gets the tokens before the error, and no other worker repeats the request."""
+    failing = await rig.add_decode(recite(token_count, raising(InternalError("as scripted"))))
+    spare = await rig.add_decode(recite(99))
+    await rig.prefer(failing)
+    request = inference_pb2.GenerateRequest(text="a prompt", sampling=sampling())
+    received: list[int] = []
+
+    async def read() -> None:
+        async for response in rig.stub.Generate(request, timeout=10):
+            received.extend(response.token_ids)
+
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await read()
+    error = error_from_rpc(raised.value)
+    assert isinstance(error, InternalError)
+    assert (error.detail, error.metadata["attempts"]) == ("as scripted", "1")
+    assert bytes(received) == TOKENS[:token_count]
+    assert (len(failing.requests), len(spare.requests)) == (1, 0)
 
 
 async def test_the_retry_budget_bounds_migrations(rig: Rig) -> None:
