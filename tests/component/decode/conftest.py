@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import grpc.aio
 import pytest
@@ -22,12 +22,12 @@ from headrace_common.telemetry.setup import Telemetry, init_telemetry
 from headrace_decode.admission import Admission, Capacity
 from headrace_decode.service import DecodeService
 from headrace_engine.worker.status import WorkerStatusServicer
-from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.receive.receiver import Receiver
 from headrace_kv.receive.service import HandoffServicer
-from tests.component.decode.scripted_engine import ScriptedEngine
+from tests.component.decode.prefill_rank import RESERVATION, PrefillRank, next_event
+from tests.component.decode.scripted_engine import REF, ScriptedEngine
 
-REF = WorkerRef("decode-0", "00112233445566ff")
+Call: TypeAlias = grpc.aio.UnaryStreamCall[decode_pb2.GenerateRequest, decode_pb2.GenerateResponse]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,15 @@ class Served:
     @property
     def worker(self) -> worker_pb2_grpc.WorkerServiceAsyncStub:
         return worker_pb2_grpc.WorkerServiceStub(self.channel)
+
+    async def reserve(self, name: str = "x1", **changes: Any) -> Call:
+        """Starts a request and reads its Reserved."""
+        asked = request(name, **changes)
+        if asked.remote_prefill:
+            self.engine.play(replace(RESERVATION, transfer_id=name))
+        call = self.decode.Generate(asked)
+        assert await next_event(aiter(call)) == "reserved"
+        return call
 
 
 @pytest.fixture
@@ -88,6 +97,13 @@ async def served() -> AsyncIterator[Served]:
     receiver.close()
     await server.server.stop(None)
     await asyncio.to_thread(telemetry.shutdown)
+
+
+@pytest.fixture
+async def rank(served: Served) -> AsyncIterator[PrefillRank]:
+    rank = PrefillRank(served.handoff)
+    yield rank
+    rank.leave()
 
 
 def request(name: str = "x1", /, **changes: Any) -> decode_pb2.GenerateRequest:
