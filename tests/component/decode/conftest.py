@@ -16,6 +16,7 @@ from headrace.inference.v1 import sampling_pb2
 from headrace.kv.v1 import handoff_pb2_grpc
 from headrace.worker.v1 import worker_pb2_grpc
 from headrace_common.config import ServiceConfig
+from headrace_common.deadlines import Deadline
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.server import GrpcServer
 from headrace_common.telemetry.setup import Telemetry, init_telemetry
@@ -94,8 +95,10 @@ async def served() -> AsyncIterator[Served]:
     endpoint = await server.start()
     async with open_channel(endpoint) as channel:
         yield Served(engine, receiver, service, telemetry, spans, channel)
-    receiver.close()
     await server.server.stop(None)
+    # Requests that a test left open must have read the end of their transfers.
+    await service.finish_drain(Deadline.after(0.0))
+    receiver.close()
     await asyncio.to_thread(telemetry.shutdown)
 
 
