@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import grpc.aio
 import pytest
@@ -16,18 +16,19 @@ from headrace.inference.v1 import sampling_pb2
 from headrace.kv.v1 import handoff_pb2_grpc
 from headrace.worker.v1 import worker_pb2_grpc
 from headrace_common.config import ServiceConfig
+from headrace_common.deadlines import Deadline
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.server import GrpcServer
 from headrace_common.telemetry.setup import Telemetry, init_telemetry
 from headrace_decode.admission import Admission, Capacity
 from headrace_decode.service import DecodeService
 from headrace_engine.worker.status import WorkerStatusServicer
-from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.receive.receiver import Receiver
 from headrace_kv.receive.service import HandoffServicer
-from tests.component.decode.scripted_engine import ScriptedEngine
+from tests.component.decode.prefill_rank import RESERVATION, PrefillRank, next_event
+from tests.component.decode.scripted_engine import REF, ScriptedEngine
 
-REF = WorkerRef("decode-0", "00112233445566ff")
+Call: TypeAlias = grpc.aio.UnaryStreamCall[decode_pb2.GenerateRequest, decode_pb2.GenerateResponse]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,15 @@ class Served:
     @property
     def worker(self) -> worker_pb2_grpc.WorkerServiceAsyncStub:
         return worker_pb2_grpc.WorkerServiceStub(self.channel)
+
+    async def reserve(self, name: str = "x1", **changes: Any) -> Call:
+        """Starts a request and reads its Reserved."""
+        asked = request(name, **changes)
+        if asked.remote_prefill:
+            self.engine.play(replace(RESERVATION, transfer_id=name))
+        call = self.decode.Generate(asked)
+        assert await next_event(aiter(call)) == "reserved"
+        return call
 
 
 @pytest.fixture
@@ -92,9 +102,18 @@ async def served(insecure: bool) -> AsyncIterator[Served]:
     endpoint = await server.start()
     async with open_channel(endpoint) as channel:
         yield Served(engine, receiver, service, telemetry, spans, channel, endpoint)
-    receiver.close()
     await server.server.stop(None)
+    # Requests that a test left open must have read the end of their transfers.
+    await service.finish_drain(Deadline.after(0.0))
+    receiver.close()
     await asyncio.to_thread(telemetry.shutdown)
+
+
+@pytest.fixture
+async def rank(served: Served) -> AsyncIterator[PrefillRank]:
+    rank = PrefillRank(served.handoff)
+    yield rank
+    rank.leave()
 
 
 def request(name: str = "x1", /, **changes: Any) -> decode_pb2.GenerateRequest:

@@ -9,13 +9,12 @@ import grpc.aio
 import pytest
 
 from headrace.decode.v1 import decode_pb2
-from headrace.kv.v1 import handoff_pb2
+from headrace.kv.v1 import handoff_pb2, handoff_pb2_grpc
 from headrace_common.errors import HeadraceError
 from headrace_common.rpc.status import error_from_rpc
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.layout.proto import layout_to_proto
-from tests.component.decode.conftest import REF, Served
-from tests.component.decode.scripted_engine import LAYOUT
+from tests.component.decode.scripted_engine import LAYOUT, REF
 
 RESERVATION = Reservation("x1", (3, 4, 5), 0, 39)
 PIECE_BYTES = LAYOUT.groups[0].bytes_between(0, 39, heads=2)
@@ -36,9 +35,9 @@ async def next_event(call: AsyncIterator[decode_pb2.GenerateResponse]) -> str:
 class PrefillRank:
     """Sends the messages of a prefill rank on a handoff stream, without writing bytes."""
 
-    def __init__(self, served: Served) -> None:
+    def __init__(self, stub: handoff_pb2_grpc.HandoffServiceAsyncStub) -> None:
         self._outgoing: asyncio.Queue[handoff_pb2.HandoffRequest] = asyncio.Queue()
-        self._call = served.handoff.Handoff(self._requests())
+        self._call = stub.Handoff(self._requests())
         hello = handoff_pb2.Hello(
             worker_id="prefill-0",
             incarnation="ab" * 8,

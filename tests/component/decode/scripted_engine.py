@@ -14,10 +14,11 @@ from headrace_engine.interface import (
     PrefillOutcome,
     PrefillWork,
 )
-from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory
+from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
 from headrace_kv.plan.regions import place_regions
 from headrace_kv.receive.observer import TransferObserver
 
+REF = WorkerRef("decode-0", "00112233445566ff")
 LAYOUT = KvLayout.attention(
     model="m", dtype="float32", layer_count=2, kv_head_count=2, block_tokens=16, parts={"kv": 4}
 )
@@ -40,6 +41,11 @@ class ScriptedEngine(Engine):
         self.released_ids: list[str] = []
         self.closed = 0
         self.listener: TransferObserver | None = None
+
+    def play(self, *events: DecodeEvent | Exception) -> None:
+        """Appends to the script."""
+        for event in events:
+            self.script.put_nowait(event)
 
     async def start(self) -> None:
         """There is nothing to load."""

@@ -13,8 +13,9 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import Draining, HeadraceError, InvalidRequest, StaleIncarnation
 from headrace_common.rpc.status import error_from_rpc
 from headrace_engine.interface import DecodeTokens
-from tests.component.decode.conftest import REF, Served, request
-from tests.component.decode.prefill_rank import RESERVATION, failure_of, next_event
+from tests.component.decode.conftest import Served
+from tests.component.decode.prefill_rank import failure_of
+from tests.component.decode.scripted_engine import REF
 from tests.waiting import until
 
 
@@ -25,11 +26,9 @@ async def drain_refused(served: Served, request: worker_pb2.DrainRequest) -> Hea
 
 
 async def test_a_drain_ends_a_generating_request_after_its_last_token(served: Served) -> None:
-    call = served.decode.Generate(request(remote_prefill=False))
-    events = aiter(call)
-    assert await next_event(events) == "reserved"
-    served.engine.script.put_nowait(DecodeTokens((7,)))
-    assert (await asyncio.wait_for(anext(events), 5)).tokens.token_ids == [7]
+    call = await served.reserve(remote_prefill=False)
+    served.engine.play(DecodeTokens((7,)))
+    assert (await asyncio.wait_for(anext(aiter(call)), 5)).tokens.token_ids == [7]
     served.service.start_drain()
     await asyncio.wait_for(served.service.finish_drain(Deadline.after(0.1)), 5)
     ended = await failure_of(call)
@@ -39,9 +38,7 @@ async def test_a_drain_ends_a_generating_request_after_its_last_token(served: Se
 
 
 async def test_a_drain_ends_a_request_that_waits_for_kv_and_its_transfer(served: Served) -> None:
-    call = served.decode.Generate(request())
-    served.engine.script.put_nowait(RESERVATION)
-    assert await next_event(aiter(call)) == "reserved"
+    call = await served.reserve()
     served.service.start_drain()
     await asyncio.wait_for(served.service.finish_drain(Deadline.after(0.1)), 5)
     assert isinstance(await failure_of(call), Draining)
@@ -49,8 +46,7 @@ async def test_a_drain_ends_a_request_that_waits_for_kv_and_its_transfer(served:
 
 
 async def test_drain_responds_at_once_and_a_second_call_changes_nothing(served: Served) -> None:
-    call = served.decode.Generate(request(remote_prefill=False))
-    assert await next_event(aiter(call)) == "reserved"
+    await served.reserve(remote_prefill=False)
     asked = worker_pb2.DrainRequest(incarnation=REF.incarnation, grace=Duration(seconds=30))
     first = await served.worker.Drain(asked, timeout=5)
     assert first.request_count == 1

@@ -26,28 +26,12 @@ from headrace_common.rpc.status import error_from_rpc
 from headrace_common.telemetry import schema
 from headrace_engine.interface import DecodeEnded, DecodeTokens
 from headrace_kv.handoff.logits import logits_parts
-from headrace_kv.handoff.messages import Reservation
-from tests.component.decode.conftest import REF, Served, request
-from tests.component.decode.prefill_rank import PIECE_BYTES, PrefillRank
+from tests.component.decode.conftest import Served, request
+from tests.component.decode.prefill_rank import PIECE_BYTES, RESERVATION, PrefillRank, failure_of
+from tests.component.decode.scripted_engine import REF
 from tests.waiting import until
 
 PREFILL = first_token_pb2.FIRST_TOKEN_POLICY_PREFILL
-# An engine reserves all 40 tokens; the scripted rank sends 39.
-RESERVATION = Reservation("x1", (3, 4, 5), 0, 39)
-
-
-def generate(served: Served, **changes: Any) -> AsyncIterator[decode_pb2.GenerateResponse]:
-    return aiter(served.decode.Generate(request(**{"first_token": PREFILL, **changes})))
-
-
-async def generate_reserved(
-    served: Served, **changes: Any
-) -> AsyncIterator[decode_pb2.GenerateResponse]:
-    """Starts a request and reads its reservation."""
-    call = generate(served, **changes)
-    served.engine.script.put_nowait(RESERVATION)
-    assert (await anext(call)).HasField("reserved")
-    return call
 
 
 async def set_first_token(served: Served, token_id: int = 7, **changes: str) -> None:
@@ -61,8 +45,14 @@ async def refusal(served: Served, token_id: int = 7, **changes: str) -> Headrace
     return error_from_rpc(raised.value)
 
 
-async def test_the_engine_continues_after_the_given_first_token(served: Served) -> None:
-    call = await generate_reserved(served)
+def span_names(served: Served) -> set[str]:
+    return {span.name for span in served.spans.get_finished_spans()}
+
+
+async def test_the_engine_continues_after_the_given_first_token(
+    served: Served, rank: PrefillRank
+) -> None:
+    call = aiter(await served.reserve(first_token=PREFILL))
     (work,) = served.engine.works
     assert work.awaits_first_token
     assert isinstance(await refusal(served, incarnation="another"), StaleIncarnation)
@@ -70,24 +60,15 @@ async def test_the_engine_continues_after_the_given_first_token(served: Served) 
     await set_first_token(served)
     assert served.engine.first_tokens == [("x1", 7)]
     assert isinstance(await refusal(served, 8), DuplicateTransfer)
-    rank = PrefillRank(served)
     await rank.open()
     rank.land(0, 1)
     await until(lambda: served.engine.arrived_ids == ["x1"], what="arrival")
-    for event in (DecodeTokens((9,)), DecodeEnded(True, 0)):
-        served.engine.script.put_nowait(event)
+    served.engine.play(DecodeTokens((9,)), DecodeEnded(True, 0))
     events = [event async for event in call]
     assert list(events[0].tokens.token_ids) == [9]
     assert served.engine.first_tokens == [("x1", 7)]
-    await until(
-        lambda: (
-            schema.SPAN_DECODE_TOKEN_WAIT
-            in {span.name for span in served.spans.get_finished_spans()}
-        ),
-        what="the token's span",
-    )
+    await until(lambda: schema.SPAN_DECODE_TOKEN_WAIT in span_names(served), what="the span")
     assert isinstance(await refusal(served), NotFound)
-    rank.leave()
 
 
 @pytest.mark.parametrize(
@@ -98,7 +79,7 @@ async def test_the_engine_continues_after_the_given_first_token(served: Served) 
 async def test_a_token_that_ends_the_answer_is_rejected(
     served: Served, changes: dict[str, Any]
 ) -> None:
-    await generate_reserved(served, **changes)
+    await served.reserve(first_token=PREFILL, **changes)
     error = await refusal(served, 5)
     assert isinstance(error, InvalidRequest)
     assert set(error.violations) == {"token_id"}
@@ -106,18 +87,17 @@ async def test_a_token_that_ends_the_answer_is_rejected(
 
 
 async def test_a_token_before_the_reservation_is_refused(served: Served) -> None:
-    call = generate(served)
-    waiting = anext(call)
+    waiting = anext(aiter(served.decode.Generate(request(first_token=PREFILL))))
     await until(lambda: bool(served.engine.works), what="the request")
     assert isinstance(await refusal(served), InvalidRequest)
-    served.engine.script.put_nowait(RESERVATION)
+    served.engine.play(RESERVATION)
     assert (await waiting).HasField("reserved")
     await set_first_token(served)
     assert served.engine.first_tokens == [("x1", 7)]
 
 
 async def test_a_request_that_generates_its_first_token_accepts_none(served: Served) -> None:
-    await generate_reserved(served, first_token=0)
+    await served.reserve(first_token=0)
     assert isinstance(await refusal(served), NotFound)
 
 
@@ -127,22 +107,22 @@ FROM_LOGITS = first_token_pb2.FIRST_TOKEN_POLICY_LOGITS
 LOGITS = bytes(range(80))
 
 
-def script(served: Served, *events: DecodeTokens | DecodeEnded) -> None:
-    for event in events:
-        served.engine.script.put_nowait(event)
-
-
-async def generate_from_logits(
-    served: Served,
-) -> tuple[AsyncIterator[decode_pb2.GenerateResponse], PrefillRank]:
+async def reserve_from_logits(
+    served: Served, rank: PrefillRank
+) -> AsyncIterator[decode_pb2.GenerateResponse]:
     served.engine.logits_bytes = len(LOGITS)
-    call = await generate_reserved(served, first_token=FROM_LOGITS)
+    call = await served.reserve(first_token=FROM_LOGITS)
     (work,) = served.engine.works
     assert work.awaits_first_token
     assert work.from_logits
-    rank = PrefillRank(served)
     await rank.open()
-    return call, rank
+    return aiter(call)
+
+
+async def error_of_next(events: AsyncIterator[decode_pb2.GenerateResponse]) -> HeadraceError:
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await anext(events)
+    return error_from_rpc(raised.value)
 
 
 def send_logits(rank: PrefillRank, logits: bytes) -> None:
@@ -156,95 +136,83 @@ async def give_logits(served: Served, rank: PrefillRank) -> None:
     await until(lambda: bool(served.engine.first_logits_given), what="the logits")
 
 
-async def spans_named(served: Served, *names: str) -> None:
-    def found() -> bool:
-        return set(names) <= {span.name for span in served.spans.get_finished_spans()}
-
-    await until(found, what=f"spans {names}")
-
-
-async def test_a_token_from_logits_is_sent_before_the_kv_is_complete(served: Served) -> None:
-    call, rank = await generate_from_logits(served)
+async def test_a_token_from_logits_is_sent_before_the_kv_is_complete(
+    served: Served, rank: PrefillRank
+) -> None:
+    call = await reserve_from_logits(served, rank)
     assert isinstance(await refusal(served), NotFound)
     await give_logits(served, rank)
     assert served.engine.first_logits_given == [("x1", LOGITS)]
-    script(served, DecodeTokens((5,)))
+    served.engine.play(DecodeTokens((5,)))
     assert list((await anext(call)).tokens.token_ids) == [5]
     rank.land(0)
     await asyncio.sleep(0.1)
     assert served.engine.arrived_ids == []
     rank.land(1)
     await until(lambda: served.engine.arrived_ids == ["x1"], what="arrival")
-    script(served, DecodeTokens((6,)), DecodeEnded(False, 0))
+    served.engine.play(DecodeTokens((6,)), DecodeEnded(False, 0))
     assert list((await anext(call)).tokens.token_ids) == [6]
     finished = (await anext(call)).finished
     assert finished.transferred_tokens == 39
-    await spans_named(
-        served,
+    expected = {
         schema.SPAN_DECODE_LOGITS_WAIT,
         schema.SPAN_DECODE_SAMPLE,
         schema.SPAN_DECODE_FIRST_TOKEN,
-    )
-    rank.leave()
+    }
+    await until(lambda: expected <= span_names(served), what="the spans")
 
 
-async def test_a_second_token_before_the_kv_is_complete_is_an_error(served: Served) -> None:
-    call, rank = await generate_from_logits(served)
+async def test_a_second_token_before_the_kv_is_complete_is_an_error(
+    served: Served, rank: PrefillRank
+) -> None:
+    call = await reserve_from_logits(served, rank)
     await give_logits(served, rank)
-    script(served, DecodeTokens((5, 6)))
-    with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await anext(call)
-    assert isinstance(error_from_rpc(raised.value), InternalError)
-    rank.leave()
+    served.engine.play(DecodeTokens((5, 6)))
+    assert isinstance(await error_of_next(call), InternalError)
 
 
-async def test_kv_without_its_logits_is_incomplete(served: Served) -> None:
-    call, rank = await generate_from_logits(served)
+async def test_kv_without_its_logits_is_incomplete(served: Served, rank: PrefillRank) -> None:
+    call = await reserve_from_logits(served, rank)
     rank.land(0, 1)
     await asyncio.sleep(0.1)
     assert served.engine.arrived_ids == []
     rank.send(commit=handoff_pb2.Commit(transfer_id="x1", payload_bytes=2 * PIECE_BYTES))
-    with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await anext(call)
-    error = error_from_rpc(raised.value)
+    error = await error_of_next(call)
     assert isinstance(error, ProtocolViolation)
     assert "the logits" in error.detail
     await rank.receive("cancel")
     rank.send(quiesced=handoff_pb2.Quiesced(transfer_id="x1"))
     await until(lambda: served.engine.released_ids == ["x1"], what="the blocks")
-    rank.leave()
 
 
-async def test_logits_of_a_wrong_size_fail_only_their_request(served: Served) -> None:
-    call, rank = await generate_from_logits(served)
+async def test_logits_of_a_wrong_size_fail_only_their_request(
+    served: Served, rank: PrefillRank
+) -> None:
+    call = await reserve_from_logits(served, rank)
     send_logits(rank, LOGITS[:-4])
-    with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await anext(call)
-    assert isinstance(error_from_rpc(raised.value), ProtocolViolation)
+    assert isinstance(await error_of_next(call), ProtocolViolation)
     assert served.engine.first_logits_given == []
     cancelled = await rank.receive("cancel")
     assert cancelled.cancel.transfer_id == "x1"
-    rank.leave()
 
 
 async def test_a_transfer_that_fails_after_the_token_ends_the_stream_after_it(
-    served: Served,
+    served: Served, rank: PrefillRank
 ) -> None:
-    call, rank = await generate_from_logits(served)
+    call = await reserve_from_logits(served, rank)
     await give_logits(served, rank)
-    script(served, DecodeTokens((5,)))
+    served.engine.play(DecodeTokens((5,)))
     assert list((await anext(call)).tokens.token_ids) == [5]
     rank.send(failed=handoff_pb2.Failed(transfer_id="x1", reason="TRANSFER_FAILED", detail="lost"))
-    with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await anext(call)
-    assert isinstance(error_from_rpc(raised.value), TransferFailed)
-    rank.leave()
+    assert isinstance(await error_of_next(call), TransferFailed)
 
 
-async def test_a_token_from_logits_that_ends_the_answer_ends_the_transfer(served: Served) -> None:
-    call, rank = await generate_from_logits(served)
+async def test_a_token_from_logits_that_ends_the_answer_ends_the_transfer(
+    served: Served, rank: PrefillRank
+) -> None:
+    call = await reserve_from_logits(served, rank)
     await give_logits(served, rank)
-    script(served, DecodeTokens((5,)), DecodeEnded(True, 0))
+    served.engine.play(DecodeTokens((5,)), DecodeEnded(True, 0))
     events = [event async for event in call]
     assert list(events[0].tokens.token_ids) == [5]
     assert events[-1].finished.reason == sampling_pb2.FINISH_REASON_STOP
@@ -254,14 +222,10 @@ async def test_a_token_from_logits_that_ends_the_answer_ends_the_transfer(served
     rank.send(quiesced=handoff_pb2.Quiesced(transfer_id="x1"))
     await until(lambda: served.engine.released_ids == ["x1"], what="the blocks")
     assert served.engine.arrived_ids == []
-    rank.leave()
 
 
 async def test_an_engine_without_logits_is_refused_by_field(served: Served) -> None:
-    call = generate(served, first_token=FROM_LOGITS)
-    with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await anext(call)
-    error = error_from_rpc(raised.value)
+    error = await failure_of(served.decode.Generate(request(first_token=FROM_LOGITS)))
     assert isinstance(error, InvalidRequest)
     assert set(error.violations) == {"first_token"}
     assert served.engine.works == []

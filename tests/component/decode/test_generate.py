@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 
-from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import sampling_pb2
 from headrace.kv.v1 import handoff_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import TransferFailed
 from headrace_common.telemetry import schema
+from headrace_decode.retry_hint import HINT_S_MIN
 from headrace_engine.interface import DecodeEnded, DecodeTokens
 from headrace_kv.handoff.messages import Reservation
 from tests.component.decode.conftest import Served, request
@@ -30,40 +29,34 @@ from tests.component.decode.prefill_rank import (
 from tests.waiting import until
 
 
-async def test_no_token_is_sent_before_every_layer_is_counted(served: Served) -> None:
+async def test_no_token_is_sent_before_every_layer_is_counted(
+    served: Served, rank: PrefillRank
+) -> None:
     call = served.decode.Generate(request())
-    served.engine.script.put_nowait(RESERVATION)
+    served.engine.play(RESERVATION)
     first = await anext(aiter(call))
     assert (first.reserved.start_token, first.reserved.end_token) == (0, 39)
-    rank = PrefillRank(served)
     await rank.open()
     rank.land(0)
     await asyncio.sleep(0.1)
     assert served.engine.arrived_ids == []
     rank.land(1)
     await until(lambda: served.engine.arrived_ids == ["x1"], what="arrival")
-    for event in (DecodeTokens((7, 8)), DecodeTokens((9,)), DecodeEnded(True, 0)):
-        served.engine.script.put_nowait(event)
-    tokens: list[int] = []
-    finished = decode_pb2.Finished()
-    async for response in call:
-        tokens += response.tokens.token_ids
-        finished = response.finished
-    assert tokens == [7, 8, 9]
+    served.engine.play(DecodeTokens((7, 8)), DecodeTokens((9,)), DecodeEnded(True, 0))
+    responses = [response async for response in call]
+    assert [token for r in responses for token in r.tokens.token_ids] == [7, 8, 9]
+    finished = responses[-1].finished
     assert finished.reason == sampling_pb2.FINISH_REASON_STOP
     assert (finished.transferred_tokens, finished.acknowledgement_count) == (39, 2)
     assert finished.payload_bytes == 2 * PIECE_BYTES
     assert finished.transfer_wait.ToNanoseconds() > 0
     await until(lambda: served.service.status().reserved_blocks == 0, what="the blocks")
     assert served.engine.released_ids == []
-    rank.leave()
 
 
 async def test_an_engine_that_generates_too_early_is_stopped(served: Served) -> None:
-    call = served.decode.Generate(request())
-    served.engine.script.put_nowait(RESERVATION)
-    assert await next_event(aiter(call)) == "reserved"
-    served.engine.script.put_nowait(DecodeTokens((1,)))
+    call = await served.reserve()
+    served.engine.play(DecodeTokens((1,)))
     error = await failure_of(call)
     assert error.reason == "INTERNAL"
     assert "before the KV cache" in error.detail
@@ -71,12 +64,9 @@ async def test_an_engine_that_generates_too_early_is_stopped(served: Served) -> 
 
 
 async def test_a_lost_prefill_rank_fails_the_request_and_the_error_names_the_missing_keys(
-    served: Served,
+    served: Served, rank: PrefillRank
 ) -> None:
-    call = served.decode.Generate(request())
-    served.engine.script.put_nowait(RESERVATION)
-    assert await next_event(aiter(call)) == "reserved"
-    rank = PrefillRank(served)
+    call = await served.reserve()
     await rank.open()
     rank.land(0)
     rank.leave()
@@ -91,19 +81,10 @@ async def test_a_lost_prefill_rank_fails_the_request_and_the_error_names_the_mis
     assert served.service.status().quarantined_blocks == 0
 
 
-async def test_the_deadline_error_names_the_missing_keys(served: Served) -> None:
-    served.engine.script.put_nowait(RESERVATION)
-    error = await failure_of(served.decode.Generate(request(), timeout=3.0))
-    assert error.reason == "TRANSFER_TIMEOUT"
-    assert "no prefill rank opened it" in error.detail
-    await until(lambda: served.engine.released_ids == ["x1"], what="release")
-
-
-async def test_a_cancelled_call_stops_the_sender_within_a_second(served: Served) -> None:
-    call = served.decode.Generate(request())
-    served.engine.script.put_nowait(RESERVATION)
-    assert await next_event(aiter(call)) == "reserved"
-    rank = PrefillRank(served)
+async def test_a_cancelled_call_stops_the_sender_within_a_second(
+    served: Served, rank: PrefillRank
+) -> None:
+    call = await served.reserve()
     await rank.open()
     started = time.monotonic()
     call.cancel()
@@ -116,14 +97,12 @@ async def test_a_cancelled_call_stops_the_sender_within_a_second(served: Served)
     await until(lambda: served.engine.released_ids == ["x1"], what="release")
     status = served.service.status()
     assert (status.reserved_blocks, status.quarantined_blocks, status.active_transfers) == (0, 0, 0)
-    rank.leave()
 
 
 async def test_a_call_cancelled_while_generating_aborts_the_engine(served: Served) -> None:
-    call = served.decode.Generate(request(remote_prefill=False))
-    served.engine.script.put_nowait(DecodeTokens((1,)))
-    stream = aiter(call)
-    assert [await next_event(stream), await next_event(stream)] == ["reserved", "tokens"]
+    call = await served.reserve(remote_prefill=False)
+    served.engine.play(DecodeTokens((1,)))
+    assert await next_event(aiter(call)) == "tokens"
     call.cancel()
     await until(lambda: served.engine.closed == 1, what="the engine's abort")
     await until(lambda: served.service.status().reserved_blocks == 0, what="the blocks")
@@ -131,22 +110,17 @@ async def test_a_call_cancelled_while_generating_aborts_the_engine(served: Serve
 
 
 async def test_a_local_prefill_needs_no_transfer(served: Served) -> None:
-    for event in (DecodeTokens((1,)), DecodeEnded(False, 16)):
-        served.engine.script.put_nowait(event)
+    served.engine.play(DecodeTokens((1,)), DecodeEnded(False, 16))
     responses = [r async for r in served.decode.Generate(request(remote_prefill=False))]
     assert responses[0].WhichOneof("event") == "reserved"
-    finished = responses[-1].finished
-    assert (finished.reason, finished.cached_tokens, finished.transferred_tokens) == (
-        sampling_pb2.FINISH_REASON_LENGTH,
-        16,
-        0,
-    )
+    assert responses[-1].finished.reason == sampling_pb2.FINISH_REASON_LENGTH
+    assert responses[-1].finished.cached_tokens == 16
+    assert responses[-1].finished.transferred_tokens == 0
     assert not served.engine.works[0].remote_kv
 
 
 async def test_an_empty_reservation_waits_for_nothing(served: Served) -> None:
-    for event in (Reservation("x1", (), 32, 32), DecodeTokens((1,)), DecodeEnded(True, 32)):
-        served.engine.script.put_nowait(event)
+    served.engine.play(Reservation("x1", (), 32, 32), DecodeTokens((1,)), DecodeEnded(True, 32))
     responses = [r async for r in served.decode.Generate(request())]
     assert responses[0].reserved.start_token == responses[0].reserved.end_token == 32
     assert responses[-1].finished.cached_tokens == 32
@@ -172,46 +146,27 @@ async def test_invalid_requests_are_refused_before_the_engine_gets_them(
 
 
 async def test_a_transfer_id_works_once(served: Served) -> None:
-    for event in (DecodeTokens((1,)), DecodeEnded(True, 0)):
-        served.engine.script.put_nowait(event)
+    served.engine.play(DecodeTokens((1,)), DecodeEnded(True, 0))
     assert [r async for r in served.decode.Generate(request(remote_prefill=False))]
     error = await failure_of(served.decode.Generate(request()))
     assert error.reason == "DUPLICATE_TRANSFER"
 
 
-async def test_a_full_worker_refuses_with_a_retry_time(served: Served) -> None:
-    calls = [served.decode.Generate(request(f"y{n}", remote_prefill=False)) for n in range(2)]
-    for call in calls:
-        assert await next_event(aiter(call)) == "reserved"
-    error = await failure_of(served.decode.Generate(request("y3")))
-    assert error.reason == "DECODE_FULL"
-    assert error.retry_after_s is not None
-    for call in calls:
-        call.cancel()
-    await until(lambda: served.service.status().reserved_blocks == 0, what="room")
-    for event in (DecodeTokens((1,)), DecodeEnded(True, 0)):
-        served.engine.script.put_nowait(event)
-    # An id that was refused before anything was spent may be used again.
-    assert [r async for r in served.decode.Generate(request("y3", remote_prefill=False))]
-
-
-async def test_contended_room_is_refused_to_requests_that_would_end_too_late(
+async def test_a_full_worker_refuses_and_contended_room_is_not_given_to_late_requests(
     served: Served,
 ) -> None:
     two = sampling_pb2.SamplingParams(max_tokens=2)
-    slow = aiter(served.decode.Generate(request("slow", remote_prefill=False, sampling=two)))
-    assert await next_event(slow) == "reserved"
-    served.engine.script.put_nowait(DecodeTokens((1,)))
+    slow = aiter(await served.reserve("slow", remote_prefill=False, sampling=two))
+    served.engine.play(DecodeTokens((1,)))
     assert await next_event(slow) == "tokens"
     await asyncio.sleep(2.0)
-    for event in (DecodeTokens((2,)), DecodeEnded(False, 0)):
-        served.engine.script.put_nowait(event)
+    served.engine.play(DecodeTokens((2,)), DecodeEnded(False, 0))
     assert [await next_event(slow), await next_event(slow)] == ["tokens", "finished"]
     await until(lambda: served.service.status().reserved_blocks == 0, what="room")
-    calls = [served.decode.Generate(request(f"y{n}", remote_prefill=False)) for n in range(2)]
-    for call in calls:
-        assert await next_event(aiter(call)) == "reserved"
-    assert "slots" in (await failure_of(served.decode.Generate(request("full")))).detail
+    calls = [await served.reserve(f"y{n}", remote_prefill=False) for n in range(2)]
+    full = await failure_of(served.decode.Generate(request("full")))
+    assert (full.reason, "slots" in full.detail) == ("DECODE_FULL", True)
+    assert full.retry_after_s == HINT_S_MIN
     for call in calls:
         call.cancel()
     await until(lambda: served.service.status().reserved_blocks == 0, what="room")
@@ -219,47 +174,44 @@ async def test_contended_room_is_refused_to_requests_that_would_end_too_late(
     error = await failure_of(served.decode.Generate(late, timeout=1.0))
     assert error.reason == "DECODE_FULL"
     assert "retry with a later deadline" in error.detail
-    in_time = aiter(served.decode.Generate(request("in time", remote_prefill=False, sampling=two)))
-    assert await next_event(in_time) == "reserved"
+    # It has enough time. A refused id may be used again, because nothing was spent.
+    await served.reserve("full", remote_prefill=False, sampling=two)
 
 
 async def test_an_engine_failure_fails_the_request(served: Served) -> None:
-    call = served.decode.Generate(request())
-    served.engine.script.put_nowait(RESERVATION)
-    assert await next_event(aiter(call)) == "reserved"
-    served.engine.script.put_nowait(TransferFailed("the engine lost it"))
+    call = await served.reserve()
+    served.engine.play(TransferFailed("the engine lost it"))
     assert (await failure_of(call)).reason == "TRANSFER_FAILED"
     await until(lambda: served.engine.released_ids == ["x1"], what="release")
 
 
 async def test_a_draining_worker_refuses_and_finishes(served: Served) -> None:
-    call = served.decode.Generate(request(remote_prefill=False))
-    assert await next_event(aiter(call)) == "reserved"
+    call = await served.reserve(remote_prefill=False)
     served.service.start_drain()
     assert (await failure_of(served.decode.Generate(request("y1")))).reason == "DRAINING"
     waiting = asyncio.create_task(served.service.finish_drain(Deadline.after(10.0)))
     await asyncio.sleep(0.05)
     assert not waiting.done()
-    for event in (DecodeTokens((1,)), DecodeEnded(True, 0)):
-        served.engine.script.put_nowait(event)
+    served.engine.play(DecodeTokens((1,)), DecodeEnded(True, 0))
     assert [r.WhichOneof("event") async for r in call][-1] == "finished"
     await asyncio.wait_for(waiting, 5)
 
 
 async def test_fast_tokens_share_messages(served: Served) -> None:
     count = 400
-    for number in range(count):
-        served.engine.script.put_nowait(DecodeTokens((number,)))
-    served.engine.script.put_nowait(DecodeEnded(True, 0))
+    served.engine.play(*(DecodeTokens((n,)) for n in range(count)), DecodeEnded(True, 0))
     responses = [r async for r in served.decode.Generate(request(remote_prefill=False))]
     tokens = [token for r in responses for token in r.tokens.token_ids]
     assert tokens == list(range(count))
     assert len(responses) < count / 2
 
 
-async def test_spans_of_a_failed_attempt_name_the_failed_step(served: Served) -> None:
-    served.engine.script.put_nowait(RESERVATION)
-    await failure_of(served.decode.Generate(request(), timeout=0.5))
+async def test_the_deadline_error_names_the_missing_keys(served: Served) -> None:
+    """The spans of the attempt name the failed step."""
+    served.engine.play(RESERVATION)
+    error = await failure_of(served.decode.Generate(request(), timeout=3.0))
+    assert error.reason == "TRANSFER_TIMEOUT"
+    assert "no prefill rank opened it" in error.detail
     await until(lambda: served.engine.released_ids == ["x1"], what="release")
     await asyncio.sleep(0.05)
     served.telemetry.force_flush()
@@ -288,16 +240,14 @@ def states_of(span: ReadableSpan) -> list[str]:
 async def test_every_state_of_a_transfer_is_in_the_trace(served: Served) -> None:
     """Also the last one, which a failed transfer enters long after its request has ended."""
     for name, whole in (("x1", True), ("x2", False)):
-        call = served.decode.Generate(request(name))
-        served.engine.script.put_nowait(replace(RESERVATION, transfer_id=name))
-        assert await next_event(aiter(call)) == "reserved"
-        rank = PrefillRank(served)
+        call = await served.reserve(name)
+        rank = PrefillRank(served.handoff)
         await rank.open(name)
         rank.land(0, name=name)
         if whole:
             rank.land(1, name=name)
             await until(lambda: served.engine.arrived_ids == ["x1"], what="arrival")
-            served.engine.script.put_nowait(DecodeEnded(True, 0))
+            served.engine.play(DecodeEnded(True, 0))
             async for _ in call:
                 pass
         else:
@@ -329,7 +279,7 @@ async def test_status_is_sent_at_once_on_change_and_every_interval(served: Serve
         worker_pb2.WatchStatusResponse.STATE_SERVING,
         33,
     )
-    call = served.decode.Generate(request(remote_prefill=False))
+    call = await served.reserve(remote_prefill=False)
     changed = await asyncio.wait_for(anext(stream), 0.8)
     assert changed.reserved_blocks == 3
     call.cancel()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from headrace_engine.interface import DecodeEnded, DecodeTokens
 from headrace_kv.receive.observer import TransferObserver, TransferView
-from tests.component.decode.conftest import Served, request
-from tests.component.decode.prefill_rank import RESERVATION, PrefillRank, failure_of, next_event
+from tests.component.decode.conftest import Served
+from tests.component.decode.prefill_rank import PrefillRank, failure_of
 from tests.waiting import until
 
 
@@ -23,16 +23,14 @@ class Listener(TransferObserver):
         self.arrivals.append((layers, transfer.active))
         if layers == self._generates_at:
             # Before the service can call `arrived`.
-            self._engine.script.put_nowait(DecodeTokens((7,)))
-            self._engine.script.put_nowait(DecodeEnded(True, 0))
+            self._engine.play(DecodeTokens((7,)), DecodeEnded(True, 0))
 
 
-async def test_a_token_generated_with_the_last_layer_is_streamed(served: Served) -> None:
+async def test_a_token_generated_with_the_last_layer_is_streamed(
+    served: Served, rank: PrefillRank
+) -> None:
     listener = Listener(served, generates_at=2)
-    call = served.decode.Generate(request())
-    served.engine.script.put_nowait(RESERVATION)
-    assert await next_event(aiter(call)) == "reserved"
-    rank = PrefillRank(served)
+    call = await served.reserve()
     await rank.open()
     for layer in (0, 1):
         rank.land(layer)
@@ -40,15 +38,11 @@ async def test_a_token_generated_with_the_last_layer_is_streamed(served: Served)
     assert tokens == [7]
     assert listener.arrivals == [(1, True), (2, False)]
     assert served.engine.arrived_ids == ["x1"]
-    rank.leave()
 
 
-async def test_a_token_before_the_last_layer_is_an_error(served: Served) -> None:
+async def test_a_token_before_the_last_layer_is_an_error(served: Served, rank: PrefillRank) -> None:
     listener = Listener(served, generates_at=1)
-    call = served.decode.Generate(request())
-    served.engine.script.put_nowait(RESERVATION)
-    assert await next_event(aiter(call)) == "reserved"
-    rank = PrefillRank(served)
+    call = await served.reserve()
     await rank.open()
     rank.land(0)
     error = await failure_of(call)
@@ -56,4 +50,3 @@ async def test_a_token_before_the_last_layer_is_an_error(served: Served) -> None
     assert "before the KV cache" in error.detail
     # The engine must learn that no more layers will arrive.
     await until(lambda: listener.arrivals[-1] == (1, False), what="the call for its end")
-    rank.leave()

@@ -14,7 +14,8 @@ from headrace_common.errors import DuplicateTransfer, HeadraceError, Unauthentic
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.rpc.tickets import TicketSigner
-from tests.component.decode.conftest import REF, Served, request
+from tests.component.decode.conftest import Served, request
+from tests.component.decode.scripted_engine import REF
 
 KEY = bytes(range(32))
 

@@ -26,9 +26,9 @@ LAYOUT = layout_pb2.KvLayout(model="m", tensor_parallel_size=2)
 class ScriptedWorker:
     """A PrefillWorker with tasks that last until the test ends them."""
 
-    def __init__(self, slot_count: int) -> None:
+    def __init__(self) -> None:
         self.ref = REF
-        self.slot_count = slot_count
+        self.slot_count = 4
         self.running: dict[str, asyncio.Event] = {}
         self.cancelled: list[str] = []
 
@@ -66,7 +66,6 @@ class RouterQueue(prefill_pb2_grpc.PrefillQueueServiceServicer):
         self.first_tokens: list[prefill_pb2.FirstToken] = []
         self.started: list[str] = []
         self.outgoing: asyncio.Queue[prefill_pb2.PullResponse] = asyncio.Queue()
-        self.refuse = False
 
     async def Pull(
         self, request_iterator: AsyncIterator[prefill_pb2.PullRequest], context: object
@@ -134,7 +133,7 @@ async def routers() -> AsyncIterator[list[ServedRouter]]:
 
 @pytest.fixture
 async def worker() -> ScriptedWorker:
-    return ScriptedWorker(4)
+    return ScriptedWorker()
 
 
 @pytest.fixture
@@ -165,17 +164,11 @@ async def test_hello_is_sent_and_credit_granted_for_every_slot(queue: RouterQueu
     assert queue.hellos[0].layout == LAYOUT
 
 
-async def test_the_start_of_a_task_is_reported(queue: RouterQueue, worker: ScriptedWorker) -> None:
-    await start_task(queue, worker)
-    await until(lambda: queue.started == ["x1"], 1.0, "the report of its start")
-    worker.running["x1"].set()
-    await until(lambda: len(queue.done) == 1, what="its end")
-
-
-async def test_the_end_of_a_task_returns_its_credit(
+async def test_the_start_of_a_task_is_reported_and_its_end_returns_the_credit(
     queue: RouterQueue, worker: ScriptedWorker
 ) -> None:
     await start_task(queue, worker)
+    await until(lambda: queue.started == ["x1"], 1.0, "the report of its start")
     assert queue.credit == 3
     worker.running["x1"].set()
     await until(lambda: len(queue.done) == 1 and queue.credit == 4, what="its end")

@@ -11,16 +11,9 @@ from tests.component.router.fakes import Rig
 
 
 @pytest.fixture
-async def rig() -> AsyncIterator[Rig]:
-    rig = await Rig().start()
-    yield rig
-    await rig.close()
-
-
-@pytest.fixture
-async def look_aside_rig() -> AsyncIterator[Rig]:
-    """A router that allows look-aside."""
-    rig = await Rig(look_aside=True).start()
+async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
+    """See `with_settings` for other settings than the defaults."""
+    rig = await Rig(**getattr(request, "param", {})).start()
     yield rig
     await rig.close()
 

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_common.errors import DecodeFull, DuplicateTransfer, InvalidRequest
 from headrace_decode.admission import Admission, Capacity, SeenTransfers
+from headrace_decode.retry_hint import HINT_S_MIN
 
 CAPACITY = Capacity(usable_blocks=10, block_tokens=16, max_model_len=96, max_num_seqs=3)
 
 
 def admit(
-    admission: Admission, transfer_id: str, prompt: int, answer: int, quarantined: int = 0
+    admission: Admission,
+    transfer_id: str,
+    prompt: int = 1,
+    answer: int = 10,
+    quarantined: int = 0,
+    remaining_s: float = math.inf,
 ) -> None:
     admission.admit(
-        transfer_id, prompt_tokens=prompt, max_tokens=answer, quarantined_blocks=quarantined
+        transfer_id,
+        prompt_tokens=prompt,
+        max_tokens=answer,
+        quarantined_blocks=quarantined,
+        remaining_s=remaining_s,
     )
 
 
@@ -28,17 +40,6 @@ def test_blocks_cover_prompt_and_growth_up_to_the_context(
     prompt: int, answer: int, blocks: int
 ) -> None:
     assert CAPACITY.blocks_for(prompt, answer) == blocks
-
-
-def test_a_refusal_for_lack_of_slots_has_a_retry_time() -> None:
-    admission = Admission(CAPACITY)
-    for name in ("a", "b", "c"):
-        admit(admission, name, 1, 1)
-    with pytest.raises(DecodeFull, match="3 request slots") as refused:
-        admit(admission, "d", 1, 1)
-    assert refused.value.retry_after_s is not None
-    assert 0 < refused.value.retry_after_s <= 5
-    assert admission.request_count == 3
 
 
 def test_quarantined_blocks_are_not_reserved() -> None:
@@ -64,56 +65,35 @@ def test_contended_room_is_not_given_to_requests_that_would_end_too_late() -> No
     now_s = 100.0
     admission = Admission(CAPACITY, clock=lambda: now_s)
     admission.answer_completed(prompt_tokens=1, max_tokens=10, tokens=10, lead_s=0.2, stream_s=0.9)
-
-    def admit_within(name: str, remaining_s: float, max_tokens: int = 10) -> None:
-        admission.admit(
-            name,
-            prompt_tokens=1,
-            max_tokens=max_tokens,
-            quarantined_blocks=0,
-            remaining_s=remaining_s,
-        )
-
     # There is no contention, so it may try.
-    admit_within("a", 0.1)
-    admit_within("b", 0.1)
-    admit_within("c", 0.1)
+    for name in "abc":
+        admit(admission, name, remaining_s=0.1)
     with pytest.raises(DecodeFull, match="3 request slots") as refused:
-        admit_within("d", 60.0)
+        admit(admission, "d", remaining_s=60.0)
     admission.release("a")
     with pytest.raises(DecodeFull, match=r"about 1\.20 s .* only 1\.00 s are left") as late:
-        admit_within("e", 1.0)
+        admit(admission, "e", remaining_s=1.0)
     assert late.value.retry_after_s is not None
     assert admission.request_count == 2
-    admit_within("f", 1.0, max_tokens=7)
+    admit(admission, "f", answer=7, remaining_s=1.0)
     admission.release("b")
-    admit_within("g", 1.3)
+    admit(admission, "g", remaining_s=1.3)
     admission.release("c")
     # By now every refused caller has retried or left.
-    assert refused.value.retry_after_s is not None
-    now_s += 2 * refused.value.retry_after_s
-    admit_within("h", 0.1)
+    assert refused.value.retry_after_s == HINT_S_MIN
+    now_s += 2 * HINT_S_MIN
+    admit(admission, "h", remaining_s=0.1)
 
 
 def test_the_context_bounds_the_expected_answer() -> None:
     admission = Admission(CAPACITY, clock=lambda: 0.0)
     admission.answer_completed(prompt_tokens=1, max_tokens=2, tokens=2, lead_s=0.0, stream_s=1.0)
-    admit(admission, "a", 1, 1)
-    admit(admission, "b", 1, 1)
-    admit(admission, "c", 1, 1)
+    for name in "abc":
+        admit(admission, name)
     with pytest.raises(DecodeFull, match="slots"):
         admit(admission, "d", 1, 1)
     admission.release("a")
-    admission.admit("e", prompt_tokens=90, max_tokens=10**6, quarantined_blocks=0, remaining_s=6.5)
-
-
-def test_releasing_twice_frees_once() -> None:
-    admission = Admission(CAPACITY)
-    admit(admission, "a", 16, 16)
-    admit(admission, "b", 16, 16)
-    admission.release("a")
-    admission.release("a")
-    assert (admission.request_count, admission.reserved_blocks) == (1, 2)
+    admit(admission, "e", 90, 10**6, remaining_s=6.5)
 
 
 @given(
@@ -128,8 +108,11 @@ def test_reservations_never_exceed_the_capacity(steps: list[tuple[int, int, int,
     for number, prompt, answer, quarantined in steps:
         name = str(number)
         if name in held:
+            # A second release frees nothing.
+            admission.release(name)
             admission.release(name)
             del held[name]
+            assert admission.reserved_blocks == sum(held.values())
             continue
         before = admission.reserved_blocks
         try:

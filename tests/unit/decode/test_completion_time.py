@@ -9,24 +9,27 @@ from hypothesis import strategies as st
 from headrace_decode.completion_time import CompletionTimeEstimator
 
 
-def test_the_estimate_is_zero_without_answers() -> None:
-    assert CompletionTimeEstimator().expected_s(1_000_000) == 0
-
-
-def test_the_first_answer_sets_the_estimate() -> None:
+# Answers: lead, stream, tokens and max_tokens.
+@pytest.mark.parametrize(
+    ("answers", "max_tokens", "expected_s"),
+    [
+        ([], 1_000_000, 0.0),
+        ([(0.5, 0.9, 10, 40)], 40, 0.5 + 10 * 0.1),
+        ([(0.5, 0.9, 10, 40)], 80, 0.5 + 20 * 0.1),
+        # A short lead counts at once, and a long one slowly.
+        ([(0.5, 0.0, 1, 1), (0.1, 0.0, 1, 1)], 1, 0.1),
+        ([(0.5, 0.0, 1, 1), (0.1, 0.0, 1, 1), (1.1, 0.0, 1, 1)], 1, 0.2),
+        # Negative times count as zero.
+        ([(-5.0, -5.0, 3, 3)], 100, 0.0),
+    ],
+)
+def test_the_estimate_follows_from_completed_answers(
+    answers: list[tuple[float, float, int, int]], max_tokens: int, expected_s: float
+) -> None:
     estimator = CompletionTimeEstimator()
-    estimator.record(lead_s=0.5, stream_s=0.9, tokens=10, max_tokens=40)
-    assert estimator.expected_s(40) == pytest.approx(0.5 + 10 * 0.1)
-    assert estimator.expected_s(80) == pytest.approx(0.5 + 20 * 0.1)
-
-
-def test_a_short_lead_counts_at_once_and_a_long_one_slowly() -> None:
-    estimator = CompletionTimeEstimator()
-    estimator.record(lead_s=0.5, stream_s=0.0, tokens=1, max_tokens=1)
-    estimator.record(lead_s=0.1, stream_s=0.0, tokens=1, max_tokens=1)
-    assert estimator.expected_s(1) == pytest.approx(0.1)
-    estimator.record(lead_s=1.1, stream_s=0.0, tokens=1, max_tokens=1)
-    assert estimator.expected_s(1) == pytest.approx(0.2)
+    for lead_s, stream_s, tokens, most in answers:
+        estimator.record(lead_s=lead_s, stream_s=stream_s, tokens=tokens, max_tokens=most)
+    assert estimator.expected_s(max_tokens) == pytest.approx(expected_s)
 
 
 def test_an_answer_of_one_token_does_not_change_the_token_time() -> None:
@@ -36,12 +39,6 @@ def test_an_answer_of_one_token_does_not_change_the_token_time() -> None:
     for _ in range(100):
         estimator.record(lead_s=0.0, stream_s=0.0, tokens=1, max_tokens=1)
     assert estimator.token_s == pytest.approx(0.1)
-
-
-def test_negative_times_count_as_zero() -> None:
-    estimator = CompletionTimeEstimator()
-    estimator.record(lead_s=-5.0, stream_s=-5.0, tokens=3, max_tokens=3)
-    assert estimator.expected_s(100) == 0
 
 
 @given(

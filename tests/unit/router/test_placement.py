@@ -17,13 +17,7 @@ from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import NoDecodeWorker
 from headrace_kv.layout.compatibility import fingerprint
 from headrace_kv.layout.layout import KvLayout, WorkerRef
-from headrace_router.placement import (
-    Candidates,
-    Decision,
-    KvAware,
-    PlacementRequest,
-    RoutePolicy,
-)
+from headrace_router.placement import Candidates, Decision, KvAware, PlacementRequest, RoutePolicy
 from headrace_router.workers.table import Load, LoadTable, Worker
 
 _LAYOUT = KvLayout.attention(
@@ -68,13 +62,6 @@ def _policy(**fields: float) -> PlacementRequest:
     return replace(_REQUEST, policy=RoutePolicy(**fields))  # type: ignore[arg-type]
 
 
-def test_the_cost_weighs_missing_tokens_against_held_tokens() -> None:
-    loads = {"d0": Load(held_tokens=60), "d1": Load(held_tokens=0)}
-    assert _choose(loads).worker.ref == _ref("d1")
-    assert _choose(loads, {"d0": 64}).worker.ref == _ref("d0")
-    assert _choose(loads, {"d0": 64}, _policy(overlap_weight=0.5)).worker.ref == _ref("d1")
-
-
 def test_a_decision_explains_the_costs() -> None:
     decision = _choose({"d0": Load(requests=2, held_tokens=60), "d1": Load()}, {"d0": 64})
     assert [str(candidate) for candidate in decision.candidates] == [
@@ -93,11 +80,7 @@ def test_few_candidates_are_explained_and_the_chosen_one_is_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "word"),
-    [
-        (Load(reachable=False), "unreachable"),
-        (Load(requests=10), "full"),
-    ],
+    ("fault", "word"), [(Load(reachable=False), "unreachable"), (Load(requests=10), "full")]
 )
 def test_unfit_workers_are_chosen_only_when_none_is_fit(fault: Load, word: str) -> None:
     assert _choose({"d0": fault, "d1": Load(held_tokens=900)}).worker.ref == _ref("d1")

@@ -9,7 +9,15 @@ from typing import Any
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import inference_pb2
 from headrace.prefill.v1 import prefill_pb2
-from tests.component.router.fakes import FakeDecode, FakePrefill, Rig, hand_over, reply, text_of
+from tests.component.router.fakes import (
+    FakeDecode,
+    FakePrefill,
+    Rig,
+    hand_over,
+    reply,
+    text_of,
+    with_settings,
+)
 from tests.waiting import until
 
 _RESERVE_S = 0.3
@@ -54,8 +62,8 @@ async def test_a_burst_during_one_reservation_keeps_the_limit_on_queue_wait(rig:
     assert len(decode.requests) == _PROMPTS + 1
 
 
-async def test_a_ticket_counts_in_the_queue_until_its_prompt_arrives(look_aside_rig: Rig) -> None:
-    rig = look_aside_rig
+@with_settings(look_aside=True)
+async def test_a_ticket_counts_in_the_queue_until_its_prompt_arrives(rig: Rig) -> None:
     _, prefill = await _add_workers(rig)
     request = inference_pb2.RouteRequest(request=inference_pb2.GenerateRequest(text="x" * 100))
     routed = [await rig.stub.Route(request, timeout=5) for _ in range(_PROMPTS)]

@@ -13,9 +13,11 @@ from headrace_common.errors import (
     DeadlineExceeded,
     DecodeFull,
     Draining,
+    HeadraceError,
     InvalidRequest,
     NoDecodeWorker,
     QueueFull,
+    StaleIncarnation,
     TransferFailed,
     TransferTimeout,
     Unauthenticated,
@@ -28,7 +30,6 @@ from tests.component.router.fakes import (
     die_after,
     fail,
     finished,
-    full,
     hand_over,
     hang,
     refuse,
@@ -39,6 +40,7 @@ from tests.component.router.fakes import (
     start_and_die,
     text_of,
     tokens,
+    with_settings,
 )
 from tests.waiting import until
 
@@ -83,14 +85,6 @@ async def test_a_cached_prompt_needs_no_prefill_worker(rig: Rig) -> None:
     assert not prefill.tasks
 
 
-async def test_without_prefill_workers_decode_prefills(rig: Rig) -> None:
-    decode = await rig.add_decode(reply("ok"))
-    responses = await rig.ask(prefill_placement=inference_pb2.PREFILL_PLACEMENT_REMOTE)
-    assert text_of(responses) == "ok"
-    assert not decode.requests[0].remote_prefill
-    assert responses[-1].timing.prefill_worker_id == ""
-
-
 async def test_without_decode_workers_the_model_is_unavailable(rig: Rig) -> None:
     await rig.add_prefill(hand_over)
     error = await rig.error_of()
@@ -104,47 +98,47 @@ async def test_an_invalid_request_is_rejected_without_workers(rig: Rig) -> None:
     assert set(error.violations) == {"model", "sampling.top_p"}
 
 
-async def test_a_full_decode_worker_is_skipped(rig: Rig) -> None:
-    first, second = await rig.add_decode(full), await rig.add_decode(reply("ok"))
-    await rig.prefer(first)
+@pytest.mark.parametrize(
+    ("error", "retry_budget"),
+    [
+        (DecodeFull("no room", retry_after_s=0.25), 2),
+        (Draining("shutting down"), 0),
+        (StaleIncarnation("restarted"), 0),
+    ],
+    ids=["full", "draining", "restarted"],
+)
+async def test_a_decode_worker_that_rejects_is_asked_once(
+    rig: Rig, error: HeadraceError, retry_budget: int
+) -> None:
+    """A worker that leaves costs no retry. When all reject, the error has the retry delay."""
+    rig.policy.policy.retry_budget = retry_budget
+    rejecting, other = await rig.add_decodes(reject(error), reply("ok"))
+    prefill = await rig.add_prefill(hand_over)
     responses = await rig.ask()
     assert text_of(responses) == "ok"
     assert responses[-1].timing.attempts == 2
-    assert first.requests[0].transfer_id != second.requests[0].transfer_id
-
-
-async def test_when_all_decode_workers_are_full_the_error_names_a_retry_delay(rig: Rig) -> None:
-    await rig.add_decode(full)
-    await rig.add_decode(full)
-    prefill = await rig.add_prefill(hand_over)
-    error = await rig.error_of()
-    assert isinstance(error, DecodeFull)
-    assert error.retry_after_s == 0.25
-    assert not prefill.tasks
+    assert [task.transfer_id for task in prefill.tasks] == [other.requests[0].transfer_id]
+    assert rejecting.requests[0].transfer_id != other.requests[0].transfer_id
+    other.script = reject(error)
+    last = await rig.error_of()
+    assert (type(last), last.retry_after_s) == (type(error), error.retry_after_s)
+    assert [len(rejecting.requests), len(other.requests), len(prefill.tasks)] == [2, 2, 1]
 
 
 @pytest.mark.parametrize(
-    "behaviour",
-    [start_and_die, fail("INTERNAL"), fail("TRANSFER_FAILED")],
-    ids=["death", "internal error", "failed transfer"],
+    ("behaviour", "attempts"),
+    [
+        (start_and_die, 2),
+        (fail("INTERNAL"), 2),
+        (fail("TRANSFER_FAILED"), 2),
+        # A task that had not started moves within the attempt.
+        (die, 1),
+        (refuse("DRAINING"), 1),
+    ],
+    ids=["death", "internal error", "failed transfer", "death before the start", "drain"],
 )
-async def test_a_failed_prefill_is_repeated_by_another_worker(rig: Rig, behaviour: Any) -> None:
-    decode = await rig.add_decode(reply("ok"))
-    bad = await rig.add_prefill(behaviour, credit=9)
-    good = await rig.add_prefill(hand_over)
-    responses = await rig.ask()
-    assert text_of(responses) == "ok"
-    assert responses[-1].timing.prefill_worker_id == "p1"
-    assert responses[-1].timing.attempts == 2
-    assert len(bad.tasks) == len(good.tasks) == 1
-    first, second = decode.requests
-    assert first.transfer_id != second.transfer_id
-    await until(lambda: first.transfer_id in decode.cancelled)
-
-
-@pytest.mark.parametrize("behaviour", [die, refuse("DRAINING")], ids=["death", "drain"])
-async def test_a_prefill_that_had_not_started_moves_to_another_worker_in_the_same_attempt(
-    rig: Rig, behaviour: Any
+async def test_a_failed_prefill_is_repeated_by_another_worker(
+    rig: Rig, behaviour: Any, attempts: int
 ) -> None:
     decode = await rig.add_decode(reply("ok"))
     bad = await rig.add_prefill(behaviour, credit=9)
@@ -152,24 +146,26 @@ async def test_a_prefill_that_had_not_started_moves_to_another_worker_in_the_sam
     responses = await rig.ask()
     assert text_of(responses) == "ok"
     assert responses[-1].timing.prefill_worker_id == "p1"
-    assert responses[-1].timing.attempts == 1
-    assert len(bad.tasks) == len(good.tasks) == len(decode.requests) == 1
+    assert responses[-1].timing.attempts == attempts
+    assert len(bad.tasks) == len(good.tasks) == 1
+    ids = [request.transfer_id for request in decode.requests]
+    assert len(ids) == len(set(ids)) == attempts
+    await until(lambda: decode.cancelled == set(ids[:-1]))
 
 
-async def test_after_the_death_of_the_only_prefill_worker_decode_prefills(rig: Rig) -> None:
+@pytest.mark.parametrize(
+    ("behaviours", "remote"),
+    [([die], [True, False]), ([fail("TRANSFER_FAILED")] * 4, [True, True, False])],
+    ids=["no prefill worker left", "last attempt"],
+)
+async def test_decode_prefills_as_the_last_resort(
+    rig: Rig, behaviours: list[Any], remote: list[bool]
+) -> None:
     decode = await rig.add_decode(reply("ok"))
-    await rig.add_prefill(die)
-    responses = await rig.ask()
-    assert text_of(responses) == "ok"
-    assert [request.remote_prefill for request in decode.requests] == [True, False]
-
-
-async def test_the_last_attempt_prefills_on_decode(rig: Rig) -> None:
-    decode = await rig.add_decode(reply("ok"))
-    for _ in range(4):
-        await rig.add_prefill(fail("TRANSFER_FAILED"))
+    for behaviour in behaviours:
+        await rig.add_prefill(behaviour)
     assert text_of(await rig.ask()) == "ok"
-    assert [request.remote_prefill for request in decode.requests] == [True, True, False]
+    assert [request.remote_prefill for request in decode.requests] == remote
 
 
 async def test_the_retry_budget_of_the_policy_is_kept(rig: Rig) -> None:
@@ -180,19 +176,8 @@ async def test_the_retry_budget_of_the_policy_is_kept(rig: Rig) -> None:
     assert len(decode.requests) == 1
 
 
-async def test_short_prompts_stay_on_decode_by_policy(rig: Rig) -> None:
-    rig.policy.policy.local_prefill_max_tokens = 10
-    decode = await rig.add_decode(reply("ok"))
-    await rig.add_prefill(hand_over)
-    await rig.ask("x" * 10)
-    await rig.ask("x" * 11)
-    assert [request.remote_prefill for request in decode.requests] == [False, True]
-
-
 async def test_decode_dying_before_the_first_token_is_retried_elsewhere(rig: Rig) -> None:
-    dying = await rig.add_decode(die_after(""))
-    await rig.add_decode(reply("ok"))
-    await rig.prefer(dying)
+    dying, _ = await rig.add_decodes(die_after(""), reply("ok"))
     prefill = await rig.add_prefill(
         lambda worker, task: (
             hand_over(worker, task) if task.decode_worker_id == "d1" else stall(worker, task)
@@ -217,19 +202,25 @@ async def test_a_rejected_ticket_is_reported_as_a_lost_worker(rig: Rig) -> None:
     assert len(tickets) == len(set(tickets)) > 1
 
 
+async def silent(worker: FakeDecode, request: Any) -> Any:
+    await asyncio.sleep(60)
+    yield
+
+
 @pytest.mark.usefixtures("early_router_deadline")
 @pytest.mark.parametrize(
-    "behaviour,credit,waited_for",
+    "script,behaviour,credit,waited_for",
     [
-        (stall, 4, "KV cache from prefill worker p0 to decode worker d0"),
-        (stall, 0, "a prefill worker to pull the prompt, 0 were ahead of it"),
-        (None, 0, "first token from decode worker d0"),
+        (hang, stall, 4, "KV cache from prefill worker p0 to decode worker d0"),
+        (hang, stall, 0, "a prefill worker to pull the prompt, 0 were ahead of it"),
+        (hang, None, 0, "first token from decode worker d0"),
+        (silent, None, 0, "a reservation on decode worker d0"),
     ],
 )
 async def test_the_deadline_error_names_the_awaited_event(
-    rig: Rig, behaviour: Any, credit: int, waited_for: str
+    rig: Rig, script: Any, behaviour: Any, credit: int, waited_for: str
 ) -> None:
-    decode = await rig.add_decode(hang)
+    decode = await rig.add_decode(script)
     if behaviour is not None:
         await rig.add_prefill(behaviour, credit)
     error = await rig.error_of(timeout_s=6.0)
@@ -254,32 +245,18 @@ async def test_missing_keys_are_reported_when_no_time_is_left_for_a_retry(rig: R
     assert len(decode.requests) > 2
 
 
-@pytest.mark.usefixtures("early_router_deadline")
-async def test_a_silent_decode_worker_is_named_when_the_deadline_passes(rig: Rig) -> None:
-    async def silent(worker: FakeDecode, request: Any) -> Any:
-        await asyncio.sleep(60)
-        yield
-
-    await rig.add_decode(silent)
-    error = await rig.error_of(timeout_s=6.0)
-    assert "a reservation on decode worker d0" in error.detail
-
-
 @pytest.mark.parametrize("credit", [0, 4])
 async def test_a_cancelled_call_ends_all_work_within_a_second(rig: Rig, credit: int) -> None:
     decode = await rig.add_decode(hang)
     prefill = await rig.add_prefill(stall, credit)
-    call = rig.stub.Generate(inference_pb2.GenerateRequest(text="a prompt"), timeout=30)
-    reading = asyncio.create_task(call.read())
+    asking = asyncio.create_task(rig.ask(timeout_s=30))
     await until(lambda: bool(prefill.tasks) if credit else rig.router.queue.depth == 1)
-    call.cancel()
+    asking.cancel()
     start = time.monotonic()
     await until(lambda: len(decode.cancelled) == 1)
     await until(lambda: len(prefill.cancels) == (1 if credit else 0))
     await until(lambda: rig.router.queue.depth == 0)
     assert time.monotonic() - start < 1
-    with pytest.raises(asyncio.CancelledError):
-        await reading
 
 
 async def test_a_stop_string_ends_decode_and_is_not_sent(rig: Rig) -> None:
@@ -300,55 +277,34 @@ async def test_a_stop_string_ends_decode_and_is_not_sent(rig: Rig) -> None:
 
 async def test_placed_requests_count_before_workers_report_them(rig: Rig) -> None:
     first, second = await rig.add_decode(hang), await rig.add_decode(hang)
-    calls = [rig.stub.Generate(inference_pb2.GenerateRequest(text="x"), timeout=30) for _ in "1234"]
-    readers = [asyncio.create_task(call.read()) for call in calls]
+    calls = [asyncio.create_task(rig.ask("x")) for _ in range(4)]
     await until(lambda: len(first.requests) + len(second.requests) == 4)
     assert len(first.requests) == len(second.requests) == 2
     for call in calls:
         call.cancel()
-    await asyncio.gather(*readers, return_exceptions=True)
 
 
-async def test_a_full_prefill_queue_rejects_only_requests_that_ask_for_remote_prefill() -> None:
-    rig = await Rig(max_queued_tasks=1).start()
-    try:
-        decode = await rig.add_decode(hang)
-        await rig.add_prefill(stall, credit=0)
-        call = rig.stub.Generate(inference_pb2.GenerateRequest(text="xx"), timeout=30)
-        reading = asyncio.create_task(call.read())
-        await until(lambda: rig.router.queue.depth == 1)
-        remote = inference_pb2.PREFILL_PLACEMENT_REMOTE
-        assert isinstance(await rig.error_of(prefill_placement=remote), QueueFull)
-        await until(lambda: len(decode.cancelled) == 1, 1.0)
-        decode.script = reply("ok")
-        assert text_of(await rig.ask()) == "ok"
-        assert [request.remote_prefill for request in decode.requests] == [True, True, False]
-        call.cancel()
-        await asyncio.gather(reading, return_exceptions=True)
-    finally:
-        await rig.close()
+@with_settings(max_queued_tasks=1)
+async def test_a_full_prefill_queue_rejects_only_requests_that_ask_for_remote_prefill(
+    rig: Rig,
+) -> None:
+    decode = await rig.add_decode(hang)
+    await rig.add_prefill(stall, credit=0)
+    waiting = asyncio.create_task(rig.ask("xx"))
+    await until(lambda: rig.router.queue.depth == 1)
+    remote = inference_pb2.PREFILL_PLACEMENT_REMOTE
+    assert isinstance(await rig.error_of(prefill_placement=remote), QueueFull)
+    await until(lambda: len(decode.cancelled) == 1, 1.0)
+    decode.script = reply("ok")
+    assert text_of(await rig.ask()) == "ok"
+    assert [request.remote_prefill for request in decode.requests] == [True, True, False]
+    waiting.cancel()
 
 
 async def test_a_draining_router_rejects_new_requests(rig: Rig) -> None:
     await rig.add_decode(reply("ok"))
     rig.router.inference.drain()
     assert isinstance(await rig.error_of(), Draining)
-
-
-async def test_a_worker_that_left_the_registry_finishes_its_responses(rig: Rig) -> None:
-    async def slow(worker: FakeDecode, request: Any) -> Any:
-        yield reserved(request)
-        yield tokens("a")
-        await asyncio.sleep(0.3)
-        yield tokens("b")
-        yield finished(request)
-
-    decode = await rig.add_decode(slow)
-    asking = asyncio.create_task(rig.ask())
-    await until(lambda: len(decode.requests) == 1)
-    rig.router.workers.update([])
-    assert text_of(await asking) == "ab"
-    assert isinstance(await rig.error_of(), NoDecodeWorker)
 
 
 async def test_models_are_listed_with_their_workers(rig: Rig) -> None:

@@ -5,14 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import grpc.aio
 import pytest
 
-from headrace.inference.v1 import (
-    first_token_pb2,
-    inference_pb2,
-    sampling_pb2,
-)
+from headrace.decode.v1 import decode_pb2
+from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
 from headrace_common.errors import TransferFailed
 from headrace_common.telemetry import schema
 from tests.component.router.fakes import (
@@ -24,7 +20,6 @@ from tests.component.router.fakes import (
     hand_over,
     hang,
     reply,
-    reply_after_first_token,
     reserved,
     send_first_token,
     stall,
@@ -42,33 +37,57 @@ def sampling(count: int, **fields: Any) -> sampling_pb2.SamplingParams:
     return sampling_pb2.SamplingParams(max_tokens=count, seed=7, **fields)
 
 
-async def rest_of(call: Any) -> list[inference_pb2.GenerateResponse]:
-    responses = []
-    while (response := await call.read()) is not grpc.aio.EOF:
-        responses.append(response)
-    return responses
+def from_logits(text: str) -> Any:
+    """Sends the first letter at once, and the others after the KV cache."""
+
+    async def script(worker: FakeDecode, request: Any) -> Any:
+        yield reserved(request)
+        yield tokens(text[0])
+        await worker.handoff.of(request.transfer_id).wait()
+        yield tokens(text[1:])
+        yield finished(request)
+
+    return script
 
 
-async def test_the_token_of_prefill_is_sent_before_the_transfer_is_complete(rig: Rig) -> None:
-    decode = await rig.add_decode(reply_after_first_token("aris"))
-    prefill = await rig.add_prefill(send_first_token("P", stall))
+@pytest.mark.parametrize(
+    ("policy", "decode_script", "prefill_script"),
+    [
+        (PREFILL, reply("aris", after_first_token=True), send_first_token("P", stall)),
+        (LOGITS, from_logits("Paris"), stall),
+    ],
+    ids=["prefill", "logits"],
+)
+async def test_the_first_token_is_sent_before_the_transfer_is_complete(
+    rig: Rig, policy: Any, decode_script: Any, prefill_script: Any
+) -> None:
+    decode = await rig.add_decode(decode_script)
+    prefill = await rig.add_prefill(prefill_script)
     request = inference_pb2.GenerateRequest(
-        text="capital?", first_token=PREFILL, sampling=sampling(9, logprobs=1)
+        text="capital?", first_token=policy, sampling=sampling(9, logprobs=1)
     )
-    call = rig.stub.Generate(request, timeout=10)
-    first = await call.read()
+    stream = aiter(rig.stub.Generate(request, timeout=10))
+    first = await anext(stream)
     assert first.text == "P"
+    await until(lambda: bool(prefill.tasks))
     (task,), (received,) = prefill.tasks, decode.requests
     assert bytes(task.token_ids) == bytes(received.token_ids) == b"capital?"
-    assert task.sampling == received.sampling
-    assert received.first_token == PREFILL
-    await until(lambda: bool(decode.first_tokens))
-    (first_token,) = decode.first_tokens
-    assert first_token.transfer_id == received.transfer_id
-    assert first_token.token_id == ord("P")
-    assert first_token.incarnation == decode.member.incarnation
+    assert received.first_token == policy
+    assert task.send_logits is (policy == LOGITS)
+    if policy == PREFILL:
+        assert task.sampling == received.sampling
+        await until(lambda: bool(decode.first_tokens))
+        assert decode.first_tokens == [
+            decode_pb2.SetFirstTokenRequest(
+                transfer_id=received.transfer_id,
+                token_id=ord("P"),
+                incarnation=decode.member.incarnation,
+            )
+        ]
+    else:
+        assert not task.HasField("sampling")
     await hand_over(prefill, task)
-    responses = [first, *await rest_of(call)]
+    responses = [first, *[response async for response in stream]]
     assert text_of(responses) == "Paris"
     assert responses[-1].usage.completion_tokens == 5
     assert responses[-1].timing.attempts == 1
@@ -82,7 +101,7 @@ async def test_the_policy_decides_unless_the_client_does(rig: Rig) -> None:
     await rig.ask(first_token=DECODE)
     assert not any(task.HasField("sampling") for task in prefill.tasks)
     assert {request.first_token for request in decode.requests} == {0}
-    decode.script = reply_after_first_token("b")
+    decode.script = reply("b", after_first_token=True)
     prefill.behaviour = send_first_token("a")
     assert text_of(await rig.ask()) == "ab"
     assert decode.requests[-1].first_token == PREFILL
@@ -109,7 +128,7 @@ async def test_a_local_prefill_ignores_the_first_token_policy(rig: Rig) -> None:
 async def test_a_first_token_that_ends_the_response_ends_all_work(
     rig: Rig, params: sampling_pb2.SamplingParams, reason: int, text: str
 ) -> None:
-    decode = await rig.add_decode(reply_after_first_token("never"))
+    decode = await rig.add_decode(reply("never", after_first_token=True))
     prefill = await rig.add_prefill(send_first_token("P", stall))
     responses = await rig.ask(first_token=PREFILL, sampling=params)
     assert text_of(responses) == text
@@ -119,71 +138,6 @@ async def test_a_first_token_that_ends_the_response_ends_all_work(
     await until(lambda: prefill.cancels == [task.transfer_id])
     await until(lambda: decode.cancelled == {task.transfer_id})
     assert not decode.first_tokens
-
-
-def from_logits(text: str) -> Any:
-    """Sends the first letter at once, and the others after the KV cache."""
-
-    async def script(worker: FakeDecode, request: Any) -> Any:
-        yield reserved(request)
-        yield tokens(text[0])
-        await worker.handoff.of(request.transfer_id).wait()
-        yield tokens(text[1:])
-        yield finished(request)
-
-    return script
-
-
-async def test_the_token_from_logits_is_sent_before_the_transfer_is_complete(rig: Rig) -> None:
-    decode = await rig.add_decode(from_logits("Paris"))
-    prefill = await rig.add_prefill(stall)
-    request = inference_pb2.GenerateRequest(
-        text="capital?", first_token=LOGITS, sampling=sampling(9)
-    )
-    call = rig.stub.Generate(request, timeout=10)
-    first = await call.read()
-    assert first.text == "P"
-    await until(lambda: bool(prefill.tasks))
-    (task,), (received,) = prefill.tasks, decode.requests
-    assert bytes(task.token_ids) == bytes(received.token_ids) == b"capital?"
-    assert task.send_logits
-    assert not task.HasField("sampling")
-    assert received.first_token == LOGITS
-    await hand_over(prefill, task)
-    responses = [first, *await rest_of(call)]
-    assert text_of(responses) == "Paris"
-    assert responses[-1].timing.attempts == 1
-
-
-async def test_no_token_is_lost_when_prefill_fails_after_a_token_from_logits(rig: Rig) -> None:
-    """The token does not prove that the transfer succeeds, so the router still watches the prefill worker."""
-    sent = asyncio.Event()
-
-    async def decode_script(worker: FakeDecode, request: Any) -> Any:
-        if request.generated_token_count:
-            async for event in reply("aris")(worker, request):
-                yield event
-            return
-        yield reserved(request)
-        yield tokens("P")
-        sent.set()
-        await asyncio.sleep(60)
-
-    async def prefill_script(worker: FakePrefill, task: Any) -> None:
-        if task.send_logits:
-            await sent.wait()
-            await asyncio.sleep(0.2)
-            await fail(TransferFailed.reason)(worker, task)
-        else:
-            await hand_over(worker, task)
-
-    for _ in range(2):
-        await rig.add_decode(decode_script)
-        await rig.add_prefill(prefill_script)
-    responses = await rig.ask("capital?", first_token=LOGITS)
-    assert text_of(responses) == "Paris"
-    assert responses[-1].timing.attempts == 2
-    assert responses[-1].usage.completion_tokens == 5
 
 
 async def wait_for_logits(worker: FakeDecode, request: Any) -> Any:
@@ -211,41 +165,54 @@ async def test_a_retry_after_lost_logits_does_not_use_logits(rig: Rig) -> None:
     }
 
 
-def first_token_or_hand_over(then: Any) -> Any:
-    """Sends a first token and continues with `then`, or completes a task without one."""
-
-    async def behaviour(worker: FakePrefill, task: Any) -> None:
-        await (send_first_token("P", then) if task.HasField("sampling") else hand_over)(
-            worker, task
-        )
-
-    return behaviour
-
-
 async def break_decode(worker: FakeDecode, request: Any) -> Any:
-    if request.first_token:
+    if request.first_token == PREFILL:
         yield reserved(request)
         await worker.first_token_set.wait()
         await worker.die()
+    elif request.first_token == LOGITS:
+        yield reserved(request)
+        yield tokens("P")
+        worker.handoff.of("P sent").set()
+        await asyncio.sleep(60)
     async for event in reply("aris")(worker, request):
         yield event
 
 
-@pytest.mark.parametrize("breaks", ["transfer", "decode"])
-async def test_another_attempt_continues_after_the_token_of_prefill(rig: Rig, breaks: str) -> None:
+async def fail_after_token_from_logits(worker: FakePrefill, task: Any) -> None:
+    await worker.handoff.of("P sent").wait()
+    await asyncio.sleep(0.2)
+    await fail(TransferFailed.reason)(worker, task)
+
+
+# A token from logits does not prove that the transfer succeeds, so the router still watches the prefill worker.
+@pytest.mark.parametrize(
+    ("policy", "behaviour"),
+    [
+        (PREFILL, send_first_token("P", fail(TransferFailed.reason))),
+        (PREFILL, send_first_token("P", stall)),
+        (LOGITS, fail_after_token_from_logits),
+    ],
+    ids=["transfer", "decode", "transfer after logits"],
+)
+async def test_another_attempt_continues_after_the_first_token(
+    rig: Rig, policy: Any, behaviour: Any
+) -> None:
+    async def prefill(worker: FakePrefill, task: Any) -> None:
+        makes_token = task.HasField("sampling") or task.send_logits
+        await (behaviour if makes_token else hand_over)(worker, task)
+
     for _ in range(2):
         await rig.add_decode(break_decode)
-        await rig.add_prefill(
-            first_token_or_hand_over(fail(TransferFailed.reason) if breaks == "transfer" else stall)
-        )
-    responses = await rig.ask("capital?", first_token=PREFILL)
+        await rig.add_prefill(prefill)
+    responses = await rig.ask("capital?", first_token=policy)
     assert text_of(responses) == "Paris"
     last = responses[-1]
     assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (8, 5)
-    assert last.timing.attempts > 1
+    assert last.timing.attempts == 2
     requests = [request for decode in rig.decodes for request in decode.requests]
     first, second = sorted(requests, key=lambda request: request.generated_token_count)
-    assert (first.first_token, second.first_token) == (PREFILL, 0)
+    assert (first.first_token, second.first_token) == (policy, 0)
     assert bytes(second.token_ids) == b"capital?P"
     assert second.generated_token_count == 1
     assert first.transfer_id != second.transfer_id
@@ -253,11 +220,12 @@ async def test_another_attempt_continues_after_the_token_of_prefill(rig: Rig, br
     assert tasks
     for task in tasks:
         assert bytes(task.token_ids) == b"capital?"
-        assert task.HasField("sampling") == (task.transfer_id == first.transfer_id)
+        has_sampling = policy == PREFILL and task.transfer_id == first.transfer_id
+        assert task.HasField("sampling") is has_sampling
 
 
 async def first_remote_then_local(worker: FakeDecode, request: Any) -> Any:
-    script = reply_after_first_token("never") if request.first_token else reply("local")
+    script = reply("never", after_first_token=True) if request.first_token else reply("local")
     async for event in script(worker, request):
         yield event
 
@@ -271,7 +239,7 @@ async def test_a_prefill_worker_that_sends_no_first_token_fails_the_attempt(rig:
 
 
 async def test_the_trace_shows_that_the_second_token_waited_for_the_transfer(rig: Rig) -> None:
-    await rig.add_decode(reply_after_first_token("aris"))
+    await rig.add_decode(reply("aris", after_first_token=True))
     await rig.add_prefill(send_first_token("P"))
     responses = await rig.ask(first_token=PREFILL)
     trace = await rig.trace_of(responses[0].trace_id)

@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import asyncio
 
+import grpc.aio
 import pytest
 
 from headrace.decode.v1 import decode_pb2
-from headrace.inference.v1 import (
-    inference_pb2,
-    sampling_pb2,
-)
+from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.errors import (
     DeadlineExceeded,
     DecodeFull,
     Draining,
     HeadraceError,
+    InternalError,
     InvalidRequest,
     StaleIncarnation,
     WorkerGone,
 )
+from headrace_common.rpc.status import error_from_rpc
 from headrace_common.telemetry import schema
 from tests.component.router.dispatch.recitation import TEXT, TOKENS, raising, recite, sampling
-from tests.component.router.fakes import FakeDecode, Rig, full, hand_over, reject, text_of
+from tests.component.router.fakes import (
+    FakeDecode,
+    Rig,
+    full,
+    hand_over,
+    reject,
+    text_of,
+    with_settings,
+)
 from tests.waiting import until
 
 
@@ -33,13 +41,12 @@ def decode_requests(rig: Rig) -> list[decode_pb2.GenerateRequest]:
 
 
 # The third token is the first byte of a character.
-@pytest.mark.parametrize("tokens", [1, 3, 19])
-async def test_a_response_continues_at_another_worker(rig: Rig, tokens: int) -> None:
-    for _ in range(2):
-        await rig.add_decode(recite(tokens, FakeDecode.die))
-    await rig.add_decode(recite(99))
-    rig.decodes[2].running_requests = 7
-    await rig.loads_known()
+@pytest.mark.parametrize("tokens,remote", [(1, False), (3, False), (19, False), (16, True)])
+async def test_a_response_continues_at_another_worker(rig: Rig, tokens: int, remote: bool) -> None:
+    """A remote prefill computes the prompt and the generated tokens."""
+    dying = recite(tokens, FakeDecode.die)
+    await rig.add_decodes(dying, dying, recite(99))
+    tasks = (await rig.add_prefill(hand_over)).tasks if remote else []
     responses = await rig.ask(sampling=sampling(logprobs=1, seed=7))
     assert text_of(responses) == TEXT
     sent = [token for response in responses for token in response.token_ids]
@@ -47,7 +54,9 @@ async def test_a_response_continues_at_another_worker(rig: Rig, tokens: int) -> 
     assert [-entry.logprob for r in responses for entry in r.logprobs] == sent
     last = responses[-1]
     assert last.finish_reason == sampling_pb2.FINISH_REASON_LENGTH
-    assert last.usage.completion_tokens == len(TOKENS)
+    # Generated tokens are not counted as prompt.
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (8, len(TOKENS))
+    assert last.usage.decode_cached_tokens <= 8
     assert last.timing.attempts == 3
     assert last.timing.decode_worker_id == "d2"
     requests = decode_requests(rig)
@@ -57,48 +66,33 @@ async def test_a_response_continues_at_another_worker(rig: Rig, tokens: int) -> 
         assert bytes(request.token_ids) == b"a prompt" + done
         assert request.sampling == requests[0].sampling
     assert len({request.transfer_id for request in requests}) == 3
+    assert [(task.transfer_id, list(task.token_ids)) for task in tasks] == [
+        (request.transfer_id, list(request.token_ids)[:-1]) for request in requests if remote
+    ]
 
 
 async def test_a_stop_string_is_found_across_two_attempts(rig: Rig) -> None:
     # "S", and the first byte of the next letter.
-    await rig.add_decode(recite(TOKENS.index(b"S") + 2, FakeDecode.die))
-    await rig.add_decode(recite(99))
-    await rig.prefer(rig.decodes[0])
+    await rig.add_decodes(recite(TOKENS.index(b"S") + 2, FakeDecode.die), recite(99))
     responses = await rig.ask(sampling=sampling(stop=["Süden"]))
     assert text_of(responses) == "Grüße aus dem "
     assert responses[-1].finish_reason == sampling_pb2.FINISH_REASON_STOP
     assert responses[-1].timing.attempts == 2
 
 
-async def test_prompt_and_generated_tokens_are_prefilled_remotely(rig: Rig) -> None:
-    for _ in range(2):
-        await rig.add_decode(recite(20, FakeDecode.die))
-    await rig.add_decode(recite(99))
-    rig.decodes[2].running_requests = 7
-    prefill = await rig.add_prefill(hand_over)
-    await rig.loads_known()
-    responses = await rig.ask(sampling=sampling())
-    assert text_of(responses) == TEXT
-    for request in decode_requests(rig):
-        task = next(t for t in prefill.tasks if t.transfer_id == request.transfer_id)
-        assert list(task.token_ids) == list(request.token_ids)[:-1]
-    # Generated tokens are not counted as prompt.
-    assert responses[-1].usage.prompt_tokens == len("a prompt")
-    assert responses[-1].usage.decode_cached_tokens <= len("a prompt")
-
-
-@pytest.mark.parametrize("by", ["length", "stop token"])
-async def test_a_complete_response_is_not_retried_when_finished_is_lost(rig: Rig, by: str) -> None:
+@pytest.mark.parametrize(
+    "params,reason",
+    [
+        (sampling_pb2.SamplingParams(max_tokens=4), sampling_pb2.FINISH_REASON_LENGTH),
+        (sampling(stop_token_ids=[TOKENS[3]]), sampling_pb2.FINISH_REASON_STOP),
+    ],
+    ids=["length", "stop token"],
+)
+async def test_a_complete_response_is_not_retried_when_finished_is_lost(
+    rig: Rig, params: sampling_pb2.SamplingParams, reason: int
+) -> None:
     """The last token arrives, and the worker dies before Finished."""
-    await rig.add_decode(recite(4, FakeDecode.die))
-    spare = await rig.add_decode(recite(99))
-    await rig.prefer(rig.decodes[0])
-    if by == "length":
-        params = sampling_pb2.SamplingParams(max_tokens=4)
-        reason = sampling_pb2.FINISH_REASON_LENGTH
-    else:
-        params = sampling(stop_token_ids=[TOKENS[3]])
-        reason = sampling_pb2.FINISH_REASON_STOP
+    _, spare = await rig.add_decodes(recite(4, FakeDecode.die), recite(99))
     responses = await rig.ask(sampling=params)
     assert responses[-1].finish_reason == reason
     assert responses[-1].usage.completion_tokens == 4
@@ -107,16 +101,12 @@ async def test_a_complete_response_is_not_retried_when_finished_is_lost(rig: Rig
 
 
 @pytest.mark.parametrize(
-    "error",
-    [Draining("shutting down"), WorkerGone("as scripted")],
-    ids=lambda error: error.reason,
+    "error", [Draining("shutting down"), WorkerGone("as scripted")], ids=lambda error: error.reason
 )
 async def test_a_decode_worker_that_ends_its_stream_is_replaced(
     rig: Rig, error: HeadraceError
 ) -> None:
-    leaving = await rig.add_decode(recite(9, raising(error)))
-    await rig.add_decode(recite(99))
-    await rig.prefer(rig.decodes[0])
+    leaving, _ = await rig.add_decodes(recite(9, raising(error)), recite(99))
     responses = await rig.ask(sampling=sampling())
     assert text_of(responses) == TEXT
     assert responses[-1].timing.attempts == 2
@@ -127,6 +117,29 @@ async def test_a_decode_worker_that_ends_its_stream_is_replaced(
     assert [each[schema.ATTRIBUTE_GENERATED_TOKENS] for each in attempts] == ["0", "9"]
     assert attempts[0][schema.ATTRIBUTE_ERROR_REASON] == error.reason
     assert schema.ATTRIBUTE_ERROR_REASON not in attempts[1]
+
+
+@pytest.mark.parametrize("token_count", [0, 6])
+async def test_an_internal_error_of_a_decode_worker_ends_the_response(
+    rig: Rig, token_count: int
+) -> None:
+    """The client gets the tokens before the error, and no other worker repeats the request."""
+    ending = raising(InternalError("as scripted"))
+    failing, spare = await rig.add_decodes(recite(token_count, ending), recite(99))
+    request = inference_pb2.GenerateRequest(text="a prompt", sampling=sampling())
+    received: list[int] = []
+
+    async def read() -> None:
+        async for response in rig.stub.Generate(request, timeout=10):
+            received.extend(response.token_ids)
+
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await read()
+    error = error_from_rpc(raised.value)
+    assert isinstance(error, InternalError)
+    assert (error.detail, error.metadata["attempts"]) == ("as scripted", "1")
+    assert bytes(received) == TOKENS[:token_count]
+    assert (len(failing.requests), len(spare.requests)) == (1, 0)
 
 
 async def test_the_retry_budget_bounds_migrations(rig: Rig) -> None:
@@ -141,20 +154,15 @@ async def test_the_retry_budget_bounds_migrations(rig: Rig) -> None:
 async def test_rejections_cost_a_started_response_no_retry(rig: Rig) -> None:
     """A full, a draining and a restarted worker are skipped, although the budget allows only one retry."""
     rig.policy.policy.retry_budget = 1
-    await rig.add_decode(recite(2, FakeDecode.die))
-    for script in (full, reject(Draining("shutting down")), reject(StaleIncarnation(""))):
-        (await rig.add_decode(script)).running_requests = 3
-    (await rig.add_decode(recite(99))).running_requests = 7
-    await rig.loads_known()
+    rejecting = full, reject(Draining("shutting down")), reject(StaleIncarnation(""))
+    await rig.add_decodes(recite(2, FakeDecode.die), *rejecting, recite(99))
     responses = await rig.ask(sampling=sampling())
     assert text_of(responses) == TEXT
     assert responses[-1].timing.attempts == 5
 
 
 async def test_a_started_response_waits_for_room_until_its_deadline(rig: Rig) -> None:
-    draining = await rig.add_decode(recite(2, raising(Draining("shutting down"))))
-    other = await rig.add_decode(full)
-    await rig.prefer(draining)
+    draining, other = await rig.add_decodes(recite(2, raising(Draining("shutting down"))), full)
     asking = asyncio.create_task(rig.ask(sampling=sampling()))
     await until(lambda: len(other.requests) >= 2)
     other.script = recite(99)
@@ -181,21 +189,17 @@ async def test_a_started_response_waits_for_a_restarted_worker(rig: Rig) -> None
     assert responses[-1].timing.attempts == 2
 
 
-async def test_a_started_response_waits_no_longer_than_the_migration_wait() -> None:
-    rig = await Rig(migration_wait_s=0.5).start()
-    try:
-        await rig.add_decode(recite(2, FakeDecode.die))
-        error = await rig.error_of(sampling=sampling())
-        assert isinstance(error, WorkerGone)
-        assert "decode worker d0" in error.detail
-    finally:
-        await rig.close()
+@with_settings(migration_wait_s=0.5)
+async def test_a_started_response_waits_no_longer_than_the_migration_wait(rig: Rig) -> None:
+    await rig.add_decode(recite(2, FakeDecode.die))
+    error = await rig.error_of(sampling=sampling())
+    assert isinstance(error, WorkerGone)
+    assert "decode worker d0" in error.detail
 
 
 async def test_a_dead_worker_costs_one_attempt_of_one_request(rig: Rig) -> None:
     """The registry still lists it, but the router has seen its connection break."""
-    dead, _ = await rig.add_decode(recite(99)), await rig.add_decode(recite(99))
-    await rig.prefer(dead)
+    dead, _ = await rig.add_decodes(recite(99), recite(99))
     await dead.kill()
     attempts = []
     for _ in range(12):
@@ -206,8 +210,7 @@ async def test_a_dead_worker_costs_one_attempt_of_one_request(rig: Rig) -> None:
 
 
 async def test_an_unreachable_worker_is_used_again_after_it_reports(rig: Rig) -> None:
-    first, second = await rig.add_decode(recite(99)), await rig.add_decode(recite(99))
-    await rig.prefer(first)
+    first, second = await rig.add_decodes(recite(99), recite(99))
     table = rig.router.workers.table("sim")
     ref = next(w.ref for w in table.workers if w.ref.worker_id == "d0")
     first.reports.clear()

@@ -12,14 +12,10 @@ from tests.component.router.fakes.decode import (
     hang,
     reject,
     reply,
-    reply_after_first_token,
     reserved,
     tokens,
 )
-from tests.component.router.fakes.handoff import (
-    LAYOUT,
-    Handoff,
-)
+from tests.component.router.fakes.handoff import LAYOUT, Handoff
 from tests.component.router.fakes.prefill import (
     Behaviour,
     FakePrefill,
@@ -31,7 +27,14 @@ from tests.component.router.fakes.prefill import (
     stall,
     start_and_die,
 )
-from tests.component.router.fakes.rig import PREFIX_KEY, TICKET_KEY, FixedPolicy, Rig, text_of
+from tests.component.router.fakes.rig import (
+    PREFIX_KEY,
+    TICKET_KEY,
+    FixedPolicy,
+    Rig,
+    text_of,
+    with_settings,
+)
 
 __all__ = [
     "CONTEXT_TOKENS",
@@ -55,11 +58,11 @@ __all__ = [
     "refuse",
     "reject",
     "reply",
-    "reply_after_first_token",
     "reserved",
     "send_first_token",
     "stall",
     "start_and_die",
     "text_of",
     "tokens",
+    "with_settings",
 ]

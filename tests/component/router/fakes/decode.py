@@ -108,16 +108,6 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
             )
             await asyncio.sleep(0.05)
 
-    async def ResetPrefixCache(
-        self, request: worker_pb2.ResetPrefixCacheRequest, context: Any
-    ) -> worker_pb2.ResetPrefixCacheResponse:
-        return worker_pb2.ResetPrefixCacheResponse()
-
-    async def Drain(
-        self, request: worker_pb2.DrainRequest, context: Any
-    ) -> worker_pb2.DrainResponse:
-        raise AssertionError("routers drain no workers")
-
     async def WatchStatus(
         self, request: worker_pb2.WatchStatusRequest, context: Any
     ) -> AsyncIterator[worker_pb2.WatchStatusResponse]:
@@ -156,7 +146,10 @@ def finished(request: decode_pb2.GenerateRequest) -> decode_pb2.GenerateResponse
 
 
 def reply(text: str, *, after_first_token: bool = False) -> Script:
-    """Waits for the KV cache of a remote prefill, then sends `text`, one token per message."""
+    """Waits for the KV cache of a remote prefill, then sends `text`, one token per message.
+
+    With `after_first_token` it waits for SetFirstToken, too.
+    """
 
     async def script(
         worker: FakeDecode, request: decode_pb2.GenerateRequest
@@ -171,11 +164,6 @@ def reply(text: str, *, after_first_token: bool = False) -> Script:
         yield finished(request)
 
     return script
-
-
-def reply_after_first_token(text: str) -> Script:
-    """As `reply`, but waits for SetFirstToken, too."""
-    return reply(text, after_first_token=True)
 
 
 def reject(error: Exception) -> Script:

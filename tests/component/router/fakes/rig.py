@@ -71,7 +71,9 @@ class Rig:
     async def add_decode(
         self, script: Script, hashing: worker_pb2.KvHashing | None = None
     ) -> FakeDecode:
-        worker = await FakeDecode(f"d{len(self.decodes)}", self.handoff, script).start()
+        name = f"d{len(self.decodes)}"
+        # A router calls no other RPC.
+        worker = await FakeDecode(name, self.handoff, script).start()  # type: ignore[abstract]
         worker.hashing = hashing
         self.decodes.append(worker)
         self.refresh()
@@ -80,8 +82,11 @@ class Rig:
         await until(lambda: bool(self.router.workers.table("sim").reachable.all()))
         return worker
 
-    async def loads_known(self) -> None:
-        """Waits until the router has the current load of every decode worker."""
+    async def add_decodes(self, *scripts: Script) -> list[FakeDecode]:
+        """Adds decode workers that report increasing loads: placement prefers the first of them."""
+        workers = [await self.add_decode(script) for script in scripts]
+        for load, worker in enumerate(workers):
+            worker.running_requests = load
         loads = {worker.member.worker_id: worker.running_requests for worker in self.decodes}
 
         def known() -> bool:
@@ -94,12 +99,7 @@ class Rig:
             }
 
         await until(known)
-
-    async def prefer(self, preferred: FakeDecode) -> None:
-        """Makes every other decode worker report more load, and waits until the router has it."""
-        for worker in self.decodes:
-            worker.running_requests = 0 if worker is preferred else 7
-        await self.loads_known()
+        return workers
 
     def refresh(self) -> None:
         self.router.update([worker.member for worker in self.decodes])
@@ -146,6 +146,11 @@ class Rig:
             await asyncio.gather(*worker.background)
             await worker.kill()
         await asyncio.to_thread(self.telemetry.shutdown)
+
+
+def with_settings(**settings: Any) -> pytest.MarkDecorator:
+    """Starts the fixture `rig` with these settings."""
+    return pytest.mark.parametrize("rig", [settings], indirect=True, ids=[""])
 
 
 def text_of(responses: list[inference_pb2.GenerateResponse]) -> str:

@@ -7,14 +7,7 @@ import time
 from random import Random
 
 from headrace.prefill.v1 import prefill_pb2
-from tests.component.router.fakes import (
-    FakeDecode,
-    FakePrefill,
-    Rig,
-    hand_over,
-    reply,
-    text_of,
-)
+from tests.component.router.fakes import FakeDecode, FakePrefill, Rig, hand_over, reply, text_of
 
 _DURATION_S = 4.0
 _CHANGE_EVERY_S = 0.05

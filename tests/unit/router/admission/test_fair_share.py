@@ -49,41 +49,25 @@ class Clients:
         assert all(pool.used_by(tenant) == amount for tenant, amount in used.items())
 
 
-def test_one_tenant_alone_may_use_the_whole_capacity() -> None:
-    clients = Clients(3)
-    assert [clients.request("a") for _ in range(4)] == [Grant.GRANTED] * 3 + [Grant.REJECTED]
-    clients.release(0)
-    assert clients.request("a") is Grant.GRANTED
-
-
-def test_a_tenant_below_its_share_waits_and_one_above_is_rejected() -> None:
+@pytest.mark.parametrize("weight,share", [(1.0, 2), (3.0, 3), (0.001, 1)])
+def test_a_tenant_below_its_share_waits_and_one_above_is_rejected(
+    weight: float, share: int
+) -> None:
     clients = Clients(4)
     for _ in range(4):
         clients.request("greedy")
-    assert [clients.request("late") for _ in range(3)] == [Grant.WAITING] * 2 + [Grant.REJECTED]
+    # A change of weights takes effect at once.
+    clients.weights = {"late": weight}
+    grants = [clients.request("late") for _ in range(share + 1)]
+    assert grants == [Grant.WAITING] * share + [Grant.REJECTED]
     assert clients.request("greedy") is Grant.REJECTED
-    clients.release(0)
-    clients.release(0)
-    assert Counter(request.tenant for request in clients.held) == {"greedy": 2, "late": 2}
+    for _ in range(share):
+        clients.release(0)
+    assert Counter(request.tenant for request in clients.held) == {
+        "greedy": 4 - share,
+        "late": share,
+    }
     clients.check()
-
-
-def test_a_change_of_weights_takes_effect_at_once() -> None:
-    clients = Clients(4, {"late": 1.0})
-    for _ in range(4):
-        clients.request("greedy")
-    clients.weights = {"late": 3.0}
-    grants = [clients.request("late") for _ in range(4)]
-    assert grants == [Grant.WAITING] * 3 + [Grant.REJECTED]
-
-
-def test_a_tenant_with_a_tiny_weight_still_gets_a_unit() -> None:
-    clients = Clients(4, {"tiny": 0.001})
-    for _ in range(4):
-        clients.request("big")
-    assert clients.request("tiny") is Grant.WAITING
-    clients.release(0)
-    assert clients.pool.used_by("tiny") == 1
 
 
 def test_a_large_request_is_not_overtaken_and_an_impossible_one_is_rejected() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from headrace_common.errors import (
@@ -90,19 +92,15 @@ def test_a_failure_excludes_workers_and_costs_retries(
     assert _record(retries, _failed(WorkerGone)) is (cost == 0)
 
 
-@pytest.mark.parametrize("conditions", ["", "prefill", "generated tokens"])
-@pytest.mark.parametrize("error", [InvalidRequest, KvCorrupt])
-def test_invalid_requests_and_corrupt_data_are_not_retried(
-    error: type[HeadraceError], conditions: str
-) -> None:
-    assert not _record(RetryState(9, 10.0), _failed(error, conditions), conditions)
-
-
-@pytest.mark.parametrize("conditions", ["", "generated tokens"])
-@pytest.mark.parametrize("error", [InternalError, DeadlineExceeded, QueueFull])
-def test_other_errors_of_the_decode_side_are_not_retried(
-    error: type[HeadraceError], conditions: str
-) -> None:
+# Invalid requests, corrupt data, and other errors of the decode side.
+@pytest.mark.parametrize(
+    ("error", "conditions"),
+    [
+        *product([InvalidRequest, KvCorrupt], ["", "prefill", "generated tokens"]),
+        *product([InternalError, DeadlineExceeded, QueueFull], ["", "generated tokens"]),
+    ],
+)
+def test_some_failures_are_not_retried(error: type[HeadraceError], conditions: str) -> None:
     assert not _record(RetryState(9, 10.0), _failed(error, conditions), conditions)
 
 

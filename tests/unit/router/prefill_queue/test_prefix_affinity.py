@@ -17,15 +17,12 @@ from headrace_router.prefill_queue.estimate import ThroughputEstimator
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.task import QueuedTask
 from headrace_router.prefill_queue.worker_stream import PrefillWorkerStream
-from tests.unit.router.prefill_queue.test_queue import LAYOUT, add, end, join, sent, where
+from tests.unit.router.prefill_queue.test_queue import LAYOUT, add, end, join, pulling, sent, where
 from tests.waiting import until
 
 
 async def test_the_worker_with_the_longest_prefix_and_room_gets_the_task() -> None:
-    queue = PrefillQueue(10)
-    a, b, c = (join(queue, name) for name in "abc")
-    for stream in (a, b, c):
-        queue.add_credits(stream, 3)
+    queue, (a, b, c) = pulling(3, 3, 3)
     cached = {a.ref: 100, b.ref: 300}
     assert add(queue, "x", tokens=400, cached=cached).worker == b.ref
     # Worker b then has 100 + 100 tokens to compute, worker a would have 300.
@@ -36,18 +33,14 @@ async def test_the_worker_with_the_longest_prefix_and_room_gets_the_task() -> No
 
 
 async def test_a_long_prefix_does_not_outweigh_a_busy_worker() -> None:
-    queue = PrefillQueue(10)
-    busy, idle = join(queue, "a"), join(queue, "b")
-    queue.add_credits(busy, 3)
+    queue, (busy, idle) = pulling(3, 0)
     add(queue, "x", tokens=1_000)
     queue.add_credits(idle, 3)
     assert add(queue, "y", tokens=400, cached={busy.ref: 300}).worker == idle.ref
 
 
 async def test_a_task_waits_for_the_worker_with_its_prefix_that_soon_has_room() -> None:
-    queue = PrefillQueue(10, prefix_wait_s=5.0)
-    a, b = join(queue, "a"), join(queue, "b")
-    queue.add_credits(a, 1)
+    queue, (a, b) = pulling(1, 0, prefix_wait_s=5.0)
     add(queue, "x", tokens=10)
     queue.add_credits(b, 1)
     task = add(queue, "y", tokens=400, cached={a.ref: 300})
@@ -62,9 +55,7 @@ async def test_a_task_waits_for_the_worker_with_its_prefix_that_soon_has_room() 
 
 
 async def test_a_task_waits_for_its_prefix_once_and_at_most_prefix_wait_s() -> None:
-    queue = PrefillQueue(10, prefix_wait_s=0.05)
-    a, b = join(queue, "a"), join(queue, "b")
-    queue.add_credits(a, 1)
+    queue, (a, b) = pulling(1, 0, prefix_wait_s=0.05)
     add(queue, "x", tokens=10)
     queue.add_credits(b, 1)
     add(queue, "cancelled", tokens=400, cached={a.ref: 300}).cancel()
@@ -82,8 +73,7 @@ async def test_a_task_waits_for_its_prefix_once_and_at_most_prefix_wait_s() -> N
 
 @pytest.mark.parametrize("reason", ["short prefix", "slow tasks", "worker gone", "others wait"])
 async def test_a_task_does_not_wait_where_that_does_not_help(reason: str) -> None:
-    queue = PrefillQueue(10, prefix_wait_s=0.05)
-    a, b = join(queue, "a"), join(queue, "b")
+    queue, (a, b) = pulling(0, 0, prefix_wait_s=0.05)
     if reason == "slow tasks":
         # Tasks take far longer than `prefix_wait_s`.
         queue.add_credits(a, 1)
@@ -102,9 +92,7 @@ async def test_a_task_does_not_wait_where_that_does_not_help(reason: str) -> Non
 
 
 async def test_an_affinity_wait_ends_when_the_worker_leaves_or_the_task_is_cancelled() -> None:
-    queue = PrefillQueue(10, prefix_wait_s=30.0)
-    a, b = join(queue, "a"), join(queue, "b")
-    queue.add_credits(a, 2)
+    queue, (a, b) = pulling(2, 0, prefix_wait_s=30.0)
     add(queue, "w", tokens=10)
     add(queue, "x", tokens=10)
     queue.add_credits(b, 1)
@@ -118,10 +106,7 @@ async def test_an_affinity_wait_ends_when_the_worker_leaves_or_the_task_is_cance
 
 
 async def test_the_estimate_follows_from_completed_tasks() -> None:
-    queue = PrefillQueue(100)
-    a, b = join(queue, "a"), join(queue, "b")
-    queue.add_credits(a, 1)
-    queue.add_credits(b, 1)
+    queue, (a, b) = pulling(1, 1)
     assert queue.estimate().wait_s == 0.0
     for name in ("x", "y"):
         add(queue, name, tokens=1_000).pulled_s -= 2.0
@@ -195,12 +180,7 @@ class _Model:
                 else {"avoid": frozenset(refs[:2])}
             )
             task = add(
-                self.queue,
-                f"t{len(self.tasks)}",
-                float(number),
-                tokens=100,
-                returns_max=1,
-                **terms,
+                self.queue, f"t{len(self.tasks)}", float(number), tokens=100, returns_max=1, **terms
             )
             self.tasks.append(task)
         elif kind == "cancel":

@@ -35,6 +35,17 @@ def join(queue: PrefillQueue, name: str = "p0", layout: KvLayout = LAYOUT) -> Pr
     return queue.add_worker(WorkerRef(name, "i0"), "sim", layout)
 
 
+def pulling(
+    *credit_counts: int, limit: int = 100, prefix_wait_s: float = 0.05
+) -> tuple[PrefillQueue, list[PrefillWorkerStream]]:
+    """A queue, and workers p0, p1 and so on with these numbers of credits."""
+    queue = PrefillQueue(limit, prefix_wait_s=prefix_wait_s)
+    streams = [join(queue, f"p{number}") for number in range(len(credit_counts))]
+    for stream, count in zip(streams, credit_counts, strict=True):
+        queue.add_credits(stream, count)
+    return queue, streams
+
+
 def add(
     queue: PrefillQueue,
     name: str,
@@ -83,8 +94,7 @@ async def test_a_task_carries_the_time_that_is_left_when_it_is_sent(
 
 
 async def test_tasks_go_out_by_deadline_then_arrival_one_per_credit() -> None:
-    queue = PrefillQueue(10)
-    stream = join(queue)
+    queue, (stream,) = pulling(0)
     tasks = [add(queue, name, at) for name, at in (("a", 3), ("b", 1), ("c", 2), ("d", 1))]
     assert [task.tasks_ahead for task in tasks] == [0, 0, 1, 1]
     assert sent(stream) == []
@@ -98,10 +108,7 @@ async def test_tasks_go_out_by_deadline_then_arrival_one_per_credit() -> None:
 
 
 async def test_the_worker_with_the_fewest_tokens_to_compute_gets_the_task() -> None:
-    queue = PrefillQueue(10)
-    small, large = join(queue, "p0"), join(queue, "p1")
-    queue.add_credits(small, 1)
-    queue.add_credits(large, 2)
+    queue, (small, large) = pulling(1, 2)
     for name in "abc":
         add(queue, name)
     assert len(sent(small)) == 1
@@ -117,10 +124,7 @@ async def test_the_worker_with_the_fewest_tokens_to_compute_gets_the_task() -> N
 
 
 async def test_of_equally_loaded_workers_the_one_with_the_oldest_last_task_is_next() -> None:
-    queue = PrefillQueue(10)
-    first, second = join(queue, "p0"), join(queue, "p1")
-    for worker in (first, second):
-        queue.add_credits(worker, 1)
+    queue, (first, second) = pulling(1, 1)
     assert add(queue, "a").worker == first.ref
     end(queue, first, "a")
     queue.add_credits(first, 1)
@@ -146,9 +150,7 @@ async def test_only_matching_layouts_get_a_task_at_any_parallelism() -> None:
 
 
 async def test_avoided_workers_get_no_task_even_on_a_new_stream() -> None:
-    queue = PrefillQueue(10)
-    failed, good = join(queue, "p0"), join(queue, "p1")
-    queue.add_credits(failed, 5)
+    queue, (failed, good) = pulling(5, 0)
     tasks = [add(queue, "a", avoid=frozenset({failed.ref}))]
     queue.remove_worker(failed)
     tasks.append(add(queue, "b", avoid=frozenset({failed.ref})))
@@ -171,8 +173,7 @@ async def test_a_task_without_an_eligible_worker_is_rejected() -> None:
 
 
 async def test_cancelling_removes_a_waiting_task_and_stops_a_running_one() -> None:
-    queue = PrefillQueue(10)
-    stream = join(queue)
+    queue, (stream,) = pulling(0)
     waiting, running = add(queue, "a", 2), add(queue, "b", 1)
     queue.add_credits(stream, 1)
     waiting.cancel()
@@ -190,9 +191,7 @@ async def test_cancelling_removes_a_waiting_task_and_stops_a_running_one() -> No
 
 
 async def test_the_outcome_of_a_task_is_the_report_of_its_worker() -> None:
-    queue = PrefillQueue(10)
-    stream = join(queue)
-    queue.add_credits(stream, 3)
+    queue, (stream,) = pulling(3)
     good, bad, invalid = add(queue, "a"), add(queue, "b"), add(queue, "c")
     queue.task_ended(stream, prefill_pb2.TaskDone(transfer_id="a", payload_bytes=7))
     end(queue, stream, "b", "TRANSFER_FAILED", "refused")
@@ -212,14 +211,15 @@ async def test_the_outcome_of_a_task_is_the_report_of_its_worker() -> None:
 
 
 async def test_a_lost_worker_fails_its_open_tasks_and_those_that_only_it_could_take() -> None:
-    queue = PrefillQueue(10)
-    lost, other = join(queue, "p0"), join(queue, "p1")
-    queue.add_credits(lost, 1)
+    queue, (lost, other) = pulling(1, 0)
     running, waiting = add(queue, "a", 1, returns_max=2), add(queue, "b", 2)
     picky = add(queue, "c", 3, avoid=frozenset({other.ref}))
     queue.task_started(lost, "a")
     queue.remove_worker(lost)
-    assert "vanished with task a" in str((await running.outcome).error)
+    error = (await running.outcome).error
+    assert error is not None
+    assert "vanished with task a" in error.detail
+    assert error.metadata["worker_id"] == "p0"
     assert isinstance((await picky.outcome).error, WorkerGone)
     assert not waiting.outcome.done()
     assert queue.depth == 1
@@ -228,9 +228,7 @@ async def test_a_lost_worker_fails_its_open_tasks_and_those_that_only_it_could_t
 
 
 async def test_unopened_tasks_of_a_lost_worker_go_to_the_front_under_the_same_transfer() -> None:
-    queue = PrefillQueue(100)
-    lost, other = join(queue, "p0"), join(queue, "p1")
-    queue.add_credits(lost, 10)
+    queue, (lost, other) = pulling(10, 0)
     held = [add(queue, f"t{i}", 50.0 + i, returns_max=1) for i in range(10)]
     urgent = add(queue, "urgent", 1.0)
     held[3].cancel()
@@ -249,9 +247,7 @@ async def test_unopened_tasks_of_a_lost_worker_go_to_the_front_under_the_same_tr
 
 
 async def test_a_task_is_returned_at_most_returns_max_times() -> None:
-    queue = PrefillQueue(10)
-    workers = [join(queue, f"p{i}") for i in range(4)]
-    queue.add_credits(workers[0], 1)
+    queue, workers = pulling(1, 0, 0, 0)
     task = add(queue, "a", returns_max=2)
     for worker, following in itertools.pairwise(workers):
         assert task.worker == worker.ref
@@ -262,8 +258,7 @@ async def test_a_task_is_returned_at_most_returns_max_times() -> None:
 
 
 async def test_front_tasks_go_before_the_others() -> None:
-    queue = PrefillQueue(10)
-    stream = join(queue)
+    queue, (stream,) = pulling(0)
     for name, at, front in (("a", 1.0, False), ("c", 9.0, True), ("b", 8.0, True)):
         add(queue, name, at, front=front)
     queue.add_credits(stream, 3)
@@ -271,9 +266,7 @@ async def test_front_tasks_go_before_the_others() -> None:
 
 
 async def test_a_draining_worker_returns_rejected_tasks_and_gets_no_more() -> None:
-    queue = PrefillQueue(10)
-    draining, other = join(queue, "p0"), join(queue, "p1")
-    queue.add_credits(draining, 5)
+    queue, (draining, other) = pulling(5, 0)
     refused, running = add(queue, "a", returns_max=1), add(queue, "b", returns_max=1)
     queue.task_started(draining, "b")
     end(queue, draining, "a", "DRAINING")
@@ -289,9 +282,7 @@ async def test_a_draining_worker_returns_rejected_tasks_and_gets_no_more() -> No
 
 
 async def test_a_full_worker_does_not_get_the_task_that_it_rejected() -> None:
-    queue = PrefillQueue(10)
-    full, other = join(queue, "p0"), join(queue, "p1")
-    queue.add_credits(full, 2)
+    queue, (full, other) = pulling(2, 0)
     task = add(queue, "a", returns_max=1)
     end(queue, full, "a", "QUEUE_FULL")
     assert where(task) is None
@@ -301,9 +292,7 @@ async def test_a_full_worker_does_not_get_the_task_that_it_rejected() -> None:
 
 
 async def test_only_the_first_first_token_counts() -> None:
-    queue = PrefillQueue(10)
-    stream = join(queue)
-    queue.add_credits(stream, 2)
+    queue, (stream,) = pulling(2)
     sampled = prefill_pb2.PrefillTask(transfer_id="a")
     sampled.sampling.SetInParent()
     task = queue.enqueue(sampled, layout=LAYOUT, terms=TaskTerms(100.0))
@@ -316,9 +305,7 @@ async def test_only_the_first_first_token_counts() -> None:
 
 
 async def test_waiting_tasks_fail_when_the_last_worker_drains() -> None:
-    queue = PrefillQueue(10)
-    draining = join(queue)
-    queue.add_credits(draining, 1)
+    queue, (draining,) = pulling(1)
     refused, waiting = add(queue, "a", returns_max=1), add(queue, "b")
     end(queue, draining, "a", "DRAINING")
     assert isinstance((await refused.outcome).error, WorkerGone)
@@ -327,19 +314,17 @@ async def test_waiting_tasks_fail_when_the_last_worker_drains() -> None:
         add(queue, "c")
 
 
-async def complete_one(queue: PrefillQueue, stream: PrefillWorkerStream, tokens: int = 100) -> None:
-    """Completes one task, which took 0.1 s."""
+def complete_one(queue: PrefillQueue, stream: PrefillWorkerStream) -> None:
+    """Completes a task of 100 tokens, which took 0.1 s."""
     queue.add_credits(stream, 1)
-    add(queue, "complete", tokens=tokens)
-    queue.task_started(stream, "complete")
+    add(queue, "complete", tokens=100)
     stream.tasks["complete"].pulled_s -= 0.1
     end(queue, stream, "complete")
 
 
 async def test_expected_tasks_count_as_queued() -> None:
-    queue = PrefillQueue(100)
-    stream = join(queue)
-    await complete_one(queue, stream)
+    queue, (stream,) = pulling(0)
+    complete_one(queue, stream)
     queue.add_credits(stream, 1)
     with ExitStack() as expected:
         waits_s = []
@@ -353,9 +338,8 @@ async def test_expected_tasks_count_as_queued() -> None:
 
 
 async def test_an_expected_task_counts_like_the_task_that_follows() -> None:
-    queue = PrefillQueue(100)
-    stream = join(queue)
-    await complete_one(queue, stream)
+    queue, (stream,) = pulling(0)
+    complete_one(queue, stream)
     queue.add_credits(stream, 1)
     add(queue, "running", tokens=100)
     with queue.expect_task(LAYOUT, 100):
@@ -367,8 +351,7 @@ async def test_an_expected_task_counts_like_the_task_that_follows() -> None:
 
 
 async def test_expected_tasks_fill_the_queue_and_remain_when_its_workers_leave() -> None:
-    queue = PrefillQueue(2)
-    stream = join(queue)
+    queue, (stream,) = pulling(0, limit=2)
     with ExitStack() as expected:
         expected.enter_context(queue.expect_task(replace(LAYOUT, model="unserved"), 100))
         for _ in range(2):
@@ -383,8 +366,7 @@ async def test_expected_tasks_fill_the_queue_and_remain_when_its_workers_leave()
 
 
 async def test_depth_credits_and_streams_are_bounded() -> None:
-    queue = PrefillQueue(2)
-    stream = join(queue)
+    queue, (stream,) = pulling(0, limit=2)
     add(queue, "a")
     assert queue.estimate().wait_s < math.inf
     add(queue, "b")

@@ -117,18 +117,27 @@ def test_holes_never_hide_a_worker_or_stop_a_lookup(
             assert depth == least[slot] or naive[chain[depth - 1]] >> slot & 1
 
 
-@given(held=st.lists(st.integers(0, 9), min_size=1, max_size=70))
-def test_depths_by_slot_are_those_by_worker(held: list[int]) -> None:
+@given(
+    held=st.lists(st.integers(0, 9), min_size=1, max_size=70),
+    start=st.integers(0, 3),
+    among=st.sets(st.integers(0, 69)),
+)
+def test_depths_by_slot_are_those_by_worker(held: list[int], start: int, among: set[int]) -> None:
     index = PrefixIndex()
     refs = [WorkerRef("w", str(number)) for number in range(len(held))]
     for ref, depth in zip(refs, held, strict=True):
         join(index, ref, CHAIN[:depth])
-    found = index.find(CHAIN)
+    prompt = CHAIN[start:]
+    found = index.find(prompt)
     slots = index.slots(index.mask(refs)).tolist()
     assert index.blocks(found)[slots].tolist() == [
         index.scores(found).get(ref, 0) for ref in index.refs(index.mask(refs))
     ]
-    assert index.scores(found) == {r: d for r, d in zip(refs, held, strict=True) if d}
+    depths = {r: d - start for r, d in zip(refs, held, strict=True) if d > start}
+    assert index.scores(found) == depths
+    candidates = [ref for number, ref in enumerate(refs) if number in among]
+    found = index.find(prompt, index.mask([*candidates, A]))
+    assert index.scores(found) == {ref: depths[ref] for ref in candidates if ref in depths}
 
 
 def test_probes_detect_a_hole_and_the_lookup_becomes_linear() -> None:
@@ -139,19 +148,6 @@ def test_probes_detect_a_hole_and_the_lookup_becomes_linear() -> None:
     found = [by_slot(table.find(CHAIN, -1)) for _ in range(2_000)]
     # A lookup that probes inside the hole returns the true depth. Each block is probed once.
     assert found.count({0: 700, 1: 2_000}) == table.hole_count == 10
-
-
-def test_lookups_by_worker_and_among_candidates() -> None:
-    index = PrefixIndex()
-    join(index, A, CHAIN[:100])
-    join(index, B, CHAIN[:60])
-    join(index, C, CHAIN[:60])
-    assert index.scores(index.find(CHAIN)) == {A: 100, B: 60, C: 60}
-    assert index.scores(index.find(CHAIN[:50])) == {A: 50, B: 50, C: 50}
-    assert index.scores(index.find(CHAIN, index.mask([B, WorkerRef("x", "1")]))) == {B: 60}
-    assert index.scores(index.find(CHAIN[1:])) == {A: 99, B: 59, C: 59}
-    assert index.find([5]) == []
-    assert index.find([]) == []
 
 
 def test_a_suspended_worker_gets_credit_again_once_its_set_is_known() -> None:
