@@ -138,6 +138,9 @@ ATTRIBUTE_WORKER_ID: Final = "headrace.worker_id"
 ATTRIBUTE_WORKER_STATE: Final = "headrace.worker.state"
 # End of a request or transfer: "done", its finish reason, or the reason of its error.
 ATTRIBUTE_END_REASON: Final = "headrace.end_reason"
+# Bound of the router's trace store: "span" (bytes of one span), "trace" (spans or bytes of one trace) or "store" (bytes
+# of all traces).
+ATTRIBUTE_TRACE_BOUND: Final = "headrace.trace.bound"
 
 # Items in a bounded queue, by queue name.
 METRIC_QUEUE_DEPTH: Final = "headrace.queue.depth.current"
@@ -155,6 +158,10 @@ METRIC_MIGRATIONS: Final = "headrace.migrations"
 METRIC_TIME_TO_FIRST_TOKEN_MS: Final = "headrace.time_to_first_token_ms"
 # Workers without credit for cached prefixes, because they hash prefixes differently from the router.
 METRIC_PREFIX_FAULTS: Final = "headrace.prefix.faulty_workers"
+# Spans that the router's trace store dropped, by the bound that they exceeded.
+METRIC_TRACE_SPANS_DROPPED: Final = "headrace.trace.dropped_spans"
+# Records in etcd that the registry skips, because it cannot read them.
+METRIC_CORRUPT_RECORDS: Final = "headrace.registry.corrupt_records"
 # Transfers ended, by outcome.
 METRIC_TRANSFERS: Final = "headrace.transfers"
 # Bytes of KV transferred.
