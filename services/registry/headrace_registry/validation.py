@@ -23,9 +23,9 @@ from headrace_common.limits import (
     POLICY_TEMPERATURE_MAX,
     POLICY_TENANT_WEIGHT_MAX,
     POLICY_TENANTS_MAX,
+    TICKET_KEY_BYTES,
     limit_violations,
 )
-from headrace_registry.store.base import TICKET_KEY_BYTES
 
 
 def require(violations: dict[str, str]) -> None:

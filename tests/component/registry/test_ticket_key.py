@@ -7,10 +7,10 @@ import pytest
 
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import InvalidRequest
+from headrace_common.limits import TICKET_KEY_BYTES
 from headrace_common.registry.membership import Membership
 from headrace_common.rpc.status import error_from_rpc
 from headrace_registry.config import RegistryConfig
-from headrace_registry.store.base import TICKET_KEY_BYTES
 from tests.component.registry.harness import registry_stub, running_registry, worker
 from tests.waiting import until
 
