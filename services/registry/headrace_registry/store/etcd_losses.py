@@ -1,4 +1,4 @@
-"""Finds members whose records vanished from etcd although their leases have not ended."""
+"""Finds records of members that vanished from etcd before the leases of the members ended."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CHECKED_MAX: Final = 256
 
 
 class VanishedMembers:
-    """Logs removed members whose leases live: etcd lost data, or another program deleted keys."""
+    """Logs removed members with a lease that lives: etcd lost data, or another program deleted keys."""
 
     def __init__(
         self, live_leases: Callable[[Collection[int]], Awaitable[Collection[int]]]
