@@ -83,6 +83,34 @@ async def test_a_dead_first_endpoint_costs_no_call(
     await store.close()
 
 
+async def test_the_watch_leaves_an_endpoint_together_with_the_calls(
+    shared_etcd: EtcdServer, etcd_prefix: str
+) -> None:
+    # Both endpoints work, so nothing but the failed call ends the watch.
+    config = RegistryConfig.model_validate(
+        {
+            "store": f"etcd://127.0.0.1:{shared_etcd.port},localhost:{shared_etcd.port}",
+            "store_prefix": etcd_prefix,
+        }
+    )
+    store = open_store(config)
+    assert isinstance(store, EtcdStore)
+    await store.start()
+    connection = store._connection
+    await until(lambda: connection._watch is not None, 5, "the watch")
+    first = connection.endpoint
+    connection._leave(first, "as a test wants it")
+    await until(
+        lambda: connection._watch is not None and connection._watch.endpoint is not first,
+        5,
+        "the watch at the other endpoint",
+    )
+    assert connection.endpoint is not first
+    await store.register(worker(), 30)
+    assert set(store.members) == {"decode-0"}
+    await store.close()
+
+
 async def test_refusals_use_no_other_endpoint(shared_etcd: EtcdServer, etcd_prefix: str) -> None:
     store = store_of(shared_etcd.port, free_port(), store_prefix=etcd_prefix)
     await store.start()

@@ -133,7 +133,7 @@ async def users(etcd: EtcdServer, tmp_path: Path) -> Users:
     return made
 
 
-async def test_a_user_with_a_password(users: Users) -> None:
+async def test_a_user_with_a_password(users: Users, caplog: pytest.LogCaptureFixture) -> None:
     store = users.etcd.store(PREFIX, **users.settings)
     await store.start()
     lease_id = (await store.register(worker(), 30)).lease_id
@@ -142,6 +142,7 @@ async def test_a_user_with_a_password(users: Users) -> None:
     await store.set_policy(registry_pb2.Policy(retry_budget=5), 0)
     # The watch is authenticated too.
     await until(lambda: store.policy.policy.retry_budget == 5, 5, "the policy")
+    assert "serving the last copy" not in caplog.text
     # A lease with keys that the user may not read.
     root = users.etcd.store("/other/", **users.root_settings)
     await root.start()
