@@ -1,6 +1,6 @@
 """Moves the same bytes between two processes of this host in blocks of equal size, by every available way.
 
-    python bench/data_plane.py [--rounds 7] [--mebibytes 64] [--kinds same_host,mooncake,...] [--output bench/results]
+    python -m bench.data_plane [--rounds 7] [--mebibytes 64] [--kinds same_host,mooncake,...] [--output bench/results]
 
 Blocks are in shuffled order on both sides. Ours is measured at `KvTransport.submit`, without planning. Every round
 runs each way once, so that a busy moment affects all ways equally. A cell is the best round in GB/s. The raw packed
@@ -19,8 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from data_plane_report import draw, ratio_table, table
-from data_plane_ways import KIB, KINDS, MIB, WAYS, Ours
+
+from bench.data_plane_report import draw, ratio_table, table
+from bench.data_plane_ways import KIB, KINDS, MIB, WAYS, Ours
 
 BLOCK_BYTES = [KIB, 4 * KIB, 16 * KIB, 64 * KIB, 144 * KIB, 256 * KIB, MIB, 2 * MIB]
 

@@ -135,7 +135,7 @@ class Receiver:
 
     def __init__(self, kind: str, total: int) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, __file__, kind, str(total)],
+            [sys.executable, "-m", "bench.data_plane_ways", kind, str(total)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -155,10 +155,16 @@ class Receiver:
 
     def _read_reply(self) -> Any:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith("reply "):
-                return json.loads(line.removeprefix("reply "))
-        raise RuntimeError("a receiving process has ended")
+        # The end of the process ends the reading.
+        limit = threading.Timer(TIMEOUT_S, self.process.kill)
+        limit.start()
+        try:
+            for line in self.process.stdout:
+                if line.startswith("reply "):
+                    return json.loads(line.removeprefix("reply "))
+        finally:
+            limit.cancel()
+        raise RuntimeError(f"a receiving process has ended, or sent no reply in {TIMEOUT_S:g} s")
 
 
 class Way(ABC):

@@ -300,7 +300,7 @@ others leave glibc as it is, except "plain vLLM, keeping freed memory", where th
 
 
 def section(dtype: str, samples: dict[str, list[Sample]], layer_count: int) -> str:
-    """Measures one type of weights."""
+    """The part of the report on one type of weights."""
     count = max(map(len, samples.values()))
     wanted = "\n".join(targets(samples, layer_count))
     return f"\n## {dtype}, {count} repetitions\n\n{table(samples)}\n\n{wanted}\n"

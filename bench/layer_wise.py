@@ -129,12 +129,12 @@ class Measured:
         link, pair = self._pair.decode._link, self._pair  # noqa: SLF001 - way by way, not engine by engine
         if not self._overlap_layers or link is None:
             return None
-        block, arriving = self._block, link.arriving
+        block, arriving, link_arrived = self._block, link.arriving, link.layers_arrived
 
         class News:
             """Counts the requests that started before their last layers."""
 
-            layers_arrived = staticmethod(link.layers_arrived)
+            layers_arrived = staticmethod(link_arrived)
 
             @staticmethod
             def arriving(transfer_id: str, deadline: Deadline) -> None:
@@ -242,7 +242,7 @@ async def measure(arguments: argparse.Namespace) -> dict[int, list[Block]]:
 
 
 def pin_engines(cores: list[int]) -> None:
-    """Starts decode's engine first, then prefill's, with one core each."""
+    """Gives each engine one core. Decode's engine has started first."""
     engines = [
         process
         for process in sorted(psutil.Process().children(), key=lambda one: one.create_time())

@@ -1,6 +1,6 @@
 """Measures goodput at the capacity of a deployment and at three times that, in one run, with sim workers.
 
-    python -m bench.overload [--seconds 15] [--scenario decode|prefill|both] [--output bench/results]
+    python -m bench.overload [--seconds 15] [--scenario decode|prefill|both] [--answer 16] [--output bench/results]
 
 First twice as many clients as slots send requests without a pause: their goodput is the capacity. Then requests arrive
 at random times, at that rate (1x) and at three times that rate (3x). A request is good when its whole answer is
@@ -25,7 +25,6 @@ from tests.suite.deployment import Suite, prompt_of, suite
 
 DEADLINE_S: Final = 6.0
 PROMPT_TOKENS: Final = 96
-ANSWER_TOKENS: Final = 16
 SCENARIOS: Final = {
     "decode": (
         "sim:prefill_s_per_token=0.0002",
@@ -72,8 +71,9 @@ class Phase:
 class Load:
     """Sends requests and checks the answers."""
 
-    def __init__(self, it: Suite, seed: int) -> None:
+    def __init__(self, it: Suite, answer_tokens: int, seed: int) -> None:
         self._it = it
+        self._answer_tokens = answer_tokens
         self._random = random.Random(seed)
         self._number = seed
 
@@ -109,7 +109,7 @@ class Load:
         started_s = time.monotonic()
         while (left_s := started_s + DEADLINE_S - time.monotonic()) > 0.05:
             try:
-                outcome = await self._it.generate(prompt, ANSWER_TOKENS, timeout_s=left_s)
+                outcome = await self._it.generate(prompt, self._answer_tokens, timeout_s=left_s)
             except HeadraceError as error:
                 if error.code.name != "RESOURCE_EXHAUSTED":
                     phase.ends[error.reason] += 1
@@ -119,7 +119,7 @@ class Load:
                 wait_s = error.retry_after_s or RETRY_UNKNOWN_S
                 await asyncio.sleep(min(left_s, wait_s * self._random.uniform(1.0, 1.5)))
                 continue
-            if outcome.token_ids != self._it.expected(prompt, ANSWER_TOKENS):
+            if outcome.token_ids != self._it.expected(prompt, self._answer_tokens):
                 phase.ends["WRONG"] += 1
             elif time.monotonic() <= end_s:
                 phase.good += 1
@@ -128,7 +128,7 @@ class Load:
         phase.ends[f"{DeadlineExceeded.reason} among refusals"] += 1
 
 
-async def measure(scenario: str, seconds: float) -> list[Phase]:
+async def measure(scenario: str, seconds: float, answer_tokens: int) -> list[Phase]:
     """The three phases of one scenario."""
     prefill, decode = SCENARIOS[scenario]
     settings = (
@@ -142,7 +142,7 @@ async def measure(scenario: str, seconds: float) -> list[Phase]:
         async with suite(
             Path(folder), prefill_count=WORKERS, decode_count=WORKERS, settings=settings
         ) as it:
-            load = Load(it, 1)
+            load = Load(it, answer_tokens, 1)
             await load.saturated(min(3.0, seconds))
             capacity = await load.saturated(seconds)
             one = await load.open_loop("1x", capacity.goodput, seconds)
@@ -170,15 +170,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seconds", type=float, default=15.0, help="of each load")
-    parser.add_argument(
-        "--scenario", choices=[*SCENARIOS, "gather_scatter"], default="gather_scatter"
-    )
+    parser.add_argument("--scenario", choices=[*SCENARIOS, "both"], default="both")
+    parser.add_argument("--answer", type=int, default=16, help="tokens of an answer")
     parser.add_argument("--output", type=Path, help="folder for overload.md")
     options = parser.parse_args()
-    chosen = list(SCENARIOS) if options.scenario == "gather_scatter" else [options.scenario]
+    chosen = list(SCENARIOS) if options.scenario == "both" else [options.scenario]
     parts = []
     for scenario in chosen:
-        parts.append(report(scenario, asyncio.run(measure(scenario, options.seconds))))
+        phases = asyncio.run(measure(scenario, options.seconds, options.answer))
+        parts.append(report(scenario, phases))
         print(parts[-1], flush=True)
     if options.output is not None:
         text = "# Goodput under overload\n\n`python -m bench.overload`: what it does is in its docstring.\n\n"

@@ -1,6 +1,7 @@
 """Compares KV-aware placement with load alone and round robin, on sim workers of real services, in turns.
 
-    python -m bench.placement [--rounds 3] [--first-round 0] [--trace one-prompt] [--keep FILE] [--output bench/results]
+    python -m bench.placement [--rounds 3] [--first-round 0] [--trace one-prompt] [--conversations 24] [--turns 6]
+        [--keep FILE] [--output bench/results]
 
 Conversations over a few system prompts alternate. Every prompt is the whole conversation so far. In the trace
 "one-prompt" they are short and start with the same long system prompt, which attracts all of them to one worker. All
@@ -59,7 +60,7 @@ WEIGHTS = {
     "load only": 0.0,
 }
 WAYS = (*WEIGHTS, "round robin")
-ANSWER_TOKENS, THINK_S, START_S = 24, 0.5, 2.5
+ANSWER_TOKENS, THINK_S, STARTS_PER_S = 24, 0.5, 9.6
 VOCABULARY = 512
 CACHE_TOKENS = 10_240
 BLOCK_TOKENS = 32
@@ -159,13 +160,14 @@ def make_trace(like: Shape, seed: int, tokens_seed: int) -> list[Conversation]:
     def some(count: int) -> tuple[int, ...]:
         return tuple(tokens.randrange(VOCABULARY) for _ in range(count))
 
+    start_s = like.conversations / STARTS_PER_S
     systems = [some(like.system_tokens) for _ in range(like.systems)]
     return [
         Conversation(
             shape.choice(systems),
             tuple(
                 Turn(
-                    shape.expovariate(1 / THINK_S) if number else shape.uniform(0, START_S),
+                    shape.expovariate(1 / THINK_S) if number else shape.uniform(0, start_s),
                     some(shape.randint(*like.turn_tokens)),
                 )
                 for number in range(like.turns)
@@ -382,9 +384,18 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path, help="folder for the table and the picture")
     parser.add_argument("--trace", choices=SHAPES, default="conversations")
+    parser.add_argument("--conversations", type=int, help="instead of the trace's number")
+    parser.add_argument(
+        "--turns", type=int, help="of a conversation, instead of the trace's number"
+    )
     options = parser.parse_args()
     rounds = range(options.first_round, options.first_round + options.rounds)
     shape = SHAPES[options.trace]
+    shape = replace(
+        shape,
+        conversations=options.conversations or shape.conversations,
+        turns=options.turns or shape.turns,
+    )
     rows: dict[str, list[Row]] = {}
     if rounds:
         rows = asyncio.run(measure(rounds, shape, options.prefill, options.decode))

@@ -93,7 +93,7 @@ class Cell:
 
     @property
     def cpu_us(self) -> float:
-        """CPU milliseconds of one request."""
+        """CPU microseconds of one request."""
         return self.cpu_s / self.requests * 1e6
 
 

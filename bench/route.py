@@ -1,6 +1,7 @@
 """Compares the router's prefix index with Dynamo's RadixTree (its Python binding), in turns in one process.
 
-    python -m bench.route [--workers 8,64,512] [--blocks 524288] [--rounds 30] [--output bench/results]
+    python -m bench.route [--workers 8,64,512] [--blocks 524288] [--rounds 30] [--memory-blocks 1048576]
+        [--output bench/results]
 
 Dynamo's columns need `pip install ai-dynamo-runtime==1.6.1` in the environment that runs this. Without it they are
 left out. A lookup finds the cached depth of a prompt on each worker. It starts from ready hashes, from token ids as a
@@ -40,7 +41,6 @@ from headrace.worker.v1 import worker_pb2
 from headrace_kv.prefix.events import KvEvent, Tier, event_from_proto
 from headrace_router.prefix_cache.index import ApplyResult, PrefixIndex
 
-_MEMORY_BLOCKS = 1 << 20
 _ROUND_US = 500.0
 _RESIDENT_BYTES_PER_PAGE = 4096
 
@@ -167,9 +167,9 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * _RESIDENT_BYTES_PER_PAGE
 
 
-def measure_memory(which: str) -> None:
-    """Memory that a million blocks of one worker add to a process of its own. Prints bytes per block."""
-    workload = Workload(1, _MEMORY_BLOCKS, which == "Dynamo")
+def measure_memory(which: str, block_count: int) -> None:
+    """Memory that the blocks of one worker add to a process of its own. Prints bytes per block."""
+    workload = Workload(1, block_count, which == "Dynamo")
     index = empty_index(1)
     tree: Any = None
     if which == "Dynamo":
@@ -211,16 +211,22 @@ def main() -> None:
         "--blocks", type=int, default=1 << 19, help="blocks over all workers, less the prompts"
     )
     parser.add_argument("--rounds", type=int, default=30, help="of which the median counts")
+    parser.add_argument(
+        "--memory-blocks", type=int, default=1 << 20, help="blocks of the memory measurement"
+    )
     parser.add_argument("--output", type=Path, help="folder for route.md and route.svg")
     parser.add_argument("--memory-of", choices=["ours", "Dynamo"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.memory_of:
-        measure_memory(options.memory_of)
+        measure_memory(options.memory_of, options.memory_blocks)
         return
-    report = Report()
+    report = Report(memory_blocks=options.memory_blocks)
     for which in ["ours", "Dynamo"] if peer_installed() else ["ours"]:
         answer = subprocess.run(
-            [sys.executable, "-m", "bench.route", "--memory-of", which],
+            [
+                *(sys.executable, "-m", "bench.route", "--memory-of", which),
+                f"--memory-blocks={options.memory_blocks}",
+            ],
             capture_output=True,
             text=True,
             check=True,

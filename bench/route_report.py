@@ -24,6 +24,7 @@ class Report:
     whole: dict[Case, dict[str, float]] = field(default_factory=dict)
     ingest: dict[int, dict[str, float]] = field(default_factory=dict)
     memory: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    memory_blocks: int = 1 << 20
 
     def ratios(self, case: Case) -> dict[str, float]:
         """Dynamo's time divided by ours."""
@@ -103,7 +104,7 @@ def _ingest_lines(report: Report) -> list[str]:
 
 
 def _memory_lines(report: Report) -> list[str]:
-    lines = ["", "Memory at a million blocks, one worker", ""]
+    lines = ["", f"Memory at {report.memory_blocks:,} blocks, one worker", ""]
     lines += _rows(["index", "resident bytes a block", "counted bytes a block"])
     for name, found in report.memory.items():
         counted = f"{found[1]:.0f}" if name == "ours" else ""

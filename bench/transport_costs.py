@@ -1,6 +1,6 @@
 """Measures the constants of headrace_kv/transport/staging/cost_model.py between two processes of this machine.
 
-    python bench/transport_costs.py [--rounds 5]
+    python -m bench.transport_costs [--rounds 5] [--mebibytes 64]
 
 Writes many sizes, entry by entry and several at once, as the data plane does. The best round of each size counts.
 """
@@ -14,8 +14,8 @@ from collections import deque
 from concurrent.futures import Future
 
 import numpy as np
-from data_plane_ways import HOST, KIB, MIB, TIMEOUT_S, Bytes, Receiver, block_orders
 
+from bench.data_plane_ways import HOST, KIB, MIB, TIMEOUT_S, Bytes, Receiver, block_orders
 from headrace_kv.plan.copy_plan import Runs
 from headrace_kv.transport.base import WriteResult
 from headrace_kv.transport.mooncake.transport import MooncakeTransport
@@ -49,8 +49,9 @@ def planned(source: Bytes, destination: int, entry: int) -> list[Runs]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measures what entries and bytes cost.")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--mebibytes", type=int, default=64, help="of memory, at least 4")
     options = parser.parse_args()
-    source = np.ones(64 * MIB, np.uint8)
+    source = np.ones(options.mebibytes * MIB, np.uint8)
     receiver = Receiver("mooncake", len(source))
     session, destination = receiver.facts["session"], receiver.facts["memory"]
     transport = MooncakeTransport(HOST, "tcp")

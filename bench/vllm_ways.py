@@ -200,7 +200,7 @@ async def peer(model: Path, dtype: str, cache_tokens: int, folder: Path) -> Asyn
 
 
 async def pieces_of(answer: AsyncIterator[Piece]) -> list[Piece]:
-    """Ends everything."""
+    """All pieces of the answer."""
     return [piece async for piece in answer]
 
 

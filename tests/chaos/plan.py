@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 
 PROMPT_VOCABULARY = 512
@@ -117,30 +117,21 @@ def slowed(plan: ChaosPlan, slowness: float) -> ChaosPlan:
 
     Only times change. The definition of a violation is the same on every machine.
     """
-    wire = replace(
-        plan.wire,
-        delay_max_s=plan.wire.delay_max_s * slowness,
-        cut_after_silence_s=plan.wire.cut_after_silence_s * slowness,
-        slow_write_max_s=plan.wire.slow_write_max_s * slowness,
-        slow_turn_max_s=plan.wire.slow_turn_max_s * slowness,
-        watch_interval_s=plan.wire.watch_interval_s * slowness,
-    )
+    times = {
+        field.name: getattr(plan, field.name) * slowness
+        for field in fields(plan)
+        if field.type == "float" and field.name != "layer_s"
+    }
+    wire = {
+        field.name: getattr(plan.wire, field.name) * slowness
+        for field in fields(plan.wire)
+        if field.name.endswith("_s")
+    }
     return replace(
         plan,
-        deadline_s=plan.deadline_s * slowness,
-        late_s=plan.late_s * slowness,
-        cancel_max_s=plan.cancel_max_s * slowness,
-        wire=wire,
-        gap_max_s=plan.gap_max_s * slowness,
+        wire=replace(plan.wire, **wire),
         freezes_s=[freeze_s * slowness for freeze_s in plan.freezes_s],
-        lease_ttl_s=plan.lease_ttl_s * slowness,
-        quarantine_s=plan.quarantine_s * slowness,
-        member_ttl_s=plan.member_ttl_s * slowness,
-        drain_grace_s=plan.drain_grace_s * slowness,
-        migration_wait_s=plan.migration_wait_s * slowness,
-        store_timeout_s=plan.store_timeout_s * slowness,
-        store_start_timeout_s=plan.store_start_timeout_s * slowness,
-        slowness=plan.slowness * slowness,
+        **times,
     )
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from headrace_kv.layout.layout import KvLayout, RankMemory, Region
 from headrace_kv.plan.regions import place_regions
 from headrace_kv.transport.base import KvTransport, WriteResult
-from tests.model.streams import SenderEnd
 
 LEASE_S = 3.0
 QUIET_S = 1.0
@@ -37,7 +36,7 @@ class Violation(AssertionError):
 
 @dataclass(frozen=True)
 class Settings:
-    """A world's sizes, and the parts of the product that a test replaces."""
+    """A world's sizes and times."""
 
     ranks: int = 1
     layers: int = 1
@@ -45,7 +44,6 @@ class Settings:
     retries: int = 1
     quarantine_s: float = TRANSPORT_S
     quiet_after_failure_s: float = QUIET_S
-    sender_end: Callable[..., SenderEnd] = SenderEnd
 
 
 @dataclass(eq=False)

@@ -16,7 +16,7 @@ from headrace_kv.send.loop import SendLoop
 from headrace_kv.send.mailbox import SenderInbox
 from headrace_kv.transport.base import KvTransport, WriteResult
 from tests.model.ground import HANDSHAKE_S
-from tests.model.streams import ModelStream
+from tests.model.streams import ModelStream, SenderEnd
 
 if TYPE_CHECKING:
     from tests.model.world import World
@@ -72,7 +72,6 @@ class Rank:
             handshake_timeout_s=HANDSHAKE_S,
             clock=Clock(world.timers.time, world.timers.time),
         )
-        make_stream = partial(
-            world.settings.sender_end, timers=world.timers, connect=partial(world.connect, self)
-        )
+        connect = partial(world.connect, self)
+        make_stream = partial(SenderEnd, timers=world.timers, connect=connect)
         self.loop = SendLoop(context, self.inbox, make_stream)

@@ -207,19 +207,10 @@ class World:
         self, transport: ModelTransport, session: str, runs: Runs, timeout_s: float
     ) -> Future[WriteResult]:
         keys = frozenset(self._keys(transport.rank, runs))
-        number = self._number_of(transport.rank, runs)
-        transfer_id = f"x{number}"
+        transfer_id = f"x{self._number_of(transport.rank, runs)}"
         future: Future[WriteResult] = Future()
-        self.writes.append(
-            Write(
-                transport,
-                session,
-                transfer_id,
-                keys,
-                self.timers.time() + timeout_s,
-                future,
-            )
-        )
+        end_s = self.timers.time() + timeout_s
+        self.writes.append(Write(transport, session, transfer_id, keys, end_s, future))
         return future
 
     def _keys(self, rank: int, runs: Runs) -> Iterator[tuple[int, int, int]]:

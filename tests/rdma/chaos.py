@@ -27,7 +27,7 @@ from tests.rdma.cases import (
     SEED_VARIABLE,
 )
 from tests.rdma.device import Traffic, check_moved_by_rdma, traffic
-from tests.rdma.report import LOGS, Result, run_case, show_logs, write_result
+from tests.rdma.report import LOGS, note_of, run_case, show_logs, write_failure
 from tests.rdma.serving import INSTALLED, token_bytes
 
 if TYPE_CHECKING:
@@ -79,9 +79,8 @@ def report(plan: ChaosPlan, host: str, connection: socket.socket) -> None:
     except Exception as error:  # noqa: BLE001
         traceback.print_exc()
         show_logs("*.log")
-        note = " ".join(f"{type(error).__name__}: {error}".split())
         for name in CHAOS_CASES:
-            write_result(Result(name, passed=False, duration_s=0.0, note=note))
+            write_failure(name, note_of(error))
         return
     checks: Mapping[str, Callable[[], str]] = {
         CHAOS_FAULTS: partial(check_faults, done),

@@ -106,6 +106,11 @@ class Harness:
     def write(self, peer: Peer, runs: Runs) -> None:
         self.transport.write(peer.session, runs, self._write_timeout_s)
 
+    def send(self, peer: Peer, runs: Runs) -> None:
+        """Writes, and checks that nothing else has changed."""
+        self.write(peer, runs)
+        self.check(peer, runs)
+
     def write_patiently(self, peer: Peer, runs: Runs) -> None:
         """Repeats a write for a while, because a transport may pause after a failure."""
         deadline_s = time.monotonic() + self._retry_s
@@ -131,6 +136,10 @@ class Harness:
             expected[destination : destination + length] = self.memory.get(source, length)
         assert peer.digest() == digest_of(expected), "the peer's memory differs"
 
+    def check_unchanged(self, peer: Peer) -> None:
+        """The peer's memory is zero."""
+        self.check(peer, self.runs(peer, [], [], []))
+
     def scattered(self, peer: Peer, count: int, length: int, seed: int = 1) -> Runs:
         """Builds `count` runs in shuffled order on both sides, with gaps between them."""
         random = np.random.default_rng(seed)
@@ -141,6 +150,15 @@ class Harness:
             (random.permutation(count) * step).tolist(),
             [length] * count,
         )
+
+
+def one_run(source: int, destination: int, nbytes: int) -> Runs:
+    """A run between two addresses."""
+    return Runs(np.array([source]), np.array([destination]), np.array([nbytes]))
+
+
+def part_of(runs: Runs, cut: slice) -> Runs:
+    return Runs(runs.source_addresses[cut], runs.destination_addresses[cut], runs.lengths[cut])
 
 
 @contextlib.contextmanager
@@ -156,25 +174,20 @@ def fails(kind: type[Exception] = TransferFailed) -> Iterator[None]:
 def small_runs(harness: Harness) -> None:
     """300 runs of 1,000 bytes land, and no other byte changes."""
     peer = harness.peer
-    runs = harness.scattered(peer, 300, 1000)
-    harness.write(peer, runs)
-    harness.check(peer, runs)
+    harness.send(peer, harness.scattered(peer, 300, 1000))
 
 
 def more_runs_than_any_limit(harness: Harness) -> None:
     """5,000 runs in one write, far more than a library or the kernel takes in one call."""
     peer = harness.peer
-    runs = harness.scattered(peer, 5000, 517)
-    harness.write(peer, runs)
-    harness.check(peer, runs)
+    harness.send(peer, harness.scattered(peer, 5000, 517))
 
 
 def large_runs(harness: Harness) -> None:
     """Long runs of odd lengths and addresses."""
     peer = harness.peer
     runs = harness.runs(peer, [3, 20 << 20], [5, (20 << 20) + 1], [(17 << 20) + 7, (9 << 20) + 3])
-    harness.write(peer, runs)
-    harness.check(peer, runs)
+    harness.send(peer, runs)
 
 
 def mixed_lengths(harness: Harness) -> None:
@@ -183,8 +196,7 @@ def mixed_lengths(harness: Harness) -> None:
     lengths = [1, 63, 64 << 10, (64 << 10) + 1, 1 << 20, 7, 255 << 10, 8, 1024, 4096] * 3
     starts = np.cumsum([0, *(length + 11 for length in lengths)])[:-1].tolist()
     runs = harness.runs(peer, starts, [start + 5 for start in starts], lengths)
-    harness.write(peer, runs)
-    harness.check(peer, runs)
+    harness.send(peer, runs)
 
 
 def adjacent_runs(harness: Harness) -> None:
@@ -192,19 +204,16 @@ def adjacent_runs(harness: Harness) -> None:
     peer = harness.peer
     steps = (np.arange(1000) * 512).tolist()
     both = harness.runs(peer, steps, steps, [512] * 1000)
-    harness.write(peer, both)
-    harness.check(peer, both)
+    harness.send(peer, both)
     one = harness.runs(peer, steps, (np.arange(1000) * 1024).tolist(), [512] * 1000)
     peer.zero()
-    harness.write(peer, one)
-    harness.check(peer, one)
+    harness.send(peer, one)
 
 
 def no_runs(harness: Harness) -> None:
     """An empty write succeeds."""
     peer = harness.peer
-    harness.write(peer, harness.runs(peer, [], [], []))
-    harness.check(peer, harness.runs(peer, [], [], []))
+    harness.send(peer, harness.runs(peer, [], [], []))
 
 
 def quiet_at_return(harness: Harness) -> None:
@@ -229,8 +238,7 @@ def memory_registered_late(harness: Harness) -> None:
     address = int(peer.command("extra"))
     late = harness.new_memory(1 << 20)
     harness.transport.register(late.address, late.nbytes)
-    runs = Runs(np.array([late.address]), np.array([address]), np.array([1 << 20]))
-    harness.write(peer, runs)
+    harness.write(peer, one_run(late.address, address, 1 << 20))
     assert peer.command("extra_digest") == digest_of(late.get(0, 1 << 20))
 
 
@@ -238,9 +246,7 @@ def unregistered_destination(harness: Harness) -> None:
     """Memory that the peer did not register does not change. The next valid write succeeds."""
     peer = harness.peer
     untouched = peer.command("hidden")
-    bad = Runs(
-        np.array([harness.memory.address]), np.array([peer.hidden_address]), np.array([4096])
-    )
+    bad = one_run(harness.memory.address, peer.hidden_address, 4096)
     with fails():
         harness.write(peer, bad)
     time.sleep(_REST_S)
@@ -259,10 +265,8 @@ def unregistered_source(harness: Harness) -> None:
     peer = harness.peer
     other = harness.new_memory(4096)
     with fails():
-        harness.write(
-            peer, Runs(np.array([other.address]), np.array([peer.address]), np.array([4096]))
-        )
-    harness.check(peer, harness.runs(peer, [], [], []))
+        harness.write(peer, one_run(other.address, peer.address, 4096))
+    harness.check_unchanged(peer)
 
 
 def nothing_to_register(harness: Harness) -> None:
@@ -284,7 +288,7 @@ def no_time_left(harness: Harness) -> None:
     peer = harness.peer
     with fails():
         harness.transport.write(peer.session, harness.scattered(peer, 2, 10), 0.0)
-    harness.check(peer, harness.runs(peer, [], [], []))
+    harness.check_unchanged(peer)
 
 
 def two_peers(harness: Harness) -> None:
@@ -295,8 +299,7 @@ def two_peers(harness: Harness) -> None:
     )
     for cut in (slice(0, 32), slice(32, 64)):
         for peer, runs in ((first, to_first), (second, to_second)):
-            part = (runs.source_addresses[cut], runs.destination_addresses[cut], runs.lengths[cut])
-            harness.write(peer, Runs(*part))
+            harness.write(peer, part_of(runs, cut))
     harness.check(first, to_first)
     harness.check(second, to_second)
 
@@ -305,8 +308,7 @@ def dead_peer(harness: Harness) -> None:
     """A write to a dead receiver fails. Another receiver is reached at once."""
     other, victim = harness.peer, harness.new_peer()
     runs = harness.scattered(victim, 20, 5000)
-    harness.write(victim, runs)
-    harness.check(victim, runs)
+    harness.send(victim, runs)
     victim.end()
     for _ in range(2):
         start_s = time.monotonic()
@@ -314,8 +316,7 @@ def dead_peer(harness: Harness) -> None:
             harness.write(victim, runs)
         assert time.monotonic() - start_s < harness.failure_limit_s, "the failure came late"
     good = harness.scattered(other, 20, 5000)
-    harness.write(other, good)
-    harness.check(other, good)
+    harness.send(other, good)
 
 
 def closed_peer(harness: Harness) -> None:
@@ -327,7 +328,7 @@ def closed_peer(harness: Harness) -> None:
     peer.zero()
     with fails():
         harness.write(peer, runs)
-    harness.check(peer, harness.runs(peer, [], [], []))
+    harness.check_unchanged(peer)
 
 
 def peer_stands_still(harness: Harness) -> None:
@@ -366,12 +367,8 @@ def two_senders(harness: Harness) -> None:
     try:
         second.register(harness.memory.address, harness.memory.nbytes)
         both = harness.scattered(peer, 100, 2000)
-        halves = [
-            Runs(both.source_addresses[cut], both.destination_addresses[cut], both.lengths[cut])
-            for cut in (slice(0, 50), slice(50, 100))
-        ]
-        harness.write(peer, halves[0])
-        second.write(peer.session, halves[1], TIMEOUT_S)
+        harness.write(peer, part_of(both, slice(0, 50)))
+        second.write(peer.session, part_of(both, slice(50, 100)), TIMEOUT_S)
         harness.check(peer, both)
     finally:
         second.close()
@@ -386,7 +383,7 @@ def closing(harness: Harness) -> None:
     transport.close()
     with fails():
         transport.write(peer.session, harness.scattered(peer, 2, 10), TIMEOUT_S)
-    harness.check(peer, harness.runs(peer, [], [], []))
+    harness.check_unchanged(peer)
 
 
 def rearranged(harness: Harness) -> None:
@@ -401,17 +398,12 @@ def rearranged(harness: Harness) -> None:
         (by_token * 400, by_head * 400),
     ):
         runs = harness.runs(peer, source.tolist(), destination.tolist(), [256] * len(token))
-        harness.write(peer, runs)
-        harness.check(peer, runs)
+        harness.send(peer, runs)
         peer.zero()
 
 
 def _pieces(runs: Runs, count: int) -> list[Runs]:
-    cuts = [slice(number, None, count) for number in range(count)]
-    return [
-        Runs(runs.source_addresses[cut], runs.destination_addresses[cut], runs.lengths[cut])
-        for cut in cuts
-    ]
+    return [part_of(runs, slice(number, None, count)) for number in range(count)]
 
 
 def many_at_once(harness: Harness) -> None:
@@ -432,9 +424,7 @@ def failure_among_many(harness: Harness) -> None:
     """A failing write among others: every future ends, no failed write lands later, and valid writes continue."""
     peer = harness.new_peer()
     good = _pieces(harness.scattered(peer, 600, 3000), 6)
-    bad = Runs(
-        np.array([harness.memory.address]), np.array([peer.hidden_address]), np.array([4096])
-    )
+    bad = one_run(harness.memory.address, peer.hidden_address, 4096)
     submit = harness.transport.submit
     before = [submit(peer.session, piece, TIMEOUT_S) for piece in good[:3]]
     wrong = submit(peer.session, bad, TIMEOUT_S)
@@ -477,7 +467,7 @@ def deadline_while_under_way(harness: Harness) -> None:
     peer.zero()
     time.sleep(0.3)
     if any(future.exception() for future in futures):
-        harness.check(peer, harness.runs(peer, [], [], []))
+        harness.check_unchanged(peer)
 
 
 CASES: tuple[Callable[[Harness], None], ...] = (

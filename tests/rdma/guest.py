@@ -28,7 +28,7 @@ from tests.rdma.chaos import start_chaos
 from tests.rdma.conformance import CASES, Harness, large_runs
 from tests.rdma.device import Traffic, check_crossed_by_rdma, check_moved_by_rdma, traffic
 from tests.rdma.peers import PeerSettings
-from tests.rdma.report import LOGS, Result, run_case, show_logs, write_result
+from tests.rdma.report import LOGS, run_case, show_logs, write_failure
 from tests.rdma.serving import (
     Site,
     ask_and_report,
@@ -91,7 +91,7 @@ def finish(name: str, process: Forked, timeout_s: float) -> None:
         note = str(error)
     if note:
         show_logs("*.log")
-        write_result(Result(name, passed=False, duration_s=0.0, note=note))
+        write_failure(name, note)
 
 
 def conformance() -> None:
@@ -130,17 +130,15 @@ def first_host() -> None:
         with other, other.makefile("rw") as line:
             other.settimeout(_MEET_TIMEOUT_S)
             for group in BETWEEN_HOSTS:
+                name = group.pair_name(group.decode_ranks[0])
                 workers = [start_worker("decode", group, n, site) for n in group.decode_ranks]
                 with running(workers):
                     client = fork("client", partial(ask_and_report, group, site, between))
-                    finish(group.pair_name(group.decode_ranks[0]), client, _LANE_TIMEOUT_S)
+                    finish(name, client, _LANE_TIMEOUT_S)
                     print("answered", file=line, flush=True)
                     note = line.readline().strip()
                 if note != _WELL:
-                    name = group.pair_name(group.decode_ranks[0])
-                    write_result(
-                        Result(name, passed=False, duration_s=0.0, note=f"second host: {note}")
-                    )
+                    write_failure(name, f"second host: {note}")
 
 
 def between(group: Group, counted: Traffic) -> str:

@@ -114,6 +114,8 @@ class Receiver:
         match words:
             case ["digest", count]:
                 return digest_of(self.memory.get(0, int(count)))
+            case ["largest"]:
+                return str(self.memory.get(0, self.memory.nbytes).max())
             case ["zero"]:
                 self.memory.put(0, np.zeros(self.memory.nbytes, np.uint8))
             case ["hidden"]:

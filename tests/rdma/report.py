@@ -29,6 +29,16 @@ def write_result(result: Result) -> None:
     print(f"\n{MARK}{json.dumps(asdict(result))}", flush=True)
 
 
+def write_failure(name: str, note: str) -> None:
+    """Writes the result of a case that did not run to its end."""
+    write_result(Result(name, passed=False, duration_s=0.0, note=note))
+
+
+def note_of(error: Exception) -> str:
+    """The error in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
 def parse(line: str) -> Result | None:
     """Parses the result in a console's line, if it holds one."""
     _, mark, text = line.partition(MARK)
@@ -46,7 +56,7 @@ def run_case(name: str, case: Callable[[], str]) -> None:
     # Any exception of a case is its result.
     except Exception as error:  # noqa: BLE001
         traceback.print_exc()
-        note, passed = " ".join(f"{type(error).__name__}: {error}".split()), False
+        note, passed = note_of(error), False
     write_result(Result(name, passed, time.monotonic() - started_s, note))
 
 

@@ -23,7 +23,7 @@ from tests.forked import Forked, fork
 from tests.rdma.cases import MODELS, Group
 from tests.rdma.device import Traffic, check_moved_by_rdma, traffic
 from tests.rdma.processes import log_of, start_service, stop, wait_serving
-from tests.rdma.report import Result, show_logs, write_result
+from tests.rdma.report import Result, note_of, show_logs, write_result
 from tests.waiting import until
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def ask_and_report(group: Group, site: Site, moved: Callable[[Group, Traffic], s
     except Exception as error:  # noqa: BLE001
         traceback.print_exc()
         show_logs(f"*-{group.layout}-*.log", "router.log")
-        note, passed = " ".join(f"{type(error).__name__}: {error}".split()), False
+        note, passed = note_of(error), False
     for ranks in group.decode_ranks:
         duration_s = time.monotonic() - started_s
         write_result(Result(group.pair_name(ranks), passed, duration_s, note))
@@ -183,7 +183,7 @@ async def _ask(router: RouterClient, group: Group, prompt: list[int]) -> str:
     async for response in router.generate(_greedy(group, prompt), _REQUEST_TIMEOUT_S):
         tokens += response.token_ids
         last = response
-    expected = sim_model(group).expected_tokens(prompt, ANSWER_TOKENS)
+    expected = SimModel(parse_settings(group.model)).expected_tokens(prompt, ANSWER_TOKENS)
     assert tuple(tokens) == expected, f"the answer is {tokens}, not {expected}"
     remote = last.timing.prefill_worker_id == group.prefill_id
     if not remote or last.usage.transferred_tokens != PROMPT_TOKENS - 1:
@@ -207,11 +207,6 @@ def check_engines(worker: str) -> None:
     kinds = INSTALLED.findall(log_of(worker).read_text(errors="replace"))
     assert kinds, f"{worker}'s log names no transport"
     assert set(kinds) == {"rdma"}, f"{worker}'s engines use {kinds}"
-
-
-def sim_model(group: Group) -> SimModel:
-    """The closed form of the group's model."""
-    return SimModel(parse_settings(group.model))
 
 
 def _prompt(group: Group, *numbers: int) -> list[int]:

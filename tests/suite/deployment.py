@@ -6,9 +6,8 @@ import asyncio
 import os
 import random
 import signal
-import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +20,6 @@ from headrace.inference.v1 import (
     inference_pb2_grpc,
     sampling_pb2,
     trace_pb2,
-    trace_pb2_grpc,
 )
 from headrace.worker.v1 import worker_pb2
 from headrace_cli.client import RouterClient, worker_status
@@ -30,10 +28,12 @@ from headrace_cli.up.supervisor import Child
 from headrace_cli.up.topology import ProcessSpec, Topology
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
+from headrace_engine.proto import sampling_from_proto
 from headrace_engine.sim.clock_control import ClockController
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.settings import SimSettings
 from tests.fork_server import forking
+from tests.waiting import until
 
 VOCABULARY = 32_000
 # The router's tokenizer of the sim model has fewer tokens than the model.
@@ -51,6 +51,8 @@ class Outcome:
     """The answer to one request."""
 
     token_ids: tuple[int, ...]
+    logprobs: tuple[sampling_pb2.TokenLogprobs, ...]
+    text: str
     trace_id: str
     last: inference_pb2.GenerateResponse
 
@@ -87,31 +89,45 @@ class Suite:
         """Sends a greedy request for exactly `count` tokens. Sets `started` with the first token. Raises
         HeadraceError.
         """
-        request = greedy(prompt, count, placement, request_id)
+        return await self.ask(greedy(prompt, count, placement, request_id), timeout_s, started)
+
+    async def ask(
+        self,
+        request: inference_pb2.GenerateRequest,
+        timeout_s: float = DEADLINE_S,
+        started: asyncio.Event | None = None,
+        started_tokens: int = 1,
+    ) -> Outcome:
+        """Sends a request. Sets `started` with the token of that number. Raises HeadraceError."""
         stub = inference_pb2_grpc.InferenceServiceStub(self.channel)
-        tokens: list[int] = []
-        trace_id = ""
-        last = inference_pb2.GenerateResponse()
+        responses: list[inference_pb2.GenerateResponse] = []
+        count = 0
         try:
             async for response in stub.Generate(request, timeout=timeout_s):
-                tokens += response.token_ids
-                if tokens and started is not None:
+                responses.append(response)
+                count += len(response.token_ids)
+                if started is not None and count >= started_tokens:
                     started.set()
-                trace_id = trace_id or response.trace_id
-                last = response
         except grpc.aio.AioRpcError as rpc_error:
             raise error_from_rpc(rpc_error) from rpc_error
-        return Outcome(tuple(tokens), trace_id, last)
+        return Outcome(
+            tuple(token_id for response in responses for token_id in response.token_ids),
+            tuple(entry for response in responses for entry in response.logprobs),
+            "".join(response.text for response in responses),
+            next((response.trace_id for response in responses if response.trace_id), ""),
+            responses[-1],
+        )
 
     def expected(self, prompt: Sequence[int], count: int) -> tuple[int, ...]:
         return self.model.expected_tokens(prompt, count)
 
+    def expected_of(self, request: inference_pb2.GenerateRequest) -> tuple[int, ...]:
+        sampling = sampling_from_proto(request.sampling, ())
+        count = request.sampling.max_tokens
+        return self.model.expected_tokens(request.tokens.ids, count, sampling)
+
     async def trace(self, trace_id: str, wait_s: float = 5.0) -> trace_pb2.Trace:
         return await self.client.trace(trace_id, wait_s)
-
-    async def raw_trace(self, trace_id: str) -> trace_pb2.Trace:
-        stub = trace_pb2_grpc.TraceServiceStub(self.channel)
-        return (await stub.GetTrace(trace_pb2.GetTraceRequest(id=trace_id), timeout=5)).trace
 
     async def status(self, name: str) -> worker_pb2.WatchStatusResponse:
         return await worker_status(self.child(name).endpoint)
@@ -123,10 +139,14 @@ class Suite:
         timeout_s: float = 20.0,
     ) -> None:
         """Waits until the status of a worker satisfies `check`."""
-        give_up = time.monotonic() + timeout_s
-        while not check(status := await self.status(name)):
-            assert time.monotonic() < give_up, f"{name} after {timeout_s:g} s: {status}"
-            await asyncio.sleep(0.02)
+        status = worker_pb2.WatchStatusResponse()
+
+        async def satisfied() -> bool:
+            nonlocal status
+            status = await self.status(name)
+            return check(status)
+
+        await until(satisfied, timeout_s, lambda: f"{name}: {status}", 0.02)
 
     async def wait_empty(self, name: str, timeout_s: float = 10.0) -> None:
         """Waits until a worker holds no request, block, quarantine or transfer."""
@@ -148,29 +168,27 @@ class Suite:
         """Waits until every prefill worker has fetched the KV descriptor of every decode worker. The log_level of the
         prefill workers must be debug.
         """
-        names = {child.spec.name: child for child in self.deployment.children}
-        wanted = [
-            f"prefetched the KV descriptor of {name}@"
-            for name in names
-            if name.startswith("decode-")
-        ]
-        give_up = time.monotonic() + timeout_s
-        for name, child in names.items():
-            while name.startswith("prefill-"):
-                log = child.spec.log_file.read_text()
-                if all(text in log for text in wanted):
-                    break
-                assert time.monotonic() < give_up, f"{name} has not fetched every descriptor: {log}"
-                await asyncio.sleep(0.02)
+        children = self.deployment.children
+        decodes = [c.spec.name for c in children if c.spec.name.startswith("decode-")]
+        wanted = [f"prefetched the KV descriptor of {name}@" for name in decodes]
+        logs = [c.spec.log_file for c in children if c.spec.name.startswith("prefill-")]
+
+        def prefetched() -> bool:
+            return all(text in log.read_text() for log in logs for text in wanted)
+
+        await until(prefetched, timeout_s, lambda: "".join(log.read_text() for log in logs))
 
     async def begun(
-        self, prompts: Sequence[Sequence[int]], count: int, **options: Any
+        self,
+        requests: Sequence[inference_pb2.GenerateRequest],
+        timeout_s: float = 30.0,
+        started_tokens: int = 1,
     ) -> list[asyncio.Task[Outcome]]:
-        """Starts streams and returns them once each has received its first token."""
-        starts = [asyncio.Event() for _ in prompts]
+        """Starts streams and returns them once each has received that many tokens."""
+        starts = [asyncio.Event() for _ in requests]
         tasks = [
-            asyncio.create_task(self.generate(prompt, count, started=start, **options))
-            for prompt, start in zip(prompts, starts, strict=True)
+            asyncio.create_task(self.ask(request, timeout_s, start, started_tokens))
+            for request, start in zip(requests, starts, strict=True)
         ]
         await all_begun(tasks, starts)
         return tasks
@@ -180,6 +198,16 @@ class Suite:
         child = self.child(name)
         self.deployment.supervisor.children.remove(child)
         os.kill(child.process.pid, signal.SIGKILL)
+
+    @contextmanager
+    def frozen(self, name: str) -> Iterator[None]:
+        """Stops a process, which keeps its connections, and lets it continue at the end."""
+        process_id = self.child(name).process.pid
+        os.kill(process_id, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(process_id, signal.SIGCONT)
 
     async def terminate(self, name: str, timeout_s: float = 30.0) -> int:
         """Sends SIGTERM and returns the exit status."""
@@ -216,12 +244,13 @@ class Suite:
 
     async def wait_joined(self, prefill_count: int, decode_count: int) -> None:
         """Waits until this router has these numbers of workers."""
-        async with asyncio.timeout(START_S):
-            while [
-                (model.prefill_worker_count, model.decode_worker_count)
-                for model in await self.client.models()
-            ] != [(prefill_count, decode_count)]:
-                await asyncio.sleep(0.02)
+
+        async def joined() -> bool:
+            models = await self.client.models()
+            counts = [(one.prefill_worker_count, one.decode_worker_count) for one in models]
+            return counts == [(prefill_count, decode_count)]
+
+        await until(joined, START_S, f"{prefill_count} and {decode_count} workers", 0.02)
 
     async def restart(self, name: str, *extra: str) -> Child:
         """Restarts a process that has ended, on the same address."""
@@ -241,11 +270,9 @@ class Suite:
             environment=old.spec.environment,
         )
         child = await self.deployment.supervisor.start(spec)
-        give_up = time.monotonic() + START_S
-        while not spec.port_file.exists():
-            assert child.running, spec.log_file.read_text()
-            assert time.monotonic() < give_up
-            await asyncio.sleep(0.02)
+        # The process may end instead.
+        await until(lambda: spec.port_file.exists() or not child.running, START_S, str(spec))
+        assert child.running, spec.log_file.read_text()
         child.endpoint = endpoint
         return child
 
@@ -338,10 +365,13 @@ def greedy(
     count: int,
     placement: inference_pb2.PrefillPlacement.ValueType = inference_pb2.PREFILL_PLACEMENT_UNSPECIFIED,
     request_id: str = "",
+    **sampling: Any,
 ) -> inference_pb2.GenerateRequest:
+    """A request for exactly `count` tokens, greedy unless `sampling` changes that."""
+    params = {"temperature": 0.0, "max_tokens": count, "ignore_eos": True, **sampling}
     return inference_pb2.GenerateRequest(
         tokens=inference_pb2.TokenIds(ids=prompt),
-        sampling=sampling_pb2.SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True),
+        sampling=sampling_pb2.SamplingParams(**params),
         prefill_placement=placement,
         request_id=request_id,
     )

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
 
-from headrace.inference.v1 import inference_pb2
 from tests.suite.deployment import prompt_of, suite
 
 BLOCK = 32
@@ -51,30 +49,3 @@ async def test_a_shared_prefix_is_not_transferred_again(tmp_path: Path) -> None:
         outcome = await it.generate(exact, 4)
         assert outcome.token_ids == it.expected(exact, 4)
         assert outcome.last.usage.transferred_tokens == 0
-
-
-async def test_a_local_prefill_answers_the_same(tmp_path: Path) -> None:
-    async with suite(tmp_path) as it:
-        prompt = prompt_of(100, 7)
-        outcome = await it.generate(prompt, 8, placement=inference_pb2.PREFILL_PLACEMENT_LOCAL)
-        assert outcome.token_ids == it.expected(prompt, 8)
-        assert outcome.last.usage.transferred_tokens == 0
-        assert not outcome.last.timing.prefill_worker_id
-
-
-async def test_many_requests_at_once_over_several_workers(tmp_path: Path) -> None:
-    async with suite(tmp_path, prefill_count=2, decode_count=2) as it:
-        prompts = [prompt_of(1 + 13 * number % 190, number) for number in range(60)]
-        outcomes = await asyncio.gather(*(it.generate(prompt, 10) for prompt in prompts))
-        for prompt, outcome in zip(prompts, outcomes, strict=True):
-            assert outcome.token_ids == it.expected(prompt, 10)
-        assert {outcome.last.timing.decode_worker_id for outcome in outcomes} == {
-            "decode-0",
-            "decode-1",
-        }
-        assert {outcome.last.timing.prefill_worker_id for outcome in outcomes} >= {
-            "prefill-0",
-            "prefill-1",
-        }
-        for name in ("prefill-0", "prefill-1", "decode-0", "decode-1"):
-            await it.wait_empty(name)

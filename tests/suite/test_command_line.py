@@ -8,7 +8,6 @@ import re
 import signal
 import socket
 import sys
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.ports import free_port
+from tests.waiting import until
 
 COMMAND = (sys.executable, "-m", "headrace_cli")
 
@@ -68,10 +68,7 @@ def processes_in(folder: Path, what: str = "") -> list[int]:
 
 
 async def wait_none_in(folder: Path, timeout_s: float = 20.0) -> None:
-    give_up = time.monotonic() + timeout_s
-    while left := processes_in(folder):
-        assert time.monotonic() < give_up, f"{left} still run"
-        await asyncio.sleep(0.1)
+    await until(lambda: not processes_in(folder), timeout_s, interval_s=0.1)
 
 
 @asynccontextmanager
@@ -174,9 +171,8 @@ async def test_a_drained_worker_exits_and_the_others_keep_serving(tmp_path: Path
         assert gone.status == 0, gone.err
         assert "decode-0 drains: 0 requests in flight, up to 5 s" in gone.out
         assert "decode-0 has ended" in gone.out
-        async with asyncio.timeout(10):
-            while processes_in(tmp_path / "logs", "worker-id=decode-0"):
-                await asyncio.sleep(0.05)
+        drained = tmp_path / "logs"
+        await until(lambda: not processes_in(drained, "worker-id=decode-0"), interval_s=0.05)
         answered = await headrace("chat", "Hello", *router, "--max-tokens", "5")
         assert answered.status == 0, answered.err
         assert process.returncode is None
@@ -195,17 +191,11 @@ async def test_killing_up_ends_every_service(tmp_path: Path) -> None:
 
 async def test_up_ends_and_prints_the_log_of_a_dead_worker(tmp_path: Path) -> None:
     folder = tmp_path / "logs"
-    process = await asyncio.create_subprocess_exec(
-        *COMMAND, "up", "--engine", "sim", "--port", "0", "--logs", str(folder),
-        stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    assert process.stderr is not None
-    async with asyncio.timeout(30):
-        while b"Ctrl-C" not in (line := await process.stderr.readline()):
-            assert line, "it ended before it was ready"
-    os.kill(processes_in(folder, "headrace_decode")[0], signal.SIGKILL)
-    told = (await asyncio.wait_for(process.stderr.read(), 40)).decode()
-    assert await process.wait() == 1
+    async with up(folder, "--port", "0") as process:
+        assert process.stderr is not None
+        os.kill(processes_in(folder, "headrace_decode")[0], signal.SIGKILL)
+        told = (await asyncio.wait_for(process.stderr.read(), 40)).decode()
+        assert await process.wait() == 1
     assert "decode-0 was killed by signal 9" in told
     assert "Traceback" not in told
     await wait_none_in(folder)

@@ -3,222 +3,149 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
+from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_client import Client
 from headrace_common.errors import HeadraceError
-from headrace_engine.proto import sampling_from_proto
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.settings import SimSettings
 from tests.ports import free_port
-from tests.suite.deployment import (
-    VOCABULARY,
-    Suite,
-    all_begun,
-    default_model,
-    prompt_of,
-    suite,
-)
-from tests.suite.test_frozen import NOTICED_S, frozen
+from tests.suite.deployment import VOCABULARY, Outcome, Suite, greedy, prompt_of, suite
+from tests.suite.load import load
+from tests.waiting import until
 
 TOKENS = 60
+# The connection to a silent worker ends within 7 s. A new attempt takes little time.
+NOTICED_S = 10.0
+REMOTE = inference_pb2.PREFILL_PLACEMENT_REMOTE
 SLOW_DECODE = ("decode", "model", "sim:decode_step_s=0.02")
-GREEDY = sampling_pb2.SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
-SEEDED = sampling_pb2.SamplingParams(
-    temperature=0.9,
-    top_p=0.95,
-    seed=11,
-    presence_penalty=0.7,
-    frequency_penalty=0.3,
-    repetition_penalty=1.2,
-    max_tokens=TOKENS,
-    logprobs=2,
-    ignore_eos=True,
-)
+SEEDED: dict[str, Any] = {
+    "temperature": 0.9,
+    "top_p": 0.95,
+    "seed": 11,
+    "presence_penalty": 0.7,
+    "frequency_penalty": 0.3,
+    "repetition_penalty": 1.2,
+    "logprobs": 2,
+}
 
 
-@dataclass
-class Received:
-    """The messages that a client received."""
-
-    token_ids: tuple[int, ...]
-    logprob_count: int
-    text: str
-    last: inference_pb2.GenerateResponse
-
-
-async def ask(
-    it: Suite,
-    prompt: Sequence[int],
-    params: sampling_pb2.SamplingParams,
-    started: asyncio.Event,
-    timeout_s: float = 30.0,
-) -> Received:
-    stub = inference_pb2_grpc.InferenceServiceStub(it.channel)
-    request = inference_pb2.GenerateRequest(
-        tokens=inference_pb2.TokenIds(ids=prompt), sampling=params
-    )
-    responses = []
-    async for response in stub.Generate(request, timeout=timeout_s):
-        responses.append(response)
-        if response.token_ids:
-            started.set()
-    return Received(
-        tuple(token for r in responses for token in r.token_ids),
-        sum(len(r.logprobs) for r in responses),
-        "".join(r.text for r in responses),
-        responses[-1],
-    )
-
-
-def expected(prompt: Sequence[int], params: sampling_pb2.SamplingParams) -> tuple[int, ...]:
-    sampling = sampling_from_proto(params, ())
-    return tuple(default_model().expected_tokens(prompt, params.max_tokens, sampling))
-
-
-@dataclass(frozen=True)
-class Begun:
-    """A running stream. `started` is set with its first token."""
-
-    prompt: list[int]
-    params: sampling_pb2.SamplingParams
-    started: asyncio.Event
-    task: asyncio.Task[Received]
-
-
-def begin(it: Suite, count: int, first_seed: int = 0) -> list[Begun]:
+def asked(count: int, first_seed: int = 0) -> list[inference_pb2.GenerateRequest]:
     """Half of the requests are greedy, half sampled with a seed and penalties."""
-    begun = []
-    for number in range(count):
-        prompt, params = prompt_of(30 + number, first_seed + number), (GREEDY, SEEDED)[number % 2]
-        started = asyncio.Event()
-        task = asyncio.create_task(ask(it, prompt, params, started))
-        begun.append(Begun(prompt, params, started, task))
-    return begun
+    return [
+        greedy(prompt_of(30 + n, first_seed + n), TOKENS, **(SEEDED if n % 2 else {}))
+        for n in range(count)
+    ]
 
 
-async def running(it: Suite, count: int) -> list[Begun]:
-    """Starts such requests and waits for the first token of each."""
-    begun = begin(it, count)
-    await all_begun([one.task for one in begun], [one.started for one in begun])
-    return begun
-
-
-async def check(begun: list[Begun]) -> list[Received]:
+async def check(
+    it: Suite,
+    requests: Sequence[inference_pb2.GenerateRequest],
+    running: Sequence[asyncio.Task[Outcome]],
+) -> list[Outcome]:
     """All answers are correct, despite any fault."""
-    received = []
-    for asked in begun:
-        one = await asked.task
-        assert one.token_ids == expected(asked.prompt, asked.params)
-        assert one.logprob_count == (TOKENS if asked.params.HasField("logprobs") else 0)
-        usage = one.last.usage
-        assert (usage.prompt_tokens, usage.completion_tokens) == (len(asked.prompt), TOKENS)
-        assert one.last.finish_reason == sampling_pb2.FINISH_REASON_LENGTH
-        received.append(one)
-    return received
+    outcomes = await asyncio.gather(*running)
+    for request, outcome in zip(requests, outcomes, strict=True):
+        assert outcome.token_ids == it.expected_of(request)
+        assert len(outcome.logprobs) == (TOKENS if request.sampling.HasField("logprobs") else 0)
+        usage = outcome.last.usage
+        assert (usage.prompt_tokens, usage.completion_tokens) == (len(request.tokens.ids), TOKENS)
+        assert outcome.last.finish_reason == sampling_pb2.FINISH_REASON_LENGTH
+    return outcomes
 
 
-def moved_to(received: list[Received]) -> set[str]:
+def moved_to(lasts: Iterable[inference_pb2.GenerateResponse]) -> set[str]:
     """Workers that finished the answers of second attempts. No answer took a third."""
-    assert {one.last.timing.attempts for one in received} <= {1, 2}
-    return {one.last.timing.decode_worker_id for one in received if one.last.timing.attempts == 2}
+    timings = [last.timing for last in lasts]
+    assert {timing.attempts for timing in timings} <= {1, 2}
+    return {timing.decode_worker_id for timing in timings if timing.attempts == 2}
 
 
 async def test_streams_of_a_killed_decode_worker_continue_on_the_other(tmp_path: Path) -> None:
     async with suite(tmp_path, decode_count=2, settings=(SLOW_DECODE,)) as it:
-        undisturbed = await asyncio.gather(*(one.task for one in begin(it, 8)))
-        begun = await running(it, 8)
+        requests = asked(8)
+        undisturbed = await asyncio.gather(*map(it.ask, requests))
+        running = await it.begun(requests)
         victim, survivor = await it.busier("decode-0", "decode-1")
         it.kill(victim)
-        received = await check(begun)
-        assert [one.text for one in received] == [one.text for one in undisturbed]
-        assert moved_to(received) == {survivor}
+        outcomes = await check(it, requests, running)
+        assert [one.text for one in outcomes] == [one.text for one in undisturbed]
+        assert moved_to(one.last for one in outcomes) == {survivor}
         await it.wait_empty(survivor)
 
 
 async def test_streams_of_a_frozen_decode_worker_continue_within_ten_seconds(
     tmp_path: Path,
 ) -> None:
+    workers = {"decode-0", "decode-1"}
     async with suite(tmp_path, decode_count=2, settings=(SLOW_DECODE,)) as it:
-        begun = await running(it, 8)
-        victim, survivor = await it.busier("decode-0", "decode-1")
+        requests = asked(8)
+        running = await it.begun(requests)
+        victim, survivor = await it.busier(*workers)
         started_s = time.monotonic()
-        with frozen(it, victim):
-            received = await check(begun)
+        with it.frozen(victim):
+            outcomes = await check(it, requests, running)
             assert time.monotonic() - started_s < NOTICED_S
-        assert moved_to(received) == {survivor}
+        assert moved_to(one.last for one in outcomes) == {survivor}
         # After the thaw the worker has released the requests and serves again.
-        for name in ("decode-0", "decode-1"):
+        for name in workers:
             await it.wait_empty(name)
-        async with asyncio.timeout(10):
-            seed, served = 500, set[str]()
-            while served != {"decode-0", "decode-1"}:
-                seed += 1
-                both = await asyncio.gather(
-                    *(it.generate(prompt_of(40, seed * 10 + n), 2) for n in (1, 2))
-                )
-                served |= {one.last.timing.decode_worker_id for one in both}
+
+        async def both_serve() -> bool:
+            two = await asyncio.gather(*(it.generate(prompt_of(40, seed), 2) for seed in (51, 52)))
+            return {one.last.timing.decode_worker_id for one in two} == workers
+
+        await until(both_serve)
 
 
 async def test_streams_of_the_only_decode_worker_wait_for_its_next_incarnation(
     tmp_path: Path,
 ) -> None:
     async with suite(tmp_path, settings=(SLOW_DECODE,)) as it:
-        begun = await running(it, 6)
+        requests = asked(6)
+        running = await it.begun(requests)
         await it.wait_running("decode-0")
         child = it.child("decode-0")
         it.kill("decode-0")
         await it.restart_killed(child)
-        assert moved_to(await check(begun)) == {"decode-0"}
+        outcomes = await check(it, requests, running)
+        assert moved_to(one.last for one in outcomes) == {"decode-0"}
 
 
-async def test_prompts_are_recomputed_when_their_prefill_worker_dies_at_any_stage(
-    tmp_path: Path,
+@pytest.mark.parametrize("fault", ["killed", "frozen"])
+async def test_prompts_are_recomputed_when_their_prefill_worker_is_lost_at_any_stage(
+    tmp_path: Path, fault: str
 ) -> None:
     """Starts prompts one after the other, so that they are at different stages: not opened, sending, last layer,
     done.
     """
-    await _at_every_stage(tmp_path, freeze=False)
-
-
-async def test_prompts_are_recomputed_when_their_prefill_worker_freezes_at_any_stage(
-    tmp_path: Path,
-) -> None:
-    await _at_every_stage(tmp_path, freeze=True)
-
-
-async def _at_every_stage(folder: Path, *, freeze: bool) -> None:
     settings = (
         ("prefill", "model", "sim:layers=4,layer_s=0.15"),
         ("decode", "model", "sim:layers=4,decode_step_s=0.02"),
         ("prefill", "max_num_seqs", "16"),
     )
     model = SimModel(SimSettings(vocabulary=VOCABULARY, layers=4))
-    async with suite(folder, prefill_count=2, settings=settings) as it:
-        begun = []
-        for step in range(16):
-            begun += begin(it, 1, first_seed=100 + step)
+    async with suite(tmp_path, sim=model, prefill_count=2, settings=settings) as it:
+        requests, running = asked(16, 100), []
+        for request in requests:
+            running.append(asyncio.create_task(it.ask(request, 30.0)))
             await asyncio.sleep(0.06)
         await it.wait_running("prefill-0")
         started_s = time.monotonic()
-        if freeze:
-            with frozen(it, "prefill-0"):
-                received = await asyncio.gather(*(one.task for one in begun))
-                # The time to detect the fault, to start again, and for sixty tokens.
-                assert time.monotonic() - started_s < NOTICED_S + 4
-        else:
-            it.kill("prefill-0")
-            received = await asyncio.gather(*(one.task for one in begun))
-        for asked, one in zip(begun, received, strict=True):
-            sampling = sampling_from_proto(asked.params, ())
-            assert one.token_ids == model.expected_tokens(asked.prompt, TOKENS, sampling)
-        attempts = [one.last.timing.attempts for one in received]
+        with it.frozen("prefill-0") if fault == "frozen" else contextlib.nullcontext():
+            if fault == "killed":
+                it.kill("prefill-0")
+            outcomes = await check(it, requests, running)
+            # The time to detect the fault, to start again, and for sixty tokens.
+            assert time.monotonic() - started_s < NOTICED_S + 4
+        attempts = [one.last.timing.attempts for one in outcomes]
         # Answers that ended before the fault had one attempt.
         assert min(attempts) == 1
         assert max(attempts) > 1
@@ -229,18 +156,22 @@ async def _at_every_stage(folder: Path, *, freeze: bool) -> None:
 async def test_prefill_releases_transfers_to_a_killed_decode_worker(tmp_path: Path) -> None:
     settings = (("prefill", "model", "sim:layer_s=0.5"), ("decode", "lease_ttl_s", "2"))
     async with suite(tmp_path, settings=settings) as it:
-        asked = [asyncio.create_task(it.generate(prompt_of(60, n), 2, timeout_s=6)) for n in (1, 2)]
+        running = [
+            asyncio.create_task(it.generate(prompt_of(60, n), 2, timeout_s=6)) for n in (1, 2)
+        ]
         await it.until("decode-0", lambda status: status.active_transfers > 0)
         await it.wait_running("prefill-0")
         it.kill("decode-0")
         await it.wait_empty("prefill-0", timeout_s=3)
-        for task in asked:
+        for task in running:
             with pytest.raises(HeadraceError):
                 await task
 
 
 async def test_requests_of_a_killed_router_are_released_within_seconds(tmp_path: Path) -> None:
-    """Prompts that wait, are computed or sent, and streams: their reservations, tasks and leases end at once."""
+    """Prompts that wait, are computed or sent, and streams: their reservations, tasks and leases end at once.
+    Streams through the other router continue.
+    """
     settings = (
         ("prefill", "model", "sim:layer_s=0.2"),
         ("prefill", "max_num_seqs", "4"),
@@ -251,26 +182,43 @@ async def test_requests_of_a_killed_router_are_released_within_seconds(tmp_path:
         it.through(await it.add("router-1", "router")) as other,
     ):
         await other.wait_joined(1, 2)
+        workers = ("decode-0", "decode-1", "prefill-0")
+        # They take 15 s, and so end after the others.
+        requests = [greedy(prompt_of(60, 100 + number), 300) for number in range(4)]
+        kept = await other.begun(requests, timeout_s=60)
+        reserved = sum([(await it.status(name)).reserved_blocks for name in workers])
         lost = []
         for number in range(12):
             lost.append(asyncio.create_task(it.generate(prompt_of(60, number), 200)))
             await asyncio.sleep(0.1)
-        async with asyncio.timeout(10):
-            while True:
-                status = await asyncio.gather(*(it.status(f"decode-{n}") for n in (0, 1)))
-                waiting = sum(one.active_transfers for one in status)
-                answering = sum(one.running_requests for one in status)
-                prefilling = (await it.status("prefill-0")).running_requests
-                if waiting and answering and prefilling:
-                    break
-                await asyncio.sleep(0.02)
+
+        async def at_every_stage() -> bool:
+            first, second, prefill = [await it.status(name) for name in workers]
+            waiting = first.active_transfers + second.active_transfers
+            answering = first.running_requests + second.running_requests - len(kept)
+            return waiting > 0 < answering and prefill.running_requests > 0
+
+        async def only_kept_hold() -> bool:
+            statuses = [await it.status(name) for name in workers]
+            return (
+                sum(status.running_requests for status in statuses) <= len(kept)
+                and sum(status.reserved_blocks for status in statuses) <= reserved
+                and not any(s.waiting_requests or s.quarantined_blocks for s in statuses)
+                and not any(status.active_transfers for status in statuses)
+            )
+
+        await until(at_every_stage)
+        assert not any(task.done() for task in kept)
         it.kill("router")
         killed_s = time.monotonic()
         for task in lost:
             with pytest.raises(HeadraceError):
                 await task
-        for name in ("prefill-0", "decode-0", "decode-1"):
-            await other.wait_empty(name, timeout_s=killed_s + 4 - time.monotonic())
+        await until(only_kept_hold, killed_s + 4 - time.monotonic())
+        for request, outcome in zip(requests, await asyncio.gather(*kept), strict=True):
+            assert outcome.token_ids == other.expected_of(request)
+        for name in workers:
+            await other.wait_empty(name)
         outcome = await other.generate(prompt_of(70, 99), 3)
         assert outcome.token_ids == other.expected(prompt_of(70, 99), 3)
 
@@ -286,20 +234,23 @@ async def test_the_router_detects_a_dead_worker_while_the_registry_is_away(
     async with suite(tmp_path, prefill_count=2, decode_count=2, settings=settings) as it:
         await it.wait_descriptors_prefetched()
         it.kill("registry")
-        begun = await running(it, 6)
+        requests = asked(6)
+        running = await it.begun(requests)
         await it.wait_running("decode-0")
         it.kill("decode-0")
         it.kill("prefill-0")
-        await check(begun)
+        await check(it, requests, running)
         attempts = []
         for seed in range(20):
-            outcome = await it.generate(prompt_of(40, 700 + seed), 2)
-            assert outcome.token_ids == it.expected(prompt_of(40, 700 + seed), 2)
-            attempts.append(outcome.last.timing.attempts)
-            assert outcome.last.timing.decode_worker_id == "decode-1"
+            prompt = prompt_of(40, 700 + seed)
+            outcome = await it.generate(prompt, 2, placement=REMOTE)
+            assert outcome.token_ids == it.expected(prompt, 2)
+            timing = outcome.last.timing
+            attempts.append(timing.attempts)
+            assert (timing.decode_worker_id, timing.prefill_worker_id) == ("decode-1", "prefill-1")
         assert sum(attempts) <= len(attempts) + 1
         # A worker that was only silent becomes available again by itself.
-        with frozen(it, "decode-1"):
+        with it.frozen("decode-1"):
             await asyncio.sleep(4)
         outcome = await it.generate(prompt_of(40, 900), 2)
         assert outcome.last.timing.decode_worker_id == "decode-1"
@@ -308,39 +259,16 @@ async def test_the_router_detects_a_dead_worker_while_the_registry_is_away(
 async def test_workers_that_restart_on_their_addresses_delay_no_request(
     tmp_path: Path,
 ) -> None:
-    deadline_s = 20.0
     async with suite(tmp_path, prefill_count=2, decode_count=2, settings=(SLOW_DECODE,)) as it:
-        stop = asyncio.Event()
-        right, longest_s = 0, 0.0
-
-        async def load(seed: int) -> None:
-            nonlocal right, longest_s
-            while not stop.is_set():
-                seed += 100
-                prompt = prompt_of(40, seed)
-                started_s = time.monotonic()
-                outcome = await it.generate(prompt, 12, timeout_s=deadline_s)
-                longest_s = max(longest_s, time.monotonic() - started_s)
-                assert outcome.token_ids == it.expected(prompt, 12)
-                right += 1
-
-        tasks = [asyncio.create_task(load(number)) for number in range(4)]
-        try:
-            for _ in range(3):
-                for name in ("decode-0", "prefill-0"):
-                    child = it.child(name)
-                    it.kill(name)
-                    await it.restart_killed(child)
-                    goal = right + 12
-                    async with asyncio.timeout(deadline_s):
-                        while right < goal and not any(task.done() for task in tasks):
-                            await asyncio.sleep(0.02)
-                    await it.wait_joined(2, 2)
-        finally:
-            stop.set()
-            await asyncio.gather(*tasks)
+        async with load(it, streams=4, count=12) as answers:
+            for name in ("decode-0", "prefill-0") * 3:
+                child = it.child(name)
+                it.kill(name)
+                await it.restart_killed(child)
+                await answers.more(12)
+                await it.wait_joined(2, 2)
         # No request waited for a timeout at any layer.
-        assert longest_s < 7.0
+        assert answers.slowest_s < 7.0
         await it.wait_joined(2, 2)
 
 
@@ -352,37 +280,21 @@ async def test_a_look_aside_client_continues_when_its_decode_worker_is_killed(
         suite(tmp_path, decode_count=2, settings=settings) as it,
         Client(it.deployment.router, look_aside=True) as client,
     ):
-        begun: set[int] = set()
+        requests = asked(6)
+        answers: list[list[inference_pb2.GenerateResponse]] = [[] for _ in requests]
 
-        async def answer(number: int) -> tuple[tuple[int, ...], inference_pb2.GenerateResponse]:
-            responses = []
-            async for response in client.generate(
-                tokens=prompt_of(40, number),
-                max_tokens=TOKENS,
-                temperature=0.8 if number % 2 else 0.0,
-                seed=number,
-                tokens_only=True,
-                timeout_s=30,
-            ):
-                begun.add(number)
-                responses.append(response)
-            return tuple(token for r in responses for token in r.token_ids), responses[-1]
+        async def answer(number: int) -> None:
+            async for response in client.stream(requests[number], 30.0, tokens_only=True):
+                answers[number].append(response)
 
-        undisturbed = await asyncio.gather(*(answer(number) for number in range(6)))
-        for name in ("decode-0", "decode-1"):
-            await it.wait_empty(name)
-        begun.clear()
-        running = [asyncio.create_task(answer(number)) for number in range(6)]
-        async with asyncio.timeout(10):
-            while len(begun) < len(running):
-                await asyncio.sleep(0.01)
-        busy = {n: (await it.status(n)).running_requests for n in ("decode-0", "decode-1")}
-        survivor, victim = sorted(busy, key=busy.__getitem__)
+        running = [asyncio.create_task(answer(number)) for number in range(len(requests))]
+        await until(lambda: all(answers))
+        victim, survivor = await it.busier("decode-0", "decode-1")
         it.kill(victim)
-        answers = await asyncio.gather(*running)
-        assert [tokens for tokens, _ in answers] == [tokens for tokens, _ in undisturbed]
-        for _, last in answers:
-            assert last.usage.completion_tokens == len(answers[0][0]) or last.finish_reason
-        assert max(last.timing.attempts for _, last in answers) == 2
-        moved = [last.timing for _, last in answers if last.timing.attempts == 2]
-        assert {timing.decode_worker_id for timing in moved} == {survivor}
+        await asyncio.gather(*running)
+        for request, responses in zip(requests, answers, strict=True):
+            assert tuple(token for r in responses for token in r.token_ids) == it.expected_of(
+                request
+            )
+            assert responses[-1].usage.completion_tokens == TOKENS
+        assert moved_to(responses[-1] for responses in answers) == {survivor}

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 
 from headrace_cli.client import list_members
-from headrace_common.errors import HeadraceError
 from tests.suite.deployment import PROMPT_VOCABULARY, Suite, greedy, prompt_of, suite
+from tests.waiting import until
 
 BLOCK = 32
 DECODES = ("decode-0", "decode-1", "decode-2")
@@ -30,28 +29,13 @@ async def turn(it: Suite, prompt: list[int]) -> tuple[list[int], int, str]:
 async def until_known(it: Suite, prompt: list[int], home: str) -> None:
     """Waits until the router's index has the whole blocks of a prompt for a worker."""
     whole = (len(prompt) - 1) // BLOCK * BLOCK
-    give_up = time.monotonic() + 15
-    while True:
+
+    async def known() -> bool:
         candidates = (await it.client.explain(greedy(prompt, 1))).candidates
         cached = {one.worker_id: one.cached_tokens for one in candidates}
-        if cached.get(home, 0) >= whole:
-            return
-        assert time.monotonic() < give_up, (
-            f"{home} has {whole} tokens, the router knows of {cached}"
-        )
-        await asyncio.sleep(0.02)
+        return cached.get(home, 0) >= whole
 
-
-async def until_answered(it: Suite, prompt: list[int], timeout_s: float = 20.0) -> None:
-    """Waits until a router has started and has workers."""
-    give_up = time.monotonic() + timeout_s
-    while True:
-        try:
-            await it.generate(prompt, 1)
-            return
-        except HeadraceError:
-            assert time.monotonic() < give_up
-            await asyncio.sleep(0.2)
+    await until(known, 15.0, f"{home} has {whole} tokens", 0.02)
 
 
 async def test_conversations_are_routed_to_their_cached_prefix(tmp_path: Path) -> None:
@@ -76,13 +60,17 @@ async def test_cached_prefixes_are_found_after_registry_and_router_restart(
         homes = [(await turn(it, prompt))[2] for prompt in prompts]
         it.kill("registry")
         await it.restart("registry")
+
+        async def all_are_back() -> bool:
+            return len(await list_members(it.deployment.registry)) > len(DECODES)
+
         # The members provide the hash key that they all use.
-        async with asyncio.timeout(20):
-            while len(await list_members(it.deployment.registry)) < len(DECODES) + 1:
-                await asyncio.sleep(0.05)
+        await until(all_are_back, 20.0, interval_s=0.05)
         it.kill("router")
         await it.restart("router")
-        await until_answered(it, prompt_of(3, 99))
+        async with asyncio.timeout(20):
+            await it.channel.channel_ready()
+        await it.wait_joined(1, len(DECODES))
         for prompt, home in zip(prompts, homes, strict=True):
             await until_known(it, prompt, home)
         for prompt, home in zip(prompts, homes, strict=True):

@@ -6,18 +6,17 @@ A client may retry once when a router reports that it drains.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import itertools
-from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.inference.v1 import inference_pb2
-from headrace_common.errors import Draining, HeadraceError, WorkerGone
+from headrace_common.errors import Draining, WorkerGone
 from tests.ports import free_port
-from tests.suite.deployment import Suite, prompt_of, suite
+from tests.suite.deployment import Suite, suite
+from tests.suite.load import load
 
 STREAMS = 6
+REMOTE = inference_pb2.PREFILL_PLACEMENT_REMOTE
 ANSWER_TOKENS = 20
 # Long enough that requests are at every stage at each restart.
 SETTINGS = (
@@ -28,54 +27,13 @@ SETTINGS = (
 )
 
 
-class Load:
-    """Requests all the time, from clients that use both routers."""
-
-    def __init__(self, ways: list[Suite]) -> None:
-        self.counts: Counter[str] = Counter()
-        self.failures: list[str] = []
-        self._ways = ways
-        self._stop = asyncio.Event()
-        self._numbers = itertools.count()
-
-    @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(self._keep_asking(number)) for number in range(STREAMS)]
-        try:
-            yield
-        finally:
-            self._stop.set()
-            await asyncio.gather(*tasks)
-
-    async def moved_on(self, count: int = STREAMS) -> None:
-        """Waits until `count` more answers have come, so that every restart meets requests in flight."""
-        goal = self.counts["right"] + count
-        async with asyncio.timeout(20):
-            while self.counts["right"] < goal and not self.failures:
-                await asyncio.sleep(0.02)
-
-    async def _keep_asking(self, way: int) -> None:
-        while not self._stop.is_set():
-            number = next(self._numbers)
-            prompt = prompt_of(30 + number % 120, number)
-            tries = [self._ways[(way + attempt) % 2] for attempt in range(2)]
-            try:
-                outcome = await self._ask(tries, prompt)
-            except HeadraceError as error:
-                self.failures.append(f"request {number}: {error.reason}: {error.detail}")
-                continue
-            right = outcome == tries[0].expected(prompt, ANSWER_TOKENS)
-            self.counts["right" if right else "wrong"] += 1
-
-    async def _ask(self, ways: list[Suite], prompt: list[int]) -> tuple[int, ...]:
-        placement = inference_pb2.PREFILL_PLACEMENT_REMOTE
-        try:
-            return (await ways[0].generate(prompt, ANSWER_TOKENS, placement=placement)).token_ids
-        except (Draining, WorkerGone) as error:
-            if "worker_id" in error.metadata:
-                raise
-            self.counts["asked another router"] += 1
-        return (await ways[1].generate(prompt, ANSWER_TOKENS, placement=placement)).token_ids
+async def ask(way: Suite, other: Suite, prompt: Sequence[int]) -> tuple[int, ...]:
+    try:
+        return (await way.generate(prompt, ANSWER_TOKENS, placement=REMOTE)).token_ids
+    except (Draining, WorkerGone) as error:
+        if "worker_id" in error.metadata:
+            raise
+    return (await other.generate(prompt, ANSWER_TOKENS, placement=REMOTE)).token_ids
 
 
 async def restart(it: Suite, name: str) -> None:
@@ -98,20 +56,23 @@ async def test_a_rolling_restart_of_every_service_fails_no_request(tmp_path: Pat
         other = await it.add("router-1", "router", f"--listen=127.0.0.1:{free_port()}")
         async with it.through(other) as by_other:
             await by_other.wait_joined(2, 2)
-            load = Load([it, by_other])
-            async with load.running():
-                await load.moved_on()
+
+            async def asker(stream: int, prompt: Sequence[int]) -> tuple[int, ...]:
+                ways = (it, by_other) if stream % 2 else (by_other, it)
+                return await ask(*ways, prompt)
+
+            async with load(it, STREAMS, ANSWER_TOKENS, asker) as answers:
+                # Every restart meets requests in flight.
+                await answers.more(STREAMS)
                 for name in ("decode-0", "decode-1", "prefill-0", "prefill-1"):
                     await restart(it, name)
                     for way in (it, by_other):
                         await way.wait_joined(2, 2)
-                    await load.moved_on()
+                    await answers.more(STREAMS)
                 for name in ("registry", "router", "router-1"):
                     await restart(it, name)
                     # The next router restarts once the clients of this one have reconnected.
                     for way in (it, by_other):
                         await connected(way)
                         await way.wait_joined(2, 2)
-                    await load.moved_on()
-            assert load.failures == []
-            assert not load.counts["wrong"]
+                    await answers.more(STREAMS)

@@ -45,62 +45,67 @@ def end_ns(span: trace_pb2.Span) -> int:
 
 async def test_every_step_of_a_request_is_in_its_trace_once(tmp_path: Path) -> None:
     async with suite(tmp_path, settings=MODEL) as it:
-        for number in range(2):
-            outcome = await it.generate(prompt_of(50, number), 6, request_id=f"mine-{number}")
+        # At once, so that each trace could contain spans of the other requests.
+        outcomes = await asyncio.gather(
+            *(it.generate(prompt_of(50, n), 6, request_id=f"mine-{n}") for n in range(6))
+        )
+        for number, outcome in enumerate(outcomes):
             trace = await it.trace(outcome.trace_id)
             assert trace.complete
             assert trace.request_id == f"mine-{number}"
-            names = Counter(span.name for span in trace.spans)
-            assert names.pop(schema.SPAN_TRANSFER_LAYER) == LAYERS
-            assert names == dict.fromkeys(REMOTE_SPANS, 1)
-            layers = [s for s in trace.spans if s.name == schema.SPAN_TRANSFER_LAYER]
-            assert sorted(int(span.attributes[schema.ATTRIBUTE_LAYER]) for span in layers) == list(
-                range(LAYERS)
-            )
-            # 49 tokens of two heads of 16 bytes each.
-            sizes = {int(span.attributes[schema.ATTRIBUTE_PAYLOAD_BYTES]) for span in layers}
-            assert sizes == {49 * 2 * 16}
-            ways = {
-                (s.attributes[schema.ATTRIBUTE_TRANSPORT], s.attributes[schema.ATTRIBUTE_STRATEGY])
-                for s in layers
-            }
-            assert {transport for transport, _ in ways} == {"mooncake/tcp"}
-            assert {strategy for _, strategy in ways} <= {
-                "direct",
-                "gather",
-                "scatter",
-                "gather_scatter",
-            }
-            assert all(int(s.attributes[schema.ATTRIBUTE_ENTRIES]) >= 1 for s in layers)
-            (prefill,) = (s for s in trace.spans if s.name == schema.SPAN_PREFILL)
-            assert int(prefill.attributes[schema.ATTRIBUTE_PAYLOAD_BYTES]) == LAYERS * 49 * 2 * 16
-            assert 0 < int(prefill.attributes[schema.ATTRIBUTE_CONTROL_BYTES]) < 100 * LAYERS
-            assert not any(span.error for span in trace.spans)
-        assert (await it.trace("mine-0")).request_id == "mine-0"
+            check_steps(trace)
+            check_times_and_parents(trace)
+        assert (await it.trace("mine-0")).trace_id == outcomes[0].trace_id
 
 
-async def test_spans_form_one_trace_across_processes(tmp_path: Path) -> None:
-    async with suite(tmp_path) as it:
-        outcome = await it.generate(prompt_of(50, 1), 6)
-        trace = await it.trace(outcome.trace_id)
-        by_id = {span.span_id: span for span in trace.spans}
-        roots = [span.name for span in trace.spans if span.parent_span_id not in by_id]
-        assert roots == [schema.SPAN_REQUEST]
-        edges = {
-            (by_id[span.parent_span_id].service, span.service)
-            for span in trace.spans
-            if span.parent_span_id in by_id and by_id[span.parent_span_id].service != span.service
-        }
-        assert edges == {("router", "prefill"), ("router", "decode")}
-        workers = {(span.service, span.worker_id) for span in trace.spans}
-        assert {("prefill", "prefill-0"), ("decode", "decode-0")} <= workers
-        named = {span.name: span for span in trace.spans}
-        wait, compute = named[schema.SPAN_DECODE_KV_WAIT], named[schema.SPAN_PREFILL_COMPUTE]
-        assert start_ns(wait) <= start_ns(compute) <= end_ns(compute) <= end_ns(wait)
-        assert end_ns(wait) <= end_ns(named[schema.SPAN_DECODE_FIRST_TOKEN])
-        for child in trace.spans:
-            if child.service == "decode" and child.name != schema.SPAN_DECODE:
-                assert child.parent_span_id == named[schema.SPAN_DECODE].span_id
+def check_steps(trace: trace_pb2.Trace) -> None:
+    names = Counter(span.name for span in trace.spans)
+    assert names.pop(schema.SPAN_TRANSFER_LAYER) == LAYERS
+    assert names == dict.fromkeys(REMOTE_SPANS, 1)
+    layers = [s for s in trace.spans if s.name == schema.SPAN_TRANSFER_LAYER]
+    assert sorted(int(span.attributes[schema.ATTRIBUTE_LAYER]) for span in layers) == list(
+        range(LAYERS)
+    )
+    # 49 tokens of two heads of 16 bytes each.
+    sizes = {int(span.attributes[schema.ATTRIBUTE_PAYLOAD_BYTES]) for span in layers}
+    assert sizes == {49 * 2 * 16}
+    ways = {
+        (s.attributes[schema.ATTRIBUTE_TRANSPORT], s.attributes[schema.ATTRIBUTE_STRATEGY])
+        for s in layers
+    }
+    assert {transport for transport, _ in ways} == {"mooncake/tcp"}
+    assert {strategy for _, strategy in ways} <= {
+        "direct",
+        "gather",
+        "scatter",
+        "gather_scatter",
+    }
+    assert all(int(s.attributes[schema.ATTRIBUTE_ENTRIES]) >= 1 for s in layers)
+    (prefill,) = (s for s in trace.spans if s.name == schema.SPAN_PREFILL)
+    assert int(prefill.attributes[schema.ATTRIBUTE_PAYLOAD_BYTES]) == LAYERS * 49 * 2 * 16
+    assert 0 < int(prefill.attributes[schema.ATTRIBUTE_CONTROL_BYTES]) < 100 * LAYERS
+    assert not any(span.error for span in trace.spans)
+
+
+def check_times_and_parents(trace: trace_pb2.Trace) -> None:
+    by_id = {span.span_id: span for span in trace.spans}
+    roots = [span.name for span in trace.spans if span.parent_span_id not in by_id]
+    assert roots == [schema.SPAN_REQUEST]
+    edges = {
+        (by_id[span.parent_span_id].service, span.service)
+        for span in trace.spans
+        if span.parent_span_id in by_id and by_id[span.parent_span_id].service != span.service
+    }
+    assert edges == {("router", "prefill"), ("router", "decode")}
+    workers = {(span.service, span.worker_id) for span in trace.spans}
+    assert {("prefill", "prefill-0"), ("decode", "decode-0")} <= workers
+    named = {span.name: span for span in trace.spans}
+    wait, compute = named[schema.SPAN_DECODE_KV_WAIT], named[schema.SPAN_PREFILL_COMPUTE]
+    assert start_ns(wait) <= start_ns(compute) <= end_ns(compute) <= end_ns(wait)
+    assert end_ns(wait) <= end_ns(named[schema.SPAN_DECODE_FIRST_TOKEN])
+    for child in trace.spans:
+        if child.service == "decode" and child.name != schema.SPAN_DECODE:
+            assert child.parent_span_id == named[schema.SPAN_DECODE].span_id
 
 
 async def test_a_local_request_has_no_transfer_in_its_trace(tmp_path: Path) -> None:
@@ -114,17 +119,3 @@ async def test_a_local_request_has_no_transfer_in_its_trace(tmp_path: Path) -> N
         assert schema.SPAN_TRANSFER_LAYER not in names
         assert schema.SPAN_DECODE_KV_WAIT not in names
         assert {span.service for span in trace.spans} == {"router", "decode"}
-
-
-async def test_concurrent_requests_have_separate_traces(tmp_path: Path) -> None:
-    async with suite(tmp_path, prefill_count=2) as it:
-        outcomes = await asyncio.gather(
-            *(it.generate(prompt_of(40, number), 4) for number in range(10))
-        )
-        assert len({outcome.trace_id for outcome in outcomes}) == 10
-        for outcome in outcomes:
-            trace = await it.trace(outcome.trace_id)
-            assert trace.complete
-            names = Counter(span.name for span in trace.spans)
-            assert names[schema.SPAN_TRANSFER_LAYER] == 2
-            assert names[schema.SPAN_PREFILL] == names[schema.SPAN_DECODE] == 1

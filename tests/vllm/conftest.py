@@ -10,16 +10,33 @@ from typing import Any, Protocol
 import pytest
 import pytest_asyncio
 
+from headrace_engine.vllm.compat import set_vllm_environment
 from tests.vllm import jobs
 from tests.vllm.pair import MODEL, Pair, running_pair
 
 HERE = Path(__file__).parent
 
 
+# Tests of the fixture `pair`.
+ON_PAIR = [
+    pytest.mark.vllm,
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.timeout(180),
+    pytest.mark.filterwarnings("ignore"),
+]
+# Tests in which this process may import vLLM, and which start no engine.
+IMPORTS_VLLM = [
+    pytest.mark.vllm,
+    pytest.mark.usefixtures("vllm_environment"),
+    pytest.mark.timeout(180),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
 class RunJob(Protocol):
     """See jobs.run_job."""
 
-    def __call__(self, job: str, **arguments: object) -> dict[str, Any]: ...
+    def __call__(self, job: str, *, model: str, **arguments: object) -> dict[str, Any]: ...
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -39,9 +56,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="package")
+def vllm_environment() -> None:
+    """Torch and vLLM read it on their import."""
+    set_vllm_environment(host="127.0.0.1", kv_cache_gib=1, tensor_parallel_size=1)
+
+
+@pytest.fixture(scope="package")
 def run_job() -> RunJob:
-    """Runs a job with engines of its own."""
-    return jobs.run_job
+    """Runs a job with engines of its own. `model` is a folder of `models`."""
+
+    def run(job: str, *, model: str, **arguments: object) -> dict[str, Any]:
+        if not Path("models", model).is_dir():
+            pytest.skip(f"the model folder models/{model} is missing: make setup")
+        return jobs.run_job(job, model=f"models/{model}", **arguments)
+
+    return run
 
 
 @pytest_asyncio.fixture(scope="package", loop_scope="session")

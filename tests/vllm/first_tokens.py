@@ -3,38 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, replace
-from random import Random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from itertools import cycle
 
 from headrace_engine.interface import Sampling
-from tests.vllm.pair import GREEDY, Pair, running_pair
+from tests.vllm.pair import BLOCK_TOKENS, GREEDY, Answer, prompt_of, running_pair
 
 SEEDED = Sampling(temperature=0.9, top_k=50, presence_penalty=0.7, seed=3)
 PENALIZED = replace(GREEDY, frequency_penalty=1.2, repetition_penalty=1.5)
+CONTINUED = 7
 
 
 @dataclass(slots=True)
 class Compared:
-    """Answers of one engine alone, and continued ones by the way they continue."""
+    """Answers of one engine alone, and by the way that two engines share the work."""
 
-    alone: list[list[int]]
-    continued: list[list[int]]
-    after_first: list[list[int]]
-    from_logits: list[list[int]]
+    alone: list[list[int]] = field(default_factory=list)
+    answers: dict[str, list[list[int]]] = field(default_factory=dict)
 
 
 async def compare(
+    model: str,
     prefill_ranks: int,
     decode_ranks: int,
     decode_blocks: int,
-    max_model_len: int,
-    length: int,
+    lengths: list[int],
     answer_tokens: int,
 ) -> Compared:
-    """Generates each answer on decode alone, and then all continued ones at once."""
+    """Generates each answer on decode alone, and then in every way all at once."""
     changes: dict[str, object] = {
-        "model": "models/tiny-llama",
-        "max_model_len": max_model_len,
+        "model": model,
+        "max_model_len": min(1024, BLOCK_TOKENS * (decode_blocks - 1)),
         "max_num_batched_tokens": 256,
     }
     decode = changes | {
@@ -42,43 +42,33 @@ async def compare(
         "num_gpu_blocks_override": decode_blocks,
     }
     prefill = changes | {"tensor_parallel_size": prefill_ranks}
+    compared = Compared()
     async with running_pair(prefill=prefill, decode=decode) as pair:
-        random = Random(length)
         asked = [
-            (
-                [random.randrange(3, 500) for _ in range(length)],
-                replace(sampling, max_tokens=answer_tokens),
+            (prompt_of(length, seed), replace(sampling, max_tokens=answer_tokens))
+            for seed, (length, sampling) in enumerate(
+                zip(cycle(lengths), (SEEDED, PENALIZED) * 3, strict=False)
             )
-            for sampling in (SEEDED, PENALIZED) * 3
         ]
-        alone = []
         for prompt, sampling in asked:
-            alone.append((await pair.plain(prompt, sampling)).token_ids)
+            compared.alone.append((await pair.plain(prompt, sampling)).token_ids)
             await pair.reset()
-        continued = await asyncio.gather(
-            *(
-                _continued(pair, prompt, sampling, answer[:7])
-                for (prompt, sampling), answer in zip(asked, alone, strict=True)
-            )
-        )
-        await pair.reset()
-        after_first = await asyncio.gather(
-            *(pair.split_after_first(prompt, sampling) for prompt, sampling in asked)
-        )
-        await pair.reset()
-        from_logits = await asyncio.gather(
-            *(pair.split_from_logits(prompt, sampling) for prompt, sampling in asked)
-        )
-        return Compared(
-            alone,
-            continued,
-            [answer.token_ids for answer in after_first],
-            [answer.token_ids for answer in from_logits],
-        )
+        known = {tuple(prompt): ids for (prompt, _), ids in zip(asked, compared.alone, strict=True)}
 
+        async def continued(prompt: list[int], sampling: Sampling) -> Answer:
+            generated = known[tuple(prompt)][:CONTINUED]
+            answer = await pair.plain(prompt, sampling, generated)
+            answer.token_ids = [*generated, *answer.token_ids]
+            return answer
 
-async def _continued(
-    pair: Pair, prompt: list[int], sampling: Sampling, generated: list[int]
-) -> list[int]:
-    answer = await pair.plain(prompt, sampling, generated)
-    return [*generated, *answer.token_ids]
+        ways: dict[str, Callable[[list[int], Sampling], Awaitable[Answer]]] = {
+            "continued": continued,
+            "split": pair.split,
+            "after_first": pair.split_after_first,
+            "from_logits": pair.split_from_logits,
+        }
+        for name, run in ways.items():
+            answers = await asyncio.gather(*(run(*one) for one in asked))
+            compared.answers[name] = [answer.token_ids for answer in answers]
+            await pair.reset()
+    return compared

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError
-from headrace_engine.interface import DecodeWork, PrefillWork
+from headrace_engine.interface import PrefillWork
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.layout.layout import STATE, TOKENS
-from tests.vllm.pair import GREEDY, Answer, Pair, reset, running_pair
+from tests.vllm.pair import GREEDY, Answer, Pair, prompt_of, reset, running_pair
 
 CONTEXT_TOKENS = 1024
 CHUNK_TOKENS = 512
@@ -132,7 +132,7 @@ class Cases:
         pair = self._pair
         prompt = prompt_of(700, seed=9)
         for stage in ("reserved", "sending"):
-            work = DecodeWork(pair.new_transfer_id(), tuple(prompt), GREEDY, remote_kv=True)
+            work = pair.work(prompt)
             events = pair.decode.decode(work)
             reservation = await anext(events)
             assert isinstance(reservation, Reservation)
@@ -179,12 +179,6 @@ class Cases:
         )
 
 
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    """Random tokens of the tiny models' vocabulary."""
-    numbers = random.Random(f"{length}/{seed}")
-    return [numbers.randrange(3, 512) for _ in range(length)]
-
-
 def mend_rotation() -> None:
     """Makes vLLM rotate tensors of shape [tokens, heads * channels].
 
@@ -218,9 +212,9 @@ async def compare(model: str) -> Comparison:
     """Starts the engines and compares them with one."""
     mend_rotation()
     start_s = time.monotonic()
-    expected = MODELS[model]
+    expected = MODELS[Path(model).name]
     config: dict[str, object] = {
-        "model": f"models/{model}",
+        "model": model,
         "dtype": expected.dtype,
         "num_gpu_blocks_override": BLOCK_COUNT,
         "max_num_batched_tokens": CHUNK_TOKENS,

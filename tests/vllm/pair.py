@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import grpc.aio
@@ -40,6 +42,12 @@ TIMEOUT_S = 60.0
 # vLLM's ranks spin while they wait. On two cores, four of them block other threads for seconds.
 LEASE_TTL_S = 20.0
 GREEDY = Sampling(temperature=0.0, max_tokens=16)
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    """Random tokens that the vocabulary of any model has."""
+    numbers = random.Random(f"{length}/{seed}")
+    return [numbers.randrange(3, 500) for _ in range(length)]
 
 
 @dataclass(slots=True)
@@ -118,19 +126,32 @@ class Pair:
             deadline_unix_s=time.time() + timeout_s,
         )
 
+    def work(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling = GREEDY,
+        generated: Sequence[int] = (),
+        *,
+        remote_kv: bool = True,
+        **first_token: bool,
+    ) -> DecodeWork:
+        """Work for decode, under a new transfer id."""
+        return DecodeWork(
+            self.new_transfer_id(),
+            (*prompt, *generated),
+            sampling,
+            remote_kv=remote_kv,
+            generated_tokens=len(generated),
+            **first_token,
+        )
+
     async def plain(
         self, prompt: Sequence[int], sampling: Sampling = GREEDY, generated: Sequence[int] = ()
     ) -> Answer:
         """Generates on the decode engine alone, after the `generated` tokens."""
         answer = Answer()
-        work = DecodeWork(
-            self.new_transfer_id(),
-            (*prompt, *generated),
-            sampling,
-            remote_kv=False,
-            generated_tokens=len(generated),
-        )
         async with asyncio.timeout(TIMEOUT_S):
+            work = self.work(prompt, sampling, generated, remote_kv=False)
             async for event in self.decode.decode(work):
                 answer.take(event)
         return answer
@@ -140,54 +161,69 @@ class Pair:
     ) -> Answer:
         """Prefills on one engine and decodes on the other, after the `generated` tokens."""
         answer = Answer()
-        known = (*prompt, *generated)
-        work = DecodeWork(
-            self.new_transfer_id(),
-            known,
-            sampling,
-            remote_kv=True,
-            generated_tokens=len(generated),
-        )
+        work = self.work(prompt, sampling, generated)
         async with asyncio.timeout(TIMEOUT_S):
             async for event in self.decode.decode(work):
                 answer.take(event)
                 if isinstance(event, Reservation) and event.start_token < event.end_token:
-                    answer.prefill, answer.summary = await self.hand_over(known, event)
+                    answer.prefill, answer.summary = await self.hand_over(work.token_ids, event)
                     self.decode.arrived(work.transfer_id)
         return answer
 
     async def split_after_first(
-        self,
-        prompt: Sequence[int],
-        sampling: Sampling = GREEDY,
-        *,
-        token_after_kv: bool = False,
+        self, prompt: Sequence[int], sampling: Sampling = GREEDY, *, late: bool = False
     ) -> Answer:
-        """Like `split`, but prefill chooses the first token. Ends when that token ends the answer."""
+        """Like `split`, but prefill chooses the first token. Ends when that token ends the answer.
+
+        With `late`, the KV arrives before the token.
+        """
+        return await self._split_first(prompt, sampling, late=late, from_logits=False)
+
+    async def split_from_logits(
+        self, prompt: Sequence[int], sampling: Sampling = GREEDY, *, late: bool = False
+    ) -> Answer:
+        """Like `split`, but decode chooses the first token from prefill's logits.
+
+        With `late`, the KV arrives before the logits.
+        """
+        return await self._split_first(prompt, sampling, late=late, from_logits=True)
+
+    async def _split_first(
+        self, prompt: Sequence[int], sampling: Sampling, *, late: bool, from_logits: bool
+    ) -> Answer:
         answer = Answer()
-        work = DecodeWork(
-            self.new_transfer_id(), tuple(prompt), sampling, remote_kv=True, awaits_first_token=True
-        )
+        work = self.work(prompt, sampling, awaits_first_token=True, from_logits=from_logits)
         reader = self.decode.decode(work)
         async with asyncio.timeout(TIMEOUT_S):
             reservation = await anext(reader)
             assert isinstance(reservation, Reservation)
             answer.take(reservation)
-            transfer = self.reserve(reservation)
+            transfer = self.reserve(reservation, self.decode.logits_bytes if from_logits else 0)
+            target = replace(self.target(reservation), with_logits=from_logits)
             token: asyncio.Future[DecodeTokens] = asyncio.get_running_loop().create_future()
-            task = PrefillWork(tuple(prompt), self.target(reservation), sampling)
-            prefill = asyncio.create_task(self.prefill.prefill(task, token.set_result))
-            first = await token
-            answer.take(first)
-            ends = first.token_ids[0] in sampling.stop_token_ids or sampling.max_tokens == 1
-            if not ends and not token_after_kv:
-                self.decode.first_token(work.transfer_id, first.token_ids[0])
+            task = PrefillWork(tuple(prompt), target, None if from_logits else sampling)
+            on_first_token = None if from_logits else token.set_result
+            prefill = asyncio.create_task(self.prefill.prefill(task, on_first_token))
+            if from_logits:
+                ends = False
+                give = partial(self.decode.first_logits, work.transfer_id, await transfer.logits())
+            else:
+                first = await token
+                answer.take(first)
+                (token_id,) = first.token_ids
+                ends = token_id in sampling.stop_token_ids or sampling.max_tokens == 1
+                give = partial(self.decode.first_token, work.transfer_id, token_id)
+            if not late and not ends:
+                give()
+            if from_logits and not late:
+                answer.take(await anext(reader))
+                assert len(answer.token_ids) == 1
             answer.prefill, answer.summary = await asyncio.gather(prefill, transfer.wait())
             self.decode.arrived(work.transfer_id)
+            if late and not ends:
+                await asyncio.sleep(0.2)
+                give()
             if not ends:
-                if token_after_kv:
-                    await asyncio.sleep(0.2)
-                    self.decode.first_token(work.transfer_id, first.token_ids[0])
                 async for event in reader:
                     answer.take(event)
             await reader.aclose()
@@ -201,45 +237,6 @@ class Pair:
             observer=self.decode.arrival_listener(),
             logits_bytes=logits_bytes,
         )
-
-    async def split_from_logits(
-        self, prompt: Sequence[int], sampling: Sampling = GREEDY, *, kv_first: bool = False
-    ) -> Answer:
-        """Like `split`, but decode chooses the first token from prefill's logits.
-
-        With `kv_first`, the KV arrives before the logits.
-        """
-        answer = Answer()
-        work = DecodeWork(
-            self.new_transfer_id(),
-            tuple(prompt),
-            sampling,
-            remote_kv=True,
-            awaits_first_token=True,
-            from_logits=True,
-        )
-        reader = self.decode.decode(work)
-        async with asyncio.timeout(TIMEOUT_S):
-            reservation = await anext(reader)
-            assert isinstance(reservation, Reservation)
-            answer.take(reservation)
-            transfer = self.reserve(reservation, logits_bytes=self.decode.logits_bytes)
-            target = replace(self.target(reservation), with_logits=True)
-            prefill = asyncio.create_task(self.prefill.prefill(PrefillWork(tuple(prompt), target)))
-            logits = await transfer.logits()
-            if not kv_first:
-                self.decode.first_logits(work.transfer_id, logits)
-                answer.take(await anext(reader))
-                assert len(answer.token_ids) == 1
-            answer.prefill, answer.summary = await asyncio.gather(prefill, transfer.wait())
-            self.decode.arrived(work.transfer_id)
-            if kv_first:
-                await asyncio.sleep(0.2)
-                self.decode.first_logits(work.transfer_id, logits)
-            async for event in reader:
-                answer.take(event)
-            await reader.aclose()
-        return answer
 
     async def hand_over(
         self, prompt: Sequence[int], reservation: Reservation

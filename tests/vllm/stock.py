@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.ports import free_port
 from tests.waiting import until
 
 MODEL = Path("models/tiny-llama")
@@ -32,13 +32,6 @@ ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
     "OMP_NUM_THREADS": "1",
 }
-
-
-def free_port() -> int:
-    """A port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def connector(role: str, pair_port: int, **settings: object) -> dict[str, Any]:

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from headrace_engine.vllm.link.messages import EngineLoad
 from tests.vllm.aborts import BLOCK_COUNT, STATES
 from tests.vllm.conftest import RunJob
 
-MODEL = "models/tiny-llama"
-
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.timeout(180),
-    pytest.mark.skipif(not Path(MODEL).is_dir(), reason="the model is not there: make setup"),
-]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(180)]
 
 
 def test_aborts_in_every_state_free_all_blocks(run_job: RunJob) -> None:
-    result = run_job("tests.vllm.aborts:measure", model=MODEL)
+    result = run_job("tests.vllm.aborts:measure", model="tiny-llama")
     start = EngineLoad(**result["start"])
     assert start == EngineLoad(0, 0, 0, BLOCK_COUNT - 1)
     seen: dict[str, EngineLoad] = {}

@@ -7,24 +7,13 @@ from typing import Any
 import pytest
 
 from headrace_common.errors import ConfigError
-from headrace_engine.vllm.compat import set_vllm_environment
 from headrace_engine.vllm.step.groups import LayerGroup
 from headrace_kv.layout.layout import STATE, TOKEN_OUTER, TOKENS
+from tests.vllm.conftest import IMPORTS_VLLM
 
-pytestmark = [
-    pytest.mark.vllm,
-    # vLLM may be imported here.
-    pytest.mark.timeout(180),
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = IMPORTS_VLLM
 
 ATTENTION = {"block_size": 32, "num_kv_heads": 2, "head_size": 32}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def environment() -> None:
-    """Torch and vLLM read it on their import, which may happen here."""
-    set_vllm_environment(host="127.0.0.1", kv_cache_gib=1, tensor_parallel_size=1)
 
 
 def groups_of(*found: tuple[list[str], Any], ranks: int = 2) -> tuple[LayerGroup, ...]:

@@ -15,9 +15,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace_engine.vllm.compat import require_vllm, set_vllm_environment
+from headrace_engine.vllm.compat import require_vllm
+from tests.vllm.conftest import IMPORTS_VLLM
 
-pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
+pytestmark = IMPORTS_VLLM
 
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 OUTPUT = "vllm.v1.core.sched.output"
@@ -281,12 +282,6 @@ ENVIRONMENT = (
     "VLLM_USE_V2_MODEL_RUNNER",
     "VLLM_WORKER_MULTIPROC_METHOD",
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def environment() -> None:
-    """Torch and vLLM read it on their import, which may happen here."""
-    set_vllm_environment(host="127.0.0.1", kv_cache_gib=1, tensor_parallel_size=1)
 
 
 def lookup(name: str) -> Any:

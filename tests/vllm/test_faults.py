@@ -4,28 +4,42 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
 
 import pytest
 
-from headrace_common.deadlines import Deadline
 from headrace_common.errors import Cancelled, HeadraceError, TransferFailed, TransferTimeout
-from headrace_engine.interface import DecodeWork, PrefillWork
+from headrace_engine.interface import DecodeEvent, PrefillOutcome, PrefillWork
 from headrace_kv.handoff.messages import Reservation
-from headrace_kv.receive.receiver import IncomingTransfer
-from tests.vllm.pair import GREEDY, Pair, reset
-from tests.vllm.test_handover import prompt_of
+from headrace_kv.receive.receiver import IncomingTransfer, TransferSummary
+from tests.vllm.conftest import ON_PAIR
+from tests.vllm.pair import TIMEOUT_S, Pair, prompt_of, reset
 from tests.waiting import until
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(180),
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = ON_PAIR
 
 
-def remote_work(pair: Pair, prompt: list[int]) -> DecodeWork:
-    return DecodeWork(pair.new_transfer_id(), tuple(prompt), GREEDY, remote_kv=True)
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """A request and the KV transfer that prefill sends. `waiting` is decode's wait for the KV."""
+
+    events: AsyncGenerator[DecodeEvent]
+    reservation: Reservation
+    transfer: IncomingTransfer
+    waiting: asyncio.Future[TransferSummary]
+    prefill: asyncio.Future[PrefillOutcome]
+
+
+async def start(pair: Pair, prompt: list[int], timeout_s: float = TIMEOUT_S) -> Sending:
+    events = pair.decode.decode(pair.work(prompt))
+    reservation = await anext(events)
+    assert isinstance(reservation, Reservation)
+    transfer = pair.reserve(reservation)
+    waiting = asyncio.ensure_future(transfer.wait())
+    work = PrefillWork(tuple(prompt[:-1]), pair.target(reservation, timeout_s))
+    prefill = asyncio.ensure_future(pair.prefill.prefill(work))
+    return Sending(events, reservation, transfer, waiting, prefill)
 
 
 async def first_layer_of(transfer: IncomingTransfer) -> None:
@@ -41,7 +55,7 @@ async def blocks_are_held(pair: Pair) -> bool:
 
 async def test_blocks_of_an_aborted_request_are_freed_when_its_cache_arrives(pair: Pair) -> None:
     prompt = prompt_of(201)
-    work = remote_work(pair, prompt)
+    work = pair.work(prompt)
     events = pair.decode.decode(work)
     reservation = await anext(events)
     await events.aclose()
@@ -54,7 +68,7 @@ async def test_blocks_of_an_aborted_request_are_freed_when_its_cache_arrives(pai
 
 async def test_a_request_aborted_before_its_reservation_leaves_no_blocks(pair: Pair) -> None:
     for delay_s in (0.0, 0.001, 0.01):
-        events = pair.decode.decode(remote_work(pair, prompt_of(202)))
+        events = pair.decode.decode(pair.work(prompt_of(202)))
         first = asyncio.ensure_future(anext(events))
         await asyncio.sleep(delay_s)
         first.cancel()
@@ -69,7 +83,7 @@ async def test_a_released_transfer_yields_no_token_and_caches_no_block(pair: Pai
     prompt = prompt_of(203)
     plain = await pair.plain(prompt)
     await pair.reset()
-    work = remote_work(pair, prompt)
+    work = pair.work(prompt)
     events = pair.decode.decode(work)
     assert isinstance(await anext(events), Reservation)
     pair.decode.released(work.transfer_id)
@@ -84,21 +98,16 @@ async def test_a_released_transfer_yields_no_token_and_caches_no_block(pair: Pai
 
 async def test_a_transfer_after_its_deadline_fails_on_both_sides(pair: Pair) -> None:
     prompt = prompt_of(1400)
-    events = pair.decode.decode(remote_work(pair, prompt))
-    reservation = await anext(events)
-    assert isinstance(reservation, Reservation)
-    transfer = pair.receiver.reserve(reservation, Deadline.after(30))
-    waiting = asyncio.ensure_future(transfer.wait())
-    target = pair.target(reservation, timeout_s=0.15)
+    sending = await start(pair, prompt, timeout_s=0.15)
     with pytest.raises((TransferTimeout, TransferFailed)):
-        await pair.prefill.prefill(PrefillWork(tuple(prompt[:-1]), target))
+        await sending.prefill
     # Prefill is quiet, so its blocks are free.
     await reset(pair.prefill)
     with pytest.raises(HeadraceError):
-        await waiting
+        await sending.waiting
     with pytest.raises(TransferFailed):
-        await anext(events)
-    assert pair.released[-1] == reservation.transfer_id
+        await anext(sending.events)
+    assert pair.released[-1] == sending.reservation.transfer_id
     await reset(pair.decode)
     again = await pair.split(prompt)
     await pair.reset()
@@ -108,26 +117,19 @@ async def test_a_transfer_after_its_deadline_fails_on_both_sides(pair: Pair) -> 
 
 
 async def test_a_cancelled_prefill_is_quiet_when_it_returns(pair: Pair) -> None:
-    prompt = prompt_of(1401)
-    events = pair.decode.decode(remote_work(pair, prompt))
-    reservation = await anext(events)
-    assert isinstance(reservation, Reservation)
-    transfer = pair.receiver.reserve(reservation, Deadline.after(30))
-    waiting = asyncio.ensure_future(transfer.wait())
-    work = PrefillWork(tuple(prompt[:-1]), pair.target(reservation))
-    prefill = asyncio.ensure_future(pair.prefill.prefill(work))
-    await first_layer_of(transfer)
+    sending = await start(pair, prompt_of(1401))
+    await first_layer_of(sending.transfer)
     start_s = time.monotonic()
-    prefill.cancel()
+    sending.prefill.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await prefill
+        await sending.prefill
     assert time.monotonic() - start_s < 10
     assert pair.prefill.usage().running_requests == 0
     with pytest.raises(HeadraceError):
-        await waiting
-    await until(lambda: pair.released[-1:] == [reservation.transfer_id])
+        await sending.waiting
+    await until(lambda: pair.released[-1:] == [sending.reservation.transfer_id])
     with pytest.raises(TransferFailed):
-        await anext(events)
+        await anext(sending.events)
     await pair.reset()
 
 
@@ -145,29 +147,14 @@ async def test_a_prefill_cancelled_before_it_runs_ends_at_once(pair: Pair) -> No
 
 
 async def test_a_decode_that_cancels_ends_the_prefill(pair: Pair) -> None:
-    prompt = prompt_of(1402)
-    events = pair.decode.decode(remote_work(pair, prompt))
-    reservation = await anext(events)
-    assert isinstance(reservation, Reservation)
-    transfer = pair.receiver.reserve(reservation, Deadline.after(30))
-    waiting = asyncio.ensure_future(transfer.wait())
-    work = PrefillWork(tuple(prompt[:-1]), pair.target(reservation))
-    prefill = asyncio.ensure_future(pair.prefill.prefill(work))
-    await first_layer_of(transfer)
-    pair.receiver.cancel(reservation.transfer_id, "CANCELLED", "the client went away")
-    await events.aclose()
+    sending = await start(pair, prompt_of(1402))
+    await first_layer_of(sending.transfer)
+    transfer_id = sending.reservation.transfer_id
+    pair.receiver.cancel(transfer_id, "CANCELLED", "the client went away")
+    await sending.events.aclose()
     with pytest.raises(Cancelled):
-        await prefill
+        await sending.prefill
     with pytest.raises(HeadraceError):
-        await waiting
-    await until(lambda: pair.released[-1:] == [reservation.transfer_id])
+        await sending.waiting
+    await until(lambda: pair.released[-1:] == [transfer_id])
     await pair.reset()
-
-
-async def test_requests_side_by_side_get_their_own_caches(pair: Pair) -> None:
-    prompts = [prompt_of(length, seed=5) for length in (60, 129, 300, 520)]
-    plain = [await pair.plain(prompt) for prompt in prompts]
-    await pair.reset()
-    split = await asyncio.gather(*(pair.split(prompt) for prompt in prompts))
-    await pair.reset()
-    assert [answer.token_ids for answer in split] == [answer.token_ids for answer in plain]

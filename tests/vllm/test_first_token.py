@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from dataclasses import replace
 
 import pytest
 
 from headrace_common.errors import TransferFailed
-from headrace_engine.interface import DecodeTokens, DecodeWork, Sampling
+from headrace_engine.interface import DecodeTokens, Sampling
 from headrace_kv.handoff.messages import Reservation
-from tests.vllm.conftest import RunJob
-from tests.vllm.pair import BLOCK_TOKENS, CHUNK_TOKENS, GREEDY, Answer, Pair
+from tests.vllm.conftest import ON_PAIR, RunJob
+from tests.vllm.pair import BLOCK_TOKENS, CHUNK_TOKENS, GREEDY, Answer, Pair, prompt_of
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(180),
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = ON_PAIR
 
 SEEDED = Sampling(
     temperature=0.9,
@@ -35,12 +29,17 @@ SEEDED = Sampling(
 )
 PENALIZED = replace(GREEDY, presence_penalty=1.5, frequency_penalty=1.0, repetition_penalty=1.8)
 SAMPLINGS = {"greedy": replace(GREEDY, logprobs=3), "seeded": SEEDED, "penalized": PENALIZED}
-
-
-def prompt_of(length: int) -> list[int]:
-    """Random tokens that the vocabulary of any model has."""
-    numbers = random.Random(length)
-    return [numbers.randrange(100, 250) for _ in range(length)]
+EVERYTHING = SAMPLINGS | {
+    "hot": Sampling(temperature=1.7, seed=77, max_tokens=12, logprobs=0),
+    "top_k": Sampling(temperature=1.0, top_k=5, seed=3, max_tokens=12, logprobs=20),
+    "min_p": Sampling(temperature=1.2, min_p=0.2, seed=4, max_tokens=12),
+    "top_p": Sampling(temperature=1.2, top_p=0.5, seed=5, max_tokens=12, repetition_penalty=1.9),
+    "nearly greedy": Sampling(temperature=1e-6, seed=5, max_tokens=12, presence_penalty=2.0),
+}
+EDGES = (1, 2, 31, 32, 127, 128, 2 * CHUNK_TOKENS + 100)
+# How the first token comes about.
+FIRST = {"prefill": Pair.split_after_first, "logits": Pair.split_from_logits}
+by_each = pytest.mark.parametrize("maker", FIRST)
 
 
 def assert_same(answer: Answer, plain: Answer) -> None:
@@ -68,7 +67,7 @@ async def plain_of(pair: Pair, prompt: list[int], sampling: Sampling) -> Answer:
 
 @pytest.mark.parametrize("name", SAMPLINGS)
 @pytest.mark.parametrize("remote", [False, True], ids=["local", "remote"])
-@pytest.mark.parametrize("generated", [1, pytest.param(5, marks=pytest.mark.long)])
+@pytest.mark.parametrize("generated", [0, 1, pytest.param(5, marks=pytest.mark.long)])
 async def test_a_continued_answer_equals_an_uninterrupted_one(
     pair: Pair, name: str, remote: bool, generated: int
 ) -> None:
@@ -119,95 +118,58 @@ async def test_chunks_of_a_long_prompt_do_not_advance_the_seed(pair: Pair) -> No
     assert chunked.token_ids == at_once.token_ids == handed.token_ids
 
 
-# The first token from prefill.
+# The first token from prefill, or from its logits.
 
 
-@pytest.mark.parametrize("name", SAMPLINGS)
-@pytest.mark.parametrize("late", [False, True], ids=["token-first", "kv-first"])
-async def test_an_answer_after_prefills_first_token_equals_plain_vllm(
-    pair: Pair, name: str, late: bool
-) -> None:
-    prompt, sampling = prompt_of(300), SAMPLINGS[name]
-    plain = await plain_of(pair, prompt, sampling)
-    answer = await pair.split_after_first(prompt, sampling, token_after_kv=late)
-    await pair.reset()
-    assert_same(answer, plain)
-    assert answer.reservation is not None
-    assert (answer.reservation.start_token, answer.reservation.end_token) == (0, 300)
-
-
-@pytest.mark.parametrize(
-    "length", [1, 2, BLOCK_TOKENS - 1, BLOCK_TOKENS, 4 * BLOCK_TOKENS, 4 * BLOCK_TOKENS - 1]
-)
-async def test_the_first_token_at_the_edges_of_blocks(pair: Pair, length: int) -> None:
-    prompt = prompt_of(length)
-    plain = await plain_of(pair, prompt, GREEDY)
-    # The second time, both have most of it cached.
-    for _ in range(2):
-        answer = await pair.split_after_first(prompt)
-        assert_same(answer, plain)
-        assert answer.reservation is not None
-        assert answer.reservation.end_token == length
-    await pair.reset()
-
-
-async def test_two_tokens_and_a_stop_on_the_second(pair: Pair) -> None:
-    prompt = prompt_of(90)
-    plain = await plain_of(pair, prompt, GREEDY)
-    two = await pair.split_after_first(prompt, replace(GREEDY, max_tokens=2))
-    stop = replace(GREEDY, stop_token_ids=(plain.token_ids[1],))
-    stopped = await pair.split_after_first(prompt, stop)
-    await pair.reset()
-    assert two.token_ids == stopped.token_ids == plain.token_ids[:2]
-    assert two.end is not None
-    assert stopped.end is not None
-    assert (two.end.stopped, stopped.end.stopped) == (False, True)
-
-
-async def test_a_first_token_that_ends_the_answer_leaves_no_blocks(pair: Pair) -> None:
-    """The cache can be emptied only once every block is free."""
-    prompt = prompt_of(90)
-    plain = await plain_of(pair, prompt, GREEDY)
-    for sampling in (
-        replace(GREEDY, max_tokens=1),
-        replace(GREEDY, stop_token_ids=(plain.token_ids[0],)),
-    ):
-        answer = await pair.split_after_first(prompt, sampling)
-        await pair.reset()
-        assert answer.token_ids == plain.token_ids[:1]
-
-
-# The first token from logits.
-
-EVERYTHING = SAMPLINGS | {
-    "hot": Sampling(temperature=1.7, seed=77, max_tokens=12, logprobs=0),
-    "top_k": Sampling(temperature=1.0, top_k=5, seed=3, max_tokens=12, logprobs=20),
-    "min_p": Sampling(temperature=1.2, min_p=0.2, seed=4, max_tokens=12),
-    "top_p": Sampling(temperature=1.2, top_p=0.5, seed=5, max_tokens=12, repetition_penalty=1.9),
-    "nearly greedy": Sampling(temperature=1e-6, seed=5, max_tokens=12, presence_penalty=2.0),
-}
-
-
+@by_each
 @pytest.mark.parametrize("name", EVERYTHING)
-async def test_an_answer_after_a_token_from_logits_equals_plain_vllm(pair: Pair, name: str) -> None:
+async def test_an_answer_after_a_first_token_equals_plain_vllm(
+    pair: Pair, name: str, maker: str
+) -> None:
     prompt, sampling = prompt_of(300), EVERYTHING[name]
     plain = await plain_of(pair, prompt, sampling)
-    for kv_first in (False, True):
-        answer = await pair.split_from_logits(prompt, sampling, kv_first=kv_first)
+    for late in (False, True):
+        answer = await FIRST[maker](pair, prompt, sampling, late=late)
         await pair.reset()
         assert_same(answer, plain)
         assert answer.reservation is not None
         assert (answer.reservation.start_token, answer.reservation.end_token) == (0, 300)
 
 
-@pytest.mark.parametrize("length", [1, BLOCK_TOKENS - 1, BLOCK_TOKENS, 2 * CHUNK_TOKENS + 100])
-async def test_logits_at_the_edges_of_blocks_and_of_chunks(pair: Pair, length: int) -> None:
+@by_each
+@pytest.mark.parametrize("length", EDGES)
+async def test_the_first_token_at_the_edges_of_blocks_and_chunks(
+    pair: Pair, length: int, maker: str
+) -> None:
     prompt = prompt_of(length)
     plain = await plain_of(pair, prompt, SEEDED)
     # The second time, both have most of it cached.
     for _ in range(2):
-        assert_same(await pair.split_from_logits(prompt, SEEDED), plain)
+        answer = await FIRST[maker](pair, prompt, SEEDED)
+        assert_same(answer, plain)
+        assert answer.reservation is not None
+        assert answer.reservation.end_token == length
     await pair.reset()
+
+
+@by_each
+@pytest.mark.parametrize("count", [1, 2])
+async def test_an_answer_that_ends_at_once_leaves_no_blocks(
+    pair: Pair, count: int, maker: str
+) -> None:
+    """The cache can be emptied only once every block is free."""
+    prompt = prompt_of(90)
+    plain = await plain_of(pair, prompt, GREEDY)
+    stop = (plain.token_ids[count - 1],)
+    for sampling in (replace(GREEDY, max_tokens=count), replace(GREEDY, stop_token_ids=stop)):
+        answer = await FIRST[maker](pair, prompt, sampling)
+        await pair.reset()
+        if maker == "prefill" and count == 1:
+            # Decode does not get a token that ends the answer.
+            assert answer.token_ids == plain.token_ids[:1]
+        else:
+            assert_same(answer, await plain_of(pair, prompt, sampling))
+            assert len(answer.token_ids) == count
 
 
 async def test_many_at_once_get_their_own_logits(pair: Pair) -> None:
@@ -223,21 +185,6 @@ async def test_many_at_once_get_their_own_logits(pair: Pair) -> None:
         assert_same(answer, alone)
 
 
-async def test_a_token_from_logits_that_ends_the_answer_leaves_no_blocks(pair: Pair) -> None:
-    """The cache can be emptied only once every block is free."""
-    prompt = prompt_of(90)
-    plain = await plain_of(pair, prompt, GREEDY)
-    for sampling in (
-        replace(GREEDY, max_tokens=1),
-        replace(GREEDY, stop_token_ids=(plain.token_ids[0],)),
-    ):
-        answer = await pair.split_from_logits(prompt, sampling)
-        again = await plain_of(pair, prompt, sampling)
-        await pair.reset()
-        assert_same(answer, again)
-        assert answer.token_ids == plain.token_ids[:1]
-
-
 async def test_unseeded_tokens_from_logits_differ(pair: Pair) -> None:
     prompt, hot = prompt_of(20), Sampling(temperature=2.0, max_tokens=1)
     first = [(await pair.split_from_logits(prompt, hot)).token_ids[0] for _ in range(6)]
@@ -246,17 +193,9 @@ async def test_unseeded_tokens_from_logits_differ(pair: Pair) -> None:
 
 
 async def test_an_abort_after_the_first_token_leaves_no_blocks(pair: Pair) -> None:
-    work = DecodeWork(
-        pair.new_transfer_id(),
-        tuple(prompt_of(200)),
-        GREEDY,
-        remote_kv=True,
-        awaits_first_token=True,
-        from_logits=True,
-    )
+    work = pair.work(prompt_of(200), awaits_first_token=True, from_logits=True)
     reader = pair.decode.decode(work)
-    reservation = await anext(reader)
-    assert isinstance(reservation, Reservation)
+    assert isinstance(await anext(reader), Reservation)
     pair.decode.first_logits(work.transfer_id, bytes(pair.decode.logits_bytes))
     assert isinstance(await anext(reader), DecodeTokens)
     await reader.aclose()
@@ -265,14 +204,7 @@ async def test_an_abort_after_the_first_token_leaves_no_blocks(pair: Pair) -> No
 
 
 async def test_logits_of_another_vocabulary_are_rejected(pair: Pair) -> None:
-    work = DecodeWork(
-        pair.new_transfer_id(),
-        tuple(prompt_of(20)),
-        GREEDY,
-        remote_kv=True,
-        awaits_first_token=True,
-        from_logits=True,
-    )
+    work = pair.work(prompt_of(20), awaits_first_token=True, from_logits=True)
     reader = pair.decode.decode(work)
     await anext(reader)
     pair.decode.first_logits(work.transfer_id, bytes(40))
@@ -283,32 +215,43 @@ async def test_logits_of_another_vocabulary_are_rejected(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prefill_ranks", "decode_ranks", "decode_blocks", "answer_tokens"),
+    ("model", "prefill_ranks", "decode_ranks", "decode_blocks", "lengths", "answer_tokens"),
     [
-        pytest.param(1, 1, 24, 100, id="preempted"),
-        pytest.param(1, 2, 64, 40, id="two-ranks", marks=pytest.mark.long),
-        pytest.param(2, 1, 64, 40, id="two-prefill-ranks", marks=pytest.mark.long),
+        # These blocks hold at most four of the six whole answers.
+        pytest.param("tiny-llama", 1, 1, 24, [60], 100, id="preempted"),
+        pytest.param("tiny-llama", 1, 2, 64, [60], 40, id="two-ranks", marks=pytest.mark.long),
+        pytest.param(
+            "tiny-llama", 2, 1, 64, [60], 40, id="two-prefill-ranks", marks=pytest.mark.long
+        ),
+        pytest.param(
+            "SmolLM2-135M-Instruct",
+            *(1, 1, 128, [33, 600], 16),
+            id="trained",
+            marks=[pytest.mark.long, pytest.mark.timeout(300)],
+        ),
     ],
 )
-async def test_answers_continue_with_preemption_and_over_ranks(
+async def test_answers_continue_with_preemption_ranks_and_trained_weights(
     run_job: RunJob,
+    model: str,
     prefill_ranks: int,
     decode_ranks: int,
     decode_blocks: int,
+    lengths: list[int],
     answer_tokens: int,
 ) -> None:
-    """24 blocks hold at most four of the six whole answers."""
     result = await asyncio.to_thread(
         run_job,
         "tests.vllm.first_tokens:compare",
+        model=model,
         prefill_ranks=prefill_ranks,
         decode_ranks=decode_ranks,
         decode_blocks=decode_blocks,
-        max_model_len=512,
-        length=60,
+        lengths=lengths,
         answer_tokens=answer_tokens,
     )
-    assert all(len(answer) == answer_tokens for answer in result["alone"])
-    assert result["continued"] == result["alone"]
-    assert result["after_first"] == result["alone"]
-    assert result["from_logits"] == result["alone"]
+    alone = result["alone"]
+    assert all(len(answer) == answer_tokens for answer in alone)
+    assert result["answers"] == dict.fromkeys(
+        ("continued", "split", "after_first", "from_logits"), alone
+    )

@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from dataclasses import replace
 
 import pytest
 
-from headrace_engine.interface import Sampling
-from tests.vllm.pair import BLOCK_TOKENS, CHUNK_TOKENS, GREEDY, Pair, reset
+from tests.vllm.conftest import ON_PAIR
+from tests.vllm.pair import BLOCK_TOKENS, CHUNK_TOKENS, GREEDY, Pair, prompt_of, reset
 from tests.waiting import until
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(180),
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = ON_PAIR
 
 LENGTHS = (1, 2, 33, 127, 128, 129, 255, 256, 257, 511, 1000, 1500)
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    """Random tokens that the vocabulary of any model has."""
-    numbers = random.Random(f"{length}/{seed}")
-    return [numbers.randrange(3, 500) for _ in range(length)]
 
 
 def layer_count(pair: Pair) -> int:
@@ -60,29 +48,6 @@ async def test_greedy_tokens_equal_plain_vllm(pair: Pair, length: int) -> None:
     assert split.prefill is not None
     blocks = -(-(length - 1) // BLOCK_TOKENS)
     assert split.summary.payload_bytes == blocks * block_bytes(pair)
-
-
-async def test_seeded_sampling_equals_plain_vllm(pair: Pair) -> None:
-    prompt = prompt_of(300)
-    sampling = Sampling(
-        temperature=0.9,
-        top_p=0.95,
-        top_k=50,
-        min_p=0.01,
-        presence_penalty=0.2,
-        frequency_penalty=0.1,
-        repetition_penalty=1.1,
-        seed=1234,
-        max_tokens=24,
-    )
-    first = await pair.plain(prompt, sampling)
-    await pair.reset()
-    again = await pair.plain(prompt, sampling)
-    await pair.reset()
-    assert again.token_ids == first.token_ids, "vLLM itself does not repeat this"
-    split = await pair.split(prompt, sampling)
-    await pair.reset()
-    assert split.token_ids == first.token_ids
 
 
 async def test_logprobs_and_stop_tokens(pair: Pair) -> None:
@@ -137,27 +102,6 @@ async def test_layers_are_sent_before_the_forward_pass_ends(pair: Pair) -> None:
         if split.summary.first_ack_unix_ns < split.prefill.compute_end_unix_ns:
             return
     pytest.fail("no layer arrived before the forward pass had ended, in any of five prompts")
-
-
-async def test_shared_prefix_transfers_only_what_decode_lacks(pair: Pair) -> None:
-    shared = prompt_of(512)
-    await pair.split(shared + prompt_of(100, seed=1))
-    second = shared + prompt_of(130, seed=2)
-    split = await pair.split(second)
-    assert split.reservation is not None
-    assert split.summary is not None
-    assert split.reservation.start_token == 512
-    assert split.end is not None
-    assert split.end.cached_tokens == 512
-    assert split.prefill is not None
-    assert split.prefill.cached_tokens == 512
-    missing_blocks = -(-(len(second) - 1 - 512) // BLOCK_TOKENS)
-    expected = missing_blocks * block_bytes(pair)
-    assert split.summary.payload_bytes == expected
-    await pair.reset()
-    plain = await pair.plain(second)
-    await pair.reset()
-    assert split.token_ids == plain.token_ids
 
 
 async def test_prompts_of_one_step_share_what_only_that_step_computes(pair: Pair) -> None:

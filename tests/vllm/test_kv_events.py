@@ -5,22 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-import pytest
-
-from headrace_engine.interface import DecodeWork, EngineUsage, Sampling
+from headrace_engine.interface import EngineUsage, Sampling
 from headrace_engine.vllm.engine import VllmEngine
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.prefix.events import unpack_hashes
 from headrace_kv.prefix.hashing import PrefixHasher
-from tests.vllm.pair import BLOCK_TOKENS, GREEDY, Pair
+from tests.vllm.conftest import ON_PAIR
+from tests.vllm.pair import BLOCK_TOKENS, Pair
 from tests.waiting import until
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(180),
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = ON_PAIR
 
 
 async def announced(engine: VllmEngine) -> set[int]:
@@ -71,7 +65,7 @@ async def test_both_engines_announce_their_cached_blocks(pair: Pair) -> None:
 
 
 async def test_a_cache_in_use_is_not_reset(pair: Pair) -> None:
-    work = DecodeWork(pair.new_transfer_id(), tuple(range(3, 100)), GREEDY, remote_kv=True)
+    work = pair.work(range(3, 100))
     events = pair.decode.decode(work)
     assert isinstance(await anext(events), Reservation)
     await until(lambda: pair.decode.usage() == EngineUsage(0, 1, 3))

@@ -9,31 +9,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from headrace_engine.vllm.compat import set_vllm_environment
 from headrace_engine.vllm.rank.memory import Arena, describe_arena, rank_memory
 from headrace_engine.vllm.step.groups import LayerGroup
 from headrace_kv.layout.layout import TOKEN_OUTER, TOKENS
 from headrace_kv.plan.copy_plan import BlockSpan, CopyPlanner
 from headrace_kv.plan.shard_map import Edge
+from tests.vllm.conftest import IMPORTS_VLLM
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-pytestmark = [
-    pytest.mark.vllm,
-    # vLLM may be imported here.
-    pytest.mark.timeout(180),
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = IMPORTS_VLLM
 
 LAYERS, BLOCKS, HEADS, HEAD_SIZE, BLOCK_TOKENS = 3, 6, 2, 8, 16
 ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def environment() -> None:
-    """Torch and vLLM read it on their import, which may happen here."""
-    set_vllm_environment(host="127.0.0.1", kv_cache_gib=1, tensor_parallel_size=1)
 
 
 class Cache:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,13 +10,7 @@ from headrace_engine.vllm.link.messages import EngineLoad
 from tests.vllm.conftest import RunJob
 from tests.vllm.layer_wise import LENGTHS, OVERLAP
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.timeout(240),
-    pytest.mark.skipif(
-        not Path("models/tiny-llama").is_dir(), reason="the models are not there: make setup"
-    ),
-]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
 
 BLOCK_COUNT = 128
 
@@ -40,7 +33,7 @@ def assert_failed_alone(outcome: dict[str, Any]) -> None:
 
 
 def test_overlapped_requests_give_equal_tokens_and_fail_alone(run_job: RunJob) -> None:
-    result = run_job("tests.vllm.layer_wise:compare_and_end_early", model="models/tiny-llama")
+    result = run_job("tests.vllm.layer_wise:compare_and_end_early", model="tiny-llama")
     assert_equal(result)
     for name in ("wait_expired", "aborted", "cut_off"):
         assert_failed_alone(result[name])
@@ -67,11 +60,9 @@ def test_overlapped_requests_give_equal_tokens_and_fail_alone(run_job: RunJob) -
 def test_other_layouts_are_overlapped_too(
     run_job: RunJob, model: str, prefill_ranks: int, decode_ranks: int
 ) -> None:
-    if not Path("models", model).is_dir():
-        pytest.skip(f"{model} is not there: make setup")
     result = run_job(
         "tests.vllm.layer_wise:answers",
-        model=f"models/{model}",
+        model=model,
         prefill_ranks=prefill_ranks,
         decode_ranks=decode_ranks,
     )

@@ -1,20 +1,38 @@
-"""The services with real vLLM engines."""
+"""The services with real vLLM engines. Engines are killed, and each answer equals that of an undisturbed run."""
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headrace.inference.v1 import inference_pb2
-from tests.suite.deployment import suite
+from tests.suite.deployment import Outcome, greedy, suite
+from tests.waiting import until
 
 MODEL = Path("models/tiny-llama")
 REMOTE = inference_pb2.PREFILL_PLACEMENT_REMOTE
 LOCAL = inference_pb2.PREFILL_PLACEMENT_LOCAL
-FLOAT32 = (("prefill", "dtype", "float32"), ("decode", "dtype", "float32"))
+VLLM: dict[str, Any] = {
+    "engine": "vllm",
+    "model": str(MODEL),
+    "settings": (("prefill", "dtype", "float32"), ("decode", "dtype", "float32")),
+}
+SEEDED: dict[str, Any] = {
+    "temperature": 0.8,
+    "seed": 5,
+    "presence_penalty": 0.6,
+    "repetition_penalty": 1.2,
+}
+REQUESTS = 10
 pytestmark = [
     pytest.mark.vllm,
+    pytest.mark.timeout(280),
     pytest.mark.skipif(not MODEL.is_dir(), reason="the model is not there: make setup"),
 ]
 
@@ -28,9 +46,21 @@ def prompt_of(length: int, seed: int) -> list[int]:
     return [(7 * seed + 13 * index) % 400 + 8 for index in range(length)]
 
 
-@pytest.mark.timeout(240)
+def assert_same(one: Outcome, other: Outcome) -> None:
+    """Equal except for the rounding of log probabilities."""
+
+    def logprobs(outcome: Outcome) -> list[float]:
+        return [entry.logprob for entry in outcome.logprobs]
+
+    assert one.token_ids == other.token_ids
+    assert one.text == other.text
+    assert logprobs(one) == pytest.approx(logprobs(other), abs=1e-3)
+    assert one.last.finish_reason == other.last.finish_reason
+    assert one.last.usage.completion_tokens == other.last.usage.completion_tokens
+
+
 async def test_remote_and_local_prefill_give_equal_tokens(tmp_path: Path) -> None:
-    async with suite(tmp_path, engine="vllm", model=str(MODEL), settings=FLOAT32) as it:
+    async with suite(tmp_path, **VLLM) as it:
         prompt = prompt_of(300, 1)
         remote = await it.generate(prompt, 8, placement=REMOTE, timeout_s=60)
         assert remote.last.usage.transferred_tokens == 299
@@ -39,3 +69,45 @@ async def test_remote_and_local_prefill_give_equal_tokens(tmp_path: Path) -> Non
         assert local.token_ids == remote.token_ids
         # Whole blocks only. vLLM's blocks on CPUs have 128 tokens.
         assert local.last.usage.decode_cached_tokens == 256
+
+
+async def test_ten_requests_in_flight_outlive_their_prefill_worker(tmp_path: Path) -> None:
+    def requests(
+        placement: inference_pb2.PrefillPlacement.ValueType,
+    ) -> Iterator[inference_pb2.GenerateRequest]:
+        for number in range(REQUESTS):
+            yield greedy(prompt_of(200 + 10 * number, number), 8, placement, logprobs=1)
+
+    async with suite(tmp_path, **VLLM) as it:
+
+        async def all_are_in_flight() -> bool:
+            return (await it.status("decode-0")).active_transfers == REQUESTS
+
+        # Stopped before it can answer, so that all ten requests are in flight at the kill.
+        os.kill(it.child("prefill-0").process.pid, signal.SIGSTOP)
+        running = [asyncio.create_task(it.ask(one, 90)) for one in requests(REMOTE)]
+        await until(all_are_in_flight, 20.0, interval_s=0.05)
+        it.kill("prefill-0")
+        disturbed = await asyncio.gather(*running)
+        for request, result in zip(requests(LOCAL), disturbed, strict=True):
+            assert result.last.timing.prefill_worker_id == ""
+            assert result.last.timing.attempts > 1
+            assert_same(result, await it.ask(request, 90))
+        await it.wait_empty("decode-0", timeout_s=40)
+
+
+async def test_streams_of_a_killed_decode_worker_continue_on_the_other(tmp_path: Path) -> None:
+    requests = [
+        greedy(prompt_of(60 + n, n), 120, LOCAL, logprobs=1, **(SEEDED if n % 2 else {}))
+        for n in range(4)
+    ]
+    async with suite(tmp_path, **VLLM, prefill_count=0, decode_count=2) as it:
+        undisturbed = [await it.ask(request, 90) for request in requests]
+        running = await it.begun(requests, timeout_s=90, started_tokens=8)
+        victim, survivor = await it.busier("decode-0", "decode-1")
+        it.kill(victim)
+        disturbed = await asyncio.gather(*running)
+        for result, plain in zip(disturbed, undisturbed, strict=True):
+            assert_same(result, plain)
+        assert max(result.last.timing.attempts for result in disturbed) == 2
+        await it.wait_empty(survivor, timeout_s=20)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.vllm.conftest import RunJob
 from tests.vllm.soak import BLOCK_COUNT, SAMPLES, SoakResult
 
-MODEL = "models/tiny-llama"
 IDLE = {
     "running_requests": 0,
     "waiting_requests": 0,
@@ -18,16 +15,12 @@ IDLE = {
 }
 GROWTH_MIB = 64
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.timeout(240),
-    pytest.mark.skipif(not Path(MODEL).is_dir(), reason="the model is not there: make setup"),
-]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
 
 
 @pytest.mark.parametrize("requests", [60, pytest.param(500, marks=pytest.mark.long)])
 def test_mixed_requests_free_every_block(run_job: RunJob, requests: int) -> None:
-    result = SoakResult(**run_job("tests.vllm.soak:measure", model=MODEL, requests=requests))
+    result = SoakResult(**run_job("tests.vllm.soak:measure", model="tiny-llama", requests=requests))
     print(result)
     assert result.wrong == []
     assert result.aborted > requests * 0.1

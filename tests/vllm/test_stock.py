@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from tests.ports import free_port
 from tests.vllm.stock import (
     BLOCK_TOKENS,
     MODEL,
@@ -24,7 +25,6 @@ from tests.vllm.stock import (
     complete,
     completion,
     connector,
-    free_port,
     pairing,
     serving,
 )

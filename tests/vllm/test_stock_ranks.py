@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.vllm.stock import MODEL, Wanted, complete, connector, free_port, pairing, serving
+from tests.ports import free_port
+from tests.vllm.stock import MODEL, Wanted, complete, connector, pairing, serving
 from tests.vllm.test_stock import params_of, prompt_of
 
 pytestmark = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -11,8 +10,8 @@ from tests.vllm.conftest import RunJob
 from tests.vllm.pair import BLOCK_TOKENS
 from tests.vllm.tensor_parallel import CHUNK_TOKENS, SAMPLING, CellResult, Transferred, prompts
 
-GROUPED = "models/tiny-llama"
-SINGLE = "models/tiny-llama-mqa"
+GROUPED = "tiny-llama"
+SINGLE = "tiny-llama-mqa"
 HEADS = {GROUPED: 4, SINGLE: 1}
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(180)]
@@ -32,8 +31,6 @@ PAIRS = [
 
 
 def result_of(run_job: RunJob, model: str, prefill_ranks: int, decode_ranks: int) -> CellResult:
-    if not Path(model).is_dir():
-        pytest.skip(f"the model folder {model} is missing: make setup")
     result = run_job(
         "tests.vllm.tensor_parallel:measure",
         model=model,

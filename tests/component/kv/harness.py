@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import grpc.aio
 import numpy as np
@@ -26,10 +26,12 @@ from headrace_kv.plan.shard_map import heads_held
 from headrace_kv.receive.local_broadcast import LocalBroadcast
 from headrace_kv.receive.receiver import IncomingTransfer, Receiver, ReceiverLimits
 from headrace_kv.receive.service import HandoffServicer
+from headrace_kv.receive.transfer import TransferSummary
 from headrace_kv.receive.verification import DigestChecks
 from headrace_kv.send.context import SenderContext
 from headrace_kv.send.sender import RankSender, SenderLimits
 from headrace_kv.transport.base import KvTransport, WriteResult
+from headrace_kv.transport.factory import open_transport
 from headrace_kv.transport.in_memory import FaultPlan, InMemoryTransport, MemoryFabric
 from tests.waiting import until
 
@@ -37,9 +39,13 @@ BLOCK_TOKENS = 4
 TOKEN_BYTES = 6
 HEAD_BYTES = BLOCK_TOKENS * TOKEN_BYTES
 PARTS = ("k", "v")
+LAYERS = 6
+BLOCKS = (1, 2, 3)
+"""Prefill's blocks of the usual prompt."""
+TOKENS = 3 * BLOCK_TOKENS
 
 
-def make_layout(tensor_parallel_size: int, heads: int = 4, layers: int = 6) -> KvLayout:
+def make_layout(tensor_parallel_size: int, heads: int = 4, layers: int = LAYERS) -> KvLayout:
     return KvLayout.attention(
         model="kiln-1b:abc",
         dtype="float32",
@@ -123,12 +129,12 @@ class Rig:
     senders: list[RankSender]
     transports: list[KvTransport]
     released: list[tuple[str, float]]
-    reports: list[SendReport] = field(default_factory=list)
-    _ids: itertools.count[int] = field(default_factory=itertools.count)
+    reports: list[SendReport]
+    truth: NDArray[np.uint8]
 
     def reserve(
         self,
-        token_count: int,
+        token_count: int = TOKENS,
         *,
         start_token: int = 0,
         timeout_s: float = 20.0,
@@ -150,20 +156,17 @@ class Rig:
             deadline_unix_s=time.time() + timeout_s,
         )
 
-    def fill(self, block_ids: tuple[int, ...], seed: int) -> NDArray[np.uint8]:
-        """Writes random bytes of shape [layer, part, block, head, bytes] into every prefill rank, and returns them."""
-        shape = (
-            self.prefill.layer_count,
-            len(PARTS),
-            len(block_ids),
-            self.prefill.kv_head_count,
-            HEAD_BYTES,
-        )
-        truth = np.random.default_rng(seed).integers(1, 256, shape, dtype=np.uint8)
-        for rank, arena in enumerate(self.sources):
-            held = truth[:, :, :, heads_of(self.prefill, rank), :]
-            arena.cells[:, :, list(block_ids), :, :] = held
-        return truth
+    def start(self, token_count: int = TOKENS, **reservation: Any) -> IncomingTransfer:
+        """A transfer that decode has reserved and prefill opens."""
+        transfer = self.reserve(token_count, **reservation)
+        self.open(self.target(transfer))
+        return transfer
+
+    def send(self, **reservation: Any) -> IncomingTransfer:
+        """A transfer of the usual prompt with all layers pushed."""
+        transfer = self.start(**reservation)
+        self.push(transfer.transfer_id)
+        return transfer
 
     def open(self, target: TransferTarget) -> None:
         for sender in self.senders:
@@ -172,9 +175,9 @@ class Rig:
     def push(
         self,
         transfer_id: str,
-        block_ids: tuple[int, ...],
-        start_token: int,
-        end_token: int,
+        block_ids: tuple[int, ...] = BLOCKS,
+        start_token: int = 0,
+        end_token: int = TOKENS,
         layers: range | None = None,
     ) -> None:
         for layer in layers or range(self.prefill.layer_count):
@@ -188,23 +191,28 @@ class Rig:
         for sender in self.senders:
             sender.finish(transfer_id)
 
-    def check_bytes(
-        self, truth: NDArray[np.uint8], reservation: Reservation, first_block: int = 0
-    ) -> None:
-        """Checks that every decode rank has its heads' bytes in the reserved blocks, from logical block `first_block`.
+    async def received(
+        self,
+        transfer: IncomingTransfer,
+        source_blocks: tuple[int, ...] = BLOCKS,
+        first_block: int = 0,
+    ) -> TransferSummary:
+        """Waits for a transfer. Every decode rank then has its heads' bytes in the reserved blocks.
 
-        Of the last block, only the reserved tokens count.
+        These are the bytes from logical block `first_block` on. Of the last block, only the reserved tokens count.
         """
-        ids = list(reservation.block_ids)
-        spare_tokens = -reservation.end_token % BLOCK_TOKENS
+        summary = await transfer.wait()
+        ids = list(transfer.reservation.block_ids)
+        spare_tokens = -transfer.reservation.end_token % BLOCK_TOKENS
         last_bytes = HEAD_BYTES - spare_tokens * TOKEN_BYTES
+        sent = list(source_blocks[first_block:][: len(ids)])
         for rank, arena in enumerate(self.destinations):
-            expected = truth[:, :, first_block:, heads_of(self.decode, rank), :]
-            expected = expected[:, :, : len(ids)].copy()
-            actual = arena.cells[:, :, ids, :, :]
+            expected = self.truth[:, :, sent][:, :, :, heads_of(self.decode, rank)]
+            actual = arena.cells[:, :, ids]
             for cells in (expected, actual):
                 cells[:, :, -1, :, last_bytes:] = 0
             assert np.array_equal(actual, expected), f"decode rank {rank}"
+        return summary
 
     async def quiet(self, transfer_id: str, timeout_s: float = 10.0) -> list[SendReport]:
         """The reports of all prefill ranks for one transfer."""
@@ -244,12 +252,31 @@ def memory_transports(
     return make
 
 
+class LentMooncake:
+    """A TransportSource of Mooncake transports, made once for each role and rank."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[str, int], LentTransport] = {}
+
+    def __call__(self, role: str, rank: int) -> KvTransport:
+        if (role, rank) not in self._made:
+            lender = open_transport("mooncake", "127.0.0.1", "tcp")
+            self._made[role, rank] = LentTransport(lender)
+        return self._made[role, rank]
+
+    def close(self) -> None:
+        for transport in self._made.values():
+            transport.close_lender()
+
+
 @asynccontextmanager
 async def running(
-    prefill: KvLayout,
-    decode: KvLayout,
-    transports: TransportSource,
+    prefill: KvLayout | int = 1,
+    decode: KvLayout | int = 1,
+    transports: TransportSource | None = None,
     *,
+    faults: FaultPlan | None = None,
+    quiet_after_failure_s: float = 0.0,
     lease_ttl_s: float = 5.0,
     quarantine_s: float = 1.0,
     claimed_decode: WorkerRef | None = None,
@@ -259,11 +286,16 @@ async def running(
     make_broadcast: Callable[[KvDescriptor], LocalBroadcast] = LocalBroadcast,
     make_checks: Callable[[KvDescriptor], DigestChecks] | None = None,
 ) -> AsyncIterator[Rig]:
-    """Starts both workers. With `claimed_decode`, the senders expect that worker at decode's address.
+    """Starts both workers. A number of ranks stands for the usual layout. Prefill's memory has random bytes, `truth`.
 
-    `make_broadcast` is for a decode layout with a broadcast_width.
+    Without `transports`, they are memory_transports(faults, quiet_after_failure_s). With `claimed_decode`, the senders
+    expect that worker at decode's address. `make_broadcast` is for a decode layout with a broadcast_width.
     """
     loop = asyncio.get_running_loop()
+    prefill, decode = (
+        make_layout(layout) if isinstance(layout, int) else layout for layout in (prefill, decode)
+    )
+    transports = transports or memory_transports(faults, quiet_after_failure_s)
     decode_ref = WorkerRef("decode-0", "d" * 16)
     prefill_ref = WorkerRef("prefill-0", "a" * 16)
     reports: list[SendReport] = []
@@ -289,6 +321,10 @@ async def running(
     await server.start()
     prefill_transports = [transports("prefill", r) for r in range(prefill.tensor_parallel_size)]
     sources = [Arena(prefill, r, t, block_count) for r, t in enumerate(prefill_transports)]
+    shape = (prefill.layer_count, len(PARTS), block_count, prefill.kv_head_count, HEAD_BYTES)
+    truth = np.random.default_rng(1).integers(1, 256, shape, dtype=np.uint8)
+    for rank, arena in enumerate(sources):
+        arena.cells[:] = truth[:, :, :, heads_of(prefill, rank)]
     # The descriptor has prefill's own dimensions, so that only decode refuses a layout that differs.
     described = replace(
         prefill,
@@ -332,6 +368,7 @@ async def running(
         transports=[*prefill_transports, *decode_transports],
         released=released,
         reports=reports,
+        truth=truth,
     )
     try:
         yield rig

@@ -7,29 +7,43 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
+from headrace.registry.v1 import registry_pb2_grpc
 from headrace_registry.store.base import Store
 from headrace_registry.store.memory import MemoryStore
-from tests.component.registry.harness import ETCD, EtcdServer, running_etcd
+from tests.component.registry.harness import (
+    ETCD,
+    EtcdServer,
+    Registry,
+    registry_stub,
+    running_etcd,
+    running_registry,
+)
 
 _PREFIX_NUMBERS = itertools.count()
 
 
-@pytest.fixture(scope="session")
-def shared_etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
-    """An etcd for all tests that do not stop it. Each test has its own prefix."""
+def _serve_etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
     if not ETCD.exists():
         pytest.skip(f"needs {ETCD}: apt-get install etcd-server")
     with running_etcd(tmp_path_factory.mktemp("etcd")) as server:
         yield server
+
+
+# For all tests that do not stop it: each test has its own prefix. The other is for one test, which may kill it.
+shared_etcd = pytest.fixture(_serve_etcd, scope="session", name="shared_etcd")
+etcd = pytest.fixture(_serve_etcd, name="etcd")
 
 
 @pytest.fixture
-def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
-    """An etcd for one test, which may kill and restart it."""
-    if not ETCD.exists():
-        pytest.skip(f"needs {ETCD}: apt-get install etcd-server")
-    with running_etcd(tmp_path_factory.mktemp("etcd")) as server:
-        yield server
+async def registry() -> AsyncIterator[Registry]:
+    async with running_registry() as registry:
+        yield registry
+
+
+@pytest.fixture
+async def stub(registry: Registry) -> AsyncIterator[registry_pb2_grpc.RegistryServiceAsyncStub]:
+    async with registry_stub(registry.endpoint) as stub:
+        yield stub
 
 
 @pytest.fixture

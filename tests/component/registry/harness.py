@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +18,8 @@ import grpc.aio
 
 from headrace.kv.v1 import layout_pb2
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
+from headrace_common.registry.membership import Membership
+from headrace_common.registry.view import RegistryView
 from headrace_common.rpc.channel import TlsFiles, open_channel
 from headrace_common.rpc.server import GrpcServer
 from headrace_registry.config import RegistryConfig
@@ -208,6 +210,37 @@ async def registry_stub(
     channel: grpc.aio.Channel = open_channel(endpoint)
     async with channel:
         yield registry_pb2_grpc.RegistryServiceStub(channel)
+
+
+@contextlib.asynccontextmanager
+async def joined(
+    endpoint: str,
+    member: registry_pb2.Member | None = None,
+    ttl_s: float = 10.0,
+    descriptor: layout_pb2.KvDescriptor | None = None,
+) -> AsyncIterator[Membership]:
+    """A started membership, by default of decode-0. It stops at the end of the block."""
+    membership = Membership(endpoint, member or worker(), ttl_s, descriptor)
+    try:
+        await membership.start(10)
+        yield membership
+    finally:
+        await membership.stop()
+
+
+@contextlib.asynccontextmanager
+async def viewing(
+    endpoint: str,
+    on_change: Callable[[RegistryView], None] | None = None,
+    grace_s: float = 10.0,
+) -> AsyncIterator[RegistryView]:
+    """A started view. It stops at the end of the block."""
+    view = RegistryView(endpoint, on_change, grace_s)
+    await view.start(10)
+    try:
+        yield view
+    finally:
+        await view.stop()
 
 
 def kv_layout(tensor_parallel_size: int = 1) -> layout_pb2.KvLayout:

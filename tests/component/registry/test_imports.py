@@ -78,14 +78,8 @@ async def test_the_registry_serves_and_ends_at_once_on_sigterm(
 
 
 def test_a_missing_etcd_is_reported_in_one_line() -> None:
-    process = start(
-        "--store",
-        f"etcd://127.0.0.1:{free_port()}",
-        "--store-start-timeout-s",
-        "0.5",
-        "--store-timeout-s",
-        "0.4",
-    )
+    store = f"--store=etcd://127.0.0.1:{free_port()}"
+    process = start(store, "--store-start-timeout-s=0.5", "--store-timeout-s=0.4")
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 2
     lines = [line for line in errors.splitlines() if line.startswith("headrace-registry:")]

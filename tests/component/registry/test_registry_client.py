@@ -7,11 +7,13 @@ import gc
 import os
 import signal
 import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 
-from headrace.registry.v1 import registry_pb2
+from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import (
     Conflict,
@@ -24,48 +26,55 @@ from headrace_common.registry.membership import Membership
 from headrace_common.registry.view import RegistryView
 from tests.component.registry.harness import (
     EtcdServer,
+    Registry,
+    joined,
     kv_descriptor,
-    reference,
     registry_process,
-    registry_stub,
     running_registry,
+    viewing,
     worker,
 )
 from tests.ports import free_port
 from tests.waiting import until
 
+# The worker that most tests register.
+REF = (worker().worker_id, worker().incarnation)
+UNKNOWN = ("decode-9", "f" * 16)
 
-async def test_a_member_is_in_the_view_from_start_to_stop() -> None:
-    async with running_registry() as registry:
-        changes: list[int] = []
-        view = RegistryView(registry.endpoint, lambda view: changes.append(len(view.members)))
-        await view.start(5)
-        membership = Membership(registry.endpoint, worker(), 1.0, kv_descriptor())
-        await membership.start(5)
-        assert membership.registered
-        await until(lambda: "decode-0" in view.members, 2, "the member in the view")
-        # Well beyond its TTL.
-        await asyncio.sleep(2.5)
-        assert list(view.members) == ["decode-0"]
-        assert [member.worker_id for member in view.of_role(worker().role)] == ["decode-0"]
-        assert view.of_role(registry_pb2.Member.ROLE_ROUTER) == ()
-        before = view.members
-        await membership.stop()
+
+@pytest.fixture
+async def cache(registry: Registry) -> AsyncIterator[DescriptorCache]:
+    cache = DescriptorCache(registry.endpoint)
+    yield cache
+    await cache.close()
+
+
+async def test_a_member_is_in_the_view_from_start_to_stop(registry: Registry) -> None:
+    changes: list[int] = []
+    async with viewing(registry.endpoint, lambda view: changes.append(len(view.members))) as view:
+        async with joined(registry.endpoint, worker(), 1.0, kv_descriptor()) as membership:
+            assert membership.registered
+            await until(lambda: "decode-0" in view.members, 2, "the member in the view")
+            # Well beyond its TTL.
+            await asyncio.sleep(2.5)
+            assert list(view.members) == ["decode-0"]
+            assert [member.worker_id for member in view.of_role(worker().role)] == ["decode-0"]
+            assert view.of_role(registry_pb2.Member.ROLE_ROUTER) == ()
+            before = view.members
         await until(lambda: changes[-1] == 0, 1, "a notification of the empty view")
         assert not view.members
         assert list(before) == ["decode-0"]
         assert changes == [0, 1, 0]
-        await view.stop()
 
 
-async def test_a_view_keeps_its_members_when_the_registry_returns_empty() -> None:
-    async with running_registry() as registry:
-        view = RegistryView(registry.endpoint, grace_s=3.0)
-        stays = Membership(registry.endpoint, worker("decode-0"), 2.0, kv_descriptor())
-        leaves = Membership(registry.endpoint, worker("decode-1"), 2.0)
-        await stays.start(5)
-        await leaves.start(5)
-        await view.start(5)
+async def test_a_view_keeps_its_members_when_the_registry_returns_empty(
+    registry: Registry, cache: DescriptorCache
+) -> None:
+    async with (
+        joined(registry.endpoint, worker("decode-0"), 2.0, kv_descriptor()),
+        joined(registry.endpoint, worker("decode-1"), 2.0) as leaves,
+        viewing(registry.endpoint, grace_s=3.0) as view,
+    ):
         assert len(view.members) == 2
         await registry.stop()
         await until(lambda: not view.connected, 2, "the lost connection")
@@ -86,194 +95,143 @@ async def test_a_view_keeps_its_members_when_the_registry_returns_empty() -> Non
         await until(
             lambda: list(view.members) == ["decode-0"], 5, "the removal of the other member"
         )
-        cache = DescriptorCache(registry.endpoint)
-        ref = reference(worker("decode-0"))
-        got = await cache.get(ref.worker_id, ref.incarnation, Deadline.after(2))
-        assert got == kv_descriptor()
-        await cache.close()
-        await leaves.stop()
-        await stays.stop()
-        await view.stop()
+        assert await cache.get(*REF, Deadline.after(2)) == kv_descriptor()
 
 
-async def test_a_view_continues_after_a_broken_connection() -> None:
-    async with running_registry() as registry, registry_stub(registry.endpoint) as stub:
-        view = RegistryView(registry.endpoint, grace_s=60.0)
-        membership = Membership(registry.endpoint, worker(), 30.0)
-        await membership.start(5)
-        await view.start(5)
+async def test_a_view_continues_after_a_broken_connection(
+    registry: Registry, stub: registry_pb2_grpc.RegistryServiceAsyncStub
+) -> None:
+    async with (
+        joined(registry.endpoint, worker(), 30.0) as membership,
+        viewing(registry.endpoint, grace_s=60.0) as view,
+    ):
         await view._link._channel.close()
         await until(lambda: not view.connected, 2, "the lost connection")
         assert list(view.members) == ["decode-0"]
         assert view._follower is not None
         assert not view._follower.done()
         await membership.stop()
-        await view.stop()
-        listed = await stub.ListMembers(registry_pb2.ListMembersRequest())
-        assert not listed.members
+    assert not (await stub.ListMembers(registry_pb2.ListMembersRequest())).members
 
 
-async def test_policies_reach_the_view() -> None:
-    async with running_registry() as registry, registry_stub(registry.endpoint) as stub:
-        view = RegistryView(registry.endpoint)
-        assert view.policy.retry_budget == 2
-        await view.start(5)
+async def test_policies_reach_the_view(
+    registry: Registry, stub: registry_pb2_grpc.RegistryServiceAsyncStub
+) -> None:
+    assert RegistryView(registry.endpoint).policy.retry_budget == 2
+    async with viewing(registry.endpoint) as view:
         policy = registry_pb2.Policy(local_prefill_max_tokens=9, retry_budget=0)
         await stub.SetPolicy(registry_pb2.SetPolicyRequest(policy=policy))
         await until(lambda: view.policy == policy, 2, "the policy")
-        await view.stop()
 
 
 async def test_a_callback_that_fails_does_not_end_the_view(
-    caplog: pytest.LogCaptureFixture,
+    registry: Registry, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(_: RegistryView) -> None:
         raise ValueError("broken callback")
 
-    async with running_registry() as registry:
-        view = RegistryView(registry.endpoint, broken)
-        await view.start(5)
-        membership = Membership(registry.endpoint, worker(), 5.0)
-        await membership.start(5)
+    async with viewing(registry.endpoint, broken) as view, joined(registry.endpoint):
         await until(lambda: "decode-0" in view.members, 2, "the member")
         assert view.connected
         assert "broken callback" in caplog.text
-        await membership.stop()
-        await view.stop()
 
 
 async def test_start_fails_without_a_registry() -> None:
     nowhere = f"127.0.0.1:{free_port()}"
     view, membership = RegistryView(nowhere), Membership(nowhere, worker())
     started_s = time.monotonic()
-    with pytest.raises(RegistryUnavailable, match=nowhere):
-        await view.start(0.5)
-    with pytest.raises(RegistryUnavailable, match=nowhere):
-        await membership.start(0.5)
+    for part in (view, membership):
+        with pytest.raises(RegistryUnavailable, match=nowhere):
+            await part.start(0.5)
     assert time.monotonic() - started_s < 4
     await membership.stop()
 
 
-async def test_start_waits_for_a_registry() -> None:
-    async with running_registry() as registry:
-        await registry.stop()
-        view, membership = RegistryView(registry.endpoint), Membership(registry.endpoint, worker())
-        starting = asyncio.gather(view.start(10), membership.start(10))
-        await asyncio.sleep(0.7)
-        await registry.start()
-        await starting
-        await until(lambda: "decode-0" in view.members, 2, "the member")
-        await membership.stop()
-        await view.stop()
+async def test_start_waits_for_a_registry(registry: Registry) -> None:
+    await registry.stop()
+    view, membership = RegistryView(registry.endpoint), Membership(registry.endpoint, worker())
+    starting = asyncio.gather(view.start(10), membership.start(10))
+    await asyncio.sleep(0.7)
+    await registry.start()
+    await starting
+    await until(lambda: "decode-0" in view.members, 2, "the member")
+    await membership.stop()
+    await view.stop()
 
 
-async def test_a_rejected_record_ends_the_start() -> None:
-    async with running_registry() as registry:
-        wrong = worker()
-        wrong.endpoint = ""
-        refused = Membership(registry.endpoint, wrong)
-        with pytest.raises(InvalidRequest):
-            await refused.start(5)
-        await refused.stop()
-        newer = Membership(registry.endpoint, worker(generation=2))
-        await newer.start(5)
-        older = Membership(registry.endpoint, worker(generation=1))
-        with pytest.raises(Conflict):
-            await older.start(5)
-        await older.stop()
-        await newer.stop()
+async def test_a_rejected_record_ends_the_start(registry: Registry) -> None:
+    wrong = worker()
+    wrong.endpoint = ""
+    async with joined(registry.endpoint, worker(generation=2)):
+        for record, kind in ((wrong, InvalidRequest), (worker(generation=1), Conflict)):
+            refused = Membership(registry.endpoint, record)
+            with pytest.raises(kind):
+                await refused.start(5)
+            await refused.stop()
 
 
-async def test_a_descriptor_is_requested_once() -> None:
-    async with running_registry() as registry:
-        membership = Membership(registry.endpoint, worker(), 10.0, kv_descriptor())
-        await membership.start(5)
-        cache = DescriptorCache(registry.endpoint)
-        ref = reference(worker())
-        got = await asyncio.gather(
-            *(cache.get(ref.worker_id, ref.incarnation, Deadline.after(5)) for _ in range(20))
-        )
+async def test_a_descriptor_is_requested_once(registry: Registry, cache: DescriptorCache) -> None:
+    async with joined(registry.endpoint, descriptor=kv_descriptor()):
+        got = await asyncio.gather(*(cache.get(*REF, Deadline.after(5)) for _ in range(20)))
         assert all(descriptor is got[0] for descriptor in got)
         with pytest.raises(StaleIncarnation):
-            await cache.get(ref.worker_id, "f" * 16, Deadline.after(5))
-        await membership.stop()
-        await registry.stop()
-        assert await cache.get(ref.worker_id, ref.incarnation, Deadline.after(1)) is got[0]
-        started_s = time.monotonic()
-        with pytest.raises(RegistryUnavailable):
-            await cache.get("decode-1", ref.incarnation, Deadline.after(0.5))
-        assert time.monotonic() - started_s < 2
-        await cache.close()
+            await cache.get(REF[0], "f" * 16, Deadline.after(5))
+    await registry.stop()
+    assert await cache.get(*REF, Deadline.after(1)) is got[0]
+    started_s = time.monotonic()
+    with pytest.raises(RegistryUnavailable):
+        await cache.get("decode-1", REF[1], Deadline.after(0.5))
+    assert time.monotonic() - started_s < 2
 
 
-async def test_a_prefetched_descriptor_is_available_without_the_registry() -> None:
-    async with running_registry() as registry:
-        membership = Membership(registry.endpoint, worker(), 10.0, kv_descriptor())
-        await membership.start(5)
-        cache = DescriptorCache(registry.endpoint)
-        ref = reference(worker())
+async def test_a_prefetched_descriptor_is_available_without_the_registry(
+    registry: Registry, cache: DescriptorCache
+) -> None:
+    async with joined(registry.endpoint, descriptor=kv_descriptor()):
         # An unknown member does not delay the other.
-        cache.prefetch([(ref.worker_id, ref.incarnation), ("decode-9", "f" * 16)])
+        cache.prefetch([REF, UNKNOWN])
         await until(lambda: bool(cache._descriptors), 5, "the descriptor")
-        await membership.stop()
-        await registry.stop()
-        found = await cache.get(ref.worker_id, ref.incarnation, Deadline.after(0.5))
-        assert found == kv_descriptor()
-        await cache.close()
+    await registry.stop()
+    assert await cache.get(*REF, Deadline.after(0.5)) == kv_descriptor()
 
 
-async def test_prefetch_waits_for_a_descriptor_to_be_published() -> None:
-    async with running_registry() as registry:
-        cache = DescriptorCache(registry.endpoint)
-        ref = reference(worker())
-        cache.prefetch([("decode-9", "f" * 16), (ref.worker_id, ref.incarnation)])
-        await asyncio.sleep(0.3)
-        assert not cache._descriptors
-        membership = Membership(registry.endpoint, worker(), 10.0, kv_descriptor())
-        await membership.start(5)
+async def test_prefetch_waits_for_a_descriptor_to_be_published(
+    registry: Registry, cache: DescriptorCache
+) -> None:
+    cache.prefetch([UNKNOWN, REF])
+    await asyncio.sleep(0.3)
+    assert not cache._descriptors
+    async with joined(registry.endpoint, descriptor=kv_descriptor()):
         await until(lambda: bool(cache._descriptors), 5, "the descriptor")
-        await membership.stop()
-        await cache.close()
 
 
-async def test_get_waits_for_a_descriptor_to_be_published() -> None:
-    async with running_registry() as registry:
-        cache = DescriptorCache(registry.endpoint)
-        ref = reference(worker())
-        waiting = asyncio.ensure_future(
-            cache.get(ref.worker_id, ref.incarnation, Deadline.after(5))
-        )
-        await asyncio.sleep(0.1)
-        membership = Membership(registry.endpoint, worker(), 10.0, kv_descriptor())
-        await membership.start(5)
+async def test_get_waits_for_a_descriptor_to_be_published(
+    registry: Registry, cache: DescriptorCache
+) -> None:
+    waiting = asyncio.ensure_future(cache.get(*REF, Deadline.after(5)))
+    await asyncio.sleep(0.1)
+    async with joined(registry.endpoint, descriptor=kv_descriptor()):
         assert await waiting == kv_descriptor()
-        await membership.stop()
-        await cache.close()
 
 
-async def test_the_cancellation_of_one_caller_does_not_affect_others() -> None:
-    async with running_registry() as registry:
-        membership = Membership(registry.endpoint, worker(), 10.0, kv_descriptor())
-        await membership.start(5)
-        cache = DescriptorCache(registry.endpoint)
-        ref = reference(worker())
+async def test_the_cancellation_of_one_caller_does_not_affect_others(
+    registry: Registry, cache: DescriptorCache
+) -> None:
+    async with joined(registry.endpoint, descriptor=kv_descriptor()):
         first, second = (
-            asyncio.ensure_future(cache.get(ref.worker_id, ref.incarnation, Deadline.after(5)))
-            for _ in range(2)
+            asyncio.ensure_future(cache.get(*REF, Deadline.after(5))) for _ in range(2)
         )
         await asyncio.sleep(0)
         first.cancel()
         assert await second == kv_descriptor()
         assert first.cancelled() or first.done()
-        await membership.stop()
-        await cache.close()
 
 
 async def test_a_fetch_that_fails_after_its_caller_has_ended_logs_nothing() -> None:
     async def abandon_fetch() -> None:
         async with running_registry() as registry:
             cache = DescriptorCache(registry.endpoint)
-            caller = asyncio.ensure_future(cache.get("decode-9", "f" * 16, Deadline.after(5)))
+            caller = asyncio.ensure_future(cache.get(*UNKNOWN, Deadline.after(5)))
             await until(lambda: bool(cache._fetches), 2, "the start of the fetch")
             caller.cancel()
             await until(lambda: not cache._fetches, 2, "the end of the fetch")
@@ -285,12 +243,12 @@ async def test_a_fetch_that_fails_after_its_caller_has_ended_logs_nothing() -> N
 
 
 async def test_a_registry_frozen_beyond_the_ttl_expires_no_member(tmp_path: Path) -> None:
-    async with registry_process(tmp_path) as (process, endpoint):
-        views: list[frozenset[str]] = []
-        membership = Membership(endpoint, worker(), 1.5)
-        await membership.start(10)
-        view = RegistryView(endpoint, lambda view: views.append(frozenset(view.members)))
-        await view.start(10)
+    views: list[frozenset[str]] = []
+    async with (
+        registry_process(tmp_path) as (process, endpoint),
+        joined(endpoint, worker(), 1.5) as membership,
+        viewing(endpoint, lambda view: views.append(frozenset(view.members))) as view,
+    ):
         os.kill(process.pid, signal.SIGSTOP)
         await asyncio.sleep(4)
         os.kill(process.pid, signal.SIGCONT)
@@ -298,33 +256,28 @@ async def test_a_registry_frozen_beyond_the_ttl_expires_no_member(tmp_path: Path
         assert list(view.members) == ["decode-0"]
         assert membership.registered
         assert set(views) == {frozenset({"decode-0"})}
-        await membership.stop()
-        await view.stop()
 
 
 @pytest.mark.etcd
 async def test_members_and_view_survive_an_outage_of_etcd(etcd: EtcdServer) -> None:
-    async with running_registry(store=f"etcd://127.0.0.1:{etcd.port}") as registry:
-        gone: list[frozenset[str]] = []
-        view = RegistryView(registry.endpoint, lambda view: gone.append(frozenset(view.members)))
-        memberships = [
-            Membership(registry.endpoint, worker(f"decode-{n}"), 10.0, kv_descriptor())
-            for n in range(3)
-        ]
-        for membership in memberships:
-            await membership.start(5)
-        await view.start(5)
+    gone: list[frozenset[str]] = []
+    async with (
+        running_registry(store=f"etcd://127.0.0.1:{etcd.port}") as registry,
+        AsyncExitStack() as stack,
+    ):
+        for n in range(3):
+            member = joined(registry.endpoint, worker(f"decode-{n}"), 10.0, kv_descriptor())
+            await stack.enter_async_context(member)
+        view = await stack.enter_async_context(
+            viewing(registry.endpoint, lambda view: gone.append(frozenset(view.members)))
+        )
         everyone = frozenset(view.members)
         etcd.kill()
         await asyncio.sleep(5)
         assert frozenset(view.members) == everyone
         await asyncio.to_thread(etcd.start)
-        late = Membership(registry.endpoint, worker("decode-9"), 10.0)
-        await late.start(10)
+        await stack.enter_async_context(joined(registry.endpoint, worker("decode-9")))
         await until(lambda: "decode-9" in view.members, 5, "the new member in the view")
         await asyncio.sleep(3)
         assert frozenset(view.members) == everyone | {"decode-9"}
         assert all(everyone <= members for members in gone)
-        for membership in [*memberships, late]:
-            await membership.stop()
-        await view.stop()

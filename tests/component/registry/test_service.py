@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TypeAlias
 
-import grpc
 import grpc.aio
 import pytest
 
@@ -18,15 +18,18 @@ from headrace_common.errors import (
     RegistryUnavailable,
     WatchExpired,
 )
-from headrace_common.rpc.status import error_from_rpc
 from tests.component.registry.harness import (
     EtcdServer,
+    Registry,
     kv_descriptor,
     reference,
     registry_stub,
     running_registry,
     worker,
 )
+from tests.rpc_errors import error_of
+
+Stub: TypeAlias = "registry_pb2_grpc.RegistryServiceAsyncStub"
 
 
 def register(member: registry_pb2.Member, ttl_s: float = 10) -> registry_pb2.RegisterRequest:
@@ -40,108 +43,84 @@ async def read_to_end(
         pass
 
 
-async def test_the_rpcs_of_a_worker_from_registration_to_deregistration() -> None:
-    async with running_registry() as registry, registry_stub(registry.endpoint) as stub:
-        member = worker()
-        granted = await stub.Register(register(member, 1.5))
-        assert granted.ttl.seconds == 2
-        await stub.PutKvDescriptor(
-            registry_pb2.PutKvDescriptorRequest(
-                lease_id=granted.lease_id, member=reference(member), descriptor=kv_descriptor()
-            )
+async def test_the_rpcs_of_a_worker_from_registration_to_deregistration(stub: Stub) -> None:
+    member = worker()
+    granted = await stub.Register(register(member, 1.5))
+    assert granted.ttl.seconds == 2
+    await stub.PutKvDescriptor(
+        registry_pb2.PutKvDescriptorRequest(
+            lease_id=granted.lease_id, member=reference(member), descriptor=kv_descriptor()
         )
-        call = stub.KeepAlive()
-        await call.write(registry_pb2.KeepAliveRequest(lease_id=granted.lease_id))
-        response = await call.read()
-        assert isinstance(response, registry_pb2.KeepAliveResponse)
-        assert (response.lease_id, response.ttl.seconds) == (granted.lease_id, 2)
-        await call.write(registry_pb2.KeepAliveRequest(lease_id="unknown"))
-        response = await call.read()
-        assert isinstance(response, registry_pb2.KeepAliveResponse)
-        assert not response.HasField("ttl")
-        call.cancel()
-        got = await stub.GetKvDescriptor(
-            registry_pb2.GetKvDescriptorRequest(member=reference(member))
-        )
-        assert got.descriptor == kv_descriptor()
-        await stub.Deregister(registry_pb2.DeregisterRequest(lease_id=granted.lease_id))
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.GetKvDescriptor(
-                registry_pb2.GetKvDescriptorRequest(member=reference(member))
-            )
-        assert isinstance(error_from_rpc(caught.value), NotFound)
+    )
+    call = stub.KeepAlive()
+    await call.write(registry_pb2.KeepAliveRequest(lease_id=granted.lease_id))
+    response = await call.read()
+    assert isinstance(response, registry_pb2.KeepAliveResponse)
+    assert (response.lease_id, response.ttl.seconds) == (granted.lease_id, 2)
+    await call.write(registry_pb2.KeepAliveRequest(lease_id="unknown"))
+    response = await call.read()
+    assert isinstance(response, registry_pb2.KeepAliveResponse)
+    assert not response.HasField("ttl")
+    call.cancel()
+    wanted = registry_pb2.GetKvDescriptorRequest(member=reference(member))
+    got = await stub.GetKvDescriptor(wanted)
+    assert got.descriptor == kv_descriptor()
+    await stub.Deregister(registry_pb2.DeregisterRequest(lease_id=granted.lease_id))
+    await error_of(NotFound, stub.GetKvDescriptor(wanted))
 
 
-async def test_an_invalid_registration_names_every_field() -> None:
+async def test_an_invalid_registration_names_every_field(stub: Stub) -> None:
     bad = worker("Not OK")
     bad.incarnation = "xyz"
     bad.endpoint = "nowhere"
     bad.start_unix_ns = 0
     bad.ClearField("layout")
-    async with running_registry() as registry, registry_stub(registry.endpoint) as stub:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.Register(register(bad, 301))
-    error = error_from_rpc(caught.value)
-    assert isinstance(error, InvalidRequest)
-    assert set(error.violations) == {
-        "member.worker_id",
-        "member.incarnation",
-        "member.endpoint",
-        "member.start_unix_ns",
-        "member.layout",
-        "ttl",
-    }
+    error = await error_of(InvalidRequest, stub.Register(register(bad, 301)))
+    fields = ("worker_id", "incarnation", "endpoint", "start_unix_ns", "layout")
+    assert set(error.violations) == {*(f"member.{field}" for field in fields), "ttl"}
 
 
-async def test_members_are_listed_by_page_and_role() -> None:
-    async with running_registry() as registry, registry_stub(registry.endpoint) as stub:
-        for number in range(5):
-            await stub.Register(register(worker(f"decode-{number}")))
-        router = registry_pb2.Member.ROLE_ROUTER
-        await stub.Register(register(worker("router-0", role=router)))
-        seen: list[str] = []
-        token = ""
-        for expected_size in (2, 2, 2):
-            page = await stub.ListMembers(
-                registry_pb2.ListMembersRequest(page_size=2, page_token=token)
-            )
-            assert len(page.members) == expected_size
-            seen += [member.worker_id for member in page.members]
-            token = page.next_page_token
-        assert token == ""
-        assert seen == [f"decode-{number}" for number in range(5)] + ["router-0"]
-        routers = await stub.ListMembers(registry_pb2.ListMembersRequest(role=router))
-        assert [member.worker_id for member in routers.members] == ["router-0"]
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.ListMembers(
-                registry_pb2.ListMembersRequest(page_size=1001, page_token="No!")
-            )
-        error = error_from_rpc(caught.value)
-        assert isinstance(error, InvalidRequest)
-        assert set(error.violations) == {"page_size", "page_token"}
+async def test_members_are_listed_by_page_and_role(stub: Stub) -> None:
+    for number in range(5):
+        await stub.Register(register(worker(f"decode-{number}")))
+    router = registry_pb2.Member.ROLE_ROUTER
+    await stub.Register(register(worker("router-0", role=router)))
+    seen: list[str] = []
+    token = ""
+    for expected_size in (2, 2, 2):
+        page = await stub.ListMembers(
+            registry_pb2.ListMembersRequest(page_size=2, page_token=token)
+        )
+        assert len(page.members) == expected_size
+        seen += [member.worker_id for member in page.members]
+        token = page.next_page_token
+    assert token == ""
+    assert seen == [f"decode-{number}" for number in range(5)] + ["router-0"]
+    routers = await stub.ListMembers(registry_pb2.ListMembersRequest(role=router))
+    assert [member.worker_id for member in routers.members] == ["router-0"]
+    wrong = registry_pb2.ListMembersRequest(page_size=1001, page_token="No!")
+    error = await error_of(InvalidRequest, stub.ListMembers(wrong))
+    assert set(error.violations) == {"page_size", "page_token"}
 
 
-async def test_the_policy_rpcs() -> None:
-    async with running_registry() as registry, registry_stub(registry.endpoint) as stub:
-        default = await stub.GetPolicy(registry_pb2.GetPolicyRequest())
-        assert default.revision == 0
-        assert default.policy == registry_pb2.Policy(retry_budget=2)
-        policy = registry_pb2.Policy(local_prefill_max_tokens=7)
-        put = await stub.SetPolicy(registry_pb2.SetPolicyRequest(policy=policy))
-        got = await stub.GetPolicy(registry_pb2.GetPolicyRequest())
-        assert got.revision == put.revision
-        assert (got.policy.local_prefill_max_tokens, got.policy.retry_budget) == (7, 2)
-        for request, kind in (
-            (registry_pb2.SetPolicyRequest(policy=policy, expected_revision=1), Conflict),
-            (registry_pb2.SetPolicyRequest(), InvalidRequest),
-            (
-                registry_pb2.SetPolicyRequest(policy=registry_pb2.Policy(retry_budget=11)),
-                InvalidRequest,
-            ),
-        ):
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await stub.SetPolicy(request)
-            assert isinstance(error_from_rpc(caught.value), kind)
+async def test_the_policy_rpcs(stub: Stub) -> None:
+    default = await stub.GetPolicy(registry_pb2.GetPolicyRequest())
+    assert default.revision == 0
+    assert default.policy == registry_pb2.Policy(retry_budget=2)
+    policy = registry_pb2.Policy(local_prefill_max_tokens=7)
+    put = await stub.SetPolicy(registry_pb2.SetPolicyRequest(policy=policy))
+    got = await stub.GetPolicy(registry_pb2.GetPolicyRequest())
+    assert got.revision == put.revision
+    assert (got.policy.local_prefill_max_tokens, got.policy.retry_budget) == (7, 2)
+    for request, kind in (
+        (registry_pb2.SetPolicyRequest(policy=policy, expected_revision=1), Conflict),
+        (registry_pb2.SetPolicyRequest(), InvalidRequest),
+        (
+            registry_pb2.SetPolicyRequest(policy=registry_pb2.Policy(retry_budget=11)),
+            InvalidRequest,
+        ),
+    ):
+        await error_of(kind, stub.SetPolicy(request))
 
 
 async def test_a_full_registry_rejects_only_new_members() -> None:
@@ -150,9 +129,7 @@ async def test_a_full_registry_rejects_only_new_members() -> None:
         registry_stub(registry.endpoint) as stub,
     ):
         await stub.Register(register(worker()))
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.Register(register(worker("decode-1")))
-        assert isinstance(error_from_rpc(caught.value), QueueFull)
+        await error_of(QueueFull, stub.Register(register(worker("decode-1"))))
         await stub.Register(register(worker(generation=2)))
 
 
@@ -176,24 +153,20 @@ async def test_a_watcher_that_does_not_read_expires_and_delays_no_other() -> Non
             response = await asyncio.wait_for(fast.read(), 5)
             assert isinstance(response, registry_pb2.WatchResponse)
             assert response.changes[0].member_put == member
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await asyncio.wait_for(read_to_end(slow), 5)
-        assert isinstance(error_from_rpc(caught.value), WatchExpired)
+        await error_of(WatchExpired, asyncio.wait_for(read_to_end(slow), 5))
         fast.cancel()
 
 
-async def test_a_revision_from_before_a_restart_has_expired() -> None:
-    async with running_registry() as registry:
-        async with registry_stub(registry.endpoint) as stub:
-            granted = await stub.Register(register(worker()))
-        await registry.stop()
-        await registry.start()
-        async with registry_stub(registry.endpoint) as stub:
-            for number in range(3):
-                await stub.Register(register(worker(f"decode-{number + 1}")))
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await stub.Watch(registry_pb2.WatchRequest(start_revision=granted.revision)).read()
-            assert isinstance(error_from_rpc(caught.value), WatchExpired)
+async def test_a_revision_from_before_a_restart_has_expired(registry: Registry) -> None:
+    async with registry_stub(registry.endpoint) as stub:
+        granted = await stub.Register(register(worker()))
+    await registry.stop()
+    await registry.start()
+    async with registry_stub(registry.endpoint) as stub:
+        for number in range(3):
+            await stub.Register(register(worker(f"decode-{number + 1}")))
+        wanted = registry_pb2.WatchRequest(start_revision=granted.revision)
+        await error_of(WatchExpired, stub.Watch(wanted).read())
 
 
 @pytest.mark.etcd
@@ -208,12 +181,8 @@ async def test_without_etcd_writes_fail_and_reads_succeed(etcd: EtcdServer) -> N
         assert isinstance(await call.read(), registry_pb2.KeepAliveResponse)
         etcd.kill()
         await call.write(registry_pb2.KeepAliveRequest(lease_id=granted.lease_id))
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await asyncio.wait_for(call.read(), 3)
-        assert isinstance(error_from_rpc(caught.value), RegistryUnavailable)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.Register(register(worker("decode-1")), timeout=3)
-        assert isinstance(error_from_rpc(caught.value), RegistryUnavailable)
+        await error_of(RegistryUnavailable, asyncio.wait_for(call.read(), 3))
+        await error_of(RegistryUnavailable, stub.Register(register(worker("decode-1")), timeout=3))
         listed = await stub.ListMembers(registry_pb2.ListMembersRequest(), timeout=1)
         assert [member.worker_id for member in listed.members] == ["decode-0"]
         watch = stub.Watch(registry_pb2.WatchRequest())

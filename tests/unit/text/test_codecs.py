@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from headrace_common.errors import ConfigError, InvalidRequest
 from headrace_text.byte_codec import ByteCodec
 from headrace_text.chat_template import ChatTemplate
-from headrace_text.codec import ChatMessage
+from headrace_text.codec import ChatMessage, TextCodec
 from headrace_text.detokenizer import IncrementalDetokenizer
 from headrace_text.hugging_face import HuggingFaceCodec
 from headrace_text.load import load_codecs
@@ -43,6 +43,10 @@ def _write_model(folder: Path, **tokenizer_config: object) -> Path:
     settings = {"bos_token": "<bos>", "eos_token": {"content": "<eos>"}, **tokenizer_config}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
+
+
+def _chat(codec: TextCodec, *, continued: bool = False) -> str:
+    return codec.decode(codec.encode_chat([_USER], continue_final_message=continued))
 
 
 def test_vocabulary_context_and_stop_tokens_come_from_the_folder(tmp_path: Path) -> None:
@@ -112,12 +116,9 @@ def test_templates_may_use_generation_blocks_json_and_loop_controls() -> None:
 def test_the_template_is_read_from_its_own_file_or_by_name(tmp_path: Path) -> None:
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "named"}]
     folder = _write_model(tmp_path, chat_template=named)
-    codec = HuggingFaceCodec(folder)
-    chat = codec.encode_chat([_USER], continue_final_message=False)
-    assert codec.decode(chat) == "named"
+    assert _chat(HuggingFaceCodec(folder)) == "named"
     (folder / "chat_template.jinja").write_text("from its file")
-    chat = HuggingFaceCodec(folder).encode_chat([_USER], continue_final_message=False)
-    assert codec.decode(chat) == "from its file"
+    assert _chat(HuggingFaceCodec(folder)) == "from its file"
 
 
 def test_a_model_without_template_rejects_chat(tmp_path: Path) -> None:
@@ -156,10 +157,8 @@ def test_tokens_of_the_simulated_model_are_bytes_and_ideographs() -> None:
     codec = ByteCodec()
     assert codec.encode("é") == [0xC3, 0xA9]
     assert codec.decode([0xC3, 0xA9, 256, 511]) == "é\u4e00\u4eff"
-    chat = codec.encode_chat([_USER], continue_final_message=False)
-    assert codec.decode(chat) == "user: hé\nassistant: "
-    chat = codec.encode_chat([_USER], continue_final_message=True)
-    assert codec.decode(chat) == "user: hé"
+    assert _chat(codec) == "user: hé\nassistant: "
+    assert _chat(codec, continued=True) == "user: hé"
 
 
 def test_special_tokens_have_no_text_when_streamed(tmp_path: Path) -> None:

@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
+
+Entry = TypeVar("Entry")
+
+
+def longest_run(entries: Mapping[int, Entry], prefixes: Iterable[int]) -> list[Entry]:
+    """The entries of `prefixes` up to the first that has none."""
+    found: list[Entry] = []
+    for prefix in prefixes:
+        if prefix not in entries:
+            break
+        found.append(entries[prefix])
+    return found
 
 
 class BlockPool:
@@ -43,13 +56,7 @@ class BlockPool:
 
     def find_cached(self, prefixes: Sequence[int]) -> list[int]:
         """Blocks of the longest cached run of `prefixes`, the prefix hashes of consecutive blocks."""
-        found: list[int] = []
-        for prefix in prefixes:
-            block = self._block_of.get(prefix)
-            if block is None:
-                break
-            found.append(block)
-        return found
+        return longest_run(self._block_of, prefixes)
 
     def share(self, block_ids: Sequence[int]) -> None:
         """Adds a holder to blocks that `find_cached` returned."""

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from headrace_engine.sim.cache.blocks import longest_run
 from headrace_engine.sim.cache.memory import SimMemory
 from headrace_engine.sim.model.model import WordArray
 
@@ -42,13 +43,7 @@ class HostTier:
 
     def find(self, prefixes: Sequence[int]) -> list[BlockContent]:
         """The longest run of `prefixes` that is here. Later evictions do not change the result."""
-        found: list[BlockContent] = []
-        for prefix in prefixes:
-            content = self._blocks.get(prefix)
-            if content is None:
-                break
-            found.append(content)
-        return found
+        return longest_run(self._blocks, prefixes)
 
     def load(self, block: int, content: BlockContent) -> None:
         """Writes a result of `find` into a block of KV memory."""

@@ -24,6 +24,7 @@ from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
 from headrace_common.errors import Draining
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
+from tests.rpc_errors import error_of
 
 SERVICE = "headrace.inference.v1.InferenceService"
 SCRIPT = Path(__file__).with_name("kiln_service.py")
@@ -117,9 +118,7 @@ async def test_sigterm_lets_streams_end_and_rejects_new_rpcs() -> None:
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
         texts += [response.text async for response in stream]
         assert texts == ["0", "1", "2", "3", "4"]
-        with pytest.raises(grpc.aio.AioRpcError) as cut:
-            await watch.read()
-        assert isinstance(error_from_rpc(cut.value), Draining)
+        await error_of(Draining, watch.read())
         code, out, _ = await outcome(process)
         assert (code, out) == (0, "stopped\n")
 

@@ -28,6 +28,7 @@ from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.handlers import Context
 from headrace_common.rpc.server import GrpcServer
 from headrace_common.rpc.status import error_from_rpc
+from tests.rpc_errors import Kind, error_of
 
 GENERATE = "/headrace.inference.v1.InferenceService/Generate"
 PULL = "/headrace.prefill.v1.PrefillQueueService/Pull"
@@ -75,11 +76,13 @@ async def served() -> AsyncIterator[tuple[Failing, grpc.aio.Channel]]:
     await server.server.stop(None)
 
 
-async def unary_error(channel: grpc.aio.Channel) -> HeadraceError:
+async def unary_error(
+    channel: grpc.aio.Channel, kind: type[Kind], timeout_s: float | None = None
+) -> Kind:
     stub = inference_pb2_grpc.InferenceServiceStub(channel)
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stub.ListModels(inference_pb2.ListModelsRequest())
-    return error_from_rpc(caught.value)
+    return await error_of(
+        kind, stub.ListModels(inference_pb2.ListModelsRequest(), timeout=timeout_s)
+    )
 
 
 METADATA = st.dictionaries(st.text(max_size=10), st.text(max_size=20), max_size=5)
@@ -103,7 +106,7 @@ async def test_every_error_class_round_trips(
 ) -> None:
     failing, channel = served
     failing.error = raised = kind(detail, metadata=metadata, retry_after_s=retry_after_s)
-    error = await unary_error(channel)
+    error = await unary_error(channel, kind)
     assert type(error) is kind
     assert error.detail == detail
     assert error.metadata == metadata
@@ -113,8 +116,7 @@ async def test_every_error_class_round_trips(
 async def test_violations_round_trip(served: tuple[Failing, grpc.aio.Channel]) -> None:
     failing, channel = served
     failing.error = InvalidRequest({"sampling.top_p": "use above 0 to 1", "text": "is empty"})
-    error = await unary_error(channel)
-    assert isinstance(error, InvalidRequest)
+    error = await unary_error(channel, InvalidRequest)
     assert error.violations == {"sampling.top_p": "use above 0 to 1", "text": "is empty"}
 
 
@@ -127,11 +129,8 @@ async def test_streams_fail_with_the_same_errors(
     stub = inference_pb2_grpc.InferenceServiceStub(channel)
     responses = aiter(stub.Generate(inference_pb2.GenerateRequest()))
     first = await anext(responses)
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await anext(responses)
-    error = error_from_rpc(caught.value)
+    error = await error_of(WorkerGone, anext(responses))
     assert first.text == "first"
-    assert isinstance(error, WorkerGone)
     assert error.detail[:10] == "ä" * 10
     assert error.metadata == {"worker_id": "decode-0"}
 
@@ -142,8 +141,7 @@ async def test_a_bug_becomes_internal_and_its_id_is_logged(
     failing, channel = served
     failing.error = KeyError("a private detail")
     with caplog.at_level(logging.ERROR):
-        error = await unary_error(channel)
-    assert isinstance(error, InternalError)
+        error = await unary_error(channel, InternalError)
     assert "private detail" not in error.detail
     assert any(error.metadata["error_id"] in record.getMessage() for record in caplog.records)
     assert any(record.exc_info for record in caplog.records)
@@ -153,12 +151,9 @@ async def test_deadlines_come_from_the_caller_or_the_default(
     served: tuple[Failing, grpc.aio.Channel],
 ) -> None:
     failing, channel = served
-    stub = inference_pb2_grpc.InferenceServiceStub(channel)
-    with pytest.raises(grpc.aio.AioRpcError):
-        await stub.ListModels(inference_pb2.ListModelsRequest())
+    await unary_error(channel, InternalError)
     assert 25 < failing.remaining_s <= 30
-    with pytest.raises(grpc.aio.AioRpcError):
-        await stub.ListModels(inference_pb2.ListModelsRequest(), timeout=5)
+    await unary_error(channel, InternalError, timeout_s=5)
     assert 1 < failing.remaining_s <= 5.1
 
 
@@ -175,11 +170,9 @@ async def test_malformed_requests_name_the_field(
 ) -> None:
     _, channel = served
     generate: Any = channel.unary_stream(GENERATE)
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await anext(aiter(generate(data)))
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    error = error_from_rpc(caught.value)
-    assert isinstance(error, InvalidRequest)
+    call = generate(data)
+    error = await error_of(InvalidRequest, anext(aiter(call)))
+    assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert list(error.violations) == [field]
 
 
@@ -193,10 +186,7 @@ async def test_malformed_messages_of_a_stream_name_the_field(
     await call.write(hello)
     assert await call.read() == b""
     await call.write(hello.replace(b"a", b"\xff"))
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call.read()
-    error = error_from_rpc(caught.value)
-    assert isinstance(error, InvalidRequest)
+    error = await error_of(InvalidRequest, call.read())
     assert list(error.violations) == ["hello.worker_id"]
 
 
@@ -221,8 +211,4 @@ def test_statuses_without_details_map_to_the_nearest_error(
 
 async def test_an_absent_server_gives_worker_gone() -> None:
     async with open_channel("127.0.0.1:1") as nowhere:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await inference_pb2_grpc.InferenceServiceStub(nowhere).ListModels(
-                inference_pb2.ListModelsRequest()
-            )
-    assert isinstance(error_from_rpc(caught.value), WorkerGone)
+        await unary_error(nowhere, WorkerGone)

@@ -81,6 +81,13 @@ class Traced(inference_pb2_grpc.InferenceServiceServicer):
         return inference_pb2.ListModelsResponse()
 
 
+def traced_server(telemetry: Telemetry) -> GrpcServer:
+    server = GrpcServer(ServiceConfig(), [])
+    traced = Traced(telemetry)  # type: ignore[abstract]
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(traced, server.server)
+    return server
+
+
 @pytest.fixture
 async def receiver() -> AsyncIterator[tuple[Receiver, str]]:
     receiving = Receiver()
@@ -108,11 +115,7 @@ async def test_spans_of_two_services_form_one_tree(receiver: tuple[Receiver, str
     decode = init_telemetry("decode", "decode-0", ServiceConfig())
     router.set_collectors([collector])
     decode.set_collectors([collector])
-    server = GrpcServer(ServiceConfig(), [])
-    inference_pb2_grpc.add_InferenceServiceServicer_to_server(
-        Traced(decode),  # type: ignore[abstract]
-        server.server,
-    )
+    server = traced_server(decode)
     async with open_channel(await server.start()) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         with (
@@ -160,11 +163,7 @@ async def test_a_call_without_trace_context_has_a_root_span(receiver: tuple[Rece
     receiving, collector = receiver
     telemetry = init_telemetry("decode", "decode-0", ServiceConfig())
     telemetry.set_collectors([collector])
-    server = GrpcServer(ServiceConfig(), [])
-    inference_pb2_grpc.add_InferenceServiceServicer_to_server(
-        Traced(telemetry),  # type: ignore[abstract]
-        server.server,
-    )
+    server = traced_server(telemetry)
     assert metadata_with_trace() == ()
     async with open_channel(await server.start()) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)

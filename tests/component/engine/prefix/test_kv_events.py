@@ -46,18 +46,14 @@ Messages = AsyncIterator[worker_pb2.SubscribeKvEventsResponse]
 
 
 @pytest.fixture
-async def rig() -> AsyncIterator[EventRig]:
-    rig = EventRig()
+async def rig(request: pytest.FixtureRequest) -> AsyncIterator[EventRig]:
+    """Its parameter, if there is one, is the silence in seconds that the router accepts."""
+    rig = EventRig(silence_s=getattr(request, "param", 5.0))
     yield rig
     await rig.close()
 
 
-@pytest.fixture
-async def impatient_rig() -> AsyncIterator[EventRig]:
-    """Its router accepts less silence."""
-    rig = EventRig(silence_s=1.5)
-    yield rig
-    await rig.close()
+impatient = pytest.mark.parametrize("rig", [1.5], indirect=True)
 
 
 async def test_earlier_blocks_are_sent_in_a_snapshot_and_later_ones_as_events(
@@ -133,49 +129,33 @@ async def test_another_key_or_block_size_gives_no_credit_and_one_warning(
         assert all(f"{fingerprint:08x}" in warning for warning in warnings)
 
 
-async def test_prefill_and_decode_workers_publish_a_transferred_prompt() -> None:
+async def test_prefill_and_decode_workers_publish_a_transferred_prompt(rig: EventRig) -> None:
     prompt = random_prompt(Random(3), 67)
+    refs = [WorkerRef(name, "0123456789abcdef") for name in ("p-0", "d-0", "x-0")]
+    prefill, decode, _ = refs
     async with pair(decode={"block_size": 16}) as engines:
-        rig = EventRig()
-        try:
-            prefill_ref = WorkerRef("p-0", "0123456789abcdef")
-            decode_ref = WorkerRef("d-0", "0123456789abcdef")
-            for engine, ref in ((engines.prefill, prefill_ref), (engines.decode, decode_ref)):
-                assert engine.prefix_events is not None
-                engine.prefix_events.ref = ref
-            workers = [
-                await CachingWorker.serving(
-                    engines.prefill, prefill_ref, registry_pb2.Member.ROLE_PREFILL
-                ),
-                await CachingWorker.serving(engines.decode, decode_ref),
-            ]
-            rig.follow(workers)
-            await engines.generate(prompt)
-            refs = [prefill_ref, decode_ref, WorkerRef("x-0", "0" * 16)]
-            await until(
-                lambda: (
-                    rig.indexes.cached_refs(MODEL, prompt, refs)
-                    == {prefill_ref: 64, decode_ref: 64}
-                )
-            )
-            assert rig.indexes.cached_refs(MODEL, prompt[:40], refs) == {
-                prefill_ref: 40,
-                decode_ref: 32,
-            }
-            assert rig.indexes.cached_refs("another", prompt, refs) == {}
-            for worker in workers:
-                await worker.cut()
-        finally:
-            await rig.close()
+        workers = []
+        for engine, ref, role in (
+            (engines.prefill, prefill, registry_pb2.Member.ROLE_PREFILL),
+            (engines.decode, decode, registry_pb2.Member.ROLE_DECODE),
+        ):
+            assert engine.prefix_events is not None
+            engine.prefix_events.ref = ref
+            workers.append(await CachingWorker.serving(engine, ref, role))
+        rig.follow(workers)
+        await engines.generate(prompt)
+        found = partial(rig.indexes.cached_refs, MODEL)
+        await until(lambda: found(prompt, refs) == {prefill: 64, decode: 64})
+        assert found(prompt[:40], refs) == {prefill: 40, decode: 32}
+        assert rig.indexes.cached_refs("another", prompt, refs) == {}
+        for worker in workers:
+            await worker.cut()
 
 
 async def test_a_broken_stream_resumes_where_it_broke(rig: EventRig) -> None:
     random = Random(4)
     before, meanwhile = random_prompt(random, 40), random_prompt(random, 40)
-    worker = await rig.add("w-0")
-    table = rig.follow()
-    await worker.answer(before)
-    await rig.until_cached(table, before, w_0=40)
+    worker, table = await rig.add_cached(before)
     await worker.cut()
     await worker.answer(meanwhile)
     # Its last events count for a while.
@@ -186,23 +166,21 @@ async def test_a_broken_stream_resumes_where_it_broke(rig: EventRig) -> None:
     assert worker.servicer.requests[-1].since_sequence > 0
 
 
+@impatient
 async def test_a_silent_worker_loses_its_credit_until_it_sends_again(
-    impatient_rig: EventRig,
+    rig: EventRig,
 ) -> None:
     prompt = random_prompt(Random(5), 40)
-    worker = await impatient_rig.add("w-0")
-    table = impatient_rig.follow()
-    await worker.answer(prompt)
-    await impatient_rig.until_cached(table, prompt, w_0=40)
+    worker, table = await rig.add_cached(prompt)
     # Heartbeats keep the credit.
     await asyncio.sleep(2.5)
-    assert impatient_rig.cached(table, prompt) == {"w-0": 40}
+    assert rig.cached(table, prompt) == {"w-0": 40}
     await worker.cut()
     cut_s = time.monotonic()
-    await impatient_rig.until_cached(table, prompt, w_0=0)
+    await rig.until_cached(table, prompt, w_0=0)
     assert time.monotonic() - cut_s < 4
     await worker.serve()
-    await impatient_rig.until_cached(table, prompt, w_0=40)
+    await rig.until_cached(table, prompt, w_0=40)
 
 
 @pytest.mark.parametrize("kind", ["stored", "removed", "snapshot"])
@@ -235,10 +213,7 @@ async def test_a_lost_event_is_detected_and_repaired(rig: EventRig, kind: str) -
 
 async def test_a_new_incarnation_starts_with_no_credit(rig: EventRig) -> None:
     prompt = random_prompt(Random(7), 40)
-    old = await rig.add("w-0", generation=1)
-    table = rig.follow([old])
-    await old.answer(prompt)
-    await rig.until_cached(table, prompt, w_0=40)
+    await rig.add_cached(prompt)
     new = await rig.add("w-0", generation=2)
     table = rig.follow([new])
     assert rig.cached(table, prompt) == {"w-0": 0}
@@ -247,21 +222,19 @@ async def test_a_new_incarnation_starts_with_no_credit(rig: EventRig) -> None:
     assert len(rig.channels) == 2
 
 
+@impatient
 async def test_an_unnoticed_restart_is_detected_by_the_incarnation(
-    impatient_rig: EventRig,
+    rig: EventRig,
 ) -> None:
     prompt = random_prompt(Random(8), 40)
-    old = await impatient_rig.add("w-0", generation=1)
-    table = impatient_rig.follow([old])
-    await old.answer(prompt)
-    await impatient_rig.until_cached(table, prompt, w_0=40)
-    new = await impatient_rig.add("w-0", generation=2)
+    old, table = await rig.add_cached(prompt)
+    new = await rig.add("w-0", generation=2)
     await new.cut()
     await old.cut()
     new.endpoint = old.endpoint
     await new.serve()
     await until(lambda: bool(new.servicer.requests))
-    await impatient_rig.until_cached(table, prompt, w_0=0)
+    await rig.until_cached(table, prompt, w_0=0)
     async with open_channel(new.endpoint) as channel:
         call = worker_pb2_grpc.WorkerServiceStub(channel).SubscribeKvEvents(
             worker_pb2.SubscribeKvEventsRequest(incarnation=old.ref.incarnation)
@@ -361,10 +334,7 @@ async def _read_all(call: Any) -> None:
 
 async def test_a_cache_reset_waits_for_requests_and_is_published(rig: EventRig) -> None:
     prompt = random_prompt(Random(9), 50)
-    worker = await rig.add("w-0")
-    table = rig.follow()
-    await worker.answer(prompt)
-    await rig.until_cached(table, prompt, w_0=48)
+    worker, table = await rig.add_cached(prompt)
     async with open_channel(worker.endpoint) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -393,3 +363,31 @@ async def test_a_cache_reset_waits_for_requests_and_is_published(rig: EventRig) 
     await rig.until_cached(table, prompt, w_0=0)
     _, cached = await worker.answer(prompt)
     assert cached == 0
+
+
+async def test_a_repeated_lookup_sees_new_blocks_and_workers(rig: EventRig) -> None:
+    prompt = tuple(random_prompt(Random(1), 50))
+    first, second = await rig.add("w-0"), await rig.add("w-1")
+    refs = frozenset({first.ref, second.ref})
+
+    held = partial(rig.indexes.cached_refs, MODEL, prompt, refs)
+    table = rig.follow([first])
+    await rig.until_cached(table, list(prompt), w_0=0)
+    assert held() == {}
+    await first.answer(list(prompt))
+    await until(lambda: held() == {first.ref: 48})
+    # The router does not know the second worker yet.
+    await second.answer(list(prompt[:20]))
+    table = rig.follow([first, second])
+    await until(lambda: held() == {first.ref: 48, second.ref: 16})
+    assert rig.indexes.cached_tokens(table, prompt).tolist() == [48.0, 16.0]
+    rig.follow([second])
+    assert held() == {second.ref: 16}
+
+
+async def test_a_changed_list_is_looked_up_as_another_prompt(rig: EventRig) -> None:
+    prompt = random_prompt(Random(2), 50)
+    _, table = await rig.add_cached(list(prompt))
+    assert rig.cached(table, prompt) == {"w-0": 48}
+    prompt[20] += 1
+    assert rig.cached(table, prompt) == {"w-0": 16}

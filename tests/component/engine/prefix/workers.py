@@ -157,6 +157,14 @@ class EventRig:
         self.workers.append(worker)
         return worker
 
+    async def add_cached(self, prompt: list[int]) -> tuple[CachingWorker, LoadTable]:
+        """A worker that the router alone follows, and credits with the prompt's whole blocks."""
+        worker = await self.add("w-0")
+        table = self.follow([worker])
+        await worker.answer(prompt)
+        await self.until_cached(table, prompt, w_0=whole_blocks(prompt))
+        return worker, table
+
     def follow(self, workers: Iterable[CachingWorker] | None = None) -> LoadTable:
         """Updates the router with these workers, or with all."""
         members = [worker.member() for worker in (self.workers if workers is None else workers)]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -32,18 +30,22 @@ from headrace_engine.sim.faults import SimFaults
 from headrace_kv.handoff.checksum import DigestMode
 from headrace_kv.handoff.messages import Reservation, TransferTarget
 from headrace_kv.layout.layout import KvDescriptor, KvLayout, WorkerRef
-from headrace_kv.plan.copy_plan import Runs
 from headrace_kv.plan.shard_map import edges, heads_held
 from headrace_kv.receive.receiver import Receiver
 from headrace_kv.receive.service import HandoffServicer
 from headrace_kv.receive.state import TransferState
-from headrace_kv.receive.transfer import TransferSummary
+from headrace_kv.receive.transfer import IncomingTransfer, TransferSummary
 from headrace_kv.receive.verification import DigestChecks
-from headrace_kv.transport.base import KvTransport, WriteResult
+from headrace_kv.transport.base import KvTransport
 from tests.waiting import until
 
 DECODE_REF = WorkerRef("decode-1", "0123456789abcdef")
 GREEDY = Sampling(temperature=0.0, max_tokens=6)
+# Parts of several types, a small group and states.
+EVERYTHING = (
+    "sim:layers=2,heads=2,parts=k:16:int8/v:12:int8/scale:4:float32,index_layers=1,state_layers=2,"
+    "state_parts=conv:6/ssm:64,context=512"
+)
 
 
 def engine_config(role: Literal["prefill", "decode"], **changes: Any) -> EngineConfig:
@@ -138,6 +140,21 @@ async def answer_of(
     return tokens_of(events), end, events
 
 
+async def check_answer(engine: SimEngine, work: DecodeWork) -> DecodeEnded:
+    """Reads a request to its end, and compares its tokens with the closed form."""
+    tokens, end, _ = await answer_of(engine, work)
+    assert tokens == expected_tokens(engine, work)
+    return end
+
+
+def expected_tokens(engine: SimEngine, work: DecodeWork) -> tuple[int, ...]:
+    """The tokens that a correct engine yields for the request."""
+    prompt, sampling = work.token_ids[: work.prompt_tokens], work.sampling
+    count = min(sampling.max_tokens, engine.max_model_len - len(prompt))
+    whole = engine.model.expected_tokens(prompt, count, sampling)
+    return whole[work.generated_tokens :]
+
+
 def tokens_of(events: Sequence[DecodeEvent]) -> tuple[int, ...]:
     """The tokens of all events."""
     return tuple(
@@ -155,41 +172,6 @@ async def reserve(reader: AsyncIterator[DecodeEvent]) -> Reservation:
 async def close(reader: AsyncIterator[DecodeEvent]) -> None:
     """Closes a request's iterator, which aborts the request."""
     await reader.aclose()  # type: ignore[attr-defined]
-
-
-class Lent(KvTransport):
-    """A transport that stays open when its engine closes it, because closing one of Mooncake's takes a second.
-
-    One that only sends hides its session, so that Mooncake makes no second engine for it.
-    """
-
-    def __init__(self, inner: KvTransport, *, receives: bool = True) -> None:
-        self.name = inner.name
-        self.quiet_after_failure_s = inner.quiet_after_failure_s
-        self.entry_limit = inner.entry_limit
-        self.byte_limit = inner.byte_limit
-        self.pending_limit = inner.pending_limit
-        self._inner = inner
-        self._receives = receives
-
-    @property
-    def session(self) -> str:
-        return self._inner.session if self._receives else "receives nothing"
-
-    def register(self, base_address: int, nbytes: int) -> None:
-        self._inner.register(base_address, nbytes)
-
-    def write(self, session: str, runs: Runs, timeout_s: float) -> WriteResult:
-        return self._inner.write(session, runs, timeout_s)
-
-    def submit(self, session: str, runs: Runs, timeout_s: float) -> Future[WriteResult]:
-        return self._inner.submit(session, runs, timeout_s)
-
-    def route(self, session: str) -> str:
-        return self._inner.route(session)
-
-    def close(self) -> None:
-        pass
 
 
 def needed_bytes(decode: KvLayout, start_token: int, end_token: int) -> int:
@@ -225,6 +207,16 @@ class Handed:
     summary: TransferSummary | None
 
 
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A request with remote prefill that has its reservation, and its prefill."""
+
+    reader: AsyncIterator[DecodeEvent]
+    reservation: Reservation
+    transfer: IncomingTransfer
+    prefill: asyncio.Task[PrefillOutcome]
+
+
 @dataclass(slots=True)
 class Pair:
     """A prefill engine, a decode engine, and the receiver of the decode worker."""
@@ -234,16 +226,46 @@ class Pair:
     receiver: Receiver
     endpoint: str
 
-    def target(self, reservation: Reservation, timeout_s: float = 20.0) -> TransferTarget:
-        """The target that the router would send to the prefill worker."""
-        return TransferTarget(
+    async def start(
+        self,
+        work: DecodeWork,
+        timeout_s: float = 20.0,
+        on_first_token: Callable[[DecodeTokens], None] | None = None,
+    ) -> Started:
+        """Starts a request and its prefill. Decode must have cached less than the prompt."""
+        reader = self.decode.decode(work)
+        return self._send(work, reader, await reserve(reader), timeout_s, on_first_token)
+
+    def _send(
+        self,
+        work: DecodeWork,
+        reader: AsyncIterator[DecodeEvent],
+        reservation: Reservation,
+        timeout_s: float = 20.0,
+        on_first_token: Callable[[DecodeTokens], None] | None = None,
+    ) -> Started:
+        transfer = self.receiver.reserve(
+            reservation,
+            Deadline.after(timeout_s),
+            logits_bytes=self.decode.logits_bytes if work.from_logits else 0,
+        )
+        # As the router sends it to the prefill worker.
+        target = TransferTarget(
             transfer_id=reservation.transfer_id,
             decode=DECODE_REF,
             handoff_endpoint=self.endpoint,
             start_token=reservation.start_token,
             end_token=reservation.end_token,
             deadline_unix_s=time.time() + timeout_s,
+            with_logits=work.from_logits,
         )
+        prefill = PrefillWork(
+            work.token_ids[: work.transferable_tokens],
+            target,
+            work.sampling if on_first_token is not None else None,
+        )
+        task = asyncio.create_task(self.prefill.prefill(prefill, on_first_token))
+        return Started(reader, reservation, transfer, task)
 
     async def generate(
         self,
@@ -252,32 +274,33 @@ class Pair:
         transfer_id: str = "x1",
         *,
         generated: tuple[int, ...] = (),
+        check: bool = True,
     ) -> Handed:
-        """Runs one request as the router and both services do."""
+        """Runs one request as the router and both services do. With `check`, the answer must be correct."""
         work = decode_work(
             prompt, sampling, transfer_id=transfer_id, remote_kv=True, generated=generated
         )
         reader = self.decode.decode(work)
         try:
-            return await self._generate([*prompt, *generated], reader)
+            handed = await self._generate(work, reader)
         finally:
             await close(reader)
+        assert not check or handed.tokens == expected_tokens(self.decode, work)
+        return handed
 
-    async def _generate(self, prompt: list[int], reader: AsyncIterator[DecodeEvent]) -> Handed:
+    async def _generate(self, work: DecodeWork, reader: AsyncIterator[DecodeEvent]) -> Handed:
         reservation = await reserve(reader)
         outcome = summary = None
         if reservation.start_token < reservation.end_token:
-            transfer = self.receiver.reserve(reservation, Deadline.after(20.0))
-            prefill = PrefillWork(tuple(prompt[:-1]), self.target(reservation))
-            task = asyncio.create_task(self.prefill.prefill(prefill))
+            started = self._send(work, reader, reservation)
             try:
-                summary = await transfer.wait()
+                summary = await started.transfer.wait()
                 self.decode.arrived(reservation.transfer_id)
-                outcome = await task
+                outcome = await started.prefill
             finally:
-                task.cancel()
+                started.prefill.cancel()
                 # The transfer may become complete while its wait is cancelled.
-                if transfer.entered_unix_ns(TransferState.COMPLETE):
+                if started.transfer.entered_unix_ns(TransferState.COMPLETE):
                     self.decode.arrived(reservation.transfer_id)
                 else:
                     self.receiver.cancel(
@@ -359,38 +382,3 @@ async def pair(
         if checks is not None:
             await asyncio.to_thread(checks.close)
         await decode_side.close()
-
-
-async def cancel_at_random(
-    both: Pair, clock: ManualClock, *, count: int, seed: int, ticks: int
-) -> None:
-    """Runs `count` requests on both engines' clock and cancels every second one within `ticks` seconds.
-
-    The others must be answered correctly. Most of the cancelled ones must not get an answer.
-    """
-    chance = random.Random(seed)
-    prompts = [[number % 3, *range(chance.randrange(5, 60))] for number in range(count)]
-    tasks = [
-        asyncio.create_task(both.generate(prompt, transfer_id=f"x{number}"))
-        for number, prompt in enumerate(prompts)
-    ]
-    due = {number: chance.randrange(ticks) for number in range(1, count, 2)}
-    cancelled: set[int] = set()
-    tick = 0
-
-    def cancel_due() -> bool:
-        nonlocal tick
-        for number, task in enumerate(tasks):
-            if due.get(number) == tick and task.cancel():
-                cancelled.add(number)
-        tick += 1
-        return all(task.done() for task in tasks)
-
-    await advance_until(cancel_due, clock, timeout_s=30.0)
-    for number, (prompt, task) in enumerate(zip(prompts, tasks, strict=True)):
-        if number in cancelled:
-            assert task.cancelled(), f"request {number} was answered after its cancellation"
-        else:
-            expected = both.decode.model.expected_tokens(prompt, GREEDY.max_tokens)
-            assert (await task).tokens == expected
-    assert len(cancelled) > count // 4

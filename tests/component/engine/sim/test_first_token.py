@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
-from headrace_common.deadlines import Deadline
 from headrace_common.errors import KvCorrupt, TransferFailed
-from headrace_engine.interface import (
-    DecodeEnded,
-    DecodeTokens,
-    DecodeWork,
-    PrefillWork,
-    Sampling,
-)
+from headrace_engine.interface import DecodeEnded, DecodeEvent, DecodeTokens, DecodeWork, Sampling
 from headrace_engine.sim.faults import SimFaults
 from headrace_engine.sim.model.logits import logits_of
-from headrace_kv.handoff.messages import Reservation
 from tests.component.engine.sim.support import (
     GREEDY,
     Pair,
     answer_of,
+    check_answer,
     close,
     decode_engine,
     decode_work,
+    expected_tokens,
     pair,
     reserve,
+    tokens_of,
 )
 from tests.waiting import until
 
@@ -57,15 +54,10 @@ async def test_a_continued_answer_equals_an_uninterrupted_one(length: int, gener
     prompt = prompt_of(length)
     async with pair() as both:
         for number, sampling in enumerate((replace(GREEDY, max_tokens=12), SEEDED)):
-            whole = both.decode.model.expected_tokens(prompt, 12, sampling)
-            local = decode_work(
-                prompt, sampling, transfer_id=f"l{number}", generated=whole[:generated]
-            )
-            tokens, end, _ = await answer_of(both.decode, local)
-            handed = await both.generate(
-                prompt, sampling, f"x{number}", generated=whole[:generated]
-            )
-            assert tokens == handed.tokens == whole[generated:]
+            known = both.decode.model.expected_tokens(prompt, 12, sampling)[:generated]
+            local = decode_work(prompt, sampling, transfer_id=f"l{number}", generated=known)
+            end = await check_answer(both.decode, local)
+            handed = await both.generate(prompt, sampling, f"x{number}", generated=known)
             assert not end.stopped
             assert handed.reservation.end_token == length + generated - 1
 
@@ -74,218 +66,162 @@ async def test_a_stop_token_ends_a_continued_answer() -> None:
     prompt = prompt_of(20)
     async with decode_engine() as engine:
         whole = engine.model.expected_tokens(prompt, 6)
-        sampling = replace(GREEDY, stop_token_ids=(whole[4],))
+        sampling = replace(GREEDY, stop_token_ids=(whole[4], 31999))
         work = decode_work(prompt, sampling, generated=whole[:2])
         tokens, end, _ = await answer_of(engine, work)
         assert tokens == whole[2 : whole.index(whole[4]) + 1]
         assert end.stopped
 
 
-async def first_by_prefill(
-    both: Pair, prompt: list[int], sampling: Sampling, transfer_id: str, *, late: bool = False
-) -> tuple[tuple[int, ...], Reservation]:
-    """One request with prefill's first token; `late` gives it to decode after the transfer is complete."""
-    work = decode_work(
-        prompt, sampling, transfer_id=transfer_id, remote_kv=True, awaits_first_token=True
-    )
-    reader = both.decode.decode(work)
-    reservation = await reserve(reader)
-    transfer = both.receiver.reserve(reservation, Deadline.after(20.0))
-    token: asyncio.Future[DecodeTokens] = asyncio.get_running_loop().create_future()
-    prefill = asyncio.create_task(
-        both.prefill.prefill(
-            PrefillWork(tuple(prompt), both.target(reservation), sampling), token.set_result
-        )
-    )
-    first = await token
-    assert len(first.logprobs) == (sampling.logprobs is not None)
-    if not late:
-        both.decode.first_token(transfer_id, first.token_ids[0])
-    await transfer.wait()
-    both.decode.arrived(transfer_id)
-    await prefill
-    if late:
-        # The engine must not run before.
-        for _ in range(20):
-            await asyncio.sleep(0)
-        both.decode.first_token(transfer_id, first.token_ids[0])
-    tokens = list(first.token_ids)
-    async for event in reader:
-        if isinstance(event, DecodeTokens):
-            tokens += event.token_ids
-        elif isinstance(event, DecodeEnded):
-            break
-    await close(reader)
-    return tuple(tokens), reservation
-
-
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("length", [1, 7, 8, 9, 64, 100])
-async def test_the_answer_after_the_first_token_of_prefill_equals_the_closed_form(
-    length: int, late: bool
-) -> None:
-    prompt = prompt_of(length)
-    async with pair() as both:
-        for number, sampling in enumerate((replace(GREEDY, max_tokens=2), SEEDED)):
-            whole = both.decode.model.expected_tokens(prompt, sampling.max_tokens, sampling)
-            tokens, reservation = await first_by_prefill(
-                both, prompt, sampling, f"x{number}", late=late
-            )
-            assert tokens == whole
-            # The prompt's last token is transferred even when it is cached.
-            assert reservation.start_token < reservation.end_token == length
-
-
-@pytest.mark.parametrize("model", MODELS)
-async def test_prefills_first_token_with_more_ranks_and_states(model: str) -> None:
-    prompt = prompt_of(45)
-    async with pair(
-        model=model, prefill={"tensor_parallel_size": 2}, decode={"tensor_parallel_size": 1}
-    ) as both:
-        whole = both.decode.model.expected_tokens(prompt, 12, SEEDED)
-        tokens, _ = await first_by_prefill(both, prompt, SEEDED, "x1")
-        assert tokens == whole
-
-
-async def test_an_abort_before_the_first_token_frees_the_blocks() -> None:
-    prompt = prompt_of(40)
-    async with pair() as both:
-        free = both.decode.free_block_count()
-        work = decode_work(prompt, remote_kv=True, awaits_first_token=True)
-        reader = both.decode.decode(work)
-        reservation = await reserve(reader)
-        transfer = both.receiver.reserve(reservation, Deadline.after(20.0))
-        await both.prefill.prefill(PrefillWork(tuple(prompt), both.target(reservation)))
-        await transfer.wait()
-        both.decode.arrived("x1")
-        await close(reader)
-        both.decode.first_token("x1", 3)
-        await until(lambda: both.decode.free_block_count() == free)
-
-
-# The first token from logits.
-
-
-async def first_from_logits(
-    both: Pair, prompt: list[int], sampling: Sampling, transfer_id: str
-) -> tuple[tuple[int, ...], DecodeEnded, int]:
-    """Runs one request as the services do. Returns also how many tokens came before `arrived`."""
-    free = both.decode.free_block_count()
-    reader = both.decode.decode(from_logits(prompt, sampling, transfer_id))
-    reservation = await reserve(reader)
-    transfer = both.receiver.reserve(
-        reservation, Deadline.after(20.0), logits_bytes=both.decode.logits_bytes
-    )
-    target = replace(both.target(reservation), with_logits=True)
-    prefill = asyncio.create_task(both.prefill.prefill(PrefillWork(tuple(prompt), target)))
-    both.decode.first_logits(transfer_id, await transfer.logits())
-    first = await anext(reader)
-    assert isinstance(first, DecodeTokens)
-    assert len(first.logprobs) == (sampling.logprobs is not None)
-    tokens = list(first.token_ids)
-    await asyncio.gather(transfer.wait(), prefill)
-    both.decode.arrived(transfer_id)
-    ended: DecodeEnded | None = None
-    async for event in reader:
-        if isinstance(event, DecodeTokens):
-            tokens += event.token_ids
-        elif isinstance(event, DecodeEnded):
-            ended = event
-            break
-    await close(reader)
-    await until(lambda: both.decode.free_block_count() == free)
-    assert ended is not None
-    return tuple(tokens), ended, len(first.token_ids)
-
-
-def from_logits(prompt: list[int], sampling: Sampling, transfer_id: str) -> DecodeWork:
+def first_token_work(
+    prompt: list[int], sampling: Sampling, transfer_id: str = "x1", *, from_logits: bool = False
+) -> DecodeWork:
     return decode_work(
         prompt,
         sampling,
         transfer_id=transfer_id,
         remote_kv=True,
         awaits_first_token=True,
-        from_logits=True,
+        from_logits=from_logits,
     )
 
 
+async def first_by_prefill(
+    both: Pair,
+    prompt: list[int],
+    sampling: Sampling,
+    transfer_id: str = "x1",
+    *,
+    late: bool = False,
+) -> DecodeEnded:
+    """One request with prefill's first token; `late` gives it to decode after the transfer is complete."""
+    token: asyncio.Future[DecodeTokens] = asyncio.get_running_loop().create_future()
+    work = first_token_work(prompt, sampling, transfer_id)
+    started = await both.start(work, on_first_token=token.set_result)
+    # The prompt's last token is transferred even when it is cached.
+    assert started.reservation.start_token < started.reservation.end_token == len(prompt)
+    first = await token
+    if not late:
+        both.decode.first_token(transfer_id, first.token_ids[0])
+    await started.transfer.wait()
+    both.decode.arrived(transfer_id)
+    await started.prefill
+    if late:
+        # The engine must not run before.
+        for _ in range(20):
+            await asyncio.sleep(0)
+        both.decode.first_token(transfer_id, first.token_ids[0])
+    return await read_rest(both, work, first, started.reader)
+
+
+async def first_from_logits(
+    both: Pair, prompt: list[int], sampling: Sampling, transfer_id: str = "x1"
+) -> DecodeEnded:
+    """One request with a first token from logits, which decode must yield before the KV has arrived."""
+    free = both.decode.free_block_count()
+    work = first_token_work(prompt, sampling, transfer_id, from_logits=True)
+    started = await both.start(work)
+    both.decode.first_logits(transfer_id, await started.transfer.logits())
+    first = await anext(started.reader)
+    assert isinstance(first, DecodeTokens)
+    assert len(first.token_ids) == 1
+    await asyncio.gather(started.transfer.wait(), started.prefill)
+    both.decode.arrived(transfer_id)
+    end = await read_rest(both, work, first, started.reader)
+    await until(lambda: both.decode.free_block_count() == free)
+    return end
+
+
+async def read_rest(
+    both: Pair, work: DecodeWork, first: DecodeTokens, reader: AsyncIterator[DecodeEvent]
+) -> DecodeEnded:
+    """Reads a request to its end, and compares its tokens with the closed form."""
+    assert len(first.logprobs) == (work.sampling.logprobs is not None)
+    events = [first, *[event async for event in reader]]
+    end = events[-1]
+    assert isinstance(end, DecodeEnded)
+    assert tokens_of(events) == expected_tokens(both.decode, work)
+    return end
+
+
+SOURCES: dict[str, Callable[..., Awaitable[DecodeEnded]]] = {
+    "prefill": first_by_prefill,
+    "prefill, late": partial(first_by_prefill, late=True),
+    "logits": first_from_logits,
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 64, 100])
-async def test_the_answer_after_a_first_token_from_logits_equals_the_closed_form(
-    length: int,
+async def test_the_answer_after_a_first_token_equals_the_closed_form(
+    length: int, source: str
 ) -> None:
-    prompt = prompt_of(length)
     async with pair() as both:
-        model = both.decode.model
         for number, sampling in enumerate((replace(GREEDY, max_tokens=2), SEEDED)):
-            whole = model.expected_tokens(prompt, sampling.max_tokens, sampling)
-            tokens, end, before_kv = await first_from_logits(both, prompt, sampling, f"x{number}")
-            assert tokens == whole
-            assert before_kv == 1
+            end = await SOURCES[source](both, prompt_of(length), sampling, f"x{number}")
             assert not end.stopped
+
+
+@pytest.mark.parametrize("source", ["prefill", "logits"])
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2), (4, 1)])
+@pytest.mark.parametrize("model", MODELS)
+async def test_first_tokens_come_from_one_of_several_ranks(
+    model: str, ranks: tuple[int, int], source: str
+) -> None:
+    """Of four ranks with two heads, some copies send no KV at all."""
+    async with pair(
+        model=model,
+        prefill={"tensor_parallel_size": ranks[0]},
+        decode={"tensor_parallel_size": ranks[1]},
+    ) as both:
+        for number in range(4):
+            await SOURCES[source](both, prompt_of(45), SEEDED, f"x{number}")
+
+
+async def test_an_abort_before_the_first_token_frees_the_blocks() -> None:
+    async with pair() as both:
+        free = both.decode.free_block_count()
+        started = await both.start(first_token_work(prompt_of(40), GREEDY))
+        await asyncio.gather(started.prefill, started.transfer.wait())
+        both.decode.arrived("x1")
+        await close(started.reader)
+        both.decode.first_token("x1", 3)
+        await until(lambda: both.decode.free_block_count() == free)
 
 
 @pytest.mark.parametrize("ends", ["max_tokens", "stop", "context"])
 async def test_a_token_from_logits_that_ends_the_answer(ends: str) -> None:
     async with pair() as both:
-        length = both.decode.max_model_len - 1 if ends == "context" else 40
-        prompt = prompt_of(length)
-        first = both.decode.model.expected_tokens(prompt, 1)
-        sampling = {
-            "max_tokens": replace(GREEDY, max_tokens=1),
-            "stop": replace(GREEDY, stop_token_ids=first),
-            "context": GREEDY,
-        }[ends]
-        tokens, end, _ = await first_from_logits(both, prompt, sampling, "x1")
-        assert tokens == first
+        prompt = prompt_of(both.decode.max_model_len - 1 if ends == "context" else 40)
+        sampling = replace(GREEDY, max_tokens=1)
+        if ends == "stop":
+            stop = both.decode.model.expected_tokens(prompt, 1)
+            sampling = replace(GREEDY, stop_token_ids=stop)
+        elif ends == "context":
+            sampling = GREEDY
+        end = await first_from_logits(both, prompt, sampling)
         assert end.stopped == (ends == "stop")
 
 
-@pytest.mark.parametrize("ranks", [(2, 1), (1, 2), (4, 1)])
-@pytest.mark.parametrize("model", MODELS)
-async def test_logits_come_from_one_of_several_ranks(model: str, ranks: tuple[int, int]) -> None:
-    """Of four ranks with two heads, some copies send no KV at all."""
-    prefill_ranks, decode_ranks = ranks
-    prompt = prompt_of(45)
-    async with pair(
-        model=model,
-        prefill={"tensor_parallel_size": prefill_ranks},
-        decode={"tensor_parallel_size": decode_ranks},
-    ) as both:
-        for number in range(4):
-            whole = both.decode.model.expected_tokens(prompt, 12, SEEDED)
-            tokens, _, _ = await first_from_logits(both, prompt, SEEDED, f"x{number}")
-            assert tokens == whole
-
-
 async def test_missing_logits_fail_the_transfer_and_free_its_blocks() -> None:
-    prompt = prompt_of(40)
     async with pair(prefill_faults=SimFaults(lose_logits=True)) as both:
         free = both.decode.free_block_count()
-        reader = both.decode.decode(from_logits(prompt, GREEDY, "x1"))
-        reservation = await reserve(reader)
-        transfer = both.receiver.reserve(
-            reservation, Deadline.after(20.0), logits_bytes=both.decode.logits_bytes
-        )
-        target = replace(both.target(reservation), with_logits=True)
-        with pytest.raises(TransferFailed, match="the logits"):
-            await both.prefill.prefill(PrefillWork(tuple(prompt), target))
-        with pytest.raises(TransferFailed, match="the logits"):
-            await transfer.logits()
-        with pytest.raises(TransferFailed, match="the logits"):
-            await transfer.wait()
+        started = await both.start(first_token_work(prompt_of(40), GREEDY, from_logits=True))
+        for failing in (started.prefill, started.transfer.logits(), started.transfer.wait()):
+            with pytest.raises(TransferFailed, match="the logits"):
+                await failing
         with pytest.raises(TransferFailed):
-            await anext(reader)
+            await anext(started.reader)
         await until(lambda: both.decode.free_block_count() == free)
 
 
 async def test_one_wrong_byte_of_the_logits_is_an_error() -> None:
-    async with pair() as both:
-        reader = both.decode.decode(from_logits(prompt_of(40), GREEDY, "x1"))
-        reservation = await anext(reader)
-        logits = bytearray(logits_of(12345, both.decode.model.vocabulary))
+    async with decode_engine() as engine:
+        reader = engine.decode(first_token_work(prompt_of(40), GREEDY, from_logits=True))
+        await reserve(reader)
+        logits = bytearray(logits_of(12345, engine.model.vocabulary))
         logits[-1] ^= 1
-        both.decode.first_logits("x1", bytes(logits))
+        engine.first_logits("x1", bytes(logits))
         with pytest.raises(KvCorrupt):
             await anext(reader)
-        assert isinstance(reservation, Reservation)
-        both.decode.released("x1")
+        engine.released("x1")

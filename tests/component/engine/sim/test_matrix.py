@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -15,9 +15,8 @@ from headrace_kv.transport.factory import open_transport
 from tests.component.engine.sim.pairings import MODELS, PAIRINGS, Pairing, Side
 from tests.component.engine.sim.support import (
     Handed,
-    Lent,
     Pair,
-    answer_of,
+    check_answer,
     decode_work,
     needed_bytes,
     pair,
@@ -25,9 +24,25 @@ from tests.component.engine.sim.support import (
 )
 
 PROMPT = list(range(100, 161))
-ANSWER_TOKENS = 6
 # Whole blocks of most sizes, and part of one.
 SHARED_TOKENS = 50
+
+
+class Lent:
+    """A transport that stays open when its engine closes it, because closing one of Mooncake's takes a second.
+
+    One that only sends hides its session, so that Mooncake makes no second engine for it.
+    """
+
+    def __init__(self, inner: KvTransport, *, receives: bool) -> None:
+        self._inner = inner
+        self.session = inner.session if receives else "receives nothing"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def close(self) -> None:
+        pass
 
 
 @dataclass(slots=True)
@@ -38,10 +53,10 @@ class Ranks:
     decode: list[KvTransport] = field(default_factory=list)
     kept: list[Pair] = field(default_factory=list)
 
-    def lend(self, transports: list[KvTransport], number: int, *, receives: bool) -> Lent:
+    def lend(self, transports: list[KvTransport], number: int, *, receives: bool) -> KvTransport:
         while len(transports) <= number:
             transports.append(open_transport("mooncake", "127.0.0.1"))
-        return Lent(transports[number], receives=receives)
+        return cast("KvTransport", Lent(transports[number], receives=receives))
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +79,7 @@ def config_of(side: Side, model: str) -> dict[str, Any]:
     }
 
 
-def check_bytes(both: Pair, handed: Handed) -> None:
+def check_bytes(both: Pair, handed: Handed, broadcast: bool) -> None:
     """The sent bytes are those of the plan, and all that decode needs, once."""
     layouts = (both.prefill.descriptor.layout, both.decode.descriptor.layout)
     reservation, summary, outcome = handed.reservation, handed.summary, handed.outcome
@@ -72,6 +87,7 @@ def check_bytes(both: Pair, handed: Handed) -> None:
     assert outcome is not None
     tokens = (reservation.start_token, reservation.end_token)
     assert summary.payload_bytes == planned_bytes(*layouts, reservation.transfer_id, *tokens)
+    assert bool(summary.local_bytes) == broadcast
     assert summary.payload_bytes + summary.local_bytes == needed_bytes(layouts[1], *tokens)
     assert sum(sent.payload_bytes for _, sent in outcome.layers) == summary.payload_bytes
     keys = {(rank, sent.destination_rank, sent.layer) for rank, sent in outcome.layers}
@@ -82,21 +98,17 @@ def check_bytes(both: Pair, handed: Handed) -> None:
             assert (sent.start_token, sent.end_token) == tokens
 
 
-async def check_pairing(both: Pair) -> None:
+async def check_pairing(both: Pair, broadcast: bool) -> None:
     """A prompt in chunks, one that decode computes itself, and one with a prefix that decode has cached."""
-    model = both.decode.model
     first = await both.generate(PROMPT)
-    assert first.tokens == model.expected_tokens(PROMPT, ANSWER_TOKENS)
     assert first.reservation.start_token == 0
-    check_bytes(both, first)
+    check_bytes(both, first, broadcast)
     alone = [*PROMPT[:SHARED_TOKENS], 7, 8, 9]
-    local, _, _ = await answer_of(both.decode, decode_work(alone, transfer_id="x2"))
-    assert local == model.expected_tokens(alone, ANSWER_TOKENS)
+    await check_answer(both.decode, decode_work(alone, transfer_id="x2"))
     other = [*PROMPT[:SHARED_TOKENS], *range(500, 537)]
     second = await both.generate(other, transfer_id="x3")
-    assert second.tokens == model.expected_tokens(other, ANSWER_TOKENS)
     assert 0 < second.reservation.start_token <= SHARED_TOKENS
-    check_bytes(both, second)
+    check_bytes(both, second, broadcast)
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS, ids=str)
@@ -112,28 +124,9 @@ async def test_each_pairing_transfers_the_kv(ranks: Ranks, pairing: Pairing) -> 
     ) as both:
         # The memory stays registered as long as Mooncake's engines exist.
         ranks.kept.append(both)
-        await check_pairing(both)
+        await check_pairing(both, pairing.decode.broadcast)
 
 
 def test_the_matrix_covers_every_model_without_duplicates() -> None:
     assert len(set(map(str, PAIRINGS))) == len(PAIRINGS) >= 60
     assert {pairing.model for pairing in PAIRINGS} == set(MODELS)
-
-
-async def test_two_writes_complete_a_layer_from_four_ranks_to_two() -> None:
-    """One head on every rank. A receiver that waits for every prefill rank's message never ends."""
-    pairing = Pairing("mla", Side(4), Side(2))
-    assert pairing in PAIRINGS
-    async with pair(
-        prefill=config_of(pairing.prefill, "mla"), decode=config_of(pairing.decode, "mla")
-    ) as both:
-        handed = await both.generate(PROMPT)
-        assert handed.tokens == both.decode.model.expected_tokens(PROMPT, ANSWER_TOKENS)
-        assert handed.outcome is not None
-        for layer in range(3):
-            sent = [(rank, one) for rank, one in handed.outcome.layers if one.layer == layer]
-            whole = [one for _, one in sent if one.end_token == len(PROMPT) - 1]
-            assert sorted(one.destination_rank for one in whole) == [0, 1]
-            assert len({rank for rank, _ in sent}) == 2
-        senders = {rank for rank, _ in handed.outcome.layers}
-        assert len(senders) == 4

@@ -7,15 +7,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from headrace_common.deadlines import Deadline
 from headrace_common.errors import Cancelled
-from headrace_engine.interface import PrefillWork
-from headrace_kv.handoff.messages import Reservation
 from headrace_kv.plan.copy_plan import Runs
 from headrace_kv.receive.state import TransferState
 from headrace_kv.transport.base import KvTransport, WriteResult
 from headrace_kv.transport.in_memory import Fault, FaultKind, FaultPlan, InMemoryTransport
-from tests.component.engine.sim.support import decode_work, pair
+from tests.component.engine.sim.support import close, decode_work, pair
 from tests.waiting import until
 
 PROMPT = list(range(100, 150))
@@ -53,12 +50,8 @@ async def test_held_writes_hold_the_source_blocks(
 
     async with pair(prefill_transports=transport, model="sim:layers=3,context=512") as both:
         free = both.prefill.free_block_count()
-        reader = both.decode.decode(decode_work(PROMPT, remote_kv=True))
-        reservation = await anext(reader)
-        assert isinstance(reservation, Reservation)
-        transfer = both.receiver.reserve(reservation, Deadline.after(20.0))
-        work = PrefillWork(tuple(PROMPT[:-1]), both.target(reservation))
-        prefill = asyncio.create_task(both.prefill.prefill(work))
+        started = await both.start(decode_work(PROMPT, remote_kv=True))
+        prefill, transfer = started.prefill, started.transfer
         await until(lambda: held[0].write_count >= 2)
         await asyncio.sleep(0.1)
         held_blocks = free - both.prefill.free_block_count()
@@ -78,4 +71,4 @@ async def test_held_writes_hold_the_source_blocks(
         await until(lambda: transfer.state is TransferState.FREE)
         with pytest.raises((asyncio.CancelledError, Cancelled)):
             await prefill
-        await reader.aclose()  # type: ignore[attr-defined]
+        await close(started.reader)

@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from headrace.kv.v1 import handoff_pb2
@@ -22,47 +19,20 @@ from headrace_common.errors import (
     TransferTimeout,
 )
 from headrace_kv.layout.layout import WorkerRef
-from headrace_kv.receive.receiver import IncomingTransfer, ReceiverLimits
+from headrace_kv.receive.receiver import ReceiverLimits
 from headrace_kv.receive.state import TransferState
 from headrace_kv.receive.transfer import PrefillPeer
 from headrace_kv.send.sender import SenderLimits
 from headrace_kv.transport.in_memory import Fault, FaultKind, FaultPlan, InMemoryTransport
-from tests.component.kv.harness import (
-    BLOCK_TOKENS,
-    Rig,
-    TransportSource,
-    make_layout,
-    memory_transports,
-    running,
-)
+from tests.component.kv.harness import BLOCK_TOKENS, make_layout, running
 from tests.waiting import until
-
-BLOCKS = (1, 2, 3)
-TOKENS = 3 * BLOCK_TOKENS
-
-
-def pair(
-    transports: TransportSource | None = None, **settings: Any
-) -> AbstractAsyncContextManager[Rig]:
-    """One prefill rank and one decode rank."""
-    return running(make_layout(1), make_layout(1), transports or memory_transports(), **settings)
-
-
-def start_transfer(rig: Rig) -> IncomingTransfer:
-    """A transfer that decode has reserved and prefill opens."""
-    transfer = rig.reserve(TOKENS)
-    rig.open(rig.target(transfer))
-    return transfer
 
 
 async def test_a_failed_write_is_reported_at_once_and_released_only_when_quiet() -> None:
     """The transport reports a failure, and the bytes land 3 s later. The blocks must stay held until then."""
     late = FaultPlan({4: Fault(FaultKind.FAIL_LATE, seconds=3.0)})
-    transports = memory_transports(late, quiet_after_failure_s=3.2)
-    async with pair(transports) as rig:
-        rig.fill(BLOCKS, seed=1)
-        transfer = start_transfer(rig)
-        rig.push(transfer.transfer_id, BLOCKS, 0, TOKENS)
+    async with running(faults=late, quiet_after_failure_s=3.2) as rig:
+        transfer = rig.send()
         start = time.monotonic()
         with pytest.raises(TransferFailed, match="rank 0 of prefill-0"):
             await transfer.wait()
@@ -84,91 +54,47 @@ async def test_a_failed_write_is_reported_at_once_and_released_only_when_quiet()
         assert rig.receiver.quarantined_blocks == 0
 
 
-@pytest.mark.parametrize("lost", ["open", "reservation"])
-async def test_a_lost_open_or_reservation_is_requested_again(
-    lost: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind, copies", [("open", 0), ("open", 2), ("reservation", 0)])
+async def test_an_open_may_be_lost_or_repeated_and_a_reservation_lost(
+    kind: str, copies: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lost_count = 0
+    seen: list[str] = []
 
-    def is_delivered(kind: str | None) -> bool:
-        nonlocal lost_count
-        if kind != lost or lost_count:
-            return True
-        lost_count += 1
-        return False
+    def delivered(message: Any) -> int:
+        """How often a message is delivered."""
+        if message.WhichOneof("message") != kind:
+            return 1
+        seen.append(kind)
+        return copies if len(seen) == 1 else 1
 
-    async with pair() as rig:
+    async with running() as rig:
         handle, connect = rig.receiver.handle, rig.receiver.connect
 
-        def handle_delivered(peer: PrefillPeer, request: handoff_pb2.HandoffRequest) -> None:
-            if is_delivered(request.WhichOneof("message")):
+        def handle_copies(peer: PrefillPeer, request: handoff_pb2.HandoffRequest) -> None:
+            for _ in range(delivered(request)):
                 handle(peer, request)
 
-        def connect_with_loss(hello: Any, send: Callable[[Any], None], end: Any) -> PrefillPeer:
-            def send_delivered(response: handoff_pb2.HandoffResponse) -> None:
-                if is_delivered(response.WhichOneof("message")):
+        def connect_with_copies(hello: Any, send: Any, end: Any) -> PrefillPeer:
+            def send_copies(response: handoff_pb2.HandoffResponse) -> None:
+                for _ in range(delivered(response)):
                     send(response)
 
-            return connect(hello, send_delivered, end)
+            return connect(hello, send_copies, end)
 
-        monkeypatch.setattr(rig.receiver, "handle", handle_delivered)
-        monkeypatch.setattr(rig.receiver, "connect", connect_with_loss)
-        truth = rig.fill(BLOCKS, seed=1)
-        transfer = start_transfer(rig)
-        rig.push(transfer.transfer_id, BLOCKS, 0, TOKENS)
+        monkeypatch.setattr(rig.receiver, "handle", handle_copies)
+        monkeypatch.setattr(rig.receiver, "connect", connect_with_copies)
+        transfer = rig.send()
         async with asyncio.timeout(10):
-            await transfer.wait()
-        assert lost_count == 1
-        rig.check_bytes(truth, transfer.reservation)
-
-
-async def test_a_repeated_open_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with pair() as rig:
-        handle = rig.receiver.handle
-
-        def handle_twice(peer: PrefillPeer, request: handoff_pb2.HandoffRequest) -> None:
-            for _ in range(2 if request.WhichOneof("message") == "open" else 1):
-                handle(peer, request)
-
-        monkeypatch.setattr(rig.receiver, "handle", handle_twice)
-        truth = rig.fill(BLOCKS, seed=1)
-        transfer = start_transfer(rig)
-        rig.push(transfer.transfer_id, BLOCKS, 0, TOKENS)
-        async with asyncio.timeout(10):
-            await transfer.wait()
-        rig.check_bytes(truth, transfer.reservation)
+            await rig.received(transfer)
+        assert seen
         (report,) = await rig.quiet(transfer.transfer_id)
         assert not report.reason
 
 
-@pytest.mark.parametrize("kind", [FaultKind.FAIL, FaultKind.TRUNCATE])
-async def test_one_failed_transfer_leaves_the_others(kind: FaultKind) -> None:
-    async with running(
-        make_layout(1), make_layout(2), memory_transports(FaultPlan({1: Fault(kind)}))
-    ) as rig:
-        truth = rig.fill(BLOCKS, seed=1)
-        doomed, fine = rig.reserve(TOKENS), rig.reserve(TOKENS, first_block=20)
-        for transfer in (doomed, fine):
-            rig.open(rig.target(transfer))
-        rig.push(doomed.transfer_id, BLOCKS, 0, TOKENS)
-        with pytest.raises(TransferFailed):
-            await doomed.wait()
-        rig.push(fine.transfer_id, BLOCKS, 0, TOKENS)
-        await fine.wait()
-        rig.check_bytes(truth, fine.reservation)
-        await until(lambda: rig.released_ids() == [doomed.transfer_id])
-
-
 async def test_broken_stream_quarantines_the_blocks() -> None:
     hold = Fault(FaultKind.HOLD)
-    async with pair(
-        memory_transports(FaultPlan({3: hold})),
-        lease_ttl_s=0.3,
-        quarantine_s=0.4,
-    ) as rig:
-        rig.fill(BLOCKS, seed=1)
-        transfer = start_transfer(rig)
-        rig.push(transfer.transfer_id, BLOCKS, 0, TOKENS)
+    async with running(faults=FaultPlan({3: hold}), lease_ttl_s=0.3, quarantine_s=0.4) as rig:
+        transfer = rig.send()
         await until(lambda: transfer.ledger is not None and transfer.ledger.ack_count == 2)
         broken = time.monotonic()
         (peer,) = transfer.writers
@@ -187,38 +113,21 @@ async def test_broken_stream_quarantines_the_blocks() -> None:
 
 
 async def test_a_sender_without_its_stream_writes_nothing() -> None:
-    async with pair(lease_ttl_s=0.3, quarantine_s=0.1) as rig:
-        rig.fill(BLOCKS, seed=1)
-        transfer = start_transfer(rig)
+    async with running(lease_ttl_s=0.3, quarantine_s=0.1) as rig:
+        transfer = rig.start()
         await until(lambda: transfer.state is TransferState.OPEN)
         (peer,) = transfer.writers
         peer.end(ProtocolViolation("the test cuts the stream"))
         await rig.quiet(transfer.transfer_id)
-        rig.push(transfer.transfer_id, BLOCKS, 0, TOKENS)
+        rig.push(transfer.transfer_id)
         await until(lambda: bool(rig.released))
         await asyncio.sleep(0.1)
         assert not rig.destinations[0].cells.any()
 
 
-async def test_a_lease_that_is_not_renewed_stops_the_sender() -> None:
-    """Decode's process is frozen. The sender must not go on writing."""
-    async with pair(lease_ttl_s=0.3) as rig:
-        rig.fill(BLOCKS, seed=1)
-        transfer = start_transfer(rig)
-        await until(lambda: transfer.state is TransferState.OPEN)
-        # Both ends share an event loop, so this stops decode's renewals and the sender's reading.
-        time.sleep(0.5)  # noqa: ASYNC251
-        rig.push(transfer.transfer_id, BLOCKS, 0, TOKENS)
-        time.sleep(0.1)  # noqa: ASYNC251
-        assert not rig.destinations[0].cells.any()
-        (report,) = await rig.quiet(transfer.transfer_id)
-        assert report.reason == "TRANSFER_FAILED"
-        assert "lease" in report.detail
-
-
 async def test_unopened_transfer_is_released_at_once() -> None:
-    async with pair() as rig:
-        transfer = rig.reserve(TOKENS)
+    async with running() as rig:
+        transfer = rig.reserve()
         rig.receiver.cancel(transfer.transfer_id, "CANCELLED", "the client left")
         assert rig.released_ids() == [transfer.transfer_id]
         with pytest.raises(Cancelled, match="the client left"):
@@ -230,66 +139,27 @@ async def test_unopened_transfer_is_released_at_once() -> None:
 
 
 async def test_the_timeout_error_names_the_missing_keys() -> None:
-    async with running(make_layout(2), make_layout(1), memory_transports()) as rig:
-        rig.fill(BLOCKS, seed=1)
-        transfer = rig.reserve(TOKENS, timeout_s=2.0)
-        rig.open(rig.target(transfer))
-        rig.push(transfer.transfer_id, BLOCKS, 0, TOKENS, range(2))
+    async with running(2, 1) as rig:
+        transfer = rig.start(timeout_s=2.0)
+        rig.push(transfer.transfer_id, layers=range(2))
         with pytest.raises(
             TransferTimeout, match=r"layers 2-5 from rank 0; layers 2-5 from rank 1$"
         ):
             await transfer.wait()
         await until(lambda: bool(rig.released))
-        unopened = rig.reserve(TOKENS, timeout_s=0.05)
+        unopened = rig.reserve(timeout_s=0.05)
         with pytest.raises(TransferTimeout, match="no prefill rank opened it"):
             await unopened.wait()
 
 
-async def test_senders_deadline_ends_the_transfer() -> None:
-    async with pair() as rig:
-        rig.fill(BLOCKS, seed=1)
-        transfer = rig.reserve(TOKENS)
-        rig.open(rig.target(transfer, timeout_s=1.5))
-        rig.push(transfer.transfer_id, BLOCKS, 0, TOKENS, range(5))
-        with pytest.raises(TransferTimeout, match=r"layers 5 \(1 of 6\)"):
-            await transfer.wait()
-        (report,) = await rig.quiet(transfer.transfer_id)
-        assert report.reason == "TRANSFER_TIMEOUT"
-        await until(lambda: bool(rig.released))
-
-
-async def test_cancel_from_decode_stops_every_rank() -> None:
-    async with running(make_layout(2), make_layout(2), memory_transports()) as rig:
-        rig.fill(BLOCKS, seed=1)
-        transfer = start_transfer(rig)
-        rig.push(transfer.transfer_id, BLOCKS, 0, TOKENS, range(3))
-        await until(lambda: transfer.state is TransferState.RECEIVING)
-        start = time.monotonic()
-        rig.receiver.cancel(transfer.transfer_id, "CANCELLED", "the client left")
-        assert not rig.released
-        await until(lambda: bool(rig.released))
-        assert time.monotonic() - start < 5.0
-        before = [arena.cells.copy() for arena in rig.destinations]
-        rig.push(transfer.transfer_id, BLOCKS, 0, TOKENS, range(3, 6))
-        reports = await rig.quiet(transfer.transfer_id)
-        assert {report.reason for report in reports} == {"CANCELLED"}
-        assert all(
-            np.array_equal(old, arena.cells)
-            for old, arena in zip(before, rig.destinations, strict=True)
-        )
-
-
 async def test_a_stop_and_a_short_finish_are_reported_to_decode() -> None:
-    async with pair() as rig:
-        rig.fill(BLOCKS, seed=1)
-        stopped, short = rig.reserve(TOKENS), rig.reserve(TOKENS)
-        for transfer in (stopped, short):
-            rig.open(rig.target(transfer))
-            await until(lambda t=transfer: t.state is TransferState.OPEN)  # type: ignore[misc]
+    async with running() as rig:
+        stopped, short = rig.start(), rig.start()
+        await until(lambda: stopped.state is short.state is TransferState.OPEN)
         rig.senders[0].stop(stopped.transfer_id, "INTERNAL", "the engine died")
         with pytest.raises(TransferFailed, match="the engine died"):
             await stopped.wait()
-        rig.push(short.transfer_id, BLOCKS, 0, TOKENS, range(5))
+        rig.push(short.transfer_id, layers=range(5))
         rig.finish(short.transfer_id)
         with pytest.raises(TransferFailed, match="the engine ended without layers 5"):
             await short.wait()
@@ -298,53 +168,44 @@ async def test_a_stop_and_a_short_finish_are_reported_to_decode() -> None:
 
 
 async def test_skipped_tokens_fail_only_their_transfer() -> None:
-    async with pair() as rig:
-        rig.fill(BLOCKS, seed=1)
-        wrong, right = rig.reserve(TOKENS), rig.reserve(TOKENS)
-        for transfer in (wrong, right):
-            rig.open(rig.target(transfer))
-        rig.push(wrong.transfer_id, BLOCKS, BLOCK_TOKENS, TOKENS)
+    async with running() as rig:
+        wrong, right = rig.start(), rig.start()
+        rig.push(wrong.transfer_id, start_token=BLOCK_TOKENS)
         with pytest.raises(TransferFailed, match="skipped tokens"):
             await wrong.wait()
-        rig.push(right.transfer_id, BLOCKS, 0, TOKENS)
+        rig.push(right.transfer_id)
         await right.wait()
 
 
 async def test_too_many_waiting_ranges_fail_the_transfer() -> None:
-    async with pair(sender_limits=SenderLimits(waiting_ranges=4)) as rig:
-        rig.fill(BLOCKS, seed=1)
-        transfer = start_transfer(rig)
-        rig.push(transfer.transfer_id, BLOCKS, 0, TOKENS)
-        (report,) = await rig.quiet(transfer.transfer_id)
+    async with running(sender_limits=SenderLimits(waiting_ranges=4)) as rig:
+        (report,) = await rig.quiet(rig.send().transfer_id)
         assert report.reason == "QUEUE_FULL"
-        again = rig.reserve(TOKENS)
-        rig.open(rig.target(again))
+        again = rig.start()
         await until(lambda: again.state is TransferState.OPEN)
         for layer in range(6):
-            rig.push(again.transfer_id, BLOCKS, 0, TOKENS, range(layer, layer + 1))
+            rig.push(again.transfer_id, layers=range(layer, layer + 1))
             await until(lambda n=layer: again.ledger.ack_count == n + 1)  # type: ignore[misc, union-attr]
         await again.wait()
 
 
 async def test_ids_are_used_once() -> None:
-    async with pair() as rig:
-        rig.fill(BLOCKS, seed=1)
-        transfer = rig.reserve(TOKENS)
+    async with running() as rig:
+        transfer = rig.reserve()
         with pytest.raises(DuplicateTransfer):
-            rig.reserve(TOKENS, transfer_id=transfer.transfer_id)
+            rig.reserve(transfer_id=transfer.transfer_id)
         rig.open(rig.target(transfer))
         with pytest.raises(DuplicateTransfer):
             rig.open(rig.target(transfer))
-        rig.push(transfer.transfer_id, BLOCKS, 0, TOKENS)
+        rig.push(transfer.transfer_id)
         await transfer.wait()
         with pytest.raises(DuplicateTransfer):
-            rig.reserve(TOKENS, transfer_id=transfer.transfer_id)
+            rig.reserve(transfer_id=transfer.transfer_id)
 
 
 async def test_stale_incarnation_is_refused() -> None:
-    former = WorkerRef("decode-0", "f" * 16)
-    async with pair(claimed_decode=former) as rig:
-        transfer = start_transfer(rig)
+    async with running(claimed_decode=WorkerRef("decode-0", "f" * 16)) as rig:
+        transfer = rig.start()
         (report,) = await rig.quiet(transfer.transfer_id)
         assert report.reason == "STALE_INCARNATION"
         assert transfer.state is TransferState.RESERVED
@@ -354,10 +215,8 @@ async def test_layout_mismatch_names_the_fields() -> None:
     (group,) = make_layout(1).groups
     parts = tuple(replace(part, dtype="bfloat16") for part in group.parts)
     other = replace(group, head_count=8, block_tokens=8, parts=parts)
-    prefill = replace(make_layout(1), groups=(other,))
-    async with running(prefill, make_layout(1), memory_transports()) as rig:
-        transfer = start_transfer(rig)
-        (report,) = await rig.quiet(transfer.transfer_id)
+    async with running(replace(make_layout(1), groups=(other,))) as rig:
+        (report,) = await rig.quiet(rig.start().transfer_id)
         assert report.reason == "LAYOUT_MISMATCH"
         assert "attention.k.dtype (float32 != bfloat16)" in report.detail
         assert "attention.head_count" in report.detail
@@ -368,47 +227,36 @@ async def test_unreachable_decode_worker_fails_the_transfer() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{unused.getsockname()[1]}"
-        async with pair() as rig:
-            transfer = rig.reserve(TOKENS)
+        async with running() as rig:
+            transfer = rig.reserve()
             rig.open(replace(rig.target(transfer), handoff_endpoint=endpoint))
             (report,) = await rig.quiet(transfer.transfer_id)
             assert report.reason == "TRANSFER_FAILED"
 
 
-async def test_unknown_transfer_is_refused_after_a_short_wait() -> None:
-    limits = ReceiverLimits(open_wait_s=0.1)
-    async with pair(receiver_limits=limits) as rig:
-        target = replace(rig.target(rig.reserve(TOKENS)), transfer_id="x" + "0" * 32)
-        rig.open(target)
-        (report,) = await rig.quiet(target.transfer_id)
+async def test_a_transfer_without_its_reservation_delays_no_other_and_is_refused_soon() -> None:
+    async with running(receiver_limits=ReceiverLimits(open_wait_s=1.0)) as rig:
+        fine = rig.reserve()
+        unknown = replace(rig.target(fine), transfer_id="x" + "0" * 32)
+        rig.open(unknown)
+        rig.push(unknown.transfer_id)
+        rig.open(rig.target(fine))
+        rig.push(fine.transfer_id)
+        await rig.received(fine)
+        assert rig.is_sending(unknown.transfer_id)
+        (report,) = await rig.quiet(unknown.transfer_id)
         assert report.reason == "NOT_FOUND"
 
 
 async def test_drain_waits_then_ends_everything() -> None:
-    async with pair() as rig:
-        rig.fill(BLOCKS, seed=1)
-        whole, stuck = rig.reserve(TOKENS), rig.reserve(TOKENS)
-        for transfer in (whole, stuck):
-            rig.open(rig.target(transfer))
+    async with running() as rig:
+        whole, stuck = rig.start(), rig.start()
         drain = asyncio.create_task(rig.receiver.drain(2.0))
         await asyncio.sleep(0.05)
-        rig.push(whole.transfer_id, BLOCKS, 0, TOKENS)
+        rig.push(whole.transfer_id)
         await whole.wait()
         await drain
         with pytest.raises(TransferFailed, match="shutting down"):
             await stuck.wait()
         assert rig.receiver.active_count == 0
         await rig.quiet(stuck.transfer_id)
-
-
-async def test_a_transfer_without_its_reservation_delays_no_other() -> None:
-    async with pair() as rig:
-        truth = rig.fill(BLOCKS, seed=1)
-        fine = rig.reserve(TOKENS)
-        waiting = replace(rig.target(fine), transfer_id="x" + "0" * 32)
-        rig.open(waiting)
-        rig.push(waiting.transfer_id, BLOCKS, 0, TOKENS)
-        rig.open(rig.target(fine))
-        rig.push(fine.transfer_id, BLOCKS, 0, TOKENS)
-        await asyncio.wait_for(fine.wait(), 2.0)
-        rig.check_bytes(truth, fine.reservation)

@@ -6,7 +6,10 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,33 +47,33 @@ from headrace_kv.transport.in_memory import (
 )
 from tests.component.kv.harness import (
     BLOCK_TOKENS,
+    BLOCKS,
+    LAYERS,
     PARTS,
     TOKEN_BYTES,
     Arena,
     Rig,
     make_layout,
-    memory_transports,
     running,
 )
 from tests.waiting import until
 
-BLOCKS = (1, 2, 3)
 TOKENS = 3 * BLOCK_TOKENS - 1
-LAYERS = 6
 CACHE_BYTES = TOKENS * LAYERS * len(PARTS) * TOKEN_BYTES
 """The prompt's KV once, with one head."""
 
 
-def mla(ranks: int, width: int = 1) -> KvLayout:
-    return replace(make_layout(ranks, heads=1), broadcast_width=width)
+def layout_of(ranks: int, width: int = 1, heads: int = 1) -> KvLayout:
+    return replace(make_layout(ranks, heads), broadcast_width=width)
 
 
-def start(rig: Rig, transfer: IncomingTransfer) -> None:
+def send(rig: Rig, **reservation: Any) -> IncomingTransfer:
     """Sends the whole prompt, in two chunks."""
-    rig.open(rig.target(transfer))
+    transfer = rig.start(TOKENS, **reservation)
     rig.push(transfer.transfer_id, BLOCKS, 0, 2 * BLOCK_TOKENS)
     rig.push(transfer.transfer_id, BLOCKS, 2 * BLOCK_TOKENS, TOKENS)
     rig.finish(transfer.transfer_id)
+    return transfer
 
 
 @dataclass
@@ -105,6 +108,11 @@ class Decode:
             job_limit=self.job_limit,
         )
 
+    def running(self, ranks: int = 2, prefill_tp: int = 1) -> AbstractAsyncContextManager[Rig]:
+        """A decode worker with all ranks on one host."""
+        layouts = layout_of(prefill_tp), layout_of(ranks, ranks)
+        return running(*layouts, self.transports, make_broadcast=self.broadcast)
+
 
 def holding() -> tuple[Decode, threading.Event]:
     fault = Fault(FaultKind.HOLD)
@@ -112,18 +120,19 @@ def holding() -> tuple[Decode, threading.Event]:
 
 
 @pytest.mark.parametrize(
-    "prefill_tp, decode_tp, width, crossing",
-    [(2, 4, 4, 1), (2, 4, 2, 2), (1, 4, 3, 2), (4, 2, 2, 1), (2, 4, 1, 4)],
+    "prefill_tp, decode_tp, width, crossing, heads",
+    [
+        *((2, 4, 4, 1, 1), (2, 4, 2, 2, 1), (1, 4, 3, 2, 1), (4, 2, 2, 1, 1), (2, 4, 1, 4, 1)),
+        # Two ranks share each head.
+        (1, 4, 4, 2, 2),
+    ],
 )
 async def test_one_rank_of_a_host_receives_over_the_network(
-    prefill_tp: int, decode_tp: int, width: int, crossing: int
+    prefill_tp: int, decode_tp: int, width: int, crossing: int, heads: int
 ) -> None:
-    async with running(mla(prefill_tp), mla(decode_tp, width), memory_transports()) as rig:
-        truth = rig.fill(BLOCKS, seed=1)
-        transfer = rig.reserve(TOKENS)
-        start(rig, transfer)
-        summary = await transfer.wait()
-        rig.check_bytes(truth, transfer.reservation)
+    async with running(layout_of(prefill_tp, 1, heads), layout_of(decode_tp, width, heads)) as rig:
+        transfer = send(rig)
+        summary = await rig.received(transfer)
         assert summary.payload_bytes == crossing * CACHE_BYTES
         assert summary.local_bytes == (decode_tp - crossing) * CACHE_BYTES
         assert summary.acknowledgement_count == 2 * LAYERS * crossing
@@ -131,27 +140,10 @@ async def test_one_rank_of_a_host_receives_over_the_network(
         assert not rig.released
 
 
-async def test_ranks_that_share_one_of_several_heads_copy_too() -> None:
-    decode = replace(make_layout(4, heads=2), broadcast_width=4)
-    async with running(make_layout(1, heads=2), decode, memory_transports()) as rig:
-        truth = rig.fill(BLOCKS, seed=2)
-        transfer = rig.reserve(TOKENS, start_token=BLOCK_TOKENS)
-        rig.open(rig.target(transfer))
-        rig.push(transfer.transfer_id, BLOCKS, 0, TOKENS)
-        summary = await transfer.wait()
-        rig.check_bytes(truth, transfer.reservation, first_block=1)
-        assert summary.payload_bytes == summary.local_bytes
-        await rig.quiet(transfer.transfer_id)
-
-
 async def test_a_transfer_waits_for_its_local_copies() -> None:
     decode, release = holding()
-    async with running(
-        mla(2), mla(4, 4), decode.transports, make_broadcast=decode.broadcast
-    ) as rig:
-        truth = rig.fill(BLOCKS, seed=1)
-        transfer = rig.reserve(TOKENS)
-        start(rig, transfer)
+    async with decode.running(4, 2) as rig:
+        transfer = send(rig)
         reports = await rig.quiet(transfer.transfer_id)
         assert [report.reason for report in reports] == ["", ""]
         # The event loop runs while a copy is held on its thread.
@@ -159,18 +151,13 @@ async def test_a_transfer_waits_for_its_local_copies() -> None:
         assert transfer.state is TransferState.RECEIVING
         assert "from decode rank" in transfer.missing()
         release.set()
-        await transfer.wait()
-        rig.check_bytes(truth, transfer.reservation)
+        await rig.received(transfer)
 
 
 async def test_blocks_are_not_released_while_a_local_copy_may_write() -> None:
     decode, release = holding()
-    async with running(
-        mla(2), mla(4, 4), decode.transports, make_broadcast=decode.broadcast
-    ) as rig:
-        rig.fill(BLOCKS, seed=1)
-        transfer = rig.reserve(TOKENS)
-        start(rig, transfer)
+    async with decode.running(4, 2) as rig:
+        transfer = send(rig)
         # A job that has not started is cancelled, so wait for its first write.
         await until(lambda: transfer.landed and decode.writing.is_set())
         rig.receiver.cancel(transfer.transfer_id, "CANCELLED", "the client left")
@@ -184,19 +171,13 @@ async def test_blocks_are_not_released_while_a_local_copy_may_write() -> None:
         # The write that was held has been made, and none after it.
         written_bytes = sum(np.count_nonzero(arena.cells) for arena in rig.destinations)
         assert 0 < written_bytes - CACHE_BYTES <= CACHE_BYTES // LAYERS
-        again = rig.reserve(TOKENS)
-        start(rig, again)
-        await again.wait()
+        await send(rig).wait()
 
 
 async def test_a_failed_local_copy_fails_its_transfer_only() -> None:
     decode = Decode(FaultPlan({2: Fault(FaultKind.FAIL)}))
-    async with running(
-        mla(1), mla(2, 2), decode.transports, make_broadcast=decode.broadcast
-    ) as rig:
-        truth = rig.fill(BLOCKS, seed=1)
-        transfer = rig.reserve(TOKENS)
-        start(rig, transfer)
+    async with decode.running() as rig:
+        transfer = send(rig)
         with pytest.raises(
             TransferFailed, match=r"layer \d from decode rank [01] to rank [01] could not be copied"
         ) as failure:
@@ -204,14 +185,12 @@ async def test_a_failed_local_copy_fails_its_transfer_only() -> None:
         assert failure.value.metadata["layer"].isdigit()
         await until(lambda: rig.released_ids() == [transfer.transfer_id])
         for index in range(3):
-            fine = rig.reserve(TOKENS, first_block=20 + index)
-            start(rig, fine)
+            fine = send(rig, first_block=20 + index)
             try:
-                await fine.wait()
+                await rig.received(fine)
             except TransferFailed:
                 # Each of the two leaders fails once.
                 continue
-            rig.check_bytes(truth, fine.reservation)
             break
         else:
             raise AssertionError("no transfer came through")
@@ -220,13 +199,9 @@ async def test_a_failed_local_copy_fails_its_transfer_only() -> None:
 async def test_blocks_are_held_while_bytes_of_a_failed_local_copy_may_land() -> None:
     late = FaultPlan(every=Fault(FaultKind.FAIL_LATE, seconds=0.3))
     decode = Decode(late, quiet_after_failure_s=0.5)
-    async with running(
-        mla(1), mla(2, 2), decode.transports, make_broadcast=decode.broadcast
-    ) as rig:
-        rig.fill(BLOCKS, seed=1)
-        transfer = rig.reserve(TOKENS)
+    async with decode.running() as rig:
         begin = time.monotonic()
-        start(rig, transfer)
+        transfer = send(rig)
         with pytest.raises(TransferFailed):
             await transfer.wait()
         await until(lambda: bool(rig.released))
@@ -235,12 +210,8 @@ async def test_blocks_are_held_while_bytes_of_a_failed_local_copy_may_land() -> 
 
 async def test_a_late_local_copy_is_named_by_the_timeout() -> None:
     decode, release = holding()
-    async with running(
-        mla(1), mla(2, 2), decode.transports, make_broadcast=decode.broadcast
-    ) as rig:
-        rig.fill(BLOCKS, seed=1)
-        transfer = rig.reserve(TOKENS, timeout_s=2.0)
-        start(rig, transfer)
+    async with decode.running() as rig:
+        transfer = send(rig, timeout_s=2.0)
         with pytest.raises(TransferTimeout, match=r"layers? .*from decode rank \d to rank \d"):
             await transfer.wait()
         # The transport was given no more time than the transfer had.
@@ -251,40 +222,30 @@ async def test_a_late_local_copy_is_named_by_the_timeout() -> None:
 async def test_waiting_jobs_are_bounded() -> None:
     decode, release = holding()
     decode.job_limit = 1
-    async with running(
-        mla(1), mla(2, 2), decode.transports, make_broadcast=decode.broadcast
-    ) as rig:
-        truth = rig.fill(BLOCKS, seed=1)
-        first = rig.reserve(TOKENS)
-        start(rig, first)
+    async with decode.running() as rig:
+        first = send(rig)
         await until(decode.writing.is_set)
-        second = rig.reserve(TOKENS, first_block=20)
-        start(rig, second)
+        second = send(rig, first_block=20)
         with pytest.raises(TransferFailed, match="too many local copies"):
             await second.wait()
         await until(lambda: rig.released_ids() == [second.transfer_id])
         release.set()
-        await first.wait()
-        rig.check_bytes(truth, first.reservation)
+        await rig.received(first)
 
 
 async def test_many_transfers_at_once() -> None:
-    async with running(mla(2), mla(4, 4), memory_transports(), block_count=100) as rig:
-        truth = rig.fill(BLOCKS, seed=1)
-        transfers = [rig.reserve(TOKENS, first_block=99 - 3 * index) for index in range(30)]
+    async with running(layout_of(2), layout_of(4, 4), block_count=100) as rig:
+        transfers = [send(rig, first_block=99 - 3 * index) for index in range(30)]
         for transfer in transfers:
-            start(rig, transfer)
-        for transfer in transfers:
-            summary = await transfer.wait()
+            summary = await rig.received(transfer)
             assert summary.payload_bytes == CACHE_BYTES
-            rig.check_bytes(truth, transfer.reservation)
 
 
 def lone_broadcast(
     write: LocalWrite = copy_in_process,
 ) -> tuple[LocalBroadcast, list[Arena], Callable[[], LocalJob]]:
     """Two ranks without a receiver, and a maker of jobs for one transfer that has landed."""
-    layout = mla(2, 2)
+    layout = layout_of(2, 2)
     arenas = [Arena(layout, rank, InMemoryTransport(), 8) for rank in range(2)]
     broadcast = LocalBroadcast(KvDescriptor(layout, tuple(arena.memory for arena in arenas)), write)
 
@@ -292,7 +253,7 @@ def lone_broadcast(
         reservation = Reservation("x1", (5, 2, 6), 0, TOKENS)
         ledger = LocalLedger(layout, reservation)
         for layer in range(LAYERS):
-            for edge in edges(mla(1), layout, layer, reservation.transfer_id):
+            for edge in edges(layout_of(1), layout, layer, reservation.transfer_id):
                 ledger.land(LayerLanded(edge, layer, 0, TOKENS, None))
         copies = ledger.take_due(1 << 30)
         return LocalJob(reservation, copies, Deadline.after(5.0), threading.Event())
@@ -346,15 +307,9 @@ async def test_an_unexpected_error_fails_the_transfer() -> None:
     def write(source: RankMemory, destination: RankMemory, runs: Runs, timeout_s: float) -> None:
         raise ValueError("out of order")
 
-    async with running(
-        mla(1),
-        mla(2, 2),
-        memory_transports(),
-        make_broadcast=lambda descriptor: LocalBroadcast(descriptor, write),
-    ) as rig:
-        rig.fill(BLOCKS, seed=1)
-        transfer = rig.reserve(TOKENS)
-        start(rig, transfer)
+    make_broadcast = partial(LocalBroadcast, write=write)
+    async with running(layout_of(1), layout_of(2, 2), make_broadcast=make_broadcast) as rig:
+        transfer = send(rig)
         with pytest.raises(InternalError, match="out of order"):
             await transfer.wait()
         await until(lambda: bool(rig.released))
@@ -362,4 +317,4 @@ async def test_an_unexpected_error_fails_the_transfer() -> None:
 
 async def test_a_broadcast_width_without_the_feature_is_rejected() -> None:
     with pytest.raises(InternalError, match="nothing copies"):
-        Receiver(ref=WorkerRef("d", "1"), layout=mla(2, 2), on_released=lambda _: None)
+        Receiver(ref=WorkerRef("d", "1"), layout=layout_of(2, 2), on_released=lambda _: None)

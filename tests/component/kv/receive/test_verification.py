@@ -16,20 +16,17 @@ from headrace_kv.receive.ledger import LayerLanded
 from headrace_kv.receive.state import TransferState
 from headrace_kv.receive.verification import DigestChecks
 from headrace_kv.send.digests import WriteDigests
-from headrace_kv.transport.factory import open_transport
 from headrace_kv.transport.in_memory import Fault, FaultKind, FaultPlan
 from tests.component.kv.harness import (
     BLOCK_TOKENS,
+    BLOCKS,
+    TOKENS,
     Arena,
-    LentTransport,
+    LentMooncake,
     make_layout,
-    memory_transports,
     running,
 )
 from tests.waiting import until
-
-BLOCKS = (1, 2, 3)
-TOKENS = 3 * BLOCK_TOKENS - 1
 
 
 def checks(mode: DigestMode, mismatch_limit: int = 3) -> Callable[[KvDescriptor], DigestChecks]:
@@ -38,59 +35,41 @@ def checks(mode: DigestMode, mismatch_limit: int = 3) -> Callable[[KvDescriptor]
 
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 1), (1, 4), (4, 2), (8, 4)])
 async def test_undamaged_transfers_complete(prefill: int, decode: int) -> None:
-    layouts = (make_layout(prefill), make_layout(decode))
-    async with running(*layouts, memory_transports(), make_checks=checks("on")) as rig:
-        truth = rig.fill(BLOCKS, seed=1)
-        transfer = rig.reserve(TOKENS)
-        rig.open(rig.target(transfer))
+    async with running(prefill, decode, make_checks=checks("on")) as rig:
+        transfer = rig.start(TOKENS - 1)
         # In chunks: each has digests of its own.
-        for start, end in ((0, BLOCK_TOKENS + 1), (BLOCK_TOKENS + 1, TOKENS)):
+        for start, end in ((0, BLOCK_TOKENS + 1), (BLOCK_TOKENS + 1, TOKENS - 1)):
             rig.push(transfer.transfer_id, BLOCKS, start, end)
-        await transfer.wait()
+        await rig.received(transfer)
         assert transfer.state is TransferState.FREE
-        rig.check_bytes(truth, transfer.reservation)
 
 
 async def test_a_changed_bit_fails_its_transfer_and_names_the_key() -> None:
     faults = FaultPlan({4: Fault(FaultKind.CORRUPT)})
-    async with running(
-        make_layout(1), make_layout(1), memory_transports(faults), make_checks=checks("on")
-    ) as rig:
-        truth = rig.fill(BLOCKS, seed=1)
-        broken, fine = rig.reserve(TOKENS), rig.reserve(TOKENS, first_block=20)
-        for transfer in (broken, fine):
-            rig.open(rig.target(transfer))
-        rig.push(broken.transfer_id, BLOCKS, 0, TOKENS)
+    async with running(faults=faults, make_checks=checks("on")) as rig:
+        broken, fine = rig.send(), rig.start(first_block=20)
         with pytest.raises(KvCorrupt, match="layer 3 from rank 0 to rank 0") as raised:
             await broken.wait()
         assert raised.value.metadata["keys"] == "layer 3 from rank 0 to rank 0"
         assert raised.value.metadata["prefill"] == str(rig.prefill_ref)
         await until(lambda: rig.released_ids() == [broken.transfer_id])
         assert rig.receiver.rejected_senders == ()
-        rig.push(fine.transfer_id, BLOCKS, 0, TOKENS)
-        await fine.wait()
-        rig.check_bytes(truth, fine.reservation)
+        rig.push(fine.transfer_id)
+        await rig.received(fine)
 
 
-@pytest.mark.parametrize(("mode", "found"), [("on", True), ("off", False), ("sampled", None)])
-async def test_damage_is_found_in_every_digested_layer(
-    mode: DigestMode, found: bool | None
-) -> None:
+@pytest.mark.parametrize(
+    ("mode", "counts"), [("on", {30}), ("off", {0}), ("sampled", set(range(12)))]
+)
+async def test_damage_is_found_in_every_digested_layer(mode: DigestMode, counts: set[int]) -> None:
     faults = FaultPlan(every=Fault(FaultKind.CORRUPT))
     layout = make_layout(1, layers=30)
-    async with running(
-        layout,
-        layout,
-        memory_transports(faults),
-        make_checks=checks(mode) if mode != "off" else None,
-    ) as rig:
-        rig.fill(BLOCKS, seed=1)
-        transfer = rig.reserve(TOKENS)
-        rig.open(rig.target(transfer))
-        rig.push(transfer.transfer_id, BLOCKS, 0, TOKENS)
+    make_checks = checks(mode) if mode != "off" else None
+    async with running(layout, layout, faults=faults, make_checks=make_checks) as rig:
+        transfer = rig.send()
         share = rig.receiver.welcome().digest_share
         sampled = [one for one in range(30) if is_digested(share, transfer.transfer_id, one)]
-        assert len(sampled) in {"on": {30}, "off": {0}, "sampled": set(range(12))}[mode]
+        assert len(sampled) in counts
         if sampled:
             with pytest.raises(KvCorrupt) as raised:
                 await transfer.wait()
@@ -98,26 +77,18 @@ async def test_damage_is_found_in_every_digested_layer(
             assert int(named) in sampled
         else:
             await transfer.wait()
-        assert found is None or found == bool(sampled)
 
 
 async def test_a_sender_of_repeated_corrupt_transfers_is_rejected() -> None:
     faults = FaultPlan(every=Fault(FaultKind.CORRUPT))
-    async with running(
-        make_layout(1), make_layout(1), memory_transports(faults), make_checks=checks("on", 2)
-    ) as rig:
-        rig.fill(BLOCKS, seed=1)
+    async with running(faults=faults, make_checks=checks("on", 2)) as rig:
         for count in range(2):
             assert rig.receiver.rejected_senders == ()
-            transfer = rig.reserve(TOKENS)
-            rig.open(rig.target(transfer))
-            rig.push(transfer.transfer_id, BLOCKS, 0, TOKENS)
             with pytest.raises(KvCorrupt):
-                await transfer.wait()
+                await rig.send().wait()
             await until(lambda n=count: len(rig.released) == n + 1)  # type: ignore[misc]
         assert rig.receiver.rejected_senders == (rig.prefill_ref,)
-        refused = rig.reserve(TOKENS)
-        rig.open(rig.target(refused))
+        refused = rig.start()
         (report,) = await rig.quiet(refused.transfer_id)
         assert report.reason == TransferFailed.reason
         assert "arrived corrupt" in report.detail
@@ -127,14 +98,9 @@ async def test_a_sender_of_repeated_corrupt_transfers_is_rejected() -> None:
 
 async def test_a_missing_digest_fails_the_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WriteDigests, "on_acknowledge", lambda *_: None)
-    async with running(
-        make_layout(1), make_layout(1), memory_transports(), make_checks=checks("on")
-    ) as rig:
-        transfer = rig.reserve(TOKENS)
-        rig.open(rig.target(transfer))
-        rig.push(transfer.transfer_id, BLOCKS, 0, TOKENS)
+    async with running(make_checks=checks("on")) as rig:
         with pytest.raises(ProtocolViolation, match="no digest of layer 0"):
-            await transfer.wait()
+            await rig.send().wait()
         await until(lambda: bool(rig.released))
 
 
@@ -152,37 +118,17 @@ class LaterCorruption(DigestChecks):
         return super().find_corrupt(reservation, ranges)
 
 
-async def test_memory_that_changes_after_mooncakes_write_is_found() -> None:
-    lent: list[LentTransport] = []
-
-    def transports(role: str, rank: int) -> LentTransport:
-        lent.append(LentTransport(open_transport("mooncake", "127.0.0.1", "tcp")))
-        return lent[-1]
-
+async def test_memory_that_changes_after_mooncakes_write_is_found(mooncake: LentMooncake) -> None:
     made: list[LaterCorruption] = []
 
     def make_checks(descriptor: KvDescriptor) -> DigestChecks:
         made.append(LaterCorruption(descriptor, "on"))
         return made[-1]
 
-    try:
-        async with running(
-            make_layout(1), make_layout(1), transports, make_checks=make_checks
-        ) as rig:
-            truth = rig.fill(BLOCKS, seed=1)
-            for broken in (False, True):
-                made[0].arena = rig.destinations[0] if broken else None
-                transfer = rig.reserve(TOKENS)
-                rig.open(rig.target(transfer))
-                rig.push(transfer.transfer_id, BLOCKS, 0, TOKENS)
-                if broken:
-                    with pytest.raises(KvCorrupt, match="layer 2 from rank 0 to rank 0"):
-                        await transfer.wait()
-                else:
-                    await transfer.wait()
-                    rig.check_bytes(truth, transfer.reservation)
-            await until(lambda: len(rig.released) == 1)
-            assert np.count_nonzero(rig.destinations[0].cells) > 0
-    finally:
-        for one in lent:
-            one.close_lender()
+    async with running(1, 1, mooncake, make_checks=make_checks) as rig:
+        await rig.received(rig.send())
+        made[0].arena = rig.destinations[0]
+        with pytest.raises(KvCorrupt, match="layer 2 from rank 0 to rank 0"):
+            await rig.send().wait()
+        await until(lambda: len(rig.released) == 1)
+        assert np.count_nonzero(rig.destinations[0].cells) > 0

@@ -17,7 +17,7 @@ from headrace_kv.receive.transfer import PrefillPeer
 from headrace_kv.send.context import SenderContext
 from headrace_kv.send.sender import RankSender
 from tests.component.kv import harness
-from tests.component.kv.harness import BLOCK_TOKENS, Rig, make_layout, memory_transports, running
+from tests.component.kv.harness import BLOCK_TOKENS, Rig, make_layout, running
 from tests.waiting import until
 
 
@@ -74,8 +74,7 @@ class Wire:
 async def send(rig: Rig, block_count: int) -> list[SendReport]:
     """One request of whole blocks, in one chunk."""
     token_count = block_count * BLOCK_TOKENS
-    transfer = rig.reserve(token_count, first_block=block_count - 1)
-    rig.open(rig.target(transfer))
+    transfer = rig.start(token_count, first_block=block_count - 1)
     rig.push(transfer.transfer_id, tuple(range(block_count)), 0, token_count)
     await transfer.wait()
     return await rig.quiet(transfer.transfer_id)
@@ -85,7 +84,7 @@ async def test_descriptors_are_queried_once_and_requests_carry_block_ids(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     wire = Wire(monkeypatch)
-    async with running(make_layout(2), make_layout(2), memory_transports()) as rig:
+    async with running(2, 2) as rig:
         for _ in range(20):
             for report in await send(rig, 3):
                 assert report.reason == ""
@@ -97,7 +96,7 @@ async def test_descriptors_are_queried_once_and_requests_carry_block_ids(
 
 async def test_counted_bytes_are_those_on_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     wire = Wire(monkeypatch)
-    async with running(make_layout(2), make_layout(4), memory_transports()) as rig:
+    async with running(2, 4) as rig:
         counted = 0
         for blocks in (1, 7, 30):
             counted += sum(report.control_bytes for report in await send(rig, blocks))
@@ -110,8 +109,8 @@ async def test_counted_bytes_are_those_on_the_stream(monkeypatch: pytest.MonkeyP
 async def test_bytes_grow_with_blocks_and_layers_only() -> None:
     found: dict[tuple[int, int], int] = {}
     for layers in (6, 12):
-        decode = make_layout(1, layers=layers)
-        async with running(make_layout(1, layers=layers), decode, memory_transports()) as rig:
+        layout = make_layout(1, layers=layers)
+        async with running(layout, layout) as rig:
             for blocks in (4, 8, 32):
                 sizes = set()
                 for _ in range(3):
@@ -129,9 +128,8 @@ async def test_bytes_grow_with_blocks_and_layers_only() -> None:
 
 async def test_a_cancelled_request_is_counted_too(monkeypatch: pytest.MonkeyPatch) -> None:
     wire = Wire(monkeypatch)
-    async with running(make_layout(1), make_layout(1), memory_transports()) as rig:
-        transfer = rig.reserve(BLOCK_TOKENS)
-        rig.open(rig.target(transfer))
+    async with running() as rig:
+        transfer = rig.start()
         await until(lambda: wire.messages[transfer.transfer_id]["reservation"] == 1)
         rig.receiver.cancel(transfer.transfer_id, "CANCELLED", "the client left")
         (report,) = await rig.quiet(transfer.transfer_id)

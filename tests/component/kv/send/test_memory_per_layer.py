@@ -13,7 +13,7 @@ from headrace_common.deadlines import Deadline
 from headrace_common.identity import new_transfer_id
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.receive.receiver import IncomingTransfer
-from tests.component.kv.harness import BLOCK_TOKENS, Rig, make_layout, memory_transports, running
+from tests.component.kv.harness import BLOCK_TOKENS, Rig, make_layout, running
 from tests.waiting import until
 
 LAYERS = 12
@@ -40,9 +40,8 @@ async def push_layer(
     before_count = transfer.ledger.ack_count if transfer.ledger is not None else 0
     tracemalloc.reset_peak()
     before, _ = tracemalloc.get_traced_memory()
-    rig.push(
-        transfer.transfer_id, blocks, start, start + CHUNK_TOKENS, layers=range(layer, layer + 1)
-    )
+    layers = range(layer, layer + 1)
+    rig.push(transfer.transfer_id, blocks, start, start + CHUNK_TOKENS, layers)
     await until(
         lambda: transfer.ledger is not None and transfer.ledger.ack_count == before_count + 1,
         timeout_s=20.0,
@@ -58,9 +57,7 @@ async def cost_of(token_count: int, scattered: bool) -> Cost:
         Random(1).shuffle(source)
         Random(2).shuffle(target)
     layout = make_layout(1, layers=LAYERS)
-    async with running(
-        layout, layout, memory_transports(), lease_ttl_s=50.0, block_count=block_count
-    ) as rig:
+    async with running(layout, layout, lease_ttl_s=50.0, block_count=block_count) as rig:
         reservation = Reservation(new_transfer_id(), tuple(target), 0, token_count)
         transfer = rig.receiver.reserve(reservation, Deadline.after(50.0))
         rig.open(rig.target(transfer, timeout_s=50.0))

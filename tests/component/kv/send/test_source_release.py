@@ -4,85 +4,54 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 
 from headrace_common.identity import new_transfer_id
 from headrace_kv.receive.receiver import ReceiverLimits
 from headrace_kv.receive.state import TransferState
-from headrace_kv.transport.base import KvTransport
-from headrace_kv.transport.factory import open_transport
 from headrace_kv.transport.in_memory import Fault, FaultKind, FaultPlan
 from tests.component.kv.harness import (
-    BLOCK_TOKENS,
-    LentTransport,
+    LAYERS,
+    LentMooncake,
     Rig,
     TransportSource,
-    make_layout,
     memory_transports,
     running,
 )
 from tests.waiting import until
 
-BLOCKS = (1, 2, 3)
-TOKENS = 3 * BLOCK_TOKENS
-LAYERS = 6
 FREE_WITHIN_S = 1.0
 STAGES = ("connecting", "without a reservation", "open", "sending", "last layer", "committed")
-
-
-@dataclass
-class Mooncake:
-    """Transports that the rigs of this module use in turn."""
-
-    held: dict[tuple[str, int], LentTransport]
-
-    def __call__(self, role: str, rank: int) -> KvTransport:
-        found = self.held.get((role, rank))
-        if found is None:
-            found = LentTransport(open_transport("mooncake", "127.0.0.1", "tcp"))
-            self.held[role, rank] = found
-        return found
-
-
-@pytest.fixture(scope="module")
-def mooncake() -> Iterator[Mooncake]:
-    lender = Mooncake({})
-    yield lender
-    for transport in lender.held.values():
-        transport.close_lender()
 
 
 @asynccontextmanager
 async def rig_at(stage: str, transports: TransportSource) -> AsyncIterator[tuple[Rig, str]]:
     """A transfer of two prefill ranks that has reached `stage`, and its id."""
     limits = ReceiverLimits(open_wait_s=30.0)
-    layouts = (make_layout(2, layers=LAYERS), make_layout(1, layers=LAYERS))
-    async with running(*layouts, transports, receiver_limits=limits) as rig:
-        rig.fill(BLOCKS, seed=1)
+    async with running(2, 1, transports, receiver_limits=limits) as rig:
         if stage == "without a reservation":
-            target = replace(rig.target(rig.reserve(TOKENS)), transfer_id=new_transfer_id())
+            target = replace(rig.target(rig.reserve()), transfer_id=new_transfer_id())
             rig.open(target)
             await asyncio.sleep(0.2)
             yield rig, target.transfer_id
             return
-        transfer = rig.reserve(TOKENS)
-        rig.open(rig.target(transfer))
+        transfer = rig.start()
         name = transfer.transfer_id
         if stage != "connecting":
             await until(lambda: len(transfer.writers) == 2)
         if stage == "sending":
-            rig.push(name, BLOCKS, 0, TOKENS, range(3))
+            rig.push(name, layers=range(3))
             await until(lambda: transfer.state is TransferState.RECEIVING)
         elif stage == "last layer":
-            rig.push(name, BLOCKS, 0, TOKENS, range(LAYERS - 1))
+            rig.push(name, layers=range(LAYERS - 1))
             await until(lambda: "layer 5" in transfer.missing())
-            rig.push(name, BLOCKS, 0, TOKENS, range(LAYERS - 1, LAYERS))
+            rig.push(name, layers=range(LAYERS - 1, LAYERS))
         elif stage == "committed":
-            rig.push(name, BLOCKS, 0, TOKENS)
+            rig.push(name)
             await transfer.wait()
         yield rig, name
 
@@ -96,9 +65,14 @@ def by_prefill(rig: Rig, transfer_id: str) -> None:
         sender.stop(transfer_id, "CANCELLED", "the client left")
 
 
-async def check_release(
-    stage: str, transports: TransportSource, abort: Callable[[Rig, str], None]
+@pytest.mark.parametrize("abort", [by_decode, by_prefill])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("over", ["slow memory", "mooncake"])
+async def test_an_abort_at_any_stage_frees_prefill_within_a_second(
+    over: str, stage: str, abort: Callable[[Rig, str], None], mooncake: LentMooncake
 ) -> None:
+    slow = memory_transports(FaultPlan(every=Fault(FaultKind.DELAY, seconds=0.15)))
+    transports = mooncake if over == "mooncake" else slow
     async with rig_at(stage, transports) as (rig, transfer_id):
         start = time.monotonic()
         abort(rig, transfer_id)
@@ -108,40 +82,18 @@ async def check_release(
             await until(lambda: not rig.receiver.active_count, FREE_WITHIN_S)
             await until(lambda: not rig.receiver.quarantined_blocks, FREE_WITHIN_S)
         assert time.monotonic() - start < FREE_WITHIN_S
+        reasons = {report.reason for report in rig.reports}
+        assert reasons == {"CANCELLED"} or stage in ("last layer", "committed")
         assert len(rig.reports) == 2
 
 
-@pytest.mark.parametrize("abort", [by_decode, by_prefill])
-@pytest.mark.parametrize("stage", STAGES)
-async def test_over_a_slow_transport(stage: str, abort: Callable[[Rig, str], None]) -> None:
-    slow = FaultPlan(every=Fault(FaultKind.DELAY, seconds=0.15))
-    await check_release(stage, memory_transports(slow), abort)
-
-
-@pytest.mark.parametrize("abort", [by_decode, by_prefill])
-@pytest.mark.parametrize("stage", STAGES)
-async def test_over_mooncake(
-    stage: str, abort: Callable[[Rig, str], None], mooncake: Mooncake
-) -> None:
-    await check_release(stage, mooncake, abort)
-
-
 async def test_a_write_that_never_ends_is_abandoned_with_the_lease() -> None:
-    hold = Fault(FaultKind.HOLD)
-    async with running(
-        make_layout(1),
-        make_layout(1),
-        memory_transports(FaultPlan({2: hold})),
-        lease_ttl_s=0.8,
-        quarantine_s=0.2,
-    ) as rig:
-        rig.fill(BLOCKS, seed=1)
-        transfer = rig.reserve(TOKENS)
-        rig.open(rig.target(transfer))
-        rig.push(transfer.transfer_id, BLOCKS, 0, TOKENS)
+    hold = FaultPlan({2: Fault(FaultKind.HOLD)})
+    async with running(faults=hold, lease_ttl_s=0.8, quarantine_s=0.2) as rig:
+        transfer = rig.send()
         await until(lambda: transfer.state is TransferState.RECEIVING)
         start = time.monotonic()
-        rig.receiver.cancel(transfer.transfer_id, "CANCELLED", "the client left")
+        by_decode(rig, transfer.transfer_id)
         await rig.quiet(transfer.transfer_id, 5.0)
         assert time.monotonic() - start < 0.8 + 2
         await until(lambda: bool(rig.released), 2.0)

@@ -19,12 +19,8 @@ from headrace_kv.receive.receiver import IncomingTransfer
 from headrace_kv.receive.state import TransferState
 from headrace_kv.transport.base import KvTransport, WriteResult
 from headrace_kv.transport.in_memory import InMemoryTransport, MemoryFabric
-from tests.component.kv.harness import BLOCK_TOKENS, Rig, make_layout, running
+from tests.component.kv.harness import BLOCK_TOKENS, BLOCKS, LAYERS, TOKENS, Rig, running
 from tests.waiting import until
-
-BLOCKS = (1, 2, 3)
-TOKENS = 3 * BLOCK_TOKENS
-LAYERS = 6
 
 
 class SlowTransport(InMemoryTransport):
@@ -56,6 +52,12 @@ class SlowTransport(InMemoryTransport):
         del self.in_flight[index]
         future.set_exception(error or TransferFailed("the test fails this write"))
 
+    async def land_next(self, count: int = LAYERS, index: int = 0) -> None:
+        """The next `count` writes land, always the `index`-th of those in flight."""
+        for _ in range(count):
+            await until(lambda: bool(self.in_flight))
+            self.land(index)
+
 
 @asynccontextmanager
 async def rig_with(
@@ -69,7 +71,7 @@ async def rig_with(
     def transports(role: str, rank: int) -> KvTransport:
         return slow if role == "prefill" else InMemoryTransport(fabric=fabric)
 
-    async with running(make_layout(1), make_layout(decode_tp), transports, **settings) as rig:
+    async with running(1, decode_tp, transports, **settings) as rig:
         try:
             yield rig, slow
         finally:
@@ -81,10 +83,10 @@ async def start_transfer(
     rig: Rig, slow: SlowTransport, *, seconds: float = 20.0, writes: int = 3
 ) -> IncomingTransfer:
     """A transfer of six layers with the first `writes` in flight."""
-    transfer = rig.reserve(TOKENS)
+    transfer = rig.reserve()
     rig.open(rig.target(transfer, timeout_s=seconds))
     before = len(slow.in_flight)
-    rig.push(transfer.transfer_id, BLOCKS, 0, TOKENS)
+    rig.push(transfer.transfer_id)
     await until(lambda: len(slow.in_flight) == before + writes)
     return transfer
 
@@ -95,7 +97,6 @@ def acks(transfer: IncomingTransfer) -> int:
 
 async def test_later_writes_start_before_earlier_ones_have_landed() -> None:
     async with rig_with() as (rig, slow):
-        truth = rig.fill(BLOCKS, seed=1)
         transfer = await start_transfer(rig, slow)
         await asyncio.sleep(0.05)
         assert len(slow.in_flight) == 3
@@ -104,9 +105,8 @@ async def test_later_writes_start_before_earlier_ones_have_landed() -> None:
             slow.land()
             await until(lambda n=landed: acks(transfer) == n)  # type: ignore[misc]
             await until(lambda n=landed: len(slow.in_flight) == min(3, 6 - n))  # type: ignore[misc]
-        summary = await transfer.wait()
+        summary = await rig.received(transfer)
         assert summary.acknowledgement_count == LAYERS
-        rig.check_bytes(truth, transfer.reservation)
         (report,) = await rig.quiet(transfer.transfer_id)
         assert slow.max_in_flight == 3
         assert [sent.layer for sent in report.layers] == list(range(LAYERS))
@@ -114,32 +114,12 @@ async def test_later_writes_start_before_earlier_ones_have_landed() -> None:
         assert all(sent.entry_count == sent.run_count for sent in report.layers)
 
 
-async def test_writes_of_several_transfers_share_the_window() -> None:
-    async with rig_with() as (rig, slow):
-        truth = rig.fill(BLOCKS, seed=1)
-        first, second = rig.reserve(TOKENS), rig.reserve(TOKENS, first_block=20)
-        for transfer in (first, second):
-            rig.open(rig.target(transfer))
-            rig.push(transfer.transfer_id, BLOCKS, 0, TOKENS, range(1))
-        await until(lambda: len(slow.in_flight) == 2)
-        for transfer in (first, second):
-            rig.push(transfer.transfer_id, BLOCKS, 0, TOKENS, range(1, LAYERS))
-        for _ in range(2 * LAYERS):
-            await until(lambda: bool(slow.in_flight))
-            slow.land()
-        for transfer in (first, second):
-            await transfer.wait()
-            rig.check_bytes(truth, transfer.reservation)
-
-
 async def test_writes_that_land_out_of_order_are_acknowledged_in_order() -> None:
     """The later chunks of a layer land first. Decode must not see a gap."""
     async with rig_with() as (rig, slow):
-        truth = rig.fill(BLOCKS, seed=1)
-        transfer = rig.reserve(TOKENS)
-        rig.open(rig.target(transfer))
+        transfer = rig.start()
         for start in range(0, TOKENS, BLOCK_TOKENS):
-            rig.push(transfer.transfer_id, BLOCKS, start, start + BLOCK_TOKENS, layers=range(1))
+            rig.push(transfer.transfer_id, BLOCKS, start, start + BLOCK_TOKENS, range(1))
         await until(lambda: len(slow.in_flight) == 3)
         slow.land(2)
         slow.land(1)
@@ -147,21 +127,16 @@ async def test_writes_that_land_out_of_order_are_acknowledged_in_order() -> None
         assert acks(transfer) == 0
         slow.land(0)
         await until(lambda: acks(transfer) == 3)
-        rig.push(transfer.transfer_id, BLOCKS, 0, TOKENS, layers=range(1, LAYERS))
-        for _ in range(LAYERS - 1):
-            await until(lambda: bool(slow.in_flight))
-            slow.land(len(slow.in_flight) - 1)
-        await transfer.wait()
-        rig.check_bytes(truth, transfer.reservation)
+        rig.push(transfer.transfer_id, layers=range(1, LAYERS))
+        await slow.land_next(LAYERS - 1, index=-1)
+        await rig.received(transfer)
 
 
 async def test_a_write_in_several_batches_has_landed_with_its_last() -> None:
     async with rig_with() as (rig, slow):
         slow.entry_limit = 4
-        truth = rig.fill(BLOCKS, seed=1)
-        transfer = rig.reserve(TOKENS)
-        rig.open(rig.target(transfer))
-        rig.push(transfer.transfer_id, BLOCKS, 0, TOKENS, layers=range(1))
+        transfer = rig.start()
+        rig.push(transfer.transfer_id, layers=range(1))
         # Decode's block ids descend, so that the 3 blocks in 2 parts do not merge.
         await until(lambda: len(slow.in_flight) == 2)
         slow.land(1, WriteResult("mooncake/tcp", "gather_scatter", 1))
@@ -169,12 +144,9 @@ async def test_a_write_in_several_batches_has_landed_with_its_last() -> None:
         assert acks(transfer) == 0
         slow.land(0)
         await until(lambda: acks(transfer) == 1)
-        rig.push(transfer.transfer_id, BLOCKS, 0, TOKENS, layers=range(1, LAYERS))
-        for _ in range(2 * (LAYERS - 1)):
-            await until(lambda: bool(slow.in_flight))
-            slow.land()
-        await transfer.wait()
-        rig.check_bytes(truth, transfer.reservation)
+        rig.push(transfer.transfer_id, layers=range(1, LAYERS))
+        await slow.land_next(2 * (LAYERS - 1))
+        await rig.received(transfer)
         (report,) = await rig.quiet(transfer.transfer_id)
         first = report.layers[0]
         assert (first.transport, first.strategy) == (
@@ -185,45 +157,23 @@ async def test_a_write_in_several_batches_has_landed_with_its_last() -> None:
         assert report.layers[1].entry_count == 6
 
 
-async def test_one_sessions_bytes_in_flight_are_bounded() -> None:
-    async with rig_with() as (rig, slow):
-        layer_bytes = rig.prefill.groups[0].bytes_between(0, TOKENS, heads=4)
-        slow.byte_limit = 2 * layer_bytes
-        rig.fill(BLOCKS, seed=1)
-        transfer = await start_transfer(rig, slow, writes=2)
-        await asyncio.sleep(0.05)
-        assert len(slow.in_flight) == 2
-        for _ in range(LAYERS):
-            await until(lambda: bool(slow.in_flight))
-            slow.land()
-        await transfer.wait()
-        assert slow.max_in_flight == 2
-
-
 async def test_each_decode_rank_has_its_own_window() -> None:
     async with rig_with(decode_tp=2) as (rig, slow):
-        truth = rig.fill(BLOCKS, seed=1)
         transfer = await start_transfer(rig, slow, writes=6)
         assert sorted(session for session, _, _ in slow.in_flight) == sorted(
             [arena.memory.session for arena in rig.destinations] * 3
         )
-        for _ in range(2 * LAYERS):
-            await until(lambda: bool(slow.in_flight))
-            slow.land(len(slow.in_flight) - 1)
-        await transfer.wait()
-        rig.check_bytes(truth, transfer.reservation)
+        await slow.land_next(2 * LAYERS, index=-1)
+        await rig.received(transfer)
 
 
 async def test_a_failed_write_fails_its_transfer_and_not_its_neighbour() -> None:
     async with rig_with(quiet_after_failure_s=0.3) as (rig, slow):
-        truth = rig.fill(BLOCKS, seed=1)
-        doomed, fine = rig.reserve(TOKENS), rig.reserve(TOKENS, first_block=20)
-        for transfer in (doomed, fine):
-            rig.open(rig.target(transfer))
-            await until(lambda t=transfer: t.state is TransferState.OPEN)  # type: ignore[misc]
-        rig.push(doomed.transfer_id, BLOCKS, 0, TOKENS, layers=range(2))
+        doomed, fine = rig.start(), rig.start(first_block=20)
+        await until(lambda: doomed.state is fine.state is TransferState.OPEN)
+        rig.push(doomed.transfer_id, layers=range(2))
         await until(lambda: len(slow.in_flight) == 2)
-        rig.push(fine.transfer_id, BLOCKS, 0, TOKENS)
+        rig.push(fine.transfer_id)
         await until(lambda: len(slow.in_flight) == 3)
         slow.fail(0)
         with pytest.raises(TransferFailed, match="the test fails this write"):
@@ -235,16 +185,12 @@ async def test_a_failed_write_fails_its_transfer_and_not_its_neighbour() -> None
         slow.land(0)
         await until(lambda: rig.released_ids() == [doomed.transfer_id])
         assert not rig.is_sending(doomed.transfer_id)
-        for _ in range(LAYERS):
-            await until(lambda: bool(slow.in_flight))
-            slow.land()
-        await fine.wait()
-        rig.check_bytes(truth, fine.reservation)
+        await slow.land_next()
+        await rig.received(fine)
 
 
 async def test_the_quiet_time_counts_from_the_last_failure() -> None:
     async with rig_with(quiet_after_failure_s=0.3) as (rig, slow):
-        rig.fill(BLOCKS, seed=1)
         transfer = await start_transfer(rig, slow)
         slow.fail()
         with pytest.raises(TransferFailed):
@@ -260,7 +206,6 @@ async def test_the_quiet_time_counts_from_the_last_failure() -> None:
 async def test_cancelled_blocks_stay_held_while_writes_are_in_flight() -> None:
     """I1 and I2: neither side may reuse a block that a pending write reads or fills."""
     async with rig_with() as (rig, slow):
-        rig.fill(BLOCKS, seed=1)
         transfer = await start_transfer(rig, slow)
         rig.receiver.cancel(transfer.transfer_id, Cancelled.reason, "the client left")
         await asyncio.sleep(0.2)
@@ -280,7 +225,6 @@ async def test_cancelled_blocks_stay_held_while_writes_are_in_flight() -> None:
 
 async def test_a_deadline_names_the_layers_that_have_not_landed() -> None:
     async with rig_with() as (rig, slow):
-        rig.fill(BLOCKS, seed=1)
         transfer = await start_transfer(rig, slow, seconds=0.4)
         slow.land()
         await until(lambda: acks(transfer) == 1 and len(slow.in_flight) == 3)
@@ -298,7 +242,6 @@ async def test_a_deadline_names_the_layers_that_have_not_landed() -> None:
 
 async def test_no_write_starts_without_a_lease_and_quiet_waits_for_the_others() -> None:
     async with rig_with(lease_ttl_s=0.3, quarantine_s=0.1) as (rig, slow):
-        rig.fill(BLOCKS, seed=1)
         transfer = await start_transfer(rig, slow)
         # Both ends share an event loop, so this stops decode's renewals and the sender's reading.
         time.sleep(0.5)  # noqa: ASYNC251
@@ -321,7 +264,6 @@ async def test_a_transports_bug_fails_one_transfer(
     cancelled: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with rig_with() as (rig, slow):
-        truth = rig.fill(BLOCKS, seed=1)
         transfer = await start_transfer(rig, slow)
         if cancelled:
             slow.in_flight.popleft()[2].cancel()
@@ -333,18 +275,14 @@ async def test_a_transports_bug_fails_one_transfer(
             await transfer.wait()
         assert "met a bug" in caplog.text
         fine = await start_transfer(rig, slow)
-        for _ in range(LAYERS):
-            await until(lambda: bool(slow.in_flight))
-            slow.land()
-        await fine.wait()
-        rig.check_bytes(truth, fine.reservation)
+        await slow.land_next()
+        await rig.received(fine)
 
 
 async def test_closing_waits_for_writes_until_they_are_overdue(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with rig_with(lease_ttl_s=0.5) as (rig, slow):
-        rig.fill(BLOCKS, seed=1)
         transfer = await start_transfer(rig, slow)
         (sender,) = rig.senders
         sender.close()
@@ -362,7 +300,6 @@ async def test_closing_waits_for_writes_until_they_are_overdue(
 
 async def test_closing_reports_once_the_writes_have_ended() -> None:
     async with rig_with() as (rig, slow):
-        rig.fill(BLOCKS, seed=1)
         transfer = await start_transfer(rig, slow)
         (sender,) = rig.senders
         sender.close()

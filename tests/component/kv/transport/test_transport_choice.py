@@ -27,6 +27,7 @@ from headrace_kv.transport.staging.cost_model import TransferCosts, WireCostMode
 from headrace_kv.transport.staging.scatter_client import ScatterClient
 from headrace_kv.transport.staging.scatter_server import LandingLimits
 from headrace_kv.transport.staging.transport import StagedTransport, StagingLimits
+from tests.rdma.conformance import one_run
 from tests.rdma.peers import PEER_BYTES, Bytes, PeerSettings, ProcessPeer, digest_of
 
 
@@ -37,8 +38,8 @@ def peer() -> Iterator[ProcessPeer]:
     made.end()
 
 
-def one_run(source: Bytes, address: int) -> Runs:
-    return Runs(np.array([source.ctypes.data]), np.array([address]), np.array([source.nbytes]))
+def whole(source: Bytes, address: int) -> Runs:
+    return one_run(source.ctypes.data, address, source.nbytes)
 
 
 def filled(nbytes: int, seed: int = 1) -> Bytes:
@@ -71,7 +72,7 @@ def test_every_part_of_a_session_is_proven(
     parts = peer.session.split(".")
     parts[part] = value
     with pytest.raises(TransferFailed, match=reason):
-        transport.write(".".join(parts), one_run(source, peer.address), 1.0)
+        transport.write(".".join(parts), whole(source, peer.address), 1.0)
     assert peer.digest() == digest_of(np.zeros(PEER_BYTES, np.uint8))
     transport.close()
 
@@ -79,12 +80,12 @@ def test_every_part_of_a_session_is_proven(
 def test_an_ended_process_is_an_error_before_its_pid_is_free(peer: ProcessPeer) -> None:
     source = filled(1000)
     transport = new_sender(source)
-    transport.write(peer.session, one_run(source, peer.address), 1.0)
+    transport.write(peer.session, whole(source, peer.address), 1.0)
     pid = int(peer.session.split(".")[2])
     os.kill(pid, signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     with pytest.raises(TransferFailed, match="it has ended"):
-        transport.write(peer.session, one_run(source, peer.address), 1.0)
+        transport.write(peer.session, whole(source, peer.address), 1.0)
     transport.close()
 
 
@@ -151,7 +152,7 @@ class Pair:
         self.session = f"first={receivers['first'].session};last={self.only_last}"
 
     def write(self, session: str) -> None:
-        self.sender.write(session, one_run(self.source, self.target.ctypes.data), 1.0)
+        self.sender.write(session, whole(self.source, self.target.ctypes.data), 1.0)
 
     def landed(self) -> bool:
         return np.array_equal(self.source, self.target)
@@ -225,6 +226,7 @@ class PackedPair:
         self.receiver = StagedTransport(InMemoryTransport(), "127.0.0.1", FixedCosts(), self.limits)
         self.receiver.register(self.target.ctypes.data, self.target.nbytes)
         self.session = self.receiver.session
+        self.scatter_session = session_of("scatter", self.session) or ""
         self.sender = self.new_sender(self.inner)
 
     def new_sender(self, inner: InMemoryTransport) -> StagedTransport:
@@ -337,12 +339,10 @@ def test_a_peer_that_does_not_scatter_fails_all_pending_writes(packed: PackedPai
 
 
 def test_scattering_stays_within_registered_memory_and_time(packed: PackedPair) -> None:
-    server = session_of("scatter", packed.session)
-    assert server is not None
     inside = packed.target.ctypes.data
     for address, seconds, reason in ((inside - 1, 5.0, "outside"), (inside, -60.0, "late")):
-        client = client_once_lent(server)
-        where = Runs(np.array([0]), np.array([address]), np.array([10]))
+        client = client_once_lent(packed.scatter_session)
+        where = one_run(0, address, 10)
         ends: queue.SimpleQueue[TransferFailed | None] = queue.SimpleQueue()
         client.submit(client.slots.acquire(0.0), where, time.monotonic() + seconds, ends.put)
         assert reason in str(ends.get(timeout=5.0))
@@ -352,22 +352,18 @@ def test_scattering_stays_within_registered_memory_and_time(packed: PackedPair) 
 
 
 def test_a_wrong_token_lends_nothing(packed: PackedPair) -> None:
-    server = session_of("scatter", packed.session)
-    assert server is not None
     with pytest.raises(TransferFailed, match="token is wrong"):
-        ScatterClient(server.partition("/")[0] + "/" + "00" * 16, 5.0)
+        ScatterClient(packed.scatter_session.partition("/")[0] + "/" + "00" * 16, 5.0)
 
 
 def test_an_aborted_loan_is_quarantined(packed: PackedPair) -> None:
     """Bytes of a vanished sender's last write must not land in a slot of another sender."""
-    server = session_of("scatter", packed.session)
-    assert server is not None
-    ScatterClient(server, 5.0).close(clean=False)
+    ScatterClient(packed.scatter_session, 5.0).close(clean=False)
     with pytest.raises(TransferFailed, match="no slots"):
-        ScatterClient(server, 5.0)
+        ScatterClient(packed.scatter_session, 5.0)
     end_quarantine(packed)
-    client_once_lent(server).close(clean=True)
-    client_once_lent(server).close(clean=True)
+    client_once_lent(packed.scatter_session).close(clean=True)
+    client_once_lent(packed.scatter_session).close(clean=True)
 
 
 def test_a_failed_write_aborts_the_stream(packed: PackedPair) -> None:

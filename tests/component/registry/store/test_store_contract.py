@@ -120,17 +120,14 @@ async def test_a_descriptor_is_bound_to_its_owner(store: Store) -> None:
     await store.register(other, 30)
     with pytest.raises(NotFound):
         await store.get_descriptor(reference(member))
-    revision = await store.put_descriptor(
-        registration.lease_id, reference(member), kv_descriptor(8192)
-    )
+    lease_id = registration.lease_id
+    revision = await store.put_descriptor(lease_id, reference(member), kv_descriptor(8192))
     assert revision > registration.revision
     assert await store.get_descriptor(reference(member)) == kv_descriptor(8192)
     with pytest.raises(StaleIncarnation):
-        await store.put_descriptor(
-            registration.lease_id, reference(worker(generation=7)), kv_descriptor()
-        )
+        await store.put_descriptor(lease_id, reference(worker(generation=7)), kv_descriptor())
     with pytest.raises(NotFound):
-        await store.put_descriptor(registration.lease_id, reference(other), kv_descriptor())
+        await store.put_descriptor(lease_id, reference(other), kv_descriptor())
 
 
 async def test_a_watch_resumes_from_its_revision(store: Store) -> None:
@@ -224,13 +221,9 @@ async def test_the_policy_is_replaced_by_revision(store: Store) -> None:
 
 async def test_one_of_many_writers_from_one_revision_succeeds(store: Store) -> None:
     revision = await store.set_policy(registry_pb2.Policy(retry_budget=1), 0)
-    outcomes = await asyncio.gather(
-        *(
-            store.set_policy(registry_pb2.Policy(retry_budget=number), revision)
-            for number in range(6)
-        ),
-        return_exceptions=True,
-    )
+    policies = [registry_pb2.Policy(retry_budget=number) for number in range(6)]
+    writes = [store.set_policy(policy, revision) for policy in policies]
+    outcomes = await asyncio.gather(*writes, return_exceptions=True)
     assert sum(isinstance(outcome, int) for outcome in outcomes) == 1
     assert sum(isinstance(outcome, Conflict) for outcome in outcomes) == 5
 

@@ -28,13 +28,8 @@ def flag(spec: ProcessSpec, name: str) -> list[str]:
 def test_one_process_per_worker_with_its_own_name_and_files() -> None:
     topology = Topology(engine="sim", prefill_count=2, decode_count=3, decode_tensor_parallel=2)
     specs = worker_specs(topology, FOLDER, "127.0.0.1:7001")
-    assert [spec.name for spec in specs] == [
-        "prefill-0",
-        "prefill-1",
-        "decode-0",
-        "decode-1",
-        "decode-2",
-    ]
+    names = "prefill-0 prefill-1 decode-0 decode-1 decode-2"
+    assert [spec.name for spec in specs] == names.split()
     assert len({spec.port_file for spec in specs} | {spec.log_file for spec in specs}) == 10
     assert flag(specs[0], "tensor-parallel-size") == ["--tensor-parallel-size=1"]
     assert flag(specs[2], "tensor-parallel-size") == ["--tensor-parallel-size=2"]
@@ -43,9 +38,7 @@ def test_one_process_per_worker_with_its_own_name_and_files() -> None:
 def test_many_sim_workers_of_a_role_share_one_process() -> None:
     topology = Topology(engine="sim", prefill_count=8, decode_count=200)
     specs = worker_specs(topology, FOLDER, "127.0.0.1:7001")
-    assert [spec.name for spec in specs] == [f"prefill-{number}" for number in range(8)] + [
-        "decode"
-    ]
+    assert [spec.name for spec in specs] == [*(f"prefill-{n}" for n in range(8)), "decode"]
     assert not flag(specs[0], "workers-per-process")
     assert flag(specs[-1], "workers-per-process") == ["--workers-per-process=200"]
     assert flag(specs[-1], "worker-id") == ["--worker-id=decode"]
@@ -91,11 +84,8 @@ def test_a_malformed_setting_is_rejected_with_the_remedy(text: str) -> None:
 
 
 def test_a_setting_may_contain_separators() -> None:
-    assert parse_setting("decode.model=sim:layers=4,heads=2") == (
-        "decode",
-        "model",
-        "sim:layers=4,heads=2",
-    )
+    value = "sim:layers=4,heads=2"
+    assert parse_setting(f"decode.model={value}") == ("decode", "model", value)
 
 
 @pytest.mark.parametrize(
@@ -112,9 +102,8 @@ def test_an_invalid_topology_is_rejected_with_the_remedy(topology: Topology, rem
         check_topology(topology)
 
 
-@pytest.mark.parametrize("text,ranks", [("1", (1, 1)), ("2", (2, 2)), ("2:1", (2, 1))])
-def test_ranks_are_parsed(text: str, ranks: tuple[int, int]) -> None:
-    assert parse_ranks(text) == ranks
+def test_ranks_are_parsed() -> None:
+    assert [parse_ranks(text) for text in ("1", "2", "2:1")] == [(1, 1), (2, 2), (2, 1)]
 
 
 @pytest.mark.parametrize("text", ["", "0", "a", "1:", ":1", "1:2:3", "-1"])

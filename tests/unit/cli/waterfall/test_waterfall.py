@@ -109,15 +109,8 @@ def test_an_empty_trace_is_one_line() -> None:
     assert len(draw_waterfall(trace_pb2.Trace(trace_id="0"), layers=True, width=80)) == 1
 
 
-@pytest.mark.parametrize(
-    "count,text", [(0, "0 B"), (1023, "1023 B"), (98304, "96.0 KiB"), (3 << 30, "3.0 GiB")]
-)
-def test_bytes_are_readable(count: int, text: str) -> None:
-    assert format_bytes(count) == text
-
-
-@pytest.mark.parametrize(
-    "nanoseconds,text", [(0, "0.00 ms"), (1_234_567, "1.23 ms"), (2_500 * MS, "2,500 ms")]
-)
-def test_times_are_readable(nanoseconds: int, text: str) -> None:
-    assert format_ms(nanoseconds) == text
+def test_bytes_and_times_are_readable() -> None:
+    counts = [0, 1023, 98304, 3 << 30]
+    assert [format_bytes(count) for count in counts] == ["0 B", "1023 B", "96.0 KiB", "3.0 GiB"]
+    times_ns = [0, 1_234_567, 2_500 * MS]
+    assert [format_ms(ns) for ns in times_ns] == ["0.00 ms", "1.23 ms", "2,500 ms"]

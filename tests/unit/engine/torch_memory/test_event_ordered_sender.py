@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 
@@ -28,27 +29,30 @@ class Device:
         return DeviceMark(self, self.queued)
 
 
+@dataclass(frozen=True)
 class DeviceMark:
-    def __init__(self, device: Device, position: int) -> None:
-        self._device = device
-        self._position = position
+    device: Device
+    position: int
 
     def query(self) -> bool:
-        if self._device.broken:
+        if self.device.broken:
             raise RuntimeError("an illegal access")
-        return self._device.done >= self._position
+        return self.device.done >= self.position
 
 
 class Recorder:
-    """A sender that records its calls."""
+    """A sender that records its calls. When it is full, it opens no transfer."""
 
-    def __init__(self) -> None:
+    def __init__(self, full: bool = False) -> None:
+        self.full = full
         self.pieces: list[LayerRange] = []
         self.events: list[str] = []
         self.stops: list[tuple[str, str, str]] = []
         self._changed = threading.Condition()
 
     def open(self, target: TransferTarget) -> None:
+        if self.full:
+            raise QueueFull("too many")
         self._record(f"open {target.transfer_id}")
 
     def push(self, piece: LayerRange) -> None:
@@ -58,7 +62,7 @@ class Recorder:
             raise KeyError("a bug")
 
     def push_logits(self, transfer_id: str, logits: bytes) -> None:
-        self._record(f"logits {transfer_id}")
+        self._record(f"logits {transfer_id} {logits.decode()}")
 
     def finish(self, transfer_id: str) -> None:
         self._record(f"finish {transfer_id}")
@@ -80,7 +84,7 @@ class Recorder:
 
 
 class Rig:
-    def __init__(self, limits: OrderingLimits | None = None) -> None:
+    def __init__(self, limits: OrderingLimits | None) -> None:
         self.device, self.recorder = Device(), Recorder()
         self.sender = EventOrderedSender(self.recorder, self.device.mark, limits)
 
@@ -89,20 +93,14 @@ class Rig:
 
 
 @pytest.fixture
-def new_rig() -> Iterator[Callable[..., Rig]]:
-    rigs: list[Rig] = []
-
-    def make(limits: OrderingLimits | None = None) -> Rig:
-        rigs.append(Rig(limits))
-        return rigs[-1]
-
-    yield make
-    for rig in rigs:
-        rig.sender.close()
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    """Its parameter, if there is one, is the sender's limits."""
+    rig = Rig(getattr(request, "param", None))
+    yield rig
+    rig.sender.close()
 
 
-def test_ranges_are_sent_in_order_as_the_device_writes_them(new_rig: Callable[..., Rig]) -> None:
-    rig = new_rig()
+def test_ranges_are_sent_in_order_as_the_device_writes_them(rig: Rig) -> None:
     for layer in range(3):
         rig.push(layer)
     rig.sender.finish("a")
@@ -117,10 +115,7 @@ def test_ranges_are_sent_in_order_as_the_device_writes_them(new_rig: Callable[..
     assert rig.recorder.wait(4)[-1] == "finish a"
 
 
-def test_a_stop_is_passed_on_before_waiting_ranges(
-    new_rig: Callable[..., Rig],
-) -> None:
-    rig = new_rig()
+def test_a_stop_is_passed_on_before_waiting_ranges(rig: Rig) -> None:
     rig.push(0)
     rig.sender.stop("a", "CANCELLED", "enough")
     assert rig.recorder.events == ["stop a"]
@@ -129,10 +124,8 @@ def test_a_stop_is_passed_on_before_waiting_ranges(
     assert rig.recorder.wait(2) == ["stop a", "push a 0"]
 
 
-def test_a_range_that_is_not_written_in_time_fails_its_transfer(
-    new_rig: Callable[..., Rig],
-) -> None:
-    rig = new_rig(OrderingLimits(write_timeout_s=0.05))
+@pytest.mark.parametrize("rig", [OrderingLimits(write_timeout_s=0.05)], indirect=True)
+def test_a_range_that_is_not_written_in_time_fails_its_transfer(rig: Rig) -> None:
     rig.push(4)
     assert rig.recorder.wait(1) == ["stop a"]
     transfer_id, reason, detail = rig.recorder.stops[0]
@@ -143,8 +136,7 @@ def test_a_range_that_is_not_written_in_time_fails_its_transfer(
     assert rig.recorder.wait(2)[-1] == "push b 5"
 
 
-def test_a_failed_device_fails_the_transfers(new_rig: Callable[..., Rig]) -> None:
-    rig = new_rig()
+def test_a_failed_device_fails_the_transfers(rig: Rig) -> None:
     rig.push(0)
     rig.push(0, "b")
     rig.device.broken = True
@@ -152,8 +144,8 @@ def test_a_failed_device_fails_the_transfers(new_rig: Callable[..., Rig]) -> Non
     assert "illegal access" in rig.recorder.stops[0][2]
 
 
-def test_too_many_waiting_ranges_fail_their_transfer(new_rig: Callable[..., Rig]) -> None:
-    rig = new_rig(OrderingLimits(waiting=2))
+@pytest.mark.parametrize("rig", [OrderingLimits(waiting=2)], indirect=True)
+def test_too_many_waiting_ranges_fail_their_transfer(rig: Rig) -> None:
     # The thread holds one more.
     for layer in range(4):
         rig.push(layer)
@@ -161,16 +153,14 @@ def test_too_many_waiting_ranges_fail_their_transfer(new_rig: Callable[..., Rig]
     assert rig.recorder.stops[0][1] == QueueFull.reason
 
 
-def test_a_bug_in_one_transfer_does_not_end_the_others(new_rig: Callable[..., Rig]) -> None:
-    rig = new_rig()
+def test_a_bug_in_one_transfer_does_not_end_the_others(rig: Rig) -> None:
     rig.device.done = 10
     rig.push(99)
     rig.push(1, "b")
     assert rig.recorder.wait(2)[-1] == "push b 1"
 
 
-def test_closing_drops_waiting_ranges(new_rig: Callable[..., Rig]) -> None:
-    rig = new_rig()
+def test_closing_drops_waiting_ranges(rig: Rig) -> None:
     rig.push(0)
     rig.push(1)
     start_s = time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -148,6 +149,17 @@ def test_a_plan_is_moved_between_layers() -> None:
         assert runs.source_addresses.tolist() == fresh.source_addresses.tolist()
         assert runs.destination_addresses.tolist() == fresh.destination_addresses.tolist()
         assert runs.lengths.tolist() == fresh.lengths.tolist()
+
+
+def test_only_the_latest_plans_are_kept() -> None:
+    planner = CopyPlanner(memory(), memory())
+    spans = [span([1], [1]) for _ in range(100)]
+    first_blocks = weakref.ref(spans[0].source_blocks)
+    for chosen in spans:
+        planner.plan(WHOLE, 0, chosen)
+    del chosen
+    spans.clear()
+    assert first_blocks() is None
 
 
 def test_only_shared_layers_are_planned() -> None:

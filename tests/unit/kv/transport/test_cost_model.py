@@ -111,17 +111,17 @@ def test_neighbours_are_adjacent_in_the_order_of_staging() -> None:
     count = 2000
     backwards = (np.arange(count)[::-1] * 256).tolist()
     apart = (np.arange(count) * 1000).tolist()
-    gathered = runs_of(apart, backwards, [256] * count)
-    found = plan_staging(TCP, gathered, EVERY)
-    assert found.strategy == "gather"
-    assert found.staged is not None
-    assert len(select(gathered, found.staged).merge()) == count
-    assert bool((np.diff(gathered.destination_addresses[found.staged]) == 256).all())
-    landed = runs_of(backwards, apart, [256] * count)
-    found = plan_staging(TCP, landed, EVERY)
-    assert found.strategy == "scatter"
-    assert found.staged is not None
-    assert bool((np.diff(landed.source_addresses[found.staged]) == 256).all())
+    for strategy, source, destination in (
+        ("gather", apart, backwards),
+        ("scatter", backwards, apart),
+    ):
+        runs = runs_of(source, destination, [256] * count)
+        found = plan_staging(TCP, runs, EVERY)
+        assert found.strategy == strategy
+        assert found.staged is not None
+        assert len(select(runs, found.staged).merge()) == count
+        backward = runs.destination_addresses if strategy == "gather" else runs.source_addresses
+        assert bool((np.diff(backward[found.staged]) == 256).all())
 
 
 def test_moved_runs_share_a_plan() -> None:

@@ -10,7 +10,9 @@ import pytest
 from headrace_registry.store.etcd_table import EtcdTable
 
 
-class _Refused(grpc.RpcError, grpc.Call):  # type: ignore[misc]
+class _Refused(grpc.RpcError, grpc.Call):
+    """gRPC's errors are calls too. Only `code` is called here."""
+
     def __init__(self, status: grpc.StatusCode) -> None:
         self._status = status
 
@@ -20,9 +22,21 @@ class _Refused(grpc.RpcError, grpc.Call):  # type: ignore[misc]
     def details(self) -> str:
         return "as a test wants it"
 
+    def initial_metadata(self) -> Any: ...
 
-# grpc.Call is abstract in methods that no caller uses here.
-_Refused.__abstractmethods__ = frozenset()
+    def trailing_metadata(self) -> Any: ...
+
+    def is_active(self) -> bool:
+        return False
+
+    def time_remaining(self) -> float:
+        return 0.0
+
+    def cancel(self) -> bool:
+        return False
+
+    def add_callback(self, callback: Any) -> bool:
+        return False
 
 
 class _Client:

@@ -6,7 +6,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_engine.interface import Sampling
@@ -107,47 +107,31 @@ class Filled:
 
 texts = st.sampled_from(MODELS)
 ranks_of = st.integers(1, 6)
-prompts = st.lists(st.integers(0, 99), min_size=1, max_size=BLOCK_TOKENS * BLOCK_COUNT)
-short_prompts = st.lists(st.integers(0, 99), min_size=1, max_size=24)
-
-
-@given(texts, ranks_of, prompts, st.randoms())
-def test_intact_memory_gives_the_closed_form(
-    text: str, ranks: int, prompt: list[int], random: Random
-) -> None:
-    filled = Filled(text, ranks, prompt, random)
-    assert filled.digest() == filled.expected()
+# Three tokens of an answer have room after them.
+prompts = st.lists(st.integers(0, 99), min_size=1, max_size=BLOCK_TOKENS * BLOCK_COUNT - 3)
 
 
 @given(texts, ranks_of, prompts, st.randoms(), st.data())
-def test_one_wrong_byte_anywhere_changes_the_digest(
+def test_intact_memory_gives_the_closed_form_and_one_wrong_byte_another(
     text: str, ranks: int, prompt: list[int], random: Random, data: st.DataObject
 ) -> None:
     filled = Filled(text, ranks, prompt, random)
-    filled.invert_any_byte(data)
-    assert filled.digest() != filled.expected()
-
-
-@settings(max_examples=60)
-@given(texts, ranks_of, short_prompts, st.randoms(), st.data())
-def test_one_wrong_byte_anywhere_changes_the_answer(
-    text: str, ranks: int, prompt: list[int], random: Random, data: st.DataObject
-) -> None:
-    filled = Filled(text, ranks, prompt, random)
+    assert filled.digest() == filled.expected()
     expected = filled.model.expected_tokens(prompt, 3)
     assert Filled(text, ranks, prompt, random).answer(3) == expected
     filled.invert_any_byte(data)
+    assert filled.digest() != filled.expected()
     assert filled.answer(3) != expected
 
 
-@given(st.randoms(), short_prompts, st.integers(1, 4), st.data())
+@given(st.randoms(), prompts, st.integers(1, 4), st.data())
 def test_a_corrupt_state_stays_corrupt(
     random: Random, prompt: list[int], ranks: int, data: st.DataObject
 ) -> None:
     filled = Filled("layers=1,state_layers=1", ranks, prompt, random)
     rank = data.draw(st.integers(0, ranks - 1))
     filled.memory.invert_byte(rank, 1, "ssm", filled.blocks[1][0], 0, 0, 9)
-    for token in range(5):
+    for token in range(3):
         filled.append([token])
         assert filled.digest() != filled.expected()
 

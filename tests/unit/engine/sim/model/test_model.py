@@ -33,15 +33,6 @@ def test_order_and_prefix_affect_the_hash() -> None:
     assert len(set(model.prefix_hashes([5] * 100).tolist())) == 100
 
 
-def test_a_stop_token_ends_the_expected_answer() -> None:
-    model = small_model()
-    answer = model.expected_tokens([1, 2, 3], 8)
-    assert len(answer) == 8
-    stop = answer[4]
-    sampling = Sampling(temperature=0.0, stop_token_ids=(stop,))
-    assert model.expected_tokens([1, 2, 3], 8, sampling) == answer[: answer.index(stop) + 1]
-
-
 def test_seeds_and_prompts_change_the_expected_answer() -> None:
     model = small_model(32000)
     seeded = [

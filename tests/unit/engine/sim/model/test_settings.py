@@ -14,11 +14,8 @@ from headrace_kv.layout.layout import WorkerRef
 CONFIG = EngineConfig(engine="sim", model="sim", role="decode", ref=WorkerRef("w", "1" * 16))
 
 
-def test_the_plain_name_takes_the_defaults() -> None:
+def test_every_setting_has_a_default_and_can_be_given() -> None:
     assert parse_settings("sim") == SimSettings()
-
-
-def test_every_setting_can_be_given() -> None:
     text = "sim:layers=4,heads=8,head_bytes=32,vocabulary=50,context=64,layer_s=0.5,clock=/a"
     expected = SimSettings(4, 8, 32, 50, 64, layer_s=0.5, clock="/a")
     assert parse_settings(text) == expected

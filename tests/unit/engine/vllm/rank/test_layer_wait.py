@@ -35,11 +35,26 @@ def forward(wait: LayerWait) -> float:
     return time.monotonic() - start_s
 
 
-def test_a_step_without_overlapped_requests_does_not_wait() -> None:
-    wait = new_wait(5.0)
-    wait.begin_step([])
-    assert forward(wait) < 1
-    assert wait.take_invalid_blocks() == set()
+@pytest.mark.parametrize(
+    ("reports", "loads", "invalid"),
+    [
+        ([], [], set()),
+        # Lost before its step.
+        ([], [load(lost=True)], {10, 11}),
+        # A failed transfer cannot become whole, and a whole one cannot fail.
+        ([(0, True), (LAYERS, False)], [load()], {10, 11}),
+        ([(LAYERS, False), (0, True)], [load()], set()),
+    ],
+)
+def test_a_step_does_not_wait_for_what_is_decided(
+    reports: list[tuple[int, bool]], loads: list[OverlappedLoad], invalid: set[int]
+) -> None:
+    wait = new_wait(10.0)
+    for layer_count, failed in reports:
+        wait.layers_arrived("x1", layer_count, failed=failed)
+    wait.begin_step(loads)
+    assert forward(wait) < 5
+    assert wait.take_invalid_blocks() == invalid
 
 
 def test_each_hook_also_needs_the_next_layer() -> None:
@@ -123,38 +138,15 @@ def test_a_failure_ends_the_wait() -> None:
     assert wait.take_invalid_blocks() == {10, 11}
 
 
-@pytest.mark.parametrize("order", ["failed first", "failed last"])
-def test_a_whole_transfer_cannot_fail_and_a_failed_one_cannot_become_whole(order: str) -> None:
-    wait = new_wait(0.1)
-    events = [(0, True), (LAYERS, False)]
-    for layer_count, failed in events if order == "failed first" else reversed(events):
-        wait.layers_arrived("x1", layer_count, failed=failed)
-    wait.begin_step([load()])
-    assert forward(wait) < 5
-    assert wait.take_invalid_blocks() == ({10, 11} if order == "failed first" else set())
-
-
-def test_a_transfer_that_was_lost_before_its_step_has_invalid_blocks_at_once() -> None:
+@pytest.mark.parametrize("arrived_first", [True, False])
+def test_a_pass_without_hooks_reads_only_what_arrived_before_it(arrived_first: bool) -> None:
     wait = new_wait(10.0)
-    wait.begin_step([load(lost=True)])
-    assert forward(wait) < 5
-    assert wait.take_invalid_blocks() == {10, 11}
-
-
-def test_blocks_are_invalid_after_a_pass_without_hooks() -> None:
-    wait = new_wait(10.0)
+    if arrived_first:
+        wait.layers_arrived("x1", LAYERS, failed=False)
     wait.begin_step([load()])
     wait.layers_arrived("x1", LAYERS, failed=False)
     wait.end_step()
-    assert wait.take_invalid_blocks() == {10, 11}
-
-
-def test_layers_that_arrived_before_the_step_need_no_hook() -> None:
-    wait = new_wait(10.0)
-    wait.layers_arrived("x1", LAYERS, failed=False)
-    wait.begin_step([load()])
-    wait.end_step()
-    assert wait.take_invalid_blocks() == set()
+    assert wait.take_invalid_blocks() == (set() if arrived_first else {10, 11})
 
 
 def test_arrived_layers_are_fenced_before_they_are_read() -> None:

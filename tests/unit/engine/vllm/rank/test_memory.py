@@ -84,7 +84,11 @@ def group(
 
 
 def describe(
-    *tensors: FakeTensor, groups: Sequence[LayerGroup] = (), rank: int = 0, ranks: int = 1
+    *tensors: FakeTensor,
+    groups: Sequence[LayerGroup] = (),
+    rank: int = 0,
+    ranks: int = 1,
+    block_format: str = "packed-{}",
 ) -> Arena:
     caches: dict[str, Any] = {f"l{number}": item for number, item in enumerate(tensors)}
     return describe_arena(
@@ -92,7 +96,7 @@ def describe(
         groups or [group(TOKENS, list(caches))],
         rank=rank,
         tensor_parallel_size=ranks,
-        block_format_of=lambda cache, block_tokens: f"packed-{block_tokens}",
+        block_format_of=lambda cache, block_tokens: block_format.format(block_tokens),
     )
 
 
@@ -156,21 +160,11 @@ def test_different_caches_are_refused(odd: dict[str, Any]) -> None:
         describe(tensor(0), tensor(1, **odd))
 
 
-def by_token(cache: Any, block_tokens: int) -> str:
-    return TOKEN_OUTER
-
-
 def test_separately_copied_tokens_are_stored_before_or_after_the_heads() -> None:
     token_first = tensor(0, strides=(3 * 4096, 128, 3 * 128, 1))
     found = []
     for cache in (tensor(0), token_first):
-        arena = describe_arena(
-            {"l0": cache},
-            [group(TOKENS, ("l0",))],
-            rank=0,
-            tensor_parallel_size=1,
-            block_format_of=by_token,
-        )
+        arena = describe(cache, block_format=TOKEN_OUTER)
         region = arena.regions[0]
         found.append((region.head_stride_bytes, region.token_stride_bytes))
         assert arena.groups[0].parts == (Part("kv", "float32", 512, TOKEN_OUTER),)
@@ -184,17 +178,12 @@ def test_blocks_are_sent_whole_when_the_model_has_states() -> None:
         group(STATE, ("l1",), index=1, head_count=1, block_format="pages"),
     ]
 
-    def described(cache: FakeTensor) -> Arena:
-        caches: dict[str, Any] = {"l0": cache, "l1": page}
-        return describe_arena(
-            caches, groups, rank=0, tensor_parallel_size=1, block_format_of=by_token
-        )
-
-    arena = described(tensor(0))
+    arena = describe(tensor(0), page, groups=groups, block_format=TOKEN_OUTER)
     assert arena.groups[0].parts == (Part("kv", "float32", 32 * 512, WHOLE_BLOCKS),)
     assert arena.regions[0].token_stride_bytes == 0
+    token_first = tensor(0, strides=(3 * 4096, 128, 3 * 128, 1))
     with pytest.raises(ConfigError, match="VLLM_KV_CACHE_LAYOUT=HND"):
-        described(tensor(0, strides=(3 * 4096, 128, 3 * 128, 1)))
+        describe(token_first, page, groups=groups, block_format=TOKEN_OUTER)
 
 
 def test_kernels_that_split_blocks_name_the_size_to_set() -> None:

@@ -5,42 +5,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from headrace_common.errors import QueueFull, TransferFailed
+import pytest
+
+from headrace_common.errors import TransferFailed
 from headrace_engine.vllm.rank.step_executor import LayerKind, StepExecutor
 from headrace_engine.vllm.step.plan import StepPlan, TokenRange
-from headrace_kv.handoff.messages import LayerRange, SendReport, TransferTarget
+from headrace_kv.handoff.messages import SendReport, TransferTarget
 from headrace_kv.layout.layout import WorkerRef
+from tests.unit.engine.torch_memory.test_event_ordered_sender import Recorder
 
 TARGET = TransferTarget("x1", WorkerRef("d0", "1"), "127.0.0.1:1", 0, 96, 1e12)
 FIRST = TokenRange("x1", 0, 64, ((1, 2), ()))
 TAIL = TokenRange("x1", 64, 96, ((1, 2, 3), (9,)))
 TOKENS, STATE = LayerKind(0, is_state=False), LayerKind(1, is_state=True)
-
-
-class Recorder:
-    """A sender that records its calls and never writes."""
-
-    def __init__(self, full: bool = False) -> None:
-        self.calls: list[tuple[str, ...]] = []
-        self.pieces: list[LayerRange] = []
-        self.full = full
-
-    def open(self, target: TransferTarget) -> None:
-        if self.full:
-            raise QueueFull("too many")
-        self.calls.append(("open", target.transfer_id))
-
-    def push(self, piece: LayerRange) -> None:
-        self.pieces.append(piece)
-
-    def push_logits(self, transfer_id: str, logits: bytes) -> None:
-        self.calls.append(("logits", transfer_id, logits.decode()))
-
-    def finish(self, transfer_id: str) -> None:
-        self.calls.append(("finish", transfer_id))
-
-    def stop(self, transfer_id: str, reason: str, detail: str) -> None:
-        self.calls.append(("stop", transfer_id, reason))
 
 
 def started(
@@ -57,6 +34,12 @@ def started(
 
 def quiet(executor: StepExecutor, transfer_id: str = "x1", reason: str = "") -> None:
     executor.transfer_quiet(SendReport(transfer_id, 0, reason, "", ()))
+
+
+def reported(executor: StepExecutor) -> set[str]:
+    """The requests that a step reports as finished, of those that ended before it."""
+    executor.begin_step(StepPlan(finished_sends={"r": "x1"}))
+    return executor.end_step()[0]
 
 
 def test_ready_tokens_are_sent_first_then_each_layer_as_it_is_written() -> None:
@@ -78,9 +61,8 @@ def test_a_finished_request_is_reported_once_when_its_sender_is_quiet() -> None:
     executor, sender, _ = started()
     executor.begin_step(StepPlan(opened=[TARGET]))
     assert executor.end_step() == (set(), set(), set())
-    executor.begin_step(StepPlan(finished_sends={"r": "x1"}))
-    assert executor.end_step()[0] == set()
-    assert ("finish", "x1") in sender.calls
+    assert reported(executor) == set()
+    assert "finish x1" in sender.events
     quiet(executor)
     executor.begin_step(StepPlan())
     assert executor.end_step()[0] == {"r"}
@@ -91,8 +73,7 @@ def test_a_transfer_that_is_quiet_before_its_request_ends_is_reported_with_it() 
     executor, _, reports = started()
     executor.begin_step(StepPlan(opened=[TARGET]))
     quiet(executor)
-    executor.begin_step(StepPlan(finished_sends={"r": "x1"}))
-    assert executor.end_step()[0] == {"r"}
+    assert reported(executor) == {"r"}
     assert [report.transfer_id for report in reports] == ["x1"]
 
 
@@ -103,17 +84,15 @@ def test_a_stop_before_the_transfer_opens_prevents_it_and_reports_once() -> None
     assert [(report.transfer_id, report.reason) for report in reports] == [("x1", "CANCELLED")]
     executor.begin_step(StepPlan(opened=[TARGET], ready=[FIRST], computed=[TAIL]))
     executor.layer_written(0)
-    assert sender.calls == []
-    assert sender.pieces == []
-    executor.begin_step(StepPlan(finished_sends={"r": "x1"}))
-    assert executor.end_step()[0] == {"r"}
+    assert sender.events == []
+    assert reported(executor) == {"r"}
 
 
 def test_a_stop_of_an_open_transfer_leaves_the_report_to_the_sender() -> None:
     executor, sender, reports = started()
     executor.begin_step(StepPlan(opened=[TARGET]))
     executor.stop("x1")
-    assert ("stop", "x1", "CANCELLED") in sender.calls
+    assert [stop[:2] for stop in sender.stops] == [("x1", "CANCELLED")]
     assert reports == []
     quiet(executor, reason="CANCELLED")
     executor.stop("x1")
@@ -124,32 +103,25 @@ def test_a_full_sender_fails_only_the_new_transfer() -> None:
     executor, _, reports = started(full=True)
     executor.begin_step(StepPlan(opened=[TARGET], ready=[FIRST]))
     assert [(report.transfer_id, report.reason) for report in reports] == [("x1", "QUEUE_FULL")]
-    executor.begin_step(StepPlan(finished_sends={"r": "x1"}))
-    assert executor.end_step()[0] == {"r"}
+    assert reported(executor) == {"r"}
 
 
-def quiet_soon(executor: StepExecutor) -> threading.Timer:
+@pytest.mark.parametrize("preempted", [True, False])
+def test_blocks_are_overwritten_only_once_the_sender_is_quiet(preempted: bool) -> None:
+    """Blocks of a preempted request, or a state that the next step overruns."""
+    executor, sender, _ = started(layers=(STATE, TOKENS))
+    executor.begin_step(StepPlan(opened=[TARGET], computed=[TAIL]))
+    executor.states_written()
+    executor.end_step()
     timer = threading.Timer(0.1, quiet, (executor,))
     timer.start()
-    return timer
-
-
-def test_preempted_blocks_are_overwritten_only_once_the_sender_is_quiet() -> None:
-    executor, sender, _ = started()
-    executor.begin_step(StepPlan(opened=[TARGET]))
-    executor.end_step()
-    timer = quiet_soon(executor)
-    executor.preempt(StepPlan(preempted=["x1"]))
+    if preempted:
+        executor.preempt(StepPlan(preempted=["x1"]))
+    else:
+        executor.begin_step(StepPlan(overrun=["x1"]))
     assert timer.finished.is_set()
     timer.join()
-    assert ("stop", "x1", "TRANSFER_FAILED") in sender.calls
-
-
-def test_received_and_failed_requests_are_reported_as_planned() -> None:
-    executor = StepExecutor(1, lambda report: None)
-    executor.begin_step(StepPlan(received=["a"], failed=["b"]))
-    assert executor.end_step() == (set(), {"a", "b"}, {"b"})
-    assert executor.end_step() == (set(), set(), set())
+    assert [stop[:2] for stop in sender.stops] == [("x1", "TRANSFER_FAILED")]
 
 
 def test_states_are_sent_after_the_forward_pass_that_makes_them_final() -> None:
@@ -170,18 +142,6 @@ def test_states_are_sent_after_the_forward_pass_that_makes_them_final() -> None:
     assert len(sender.pieces) == 4
 
 
-def test_a_state_is_overwritten_only_once_its_transfer_is_quiet() -> None:
-    executor, sender, _ = started(layers=(STATE, TOKENS))
-    executor.begin_step(StepPlan(opened=[TARGET], computed=[TAIL]))
-    executor.states_written()
-    executor.end_step()
-    timer = quiet_soon(executor)
-    executor.begin_step(StepPlan(overrun=["x1"]))
-    assert timer.finished.is_set()
-    timer.join()
-    assert ("stop", "x1", "TRANSFER_FAILED") in sender.calls
-
-
 def test_received_kv_is_fenced_before_a_step_reads_it() -> None:
     fences: list[str] = []
     executor, _, _ = started(fence=lambda: fences.append("fenced"))
@@ -190,6 +150,7 @@ def test_received_kv_is_fenced_before_a_step_reads_it() -> None:
     assert fences == []
     executor.begin_step(StepPlan(received=["r", "s"], failed=["f"]))
     assert executor.end_step() == (set(), {"r", "s", "f"}, {"f"})
+    assert executor.end_step() == (set(), set(), set())
     assert fences == ["fenced"]
 
 
@@ -215,7 +176,7 @@ def test_only_the_logits_of_a_last_token_are_read_and_sent() -> None:
     executor.end_step()
     executor.logits_computed("x2", never)
     executor.logits_computed("x1", lambda: b"row")
-    assert sender.calls[-1] == ("logits", "x1", "row")
+    assert sender.events[-1] == "logits x1 row"
     executor.begin_step(StepPlan())
     executor.logits_computed("x1", never)
 
@@ -225,4 +186,4 @@ def test_logits_of_a_stopped_transfer_are_not_read() -> None:
     executor.begin_step(StepPlan(opened=[TARGET], computed=[FIRST], final=["x1"]))
     quiet(executor)
     executor.logits_computed("x1", lambda: b"row")
-    assert all(call[0] != "logits" for call in sender.calls)
+    assert not any(event.startswith("logits") for event in sender.events)

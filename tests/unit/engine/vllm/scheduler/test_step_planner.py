@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from headrace_engine.vllm.scheduler.step_planner import ScheduledRequest, StepPlanner
 from headrace_engine.vllm.settings import read_params, receive_params, send_params
 from headrace_engine.vllm.step.groups import LayerGroup
+from headrace_engine.vllm.step.plan import StepPlan, TokenRange
 from headrace_kv.handoff.messages import Reservation, TransferTarget
 from headrace_kv.layout.layout import STATE, TOKENS, GroupKind, WorkerRef
 
@@ -48,6 +49,11 @@ def admit_send(planner: StepPlanner, target: TransferTarget, request_id: str = "
     planner.blocks_allocated(request_id, send_params(target), (), target.end_token, 0, never)
 
 
+def computed(plan: StepPlan) -> list[tuple[int, int]]:
+    """The token ranges that the plan sends."""
+    return [(tokens.start_token, tokens.end_token) for tokens in plan.computed]
+
+
 def never(token_id: int) -> None:
     raise AssertionError("no token is awaited")
 
@@ -67,20 +73,27 @@ def test_all_but_the_last_token_is_missing() -> None:
     assert planner.missing_tokens(receive_params("x1"), 129, 64) == 64
     assert planner.missing_tokens(receive_params("x1"), 129, 128) == 0
     assert planner.missing_tokens(receive_params("x1"), 1, 0) == 0
+    assert planner.missing_tokens(receive_params("x1", True), 128, 96) == 32
     assert planner.missing_tokens(None, 129, 0) == 0
     assert planner.missing_tokens({"other": 1}, 129, 0) == 0
 
 
-def test_a_reservation_holds_the_blocks_of_the_missing_tokens() -> None:
+@pytest.mark.parametrize(
+    ("prompt", "cached", "add_token", "reservation"),
+    [
+        (130, 64, None, Reservation("x1", (12, 13, 14), 64, 129)),
+        # A whole number of blocks.
+        (129, 64, None, Reservation("x1", (12, 13), 64, 128)),
+        # The whole prompt is missing where prefill makes the first token.
+        (128, 96, [], Reservation("x1", (13,), 96, 128)),
+    ],
+)
+def test_a_reservation_holds_the_blocks_of_the_missing_tokens(
+    prompt: int, cached: int, add_token: list[int] | None, reservation: Reservation
+) -> None:
     planner, reserved = new_planner()
-    admit_receive(planner, prompt=130, cached=64)
-    assert reserved == [Reservation("x1", (12, 13, 14), 64, 129)]
-
-
-def test_a_whole_number_of_blocks_reserves_no_further_block() -> None:
-    planner, reserved = new_planner()
-    admit_receive(planner, prompt=129, cached=64)
-    assert reserved == [Reservation("x1", (12, 13), 64, 128)]
+    admit_receive(planner, prompt, cached, add_token)
+    assert reserved == [reservation]
 
 
 def test_a_cached_prompt_reserves_no_blocks_and_does_not_wait() -> None:
@@ -111,9 +124,12 @@ def test_each_received_request_is_planned_once_and_only_when_known() -> None:
     assert (plan.received, plan.failed) == ([], [])
 
 
-def test_a_released_transfer_fails_its_request() -> None:
+@pytest.mark.parametrize("add_token", [None, []])
+def test_a_failed_transfer_fails_its_request_and_awaits_no_first_token(
+    add_token: list[int] | None,
+) -> None:
     planner, _ = new_planner()
-    admit_receive(planner, prompt=130, cached=0)
+    admit_receive(planner, prompt=130, cached=0, add_token=add_token)
     planner.transfer_settled("x1", whole=False)
     plan = planner.plan_step([], ())
     assert (plan.received, plan.failed) == ([], ["r"])
@@ -133,15 +149,11 @@ def test_chunks_plan_whole_blocks_until_the_last() -> None:
     admit_send(planner, target_of(0, 150))
     first = planner.plan_step([step("r", 0, 70, (1, 2, 3), new=True)], ())
     assert [target.transfer_id for target in first.opened] == ["x1"]
-    assert [(s.start_token, s.end_token, s.block_ids[0]) for s in first.computed] == [
-        (0, 64, (1, 2, 3))
-    ]
+    assert first.computed == [TokenRange("x1", 0, 64, ((1, 2, 3),))]
     second = planner.plan_step([step("r", 70, 20)], ())
     assert (second.opened, second.computed) == ([], [])
     third = planner.plan_step([step("r", 90, 60, (4, 5))], ())
-    assert [(s.start_token, s.end_token, s.block_ids[0]) for s in third.computed] == [
-        (64, 150, (1, 2, 3, 4, 5))
-    ]
+    assert third.computed == [TokenRange("x1", 64, 150, ((1, 2, 3, 4, 5),))]
 
 
 def test_the_step_of_the_last_token_names_the_transfers_that_want_its_logits() -> None:
@@ -158,20 +170,10 @@ def test_a_cached_prefix_is_sent_with_the_step_from_decodes_first_missing_token(
     admit_send(planner, target_of(32, 150))
     plan = planner.plan_step([step("r", 128, 22, (1, 2, 3, 4, 5), new=True)], ())
     assert plan.ready == []
-    assert [(s.start_token, s.end_token) for s in plan.computed] == [(32, 150)]
+    assert computed(plan) == [(32, 150)]
     times = planner.request_finished("r")
     assert times is not None
     assert times.cached_tokens == 128
-
-
-def test_tokens_that_decode_has_are_not_sent() -> None:
-    planner, _ = new_planner()
-    admit_send(planner, target_of(128, 150))
-    plan = planner.plan_step([step("r", 0, 100, (1, 2, 3, 4), new=True)], ())
-    assert plan.opened
-    assert plan.computed == []
-    plan = planner.plan_step([step("r", 100, 50, (5,))], ())
-    assert [(s.start_token, s.end_token) for s in plan.computed] == [(128, 150)]
 
 
 def test_a_finished_send_keeps_its_blocks_until_the_ranks_are_quiet() -> None:
@@ -227,7 +229,7 @@ def test_every_missing_token_is_planned_once(
         blocks = tuple(range(held, needed))
         held = max(held, needed)
         plan = planner.plan_step([step("r", computed, count, blocks, new=first)], ())
-        assert plan.ready == []
+        assert (bool(plan.opened), plan.ready) == (first, [])
         for tokens in plan.computed:
             assert tokens.start_token == covered
             assert tokens.end_token % BLOCK == 0 or tokens.end_token == end
@@ -244,13 +246,6 @@ def test_params_are_equal_after_conversion() -> None:
     target = target_of(32, 77)
     assert read_params(send_params(target)) == target
     assert read_params({}) is None
-
-
-def test_the_whole_prompt_is_missing_where_prefill_makes_the_first_token() -> None:
-    planner, reserved = new_planner()
-    assert planner.missing_tokens(receive_params("x1", True), 128, 96) == 32
-    admit_receive(planner, prompt=128, cached=96, add_token=[])
-    assert reserved == [Reservation("x1", (13,), 96, 128)]
 
 
 @pytest.mark.parametrize("token_first", [True, False])
@@ -280,28 +275,33 @@ def test_a_whole_transfer_of_an_aborted_request_needs_no_first_token() -> None:
     assert planner.plan_step((), ()).received == ["r"]
 
 
-def test_a_failed_transfer_waits_for_no_first_token() -> None:
-    planner, _ = new_planner()
-    admit_receive(planner, prompt=130, cached=64, add_token=[])
-    planner.transfer_settled("x1", whole=False)
-    assert planner.plan_step((), ()).failed == ["r"]
-
-
-def test_a_hybrid_reserves_tokens_and_one_page_of_each_state() -> None:
+@pytest.mark.parametrize(
+    ("prompt", "cached", "blocks", "reservation"),
+    [
+        # vLLM has null blocks where it keeps no state.
+        (
+            130,
+            64,
+            ((0, 0, 0, 0, 41), (7,), (11, 12, 13, 14, 15)),
+            Reservation("x1", (13, 14, 15), 64, 129, ((41,), (7,))),
+        ),
+        # A state that ends with a block is in that block.
+        (
+            129,
+            0,
+            ((0, 0, 0, 40), (7,), (1, 2, 3, 4)),
+            Reservation("x1", (1, 2, 3, 4), 0, 128, ((40,), (7,))),
+        ),
+    ],
+)
+def test_a_hybrid_reserves_tokens_and_one_page_of_each_state(
+    prompt: int, cached: int, blocks: tuple[tuple[int, ...], ...], reservation: Reservation
+) -> None:
     planner, reserved = new_planner(HYBRID)
     params = receive_params("x1")
-    missing = planner.missing_tokens(params, 130, 64)
-    # vLLM has null blocks where it keeps no state.
-    blocks = ((0, 0, 0, 0, 41), (7,), (11, 12, 13, 14, 15))
-    planner.blocks_allocated("r", params, blocks, 130, missing, never)
-    assert reserved == [Reservation("x1", (13, 14, 15), 64, 129, ((41,), (7,)))]
-
-
-def test_a_state_that_ends_with_a_block_is_in_that_block() -> None:
-    planner, reserved = new_planner(HYBRID)
-    params = receive_params("x1")
-    planner.blocks_allocated("r", params, ((0, 0, 0, 40), (7,), (1, 2, 3, 4)), 129, 128, never)
-    assert reserved == [Reservation("x1", (1, 2, 3, 4), 0, 128, ((40,), (7,)))]
+    missing = planner.missing_tokens(params, prompt, cached)
+    planner.blocks_allocated("r", params, blocks, prompt, missing, never)
+    assert reserved == [reservation]
 
 
 def test_states_are_sent_with_the_last_token_only() -> None:
@@ -322,7 +322,7 @@ def test_a_model_of_states_alone_sends_once_at_the_end() -> None:
     plan = planner.plan_step([ScheduledRequest("r", 0, 64, ((5,),), True)], ())
     assert (len(plan.opened), plan.computed) == (1, [])
     plan = planner.plan_step([ScheduledRequest("r", 64, 36, (), False)], ())
-    assert [(s.start_token, s.end_token, s.block_ids) for s in plan.computed] == [(0, 100, ((5,),))]
+    assert plan.computed == [TokenRange("x1", 0, 100, ((5,),))]
 
 
 @pytest.mark.parametrize("first_tokens", [64, 100])
@@ -345,7 +345,7 @@ def test_attention_may_be_computed_beyond_the_tokens_that_are_sent() -> None:
     admit_send(planner, target_of(0, 100))
     plan = planner.plan_step([step("r", 0, 101, (1, 2, 3, 4), new=True)], ())
     assert plan.overrun == []
-    assert [(s.start_token, s.end_token) for s in plan.computed] == [(0, 100)]
+    assert computed(plan) == [(0, 100)]
 
 
 def test_planned_tokens_fill_whole_blocks_of_every_group() -> None:
@@ -354,4 +354,4 @@ def test_planned_tokens_fill_whole_blocks_of_every_group() -> None:
     plan = planner.plan_step(
         [ScheduledRequest("r", 0, 200, (tuple(range(7)), tuple(range(5))), True)], ()
     )
-    assert [(s.start_token, s.end_token) for s in plan.computed] == [(0, 192)]
+    assert computed(plan) == [(0, 192)]

@@ -16,11 +16,7 @@ from headrace_kv.prefix.hashing import prefix_hasher
 
 BLOCK = 4
 KEY = 77
-HASHER = prefix_hasher(KEY, "m", BLOCK)
-
-
-def names(tokens: list[int]) -> list[int]:
-    return HASHER.hashes(tokens)
+names = prefix_hasher(KEY, "m", BLOCK).hashes
 
 
 def vllm_hashes(tokens: list[int]) -> list[int]:

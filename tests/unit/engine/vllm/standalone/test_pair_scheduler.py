@@ -29,7 +29,7 @@ from headrace_engine.vllm.standalone.params import (
 )
 from headrace_engine.vllm.standalone.pending_fetches import PendingFetch, PendingFetches
 from headrace_engine.vllm.standalone.settings import StandaloneSettings
-from headrace_engine.vllm.step.plan import StepPlan
+from headrace_engine.vllm.step.plan import StepPlan, TokenRange
 from headrace_kv.handoff.messages import Reservation, TransferTarget
 from headrace_kv.layout.layout import STATE, CacheGroup, KvLayout, Part, WorkerRef
 from headrace_kv.receive.receiver import TransferSummary
@@ -67,28 +67,46 @@ class Peer:
 class Rig:
     """A scheduler with its peer and the fetches of other engines."""
 
-    def __init__(
-        self, *, can_send: bool = True, can_receive: bool = True, kv_hold_timeout_s: float = 60.0
-    ):
+    def __init__(self, **changes: Any) -> None:
         self.peer = Peer()
         self.pending = PendingFetches(limit=4)
+        values = {"can_send": True, "can_receive": True, "kv_hold_timeout_s": 60.0} | changes
         self.scheduler = PairScheduler(
             ref=WorkerRef("p", "1"),
             endpoint="h:7730",
             pending=self.pending,
             peer=self.peer,
-            can_send=can_send,
-            can_receive=can_receive,
             timeout_s=60.0,
-            kv_hold_timeout_s=kv_hold_timeout_s,
+            **values,
         )
 
-    def finish(self, prompt: Prompt, opened: bool = False) -> tuple[bool, dict[str, Any] | None]:
-        return self.scheduler.request_finished(prompt, ((4, 5, 6),), opened=opened, complete=True)
+    def prepared(self, params: dict[str, Any] | None, request_id: str = "r") -> Prompt:
+        """A request that may run now."""
+        prompt = prompt_of(params, request_id)
+        assert self.scheduler.prepare(prompt)
+        return prompt
+
+    def finish(
+        self, prompt: Prompt, opened: bool = False, complete: bool = True
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.scheduler.request_finished(
+            prompt, ((4, 5, 6),), opened=opened, complete=complete
+        )
+
+    def plan(self) -> StepPlan:
+        """What the next step sends and frees of the held prompts."""
+        plan = StepPlan()
+        self.scheduler.plan_held(plan)
+        return plan
 
 
-def prompt_of(params: dict[str, Any] | None, request_id: str = "r", *extras: str) -> Prompt:
-    return Prompt(request_id, TOKENS, extras, dict(params) if params is not None else None)
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
+
+
+def prompt_of(params: dict[str, Any] | None, request_id: str = "r") -> Prompt:
+    return Prompt(request_id, TOKENS, (), dict(params) if params is not None else None)
 
 
 def fetch_of(
@@ -100,19 +118,15 @@ def fetch_of(
 
 
 @pytest.mark.parametrize("params", [None, {}, {"other": 1}, {"do_remote_decode": False}])
-def test_requests_without_a_transfer_are_unchanged(params: dict[str, Any] | None) -> None:
-    rig = Rig()
-    prompt = prompt_of(params)
-    assert rig.scheduler.prepare(prompt)
+def test_requests_without_a_transfer_are_unchanged(rig: Rig, params: dict[str, Any] | None) -> None:
+    prompt = rig.prepared(params)
     assert prompt.params == params
     assert rig.finish(prompt) == (False, None)
     assert rig.peer.cancelled == []
 
 
-def test_a_consuming_request_gets_the_connectors_params_and_starts_a_fetch() -> None:
-    rig = Rig()
-    prompt = prompt_of(CONSUMES)
-    assert rig.scheduler.prepare(prompt)
+def test_a_consuming_request_gets_the_connectors_params_and_starts_a_fetch(rig: Rig) -> None:
+    prompt = rig.prepared(CONSUMES)
     assert read_params(prompt.params) == ReceiveParams("x1")
     assert rig.scheduler.prepare(prompt), "asked again when there was no room"
     reservation = Reservation("x1", (7, 8), 32, END)
@@ -121,33 +135,20 @@ def test_a_consuming_request_gets_the_connectors_params_and_starts_a_fetch() -> 
     assert plan.reservation == reservation
     assert (plan.params.pair_address, plan.params.incarnation) == ("h:7730", "")
     assert plan.prompt_digest == prompt_digest(TOKENS[:END], ())
-
-
-def test_the_last_output_has_the_transferred_tokens_and_bytes() -> None:
-    rig = Rig()
-    prompt = prompt_of(CONSUMES)
-    rig.scheduler.prepare(prompt)
-    rig.scheduler.blocks_reserved(Reservation("x1", (7, 8), 32, END))
     rig.scheduler.transfer_whole("x1", TransferSummary(1, 4096, 0, WorkerRef("p", "1"), 1, 2))
-    held, params = rig.finish(prompt)
-    assert not held
-    assert params == {
-        "transfer_id": "x1",
-        "transferred_tokens": END - 32,
-        "payload_bytes": 4096,
-    }
+    # For the last output.
+    assert rig.finish(prompt) == (
+        False,
+        {"transfer_id": "x1", "transferred_tokens": END - 32, "payload_bytes": 4096},
+    )
 
 
-def test_an_aborted_request_cancels_its_fetch() -> None:
-    rig = Rig()
-    prompt = prompt_of(CONSUMES)
-    rig.scheduler.prepare(prompt)
-    rig.finish(prompt)
+def test_an_aborted_request_cancels_its_fetch(rig: Rig) -> None:
+    rig.finish(rig.prepared(CONSUMES))
     assert rig.peer.cancelled == ["x1"]
 
 
-def test_a_producing_request_waits_for_its_fetch() -> None:
-    rig = Rig()
+def test_a_producing_request_waits_for_its_fetch(rig: Rig) -> None:
     prompt = prompt_of(PRODUCES)
     assert not rig.scheduler.prepare(prompt)
     assert not rig.scheduler.prepare(prompt)
@@ -160,15 +161,8 @@ def test_a_producing_request_waits_for_its_fetch() -> None:
     assert rig.peer.failed == []
 
 
-def test_the_fetch_may_arrive_first() -> None:
-    rig = Rig()
-    rig.pending.add(fetch_of())
-    assert rig.scheduler.prepare(prompt_of(PRODUCES))
-
-
 @pytest.mark.parametrize("matched", [False, True])
-def test_a_producing_request_that_ends_early_fails_its_fetch(matched: bool) -> None:
-    rig = Rig()
+def test_a_producing_request_that_ends_early_fails_its_fetch(rig: Rig, matched: bool) -> None:
     prompt = prompt_of(PRODUCES)
     if matched:
         rig.pending.add(fetch_of())
@@ -187,17 +181,13 @@ def test_a_producing_request_that_ends_early_fails_its_fetch(matched: bool) -> N
         fetch_of("x1", TOKENS, 0, "adapter"),
     ],
 )
-def test_another_prompt_is_not_sent(fetch: PendingFetch) -> None:
-    rig = Rig()
+def test_another_prompt_is_not_sent(rig: Rig, fetch: PendingFetch) -> None:
     rig.pending.add(fetch)
-    prompt = prompt_of(PRODUCES)
-    assert rig.scheduler.prepare(prompt)
-    assert read_params(prompt.params) is None
+    assert read_params(rig.prepared(PRODUCES).params) is None
     assert rig.peer.failed == [("x1", "PROTOCOL_VIOLATION")]
 
 
-def test_a_request_with_a_closed_transfer_is_computed() -> None:
-    rig = Rig()
+def test_a_request_with_a_closed_transfer_is_computed(rig: Rig) -> None:
     prompt = prompt_of(PRODUCES)
     assert not rig.scheduler.prepare(prompt)
     rig.pending.close("x1", "decode needs nothing of it")
@@ -205,111 +195,82 @@ def test_a_request_with_a_closed_transfer_is_computed() -> None:
     assert read_params(prompt.params) is None
 
 
-def test_no_request_waits_beyond_its_deadline() -> None:
-    rig = Rig()
-    assert rig.scheduler.prepare(prompt_of(PRODUCES | {"deadline_unix_s": time.time() - 1}))
+def test_no_request_waits_beyond_its_deadline(rig: Rig) -> None:
+    rig.prepared(PRODUCES | {"deadline_unix_s": time.time() - 1})
     with pytest.raises(NotFound):
         rig.pending.add(fetch_of())
 
 
-def test_clients_cannot_set_the_connectors_own_params() -> None:
-    rig = Rig()
-    target = TransferTarget("x9", DECODE, "evil:1", 0, END, 1e12)
-    outgoing = {"headrace": {"outgoing": {"transfer_id": target.transfer_id}}}
-    for params in (receive_params("x9"), outgoing):
-        prompt = prompt_of(params)
-        assert rig.scheduler.prepare(prompt)
-        assert prompt.params == {}
+@pytest.mark.parametrize(
+    "params", [receive_params("x9"), {"headrace": {"outgoing": {"transfer_id": "x9"}}}]
+)
+def test_clients_cannot_set_the_connectors_own_params(rig: Rig, params: dict[str, Any]) -> None:
+    assert rig.prepared(params).params == {}
 
 
-def test_a_transfer_id_is_used_once() -> None:
-    rig = Rig()
-    first, second = prompt_of(CONSUMES, "a"), prompt_of(CONSUMES, "b")
-    assert rig.scheduler.prepare(first)
-    assert rig.scheduler.prepare(second)
+def test_a_transfer_id_is_used_once(rig: Rig) -> None:
+    first, second = rig.prepared(CONSUMES, "a"), rig.prepared(CONSUMES, "b")
     assert read_params(first.params) == ReceiveParams("x1")
     assert read_params(second.params) is None
 
 
 @pytest.mark.parametrize(
-    ("rig", "params"),
-    [(Rig(can_send=False), PRODUCES), (Rig(can_receive=False), CONSUMES)],
+    ("rig", "prompt"),
+    [
+        # Its role forbids the transfer.
+        (Rig(can_send=False), prompt_of(PRODUCES)),
+        (Rig(can_receive=False), prompt_of(CONSUMES)),
+        # It has no tokens.
+        (Rig(), Prompt("r", (), (), dict(CONSUMES))),
+    ],
 )
-def test_a_request_that_the_role_forbids_is_computed(rig: Rig, params: dict[str, Any]) -> None:
-    prompt = prompt_of(params)
+def test_a_request_that_cannot_be_transferred_is_computed(rig: Rig, prompt: Prompt) -> None:
     assert rig.scheduler.prepare(prompt)
     assert read_params(prompt.params) is None
 
 
-def test_prompts_without_tokens_are_computed() -> None:
-    rig = Rig()
-    prompt = Prompt("r", (), (), dict(CONSUMES))
-    assert rig.scheduler.prepare(prompt)
-    assert read_params(prompt.params) is None
-
-
-def held_transfer(rig: Rig) -> tuple[Prompt, str]:
-    prompt = prompt_of({"do_remote_decode": True})
-    assert rig.scheduler.prepare(prompt)
-    held, params = rig.finish(prompt)
+def held_transfer(rig: Rig) -> str:
+    """Holds the prompt of a request. Returns the transfer id that decode's client gets."""
+    held, params = rig.finish(rig.prepared({"do_remote_decode": True}))
     assert held
     assert params is not None
     parsed = read_request(params, 60.0)
     assert isinstance(parsed, ConsumerParams)
     assert (parsed.pair_address, parsed.incarnation) == ("h:7730", "1")
-    return prompt, parsed.transfer_id
+    return parsed.transfer_id
 
 
-def test_a_held_prompt_is_sent_when_it_is_fetched() -> None:
-    rig = Rig()
-    _, transfer_id = held_transfer(rig)
-    plan = StepPlan()
-    rig.scheduler.plan_held(plan)
-    assert plan == StepPlan()
+def test_a_held_prompt_is_sent_when_it_is_fetched(rig: Rig) -> None:
+    transfer_id = held_transfer(rig)
+    assert rig.plan() == StepPlan()
     fetch = fetch_of(transfer_id, TOKENS, 32)
     rig.pending.add(fetch)
-    rig.scheduler.plan_held(plan)
+    plan = rig.plan()
     assert plan.opened == [fetch.target]
     assert plan.finished_sends == {"r": transfer_id}
-    (span,) = plan.ready
-    assert (span.transfer_id, span.start_token, span.end_token) == (transfer_id, 32, END)
-    assert span.block_ids == ((4, 5, 6),)
-    again = StepPlan()
-    rig.scheduler.plan_held(again)
-    assert again == StepPlan()
+    assert plan.ready == [TokenRange(transfer_id, 32, END, ((4, 5, 6),))]
+    assert rig.plan() == StepPlan()
 
 
 def test_a_held_prompt_is_freed_when_no_fetch_arrives_in_time() -> None:
     rig = Rig(kv_hold_timeout_s=0.001)
-    _, transfer_id = held_transfer(rig)
+    transfer_id = held_transfer(rig)
     time.sleep(0.01)
-    plan = StepPlan()
-    rig.scheduler.plan_held(plan)
-    assert plan.finished_sends == {"r": transfer_id}
-    assert plan.opened == []
+    assert rig.plan() == StepPlan(finished_sends={"r": transfer_id})
     with pytest.raises(NotFound, match="deadline"):
         rig.pending.add(fetch_of(transfer_id))
 
 
-def test_a_held_prompt_is_not_sent_to_a_fetch_of_another() -> None:
-    rig = Rig()
-    _, transfer_id = held_transfer(rig)
+def test_a_held_prompt_is_not_sent_to_a_fetch_of_another(rig: Rig) -> None:
+    transfer_id = held_transfer(rig)
     rig.pending.add(fetch_of(transfer_id, (1, *TOKENS[1:])))
-    plan = StepPlan()
-    rig.scheduler.plan_held(plan)
-    assert plan.opened == []
-    assert plan.finished_sends == {"r": transfer_id}
+    assert rig.plan() == StepPlan(finished_sends={"r": transfer_id})
     assert rig.peer.failed == [(transfer_id, "PROTOCOL_VIOLATION")]
 
 
-def test_an_incomplete_prompt_is_not_held() -> None:
-    rig = Rig()
-    prompt = prompt_of({"do_remote_decode": True})
-    rig.scheduler.prepare(prompt)
-    assert rig.scheduler.request_finished(prompt, ((4,),), opened=False, complete=False) == (
-        False,
-        None,
-    )
+def test_an_incomplete_prompt_is_not_held(rig: Rig) -> None:
+    prompt = rig.prepared({"do_remote_decode": True})
+    assert rig.finish(prompt, complete=False) == (False, None)
 
 
 def test_pending_fetches_are_bounded_and_matched_once() -> None:

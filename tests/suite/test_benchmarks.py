@@ -1,0 +1,167 @@
+"""Every benchmark without vLLM and without a peer, at its smallest size: the report has its tables and figures."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+from xml.etree import ElementTree as ET
+
+import pytest
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+LIMIT_S: Final = 100.0
+WITH_ENGINES: Final = {"handover", "interference", "layer_wise"}
+PARTS: Final = {"data_plane_ways", "proxy_workers", "vllm_child"}
+"""Modules that a benchmark starts as a process."""
+
+Table = list[dict[str, str]]
+
+
+def run(name: str, *arguments: str) -> str:
+    """The standard output of a benchmark. Its processes end with it, or at the limit."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", f"bench.{name}", *arguments],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, errors = process.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        _, errors = process.communicate()
+        pytest.fail(f"bench.{name} did not end within {LIMIT_S:g} s:\n{errors}")
+    assert process.returncode == 0, errors
+    return output
+
+
+def tables(text: str) -> list[Table]:
+    """The Markdown tables of a report, as rows by column."""
+    found: list[Table] = []
+    for block in re.findall(r"(?:^\|.*\n?)+", text, re.MULTILINE):
+        head, _, *rows = (
+            [cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()
+        )
+        found.append([dict(zip(head, row, strict=True)) for row in rows])
+    return found
+
+
+def assert_positive(cells: list[str]) -> None:
+    """Asserts that the first number in each cell is finite and positive."""
+    assert cells
+    for cell in cells:
+        figure = float(re.split(r"[ %]", cell)[0].replace(",", ""))
+        assert math.isfinite(figure), cells
+        assert figure > 0, cells
+
+
+def assert_columns_positive(table: Table, *columns: str) -> None:
+    assert_positive([row[column] for row in table for column in columns])
+
+
+def test_every_benchmark_has_a_test_here_or_needs_engines() -> None:
+    programs = {
+        path.stem
+        for path in (ROOT / "bench").glob("*.py")
+        if 'if __name__ == "__main__":' in path.read_text()
+    }
+    tested = set(re.findall(r'\brun\(\s*"(\w+)"', Path(__file__).read_text()))
+    assert programs == tested | WITH_ENGINES | PARTS
+
+
+def test_data_plane(tmp_path: Path) -> None:
+    kinds = ["same_host", "mooncake", "auto", "raw_mooncake", "raw_tcp", "raw_process_vm"]
+    columns = {*kinds, "raw_mooncake_packed", "raw_mooncake_staged"}
+    size = ("--rounds=1", "--mebibytes=1", "--blocks=16,64", f"--output={tmp_path}")
+    best, ratios, medians = tables(run("data_plane", f"--kinds={','.join(kinds)}", *size))
+    for table in (best, medians):
+        assert [row["block"] for row in table] == ["16 KiB", "64 KiB"]
+        assert set(table[0]) == {"block", *columns}
+    assert len(ratios[0]) == 5
+    seconds = json.loads((tmp_path / "data_plane.json").read_text())
+    assert set(seconds[str(16 * 1024)]) == columns
+    assert_positive([str(one) for row in seconds.values() for [one] in row.values()])
+    assert tables((tmp_path / "data_plane.md").read_text()) == [best, ratios, medians]
+    assert ET.parse(tmp_path / "data_plane.svg").getroot().tag.endswith("svg")
+
+
+def test_transport_costs() -> None:
+    output = run("transport_costs", "--rounds=1", "--mebibytes=4")
+    rows = re.findall(r"(\d+) KiB: +(\S+) us an entry, [0-9.]+ GB/s", output)
+    assert [block for block, _ in rows] == ["1", "4", "16", "64", "256", "1024", "4096"]
+    assert_positive([entry_us for _, entry_us in rows])
+    assert re.search(r"entry_s=\S+ byte_s=\S+", output)
+    assert "in the table, with this machine's memory: TransferCosts(" in output
+    assert re.search(r"runs of \d+ KiB and more go by themselves", output)
+
+
+def test_planner() -> None:
+    head, *rows, verdict = run("planner", "--tokens=1024", "--rounds=1").splitlines()[1:]
+    assert head.split()[:2] == ["case", "fragments"]
+    assert len(rows) == 12
+    assert_positive([cell for row in rows for cell in row[32:].split()])
+    assert "8 to 4: the dearest plan costs" in verdict
+
+
+def test_route() -> None:
+    sizes = ("--workers=2,4", "--blocks=8192", "--rounds=1", "--memory-blocks=65536")
+    ready, whole, ingest, memory = tables(run("route", *sizes))
+    cases = [(row["workers"], row["prompt"]) for row in ready]
+    assert len(set(cases)) == 2 * (3 * 3 + 1)
+    assert_columns_positive(ready, "ours")
+    assert [(row["workers"], row["prompt"]) for row in whole] == cases
+    assert_columns_positive(whole, "ours, list", "ours, array")
+    assert [row["workers"] for row in ingest] == ["2", "4"]
+    assert_columns_positive(ingest, "ours")
+    assert_columns_positive(memory[:1], "resident bytes a block", "counted bytes a block")
+
+
+def test_decision() -> None:
+    [table] = tables(run("decision", "--workers=2,4", "--blocks=8192", "--rounds=1"))
+    parts = ["whole decision", "hashes and index", "choice"]
+    assert [row["µs for"] for row in table] == parts * 4
+    assert_columns_positive(table, "2 workers", "4 workers", "growth")
+
+
+def test_placement(tmp_path: Path) -> None:
+    size = ("--rounds=1", "--prefill=1", "--decode=2", "--conversations=2", "--turns=2")
+    [table] = tables(run("placement", *size, f"--output={tmp_path}"))
+    weights = [f"KV-aware, {weight}" for weight in (1, 2, 4, 8)]
+    assert [row["placement"] for row in table] == [*weights, "load only", "round robin"]
+    columns = ("hits", "TTFT p50, ms", "TTFT p99, ms", "balance")
+    assert_columns_positive(table, *columns)
+    assert tables((tmp_path / "placement.md").read_text()) == [table]
+    assert ET.parse(tmp_path / "placement.svg").getroot().tag.endswith("svg")
+
+
+def test_proxy(tmp_path: Path) -> None:
+    size = ("--gaps=0", "--streams=1", "--rounds=1", "--vllm-router=", f"--output={tmp_path}")
+    [table] = tables(run("proxy", *size))
+    ours = ["Headrace", "Headrace, look-aside"]
+    ours += ["Headrace, sim worker", "Headrace, sim worker, look-aside"]
+    assert [row["proxy"] for row in table] == ours
+    # The CPU time counts in ticks of 10 ms, and a fast router may spend none.
+    assert_columns_positive(table, "first token, ms", "direct, ms", "tokens/message")
+    assert tables((tmp_path / "proxy.md").read_text()) == [table]
+
+
+def test_overload(tmp_path: Path) -> None:
+    output = run(
+        "overload", "--seconds=1.5", "--scenario=decode", "--answer=4", f"--output={tmp_path}"
+    )
+    [table] = tables(output)
+    assert [row["load"] for row in table] == ["all the time", "1x", "3x"]
+    assert_columns_positive(table, "offered/s")
+    assert_columns_positive(table[:1], "goodput/s", "p50 s", "p99 s")
+    assert not any("WRONG" in row["other ends"] for row in table)
+    assert re.search(r"Goodput at 3x is \d\.\d\d of the peak, at 1x \d\.\d\d\.", output)
+    assert tables((tmp_path / "overload.md").read_text()) == [table]
