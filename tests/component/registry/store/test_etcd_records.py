@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 
 from headrace.registry.v1 import registry_pb2
+from headrace_common.config import ServiceConfig
 from headrace_common.errors import NotFound
+from headrace_common.telemetry import schema
+from headrace_registry.metrics import start_metrics
 from headrace_registry.store.etcd_store import EtcdStore
+from tests.collector import collecting
 from tests.component.registry.harness import (
     EtcdServer,
     kv_descriptor,
@@ -84,6 +88,21 @@ async def test_corrupt_records_are_skipped_and_counted(
     await until(lambda: not store.corrupt_record_count, 5, "the deleted record")
     await store.close()
     await other.close()
+
+
+async def test_corrupt_records_are_a_metric(shared_etcd: EtcdServer, etcd_prefix: str) -> None:
+    store = shared_etcd.store(etcd_prefix)
+    await store.start()
+    async with collecting() as (collector, endpoint):
+        metrics = start_metrics(store, ServiceConfig(otlp_endpoint=endpoint))
+        await asyncio.to_thread(metrics.force_flush)
+        assert collector.value(schema.METRIC_CORRUPT_RECORDS) == 0
+        await put(store, "members/decode-1", GARBAGE)
+        await until(lambda: store.corrupt_record_count == 1, 5, "the corrupt record")
+        await asyncio.to_thread(metrics.force_flush)
+        assert collector.value(schema.METRIC_CORRUPT_RECORDS) == 1
+        await asyncio.to_thread(metrics.shutdown)
+    await store.close()
 
 
 async def test_each_corrupt_record_is_logged_once(
