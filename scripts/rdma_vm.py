@@ -44,6 +44,7 @@ PROJECT = (
     "services",
     "tests/rdma",
     "tests/chaos",
+    "tests/channels.py",
     "tests/component/registry/harness.py",
     "tests/fork_server.py",
     "tests/forked.py",

@@ -15,6 +15,7 @@ TRANSFER_ID_CHARACTERS_MAX: Final = 128
 """Longest transfer id that a worker accepts."""
 TICKET_BYTES_MAX: Final = 1_024
 """Longest ticket that a decode worker parses."""
+TICKET_KEY_BYTES: Final = 32
 NAME_CHARACTERS_MAX: Final = 255
 """Longest name of a model, cache group, data type or block format in a member's record."""
 REQUEST_FIELDS_MAX: Final = 8_192

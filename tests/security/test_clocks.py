@@ -28,9 +28,7 @@ from tests.waiting import until
 
 REMOTE = inference_pb2.PREFILL_PLACEMENT_REMOTE
 HOUR_S = 3600.0
-SETTINGS = (
-    ("decode", "model", "sim:decode_step_s=0.02"),
-)
+SETTINGS = (("decode", "model", "sim:decode_step_s=0.02"),)
 ANSWER_TOKENS = 40
 
 

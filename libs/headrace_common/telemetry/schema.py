@@ -140,6 +140,9 @@ ATTRIBUTE_TICKET_PART: Final = "headrace.ticket.part"
 ATTRIBUTE_WORKER_STATE: Final = "headrace.worker.state"
 # End of a request or transfer: "done", its finish reason, or the reason of its error.
 ATTRIBUTE_END_REASON: Final = "headrace.end_reason"
+# Bound of the router's trace store: "span" (bytes of one span), "trace" (spans or bytes of one trace) or "store" (bytes
+# of all traces).
+ATTRIBUTE_TRACE_BOUND: Final = "headrace.trace.bound"
 
 # Items in a bounded queue, by queue name.
 METRIC_QUEUE_DEPTH: Final = "headrace.queue.depth.current"
@@ -161,6 +164,10 @@ METRIC_PREFIX_FAULTS: Final = "headrace.prefix.faulty_workers"
 METRIC_CLOCK_OFFSET_MS: Final = "headrace.clock.offset_ms"
 # Tickets of a router that a decode worker refused, by worker and by part of the ticket.
 METRIC_TICKET_REFUSALS: Final = "headrace.tickets.refused"
+# Spans that the router's trace store dropped, by the bound that they exceeded.
+METRIC_TRACE_SPANS_DROPPED: Final = "headrace.trace.dropped_spans"
+# Records in etcd that the registry skips, because it cannot read them.
+METRIC_CORRUPT_RECORDS: Final = "headrace.registry.corrupt_records"
 # Transfers ended, by outcome.
 METRIC_TRANSFERS: Final = "headrace.transfers"
 # Bytes of KV transferred.

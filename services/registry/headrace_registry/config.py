@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hashlib import blake2b, sha256
+from ipaddress import ip_address
 from typing import Annotated
 
 from pydantic import AfterValidator, Field, SecretStr, model_validator
@@ -24,14 +25,24 @@ _SECRET_CHARACTERS_MIN = 16
 
 def _check_store(text: str) -> str:
     if text != MEMORY_STORE:
-        scheme, address = text[: len(_ETCD_SCHEME)], text[len(_ETCD_SCHEME) :]
         try:
-            port = split_host_port(address)[1]
+            endpoints = _etcd_endpoints(text)
         except ValueError:
-            port = 0
-        if scheme != _ETCD_SCHEME or port == 0:
-            raise ValueError('write "memory", or an address such as etcd://127.0.0.1:2379')
+            endpoints = ()
+        if not endpoints or any(port == 0 for _, port in endpoints):
+            raise ValueError(
+                'write "memory", or addresses such as etcd://127.0.0.1:2379 or etcd://host1:2379,host2:2379'
+            )
+        if len(set(endpoints)) < len(endpoints):
+            raise ValueError("name each endpoint once")
     return text
+
+
+def _etcd_endpoints(text: str) -> tuple[tuple[str, int], ...]:
+    if not text.startswith(_ETCD_SCHEME):
+        return ()
+    addresses = text.removeprefix(_ETCD_SCHEME).split(",")
+    return tuple(split_host_port(address) for address in addresses)
 
 
 def _check_prefix(text: str) -> str:
@@ -58,9 +69,25 @@ class RegistryConfig(ServiceConfig):
     )
     store: Annotated[str, AfterValidator(_check_store)] = Field(
         MEMORY_STORE,
-        description='Where the records are stored: "memory" or etcd://host:port. After a restart of a '
-        "registry with memory, members register again and the policy is the default. Several registries may share one "
-        "etcd.",
+        description='Where the records are stored: "memory" or etcd://HOST:PORT,HOST:PORT with the '
+        "endpoints of one etcd, which are used in this order. After a restart of a registry with memory, members "
+        "register again and the policy is the default. Several registries may share one etcd.",
+    )
+    store_tls_authority_file: str = Field(
+        "",
+        description="PEM certificates of the authorities that sign etcd's certificates; empty means plaintext.",
+    )
+    store_tls_certificate_file: str = Field(
+        "", description="PEM certificate for etcd, where it asks for one; empty means none."
+    )
+    store_tls_key_file: str = Field(
+        "", description="PEM private key of store_tls_certificate_file."
+    )
+    store_user: str = Field("", description="User of etcd; empty means no authentication.")
+    store_password_file: str = Field(
+        "",
+        description="File with the password of store_user. It is read for each authentication, so a changed password "
+        "needs no restart.",
     )
     store_prefix: Annotated[str, AfterValidator(_check_prefix)] = Field(
         "/headrace/v1/", description="Prefix of every etcd key, different for each deployment."
@@ -93,6 +120,28 @@ class RegistryConfig(ServiceConfig):
         require_order(self, ("store_timeout_s", "store_start_timeout_s"))
         return self
 
+    @model_validator(mode="after")
+    def _check_etcd(self) -> RegistryConfig:
+        authority = self.store_tls_authority_file
+        certificate, key = self.store_tls_certificate_file, self.store_tls_key_file
+        user, password = self.store_user, self.store_password_file
+        problems: list[str] = []
+        if self.store == MEMORY_STORE and any((authority, certificate, key, user, password)):
+            problems.append("settings of etcd need store: set it to etcd://HOST:PORT")
+        if bool(certificate) != bool(key) or (certificate and not authority):
+            problems.append(
+                "set store_tls_certificate_file and store_tls_key_file together, beside store_tls_authority_file"
+            )
+        if bool(user) != bool(password):
+            problems.append("set store_user and store_password_file together")
+        elif user and not authority and not all(map(_is_loopback, self.etcd_endpoints)):
+            problems.append(
+                "store_user needs store_tls_authority_file: else its password would cross the network in clear"
+            )
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
     @property
     def prefix_hash_key_number(self) -> int:
         """The key of 64 bits derived from `prefix_hash_key`; 0 when it is empty."""
@@ -106,6 +155,14 @@ class RegistryConfig(ServiceConfig):
         return sha256(secret).digest() if secret else b""
 
     @property
-    def etcd_address(self) -> tuple[str, int]:
-        """Host and port of the etcd that `store` names."""
-        return split_host_port(self.store.removeprefix(_ETCD_SCHEME))
+    def etcd_endpoints(self) -> tuple[tuple[str, int], ...]:
+        """Host and port of each endpoint that `store` names. None for the store in memory."""
+        return _etcd_endpoints(self.store)
+
+
+def _is_loopback(endpoint: tuple[str, int]) -> bool:
+    host = endpoint[0].strip("[]")
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

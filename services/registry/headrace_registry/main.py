@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import NoReturn
 
@@ -12,6 +13,7 @@ from headrace_common.logs import setup_logging
 from headrace_common.process.run import run_service
 from headrace_common.rpc.server import GrpcServer
 from headrace_registry.config import RegistryConfig
+from headrace_registry.metrics import start_metrics
 from headrace_registry.service import RegistryServicer
 from headrace_registry.store.factory import open_store
 
@@ -32,6 +34,7 @@ async def serve() -> None:
     setup_logging(config.log_level, PROG, "")
     store = open_store(config)
     await store.start()
+    metrics = start_metrics(store, config)
     try:
         server = GrpcServer(config, [SERVICE])
         registry_pb2_grpc.add_RegistryServiceServicer_to_server(
@@ -47,6 +50,7 @@ async def serve() -> None:
         _log.info("serving on %s with %s", endpoint, redacted(config))
         await server.serve_until_signal(_drain)
     finally:
+        await asyncio.to_thread(metrics.shutdown)
         await store.close()
 
 

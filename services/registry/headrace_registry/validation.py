@@ -25,9 +25,9 @@ from headrace_common.limits import (
     POLICY_TENANT_WEIGHT_MAX,
     POLICY_TENANTS_MAX,
     START_AHEAD_MAX_S,
+    TICKET_KEY_BYTES,
     limit_violations,
 )
-from headrace_registry.store.base import TICKET_KEY_BYTES
 
 
 def require(violations: dict[str, str]) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from random import Random
-from typing import Any
 
 import grpc.aio
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
 
 from headrace.inference.v1 import inference_pb2_grpc, trace_pb2_grpc
 from headrace.prefill.v1 import prefill_pb2_grpc
@@ -33,7 +31,7 @@ from headrace_router.request.preparation import RequestPreparer
 from headrace_router.service import InferenceService
 from headrace_router.tracing.request_span import RequestTracer
 from headrace_router.tracing.service import OTLP_SERVICE_NAME, SpanCollector, TraceReader
-from headrace_router.tracing.store import StoreExporter, TraceStore
+from headrace_router.tracing.store import StoreExporter, TraceLimits, TraceStore
 from headrace_router.workers.directory import WorkerDirectory
 from headrace_text.codec import TextCodec
 
@@ -65,8 +63,7 @@ class Router:
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self.inference, server)
         trace_pb2_grpc.add_TraceServiceServicer_to_server(TraceReader(self.traces), server)
         prefill_pb2_grpc.add_PrefillQueueServiceServicer_to_server(PullService(self.queue), server)
-        add_collector: Any = trace_service_pb2_grpc.add_TraceServiceServicer_to_server
-        add_collector(SpanCollector(self.traces.add_spans, self.direct.on_spans), server)
+        SpanCollector(self.traces.add_batch, self.direct.on_batch).add_to(server)
 
     def update(self, members: Collection[registry_pb2.Member]) -> None:
         """Replaces the members that the registry lists."""
@@ -99,8 +96,6 @@ def assemble(
     def count_refusal(worker_id: str, part: str) -> None:
         metrics.count_ticket_refusal(worker_id, part)
 
-    traces = TraceStore(config.trace_count)
-    telemetry.add_exporter(StoreExporter(traces))
     workers = WorkerDirectory(
         lambda endpoint: open_channel(endpoint, config),
         config.worker_wait_s,
@@ -112,6 +107,7 @@ def assemble(
     queue = PrefillQueue(config.max_queued_tasks, config.prefix_wait_s)
     admission = _build_admission(config, policy)
     metrics = RouterMetrics(telemetry.metrics.meter, queue, admission, prefixes, workers)
+    traces = _build_traces(config, telemetry, metrics)
     signer = TicketSigner(ticket_key, config.ticket_ttl_s, workers.unix_ns)
     dispatcher = RequestDispatcher(
         workers=workers,
@@ -126,7 +122,11 @@ def assemble(
         on_migration=metrics.count_migration,
     )
     direct = DirectRequestTracker(
-        workers, telemetry, ttl_s=config.ticket_ttl_s, longest_s=config.default_deadline_s
+        workers,
+        telemetry,
+        ttl_s=config.ticket_ttl_s,
+        longest_s=config.default_deadline_s,
+        max_unused=config.max_unused_tickets,
     )
     look_aside = LookAside(
         workers=workers,
@@ -162,6 +162,13 @@ def assemble(
         preparer=preparer,
         gate=gate,
     )
+
+
+def _build_traces(config: RouterConfig, telemetry: Telemetry, metrics: RouterMetrics) -> TraceStore:
+    limits = TraceLimits(config.trace_count, config.max_trace_bytes, config.max_stored_trace_bytes)
+    traces = TraceStore(limits, metrics.count_dropped_spans)
+    telemetry.add_exporter(StoreExporter(traces))
+    return traces
 
 
 def _build_admission(config: RouterConfig, policy: PolicySource) -> Admission:

@@ -114,7 +114,20 @@ class RouterConfig(ServiceConfig):
         description="Seconds in which a decode worker accepts this router's ticket, by the worker's clock, which this "
         "router measures.",
     )
+    max_unused_tickets: PositiveCount = Field(
+        128,
+        description="Tickets of one caller (a tenant, or a host where no API keys are set) that hold a place here "
+        "before their use is seen. Further requests of the caller go through the router.",
+    )
     trace_count: PositiveCount = Field(256, description="Requests that have their traces stored.")
+    max_trace_bytes: PositiveCount = Field(
+        4 * 1024 * 1024,
+        description="Bytes of the spans of one stored trace, before further spans are dropped.",
+    )
+    max_stored_trace_bytes: PositiveCount = Field(
+        64 * 1024 * 1024,
+        description="Bytes of the spans of all stored traces, before the oldest traces are removed.",
+    )
 
     @model_validator(mode="after")
     def _check_waits(self) -> RouterConfig:
@@ -123,6 +136,7 @@ class RouterConfig(ServiceConfig):
             ("prefix_wait_s", "default_deadline_s"),
             ("admission_wait_s", "default_deadline_s"),
             ("worker_wait_s", "default_deadline_s"),
+            ("max_trace_bytes", "max_stored_trace_bytes"),
         )
         return self
 

@@ -88,6 +88,7 @@ class RouterMetrics:
         self._requests = meter.create_counter(schema.METRIC_REQUESTS, "{request}")
         self._migrations = meter.create_counter(schema.METRIC_MIGRATIONS, "{migration}")
         self._ticket_refusals = meter.create_counter(schema.METRIC_TICKET_REFUSALS, "{ticket}")
+        self._dropped_spans = meter.create_counter(schema.METRIC_TRACE_SPANS_DROPPED, "{span}")
         self._first_token = meter.create_histogram(schema.METRIC_TIME_TO_FIRST_TOKEN_MS, "ms")
         self._gauges = tuple(
             (meter.create_gauge(gauge.name, gauge.unit), gauge)
@@ -122,6 +123,10 @@ class RouterMetrics:
         self._ticket_refusals.add(
             1, {schema.ATTRIBUTE_WORKER_ID: worker_id, schema.ATTRIBUTE_TICKET_PART: part}
         )
+
+    def count_dropped_spans(self, bound: str, count: int) -> None:
+        """Counts spans that the trace store dropped. Any thread may call it."""
+        self._dropped_spans.add(count, {schema.ATTRIBUTE_TRACE_BOUND: bound})
 
     def sample(self) -> None:
         """Sets every gauge to its current value."""

@@ -158,14 +158,15 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             )
             decision = self._dispatcher.route(prepared, root, deadline, request.avoid_worker_ids)
             direct: inference_pb2.DirectRequest | None = None
-            if not request.explain:
+            caller = permit.tenant if self._tenants.keyed else _host_of(context)
+            if not request.explain and self._direct.has_room(caller):
                 direct = self._look_aside.grant(
                     prepared, decision, permit.tenant, traceparent(root)
                 )
             if direct is not None:
                 # The request keeps its permit until it has ended on its decode worker.
                 ref, release = decision.worker.ref, held.pop_all().close
-                self._direct.track(direct, ref, permit, release, arrival_unix_ns)
+                self._direct.track(direct, ref, caller, permit, release, arrival_unix_ns)
             return inference_pb2.RouteResponse(
                 worker_id=decision.worker.ref.worker_id,
                 incarnation=decision.worker.ref.incarnation,
@@ -189,7 +190,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         if held_permit is not None:
             await held_permit.acquire_tokens(prompt_tokens)
             try:
-                return await self._look_aside.prefill(request, claims, deadline)
+                response = await self._look_aside.prefill(request, claims, deadline)
+                self._direct.confirm(request.direct.transfer_id)
+                return response
             finally:
                 held_permit.release_tokens()
         permit = await self._admission.admit(claims.tenant, deadline)
@@ -219,6 +222,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     def _reject_when_draining(self) -> None:
         if self._draining:
             raise Draining("the router is shutting down; use another router, or retry in a moment")
+
+
+def _host_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
+    """The client's host, such as "ipv4:10.0.0.7"."""
+    return context.peer().rpartition(":")[0]
 
 
 def _request_id(request: inference_pb2.GenerateRequest) -> str:

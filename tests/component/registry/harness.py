@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +18,7 @@ import grpc.aio
 
 from headrace.kv.v1 import layout_pb2
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
+from headrace_common.access.credentials import TlsFiles
 from headrace_common.registry.membership import Membership
 from headrace_common.registry.view import RegistryView
 from headrace_common.rpc.server import GrpcServer
@@ -36,23 +37,45 @@ ETCD = Path("/usr/bin/etcd")
 
 @dataclass
 class EtcdServer:
-    """An etcd server on loopback. Its data stays in a folder when the process ends."""
+    """An etcd server on loopback. Its data stays in a folder when the process ends.
+
+    With `tls`, it requires certificates of its clients. `cluster` names every member with its peer port.
+    """
 
     folder: Path
+    name: str = "test"
+    tls: TlsFiles | None = None
+    cluster: Mapping[str, int] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
     peer_port: int = field(default_factory=free_port)
     process: subprocess.Popen[bytes] | None = None
     start_timeout_s: float = 20.0
 
     def start(self) -> None:
-        client = f"http://127.0.0.1:{self.port}"
+        self.launch()
+        self.wait_reachable()
+
+    def launch(self) -> None:
+        """Starts the process. A member of a cluster serves when most of them have started."""
+        client = f"{'https' if self.tls else 'http'}://127.0.0.1:{self.port}"
         peer = f"http://127.0.0.1:{self.peer_port}"
-        command = [str(ETCD), "--name", "test", "--data-dir", str(self.folder)]
+        cluster = self.cluster or {self.name: self.peer_port}
+        members = ",".join(f"{name}=http://127.0.0.1:{port}" for name, port in cluster.items())
+        command = [str(ETCD), "--name", self.name, "--data-dir", str(self.folder)]
         command += ["--listen-client-urls", client, "--advertise-client-urls", client]
         command += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
-        command += ["--initial-cluster", f"test={peer}", "--log-level", "error", "--logger", "zap"]
+        command += ["--initial-cluster", members, "--log-level", "error", "--logger", "zap"]
+        # Less work for a password than the default of 10.
+        command += ["--bcrypt-cost", "4"]
+        if self.tls is not None:
+            command += ["--cert-file", self.tls.tls_certificate_file]
+            command += ["--key-file", self.tls.tls_key_file, "--client-cert-auth"]
+            command += ["--trusted-ca-file", self.tls.tls_authority_file]
         with (self.folder.parent / "etcd.log").open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
+
+    def wait_reachable(self) -> None:
+        assert self.process is not None
         deadline_s = time.monotonic() + self.start_timeout_s
         while not self._is_reachable():
             assert self.process.poll() is None, "etcd ended during its start"
@@ -89,13 +112,32 @@ class EtcdServer:
 
 
 @contextlib.contextmanager
-def running_etcd(folder: Path) -> Iterator[EtcdServer]:
-    server = EtcdServer(folder / "data")
+def running_etcd(folder: Path, tls: TlsFiles | None = None) -> Iterator[EtcdServer]:
+    server = EtcdServer(folder / "data", tls=tls)
     try:
         server.start()
         yield server
     finally:
         server.kill()
+
+
+@contextlib.contextmanager
+def running_cluster(folder: Path, size: int = 3) -> Iterator[list[EtcdServer]]:
+    """The members of one etcd cluster."""
+    peer_ports = {f"m{number}": free_port() for number in range(size)}
+    servers = [
+        EtcdServer(folder / name, name=name, peer_port=port, cluster=peer_ports)
+        for name, port in peer_ports.items()
+    ]
+    try:
+        for server in servers:
+            server.launch()
+        for server in servers:
+            server.wait_reachable()
+        yield servers
+    finally:
+        for server in servers:
+            server.kill()
 
 
 @dataclass

@@ -8,8 +8,8 @@ import pytest
 
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import InvalidRequest
+from headrace_common.limits import TICKET_KEY_BYTES
 from headrace_registry.config import RegistryConfig
-from headrace_registry.store.base import TICKET_KEY_BYTES
 from tests.component.registry.harness import (
     EtcdServer,
     Registry,

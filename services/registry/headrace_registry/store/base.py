@@ -6,14 +6,12 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
-from typing import Final
 
 from headrace.kv.v1 import layout_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import Conflict, NotFound, StaleIncarnation
+from headrace_common.limits import TICKET_KEY_BYTES
 from headrace_registry.feed import ChangeFeed, PolicyRecord
-
-TICKET_KEY_BYTES: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +51,11 @@ class Store(ABC):
     @property
     def policy(self) -> PolicyRecord:
         return self._feed.policy
+
+    @property
+    def corrupt_record_count(self) -> int:
+        """Stored records that cannot be read and are skipped."""
+        return 0
 
     @abstractmethod
     async def start(self) -> None:

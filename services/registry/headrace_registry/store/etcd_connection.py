@@ -3,62 +3,66 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
-import grpc
-
 from headrace_common.errors import ConfigError, RegistryUnavailable
 from headrace_registry.store.etcd3_compat import load_etcd3
+from headrace_registry.store.etcd_endpoint import EtcdAccess, EtcdCallFailed, EtcdEndpoint
+from headrace_registry.store.etcd_watch import EtcdWatch
 
+_log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _THREADS: Final = 8
 _CALLS_MAX: Final = 256
-_WATCH_BUFFER: Final = 64
-# Pings detect a dead connection. etcd rejects more than one in 5 s.
-_CHANNEL_OPTIONS: Final = (
-    ("grpc.enable_http_proxy", 0),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 500),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),
-    ("grpc.max_receive_message_length", 64 * 1024 * 1024),
-)
 
 
 class EtcdConnection:
-    """One etcd endpoint. One event loop uses `call` and `watch`."""
+    """The endpoints of one etcd. One event loop uses `call` and `watch`.
 
-    def __init__(self, host: str, port: int, timeout_s: float) -> None:
-        self.endpoint = f"{host}:{port}"
-        self._timeout_s = timeout_s
+    All calls go to one endpoint until it fails. Then they go to the next one, and its watch ends.
+    """
+
+    def __init__(self, access: EtcdAccess) -> None:
+        """Raises ConfigError when etcd3 is missing or a file cannot be read."""
+        self.name = ",".join(f"{host}:{port}" for host, port in access.endpoints)
+        self._timeout_s = access.timeout_s
         try:
-            self._etcd3 = load_etcd3()
+            etcd3 = load_etcd3()
         except ImportError as error:
-            raise ConfigError(
-                f"store: {error}", metadata={"store": f"etcd://{self.endpoint}"}
-            ) from error
-        self.client: Any = self._etcd3.client(
-            host=host, port=port, timeout=timeout_s, grpc_options=_CHANNEL_OPTIONS
+            raise ConfigError(f"store: {error}", metadata=self._metadata) from error
+        self._endpoints = tuple(
+            EtcdEndpoint(etcd3, access, host, port) for host, port in access.endpoints
         )
+        self._lock = threading.Lock()
+        self._active = 0
+        self._serving: EtcdEndpoint | None = None
+        self._watch: EtcdWatch | None = None
         self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="etcd")
         self._call_count = 0
 
-    async def call(self, function: Callable[[], _T]) -> _T:
-        """Runs a blocking function that uses `client` in a thread.
+    @property
+    def endpoint(self) -> EtcdEndpoint:
+        """The endpoint that the next call goes to."""
+        return self._endpoints[self._active]
 
-        Raises RegistryUnavailable when etcd fails or does not respond in time.
+    async def call(self, function: Callable[[Any], _T], *, repeatable: bool = True) -> _T:
+        """Runs a blocking function with an etcd3 client in a thread.
+
+        When an endpoint fails, a `repeatable` function runs again at the next one. Raises RegistryUnavailable when etcd
+        fails or does not respond in time.
         """
         if self._call_count >= _CALLS_MAX:
             raise self._unavailable(f"{self._call_count} calls are waiting")
         self._call_count += 1
-        future = asyncio.get_running_loop().run_in_executor(self._executor, self._run, function)
+        future = asyncio.get_running_loop().run_in_executor(
+            self._executor, self._run, function, repeatable
+        )
         future.add_done_callback(self._on_done)
         try:
             async with asyncio.timeout(2 * self._timeout_s):
@@ -68,18 +72,53 @@ class EtcdConnection:
 
     def watch(self, prefix: str, start_revision: int) -> EtcdWatch:
         """Watches a prefix from a revision on. The caller closes the watch."""
-        return EtcdWatch(self._etcd3.etcdrpc, self.client.channel, prefix, start_revision)
+        self._watch = EtcdWatch(self.endpoint, prefix, start_revision)
+        return self._watch
 
     def close(self) -> None:
-        """Closes the connection; calls in progress fail."""
-        self.client.close()
+        """Closes the connections; calls in progress fail."""
+        for endpoint in self._endpoints:
+            endpoint.close()
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-    def _run(self, function: Callable[[], _T]) -> _T:
-        try:
-            return function()
-        except (self._etcd3.Etcd3Exception, grpc.RpcError) as error:
-            raise self._unavailable(_cause(error)) from error
+    def _run(self, function: Callable[[Any], _T], repeatable: bool) -> _T:
+        deadline_s = time.monotonic() + 2 * self._timeout_s
+        tries = 0
+        while True:
+            tries += 1
+            endpoint = self.endpoint
+            try:
+                result = endpoint.run(function)
+            except EtcdCallFailed as error:
+                if not error.refused:
+                    self._leave(endpoint, error.cause)
+                others = tries < len(self._endpoints) and time.monotonic() < deadline_s
+                if error.refused or not repeatable or not others:
+                    cause = f"{endpoint.name}: {error.cause}"
+                    raise self._unavailable(cause, error.refused) from error
+            else:
+                self._record_success(endpoint)
+                return result
+
+    def _leave(self, failed: EtcdEndpoint, cause: str) -> None:
+        with self._lock:
+            if len(self._endpoints) == 1 or self.endpoint is not failed:
+                return
+            self._active = (self._active + 1) % len(self._endpoints)
+        watch = self._watch
+        if watch is not None and watch.endpoint is failed:
+            watch.end(f"etcd at {failed.name} fails ({cause})")
+
+    def _record_success(self, endpoint: EtcdEndpoint) -> None:
+        with self._lock:
+            before = self._serving
+            if endpoint is not self.endpoint or endpoint is before:
+                return
+            self._serving = endpoint
+        if before is not None:
+            _log.warning(
+                "etcd at %s serves in place of %s, which failed", endpoint.name, before.name
+            )
 
     def _on_done(self, future: asyncio.Future[Any]) -> None:
         self._call_count -= 1
@@ -87,95 +126,17 @@ class EtcdConnection:
         if not future.cancelled():
             future.exception()
 
-    def _unavailable(self, cause: str) -> RegistryUnavailable:
+    @property
+    def _metadata(self) -> dict[str, str]:
+        return {"store": f"etcd://{self.name}"}
+
+    def _unavailable(self, cause: str, refused: bool = False) -> RegistryUnavailable:
+        remedy = (
+            "check its user, its password file and the user's permissions."
+            if refused
+            else "is it running and does it have a leader?"
+        )
         return RegistryUnavailable(
-            f"etcd at {self.endpoint} does not serve ({cause}): "
-            "is it running and does it have a leader?",
-            metadata={"store": f"etcd://{self.endpoint}", "cause": cause},
+            f"etcd at {self.name} does not serve ({cause}): {remedy}",
+            metadata={**self._metadata, "cause": cause},
         )
-
-
-class EtcdWatch:
-    """A watch of a prefix, received by a thread and read on the event loop.
-
-    Replaces etcd3's watcher, which cannot be stopped and loops without a pause during an outage.
-    """
-
-    def __init__(
-        self, messages: Any, channel: grpc.Channel, prefix: str, start_revision: int
-    ) -> None:
-        create = messages.WatchCreateRequest(
-            key=prefix.encode(),
-            range_end=_prefix_end(prefix.encode()),
-            start_revision=start_revision,
-        )
-        self._request = messages.WatchRequest(create_request=create)
-        self._closed = threading.Event()
-        self._room = threading.BoundedSemaphore(_WATCH_BUFFER)
-        self._loop = asyncio.get_running_loop()
-        self._responses: asyncio.Queue[Any] = asyncio.Queue()
-        self._call = messages.WatchStub(channel).Watch(self._requests())
-        self._thread = threading.Thread(target=self._read, name="etcd-watch", daemon=True)
-        self._thread.start()
-
-    async def responses(self, start_timeout_s: float) -> AsyncIterator[Any]:
-        """Yields etcd's WatchResponses. The first confirms the watch, within the timeout.
-
-        Raises RegistryUnavailable when etcd ends the watch.
-        """
-        try:
-            async with asyncio.timeout(start_timeout_s):
-                first = await self._next()
-        except TimeoutError:
-            raise RegistryUnavailable("etcd does not confirm a watch in time") from None
-        yield first
-        while True:
-            yield await self._next()
-
-    def close(self) -> None:
-        """Ends the watch and its thread. Does not wait."""
-        self._closed.set()
-        self._call.cancel()
-
-    async def _next(self) -> Any:
-        response = await self._responses.get()
-        if isinstance(response, RegistryUnavailable):
-            raise response
-        self._room.release()
-        return response
-
-    def _requests(self) -> Iterator[Any]:
-        yield self._request
-        self._closed.wait()
-
-    def _read(self) -> None:
-        try:
-            for response in self._call:
-                # The event loop is behind. Flow control keeps the rest in etcd.
-                while not self._room.acquire(timeout=0.5):
-                    if self._closed.is_set():
-                        return
-                self._deliver(response)
-            self._deliver(RegistryUnavailable("etcd ended the watch"))
-        except grpc.RpcError as error:
-            self._deliver(RegistryUnavailable(f"the watch of etcd broke ({_cause(error)})"))
-        finally:
-            self._closed.set()
-
-    def _deliver(self, response: Any) -> None:
-        if self._closed.is_set():
-            return
-        # The event loop may be closed.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._responses.put_nowait, response)
-
-
-def _prefix_end(prefix: bytes) -> bytes:
-    """The first key after all keys with the prefix."""
-    return prefix[:-1] + bytes([prefix[-1] + 1])
-
-
-def _cause(error: Exception) -> str:
-    if isinstance(error, grpc.Call):
-        return f"{error.code().name}: {error.details()}"
-    return str(error) or type(error).__name__

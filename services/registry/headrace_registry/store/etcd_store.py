@@ -6,10 +6,8 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import AsyncIterator, Mapping
-from typing import Any, Final, TypeAlias
-
-from google.protobuf.message import DecodeError
+from collections.abc import AsyncIterator, Callable, Collection
+from typing import Any, Final, TypeVar
 
 from headrace.kv.v1 import layout_pb2
 from headrace.registry.v1 import registry_pb2
@@ -19,11 +17,20 @@ from headrace_common.tasks import end_task, run_forever
 from headrace_registry.feed import ChangeFeed, PolicyRecord
 from headrace_registry.store.base import Registration, Store, descriptor_missing
 from headrace_registry.store.etcd_connection import EtcdConnection
-from headrace_registry.store.etcd_table import EtcdTable, Listing, Record
+from headrace_registry.store.etcd_endpoint import EtcdAccess
+from headrace_registry.store.etcd_losses import VanishedMembers
+from headrace_registry.store.etcd_records import (
+    CorruptRecord,
+    CorruptRecords,
+    Listing,
+    Record,
+    try_read,
+)
+from headrace_registry.store.etcd_table import EtcdTable, parse_record
 
 _log = logging.getLogger(__name__)
 
-_Message: TypeAlias = registry_pb2.Member | layout_pb2.KvDescriptor | registry_pb2.Policy
+_T = TypeVar("_T")
 
 _RETRY_S: Final = (0.1, 0.2, 0.4, 0.8, 1.0)
 _READ_OWN_WRITE_S: Final = 1.0
@@ -38,37 +45,39 @@ class EtcdStore(Store):
     """
 
     def __init__(
-        self,
-        host: str,
-        port: int,
-        *,
-        prefix: str,
-        history_size: int,
-        timeout_s: float,
-        start_timeout_s: float,
+        self, access: EtcdAccess, *, prefix: str, history_size: int, start_timeout_s: float
     ) -> None:
+        """Raises ConfigError when etcd3 is missing or a file cannot be read."""
         super().__init__(ChangeFeed(history_size))
-        self._connection = EtcdConnection(host, port, timeout_s)
-        self._table = EtcdTable(self._connection.client, prefix)
-        self._timeout_s = timeout_s
+        self._connection = EtcdConnection(access)
+        self._prefix = prefix
+        self._timeout_s = access.timeout_s
         self._start_timeout_s = start_timeout_s
         self._cluster_id: int | None = None
         self._leases: dict[str, int] = {}
         self._descriptors: dict[str, layout_pb2.KvDescriptor] = {}
+        self._corrupt = CorruptRecords()
+        self._vanished = VanishedMembers(
+            lambda leases: self._call(lambda table: table.live_leases(leases))
+        )
         self._follower: asyncio.Task[None] | None = None
         self._failure_count = 0
+
+    @property
+    def corrupt_record_count(self) -> int:
+        return len(self._corrupt)
 
     async def start(self) -> None:
         deadline_s = asyncio.get_running_loop().time() + self._start_timeout_s
         while True:
             try:
-                self._load(await self._connection.call(self._table.list_records))
+                self._load(await self._call(EtcdTable.list_records))
                 break
             except RegistryUnavailable as error:
                 if asyncio.get_running_loop().time() >= deadline_s:
                     self._connection.close()
                     raise ConfigError(
-                        f"store: {error.detail} Start etcd there, or give --store memory",
+                        f"store: {error.detail} Correct this, or give --store memory",
                         metadata=error.metadata,
                     ) from error
             await asyncio.sleep(_RETRY_S[1])
@@ -76,10 +85,11 @@ class EtcdStore(Store):
 
     async def close(self) -> None:
         await end_task(self._follower)
+        await self._vanished.close()
         self._connection.close()
 
     async def register(self, member: registry_pb2.Member, ttl_s: int) -> Registration:
-        registration = await self._connection.call(lambda: self._table.register(member, ttl_s))
+        registration = await self._call(lambda table: table.register(member, ttl_s))
         await self._feed.wait_for_revision(registration.revision, _READ_OWN_WRITE_S)
         return registration
 
@@ -87,14 +97,14 @@ class EtcdStore(Store):
         lease = _parse_lease(lease_id)
         if lease is None or not await self._has_member(lease):
             return None
-        return await self._connection.call(lambda: self._table.renew(lease))
+        return await self._call(lambda table: table.renew(lease))
 
     async def deregister(self, lease_id: str) -> None:
         lease = _parse_lease(lease_id)
         if lease is None or not await self._has_member(lease):
             return
         worker_id = next((name for name, held in self._leases.items() if held == lease), None)
-        await self._connection.call(lambda: self._table.revoke(lease))
+        await self._call(lambda table: table.revoke(lease))
         # etcd3 does not return the revision of a revocation, so this waits for the change itself.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_READ_OWN_WRITE_S):
@@ -108,8 +118,8 @@ class EtcdStore(Store):
         descriptor: layout_pb2.KvDescriptor,
     ) -> int:
         lease = _parse_lease(lease_id) or 0
-        revision = await self._connection.call(
-            lambda: self._table.put_descriptor(lease, reference, descriptor)
+        revision = await self._call(
+            lambda table: table.put_descriptor(lease, reference, descriptor)
         )
         await self._feed.wait_for_revision(revision, _READ_OWN_WRITE_S)
         return revision
@@ -119,28 +129,30 @@ class EtcdStore(Store):
         if known is not None:
             return known
         # Another registry may have written it a moment ago.
-        found = await self._connection.call(lambda: self._table.get_descriptor(reference))
+        found = await self._call(lambda table: table.get_descriptor(reference))
         if found is None:
             raise descriptor_missing(reference)
         return found
 
     async def set_policy(self, policy: registry_pb2.Policy, expected_revision: int) -> int:
-        revision = await self._connection.call(
-            lambda: self._table.set_policy(policy, expected_revision)
+        # When a response was lost, the policy may have the new revision, so a second try would be a conflict.
+        revision = await self._call(
+            lambda table: table.set_policy(policy, expected_revision),
+            repeatable=expected_revision == 0,
         )
         await self._feed.wait_for_revision(revision, _READ_OWN_WRITE_S)
         return revision
 
     async def ensure_prefix_hash_key(self, proposed: int) -> int:
-        return await self._connection.call(lambda: self._table.ensure_prefix_hash_key(proposed))
+        return await self._call(lambda table: table.ensure_prefix_hash_key(proposed))
 
     async def ensure_ticket_key(self, proposed: bytes) -> bytes:
-        return await self._connection.call(lambda: self._table.ensure_ticket_key(proposed))
+        return await self._call(lambda table: table.ensure_ticket_key(proposed))
 
     async def watch(self, start_revision: int) -> AsyncIterator[registry_pb2.WatchResponse]:
         if start_revision > self._feed.revision:
             # The revision may come from another registry, ahead of this one. One ahead of etcd comes from another etcd.
-            current = await self._connection.call(self._table.current_revision)
+            current = await self._call(EtcdTable.current_revision)
             if start_revision > current:
                 raise WatchExpired(
                     f"this registry has no revision {start_revision}: watch again from 0",
@@ -149,15 +161,21 @@ class EtcdStore(Store):
         async for response in self._feed.watch(start_revision, allow_future=True):
             yield response
 
+    async def _call(self, function: Callable[[EtcdTable], _T], *, repeatable: bool = True) -> _T:
+        """As EtcdConnection.call, with the records."""
+        return await self._connection.call(
+            lambda client: function(EtcdTable(client, self._prefix)), repeatable=repeatable
+        )
+
     async def _has_member(self, lease: int) -> bool:
         if lease in self._leases.values():
             return True
-        return await self._connection.call(lambda: self._table.has_member(lease))
+        return await self._call(lambda table: table.has_member(lease))
 
     async def _follow(self) -> None:
         while True:
             try:
-                self._load(await self._connection.call(self._table.list_records))
+                self._load(await self._call(EtcdTable.list_records))
                 await self._follow_watch()
             except RegistryUnavailable as error:
                 if self._failure_count == 0:
@@ -167,7 +185,7 @@ class EtcdStore(Store):
             await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
 
     async def _follow_watch(self) -> None:
-        watch = self._connection.watch(self._table.prefix, self._feed.revision + 1)
+        watch = self._connection.watch(self._prefix, self._feed.revision + 1)
         try:
             async for response in watch.responses(self._timeout_s):
                 if response.canceled or response.compact_revision:
@@ -175,7 +193,7 @@ class EtcdStore(Store):
                         f"etcd cancelled the watch: {response.cancel_reason or 'compacted'}"
                     )
                 if self._failure_count:
-                    _log.info("following etcd at %s again", self._connection.endpoint)
+                    _log.info("following etcd at %s again", self._connection.endpoint.name)
                 self._failure_count = 0
                 self._apply_events(response.events)
         finally:
@@ -184,32 +202,51 @@ class EtcdStore(Store):
     def _load(self, listing: Listing) -> None:
         members: dict[str, registry_pb2.Member] = {}
         policy = PolicyRecord(default_policy(), 0)
+        removed = dict(self._leases)
         self._leases.clear()
         self._descriptors.clear()
-        for record in listing.records:
-            name = record.key.partition("/")[2]
-            value = _parse(record)
-            if isinstance(value, registry_pb2.Member):
-                members[name] = value
+        self._corrupt.keep_only(frozenset(record.key for record, _ in listing.records))
+        for record, content in listing.records:
+            kind, _, name = record.key.partition("/")
+            self._record_state(record, content)
+            if kind == "members":
+                removed.pop(name, None)
+            if isinstance(content, registry_pb2.Member):
+                members[name] = content
                 self._leases[name] = record.lease
-            elif isinstance(value, layout_pb2.KvDescriptor):
-                self._descriptors[name] = value
-            elif isinstance(value, registry_pb2.Policy):
-                policy = PolicyRecord(value, record.revision)
-        continues = (
-            listing.cluster_id == self._cluster_id and listing.revision >= self._feed.revision
-        )
-        self._cluster_id = listing.cluster_id
-        if continues:
+            elif isinstance(content, layout_pb2.KvDescriptor):
+                self._descriptors[name] = content
+            elif kind == "policy":
+                policy = self._policy_record(record, content)
+        if self._continues(listing):
+            self._vanished.check(removed)
             self._feed.apply_listing(listing.revision, members, policy)
         else:
+            self._report_loss(listing, removed)
             self._feed.restart(listing.revision, members, policy)
+        self._cluster_id = listing.cluster_id
+
+    def _continues(self, listing: Listing) -> bool:
+        return listing.cluster_id == self._cluster_id and listing.revision >= self._feed.revision
+
+    def _report_loss(self, listing: Listing, removed: Collection[str]) -> None:
+        if self._cluster_id is None:
+            return
+        other = listing.cluster_id != self._cluster_id
+        _log.error(
+            "etcd at %s has lost data: %s. %d members are missing and register again. Every watch starts again",
+            self._connection.name,
+            f"it is another cluster, {listing.cluster_id:x} instead of {self._cluster_id:x}"
+            if other
+            else f"its revision went back from {self._feed.revision} to {listing.revision}",
+            len(removed),
+        )
 
     def _apply_events(self, events: Any) -> None:
         """Applies the events of one watch response, revision by revision."""
         by_revision: dict[int, list[Record]] = {}
         for event in events:
-            record = self._table.parse_record(event.kv, deleted=event.type != 0)
+            record = parse_record(self._prefix, event.kv, deleted=event.type != 0)
             by_revision.setdefault(record.revision, []).append(record)
         for revision, records in by_revision.items():
             self._apply_revision(revision, records)
@@ -219,45 +256,37 @@ class EtcdStore(Store):
         policy: PolicyRecord | None = None
         for record in records:
             kind, _, name = record.key.partition("/")
-            value = _parse(record)
+            content = try_read(record)
+            self._record_state(record, content)
             if kind == "members":
-                self._leases.pop(name, None)
+                lease = self._leases.pop(name, 0)
                 members[name] = None
-                if isinstance(value, registry_pb2.Member):
+                if isinstance(content, registry_pb2.Member):
                     self._leases[name] = record.lease
-                    members[name] = value
+                    members[name] = content
+                elif record.value is None:
+                    self._vanished.check({name: lease})
             elif kind == "descriptors":
                 self._descriptors.pop(name, None)
-                if isinstance(value, layout_pb2.KvDescriptor):
-                    self._descriptors[name] = value
+                if isinstance(content, layout_pb2.KvDescriptor):
+                    self._descriptors[name] = content
             elif kind == "policy":
-                policy = PolicyRecord(default_policy(), 0)
-                if isinstance(value, registry_pb2.Policy):
-                    policy = PolicyRecord(value, record.revision)
+                policy = self._policy_record(record, content)
         self._feed.apply(revision, members, policy)
 
+    def _record_state(self, record: Record, content: object) -> None:
+        if isinstance(content, CorruptRecord):
+            self._corrupt.add(record, content)
+        else:
+            self._corrupt.discard(record.key)
 
-_MESSAGES: Final[Mapping[str, type[_Message]]] = {
-    "members": registry_pb2.Member,
-    "descriptors": layout_pb2.KvDescriptor,
-    "policy": registry_pb2.Policy,
-}
-
-
-def _parse(record: Record) -> _Message | None:
-    """The message in a record. None for a deleted record, an unknown key or an invalid value."""
-    message = _MESSAGES.get(record.key.partition("/")[0])
-    if message is None or record.value is None:
-        return None
-    parsed = message()
-    try:
-        parsed.ParseFromString(record.value)
-    except DecodeError:
-        _log.warning(
-            "etcd key %r does not contain a %s: ignored", record.key, message.DESCRIPTOR.name
-        )
-        return None
-    return parsed
+    def _policy_record(self, record: Record, content: object) -> PolicyRecord:
+        """A corrupt policy leaves the last one in force. SetPolicy replaces it."""
+        if isinstance(content, registry_pb2.Policy):
+            return PolicyRecord(content, record.revision)
+        if isinstance(content, CorruptRecord):
+            return PolicyRecord(self._feed.policy.policy, record.revision)
+        return PolicyRecord(default_policy(), 0)
 
 
 def _parse_lease(lease_id: str) -> int | None:

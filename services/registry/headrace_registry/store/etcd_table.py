@@ -11,8 +11,8 @@ Revisions are etcd's own, so all registries over one etcd agree on them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import grpc
@@ -28,32 +28,24 @@ from headrace_registry.store.base import (
     require_owner,
     require_policy_revision,
 )
+from headrace_registry.store.etcd_endpoint import code_of
+from headrace_registry.store.etcd_records import (
+    PREFIX_HASH_KEY_BYTES,
+    CorruptRecord,
+    Listing,
+    Record,
+    read_key,
+    try_read,
+)
 
 # One key has few writers. More conflicts in a row than this have another cause.
 _ATTEMPTS = 5
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
-    """The value of one key; None when deleted. `key` is without the prefix, `revision` of the last change."""
-
-    key: str
-    value: bytes | None
-    lease: int
-    revision: int
-
-
-@dataclass(frozen=True, slots=True)
-class Listing:
-    """Every record at one revision of one etcd cluster."""
-
-    cluster_id: int
-    revision: int
-    records: tuple[Record, ...]
-
-
 class EtcdTable:
     """The records under one prefix, through one etcd3 client. Has no state; any thread may call it.
+
+    A corrupt record counts as absent, so the next write of its key replaces it.
 
     Raises etcd3's and gRPC's exceptions, which EtcdConnection converts to RegistryUnavailable.
     """
@@ -68,18 +60,13 @@ class EtcdTable:
         return Listing(
             cluster_id=response.header.cluster_id,
             revision=response.header.revision,
-            records=tuple(self.parse_record(pair) for pair in response.kvs),
+            records=tuple((record, try_read(record)) for record in self._parse(response.kvs)),
         )
 
     def current_revision(self) -> int:
         """etcd's current revision."""
         response = self._client.get_response(self._key("policy"))
         return int(response.header.revision)
-
-    def parse_record(self, pair: Any, *, deleted: bool = False) -> Record:
-        """The Record of an etcd KeyValue."""
-        key = bytes(pair.key).decode("utf-8", errors="replace").removeprefix(self.prefix)
-        return Record(key, None if deleted else pair.value, pair.lease, pair.mod_revision)
 
     def register(self, member: registry_pb2.Member, ttl_s: int) -> Registration:
         """As Store.register."""
@@ -93,7 +80,8 @@ class EtcdTable:
             if revision is None:
                 self.revoke(lease.id)
                 continue
-            if found is not None and found.lease:
+            # The lease of a corrupt record may be that of another program.
+            if found is not None and found.lease and current is not None:
                 self.revoke(found.lease)
             order = record.registration_order
             return Registration(f"{lease.id:x}", int(lease.ttl), revision, order)
@@ -105,7 +93,18 @@ class EtcdTable:
         False for a replaced incarnation's lease, and for a lease of another program.
         """
         members = self._key("members/").encode()
-        return any(key.startswith(members) for key in self._client.get_lease_info(lease).keys)
+        try:
+            keys = self._client.get_lease_info(lease).keys
+        except grpc.RpcError as error:
+            # The lease has keys that our user may not read.
+            if code_of(error) is grpc.StatusCode.PERMISSION_DENIED:
+                return False
+            raise
+        return any(key.startswith(members) for key in keys)
+
+    def live_leases(self, leases: Iterable[int]) -> frozenset[int]:
+        """Those of the leases that exist."""
+        return frozenset(lease for lease in leases if self._client.get_lease_info(lease).TTL > 0)
 
     def renew(self, lease: int) -> float | None:
         """Renews a lease. Returns its seconds to live, or None when it does not exist."""
@@ -118,7 +117,7 @@ class EtcdTable:
         try:
             self._client.revoke_lease(lease)
         except grpc.RpcError as error:
-            if not _is_not_found(error):
+            if code_of(error) is not grpc.StatusCode.NOT_FOUND:
                 raise
 
     def put_descriptor(
@@ -143,9 +142,8 @@ class EtcdTable:
     def get_descriptor(self, reference: registry_pb2.MemberRef) -> layout_pb2.KvDescriptor | None:
         """The descriptor of one incarnation, or None."""
         found = self._read(_descriptor_key(reference))
-        if found is None or found.value is None:
-            return None
-        return layout_pb2.KvDescriptor.FromString(found.value)
+        content = None if found is None else try_read(found)
+        return content if isinstance(content, layout_pb2.KvDescriptor) else None
 
     def set_policy(self, policy: registry_pb2.Policy, expected_revision: int) -> int:
         """As Store.set_policy."""
@@ -161,27 +159,27 @@ class EtcdTable:
 
     def ensure_prefix_hash_key(self, proposed: int) -> int:
         """As Store.ensure_prefix_hash_key."""
-        return int(
-            self._write_once("prefix_hash_key", b"%016x" % (proposed or new_prefix_hash_key())), 16
-        )
+        chosen = (proposed or new_prefix_hash_key()).to_bytes(PREFIX_HASH_KEY_BYTES)
+        return int.from_bytes(self._write_once("prefix_hash_key", chosen))
 
     def ensure_ticket_key(self, proposed: bytes) -> bytes:
         """As Store.ensure_ticket_key."""
-        chosen = (proposed or new_ticket_key()).hex().encode()
-        return bytes.fromhex(self._write_once("ticket_key", chosen).decode())
+        return self._write_once("ticket_key", proposed or new_ticket_key())
 
-    def _write_once(self, key: str, proposed: bytes) -> bytes:
-        """The value of a key. Writes `proposed` when the key has none."""
+    def _write_once(self, name: str, proposed: bytes) -> bytes:
+        """A key of the deployment. Writes `proposed` when none is stored, or a corrupt one."""
         for _ in range(_ATTEMPTS):
-            found = self._read(key)
-            if found is not None and found.value is not None:
-                return found.value
-            if (
-                self._write_if_unchanged([Record(key, None, 0, 0)], {key: (proposed, 0)})
-                is not None
-            ):
+            found = self._read(name) or Record(name, None, 0, 0)
+            if found.value is not None:
+                with contextlib.suppress(CorruptRecord):
+                    return read_key(name, found.value)
+            written = {name: (proposed.hex().encode(), 0)}
+            if self._write_if_unchanged([found], written) is not None:
                 return proposed
-        raise _conflict(key)
+        raise _conflict(name)
+
+    def _parse(self, pairs: Iterable[Any]) -> Iterator[Record]:
+        return (parse_record(self.prefix, pair) for pair in pairs)
 
     def _key(self, key: str) -> str:
         return self.prefix + key
@@ -192,8 +190,7 @@ class EtcdTable:
     def _read_at(self, key: str) -> tuple[Record | None, int]:
         """A record, and etcd's revision at that moment."""
         response = self._client.get_response(self._key(key))
-        found = self.parse_record(response.kvs[0]) if response.kvs else None
-        return found, int(response.header.revision)
+        return next(self._parse(response.kvs), None), int(response.header.revision)
 
     def _descriptor_of_same_incarnation(
         self, current: registry_pb2.Member | None, member: registry_pb2.Member
@@ -241,6 +238,12 @@ class EtcdTable:
         return int(responses[0].response_put.header.revision) if succeeded else None
 
 
+def parse_record(prefix: str, pair: Any, *, deleted: bool = False) -> Record:
+    """The Record of an etcd KeyValue."""
+    key = bytes(pair.key).decode("utf-8", errors="replace").removeprefix(prefix)
+    return Record(key, None if deleted else pair.value, pair.lease, pair.mod_revision)
+
+
 def _member_key(worker_id: str) -> str:
     return f"members/{worker_id}"
 
@@ -250,14 +253,8 @@ def _descriptor_key(reference: registry_pb2.MemberRef) -> str:
 
 
 def _parse_member(record: Record | None) -> registry_pb2.Member | None:
-    if record is None or record.value is None:
-        return None
-    return registry_pb2.Member.FromString(record.value)
-
-
-def _is_not_found(error: grpc.RpcError) -> bool:
-    code = getattr(error, "code", None)
-    return code is not None and code() == grpc.StatusCode.NOT_FOUND
+    content = None if record is None else try_read(record)
+    return content if isinstance(content, registry_pb2.Member) else None
 
 
 def _conflict(what: str) -> Conflict:

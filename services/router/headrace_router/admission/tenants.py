@@ -29,6 +29,11 @@ class Tenants:
     def __init__(self, by_digest: Mapping[str, str] | None) -> None:
         self._by_digest = by_digest
 
+    @property
+    def keyed(self) -> bool:
+        """Whether requests need a key."""
+        return self._by_digest is not None
+
     def tenant_of(self, metadata: Iterable[tuple[str, Any]] | None) -> str:
         """The tenant of the API key in an RPC's metadata. Raises Unauthenticated, with the remedy."""
         if self._by_digest is None:

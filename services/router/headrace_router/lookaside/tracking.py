@@ -3,13 +3,17 @@
 The decode worker's span, which every router receives, marks the end of a request and completes its trace. Without that
 span a request counts until its ticket expires. It counts longer while its worker reports more requests than this router
 has placed there itself.
+
+A client may ask for tickets and never use them. So the tickets of one caller are bounded as long as the router has not
+seen their use: the handover of their prompt, or their end.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,6 +25,7 @@ from headrace_common.telemetry import schema
 from headrace_common.telemetry.setup import Telemetry
 from headrace_kv.layout.layout import WorkerRef
 from headrace_router.admission.admission import AdmissionPermit
+from headrace_router.tracing.batches import SpanBatch, attributes_as_text
 from headrace_router.workers.directory import WorkerDirectory
 
 _SWEEP_S: Final = 1.0
@@ -32,26 +37,40 @@ class _DirectRequest:
     trace_id: bytes
     ref: WorkerRef
     traceparent: str
+    caller: str
     permit: AdmissionPermit
     release: Callable[[], None]
     arrival_unix_ns: int
     expire_monotonic_s: float
     end_monotonic_s: float
+    confirmed: bool = False
+
+    def confirm(self) -> None:
+        self.confirmed = True
 
 
 class DirectRequestTracker:
     """Tracks direct requests. One event loop owns it.
 
-    `ttl_s` is the lifetime of a ticket, `longest_s` that of a request without a deadline.
+    `ttl_s` is the lifetime of a ticket, `longest_s` that of a request without a deadline. `max_unused` bounds the
+    unconfirmed tickets of a caller.
     """
 
     def __init__(
-        self, workers: WorkerDirectory, telemetry: Telemetry, *, ttl_s: float, longest_s: float
+        self,
+        workers: WorkerDirectory,
+        telemetry: Telemetry,
+        *,
+        ttl_s: float,
+        longest_s: float,
+        max_unused: int,
     ) -> None:
         self._workers = workers
         self._telemetry = telemetry
         self._ttl_s = ttl_s
         self._longest_s = max(ttl_s, longest_s)
+        self._max_unused = max_unused
+        self._unused: Counter[str] = Counter()
         self._requests: dict[str, _DirectRequest] = {}
         self._transfer_of_trace: dict[bytes, str] = {}
         self._sweep_timer: asyncio.TimerHandle | None = None
@@ -59,10 +78,15 @@ class DirectRequestTracker:
     def __len__(self) -> int:
         return len(self._requests)
 
+    def has_room(self, caller: str) -> bool:
+        """Whether the caller may get another ticket."""
+        return self._unused[caller] < self._max_unused
+
     def track(
         self,
         direct: inference_pb2.DirectRequest,
         ref: WorkerRef,
+        caller: str,
         permit: AdmissionPermit,
         release: Callable[[], None],
         arrival_unix_ns: int,
@@ -74,12 +98,14 @@ class DirectRequestTracker:
             trace_id=trace_id,
             ref=ref,
             traceparent=direct.traceparent,
+            caller=caller,
             permit=permit,
             release=release,
             arrival_unix_ns=arrival_unix_ns,
             expire_monotonic_s=now_s + self._ttl_s,
             end_monotonic_s=now_s + self._longest_s,
         )
+        self._unused[caller] += 1
         self._transfer_of_trace[trace_id] = direct.transfer_id
         if self._sweep_timer is None:
             self._sweep_timer = asyncio.get_running_loop().call_later(_SWEEP_S, self._sweep)
@@ -89,15 +115,20 @@ class DirectRequestTracker:
         request = self._requests.get(transfer_id)
         return None if request is None else request.permit
 
-    def on_spans(self, resource_spans: Iterable[otlp_pb2.ResourceSpans]) -> None:
+    def confirm(self, transfer_id: str) -> None:
+        """The prompt of a request was handed over, so its decode worker has the request."""
+        request = self._requests.get(transfer_id)
+        if request is not None and not request.confirmed:
+            request.confirm()
+            self._count_used(request.caller)
+
+    def on_batch(self, batch: SpanBatch) -> None:
         """Processes workers' spans. Spans of other requests are ignored."""
         if not self._requests:
             return
-        for resource in resource_spans:
-            for scope in resource.scope_spans:
-                for span in scope.spans:
-                    if span.name in _DECODE_SPANS and span.trace_id in self._transfer_of_trace:
-                        self._on_decode_span(span)
+        for span in batch.spans:
+            if span.name in _DECODE_SPANS and span.trace_id in self._transfer_of_trace:
+                self._on_decode_span(span)
 
     def close(self) -> None:
         """Releases all requests."""
@@ -110,7 +141,7 @@ class DirectRequestTracker:
         transfer_id = self._transfer_of_trace[span.trace_id]
         if span.name == schema.SPAN_DECODE:
             # One trace of a client may contain several requests.
-            attributes = {pair.key: pair.value.string_value for pair in span.attributes}
+            attributes = attributes_as_text(span.attributes)
             self._end(attributes.get(schema.ATTRIBUTE_TRANSFER_ID, transfer_id))
             return
         request = self._requests[transfer_id]
@@ -141,4 +172,11 @@ class DirectRequestTracker:
         if request is not None:
             if self._transfer_of_trace.get(request.trace_id) == transfer_id:
                 del self._transfer_of_trace[request.trace_id]
+            if not request.confirmed:
+                self._count_used(request.caller)
             request.release()
+
+    def _count_used(self, caller: str) -> None:
+        self._unused[caller] -= 1
+        if not self._unused[caller]:
+            del self._unused[caller]

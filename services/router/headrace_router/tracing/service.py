@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from collections.abc import Callable
+from typing import Any, Final, TypeAlias
 
+import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
-from opentelemetry.proto.trace.v1 import trace_pb2 as otlp_pb2
 
 from headrace.inference.v1 import trace_pb2, trace_pb2_grpc
+from headrace_common.errors import InvalidRequest
+from headrace_router.tracing.batches import SpanBatch, span_batches
 from headrace_router.tracing.store import TraceStore
 
 OTLP_SERVICE_NAME = "opentelemetry.proto.collector.trace.v1.TraceService"
+# An export has at most 512 spans. Parsing this much takes 2 ms for ordinary spans, and 34 ms at worst.
+EXPORT_BYTES_MAX: Final = 2 * 1024 * 1024
 
-SpanReceiver: TypeAlias = Callable[[Iterable[otlp_pb2.ResourceSpans]], None]
+SpanReceiver: TypeAlias = Callable[[SpanBatch], None]
 
 
 class SpanCollector(trace_service_pb2_grpc.TraceServiceServicer):
@@ -24,21 +29,47 @@ class SpanCollector(trace_service_pb2_grpc.TraceServiceServicer):
     def __init__(self, *receivers: SpanReceiver) -> None:
         self._receivers = receivers
 
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Adds the service, with a bound on its messages that the generated code cannot express."""
+        export: Any = grpc.unary_unary_rpc_method_handler(
+            self._export,
+            response_serializer=trace_service_pb2.ExportTraceServiceResponse.SerializeToString,
+        )
+        handler = grpc.method_handlers_generic_handler(OTLP_SERVICE_NAME, {"Export": export})
+        server.add_generic_rpc_handlers((handler,))
+
     async def Export(
         self,
         request: trace_service_pb2.ExportTraceServiceRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> trace_service_pb2.ExportTraceServiceResponse:
-        for receive in self._receivers:
-            receive(request.resource_spans)
+        """Lets the event loop run after each batch."""
+        for batch in span_batches(request.resource_spans):
+            for receive in self._receivers:
+                receive(batch)
+            await asyncio.sleep(0)
         return trace_service_pb2.ExportTraceServiceResponse()
+
+    async def _export(
+        self, data: bytes, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> trace_service_pb2.ExportTraceServiceResponse:
+        if len(data) > EXPORT_BYTES_MAX:
+            raise InvalidRequest(
+                {"request": f"has {len(data)} bytes; send at most {EXPORT_BYTES_MAX}"}
+            )
+        try:
+            request = trace_service_pb2.ExportTraceServiceRequest.FromString(data)
+        except DecodeError as error:
+            raise InvalidRequest({"request": f"cannot be parsed ({error})"}) from error
+        return await self.Export(request, context)
 
 
 class TraceReader(trace_pb2_grpc.TraceServiceServicer):
-    """Shows the traces."""
+    """Shows the traces. Converts them in a thread, one at a time, so that readers cannot occupy every thread."""
 
     def __init__(self, store: TraceStore) -> None:
         self._store = store
+        self._reading = asyncio.Lock()
 
     async def GetTrace(
         self,
@@ -46,8 +77,8 @@ class TraceReader(trace_pb2_grpc.TraceServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> trace_pb2.GetTraceResponse:
         """One trace, with the spans that have arrived."""
-        trace = await asyncio.to_thread(self._store.get, request.id)
-        return trace_pb2.GetTraceResponse(trace=trace)
+        async with self._reading:
+            return await asyncio.to_thread(self._get, request.id)
 
     async def ListTraces(
         self,
@@ -55,7 +86,12 @@ class TraceReader(trace_pb2_grpc.TraceServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> trace_pb2.ListTracesResponse:
         """The stored traces, newest first."""
-        traces, token = await asyncio.to_thread(
-            self._store.list_page, request.page_size, request.page_token
-        )
+        async with self._reading:
+            return await asyncio.to_thread(self._list, request.page_size, request.page_token)
+
+    def _get(self, name: str) -> trace_pb2.GetTraceResponse:
+        return trace_pb2.GetTraceResponse(trace=self._store.get(name))
+
+    def _list(self, page_size: int, page_token: str) -> trace_pb2.ListTracesResponse:
+        traces, token = self._store.list_page(page_size, page_token)
         return trace_pb2.ListTracesResponse(traces=traces, next_page_token=token)

@@ -4,82 +4,74 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final
 
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
-from opentelemetry.proto.common.v1 import common_pb2
 from opentelemetry.proto.trace.v1 import trace_pb2 as otlp_pb2
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from headrace.inference.v1 import trace_pb2
-from headrace_common.durations import (
-    duration_from_ns,
-    timestamp_from_unix_ns,
-    unix_ns_from_timestamp,
-)
 from headrace_common.errors import InvalidRequest, NotFound
 from headrace_common.limits import PAGE_SIZE_MAX
-from headrace_common.telemetry import schema
+from headrace_router.tracing.batches import SpanBatch, span_batches
+from headrace_router.tracing.record import StoredSpan, TraceRecord, trace_to_proto
 
-SPANS_PER_TRACE_MAX = 8_192
-PAGE_SIZE_DEFAULT = 20
-_SERVICE_PREFIX = "headrace-"
+PAGE_SIZE_DEFAULT: Final = 20
+SPAN_BYTES_MAX: Final = 65_536
+_SPAN_ID_BYTES: Final = 8
+
+DROPPED_SPAN: Final = "span"
+"""The span has more than SPAN_BYTES_MAX bytes, or no valid id."""
+DROPPED_TRACE: Final = "trace"
+"""The span's trace has as many spans or bytes as it may have."""
+DROPPED_STORE: Final = "store"
+"""The span's trace was removed, because all traces together had too many bytes."""
 
 
-@dataclass(slots=True)
-class _Record:
-    sequence: int
-    trace_id: str
-    request_id: str
-    start_unix_ns: int
-    spans: dict[str, trace_pb2.Span] = field(default_factory=dict)
+@dataclass(frozen=True, slots=True)
+class TraceLimits:
+    """Bounds of a trace store: traces, bytes of one trace, and bytes of all traces.
 
-    def add_span(self, span: trace_pb2.Span) -> None:
-        """Drops a new span beyond SPANS_PER_TRACE_MAX."""
-        if len(self.spans) < SPANS_PER_TRACE_MAX:
-            self.spans[span.span_id] = span
+    The least recent traces are removed first.
+    """
 
-    def complete(self) -> bool:
-        """Whether the root span and all spans of the successful attempt's workers have arrived."""
-        spans = self.spans.values()
-        if not any(_is_root_of(span, self.request_id) for span in spans):
-            return False
-        reported = {(span.name, span.parent_span_id) for span in spans}
-        for span in spans:
-            if span.name != schema.SPAN_ATTEMPT or span.error:
-                continue
-            expected = [schema.SPAN_DECODE]
-            if span.attributes.get(schema.ATTRIBUTE_PREFILL_WORKER_ID):
-                expected.append(schema.SPAN_PREFILL)
-            if not all((name, span.span_id) in reported for name in expected):
-                return False
-        return True
-
-    def to_proto(self, *, with_spans: bool) -> trace_pb2.Trace:
-        spans = sorted(
-            self.spans.values(), key=lambda span: unix_ns_from_timestamp(span.start_time)
-        )
-        return trace_pb2.Trace(
-            trace_id=self.trace_id,
-            request_id=self.request_id,
-            start_time=timestamp_from_unix_ns(self.start_unix_ns),
-            complete=self.complete(),
-            spans=spans if with_spans else (),
-        )
+    traces: int
+    trace_bytes: int
+    total_bytes: int
 
 
 class TraceStore:
-    """Stores the traces of the last `trace_count` requests. Thread-safe, as exporters have threads of their own."""
+    """Stores the traces of the last requests.
 
-    def __init__(self, trace_count: int) -> None:
-        self._trace_count = trace_count
+    Thread-safe, as exporters have threads of their own. No method holds the lock for longer than one span or one page
+    takes, because the event loop takes it too.
+    """
+
+    def __init__(
+        self, limits: TraceLimits, on_dropped: Callable[[str, int], None] = lambda _, __: None
+    ) -> None:
+        """`on_dropped` is called with a DROPPED_ reason and a number of spans, in any thread."""
+        self._limits = limits
+        self._on_dropped = on_dropped
         self._lock = threading.Lock()
-        self._records: OrderedDict[str, _Record] = OrderedDict()
+        self._records: OrderedDict[str, TraceRecord] = OrderedDict()
         self._trace_of_request: dict[str, str] = {}
         self._sequence = 0
+        self._stored_bytes = 0
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all stored spans."""
+        return self._stored_bytes
+
+    @property
+    def name_count(self) -> int:
+        """The number of request ids by which a trace can be found."""
+        return len(self._trace_of_request)
 
     def start_trace(self, trace_id: str, request_id: str, start_unix_ns: int) -> None:
         """Starts to store the spans of a request's trace.
@@ -88,31 +80,36 @@ class TraceStore:
         """
         with self._lock:
             self._sequence += 1
-            record = self._records.pop(trace_id, None)
-            spans = record.spans if record else {}
-            self._records[trace_id] = _Record(
-                self._sequence, trace_id, request_id, start_unix_ns, spans
-            )
+            record = self._records.pop(trace_id, None) or TraceRecord(trace_id)
+            forgotten = record.start_request(self._sequence, request_id, start_unix_ns)
+            self._records[trace_id] = record
             self._trace_of_request[request_id] = trace_id
-            while len(self._records) > self._trace_count:
-                oldest, _ = self._records.popitem(last=False)
-                self._forget_requests(oldest)
-
-    def _forget_requests(self, trace_id: str) -> None:
-        names = [name for name, owner in self._trace_of_request.items() if owner == trace_id]
-        for name in names:
-            del self._trace_of_request[name]
+            if forgotten is not None:
+                self._forget_name(forgotten, trace_id)
+            while len(self._records) > self._limits.traces:
+                self._remove_oldest()
 
     def add_spans(self, resource_spans: Iterable[otlp_pb2.ResourceSpans]) -> None:
         """Adds spans in OTLP's format. Drops spans of unknown traces."""
-        with self._lock:
-            for resource in resource_spans:
-                attributes = _attributes(resource.resource.attributes)
-                for scope in resource.scope_spans:
-                    for span in scope.spans:
-                        record = self._records.get(span.trace_id.hex())
-                        if record is not None:
-                            record.add_span(_convert(span, attributes))
+        for batch in span_batches(resource_spans):
+            self.add_batch(batch)
+
+    def add_batch(self, batch: SpanBatch) -> None:
+        """As `add_spans`."""
+        dropped: dict[str, int] = {}
+        for span in batch.spans:
+            trace_id = span.trace_id.hex()
+            # Routers receive the spans of each other's requests, so most spans may be of unknown traces.
+            if trace_id not in self._records:
+                continue
+            if span.ByteSize() > SPAN_BYTES_MAX or len(span.span_id) != _SPAN_ID_BYTES:
+                dropped[DROPPED_SPAN] = dropped.get(DROPPED_SPAN, 0) + 1
+                continue
+            stored: StoredSpan = (batch.service, batch.worker_id, span.SerializeToString())
+            with self._lock:
+                self._add(trace_id, span, stored, dropped)
+        for reason, count in dropped.items():
+            self._on_dropped(reason, count)
 
     def get(self, name: str) -> trace_pb2.Trace:
         """The trace with this trace id or request id. The newest for an empty name. Raises NotFound."""
@@ -121,14 +118,15 @@ class TraceStore:
             record = self._records.get(trace_id) or self._records.get(
                 self._trace_of_request.get(name, "")
             )
-            if record is None:
-                raise NotFound(
-                    f"no trace {name!r} is stored; only the last {self._trace_count} are"
-                    if name
-                    else "no trace is stored yet",
-                    metadata={"id": name},
-                )
-            return record.to_proto(with_spans=True)
+            found = None if record is None else (record.summary(), record.spans)
+        if found is None:
+            raise NotFound(
+                f"no trace {name!r} is stored; only the last {self._limits.traces} are"
+                if name
+                else "no trace is stored yet",
+                metadata={"id": name},
+            )
+        return trace_to_proto(*found)
 
     def list_page(self, page_size: int, page_token: str) -> tuple[Sequence[trace_pb2.Trace], str]:
         """One page of traces without spans, newest first, and the next page's token. Raises InvalidRequest."""
@@ -138,14 +136,42 @@ class TraceStore:
             raise InvalidRequest({"page_token": "must be a next_page_token, unchanged"})
         size = page_size or PAGE_SIZE_DEFAULT
         with self._lock:
-            older = [
+            older = (
                 record
                 for record in reversed(self._records.values())
                 if not page_token or record.sequence < int(page_token)
-            ]
-            chosen = older[:size]
-            token = str(chosen[-1].sequence) if len(older) > size else ""
-            return [record.to_proto(with_spans=False) for record in chosen], token
+            )
+            page = [record.summary() for record in islice(older, size + 1)]
+        chosen = page[:size]
+        token = str(chosen[-1].sequence) if len(page) > size else ""
+        return [trace_to_proto(summary) for summary in chosen], token
+
+    def _add(
+        self, trace_id: str, span: otlp_pb2.Span, stored: StoredSpan, dropped: dict[str, int]
+    ) -> None:
+        record = self._records.get(trace_id)
+        if record is None:
+            return
+        before = record.stored_bytes
+        if not record.add(span, stored, self._limits.trace_bytes):
+            dropped[DROPPED_TRACE] = dropped.get(DROPPED_TRACE, 0) + 1
+            return
+        self._stored_bytes += record.stored_bytes - before
+        while self._stored_bytes > self._limits.total_bytes:
+            removed = self._remove_oldest()
+            dropped[DROPPED_STORE] = dropped.get(DROPPED_STORE, 0) + len(removed.spans)
+
+    def _remove_oldest(self) -> TraceRecord:
+        trace_id, record = self._records.popitem(last=False)
+        self._stored_bytes -= record.stored_bytes
+        for name in record.names:
+            self._forget_name(name, trace_id)
+        return record
+
+    def _forget_name(self, name: str, trace_id: str) -> None:
+        # Another trace may have a request with the same id.
+        if self._trace_of_request.get(name) == trace_id:
+            del self._trace_of_request[name]
 
 
 class StoreExporter(SpanExporter):
@@ -161,42 +187,3 @@ class StoreExporter(SpanExporter):
 
     def shutdown(self) -> None:
         """Nothing to flush: `export` adds spans at once."""
-
-
-def _convert(span: otlp_pb2.Span, resource: Mapping[str, str]) -> trace_pb2.Span:
-    failed = span.status.code == otlp_pb2.Status.STATUS_CODE_ERROR
-    service = resource.get("service.name", "").removeprefix(_SERVICE_PREFIX)
-    # The parent of the root may be a client's span, which is not stored.
-    parent = "" if span.name == schema.SPAN_REQUEST else span.parent_span_id.hex()
-    return trace_pb2.Span(
-        span_id=span.span_id.hex(),
-        parent_span_id=parent,
-        name=span.name,
-        service=service,
-        worker_id="" if service == "router" else resource.get("service.instance.id", ""),
-        start_time=timestamp_from_unix_ns(span.start_time_unix_nano),
-        duration=duration_from_ns(span.end_time_unix_nano - span.start_time_unix_nano),
-        attributes=_attributes(span.attributes),
-        error=(span.status.message or "failed") if failed else "",
-    )
-
-
-def _is_root_of(span: trace_pb2.Span, request_id: str) -> bool:
-    return (
-        span.name == schema.SPAN_REQUEST
-        and span.attributes.get(schema.ATTRIBUTE_REQUEST_ID, request_id) == request_id
-    )
-
-
-def _attributes(pairs: Iterable[common_pb2.KeyValue]) -> dict[str, str]:
-    return {pair.key: _text(pair.value) for pair in pairs}
-
-
-def _text(value: common_pb2.AnyValue) -> str:
-    kind = value.WhichOneof("value")
-    if kind == "array_value":
-        return ", ".join(_text(item) for item in value.array_value.values)
-    if kind == "bool_value":
-        return "true" if value.bool_value else "false"
-    content: Any = getattr(value, kind) if kind else ""
-    return f"{content:g}" if kind == "double_value" else str(content)

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -32,15 +33,32 @@ _REFUSAL_PAUSE_S = 5.0
 class LoadReservation:
     """A request placed on a worker. It keeps the worker's channel open until released."""
 
-    def __init__(self, connection: WorkerConnection, tokens: int) -> None:
+    def __init__(self, connection: WorkerConnection, tokens: int, status_count: int) -> None:
+        """`status_count`: how many statuses had arrived from the worker."""
         self._connection = connection
         self.tokens = tokens
-        self.created_monotonic_s = time.monotonic()
+        self.status_count = status_count
         self.channel = connection.channel
 
     def release(self) -> None:
         """The request has ended. Repeats are ignored."""
         self._connection.release(self)
+
+
+@dataclass(slots=True)
+class _ReservedLoad:
+    """Sums over reservations, so that no change of the load reads all of them."""
+
+    requests: int = 0
+    tokens: int = 0
+
+    def add(self, tokens: int) -> None:
+        self.requests += 1
+        self.tokens += tokens
+
+    def remove(self, tokens: int) -> None:
+        self.requests -= 1
+        self.tokens -= tokens
 
 
 class WorkerConnection:
@@ -55,9 +73,12 @@ class WorkerConnection:
         self.worker = worker
         self.channel = channel
         self._reservations: set[LoadReservation] = set()
+        self._reserved = _ReservedLoad()
+        # Of the reservations since the latest status.
+        self._unreported = _ReservedLoad()
+        self._status_count = 0
         self._on_load = on_load
         self._status: worker_pb2.WatchStatusResponse | None = None
-        self._status_monotonic_s = 0.0
         self.clock = WorkerClock()
         self._noted_offset_s = 0.0
         self._refuses_until_s = 0.0
@@ -68,21 +89,14 @@ class WorkerConnection:
     def load(self) -> Load:
         """What the worker reported, and what this router has reserved on it since."""
         status = self._status or worker_pb2.WatchStatusResponse()
-        unreported = [
-            reservation
-            for reservation in self._reservations
-            if reservation.created_monotonic_s > self._status_monotonic_s
-        ]
+        reserved, unreported = self._reserved, self._unreported
         reported = status.running_requests + status.waiting_requests
         block_tokens = self.worker.layout.block_tokens
         held_blocks = status.reserved_blocks + status.quarantined_blocks
         return Load(
-            requests=max(reported + len(unreported), len(self._reservations)),
+            requests=max(reported + unreported.requests, reserved.requests),
             # The worker may have sent its status before the latest requests reached it.
-            held_tokens=max(
-                held_blocks * block_tokens + sum(one.tokens for one in unreported),
-                sum(one.tokens for one in self._reservations),
-            ),
+            held_tokens=max(held_blocks * block_tokens + unreported.tokens, reserved.tokens),
             total_tokens=status.total_blocks * block_tokens,
             reachable=self._status is not None,
             draining=status.state == worker_pb2.WatchStatusResponse.STATE_DRAINING,
@@ -108,14 +122,20 @@ class WorkerConnection:
 
     def reserve(self, tokens: int) -> LoadReservation:
         """Counts a request of `tokens` as placed on the worker."""
-        reservation = LoadReservation(self, tokens)
+        reservation = LoadReservation(self, tokens, self._status_count)
         self._reservations.add(reservation)
+        self._reserved.add(tokens)
+        self._unreported.add(tokens)
         self._on_load(self)
         return reservation
 
     def release(self, reservation: LoadReservation) -> None:
         """See LoadReservation.release."""
-        self._reservations.discard(reservation)
+        if reservation in self._reservations:
+            self._reservations.remove(reservation)
+            self._reserved.remove(reservation.tokens)
+            if reservation.status_count == self._status_count:
+                self._unreported.remove(reservation.tokens)
         self._on_load(self)
         self._close_if_unused()
 
@@ -156,7 +176,8 @@ class WorkerConnection:
 
     def _set_status(self, status: worker_pb2.WatchStatusResponse | None) -> None:
         if status is not None:
-            self._status_monotonic_s = time.monotonic()
+            self._status_count += 1
+            self._unreported = _ReservedLoad()
         elif self._status is None:
             return
         self._status = status

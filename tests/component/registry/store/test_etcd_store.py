@@ -85,7 +85,7 @@ async def test_keys_of_other_programs_are_not_changed(
 ) -> None:
     store = shared_etcd.store(etcd_prefix)
     await store.start()
-    client = store._connection.client
+    client = store._connection.endpoint.client
     foreign = await asyncio.to_thread(client.lease, 30)
     await asyncio.to_thread(client.put, "/not-ours", b"x", foreign)
     await asyncio.to_thread(client.put, f"{etcd_prefix}members/broken", b"\xff\xff\xff")

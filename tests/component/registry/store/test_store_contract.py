@@ -9,7 +9,8 @@ import pytest
 
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import Conflict, NotFound, StaleIncarnation, WatchExpired
-from headrace_registry.store.base import TICKET_KEY_BYTES, Store
+from headrace_common.limits import TICKET_KEY_BYTES
+from headrace_registry.store.base import Store
 from tests.component.registry.harness import kv_descriptor, ordered, reference, worker
 from tests.waiting import until
 

@@ -87,6 +87,11 @@ class Rig:
         workers = [await self.add_decode(script) for script in scripts]
         for load, worker in enumerate(workers):
             worker.running_requests = load
+        await self.loads_known()
+        return workers
+
+    async def loads_known(self) -> None:
+        """Waits until the router has the current load of every decode worker."""
         loads = {worker.member.worker_id: worker.running_requests for worker in self.decodes}
 
         def known() -> bool:
@@ -99,7 +104,6 @@ class Rig:
             }
 
         await until(known)
-        return workers
 
     def refresh(self) -> None:
         self.router.update([worker.member for worker in self.decodes])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import grpc.aio
 import pytest
@@ -15,7 +16,7 @@ from headrace_common.errors import QueueFull
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.telemetry import schema
 from headrace_router.tracing.service import SpanCollector
-from tests.component.router.fakes import Rig, reply
+from tests.component.router.fakes import Rig, hand_over, reply
 from tests.waiting import until
 
 
@@ -62,7 +63,7 @@ async def test_a_ticket_counts_as_a_request_until_its_stream_has_ended() -> None
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await route(rig)
         assert isinstance(error_from_rpc(raised.value), QueueFull)
-        collector = SpanCollector(rig.router.traces.add_spans, rig.router.direct.on_spans)
+        collector = SpanCollector(rig.router.traces.add_batch, rig.router.direct.on_batch)
         await collector.Export(decode_spans(routed.direct), None)  # type: ignore[arg-type]
         assert len(rig.router.direct) == 0
         rig.telemetry.force_flush()
@@ -83,5 +84,55 @@ async def test_an_unused_ticket_is_released() -> None:
         await route(rig)
         await until(lambda: not len(rig.router.direct))
         await asyncio.wait_for(route(rig), 5)
+    finally:
+        await rig.close()
+
+
+async def test_a_caller_that_never_uses_its_tickets_leaves_room_for_others() -> None:
+    rig = await Rig(look_aside=True, max_concurrent_requests=3, max_unused_tickets=2).start()
+    try:
+        await rig.add_decode(reply("abc"))
+        routed = [await route(rig) for _ in range(20)]
+        assert [response.HasField("direct") for response in routed] == [True] * 2 + [False] * 18
+        assert len(rig.router.direct) == 2
+        # A request of another client, and the same caller's own request through the router.
+        assert (await rig.ask(request_id="r1"))[-1].finish_reason
+        collector = SpanCollector(rig.router.traces.add_batch, rig.router.direct.on_batch)
+        await collector.Export(decode_spans(routed[0].direct), None)  # type: ignore[arg-type]
+        assert (await route(rig)).HasField("direct")
+    finally:
+        await rig.close()
+
+
+async def test_with_api_keys_each_tenant_has_its_own_bound(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("key-a tenant-a\nkey-b tenant-b\n")
+    rig = await Rig(look_aside=True, max_unused_tickets=1, api_keys_file=str(keys)).start()
+    try:
+        await rig.add_decode(reply("abc"))
+        granted = []
+        for key in ("key-a", "key-a", "key-b"):
+            request = inference_pb2.RouteRequest(request=inference_pb2.GenerateRequest(text="x"))
+            metadata = (("x-api-key", key),)
+            response = await rig.stub.Route(request, timeout=5, metadata=metadata)
+            granted.append(response.HasField("direct"))
+        assert granted == [True, False, True]
+    finally:
+        await rig.close()
+
+
+async def test_a_handed_over_prompt_confirms_its_ticket() -> None:
+    rig = await Rig(look_aside=True, max_unused_tickets=1).start()
+    try:
+        await rig.add_decode(reply("abc"))
+        await rig.add_prefill(hand_over)
+        request = inference_pb2.GenerateRequest(
+            text="a prompt", prefill_placement=inference_pb2.PREFILL_PLACEMENT_REMOTE
+        )
+        routed = await rig.stub.Route(inference_pb2.RouteRequest(request=request), timeout=5)
+        assert not (await route(rig)).HasField("direct")
+        await rig.stub.Prefill(inference_pb2.PrefillRequest(direct=routed.direct), timeout=5)
+        assert (await route(rig)).HasField("direct")
+        assert len(rig.router.direct) == 2
     finally:
         await rig.close()

@@ -16,6 +16,7 @@ from headrace_common.config import ServiceConfig
 from headrace_common.rpc.trace_context import context_from_traceparent
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.setup import Telemetry, init_telemetry
+from headrace_router.tracing.service import EXPORT_BYTES_MAX, OTLP_SERVICE_NAME
 from tests.component.router.fakes import (
     FakeDecode,
     FakePrefill,
@@ -163,3 +164,15 @@ async def test_a_clients_own_trace_is_continued(rig: Rig) -> None:
     assert responses[0].trace_id == trace_id
     spans = _by_name(await rig.trace_of(trace_id))
     assert spans[schema.SPAN_REQUEST].parent_span_id == ""
+
+
+async def test_an_export_beyond_the_bound_is_refused_by_name(rig: Rig) -> None:
+    export: Any = rig.channel.unary_unary(f"/{OTLP_SERVICE_NAME}/Export")
+    await export(b"", timeout=5)
+    for data, why in (
+        (b"\0" * (EXPORT_BYTES_MAX + 1), "at most"),
+        (b"\0" * EXPORT_BYTES_MAX, "cannot be parsed"),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError, match=why) as raised:
+            await export(data, timeout=5)
+        assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -86,10 +86,8 @@ async def test_a_worker_that_refuses_tickets_is_not_chosen_and_the_warning_names
     async with collecting() as (collector, endpoint), AsyncExitStack() as stack:
         rig = await Rig(otlp_endpoint=endpoint).start()
         stack.push_async_callback(rig.close)
-        refusing = await rig.add_decode(reject(not_signed))
+        refusing, other = await rig.add_decodes(reject(not_signed), reply("ok"))
         await shift(rig, refusing, 30.0)
-        other = await rig.add_decode(reply("ok"))
-        await rig.prefer(refusing)
         for _ in range(4):
             assert text_of(await rig.ask()) == "ok"
         assert (len(refusing.requests), len(other.requests)) == (1, 4)
@@ -124,5 +122,6 @@ async def test_a_worker_that_does_not_send_its_time_gets_tickets_by_the_router_s
 ) -> None:
     worker = await rig.add_decode(strict("ok"))
     worker.clock_offset_s = None
-    await rig.prefer(worker)
+    worker.running_requests = 1
+    await rig.loads_known()
     assert text_of(await rig.ask()) == "ok"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, KeyValue
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
@@ -9,8 +11,9 @@ from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Sp
 
 from headrace_common.errors import InvalidRequest, NotFound
 from headrace_common.telemetry import schema
+from headrace_router.tracing import batches, record
 from headrace_router.tracing import store as trace_store
-from headrace_router.tracing.store import TraceStore
+from headrace_router.tracing.store import TraceLimits, TraceStore
 
 _TRACE = "ab" * 16
 _ROOT, _ATTEMPT = "01" * 8, "02" * 8
@@ -50,8 +53,12 @@ def _span(
     return ResourceSpans(resource=resource, scope_spans=[ScopeSpans(spans=[span])])
 
 
-def _store(trace_count: int = 10) -> TraceStore:
-    store = TraceStore(trace_count)
+def _limits(traces: int, trace_bytes: int = 1 << 20, total_bytes: int = 1 << 24) -> TraceLimits:
+    return TraceLimits(traces, trace_bytes, total_bytes)
+
+
+def _store() -> TraceStore:
+    store = TraceStore(_limits(10))
     store.start_trace(_TRACE, "r1", 500)
     return store
 
@@ -101,7 +108,7 @@ def test_spans_of_unknown_traces_are_dropped() -> None:
 
 
 def test_old_traces_are_dropped_and_the_newest_is_the_default() -> None:
-    store = TraceStore(2)
+    store = TraceStore(_limits(2))
     with pytest.raises(NotFound, match="yet"):
         store.get("")
     for number in range(3):
@@ -113,15 +120,116 @@ def test_old_traces_are_dropped_and_the_newest_is_the_default() -> None:
 
 
 def test_spans_per_trace_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_store, "SPANS_PER_TRACE_MAX", 3)
+    monkeypatch.setattr(record, "SPANS_PER_TRACE_MAX", 3)
     store = _store()
     for number in range(9):
         store.add_spans([_span(schema.SPAN_TRANSFER_LAYER, f"{number + 1:016x}")])
     assert len(store.get("").spans) == 3
 
 
+def _filled(trace_id: str, count: int, size: int = 1_000) -> list[ResourceSpans]:
+    """Spans of about `size` bytes."""
+    parts = [
+        _span(schema.SPAN_TRANSFER_LAYER, f"{number + 1:016x}", trace_id=trace_id)
+        for number in range(count)
+    ]
+    for part in parts:
+        part.scope_spans[0].spans[0].status.message = "x" * size
+    return parts
+
+
+def test_bytes_per_trace_are_bounded() -> None:
+    dropped: Counter[str] = Counter()
+    store = TraceStore(
+        _limits(10, trace_bytes=10_000), lambda why, count: dropped.update({why: count})
+    )
+    store.start_trace(_TRACE, "r1", 500)
+    store.add_spans(_filled(_TRACE, 20))
+    kept = len(store.get("r1").spans)
+    assert 5 <= kept <= 9
+    assert store.stored_bytes <= 10_000
+    assert dropped == {trace_store.DROPPED_TRACE: 20 - kept}
+    # A span that is sent again takes no more room.
+    store.add_spans(_filled(_TRACE, kept))
+    assert len(store.get("r1").spans) == kept
+    assert dropped.total() == 20 - kept
+
+
+def test_bytes_of_all_traces_are_bounded_and_the_oldest_are_removed() -> None:
+    dropped: Counter[str] = Counter()
+    store = TraceStore(
+        _limits(100, trace_bytes=20_000, total_bytes=50_000),
+        lambda why, count: dropped.update({why: count}),
+    )
+    for number in range(20):
+        store.start_trace(f"{number:032x}", f"r{number}", number)
+        store.add_spans(_filled(f"{number:032x}", 10))
+        assert store.stored_bytes <= 50_000
+    assert len(store.get("r19").spans) == 10
+    with pytest.raises(NotFound):
+        store.get("r0")
+    traces, _ = store.list_page(100, "")
+    assert set(dropped) == {trace_store.DROPPED_STORE}
+    assert dropped.total() == 10 * (20 - len(traces))
+    assert store.name_count == len(traces)
+
+
+def test_a_span_that_is_too_large_or_has_no_valid_id_is_dropped() -> None:
+    dropped: Counter[str] = Counter()
+    store = TraceStore(_limits(10), lambda why, count: dropped.update({why: count}))
+    store.start_trace(_TRACE, "r1", 500)
+    store.add_spans(_filled(_TRACE, 1, trace_store.SPAN_BYTES_MAX))
+    store.add_spans([_span(schema.SPAN_TRANSFER_LAYER, "01" * 9)])
+    assert not store.get("r1").spans
+    assert dropped == {trace_store.DROPPED_SPAN: 2}
+
+
+def test_names_of_requests_that_share_a_trace_are_bounded() -> None:
+    store = _store()
+    for number in range(10_000):
+        store.start_trace(_TRACE, f"shared{number}", number)
+    assert store.name_count == record.NAMES_PER_TRACE_MAX
+    assert store.get("shared9999").request_id == "shared9999"
+    assert store.get(f"shared{10_000 - record.NAMES_PER_TRACE_MAX}").trace_id == _TRACE
+    with pytest.raises(NotFound):
+        store.get("shared0")
+    # The removal of a trace removes its names, but not a name that another trace has taken over.
+    store.start_trace("cd" * 16, "shared9999", 1)
+    for number in range(9):
+        store.start_trace(f"{number + 1:032x}", f"r{number}", 1)
+    assert store.get("shared9999").trace_id == "cd" * 16
+    with pytest.raises(NotFound):
+        store.get("shared9998")
+    assert store.name_count == 10
+
+
+def test_lists_read_no_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = _store()
+    store.add_spans([_span(schema.SPAN_REQUEST, _ROOT, request="r1")])
+
+    def fail(_: object) -> None:
+        raise AssertionError("a span was read")
+
+    monkeypatch.setattr(record.TraceRecord, "spans", property(fail))
+    (trace,), _ = store.list_page(10, "")
+    assert trace.complete
+    assert not trace.spans
+    with pytest.raises(AssertionError, match="was read"):
+        store.get("r1")
+
+
+def test_spans_are_sorted_by_start_time() -> None:
+    store = _store()
+    for number, start_ns in enumerate((300, 100, 200)):
+        part = _span(schema.SPAN_TRANSFER_LAYER, f"{number + 1:016x}")
+        part.scope_spans[0].spans[0].start_time_unix_nano = start_ns
+        store.add_spans([part])
+    starts = [span.start_time.ToNanoseconds() for span in store.get("").spans]
+    assert starts == [100, 200, 300]
+
+
 def test_pages_are_ordered_newest_first() -> None:
-    store = TraceStore(10)
+    store = TraceStore(_limits(10))
     for number in range(5):
         store.start_trace(f"{number:032x}", f"r{number}", number)
     first, token = store.list_page(2, "")
@@ -146,4 +254,4 @@ def test_attribute_values_become_text() -> None:
         "": AnyValue(),
     }
     for text, value in values.items():
-        assert trace_store._text(value) == text
+        assert batches._text(value) == text

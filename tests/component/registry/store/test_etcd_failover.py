@@ -1,0 +1,143 @@
+"""Several endpoints of one etcd."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.registry.v1 import registry_pb2
+from headrace_common.errors import Conflict, RegistryUnavailable
+from headrace_registry.config import RegistryConfig
+from headrace_registry.store.etcd_store import EtcdStore
+from headrace_registry.store.factory import open_store
+from tests.component.registry.harness import ETCD, EtcdServer, running_cluster, worker
+from tests.ports import free_port
+from tests.waiting import until
+
+pytestmark = [
+    pytest.mark.etcd,
+    pytest.mark.skipif(not ETCD.exists(), reason=f"needs {ETCD}: apt-get install etcd-server"),
+]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[list[EtcdServer]]:
+    with running_cluster(tmp_path) as servers:
+        yield servers
+
+
+def store_of(*ports: int, **settings: Any) -> EtcdStore:
+    endpoints = ",".join(f"127.0.0.1:{port}" for port in ports)
+    config = RegistryConfig.model_validate({"store": f"etcd://{endpoints}", **settings})
+    store = open_store(config)
+    assert isinstance(store, EtcdStore)
+    return store
+
+
+@pytest.mark.parametrize("how", ["kill", "pause"])
+async def test_a_lost_endpoint_is_replaced_by_the_next(
+    cluster: list[EtcdServer], how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = store_of(*(server.port for server in cluster), store_start_timeout_s=20.0)
+    await store.start()
+    lease_id = (await store.register(worker(), 60)).lease_id
+    watch = store.watch(0)
+    await anext(watch)
+    used = next(one for one in cluster if store._connection.endpoint.name.endswith(f":{one.port}"))
+    getattr(used, how)()
+    try:
+        # The lost member may have been the leader. The others elect one within some seconds.
+        async with asyncio.timeout(30):
+            while True:
+                try:
+                    registration = await store.register(worker("decode-1"), 60)
+                except RegistryUnavailable:
+                    continue
+                break
+        assert await store.keep_alive(lease_id) is not None
+        # The watch moves as well, and loses nothing.
+        response = await asyncio.wait_for(anext(watch), 10)
+        assert [change.member_put.worker_id for change in response.changes] == ["decode-1"]
+        assert response.revision == registration.revision
+        assert set(store.members) == {"decode-0", "decode-1"}
+        assert "serves in place of" in caplog.text
+        assert "lost data" not in caplog.text
+    finally:
+        if how == "pause":
+            used.resume()
+        await store.close()
+
+
+async def test_a_dead_first_endpoint_costs_no_call(
+    shared_etcd: EtcdServer, etcd_prefix: str
+) -> None:
+    store = store_of(free_port(), shared_etcd.port, store_prefix=etcd_prefix)
+    await store.start()
+    registration = await store.register(worker(), 30)
+    assert await store.keep_alive(registration.lease_id) is not None
+    await until(lambda: set(store.members) == {"decode-0"}, 5, "the member")
+    await store.close()
+
+
+async def test_the_watch_leaves_an_endpoint_together_with_the_calls(
+    shared_etcd: EtcdServer, etcd_prefix: str
+) -> None:
+    # Both endpoints work, so nothing but the failed call ends the watch.
+    config = RegistryConfig.model_validate(
+        {
+            "store": f"etcd://127.0.0.1:{shared_etcd.port},localhost:{shared_etcd.port}",
+            "store_prefix": etcd_prefix,
+        }
+    )
+    store = open_store(config)
+    assert isinstance(store, EtcdStore)
+    await store.start()
+    connection = store._connection
+    await until(lambda: connection._watch is not None, 5, "the watch")
+    first = connection.endpoint
+    connection._leave(first, "as a test wants it")
+    await until(
+        lambda: connection._watch is not None and connection._watch.endpoint is not first,
+        5,
+        "the watch at the other endpoint",
+    )
+    assert connection.endpoint is not first
+    await store.register(worker(), 30)
+    assert set(store.members) == {"decode-0"}
+    await store.close()
+
+
+async def test_refusals_use_no_other_endpoint(shared_etcd: EtcdServer, etcd_prefix: str) -> None:
+    store = store_of(shared_etcd.port, free_port(), store_prefix=etcd_prefix)
+    await store.start()
+    first = store._connection.endpoint
+    await store.set_policy(registry_pb2.Policy(), 0)
+    with pytest.raises(Conflict):
+        await store.set_policy(registry_pb2.Policy(), 1)
+
+    def refused(client: Any) -> None:
+        client.get_response(b"")
+
+    with pytest.raises(RegistryUnavailable, match="INVALID_ARGUMENT"):
+        await store._connection.call(refused)
+    assert store._connection.endpoint is first
+    await store.close()
+
+
+async def test_a_call_that_must_not_be_repeated_fails_and_the_next_one_succeeds(
+    shared_etcd: EtcdServer, etcd_prefix: str
+) -> None:
+    store = store_of(shared_etcd.port, free_port(), store_prefix=etcd_prefix)
+    await store.start()
+    revision = await store.set_policy(registry_pb2.Policy(), 0)
+    store._connection._leave(store._connection.endpoint, "as a test wants it")
+    # The endpoint in use is dead now.
+    with pytest.raises(RegistryUnavailable):
+        await store.set_policy(registry_pb2.Policy(retry_budget=3), revision)
+    await store.set_policy(registry_pb2.Policy(retry_budget=4), revision)
+    assert store.policy.policy.retry_budget == 4
+    await store.close()

@@ -1,0 +1,219 @@
+"""Records that other programs change: corrupt ones are skipped, and lost ones are logged."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from headrace.registry.v1 import registry_pb2
+from headrace_common.config import ServiceConfig
+from headrace_common.errors import NotFound
+from headrace_common.telemetry import schema
+from headrace_registry.metrics import start_metrics
+from headrace_registry.store.etcd_store import EtcdStore
+from tests.collector import collecting
+from tests.component.registry.harness import (
+    EtcdServer,
+    kv_descriptor,
+    reference,
+    registry_stub,
+    running_registry,
+    worker,
+)
+from tests.ports import free_port
+from tests.waiting import until
+
+pytestmark = pytest.mark.etcd
+
+GARBAGE = b"\xff\xff\xff"
+
+
+async def put(store: EtcdStore, key: str, value: bytes, **options: Any) -> None:
+    """Writes a key of the store as another program would."""
+    await store._connection.call(
+        lambda client: client.put(f"{store._prefix}{key}", value, **options)
+    )
+
+
+async def test_corrupt_records_are_skipped_and_counted(
+    shared_etcd: EtcdServer, etcd_prefix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = shared_etcd.store(etcd_prefix)
+    await store.start()
+    registration = await store.register(worker("decode-0"), 30)
+    await store.put_descriptor(registration.lease_id, reference(worker()), kv_descriptor())
+    await store.set_policy(registry_pb2.Policy(retry_budget=5), 0)
+    wrong_policy = registry_pb2.Policy(retry_budget=1_000).SerializeToString()
+    corrupt = {
+        "members/decode-1": GARBAGE,
+        # Valid messages with invalid content.
+        "members/decode-2": worker("another-id").SerializeToString(),
+        "members/decode-3": registry_pb2.Member(worker_id="decode-3").SerializeToString(),
+        "descriptors/decode-0/0000000000000009": GARBAGE,
+        "policy": wrong_policy,
+        "prefix_hash_key": b"secret, but no number",
+        "ticket_key": b"abcd",
+    }
+    for key, value in corrupt.items():
+        await put(store, key, value)
+    await until(lambda: store.corrupt_record_count == len(corrupt), 5, "the corrupt records")
+    # This registry and one that starts now serve the other records.
+    other = shared_etcd.store(etcd_prefix)
+    await other.start()
+    assert other.corrupt_record_count == len(corrupt)
+    for one in (store, other):
+        assert set(one.members) == {"decode-0"}
+        assert await one.get_descriptor(reference(worker())) == kv_descriptor()
+    # The last valid policy stays in force.
+    assert store.policy.policy.retry_budget == 5
+    for key in corrupt:
+        assert f"{key!r} in etcd is corrupt" in caplog.text
+    assert "secret" not in caplog.text
+    with pytest.raises(NotFound):
+        await store.get_descriptor(
+            registry_pb2.MemberRef(worker_id="decode-0", incarnation="0000000000000009")
+        )
+    # New writes replace corrupt records.
+    for number in (1, 2, 3):
+        await store.register(worker(f"decode-{number}"), 30)
+    assert await store.ensure_prefix_hash_key(77) == 77
+    assert await store.ensure_ticket_key(bytes(32)) == bytes(32)
+    await store.set_policy(registry_pb2.Policy(retry_budget=6), store.policy.revision)
+    await until(lambda: store.corrupt_record_count == 1, 5, "the replaced records")
+    await store._connection.call(
+        lambda client: client.delete(f"{etcd_prefix}descriptors/decode-0/0000000000000009")
+    )
+    await until(lambda: not store.corrupt_record_count, 5, "the deleted record")
+    await store.close()
+    await other.close()
+
+
+async def test_corrupt_records_are_a_metric(shared_etcd: EtcdServer, etcd_prefix: str) -> None:
+    store = shared_etcd.store(etcd_prefix)
+    await store.start()
+    async with collecting() as (collector, endpoint):
+        metrics = start_metrics(store, ServiceConfig(otlp_endpoint=endpoint))
+        await asyncio.to_thread(metrics.force_flush)
+        assert collector.value(schema.METRIC_CORRUPT_RECORDS) == 0
+        await put(store, "members/decode-1", GARBAGE)
+        await until(lambda: store.corrupt_record_count == 1, 5, "the corrupt record")
+        await asyncio.to_thread(metrics.force_flush)
+        assert collector.value(schema.METRIC_CORRUPT_RECORDS) == 1
+        await asyncio.to_thread(metrics.shutdown)
+    await store.close()
+
+
+async def test_each_corrupt_record_is_logged_once(
+    shared_etcd: EtcdServer, etcd_prefix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = shared_etcd.store(etcd_prefix)
+    await store.start()
+    await put(store, "members/decode-1", GARBAGE)
+    await until(lambda: store.corrupt_record_count == 1, 5, "the corrupt record")
+    for _ in range(2):
+        store._load(await store._call(lambda table: table.list_records()))
+    assert caplog.text.count("is corrupt") == 1
+    await store.close()
+
+
+async def test_a_registry_answers_others_beside_a_corrupt_record(
+    shared_etcd: EtcdServer, etcd_prefix: str
+) -> None:
+    store_setting = f"etcd://127.0.0.1:{shared_etcd.port}"
+    async with (
+        running_registry(store=store_setting, store_prefix=etcd_prefix) as registry,
+        registry_stub(registry.endpoint) as stub,
+    ):
+        assert isinstance(registry.store, EtcdStore)
+        for key in ("members/decode-0", "prefix_hash_key", "ticket_key", "policy"):
+            await put(registry.store, key, GARBAGE)
+        await until(lambda: registry.store.corrupt_record_count == 4, 5, "the corrupt records")  # type: ignore[union-attr]
+        request = registry_pb2.RegisterRequest(member=worker(), prefix_hash_key=5)
+        request.ttl.FromSeconds(30)
+        response = await stub.Register(request, timeout=5)
+        assert response.prefix_hash_key == 5
+        listed = await stub.ListMembers(registry_pb2.ListMembersRequest(), timeout=5)
+        assert [member.worker_id for member in listed.members] == ["decode-0"]
+        await stub.GetPolicy(registry_pb2.GetPolicyRequest(), timeout=5)
+
+
+async def test_the_lease_of_another_programs_record_is_not_ended(
+    shared_etcd: EtcdServer, etcd_prefix: str
+) -> None:
+    store = shared_etcd.store(etcd_prefix)
+    await store.start()
+    lease = await store._connection.call(lambda client: client.lease(30))
+    await put(store, "members/decode-0", GARBAGE, lease=lease)
+    await put(store, "of-the-other-program", b"x", lease=lease)
+    await store.register(worker(), 30)
+    assert await store._call(lambda table: table.live_leases([lease.id])) == {lease.id}
+    await store.close()
+
+
+async def test_an_overwritten_member_registers_again(
+    shared_etcd: EtcdServer, etcd_prefix: str
+) -> None:
+    store = shared_etcd.store(etcd_prefix)
+    await store.start()
+    lease_id = (await store.register(worker(), 30)).lease_id
+    await put(store, "members/decode-0", GARBAGE)
+    await until(lambda: not store.members, 5, "the corrupt record")
+    assert await store.keep_alive(lease_id) is None
+    await store.register(worker(), 30)
+    assert set(store.members) == {"decode-0"}
+    await store.close()
+
+
+async def test_a_member_that_vanishes_before_its_lease_ends_is_logged(
+    shared_etcd: EtcdServer, etcd_prefix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = shared_etcd.store(etcd_prefix)
+    await store.start()
+    for name in ("stays", "leaves", "expires", "vanishes"):
+        lease_id = (await store.register(worker(name), 1 if name == "expires" else 60)).lease_id
+        if name == "leaves":
+            await store.deregister(lease_id)
+    await until(lambda: "expires" not in store.members, 10, "the expiry")
+    await store._connection.call(lambda client: client.delete(f"{etcd_prefix}members/vanishes"))
+    await until(lambda: "before their leases ended" in caplog.text, 10, "the message")
+    assert "of 1 members" in caplog.text
+    assert "such as vanishes" in caplog.text
+    assert set(store.members) == {"stays"}
+    await store.close()
+
+
+async def test_a_member_that_vanishes_while_nothing_watches_is_logged(
+    shared_etcd: EtcdServer, etcd_prefix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = shared_etcd.store(etcd_prefix)
+    await store.start()
+    await store.register(worker("vanishes"), 60)
+    assert store._follower is not None
+    store._follower.cancel()
+    await asyncio.wait([store._follower])
+    await store._connection.call(lambda client: client.delete(f"{etcd_prefix}members/vanishes"))
+    store._load(await store._call(lambda table: table.list_records()))
+    await until(lambda: "such as vanishes" in caplog.text, 10, "the message")
+    await store.close()
+
+
+async def test_lost_data_is_logged(etcd: EtcdServer, caplog: pytest.LogCaptureFixture) -> None:
+    store = etcd.store()
+    await store.start()
+    await store.register(worker("decode-0"), 60)
+    await store.register(worker("decode-1"), 60)
+    etcd.kill()
+    # The same member of the same cluster, without its data.
+    etcd.folder = etcd.folder.parent / "other"
+    await asyncio.to_thread(etcd.start)
+    await until(lambda: "its revision went back" in caplog.text, 20, "the message")
+    assert "2 members are missing" in caplog.text
+    etcd.kill()
+    etcd.folder = etcd.folder.parent / "third"
+    # Members with other addresses are another cluster.
+    etcd.peer_port = free_port()
+    await asyncio.to_thread(etcd.start)
+    await until(lambda: "it is another cluster" in caplog.text, 20, "the message")
+    await store.close()

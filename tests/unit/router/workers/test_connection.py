@@ -1,0 +1,96 @@
+"""The load of a decode worker: its running sums equal sums over the reservations after any sequence of events."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc.aio
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.worker.v1 import worker_pb2
+from headrace_kv.layout.layout import KvLayout, WorkerRef
+from headrace_router.workers.connection import LoadReservation, WorkerConnection
+from headrace_router.workers.table import Worker
+
+_BLOCK_TOKENS = 16
+_LAYOUT = KvLayout.attention(
+    model="sim",
+    dtype="float32",
+    layer_count=4,
+    kv_head_count=2,
+    block_tokens=_BLOCK_TOKENS,
+    parts={"kv": 64},
+)
+_WORKER = Worker(WorkerRef("d0", "a"), "127.0.0.1:1", "sim", 4_096, 8, _LAYOUT)
+
+_EVENTS = st.one_of(
+    st.tuples(st.just("reserve"), st.integers(0, 10_000), st.just(0)),
+    # A release may repeat.
+    st.tuples(st.just("release"), st.integers(0, 60), st.just(0)),
+    st.tuples(st.just("status"), st.integers(0, 20), st.integers(0, 200)),
+    st.tuples(st.just("lost"), st.just(0), st.just(0)),
+)
+
+
+class _Naive:
+    """The same load, from sums over all reservations. Each is its tokens and whether a status has come since."""
+
+    def __init__(self) -> None:
+        self.reservations: dict[LoadReservation, tuple[int, bool]] = {}
+        self.reported = (0, 0)
+
+    def on_status(self, requests: int, blocks: int) -> None:
+        self.reported = (requests, blocks)
+        for reservation, (tokens, _) in tuple(self.reservations.items()):
+            self.reservations[reservation] = (tokens, True)
+
+    def load(self) -> tuple[int, int]:
+        requests, blocks = self.reported
+        new = [tokens for tokens, reported in self.reservations.values() if not reported]
+        return (
+            max(requests + len(new), len(self.reservations)),
+            max(
+                blocks * _BLOCK_TOKENS + sum(new),
+                sum(tokens for tokens, _ in self.reservations.values()),
+            ),
+        )
+
+
+async def _check(events: list[tuple[str, int, int]]) -> None:
+    channel = grpc.aio.insecure_channel(_WORKER.endpoint)
+    changes: list[Any] = []
+    connection = WorkerConnection(_WORKER, channel, changes.append)
+    made: list[LoadReservation] = []
+    naive = _Naive()
+    try:
+        for kind, number, blocks in events:
+            if kind == "reserve":
+                made.append(connection.reserve(number))
+                naive.reservations[made[-1]] = (number, False)
+            elif kind == "release" and made:
+                reservation = made[number % len(made)]
+                reservation.release()
+                naive.reservations.pop(reservation, None)
+            elif kind == "status":
+                status = worker_pb2.WatchStatusResponse(
+                    running_requests=number, reserved_blocks=blocks
+                )
+                connection._set_status(status)
+                naive.on_status(number, blocks)
+            elif kind == "lost":
+                connection._set_status(None)
+                naive.reported = (0, 0)
+            load = connection.load()
+            assert (load.requests, load.held_tokens) == naive.load()
+    finally:
+        await connection.close()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(_EVENTS, max_size=60))
+def test_running_sums_equal_sums_over_the_reservations(
+    events: list[tuple[str, int, int]],
+) -> None:
+    asyncio.run(_check(events))
