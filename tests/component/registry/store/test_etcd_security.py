@@ -50,9 +50,8 @@ async def test_mutual_tls(tmp_path: Path) -> None:
         await store.put_descriptor(registration.lease_id, reference(member), kv_descriptor())
         assert await store.keep_alive(registration.lease_id) is not None
         # The watch uses the certificate too.
-        await until(
-            lambda: dict(store.members) == {"decode-0": ordered(member, 1)}, 5, "the member"
-        )
+        listed = ordered(member, registration.order)
+        await until(lambda: dict(store.members) == {"decode-0": listed}, 5, "the member")
         await store.close()
         for settings in (
             {},
