@@ -11,8 +11,8 @@ from typing import Any
 import grpc.aio
 
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
-from headrace_common.deadlines import Deadline
 from headrace_common.access.roles import Role, current_caller
+from headrace_common.deadlines import Deadline
 from headrace_common.errors import Draining, PermissionDenied
 from headrace_common.process.pacing import LoopLoad
 from headrace_common.rpc.trace_context import traceparent
