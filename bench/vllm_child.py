@@ -154,8 +154,8 @@ async def _serve(arguments: dict[str, Any], answers: int) -> None:
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     running: dict[str, asyncio.Task[None]] = {}
 
-    def say(**reply: Any) -> None:
-        os.write(answers, (json.dumps(command) + "\n").encode())
+    def send_reply(**reply: Any) -> None:
+        os.write(answers, (json.dumps(reply) + "\n").encode())
 
     async def answer(asked: dict[str, Any]) -> None:
         name = asked["id"]
@@ -171,10 +171,12 @@ async def _serve(arguments: dict[str, Any], answers: int) -> None:
         try:
             async for output in llm.generate(prompt, sampling, name):
                 token_ids = list(output.outputs[0].token_ids)
-                say(id=name, token_ids=token_ids, unix_ns=time.time_ns(), ended=output.finished)
+                send_reply(
+                    id=name, token_ids=token_ids, unix_ns=time.time_ns(), ended=output.finished
+                )
         except Exception as error:  # noqa: BLE001
             # The client receives any error.
-            say(id=name, error=f"{type(error).__name__}: {error}")
+            send_reply(id=name, error=f"{type(error).__name__}: {error}")
 
     def ended(name: str, _: asyncio.Task[None]) -> None:
         running.pop(name, None)
@@ -183,7 +185,7 @@ async def _serve(arguments: dict[str, Any], answers: int) -> None:
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
     )
-    say(ready=True)
+    send_reply(ready=True)
     async for line in reader:
         asked = json.loads(line)
         if asked["op"] == "generate":
