@@ -131,12 +131,17 @@ class ServiceConfig(BaseModel):
         description="File to which the service writes its host:port when it serves; empty means none.",
     )
     tls_certificate_file: str = Field(
-        default="", description="PEM certificate of this process; empty means plaintext."
+        default="",
+        description="PEM certificate of this process, read again when it changes; empty means plaintext.",
     )
-    tls_key_file: str = Field(default="", description="PEM private key of tls_certificate_file.")
+    tls_key_file: str = Field(
+        default="",
+        description="PEM private key of tls_certificate_file; read again when it changes.",
+    )
     tls_authority_file: str = Field(
         default="",
-        description="PEM certificates of the authorities that sign every peer's certificate.",
+        description="PEM certificates of the authorities that sign every peer's certificate; read again when it "
+        "changes.",
     )
 
     tls_trust_domain: str = Field(

@@ -33,7 +33,10 @@ class Authority:
         self.file.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
 
     def sign(self, name: str, role: str = "") -> TlsFiles:
-        """Creates a certificate and key for a client and server. An empty `role` means none."""
+        """Creates a certificate and key for a client and server. An empty `role` means none.
+
+        A second call with a name replaces the files of the first.
+        """
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
@@ -48,13 +51,14 @@ class Authority:
             .sign(self._key, hashes.SHA256())
         )
         certificate_file, key_file = self._folder / f"{name}.pem", self._folder / f"{name}.key"
-        certificate_file.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-        key_file.write_bytes(
+        _replace(certificate_file, certificate.public_bytes(serialization.Encoding.PEM))
+        _replace(
+            key_file,
             key.private_bytes(
                 serialization.Encoding.PEM,
                 serialization.PrivateFormat.PKCS8,
                 serialization.NoEncryption(),
-            )
+            ),
         )
         return TlsFiles(str(certificate_file), str(key_file), str(self.file))
 
@@ -71,3 +75,9 @@ class Authority:
             .not_valid_before(now - _DAY)
             .not_valid_after(now + _DAY)
         )
+
+
+def _replace(path: Path, content: bytes) -> None:
+    draft = path.with_suffix(".draft")
+    draft.write_bytes(content)
+    draft.replace(path)
