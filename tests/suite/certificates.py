@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime as dt
 import ipaddress
+import ssl
 from pathlib import Path
 
 from cryptography import x509
@@ -75,6 +77,25 @@ class Authority:
             .not_valid_before(now - _DAY)
             .not_valid_after(now + _DAY)
         )
+
+
+def serial_in(files: TlsFiles) -> int:
+    """The serial number of the certificate in a file."""
+    pem = Path(files.tls_certificate_file).read_bytes()
+    return x509.load_pem_x509_certificate(pem).serial_number
+
+
+async def presented_serial(endpoint: str, client: TlsFiles) -> int:
+    """The serial number of the certificate that a server presents in a new handshake."""
+    context = ssl.create_default_context(cafile=client.tls_authority_file)
+    context.load_cert_chain(client.tls_certificate_file, client.tls_key_file)
+    host, _, port = endpoint.rpartition(":")
+    _, writer = await asyncio.open_connection(host, int(port), ssl=context)
+    try:
+        der = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+        return x509.load_der_x509_certificate(der).serial_number
+    finally:
+        writer.transport.abort()
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict
@@ -22,7 +20,7 @@ from headrace_common.errors import ConfigError
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.handlers import Context, Handler, WrappingInterceptor, guarded
 from headrace_common.rpc.server import GrpcServer
-from tests.suite.certificates import Authority
+from tests.suite.certificates import Authority, presented_serial, serial_in
 
 
 class SeenCertificates(WrappingInterceptor):
@@ -57,23 +55,6 @@ class Secured:
     async def __aexit__(self, *error: object) -> None:
         await self._server.server.stop(None)
 
-    async def presented(self, client: TlsFiles) -> int:
-        """The serial number of the certificate that a new connection gets."""
-        context = ssl.create_default_context(cafile=client.tls_authority_file)
-        context.load_cert_chain(client.tls_certificate_file, client.tls_key_file)
-        host, _, port = self.address.rpartition(":")
-        _, writer = await asyncio.open_connection(host, int(port), ssl=context)
-        try:
-            der = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
-            return x509.load_der_x509_certificate(der).serial_number
-        finally:
-            writer.transport.abort()
-
-
-def serial_in(files: TlsFiles) -> int:
-    pem = Path(files.tls_certificate_file).read_bytes()
-    return x509.load_pem_x509_certificate(pem).serial_number
-
 
 def key_of(files: TlsFiles) -> bytes:
     return Path(files.tls_key_file).read_bytes()
@@ -106,11 +87,11 @@ async def test_a_server_presents_a_new_certificate_and_keeps_its_connections(
     async with Secured(authority) as server, open_channel(server.address, client) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         await watch.read()
-        assert await server.presented(client) == serial_in(server.files)
+        assert await presented_serial(server.address, client) == serial_in(server.files)
         before = serial_in(server.files)
         authority.sign("server")
         assert serial_in(server.files) != before
-        assert await server.presented(client) == serial_in(server.files)
+        assert await presented_serial(server.address, client) == serial_in(server.files)
         await check(channel)
         assert not watch.done()
 
@@ -123,10 +104,10 @@ async def test_a_server_with_half_a_new_certificate_presents_the_old_one(
         old, old_key = serial_in(server.files), key_of(server.files)
         authority.sign("server")
         new_key = exchange_key(server.files, old_key)
-        assert await server.presented(client) == old
+        assert await presented_serial(server.address, client) == old
         assert "is not the key of" in caplog.text
         exchange_key(server.files, new_key)
-        assert await server.presented(client) == serial_in(server.files)
+        assert await presented_serial(server.address, client) == serial_in(server.files)
 
 
 async def test_new_calls_of_a_channel_present_the_new_certificate(authority: Authority) -> None:
