@@ -45,7 +45,8 @@ INTRODUCTION: Final = """\
 
 A flag overrides an environment variable, which overrides the file. The file is named by `--config FILE.toml` or by
 `<PREFIX>CONFIG` and holds lines such as `listen = "127.0.0.1:7000"`. A service that finds a wrong setting lists all of
-them and exits with status 2. Units are in the names: `_s` is seconds, `_gib` is GiB.
+them and exits with status 2. Secrets have no flag, because every user of a host can read flags. Units are in the names:
+`_s` is seconds, `_gib` is GiB.
 """
 
 COLUMNS: Final = ("Setting", "Environment variable", "Flag", "Type", "Default", "Bounds", "Description")  # fmt: skip
@@ -65,7 +66,7 @@ def _section(service: Service) -> str:
         cells = (
             f"`{name}`",
             f"`{variable_of(name, service.env_prefix)}`",
-            f"`{flag_of(name)}`",
+            "-" if is_secret(field) else f"`{flag_of(name)}`",
             type_name(field),
             _default_cell(field),
             ", ".join(bounds(field)) or "-",

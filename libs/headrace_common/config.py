@@ -131,12 +131,17 @@ class ServiceConfig(BaseModel):
         description="File to which the service writes its host:port when it serves; empty means none.",
     )
     tls_certificate_file: str = Field(
-        default="", description="PEM certificate of this process; empty means plaintext."
+        default="",
+        description="PEM certificate of this process, read again when it changes; empty means plaintext.",
     )
-    tls_key_file: str = Field(default="", description="PEM private key of tls_certificate_file.")
+    tls_key_file: str = Field(
+        default="",
+        description="PEM private key of tls_certificate_file; read again when it changes.",
+    )
     tls_authority_file: str = Field(
         default="",
-        description="PEM certificates of the authorities that sign every peer's certificate.",
+        description="PEM certificates of the authorities that sign every peer's certificate; read again when it "
+        "changes.",
     )
 
     tls_trust_domain: str = Field(
@@ -213,7 +218,8 @@ def load_config(
     """Reads the settings. Flags override the environment, which overrides the file (--config FILE.toml).
 
     `argv` excludes the program's name; None means the arguments of this process. `env_prefix` is such
-    as "HEADRACE_ROUTER_". Raises ConfigError that lists every wrong setting with its source and remedy.
+    as "HEADRACE_ROUTER_". Flags with secrets are wrong, because `ps` shows them. Raises ConfigError that lists every
+    wrong setting with its source and remedy.
     `--help` prints the help and exits.
     """
     prefix = env_prefix.rstrip("_") + "_"
@@ -278,6 +284,8 @@ def _read_flags(
     for name, value in vars(given).items():
         if value == _MISSING:
             problems[flag_of(name)] = ": needs a value, as in " + f"{flag_of(name)} VALUE"
+        elif name in cls.model_fields and _shows_secret(cls.model_fields[name], value):
+            problems[flag_of(name)] = f": {_secret_remedy(cls, name, prefix)}"
         elif value is not None:
             flags[name] = _Setting(value, f"flag {flag_of(name)}")
     known = [flag_of(name) for name in (*cls.model_fields, "config")]
@@ -286,6 +294,16 @@ def _read_flags(
         problems[flag] = f": {kind}: {_suggestion(flag, known)}"
     config_file = flags.pop("config", None)
     return flags, str(config_file.value) if config_file else ""
+
+
+def _shows_secret(field: FieldInfo, value: str | None) -> bool:
+    return value is not None and (is_secret(field) or _URL_USER.search(value) is not None)
+
+
+def _secret_remedy(cls: type[ServiceConfig], name: str, prefix: str) -> str:
+    file = f"{name}_file"
+    other = flag_of(file) if file in cls.model_fields else variable_of(name, prefix)
+    return f"contains a secret, and every user of the host can read flags: set {other} instead"
 
 
 def default_of(field: FieldInfo) -> str:
@@ -299,11 +317,13 @@ def default_of(field: FieldInfo) -> str:
 
 
 def _parser(cls: type[ServiceConfig], prog: str, prefix: str) -> argparse.ArgumentParser:
+    secrets = [variable_of(n, prefix) for n, field in cls.model_fields.items() if is_secret(field)]
     parser = argparse.ArgumentParser(
         prog=prog,
         description=textwrap.dedent(cls.__doc__ or "").strip().split("\n\n")[0],
         epilog=f"Flags override environment variables ({prefix}*), which override the file. "
-        f'A file holds lines such as listen = "127.0.0.1:7000".',
+        f'A file holds lines such as listen = "127.0.0.1:7000".'
+        + (f" Secrets have no flag, but variables: {', '.join(secrets)}." if secrets else ""),
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -314,6 +334,12 @@ def _parser(cls: type[ServiceConfig], prog: str, prefix: str) -> argparse.Argume
         help=f"TOML file of settings with the names below. [env: {prefix}CONFIG]",
     )
     for name, field in cls.model_fields.items():
+        if is_secret(field):
+            # It is parsed, so that the error can name the remedy.
+            parser.add_argument(
+                flag_of(name), dest=name, nargs="?", const="", help=argparse.SUPPRESS
+            )
+            continue
         notes = f"[env: {variable_of(name, prefix)}; {default_of(field)}]"
         parser.add_argument(
             flag_of(name),

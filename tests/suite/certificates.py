@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime as dt
 import ipaddress
+import ssl
 from pathlib import Path
 
 from cryptography import x509
@@ -33,7 +35,10 @@ class Authority:
         self.file.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
 
     def sign(self, name: str, role: str = "") -> TlsFiles:
-        """Creates a certificate and key for a client and server. An empty `role` means none."""
+        """Creates a certificate and key for a client and server. An empty `role` means none.
+
+        A second call with a name replaces the files of the first.
+        """
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
@@ -48,13 +53,14 @@ class Authority:
             .sign(self._key, hashes.SHA256())
         )
         certificate_file, key_file = self._folder / f"{name}.pem", self._folder / f"{name}.key"
-        certificate_file.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-        key_file.write_bytes(
+        _replace(certificate_file, certificate.public_bytes(serialization.Encoding.PEM))
+        _replace(
+            key_file,
             key.private_bytes(
                 serialization.Encoding.PEM,
                 serialization.PrivateFormat.PKCS8,
                 serialization.NoEncryption(),
-            )
+            ),
         )
         return TlsFiles(str(certificate_file), str(key_file), str(self.file))
 
@@ -71,3 +77,28 @@ class Authority:
             .not_valid_before(now - _DAY)
             .not_valid_after(now + _DAY)
         )
+
+
+def serial_in(files: TlsFiles) -> int:
+    """The serial number of the certificate in a file."""
+    pem = Path(files.tls_certificate_file).read_bytes()
+    return x509.load_pem_x509_certificate(pem).serial_number
+
+
+async def presented_serial(endpoint: str, client: TlsFiles) -> int:
+    """The serial number of the certificate that a server presents in a new handshake."""
+    context = ssl.create_default_context(cafile=client.tls_authority_file)
+    context.load_cert_chain(client.tls_certificate_file, client.tls_key_file)
+    host, _, port = endpoint.rpartition(":")
+    _, writer = await asyncio.open_connection(host, int(port), ssl=context)
+    try:
+        der = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+        return x509.load_der_x509_certificate(der).serial_number
+    finally:
+        writer.transport.abort()
+
+
+def _replace(path: Path, content: bytes) -> None:
+    draft = path.with_suffix(".draft")
+    draft.write_bytes(content)
+    draft.replace(path)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,57 +13,16 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from headrace.worker.v1 import worker_pb2
 from headrace_cli.client import list_members, open_router, worker_status
-from headrace_cli.up.supervisor import Child, Supervisor
-from headrace_cli.up.topology import Topology, registry_spec, router_spec, worker_specs
+from headrace_cli.up.supervisor import Child
 from headrace_client import Client
 from headrace_common.access.credentials import TlsFiles
 from headrace_common.errors import Unauthenticated, WorkerGone
 from headrace_common.rpc.channel import open_channel
-from tests.fork_server import forking
 from tests.suite.certificates import Authority
 from tests.suite.deployment import default_model, greedy, prompt_of
+from tests.suite.secured import deployed, joined
 
 ANSWER_TOKENS = 6
-
-
-@asynccontextmanager
-async def deployed(folder: Path, authority: Authority) -> AsyncIterator[dict[str, Child]]:
-    """Registry, router and one worker of each role, each with a certificate of its role."""
-    settings = tuple(
-        (service, field, value)
-        for service in ("registry", "router", "prefill", "decode")
-        for field, value in asdict(authority.sign(service, service)).items()
-    )
-    settings += (("router", "look_aside", "true"),)
-    topology = Topology(engine="sim", port=0, settings=settings)
-    async with forking() as spawn:
-        supervisor = Supervisor(spawn=spawn)
-        await supervisor.open()
-        try:
-            registry = await supervisor.start(registry_spec(topology, folder))
-            await supervisor.wait_ready([registry])
-            for spec in (
-                router_spec(topology, folder, registry.endpoint),
-                *worker_specs(topology, folder, registry.endpoint),
-            ):
-                await supervisor.start(spec)
-            async with asyncio.timeout(20):
-                await supervisor.wait_ready(supervisor.children)
-            yield {child.spec.service: child for child in supervisor.children}
-        finally:
-            unclean = await supervisor.stop()
-    assert unclean == []
-
-
-async def joined(channel: grpc.aio.Channel) -> None:
-    stub = inference_pb2_grpc.InferenceServiceStub(channel)
-    give_up = time.monotonic() + 15
-    while time.monotonic() < give_up:
-        models = (await stub.ListModels(inference_pb2.ListModelsRequest(), timeout=5)).models
-        if any(model.prefill_worker_count and model.decode_worker_count for model in models):
-            return
-        await asyncio.sleep(0.05)
-    pytest.fail("the workers did not join")
 
 
 async def check_answer(channel: grpc.aio.Channel, seed: int) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from headrace_common.access.certificates import caller_of_certificate
 from headrace_common.access.local_key import load_local_key
@@ -15,11 +13,10 @@ from headrace_common.access.settings import AccessSettings
 from headrace_common.access.table import PUBLIC, roles_of
 from headrace_common.access.tokens import TokenVerifier, public_key_of
 from headrace_common.errors import ConfigError, PermissionDenied, Unauthenticated
+from headrace_common.reloading import ReloadedFiles
 
-_LOG = logging.getLogger(__name__)
-
-_FILE_CHECK_INTERVAL_S: Final = 1.0
 _REMEDY: Final = f"send a role token as metadata {TOKEN_KEY}, or a client certificate with a role; see docs/security.md"
+_Keys: TypeAlias = ReloadedFiles[TokenVerifier] | TokenVerifier
 
 
 class Authorizer:
@@ -29,7 +26,7 @@ class Authorizer:
         self,
         *,
         insecure: bool = False,
-        keys: KeyFile | TokenVerifier | None = None,
+        keys: _Keys | None = None,
         reads_certificates: bool = False,
         trust_domain: str = "",
     ) -> None:
@@ -48,7 +45,8 @@ class Authorizer:
         if config.insecure:
             return cls(insecure=True)
         if config.token_keys_file:
-            keys: KeyFile | TokenVerifier | None = KeyFile(config.token_keys_file)
+            path = config.token_keys_file
+            keys: _Keys | None = ReloadedFiles([path], lambda: _read_keys(path))
         elif config.tls_certificate_file:
             keys = None
         else:
@@ -70,7 +68,8 @@ class Authorizer:
             return TRUSTED
         token = _token_in(metadata or ())
         if token and self._keys is not None:
-            verifier = self._keys.current() if isinstance(self._keys, KeyFile) else self._keys
+            keys = self._keys
+            verifier = keys.current() if isinstance(keys, ReloadedFiles) else keys
             return self._permitted(method, verifier.verify(token))
         return None if self.reads_certificates else self._permitted(method, ANONYMOUS)
 
@@ -95,57 +94,15 @@ class Authorizer:
         return caller
 
 
-class KeyFile:
-    """The public keys of a file, read again when it changes. An invalid new file leaves the old keys in force."""
-
-    def __init__(self, path: str) -> None:
-        """Raises ConfigError when the file has no valid keys."""
-        self._path = Path(path)
-        self._stamp = self._stamp_of_file()
-        self._verifier = self._read()
-        self._checked_s = time.monotonic()
-
-    def current(self) -> TokenVerifier:
-        """A verifier with the keys in force."""
-        now_s = time.monotonic()
-        if now_s - self._checked_s >= _FILE_CHECK_INTERVAL_S:
-            self._checked_s = now_s
-            self._reload()
-        return self._verifier
-
-    def _reload(self) -> None:
-        try:
-            stamp = self._stamp_of_file()
-            if stamp != self._stamp:
-                self._stamp = stamp
-                self._verifier = self._read()
-                _LOG.info("token_keys_file %s was read again", self._path)
-        except ConfigError as error:
-            _LOG.error("the old token keys stay in force: %s", error)
-
-    def _stamp_of_file(self) -> tuple[int, int]:
-        try:
-            status = self._path.stat()
-        except OSError as error:
-            raise self._unreadable(error) from error
-        return status.st_mtime_ns, status.st_ino
-
-    def _read(self) -> TokenVerifier:
-        try:
-            return TokenVerifier.from_pem(self._path.read_bytes())
-        except OSError as error:
-            raise self._unreadable(error) from error
-        except ConfigError as error:
-            raise ConfigError(
-                f"token_keys_file {self._path}: {error.detail}",
-                metadata={"token_keys_file": str(self._path)},
-            ) from error
-
-    def _unreadable(self, error: OSError) -> ConfigError:
-        return ConfigError(
-            f"token_keys_file {self._path} cannot be read: {error.strerror}; name a file of public keys",
-            metadata={"token_keys_file": str(self._path)},
-        )
+def _read_keys(path: str) -> TokenVerifier:
+    """A verifier with the public keys of a file. Raises ConfigError when it has no valid keys."""
+    try:
+        return TokenVerifier.from_pem(Path(path).read_bytes())
+    except OSError as error:
+        problem = f"cannot be read: {error.strerror}; name a file of public keys"
+    except ConfigError as error:
+        problem = f"is not valid: {error.detail}"
+    raise ConfigError(f"token_keys_file {path} {problem}", metadata={"token_keys_file": path})
 
 
 def _local_verifier() -> TokenVerifier:

@@ -14,9 +14,9 @@ from headrace_common.access.addresses import is_loopback
 from headrace_common.access.roles import Role
 from headrace_common.access.settings import AccessSettings
 from headrace_common.errors import ConfigError
+from headrace_common.reloading import ReloadedFiles
 
 _LOCAL_LIFETIME_S: Final = 86_400.0
-_FILE_CHECK_INTERVAL_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,23 +84,30 @@ class Credentials:
         Raises ConfigError when the file, or the local key, cannot be read.
         """
         if self.token_file:
-            interval = int(time.monotonic() / _FILE_CHECK_INTERVAL_S)
-            return _read_token(self.token_file, interval)
+            return _token_of(self.token_file).current()
         if self.role is None or self.tls.tls_certificate_file or not is_loopback(endpoint):
             return ""
         return _local_token(self.role, int(time.time() / (_LOCAL_LIFETIME_S / 2)))
 
 
 @lru_cache(maxsize=8)
-def _read_token(path: str, interval: int) -> str:
-    """The token of a file. A replaced file is noticed in the next interval."""
+def _token_of(path: str) -> ReloadedFiles[str]:
+    return ReloadedFiles([path], lambda: _read_token(path))
+
+
+def _read_token(path: str) -> str:
+    token = ""
+    problem = "it is empty"
     try:
-        return Path(path).read_text(encoding="ascii").strip()
+        token = Path(path).read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
+        problem = str(error)
+    if not token:
         raise ConfigError(
-            f"token_file {path} cannot be read: {error}; name a file that `headrace token create` wrote",
+            f"token_file {path} cannot be read: {problem}; name a file that `headrace token create` wrote",
             metadata={"token_file": path},
-        ) from error
+        )
+    return token
 
 
 @lru_cache(maxsize=8)

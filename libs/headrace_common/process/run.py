@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import sys
-from collections.abc import Awaitable, Callable
-from typing import NoReturn
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Final, NoReturn
 
 import uvloop
 
@@ -15,6 +16,41 @@ from headrace_common.errors import ConfigError, HeadraceError, RegistryUnavailab
 _EXIT_FAILED = 1
 _EXIT_MISCONFIGURED = 2
 _EXIT_SIGNAL_BASE = 128
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+
+
+class Interrupted(asyncio.CancelledError):
+    """A signal came during a blocking part of the start."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """In this context, SIGTERM and SIGINT raise Interrupted in the main thread.
+
+    For blocking calls of a service's start, during which the event loop handles no signal.
+    """
+    received: list[int] = []
+
+    def interrupt(number: int, frame: object) -> None:
+        received.append(number)
+        raise Interrupted(number)
+
+    # Otherwise the loop would handle the signal later too, and cancel the clean-up.
+    wakeup = signal.set_wakeup_fd(-1)
+    handlers = {number: signal.signal(number, interrupt) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+    if received:
+        # Code in the context dropped the exception.
+        raise Interrupted(received[0])
 
 
 def run_service(prog: str, main: Callable[[], Awaitable[None]]) -> NoReturn:
@@ -22,7 +58,7 @@ def run_service(prog: str, main: Callable[[], Awaitable[None]]) -> NoReturn:
 
     For a HeadraceError it prints one line on stderr and exits with 2 (ConfigError,
     RegistryUnavailable) or 1. A signal before the service serves cancels `main`, which cleans up. The
-    process then exits with 128 + the signal's number.
+    process then exits with 128 + the signal's number. Blocking parts of `main` need `interruptible`.
     """
     try:
         status = uvloop.run(_supervise(main))
@@ -42,10 +78,12 @@ async def _supervise(main: Callable[[], Awaitable[None]]) -> int:
         received.append(number)
         task.cancel()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in _SIGNALS:
         loop.add_signal_handler(number, on_signal, number)
     try:
         await task
+    except Interrupted as interruption:
+        return _EXIT_SIGNAL_BASE + interruption.number
     except asyncio.CancelledError:
         if not received:
             raise

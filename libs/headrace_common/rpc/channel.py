@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 import grpc
 import grpc.aio
 
 from headrace_common.access.credentials import Credentials, TlsFiles
+from headrace_common.access.tls import TlsIdentity, tls_identity
 from headrace_common.errors import ConfigError
+from headrace_common.reloading import ReloadedFiles
+from headrace_common.rpc.renewed_channel import RenewedChannel
 from headrace_common.rpc.token_channel import TokenChannel, TokenInterceptor
 
 if TYPE_CHECKING:
@@ -77,28 +79,33 @@ Identity: TypeAlias = "ServiceConfig | Credentials | TlsFiles | None"
 def open_channel(endpoint: str, identity: Identity = None) -> grpc.aio.Channel:
     """Opens a channel to "host:port", with mutual TLS and a role token when `identity` has them.
 
-    The channel connects on first use.
+    The channel connects on first use. After a change of the TLS files or of the token, new calls present the new
+    ones, and calls in progress go on. Raises ConfigError when a file cannot be read.
     """
     credentials = _credentials_of(identity)
-    tls = channel_credentials(credentials.tls)
-    channel = (
-        grpc.aio.insecure_channel(endpoint, options=_channel_options())
-        if tls is None
-        else grpc.aio.secure_channel(endpoint, tls, options=_channel_options())
-    )
+    options = _channel_options()
+    tls = _identity_of(credentials)
+    if tls is None:
+        channel = grpc.aio.insecure_channel(endpoint, options=options)
+    else:
+        channel = RenewedChannel(
+            tls.current,
+            lambda own: grpc.aio.secure_channel(endpoint, _presenting(own), options=options),
+        )
     if not credentials.token_for(endpoint):
         return channel
     return TokenChannel(channel, lambda: credentials.token_for(endpoint))
 
 
 def open_blocking_channel(endpoint: str, identity: Identity = None) -> grpc.Channel:
-    """As open_channel, for use by threads."""
+    """As open_channel, for use by threads. The channel keeps the certificate with which it was opened."""
     credentials = _credentials_of(identity)
-    tls = channel_credentials(credentials.tls)
+    options = _channel_options()
+    tls = _identity_of(credentials)
     channel = (
-        grpc.insecure_channel(endpoint, options=_channel_options())
+        grpc.insecure_channel(endpoint, options=options)
         if tls is None
-        else grpc.secure_channel(endpoint, tls, options=_channel_options())
+        else grpc.secure_channel(endpoint, _presenting(tls.current()), options=options)
     )
     if not credentials.token_for(endpoint):
         return channel
@@ -107,12 +114,13 @@ def open_blocking_channel(endpoint: str, identity: Identity = None) -> grpc.Chan
     )
 
 
-def channel_credentials(files: ServiceConfig | TlsFiles) -> grpc.ChannelCredentials | None:
-    """The TLS credentials of a client; None for plaintext. Raises as read_tls_files does."""
-    if not files.tls_certificate_file:
-        return None
-    certificate, key, authority = read_tls_files(files)
-    return grpc.ssl_channel_credentials(authority, key, certificate)
+def _identity_of(credentials: Credentials) -> ReloadedFiles[TlsIdentity] | None:
+    """None means plaintext."""
+    return tls_identity(credentials.tls) if credentials.tls.tls_certificate_file else None
+
+
+def _presenting(identity: TlsIdentity) -> grpc.ChannelCredentials:
+    return grpc.ssl_channel_credentials(identity.authority, identity.key, identity.certificate)
 
 
 def _credentials_of(identity: Identity) -> Credentials:
@@ -125,19 +133,3 @@ def _credentials_of(identity: Identity) -> Credentials:
             return Credentials(identity)
         case _:
             return Credentials.from_config(identity)
-
-
-def read_tls_files(config: ServiceConfig | TlsFiles) -> tuple[bytes, bytes, bytes]:
-    """Certificate, key and authority in PEM. Raises ConfigError naming every unreadable file."""
-    contents: list[bytes] = []
-    problems: dict[str, str] = {}
-    for field in ("tls_certificate_file", "tls_key_file", "tls_authority_file"):
-        path: str = getattr(config, field)
-        try:
-            contents.append(Path(path).read_bytes())
-        except OSError as error:
-            problems[field] = f"cannot read {path}: {error.strerror}"
-    if problems:
-        detail = "; ".join(f"{field}: {problem}" for field, problem in problems.items())
-        raise ConfigError(f"{detail}; name files that this user can read", metadata=problems)
-    return contents[0], contents[1], contents[2]

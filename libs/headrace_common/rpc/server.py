@@ -17,15 +17,17 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from headrace_common.access.authorizer import Authorizer
+from headrace_common.access.credentials import Credentials
+from headrace_common.access.tls import TlsIdentity, tls_identity
 from headrace_common.config import ServiceConfig, split_host_port
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError
+from headrace_common.reloading import ReloadedFiles
 from headrace_common.rpc.access import AccessInterceptor
 from headrace_common.rpc.channel import (
     MESSAGE_BYTES_MAX,
     METADATA_BYTES_MAX,
     keepalive_options,
-    read_tls_files,
 )
 from headrace_common.rpc.in_flight import InFlightInterceptor
 from headrace_common.rpc.status import ErrorInterceptor
@@ -200,9 +202,11 @@ class GrpcServer:
     def _credentials(self) -> grpc.ServerCredentials | None:
         if not self._config.tls_certificate_file:
             return None
-        certificate, key, authority = read_tls_files(self._config)
-        return grpc.ssl_server_credentials(
-            [(key, certificate)], authority, require_client_auth=True
+        certificates = _ServedCertificates(tls_identity(Credentials.from_config(self._config).tls))
+        return grpc.dynamic_ssl_server_credentials(
+            certificates.initial,
+            certificates.changed,  # type: ignore[arg-type]  # the stubs lack the None of gRPC's documentation
+            require_client_authentication=True,
         )
 
     def _advertised(self, host: str, port: int) -> str:
@@ -210,6 +214,29 @@ class GrpcServer:
             return f"{host}:{port}"
         advertised_host, advertised_port = split_host_port(self._config.advertise)
         return f"{advertised_host}:{advertised_port or port}"
+
+
+class _ServedCertificates:
+    """The certificates of a server in the form that gRPC takes. Connections that exist are unaffected by changes."""
+
+    def __init__(self, files: ReloadedFiles[TlsIdentity]) -> None:
+        self._files = files
+        self._used = files.current()
+        self.initial = _configuration(self._used)
+
+    def changed(self) -> grpc.ServerCertificateConfiguration | None:
+        """The new configuration after a change, else None. gRPC calls it before each handshake, from its threads."""
+        identity = self._files.current()
+        if identity is self._used:
+            return None
+        self._used = identity
+        return _configuration(identity)
+
+
+def _configuration(identity: TlsIdentity) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration(
+        [(identity.key, identity.certificate)], identity.authority
+    )
 
 
 @contextlib.contextmanager

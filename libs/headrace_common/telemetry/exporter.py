@@ -98,6 +98,19 @@ class CollectorExporter(SpanExporter):
             known = name in self._failing or name not in self._channels
             if name in self._channels:
                 self._failing.add(name)
+        if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNAVAILABLE:
+            self._reopen(name)
         if not known:
             reason = error.details() if isinstance(error, grpc.Call) else str(error)
             _LOG.warning("collector %s does not accept spans: %s", name, reason)
+
+    def _reopen(self, name: str) -> None:
+        """Replaces a channel that cannot connect, because its certificate may be an old one."""
+        if not self._config.tls_certificate_file:
+            return
+        with self._lock:
+            old = self._channels.get(name)
+            if old is not None:
+                self._channels[name] = open_blocking_channel(name, self._config)
+        if old is not None:
+            old.close()

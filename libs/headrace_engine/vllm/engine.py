@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace_common.errors import DuplicateTransfer, InternalError
+from headrace_common.process.run import interruptible
 from headrace_engine.config import EngineConfig
 from headrace_engine.interface import (
     DecodeEvent,
@@ -71,7 +72,8 @@ class VllmEngine(Engine):
         self.load = EngineLoad()
 
     async def start(self) -> None:
-        self.launch()
+        with interruptible():
+            self.launch()
         await self.attach()
 
     def launch(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hashlib import blake2b, sha256
 from ipaddress import ip_address
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, Field, SecretStr, model_validator
@@ -17,6 +18,7 @@ from headrace_common.config import (
     require_order,
     split_host_port,
 )
+from headrace_common.errors import ConfigError
 
 MEMORY_STORE = "memory"
 _ETCD_SCHEME = "etcd://"
@@ -109,10 +111,16 @@ class RegistryConfig(ServiceConfig):
         description="Secret from which hashes of cached prompt prefixes are keyed, the same for every registry of a "
         "deployment. Empty means a random key: stored in etcd, or with store memory by the members.",
     )
+    prefix_hash_key_file: str = Field(
+        "", description="File of prefix_hash_key, which it replaces. It is read at the start."
+    )
     ticket_key: Annotated[SecretStr, AfterValidator(_check_secret)] = Field(
         SecretStr(""),
         description="Secret with which routers sign tickets for decode workers, the same for every registry of a "
         "deployment. Empty means a random key: stored in etcd, or with store memory by the members.",
+    )
+    ticket_key_file: str = Field(
+        "", description="File of ticket_key, which it replaces. It is read at the start."
     )
 
     @model_validator(mode="after")
@@ -142,17 +150,42 @@ class RegistryConfig(ServiceConfig):
             raise ValueError("; ".join(problems))
         return self
 
-    @property
-    def prefix_hash_key_number(self) -> int:
-        """The key of 64 bits derived from `prefix_hash_key`; 0 when it is empty."""
-        secret = self.prefix_hash_key.get_secret_value().encode()
+    @model_validator(mode="after")
+    def _check_secrets(self) -> RegistryConfig:
+        both = [
+            f"set {name} or {name}_file, not both"
+            for name in ("prefix_hash_key", "ticket_key")
+            if getattr(self, name).get_secret_value() and getattr(self, f"{name}_file")
+        ]
+        if both:
+            raise ValueError("; ".join(both))
+        return self
+
+    def read_prefix_hash_key(self) -> int:
+        """The key of 64 bits derived from `prefix_hash_key`; 0 when there is none. Raises ConfigError."""
+        secret = self._read_secret("prefix_hash_key").encode()
         return int.from_bytes(blake2b(secret, digest_size=8).digest()) or 1 if secret else 0
 
-    @property
-    def ticket_key_bytes(self) -> bytes:
-        """The key derived from `ticket_key`; no bytes when it is empty."""
-        secret = self.ticket_key.get_secret_value().encode()
+    def read_ticket_key(self) -> bytes:
+        """The key derived from `ticket_key`; no bytes when there is none. Raises ConfigError."""
+        secret = self._read_secret("ticket_key").encode()
         return sha256(secret).digest() if secret else b""
+
+    def _read_secret(self, name: str) -> str:
+        """The value of a setting, or the content of its file."""
+        given: SecretStr = getattr(self, name)
+        path: str = getattr(self, f"{name}_file")
+        if not path:
+            return given.get_secret_value()
+        try:
+            secret = Path(path).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            problem = f"cannot be read ({type(error).__name__}): name a readable text file"
+        else:
+            if len(secret) >= _SECRET_CHARACTERS_MIN:
+                return secret
+            problem = f"is too short: write at least {_SECRET_CHARACTERS_MIN} characters"
+        raise ConfigError(f"{name}_file {path} {problem}", metadata={f"{name}_file": path})
 
     @property
     def etcd_endpoints(self) -> tuple[tuple[str, int], ...]:

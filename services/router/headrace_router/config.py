@@ -80,7 +80,8 @@ class RouterConfig(ServiceConfig):
     )
     api_keys_file: str = Field(
         "",
-        description="File of API keys: one line KEY TENANT for each, or TOML. Empty: requests need no key.",
+        description="File of API keys: one line KEY TENANT for each, or TOML; read again when it changes. "
+        "Empty: requests need no key.",
     )
     max_queued_tasks: PositiveCount = Field(
         1_024, description="Prompts that may wait for a prefill worker before more are rejected."

@@ -104,6 +104,6 @@ async def test_configured_keys_override_proposed_ones_and_a_short_one_is_rejecte
         request.ticket_key = b"short"
         error = await error_of(InvalidRequest, stub.Register(request))
     config = RegistryConfig.model_validate(secrets)
-    assert granted.prefix_hash_key == config.prefix_hash_key_number not in (0, PREFIX_HASH_KEY)
-    assert granted.ticket_key == config.ticket_key_bytes != TICKET_KEY
+    assert granted.prefix_hash_key == config.read_prefix_hash_key() not in (0, PREFIX_HASH_KEY)
+    assert granted.ticket_key == config.read_ticket_key() != TICKET_KEY
     assert "ticket_key" in error.violations

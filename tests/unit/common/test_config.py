@@ -17,6 +17,7 @@ from headrace_common.config import (
     PositiveCount,
     ServiceConfig,
     WorkerId,
+    is_secret,
     load_config,
     redacted,
 )
@@ -199,10 +200,26 @@ def test_settings_are_frozen() -> None:
         config.listen = "127.0.0.1:1"
 
 
+@pytest.mark.parametrize(
+    ("flag", "remedy"),
+    [
+        ("--ticket-key=hunter2", "HEADRACE_KILN_TICKET_KEY"),
+        ("--otlp-endpoint=http://me:hunter2@collector:4317", "HEADRACE_KILN_OTLP_ENDPOINT"),
+    ],
+)
+def test_a_flag_with_a_secret_is_refused(flag: str, remedy: str) -> None:
+    problem = problems_of([flag])
+    assert f"{flag.partition('=')[0]}: contains a secret" in problem
+    assert f"set {remedy} instead" in problem
+    assert "hunter2" not in problem
+
+
 def test_secrets_are_never_shown() -> None:
     config = load(
-        ["--otlp-endpoint=http://me:hunter2@collector:4317"],
-        {"HEADRACE_KILN_TICKET_KEY": "hunter2"},
+        environment={
+            "HEADRACE_KILN_OTLP_ENDPOINT": "http://me:hunter2@collector:4317",
+            "HEADRACE_KILN_TICKET_KEY": "hunter2",
+        }
     )
     assert config.ticket_key.get_secret_value() == "hunter2"
     shown = redacted(config)
@@ -221,7 +238,7 @@ def test_help_names_every_setting_with_default_and_variable(
     assert caught.value.code == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "Settings of a service for these tests." in shown
-    for name in KilnConfig.model_fields:
-        assert f"--{name.replace('_', '-')}" in shown
+    for name, field in KilnConfig.model_fields.items():
+        assert (f"--{name.replace('_', '-')}" in shown) is not is_secret(field)
         assert f"HEADRACE_KILN_{name.upper()}" in shown
     assert "Bricks kept, 100% dry. [env: HEADRACE_KILN_SPARE_BRICKS; default: 0]" in shown

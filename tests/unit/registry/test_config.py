@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from headrace_common.config import load_config, redacted
@@ -80,7 +82,6 @@ def test_incomplete_security_of_etcd_is_named(flags: tuple[str, ...], named: str
         ("--store-prefix", "/ä/"),
         ("--history-size", "0"),
         ("--store-timeout-s", "0"),
-        ("--prefix-hash-key", "too short"),
     ],
 )
 def test_wrong_settings_are_named(flag: str, value: str) -> None:
@@ -88,15 +89,51 @@ def test_wrong_settings_are_named(flag: str, value: str) -> None:
         load(flag, value)
 
 
-def test_the_secret_is_never_shown() -> None:
-    secret = "long enough to be a secret"
-    config = load("--prefix-hash-key", secret)
-    assert 0 < config.prefix_hash_key_number < 1 << 64
-    assert config.prefix_hash_key_number == load("--prefix-hash-key", secret).prefix_hash_key_number
-    assert load().prefix_hash_key_number == 0
+SECRET = "long enough to be a secret"
+
+
+def test_the_secret_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_REGISTRY_PREFIX_HASH_KEY", SECRET)
+    config = load()
+    key = config.read_prefix_hash_key()
+    assert 0 < key < 1 << 64
     shown = f"{redacted(config)}{config}"
-    assert secret not in shown
-    assert str(config.prefix_hash_key_number) not in shown
-    with pytest.raises(ConfigError) as caught:
-        load("--prefix-hash-key", "short secret")
+    assert SECRET not in shown
+    assert str(key) not in shown
+    monkeypatch.setenv("HEADRACE_REGISTRY_PREFIX_HASH_KEY", "short secret")
+    with pytest.raises(ConfigError, match="at least 16 characters") as caught:
+        load()
     assert "short secret" not in str(caught.value)
+
+
+def test_secrets_are_read_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "secret"
+    path.write_text(f"{SECRET}\n")
+    assert (load().read_prefix_hash_key(), load().read_ticket_key()) == (0, b"")
+    from_file = load(f"--prefix-hash-key-file={path}", f"--ticket-key-file={path}")
+    monkeypatch.setenv("HEADRACE_REGISTRY_PREFIX_HASH_KEY", SECRET)
+    monkeypatch.setenv("HEADRACE_REGISTRY_TICKET_KEY", SECRET)
+    assert from_file.read_prefix_hash_key() == load().read_prefix_hash_key() != 0
+    assert from_file.read_ticket_key() == load().read_ticket_key() != b""
+
+
+def test_a_wrong_file_of_a_secret_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    config = load(f"--ticket-key-file={path}")
+    with pytest.raises(ConfigError, match=r"ticket_key_file .* cannot be read"):
+        config.read_ticket_key()
+    path.write_text("short secret")
+    with pytest.raises(ConfigError, match=r"ticket_key_file .* too short") as caught:
+        config.read_ticket_key()
+    assert "short secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["prefix_hash_key", "ticket_key"])
+def test_a_secret_is_given_in_one_way(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    flag = f"--{name}".replace("_", "-")
+    with pytest.raises(ConfigError, match=f"set {flag}-file instead") as caught:
+        load(flag, SECRET)
+    assert SECRET not in str(caught.value)
+    monkeypatch.setenv(f"HEADRACE_REGISTRY_{name.upper()}", SECRET)
+    with pytest.raises(ConfigError, match=f"set {name} or {name}_file"):
+        load(f"{flag}-file=secret")

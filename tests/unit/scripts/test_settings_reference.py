@@ -10,7 +10,7 @@ import pytest
 from pydantic import Field, SecretStr
 
 import settings_reference
-from headrace_common.config import ServiceConfig
+from headrace_common.config import ServiceConfig, is_secret
 from settings_reference import SERVICES, Service, bounds, render, type_name
 
 SERVICE_IDS = [service.program for service in SERVICES]
@@ -34,7 +34,7 @@ def test_every_setting_has_a_row(service: Service) -> None:
     for name, field in service.settings.model_fields.items():
         row = next(line for line in rows.splitlines() if line.startswith(f"| `{name}` |"))
         assert f"`{service.env_prefix}{name.upper()}`" in row
-        assert f"`--{name.replace('_', '-')}`" in row
+        assert (f"`--{name.replace('_', '-')}`" in row) is not is_secret(field)
         assert field.description
         assert row.endswith(f"| {' '.join(field.description.split())} |")
 
@@ -57,7 +57,7 @@ def test_types_defaults_and_bounds_of_a_setting(monkeypatch: pytest.MonkeyPatch)
         in rows
     )
     assert "| `tiles` | `KILN_TILES` | `--tiles` | list of text | required | - |" in rows
-    assert "| secret | none |" in rows
+    assert "| `secret` | `KILN_SECRET` | - | secret | none |" in rows
     assert "hunter2" not in rows
     assert "| `listen` |" in rows
 

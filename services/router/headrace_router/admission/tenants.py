@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from headrace_common.errors import ConfigError, Unauthenticated
 from headrace_common.identity import is_worker_id
+from headrace_common.reloading import ReloadedFiles
 
 DEFAULT_TENANT: Final = "default"
 KEYS_MAX: Final = 10_000
@@ -26,22 +27,23 @@ class Tenants:
     contains a key.
     """
 
-    def __init__(self, by_digest: Mapping[str, str] | None) -> None:
-        self._by_digest = by_digest
+    def __init__(self, keys: ReloadedFiles[Mapping[str, str]] | None) -> None:
+        """`keys` has the tenant of each digest."""
+        self._keys = keys
 
     @property
     def keyed(self) -> bool:
         """Whether requests need a key."""
-        return self._by_digest is not None
+        return self._keys is not None
 
     def tenant_of(self, metadata: Iterable[tuple[str, Any]] | None) -> str:
         """The tenant of the API key in an RPC's metadata. Raises Unauthenticated, with the remedy."""
-        if self._by_digest is None:
+        if self._keys is None:
             return DEFAULT_TENANT
         key = _key_in(metadata or ())
         if not key:
             raise Unauthenticated(f"an API key is required; {_REMEDY}")
-        tenant = self._by_digest.get(_digest(key)) if len(key) <= _KEY_BYTES_MAX else None
+        tenant = self._keys.current().get(_digest(key)) if len(key) <= _KEY_BYTES_MAX else None
         if tenant is None:
             raise Unauthenticated(
                 f"the API key is not known here; check it, or ask the operator for one, and {_REMEDY}"
@@ -50,13 +52,16 @@ class Tenants:
 
 
 def load_tenants(path: str) -> Tenants:
-    """Reads a keys file. An empty path means no file.
+    """The tenants of a keys file, which is read again when it changes. An empty path means no file.
 
     A .toml file has entries `"KEY" = "TENANT"`, any other file has lines `KEY TENANT`. In these # begins a comment. KEY
     may be `sha256:HEX`, the digest of a key. Raises ConfigError, which names file and line but never a key.
     """
-    if not path:
-        return Tenants(None)
+    return Tenants(ReloadedFiles([path], lambda: _read_keys(path)) if path else None)
+
+
+def _read_keys(path: str) -> Mapping[str, str]:
+    """The tenant of each key's digest."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -78,7 +83,7 @@ def load_tenants(path: str) -> Tenants:
         hashed = _HASHED.fullmatch(key)
         if by_digest.setdefault(hashed[1] if hashed else _digest(key.encode()), tenant) != tenant:
             raise ConfigError(f"api_keys_file {path}, {where}: the key belongs to two tenants")
-    return Tenants(by_digest)
+    return by_digest
 
 
 def _line_pairs(path: str, text: str) -> list[tuple[str, str, str]]:

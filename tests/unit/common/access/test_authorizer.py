@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace_common.access import authorizer as authorizer_module
+from headrace_common import reloading
 from headrace_common.access.addresses import is_loopback
-from headrace_common.access.authorizer import Authorizer, KeyFile
+from headrace_common.access.authorizer import Authorizer
 from headrace_common.access.certificates import caller_of_certificate
 from headrace_common.access.credentials import Credentials
 from headrace_common.access.local_key import FOLDER_VARIABLE, load_local_key
@@ -92,22 +92,18 @@ def test_a_certificate_decides_where_no_token_is_sent() -> None:
 def test_keys_are_read_again_when_their_file_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(authorizer_module, "_FILE_CHECK_INTERVAL_S", 0.0)
+    monkeypatch.setattr(reloading, "CHECK_INTERVAL_S", 0.0)
     old, new = new_private_key(), new_private_key()
     path = tmp_path / "keys.pem"
     path.write_bytes(public_key_of(old))
-    keys = KeyFile(str(path))
-    token = create_token(new, Role.ROUTER, "", 60)
+    authorizer = Authorizer.from_config(ServiceConfig(token_keys_file=str(path)))
+    metadata = [(TOKEN_KEY, create_token(new, Role.OPERATOR, "", 60))]
     with pytest.raises(Unauthenticated):
-        keys.current().verify(token)
-    replacement = tmp_path / "new.pem"
-    replacement.write_bytes(public_key_of(old) + public_key_of(new))
-    replacement.replace(path)
-    keys.current().verify(token)
+        authorizer.caller_of_metadata(SET_POLICY, metadata)
+    path.write_bytes(public_key_of(old) + public_key_of(new))
+    authorizer.caller_of_metadata(SET_POLICY, metadata)
     path.write_text("nonsense")
-    keys.current().verify(token)
-    path.unlink()
-    keys.current().verify(token)
+    authorizer.caller_of_metadata(SET_POLICY, metadata)
 
 
 def test_a_key_file_without_keys_ends_the_start(tmp_path: Path) -> None:
@@ -159,7 +155,7 @@ def test_local_tokens_go_to_loopback_addresses_only() -> None:
 
 
 def test_a_token_file_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace_common.access.credentials._FILE_CHECK_INTERVAL_S", 1e-9)
+    monkeypatch.setattr(reloading, "CHECK_INTERVAL_S", 0.0)
     path = tmp_path / "token"
     credentials = Credentials(token_file=str(path))
     with pytest.raises(ConfigError, match="token_file"):
@@ -167,6 +163,8 @@ def test_a_token_file_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     path.write_text("first\n")
     assert credentials.token_for("router:7050") == "first"
     path.write_text("second\n")
+    assert credentials.token_for("router:7050") == "second"
+    path.write_text("")
     assert credentials.token_for("router:7050") == "second"
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace_common import reloading
 from headrace_common.errors import ConfigError, Unauthenticated
 from headrace_router.admission.tenants import DEFAULT_TENANT, load_tenants
 
@@ -96,3 +97,19 @@ def test_an_error_names_an_unreadable_file(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\xff")
     with pytest.raises(ConfigError, match="cannot be read"):
         load_tenants(str(tmp_path / "binary"))
+
+
+def test_a_changed_file_adds_and_removes_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(reloading, "CHECK_INTERVAL_S", 0.0)
+    tenants = load_tenants(_file(tmp_path, f"{_KEY} chat\n"))
+    _file(tmp_path, f"{_KEY} chat\nhr-secret-22 batch\n")
+    assert tenants.tenant_of([("x-api-key", "hr-secret-22")]) == "batch"
+    _file(tmp_path, "hr-secret-22 batch\n")
+    with pytest.raises(Unauthenticated):
+        tenants.tenant_of([("x-api-key", _KEY)])
+    _file(tmp_path, "hr-secret-22\n")
+    assert tenants.tenant_of([("x-api-key", "hr-secret-22")]) == "batch"
+    assert "keys.txt, line 1" in caplog.text
+    assert "hr-secret" not in caplog.text

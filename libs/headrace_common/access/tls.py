@@ -1,0 +1,76 @@
+"""Certificates, read again when their files change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from headrace_common.access.credentials import TlsFiles
+from headrace_common.errors import ConfigError
+from headrace_common.reloading import ReloadedFiles
+
+
+@dataclass(frozen=True, slots=True)
+class TlsIdentity:
+    """The contents of TlsFiles in PEM. The key belongs to the certificate."""
+
+    certificate: bytes
+    key: bytes
+    authority: bytes
+
+    def __repr__(self) -> str:
+        return "TlsIdentity(...)"
+
+
+@lru_cache(maxsize=64)
+def tls_identity(files: TlsFiles) -> ReloadedFiles[TlsIdentity]:
+    """The identity in the files. The users of the same files in a process share it.
+
+    A certificate and a key are two files. While only one of them is replaced, the old pair stays in force. Raises
+    ConfigError that names every file that cannot be read.
+    """
+    paths = (files.tls_certificate_file, files.tls_key_file, files.tls_authority_file)
+    return ReloadedFiles(paths, lambda: _read(files))
+
+
+def _read(files: TlsFiles) -> TlsIdentity:
+    contents: list[bytes] = []
+    problems: dict[str, str] = {}
+    for field in ("tls_certificate_file", "tls_key_file", "tls_authority_file"):
+        path: str = getattr(files, field)
+        try:
+            contents.append(Path(path).read_bytes())
+        except OSError as error:
+            problems[field] = f"cannot read {path}: {error.strerror}"
+    if problems:
+        detail = "; ".join(f"{field}: {problem}" for field, problem in problems.items())
+        raise ConfigError(f"{detail}; name files that this user can read", metadata=problems)
+    identity = TlsIdentity(*contents)
+    _check(files, identity)
+    return identity
+
+
+def _check(files: TlsFiles, identity: TlsIdentity) -> None:
+    """Raises ConfigError when gRPC could make no connection with the identity."""
+    # Programs without TLS do without these modules.
+    from cryptography import x509
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    field = "tls_certificate_file"
+    try:
+        certificate = x509.load_pem_x509_certificates(identity.certificate)[0]
+        field = "tls_authority_file"
+        x509.load_pem_x509_certificates(identity.authority)
+        field = "tls_key_file"
+        key = load_pem_private_key(identity.key, None)
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise ConfigError(
+            f"{field} {getattr(files, field)} is not valid: {error}; it must be PEM, a key without a password"
+        ) from error
+    if key.public_key() != certificate.public_key():
+        raise ConfigError(
+            f"tls_key_file {files.tls_key_file} is not the key of tls_certificate_file {files.tls_certificate_file}; "
+            "replace both files"
+        )
