@@ -21,7 +21,8 @@ from headrace_kv.plan.copy_plan import Runs
 from headrace_kv.transport.factory import open_transport
 
 LOOPBACK, HERE, HERE_IPV6 = "127.0.0.1", "10.77.0.1", "fd77::1"
-_THERE, _THERE_IPV6 = "10.77.0.2", "fd77::2"
+# Read as an IPv4 packet's, the header of an IPv6 packet from there has the destination HERE.
+_THERE, _THERE_IPV6 = "10.77.0.2", "fd77::a4d:1:0:2"
 _INTERFACE, _PEER_INTERFACE = "local0", "remote0"
 _CONNECT_TIMEOUT_S = 1.0
 _WRITE_TIMEOUT_S = 4.0
@@ -89,8 +90,9 @@ def _configure_there() -> None:
 
 def _connect(targets: Sequence[Target]) -> list[Target]:
     def connects(target: Target) -> bool:
+        host, port = target
         try:
-            socket.create_connection(tuple(target), timeout=_CONNECT_TIMEOUT_S).close()
+            socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT_S).close()
         except OSError:
             return False
         return True
