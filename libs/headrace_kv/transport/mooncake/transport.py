@@ -29,6 +29,13 @@ from headrace_kv.transport.base import (
 )
 from headrace_kv.transport.memory import HOST_MEMORY, Memory
 from headrace_kv.transport.mooncake.accept_timeout import set_accept_timeout
+from headrace_kv.transport.mooncake.listen_filter import (
+    STARTING,
+    RestrictedPorts,
+    open_listeners,
+    resolve_host,
+    restrict_listeners,
+)
 from headrace_kv.transport.mooncake.write_job import Engine
 from headrace_kv.transport.mooncake.write_worker import WriteWorker
 from headrace_kv.transport.ranges import MemoryRanges
@@ -89,7 +96,8 @@ def prepare_device_memory() -> None:
 class MooncakeTransport(KvTransport):
     """KV memory over Mooncake, by RDMA where a device is present and otherwise by TCP.
 
-    Peers are not authenticated and reach every registered byte: keep the port range inside a trusted network.
+    Peers are not authenticated and reach every registered byte. Only packets to `host` reach the engines' ports, so on
+    a loopback address they are closed to other hosts. Raises ConfigError for a host that has IPv6 addresses only.
     """
 
     name = "mooncake"
@@ -100,6 +108,7 @@ class MooncakeTransport(KvTransport):
 
     def __init__(self, host: str, protocol: str = "auto") -> None:
         self._host = host
+        self._addresses = resolve_host(host)
         self.protocol = configure_environment(protocol)
         self._engine_type = _load_engine_type()
         self._lock = threading.Lock()
@@ -180,16 +189,39 @@ class MooncakeTransport(KvTransport):
         if self._closed:
             raise TransferFailed("the transport is closed")
         engine = self._engine_type()
-        code = engine.initialize(self._host, "P2PHANDSHAKE", self.protocol, "")
+        with STARTING:
+            known = open_listeners()
+            code = engine.initialize(self._host, "P2PHANDSHAKE", self.protocol, "")
+            ports = restrict_listeners(known, self._addresses)
         if code != 0:
             raise ConfigError(
                 f"Mooncake cannot start over {self.protocol} on {self._host} (code {code}): check that the address is "
                 "this machine's and that ports from 15000 to 17000 are free"
             )
+        # Memory is registered after the ports are restricted.
+        self._report_open_ports(ports, engine.get_rpc_port())
         set_accept_timeout(engine.get_rpc_port(), _ACCEPT_TIMEOUT_S)
         for start, end in self._memory.spans:
             _register(engine, start, end - start)
         return engine
+
+    def _report_open_ports(self, ports: RestrictedPorts, rpc_port: int) -> None:
+        unfiltered = set(ports.open)
+        if rpc_port not in ports.filtered:
+            unfiltered.add(rpc_port)
+        if not unfiltered:
+            return
+        cause = (
+            "the kernel refused a socket filter"
+            if self._addresses
+            else f"{self._host} is no address of this machine"
+        )
+        _log.warning(
+            "every host that reaches a port of Mooncake can read and write the KV cache, and these ports accept "
+            "connections to every address of this machine, because %s: %s. Restrict them by a firewall",
+            cause,
+            ", ".join(map(str, sorted(unfiltered))),
+        )
 
 
 def open_mooncake(host: str, protocol: str, memory: Memory = HOST_MEMORY) -> MooncakeTransport:

@@ -1,0 +1,131 @@
+"""Another host: a process in a network namespace of its own, joined to its parent's by a pair of interfaces.
+
+The parent calls `OtherHost`, which needs to own its network namespace. Commands and replies are lines of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headrace_common.errors import HeadraceError
+from headrace_kv.plan.copy_plan import Runs
+from headrace_kv.transport.factory import open_transport
+
+LOOPBACK, HERE, HERE_IPV6 = "127.0.0.1", "10.77.0.1", "fd77::1"
+# Read as an IPv4 packet's, the header of an IPv6 packet from there has the destination HERE.
+_THERE, _THERE_IPV6 = "10.77.0.2", "fd77::a4d:1:0:2"
+_INTERFACE, _PEER_INTERFACE = "local0", "remote0"
+_CONNECT_TIMEOUT_S = 1.0
+_WRITE_TIMEOUT_S = 4.0
+
+Target = tuple[str, int]
+
+
+class OtherHost:
+    """Packets to LOOPBACK from the other host reach this one, as with Kubernetes' setting route_localnet."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            ["unshare", "--net", sys.executable, "-m", __name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._read()
+        pair = f"type veth peer name {_PEER_INTERFACE} netns {self._process.pid}"
+        _run_ip(f"link set lo up; link add {_INTERFACE} {pair}")
+        _configure(_INTERFACE, HERE, HERE_IPV6)
+        self._ask("configure")
+
+    def reached(self, targets: Sequence[Target]) -> set[Target]:
+        """The targets that accept a connection of the other host."""
+        return {(host, port) for host, port in self._ask("connect", targets)}
+
+    def write(self, session: str, address: int, nbytes: int) -> str:
+        """Writes sevens to a transport. Returns "ok" or the error."""
+        return str(self._ask("write", session, address, nbytes))
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate(timeout=10.0)
+
+    def _ask(self, *command: Any) -> Any:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(command) + "\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def _read(self) -> Any:
+        assert self._process.stdout is not None
+        return json.loads(self._process.stdout.readline())
+
+
+def _configure(interface: str, address: str, ipv6_address: str) -> None:
+    _run_ip(
+        f"link set {interface} up; address add {address}/24 dev {interface};"
+        f"-6 address add {ipv6_address}/64 dev {interface} nodad"
+    )
+    for name in ("all", interface):
+        Path(f"/proc/sys/net/ipv4/conf/{name}/route_localnet").write_text("1", encoding="utf-8")
+
+
+def _run_ip(commands: str) -> None:
+    for command in commands.split(";"):
+        subprocess.run(["ip", *command.split()], check=True)
+
+
+def _configure_there() -> None:
+    _configure(_PEER_INTERFACE, _THERE, _THERE_IPV6)
+    _run_ip(f"route add {LOOPBACK}/32 dev {_PEER_INTERFACE} src {_THERE}")
+
+
+def _connect(targets: Sequence[Target]) -> list[Target]:
+    def connects(target: Target) -> bool:
+        host, port = target
+        try:
+            socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT_S).close()
+        except OSError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(len(targets)) as threads:
+        results = threads.map(connects, targets)
+        return [target for target, result in zip(targets, results, strict=True) if result]
+
+
+def _write(session: str, address: int, nbytes: int) -> str:
+    source = np.full(nbytes, 7, dtype=np.uint8)
+    transport = open_transport("mooncake", _THERE, "tcp")
+    transport.register(source.ctypes.data, source.nbytes)
+    one = [np.array([value], dtype=np.int64) for value in (source.ctypes.data, address, nbytes)]
+    try:
+        transport.write(session, Runs(*one), _WRITE_TIMEOUT_S)
+    except HeadraceError as error:
+        return str(error)
+    return "ok"
+
+
+def _main() -> None:
+    """Answers the parent's commands until it kills this process."""
+    operations: dict[str, Any] = {
+        "configure": _configure_there,
+        "connect": _connect,
+        "write": _write,
+    }
+    print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        name, *arguments = json.loads(line)
+        print(json.dumps(operations[name](*arguments)), flush=True)
+
+
+if __name__ == "__main__":
+    _main()

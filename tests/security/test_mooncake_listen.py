@@ -1,0 +1,72 @@
+"""Another host reaches Mooncake's ports at the worker's own address only, and not at all on loopback."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.security.other_host import HERE, HERE_IPV6, LOOPBACK
+
+_ROOT = Path(__file__).resolve().parents[2]
+_OWN_NETWORK = ("unshare", "--map-root-user", "--net")
+_TIMEOUT_S = 120.0
+# A receiving and a sending engine have two ports each.
+_PORTS = 4
+
+
+@pytest.fixture(autouse=True)
+def _network_namespaces() -> None:
+    missing = [name for name in ("unshare", "ip") if shutil.which(name) is None]
+    if missing:
+        pytest.skip(f"{' and '.join(missing)} is not installed")
+    probe = subprocess.run(
+        [*_OWN_NETWORK, "ip", "link", "add", "probe0", "type", "veth", "peer", "name", "probe1"],
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+        check=False,
+    )
+    if probe.returncode != 0:
+        pytest.skip(f"network namespaces are not permitted here: {probe.stderr.strip()}")
+
+
+def report(host: str) -> dict[str, Any]:
+    """What tests.security.mooncake_ports prints about a transport at `host`."""
+    ended = subprocess.run(
+        [*_OWN_NETWORK, sys.executable, "-m", "tests.security.mooncake_ports", host],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    assert found["written_here"]
+    assert set(found["control"]) == {LOOPBACK, HERE, HERE_IPV6}
+    assert len(found["ports"]) == _PORTS
+    assert found["other_ports"]
+    return found
+
+
+def test_other_hosts_reach_no_port_of_a_transport_on_loopback() -> None:
+    found = report(LOOPBACK)
+    # The receiver of packed bytes is an ordinary server on loopback, which route_localnet opens. It needs a secret.
+    assert found["reached"] == [[LOOPBACK, port] for port in found["other_ports"]]
+    assert found["write"] != "ok"
+    assert not found["written_there"]
+
+
+def test_other_hosts_reach_a_transport_at_its_own_address_only() -> None:
+    found = report(HERE)
+    assert found["reached"] == [
+        [HERE, port] for port in sorted(found["ports"] + found["other_ports"])
+    ]
+    assert found["write"] == "ok"
+    assert found["written_there"]
