@@ -71,10 +71,10 @@ class _BoundedResource:
         self, granted: asyncio.Event, request: CapacityRequest, deadline: Deadline
     ) -> bool:
         """False when the wait has ended first. A request that is within the share by then waits on."""
-        patience = Deadline.after(self._wait_s)
+        bound = Deadline.after(self._wait_s)
         while not granted.is_set():
             within = self.pool.within_share(request)
-            left_s = min(deadline.remaining_s(), math.inf if within else patience.remaining_s())
+            left_s = min(deadline.remaining_s(), math.inf if within else bound.remaining_s())
             if left_s <= 0:
                 return False
             with suppress(TimeoutError):

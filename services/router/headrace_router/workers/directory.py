@@ -178,13 +178,10 @@ class WorkerDirectory:
         table = self.table(model)
         self._availability.update(model, table.any_available)
         slots = table.slots(self._router_count)
-        if slots == self._slots.get(model):
-            return
+        known = self._slots.pop(model, None)
         if len(table):
             self._slots[model] = slots
-        else:
-            self._slots.pop(model, None)
-        if self._on_slots is not None:
+        if slots != known and self._on_slots is not None:
             self._on_slots(model, slots)
 
 
