@@ -13,7 +13,7 @@ import grpc.aio
 import pytest
 
 from headrace.inference.v1 import inference_pb2_grpc
-from headrace_common.errors import QueueFull
+from headrace_common.errors import DecodeFull, QueueFull
 from headrace_common.rpc.status import error_from_rpc
 from tests.suite.deployment import DEADLINE_S, Suite, greedy, prompt_of, suite
 from tests.waiting import until
@@ -41,7 +41,7 @@ class Greedy:
         while True:
             try:
                 await self._answer(it, number)
-            except QueueFull as error:
+            except (QueueFull, DecodeFull) as error:
                 self.rejected += 1
                 await asyncio.sleep(delay_s(error))
 
@@ -55,7 +55,7 @@ class Greedy:
         self.completed += 1
 
 
-def delay_s(error: QueueFull) -> float:
+def delay_s(error: QueueFull | DecodeFull) -> float:
     """The delay after which to retry. Every rejection has one."""
     assert error.retry_after_s
     return error.retry_after_s
@@ -96,7 +96,8 @@ async def crowded(folder: Path, routers_of_greedy: int) -> AsyncIterator[tuple[S
         client = Greedy([it, other][:routers_of_greedy])
         loops = [asyncio.create_task(client.loop(number)) for number in range(LOOPS)]
         try:
-            await until(lambda: client.completed >= SLOTS and client.rejected > 0, DEADLINE_S)
+            # By then, each router has seen the requests of the other.
+            await until(lambda: client.completed >= 3 * SLOTS and client.rejected > 0, DEADLINE_S)
             yield other, client
             for task in loops:
                 if task.done():
