@@ -35,6 +35,8 @@ from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, sampling_pb
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
 from headrace_cli.up.supervisor import Supervisor
 from headrace_cli.up.topology import Topology, registry_spec, worker_specs
+from headrace_common.access.credentials import Credentials
+from headrace_common.access.roles import Role
 from headrace_common.errors import NoDecodeWorker
 from headrace_common.identity import new_incarnation
 from headrace_common.registry.membership import Membership
@@ -282,7 +284,7 @@ async def router_of(registry: str, placement: Placement) -> AsyncIterator[tuple[
             endpoint=endpoint,
             start_unix_ns=time.time_ns(),
         )
-        membership = Membership(registry, member)
+        membership = Membership(channel, member)
         stack.push_async_callback(membership.stop)
         await membership.start()
         yield router, endpoint
@@ -349,7 +351,8 @@ async def measure(
             await supervisor.wait_ready([registry])
             specs = worker_specs(topology, folder, registry.endpoint)
             await supervisor.wait_ready([await supervisor.start(spec) for spec in specs])
-            async with open_channel(registry.endpoint) as channel:
+            operator = Credentials(role=Role.OPERATOR)
+            async with open_channel(registry.endpoint, operator) as channel:
                 policy = registry_pb2.Policy(local_prefill_max_tokens=LOCAL_TOKENS)
                 stub = registry_pb2_grpc.RegistryServiceStub(channel)
                 await stub.SetPolicy(registry_pb2.SetPolicyRequest(policy=policy), timeout=5)

@@ -14,9 +14,13 @@ from bench.proxy_workers import MODEL, TOKENS
 from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
 from headrace_client import Client
+from headrace_common.access.credentials import Credentials
+from headrace_common.access.roles import Role
 from headrace_common.identity import new_transfer_id
 from headrace_common.rpc.channel import open_channel
 
+# Decode workers admit routers without a ticket.
+_CALLER = Credentials(role=Role.ROUTER)
 PROMPT = "hello " * 32
 
 
@@ -76,7 +80,7 @@ async def grpc_router(endpoint: str, streams: int, gap_ms: int) -> AsyncIterator
         sampling=_sampling(gap_ms),
         prefill_placement=inference_pb2.PREFILL_PLACEMENT_LOCAL,
     )
-    async with open_channel(endpoint) as channel:
+    async with open_channel(endpoint, _CALLER) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
 
         async def ask(sample: Sample) -> None:
@@ -111,7 +115,7 @@ async def grpc_worker(
     endpoint: str, incarnation: str, streams: int, gap_ms: int
 ) -> AsyncIterator[list[Ask]]:
     """At the decode worker itself, with tokens instead of text."""
-    async with open_channel(endpoint) as channel:
+    async with open_channel(endpoint, _CALLER) as channel:
         stub = decode_pb2_grpc.DecodeServiceStub(channel)
 
         async def ask(sample: Sample) -> None:

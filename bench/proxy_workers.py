@@ -25,9 +25,12 @@ from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import sampling_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
+from headrace_common.access.credentials import Credentials
+from headrace_common.access.roles import Role
 from headrace_common.config import ServiceConfig
 from headrace_common.identity import new_incarnation
 from headrace_common.registry.membership import Membership
+from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.server import GrpcServer
 from headrace_kv.layout.layout import KvLayout
 from headrace_kv.layout.proto import layout_to_proto
@@ -128,7 +131,9 @@ async def serve_grpc(registry: str) -> tuple[GrpcServer, Membership]:
     port = server.server.add_insecure_port("127.0.0.1:0")
     await server.server.start()
     member.endpoint = f"127.0.0.1:{port}"
-    membership = Membership(registry, member)
+    # The channel ends with the process.
+    channel = open_channel(registry, Credentials(role=Role.DECODE))
+    membership = Membership(channel, member)
     await membership.start()
     return server, membership
 

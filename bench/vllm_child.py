@@ -50,34 +50,36 @@ class Child:
     ) -> AsyncIterator[Piece]:
         """Sends a greedy request for `count` tokens. Closing the generator early cancels the request."""
         name = f"request-{next(self._numbers)}"
-        heard = self._answers[name] = asyncio.Queue()
-        self._say(op="generate", id=name, token_ids=list(token_ids), count=count, params=params)
+        replies = self._answers[name] = asyncio.Queue()
+        self._send_command(
+            op="generate", id=name, token_ids=list(token_ids), count=count, params=params
+        )
         ended = False
         try:
             while not ended:
-                said = await heard.get()
-                if "error" in said:
-                    raise RuntimeError(said["error"])
-                ended = said["ended"]
-                if said["token_ids"]:
-                    yield Piece(tuple(said["token_ids"]), said["unix_ns"], time.time_ns())
+                reply = await replies.get()
+                if "error" in reply:
+                    raise RuntimeError(reply["error"])
+                ended = reply["ended"]
+                if reply["token_ids"]:
+                    yield Piece(tuple(reply["token_ids"]), reply["unix_ns"], time.time_ns())
         finally:
             del self._answers[name]
             if not ended:
-                self._say(op="abort", id=name)
+                self._send_command(op="abort", id=name)
 
-    def _say(self, **said: Any) -> None:
+    def _send_command(self, **command: Any) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write((json.dumps(said) + "\n").encode())
+        self.process.stdin.write((json.dumps(command) + "\n").encode())
 
     async def _read(self) -> None:
         assert self.process.stdout is not None
         async for line in self.process.stdout:
-            said = json.loads(line)
-            if "ready" in said:
+            reply = json.loads(line)
+            if "ready" in reply:
                 self.ready.set()
-            elif said["id"] in self._answers:
-                self._answers[said["id"]].put_nowait(said)
+            elif reply["id"] in self._answers:
+                self._answers[reply["id"]].put_nowait(reply)
         for answers in self._answers.values():
             answers.put_nowait({"error": "the engine's process has ended; its log says why"})
 
@@ -152,8 +154,8 @@ async def _serve(arguments: dict[str, Any], answers: int) -> None:
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     running: dict[str, asyncio.Task[None]] = {}
 
-    def say(**said: Any) -> None:
-        os.write(answers, (json.dumps(said) + "\n").encode())
+    def send_reply(**reply: Any) -> None:
+        os.write(answers, (json.dumps(reply) + "\n").encode())
 
     async def answer(asked: dict[str, Any]) -> None:
         name = asked["id"]
@@ -169,10 +171,12 @@ async def _serve(arguments: dict[str, Any], answers: int) -> None:
         try:
             async for output in llm.generate(prompt, sampling, name):
                 token_ids = list(output.outputs[0].token_ids)
-                say(id=name, token_ids=token_ids, unix_ns=time.time_ns(), ended=output.finished)
+                send_reply(
+                    id=name, token_ids=token_ids, unix_ns=time.time_ns(), ended=output.finished
+                )
         except Exception as error:  # noqa: BLE001
             # The client receives any error.
-            say(id=name, error=f"{type(error).__name__}: {error}")
+            send_reply(id=name, error=f"{type(error).__name__}: {error}")
 
     def ended(name: str, _: asyncio.Task[None]) -> None:
         running.pop(name, None)
@@ -181,7 +185,7 @@ async def _serve(arguments: dict[str, Any], answers: int) -> None:
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
     )
-    say(ready=True)
+    send_reply(ready=True)
     async for line in reader:
         asked = json.loads(line)
         if asked["op"] == "generate":

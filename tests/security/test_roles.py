@@ -10,11 +10,18 @@ from typing import Any
 import grpc
 import grpc.aio
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from google.protobuf.duration_pb2 import Duration
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from headrace.kv.v1 import handoff_pb2, layout_pb2
+from headrace.prefill.v1 import prefill_pb2
+from headrace.registry.v1 import registry_pb2
+from headrace_cli.client import list_members
 from headrace_common.access.credentials import Credentials
+from headrace_common.access.local_key import load_local_key
 from headrace_common.access.roles import Role
 from headrace_common.access.table import GUARDED, PUBLIC, roles_of
+from headrace_common.access.tokens import create_token
 from headrace_common.rpc.channel import open_channel
 from tests.suite.deployment import Suite, prompt_of, suite
 
@@ -59,13 +66,15 @@ async def _replies(
     return [reply async for reply in call]
 
 
-async def status_of(channel: grpc.aio.Channel, method: str, *, sends: bool) -> grpc.StatusCode:
-    """The status of a call without a message, or with an empty one. Any RPC looks like this on the wire."""
+async def status_of(
+    channel: grpc.aio.Channel, method: str, message: bytes | None = None
+) -> grpc.StatusCode:
+    """The status of a call with at most one message. Any RPC looks like this on the wire."""
     start_call: Any = channel.stream_stream(method)
     call = start_call(timeout=_CALL_TIMEOUT_S)
     try:
-        if sends:
-            await call.write(b"")
+        if message is not None:
+            await call.write(message)
             await call.done_writing()
         await call.read()
     except grpc.aio.AioRpcError as error:
@@ -79,7 +88,7 @@ async def check_server(endpoint: str, methods: Iterable[str]) -> None:
         async with open_channel(endpoint, Credentials(role=role)) as channel:
             for method in set(methods) - PUBLIC:
                 permitted = role in roles_of(method)
-                status = await status_of(channel, method, sends=permitted)
+                status = await status_of(channel, method, b"" if permitted else None)
                 if role is None:
                     assert status is grpc.StatusCode.UNAUTHENTICATED, method
                 elif permitted:
@@ -96,6 +105,53 @@ async def test_every_rpc_serves_the_roles_of_its_row_and_no_others(tmp_path: Pat
             await check_server(child.endpoint, methods)
             found |= methods
         assert found == (PUBLIC | GUARDED) - _NOT_DEPLOYED
+        await check_answers(deployed)
+
+
+async def test_a_credential_with_a_name_acts_as_that_member_only(tmp_path: Path) -> None:
+    token_file = tmp_path / "prefill-9.token"
+    token_file.write_text(create_token(load_local_key(), Role.PREFILL, "prefill-9", 600))
+    layout = layout_pb2.KvLayout()
+    async with suite(tmp_path) as deployed:
+        members = {m.worker_id: m for m in await list_members(deployed.deployment.registry)}
+        victim, decode = members["prefill-0"], members["decode-0"]
+        for worker_id, denied in (("prefill-0", True), ("prefill-9", False)):
+            pull = prefill_pb2.Hello(
+                worker_id=worker_id, incarnation=victim.incarnation, model="m", layout=layout
+            )
+            handoff = handoff_pb2.Hello(
+                worker_id=worker_id,
+                incarnation=victim.incarnation,
+                decode_worker_id=decode.worker_id,
+                decode_incarnation=decode.incarnation,
+                layout=layout,
+            )
+            member = registry_pb2.Member()
+            member.CopyFrom(victim)
+            member.worker_id = worker_id
+            register = registry_pb2.RegisterRequest(member=member, ttl=Duration(seconds=2))
+            for endpoint, method, request in (
+                (
+                    deployed.deployment.router,
+                    "/headrace.prefill.v1.PrefillQueueService/Pull",
+                    prefill_pb2.PullRequest(hello=pull),
+                ),
+                (
+                    decode.endpoint,
+                    "/headrace.kv.v1.HandoffService/Handoff",
+                    handoff_pb2.HandoffRequest(hello=handoff),
+                ),
+                (
+                    deployed.deployment.registry,
+                    "/headrace.registry.v1.RegistryService/Register",
+                    register,
+                ),
+            ):
+                async with open_channel(
+                    endpoint, Credentials(token_file=str(token_file))
+                ) as opened:
+                    status = await status_of(opened, method, request.SerializeToString())
+                assert (status is grpc.StatusCode.PERMISSION_DENIED) is denied, (method, worker_id)
         await check_answers(deployed)
 
 

@@ -78,6 +78,12 @@ def test_every_benchmark_has_a_test_here_or_needs_engines() -> None:
     assert programs == tested | WITH_ENGINES | PARTS
 
 
+def test_access(tmp_path: Path) -> None:
+    (table,) = tables(run("access", "--calls=20", "--rounds=1", f"--output={tmp_path}"))
+    assert [row["without roles"] for row in table] == ["plaintext", "plaintext", "TLS", "TLS"]
+    assert_columns_positive(table, "CPU a call, µs", "ratio")
+
+
 def test_data_plane(tmp_path: Path) -> None:
     kinds = ["same_host", "mooncake", "auto", "raw_mooncake", "raw_tcp", "raw_process_vm"]
     columns = {*kinds, "raw_mooncake_packed", "raw_mooncake_staged"}

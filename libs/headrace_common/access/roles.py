@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from headrace_common.errors import PermissionDenied
+
 TOKEN_KEY: Final = "headrace-token"
 """The metadata key of role tokens. API keys of clients have `authorization`."""
 
@@ -48,3 +50,13 @@ def current_caller() -> Caller:
 def set_current_caller(caller: Caller) -> None:
     """Sets the caller for the rest of the current task."""
     _current.set(caller)
+
+
+def require_own_name(worker_id: str) -> None:
+    """Raises PermissionDenied when the current caller's credential names another member than `worker_id`."""
+    caller = current_caller()
+    if caller.name not in ("", worker_id):
+        raise PermissionDenied(
+            f"the credential is for {caller.name}, so its holder cannot act as {worker_id}",
+            metadata={"worker_id": worker_id, "name": caller.name},
+        )

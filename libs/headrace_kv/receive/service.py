@@ -10,6 +10,7 @@ from typing import Any
 import grpc.aio
 
 from headrace.kv.v1 import handoff_pb2, handoff_pb2_grpc
+from headrace_common.access.roles import require_own_name
 from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import HeadraceError, ProtocolViolation, QueueFull
 from headrace_kv.receive.receiver import Receiver
@@ -55,6 +56,7 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServiceServicer):
     ) -> None:
         """See handoff.proto. Raises as Receiver.connect does, or the error with which the receiver ended the stream."""
         hello = await _read_hello(request_iterator)
+        require_own_name(hello.worker_id)
         outbox = _Outbox()
         peer = self._receiver.connect(hello, outbox.send, outbox.end)
         tasks: set[asyncio.Task[None]] = set()

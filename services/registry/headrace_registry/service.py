@@ -11,7 +11,7 @@ from typing import Any, Final, TypeAlias
 import grpc.aio
 
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
-from headrace_common.access.roles import Role, current_caller
+from headrace_common.access.roles import Role, current_caller, require_own_name
 from headrace_common.durations import duration_from_seconds, seconds_from_duration
 from headrace_common.errors import PermissionDenied, QueueFull
 from headrace_common.identity import is_worker_id
@@ -44,11 +44,7 @@ def _require_own_identity(member: registry_pb2.Member) -> None:
             f"a credential of the role {roles} cannot register a member of the role {role}",
             metadata={"worker_id": member.worker_id, "role": role},
         )
-    if caller.name not in ("", member.worker_id):
-        raise PermissionDenied(
-            f"the credential is for {caller.name}, so it cannot register {member.worker_id}",
-            metadata={"worker_id": member.worker_id, "name": caller.name},
-        )
+    require_own_name(member.worker_id)
 
 
 class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):

@@ -11,8 +11,9 @@ from typing import Any
 import grpc.aio
 
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
+from headrace_common.access.roles import Role, current_caller
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import Draining
+from headrace_common.errors import Draining, PermissionDenied
 from headrace_common.process.pacing import LoopLoad
 from headrace_common.rpc.trace_context import traceparent
 from headrace_router.admission.admission import Admission, AdmissionPermit
@@ -139,7 +140,16 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         request: inference_pb2.RouteRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> inference_pb2.RouteResponse:
-        """The placement of a request, with a ticket for its decode worker unless only an explanation is wanted."""
+        """The placement of a request, with a ticket for its decode worker unless only an explanation is wanted.
+
+        Costs and cached tokens of the candidates show what others have asked, so they are for operators only.
+        """
+        explains = Role.OPERATOR in current_caller().roles
+        if request.explain and not explains:
+            raise PermissionDenied(
+                "an explanation is for the role operator; call Route without explain",
+                metadata={"field": "explain", "allowed_roles": Role.OPERATOR},
+            )
         arrival_unix_ns = time.time_ns()
         deadline = _deadline_of(context, self._default_deadline_s)
         permit = await self._admit(context, deadline)
@@ -175,8 +185,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 worker_id=decision.worker.ref.worker_id,
                 incarnation=decision.worker.ref.incarnation,
                 remote_prefill=decision.remote,
-                explanation=decision.explanation,
-                candidates=candidates_to_proto(decision.candidates, self._prefixes.faults),
+                explanation=decision.explanation if explains else "",
+                candidates=candidates_to_proto(decision.candidates, self._prefixes.faults)
+                if explains
+                else (),
                 direct=direct,
             )
 

@@ -9,6 +9,7 @@ from typing import Any
 import grpc.aio
 
 from headrace.prefill.v1 import prefill_pb2, prefill_pb2_grpc
+from headrace_common.access.roles import require_own_name
 from headrace_common.errors import ProtocolViolation
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.layout.proto import layout_from_proto
@@ -31,6 +32,7 @@ class PullService(prefill_pb2_grpc.PrefillQueueServiceServicer):
     ) -> None:
         """Sends tasks until the worker's stream ends."""
         hello = await _read_hello(request_iterator)
+        require_own_name(hello.worker_id)
         ref = WorkerRef(hello.worker_id, hello.incarnation)
         stream = self._queue.add_worker(ref, hello.model, layout_from_proto(hello.layout))
         writer = asyncio.create_task(_write(stream, context))

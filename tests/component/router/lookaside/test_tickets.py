@@ -20,6 +20,7 @@ from headrace_common.errors import (
     HeadraceError,
     InvalidRequest,
     NoDecodeWorker,
+    PermissionDenied,
     QueueFull,
     Unauthenticated,
     WorkerGone,
@@ -87,6 +88,17 @@ async def test_an_explanation_lists_costs_and_reserves_no_load(open_rig: Rig) ->
     assert not routed.HasField("direct")
     assert not any(worker.requests for worker in workers)
     assert not open_rig.router.workers.table("sim").requests.any()
+
+
+@pytest.mark.parametrize("rig", [{"look_aside": True, "insecure": False}], indirect=True)
+async def test_only_operators_learn_what_the_candidates_cache(rig: Rig) -> None:
+    await rig.add_decode(reply("abc"))
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await route(rig, explain=True)
+    assert isinstance(error_from_rpc(raised.value), PermissionDenied)
+    routed = await route(rig)
+    assert routed.HasField("direct")
+    assert (routed.worker_id, routed.explanation, len(routed.candidates)) == ("d0", "", 0)
 
 
 async def test_without_look_aside_there_is_no_ticket(rig: Rig) -> None:

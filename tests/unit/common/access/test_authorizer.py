@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -144,7 +143,6 @@ def test_a_local_key_that_others_can_read_is_refused(local_folder: Path) -> None
         load_local_key()
 
 
-@pytest.mark.skipif(os.getuid() == 0, reason="the superuser can write everywhere")
 def test_a_folder_that_cannot_be_created_names_the_setting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

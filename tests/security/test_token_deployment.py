@@ -1,0 +1,103 @@
+"""A deployment with tokens: it serves, refuses the local key, and goes on while tokens and keys are replaced."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from headrace_cli.client import list_members
+from headrace_common.access.roles import Role
+from headrace_common.access.tokens import create_token, new_private_key, public_key_of
+from headrace_common.errors import Unauthenticated
+from tests.suite.deployment import prompt_of, suite
+from tests.waiting import until
+
+_SERVICES = (Role.REGISTRY, Role.ROUTER, Role.PREFILL, Role.DECODE)
+
+
+class _Credentials:
+    """The files of a deployment. Files are replaced as a whole, so that no reader finds half of one."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        self._folder = folder
+        self.keys_file = folder / "token_keys.pem"
+
+    def token_file(self, role: Role) -> Path:
+        return self._folder / f"{role}.token"
+
+    def write_tokens(self, private_key: bytes) -> None:
+        for role in Role:
+            self._write(self.token_file(role), create_token(private_key, role, "", 600).encode())
+
+    def write_keys(self, *private_keys: bytes) -> None:
+        self._write(self.keys_file, b"".join(map(public_key_of, private_keys)))
+
+    def settings(self) -> tuple[tuple[str, str, str], ...]:
+        return tuple(
+            (role.value, name, str(path))
+            for role in _SERVICES
+            for name, path in (
+                ("token_file", self.token_file(role)),
+                ("token_keys_file", self.keys_file),
+            )
+        )
+
+    def _write(self, path: Path, content: bytes) -> None:
+        draft = path.with_suffix(".draft")
+        draft.write_bytes(content)
+        draft.replace(path)
+
+
+async def test_tokens_and_keys_are_replaced_while_requests_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = new_private_key(), new_private_key()
+    credentials = _Credentials(tmp_path / "credentials")
+    credentials.write_keys(old)
+    credentials.write_tokens(old)
+    async with suite(tmp_path, settings=credentials.settings()) as deployed:
+        registry = deployed.deployment.registry
+
+        async def listed() -> bool:
+            try:
+                return len(await list_members(registry)) == 3
+            except Unauthenticated:
+                return False
+
+        # The command signs with the local key, which this deployment does not know.
+        assert not await listed()
+        monkeypatch.setenv("HEADRACE_TOKEN_FILE", str(credentials.token_file(Role.OPERATOR)))
+        assert await listed()
+        stop = asyncio.Event()
+
+        async def ask() -> int:
+            count = 0
+            while not stop.is_set():
+                prompt = prompt_of(40 + count % 50, count)
+                answer = await deployed.generate(prompt, 4)
+                assert answer.token_ids == deployed.expected(prompt, 4)
+                count += 1
+            return count
+
+        asking = [asyncio.create_task(ask()) for _ in range(2)]
+        credentials.write_keys(old, new)
+        # Nothing shows that every service has read the keys. They read a changed file within a second.
+        await asyncio.sleep(2.5)
+        credentials.write_tokens(new)
+        await asyncio.sleep(2.5)
+        credentials.write_keys(new)
+        forged = tmp_path / "old.token"
+        forged.write_text(create_token(old, Role.OPERATOR, "", 600))
+        monkeypatch.setenv("HEADRACE_TOKEN_FILE", str(forged))
+
+        async def refused() -> bool:
+            return not await listed()
+
+        await until(refused, 10, "the end of the old key")
+        monkeypatch.setenv("HEADRACE_TOKEN_FILE", str(credentials.token_file(Role.OPERATOR)))
+        await until(listed, 10, "the new token")
+        stop.set()
+        assert min(await asyncio.gather(*asking)) > 0
