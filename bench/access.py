@@ -103,7 +103,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--output", type=Path, default=Path("bench/results"))
     given = parser.parse_args()
-    text = render(asyncio.run(measure(given.calls, given.rounds)))
+    head = f"One empty unary RPC: {given.rounds} rounds of {given.calls} calls\n\n"
+    text = head + render(asyncio.run(measure(given.calls, given.rounds)))
     print(text, end="")
     given.output.mkdir(parents=True, exist_ok=True)
     (given.output / "access.md").write_text(text)
