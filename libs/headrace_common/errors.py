@@ -143,11 +143,18 @@ class ProtocolViolation(HeadraceError):
 
 
 class DecodeFull(HeadraceError):
-    """The decode worker has no room for the prompt and its answer."""
+    """The decode worker has no room for the prompt and its answer. Its metadata names the `resource`."""
 
     reason = "DECODE_FULL"
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
     retry_after_s = 0.5
+    SLOTS = "slots"
+    BLOCKS = "blocks"
+
+    @property
+    def slot_taken(self) -> bool:
+        """Whether a slot was missing, not KV blocks."""
+        return self.metadata.get("resource") == self.SLOTS
 
 
 class QueueFull(HeadraceError):

@@ -7,21 +7,25 @@ from pathlib import Path
 
 import pytest
 
-from headrace_common.errors import DecodeFull, InvalidRequest
+from headrace_common.errors import DecodeFull, InvalidRequest, QueueFull
 from tests.suite.deployment import greedy, prompt_of, suite
 
 SLOW_DECODE = ("decode", "model", "sim:decode_step_s=0.02")
 
 
-async def test_a_full_decode_worker_sends_a_retry_delay(tmp_path: Path) -> None:
-    settings = (("decode", "max_num_seqs", "2"), SLOW_DECODE)
+async def test_a_full_deployment_sends_a_retry_delay(tmp_path: Path) -> None:
+    settings = (
+        ("decode", "max_num_seqs", "2"),
+        ("router", "admission_wait_s", "0.1"),
+        SLOW_DECODE,
+    )
     async with suite(tmp_path, settings=settings) as it:
         prompts = [prompt_of(20, number) for number in range(2)]
         running = await it.begun([greedy(prompt, 150) for prompt in prompts])
-        with pytest.raises(DecodeFull) as refused:
+        with pytest.raises(QueueFull, match="2 of 2 decode slots") as refused:
             await it.generate(prompt_of(20, 9), 5)
-        # The delay depends on the number of requests ahead, so it comes from the worker.
-        assert refused.value.retry_after_s == pytest.approx(0.2)
+        # No request has ended yet, so the router has no estimate.
+        assert refused.value.retry_after_s == pytest.approx(0.5)
         for prompt, outcome in zip(prompts, await asyncio.gather(*running), strict=True):
             assert outcome.token_ids == it.expected(prompt, 150)
         again = await it.generate(prompts[0], 5)

@@ -107,7 +107,9 @@ class Admission:
     def _check_room(self, needed: int, quarantined_blocks: int) -> None:
         free = self._capacity.usable_blocks - self._total_blocks - quarantined_blocks
         if len(self._blocks_by_transfer) >= self._capacity.max_num_seqs:
-            refusal = self._full(f"all {self._capacity.max_num_seqs} request slots are taken")
+            refusal = self._full(
+                f"all {self._capacity.max_num_seqs} request slots are taken", DecodeFull.SLOTS
+            )
         elif needed > free:
             refusal = self._full(f"{needed} blocks are needed and {max(0, free)} are free")
         else:
@@ -147,10 +149,10 @@ class Admission:
             )
         return needed
 
-    def _full(self, why: str) -> DecodeFull:
+    def _full(self, why: str, resource: str = DecodeFull.BLOCKS) -> DecodeFull:
         return DecodeFull(
             f"decode worker is full: {why}",
-            metadata={"why": why},
+            metadata={"why": why, "resource": resource},
             retry_after_s=self._hint.request_refused(),
         )
 

@@ -33,6 +33,7 @@ from headrace_router.tracing.request_span import RequestTracer
 from headrace_router.tracing.service import OTLP_SERVICE_NAME, SpanCollector, TraceReader
 from headrace_router.tracing.store import StoreExporter, TraceLimits, TraceStore
 from headrace_router.workers.directory import WorkerDirectory
+from headrace_router.workers.slots import DecodeSlots
 from headrace_text.codec import TextCodec
 
 SERVICES = (
@@ -57,6 +58,7 @@ class Router:
     preparer: RequestPreparer
     gate: ClientGate
     """For the server's interceptors."""
+    admission: Admission
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Adds every servicer in SERVICES."""
@@ -96,16 +98,23 @@ def assemble(
     def count_refusal(worker_id: str, part: str) -> None:
         metrics.count_ticket_refusal(worker_id, part)
 
+    admission = _build_admission(config, policy)
+
+    def resize_slots(model: str, slots: DecodeSlots) -> None:
+        # Requests for other models are rejected.
+        if model in codecs:
+            admission.resize_slots(model, slots.available())
+
     workers = WorkerDirectory(
         lambda endpoint: open_channel(endpoint, config),
         config.worker_wait_s,
         count_refusal,
+        resize_slots,
     )
     prefixes = PrefixCacheDirectory(
         lambda endpoint: open_channel(endpoint, config), prefix_hash_key
     )
     queue = PrefillQueue(config.max_queued_tasks, config.prefix_wait_s)
-    admission = _build_admission(config, policy)
     metrics = RouterMetrics(telemetry.metrics.meter, queue, admission, prefixes, workers)
     traces = _build_traces(config, telemetry, metrics)
     signer = TicketSigner(ticket_key, config.ticket_ttl_s, workers.unix_ns)
@@ -161,6 +170,7 @@ def assemble(
         *(inference, workers, prefixes, queue, traces, metrics, direct),
         preparer=preparer,
         gate=gate,
+        admission=admission,
     )
 
 

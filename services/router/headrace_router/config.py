@@ -76,7 +76,8 @@ class RouterConfig(ServiceConfig):
     )
     admission_wait_s: PositiveSeconds = Field(
         2.0,
-        description="Seconds that a tenant below its share waits for requests of tenants above theirs to end.",
+        description="Seconds that a request beyond its tenant's share waits for a slot of a decode worker. A request "
+        "within the share waits until its deadline.",
     )
     api_keys_file: str = Field(
         "",

@@ -47,6 +47,7 @@ def _gauges(
             "prefill": estimate.depth,
             "prefill tokens": estimate.queued_tokens,
             "requests": admission.requests,
+            "slots": admission.used_slots,
             "waiting": admission.waiting,
             "tokens": admission.queued_tokens,
         }
@@ -55,6 +56,7 @@ def _gauges(
         return {
             "prefill": queue.max_queued_tasks,
             "requests": admission.max_num_seqs,
+            "slots": admission.slots,
             "tokens": admission.max_queued_tokens,
         }
 

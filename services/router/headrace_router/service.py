@@ -101,9 +101,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 request, request_id, root, deadline, permit.tenant
             )
             await permit.acquire_tokens(len(prepared.token_ids))
+            await permit.acquire_slot(prepared.model)
             response = ResponseStream(prepared, trace_id_of(root), self._load)
             routed = RoutedRequest(
-                *(prepared, response, root, deadline, arrival_unix_ns, permit.tenant)
+                *(prepared, response, root, deadline, arrival_unix_ns, permit.tenant),
+                slot_wait_s=lambda: permit.slot_wait_s,
             )
             await self._stream(routed, context, permit)
             return response
@@ -169,7 +171,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             decision = self._dispatcher.route(prepared, root, deadline, request.avoid_worker_ids)
             direct: inference_pb2.DirectRequest | None = None
             caller = permit.tenant if self._tenants.keyed else _host_of(context)
-            if not request.explain and self._direct.has_room(caller):
+            # Without a free slot, the client's request waits for its share in Generate.
+            free = self._admission.has_free_slot(prepared.model)
+            if not request.explain and free and self._direct.has_room(caller):
                 direct = self._look_aside.grant(
                     prepared, decision, permit.tenant, traceparent(root)
                 )

@@ -10,10 +10,23 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
+from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import inference_pb2
-from headrace_common.errors import ConfigError, QueueFull, Unauthenticated
+from headrace.registry.v1 import registry_pb2
+from headrace_common.errors import ConfigError, DecodeFull, QueueFull, Unauthenticated
 from headrace_common.rpc.status import error_from_rpc
-from tests.component.router.fakes import Rig, hang, reply, with_settings
+from tests.component.router.fakes import (
+    FakeDecode,
+    Rig,
+    Script,
+    finished,
+    hang,
+    reject,
+    reply,
+    reserved,
+    tokens,
+    with_settings,
+)
 from tests.waiting import until
 
 _KEYS = {"greedy": "key-greedy", "late": "key-late"}
@@ -103,3 +116,60 @@ async def test_queued_prompts_are_bounded_by_their_tokens(rig: Rig) -> None:
     await _errors([waiting])
     # The end of the waiting request has released its tokens.
     assert await _ask(rig, "greedy", text="x" * 99) == "ok"
+
+
+def _finish_when(event: asyncio.Event) -> Script:
+    async def script(
+        worker: FakeDecode, request: decode_pb2.GenerateRequest
+    ) -> AsyncIterator[decode_pb2.GenerateResponse]:
+        yield reserved(request)
+        await event.wait()
+        yield tokens("ok")
+        yield finished(request)
+
+    return script
+
+
+@with_settings(admission_wait_s=0.2)
+async def test_the_slots_of_decode_workers_are_shared_and_a_tenant_below_its_share_waits(
+    rig: Rig,
+) -> None:
+    end = asyncio.Event()
+    decode = await rig.add_decode(_finish_when(end))
+    greedy = [asyncio.create_task(_ask(rig, "greedy")) for _ in range(12)]
+    await until(lambda: len(decode.requests) == decode.member.max_num_seqs)
+    late = asyncio.create_task(_ask(rig, "late"))
+    # The requests beyond the slots are rejected after the wait. The other tenant's waits on.
+    await until(lambda: sum(task.done() for task in greedy) == 4)
+    assert not late.done()
+    assert len(decode.requests) == decode.member.max_num_seqs
+    end.set()
+    assert await late == "ok"
+    results = await asyncio.gather(*greedy, return_exceptions=True)
+    refused = [result for result in results if isinstance(result, QueueFull)]
+    assert [one.metadata["queue"] for one in refused] == ["slots"] * 4
+    assert all(one.retry_after_s for one in refused)
+    assert results.count("ok") == 8
+
+
+async def test_slots_that_other_routers_use_are_not_divided_again(rig: Rig) -> None:
+    decode = await rig.add_decode(reply("ok"))
+    router = registry_pb2.Member(role=registry_pb2.Member.ROLE_ROUTER)
+    members = [decode.member, router, router]
+    rig.router.update(members)
+    # Of 8 slots, one stays free for the other router's next request, and four are always this router's.
+    for external, slots in ((0, 7), (2, 5), (8, 4)):
+        decode.running_requests = external
+        await until(lambda slots=slots: rig.router.admission.slots == slots)  # type: ignore[misc]
+    rig.router.update([decode.member, router])
+    assert rig.router.admission.slots == 8
+
+
+async def test_a_taken_slot_is_asked_for_again(rig: Rig) -> None:
+    taken = DecodeFull("slots", metadata={"resource": DecodeFull.SLOTS})
+    decode = await rig.add_decode(reject(taken))
+    asking = asyncio.create_task(_ask(rig, "late"))
+    # More often than the budget of retries allows.
+    await until(lambda: len(decode.requests) > 4)
+    decode.script = reply("ok")
+    assert await asking == "ok"

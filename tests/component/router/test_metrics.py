@@ -75,8 +75,8 @@ async def test_depth_limit_and_age_of_the_queues_are_exported(
     assert collector.value(schema.METRIC_QUEUE_DEPTH, **prefill) == 1
     assert collector.value(schema.METRIC_QUEUE_DEPTH, **{schema.ATTRIBUTE_QUEUE: "requests"}) == 1
     limits = {name: collector.value(schema.METRIC_QUEUE_LIMIT, **{schema.ATTRIBUTE_QUEUE: name})
-              for name in ("prefill", "requests", "tokens")}  # fmt: skip
-    assert limits == {"prefill": 1_024, "requests": 1_024, "tokens": 4_194_304}
+              for name in ("prefill", "requests", "tokens", "slots")}  # fmt: skip
+    assert limits == {"prefill": 1_024, "requests": 1_024, "tokens": 4_194_304, "slots": 8}
     age_ms = collector.value(schema.METRIC_QUEUE_AGE_MS)
     assert age_ms is not None
     assert 50 <= age_ms < 10_000

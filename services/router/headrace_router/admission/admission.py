@@ -1,15 +1,18 @@
-"""Admission control: bounds on requests and on queued prompt tokens, fair among tenants.
+"""Admission control: bounds on requests, on queued prompt tokens and on slots of decode workers, fair among tenants.
 
-A request is rejected before any work is done for it. The error contains a retry delay, estimated from how fast requests
-end.
+A request occupies a place of the router first. Beyond a tenant's share of the places it is rejected before any work is
+done for it. Then its prompt counts as queued, and at last it gets a slot of its model's decode workers. For a slot,
+requests wait here and not at the workers, because the workers serve in the order of arrival. The error of a rejection
+contains a retry delay, estimated from how fast requests end.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -28,7 +31,7 @@ _LATEST_WEIGHT: Final = 0.1
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
     """`max_queued_tokens` bounds the prompt tokens of requests before their first token. `wait_s` bounds how long a
-    request of a tenant below its share waits.
+    request beyond its tenant's share waits. A request within the share waits until its deadline.
     """
 
     max_num_seqs: int
@@ -55,17 +58,29 @@ class _BoundedResource:
             raise self._full_error(tenant, amount)
         if grant is Grant.GRANTED:
             return
-        wait_s = min(self._wait_s, deadline.remaining_s())
         try:
-            async with asyncio.timeout(wait_s):
-                await granted.wait()
-        except TimeoutError:
-            if self.pool.cancel(request):
-                raise self._timeout_error(tenant, amount, wait_s) from None
+            in_time = await self._wait_granted(granted, request, deadline)
         except asyncio.CancelledError:
             if not self.pool.cancel(request):
                 self.pool.release(tenant, amount)
             raise
+        if not in_time and self.pool.cancel(request):
+            raise self._timeout_error(tenant, amount, deadline)
+
+    async def _wait_granted(
+        self, granted: asyncio.Event, request: CapacityRequest, deadline: Deadline
+    ) -> bool:
+        """False when the wait has ended first. A request that is within the share by then waits on."""
+        bound = Deadline.after(self._wait_s)
+        while not granted.is_set():
+            within = self.pool.within_share(request)
+            left_s = min(deadline.remaining_s(), math.inf if within else bound.remaining_s())
+            if left_s <= 0:
+                return False
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await granted.wait()
+        return True
 
     def release(self, tenant: str, amount: int, held_s: float) -> None:
         weight = _LATEST_WEIGHT if self._mean_hold_s else 1.0
@@ -78,8 +93,13 @@ class _BoundedResource:
         if full and self.pool.used_by(tenant) >= self.pool.share(tenant):
             raise self._full_error(tenant, 1)
 
-    def _timeout_error(self, tenant: str, amount: int, waited_s: float) -> HeadraceError:
-        if waited_s >= self._wait_s:
+    def wait_of_holder_s(self, tenant: str) -> float:
+        """How long a tenant may wait for the use of a unit that was granted to it."""
+        within = self.pool.used_by(tenant) <= max(1.0, self.pool.share(tenant))
+        return math.inf if within else self._wait_s
+
+    def _timeout_error(self, tenant: str, amount: int, deadline: Deadline) -> HeadraceError:
+        if not deadline.expired:
             return self._full_error(tenant, amount)
         what = f"room for {amount} {self._unit}"
         return DeadlineExceeded(
@@ -119,12 +139,22 @@ class _BoundedResource:
 class AdmissionPermit:
     """One admitted request."""
 
-    def __init__(self, tenant: str, tokens: _BoundedResource, deadline: Deadline) -> None:
+    def __init__(
+        self,
+        tenant: str,
+        tokens: _BoundedResource,
+        slots: Mapping[str, _BoundedResource],
+        deadline: Deadline,
+    ) -> None:
+        """`slots`: by model."""
         self.tenant = tenant
         self._resource = tokens
+        self._slots = slots
         self._deadline = deadline
         self._tokens = 0
         self._acquired_s = 0.0
+        self._slot: _BoundedResource | None = None
+        self._slot_acquired_s = 0.0
 
     async def acquire_tokens(self, count: int) -> None:
         """Admits the prompt to the queue of prompts that wait for their prefill.
@@ -140,6 +170,27 @@ class AdmissionPermit:
             )
         await self._resource.acquire(self.tenant, count, self._deadline)
         self._tokens, self._acquired_s = count, time.monotonic()
+
+    async def acquire_slot(self, model: str) -> None:
+        """Waits for a slot of the model's decode workers. Raises QueueFull or DeadlineExceeded.
+
+        Does nothing while no worker of the model has been seen.
+        """
+        slots = self._slots.get(model)
+        if slots is not None:
+            await slots.acquire(self.tenant, 1, self._deadline)
+            self._slot, self._slot_acquired_s = slots, time.monotonic()
+
+    @property
+    def slot_wait_s(self) -> float:
+        """How long the request may wait for a worker on which its slot is still taken."""
+        return self._slot.wait_of_holder_s(self.tenant) if self._slot is not None else 0.0
+
+    def release_slot(self) -> None:
+        """The request has ended on its decode worker. Repeats are ignored."""
+        if self._slot is not None:
+            slot, self._slot = self._slot, None
+            slot.release(self.tenant, 1, time.monotonic() - self._slot_acquired_s)
 
     def release_tokens(self) -> None:
         """The prompt no longer waits. Repeats are ignored."""
@@ -158,6 +209,10 @@ class Admission:
         self._tokens = _BoundedResource(
             "tokens", "queued tokens", FairPool(limits.max_queued_tokens, weights), limits.wait_s
         )
+        self._limits = limits
+        self._weights = weights
+        self._slots: dict[str, _BoundedResource] = {}
+        """By model."""
 
     @property
     def max_num_seqs(self) -> int:
@@ -177,12 +232,47 @@ class Admission:
     @property
     def waiting(self) -> int:
         """The number of requests that wait for admission."""
-        return self._requests.pool.waiting + self._tokens.pool.waiting
+        pools = (
+            self._requests.pool,
+            self._tokens.pool,
+            *(one.pool for one in self._slots.values()),
+        )
+        return sum(pool.waiting for pool in pools)
+
+    @property
+    def slots(self) -> int:
+        """The slots of decode workers that this router may use, of all models."""
+        return sum(one.pool.capacity for one in self._slots.values())
+
+    @property
+    def used_slots(self) -> int:
+        """The slots that admitted requests occupy."""
+        return sum(one.pool.used for one in self._slots.values())
 
     @property
     def queued_tokens(self) -> int:
         """Prompt tokens of requests before their first token."""
         return self._tokens.pool.used
+
+    def resize_slots(self, model: str, slots: int) -> None:
+        """Sets how many slots of the model's decode workers this router may use.
+
+        0 means that no worker is reachable. The number stays then: workers that are lost for a moment return to as many
+        requests as before.
+        """
+        if not slots:
+            return
+        capacity = min(slots, self._limits.max_num_seqs)
+        if model in self._slots:
+            self._slots[model].pool.resize(capacity)
+            return
+        pool = FairPool(capacity, self._weights, queue_above_share=True)
+        self._slots[model] = _BoundedResource("slots", "decode slots", pool, self._limits.wait_s)
+
+    def has_free_slot(self, model: str) -> bool:
+        """Whether a request could have a slot now. True while no worker of the model has been seen."""
+        slots = self._slots.get(model)
+        return slots is None or (slots.pool.used < slots.pool.capacity and not slots.pool.waiting)
 
     async def admit(self, tenant: str, deadline: Deadline) -> AdmissionPermit:
         """Admits a request, at once or after a bounded wait. The permit must be released.
@@ -191,11 +281,12 @@ class Admission:
         """
         self._tokens.reject_if_full(tenant)
         await self._requests.acquire(tenant, 1, deadline)
-        return AdmissionPermit(tenant, self._tokens, deadline)
+        return AdmissionPermit(tenant, self._tokens, self._slots, deadline)
 
     def release(self, permit: AdmissionPermit, held_s: float) -> None:
         """The request has ended after `held_s`."""
         permit.release_tokens()
+        permit.release_slot()
         self._requests.release(permit.tenant, 1, held_s)
 
     @contextmanager

@@ -1,7 +1,8 @@
 """A bounded resource shared by tenants. Pure: it decides which requests are granted, wait, or are rejected.
 
 While there is enough capacity, every request is granted. Otherwise each tenant may use its share: the capacity, split
-by weight among the tenants that use or want some of it. A tenant at its share is rejected, and one below it waits.
+by weight among the tenants that use or want some of it. A tenant below its share waits. One at its share is rejected,
+or waits behind all tenants below theirs if the pool has `queue_above_share`.
 
 Released units go to a waiting tenant that has none, or else to the one with the least for its weight. So shares
 converge to the weights as fast as requests end, and no tenant starves. A tenant may exceed its share while the others
@@ -67,12 +68,19 @@ class _Tenant:
 class FairPool:
     """Shares `capacity` units. `weights` returns the current weights; a tenant without one weighs 1."""
 
-    def __init__(self, capacity: int, weights: Callable[[], Mapping[str, float]]) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        weights: Callable[[], Mapping[str, float]],
+        *,
+        queue_above_share: bool = False,
+    ) -> None:
         self.capacity = capacity
         self.used = 0
         self.waiting = 0
         """The number of requests that wait."""
         self._weights = weights
+        self._queue_above_share = queue_above_share
         self._tenants: dict[str, _Tenant] = {}
 
     def used_by(self, tenant: str) -> int:
@@ -95,11 +103,26 @@ class FairPool:
             return Grant.GRANTED
         entry = self._tenants.get(request.tenant)
         wanted = entry.used + entry.waiting if entry is not None else 0
-        if wanted and wanted + request.amount > self.share(request.tenant) + _ROUNDING:
+        if not self._queue_above_share and self._exceeds_share(request, wanted):
             return Grant.REJECTED
         self._tenants.setdefault(request.tenant, _Tenant()).add_waiting(request)
         self.waiting += 1
         return Grant.WAITING
+
+    def resize(self, capacity: int) -> None:
+        """Changes the capacity, and grants waiting requests that fit now. Granted units stay granted."""
+        self.capacity = capacity
+        self._grant_waiting()
+
+    def within_share(self, request: CapacityRequest) -> bool:
+        """Whether a waiting request, after the earlier ones of its tenant, fits the tenant's share."""
+        entry = self._tenants[request.tenant]
+        wanted = entry.used
+        for earlier in entry.requests:
+            if earlier is request:
+                break
+            wanted += earlier.amount
+        return not self._exceeds_share(request, wanted)
 
     def release(self, tenant: str, amount: int) -> None:
         """Returns granted units, and grants waiting requests that fit now."""
@@ -117,6 +140,10 @@ class FairPool:
         self._remove_if_idle(request.tenant)
         self._grant_waiting()
         return True
+
+    def _exceeds_share(self, request: CapacityRequest, wanted: int) -> bool:
+        """Whether the request exceeds its tenant's share beside `wanted` units. The first request never does."""
+        return bool(wanted) and wanted + request.amount > self.share(request.tenant) + _ROUNDING
 
     def _grant_waiting(self) -> None:
         weights = self._weights()

@@ -27,7 +27,7 @@ from headrace_router.dispatch.attempt import (
 )
 from headrace_router.dispatch.completion import finish_response
 from headrace_router.dispatch.first_token import first_token_maker
-from headrace_router.dispatch.retry_policy import RetryState
+from headrace_router.dispatch.retry_policy import TAKEN_SLOT_PAUSE_S, RetryState
 from headrace_router.placement import (
     Candidates,
     Decision,
@@ -195,6 +195,7 @@ class RequestDispatcher:
         model = request.prepared.model
         if not attempts or not request.response.completion_tokens:
             await self._workers.wait_for_worker(model, request.deadline)
+            await self._wait_for_slot(request, retries)
             return
         give_up = Deadline.after(min(retries.wait_left_s, request.deadline.remaining_s()))
         while not give_up.expired:
@@ -203,6 +204,15 @@ class RequestDispatcher:
             if (table.reachable & ~excluded).any():
                 return
             await asyncio.sleep(_POLL_INTERVAL_S)
+            retries.readmit_full_workers()
+
+    async def _wait_for_slot(self, request: RoutedRequest, retries: RetryState) -> None:
+        """Waits while every worker that could serve the request had no free slot just now."""
+        while retries.full and not request.deadline.expired:
+            table = self._workers.table(request.prepared.model)
+            if (table.reachable & ~table.draining & ~table.flags(retries.excluded)).any():
+                return
+            await asyncio.sleep(min(TAKEN_SLOT_PAUSE_S, request.deadline.remaining_s()))
             retries.readmit_full_workers()
 
     def _route(
@@ -295,6 +305,7 @@ class RequestDispatcher:
                 attempt.failure(error),
                 client_has_tokens=response.completion_tokens > 0,
                 time_left_s=request.deadline.remaining_s(),
+                slot_wait_s=request.slot_wait_s(),
             )
             if response.ended_by:
                 return None

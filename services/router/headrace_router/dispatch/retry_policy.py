@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection
 from dataclasses import KW_ONLY, dataclass
@@ -27,6 +28,9 @@ from headrace_kv.layout.layout import WorkerRef
 ErrorClasses: TypeAlias = tuple[type[HeadraceError], ...]
 
 _FULL_WORKER_PAUSE_S: Final = 0.5
+# Decode frees the slot of an ended request a few milliseconds after the router has read its end.
+TAKEN_SLOT_PAUSE_S: Final = 0.02
+_TAKEN_SLOT_PAUSE_MAX_S: Final = 0.32
 # A retry in less time would fail with the deadline. TransferTimeout is more precise: it names the missing keys.
 _RETRY_AFTER_TIMEOUT_MIN_S: Final = 1.0
 
@@ -54,6 +58,11 @@ class FailedAttempt:
     prefill_failed: bool
     decode_generated: bool
 
+    @property
+    def slot_taken(self) -> bool:
+        """Whether the decode worker had no free slot."""
+        return isinstance(self.error, DecodeFull) and self.error.slot_taken
+
 
 class Retry(Enum):
     """Whether another attempt may follow, and whether that uses up one of the request's retries."""
@@ -63,6 +72,8 @@ class Retry(Enum):
     FREE = auto()
     FREE_WITHIN_WAIT = auto()
     """Free until no attempt has generated a token for the migration wait."""
+    FREE_WITHIN_SLOT_WAIT = auto()
+    """Free until the slot wait is over, which begins with the first such failure."""
 
 
 class Decode(Enum):
@@ -74,6 +85,8 @@ class Decode(Enum):
     EXCLUDE = auto()
     EXCLUDE_WHILE_FULL = auto()
     """Not for the next 0.5 s."""
+    EXCLUDE_WHILE_TAKEN = auto()
+    """Not for the next 0.02 s, longer after each failure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +99,8 @@ class Rule:
     prefill_failed: bool | None = None
     decode_generated: bool | None = None
     client_has_tokens: bool | None = None
+    slot_taken: bool | None = None
+    """The decode worker has refused for want of a slot, not of blocks."""
     # Consequences.
     decode: Decode
     exclude_prefill: bool = False
@@ -99,6 +114,7 @@ class Rule:
             (self.prefill_failed, failed.prefill_failed),
             (self.decode_generated, failed.decode_generated),
             (self.client_has_tokens, client_has_tokens),
+            (self.slot_taken, failed.slot_taken),
         )
         return isinstance(failed.error, self.errors) and all(
             wanted is None or wanted is actual for wanted, actual in conditions
@@ -119,6 +135,15 @@ RULES: Final = (
         decode_generated=False,
         decode=Decode.EXCLUDE_WHILE_FULL,
         retry=Retry.FREE_WITHIN_WAIT,
+    ),
+    # The slot of an ended request, or one that another router uses, is free again soon. The request was admitted to a
+    # slot, so other requests must not delay it for longer than its share allows.
+    Rule(
+        (DecodeFull,),
+        client_has_tokens=False,
+        slot_taken=True,
+        decode=Decode.EXCLUDE_WHILE_TAKEN,
+        retry=Retry.FREE_WITHIN_SLOT_WAIT,
     ),
     # An invalid request fails everywhere. Corrupt data must be reported.
     Rule((InvalidRequest, KvCorrupt), decode=Decode.AVOID, retry=Retry.NO),
@@ -175,10 +200,12 @@ class RetryState:
         self._migration_wait_s = migration_wait_s
         self._failed: set[WorkerRef] = set()
         self._avoided = set(avoided)
-        self._full_since_s: dict[WorkerRef, float] = {}
+        self._full_until_s: dict[WorkerRef, float] = {}
         """By time.monotonic."""
         self._prefill_excluded = False
         self._waiting_since_s = 0.0
+        self._slot_wanted_since_s = math.inf
+        self._slot_pause_s = TAKEN_SLOT_PAUSE_S
         self._last_error: HeadraceError | None = None
 
     @property
@@ -189,7 +216,12 @@ class RetryState:
     @property
     def excluded(self) -> frozenset[WorkerRef]:
         """Workers that may not be asked now: failed ones, and decode workers that were full just now."""
-        return frozenset(self._failed | self._full_since_s.keys())
+        return frozenset(self._failed | self._full_until_s.keys())
+
+    @property
+    def full(self) -> bool:
+        """Whether a decode worker was full just now."""
+        return bool(self._full_until_s)
 
     @property
     def avoided(self) -> frozenset[WorkerRef]:
@@ -221,22 +253,30 @@ class RetryState:
         self._failed.add(ref)
 
     def readmit_full_workers(self) -> None:
-        """Admits decode workers again that were full 0.5 s ago."""
-        since_s = time.monotonic() - _FULL_WORKER_PAUSE_S
-        self._full_since_s = {
-            ref: full_s for ref, full_s in self._full_since_s.items() if full_s > since_s
+        """Admits decode workers again after their pause."""
+        now_s = time.monotonic()
+        self._full_until_s = {
+            ref: until_s for ref, until_s in self._full_until_s.items() if until_s > now_s
         }
 
     def record_failure(
-        self, failed: FailedAttempt, *, client_has_tokens: bool, time_left_s: float
+        self,
+        failed: FailedAttempt,
+        *,
+        client_has_tokens: bool,
+        time_left_s: float,
+        slot_wait_s: float = 0.0,
     ) -> bool:
-        """Applies the rule for a failed attempt. Returns whether another attempt may be made."""
+        """Applies the rule for a failed attempt. Returns whether another attempt may be made.
+
+        `slot_wait_s`: how long the request may wait for a taken slot.
+        """
         self._last_error = failed.error
         if failed.decode_generated or not self._waiting_since_s:
             self._waiting_since_s = time.monotonic()
         rule = classify_failure(failed, client_has_tokens=client_has_tokens)
         self._exclude_workers(rule, failed)
-        return self._may_retry(rule.retry) and time_left_s > rule.time_left_min_s
+        return self._may_retry(rule.retry, slot_wait_s) and time_left_s > rule.time_left_min_s
 
     def _exclude_workers(self, rule: Rule, failed: FailedAttempt) -> None:
         if rule.exclude_prefill:
@@ -249,15 +289,25 @@ class RetryState:
             case Decode.EXCLUDE:
                 self._failed.add(failed.decode_worker)
             case Decode.EXCLUDE_WHILE_FULL:
-                self._full_since_s[failed.decode_worker] = time.monotonic()
+                self._exclude_for(failed.decode_worker, _FULL_WORKER_PAUSE_S)
+            case Decode.EXCLUDE_WHILE_TAKEN:
+                self._exclude_for(failed.decode_worker, self._slot_pause_s)
+                self._slot_pause_s = min(_TAKEN_SLOT_PAUSE_MAX_S, 2 * self._slot_pause_s)
             case Decode.KEEP:
                 pass
 
-    def _may_retry(self, retry: Retry) -> bool:
+    def _exclude_for(self, worker: WorkerRef, pause_s: float) -> None:
+        self._full_until_s[worker] = time.monotonic() + pause_s
+
+    def _may_retry(self, retry: Retry, slot_wait_s: float) -> bool:
         """Pays for the retry."""
         if retry is Retry.FREE:
             return True
         if retry is Retry.FREE_WITHIN_WAIT:
             return self.wait_left_s > 0
+        if retry is Retry.FREE_WITHIN_SLOT_WAIT:
+            now_s = time.monotonic()
+            self._slot_wanted_since_s = min(now_s, self._slot_wanted_since_s)
+            return now_s < self._slot_wanted_since_s + slot_wait_s
         self._retries_left -= 1
         return retry is Retry.COSTS_ONE and self._retries_left >= 0

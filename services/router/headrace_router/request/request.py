@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from opentelemetry.trace import Span
@@ -14,7 +15,10 @@ from headrace_router.request.validation import PreparedRequest
 
 @dataclass(frozen=True, slots=True)
 class RoutedRequest:
-    """One request from its validation to the end of its response. `root_span` is the root of its trace."""
+    """One request from its validation to the end of its response. `root_span` is the root of its trace.
+
+    `slot_wait_s` returns how long it may wait for a decode worker on which its slot is still taken.
+    """
 
     prepared: PreparedRequest
     response: ResponseStream
@@ -22,6 +26,7 @@ class RoutedRequest:
     deadline: Deadline
     arrival_unix_ns: int
     tenant: str = DEFAULT_TENANT
+    slot_wait_s: Callable[[], float] = lambda: 0.0
 
     @property
     def known_token_ids(self) -> tuple[int, ...]:

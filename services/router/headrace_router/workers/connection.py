@@ -77,6 +77,7 @@ class WorkerConnection:
         # Of the reservations since the latest status.
         self._unreported = _ReservedLoad()
         self._status_count = 0
+        self._external_requests = 0
         self._on_load = on_load
         self._status: worker_pb2.WatchStatusResponse | None = None
         self.clock = WorkerClock()
@@ -95,6 +96,7 @@ class WorkerConnection:
         held_blocks = status.reserved_blocks + status.quarantined_blocks
         return Load(
             requests=max(reported + unreported.requests, reserved.requests),
+            external_requests=self._external_requests,
             # The worker may have sent its status before the latest requests reached it.
             held_tokens=max(held_blocks * block_tokens + unreported.tokens, reserved.tokens),
             total_tokens=status.total_blocks * block_tokens,
@@ -177,6 +179,8 @@ class WorkerConnection:
     def _set_status(self, status: worker_pb2.WatchStatusResponse | None) -> None:
         if status is not None:
             self._status_count += 1
+            reported = status.running_requests + status.waiting_requests
+            self._external_requests = max(0, reported - self._reserved.requests)
             self._unreported = _ReservedLoad()
         elif self._status is None:
             return

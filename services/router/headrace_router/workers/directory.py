@@ -14,6 +14,7 @@ from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.layout.proto import layout_from_proto
 from headrace_router.workers.availability import WorkerAvailability
 from headrace_router.workers.connection import LoadReservation, WorkerConnection
+from headrace_router.workers.slots import DecodeSlots
 from headrace_router.workers.table import LoadTable, Worker
 
 
@@ -28,13 +29,20 @@ class WorkerDirectory:
         open_channel: Callable[[str], grpc.aio.Channel],
         worker_wait_s: float = 0.0,
         on_ticket_refused: Callable[[str, str], None] | None = None,
+        on_slots: Callable[[str, DecodeSlots], None] | None = None,
     ) -> None:
-        """`worker_wait_s`: see RouterConfig. `on_ticket_refused` gets a worker's id and the part of the ticket."""
+        """`worker_wait_s`: see RouterConfig. `on_ticket_refused` gets a worker's id and the part of the ticket.
+
+        `on_slots` gets a model and the slots of its workers after each change.
+        """
         self._open_channel = open_channel
         self._on_ticket_refused = on_ticket_refused
         self._connections: dict[WorkerRef, WorkerConnection] = {}
         self._tables: dict[str, LoadTable] = {}
         self._availability = WorkerAvailability(worker_wait_s)
+        self._on_slots = on_slots
+        self._slots: dict[str, DecodeSlots] = {}
+        self._router_count = 1
         self._loaded = False
 
     def update(self, members: Iterable[registry_pb2.Member]) -> None:
@@ -42,6 +50,9 @@ class WorkerDirectory:
         if not self._loaded:
             self._loaded = True
             self._availability.start()
+        members = tuple(members)
+        routers = sum(member.role == registry_pb2.Member.ROLE_ROUTER for member in members)
+        self._router_count = max(1, routers)
         workers = {
             worker.ref: worker
             for worker in (
@@ -153,7 +164,7 @@ class WorkerDirectory:
             for connection in connections:
                 self._tables[model].set(connection.worker.ref, connection.load())
         for model in (*unserved, *self._tables):
-            self._availability.update(model, self.table(model).any_available)
+            self._table_changed(model)
 
     def _update_load(self, connection: WorkerConnection) -> None:
         worker = connection.worker
@@ -161,7 +172,17 @@ class WorkerDirectory:
         # A worker that has left may still report.
         if self._connections.get(worker.ref) is connection and table is not None:
             table.set(worker.ref, connection.load())
-            self._availability.update(worker.model, table.any_available)
+            self._table_changed(worker.model)
+
+    def _table_changed(self, model: str) -> None:
+        table = self.table(model)
+        self._availability.update(model, table.any_available)
+        slots = table.slots(self._router_count)
+        known = self._slots.pop(model, None)
+        if len(table):
+            self._slots[model] = slots
+        if slots != known and self._on_slots is not None:
+            self._on_slots(model, slots)
 
 
 def worker_from_member(member: registry_pb2.Member) -> Worker:

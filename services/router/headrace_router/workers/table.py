@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from headrace_kv.layout.compatibility import fingerprint
 from headrace_kv.layout.layout import KvLayout, WorkerRef
+from headrace_router.workers.slots import DecodeSlots
 
 Numbers = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -32,9 +33,11 @@ class Load:
     """A decode worker at one moment: what it reported, and what this router has reserved on it since.
 
     `held_tokens` is the capacity of its reserved blocks, growth included, and `total_tokens` that of all its blocks.
+    `external_requests` are those of other routers, as of the latest status.
     """
 
     requests: int = 0
+    external_requests: int = 0
     held_tokens: int = 0
     total_tokens: int = 0
     reachable: bool = True
@@ -52,6 +55,7 @@ class LoadTable:
         self.workers = tuple(sorted(workers, key=lambda worker: str(worker.ref)))
         count = len(self.workers)
         self.requests: Numbers = np.zeros(count)
+        self.external_requests: Numbers = np.zeros(count)
         self.max_num_seqs: Numbers = np.array([w.max_num_seqs for w in self.workers], np.float64)
         self.held_tokens: Numbers = np.zeros(count)
         self.total_tokens: Numbers = np.zeros(count)
@@ -74,6 +78,7 @@ class LoadTable:
         """Sets a worker's load."""
         row = self._rows[ref]
         self.requests[row] = load.requests
+        self.external_requests[row] = load.external_requests
         self.held_tokens[row] = load.held_tokens
         self.total_tokens[row] = load.total_tokens
         self.reachable[row] = load.reachable
@@ -84,6 +89,15 @@ class LoadTable:
     def any_available(self) -> bool:
         """Whether any worker is reachable and accepts new requests."""
         return bool((self.reachable & ~self.draining).any())
+
+    def slots(self, routers: int) -> DecodeSlots:
+        """The request slots of the workers that are reachable and accept new requests."""
+        usable = self.reachable & ~self.draining
+        return DecodeSlots(
+            total=int(self.max_num_seqs[usable].sum()),
+            external=int(self.external_requests[usable].sum()),
+            routers=routers,
+        )
 
     def flags(self, refs: Collection[WorkerRef]) -> Flags:
         """True in the rows of these workers."""

@@ -15,9 +15,15 @@ from headrace_router.admission.fair_share import CapacityRequest, FairPool, Gran
 class Clients:
     """Makes requests for tenants, and records which are granted."""
 
-    def __init__(self, capacity: int, weights: dict[str, float] | None = None) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        weights: dict[str, float] | None = None,
+        queue_above_share: bool = False,
+    ) -> None:
         self.weights = weights or {}
-        self.pool = FairPool(capacity, lambda: self.weights)
+        self.pool = FairPool(capacity, lambda: self.weights, queue_above_share=queue_above_share)
+        self.queue_above_share = queue_above_share
         self.held: list[CapacityRequest] = []
         self.waiting: list[CapacityRequest] = []
 
@@ -31,6 +37,18 @@ class Clients:
     def _granted(self, request: CapacityRequest) -> None:
         self.waiting.remove(request)
         self.held.append(request)
+        assert self.pool.used <= self.pool.capacity
+        if self.queue_above_share and not self._within_share(request.tenant):
+            below = {waiting.tenant for waiting in self.waiting if self._could_use(waiting)}
+            assert not below, "a tenant below its share was passed over"
+
+    def _within_share(self, tenant: str) -> bool:
+        used = self.pool.used_by(tenant)
+        return used <= 1 or used <= self.pool.share(tenant) + 1e-6
+
+    def _could_use(self, waiting: CapacityRequest) -> bool:
+        used = self.pool.used_by(waiting.tenant)
+        return not used or used + waiting.amount <= self.pool.share(waiting.tenant) - 1e-6
 
     def release(self, index: int) -> None:
         request = self.held.pop(index)
@@ -128,6 +146,63 @@ def test_the_bound_holds_and_the_counts_agree_after_every_step(
         assert clients.held
         clients.release(0)
     assert clients.pool.used == clients.pool.waiting == 0
+
+
+_REQUEST = st.tuples(st.just("request"), st.sampled_from("aaabbcd"))
+_SLOT_STEPS = st.lists(
+    # More requests than releases, so that most steps find waiting requests.
+    st.one_of(
+        *(_REQUEST, _REQUEST, _REQUEST),
+        st.tuples(st.just("release"), st.integers(0, 50)),
+        st.tuples(st.just("cancel"), st.integers(0, 50)),
+        st.tuples(st.just("resize"), st.integers(1, 6)),
+        st.tuples(st.just("weigh"), st.floats(0.1, 10.0)),
+    ),
+    min_size=20,
+    max_size=80,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(capacity=st.integers(1, 6), steps=_SLOT_STEPS)
+def test_slots_are_never_exceeded_never_idle_and_go_to_tenants_below_their_share_first(
+    capacity: int, steps: list[tuple[str, object]]
+) -> None:
+    clients = Clients(capacity, queue_above_share=True)
+    for kind, what in steps:
+        used = clients.pool.used
+        if kind == "request":
+            free = used < clients.pool.capacity
+            assert clients.request(str(what)) is (Grant.GRANTED if free else Grant.WAITING)
+        elif kind == "release" and clients.held:
+            clients.release(int(str(what)) % len(clients.held))
+        elif kind == "cancel" and clients.waiting:
+            clients.cancel(int(str(what)) % len(clients.waiting))
+        elif kind == "resize":
+            clients.pool.resize(int(str(what)))
+        elif kind == "weigh":
+            clients.weights = {"a": float(str(what))}
+        # A smaller capacity takes no unit away, and grants none until enough are released.
+        assert clients.pool.used <= max(used, clients.pool.capacity)
+        assert clients.pool.waiting == len(clients.waiting)
+        assert not clients.waiting or clients.pool.used >= clients.pool.capacity
+    while clients.held or clients.waiting:
+        assert clients.held
+        clients.release(0)
+    assert clients.pool.used == clients.pool.waiting == 0
+
+
+def test_a_waiting_request_is_within_the_share_or_beyond_it() -> None:
+    clients = Clients(4, queue_above_share=True)
+    for _ in range(5):
+        clients.request("greedy")
+    (beyond,) = clients.waiting
+    assert not clients.pool.within_share(beyond)
+    for _ in range(3):
+        clients.request("late")
+    assert [clients.pool.within_share(one) for one in clients.waiting[1:]] == [True, True, False]
+    clients.pool.resize(8)
+    assert Counter(one.tenant for one in clients.held) == {"greedy": 5, "late": 3}
 
 
 @settings(max_examples=40, deadline=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 
 import pytest
@@ -146,6 +147,35 @@ def test_a_full_worker_is_excluded_for_a_while_until_the_migration_wait_ends(
     assert _record(retries, _failed(DecodeFull, "tokens"), "tokens")
     now_s = 102.1
     assert not _record(retries, _failed(DecodeFull, "tokens"), "tokens")
+
+
+def test_a_taken_slot_costs_no_retry_and_excludes_its_worker_for_a_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(_CLOCK, lambda: now_s)
+    retries = RetryState(0, 2.0)
+    failed = FailedAttempt(
+        DecodeFull("slots", metadata={"resource": DecodeFull.SLOTS}), _DECODE, None, False, False
+    )
+
+    def record(slot_wait_s: float) -> bool:
+        return retries.record_failure(
+            failed, client_has_tokens=False, time_left_s=9.0, slot_wait_s=slot_wait_s
+        )
+
+    for pause_s in (0.02, 0.04, 0.08, 0.16, 0.32, 0.32):
+        assert record(2.0)
+        assert retries.excluded == {_DECODE}
+        now_s += 0.9 * pause_s
+        retries.readmit_full_workers()
+        assert retries.full
+        now_s += 0.2 * pause_s
+        retries.readmit_full_workers()
+        assert not retries.excluded
+    now_s = 102.1
+    assert not record(2.0)
+    assert record(math.inf)
 
 
 def test_a_generated_token_restarts_the_migration_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,9 +40,11 @@ class _Naive:
     def __init__(self) -> None:
         self.reservations: dict[LoadReservation, tuple[int, bool]] = {}
         self.reported = (0, 0)
+        self.external = 0
 
     def on_status(self, requests: int, blocks: int) -> None:
         self.reported = (requests, blocks)
+        self.external = max(0, requests - len(self.reservations))
         for reservation, (tokens, _) in tuple(self.reservations.items()):
             self.reservations[reservation] = (tokens, True)
 
@@ -84,6 +86,8 @@ async def _check(events: list[tuple[str, int, int]]) -> None:
                 naive.reported = (0, 0)
             load = connection.load()
             assert (load.requests, load.held_tokens) == naive.load()
+            # Between two statuses, own requests do not change it.
+            assert load.external_requests == naive.external
     finally:
         await connection.close()
 

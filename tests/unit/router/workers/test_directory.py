@@ -11,6 +11,8 @@ from headrace.registry.v1 import registry_pb2
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_kv.layout.proto import layout_to_proto
 from headrace_router.workers.directory import WorkerDirectory
+from headrace_router.workers.slots import DecodeSlots
+from headrace_router.workers.table import Load, LoadTable
 from tests.waiting import until
 
 _LAYOUT = KvLayout.attention(
@@ -58,3 +60,36 @@ async def test_the_channel_of_a_worker_that_left_closes_after_its_last_request()
     assert channel.get_state() is not grpc.ChannelConnectivity.SHUTDOWN
     last.release()
     await until(lambda: channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN)
+
+
+async def test_the_slots_of_reachable_workers_are_reported_with_the_number_of_routers() -> None:
+    seen: list[tuple[str, DecodeSlots]] = []
+    directory = WorkerDirectory(
+        grpc.aio.insecure_channel, on_slots=lambda *change: seen.append(change)
+    )
+    router = registry_pb2.Member(role=registry_pb2.Member.ROLE_ROUTER)
+    directory.update([_member(), router, router])
+    # The worker has not reported yet.
+    assert seen == [("sim", DecodeSlots(0, 0, 2))]
+    directory.update([_member(), router])
+    directory.update([_member(), router])
+    assert seen[1:] == [("sim", DecodeSlots(0, 0, 1))]
+    directory.update([router])
+    assert directory.reserve_load(_REF, 1) is None
+    await directory.close()
+
+
+async def test_slots_count_workers_that_accept_requests() -> None:
+    directory = WorkerDirectory(grpc.aio.insecure_channel)
+    directory.update([_member()])
+    worker = directory.worker(_REF)
+    assert worker is not None
+    await directory.close()
+    table = LoadTable([worker])
+    for load, expected in (
+        (Load(external_requests=3), (8, 3)),
+        (Load(external_requests=3, draining=True), (0, 0)),
+        (Load(external_requests=3, reachable=False), (0, 0)),
+    ):
+        table.set(_REF, load)
+        assert table.slots(2) == DecodeSlots(*expected, routers=2)
