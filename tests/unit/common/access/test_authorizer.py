@@ -51,6 +51,14 @@ def test_the_table_decides(
         authorizer.caller_of_metadata(method, metadata_of(role))
 
 
+def test_a_public_rpc_ignores_a_token_of_another_deployment() -> None:
+    authorizer = Authorizer.from_config(ServiceConfig())
+    foreign = ((TOKEN_KEY, create_token(new_private_key(), Role.OPERATOR, "", 60)),)
+    assert authorizer.caller_of_metadata(GENERATE, foreign) == ANONYMOUS
+    with pytest.raises(Unauthenticated):
+        authorizer.caller_of_metadata(SET_POLICY, foreign)
+
+
 def test_an_insecure_service_trusts_every_caller() -> None:
     authorizer = Authorizer.from_config(ServiceConfig(insecure=True))
     assert authorizer.caller_of_metadata(SET_POLICY, None) == TRUSTED
