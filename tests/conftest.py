@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import tempfile
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -45,31 +43,6 @@ def pytest_runtest_makereport() -> object:
         return (yield)
     finally:
         gc.enable()
-
-
-class _UnreadErrors(logging.Handler):
-    """What asyncio reports from finalizers: a task that failed unnoticed, or one that was dropped while it ran."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.ERROR)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        text = record.getMessage()
-        if "never retrieved" in text or "was destroyed but it is pending" in text:
-            self.messages.append(text)
-
-
-_unread_errors = _UnreadErrors()
-logging.getLogger("asyncio").addHandler(_unread_errors)
-
-
-@pytest.fixture(autouse=True)
-def no_unread_errors() -> Iterator[None]:
-    """Fails a test in which asyncio reported such an error. An earlier test of the process may have caused it."""
-    yield
-    messages, _unread_errors.messages = _unread_errors.messages, []
-    assert not messages, "\n".join(messages)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

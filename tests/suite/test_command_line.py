@@ -81,7 +81,7 @@ async def up(folder: Path, *arguments: str) -> AsyncIterator[asyncio.subprocess.
     )
     assert process.stderr is not None
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(90):
             while b"Ctrl-C" not in (line := await process.stderr.readline()):
                 assert line, "it ended before it was ready"
         yield process
