@@ -13,6 +13,7 @@ import pytest
 from headrace_common.errors import ConfigError, TransferFailed
 from headrace_kv.plan.copy_plan import Runs
 from headrace_kv.transport.base import WriteResult
+from headrace_kv.transport.mooncake import write_worker
 from headrace_kv.transport.mooncake.write_worker import WriteWorker
 
 
@@ -59,12 +60,12 @@ class FakeEngine:
 class Rig:
     """A worker, and the engines that it has opened."""
 
-    def __init__(self) -> None:
+    def __init__(self, stall_s: float = 0.3) -> None:
         self.engines: list[FakeEngine] = []
         self.next = FakeEngine()
         self.dropped = 0
         self.fault: ConfigError | None = None
-        self.worker = WriteWorker(self.open, self.drop, "fake", stall_s=0.3, rest_s=0.2)
+        self.worker = WriteWorker(self.open, self.drop, "fake", stall_s=stall_s, rest_s=0.2)
 
     def open(self) -> FakeEngine:
         if self.fault is not None:
@@ -78,8 +79,8 @@ class Rig:
 
 
 @pytest.fixture
-def rig() -> Iterator[Rig]:
-    made = Rig()
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    made = Rig(*getattr(request, "param", ()))
     yield made
     made.worker.close()
 
@@ -130,18 +131,23 @@ def test_a_stalled_write_fails_after_its_deadline(rig: Rig) -> None:
     assert time.monotonic() - start_s < 3.0
 
 
-def test_a_late_write_that_makes_progress_fails_alone(rig: Rig) -> None:
+@pytest.mark.parametrize("rig", [(60.0,)], indirect=True)
+def test_a_late_write_that_makes_progress_fails_alone(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # However long this process stands still, the peer is late but not stalled.
+    monkeypatch.setattr(write_worker, "_LATE_STALL_S", 60.0)
     engine = rig.next
     engine.stuck.add("slow")
-    late = rig.worker.submit("slow", runs(600), 0.1)
-    other = rig.worker.submit("slow", runs(), 5.0)
-    time.sleep(0.2)
+    late = rig.worker.submit("slow", runs(600), 0.5)
+    other = rig.worker.submit("slow", runs(), 30.0)
+    time.sleep(0.6)
     assert not late.done()
     engine.stuck.clear()
     with pytest.raises(TransferFailed, match="longer than its time"):
-        late.result(2.0)
-    assert other.result(2.0).entry_count == 4
-    assert rig.worker.submit("slow", runs(), 5.0).result(2.0).entry_count == 4
+        late.result(20.0)
+    assert other.result(20.0).entry_count == 4
+    assert rig.worker.submit("slow", runs(), 30.0).result(20.0).entry_count == 4
     assert rig.dropped == 0
     assert 0 < engine.first_write_entry_count < 600
 
