@@ -1,4 +1,4 @@
-"""Refuses callers without the role that an RPC needs, before the request is parsed."""
+"""Refuses callers without the role that an RPC needs, before its handler runs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import grpc.aio
 from headrace_common.access.authorizer import Authorizer
 from headrace_common.access.roles import Caller, set_current_caller
 from headrace_common.errors import HeadraceError
-from headrace_common.rpc.handlers import Context, Continuation, Handler, guarded
+from headrace_common.rpc.handlers import Context, Continuation, Handler, guarded, rejecting
 
 
 class AccessInterceptor(grpc.aio.ServerInterceptor):
     """Checks the caller of every RPC. `current_caller` returns the caller to the handler.
 
     A token stands in the metadata, so a caller that it excludes is refused before gRPC reads the request. A certificate
-    is known later: gRPC then has read the request, but nothing has parsed it.
+    is known later: gRPC then has read and parsed the request of a unary RPC.
     """
 
     def __init__(self, authorizer: Authorizer) -> None:
@@ -36,7 +36,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
                 method, handler_call_details.invocation_metadata
             )
         except HeadraceError as error:
-            return _refusing(error)
+            return rejecting(handler, error)
         if caller is not None:
             return guarded(handler, lambda _: _calling(caller))
         return self._guarded_by_certificate(handler, method)
@@ -55,12 +55,3 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
 async def _calling(caller: Caller) -> AsyncIterator[None]:
     set_current_caller(caller)
     yield
-
-
-def _refusing(error: HeadraceError) -> Handler:
-    """A handler of any RPC that raises `error`. As a stream it does not wait for the request."""
-
-    async def refuse(requests: AsyncIterator[bytes], context: Context) -> None:
-        raise error
-
-    return grpc.stream_stream_rpc_method_handler(refuse)

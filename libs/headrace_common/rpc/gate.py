@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
 
 from headrace_common.errors import HeadraceError
-from headrace_common.rpc.handlers import Context, Continuation, Handler, with_deserializer
+from headrace_common.rpc.handlers import Continuation, Handler, rejecting, with_deserializer
 
 Metadata: TypeAlias = Iterable[tuple[str, Any]]
 
@@ -40,7 +40,7 @@ class GateInterceptor(grpc.aio.ServerInterceptor):
         try:
             self.check_call(method, handler_call_details.invocation_metadata or ())
         except HeadraceError as error:
-            return _rejecting(handler, error)
+            return rejecting(handler, error)
         deserialize = handler.request_deserializer or bytes
 
         def parse(data: bytes) -> Any:
@@ -48,14 +48,3 @@ class GateInterceptor(grpc.aio.ServerInterceptor):
             return deserialize(data)
 
         return with_deserializer(handler, parse)
-
-
-def _rejecting(handler: Handler, error: HeadraceError) -> Handler:
-    """gRPC receives the request of a unary handler before it calls it. That of a streaming handler it does not."""
-
-    async def reject(requests: Any, context: Context) -> NoReturn:
-        raise error
-
-    if handler.response_streaming:
-        return grpc.stream_stream_rpc_method_handler(reject, None, handler.response_serializer)
-    return grpc.stream_unary_rpc_method_handler(reject, None, handler.response_serializer)

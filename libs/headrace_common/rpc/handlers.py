@@ -9,7 +9,7 @@ import inspect
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import grpc
 import grpc.aio
@@ -39,6 +39,20 @@ class WrappingInterceptor(grpc.aio.ServerInterceptor):
     @abstractmethod
     def wrap(self, handler: Handler, method: str) -> Handler:
         """The handler to run instead. `method` is such as "/package.Service/Method"."""
+
+
+def rejecting(handler: Handler, error: Exception) -> Handler:
+    """A handler that only raises `error`.
+
+    gRPC receives the request of a unary handler before it calls it. That of a streaming handler it does not.
+    """
+
+    async def reject(requests: Any, context: Context) -> NoReturn:
+        raise error
+
+    if handler.response_streaming:
+        return grpc.stream_stream_rpc_method_handler(reject, None, handler.response_serializer)
+    return grpc.stream_unary_rpc_method_handler(reject, None, handler.response_serializer)
 
 
 def guarded(
