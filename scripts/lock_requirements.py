@@ -2,7 +2,7 @@
 
 pyproject.toml pins the packages that Headrace imports. This script adds their dependencies, from the metadata of the
 environment in which it runs. `pip install --no-deps` installs a file, so the file must be complete. LEFT_OUT names the
-dependencies that must not be installed. FIXED lists the contents of files whose packages are not in that environment.
+dependencies that must not be installed. FIXED lists the contents of files with packages from elsewhere.
 pip resolves the files of RESOLVED anew when their pins change.
 
 Each package has the hashes of its files. `pip install --require-hashes` accepts no other file. An unchanged version
