@@ -39,7 +39,8 @@ async def test_duplicate_acknowledgements_cause_no_violation(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("safeguard", "requests"), [("ledger", 150), ("quarantine", 120), ("lease", 200)]
+    ("safeguard", "requests"),
+    [("ledger", 150), ("quarantine", 120), ("lease", 200), ("kill_timer", 200)],
 )
 async def test_a_missing_safeguard_is_detected(
     safeguard: str, requests: int, tmp_path: Path
