@@ -44,8 +44,8 @@ class KillTimer:
     A stopped process (SIGSTOP) and one in a frozen cgroup of version 2 end at the deadline. In a frozen cgroup of
     version 1, and on a suspended machine, the process ends before it executes another instruction of its own.
 
-    The kernel never sends SIGKILL to process 1 of a container for its own timer. That process gets a signal whose
-    handler exits at once: when it was stopped, its other threads may run for some microseconds before that.
+    The kernel never sends SIGKILL to process 1 of a container for its own timer. That process gets a signal with a
+    handler that exits at once. When it was stopped, its other threads may run for some microseconds before that.
     """
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ from headrace_kv.transport.same_host.tracers import Permit, PermitServer, ancest
 from headrace_kv.transport.same_host.transport import SameHostTransport
 from tests.waiting import until
 
-# Writes a byte to the address, reports, and goes on once its input has ended. `user` is who it runs as.
+# Writes a byte to the address, reports, and goes on once its input has ended.
 WRITER = """
 import os, sys
 import numpy as np
@@ -162,11 +162,17 @@ def test_the_chain_of_a_process_begins_with_itself_and_its_parent() -> None:
     assert ancestors(1 << 22) == []
 
 
-def test_without_yama_nothing_listens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(process_memory, "_YAMA", tmp_path / "absent")
+@pytest.mark.parametrize(("scope", "by_name"), [("", True), ("0", True), ("1", False), ("2", True)])
+def test_nothing_listens_unless_it_is_needed(
+    scope: str, by_name: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "ptrace_scope"
+    if scope:
+        file.write_text(scope)
+    monkeypatch.setattr(process_memory, "_YAMA", file)
 
     def fail(*words: object) -> socket.socket:
         raise AssertionError("a socket was made")
 
     monkeypatch.setattr(socket, "socket", fail)
-    SameHostTransport(permit_tracers=True).close()
+    SameHostTransport(permit_tracers=by_name).close()
