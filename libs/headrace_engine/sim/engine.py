@@ -58,6 +58,7 @@ from headrace_kv.transport.factory import open_transport
 from headrace_kv.transport.memory import HOST_MEMORY
 
 if TYPE_CHECKING:
+    from headrace_common.process.kill_timer import KillTimer
     from headrace_engine.config import EngineConfig
     from headrace_kv.send.context import DescriptorSource
     from headrace_kv.send.thread import SenderThread
@@ -70,8 +71,8 @@ _SENDERS_CLOSE_S = 40.0
 class SimEngine(Engine):
     """Runs in the caller's process: one task, and a sender thread for each rank of a prefill engine.
 
-    Engines may share one `sender_thread`. For tests: `transports` opens one transport per rank,
-    `clock` gives the time of computing, and `faults` are injected.
+    Engines may share one `sender_thread` and one `kill_timer`, see SenderContext. For tests:
+    `transports` opens one transport per rank, `clock` gives the time of computing, and `faults` are injected.
     """
 
     landed_memory = HOST_MEMORY
@@ -85,6 +86,7 @@ class SimEngine(Engine):
         transports: Callable[[], KvTransport] | None = None,
         clock: SimClock | None = None,
         sender_thread: SenderThread | None = None,
+        kill_timer: KillTimer | None = None,
     ) -> None:
         """Raises ConfigError naming the wrong field."""
         self._config = config
@@ -92,6 +94,7 @@ class SimEngine(Engine):
         self._faults = faults or SimFaults()
         self._open_transport = transports or (lambda: open_transport(config.transport, config.host))
         self._sender_thread = sender_thread
+        self._kill_timer = kill_timer
         self._shape = plan_shape(config)
         self._clock = clock or open_clock(self._shape.settings.clock)
         self.model = SimModel(self._shape.settings)
@@ -145,6 +148,7 @@ class SimEngine(Engine):
             event_loop=loop,
             on_quiet=lambda report: _call_soon(loop, self._rank_quiesced, report),
             credentials=self._config.credentials,
+            kill_timer=self._kill_timer,
         )
         return RankSender(context, thread=self._sender_thread)
 

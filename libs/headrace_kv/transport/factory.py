@@ -40,7 +40,7 @@ def open_transport(
     `kind` is "mooncake", "same_host", "in_memory", or "auto": same_host for peers of this host, else mooncake.
     `protocol` is Mooncake's "auto", "rdma" or "tcp". `memory` is the memory that holds the KV.
 
-    "same_host" by name also lets other processes of this user into this one, where Yama's ptrace_scope asks for that.
+    "same_host" by name also lets senders with its session write to this process, where Yama's ptrace_scope is 1.
     Raises ConfigError for another kind, or when the transport cannot start on this machine.
     """
     if kind == "auto" and memory.on_host:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.engine.v1 import link_pb2
+from headrace_common.process.kill_timer import KillTimer
 from headrace_engine.torch_memory.event_ordered_sender import EventOrderedSender
 from headrace_engine.torch_memory.opening import open_tensor_transport, order_sender
 from headrace_engine.torch_memory.order import DeviceOrder
@@ -119,6 +120,7 @@ class ConnectorWorker:
             event_loop=link.loop,
             on_quiet=self._executor.transfer_quiet,
             credentials=self._settings.credentials,
+            kill_timer=KillTimer(),
         )
         self._sender = RankSender(context)
         self._ordered_sender = order_sender(self._sender, order)

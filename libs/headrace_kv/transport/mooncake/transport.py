@@ -36,6 +36,7 @@ from headrace_kv.transport.mooncake.listen_filter import (
     resolve_host,
     restrict_listeners,
 )
+from headrace_kv.transport.mooncake.lost_peers import end_lost_connections
 from headrace_kv.transport.mooncake.write_job import Engine
 from headrace_kv.transport.mooncake.write_worker import WriteWorker
 from headrace_kv.transport.ranges import MemoryRanges
@@ -193,6 +194,7 @@ class MooncakeTransport(KvTransport):
             known = open_listeners()
             code = engine.initialize(self._host, "P2PHANDSHAKE", self.protocol, "")
             ports = restrict_listeners(known, self._addresses)
+            end_lost_connections(ports.filtered | ports.open)
         if code != 0:
             raise ConfigError(
                 f"Mooncake cannot start over {self.protocol} on {self._host} (code {code}): check that the address is "

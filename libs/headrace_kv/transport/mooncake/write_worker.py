@@ -26,8 +26,10 @@ _PAUSE_MIN_S = 20e-6
 _PAUSE_MAX_S = 200e-6
 # Time for writes to other peers to end before the engine is dropped.
 _DRAIN_S = 0.25
-# How long entries in flight may make no progress after their deadline.
+# How long entries in flight may make no progress after their deadline, and how long they may take in all. A peer that
+# reads slowly must not keep a write in flight until the kill timer ends this process (LateWriteGuard).
 _LATE_STALL_S = 1.0
+_LATE_MAX_S = 1.5
 _CLOSE_TIMEOUT_S = 20.0
 # Mooncake's own timeout for connecting is about a minute.
 _CONNECT_TIMEOUT_S = 70.0
@@ -201,7 +203,7 @@ class WriteWorker:
             self._fail_peer(session, f"{session} does not answer")
 
     def _end_late(self, session: str, peer: PeerWrites, now_s: float) -> None:
-        """Fails late writes. Drops the engine only when their entries make no progress: other peers use it too."""
+        """Fails late writes. Drops the engine only when their entries make no or slow progress: other peers use it."""
         for job in peer.remove_late(now_s):
             job.future.set_exception(
                 TransferFailed(f"writing to {session} took longer than its time")
@@ -211,6 +213,8 @@ class WriteWorker:
             return
         if now_s - max(peer.first_deadline_s, peer.progress_s) > _LATE_STALL_S:
             self._fail(session, f"writing to {session} took longer than its time, and stands still")
+        elif now_s - peer.first_deadline_s > _LATE_MAX_S:
+            self._fail(session, f"writing to {session} took much longer than its time")
 
     def _fail(self, session: str, detail: str) -> None:
         """Drops the engine and fails all writes to one peer."""
