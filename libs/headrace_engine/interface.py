@@ -44,6 +44,8 @@ class PrefillWork:
     token_ids: tuple[int, ...]
     target: TransferTarget
     sampling: Sampling | None = None
+    cache_salt: str = ""
+    """Only requests with an equal salt share cached blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,8 @@ class DecodeWork:
     generated_tokens: int = 0
     awaits_first_token: bool = False
     from_logits: bool = False
+    cache_salt: str = ""
+    """As in PrefillWork."""
 
     @property
     def prompt_tokens(self) -> int:
