@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ import grpc.aio
 from headrace.engine.v1 import link_pb2, link_pb2_grpc
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_seconds, seconds_from_duration
-from headrace_common.errors import HeadraceError, InternalError, ProtocolViolation
+from headrace_common.errors import HeadraceError, InternalError, ProtocolViolation, from_reason
 from headrace_common.rpc.channel import LOCAL_OPTIONS
 from headrace_engine.vllm.link.messages import (
     EngineLoad,
@@ -29,6 +30,7 @@ from headrace_kv.layout.proto import descriptor_to_proto, layout_from_proto, ran
 
 if TYPE_CHECKING:
     from headrace_kv.send.context import DescriptorSource
+    from headrace_kv.transport.networks import Networks
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +58,7 @@ class _Peer:
         default_factory=lambda: asyncio.Queue(UNSENT_MAX)
     )
     queries: set[asyncio.Task[None]] = field(default_factory=set)
+    updates: dict[int, asyncio.Future[link_pb2.NetworksAdmitted]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -75,6 +78,7 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
         self._ranks: dict[int, _Peer] = {}
         self._changed = asyncio.Event()
         self._closing = False
+        self._update_ids = count(1)
 
     async def start(self) -> None:
         """Serves on the socket. Raises InternalError when it cannot be bound."""
@@ -166,6 +170,27 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
         for peer in self._ranks.values():
             self._send(peer, link_pb2.AttachResponse(stop=link_pb2.Stop(transfer_id=transfer_id)))
 
+    async def admit_networks(self, networks: Networks) -> None:
+        """Replaces the networks whose hosts may connect to the ranks' transports. Raises what a rank reports.
+
+        The caller bounds the wait.
+        """
+        update = link_pb2.AdmitNetworks(
+            update_id=next(self._update_ids), networks=map(str, networks)
+        )
+        peers = list(self._ranks.values())
+        answers = [asyncio.get_running_loop().create_future() for _ in peers]
+        for peer, answer in zip(peers, answers, strict=True):
+            peer.updates[update.update_id] = answer
+            self._send(peer, link_pb2.AttachResponse(admit_networks=update))
+        try:
+            for admitted in await asyncio.gather(*answers):
+                if admitted.reason:
+                    raise from_reason(admitted.reason, admitted.detail)
+        finally:
+            for peer in peers:
+                peer.updates.pop(update.update_id, None)
+
     def _send(self, peer: _Peer | None, response: link_pb2.AttachResponse) -> None:
         if peer is None:
             return
@@ -231,6 +256,10 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
             self._events.report(report_from_proto(request.report))
         elif kind == "load":
             self._events.load(load_from_proto(request.load))
+        elif kind == "networks_admitted":
+            answer = peer.updates.get(request.networks_admitted.update_id)
+            if answer is not None and not answer.done():
+                answer.set_result(request.networks_admitted)
         elif kind == "descriptor_query" and len(peer.queries) < QUERIES_MAX:
             query = asyncio.create_task(self._answer(peer, request.descriptor_query))
             peer.queries.add(query)
