@@ -1,4 +1,7 @@
-"""Another host reaches Mooncake's ports at the worker's own address only, and not at all on loopback."""
+"""Other hosts reach Mooncake's ports at the worker's own address only, and not at all on loopback.
+
+In a deployment only hosts of prefill workers reach them.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +39,10 @@ def _network_namespaces() -> None:
         pytest.skip(f"network namespaces are not permitted here: {probe.stderr.strip()}")
 
 
-def report(host: str) -> dict[str, Any]:
-    """What tests.security.mooncake_ports prints about a transport at `host`."""
+def run(module: str, argument: str) -> dict[str, Any]:
+    """What a module of tests.security prints in a network namespace of its own."""
     ended = subprocess.run(
-        [*_OWN_NETWORK, sys.executable, "-m", "tests.security.mooncake_ports", host],
+        [*_OWN_NETWORK, sys.executable, "-m", f"tests.security.{module}", argument],
         cwd=_ROOT,
         capture_output=True,
         text=True,
@@ -48,6 +51,12 @@ def report(host: str) -> dict[str, Any]:
     )
     assert ended.returncode == 0, ended.stderr
     found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return found
+
+
+def report(host: str) -> dict[str, Any]:
+    """What tests.security.mooncake_ports prints about a transport at `host`."""
+    found = run("mooncake_ports", host)
     assert found["written_here"]
     assert set(found["control"]) == {LOOPBACK, HERE, HERE_IPV6}
     assert len(found["ports"]) == _PORTS
@@ -70,3 +79,22 @@ def test_other_hosts_reach_a_transport_at_its_own_address_only() -> None:
     ]
     assert found["write"] == "ok"
     assert found["written_there"]
+
+
+def test_only_hosts_of_prefill_workers_reach_the_ports_of_a_deployment(tmp_path: Path) -> None:
+    found = run("transfer_hosts", str(tmp_path))
+    # Two of Mooncake, and one of the receiver of packed bytes.
+    assert len(found["kv_ports"]) == 3, found
+    # Its packets arrive: it reaches the services, which know roles.
+    assert found["public"] == [7000, 7001, 7100]
+    assert found["before"] == []
+    assert found["prefilled_by"] == "prefill-0"
+    assert found["peer"] == found["kv_ports"]
+    # The stranger knows the session and the address of the memory.
+    assert found["stranger"] == found["public"]
+    assert found["write"] != "ok"
+    assert found["prefilled_again_by"] == "prefill-0"
+    # Nothing connects to a prefill worker's transport.
+    assert len(found["prefill_ports"]["all"]) == 6
+    assert found["prefill_ports"]["reached"] == [7200]
+    assert found["after"] == []
