@@ -134,9 +134,14 @@ def main(folder: Path) -> None:
             "before": reached(peer, kv_ports),
             "public": reached(stranger, public),
         }
-        own = ("--worker-id=prefill-0",)
         prefill = run(
-            services.run(Role.PREFILL, f"{peer.address}:{PREFILL}", *settings, *own, host=peer)
+            services.run(
+                Role.PREFILL,
+                f"{peer.address}:{PREFILL}",
+                *settings,
+                "--worker-id=prefill-0",
+                host=peer,
+            )
         )
         report["prefilled_by"] = asyncio.run(services.ask(1))
         memory = asyncio.run(services.memory("decode-0"))

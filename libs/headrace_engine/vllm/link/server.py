@@ -58,7 +58,6 @@ class _Peer:
         default_factory=lambda: asyncio.Queue(UNSENT_MAX)
     )
     queries: set[asyncio.Task[None]] = field(default_factory=set)
-    updates: dict[int, asyncio.Future[link_pb2.NetworksAdmitted]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -79,6 +78,8 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
         self._changed = asyncio.Event()
         self._closing = False
         self._update_ids = count(1)
+        # By rank and update.
+        self._admissions: dict[tuple[int, int], asyncio.Future[link_pb2.NetworksAdmitted]] = {}
 
     async def start(self) -> None:
         """Serves on the socket. Raises InternalError when it cannot be bound."""
@@ -178,18 +179,17 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
         update = link_pb2.AdmitNetworks(
             update_id=next(self._update_ids), networks=map(str, networks)
         )
-        peers = list(self._ranks.values())
-        answers = [asyncio.get_running_loop().create_future() for _ in peers]
-        for peer, answer in zip(peers, answers, strict=True):
-            peer.updates[update.update_id] = answer
-            self._send(peer, link_pb2.AttachResponse(admit_networks=update))
+        keys = [(rank, update.update_id) for rank in self._ranks]
+        for key in keys:
+            self._admissions[key] = asyncio.get_running_loop().create_future()
+            self._send(self._ranks.get(key[0]), link_pb2.AttachResponse(admit_networks=update))
         try:
-            for admitted in await asyncio.gather(*answers):
+            for admitted in await asyncio.gather(*map(self._admissions.__getitem__, keys)):
                 if admitted.reason:
                     raise from_reason(admitted.reason, admitted.detail)
         finally:
-            for peer in peers:
-                peer.updates.pop(update.update_id, None)
+            for key in keys:
+                del self._admissions[key]
 
     def _send(self, peer: _Peer | None, response: link_pb2.AttachResponse) -> None:
         if peer is None:
@@ -257,7 +257,8 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
         elif kind == "load":
             self._events.load(load_from_proto(request.load))
         elif kind == "networks_admitted":
-            answer = peer.updates.get(request.networks_admitted.update_id)
+            key = (peer.attachment.rank, request.networks_admitted.update_id)
+            answer = self._admissions.get(key)
             if answer is not None and not answer.done():
                 answer.set_result(request.networks_admitted)
         elif kind == "descriptor_query" and len(peer.queries) < QUERIES_MAX:
