@@ -25,7 +25,7 @@ class EngineConfig:
     host copy equal KV to each other, where the engine supports it. `link_path`: socket between
     service and engine processes, for engines with processes; empty picks one. `credentials`:
     what handoff streams present. `overlap_layers`: how many layers may be missing when a
-    decode request begins. `admitted`: networks whose hosts may connect to the KV transport at first; None
+    decode request begins. `admitted`: networks from which hosts may connect to the KV transport at first; None
     means every host. For GPUs: `gpu_direct` gives RDMA adapters access to their memory, and
     `enforce_eager` disables graphs.
     """

@@ -5,58 +5,26 @@ In a deployment only hosts of prefill workers reach them.
 
 from __future__ import annotations
 
-import json
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.security.network_namespaces import require_network_namespaces, run_alone
 from tests.security.other_host import HERE, HERE_IPV6, LOOPBACK
 
-_ROOT = Path(__file__).resolve().parents[2]
-_OWN_NETWORK = ("unshare", "--map-root-user", "--net")
-_TIMEOUT_S = 120.0
 # A receiving and a sending engine have two ports each.
 _PORTS = 4
 
 
 @pytest.fixture(autouse=True)
 def _network_namespaces() -> None:
-    missing = [name for name in ("unshare", "ip") if shutil.which(name) is None]
-    if missing:
-        pytest.skip(f"{' and '.join(missing)} is not installed")
-    probe = subprocess.run(
-        [*_OWN_NETWORK, "ip", "link", "add", "probe0", "type", "veth", "peer", "name", "probe1"],
-        capture_output=True,
-        text=True,
-        timeout=_TIMEOUT_S,
-        check=False,
-    )
-    if probe.returncode != 0:
-        pytest.skip(f"network namespaces are not permitted here: {probe.stderr.strip()}")
-
-
-def run(module: str, argument: str) -> dict[str, Any]:
-    """What a module of tests.security prints in a network namespace of its own."""
-    ended = subprocess.run(
-        [*_OWN_NETWORK, sys.executable, "-m", f"tests.security.{module}", argument],
-        cwd=_ROOT,
-        capture_output=True,
-        text=True,
-        timeout=_TIMEOUT_S,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
-    return found
+    require_network_namespaces("nsenter")
 
 
 def report(host: str) -> dict[str, Any]:
     """What tests.security.mooncake_ports prints about a transport at `host`."""
-    found = run("mooncake_ports", host)
+    found = run_alone("mooncake_ports", host)
     assert found["written_here"]
     assert set(found["control"]) == {LOOPBACK, HERE, HERE_IPV6}
     assert len(found["ports"]) == _PORTS
@@ -82,7 +50,7 @@ def test_other_hosts_reach_a_transport_at_its_own_address_only() -> None:
 
 
 def test_only_hosts_of_prefill_workers_reach_the_ports_of_a_deployment(tmp_path: Path) -> None:
-    found = run("transfer_hosts", str(tmp_path))
+    found = run_alone("transfer_hosts", str(tmp_path))
     # Two of Mooncake, and one of the receiver of packed bytes.
     assert len(found["kv_ports"]) == 3, found
     # Its packets arrive: it reaches the services, which know roles.

@@ -37,7 +37,7 @@ class ConnectorSettings:
     """Whether RDMA adapters may read and write KV memory on a device, where they can."""
     overlap_layers: OverlapSettings = field(default_factory=OverlapSettings)
     admitted: tuple[str, ...] | None = None
-    """Networks whose hosts may connect to the transport at first. None means every host."""
+    """Networks from which hosts may connect to the transport at first. None means every host."""
 
     @property
     def ref(self) -> WorkerRef:

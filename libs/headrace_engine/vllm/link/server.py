@@ -172,7 +172,7 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
             self._send(peer, link_pb2.AttachResponse(stop=link_pb2.Stop(transfer_id=transfer_id)))
 
     async def admit_networks(self, networks: Networks) -> None:
-        """Replaces the networks whose hosts may connect to the ranks' transports. Raises what a rank reports.
+        """Replaces the networks from which hosts may connect to the ranks' transports. Raises a rank's error.
 
         The caller bounds the wait.
         """
