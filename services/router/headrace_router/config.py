@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -15,15 +15,10 @@ from headrace_common.config import (
     PositiveSeconds,
     ServiceConfig,
     require_order,
+    split_list,
 )
 from headrace_common.limits import POLICY_RETRY_BUDGET_MAX
 from headrace_router.prefix_cache.salts import PrefixCacheScope
-
-
-def _split_list(value: Any) -> Any:
-    if isinstance(value, str):
-        return tuple(part.strip() for part in value.split(",") if part.strip())
-    return value
 
 
 def _name_and_folder(entry: str) -> tuple[str, str]:
@@ -45,7 +40,7 @@ def _check_models(entries: tuple[str, ...]) -> tuple[str, ...]:
     return entries
 
 
-ModelList = Annotated[tuple[str, ...], BeforeValidator(_split_list), AfterValidator(_check_models)]
+ModelList = Annotated[tuple[str, ...], BeforeValidator(split_list), AfterValidator(_check_models)]
 
 
 class RouterConfig(ServiceConfig):
