@@ -83,6 +83,7 @@ def send_params(target: TransferTarget) -> dict[str, Any]:
     """kv_transfer_params of a prefill request."""
     values = asdict(target)
     values["decode"] = [target.decode.worker_id, target.decode.incarnation]
+    values["ticket"] = target.ticket.hex()
     return {PARAMS_KEY: {"outgoing": values}}
 
 
@@ -95,6 +96,7 @@ def read_params(params: Mapping[str, Any] | None) -> ReceiveParams | TransferTar
         return ReceiveParams(*ours["incoming"])
     values = dict(ours["outgoing"])
     values["decode"] = WorkerRef(*values["decode"])
+    values["ticket"] = bytes.fromhex(values["ticket"])
     return TransferTarget(**values)
 
 

@@ -16,7 +16,7 @@ from headrace_common.config import (
     ServiceConfig,
     require_order,
 )
-from headrace_common.limits import POLICY_RETRY_BUDGET_MAX
+from headrace_common.limits import POLICY_RETRY_BUDGET_MAX, TICKET_LIFETIME_MAX_S
 
 
 def _split_list(value: Any) -> Any:
@@ -113,6 +113,7 @@ class RouterConfig(ServiceConfig):
     )
     ticket_ttl_s: PositiveSeconds = Field(
         10.0,
+        le=TICKET_LIFETIME_MAX_S,
         description="Seconds in which a decode worker accepts this router's ticket, by the worker's clock, which this "
         "router measures.",
     )
