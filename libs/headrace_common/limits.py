@@ -22,7 +22,7 @@ TICKET_KEYS_MAX: Final = 1_024
 TICKET_LIFETIME_MAX_S: Final = 60.0
 """Longest time for which a router may make a direct ticket valid."""
 TICKET_KEY_KEPT_S: Final = TICKET_LIFETIME_MAX_S + 30.0
-"""How long a decode worker accepts tickets of a router whose status stream has ended."""
+"""How long a decode worker accepts tickets of a router after the end of its status stream."""
 NAME_CHARACTERS_MAX: Final = 255
 """Longest name of a model, cache group, data type or block format in a member's record."""
 REQUEST_FIELDS_MAX: Final = 8_192

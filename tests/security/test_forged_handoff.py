@@ -1,6 +1,6 @@
 """Forged handoffs in a live deployment. The attacker knows the transfer: it is a client that asked for it.
 
-It reserves blocks by a request of its own, and tells the decode worker that their KV has landed. The prefix of the
+It reserves blocks by a request of its own, and claims that their KV has landed. The prefix of the
 prompt would stay in the decode worker's cache, for all other clients.
 """
 
@@ -57,7 +57,7 @@ async def forge(plan: Plan) -> list[str]:
 
 
 class Reservation:
-    """A direct request whose blocks are reserved. Its prompt is not queued yet."""
+    """A direct request with reserved blocks. Its prompt is not queued yet."""
 
     def __init__(self, suite: Suite, direct: inference_pb2.DirectRequest, call: Any) -> None:
         self._suite = suite

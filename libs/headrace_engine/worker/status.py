@@ -41,8 +41,8 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
     and a burst of changes is one message. An RPC without its part of the worker is UNIMPLEMENTED:
     SubscribeKvEvents without `prefix_events`, ResetPrefixCache without `reset_prefix_cache`, which is
     Engine's, and Drain without `on_drain`. That starts a drain with the given grace in seconds, or
-    with the worker's own for None, and returns its deadline. `ticket_keys` keeps the keys of routers
-    whose stream is open; a worker without it ignores them.
+    with the worker's own for None, and returns its deadline. `ticket_keys` gets the keys of routers
+    while their stream is open; a worker without it ignores them.
     """
 
     def __init__(

@@ -83,7 +83,7 @@ class IncomingTransfer:
         signer: TicketKey | None = None,
     ) -> None:
         self.signer = signer
-        """The router whose tickets count: see HandoffTickets."""
+        """See HandoffTickets."""
         self._ticket = b""
         self._reservation = reservation
         self._layout = layout

@@ -20,7 +20,7 @@ _AT_FRONT: Final = 0
 _IN_TURN: Final = 1
 
 SignTask: TypeAlias = Callable[[prefill_pb2.PrefillTask, WorkerRef, bytes], bytes]
-"""The handoff ticket of a task for a prefill worker, whose layout has this hash."""
+"""The handoff ticket of a task for a prefill worker. The last argument is the hash of its layout."""
 TaskOrder: TypeAlias = tuple[int, float, int]
 """Tasks are handed out in this order, smallest first. It is unique for each task."""
 

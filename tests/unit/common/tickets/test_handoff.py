@@ -49,7 +49,7 @@ def test_a_ticket_for_something_else_is_refused_by_the_name_of_the_claim(name: s
     setattr(required, name, b"other" if name == "layout_hash" else "other")
     error, part = refusal(TICKET, required)
     assert (error, part) == (PermissionDenied, name)
-    # Whoever has no key cannot change the claim.
+    # Without the key, the claim cannot be changed.
     changed = handoff_pb2.HandoffTicket.FromString(TICKET)
     changed.claims = required.SerializeToString()
     assert refusal(changed.SerializeToString(), required) == (Unauthenticated, "signature")
