@@ -125,8 +125,8 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
     async def _check_permission(self, request: decode_pb2.GenerateRequest) -> TicketKey | None:
         """The key that must sign the handoff ticket, None where any router may.
 
-        A request with a ticket may come from every caller, and any router may queue its prompt. Raises Unauthenticated for a
-        request that no router permits.
+        A request with a ticket may come from every caller, and any router may queue its prompt. Raises Unauthenticated
+        for a request that no router permits.
         """
         if request.ticket:
             # A ticket for an older incarnation is reported as such.
