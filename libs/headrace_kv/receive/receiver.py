@@ -313,7 +313,8 @@ class Receiver:
         transfer = self._opened(peer, layer.transfer_id)
         if transfer is None:
             if self._transfers.ended_detail(layer.transfer_id) is None:
-                _log.warning("%s acknowledged transfer %s unopened", peer, layer.transfer_id)
+                # Not a warning: a rank without a ticket could fill the log.
+                _log.debug("%s acknowledged transfer %s unopened", peer, layer.transfer_id)
             return
         if not transfer.active:
             return
