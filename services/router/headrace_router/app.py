@@ -31,6 +31,7 @@ from headrace_router.models import ModelCatalog
 from headrace_router.placement import KvAware, Placement
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.service import PullService
+from headrace_router.prefill_queue.task import SignTask
 from headrace_router.prefix_cache.directory import PrefixCacheDirectory
 from headrace_router.request.client_gate import ClientGate
 from headrace_router.request.preparation import RequestPreparer
@@ -118,21 +119,9 @@ def assemble(
     prefixes = PrefixCacheDirectory(
         lambda endpoint: open_channel(endpoint, config), prefix_hash_key
     )
-
-    def sign_task(
-        task: prefill_pb2.PrefillTask, prefill: WorkerRef, prefill_layout_hash: bytes
-    ) -> bytes:
-        claims = handoff_pb2.HandoffClaims(
-            transfer_id=task.transfer_id,
-            prefill_worker_id=prefill.worker_id,
-            prefill_incarnation=prefill.incarnation,
-            decode_worker_id=task.decode_worker_id,
-            decode_incarnation=task.decode_incarnation,
-            layout_hash=prefill_layout_hash,
-        )
-        return sign_handoff(ticket_key, claims)
-
-    queue = PrefillQueue(config.max_queued_tasks, config.prefix_wait_s, sign=sign_task)
+    queue = PrefillQueue(
+        config.max_queued_tasks, config.prefix_wait_s, sign=_task_signer(ticket_key)
+    )
     metrics = RouterMetrics(telemetry.metrics.meter, queue, admission, prefixes, workers)
     traces = _build_traces(config, telemetry, metrics)
     dispatcher = RequestDispatcher(
@@ -192,6 +181,21 @@ def assemble(
         gate=gate,
         admission=admission,
     )
+
+
+def _task_signer(key: SigningKey) -> SignTask:
+    def sign(task: prefill_pb2.PrefillTask, prefill: WorkerRef, layout_hash: bytes) -> bytes:
+        claims = handoff_pb2.HandoffClaims(
+            transfer_id=task.transfer_id,
+            prefill_worker_id=prefill.worker_id,
+            prefill_incarnation=prefill.incarnation,
+            decode_worker_id=task.decode_worker_id,
+            decode_incarnation=task.decode_incarnation,
+            layout_hash=layout_hash,
+        )
+        return sign_handoff(key, claims)
+
+    return sign
 
 
 def _build_traces(config: RouterConfig, telemetry: Telemetry, metrics: RouterMetrics) -> TraceStore:
