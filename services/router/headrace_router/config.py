@@ -17,7 +17,7 @@ from headrace_common.config import (
     require_order,
     split_list,
 )
-from headrace_common.limits import POLICY_RETRY_BUDGET_MAX
+from headrace_common.limits import POLICY_RETRY_BUDGET_MAX, TICKET_LIFETIME_MAX_S
 from headrace_router.prefix_cache.salts import PrefixCacheScope
 
 
@@ -114,6 +114,7 @@ class RouterConfig(ServiceConfig):
     )
     ticket_ttl_s: PositiveSeconds = Field(
         10.0,
+        le=TICKET_LIFETIME_MAX_S,
         description="Seconds in which a decode worker accepts this router's ticket, by the worker's clock, which this "
         "router measures.",
     )
