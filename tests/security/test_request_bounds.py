@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +13,10 @@ import psutil
 import pytest
 
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
-from tests.security.bystander import STEP_S, attack, bystander
-from tests.security.text_model import CONTEXT_TOKENS, write_text_model
-from tests.suite.deployment import DEADLINE_S, Suite, greedy, suite
+from tests.security.bystander import KEY, STRANGER_KEY, attack, attacked, bystander
+from tests.suite.deployment import DEADLINE_S, greedy
 from tests.suite.loop_lag import measured_loop_lag
 
-KEY = "the-key-of-the-bystander"
-STRANGER_KEY = "the-key-of-the-stranger"
 STALL_MAX_S = 1.0
 FLOOD = 20
 GROWTH_BYTES_MAX = 128 * 1024 * 1024
@@ -40,24 +35,13 @@ STATUSES = {
     ],
     "bodies": ["RESOURCE_EXHAUSTED SERVER: Received message larger than max"] * 6,
     "zipped_bodies": ["RESOURCE_EXHAUSTED Decompressed message larger than max"] * 6,
+    "zipped_texts": ["INVALID_ARGUMENT request: has "] * 6,
+    "fields": [
+        *["INVALID_ARGUMENT chat.messages: must hold at most 2048 messages"] * 2,
+        # The wrong text is too far from the beginning to be named.
+        *["INVALID_ARGUMENT request: cannot be parsed"] * 4,
+    ],
 }
-
-
-@asynccontextmanager
-async def attacked(folder: Path) -> AsyncIterator[Suite]:
-    """A deployment with API keys, and a real tokenizer in the router."""
-    keys = folder / "keys"
-    keys.write_text(f"{KEY} bystander\n{STRANGER_KEY} stranger\n")
-    model = write_text_model(folder / "model")
-    workers = f"sim:decode_step_s={STEP_S},context={CONTEXT_TOKENS}"
-    settings = (
-        ("router", "model", f"sim={model}"),
-        ("router", "api_keys_file", str(keys)),
-        ("prefill", "model", workers),
-        ("decode", "model", workers),
-    )
-    async with suite(folder, settings=settings) as it:
-        yield it
 
 
 @pytest.mark.parametrize("name", STATUSES)
