@@ -1,8 +1,8 @@
 """Attacks on a router, in a process of its own: python -m tests.security.attacker ENDPOINT ATTACK [KEY [repeated]].
 
 Prints one line for each call: the status code and its detail. A repeated attack has the priority of an idle process.
-It prints a line when its bodies are made. For each line of standard input with a number of seconds it attacks for that
-time without a pause, and prints the number of calls by status code as JSON.
+It prints a line when its bodies are made. Then it reads numbers of seconds, one a line. For that time it attacks
+without a pause. Then it prints the number of calls by status code as JSON.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def _wrong_texts(count: int) -> bytes:
 ATTACKS: Mapping[str, Callable[[], list[bytes]]] = {
     # The first two fit the bytes of the context, so only their tokens are too many.
     "long_texts": lambda: [_text(2 * _MEBIBYTE)] * 2 + [_text(3 * _MEBIBYTE)] * 4,
-    "messages": lambda: [_messages(1_000_000), _messages(3_000_000), _messages(3_000)],
+    "messages": lambda: [_messages(1_000_000), _messages(2_000_000), _messages(3_000)],
     "stops": lambda: [_stops(3 * _MEBIBYTE), _stops(60_000)],
     "bodies": lambda: [bytes(60 * _MEBIBYTE)] * 6,
     "zipped_bodies": lambda: [bytes(60 * _MEBIBYTE)] * 6,
     # These reach the checks of the router, which compressing makes cheap to send.
-    "zipped_texts": lambda: [_text(7 * _MEBIBYTE)] * 6,
+    "zipped_texts": lambda: [_text(4 * _MEBIBYTE)] * 6,
     "fields": lambda: [_messages(8_000)] * 2 + [_wrong_texts(4_000)] * 4,
 }
 

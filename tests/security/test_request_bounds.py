@@ -25,8 +25,7 @@ STATUSES = {
         *["INVALID_ARGUMENT text: has "] * 6,
     ],
     "messages": [
-        "INVALID_ARGUMENT chat.messages: ",
-        "INVALID_ARGUMENT request: has ",
+        *["INVALID_ARGUMENT chat.messages: the request has more than "] * 2,
         "INVALID_ARGUMENT chat.messages: must hold at most 2048 messages",
     ],
     "stops": [
@@ -35,7 +34,7 @@ STATUSES = {
     ],
     "bodies": ["RESOURCE_EXHAUSTED SERVER: Received message larger than max"] * 6,
     "zipped_bodies": ["RESOURCE_EXHAUSTED Decompressed message larger than max"] * 6,
-    "zipped_texts": ["INVALID_ARGUMENT request: has "] * 6,
+    "zipped_texts": ["INVALID_ARGUMENT text: has "] * 6,
     "fields": [
         *["INVALID_ARGUMENT chat.messages: must hold at most 2048 messages"] * 2,
         # The wrong text is too far from the beginning to be named.

@@ -27,6 +27,11 @@ _OTHER_BYTES = 1024 * 1024
 _UNCOUNTED_BYTES = 64 * 1024
 
 
+def needed_request_bytes(context: int, bytes_per_token: int) -> int:
+    """Bytes that a request for a context of this many tokens can need."""
+    return _OTHER_BYTES + context * (bytes_per_token + _NUMBER_BYTES)
+
+
 class ClientGate(GateInterceptor):
     """Guards the InferenceService.
 
@@ -63,7 +68,7 @@ class ClientGate(GateInterceptor):
     def _check_bytes(self, request_bytes: int) -> None:
         lengths = self._max_model_len().values()
         context = max((length or UNKNOWN_CONTEXT_TOKENS for length in lengths), default=0)
-        bytes_max = _OTHER_BYTES + context * (self._bytes_per_token + _NUMBER_BYTES)
+        bytes_max = needed_request_bytes(context, self._bytes_per_token)
         if request_bytes > bytes_max:
             raise InvalidRequest(
                 {
