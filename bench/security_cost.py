@@ -88,8 +88,10 @@ async def measure_cost(streams: int, rounds: int, seconds: float) -> Samples:
         ]
         for way in ways:
             await _load(way, streams, min(1.0, seconds), numbers)
-        for _ in range(rounds):
-            for way in ways:
+        for number in range(rounds):
+            # Each way follows another one in the next round.
+            first = number % len(ways)
+            for way in (*ways[first:], *ways[:first]):
                 sample = await _load(way, streams, seconds, numbers)
                 samples.setdefault((way.path, way.kind), []).append(sample)
     return samples
