@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import grpc.aio
@@ -11,6 +11,7 @@ import grpc.aio
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_common.deadlines import Deadline
+from headrace_common.rpc.channel import MESSAGE_BYTES_MAX
 from headrace_common.rpc.server import GrpcServer
 from headrace_engine.worker.config import Config, worker_member
 from headrace_engine.worker.host import HostedWorker, RouterListener, WorkerHost
@@ -26,7 +27,7 @@ class RoleServer(ABC):
 
     `services` are the full names of the gRPC services. `reserves_blocks`: whether its KV blocks are
     reserved by requests, rather than used as a cache only. `descriptor` is registered, if there is
-    one. `on_routers` is called with the live routers.
+    one. `on_routers` is called with the live routers. `interceptors` and `message_bytes_max` are for the server.
     """
 
     role: ClassVar[registry_pb2.Member.Role.ValueType]
@@ -34,6 +35,8 @@ class RoleServer(ABC):
     reserves_blocks: ClassVar[bool] = False
     descriptor: KvDescriptor | None = None
     on_routers: RouterListener | None = None
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
+    message_bytes_max: int = MESSAGE_BYTES_MAX
 
     @abstractmethod
     def add_servicers(self, server: grpc.aio.Server) -> None:
@@ -67,7 +70,8 @@ async def serve_worker(
     config, ref, engine = hosted.config, hosted.ref, hosted.engine
     membership: WorkerMembership | None = None
     worker = build(host, hosted, lambda: membership.ticket_key if membership is not None else b"")
-    server = GrpcServer(config, (*worker.services, WORKER_SERVICE))
+    services = (*worker.services, WORKER_SERVICE)
+    server = GrpcServer(config, services, worker.interceptors, worker.message_bytes_max)
     worker.add_servicers(server.server)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(
         WorkerStatusServicer(

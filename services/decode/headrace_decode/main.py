@@ -17,6 +17,7 @@ from headrace_common.errors import ConfigError
 from headrace_common.process.run import run_service
 from headrace_decode.admission import Admission, Capacity
 from headrace_decode.config import DecodeConfig
+from headrace_decode.request_gate import DecodeGate, message_bytes_max
 from headrace_decode.service import DecodeService
 from headrace_engine.interface import Engine
 from headrace_engine.worker.host import HostedWorker, WorkerHost
@@ -62,6 +63,8 @@ class DecodeServer(RoleServer):
         """Raises ConfigError when the settings do not fit the engine."""
         config, ref, engine = hosted.config, hosted.ref, hosted.engine
         self.descriptor = engine.descriptor
+        self.interceptors = (DecodeGate(engine.max_model_len),)
+        self.message_bytes_max = message_bytes_max(engine.max_model_len)
         self._drain_grace_s = config.drain_grace_s
         self._checks = checks = _digest_checks(config, engine)
         self._receiver = receiver = Receiver(

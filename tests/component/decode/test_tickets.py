@@ -8,6 +8,7 @@ import grpc.aio
 import pytest
 
 from headrace.decode.v1 import decode_pb2
+from headrace.inference.v1 import sampling_pb2
 from headrace_common.access.credentials import Credentials
 from headrace_common.access.roles import Role
 from headrace_common.errors import DuplicateTransfer, HeadraceError, Unauthenticated
@@ -81,3 +82,26 @@ async def test_a_router_needs_no_ticket(served: Served) -> None:
     async with open_channel(served.endpoint, Credentials(role=Role.PREFILL)) as channel:
         error = await failure_of(replace(served, channel=channel), asked)
     assert error.metadata["ticket"] == "missing"
+
+
+@pytest.mark.parametrize(
+    ("asked", "status"),
+    [
+        (request("x6", token_ids=[1] * 1_100_000), "INVALID_ARGUMENT"),
+        (
+            request("x7", sampling=sampling_pb2.SamplingParams(stop=[""] * 300_000)),
+            "INVALID_ARGUMENT",
+        ),
+        (request("x8", token_ids=[1] * 9_000_000), "RESOURCE_EXHAUSTED"),
+    ],
+    ids=["bytes", "fields", "body"],
+)
+async def test_a_caller_without_a_ticket_sends_no_large_request(
+    served: Served, asked: decode_pb2.GenerateRequest, status: str
+) -> None:
+    served.service._ticket_key = lambda: KEY
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        async for _ in served.decode.Generate(asked, timeout=10):
+            pass
+    # A request that is parsed is refused for its ticket.
+    assert raised.value.code().name == status
