@@ -170,8 +170,7 @@ class EtcdEndpoint:
             cert_cert=self._access.certificate_file or None,
             cert_key=self._access.key_file or None,
         )
-        # Authentication sets it too, on the client that is in use then.
-        client.metadata = self.token_metadata
+        self._present_token(client)
         *closed, replaced = self._clients or [None]
         for old in closed:
             old.close()
@@ -195,8 +194,11 @@ class EtcdEndpoint:
                 _log.warning("etcd at %s needs no password: its authentication is off", self.name)
                 token = ""
             self._token = token
-            # A call credential would do the same, but gRPC sends none over plaintext.
-            self.client.metadata = self.token_metadata
+            self._present_token(self.client)
+
+    def _present_token(self, client: Any) -> None:
+        # A call credential would do the same, but gRPC sends none over plaintext.
+        client.metadata = self.token_metadata
 
 
 class EtcdCallFailed(Exception):
