@@ -42,4 +42,3 @@ class DecodeGate(GateInterceptor):
                     f"at most {bytes_max}; shorten it"
                 }
             )
-        require_few_fields(data, _TYPE, REQUEST_FIELDS_MAX)
