@@ -42,3 +42,4 @@ class DecodeGate(GateInterceptor):
                     f"at most {bytes_max}; shorten it"
                 }
             )
+        require_few_fields(data, _TYPE, REQUEST_FIELDS_MAX)
