@@ -12,6 +12,8 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+import grpc.aio
+
 from headrace_cli.up.supervisor import EXIT_MISCONFIGURED, Child, Spawn, Supervisor, spawn_program
 from headrace_cli.up.topology import (
     ProcessSpec,
@@ -21,6 +23,7 @@ from headrace_cli.up.topology import (
     worker_specs,
 )
 from headrace_common.errors import InternalError
+from tests.chaos.identities import CredentialKind, Identities
 from tests.chaos.plan import ChaosPlan
 from tests.component.registry.harness import EtcdServer
 from tests.ports import free_port
@@ -93,6 +96,7 @@ class Processes:
         self._plan = plan
         self._folder = folder
         self._all: dict[str, Process] = {}
+        self.identities = Identities(CredentialKind(plan.credentials), folder / "credentials")
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -104,6 +108,10 @@ class Processes:
 
     def endpoint(self, name: str) -> str:
         return self._all[name].endpoint
+
+    def client_channels(self) -> list[grpc.aio.Channel]:
+        """A channel of a client to each router."""
+        return [self.identities.client_channel(self.endpoint(name)) for name in self.routers]
 
     def process_ids(self) -> dict[str, int]:
         """The running processes of all services."""
@@ -150,7 +158,8 @@ class Processes:
             f"--listen={endpoint}" if text.startswith("--listen=") else text
             for text in spec.arguments
         )
-        self._all[spec.name] = Process(replace(spec, arguments=arguments), endpoint)
+        identity = self.identities.flags(spec.service, spec.name)
+        self._all[spec.name] = Process(replace(spec, arguments=(*arguments, *identity)), endpoint)
 
     def _wired(self, spec: ProcessSpec, ranks: int) -> ProcessSpec:
         """A worker with faults in its messages."""
