@@ -128,6 +128,10 @@ class Processes:
         one = self._all[name]
         return one.child is not None and one.child.running and not one.frozen
 
+    def serving(self, name: str) -> bool:
+        """Whether the process runs, is not frozen and neither starts nor drains."""
+        return self.running(name) and self._all[name].wanted
+
     async def start(self) -> None:
         """Starts all. Raises as Supervisor.check does."""
         self.reports.mkdir(parents=True)

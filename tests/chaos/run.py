@@ -137,7 +137,7 @@ async def _inject(plan: ChaosPlan, processes: Processes, report: ChaosReport) ->
             # A repair task needs the process in the state in which the fault left it.
             if fault.target in repairs or not processes.running(fault.target):
                 continue
-            if fault.target.startswith("router") and not _others_run(processes, fault.target):
+            if fault.target.startswith("router") and not _another_serves(processes, fault.target):
                 continue
             report.process_faults[f"{fault.target.partition('-')[0]} {fault.kind}"] += 1
             repairs[fault.target] = asyncio.create_task(_break_and_repair(fault, processes))
@@ -147,8 +147,8 @@ async def _inject(plan: ChaosPlan, processes: Processes, report: ChaosReport) ->
         await asyncio.gather(*repairs.values(), return_exceptions=True)
 
 
-def _others_run(processes: Processes, name: str) -> bool:
-    return any(processes.running(other) for other in processes.routers if other != name)
+def _another_serves(processes: Processes, name: str) -> bool:
+    return any(processes.serving(other) for other in processes.routers if other != name)
 
 
 async def _break_and_repair(fault: ProcessFault, processes: Processes) -> None:
