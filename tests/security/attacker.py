@@ -31,6 +31,12 @@ def _messages(count: int) -> bytes:
     return inference_pb2.GenerateRequest(chat=chat).SerializeToString()
 
 
+def _route() -> bytes:
+    """A RouteRequest that asks for a ticket."""
+    request = inference_pb2.GenerateRequest(tokens=inference_pb2.TokenIds(ids=range(100)))
+    return inference_pb2.RouteRequest(request=request).SerializeToString()
+
+
 def _stops(length: int) -> bytes:
     sampling = sampling_pb2.SamplingParams(stop=["a" * length] * 16)
     return inference_pb2.GenerateRequest(text="hi", sampling=sampling).SerializeToString()
@@ -43,7 +49,9 @@ ATTACKS: Mapping[str, Callable[[], list[bytes]]] = {
     "stops": lambda: [_stops(3 * _MEBIBYTE), _stops(60_000)],
     "bodies": lambda: [bytes(60 * _MEBIBYTE)] * 6,
     "zipped_bodies": lambda: [bytes(60 * _MEBIBYTE)] * 6,
+    "tickets": lambda: [_route()] * 10_000,
 }
+_THREADS_MAX = 8
 
 
 def main(endpoint: str, attack: str, key: str = "") -> None:
@@ -61,6 +69,9 @@ def main(endpoint: str, attack: str, key: str = "") -> None:
             "compression": compression,
         }
         try:
+            if attack == "tickets":
+                routed = inference_pb2.RouteResponse.FromString(single(bodies[number], **options))
+                return "OK with a ticket" if routed.HasField("direct") else "OK"
             if number % 2:
                 single(_as_route(bodies[number]), **options)
             else:
@@ -70,7 +81,10 @@ def main(endpoint: str, attack: str, key: str = "") -> None:
             return f"{status.code().name} {status.details()}"
         return "OK"
 
-    with open_blocking_channel(endpoint) as channel, ThreadPoolExecutor(len(bodies)) as threads:
+    with (
+        open_blocking_channel(endpoint) as channel,
+        ThreadPoolExecutor(min(len(bodies), _THREADS_MAX)) as threads,
+    ):
         for line in threads.map(call, range(len(bodies))):
             print(line.replace("\n", " "))
 
