@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from headrace.worker.v1 import worker_pb2
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_router.workers.connection import LoadReservation, WorkerConnection
+from headrace_router.workers.dials import Dials
 from headrace_router.workers.table import Worker
 
 _BLOCK_TOKENS = 16
@@ -61,9 +62,8 @@ class _Naive:
 
 
 async def _check(events: list[tuple[str, int, int]]) -> None:
-    channel = grpc.aio.insecure_channel(_WORKER.endpoint)
     changes: list[Any] = []
-    connection = WorkerConnection(_WORKER, channel, changes.append)
+    connection = WorkerConnection(_WORKER, grpc.aio.insecure_channel, Dials(), changes.append)
     made: list[LoadReservation] = []
     naive = _Naive()
     try:
