@@ -34,7 +34,7 @@ from tests.suite.deployment import Suite, greedy, prompt_of, suite
 PROMPT_TOKENS: Final = 40
 B_ANSWER_TOKENS: Final = 20
 B_PAUSE_S: Final = 0.1
-DEADLINE_S: Final = 120.0
+DEADLINE_S: Final = 60.0
 STEP_S: Final = 0.04
 WORKERS: Final = 2
 RETRY_UNKNOWN_S: Final = 0.2
@@ -157,7 +157,7 @@ async def run_load(
 
     async def ask_on(number: int) -> None:
         # Answers that begin together would also end together, in one wave after the other.
-        await asyncio.sleep(options.answer_s * number / options.loops)
+        await asyncio.sleep(options.answer_s * min(1.0, number / options.slots))
         while True:
             try:
                 await greedy_client.answer(phase, options.answer_tokens)

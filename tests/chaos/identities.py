@@ -5,12 +5,12 @@ from __future__ import annotations
 from enum import StrEnum
 from pathlib import Path
 
-import grpc
 import grpc.aio
 
 from headrace_common.access.credentials import Credentials, TlsFiles
 from headrace_common.access.roles import Role
 from headrace_common.access.tokens import create_token, new_private_key, public_key_of
+from headrace_common.rpc.channel import open_channel
 
 _LIFETIME_S = 86_400.0
 
@@ -65,17 +65,8 @@ class Identities:
         return ()
 
     def client_channel(self, endpoint: str) -> grpc.aio.Channel:
-        """A channel with the defaults of gRPC, as other programs have."""
-        if self._kind is not CredentialKind.TLS:
-            return grpc.aio.insecure_channel(endpoint)
-        files = (
-            self._client.tls_authority_file,
-            self._client.tls_key_file,
-            self._client.tls_certificate_file,
-        )
-        return grpc.aio.secure_channel(
-            endpoint, grpc.ssl_channel_credentials(*(Path(file).read_bytes() for file in files))
-        )
+        """A channel as the client library opens it."""
+        return open_channel(endpoint, self._client)
 
     def _token_file(self, role: Role, name: str) -> str:
         path = self._folder / f"{name or role}.token"

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -34,6 +35,8 @@ TERMINATE_TIMEOUT_S = 40.0
 STOP_GRACE_S = 20.0
 ETCD_START_TIMEOUT_S = 20.0
 ETCD = "etcd"
+# A client connects to a router that is back within 2 s.
+RECONNECT_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,7 @@ class Process:
     child: Child | None = None
     starts: int = 0
     wanted: bool = False
+    serving_since_s: float = 0.0
     frozen: bool = False
     starting: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -129,8 +133,10 @@ class Processes:
         return one.child is not None and one.child.running and not one.frozen
 
     def serving(self, name: str) -> bool:
-        """Whether the process runs, is not frozen and neither starts nor drains."""
-        return self.running(name) and self._all[name].wanted
+        """Whether the process runs, is not frozen, does not drain, and has served for so long that clients know."""
+        one = self._all[name]
+        known_s = one.serving_since_s + RECONNECT_S * self._plan.slowness
+        return self.running(name) and one.wanted and time.monotonic() >= known_s
 
     async def start(self) -> None:
         """Starts all. Raises as Supervisor.check does."""
@@ -205,7 +211,7 @@ class Processes:
                         one.starts += 1
                         one.child = await self._supervisor.start(replace(one.spec, log_file=log))
                     elif one.spec.port_file.exists():
-                        one.wanted = True
+                        one.wanted, one.serving_since_s = True, time.monotonic()
                         return
                     await asyncio.sleep(0.05)
         except TimeoutError:

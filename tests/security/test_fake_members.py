@@ -28,6 +28,9 @@ AT_ONCE = 16
 # Nothing listens on port 1.
 DEAD = "127.1.{high}.{low}:1"
 WATCHED_S = 5.0
+# A try each half second of each of them took 1.2 s more for an answer, and more than a core.
+BUSY_MACHINE_MS = 100.0
+CPU_SHARE_MAX = 0.25
 SETTINGS = (("decode", "model", "sim:decode_step_s=0.001"),)
 
 
@@ -119,6 +122,5 @@ async def test_members_at_dead_addresses_do_not_slow_requests(
                 )
             print(f"\nCPU of the idle router: {share:.1%} of a core")
         for before, after in zip(quiet, later, strict=True):
-            assert statistics.median(after) < 2 * statistics.median(before)
-        # 20 tries a second are 3 % of a core on a machine of 2025.
-        assert share < 0.25
+            assert statistics.median(after) < 2 * statistics.median(before) + BUSY_MACHINE_MS
+        assert share < CPU_SHARE_MAX

@@ -66,9 +66,9 @@ class Membership:
     async def start(self, timeout_s: float = 15.0) -> None:
         """Registers the member, then keeps it registered in the background.
 
-        Raises RegistryUnavailable when the registry cannot be reached in time, NotFound when no lease lasts until the
-        descriptor is published, InvalidRequest when the registry rejects the record, Conflict when a newer incarnation
-        is registered.
+        Raises RegistryUnavailable when the registry cannot be reached in time, InvalidRequest when the registry
+        rejects the record, Conflict when a newer incarnation is registered. Raises NotFound when no lease lasts until
+        the descriptor is published.
         """
         deadline = Deadline.after(timeout_s)
         while True:
