@@ -48,6 +48,18 @@ async def test_a_few_members_are_tried_at_once() -> None:
     assert not members[3].started_s
 
 
+async def test_a_turn_returns_from_a_member_that_left_just_when_it_was_granted() -> None:
+    dials = Dials(at_once=1)
+    async with dials.turn(RetryDelay(0.001)):
+        left = _Member(dials)
+        await _settle()
+    left.task.cancel()
+    await _settle()
+    assert not left.started_s
+    async with asyncio.timeout(5), dials.turn(RetryDelay(0.001)):
+        pass
+
+
 async def test_a_new_member_need_not_wait_for_retries() -> None:
     dials = Dials(retries_per_s=0.1)
     retried = [_Member(dials, failures=1) for _ in range(20)]
