@@ -62,12 +62,15 @@ class Site:
 def center(site: Site) -> Iterator[None]:
     """A registry and a router that serves a model for each layout."""
     models = ",".join(f"{layout}=sim" for layout in MODELS)
-    started = [start_service("registry", "registry", ["--insecure", f"--listen={site.registry}"])]
+    started = [
+        start_service("registry", "registry", ["--insecure", f"--internal-listen={site.registry}"])
+    ]
     try:
         wait_serving(started)
         flags = [
             "--insecure",
             f"--listen={site.router}",
+            f"--internal-listen={site.here}:0",
             f"--registry={site.registry}",
             f"--model={models}",
         ]
@@ -86,7 +89,7 @@ def start_worker(role: str, group: Group, ranks: int, site: Site) -> Forked:
     worker_id = group.prefill_id if role == "prefill" else group.decode_id(ranks)
     flags = {
         "insecure": "true",
-        "listen": f"{site.here}:0",
+        "internal_listen": f"{site.here}:0",
         "registry": site.registry,
         "worker-id": worker_id,
         "engine": "sim",

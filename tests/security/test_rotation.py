@@ -118,10 +118,10 @@ async def test_certificates_and_keys_are_replaced_and_no_request_fails(tmp_path:
     more = (("router", "api_keys_file", str(keys)),)
     async with (
         deployed(tmp_path, authority, more) as children,
-        open_channel(children["router"].endpoint, client) as channel,
+        open_channel(children["router"].client_endpoint, client) as channel,
     ):
         await joined(channel)
-        load = Load(children["router"].endpoint, client)
+        load = Load(children["router"].client_endpoint, client)
         async with load.running():
             await load.answer_more()
             for _ in range(2):

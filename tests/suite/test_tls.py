@@ -45,7 +45,7 @@ async def check_client(children: dict[str, Child], tls: TlsFiles) -> None:
     """The client library connects with the files, to the router and to decode workers."""
     prompt = prompt_of(80, 3)
     wanted = default_model().expected_tokens(prompt, ANSWER_TOKENS)
-    async with Client(children["router"].endpoint, tls=tls, look_aside=True) as client:
+    async with Client(children["router"].client_endpoint, tls=tls, look_aside=True) as client:
         for tokens_only in (False, True):
             answer = [
                 token
@@ -83,7 +83,7 @@ async def check_commands(
     assert {"prefill-0", "decode-0"} <= ids
     status = await worker_status(children["decode"].endpoint)
     assert status.state == worker_pb2.WatchStatusResponse.STATE_SERVING
-    async with open_router(children["router"].endpoint) as router:
+    async with open_router(children["router"].client_endpoint) as router:
         assert await router.models()
 
 
@@ -109,7 +109,7 @@ async def test_a_deployment_with_certificates_answers_and_refuses_other_callers(
     trusting = grpc.ssl_channel_credentials(authority.file.read_bytes())
     async with (
         deployed(tmp_path, authority) as children,
-        open_channel(children["router"].endpoint, ours) as channel,
+        open_channel(children["router"].client_endpoint, ours) as channel,
     ):
         await joined(channel)
         await check_answer(channel, 1)

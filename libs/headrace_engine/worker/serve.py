@@ -11,7 +11,7 @@ import grpc.aio
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_common.deadlines import Deadline
-from headrace_common.rpc.server import GrpcServer
+from headrace_common.rpc.server import ClientServices, GrpcServer
 from headrace_engine.worker.config import Config, worker_member
 from headrace_engine.worker.host import HostedWorker, RouterListener, WorkerHost
 from headrace_engine.worker.membership import WorkerMembership
@@ -24,13 +24,15 @@ WORKER_SERVICE = "headrace.worker.v1.WorkerService"
 class RoleServer(ABC):
     """What one worker serves beside WorkerService, and how it drains; each role has its own.
 
-    `services` are the full names of the gRPC services. `reserves_blocks`: whether its KV blocks are
+    `services` are the full names of the gRPC services on the internal listener, and `client_services` of those on the
+    client listener. `reserves_blocks`: whether its KV blocks are
     reserved by requests, rather than used as a cache only. `descriptor` is registered, if there is
     one. `on_routers` is called with the live routers.
     """
 
     role: ClassVar[registry_pb2.Member.Role.ValueType]
     services: ClassVar[tuple[str, ...]] = ()
+    client_services: ClassVar[tuple[str, ...]] = ()
     reserves_blocks: ClassVar[bool] = False
     descriptor: KvDescriptor | None = None
     on_routers: RouterListener | None = None
@@ -38,6 +40,9 @@ class RoleServer(ABC):
     @abstractmethod
     def add_servicers(self, server: grpc.aio.Server) -> None:
         """Adds the servicers of `services`."""
+
+    def add_client_servicers(self, server: grpc.aio.Server) -> None:  # noqa: B027 - most have none
+        """Adds the servicers of `client_services`."""
 
     @abstractmethod
     def status(self) -> worker_pb2.WatchStatusResponse:
@@ -67,8 +72,11 @@ async def serve_worker(
     config, ref, engine = hosted.config, hosted.ref, hosted.engine
     membership: WorkerMembership | None = None
     worker = build(host, hosted, lambda: membership.ticket_key if membership is not None else b"")
-    server = GrpcServer(config, (*worker.services, WORKER_SERVICE))
+    clients = ClientServices(worker.client_services) if worker.client_services else None
+    server = GrpcServer(config, (*worker.services, WORKER_SERVICE), clients)
     worker.add_servicers(server.server)
+    if server.client_server is not None:
+        worker.add_client_servicers(server.client_server)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(
         WorkerStatusServicer(
             worker.status, engine.prefix_events, engine.reset_prefix_cache, server.request_drain
@@ -82,6 +90,7 @@ async def serve_worker(
         role=worker.role,
         ref=ref,
         endpoint=endpoint,
+        client_endpoint=server.client_endpoint,
         engine=engine,
         start_unix_ns=hosted.start_unix_ns,
     )
@@ -100,7 +109,7 @@ async def serve_worker(
         with host.metrics.reporting(
             ref.worker_id, worker.status, reserves_blocks=worker.reserves_blocks
         ):
-            await host.serve(endpoint, server, drain)
+            await host.serve(server, drain)
     finally:
         await membership.leave()
         await worker.close()

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
 import grpc.aio
 import pytest
 
-from headrace.decode.v1 import decode_pb2
+from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
 from headrace_common.access.credentials import Credentials
-from headrace_common.access.roles import Role
-from headrace_common.errors import DuplicateTransfer, HeadraceError, Unauthenticated
+from headrace_common.access.roles import TOKEN_KEY, Role
+from headrace_common.errors import (
+    DuplicateTransfer,
+    HeadraceError,
+    PermissionDenied,
+    Unauthenticated,
+)
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.rpc.tickets import TicketSigner
@@ -26,15 +31,15 @@ def insecure() -> bool:
     return False
 
 
-async def failure_of(served: Served, asked: decode_pb2.GenerateRequest) -> HeadraceError:
+async def failure_of(channel: grpc.aio.Channel, asked: decode_pb2.GenerateRequest) -> HeadraceError:
     with pytest.raises(grpc.aio.AioRpcError) as raised:
-        async for _ in served.decode.Generate(asked, timeout=5):
+        async for _ in decode_pb2_grpc.DecodeServiceStub(channel).Generate(asked, timeout=5):
             pass
     return error_from_rpc(raised.value)
 
 
-async def check_accepted(served: Served, asked: decode_pb2.GenerateRequest) -> None:
-    call = served.decode.Generate(asked, timeout=5)
+async def check_accepted(channel: grpc.aio.Channel, asked: decode_pb2.GenerateRequest) -> None:
+    call = decode_pb2_grpc.DecodeServiceStub(channel).Generate(asked, timeout=5)
     first = await call.read()
     assert isinstance(first, decode_pb2.GenerateResponse)
     assert first.WhichOneof("event") == "reserved"
@@ -51,8 +56,9 @@ def signed(
 
 async def test_a_ticket_is_valid_once(served: Served) -> None:
     served.service._ticket_key = lambda: KEY
-    await check_accepted(served, signed("x1"))
-    assert isinstance(await failure_of(served, signed("x1")), DuplicateTransfer)
+    await check_accepted(served.client_channel, signed("x1"))
+    error = await failure_of(served.client_channel, signed("x1"))
+    assert isinstance(error, DuplicateTransfer)
 
 
 @pytest.mark.parametrize(
@@ -67,17 +73,26 @@ async def test_an_invalid_ticket_is_refused_before_resources_are_spent(
     served: Served, asked: decode_pb2.GenerateRequest, field: str
 ) -> None:
     served.service._ticket_key = lambda: KEY
-    error = await failure_of(served, asked)
+    error = await failure_of(served.client_channel, asked)
     assert isinstance(error, Unauthenticated)
     assert error.metadata["ticket"] == field
     assert served.service.status().reserved_blocks == 0
     served.service._seen.check(asked.transfer_id)
 
 
-async def test_a_router_needs_no_ticket(served: Served) -> None:
+async def test_a_router_needs_no_ticket_on_the_internal_listener_only(served: Served) -> None:
     asked = request("x5", remote_prefill=False)
     async with open_channel(served.endpoint, Credentials(role=Role.ROUTER)) as channel:
-        await check_accepted(replace(served, channel=channel), asked)
+        await check_accepted(channel, asked)
+    # A ticket is no credential there.
+    served.service._ticket_key = lambda: KEY
+    assert isinstance(await failure_of(served.channel, signed("x6")), Unauthenticated)
     async with open_channel(served.endpoint, Credentials(role=Role.PREFILL)) as channel:
-        error = await failure_of(replace(served, channel=channel), asked)
-    assert error.metadata["ticket"] == "missing"
+        assert isinstance(await failure_of(channel, signed("x7")), PermissionDenied)
+    with_role: Any = served.client_channel.unary_stream(
+        "/headrace.decode.v1.DecodeService/Generate"
+    )
+    token = Credentials(role=Role.ROUTER).token_for("127.0.0.1:1")
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await with_role(asked.SerializeToString(), metadata=((TOKEN_KEY, token),)).read()
+    assert error_from_rpc(raised.value).metadata["ticket"] == "missing"

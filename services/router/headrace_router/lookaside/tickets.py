@@ -86,6 +86,8 @@ class LookAside:
         if ended_by(request, request.generated):
             return None
         worker = decision.worker
+        if not worker.client_endpoint:
+            return None
         tokens = len(request.token_ids) + len(request.generated)
         reservation = self._workers.reserve_load(worker.ref, tokens)
         if reservation is None:
@@ -97,7 +99,7 @@ class LookAside:
         if call.remote_prefill:
             self._expect_prompt(worker, call.transfer_id, len(call.token_ids) - 1)
         return inference_pb2.DirectRequest(
-            endpoint=worker.endpoint,
+            endpoint=worker.client_endpoint,
             request_id=call.request_id,
             transfer_id=call.transfer_id,
             incarnation=call.incarnation,
