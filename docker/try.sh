@@ -38,7 +38,7 @@ for ((second = 0; second < READY_TIMEOUT_S; second++)); do
 done
 printf '%s\n' "$workers"
 .venv/bin/headrace chat --router 127.0.0.1:7050 --temperature 0 --max-tokens 24 "What is the capital of France?"
-.venv/bin/headrace trace --router 127.0.0.1:7050 --no-layers
+.venv/bin/headrace trace --internal 127.0.0.1:7054 --no-layers
 for name in registry router prefill decode etcd; do
   user=$(podman_ exec "headrace_${name}_1" id -u)
   [ "$user" = 10001 ] || { say "$name runs as user $user, not 10001"; exit 1; }

@@ -112,7 +112,7 @@ class RouterOperator:
 
 @asynccontextmanager
 async def open_router(endpoint: str) -> AsyncIterator[RouterClient]:
-    """Opens a client of the router whose client listener is at "host:port"."""
+    """Opens a client of the router with its client listener at "host:port"."""
     async with call_channel(endpoint) as channel:
         yield RouterClient(endpoint, channel)
 

@@ -128,10 +128,10 @@ async def test_connections_end_and_answers_do_not(tmp_path: Path) -> None:
         assert (await asking).token_ids == it.expected(prompt, 60)
         assert time.monotonic() - begin_s > 3
 
-        def nobody() -> bool:
+        def closed() -> bool:
             return not connections_of(router.process.pid, router.client_endpoint)
 
-        await until(nobody, 20, "the end of idle connections", 0.1)
+        await until(closed, 20, "the end of idle connections", 0.1)
         assert (await it.ask(greedy(prompt, 4))).token_ids == it.expected(prompt, 4)
 
 

@@ -87,7 +87,9 @@ async def rotate_certificates(
         files = authority.sign(service, service)
 
         async def presented(child: Child = child, files: TlsFiles = files) -> bool:
-            return await presented_serial(child.endpoint, client) == serial_in(files)
+            endpoints = filter(None, (child.endpoint, child.client_endpoint))
+            serials = {await presented_serial(endpoint, client) for endpoint in endpoints}
+            return serials == {serial_in(files)}
 
         await until(presented, 10, f"the new certificate of the {service}", 0.05)
 

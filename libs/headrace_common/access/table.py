@@ -99,7 +99,7 @@ def is_served(method: str, listener: Listener) -> bool:
 
 
 def needs_role(method: str) -> bool:
-    """Whether the internal listener serves a method to callers with a role only, or to nobody."""
+    """Whether the internal listener serves a method to callers with a role only, or not at all."""
     return _ROLES[Listener.INTERNAL].get(method) != frozenset()
 
 

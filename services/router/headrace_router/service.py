@@ -142,8 +142,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.RouteResponse:
         """The placement of a request, with a ticket for its decode worker unless only an explanation is wanted.
 
-        Costs and cached tokens of the candidates show what others have asked, so they are for operators only, who call
-        the internal listener. They need no API key there.
+        Costs and cached tokens of the candidates show what others have asked, so they are for operators only, on the
+        internal listener. It asks for no API key.
         """
         explains = Role.OPERATOR in current_caller().roles
         if request.explain and not explains:

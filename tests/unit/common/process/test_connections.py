@@ -46,10 +46,9 @@ def test_the_largest_hosts_make_room_when_the_listener_is_nearly_full() -> None:
     st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 40), min_size=1),
     st.integers(1, 100),
     st.integers(1, 40),
-    st.randoms(),
 )
 def test_only_idle_connections_are_closed_and_small_hosts_last(
-    counts: dict[str, int], total: int, per_host: int, random: object
+    counts: dict[str, int], total: int, per_host: int
 ) -> None:
     found = connections(**counts)
     busy = {one.peer for one in found if one.descriptor % 3 == 0}
@@ -64,8 +63,8 @@ def test_only_idle_connections_are_closed_and_small_hosts_last(
     if len(left) > total:
         assert not idle_left
     for host in {one.host for one in closed}:
-        # A host with fewer connections lost none while this one had idle ones to spare.
-        assert all(counts[other] >= left_of[host] for other in {one.host for one in closed})
+        # No host with idle connections keeps more than one that lost some.
+        assert all(left_of[other] <= left_of[host] + 1 for other in idle_left)
 
 
 def test_callers_are_named_as_grpc_names_them() -> None:
