@@ -30,7 +30,7 @@ def descriptors_of(listener: Listener, services: Iterable[str]) -> descriptor_po
                 for method in service.method
                 if is_served(f"/{full_name}/{method.name}", listener)
             ]
-            del service.method[:]
+            service.ClearField("method")
             service.method.extend(kept)
         described.Add(content)
 

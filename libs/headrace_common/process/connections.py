@@ -123,13 +123,19 @@ class ConnectionGuard:
         least = min(self._bounds.per_host, int(self._bounds.total * _FULL_SHARE))
         while True:
             await asyncio.sleep(_CHECK_S)
-            if len(list(_DESCRIPTORS.iterdir())) <= least:
-                continue
-            found = await asyncio.to_thread(connections_to, port)
-            closed = surplus(found, self._busy(), self._bounds)
-            ended = await asyncio.to_thread(_end_all, closed)
-            if ended:
-                _LOG.warning("closed %d of %d connections to port %d", ended, len(found), port)
+            try:
+                if len(list(_DESCRIPTORS.iterdir())) > least:
+                    await self._close_surplus(port)
+            except OSError as error:
+                # Such as too many open files.
+                _LOG.warning("cannot count the connections to port %d: %s", port, error)
+
+    async def _close_surplus(self, port: int) -> None:
+        found = await asyncio.to_thread(connections_to, port)
+        closed = surplus(found, self._busy(), self._bounds)
+        ended = await asyncio.to_thread(_end_all, closed)
+        if ended:
+            _LOG.warning("closed %d of %d connections to port %d", ended, len(found), port)
 
 
 def connections_to(port: int) -> list[Connection]:
@@ -145,7 +151,7 @@ def connections_to(port: int) -> list[Connection]:
 def _connection_of(descriptor: int, port: int) -> Connection | None:
     """None for a descriptor that is no connection to the port, or was closed meanwhile."""
     try:
-        with socket.socket(fileno=os.dup(descriptor)) as held:
+        with _copy_of(descriptor) as held:
             if held.family not in (socket.AF_INET, socket.AF_INET6):
                 return None
             if held.type != socket.SOCK_STREAM or held.getsockname()[1] != port:
@@ -154,6 +160,17 @@ def _connection_of(descriptor: int, port: int) -> Connection | None:
     except OSError:
         return None
     return Connection(descriptor, *_names_of(address, peer_port))
+
+
+def _copy_of(descriptor: int) -> socket.socket:
+    """Another descriptor of a socket, which stays the same socket when gRPC closes its own. Raises OSError."""
+    copy = os.dup(descriptor)
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        # It is no socket.
+        os.close(copy)
+        raise
 
 
 def _names_of(address: str, port: int) -> tuple[str, str]:
@@ -172,7 +189,7 @@ def _end_all(connections: Sequence[Connection]) -> int:
     ended = 0
     for connection in connections:
         try:
-            with socket.socket(fileno=os.dup(connection.descriptor)) as held:
+            with _copy_of(connection.descriptor) as held:
                 if _names_of(*held.getpeername()[:2])[1] == connection.peer:
                     held.shutdown(socket.SHUT_RDWR)
                     ended += 1

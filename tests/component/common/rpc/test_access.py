@@ -23,10 +23,12 @@ from headrace_common.errors import (
     PermissionDenied,
     Unauthenticated,
 )
+from headrace_common.process.connections import connections_to
 from headrace_common.rpc.channel import MESSAGE_BYTES_MAX, open_channel
 from headrace_common.rpc.server import ClientServices, GrpcServer
 from headrace_common.rpc.status import error_from_rpc
 from tests.suite.certificates import Authority
+from tests.waiting import until
 
 _SERVICE = "headrace.registry.v1.RegistryService"
 _SET_POLICY = f"/{_SERVICE}/SetPolicy"
@@ -157,4 +159,20 @@ async def test_an_advertised_port_of_zero_is_the_port_of_its_own_listener() -> N
     for number in (port, internal_port):
         with socket.create_connection(("127.0.0.1", int(number)), timeout=5):
             pass
+    await server.stop(None)
+
+
+async def test_idle_connections_of_a_host_beyond_its_bound_are_closed() -> None:
+    server = GrpcServer(ClientFacingConfig(max_connections_per_host=5), (), ClientServices(()))
+    await server.start()
+    port = int(server.client_endpoint.rpartition(":")[2])
+    opened = [socket.create_connection(("127.0.0.1", port), timeout=5) for _ in range(20)]
+    await until(lambda: len(connections_to(port)) == 5, 10, "the end of surplus connections")
+    # A count leaves no descriptor open.
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(10):
+        connections_to(port)
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before
+    for connection in opened:
+        connection.close()
     await server.stop(None)
