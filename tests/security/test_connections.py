@@ -59,7 +59,7 @@ def connections_of(process_id: int, endpoint: str) -> list[str]:
     """The hosts that are connected to an address of a process."""
     port = int(endpoint.rpartition(":")[2])
     return [
-        connection.raddr.ip
+        connection.raddr.ip.removeprefix("::ffff:")
         for connection in psutil.Process(process_id).net_connections("tcp")
         if connection.laddr.port == port and connection.status == psutil.CONN_ESTABLISHED
     ]
@@ -71,6 +71,7 @@ async def test_an_attacker_with_many_connections_stops_no_other_client(
 ) -> None:
     async with suite(tmp_path, settings=_BOUNDS) as it:
         router = it.child("router")
+        assert await joined(it.channel)
         open_before = asyncio.create_task(ask_in_turns(it))
         async with attacking(router.client_endpoint, kind):
             for seed in range(_ANSWERS):
