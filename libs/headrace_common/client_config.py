@@ -47,6 +47,11 @@ class ClientFacingConfig(ServiceConfig):
         description="Whether clients need a certificate where listen has TLS. Without it, the connection is encrypted "
         "and API keys or tickets decide.",
     )
+    anonymous_clients: bool = Field(
+        default=False,
+        description="Whether clients beyond loopback may call listen without a credential. For networks, or behind a "
+        "proxy, that only permitted clients reach.",
+    )
     max_connections: PositiveCount = Field(
         default=4_096,
         description="Connections to listen. Beyond this number, new ones are closed, and idle ones of the hosts with "
@@ -88,14 +93,15 @@ class ClientFacingConfig(ServiceConfig):
         problems = wildcard_problems(self, "listen", "advertise") + self._tls_problems()
         guarded = (
             self.insecure
+            or self.anonymous_clients
             or self.clients_prove_themselves
             or bool(self.listen_tls.tls_authority_file)
         )
         if not guarded:
             problems += [
                 f"{name} is {address}, which other hosts may reach, and clients need no credential there: set "
-                "api_keys_file, or TLS with client_certificates, or set insecure, which lets every caller make every "
-                "RPC"
+                "api_keys_file, or TLS with client_certificates, or set anonymous_clients, which lets every caller "
+                "send requests"
                 for name, address in reachable_addresses(self, "listen", "advertise")
             ]
         host, port = split_host_port(self.listen)

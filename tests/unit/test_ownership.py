@@ -27,7 +27,6 @@ FOREIGN = {
     ("libs/headrace_kv/transport/mooncake/transport.py", "os.environ"): "Mooncake reads its settings there",
     ("libs/headrace_kv/transport/same_host/process_memory.py", "function.argtypes"): "ctypes",
     ("libs/headrace_kv/transport/same_host/process_memory.py", "function.restype"): "ctypes",
-    ("libs/headrace_kv/transport/same_host/process_memory.py", "prctl.argtypes"): "ctypes",
     ("services/registry/headrace_registry/store/etcd3_compat.py", "sys.modules"): "etcd3's modules are made here",
     ("services/registry/headrace_registry/store/etcd3_compat.py", "module.__dict__"): "etcd3's modules are made here",
     ("services/registry/headrace_registry/store/etcd_endpoint.py", "self.client.metadata"): "etcd3's token of a user",

@@ -27,6 +27,7 @@ from headrace_router.placement import KvAware, Placement
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.service import PullService
 from headrace_router.prefix_cache.directory import PrefixCacheDirectory
+from headrace_router.prefix_cache.salts import CacheSalts
 from headrace_router.request.client_gate import ClientGate
 from headrace_router.request.preparation import RequestPreparer
 from headrace_router.service import InferenceService
@@ -159,7 +160,10 @@ def assemble(
         direct=direct,
     )
     tenants = load_tenants(config.api_keys_file)
-    preparer = RequestPreparer(codecs, workers, telemetry, config.max_bytes_per_token)
+    salts = CacheSalts(by_tenant=config.separates_tenants, prefix_hash_key=prefix_hash_key)
+    preparer = RequestPreparer(
+        codecs, workers, telemetry, config.max_bytes_per_token, salts.salt_of
+    )
     inference = InferenceService(
         models=ModelCatalog(codecs, workers, queue),
         prefixes=prefixes,

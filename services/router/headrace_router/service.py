@@ -13,7 +13,7 @@ import grpc.aio
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from headrace_common.access.roles import Role, current_caller
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import Draining, InvalidRequest, PermissionDenied
+from headrace_common.errors import Draining, InvalidRequest, PermissionDenied, Unauthenticated
 from headrace_common.process.pacing import LoopLoad
 from headrace_common.rpc.trace_context import traceparent
 from headrace_router.admission.admission import Admission, AdmissionPermit
@@ -143,7 +143,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """The placement of a request, with a ticket for its decode worker unless only an explanation is wanted.
 
         Costs and cached tokens of the candidates show what others have asked, so they are for operators only, on the
-        internal listener. It asks for no API key.
+        internal listener. An API key names the tenant to explain for.
         """
         explains = Role.OPERATOR in current_caller().roles
         if request.explain and not explains:
@@ -157,7 +157,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             )
         arrival_unix_ns = time.time_ns()
         deadline = _deadline_of(context, self._default_deadline_s)
-        tenant = DEFAULT_TENANT if request.explain else self._tenant_of(context)
+        tenant = self._explained_tenant(context) if explains else self._tenant_of(context)
         self._reject_when_draining()
         permit = await self._admission.admit(tenant, deadline)
         request_id = _request_id(request.request)
@@ -241,6 +241,13 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         tenant = self._tenant_of(context)
         self._reject_when_draining()
         return await self._admission.admit(tenant, deadline)
+
+    def _explained_tenant(self, context: grpc.aio.ServicerContext[Any, Any]) -> str:
+        """The tenant with the caches that an operator asks about."""
+        try:
+            return self._tenant_of(context)
+        except Unauthenticated:
+            return DEFAULT_TENANT
 
     def _tenant_of(self, context: grpc.aio.ServicerContext[Any, Any]) -> str:
         return self._tenants.tenant_of(context.invocation_metadata())

@@ -47,9 +47,10 @@ def test_listen_beyond_loopback_needs_a_credential_of_clients(settings: dict[str
     problem = problem_of(**settings)
     name = "listen" if "listen" in settings else "advertise"
     assert f"{name} is {settings[name]}, which other hosts may reach" in problem
-    assert "set api_keys_file, or TLS with client_certificates, or set insecure" in problem
+    assert "set api_keys_file, or TLS with client_certificates, or set anonymous_clients" in problem
     RouterConfig.model_validate({"model": "sim", "api_keys_file": "keys", **settings})
     ClientFacingConfig(**settings, insecure=True)
+    ClientFacingConfig(**settings, anonymous_clients=True)
 
 
 def test_certificates_and_tickets_are_credentials_of_clients() -> None:
