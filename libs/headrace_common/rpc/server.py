@@ -58,12 +58,18 @@ class GrpcServer:
     """The server of one service. Add servicers to `.server` and `.client_server`, start it, then serve until a signal.
 
     `.server` serves `services`, by their full names, on internal_listen. It refuses callers as the access table says.
-    `.client_server` serves `clients` on listen. It is None without `clients`, or where `listen` is empty. Raises
+    `interceptors` and `message_bytes_max` are those of internal_listen, as in ClientServices. `.client_server` serves
+    `clients` on listen. It is None without `clients`, or where `listen` is empty. Raises
     ConfigError when a file of the settings cannot be read.
     """
 
     def __init__(
-        self, config: ServiceConfig, services: Sequence[str], clients: ClientServices | None = None
+        self,
+        config: ServiceConfig,
+        services: Sequence[str],
+        clients: ClientServices | None = None,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+        message_bytes_max: int = MESSAGE_BYTES_MAX,
     ) -> None:
         self._config = config
         self._in_flight = InFlightInterceptor()
@@ -71,8 +77,14 @@ class GrpcServer:
         internal = RpcListener(
             Address(Listener.INTERNAL, config.internal_listen, config.internal_advertise),
             services,
-            [ErrorInterceptor(), InternalAccess(Authorizer.from_config(config)), *common],
+            [
+                ErrorInterceptor(),
+                InternalAccess(Authorizer.from_config(config)),
+                *common,
+                *interceptors,
+            ],
             tls=Credentials.from_config(config).tls,
+            message_bytes_max=message_bytes_max,
             options=INTERNAL_OPTIONS,
         )
         self.server: grpc.aio.Server = internal.server

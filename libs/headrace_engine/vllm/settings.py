@@ -85,6 +85,7 @@ def send_params(target: TransferTarget) -> dict[str, Any]:
     """kv_transfer_params of a prefill request."""
     values = asdict(target)
     values["decode"] = [target.decode.worker_id, target.decode.incarnation]
+    values["ticket"] = target.ticket.hex()
     return {PARAMS_KEY: {"outgoing": values}}
 
 
@@ -97,6 +98,7 @@ def read_params(params: Mapping[str, Any] | None) -> ReceiveParams | TransferTar
         return ReceiveParams(*ours["incoming"])
     values = dict(ours["outgoing"])
     values["decode"] = WorkerRef(*values["decode"])
+    values["ticket"] = bytes.fromhex(values["ticket"])
     return TransferTarget(**values)
 
 

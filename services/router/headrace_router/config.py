@@ -17,7 +17,7 @@ from headrace_common.config import (
     require_order,
     split_list,
 )
-from headrace_common.limits import POLICY_RETRY_BUDGET_MAX
+from headrace_common.limits import POLICY_RETRY_BUDGET_MAX, TICKET_LIFETIME_MAX_S
 from headrace_router.prefix_cache.salts import PrefixCacheScope
 
 
@@ -68,7 +68,9 @@ class RouterConfig(ClientFacingConfig):
         "rejected before it is tokenized.",
     )
     max_request_bytes: PositiveCount = Field(
-        8_388_608, description="Bytes of a request before and after decompression, at most."
+        4_456_448,
+        description="Bytes of a request before and after decompression, at most. The default is enough for a "
+        "context of 131,072 tokens: 1 MiB, and 26 bytes for each token.",
     )
     admission_wait_s: PositiveSeconds = Field(
         2.0,
@@ -114,6 +116,7 @@ class RouterConfig(ClientFacingConfig):
     )
     ticket_ttl_s: PositiveSeconds = Field(
         10.0,
+        le=TICKET_LIFETIME_MAX_S,
         description="Seconds in which a decode worker accepts this router's ticket, by the worker's clock, which this "
         "router measures.",
     )

@@ -20,6 +20,7 @@ from headrace_common.registry.membership import Membership
 from headrace_common.registry.view import RegistryView
 from headrace_common.rpc.channel import open_channel
 from headrace_common.telemetry.setup import init_telemetry
+from headrace_common.tickets.keys import SigningKey
 from headrace_router.app import Router, assemble
 from headrace_router.config import RouterConfig
 from headrace_text.load import load_codecs
@@ -65,6 +66,7 @@ async def serve_router(config: RouterConfig) -> None:
     setup_logging(config.log_level, "router", router_id)
     _LOG.info("settings: %s", redacted(config))
     codecs = await asyncio.to_thread(load_codecs, config.models)
+    ticket_key = SigningKey()
     async with AsyncExitStack() as stack:
         telemetry = init_telemetry("router", router_id, config)
         stack.push_async_callback(asyncio.to_thread, telemetry.shutdown)
@@ -80,7 +82,7 @@ async def serve_router(config: RouterConfig) -> None:
             telemetry,
             members,
             lambda: membership.prefix_hash_key if membership is not None else 0,
-            lambda: membership.ticket_key if membership is not None else b"",
+            ticket_key,
         )
         stack.push_async_callback(router.close)
         stack.push_async_callback(members.stop)
@@ -88,7 +90,7 @@ async def serve_router(config: RouterConfig) -> None:
         server = router.new_server(config)
         stack.push_async_callback(server.stop, None)
         endpoint = await server.start()
-        member = _member(router_id, incarnation, endpoint, server.client_endpoint)
+        member = _member(router_id, incarnation, (endpoint, server.client_endpoint), ticket_key)
         membership = Membership(registry, member)
         stack.push_async_callback(membership.stop)
         await membership.start()
@@ -105,15 +107,16 @@ async def _drain(router: Router, membership: Membership) -> None:
 
 
 def _member(
-    router_id: str, incarnation: str, endpoint: str, client_endpoint: str
+    router_id: str, incarnation: str, endpoints: tuple[str, str], ticket_key: SigningKey
 ) -> registry_pb2.Member:
     return registry_pb2.Member(
         worker_id=router_id,
         incarnation=incarnation,
         role=registry_pb2.Member.ROLE_ROUTER,
-        endpoint=endpoint,
-        client_endpoint=client_endpoint,
+        endpoint=endpoints[0],
+        client_endpoint=endpoints[1],
         start_unix_ns=time.time_ns(),
+        ticket_public_key=ticket_key.public.public_key,
     )
 
 
