@@ -28,6 +28,7 @@ from headrace_router.prefill_queue.service import PullService
 from headrace_router.prefix_cache.directory import PrefixCacheDirectory
 from headrace_router.request.client_gate import ClientGate
 from headrace_router.request.preparation import RequestPreparer
+from headrace_router.runner import RequestRunner
 from headrace_router.service import InferenceService
 from headrace_router.tracing.request_span import RequestTracer
 from headrace_router.tracing.service import OTLP_SERVICE_NAME, SpanCollector, TraceReader
@@ -49,6 +50,7 @@ class Router:
     """The parts of one router. `update` must be called with every change of the registry's members."""
 
     inference: InferenceService
+    runner: RequestRunner
     workers: WorkerDirectory
     prefixes: PrefixCacheDirectory
     queue: PrefillQueue
@@ -148,16 +150,24 @@ def assemble(
     )
     tenants = load_tenants(config.api_keys_file)
     preparer = RequestPreparer(codecs, workers, telemetry, config.max_bytes_per_token)
+    tracer = RequestTracer(telemetry, traces)
+    runner = RequestRunner(
+        admission=admission,
+        preparer=preparer,
+        dispatcher=dispatcher,
+        tracer=tracer,
+        metrics=metrics,
+    )
     inference = InferenceService(
         models=ModelCatalog(codecs, workers, queue),
         prefixes=prefixes,
         tenants=tenants,
+        runner=runner,
         admission=admission,
         preparer=preparer,
         dispatcher=dispatcher,
         look_aside=look_aside,
-        tracer=RequestTracer(telemetry, traces),
-        metrics=metrics,
+        tracer=tracer,
         default_deadline_s=config.default_deadline_s,
     )
 
@@ -167,7 +177,7 @@ def assemble(
 
     gate = ClientGate(tenants, metrics, max_model_len, config.max_bytes_per_token)
     return Router(
-        *(inference, workers, prefixes, queue, traces, metrics, direct),
+        *(inference, runner, workers, prefixes, queue, traces, metrics, direct),
         preparer=preparer,
         gate=gate,
         admission=admission,

@@ -98,7 +98,7 @@ async def serve_router(config: RouterConfig) -> None:
 
 
 async def _drain(router: Router, membership: Membership) -> None:
-    router.inference.drain()
+    router.runner.drain()
     await membership.stop()
 
 
