@@ -22,6 +22,7 @@ from headrace_router.lookaside.tickets import LookAside
 from headrace_router.lookaside.tracking import DirectRequestTracker
 from headrace_router.metrics import RouterMetrics
 from headrace_router.models import ModelCatalog
+from headrace_router.openai.app import OpenAiApp, OpenAiParts
 from headrace_router.placement import KvAware, Placement
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.service import PullService
@@ -60,6 +61,7 @@ class Router:
     preparer: RequestPreparer
     gate: ClientGate
     """For the server's interceptors."""
+    openai: OpenAiApp
     admission: Admission
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -158,8 +160,9 @@ def assemble(
         tracer=tracer,
         metrics=metrics,
     )
+    models = ModelCatalog(codecs, workers, queue)
     inference = InferenceService(
-        models=ModelCatalog(codecs, workers, queue),
+        models=models,
         prefixes=prefixes,
         tenants=tenants,
         runner=runner,
@@ -176,10 +179,16 @@ def assemble(
         return {name: live.get(name) or codec.max_model_len for name, codec in codecs.items()}
 
     gate = ClientGate(tenants, metrics, max_model_len, config.max_bytes_per_token)
+    openai = OpenAiApp(
+        OpenAiParts(codecs, models, tenants, runner, preparer, gate, metrics),
+        deadline_s=config.default_deadline_s,
+        body_bytes_max=config.max_request_bytes,
+    )
     return Router(
         *(inference, runner, workers, prefixes, queue, traces, metrics, direct),
         preparer=preparer,
         gate=gate,
+        openai=openai,
         admission=admission,
     )
 
