@@ -7,7 +7,7 @@ import contextlib
 import logging
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -15,6 +15,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from headrace_common.config import split_host_port
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError
+from headrace_common.reloading import ReloadedFiles
 from headrace_router.config import RouterConfig
 from headrace_router.openai.app import OpenAiApp
 
@@ -34,6 +35,7 @@ class HttpServer:
 
     def __init__(self, app: OpenAiApp, config: RouterConfig) -> None:
         self._listen = config.http_listen
+        self._tls = _tls_context(config)
         self._socket = _listening_socket(config.http_listen)
         self._server = _Server(
             uvicorn.Config(
@@ -47,17 +49,23 @@ class HttpServer:
                 proxy_headers=False,
                 limit_concurrency=config.http_max_connections,
                 timeout_keep_alive=_KEEP_ALIVE_S,
-                timeout_graceful_shutdown=config.drain_grace_s,  # type: ignore[arg-type]  # uvicorn accepts floats
+                # The drain has a deadline of its own.
+                timeout_graceful_shutdown=None,
+                ssl_context_factory=None if self._tls is None else self._context,
             )
         )
-        self._server.config.load()
-        self._server.config.ssl = _tls_context(config)
         self._task: asyncio.Task[None] | None = None
+
+    def _context(
+        self, config: uvicorn.Config, default: Callable[[], ssl.SSLContext]
+    ) -> ssl.SSLContext:
+        assert self._tls is not None
+        return self._tls
 
     @property
     def url(self) -> str:
         """The URL of the API, with the port that is really used."""
-        scheme = "https" if self._server.config.ssl else "http"
+        scheme = "http" if self._tls is None else "https"
         host, _ = split_host_port(self._listen)
         return f"{scheme}://{host}:{self._socket.getsockname()[1]}"
 
@@ -69,8 +77,7 @@ class HttpServer:
         """Accepts no more connections, and returns when the requests in flight have ended, at the deadline at last."""
         if self._task is None:
             return
-        self._server.config.timeout_graceful_shutdown = deadline.remaining_s()  # type: ignore[assignment]
-        self._server.should_exit = True
+        self._server.stop_accepting()
         await asyncio.wait({self._task}, timeout=deadline.remaining_s() + _CANCEL_WAIT_S)
 
     async def stop(self) -> None:
@@ -82,6 +89,10 @@ class HttpServer:
 
 
 class _Server(uvicorn.Server):
+    def stop_accepting(self) -> None:
+        """Lets `serve` return when the open requests have ended."""
+        self.should_exit = True
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Leaves signals to the service."""
@@ -133,10 +144,27 @@ def _listening_socket(listen: str) -> socket.socket:
 
 
 def _tls_context(config: RouterConfig) -> ssl.SSLContext | None:
-    """Server certificates only: clients prove themselves by API keys."""
+    """Presents the server's certificate, and a replaced one in new handshakes. Clients prove themselves by API keys."""
     if not config.tls_certificate_file:
         return None
+    paths = (config.tls_certificate_file, config.tls_key_file)
+    contexts = ReloadedFiles(paths, lambda: _read_context(*paths))
+
+    def use_current(connection: ssl.SSLObject, name: str | None, first: ssl.SSLContext) -> None:
+        connection.context = contexts.current()
+
+    context = _read_context(*paths)
+    context.sni_callback = use_current
+    return context
+
+
+def _read_context(certificate_file: str, key_file: str) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.load_cert_chain(config.tls_certificate_file, config.tls_key_file)
+    try:
+        context.load_cert_chain(certificate_file, key_file)
+    except OSError as error:
+        raise ConfigError(
+            f"tls_certificate_file {certificate_file} and tls_key_file {key_file} cannot be used: {error.strerror}; "
+            "they must be PEM, and the key must belong to the certificate"
+        ) from error
     return context
