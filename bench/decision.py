@@ -32,7 +32,6 @@ from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_common.config import ServiceConfig
 from headrace_common.deadlines import Deadline
-from headrace_common.rpc.tickets import TicketSigner
 from headrace_common.telemetry.setup import Telemetry, init_telemetry
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_kv.layout.proto import layout_to_proto
@@ -129,9 +128,9 @@ class Site:
         def open_channel(endpoint: str) -> Any:
             return channels[endpoint]
 
-        view = WorkerDirectory(open_channel)
+        view = WorkerDirectory(open_channel, b"")
         prefixes = PrefixCacheDirectory(open_channel, lambda: 1, event_timeout_s=_FILL_TIMEOUT_S)
-        queue = PrefillQueue(1_024)
+        queue = PrefillQueue(1_024, sign=lambda task, ref, layout_hash: b"")
         telemetry = init_telemetry("router", "router-0", ServiceConfig())
         placement = KvAware(Random(1))
         generator = RequestDispatcher(
@@ -141,7 +140,7 @@ class Site:
             prefixes=prefixes,
             policy=_Fixed(registry_pb2.Policy(local_prefill_max_tokens=64)),
             retry_budget=2,
-            signer=TicketSigner(bytes, 10.0),
+            ticket_key_id=b"",
             telemetry=telemetry,
             migration_wait_s=0.0,
             on_migration=lambda reason: None,
@@ -163,7 +162,8 @@ class Site:
         table, tokens = self.view.table(MODEL), self.workload.graded_tokens
         holders = np.count_nonzero(self.prefixes.cached_tokens(table, tokens, ""))
         least = self.decode_count - 1 - self.decode_count // (len(tokens) // BLOCK_TOKENS)
-        return bool(table.reachable.all()) and int(holders) >= least
+        reported = len(table) == self.decode_count and bool(table.reachable.all())
+        return reported and int(holders) >= least
 
     def ways(self, size: str) -> dict[str, Callable[[], object]]:
         """The operations to time, for a prompt with half of it cached on a quarter of the workers."""

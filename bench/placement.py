@@ -45,6 +45,7 @@ from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.server import GrpcServer
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.setup import init_telemetry
+from headrace_common.tickets.keys import SigningKey
 from headrace_router.app import SERVICES, Router, assemble
 from headrace_router.config import RouterConfig
 from headrace_router.placement import (
@@ -268,13 +269,14 @@ async def router_of(
         channel = await stack.enter_async_context(open_channel(registry, config))
         view = RegistryView(channel, on_change=lambda view: router.update(view.members.values()))
         membership: Membership | None = None
+        ticket_key = SigningKey()
         router = assemble(
             config,
             {"sim": ByteCodec()},
             telemetry,
             view,
             lambda: membership.prefix_hash_key if membership else 0,
-            lambda: membership.ticket_key if membership else b"",
+            ticket_key,
             placement,
         )
         stack.push_async_callback(router.close)
@@ -290,6 +292,7 @@ async def router_of(
             role=registry_pb2.Member.ROLE_ROUTER,
             endpoint=endpoint,
             start_unix_ns=time.time_ns(),
+            ticket_public_key=ticket_key.public.public_key,
         )
         membership = Membership(channel, member)
         stack.push_async_callback(membership.stop)

@@ -13,6 +13,7 @@ from headrace_kv.layout.layout import KvDescriptor
 from headrace_kv.receive.local_broadcast import LocalBroadcast
 from headrace_kv.receive.observer import TransferObserver
 from headrace_kv.transport.memory import Memory
+from headrace_kv.transport.networks import Networks
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +205,12 @@ class Engine(ABC):
     @abstractmethod
     def released(self, transfer_id: str) -> None:
         """The transfer has failed and nothing writes into the reservation: its blocks may be reused."""
+
+    async def admit_transfer_peers(self, networks: Networks) -> None:  # noqa: B027
+        """From now on only hosts in `networks` may connect to the transports of this engine's KV memory.
+
+        Returns when that is so for every rank. Raises as KvTransport.admit does, or InternalError.
+        """
 
     @abstractmethod
     def usage(self) -> EngineUsage:

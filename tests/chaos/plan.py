@@ -78,7 +78,10 @@ ALL_KINDS = frozenset((role, kind) for role, kinds in _KINDS.items() for kind in
 
 @dataclass(frozen=True, slots=True)
 class ChaosPlan:
-    """A whole run. Its times are those of a real machine times `slowness`, see `slowed`."""
+    """A whole run. Its times are those of a real machine times `slowness`, see `slowed`.
+
+    `credentials`: see CredentialKind.
+    """
 
     seed: int
     requests: int
@@ -104,6 +107,7 @@ class ChaosPlan:
     block_count: int = 512
     head_bytes: int = 16
     slowness: float = 1.0
+    credentials: str = "local"
 
     @property
     def model(self) -> str:
@@ -175,11 +179,17 @@ def requests(plan: ChaosPlan) -> Iterator[ChaosRequest]:
         )
 
 
-SCENARIOS = ("all", "ledger", "quarantine", "lease")
+SCENARIOS = ("all", "ledger", "quarantine", "lease", "kill_timer")
 
 
-def scenario(name: str, seed: int, requests: int, broken: str = "") -> ChaosPlan:
+def scenario(
+    name: str, seed: int, requests: int, broken: str = "", credentials: str = "local"
+) -> ChaosPlan:
     """All faults at once, or only those against one safeguard, so that its loss shows within few requests."""
+    return replace(_scenario(name, seed, requests, broken), credentials=credentials)
+
+
+def _scenario(name: str, seed: int, requests: int, broken: str) -> ChaosPlan:
     match name:
         case "ledger":
             wire = WireFaults(seed, doubled=0.3, break_part=broken)
@@ -201,6 +211,21 @@ def scenario(name: str, seed: int, requests: int, broken: str = "") -> ChaosPlan
                 freezes_s=(4.0,),
                 lease_ttl_s=0.4,
                 quarantine_s=0.5,
+            )
+        case "kill_timer":
+            # A sender is frozen within a write for longer than lease and quarantine.
+            wire = WireFaults(
+                seed, cut_after_silence_s=1.0, slow_write_max_s=0.3, break_part=broken
+            )
+            return ChaosPlan(
+                seed,
+                requests,
+                wire=wire,
+                kinds=frozenset({(_PREFILL, FaultKind.FREEZE)}),
+                gap_max_s=1.0,
+                freezes_s=(8.0,),
+                lease_ttl_s=0.4,
+                quarantine_s=5.0,
             )
     wire = WireFaults(
         seed,

@@ -173,6 +173,16 @@ def test_proxy(tmp_path: Path) -> None:
     assert tables((tmp_path / "proxy.md").read_text()) == [table]
 
 
+def test_fairness(tmp_path: Path) -> None:
+    size = ("--seconds=2", "--rounds=1", "--loops=6", "--slots=4", "--answer=10")
+    output = run("fairness", *size, f"--output={tmp_path}")
+    [table] = tables(output[output.index("| load") :])
+    assert [row["load"] for row in table] == ["B alone", "fair shares", "first come"]
+    assert_columns_positive(table, "tokens/s of both", "B asked", "B's TTFT p50 s")
+    assert re.search(r"With fair shares, B got (\d+) of \1 answers\.", output)
+    assert tables((tmp_path / "fairness.md").read_text()) == [table]
+
+
 def test_overload(tmp_path: Path) -> None:
     output = run(
         "overload", "--seconds=1.5", "--scenario=decode", "--answer=4", f"--output={tmp_path}"
@@ -184,3 +194,20 @@ def test_overload(tmp_path: Path) -> None:
     assert not any("WRONG" in row["other ends"] for row in table)
     assert re.search(r"Goodput at 3x is \d\.\d\d of the peak, at 1x \d\.\d\d\.", output)
     assert tables((tmp_path / "overload.md").read_text()) == [table]
+
+
+def test_security(tmp_path: Path) -> None:
+    sizes = ("--rounds=1", "--seconds=0.5", "--streams=2", "--attacks=messages,without_key")
+    attacks, costs = tables(run("security", *sizes, f"--output={tmp_path}"))
+    assert [row["attack"] for row in attacks] == ["quiet", "messages", "without key"]
+    times = ("answers", "TTFT p50, ms", "TTFT p99, ms", "gap p99, ms", "longest gap, ms")
+    assert_columns_positive(attacks, *times, "p99 over quiet", "gap p99 over quiet")
+    assert_columns_positive(attacks[1:], "rejected/s")
+    kinds = ["plaintext", "tokens", "TLS", "TLS, roles"]
+    assert [(row["path"], row["kind"]) for row in costs] == [
+        (path, kind) for path in ("router", "look-aside") for kind in kinds
+    ]
+    assert_columns_positive(costs, "requests/s", "TTFT p50, ms", "TTFT p99, ms")
+    assert_columns_positive(costs, "CPU ms a request", "CPU ratio")
+    assert tables((tmp_path / "security_bystander.md").read_text()) == [attacks]
+    assert tables((tmp_path / "security_cost.md").read_text()) == [costs]

@@ -23,7 +23,7 @@ async def chaos(plan: ChaosPlan, folder: Path) -> ChaosReport:
 
 
 async def test_500_requests_through_killed_frozen_and_restarted_services(tmp_path: Path) -> None:
-    report = await chaos(scenario("all", SEED, 500), tmp_path)
+    report = await chaos(scenario("all", SEED, 500, credentials="tls"), tmp_path)
     assert not report.violations
     assert report.process_faults.total() >= 3
     assert report.wire_faults["lost"]
@@ -34,12 +34,19 @@ async def test_500_requests_through_killed_frozen_and_restarted_services(tmp_pat
 
 
 async def test_duplicate_acknowledgements_cause_no_violation(tmp_path: Path) -> None:
-    report = await chaos(scenario("ledger", SEED, 150), tmp_path)
+    report = await chaos(scenario("ledger", SEED, 150, credentials="tokens"), tmp_path)
     assert not report.violations
 
 
+async def test_senders_that_are_frozen_within_a_write_end_and_write_nothing(tmp_path: Path) -> None:
+    report = await chaos(scenario("kill_timer", SEED, 200), tmp_path)
+    assert not report.violations
+    assert report.process_faults["prefill ended within a write"]
+
+
 @pytest.mark.parametrize(
-    ("safeguard", "requests"), [("ledger", 150), ("quarantine", 120), ("lease", 200)]
+    ("safeguard", "requests"),
+    [("ledger", 150), ("quarantine", 120), ("lease", 200), ("kill_timer", 200)],
 )
 async def test_a_missing_safeguard_is_detected(
     safeguard: str, requests: int, tmp_path: Path

@@ -31,6 +31,7 @@ from headrace_engine.interface import (
 )
 from headrace_engine.vllm.engine import VllmEngine
 from headrace_kv.handoff.messages import Reservation, TransferTarget
+from headrace_kv.handoff.tickets import NoTickets
 from headrace_kv.layout.layout import KvDescriptor, WorkerRef
 from headrace_kv.receive.receiver import IncomingTransfer, Receiver, TransferSummary
 from headrace_kv.receive.service import HandoffServicer
@@ -288,6 +289,7 @@ async def running_pair(**changes: dict[str, object]) -> AsyncIterator[Pair]:
         pair.receiver = Receiver(
             ref=refs["decode"],
             layout=decode.descriptor.layout,
+            tickets=NoTickets(),
             lease_ttl_s=LEASE_TTL_S,
             on_released=pair.release,
         )

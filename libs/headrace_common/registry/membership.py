@@ -15,7 +15,7 @@ from headrace.kv.v1 import layout_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_seconds
-from headrace_common.errors import HeadraceError, RegistryUnavailable
+from headrace_common.errors import HeadraceError, NotFound, RegistryUnavailable
 from headrace_common.registry.link import CALL_TIMEOUT_S, RegistryLink
 from headrace_common.tasks import end_task, run_forever
 
@@ -45,18 +45,12 @@ class Membership:
         self._lease_id = ""
         self._registration_order = 0
         self._prefix_hash_key = 0
-        self._ticket_key = b""
         self._keeper: asyncio.Task[None] | None = None
 
     @property
     def prefix_hash_key(self) -> int:
         """The deployment's key for hashes of prompt prefixes: the first one received. 0 until `start` returns."""
         return self._prefix_hash_key
-
-    @property
-    def ticket_key(self) -> bytes:
-        """The deployment's key for tickets: the last one received. Empty until `start` returns."""
-        return self._ticket_key
 
     @property
     def registered(self) -> bool:
@@ -66,8 +60,9 @@ class Membership:
     async def start(self, timeout_s: float = 15.0) -> None:
         """Registers the member, then keeps it registered in the background.
 
-        Raises RegistryUnavailable when the registry cannot be reached in time, InvalidRequest when
-        the registry rejects the record, Conflict when a newer incarnation is registered.
+        Raises RegistryUnavailable when the registry cannot be reached in time, InvalidRequest when the registry
+        rejects the record, Conflict when a newer incarnation is registered. Raises NotFound when no lease lasts until
+        the descriptor is published.
         """
         deadline = Deadline.after(timeout_s)
         while True:
@@ -76,7 +71,8 @@ class Membership:
                     min(CALL_TIMEOUT_S, max(_START_CALL_TIMEOUT_MIN_S, deadline.remaining_s()))
                 )
                 break
-            except RegistryUnavailable as error:
+            # The lease may end before the descriptor arrives, for instance when etcd stands still.
+            except (RegistryUnavailable, NotFound) as error:
                 if deadline.expired:
                     raise
                 await self._link.back_off(error)
@@ -116,15 +112,13 @@ class Membership:
             member=self._member,
             ttl=self._ttl,
             prefix_hash_key=self._prefix_hash_key,
-            ticket_key=self._ticket_key,
             sent_unix_ns=time.time_ns(),
         )
         request.member.registration_order = self._registration_order
         with self._link.converted_errors():
             granted = await self._link.stub.Register(request, timeout=timeout_s)
-            # Other processes call the member from now on, so it needs the keys before its descriptor is published.
+            # Other processes call the member from now on, so it needs the key before its descriptor is published.
             self._store_prefix_hash_key(granted.prefix_hash_key)
-            self._ticket_key = granted.ticket_key
             self._registration_order = granted.registration_order
             if self._descriptor is not None:
                 reference = registry_pb2.MemberRef(

@@ -83,7 +83,7 @@ class WriteScheduler:
         """Starts a write's next batch. Raises TransferFailed without a lease, TransferTimeout after the deadline."""
         now_s = self._clock.monotonic_s()
         stream = transfer.peer.stream
-        lease_s = stream.lease.remaining_s(now_s)
+        lease_s = stream.lease.remaining_s(self._clock.lease_s())
         if lease_s <= 0.0:
             raise TransferFailed(f"the write lease from {stream.decode} is over")
         if now_s >= transfer.deadline_s:
@@ -93,7 +93,7 @@ class WriteScheduler:
         try:
             if write.next_batch is None:
                 for observer in transfer.peer.observers:
-                    observer.on_all_started(transfer.transfer_id, write)
+                    observer.on_all_started(transfer.transfer_id, write, transfer.digest_seed)
         finally:
             if future.done():
                 self._end_batch(future, time.perf_counter_ns())

@@ -181,6 +181,7 @@ def _work_from_proto(task: prefill_pb2.PrefillTask, deadline: Deadline) -> Prefi
             end_token=len(task.token_ids),
             deadline_s=deadline.monotonic_s,
             with_logits=task.send_logits,
+            ticket=task.handoff_ticket,
         ),
         sampling=sampling_from_proto(task.sampling, ()) if task.HasField("sampling") else None,
         cache_salt=task.cache_salt,

@@ -30,8 +30,6 @@ _CREDENTIAL_ROLES: Final = {
     registry_pb2.Member.ROLE_PREFILL: Role.PREFILL,
     registry_pb2.Member.ROLE_DECODE: Role.DECODE,
 }
-# Routers sign tickets, and decode workers check them.
-_TICKET_ROLES: Final = (registry_pb2.Member.ROLE_ROUTER, registry_pb2.Member.ROLE_DECODE)
 
 
 def _require_own_identity(member: registry_pb2.Member) -> None:
@@ -50,16 +48,20 @@ def _require_own_identity(member: registry_pb2.Member) -> None:
 class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
     """The gRPC side of a store.
 
-    `prefix_hash_key` and `ticket_key` override the store's keys, unless they are 0 and no bytes.
+    `prefix_hash_key` overrides the store's key, unless it is 0.
     """
 
     def __init__(
-        self, store: Store, max_members: int, prefix_hash_key: int = 0, ticket_key: bytes = b""
+        self,
+        store: Store,
+        max_members: int,
+        max_unnamed_members: int,
+        prefix_hash_key: int = 0,
     ) -> None:
         self._store = store
         self._max_members = max_members
+        self._max_unnamed_members = max_unnamed_members
         self._prefix_hash_key = prefix_hash_key
-        self._ticket_key = ticket_key
 
     async def Register(
         self, request: registry_pb2.RegisterRequest, context: _Context
@@ -68,24 +70,16 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             {
                 **validation.member_violations(request.member, "member"),
                 **validation.ttl_violations(request.ttl, "ttl"),
-                **validation.ticket_key_violations(request.ticket_key, "ticket_key"),
                 **validation.start_violations(request, time.time_ns(), "member.start_unix_ns"),
             }
         )
         _require_own_identity(request.member)
-        known = self._store.members
-        if request.member.worker_id not in known and len(known) >= self._max_members:
-            raise QueueFull(
-                f"the registry has reached its limit of {self._max_members} members: raise its max_members",
-                metadata={"max_members": str(self._max_members)},
-            )
+        if request.member.worker_id not in self._store.members:
+            self._require_room(request.member.role)
         ttl_s = math.ceil(seconds_from_duration(request.ttl))
         prefix_hash_key = self._prefix_hash_key or await self._store.ensure_prefix_hash_key(
             request.prefix_hash_key
         )
-        ticket_key = b""
-        if request.member.role in _TICKET_ROLES:
-            ticket_key = self._ticket_key or await self._store.ensure_ticket_key(request.ticket_key)
         self._note_offset(request)
         member = validation.by_own_clock(request, time.time_ns())
         registration = await self._store.register(member, ttl_s)
@@ -94,9 +88,27 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             ttl=duration_from_seconds(registration.ttl_s),
             revision=registration.revision,
             prefix_hash_key=prefix_hash_key,
-            ticket_key=ticket_key,
             registration_order=registration.order,
         )
+
+    def _require_room(self, role: registry_pb2.Member.Role.ValueType) -> None:
+        """Raises QueueFull when the caller may not register another member."""
+        known = self._store.members
+        if len(known) >= self._max_members:
+            raise QueueFull(
+                f"the registry has reached its limit of {self._max_members} members: raise its max_members",
+                metadata={"max_members": str(self._max_members)},
+            )
+        if current_caller().name:
+            return
+        bound = self._max_unnamed_members
+        if sum(member.role == role for member in known.values()) >= bound:
+            name = _CREDENTIAL_ROLES[role]
+            raise QueueFull(
+                f"{bound} members of the role {name} are registered, and a credential without a name cannot register "
+                "more: give each worker a credential with its name, or raise the registry's max_unnamed_members",
+                metadata={"max_unnamed_members": str(bound), "role": name},
+            )
 
     def _note_offset(self, request: registry_pb2.RegisterRequest) -> None:
         """Warns of a clock that is far from this registry's."""
@@ -163,6 +175,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         if not request.lease_id:
             violations["lease_id"] = "give the lease that Register granted"
         validation.require(violations)
+        require_own_name(request.member.worker_id)
         revision = await self._store.put_descriptor(
             request.lease_id, request.member, request.descriptor
         )

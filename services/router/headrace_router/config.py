@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -15,15 +15,10 @@ from headrace_common.config import (
     PositiveSeconds,
     ServiceConfig,
     require_order,
+    split_list,
 )
-from headrace_common.limits import POLICY_RETRY_BUDGET_MAX
+from headrace_common.limits import POLICY_RETRY_BUDGET_MAX, TICKET_LIFETIME_MAX_S
 from headrace_router.prefix_cache.salts import PrefixCacheScope
-
-
-def _split_list(value: Any) -> Any:
-    if isinstance(value, str):
-        return tuple(part.strip() for part in value.split(",") if part.strip())
-    return value
 
 
 def _name_and_folder(entry: str) -> tuple[str, str]:
@@ -45,7 +40,7 @@ def _check_models(entries: tuple[str, ...]) -> tuple[str, ...]:
     return entries
 
 
-ModelList = Annotated[tuple[str, ...], BeforeValidator(_split_list), AfterValidator(_check_models)]
+ModelList = Annotated[tuple[str, ...], BeforeValidator(split_list), AfterValidator(_check_models)]
 
 
 class RouterConfig(ServiceConfig):
@@ -73,7 +68,9 @@ class RouterConfig(ServiceConfig):
         "rejected before it is tokenized.",
     )
     max_request_bytes: PositiveCount = Field(
-        8_388_608, description="Bytes of a request before and after decompression, at most."
+        4_456_448,
+        description="Bytes of a request before and after decompression, at most. The default is enough for a "
+        "context of 131,072 tokens: 1 MiB, and 26 bytes for each token.",
     )
     admission_wait_s: PositiveSeconds = Field(
         2.0,
@@ -119,6 +116,7 @@ class RouterConfig(ServiceConfig):
     )
     ticket_ttl_s: PositiveSeconds = Field(
         10.0,
+        le=TICKET_LIFETIME_MAX_S,
         description="Seconds in which a decode worker accepts this router's ticket, by the worker's clock, which this "
         "router measures.",
     )

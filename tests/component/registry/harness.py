@@ -161,8 +161,8 @@ class Registry:
             RegistryServicer(
                 self.store,
                 config.max_members,
+                config.max_unnamed_members,
                 config.read_prefix_hash_key(),
-                config.read_ticket_key(),
             ),
             self.server.server,
         )

@@ -14,7 +14,6 @@ from opentelemetry.trace import Span
 from headrace.registry.v1 import registry_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import DecodeFull, HeadraceError, NoDecodeWorker, WorkerGone
-from headrace_common.rpc.tickets import TicketSigner
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.setup import Telemetry
 from headrace_kv.layout.compatibility import fingerprint
@@ -88,7 +87,7 @@ class RequestDispatcher:
         prefixes: PrefixSource,
         policy: PolicySource,
         retry_budget: int,
-        signer: TicketSigner,
+        ticket_key_id: bytes,
         telemetry: Telemetry,
         migration_wait_s: float,
         on_migration: Callable[[str], None],
@@ -103,7 +102,7 @@ class RequestDispatcher:
         self._telemetry = telemetry
         self._migration_wait_s = migration_wait_s
         self._on_migration = on_migration
-        self._attempt_context = AttemptContext(queue, signer, telemetry)
+        self._attempt_context = AttemptContext(queue, ticket_key_id, telemetry)
 
     async def run(self, request: RoutedRequest) -> None:
         """Fills and finishes the response, from the tokens that it has.
@@ -304,8 +303,6 @@ class RequestDispatcher:
             error.add_metadata(attempts=str(number))
             if isinstance(error, WorkerGone) and "grpc_code" in error.metadata:
                 self._workers.mark_unreachable(attempt.decode_worker)
-            if isinstance(error, WorkerGone) and "ticket" in error.metadata:
-                self._record_refusal(attempt.decode_worker, error)
             response = request.response
             may_retry = retries.record_failure(
                 attempt.failure(error),
@@ -320,8 +317,3 @@ class RequestDispatcher:
             if response.completion_tokens:
                 self._on_migration(error.reason)
             return None
-
-    def _record_refusal(self, worker: WorkerRef, error: WorkerGone) -> None:
-        why = error.metadata["ticket"]
-        stamp = error.metadata.get("unix_ns", "")
-        self._workers.ticket_refused(worker, why, int(stamp) if stamp.isdecimal() else 0)

@@ -42,7 +42,6 @@ class Load:
     total_tokens: int = 0
     reachable: bool = True
     draining: bool = False
-    refuses_tickets: bool = False
 
 
 class LoadTable:
@@ -61,7 +60,6 @@ class LoadTable:
         self.total_tokens: Numbers = np.zeros(count)
         self.reachable: Flags = np.zeros(count, np.bool_)
         self.draining: Flags = np.zeros(count, np.bool_)
-        self.refuses_tickets: Flags = np.zeros(count, np.bool_)
         self._rows = {worker.ref: row for row, worker in enumerate(self.workers)}
         # Workers with one layout fingerprint can receive from the same prefill workers.
         self.layouts: tuple[KvLayout, ...] = ()
@@ -74,6 +72,9 @@ class LoadTable:
     def __len__(self) -> int:
         return len(self.workers)
 
+    def __contains__(self, ref: WorkerRef) -> bool:
+        return ref in self._rows
+
     def set(self, ref: WorkerRef, load: Load) -> None:
         """Sets a worker's load."""
         row = self._rows[ref]
@@ -83,7 +84,6 @@ class LoadTable:
         self.total_tokens[row] = load.total_tokens
         self.reachable[row] = load.reachable
         self.draining[row] = load.draining
-        self.refuses_tickets[row] = load.refuses_tickets
 
     @property
     def any_available(self) -> bool:

@@ -29,6 +29,7 @@ from headrace_engine.sim.engine import SimEngine
 from headrace_engine.sim.faults import SimFaults
 from headrace_kv.handoff.checksum import DigestMode
 from headrace_kv.handoff.messages import Reservation, TransferTarget
+from headrace_kv.handoff.tickets import NoTickets
 from headrace_kv.layout.layout import KvDescriptor, KvLayout, WorkerRef
 from headrace_kv.plan.shard_map import edges, heads_held
 from headrace_kv.receive.receiver import Receiver
@@ -366,6 +367,7 @@ async def pair(
         receiver = Receiver(
             ref=DECODE_REF,
             layout=decode_side.descriptor.layout,
+            tickets=NoTickets(),
             lease_ttl_s=4.0,
             on_released=decode_side.released,
             quarantine_s=0.1,
