@@ -32,7 +32,6 @@ from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_common.config import ServiceConfig
 from headrace_common.deadlines import Deadline
-from headrace_common.rpc.tickets import TicketSigner
 from headrace_common.telemetry.setup import Telemetry, init_telemetry
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_kv.layout.proto import layout_to_proto
@@ -129,9 +128,9 @@ class Site:
         def open_channel(endpoint: str) -> Any:
             return channels[endpoint]
 
-        view = WorkerDirectory(open_channel)
+        view = WorkerDirectory(open_channel, b"")
         prefixes = PrefixCacheDirectory(open_channel, lambda: 1, event_timeout_s=_FILL_TIMEOUT_S)
-        queue = PrefillQueue(1_024)
+        queue = PrefillQueue(1_024, sign=lambda task, ref, layout_hash: b"")
         telemetry = init_telemetry("router", "router-0", ServiceConfig())
         placement = KvAware(Random(1))
         generator = RequestDispatcher(
@@ -141,7 +140,7 @@ class Site:
             prefixes=prefixes,
             policy=_Fixed(registry_pb2.Policy(local_prefill_max_tokens=64)),
             retry_budget=2,
-            signer=TicketSigner(bytes, 10.0),
+            ticket_key_id=b"",
             telemetry=telemetry,
             migration_wait_s=0.0,
             on_migration=lambda reason: None,
@@ -161,7 +160,7 @@ class Site:
     def filled(self) -> bool:
         """Whether every worker has reported, and every worker with a part of the graded prompt is in the index."""
         table, tokens = self.view.table(MODEL), self.workload.graded_tokens
-        holders = np.count_nonzero(self.prefixes.cached_tokens(table, tokens))
+        holders = np.count_nonzero(self.prefixes.cached_tokens(table, tokens, ""))
         least = self.decode_count - 1 - self.decode_count // (len(tokens) // BLOCK_TOKENS)
         return bool(table.reachable.all()) and int(holders) >= least
 
@@ -180,7 +179,7 @@ class Site:
         turns, others = itertools.cycle(requests[:2]), itertools.cycle(requests[2:])
         table = self.view.table(MODEL)
         candidates = Candidates(
-            table, self.prefixes.cached_tokens(table, tokens), self.queue.pulling_workers()
+            table, self.prefixes.cached_tokens(table, tokens, ""), self.queue.pulling_workers()
         )
         wish = inference_pb2.PREFILL_PLACEMENT_UNSPECIFIED
         asked = PlacementRequest(MODEL, len(tokens), wish, RoutePolicy(64), 30.0)
@@ -191,10 +190,10 @@ class Site:
             request = next(turns)
             decision = self.generator.route(request, root, deadline)
             if decision.remote:
-                self.generator.task_terms(decision.worker, request.token_ids, deadline)
+                self.generator.task_terms(decision.worker, request.token_ids, "", deadline)
 
         def look_up() -> object:
-            return self.prefixes.cached_tokens(table, next(others).token_ids)
+            return self.prefixes.cached_tokens(table, next(others).token_ids, "")
 
         return {
             "whole decision": decide,

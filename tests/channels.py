@@ -17,5 +17,9 @@ def operator_channel(endpoint: str) -> grpc.aio.Channel:
 
 def permitted_metadata(method: str) -> tuple[tuple[str, str], ...]:
     """Metadata with a token of a role that may call the method, such as "/package.Service/Method"."""
-    role = min(roles_of(method), default=Role.ROUTER)
+    return role_metadata(min(roles_of(method), default=Role.ROUTER))
+
+
+def role_metadata(role: Role) -> tuple[tuple[str, str], ...]:
+    """Metadata with a token of a role, by the local key."""
     return ((TOKEN_KEY, Credentials(role=role).token_for("127.0.0.1:1")),)

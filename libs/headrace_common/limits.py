@@ -15,7 +15,14 @@ TRANSFER_ID_CHARACTERS_MAX: Final = 128
 """Longest transfer id that a worker accepts."""
 TICKET_BYTES_MAX: Final = 1_024
 """Longest ticket that a decode worker parses."""
-TICKET_KEY_BYTES: Final = 32
+TICKET_PUBLIC_KEY_BYTES: Final = 32
+TICKET_KEY_ID_BYTES: Final = 16
+TICKET_KEYS_MAX: Final = 1_024
+"""Most routers' keys that one process keeps."""
+TICKET_LIFETIME_MAX_S: Final = 60.0
+"""Longest time for which a router may make a direct ticket valid."""
+TICKET_KEY_KEPT_S: Final = TICKET_LIFETIME_MAX_S + 30.0
+"""How long a decode worker accepts tickets of a router after the end of its status stream."""
 NAME_CHARACTERS_MAX: Final = 255
 """Longest name of a model, cache group, data type or block format in a member's record."""
 REQUEST_FIELDS_MAX: Final = 8_192

@@ -13,6 +13,7 @@ from functools import partial
 
 from headrace_common.errors import TransferFailed
 from headrace_kv.handoff.messages import LayerRange, Reservation, SendReport, TransferTarget
+from headrace_kv.handoff.tickets import NoTickets
 from headrace_kv.layout.layout import KvDescriptor, WorkerRef
 from headrace_kv.plan.copy_plan import Runs
 from headrace_kv.receive.receiver import IncomingTransfer, Receiver, ReceiverLimits
@@ -79,6 +80,7 @@ class World:
         self.receiver = Receiver(
             ref=self.decode_ref,
             layout=self.decode_layout,
+            tickets=NoTickets(),
             on_released=self._released,
             lease_ttl_s=LEASE_S,
             quarantine_s=self.settings.quarantine_s,

@@ -149,6 +149,19 @@ def test_placement(tmp_path: Path) -> None:
     assert ET.parse(tmp_path / "placement.svg").getroot().tag.endswith("svg")
 
 
+def test_tenant_caches(tmp_path: Path) -> None:
+    size = ("--rounds=1", "--tenants=2", "--requests=1,3", "--system-tokens=128")
+    [table] = tables(run("tenant_caches", *size, f"--output={tmp_path}"))
+    columns = ("requests of a tenant", "prefix cache")
+    found = [tuple(row[column] for column in columns) for row in table]
+    assert found == [(count, way) for count in ("1", "3") for way in ("shared", "tenant")]
+    assert_columns_positive(table, "TTFT p50, ms", "TTFT p99, ms")
+    # A tenant's first request finds nothing of its own.
+    assert [row["hits"].split()[0] for row in table[1:2]] == ["0.0%"]
+    assert_columns_positive(table[3:], "hits")
+    assert tables((tmp_path / "tenant_caches.md").read_text()) == [table]
+
+
 def test_proxy(tmp_path: Path) -> None:
     size = ("--gaps=0", "--streams=1", "--rounds=1", "--vllm-router=", f"--output={tmp_path}")
     [table] = tables(run("proxy", *size))

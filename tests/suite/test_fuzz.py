@@ -34,7 +34,10 @@ from headrace_common.access.roles import Role
 from headrace_common.deadlines import Deadline
 from headrace_common.registry.descriptors import DescriptorCache
 from headrace_common.rpc.channel import open_blocking_channel, open_channel
-from tests.channels import permitted_metadata
+from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout.proto import layout_from_proto
+from tests.channels import permitted_metadata, role_metadata
+from tests.router_key import RouterKey
 from tests.suite.deployment import Suite, greedy, prompt_of, suite
 from tests.suite.fuzz import Fuzz, mostly
 
@@ -44,6 +47,7 @@ READ_MAX = 3
 GROWTH_BYTES_MAX = 64 * 1024 * 1024
 LEFT_OPEN = 60
 LIVE = ("live-0", "live-1")
+ROUTER = RouterKey()
 BUGS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 SERVICES: dict[str, tuple[ServiceDescriptor, ...]] = {
     "router": (
@@ -178,6 +182,12 @@ def good_messages(
         decode_worker_id=decode.worker_id,
         decode_incarnation=decode.incarnation,
     )
+    ticket = ROUTER.ticket(
+        LIVE[0],
+        prefill=WorkerRef(hello.worker_id, hello.incarnation),
+        decode=WorkerRef(decode.worker_id, decode.incarnation),
+        layout=layout_from_proto(decode.layout),
+    )
     landed = handoff_pb2.LayerDone(transfer_id=LIVE[0], end_token=19, payload_bytes=304)
     failed = handoff_pb2.Failed(transfer_id=LIVE[1], reason="TRANSFER_FAILED", detail="x")
     messages: list[Message] = [
@@ -198,7 +208,7 @@ def good_messages(
         decode_request("fresh", decode.incarnation),
         decode_pb2.SetFirstTokenRequest(transfer_id=LIVE[0], incarnation=decode.incarnation),
         handoff_pb2.HandoffRequest(hello=hello),
-        handoff_pb2.HandoffRequest(open=handoff_pb2.Open(transfer_id=LIVE[0])),
+        handoff_pb2.HandoffRequest(open=handoff_pb2.Open(transfer_id=LIVE[0], ticket=ticket)),
         handoff_pb2.HandoffRequest(layers_done=handoff_pb2.LayersDone(layers=[landed])),
         handoff_pb2.HandoffRequest(commit=handoff_pb2.Commit(transfer_id=LIVE[0])),
         handoff_pb2.HandoffRequest(failed=failed),
@@ -225,6 +235,7 @@ def decode_request(transfer_id: str, incarnation: str) -> decode_pb2.GenerateReq
         token_ids=prompt_of(20, 2),
         sampling=sampling_pb2.SamplingParams(max_tokens=4),
         remote_prefill=True,
+        ticket_key_id=ROUTER.key_id,
     )
 
 
@@ -238,6 +249,15 @@ def waiting_attempts(channel: grpc.Channel, incarnation: str) -> Iterator[None]:
         response_deserializer=decode_pb2.GenerateResponse.FromString,
     )
     metadata = permitted_metadata(path)
+    watch = channel.unary_stream(
+        "/headrace.worker.v1.WorkerService/WatchStatus",
+        request_serializer=worker_pb2.WatchStatusRequest.SerializeToString,
+        response_deserializer=worker_pb2.WatchStatusResponse.FromString,
+    )(
+        worker_pb2.WatchStatusRequest(ticket_public_key=ROUTER.key.public.public_key),
+        metadata=role_metadata(Role.ROUTER),
+    )
+    next(watch)
     calls = [
         generate(decode_request(name, incarnation), timeout=60, metadata=metadata) for name in LIVE
     ]
@@ -246,6 +266,7 @@ def waiting_attempts(channel: grpc.Channel, incarnation: str) -> Iterator[None]:
             assert next(call).HasField("reserved")
         yield
     finally:
+        watch.cancel()
         for call in calls:
             call.cancel()
 

@@ -45,18 +45,12 @@ class Membership:
         self._lease_id = ""
         self._registration_order = 0
         self._prefix_hash_key = 0
-        self._ticket_key = b""
         self._keeper: asyncio.Task[None] | None = None
 
     @property
     def prefix_hash_key(self) -> int:
         """The deployment's key for hashes of prompt prefixes: the first one received. 0 until `start` returns."""
         return self._prefix_hash_key
-
-    @property
-    def ticket_key(self) -> bytes:
-        """The deployment's key for tickets: the last one received. Empty until `start` returns."""
-        return self._ticket_key
 
     @property
     def registered(self) -> bool:
@@ -116,15 +110,13 @@ class Membership:
             member=self._member,
             ttl=self._ttl,
             prefix_hash_key=self._prefix_hash_key,
-            ticket_key=self._ticket_key,
             sent_unix_ns=time.time_ns(),
         )
         request.member.registration_order = self._registration_order
         with self._link.converted_errors():
             granted = await self._link.stub.Register(request, timeout=timeout_s)
-            # Other processes call the member from now on, so it needs the keys before its descriptor is published.
+            # Other processes call the member from now on, so it needs the key before its descriptor is published.
             self._store_prefix_hash_key(granted.prefix_hash_key)
-            self._ticket_key = granted.ticket_key
             self._registration_order = granted.registration_order
             if self._descriptor is not None:
                 reference = registry_pb2.MemberRef(

@@ -134,7 +134,7 @@ ATTRIBUTE_LOCAL_BYTES: Final = "headrace.local_bytes"
 ATTRIBUTE_QUEUE: Final = "headrace.queue.name"
 # Worker of a metric. A process may have several workers.
 ATTRIBUTE_WORKER_ID: Final = "headrace.worker_id"
-# Part of a ticket that was refused: "expiry", "signature", "worker_id", "transfer_id", "request_hash" or "missing".
+# Part of a ticket that was refused: "missing", "signature", "key_id", "expiry", "request_hash" or another claim.
 ATTRIBUTE_TICKET_PART: Final = "headrace.ticket.part"
 # State of the requests that a metric counts: "running" or "waiting".
 ATTRIBUTE_WORKER_STATE: Final = "headrace.worker.state"
@@ -162,7 +162,7 @@ METRIC_TIME_TO_FIRST_TOKEN_MS: Final = "headrace.time_to_first_token_ms"
 METRIC_PREFIX_FAULTS: Final = "headrace.prefix.faulty_workers"
 # How far the wall clock of a decode worker is ahead of the router's, by worker; negative when it is behind.
 METRIC_CLOCK_OFFSET_MS: Final = "headrace.clock.offset_ms"
-# Tickets of a router that a decode worker refused, by worker and by part of the ticket.
+# Tickets that a decode worker refused, by worker and by part of the ticket.
 METRIC_TICKET_REFUSALS: Final = "headrace.tickets.refused"
 # Spans that the router's trace store dropped, by the bound that they exceeded.
 METRIC_TRACE_SPANS_DROPPED: Final = "headrace.trace.dropped_spans"

@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from headrace_kv.send.context import DescriptorSource
     from headrace_kv.send.thread import SenderThread
     from headrace_kv.transport.base import KvTransport
+    from headrace_kv.transport.networks import Networks
 
 _logger = logging.getLogger(__name__)
 _SENDERS_CLOSE_S = 40.0
@@ -92,7 +93,9 @@ class SimEngine(Engine):
         self._config = config
         self._descriptors = descriptors
         self._faults = faults or SimFaults()
-        self._open_transport = transports or (lambda: open_transport(config.transport, config.host))
+        self._open_transport = transports or (
+            lambda: open_transport(config.transport, config.host, admitted=config.admitted)
+        )
         self._sender_thread = sender_thread
         self._kill_timer = kill_timer
         self._shape = plan_shape(config)
@@ -151,6 +154,10 @@ class SimEngine(Engine):
             kill_timer=self._kill_timer,
         )
         return RankSender(context, thread=self._sender_thread)
+
+    async def admit_transfer_peers(self, networks: Networks) -> None:
+        for transport in self._transports:
+            await asyncio.to_thread(transport.admit, networks)
 
     async def prefill(
         self, work: PrefillWork, on_first_token: Callable[[DecodeTokens], None] | None = None

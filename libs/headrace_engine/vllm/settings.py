@@ -36,6 +36,8 @@ class ConnectorSettings:
     gpu_direct: bool = True
     """Whether RDMA adapters may read and write KV memory on a device, where they can."""
     overlap_layers: OverlapSettings = field(default_factory=OverlapSettings)
+    admitted: tuple[str, ...] | None = None
+    """Networks from which hosts may connect to the transport at first. None means every host."""
 
     @property
     def ref(self) -> WorkerRef:
@@ -83,6 +85,7 @@ def send_params(target: TransferTarget) -> dict[str, Any]:
     """kv_transfer_params of a prefill request."""
     values = asdict(target)
     values["decode"] = [target.decode.worker_id, target.decode.incarnation]
+    values["ticket"] = target.ticket.hex()
     return {PARAMS_KEY: {"outgoing": values}}
 
 
@@ -95,6 +98,7 @@ def read_params(params: Mapping[str, Any] | None) -> ReceiveParams | TransferTar
         return ReceiveParams(*ours["incoming"])
     values = dict(ours["outgoing"])
     values["decode"] = WorkerRef(*values["decode"])
+    values["ticket"] = bytes.fromhex(values["ticket"])
     return TransferTarget(**values)
 
 

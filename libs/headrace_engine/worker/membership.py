@@ -38,11 +38,6 @@ class WorkerMembership:
             descriptor=None if descriptor is None else descriptor_to_proto(descriptor),
         )
 
-    @property
-    def ticket_key(self) -> bytes:
-        """The deployment's key for tickets; empty before `join`."""
-        return self._membership.ticket_key
-
     async def join(self) -> None:
         """Registers the worker and waits for the list of routers. Raises RegistryUnavailable."""
         await self._membership.start(self._timeout_s)

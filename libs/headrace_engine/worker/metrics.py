@@ -28,6 +28,7 @@ class WorkerMetrics:
     def __init__(self, meter: Meter) -> None:
         self._transfers = meter.create_counter(schema.METRIC_TRANSFERS, "{transfer}")
         self._bytes = meter.create_counter(schema.METRIC_TRANSFER_BYTES, "By")
+        self._ticket_refusals = meter.create_counter(schema.METRIC_TICKET_REFUSALS, "{ticket}")
         self._active = meter.create_gauge(schema.METRIC_TRANSFERS_ACTIVE, "{transfer}")
         self._requests = meter.create_gauge(schema.METRIC_WORKER_REQUESTS, "{request}")
         self._blocks_used = meter.create_gauge(schema.METRIC_BLOCKS_USED, "{block}")
@@ -59,6 +60,12 @@ class WorkerMetrics:
         worker = {schema.ATTRIBUTE_WORKER_ID: worker_id}
         self._transfers.add(1, {**worker, schema.ATTRIBUTE_END_REASON: reason or _DONE})
         self._bytes.add(payload_bytes, worker)
+
+    def ticket_refused(self, worker_id: str, part: str) -> None:
+        """A decode worker has refused a ticket. `part` is the part of the ticket."""
+        self._ticket_refusals.add(
+            1, {schema.ATTRIBUTE_WORKER_ID: worker_id, schema.ATTRIBUTE_TICKET_PART: part}
+        )
 
     def sample(self) -> None:
         """Sets the gauges of every reporting worker from its current status."""

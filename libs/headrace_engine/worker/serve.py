@@ -12,6 +12,7 @@ from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_common.deadlines import Deadline
 from headrace_common.rpc.server import GrpcServer
+from headrace_common.tickets.keys import TicketKeys
 from headrace_engine.worker.config import Config, worker_member
 from headrace_engine.worker.host import HostedWorker, RouterListener, WorkerHost
 from headrace_engine.worker.membership import WorkerMembership
@@ -26,7 +27,8 @@ class RoleServer(ABC):
 
     `services` are the full names of the gRPC services. `reserves_blocks`: whether its KV blocks are
     reserved by requests, rather than used as a cache only. `descriptor` is registered, if there is
-    one. `on_routers` is called with the live routers.
+    one. `on_routers` is called with the live routers. `ticket_keys` gets the keys that routers send
+    with WatchStatus.
     """
 
     role: ClassVar[registry_pb2.Member.Role.ValueType]
@@ -34,6 +36,7 @@ class RoleServer(ABC):
     reserves_blocks: ClassVar[bool] = False
     descriptor: KvDescriptor | None = None
     on_routers: RouterListener | None = None
+    ticket_keys: TicketKeys | None = None
 
     @abstractmethod
     def add_servicers(self, server: grpc.aio.Server) -> None:
@@ -56,8 +59,8 @@ class RoleServer(ABC):
         """Called at the end, drained or not, before the engine is closed."""
 
 
-BuildServer = Callable[[WorkerHost, HostedWorker[Config], Callable[[], bytes]], RoleServer]
-"""Makes the server of a worker. The last argument returns the key for tickets; empty before it is known."""
+BuildServer = Callable[[WorkerHost, HostedWorker[Config]], RoleServer]
+"""Makes the server of a worker."""
 
 
 async def serve_worker(
@@ -65,13 +68,16 @@ async def serve_worker(
 ) -> None:
     """Registers and serves one worker until `host` stops or drains it."""
     config, ref, engine = hosted.config, hosted.ref, hosted.engine
-    membership: WorkerMembership | None = None
-    worker = build(host, hosted, lambda: membership.ticket_key if membership is not None else b"")
+    worker = build(host, hosted)
     server = GrpcServer(config, (*worker.services, WORKER_SERVICE))
     worker.add_servicers(server.server)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(
         WorkerStatusServicer(
-            worker.status, engine.prefix_events, engine.reset_prefix_cache, server.request_drain
+            worker.status,
+            engine.prefix_events,
+            engine.reset_prefix_cache,
+            server.request_drain,
+            ticket_keys=worker.ticket_keys,
         ),
         server.server,
     )

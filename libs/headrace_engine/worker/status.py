@@ -5,15 +5,23 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
 
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
+from headrace_common.access.roles import Role, current_caller
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_seconds, seconds_from_duration
-from headrace_common.errors import DeadlineExceeded, InvalidRequest, StaleIncarnation
+from headrace_common.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    PermissionDenied,
+    StaleIncarnation,
+)
 from headrace_common.limits import DRAIN_GRACE_MAX_S
+from headrace_common.tickets.keys import TicketKeys
 from headrace_engine.prefix.event_publisher import PrefixEventPublisher
 from headrace_kv.layout.layout import WorkerRef
 
@@ -33,7 +41,8 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
     and a burst of changes is one message. An RPC without its part of the worker is UNIMPLEMENTED:
     SubscribeKvEvents without `prefix_events`, ResetPrefixCache without `reset_prefix_cache`, which is
     Engine's, and Drain without `on_drain`. That starts a drain with the given grace in seconds, or
-    with the worker's own for None, and returns its deadline.
+    with the worker's own for None, and returns its deadline. `ticket_keys` gets the keys of routers
+    while their stream is open; a worker without it ignores them.
     """
 
     def __init__(
@@ -42,11 +51,13 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
         prefix_events: PrefixEventPublisher | None = None,
         reset_prefix_cache: Callable[[], Awaitable[bool]] | None = None,
         on_drain: Callable[[float | None], Deadline] | None = None,
+        ticket_keys: TicketKeys | None = None,
     ) -> None:
         self._snapshot = snapshot
         self._reset_prefix_cache = reset_prefix_cache
         self._prefix_events = prefix_events
         self._on_drain = on_drain
+        self._ticket_keys = ticket_keys
 
     async def WatchStatus(
         self,
@@ -55,7 +66,10 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
             worker_pb2.WatchStatusRequest, worker_pb2.WatchStatusResponse
         ],
     ) -> AsyncIterator[worker_pb2.WatchStatusResponse]:
+        """See worker.proto."""
         interval_s = interval_s_of(request)
+        if request.ticket_public_key:
+            self._use_ticket_key(request.ticket_public_key, context)
         loop = asyncio.get_running_loop()
         while True:
             sent = self._status()
@@ -65,6 +79,24 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
                 await asyncio.sleep(min(POLL_S, max(0.0, send_by - loop.time())))
                 if self._status() != sent:
                     break
+
+    def _use_ticket_key(
+        self, public_key: bytes, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        """Accepts a router's tickets until its stream ends, and for a bounded time after that."""
+        if Role.ROUTER not in current_caller().roles:
+            raise PermissionDenied(
+                "a ticket key is for the role router; watch the status without one",
+                metadata={"field": "ticket_public_key", "allowed_roles": Role.ROUTER},
+            )
+        if self._ticket_keys is None:
+            return
+        try:
+            use = self._ticket_keys.use(public_key)
+        except ValueError as error:
+            raise InvalidRequest({"ticket_public_key": str(error)}) from error
+        # gRPC may drop a suspended generator without closing it. The stubs' callback type is a plain class.
+        context.add_done_callback(lambda _: use.end())  # type: ignore[arg-type]
 
     def _status(self) -> worker_pb2.WatchStatusResponse:
         status = self._snapshot()

@@ -1,7 +1,8 @@
 """Digests of layer ranges, computed from the source bytes by the sender and from the landed bytes by the receiver.
 
 A digest is 64-bit XXH3 over the range's bytes by ascending destination address. Both sides derive that order from the
-copy plan, so it depends neither on their layouts nor on the transport.
+copy plan, so it depends neither on their layouts nor on the transport. The seed comes from the handoff ticket, so a
+digest is valid for one handoff only.
 """
 
 from __future__ import annotations
@@ -37,22 +38,22 @@ def is_digested(share: float, transfer_id: str, layer: int) -> bool:
     return xxh3_64_intdigest(f"{layer}:{transfer_id}".encode()) < share * 2.0**64
 
 
-def source_digest(memory: Memory, runs: Runs) -> int:
+def source_digest(memory: Memory, runs: Runs, seed: int) -> int:
     """Digest of the bytes that the runs copy, read from `memory`."""
-    return _digest(memory, runs, runs.source_addresses)
+    return _digest(memory, runs, runs.source_addresses, seed)
 
 
-def destination_digest(memory: Memory, runs: Runs) -> int:
+def destination_digest(memory: Memory, runs: Runs, seed: int) -> int:
     """Digest of the bytes at the runs' destinations, read from `memory`."""
-    return _digest(memory, runs, runs.destination_addresses)
+    return _digest(memory, runs, runs.destination_addresses, seed)
 
 
-def _digest(memory: Memory, runs: Runs, addresses: Int64Array) -> int:
+def _digest(memory: Memory, runs: Runs, addresses: Int64Array, seed: int) -> int:
     lengths = runs.lengths
     if len(runs) > 1 and bool((np.diff(runs.destination_addresses) < 0).any()):
         order = np.argsort(runs.destination_addresses)
         addresses, lengths = addresses[order], lengths[order]
-    state = xxh3_64()
+    state = xxh3_64(seed=seed)
     if memory.on_host and len(lengths) and lengths.mean() >= _LONG_RUN_BYTES:
         for address, length in zip(addresses.tolist(), lengths.tolist(), strict=True):
             state.update((ctypes.c_uint8 * length).from_address(address))

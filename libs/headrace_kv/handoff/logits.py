@@ -16,8 +16,13 @@ LOGITS_RANK: Final = 0
 PART_BYTES: Final = 256 * 1024
 
 
-def logits_parts(transfer_id: str, logits: bytes) -> Iterator[handoff_pb2.HandoffRequest]:
-    """The messages that carry the logits, in order. They are small, so that acknowledgements pass between them."""
+def logits_parts(
+    transfer_id: str, logits: bytes, seed: int
+) -> Iterator[handoff_pb2.HandoffRequest]:
+    """The messages that carry the logits, in order. They are small, so that acknowledgements pass between them.
+
+    `seed` is that of the transfer's digests.
+    """
     for start in range(0, len(logits), PART_BYTES):
         part = handoff_pb2.LogitsPart(
             transfer_id=transfer_id,
@@ -26,16 +31,17 @@ def logits_parts(transfer_id: str, logits: bytes) -> Iterator[handoff_pb2.Handof
             data=logits[start : start + PART_BYTES],
         )
         if start + PART_BYTES >= len(logits):
-            part.digest = xxh3_64_intdigest(logits)
+            part.digest = xxh3_64_intdigest(logits, seed)
         yield handoff_pb2.HandoffRequest(logits=part)
 
 
 class OutgoingLogits:
     """One transfer's logits at the rank that sends them."""
 
-    def __init__(self, transfer_id: str) -> None:
+    def __init__(self, transfer_id: str, seed: int) -> None:
         self.sent = False
         self._transfer_id = transfer_id
+        self._seed = seed
         self._logits = b""
 
     def supply(self, logits: bytes) -> None:
@@ -46,7 +52,7 @@ class OutgoingLogits:
         """The messages to send now: none before the logits are supplied. They are yielded once."""
         if self._logits and not self.sent:
             logits, self._logits, self.sent = self._logits, b"", True
-            yield from logits_parts(self._transfer_id, logits)
+            yield from logits_parts(self._transfer_id, logits, self._seed)
 
 
 class IncomingLogits:
@@ -60,8 +66,11 @@ class IncomingLogits:
         self.complete = not expected_bytes
         """Whether every due byte was received."""
 
-    def receive_part(self, part: handoff_pb2.LogitsPart) -> None:
-        """Adds the next part. Raises ProtocolViolation for another part, KvCorrupt when the digest does not match."""
+    def receive_part(self, part: handoff_pb2.LogitsPart, seed: int) -> None:
+        """Adds the next part. `seed` is that of the transfer's digests.
+
+        Raises ProtocolViolation for another part, KvCorrupt when the digest does not match.
+        """
         end = part.start_byte + len(part.data)
         if self.complete or part.total_bytes != self._expected_bytes:
             raise self._violation(
@@ -83,7 +92,7 @@ class IncomingLogits:
             return
         if not part.HasField("digest"):
             raise self._violation("the last part of logits without a digest")
-        if part.digest != xxh3_64_intdigest(self._data):
+        if part.digest != xxh3_64_intdigest(self._data, seed):
             raise KvCorrupt(
                 f"the logits of transfer {self._transfer_id} are not what was sent",
                 metadata={"transfer_id": self._transfer_id},

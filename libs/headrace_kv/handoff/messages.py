@@ -16,7 +16,7 @@ class TransferTarget:
 
     Tokens [start_token, end_token) are those that decode lacks, which the router has from decode's reservation.
     The transfer fails at `deadline_s` of the host's monotonic clock. With `with_logits`, the last token's logits are
-    sent too.
+    sent too. `ticket` is the router's permission to fill the transfer, empty where there is no router.
     """
 
     transfer_id: str
@@ -26,6 +26,7 @@ class TransferTarget:
     end_token: int
     deadline_s: float
     with_logits: bool = False
+    ticket: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

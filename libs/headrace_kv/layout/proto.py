@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import asdict, fields
 from typing import Final
 
 from headrace.kv.v1 import layout_pb2
 from headrace_common.errors import LayoutMismatch
 from headrace_common.limits import require_limits
+from headrace_kv.layout.compatibility import fingerprint
 from headrace_kv.layout.layout import (
     STATE,
     TOKENS,
@@ -44,6 +46,13 @@ def layout_to_proto(layout: KvLayout) -> layout_pb2.KvLayout:
             for group in layout.groups
         ],
     )
+
+
+def layout_hash(layout: KvLayout) -> bytes:
+    """SHA-256 of the layout's fingerprint: equal for all workers that can exchange KV."""
+    return hashlib.sha256(
+        layout_to_proto(fingerprint(layout)).SerializeToString(deterministic=True)
+    ).digest()
 
 
 def layout_from_proto(message: layout_pb2.KvLayout) -> KvLayout:

@@ -42,6 +42,10 @@ class TransferView(Protocol):
         """The worker that sends, None before its first Open."""
 
     @property
+    def digest_seed(self) -> int:
+        """The seed of its digests, which is fixed from its first Open on."""
+
+    @property
     def active(self) -> bool:
         """Whether it may still complete."""
 

@@ -23,27 +23,28 @@ class PendingOpens:
         self._wait_s = wait_s
         self._on_expired = on_expired
         self._count = 0
-        self._expiries: dict[str, dict[PrefillPeer, TimerHandle]] = {}
+        self._expiries: dict[str, dict[PrefillPeer, tuple[TimerHandle, bytes]]] = {}
 
-    def add(self, transfer_id: str, peer: PrefillPeer) -> bool:
-        """Returns False when the limit is reached."""
+    def add(self, transfer_id: str, peer: PrefillPeer, ticket: bytes) -> bool:
+        """Returns False when the limit is reached. `ticket` is verified when its transfer is known."""
         if self._count >= self._limit:
             return False
         expiries = self._expiries.setdefault(transfer_id, {})
         if peer not in expiries:
             self._count += 1
-            expiries[peer] = running_timers(self._timers).call_later(
+            timer = running_timers(self._timers).call_later(
                 self._wait_s, self._expire, transfer_id, peer
             )
+            expiries[peer] = timer, ticket
         return True
 
-    def remove(self, transfer_id: str) -> list[PrefillPeer]:
-        """Removes the Opens of a transfer and returns their peers."""
+    def remove(self, transfer_id: str) -> list[tuple[PrefillPeer, bytes]]:
+        """Removes the Opens of a transfer and returns their peers and tickets."""
         expiries = self._expiries.pop(transfer_id, {})
         self._count -= len(expiries)
-        for timer in expiries.values():
+        for timer, _ in expiries.values():
             timer.cancel()
-        return list(expiries)
+        return [(peer, ticket) for peer, (_, ticket) in expiries.items()]
 
     def remove_peer(self, peer: PrefillPeer) -> None:
         """Removes the Opens of a peer."""
@@ -62,7 +63,8 @@ class PendingOpens:
 
     def _remove(self, transfer_id: str, peer: PrefillPeer) -> None:
         expiries = self._expiries[transfer_id]
-        expiries.pop(peer).cancel()
+        timer, _ = expiries.pop(peer)
+        timer.cancel()
         self._count -= 1
         if not expiries:
             del self._expiries[transfer_id]

@@ -20,14 +20,19 @@ from headrace_common.errors import (
     InternalError,
     KvCorrupt,
     LayoutMismatch,
+    PermissionDenied,
     ProtocolViolation,
     TransferFailed,
     TransferTimeout,
+    Unauthenticated,
     class_of,
 )
+from headrace_common.limits import TICKET_BYTES_MAX
+from headrace_common.tickets.keys import TicketKey, unauthenticated
 from headrace_kv.handoff.clock import Timers
 from headrace_kv.handoff.leases import QuarantinePolicy
 from headrace_kv.handoff.messages import Reservation
+from headrace_kv.handoff.tickets import HandoffTickets
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_kv.receive.handshake import validate_handshake
 from headrace_kv.receive.observer import ReceiverFeature, TransferObserver
@@ -40,6 +45,8 @@ __all__ = ["IncomingTransfer", "Receiver", "ReceiverLimits", "TransferState", "T
 
 _log = logging.getLogger(__name__)
 
+# Verifying a signature takes 0.1 ms. A rank with tickets of its router is never refused this often in a row.
+_REFUSED_TICKETS_MAX = 64
 _CLASSES_OF_ENDINGS = (Cancelled, KvCorrupt, LayoutMismatch, TransferFailed, TransferTimeout)
 
 
@@ -61,9 +68,9 @@ class ReceiverLimits:
 class Receiver:
     """The transfers into one decode worker.
 
-    `on_released(transfer_id)` is called once for each transfer that failed, when its blocks may be reused.
-    `quarantine_s` must be longer than a transport's write can last. `timers` is the running event loop unless given.
-    The owner of the `features` closes them.
+    `tickets` decides which prefill worker may fill a transfer. `on_released(transfer_id)` is called once for each
+    failed transfer, when its blocks may be reused. `quarantine_s` must be longer than a transport's write can last.
+    `timers` is the running event loop unless given. The owner of the `features` closes them.
     """
 
     def __init__(
@@ -71,6 +78,7 @@ class Receiver:
         *,
         ref: WorkerRef,
         layout: KvLayout,
+        tickets: HandoffTickets,
         on_released: Callable[[str], None],
         lease_ttl_s: float = 5.0,
         quarantine_s: float = 15.0,
@@ -86,6 +94,8 @@ class Receiver:
         self.lease_ttl_s = lease_ttl_s
         self._ref = ref
         self._layout = layout
+        self._tickets = tickets
+        self._refused_tickets: dict[PrefillPeer, int] = {}
         self._features = tuple(features)
         self._policy = QuarantinePolicy(lease_ttl_s, quarantine_s)
         self._transfers = TransferTable(
@@ -139,11 +149,12 @@ class Receiver:
         observer: TransferObserver | None = None,
         *,
         logits_bytes: int = 0,
+        signer: TicketKey | None = None,
     ) -> IncomingTransfer:
         """Lets prefill ranks write into the blocks until the transfer is complete or the deadline has passed.
 
         `on_free` is called when nothing may write into them any more, however the transfer ended. `observer` belongs to
-        this transfer alone. `logits_bytes` bytes of logits are part of the transfer.
+        this transfer alone. `logits_bytes` bytes of logits are part of the transfer. `signer`: see HandoffTickets.
 
         Raises DuplicateTransfer, Draining, or InternalError for blocks that do not hold the tokens.
         """
@@ -159,13 +170,13 @@ class Receiver:
             )
         self._require_valid(reservation)
         transfer = IncomingTransfer(
-            reservation, self._layout, deadline, on_free, logits_bytes=logits_bytes
+            reservation, self._layout, deadline, on_free, logits_bytes=logits_bytes, signer=signer
         )
         self._transfers.add(transfer, self._features)
         if observer is not None:
             transfer.add_observer(observer)
-        for peer in self._pending_opens.remove(transfer_id):
-            self._add_writer(transfer, peer)
+        for peer, ticket in self._pending_opens.remove(transfer_id):
+            self._add_writer(transfer, peer, ticket)
         return transfer
 
     def cancel(self, transfer_id: str, reason: str, detail: str) -> None:
@@ -176,7 +187,7 @@ class Receiver:
             self._transfers.fail(transfer, error)
         elif self._transfers.ended_detail(transfer_id) is None:
             self._transfers.remember_ended(transfer_id, detail or reason)
-            for peer in self._pending_opens.remove(transfer_id):
+            for peer, _ in self._pending_opens.remove(transfer_id):
                 peer.refuse(transfer_id, reason, detail)
 
     async def drain(self, timeout_s: float) -> None:
@@ -215,6 +226,7 @@ class Receiver:
     def disconnect(self, peer: PrefillPeer) -> None:
         """The stream has ended. The rank stops writing by itself, at the latest when its lease runs out."""
         self._peers.discard(peer)
+        self._refused_tickets.pop(peer, None)
         self._pending_opens.remove_peer(peer)
         written = [transfer for transfer in self._transfers if transfer.has_writer(peer)]
         if written:
@@ -239,7 +251,7 @@ class Receiver:
                 for layer in request.layers_done.layers:
                     self._on_layer_done(peer, layer)
             case "open":
-                self._on_open(peer, request.open.transfer_id)
+                self._on_open(peer, request.open.transfer_id, request.open.ticket)
             case "logits":
                 self._on_logits(peer, request.logits)
             case "commit":
@@ -256,18 +268,22 @@ class Receiver:
         transfer = self._transfers.get(transfer_id)
         return transfer if transfer is not None and transfer.has_writer(peer) else None
 
-    def _on_open(self, peer: PrefillPeer, transfer_id: str) -> None:
+    def _on_open(self, peer: PrefillPeer, transfer_id: str, ticket: bytes) -> None:
+        if self._refused_tickets.get(peer, 0) >= _REFUSED_TICKETS_MAX:
+            return
         transfer = self._transfers.get(transfer_id)
         ended_detail = self._transfers.ended_detail(transfer_id)
         if transfer is not None:
-            self._add_writer(transfer, peer)
+            self._add_writer(transfer, peer, ticket)
         elif ended_detail is not None:
             peer.refuse(transfer_id, "CANCELLED", ended_detail)
-        elif self._draining or not self._pending_opens.add(transfer_id, peer):
+        elif len(ticket) > TICKET_BYTES_MAX:
+            self._refuse_ticket(peer, transfer_id, unauthenticated("is too long", "signature"))
+        elif self._draining or not self._pending_opens.add(transfer_id, peer, ticket):
             detail = "too many transfers are opened before their reservation"
             peer.refuse(transfer_id, "QUEUE_FULL", detail)
 
-    def _add_writer(self, transfer: IncomingTransfer, peer: PrefillPeer) -> None:
+    def _add_writer(self, transfer: IncomingTransfer, peer: PrefillPeer, ticket: bytes) -> None:
         transfer_id = transfer.transfer_id
         if not transfer.active:
             reason = transfer.error.reason if transfer.error else "CANCELLED"
@@ -276,20 +292,40 @@ class Receiver:
         # A repeated Open: the first one, or its answer, may have been lost.
         if not transfer.has_writer(peer):
             try:
+                # The ranks of a worker present the same ticket, which is verified once.
+                if not transfer.has_accepted(peer.ref, ticket):
+                    self._tickets.check(ticket, transfer_id, peer.ref, transfer.signer)
+            except (PermissionDenied, Unauthenticated) as error:
+                self._refuse_ticket(peer, transfer_id, error)
+                return
+            self._refused_tickets.pop(peer, None)
+            try:
                 for feature in self._features:
                     feature.require_accepted(peer.ref)
-                transfer.add_writer(peer)
+                transfer.add_writer(peer, ticket)
             except HeadraceError as error:
                 _log.warning("refused an Open: %s", error.detail)
                 peer.refuse(transfer_id, error.reason, error.detail)
                 return
         peer.send(transfer.reservation_message())
 
+    def _refuse_ticket(self, peer: PrefillPeer, transfer_id: str, error: HeadraceError) -> None:
+        """Refuses an Open. The transfer is not affected (I6), and a stream with many refusals in a row ends."""
+        claim = error.metadata["ticket"]
+        peer.refuse(transfer_id, error.reason, error.detail, claim)
+        refused = self._refused_tickets[peer] = self._refused_tickets.get(peer, 0) + 1
+        if refused == 1:
+            _log.warning("refused %s to fill transfer %s: %s", peer, transfer_id, error.detail)
+        elif refused == _REFUSED_TICKETS_MAX:
+            _log.warning("refused %d tickets of %s and ends its stream", refused, peer)
+            peer.end(error)
+
     def _on_layer_done(self, peer: PrefillPeer, layer: handoff_pb2.LayerDone) -> None:
         transfer = self._opened(peer, layer.transfer_id)
         if transfer is None:
             if self._transfers.ended_detail(layer.transfer_id) is None:
-                _log.warning("%s acknowledged transfer %s unopened", peer, layer.transfer_id)
+                # Not a warning: a rank without a ticket could fill the log.
+                _log.debug("%s acknowledged transfer %s unopened", peer, layer.transfer_id)
             return
         if not transfer.active:
             return

@@ -16,11 +16,13 @@ from headrace_common.errors import (
     ProtocolViolation,
     TransferTimeout,
 )
+from headrace_common.tickets.keys import TicketKey
 from headrace_kv.handoff.clock import TimerHandle, Timers
 from headrace_kv.handoff.leases import Quarantine, QuarantinePolicy
 from headrace_kv.handoff.logits import LOGITS_RANK, IncomingLogits
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.handoff.proto import reservation_fields
+from headrace_kv.handoff.tickets import digest_seed
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_kv.receive.ledger import LayerLanded, Ledger
 from headrace_kv.receive.observer import TransferObserver
@@ -40,9 +42,11 @@ class PrefillPeer:
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.ref}"
 
-    def refuse(self, transfer_id: str, reason: str, detail: str) -> None:
-        """Sends a Cancel: the rank must stop writing for the transfer."""
-        cancel = handoff_pb2.Cancel(transfer_id=transfer_id, reason=reason, detail=detail)
+    def refuse(self, transfer_id: str, reason: str, detail: str, claim: str = "") -> None:
+        """Sends a Cancel: the rank must stop writing for the transfer. `claim`: see Cancel.refused_claim."""
+        cancel = handoff_pb2.Cancel(
+            transfer_id=transfer_id, reason=reason, detail=detail, refused_claim=claim
+        )
         self.send(handoff_pb2.HandoffResponse(cancel=cancel))
 
 
@@ -76,7 +80,11 @@ class IncomingTransfer:
         on_free: Callable[[IncomingTransfer], None] | None = None,
         *,
         logits_bytes: int = 0,
+        signer: TicketKey | None = None,
     ) -> None:
+        self.signer = signer
+        """See HandoffTickets."""
+        self._ticket = b""
         self._reservation = reservation
         self._layout = layout
         self._deadline = deadline
@@ -115,6 +123,11 @@ class IncomingTransfer:
     def prefill(self) -> WorkerRef | None:
         """The worker that sends; None before its first Open."""
         return self._prefill
+
+    @property
+    def digest_seed(self) -> int:
+        """The seed of its digests, from the ticket of the worker that sends."""
+        return digest_seed(self._ticket)
 
     @property
     def error(self) -> HeadraceError | None:
@@ -223,8 +236,12 @@ class IncomingTransfer:
         """Whether a rank may write."""
         return peer in self._writers
 
-    def add_writer(self, peer: PrefillPeer) -> None:
-        """Lets a rank write. Raises ProtocolViolation when it has no part in the transfer."""
+    def has_accepted(self, prefill: WorkerRef, ticket: bytes) -> bool:
+        """Whether a rank of this worker writes, or has written, with this very ticket."""
+        return self._prefill == prefill and self._ticket == ticket
+
+    def add_writer(self, peer: PrefillPeer, ticket: bytes) -> None:
+        """Lets a rank with a valid ticket write. Raises ProtocolViolation when it has no part in the transfer."""
         if self._prefill is not None and self._prefill != peer.ref:
             raise ProtocolViolation(
                 f"transfer {self.transfer_id} is being sent by {self._prefill}, not {peer.ref}"
@@ -237,7 +254,9 @@ class IncomingTransfer:
         layers_due = peer.rank in ledger.source_ranks and not ledger.source_complete(peer.rank)
         if not layers_due and not self._owes_logits(peer):
             raise ProtocolViolation(f"{peer} has nothing to send for {self.transfer_id}")
-        self._ledger, self._prefill = ledger, peer.ref
+        if self._prefill is None:
+            self._prefill, self._ticket = peer.ref, ticket
+        self._ledger = ledger
         self._writers.add(peer)
         if self.state is TransferState.RESERVED:
             self._states.enter(TransferState.OPEN)
@@ -288,7 +307,7 @@ class IncomingTransfer:
         """Adds a part. Raises as IncomingLogits.take, and ProtocolViolation for a rank that must not send them."""
         if peer.rank != LOGITS_RANK:
             raise ProtocolViolation(f"{peer} is not the one to send logits of {self.transfer_id}")
-        self._logits.receive_part(part)
+        self._logits.receive_part(part, self.digest_seed)
 
     def require_committed(self, peer: PrefillPeer, payload_bytes: int) -> None:
         """Raises ProtocolViolation when a rank commits before everything of it has landed."""

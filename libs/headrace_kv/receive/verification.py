@@ -72,25 +72,25 @@ class DigestChecks(ReceiverFeature):
         return DigestJobs(self, transfer, resume)
 
     def submit(
-        self, reservation: Reservation, ranges: tuple[LayerLanded, ...]
+        self, reservation: Reservation, ranges: tuple[LayerLanded, ...], seed: int
     ) -> Future[tuple[LayerLanded, ...]]:
         """Calls `find_corrupt` on the thread. Raises Draining once closed."""
         try:
-            return self._thread.submit(self.find_corrupt, reservation, ranges)
+            return self._thread.submit(self.find_corrupt, reservation, ranges, seed)
         except RuntimeError as error:
             raise Draining("the decode worker checks nothing any more") from error
 
     def find_corrupt(
-        self, reservation: Reservation, ranges: tuple[LayerLanded, ...]
+        self, reservation: Reservation, ranges: tuple[LayerLanded, ...], seed: int
     ) -> tuple[LayerLanded, ...]:
-        """The ranges that do not hold the bytes that were sent. Blocks."""
-        return tuple(one for one in ranges if self._digest(reservation, one) != one.digest)
+        """The ranges that do not hold the bytes that were sent. `seed` is that of their transfer. Blocks."""
+        return tuple(one for one in ranges if self._digest(reservation, one, seed) != one.digest)
 
     def close(self) -> None:
         """Drops waiting jobs and returns when the running one has ended. Blocks; may be called twice."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _digest(self, reservation: Reservation, landed: LayerLanded) -> int:
+    def _digest(self, reservation: Reservation, landed: LayerLanded, seed: int) -> int:
         edge, rank = landed.edge, landed.edge.destination_rank
         planner = self._planners.get(rank)
         if planner is None:
@@ -99,7 +99,7 @@ class DigestChecks(ReceiverFeature):
         own = Edge(rank, rank, head, head, edge.head_count)
         index = self._layout.group_index(landed.layer)
         span = reserved_span(self._layout, reservation, index, landed.start_token, landed.end_token)
-        return destination_digest(self._memory, planner.plan(own, landed.layer, span))
+        return destination_digest(self._memory, planner.plan(own, landed.layer, span), seed)
 
 
 class DigestJobs(TransferObserver):
@@ -139,7 +139,7 @@ class DigestJobs(TransferObserver):
         if not transfer.active or self._checking or not self._waiting:
             return
         ranges = tuple(self._waiting)
-        future = self._checks.submit(transfer.reservation, ranges)
+        future = self._checks.submit(transfer.reservation, ranges, transfer.digest_seed)
         self._waiting.clear()
         self._checking = ranges
         call_when_done(future, self._on_job_ended)

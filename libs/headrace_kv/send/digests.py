@@ -23,10 +23,10 @@ class WriteDigests:
         # The digest of a write that is never acknowledged is freed with the write.
         self._digests: WeakKeyDictionary[LayerWrite, int] = WeakKeyDictionary()
 
-    def on_all_started(self, transfer_id: str, write: LayerWrite) -> None:
+    def on_all_started(self, transfer_id: str, write: LayerWrite, digest_seed: int) -> None:
         """Computes the digest while the transport is still sending the bytes."""
         if is_digested(self._share, transfer_id, write.layer):
-            self._digests[write] = source_digest(self._memory, write.runs)
+            self._digests[write] = source_digest(self._memory, write.runs, digest_seed)
 
     def on_acknowledge(self, write: LayerWrite, message: handoff_pb2.LayerDone) -> None:
         """Adds the digest, if there is one."""

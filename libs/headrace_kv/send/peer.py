@@ -18,8 +18,11 @@ from headrace_kv.send.stream import HandoffStream
 class WriteObserver(Protocol):
     """Is called for every write to a decode worker, and may add to its LayerDone. Runs on the sender's thread."""
 
-    def on_all_started(self, transfer_id: str, write: LayerWrite) -> None:
-        """The transport has every batch of a write. The source bytes stay as they are until the transfer is quiet."""
+    def on_all_started(self, transfer_id: str, write: LayerWrite, digest_seed: int) -> None:
+        """The transport has every batch of a write. The source bytes stay as they are until the transfer is quiet.
+
+        `digest_seed` is that of the transfer's digests.
+        """
 
     def on_acknowledge(self, write: LayerWrite, message: handoff_pb2.LayerDone) -> None:
         """`message` is about to be sent for a write that has landed."""

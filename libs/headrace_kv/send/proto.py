@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 from headrace.kv.v1 import handoff_pb2
-from headrace_common.errors import Cancelled, Draining, TransferFailed, WorkerGone, class_of
+from headrace_common.errors import (
+    Cancelled,
+    Draining,
+    PermissionDenied,
+    TransferFailed,
+    Unauthenticated,
+    WorkerGone,
+    class_of,
+)
 from headrace_kv.send.layer_write import LayerWrite
 
 
 def reason_from_peer(reason: str) -> str:
     """The reason to report on this rank when decode, or the stream to it, ended a transfer for `reason`.
 
-    Draining and WorkerGone become TransferFailed: they describe the decode worker's state, not this rank's.
+    Draining and WorkerGone become TransferFailed: they describe the decode worker's state, not this rank's. So do the
+    refusals of tickets: a client would take them for those of its own API key.
     """
-    if class_of(reason) in (Draining, WorkerGone):
+    if class_of(reason) in (Draining, WorkerGone, Unauthenticated, PermissionDenied):
         return TransferFailed.reason
     return reason or Cancelled.reason
 
 
-def opening(transfer_id: str) -> handoff_pb2.HandoffRequest:
-    return handoff_pb2.HandoffRequest(open=handoff_pb2.Open(transfer_id=transfer_id))
+def opening(transfer_id: str, ticket: bytes) -> handoff_pb2.HandoffRequest:
+    message = handoff_pb2.Open(transfer_id=transfer_id, ticket=ticket)
+    return handoff_pb2.HandoffRequest(open=message)
 
 
 def layer_done(transfer_id: str, write: LayerWrite) -> handoff_pb2.LayerDone:

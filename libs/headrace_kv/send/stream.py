@@ -169,6 +169,7 @@ class HandoffStream:
         try:
             async with asyncio.timeout(timeout_s):
                 descriptor = await self._context.descriptors(self.decode, Deadline.after(timeout_s))
+                await self._name_addresses(descriptor)
             require_compatible(self._context.layout, descriptor.layout)
             async with open_channel(self._endpoint, self._context.credentials) as channel:
                 await self._exchange_messages(channel, descriptor)
@@ -189,6 +190,12 @@ class HandoffStream:
             error = InternalError(f"the handoff stream to {self.decode} met a bug")
         finally:
             self._report_lost(error)
+
+    async def _name_addresses(self, descriptor: KvDescriptor) -> None:
+        """Puts into Hello the addresses that decode must admit."""
+        sessions = {rank.session for rank in descriptor.ranks}
+        addresses = await asyncio.to_thread(self._context.transport.source_addresses, sessions)
+        self._hello.transfer_addresses.extend(sorted(map(str, addresses)))
 
     async def _exchange_messages(self, channel: grpc.aio.Channel, descriptor: KvDescriptor) -> None:
         call = handoff_pb2_grpc.HandoffServiceStub(channel).Handoff()

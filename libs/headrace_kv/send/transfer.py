@@ -14,6 +14,7 @@ from headrace_kv.handoff.messages import (
     SendReport,
     TransferTarget,
 )
+from headrace_kv.handoff.tickets import digest_seed
 from headrace_kv.plan.copy_plan import BlockSpan
 from headrace_kv.plan.shard_map import Edge
 from headrace_kv.send.layer_write import LayerWrite, WritePlan
@@ -51,8 +52,10 @@ class OutgoingTransfer:
         self.target = target
         self.peer = peer
         self.deadline_s = deadline_s
+        self.digest_seed = digest_seed(target.ticket)
+        """The seed of its digests."""
         with_logits = target.with_logits and rank == LOGITS_RANK
-        self.logits = OutgoingLogits(target.transfer_id) if with_logits else None
+        self.logits = OutgoingLogits(target.transfer_id, self.digest_seed) if with_logits else None
         self._rank = rank
         self._phase = _CONNECTING
         self._plan: WritePlan | None = None

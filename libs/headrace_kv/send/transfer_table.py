@@ -88,7 +88,7 @@ class TransferTable:
         ask_again_s = self._context.clock.monotonic_s() + _ASK_AGAIN_S
         transfer.open_sent(ask_again_s)
         self._sweep_at(ask_again_s)
-        self.send(transfer, proto.opening(transfer.transfer_id))
+        self.send(transfer, proto.opening(transfer.transfer_id, transfer.target.ticket))
 
     def send(self, transfer: OutgoingTransfer, request: handoff_pb2.HandoffRequest) -> None:
         """Sends a message about a transfer."""

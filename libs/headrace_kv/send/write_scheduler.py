@@ -93,7 +93,7 @@ class WriteScheduler:
         try:
             if write.next_batch is None:
                 for observer in transfer.peer.observers:
-                    observer.on_all_started(transfer.transfer_id, write)
+                    observer.on_all_started(transfer.transfer_id, write, transfer.digest_seed)
         finally:
             if future.done():
                 self._end_batch(future, time.perf_counter_ns())

@@ -16,6 +16,7 @@ from headrace_common.errors import (
     InvalidRequest,
 )
 from headrace_common.process.pacing import LoopLoad
+from headrace_common.tickets.keys import TicketKey
 from headrace_decode.event_buffer import EventBuffer
 from headrace_decode.proto import tokens_to_proto
 from headrace_decode.timestamps import RequestTimestamps
@@ -43,8 +44,10 @@ class Attempt:
         receiver: Receiver,
         deadline: Deadline,
         on_closed: Callable[[], None],
+        signer: TicketKey | None = None,
         load: LoopLoad | None = None,
     ) -> None:
+        """`signer`: see HandoffTickets."""
         self.work = work
         self.timestamps = RequestTimestamps()
         self.reservation: Reservation | None = None
@@ -54,6 +57,7 @@ class Attempt:
         self._receiver = receiver
         self._deadline = deadline
         self._on_closed = on_closed
+        self._signer = signer
         self._load = load
         self._events: EventBuffer | None = None
         self._waiter: TransferWaiter | None = None
@@ -144,6 +148,7 @@ class Attempt:
                 on_transfer_free,
                 self._engine.arrival_listener(),
                 logits_bytes=self._engine.logits_bytes if self.work.from_logits else 0,
+                signer=self._signer,
             )
             self._waiter = TransferWaiter(transfer, self._engine, self.timestamps)
         return first

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from functools import partial
 
 import grpc.aio
 
@@ -15,16 +15,20 @@ from headrace_common.config import load_config
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError
 from headrace_common.process.run import run_service
+from headrace_common.tickets.keys import TicketKeys
 from headrace_decode.admission import Admission, Capacity
 from headrace_decode.config import DecodeConfig
 from headrace_decode.service import DecodeService
+from headrace_decode.transfer_peers import TransferPeers
 from headrace_engine.interface import Engine
 from headrace_engine.worker.host import HostedWorker, WorkerHost
 from headrace_engine.worker.process import run_workers
 from headrace_engine.worker.serve import RoleServer
+from headrace_kv.handoff.tickets import RouterTickets
 from headrace_kv.receive.receiver import Receiver
 from headrace_kv.receive.service import HandoffServicer
 from headrace_kv.receive.verification import DigestChecks
+from headrace_kv.transport.networks import parse_networks
 
 PROG = "headrace-decode"
 # Engines keep one block for themselves: vLLM's null block.
@@ -57,16 +61,24 @@ class DecodeServer(RoleServer):
         self,
         host: WorkerHost,
         hosted: HostedWorker[DecodeConfig],
-        ticket_key: Callable[[], bytes],
     ) -> None:
         """Raises ConfigError when the settings do not fit the engine."""
         config, ref, engine = hosted.config, hosted.ref, hosted.engine
         self.descriptor = engine.descriptor
+        self.ticket_keys = keys = TicketKeys()
+        count_refusal = partial(host.metrics.ticket_refused, ref.worker_id)
         self._drain_grace_s = config.drain_grace_s
         self._checks = checks = _digest_checks(config, engine)
+        self._peers = TransferPeers(
+            engine.admit_transfer_peers,
+            parse_networks(config.transfer_peer_networks),
+            # By then the rank's write lease has ended.
+            linger_s=2.0 * config.lease_ttl_s,
+        )
         self._receiver = receiver = Receiver(
             ref=ref,
             layout=engine.descriptor.layout,
+            tickets=RouterTickets(keys, ref, engine.descriptor.layout, count_refusal),
             lease_ttl_s=config.lease_ttl_s,
             on_released=engine.released,
             quarantine_s=config.quarantine_s,
@@ -79,13 +91,14 @@ class DecodeServer(RoleServer):
             admission=Admission(_capacity(config, engine)),
             telemetry=host.telemetry.for_worker(ref.worker_id),
             request_timeout_s=config.request_timeout_s,
-            ticket_key=ticket_key,
+            ticket_keys=keys,
+            on_ticket_refused=count_refusal,
         )
 
     def add_servicers(self, server: grpc.aio.Server) -> None:
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(self._service, server)
         handoff_pb2_grpc.add_HandoffServiceServicer_to_server(
-            HandoffServicer(self._receiver), server
+            HandoffServicer(self._receiver, self._peers.admitted), server
         )
 
     def status(self) -> worker_pb2.WatchStatusResponse:
@@ -100,6 +113,7 @@ class DecodeServer(RoleServer):
         await self._receiver.drain(min(QUIESCE_WAIT_S, self._drain_grace_s))
 
     async def close(self) -> None:
+        await self._peers.close()
         if self._checks is not None:
             # The engine's memory, which the checks read, is freed next.
             await asyncio.to_thread(self._checks.close)

@@ -28,9 +28,10 @@ from headrace_common.errors import (
     Unauthenticated,
 )
 from headrace_common.process.pacing import LoopLoad
-from headrace_common.rpc.tickets import check_ticket
 from headrace_common.telemetry.schema import SPAN_DECODE
 from headrace_common.telemetry.setup import Telemetry
+from headrace_common.tickets.direct import check_ticket
+from headrace_common.tickets.keys import TicketKey, TicketKeys, unauthenticated
 from headrace_decode.admission import Admission, SeenTransfers
 from headrace_decode.attempt import Attempt
 from headrace_decode.proto import work_from_proto
@@ -41,8 +42,8 @@ from headrace_kv.receive.receiver import Receiver
 
 log = logging.getLogger(__name__)
 
-KEY_POLLS = 100
-KEY_POLL_S = 0.01
+# A router's status stream, which brings its key, may reach a new worker after the router's request.
+KEY_WAIT_S = 1.0
 
 Context = grpc.aio.ServicerContext[decode_pb2.GenerateRequest, decode_pb2.GenerateResponse]
 
@@ -59,7 +60,8 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         admission: Admission,
         telemetry: Telemetry,
         request_timeout_s: float,
-        ticket_key: Callable[[], bytes] = bytes,
+        ticket_keys: TicketKeys,
+        on_ticket_refused: Callable[[str], None] = lambda part: None,
     ) -> None:
         self._ref = ref
         self._engine = engine
@@ -67,7 +69,8 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         self._admission = admission
         self._telemetry = telemetry
         self._request_timeout_s = request_timeout_s
-        self._ticket_key = ticket_key
+        self._ticket_keys = ticket_keys
+        self._on_ticket_refused = on_ticket_refused
         self._seen = SeenTransfers()
         self._live: dict[str, Attempt] = {}
         self._awaiting: dict[str, Attempt] = {}
@@ -82,9 +85,13 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         self, request: decode_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[decode_pb2.GenerateResponse]:
         """See decode.proto."""
-        if Role.ROUTER not in current_caller().roles:
-            await self._check_ticket(request)
-        attempt = self._admit(request, Deadline.from_context(context, self._request_timeout_s))
+        try:
+            signer = await self._check_permission(request)
+        except Unauthenticated as refusal:
+            self._on_ticket_refused(refusal.metadata["ticket"])
+            raise
+        deadline = Deadline.from_context(context, self._request_timeout_s)
+        attempt = self._admit(request, deadline, signer)
         span = self._telemetry.tracer.start_span(
             SPAN_DECODE,
             context=otel_context.get_current(),
@@ -115,24 +122,31 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         finally:
             self._end(attempt, span, error)
 
-    async def _check_ticket(self, request: decode_pb2.GenerateRequest) -> None:
-        """Raises Unauthenticated without a valid ticket. Routers need none."""
-        if not request.ticket:
+    async def _check_permission(self, request: decode_pb2.GenerateRequest) -> TicketKey | None:
+        """The key that must sign the handoff ticket, None where any router may.
+
+        A request with a ticket may come from every caller, and any router may queue its prompt. Raises Unauthenticated
+        for a request that no router permits.
+        """
+        if request.ticket:
+            # A ticket for an older incarnation is reported as such.
+            self._check_incarnation(request.incarnation)
+            check_ticket(self._ticket_keys.find, request, self._ref.worker_id)
+            return None
+        if Role.ROUTER not in current_caller().roles:
             raise Unauthenticated(
                 f"{self._ref.worker_id} requires a ticket; ask a router, by Generate or by Route",
                 metadata={"ticket": "missing"},
             )
-        # A ticket for an older incarnation is reported as such.
-        self._check_incarnation(request.incarnation)
-        await self._wait_for_ticket_key()
-        check_ticket(self._ticket_key(), request, self._ref.worker_id)
-
-    async def _wait_for_ticket_key(self) -> None:
-        """Waits for up to a second. A router may see a new worker before the registry answers the worker."""
-        for _ in range(KEY_POLLS):
-            if self._ticket_key():
-                return
-            await asyncio.sleep(KEY_POLL_S)
+        if not request.remote_prefill:
+            return None
+        signer = await self._ticket_keys.wait_for(request.ticket_key_id, KEY_WAIT_S)
+        if signer is None:
+            raise unauthenticated(
+                "of the handoff would have an unknown key; send the key by WatchStatus and its id as ticket_key_id",
+                "key_id",
+            )
+        return signer
 
     def _check_incarnation(self, incarnation: str) -> None:
         if incarnation != self._ref.incarnation:
@@ -142,7 +156,12 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
                 metadata={"meant": incarnation, "actual": self._ref.incarnation},
             )
 
-    def _admit(self, request: decode_pb2.GenerateRequest, deadline: Deadline) -> Attempt:
+    def _admit(
+        self,
+        request: decode_pb2.GenerateRequest,
+        deadline: Deadline,
+        signer: TicketKey | None,
+    ) -> Attempt:
         """Reserves resources for an attempt, or raises before any are spent."""
         if self._draining and self._notice.expired:
             raise self._refusal()
@@ -169,6 +188,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
             receiver=self._receiver,
             deadline=deadline,
             on_closed=lambda: self._attempt_closed(work.transfer_id),
+            signer=signer,
             load=self._load,
         )
         self._live[work.transfer_id] = attempt

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import grpc.aio
@@ -45,7 +44,6 @@ class PrefillServer(RoleServer):
         self,
         host: WorkerHost,
         hosted: HostedWorker[PrefillConfig],
-        ticket_key: Callable[[], bytes],
     ) -> None:
         config, ref, engine = hosted.config, hosted.ref, hosted.engine
         self._worker = PrefillWorker(

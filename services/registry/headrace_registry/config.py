@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hashlib import blake2b, sha256
+from hashlib import blake2b
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated
@@ -114,14 +114,6 @@ class RegistryConfig(ServiceConfig):
     prefix_hash_key_file: str = Field(
         "", description="File of prefix_hash_key, which it replaces. It is read at the start."
     )
-    ticket_key: Annotated[SecretStr, AfterValidator(_check_secret)] = Field(
-        SecretStr(""),
-        description="Secret with which routers sign tickets for decode workers, the same for every registry of a "
-        "deployment. Empty means a random key: stored in etcd, or with store memory by the members.",
-    )
-    ticket_key_file: str = Field(
-        "", description="File of ticket_key, which it replaces. It is read at the start."
-    )
 
     @model_validator(mode="after")
     def _check_waits(self) -> RegistryConfig:
@@ -152,24 +144,14 @@ class RegistryConfig(ServiceConfig):
 
     @model_validator(mode="after")
     def _check_secrets(self) -> RegistryConfig:
-        both = [
-            f"set {name} or {name}_file, not both"
-            for name in ("prefix_hash_key", "ticket_key")
-            if getattr(self, name).get_secret_value() and getattr(self, f"{name}_file")
-        ]
-        if both:
-            raise ValueError("; ".join(both))
+        if self.prefix_hash_key.get_secret_value() and self.prefix_hash_key_file:
+            raise ValueError("set prefix_hash_key or prefix_hash_key_file, not both")
         return self
 
     def read_prefix_hash_key(self) -> int:
         """The key of 64 bits derived from `prefix_hash_key`; 0 when there is none. Raises ConfigError."""
         secret = self._read_secret("prefix_hash_key").encode()
         return int.from_bytes(blake2b(secret, digest_size=8).digest()) or 1 if secret else 0
-
-    def read_ticket_key(self) -> bytes:
-        """The key derived from `ticket_key`; no bytes when there is none. Raises ConfigError."""
-        secret = self._read_secret("ticket_key").encode()
-        return sha256(secret).digest() if secret else b""
 
     def _read_secret(self, name: str) -> str:
         """The value of a setting, or the content of its file."""

@@ -32,14 +32,14 @@ async def serve() -> None:
     """Serves until a signal. Raises ConfigError when it cannot start as configured."""
     config = load_config(RegistryConfig, None, prog=PROG, env_prefix="HEADRACE_REGISTRY_")
     setup_logging(config.log_level, PROG, "")
-    prefix_hash_key, ticket_key = config.read_prefix_hash_key(), config.read_ticket_key()
+    prefix_hash_key = config.read_prefix_hash_key()
     store = open_store(config)
     await store.start()
     metrics = start_metrics(store, config)
     try:
         server = GrpcServer(config, [SERVICE])
         registry_pb2_grpc.add_RegistryServiceServicer_to_server(
-            RegistryServicer(store, config.max_members, prefix_hash_key, ticket_key),
+            RegistryServicer(store, config.max_members, prefix_hash_key),
             server.server,
         )
         endpoint = await server.start()

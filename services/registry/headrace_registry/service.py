@@ -30,8 +30,6 @@ _CREDENTIAL_ROLES: Final = {
     registry_pb2.Member.ROLE_PREFILL: Role.PREFILL,
     registry_pb2.Member.ROLE_DECODE: Role.DECODE,
 }
-# Routers sign tickets, and decode workers check them.
-_TICKET_ROLES: Final = (registry_pb2.Member.ROLE_ROUTER, registry_pb2.Member.ROLE_DECODE)
 
 
 def _require_own_identity(member: registry_pb2.Member) -> None:
@@ -50,16 +48,13 @@ def _require_own_identity(member: registry_pb2.Member) -> None:
 class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
     """The gRPC side of a store.
 
-    `prefix_hash_key` and `ticket_key` override the store's keys, unless they are 0 and no bytes.
+    `prefix_hash_key` overrides the store's key, unless it is 0.
     """
 
-    def __init__(
-        self, store: Store, max_members: int, prefix_hash_key: int = 0, ticket_key: bytes = b""
-    ) -> None:
+    def __init__(self, store: Store, max_members: int, prefix_hash_key: int = 0) -> None:
         self._store = store
         self._max_members = max_members
         self._prefix_hash_key = prefix_hash_key
-        self._ticket_key = ticket_key
 
     async def Register(
         self, request: registry_pb2.RegisterRequest, context: _Context
@@ -68,7 +63,6 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             {
                 **validation.member_violations(request.member, "member"),
                 **validation.ttl_violations(request.ttl, "ttl"),
-                **validation.ticket_key_violations(request.ticket_key, "ticket_key"),
                 **validation.start_violations(request, time.time_ns(), "member.start_unix_ns"),
             }
         )
@@ -83,9 +77,6 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         prefix_hash_key = self._prefix_hash_key or await self._store.ensure_prefix_hash_key(
             request.prefix_hash_key
         )
-        ticket_key = b""
-        if request.member.role in _TICKET_ROLES:
-            ticket_key = self._ticket_key or await self._store.ensure_ticket_key(request.ticket_key)
         self._note_offset(request)
         member = validation.by_own_clock(request, time.time_ns())
         registration = await self._store.register(member, ttl_s)
@@ -94,7 +85,6 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             ttl=duration_from_seconds(registration.ttl_s),
             revision=registration.revision,
             prefix_hash_key=prefix_hash_key,
-            ticket_key=ticket_key,
             registration_order=registration.order,
         )
 
@@ -163,6 +153,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         if not request.lease_id:
             violations["lease_id"] = "give the lease that Register granted"
         validation.require(violations)
+        require_own_name(request.member.worker_id)
         revision = await self._store.put_descriptor(
             request.lease_id, request.member, request.descriptor
         )

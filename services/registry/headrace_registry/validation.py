@@ -25,7 +25,7 @@ from headrace_common.limits import (
     POLICY_TENANT_WEIGHT_MAX,
     POLICY_TENANTS_MAX,
     START_AHEAD_MAX_S,
-    TICKET_KEY_BYTES,
+    TICKET_PUBLIC_KEY_BYTES,
     limit_violations,
 )
 
@@ -58,6 +58,7 @@ def member_violations(member: registry_pb2.Member, path: str) -> dict[str, str]:
         )
     if member.role in (registry_pb2.Member.ROLE_PREFILL, registry_pb2.Member.ROLE_DECODE):
         violations.update(_worker_violations(member, path))
+    violations.update(_ticket_key_violations(member, path))
     return violations
 
 
@@ -88,6 +89,18 @@ def by_own_clock(request: registry_pb2.RegisterRequest, now_unix_ns: int) -> reg
     member.CopyFrom(request.member)
     member.start_unix_ns = max(1, member.start_unix_ns - offset)
     return member
+
+
+def _ticket_key_violations(member: registry_pb2.Member, path: str) -> dict[str, str]:
+    """Other routers accept tickets that are signed with the key, so only a router may announce one."""
+    size = len(member.ticket_public_key)
+    if size in (0, TICKET_PUBLIC_KEY_BYTES) and not (
+        size and member.role != registry_pb2.Member.ROLE_ROUTER
+    ):
+        return {}
+    return {
+        f"{path}.ticket_public_key": f"give {TICKET_PUBLIC_KEY_BYTES} bytes for a router, none for a worker"
+    }
 
 
 def layout_violations(layout: layout_pb2.KvLayout, path: str) -> dict[str, str]:
@@ -159,12 +172,6 @@ def ttl_violations(ttl: duration_pb2.Duration, path: str) -> dict[str, str]:
     if LEASE_TTL_MIN_S <= seconds_from_duration(ttl) <= LEASE_TTL_MAX_S:
         return {}
     return {path: f"give {LEASE_TTL_MIN_S} s to {LEASE_TTL_MAX_S} s"}
-
-
-def ticket_key_violations(key: bytes, path: str) -> dict[str, str]:
-    if len(key) in (0, TICKET_KEY_BYTES):
-        return {}
-    return {path: f"give {TICKET_KEY_BYTES} bytes, or none"}
 
 
 def policy_violations(policy: registry_pb2.Policy, path: str) -> dict[str, str]:

@@ -9,15 +9,21 @@ from random import Random
 import grpc.aio
 
 from headrace.inference.v1 import inference_pb2_grpc, trace_pb2_grpc
-from headrace.prefill.v1 import prefill_pb2_grpc
+from headrace.kv.v1 import handoff_pb2
+from headrace.prefill.v1 import prefill_pb2, prefill_pb2_grpc
 from headrace.registry.v1 import registry_pb2
+from headrace_common.limits import TICKET_LIFETIME_MAX_S
 from headrace_common.rpc.channel import open_channel
-from headrace_common.rpc.tickets import TicketSigner
 from headrace_common.telemetry.setup import Telemetry
+from headrace_common.tickets.direct import TicketSigner
+from headrace_common.tickets.handoff import sign_handoff
+from headrace_common.tickets.keys import SigningKey
+from headrace_kv.layout.layout import WorkerRef
 from headrace_router.admission.admission import Admission, AdmissionLimits
 from headrace_router.admission.tenants import load_tenants
 from headrace_router.config import RouterConfig
 from headrace_router.dispatch.dispatcher import PolicySource, RequestDispatcher
+from headrace_router.lookaside.keys import RouterKeys
 from headrace_router.lookaside.tickets import LookAside
 from headrace_router.lookaside.tracking import DirectRequestTracker
 from headrace_router.metrics import RouterMetrics
@@ -25,7 +31,9 @@ from headrace_router.models import ModelCatalog
 from headrace_router.placement import KvAware, Placement
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.service import PullService
+from headrace_router.prefill_queue.task import SignTask
 from headrace_router.prefix_cache.directory import PrefixCacheDirectory
+from headrace_router.prefix_cache.salts import CacheSalts
 from headrace_router.request.client_gate import ClientGate
 from headrace_router.request.preparation import RequestPreparer
 from headrace_router.service import InferenceService
@@ -55,6 +63,7 @@ class Router:
     traces: TraceStore
     metrics: RouterMetrics
     direct: DirectRequestTracker
+    router_keys: RouterKeys
     preparer: RequestPreparer
     gate: ClientGate
     """For the server's interceptors."""
@@ -71,6 +80,7 @@ class Router:
         """Replaces the members that the registry lists."""
         self.workers.update(members)
         self.prefixes.update(members)
+        self.router_keys.update(members)
 
     async def close(self) -> None:
         """Ends every stream to workers."""
@@ -87,17 +97,13 @@ def assemble(
     telemetry: Telemetry,
     policy: PolicySource,
     prefix_hash_key: Callable[[], int],
-    ticket_key: Callable[[], bytes] = bytes,
+    ticket_key: SigningKey,
     placement: Placement | None = None,
 ) -> Router:
     """Builds the parts, on the event loop that will own them. The default placement is KvAware.
 
-    `prefix_hash_key` and `ticket_key` return the deployment's keys, or 0 and no bytes while they are unknown.
+    `prefix_hash_key` returns the deployment's key, or 0 while it is unknown. `ticket_key` is the router's own.
     """
-
-    def count_refusal(worker_id: str, part: str) -> None:
-        metrics.count_ticket_refusal(worker_id, part)
-
     admission = _build_admission(config, policy)
 
     def resize_slots(model: str, slots: DecodeSlots) -> None:
@@ -107,17 +113,18 @@ def assemble(
 
     workers = WorkerDirectory(
         lambda endpoint: open_channel(endpoint, config),
+        ticket_key.public.public_key,
         config.worker_wait_s,
-        count_refusal,
         resize_slots,
     )
     prefixes = PrefixCacheDirectory(
         lambda endpoint: open_channel(endpoint, config), prefix_hash_key
     )
-    queue = PrefillQueue(config.max_queued_tasks, config.prefix_wait_s)
+    queue = PrefillQueue(
+        config.max_queued_tasks, config.prefix_wait_s, sign=_task_signer(ticket_key)
+    )
     metrics = RouterMetrics(telemetry.metrics.meter, queue, admission, prefixes, workers)
     traces = _build_traces(config, telemetry, metrics)
-    signer = TicketSigner(ticket_key, config.ticket_ttl_s, workers.unix_ns)
     dispatcher = RequestDispatcher(
         workers=workers,
         queue=queue,
@@ -125,7 +132,7 @@ def assemble(
         prefixes=prefixes,
         policy=policy,
         retry_budget=config.retry_budget,
-        signer=signer,
+        ticket_key_id=ticket_key.public.key_id,
         telemetry=telemetry,
         migration_wait_s=config.migration_wait_s,
         on_migration=metrics.count_migration,
@@ -137,17 +144,23 @@ def assemble(
         longest_s=config.default_deadline_s,
         max_unused=config.max_unused_tickets,
     )
+    # A client has a reservation sent within `late_s` after its ticket's expiry, perhaps by another router than its own.
+    router_keys = RouterKeys(ticket_key.public, TICKET_LIFETIME_MAX_S + config.default_deadline_s)
     look_aside = LookAside(
         workers=workers,
         queue=queue,
         dispatcher=dispatcher,
-        signer=signer,
+        signer=TicketSigner(ticket_key, config.ticket_ttl_s, workers.unix_ns),
+        keys=router_keys,
         allowed=config.look_aside,
         late_s=config.default_deadline_s,
         direct=direct,
     )
     tenants = load_tenants(config.api_keys_file)
-    preparer = RequestPreparer(codecs, workers, telemetry, config.max_bytes_per_token)
+    salts = CacheSalts(by_tenant=config.separates_tenants, prefix_hash_key=prefix_hash_key)
+    preparer = RequestPreparer(
+        codecs, workers, telemetry, config.max_bytes_per_token, salts.salt_of
+    )
     inference = InferenceService(
         models=ModelCatalog(codecs, workers, queue),
         prefixes=prefixes,
@@ -167,11 +180,26 @@ def assemble(
 
     gate = ClientGate(tenants, metrics, max_model_len, config.max_bytes_per_token)
     return Router(
-        *(inference, workers, prefixes, queue, traces, metrics, direct),
+        *(inference, workers, prefixes, queue, traces, metrics, direct, router_keys),
         preparer=preparer,
         gate=gate,
         admission=admission,
     )
+
+
+def _task_signer(key: SigningKey) -> SignTask:
+    def sign(task: prefill_pb2.PrefillTask, prefill: WorkerRef, layout_hash: bytes) -> bytes:
+        claims = handoff_pb2.HandoffClaims(
+            transfer_id=task.transfer_id,
+            prefill_worker_id=prefill.worker_id,
+            prefill_incarnation=prefill.incarnation,
+            decode_worker_id=task.decode_worker_id,
+            decode_incarnation=task.decode_incarnation,
+            layout_hash=layout_hash,
+        )
+        return sign_handoff(key, claims)
+
+    return sign
 
 
 def _build_traces(config: RouterConfig, telemetry: Telemetry, metrics: RouterMetrics) -> TraceStore:

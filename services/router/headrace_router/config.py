@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -15,14 +15,10 @@ from headrace_common.config import (
     PositiveSeconds,
     ServiceConfig,
     require_order,
+    split_list,
 )
-from headrace_common.limits import POLICY_RETRY_BUDGET_MAX
-
-
-def _split_list(value: Any) -> Any:
-    if isinstance(value, str):
-        return tuple(part.strip() for part in value.split(",") if part.strip())
-    return value
+from headrace_common.limits import POLICY_RETRY_BUDGET_MAX, TICKET_LIFETIME_MAX_S
+from headrace_router.prefix_cache.salts import PrefixCacheScope
 
 
 def _name_and_folder(entry: str) -> tuple[str, str]:
@@ -44,7 +40,7 @@ def _check_models(entries: tuple[str, ...]) -> tuple[str, ...]:
     return entries
 
 
-ModelList = Annotated[tuple[str, ...], BeforeValidator(_split_list), AfterValidator(_check_models)]
+ModelList = Annotated[tuple[str, ...], BeforeValidator(split_list), AfterValidator(_check_models)]
 
 
 class RouterConfig(ServiceConfig):
@@ -84,6 +80,11 @@ class RouterConfig(ServiceConfig):
         description="File of API keys: one line KEY TENANT for each, or TOML; read again when it changes. "
         "Empty: requests need no key.",
     )
+    prefix_cache_scope: PrefixCacheScope = Field(
+        "auto",
+        description="Which requests share cached prefixes: all (shared), or those of one tenant (tenant), so that no "
+        "tenant can find out what others have asked. auto: tenant with api_keys_file, shared without.",
+    )
     max_queued_tasks: PositiveCount = Field(
         1_024, description="Prompts that may wait for a prefill worker before more are rejected."
     )
@@ -113,6 +114,7 @@ class RouterConfig(ServiceConfig):
     )
     ticket_ttl_s: PositiveSeconds = Field(
         10.0,
+        le=TICKET_LIFETIME_MAX_S,
         description="Seconds in which a decode worker accepts this router's ticket, by the worker's clock, which this "
         "router measures.",
     )
@@ -141,6 +143,22 @@ class RouterConfig(ServiceConfig):
             ("max_trace_bytes", "max_stored_trace_bytes"),
         )
         return self
+
+    @model_validator(mode="after")
+    def _check_scope(self) -> RouterConfig:
+        if self.prefix_cache_scope == "tenant" and not self.api_keys_file:
+            raise ValueError(
+                "prefix_cache_scope is tenant, and without API keys all callers are one tenant: set api_keys_file, or "
+                "leave prefix_cache_scope at auto"
+            )
+        return self
+
+    @property
+    def separates_tenants(self) -> bool:
+        """Whether each tenant has a prefix cache of its own."""
+        if self.prefix_cache_scope == "auto":
+            return bool(self.api_keys_file)
+        return self.prefix_cache_scope == "tenant"
 
     @property
     def models(self) -> dict[str, str]:

@@ -21,6 +21,7 @@ from headrace_common.registry.view import RegistryView
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.server import GrpcServer
 from headrace_common.telemetry.setup import init_telemetry
+from headrace_common.tickets.keys import SigningKey
 from headrace_router.app import SERVICES, Router, assemble
 from headrace_router.config import RouterConfig
 from headrace_text.load import load_codecs
@@ -66,6 +67,7 @@ async def serve_router(config: RouterConfig) -> None:
     setup_logging(config.log_level, "router", router_id)
     _LOG.info("settings: %s", redacted(config))
     codecs = await asyncio.to_thread(load_codecs, config.models)
+    ticket_key = SigningKey()
     async with AsyncExitStack() as stack:
         telemetry = init_telemetry("router", router_id, config)
         stack.push_async_callback(asyncio.to_thread, telemetry.shutdown)
@@ -81,7 +83,7 @@ async def serve_router(config: RouterConfig) -> None:
             telemetry,
             members,
             lambda: membership.prefix_hash_key if membership is not None else 0,
-            lambda: membership.ticket_key if membership is not None else b"",
+            ticket_key,
         )
         stack.push_async_callback(router.close)
         stack.push_async_callback(members.stop)
@@ -90,7 +92,7 @@ async def serve_router(config: RouterConfig) -> None:
         router.add_to(server.server)
         stack.push_async_callback(server.server.stop, None)
         endpoint = await server.start()
-        membership = Membership(registry, _member(router_id, incarnation, endpoint))
+        membership = Membership(registry, _member(router_id, incarnation, endpoint, ticket_key))
         stack.push_async_callback(membership.stop)
         await membership.start()
         _LOG.info("%s serves %s on %s", router_id, ", ".join(codecs), endpoint)
@@ -102,13 +104,16 @@ async def _drain(router: Router, membership: Membership) -> None:
     await membership.stop()
 
 
-def _member(router_id: str, incarnation: str, endpoint: str) -> registry_pb2.Member:
+def _member(
+    router_id: str, incarnation: str, endpoint: str, ticket_key: SigningKey
+) -> registry_pb2.Member:
     return registry_pb2.Member(
         worker_id=router_id,
         incarnation=incarnation,
         role=registry_pb2.Member.ROLE_ROUTER,
         endpoint=endpoint,
         start_unix_ns=time.time_ns(),
+        ticket_public_key=ticket_key.public.public_key,
     )
 
 

@@ -89,7 +89,6 @@ class RouterMetrics:
     ) -> None:
         self._requests = meter.create_counter(schema.METRIC_REQUESTS, "{request}")
         self._migrations = meter.create_counter(schema.METRIC_MIGRATIONS, "{migration}")
-        self._ticket_refusals = meter.create_counter(schema.METRIC_TICKET_REFUSALS, "{ticket}")
         self._dropped_spans = meter.create_counter(schema.METRIC_TRACE_SPANS_DROPPED, "{span}")
         self._first_token = meter.create_histogram(schema.METRIC_TIME_TO_FIRST_TOKEN_MS, "ms")
         self._gauges = tuple(
@@ -119,12 +118,6 @@ class RouterMetrics:
     def count_migration(self, reason: str) -> None:
         """Counts a response that has started and needs another attempt. `reason` is the error's."""
         self._migrations.add(1, {schema.ATTRIBUTE_END_REASON: reason})
-
-    def count_ticket_refusal(self, worker_id: str, part: str) -> None:
-        """Counts a ticket that a decode worker refused. `part` is the part of the ticket."""
-        self._ticket_refusals.add(
-            1, {schema.ATTRIBUTE_WORKER_ID: worker_id, schema.ATTRIBUTE_TICKET_PART: part}
-        )
 
     def count_dropped_spans(self, bound: str, count: int) -> None:
         """Counts spans that the trace store dropped. Any thread may call it."""

@@ -147,7 +147,6 @@ class KvAware(Placement):
         faults = (
             table.flags(request.suspect),
             ~table.reachable,
-            table.refuses_tickets,
             table.requests >= table.max_num_seqs,
             (missing >= max(1, policy.local_prefill_max_tokens)) & ~paired & wants_remote,
         )
@@ -222,7 +221,7 @@ def _remote_pays(
     return True, why
 
 
-_FAULTS = ("suspect", "unreachable", "refuses tickets", "full", "unpaired")
+_FAULTS = ("suspect", "unreachable", "full", "unpaired")
 
 
 def _explained(

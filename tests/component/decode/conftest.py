@@ -25,7 +25,7 @@ from headrace_decode.service import DecodeService
 from headrace_engine.worker.status import WorkerStatusServicer
 from headrace_kv.receive.receiver import Receiver
 from headrace_kv.receive.service import HandoffServicer
-from tests.component.decode.prefill_rank import RESERVATION, PrefillRank, next_event
+from tests.component.decode.prefill_rank import RESERVATION, ROUTER, PrefillRank, next_event
 from tests.component.decode.scripted_engine import REF, ScriptedEngine
 
 Call: TypeAlias = grpc.aio.UnaryStreamCall[decode_pb2.GenerateRequest, decode_pb2.GenerateResponse]
@@ -80,6 +80,7 @@ async def served(insecure: bool) -> AsyncIterator[Served]:
     receiver = Receiver(
         ref=REF,
         layout=engine.descriptor.layout,
+        tickets=ROUTER.tickets(REF, engine.descriptor.layout),
         on_released=engine.released,
         lease_ttl_s=0.3,
         quarantine_s=0.3,
@@ -92,12 +93,16 @@ async def served(insecure: bool) -> AsyncIterator[Served]:
         admission=Admission(Capacity(32, 16, 256, 2), clock=lambda: 0.0),
         telemetry=telemetry,
         request_timeout_s=10,
+        ticket_keys=ROUTER.known,
     )
     server = GrpcServer(ServiceConfig(insecure=insecure), ["headrace.decode.v1.DecodeService"])
     decode_pb2_grpc.add_DecodeServiceServicer_to_server(service, server.server)
     handoff_pb2_grpc.add_HandoffServiceServicer_to_server(HandoffServicer(receiver), server.server)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(
-        WorkerStatusServicer(service.status, on_drain=server.request_drain), server.server
+        WorkerStatusServicer(
+            service.status, on_drain=server.request_drain, ticket_keys=ROUTER.known
+        ),
+        server.server,
     )
     endpoint = await server.start()
     async with open_channel(endpoint) as channel:
@@ -124,5 +129,6 @@ def request(name: str = "x1", /, **changes: Any) -> decode_pb2.GenerateRequest:
         "token_ids": list(range(40)),
         "sampling": sampling_pb2.SamplingParams(max_tokens=8),
         "remote_prefill": True,
+        "ticket_key_id": ROUTER.key_id,
     }
     return decode_pb2.GenerateRequest(**{**fields, **changes})

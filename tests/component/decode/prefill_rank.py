@@ -13,10 +13,14 @@ from headrace.kv.v1 import handoff_pb2, handoff_pb2_grpc
 from headrace_common.errors import HeadraceError
 from headrace_common.rpc.status import error_from_rpc
 from headrace_kv.handoff.messages import Reservation
+from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.layout.proto import layout_to_proto
 from tests.component.decode.scripted_engine import LAYOUT, REF
+from tests.router_key import RouterKey
 
 RESERVATION = Reservation("x1", (3, 4, 5), 0, 39)
+PREFILL_REF = WorkerRef("prefill-0", "ab" * 8)
+ROUTER = RouterKey()
 PIECE_BYTES = LAYOUT.groups[0].bytes_between(0, 39, heads=2)
 
 
@@ -32,6 +36,11 @@ async def next_event(call: AsyncIterator[decode_pb2.GenerateResponse]) -> str:
     return str(response.WhichOneof("event"))
 
 
+def ticket_of(name: str) -> bytes:
+    """The ticket of a transfer for the rank's worker."""
+    return ROUTER.ticket(name, prefill=PREFILL_REF, decode=REF, layout=LAYOUT)
+
+
 class PrefillRank:
     """Sends the messages of a prefill rank on a handoff stream, without writing bytes."""
 
@@ -39,8 +48,8 @@ class PrefillRank:
         self._outgoing: asyncio.Queue[handoff_pb2.HandoffRequest] = asyncio.Queue()
         self._call = stub.Handoff(self._requests())
         hello = handoff_pb2.Hello(
-            worker_id="prefill-0",
-            incarnation="ab" * 8,
+            worker_id=PREFILL_REF.worker_id,
+            incarnation=PREFILL_REF.incarnation,
             layout=layout_to_proto(LAYOUT),
             decode_worker_id=REF.worker_id,
             decode_incarnation=REF.incarnation,
@@ -62,7 +71,7 @@ class PrefillRank:
         raise AssertionError(f"the stream ended before {kind}")
 
     async def open(self, name: str = "x1") -> None:
-        self.send(open=handoff_pb2.Open(transfer_id=name))
+        self.send(open=handoff_pb2.Open(transfer_id=name, ticket=ticket_of(name)))
         await self.receive("reservation")
 
     def land(self, *layers: int, name: str = "x1") -> None:

@@ -26,8 +26,15 @@ from headrace_common.rpc.status import error_from_rpc
 from headrace_common.telemetry import schema
 from headrace_engine.interface import DecodeEnded, DecodeTokens
 from headrace_kv.handoff.logits import logits_parts
+from headrace_kv.handoff.tickets import digest_seed
 from tests.component.decode.conftest import Served, request
-from tests.component.decode.prefill_rank import PIECE_BYTES, RESERVATION, PrefillRank, failure_of
+from tests.component.decode.prefill_rank import (
+    PIECE_BYTES,
+    RESERVATION,
+    PrefillRank,
+    failure_of,
+    ticket_of,
+)
 from tests.component.decode.scripted_engine import REF
 from tests.waiting import until
 
@@ -126,7 +133,8 @@ async def error_of_next(events: AsyncIterator[decode_pb2.GenerateResponse]) -> H
 
 
 def send_logits(rank: PrefillRank, logits: bytes) -> None:
-    for part in logits_parts("x1", logits):
+    seed = digest_seed(ticket_of("x1"))
+    for part in logits_parts("x1", logits, seed):
         rank.send(logits=part.logits)
 
 

@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import grpc.aio
 import pytest
 
 from headrace.decode.v1 import decode_pb2
+from headrace.kv.v1 import handoff_pb2
+from headrace.worker.v1 import worker_pb2
 from headrace_common.access.credentials import Credentials
 from headrace_common.access.roles import Role
-from headrace_common.errors import DuplicateTransfer, HeadraceError, Unauthenticated
+from headrace_common.errors import (
+    DuplicateTransfer,
+    HeadraceError,
+    InvalidRequest,
+    PermissionDenied,
+    Unauthenticated,
+)
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
-from headrace_common.rpc.tickets import TicketSigner
+from headrace_common.tickets.direct import TicketSigner
+from headrace_common.tickets.keys import SigningKey
+from headrace_decode import service
 from tests.component.decode.conftest import Served, request
-from tests.component.decode.scripted_engine import REF
-
-KEY = bytes(range(32))
+from tests.component.decode.prefill_rank import (
+    PREFILL_REF,
+    RESERVATION,
+    ROUTER,
+    PrefillRank,
+    ticket_of,
+)
+from tests.component.decode.scripted_engine import LAYOUT, REF
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -44,13 +61,12 @@ async def check_accepted(served: Served, asked: decode_pb2.GenerateRequest) -> N
 def signed(
     name: str, worker_id: str = REF.worker_id, ttl_s: float = 600
 ) -> decode_pb2.GenerateRequest:
-    asked = request(name, remote_prefill=False)
-    asked.ticket = TicketSigner(lambda: KEY, ttl_s).sign(asked, worker_id, "default")
+    asked = request(name, remote_prefill=False, ticket_key_id=b"")
+    asked.ticket = TicketSigner(ROUTER.key, ttl_s).sign(asked, worker_id, "default")
     return asked
 
 
 async def test_a_ticket_is_valid_once(served: Served) -> None:
-    served.service._ticket_key = lambda: KEY
     await check_accepted(served, signed("x1"))
     assert isinstance(await failure_of(served, signed("x1")), DuplicateTransfer)
 
@@ -66,7 +82,6 @@ async def test_a_ticket_is_valid_once(served: Served) -> None:
 async def test_an_invalid_ticket_is_refused_before_resources_are_spent(
     served: Served, asked: decode_pb2.GenerateRequest, field: str
 ) -> None:
-    served.service._ticket_key = lambda: KEY
     error = await failure_of(served, asked)
     assert isinstance(error, Unauthenticated)
     assert error.metadata["ticket"] == field
@@ -81,3 +96,95 @@ async def test_a_router_needs_no_ticket(served: Served) -> None:
     async with open_channel(served.endpoint, Credentials(role=Role.PREFILL)) as channel:
         error = await failure_of(replace(served, channel=channel), asked)
     assert error.metadata["ticket"] == "missing"
+
+
+async def test_a_router_s_remote_prefill_needs_a_key_that_its_status_stream_has_sent(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "KEY_WAIT_S", 0.1)
+    key = SigningKey().public
+    asked = request("x6", ticket_key_id=key.key_id)
+    async with open_channel(served.endpoint, Credentials(role=Role.ROUTER)) as channel:
+        router = replace(served, channel=channel)
+        for unknown in (key.key_id, b""):
+            error = await failure_of(router, request("x6", ticket_key_id=unknown))
+            assert isinstance(error, Unauthenticated)
+            assert error.metadata["ticket"] == "key_id"
+        assert served.service.status().reserved_blocks == 0
+        monkeypatch.setattr(service, "KEY_WAIT_S", 60.0)
+        served.engine.play(replace(RESERVATION, transfer_id="x6"))
+        accepted = asyncio.create_task(check_accepted(router, asked))
+        watch = router.worker.WatchStatus(
+            worker_pb2.WatchStatusRequest(ticket_public_key=key.public_key)
+        )
+        assert await watch.read()
+        await accepted
+        watch.cancel()
+
+
+@pytest.mark.parametrize("role", [Role.OPERATOR, Role.ROUTER])
+async def test_only_a_router_gives_a_ticket_key(served: Served, role: Role) -> None:
+    key = SigningKey().public
+    async with open_channel(served.endpoint, Credentials(role=role)) as channel:
+        stub = replace(served, channel=channel).worker
+
+        async def first(public_key: bytes) -> HeadraceError | None:
+            call = stub.WatchStatus(worker_pb2.WatchStatusRequest(ticket_public_key=public_key))
+            try:
+                assert await call.read()
+            except grpc.aio.AioRpcError as error:
+                return error_from_rpc(error)
+            finally:
+                call.cancel()
+            return None
+
+        assert await first(b"") is None
+        error = await first(key.public_key)
+        if role is Role.ROUTER:
+            assert error is None
+            assert ROUTER.known.find(key.key_id) is not None
+            wrong = await first(b"short")
+            assert isinstance(wrong, InvalidRequest)
+            assert "ticket_public_key" in wrong.violations
+        else:
+            assert isinstance(error, PermissionDenied)
+            assert error.metadata["field"] == "ticket_public_key"
+            assert ROUTER.known.find(key.key_id) is None
+
+
+async def test_a_router_s_key_is_forgotten_a_bounded_time_after_its_stream(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = SigningKey().public
+    async with open_channel(served.endpoint, Credentials(role=Role.ROUTER)) as channel:
+        call = replace(served, channel=channel).worker.WatchStatus(
+            worker_pb2.WatchStatusRequest(ticket_public_key=key.public_key)
+        )
+        assert await call.read()
+        monkeypatch.setattr(ROUTER.known, "_kept_s", 0.0)
+        assert ROUTER.known.find(key.key_id) is not None, "the stream is open"
+        call.cancel()
+        await until(lambda: ROUTER.known.find(key.key_id) is None)
+
+
+async def test_a_transfer_of_a_router_takes_tickets_of_that_router_only(
+    served: Served,
+) -> None:
+    other = SigningKey()
+    ROUTER.known.use(other.public.public_key)
+    async with (
+        open_channel(served.endpoint, Credentials(role=Role.ROUTER)) as channel,
+        open_channel(served.endpoint, Credentials(role=Role.PREFILL)) as prefill,
+    ):
+        rank = PrefillRank(replace(served, channel=prefill).handoff)
+        call = await replace(served, channel=channel).reserve(
+            "x7", ticket_key_id=other.public.key_id
+        )
+        rank.send(open=handoff_pb2.Open(transfer_id="x7", ticket=ticket_of("x7")))
+        refused = await rank.receive("cancel")
+        assert refused.cancel.refused_claim == "key_id"
+        ticket = ROUTER.ticket("x7", prefill=PREFILL_REF, decode=REF, layout=LAYOUT, key=other)
+        rank.send(open=handoff_pb2.Open(transfer_id="x7", ticket=ticket))
+        await rank.receive("reservation")
+        rank.leave()
+        call.cancel()

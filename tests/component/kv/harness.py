@@ -33,6 +33,7 @@ from headrace_kv.send.sender import RankSender, SenderLimits
 from headrace_kv.transport.base import KvTransport, WriteResult
 from headrace_kv.transport.factory import open_transport
 from headrace_kv.transport.in_memory import FaultPlan, InMemoryTransport, MemoryFabric
+from tests.router_key import RouterKey
 from tests.waiting import until
 
 BLOCK_TOKENS = 4
@@ -124,6 +125,7 @@ class Rig:
     endpoint: str
     server: grpc.aio.Server
     receiver: Receiver
+    router: RouterKey
     sources: list[Arena]
     destinations: list[Arena]
     senders: list[RankSender]
@@ -146,14 +148,31 @@ class Rig:
         reservation = Reservation(transfer_id or new_transfer_id(), ids, start_token, token_count)
         return self.receiver.reserve(reservation, Deadline.after(timeout_s))
 
-    def target(self, transfer: IncomingTransfer, *, timeout_s: float = 20.0) -> TransferTarget:
+    def ticket(self, transfer_id: str, prefill: WorkerRef | None = None) -> bytes:
+        """The router's ticket for a transfer, by default for the rig's prefill worker."""
+        return self.router.ticket(
+            transfer_id,
+            prefill=prefill or self.prefill_ref,
+            decode=self.decode_ref,
+            layout=self.decode,
+        )
+
+    def target(
+        self,
+        transfer: IncomingTransfer,
+        *,
+        timeout_s: float = 20.0,
+        transfer_id: str = "",
+    ) -> TransferTarget:
+        name = transfer_id or transfer.transfer_id
         return TransferTarget(
-            transfer_id=transfer.transfer_id,
+            transfer_id=name,
             decode=self.decode_ref,
             handoff_endpoint=self.endpoint,
             start_token=transfer.reservation.start_token,
             end_token=transfer.reservation.end_token,
             deadline_s=time.monotonic() + timeout_s,
+            ticket=self.ticket(name),
         )
 
     def start(self, token_count: int = TOKENS, **reservation: Any) -> IncomingTransfer:
@@ -297,6 +316,7 @@ async def running(
     )
     transports = transports or memory_transports(faults, quiet_after_failure_s)
     decode_ref = WorkerRef("decode-0", "d" * 16)
+    router = RouterKey()
     prefill_ref = WorkerRef("prefill-0", "a" * 16)
     reports: list[SendReport] = []
     released: list[tuple[str, float]] = []
@@ -309,6 +329,7 @@ async def running(
     receiver = Receiver(
         ref=decode_ref,
         layout=decode,
+        tickets=router.tickets(decode_ref, decode),
         lease_ttl_s=lease_ttl_s,
         on_released=lambda transfer_id: released.append((transfer_id, time.monotonic())),
         quarantine_s=quarantine_s,
@@ -362,6 +383,7 @@ async def running(
         endpoint=f"127.0.0.1:{port}",
         server=server,
         receiver=receiver,
+        router=router,
         sources=sources,
         destinations=destinations,
         senders=senders,

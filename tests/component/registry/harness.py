@@ -162,7 +162,6 @@ class Registry:
                 self.store,
                 config.max_members,
                 config.read_prefix_hash_key(),
-                config.read_ticket_key(),
             ),
             self.server.server,
         )

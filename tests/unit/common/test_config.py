@@ -31,7 +31,7 @@ class KilnConfig(ServiceConfig):
     spare_bricks: NonNegativeCount = Field(default=0, description="Bricks kept, 100% dry.")
     quick: bool = Field(default=False, description="Fires hotter.")
     worker_id: WorkerId = Field(default="kiln-0", description="Name of this kiln.")
-    ticket_key: SecretStr = Field(default=SecretStr(""), description="Signs tickets.")
+    signing_key: SecretStr = Field(default=SecretStr(""), description="Signs answers.")
 
 
 class NeedyConfig(ServiceConfig):
@@ -203,7 +203,7 @@ def test_settings_are_frozen() -> None:
 @pytest.mark.parametrize(
     ("flag", "remedy"),
     [
-        ("--ticket-key=hunter2", "HEADRACE_KILN_TICKET_KEY"),
+        ("--signing-key=hunter2", "HEADRACE_KILN_SIGNING_KEY"),
         ("--otlp-endpoint=http://me:hunter2@collector:4317", "HEADRACE_KILN_OTLP_ENDPOINT"),
     ],
 )
@@ -218,14 +218,14 @@ def test_secrets_are_never_shown() -> None:
     config = load(
         environment={
             "HEADRACE_KILN_OTLP_ENDPOINT": "http://me:hunter2@collector:4317",
-            "HEADRACE_KILN_TICKET_KEY": "hunter2",
+            "HEADRACE_KILN_SIGNING_KEY": "hunter2",
         }
     )
-    assert config.ticket_key.get_secret_value() == "hunter2"
+    assert config.signing_key.get_secret_value() == "hunter2"
     shown = redacted(config)
     assert "hunter2" not in repr(shown)
-    assert "hunter2" not in repr(config.ticket_key)
-    assert shown["ticket_key"] == "***"
+    assert "hunter2" not in repr(config.signing_key)
+    assert shown["signing_key"] == "***"
     assert shown["otlp_endpoint"] == "http://***@collector:4317"
     assert shown["bricks_max"] == 8
 

@@ -109,28 +109,25 @@ def test_the_secret_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_secrets_are_read_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "secret"
     path.write_text(f"{SECRET}\n")
-    assert (load().read_prefix_hash_key(), load().read_ticket_key()) == (0, b"")
-    from_file = load(f"--prefix-hash-key-file={path}", f"--ticket-key-file={path}")
+    assert load().read_prefix_hash_key() == 0
+    from_file = load(f"--prefix-hash-key-file={path}")
     monkeypatch.setenv("HEADRACE_REGISTRY_PREFIX_HASH_KEY", SECRET)
-    monkeypatch.setenv("HEADRACE_REGISTRY_TICKET_KEY", SECRET)
     assert from_file.read_prefix_hash_key() == load().read_prefix_hash_key() != 0
-    assert from_file.read_ticket_key() == load().read_ticket_key() != b""
 
 
 def test_a_wrong_file_of_a_secret_is_named(tmp_path: Path) -> None:
     path = tmp_path / "secret"
-    config = load(f"--ticket-key-file={path}")
-    with pytest.raises(ConfigError, match=r"ticket_key_file .* cannot be read"):
-        config.read_ticket_key()
+    config = load(f"--prefix-hash-key-file={path}")
+    with pytest.raises(ConfigError, match=r"prefix_hash_key_file .* cannot be read"):
+        config.read_prefix_hash_key()
     path.write_text("short secret")
-    with pytest.raises(ConfigError, match=r"ticket_key_file .* too short") as caught:
-        config.read_ticket_key()
+    with pytest.raises(ConfigError, match=r"prefix_hash_key_file .* too short") as caught:
+        config.read_prefix_hash_key()
     assert "short secret" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["prefix_hash_key", "ticket_key"])
-def test_a_secret_is_given_in_one_way(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    flag = f"--{name}".replace("_", "-")
+def test_a_secret_is_given_in_one_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, flag = "prefix_hash_key", "--prefix-hash-key"
     with pytest.raises(ConfigError, match=f"set {flag}-file instead") as caught:
         load(flag, SECRET)
     assert SECRET not in str(caught.value)

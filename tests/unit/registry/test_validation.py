@@ -25,6 +25,10 @@ def test_a_valid_record_has_no_violations() -> None:
         start_unix_ns=1,
     )
     assert validation.member_violations(router, "member") == {}
+    router.ticket_public_key = bytes(32)
+    assert validation.member_violations(router, "member") == {}
+    router.ticket_public_key = bytes(31)
+    assert set(validation.member_violations(router, "member")) == {"member.ticket_public_key"}
     assert validation.descriptor_violations(kv_descriptor(), "descriptor") == {}
 
 
@@ -48,9 +52,11 @@ def test_a_valid_record_has_no_violations() -> None:
         ("max_model_len", 0),
         ("max_num_seqs", 0),
         ("start_unix_ns", 0),
+        # Other routers would accept tickets of a worker.
+        ("ticket_public_key", bytes(32)),
     ],
 )
-def test_each_wrong_field_is_named(field: str, value: str | int) -> None:
+def test_each_wrong_field_is_named(field: str, value: str | int | bytes) -> None:
     member = worker()
     setattr(member, field, value)
     assert set(validation.member_violations(member, "member")) == {f"member.{field}"}

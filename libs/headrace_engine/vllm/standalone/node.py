@@ -24,6 +24,7 @@ from headrace_engine.vllm.standalone.fetch_service import DecodeMemories, FetchS
 from headrace_engine.vllm.standalone.pending_fetches import PendingFetches
 from headrace_engine.vllm.standalone.settings import StandaloneSettings
 from headrace_kv.handoff.messages import SendReport
+from headrace_kv.handoff.tickets import NoTickets
 from headrace_kv.layout.layout import STATE, KvDescriptor, KvLayout, WorkerRef
 from headrace_kv.receive.layer_overlap import LayerOverlap
 from headrace_kv.receive.observer import TransferObserver
@@ -110,6 +111,7 @@ class StandaloneNode:
         self._receiver = Receiver(
             ref=self.ref,
             layout=descriptor.layout,
+            tickets=NoTickets(),
             on_released=self._events.failed,
             lease_ttl_s=self._settings.lease_ttl_s,
             quarantine_s=self._settings.quarantine_s,

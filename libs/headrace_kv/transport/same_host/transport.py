@@ -234,7 +234,7 @@ class SameHostTransport(KvTransport):
                 permit_server,
             )
         except ValueError as error:
-            raise _unproven(f'"{session}" does not name a process') from error
+            raise _unproven("the peer's session does not name a process") from error
         if (address.boot_id, address.pid_namespace) != self._host:
             raise _unproven("the peer is on another host or in another pid namespace")
         return address

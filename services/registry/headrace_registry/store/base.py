@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from headrace.kv.v1 import layout_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import Conflict, NotFound, StaleIncarnation
-from headrace_common.limits import TICKET_KEY_BYTES
 from headrace_registry.feed import ChangeFeed, PolicyRecord
 
 
@@ -109,13 +108,6 @@ class Store(ABC):
         """
 
     @abstractmethod
-    async def ensure_ticket_key(self, proposed: bytes) -> bytes:
-        """The deployment's key for tickets, of TICKET_KEY_BYTES.
-
-        Without a stored key, stores `proposed` or, when that is empty, a random one.
-        """
-
-    @abstractmethod
     def watch(self, start_revision: int) -> AsyncIterator[registry_pb2.WatchResponse]:
         """As ChangeFeed.watch. A remote store also accepts starts that this copy has not reached."""
 
@@ -123,11 +115,6 @@ class Store(ABC):
 def new_prefix_hash_key() -> int:
     """A random key of 64 bits, never 0."""
     return 1 + secrets.randbelow((1 << 64) - 1)
-
-
-def new_ticket_key() -> bytes:
-    """A random key of TICKET_KEY_BYTES."""
-    return secrets.token_bytes(TICKET_KEY_BYTES)
 
 
 def registered(

@@ -11,7 +11,6 @@ from google.protobuf.message import DecodeError
 
 from headrace.kv.v1 import layout_pb2
 from headrace.registry.v1 import registry_pb2
-from headrace_common.limits import TICKET_KEY_BYTES
 from headrace_registry import validation
 
 _log = logging.getLogger(__name__)
@@ -60,8 +59,8 @@ def read_record(record: Record) -> Content | None:
         policy = _parse(registry_pb2.Policy(), record.value)
         _require(validation.policy_violations(policy, "policy"))
         return policy
-    if record.key in _KEY_BYTES:
-        read_key(record.key, record.value)
+    if record.key == "prefix_hash_key":
+        read_key(record.value)
     return None
 
 
@@ -89,16 +88,15 @@ def read_descriptor(value: bytes) -> layout_pb2.KvDescriptor:
     return descriptor
 
 
-def read_key(name: str, value: bytes) -> bytes:
-    """The bytes of the key `prefix_hash_key` or `ticket_key`. Raises CorruptRecord."""
-    size = _KEY_BYTES[name]
+def read_key(value: bytes) -> bytes:
+    """The bytes of the key `prefix_hash_key`. Raises CorruptRecord."""
     try:
         key = bytes.fromhex(value.decode("ascii"))
     except ValueError:
         # The cause would contain the value.
         raise CorruptRecord("it is not a hexadecimal number") from None
-    if len(key) != size:
-        raise CorruptRecord(f"it has {len(key)} bytes, not {size}")
+    if len(key) != PREFIX_HASH_KEY_BYTES:
+        raise CorruptRecord(f"it has {len(key)} bytes, not {PREFIX_HASH_KEY_BYTES}")
     return key
 
 
@@ -131,12 +129,6 @@ class CorruptRecords:
         self._revisions = {
             key: revision for key, revision in self._revisions.items() if key in keys
         }
-
-
-_KEY_BYTES: Final[Mapping[str, int]] = {
-    "prefix_hash_key": PREFIX_HASH_KEY_BYTES,
-    "ticket_key": TICKET_KEY_BYTES,
-}
 
 
 def _parse(message: _Message, value: bytes) -> _Message:

@@ -146,9 +146,6 @@ class EtcdStore(Store):
     async def ensure_prefix_hash_key(self, proposed: int) -> int:
         return await self._call(lambda table: table.ensure_prefix_hash_key(proposed))
 
-    async def ensure_ticket_key(self, proposed: bytes) -> bytes:
-        return await self._call(lambda table: table.ensure_ticket_key(proposed))
-
     async def watch(self, start_revision: int) -> AsyncIterator[registry_pb2.WatchResponse]:
         if start_revision > self._feed.revision:
             # The revision may come from another registry, ahead of this one. One ahead of etcd comes from another etcd.

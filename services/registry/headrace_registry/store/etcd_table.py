@@ -4,7 +4,6 @@
 - `<prefix>descriptors/<worker id>/<incarnation>`: KvDescriptor, bound to the same lease
 - `<prefix>policy`: Policy
 - `<prefix>prefix_hash_key`: 16 hex digits, written once
-- `<prefix>ticket_key`: 64 hex digits, written once
 
 Revisions are etcd's own, so all registries over one etcd agree on them.
 """
@@ -23,7 +22,6 @@ from headrace_common.errors import Conflict
 from headrace_registry.store.base import (
     Registration,
     new_prefix_hash_key,
-    new_ticket_key,
     registered,
     require_owner,
     require_policy_revision,
@@ -162,17 +160,13 @@ class EtcdTable:
         chosen = (proposed or new_prefix_hash_key()).to_bytes(PREFIX_HASH_KEY_BYTES)
         return int.from_bytes(self._write_once("prefix_hash_key", chosen))
 
-    def ensure_ticket_key(self, proposed: bytes) -> bytes:
-        """As Store.ensure_ticket_key."""
-        return self._write_once("ticket_key", proposed or new_ticket_key())
-
     def _write_once(self, name: str, proposed: bytes) -> bytes:
         """A key of the deployment. Writes `proposed` when none is stored, or a corrupt one."""
         for _ in range(_ATTEMPTS):
             found = self._read(name) or Record(name, None, 0, 0)
             if found.value is not None:
                 with contextlib.suppress(CorruptRecord):
-                    return read_key(name, found.value)
+                    return read_key(found.value)
             written = {name: (proposed.hex().encode(), 0)}
             if self._write_if_unchanged([found], written) is not None:
                 return proposed

@@ -17,7 +17,6 @@ from headrace_registry.store.base import (
     Store,
     descriptor_missing,
     new_prefix_hash_key,
-    new_ticket_key,
     registered,
     require_owner,
     require_policy_revision,
@@ -62,7 +61,6 @@ class MemoryStore(Store):
         self._leases: dict[str, _Lease] = {}
         self._lease_ids: dict[str, str] = {}
         self._prefix_hash_key = 0
-        self._ticket_key = b""
 
     async def start(self) -> None:
         """Does nothing: there is no remote store."""
@@ -134,10 +132,6 @@ class MemoryStore(Store):
     async def ensure_prefix_hash_key(self, proposed: int) -> int:
         self._prefix_hash_key = self._prefix_hash_key or proposed or new_prefix_hash_key()
         return self._prefix_hash_key
-
-    async def ensure_ticket_key(self, proposed: bytes) -> bytes:
-        self._ticket_key = self._ticket_key or proposed or new_ticket_key()
-        return self._ticket_key
 
     def watch(self, start_revision: int) -> AsyncIterator[registry_pb2.WatchResponse]:
         return self._feed.watch(start_revision)

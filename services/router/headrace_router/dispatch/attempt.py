@@ -18,7 +18,6 @@ from headrace.inference.v1 import sampling_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.errors import HeadraceError, NotFound, ProtocolViolation, WorkerGone
 from headrace_common.identity import new_transfer_id
-from headrace_common.rpc.tickets import TicketSigner
 from headrace_common.telemetry.setup import Telemetry
 from headrace_kv.layout.layout import WorkerRef
 from headrace_router.dispatch.attempt_span import AttemptSpan
@@ -48,7 +47,8 @@ class AttemptContext:
     """What all attempts of a router share."""
 
     queue: PrefillQueue
-    signer: TicketSigner
+    ticket_key_id: bytes
+    """Of the key that signs the handoff tickets."""
     telemetry: Telemetry
 
 
@@ -71,8 +71,6 @@ class Attempt:
 
     def __init__(self, context: AttemptContext, request: RoutedRequest, plan: AttemptPlan) -> None:
         self._queue = context.queue
-        self._signer = context.signer
-        self._tenant = request.tenant
         self._prepared = request.prepared
         self._response = request.response
         self._deadline = request.deadline
@@ -91,6 +89,7 @@ class Attempt:
             generated=request.response.generated,
             first_token=plan.first_token,
         )
+        self._request.ticket_key_id = context.ticket_key_id
         self._reserved: decode_pb2.Reserved | None = None
         self._queued: QueuedTask | None = None
         self._received_tokens = False
@@ -158,10 +157,8 @@ class Attempt:
         )
 
     def _open_call(self) -> DecodeCall:
-        worker = self.decode_worker
-        self._request.ticket = self._signer.sign(self._request, worker.worker_id, self._tenant)
         return DecodeCall(
-            *(self._channel, worker, self._request),
+            *(self._channel, self.decode_worker, self._request),
             deadline=self._deadline,
             context=self._span.context,
             waited_for=self._waited_for,

@@ -110,7 +110,7 @@ class DecodeCall:
         return event  # type: ignore[no-any-return]
 
     def _explained(self, error: HeadraceError) -> HeadraceError:
-        """The error with the worker's name. A client would take a rejected ticket for its own API key."""
+        """The error with the worker's name. A client would take a rejected credential for its own API key."""
         if isinstance(error, DeadlineExceeded) and "waited_for" not in error.metadata:
             what = self._waited_for()
             return DeadlineExceeded(
@@ -119,7 +119,7 @@ class DecodeCall:
         if isinstance(error, WorkerGone) and "worker_id" not in error.metadata:
             return self._gone(f"vanished: {error.detail}", error)
         if isinstance(error, Unauthenticated):
-            return self._gone(f"rejected this router's ticket: {error.detail}", error)
+            return self._gone(f"rejected this router: {error.detail}", error)
         return error
 
     def _gone(self, problem: str, cause: HeadraceError | None = None) -> WorkerGone:

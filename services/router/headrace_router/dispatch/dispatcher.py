@@ -14,7 +14,6 @@ from opentelemetry.trace import Span
 from headrace.registry.v1 import registry_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import DecodeFull, HeadraceError, NoDecodeWorker, WorkerGone
-from headrace_common.rpc.tickets import TicketSigner
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.setup import Telemetry
 from headrace_kv.layout.compatibility import fingerprint
@@ -50,14 +49,18 @@ _POLL_INTERVAL_S = 0.1
 
 
 class PrefixSource(Protocol):
-    """How much of a prompt each worker has in its prefix cache."""
+    """How much of a prompt each worker has in its prefix cache, for requests with a cache salt."""
 
-    def cached_tokens(self, table: LoadTable, token_ids: Sequence[int]) -> Numbers:
+    def cached_tokens(self, table: LoadTable, token_ids: Sequence[int], cache_salt: str) -> Numbers:
         """Cached prompt tokens of each worker in the table, weighted less in slower tiers. Shape [worker]."""
         ...
 
     def cached_refs(
-        self, model: str, token_ids: Sequence[int], refs: Collection[WorkerRef]
+        self,
+        model: str,
+        token_ids: Sequence[int],
+        cache_salt: str,
+        refs: Collection[WorkerRef],
     ) -> dict[WorkerRef, int]:
         """The same for a few prefill workers. Workers without a cached token are left out."""
         ...
@@ -84,7 +87,7 @@ class RequestDispatcher:
         prefixes: PrefixSource,
         policy: PolicySource,
         retry_budget: int,
-        signer: TicketSigner,
+        ticket_key_id: bytes,
         telemetry: Telemetry,
         migration_wait_s: float,
         on_migration: Callable[[str], None],
@@ -99,7 +102,7 @@ class RequestDispatcher:
         self._telemetry = telemetry
         self._migration_wait_s = migration_wait_s
         self._on_migration = on_migration
-        self._attempt_context = AttemptContext(queue, signer, telemetry)
+        self._attempt_context = AttemptContext(queue, ticket_key_id, telemetry)
 
     async def run(self, request: RoutedRequest) -> None:
         """Fills and finishes the response, from the tokens that it has.
@@ -160,6 +163,7 @@ class RequestDispatcher:
         self,
         worker: Worker,
         token_ids: Sequence[int],
+        cache_salt: str,
         deadline: Deadline,
         *,
         avoid: frozenset[WorkerRef] = frozenset(),
@@ -169,7 +173,7 @@ class RequestDispatcher:
         cached: dict[WorkerRef, int] = {}
         if token_ids:
             refs = self._queue.pulling_workers().get(fingerprint(worker.layout), frozenset())
-            cached = self._prefixes.cached_refs(worker.model, token_ids, refs)
+            cached = self._prefixes.cached_refs(worker.model, token_ids, cache_salt, refs)
         return TaskTerms(
             deadline_s=deadline.monotonic_s,
             avoid=avoid | self._workers.distrusted(worker.ref),
@@ -237,7 +241,7 @@ class RequestDispatcher:
                         suspect=retries.avoided,
                         local_only=retries.local_only,
                     ),
-                    self._candidates(request.model, token_ids),
+                    self._candidates(request.model, token_ids, request.cache_salt),
                 )
                 attributes |= {
                     schema.ATTRIBUTE_DECODE_WORKER_ID: decision.worker.ref.worker_id,
@@ -250,11 +254,11 @@ class RequestDispatcher:
             # The failure that excluded the workers is more precise than NoDecodeWorker.
             raise retries.last_error or error from None
 
-    def _candidates(self, model: str, token_ids: Sequence[int]) -> Candidates:
+    def _candidates(self, model: str, token_ids: Sequence[int], cache_salt: str) -> Candidates:
         table = self._workers.table(model)
         return Candidates(
             decode=table,
-            cached_tokens=self._prefixes.cached_tokens(table, token_ids),
+            cached_tokens=self._prefixes.cached_tokens(table, token_ids, cache_salt),
             prefill=self._queue.pulling_workers(),
             queue_wait_s=self._queue.estimate(model).wait_s,
         )
@@ -272,6 +276,7 @@ class RequestDispatcher:
         terms = self.task_terms(
             decision.worker,
             token_ids if decision.remote else (),
+            request.prepared.cache_salt,
             request.deadline,
             avoid=retries.failed,
             front=retries.prefill_excluded or generated_tokens > 0,
@@ -298,8 +303,6 @@ class RequestDispatcher:
             error.add_metadata(attempts=str(number))
             if isinstance(error, WorkerGone) and "grpc_code" in error.metadata:
                 self._workers.mark_unreachable(attempt.decode_worker)
-            if isinstance(error, WorkerGone) and "ticket" in error.metadata:
-                self._record_refusal(attempt.decode_worker, error)
             response = request.response
             may_retry = retries.record_failure(
                 attempt.failure(error),
@@ -314,8 +317,3 @@ class RequestDispatcher:
             if response.completion_tokens:
                 self._on_migration(error.reason)
             return None
-
-    def _record_refusal(self, worker: WorkerRef, error: WorkerGone) -> None:
-        why = error.metadata["ticket"]
-        stamp = error.metadata.get("unix_ns", "")
-        self._workers.ticket_refused(worker, why, int(stamp) if stamp.isdecimal() else 0)

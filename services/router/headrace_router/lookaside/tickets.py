@@ -25,11 +25,12 @@ from headrace_common.errors import (
     WorkerGone,
 )
 from headrace_common.identity import new_transfer_id
-from headrace_common.rpc.tickets import TicketSigner, check_ticket, decode_request_of
+from headrace_common.tickets.direct import TicketSigner, check_ticket, decode_request_of
 from headrace_kv.layout.layout import WorkerRef
 from headrace_router.dispatch.dispatcher import RequestDispatcher
 from headrace_router.dispatch.first_token import BY_DECODE
 from headrace_router.dispatch.messages import decode_request
+from headrace_router.lookaside.keys import RouterKeys
 from headrace_router.lookaside.tracking import DirectRequestTracker
 from headrace_router.placement import CandidateCost, Decision
 from headrace_router.prefill_queue.queue import PrefillQueue
@@ -57,6 +58,7 @@ class LookAside:
         queue: PrefillQueue,
         dispatcher: RequestDispatcher,
         signer: TicketSigner,
+        keys: RouterKeys,
         allowed: bool,
         late_s: float,
         direct: DirectRequestTracker,
@@ -65,6 +67,7 @@ class LookAside:
         self._queue = queue
         self._dispatcher = dispatcher
         self._signer = signer
+        self._keys = keys
         self._allowed = allowed
         self._late_s = late_s
         self.direct = direct
@@ -77,15 +80,18 @@ class LookAside:
         """The request that the client may send to the chosen worker. None when it must go through the router.
 
         The router is needed for stop texts, because only the router makes text. It also passes on a first token or
-        logits from prefill. Unless the client asks for these, decode makes the first token, whatever the policy.
+        logits from prefill. Unless the client asks for these, decode makes the first token, whatever the policy. It is
+        also needed for a worker that would refuse the ticket.
         """
-        if not self._allowed or request.stop_strings or not self._signer.key:
+        if not self._allowed or request.stop_strings:
             return None
         if (request.first_token or BY_DECODE) != BY_DECODE:
             return None
         if ended_by(request, request.generated):
             return None
         worker = decision.worker
+        if not self._workers.accepts_tickets(worker.ref):
+            return None
         tokens = len(request.token_ids) + len(request.generated)
         reservation = self._workers.reserve_load(worker.ref, tokens)
         if reservation is None:
@@ -110,12 +116,13 @@ class LookAside:
             traceparent=traceparent,
             generated_token_count=call.generated_token_count,
             ticket_lifetime=duration_from_seconds(self._signer.ttl_s),
+            cache_salt=call.cache_salt,
         )
 
     def check(self, request: inference_pb2.PrefillRequest) -> decode_pb2.TicketClaims:
         """The claims of a reservation's ticket. Raises Unauthenticated or InvalidRequest."""
         claims = check_ticket(
-            self._signer.key,
+            self._keys.find,
             decode_request_of(request.direct),
             None,
             late_s=self._late_s,
@@ -156,8 +163,9 @@ class LookAside:
             decode_incarnation=worker.ref.incarnation,
             decode_endpoint=worker.endpoint,
             traceparent=direct.traceparent,
+            cache_salt=direct.cache_salt,
         )
-        terms = self._dispatcher.task_terms(worker, direct.token_ids, deadline)
+        terms = self._dispatcher.task_terms(worker, direct.token_ids, direct.cache_salt, deadline)
         self._end_expectation(direct.transfer_id)
         queued = self._queue.enqueue(task, layout=worker.layout, terms=terms)
         try:

@@ -31,7 +31,7 @@ from headrace_kv.layout.compatibility import fingerprint
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_router.prefill_queue.estimate import QueueEstimate
 from headrace_router.prefill_queue.group import QueueGroup
-from headrace_router.prefill_queue.task import QueuedTask, TaskTerms
+from headrace_router.prefill_queue.task import QueuedTask, SignTask, TaskTerms
 from headrace_router.prefill_queue.worker_stream import PrefillWorkerStream
 
 _LOG = logging.getLogger(__name__)
@@ -46,12 +46,15 @@ class PrefillQueue:
     """Orders tasks by deadline, then arrival. Returned tasks go before the others.
 
     When another worker has room, a task still waits once, for at most `prefix_wait_s`, for a worker that has its
-    prefix. One event loop owns the queue.
+    prefix. One event loop owns the queue. `sign` makes the handoff ticket of each task that is sent.
     """
 
-    def __init__(self, max_queued_tasks: int, prefix_wait_s: float = 0.05) -> None:
+    def __init__(
+        self, max_queued_tasks: int, prefix_wait_s: float = 0.05, *, sign: SignTask
+    ) -> None:
         self.max_queued_tasks = max_queued_tasks
         self._prefix_wait_s = prefix_wait_s
+        self._sign = sign
         self._groups: dict[KvLayout, QueueGroup] = {}
         self._worker_streams: dict[WorkerRef, PrefillWorkerStream] = {}
         self._pulling: dict[KvLayout, frozenset[WorkerRef]] = {}
@@ -126,7 +129,7 @@ class PrefillQueue:
             )
         key = fingerprint(layout)
         group = self._groups.setdefault(key, QueueGroup(key, self._prefix_wait_s))
-        stream = PrefillWorkerStream(ref, model, key, next(self._numbers))
+        stream = PrefillWorkerStream(ref, model, key, next(self._numbers), self._sign)
         self._worker_streams[ref] = stream
         group.add_worker(stream)
         self._update_pulling(group)

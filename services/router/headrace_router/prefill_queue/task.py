@@ -19,6 +19,8 @@ _PREFERRED_WORKERS_MAX: Final = 8
 _AT_FRONT: Final = 0
 _IN_TURN: Final = 1
 
+SignTask: TypeAlias = Callable[[prefill_pb2.PrefillTask, WorkerRef, bytes], bytes]
+"""The handoff ticket of a task for a prefill worker. The last argument is the hash of its layout."""
 TaskOrder: TypeAlias = tuple[int, float, int]
 """Tasks are handed out in this order, smallest first. It is unique for each task."""
 
@@ -109,9 +111,10 @@ class QueuedTask:
         """Prompt tokens that the worker need not compute."""
         return min(self.tokens, self.cached.get(ref, 0)) if self.cached else 0
 
-    def message(self) -> prefill_pb2.PullResponse:
-        """The task for a worker, with the time that is left for it now."""
+    def message(self, handoff_ticket: bytes) -> prefill_pb2.PullResponse:
+        """The task for a worker, with its ticket and the time that is left for it now."""
         message = prefill_pb2.PullResponse(task=self.task)
+        message.task.handoff_ticket = handoff_ticket
         remaining_s = self._deadline.remaining_s()
         message.task.remaining.CopyFrom(duration_from_seconds(remaining_s))
         return message

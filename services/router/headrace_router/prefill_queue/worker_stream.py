@@ -11,7 +11,8 @@ from headrace.prefill.v1 import prefill_pb2
 from headrace_common.errors import ProtocolViolation
 from headrace_common.queues import BoundedQueue
 from headrace_kv.layout.layout import KvLayout, WorkerRef
-from headrace_router.prefill_queue.task import QueuedTask
+from headrace_kv.layout.proto import layout_hash
+from headrace_router.prefill_queue.task import QueuedTask, SignTask
 
 CREDITS_MAX: Final = 1_024
 
@@ -21,11 +22,15 @@ _LoadKey: TypeAlias = tuple[int, int, float, int]
 class PrefillWorkerStream:
     """The stream of one prefill worker: its unused credits and the tasks that it has."""
 
-    def __init__(self, ref: WorkerRef, model: str, group_key: KvLayout, number: int) -> None:
+    def __init__(
+        self, ref: WorkerRef, model: str, group_key: KvLayout, number: int, sign: SignTask
+    ) -> None:
         self.ref = ref
         self.model = model
         self.group_key = group_key
         self.number = number
+        self._sign = sign
+        self._layout_hash = layout_hash(group_key)
         # A credit allows one PullResponse with a task, and each task at most one CancelTask.
         self.outbox: BoundedQueue[prefill_pb2.PullResponse] = BoundedQueue(
             f"pull {ref}", 4 * CREDITS_MAX
@@ -63,7 +68,8 @@ class PrefillWorkerStream:
         self.load_tokens += queued.tokens - queued.cached_tokens(self.ref)
         self.tasks[queued.task.transfer_id] = queued
         queued.handed_to(self.ref, now_s)
-        self.outbox.put_nowait(queued.message())
+        ticket = self._sign(queued.task, self.ref, self._layout_hash)
+        self.outbox.put_nowait(queued.message(ticket))
 
     def send_cancel(self, transfer_id: str) -> None:
         """Asks the worker to stop a task."""

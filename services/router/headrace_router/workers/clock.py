@@ -47,13 +47,17 @@ class WorkerClock:
         self._greatest_ns = None if request_ns is None else sent_unix_ns - request_ns
         self._differences_ns.append(sent_unix_ns - received_ns)
 
-    def received(self, sent_unix_ns: int, *, received_ns: int) -> None:
-        """A further message."""
+    def received(self, sent_unix_ns: int, *, received_ns: int) -> float:
+        """A further message. Returns by how many seconds it shows that the worker's clock was set forward, or 0."""
         difference_ns = sent_unix_ns - received_ns
+        known_ns = self._greatest_ns
+        if known_ns is None:
+            known_ns = max(self._differences_ns, default=difference_ns)
         self._differences_ns.append(difference_ns)
         if self._greatest_ns is not None and difference_ns > self._greatest_ns:
             # The worker's clock was set forward, so the first round trip bounds nothing any more.
             self._greatest_ns = None
+        return max(0.0, (difference_ns - known_ns) / 1e9)
 
     def unix_ns(self, now_ns: int | None = None) -> int:
         """The worker's wall clock now, by default now. Ours, while the worker's is unknown."""

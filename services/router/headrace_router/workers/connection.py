@@ -26,8 +26,8 @@ _STATUS_INTERVAL_S = 1.0
 # A worker without a status message for this long counts as unreachable.
 _STATUS_TIMEOUT_S = 3.0
 _RECONNECT_S = 0.5
-# A worker that refuses this router's tickets ranks after all others for this long, then gets another request.
-_REFUSAL_PAUSE_S = 5.0
+# No tickets are granted for a worker for this long after its clock was set forward: it may be set again.
+_CLOCK_SET_PAUSE_S = 5.0
 
 
 class LoadReservation:
@@ -69,7 +69,9 @@ class WorkerConnection:
         worker: Worker,
         channel: grpc.aio.Channel,
         on_load: Callable[[WorkerConnection], None],
+        ticket_public_key: bytes,
     ) -> None:
+        """`ticket_public_key` is the router's, for the worker."""
         self.worker = worker
         self.channel = channel
         self._reservations: set[LoadReservation] = set()
@@ -82,7 +84,8 @@ class WorkerConnection:
         self._status: worker_pb2.WatchStatusResponse | None = None
         self.clock = WorkerClock()
         self._noted_offset_s = 0.0
-        self._refuses_until_s = 0.0
+        self._no_tickets_until_s = 0.0
+        self._ticket_public_key = ticket_public_key
         self._retired = False
         self._closing: asyncio.Task[None] | None = None
         self._watch = asyncio.create_task(self._watch_status())
@@ -102,8 +105,13 @@ class WorkerConnection:
             total_tokens=status.total_blocks * block_tokens,
             reachable=self._status is not None,
             draining=status.state == worker_pb2.WatchStatusResponse.STATE_DRAINING,
-            refuses_tickets=time.monotonic() < self._refuses_until_s,
         )
+
+    @property
+    def accepts_tickets(self) -> bool:
+        """Whether the worker has this router's key, and its clock is known and was not set forward just now."""
+        reports = self._status is not None and self.clock.known
+        return reports and time.monotonic() >= self._no_tickets_until_s
 
     def external_request_count(self) -> int:
         """How many requests the worker reports beyond those that this router placed there."""
@@ -145,24 +153,6 @@ class WorkerConnection:
         """A connection to the worker has broken: it is unreachable until its next status."""
         self._set_status(None)
 
-    def ticket_refused(self, why: str, worker_unix_ns: int) -> None:
-        """The worker refused a ticket of this router. `why` names the part of the ticket.
-
-        `worker_unix_ns` is the worker's clock at that moment, 0 when it did not say. The refusal of an expired ticket
-        with that time is no reason to avoid the worker: the next ticket is made for its clock.
-        """
-        if why == "expiry" and worker_unix_ns:
-            self.clock.answered(worker_unix_ns, request_ns=None, received_ns=time.monotonic_ns())
-        else:
-            self._refuses_until_s = time.monotonic() + _REFUSAL_PAUSE_S
-        _LOG.warning(
-            "decode worker %s refused this router's ticket (%s). Its clock is %.3f s ahead of this router's%s",
-            *(self.worker.ref, why, self.clock.offset_s()),
-            "" if self.clock.known else ", as far as is known: it does not send its time",
-        )
-        self._note_offset()
-        self._on_load(self)
-
     def retire(self) -> None:
         """The worker has left the registry. Requests on it may still end."""
         self._retired = True
@@ -193,10 +183,20 @@ class WorkerConnection:
             return
         now_ns = time.monotonic_ns()
         if request_ns is None:
-            self.clock.received(status.sent_unix_ns, received_ns=now_ns)
+            set_forward_s = self.clock.received(status.sent_unix_ns, received_ns=now_ns)
+            if set_forward_s >= CLOCK_OFFSET_NOTED_S:
+                self._pause_tickets(set_forward_s)
         else:
             self.clock.answered(status.sent_unix_ns, request_ns=request_ns, received_ns=now_ns)
         self._note_offset()
+
+    def _pause_tickets(self, set_forward_s: float) -> None:
+        self._no_tickets_until_s = time.monotonic() + _CLOCK_SET_PAUSE_S
+        _LOG.warning(
+            "the clock of decode worker %s was set forward by %.1f s, so it refuses tickets that it got before. It is "
+            "%.1f s ahead of this router's. For %g s, requests for this worker go through the router",
+            *(self.worker.ref, set_forward_s, self.clock.offset_s(), _CLOCK_SET_PAUSE_S),
+        )
 
     def _note_offset(self) -> None:
         """Reports an offset that has changed."""
@@ -216,7 +216,8 @@ class WorkerConnection:
     async def _watch_status(self) -> None:
         stub = worker_pb2_grpc.WorkerServiceStub(self.channel)
         request = worker_pb2.WatchStatusRequest(
-            max_interval=duration_from_seconds(_STATUS_INTERVAL_S)
+            max_interval=duration_from_seconds(_STATUS_INTERVAL_S),
+            ticket_public_key=self._ticket_public_key,
         )
         while True:
             try:

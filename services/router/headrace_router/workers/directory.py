@@ -27,16 +27,16 @@ class WorkerDirectory:
     def __init__(
         self,
         open_channel: Callable[[str], grpc.aio.Channel],
+        ticket_public_key: bytes,
         worker_wait_s: float = 0.0,
-        on_ticket_refused: Callable[[str, str], None] | None = None,
         on_slots: Callable[[str, DecodeSlots], None] | None = None,
     ) -> None:
-        """`worker_wait_s`: see RouterConfig. `on_ticket_refused` gets a worker's id and the part of the ticket.
+        """`ticket_public_key` is this router's. `worker_wait_s`: see RouterConfig.
 
         `on_slots` gets a model and the slots of its workers after each change.
         """
         self._open_channel = open_channel
-        self._on_ticket_refused = on_ticket_refused
+        self._ticket_public_key = ticket_public_key
         self._connections: dict[WorkerRef, WorkerConnection] = {}
         self._tables: dict[str, LoadTable] = {}
         self._availability = WorkerAvailability(worker_wait_s)
@@ -71,7 +71,9 @@ class WorkerDirectory:
             if connection is not None:
                 connection.retire()
             channel = self._open_channel(worker.endpoint)
-            self._connections[ref] = WorkerConnection(worker, channel, self._update_load)
+            self._connections[ref] = WorkerConnection(
+                worker, channel, self._update_load, self._ticket_public_key
+            )
         self._rebuild_tables()
 
     def table(self, model: str) -> LoadTable:
@@ -127,13 +129,10 @@ class WorkerDirectory:
             if connection.clock.known
         }
 
-    def ticket_refused(self, ref: WorkerRef, why: str, worker_unix_ns: int) -> None:
-        """A worker refused a ticket of this router: see WorkerConnection."""
+    def accepts_tickets(self, ref: WorkerRef) -> bool:
+        """Whether a worker would accept a ticket of this router now."""
         connection = self._connections.get(ref)
-        if connection is not None:
-            connection.ticket_refused(why, worker_unix_ns)
-        if self._on_ticket_refused is not None:
-            self._on_ticket_refused(ref.worker_id, why)
+        return connection is not None and connection.accepts_tickets
 
     def mark_unreachable(self, ref: WorkerRef) -> None:
         """A connection to the worker has broken. Placement prefers all others until it reports again."""

@@ -42,7 +42,6 @@ class Load:
     total_tokens: int = 0
     reachable: bool = True
     draining: bool = False
-    refuses_tickets: bool = False
 
 
 class LoadTable:
@@ -61,7 +60,6 @@ class LoadTable:
         self.total_tokens: Numbers = np.zeros(count)
         self.reachable: Flags = np.zeros(count, np.bool_)
         self.draining: Flags = np.zeros(count, np.bool_)
-        self.refuses_tickets: Flags = np.zeros(count, np.bool_)
         self._rows = {worker.ref: row for row, worker in enumerate(self.workers)}
         # Workers with one layout fingerprint can receive from the same prefill workers.
         self.layouts: tuple[KvLayout, ...] = ()
@@ -83,7 +81,6 @@ class LoadTable:
         self.total_tokens[row] = load.total_tokens
         self.reachable[row] = load.reachable
         self.draining[row] = load.draining
-        self.refuses_tickets[row] = load.refuses_tickets
 
     @property
     def any_available(self) -> bool:

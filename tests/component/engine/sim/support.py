@@ -29,6 +29,7 @@ from headrace_engine.sim.engine import SimEngine
 from headrace_engine.sim.faults import SimFaults
 from headrace_kv.handoff.checksum import DigestMode
 from headrace_kv.handoff.messages import Reservation, TransferTarget
+from headrace_kv.handoff.tickets import NoTickets
 from headrace_kv.layout.layout import KvDescriptor, KvLayout, WorkerRef
 from headrace_kv.plan.shard_map import edges, heads_held
 from headrace_kv.receive.receiver import Receiver
@@ -117,6 +118,7 @@ def decode_work(
     generated: tuple[int, ...] = (),
     awaits_first_token: bool = False,
     from_logits: bool = False,
+    cache_salt: str = "",
 ) -> DecodeWork:
     """A decode request; by default a local one."""
     return DecodeWork(
@@ -127,6 +129,7 @@ def decode_work(
         generated_tokens=len(generated),
         awaits_first_token=awaits_first_token,
         from_logits=from_logits,
+        cache_salt=cache_salt,
     )
 
 
@@ -263,6 +266,7 @@ class Pair:
             work.token_ids[: work.transferable_tokens],
             target,
             work.sampling if on_first_token is not None else None,
+            work.cache_salt,
         )
         task = asyncio.create_task(self.prefill.prefill(prefill, on_first_token))
         return Started(reader, reservation, transfer, task)
@@ -275,10 +279,15 @@ class Pair:
         *,
         generated: tuple[int, ...] = (),
         check: bool = True,
+        cache_salt: str = "",
     ) -> Handed:
         """Runs one request as the router and both services do. With `check`, the answer must be correct."""
         work = decode_work(
-            prompt, sampling, transfer_id=transfer_id, remote_kv=True, generated=generated
+            *(prompt, sampling),
+            transfer_id=transfer_id,
+            remote_kv=True,
+            generated=generated,
+            cache_salt=cache_salt,
         )
         reader = self.decode.decode(work)
         try:
@@ -358,6 +367,7 @@ async def pair(
         receiver = Receiver(
             ref=DECODE_REF,
             layout=decode_side.descriptor.layout,
+            tickets=NoTickets(),
             lease_ttl_s=4.0,
             on_released=decode_side.released,
             quarantine_s=0.1,

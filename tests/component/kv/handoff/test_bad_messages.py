@@ -15,11 +15,14 @@ from headrace.kv.v1 import handoff_pb2, handoff_pb2_grpc
 from headrace_common.errors import LayoutMismatch, ProtocolViolation, StaleIncarnation
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
+from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.layout.proto import layout_to_proto
 from headrace_kv.receive.receiver import ReceiverLimits
 from headrace_kv.receive.state import TransferState
 from tests.component.kv.harness import TOKENS, Rig, running
 from tests.waiting import until
+
+STRANGER = WorkerRef("prefill-9", "b" * 16)
 
 
 @asynccontextmanager
@@ -36,14 +39,20 @@ async def raw_stream(rig: Rig, *messages: handoff_pb2.HandoffRequest) -> AsyncIt
 def hello(rig: Rig, rank: int = 0) -> handoff_pb2.HandoffRequest:
     return handoff_pb2.HandoffRequest(
         hello=handoff_pb2.Hello(
-            worker_id="prefill-9",
-            incarnation="b" * 16,
+            worker_id=STRANGER.worker_id,
+            incarnation=STRANGER.incarnation,
             rank=rank,
             layout=layout_to_proto(rig.prefill),
             decode_worker_id=rig.decode_ref.worker_id,
             decode_incarnation=rig.decode_ref.incarnation,
         )
     )
+
+
+def opening(rig: Rig, name: str) -> handoff_pb2.HandoffRequest:
+    """An Open with the ticket that the router has given to the raw stream's worker."""
+    ticket = rig.ticket(name, STRANGER)
+    return handoff_pb2.HandoffRequest(open=handoff_pb2.Open(transfer_id=name, ticket=ticket))
 
 
 def message(kind: str, transfer_id: str) -> handoff_pb2.HandoffRequest:
@@ -64,7 +73,7 @@ async def test_a_second_sender_is_refused_and_garbage_fails_no_transfer() -> Non
         await until(lambda: transfer.state is TransferState.OPEN)
         async with raw_stream(rig, hello(rig)) as call:
             await call.read()
-            for request in (handoff_pb2.HandoffRequest(), hello(rig), message("open", name)):
+            for request in (handoff_pb2.HandoffRequest(), hello(rig), opening(rig, name)):
                 await call.write(request)
             refused = await call.read()
             assert isinstance(refused, handoff_pb2.HandoffResponse)
@@ -93,7 +102,7 @@ async def test_wrong_acknowledgement_fails_its_own_transfer(
             end_token=TOKENS,
             payload_bytes=payload_bytes,
         )
-        async with raw_stream(rig, hello(rig), message("open", name), layers_done(wrong)) as call:
+        async with raw_stream(rig, hello(rig), opening(rig, name), layers_done(wrong)) as call:
             with pytest.raises(ProtocolViolation, match=f"layer {layer} from rank 0"):
                 await transfer.wait()
             assert not rig.released
@@ -132,7 +141,7 @@ async def test_blocks_of_a_rank_that_never_quiesces_are_quarantined() -> None:
     limits = ReceiverLimits(quiesce_timeout_s=0.2)
     async with running(receiver_limits=limits, lease_ttl_s=0.2, quarantine_s=0.2) as rig:
         transfer = rig.reserve()
-        async with raw_stream(rig, hello(rig), message("open", transfer.transfer_id)):
+        async with raw_stream(rig, hello(rig), opening(rig, transfer.transfer_id)):
             await until(lambda: transfer.state is TransferState.OPEN)
             start = time.monotonic()
             rig.receiver.cancel(transfer.transfer_id, "CANCELLED", "the client left")

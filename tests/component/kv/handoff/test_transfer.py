@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from dataclasses import replace
 
 import pytest
 
@@ -124,7 +123,7 @@ async def test_ranges_that_are_pushed_again_are_sent_once() -> None:
 async def test_open_may_come_before_the_reservation() -> None:
     async with running(2, 2) as rig:
         transfer_id = "x" + "1" * 32
-        rig.open(replace(rig.target(rig.reserve()), transfer_id=transfer_id))
+        rig.open(rig.target(rig.reserve(), transfer_id=transfer_id))
         rig.push(transfer_id)
         await asyncio.sleep(0.2)
         await rig.received(rig.reserve(transfer_id=transfer_id, first_block=9))

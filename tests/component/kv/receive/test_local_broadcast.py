@@ -23,6 +23,7 @@ from headrace_common.errors import (
     TransferTimeout,
 )
 from headrace_kv.handoff.messages import Reservation
+from headrace_kv.handoff.tickets import NoTickets
 from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
 from headrace_kv.plan.copy_plan import Runs
 from headrace_kv.plan.shard_map import edges
@@ -317,4 +318,9 @@ async def test_an_unexpected_error_fails_the_transfer() -> None:
 
 async def test_a_broadcast_width_without_the_feature_is_rejected() -> None:
     with pytest.raises(InternalError, match="nothing copies"):
-        Receiver(ref=WorkerRef("d", "1"), layout=layout_of(2, 2), on_released=lambda _: None)
+        Receiver(
+            ref=WorkerRef("d", "1"),
+            layout=layout_of(2, 2),
+            tickets=NoTickets(),
+            on_released=lambda _: None,
+        )

@@ -110,12 +110,12 @@ class LaterCorruption(DigestChecks):
     arena: Arena | None = None
 
     def find_corrupt(
-        self, reservation: Reservation, ranges: tuple[LayerLanded, ...]
+        self, reservation: Reservation, ranges: tuple[LayerLanded, ...], seed: int
     ) -> tuple[LayerLanded, ...]:
         if self.arena is not None and any(landed.layer == 2 for landed in ranges):
             self.arena.cells[2, 1, reservation.block_ids[1], 0, 5] ^= 0x10
             self.arena = None
-        return super().find_corrupt(reservation, ranges)
+        return super().find_corrupt(reservation, ranges, seed)
 
 
 async def test_memory_that_changes_after_mooncakes_write_is_found(mooncake: LentMooncake) -> None:

@@ -54,7 +54,6 @@ async def test_corrupt_records_are_skipped_and_counted(
         "descriptors/decode-0/0000000000000009": GARBAGE,
         "policy": wrong_policy,
         "prefix_hash_key": b"secret, but no number",
-        "ticket_key": b"abcd",
     }
     for key, value in corrupt.items():
         await put(store, key, value)
@@ -79,7 +78,6 @@ async def test_corrupt_records_are_skipped_and_counted(
     for number in (1, 2, 3):
         await store.register(worker(f"decode-{number}"), 30)
     assert await store.ensure_prefix_hash_key(77) == 77
-    assert await store.ensure_ticket_key(bytes(32)) == bytes(32)
     await store.set_policy(registry_pb2.Policy(retry_budget=6), store.policy.revision)
     await until(lambda: store.corrupt_record_count == 1, 5, "the replaced records")
     await store._connection.call(
@@ -127,9 +125,9 @@ async def test_a_registry_answers_others_beside_a_corrupt_record(
         registry_stub(registry.endpoint) as stub,
     ):
         assert isinstance(registry.store, EtcdStore)
-        for key in ("members/decode-0", "prefix_hash_key", "ticket_key", "policy"):
+        for key in ("members/decode-0", "prefix_hash_key", "policy"):
             await put(registry.store, key, GARBAGE)
-        await until(lambda: registry.store.corrupt_record_count == 4, 5, "the corrupt records")  # type: ignore[union-attr]
+        await until(lambda: registry.store.corrupt_record_count == 3, 5, "the corrupt records")  # type: ignore[union-attr]
         request = registry_pb2.RegisterRequest(member=worker(), prefix_hash_key=5)
         request.ttl.FromSeconds(30)
         response = await stub.Register(request, timeout=5)

@@ -29,7 +29,6 @@ from tests.component.router.fakes.prefill import (
 )
 from tests.component.router.fakes.rig import (
     PREFIX_KEY,
-    TICKET_KEY,
     FixedPolicy,
     Rig,
     text_of,
@@ -40,7 +39,6 @@ __all__ = [
     "CONTEXT_TOKENS",
     "LAYOUT",
     "PREFIX_KEY",
-    "TICKET_KEY",
     "Behaviour",
     "FakeDecode",
     "FakePrefill",

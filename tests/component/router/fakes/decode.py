@@ -42,6 +42,8 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
         self.reports.set()
         self.clock_offset_s: float | None = 0.0
         """How far its wall clock is ahead. None: it does not send its time."""
+        self.ticket_public_keys: list[bytes] = []
+        """Of the status streams, in order."""
         self.hashing: worker_pb2.KvHashing | None = None
         """How it hashes cached prefixes. None: it does not support KV events."""
         self.background: list[asyncio.Task[None]] = []
@@ -111,6 +113,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
     async def WatchStatus(
         self, request: worker_pb2.WatchStatusRequest, context: Any
     ) -> AsyncIterator[worker_pb2.WatchStatusResponse]:
+        self.ticket_public_keys.append(request.ticket_public_key)
         while True:
             yield worker_pb2.WatchStatusResponse(
                 worker_id=self.member.worker_id,

@@ -24,10 +24,10 @@ from headrace_text.byte_codec import ByteCodec
 from tests.component.router.fakes.decode import FakeDecode, Script
 from tests.component.router.fakes.handoff import LAYOUT, Handoff
 from tests.component.router.fakes.prefill import Behaviour, FakePrefill
+from tests.router_key import RouterKey
 from tests.waiting import until
 
 PREFIX_KEY = 1
-TICKET_KEY = bytes(range(32))
 
 
 @dataclass
@@ -46,6 +46,7 @@ class Rig:
         )
         self.handoff = Handoff()
         self.policy = FixedPolicy()
+        self.router_key = RouterKey()
         self.decodes: list[FakeDecode] = []
         self.prefills: list[FakePrefill] = []
 
@@ -57,7 +58,7 @@ class Rig:
             self.telemetry,
             self.policy,
             lambda: PREFIX_KEY,
-            lambda: TICKET_KEY,
+            self.router_key.key,
         )
         self._server = GrpcServer(
             self.config, SERVICES, [self.router.gate], self.config.max_request_bytes

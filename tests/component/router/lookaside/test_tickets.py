@@ -12,6 +12,8 @@ import pytest
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import inference_pb2
+from headrace.kv.v1 import handoff_pb2
+from headrace.registry.v1 import registry_pb2
 from headrace_client import Client, build_request
 from headrace_client.progress import Progress
 from headrace_common.deadlines import Deadline
@@ -26,9 +28,10 @@ from headrace_common.errors import (
     WorkerGone,
 )
 from headrace_common.rpc.status import error_from_rpc
-from headrace_common.rpc.tickets import check_ticket, decode_request_of
+from headrace_common.tickets.direct import TicketSigner, check_ticket, decode_request_of
+from headrace_kv.layout.layout import WorkerRef
+from headrace_router.workers import connection
 from tests.component.router.fakes import (
-    TICKET_KEY,
     FakeDecode,
     Rig,
     fail,
@@ -38,6 +41,7 @@ from tests.component.router.fakes import (
     reply,
     stall,
 )
+from tests.router_key import RouterKey
 from tests.waiting import until
 
 REMOTE = inference_pb2.PREFILL_PLACEMENT_REMOTE
@@ -123,7 +127,7 @@ async def test_a_ticket_is_for_the_request_and_counts_on_its_worker(open_rig: Ri
     direct = (await route(open_rig, request_id="mine")).direct
     assert direct.endpoint == worker.member.endpoint
     assert bytes(direct.token_ids) == PROMPT
-    claims = check_ticket(TICKET_KEY, decode_request_of(direct), "d0")
+    claims = check_ticket(open_rig.router_key.known.find, decode_request_of(direct), "d0")
     assert claims.tenant == "default"
     assert open_rig.router.workers.table("sim").requests.sum() == 1
 
@@ -139,10 +143,13 @@ async def test_requests_with_stop_texts_go_through_the_router(open_rig: Rig) -> 
         assert client.direct_answers == 0
 
 
-async def test_calls_of_the_router_carry_a_ticket(open_rig: Rig) -> None:
+async def test_calls_of_the_router_name_its_key_and_carry_no_ticket(open_rig: Rig) -> None:
     worker = await open_rig.add_decode(reply("abc"))
     await open_rig.ask()
-    assert check_ticket(TICKET_KEY, worker.requests[0], "d0").tenant == "default"
+    (request,) = worker.requests
+    assert request.ticket == b""
+    assert request.ticket_key_id == open_rig.router_key.key_id
+    assert worker.ticket_public_keys == [open_rig.router_key.key.public.public_key]
 
 
 @pytest.mark.parametrize("remote", [False, True])
@@ -156,7 +163,7 @@ async def test_tokens_stream_directly_from_the_decode_worker(open_rig: Rig, remo
         assert client.direct_answers == 1
     (received,) = worker.requests
     assert received.remote_prefill is remote
-    check_ticket(TICKET_KEY, received, "d0")
+    check_ticket(open_rig.router_key.known.find, received, "d0")
     last = responses[-1]
     assert last.finish_reason
     assert last.usage.prompt_tokens == len(PROMPT)
@@ -222,17 +229,66 @@ async def test_a_prompt_is_queued_once_and_only_with_its_ticket(open_rig: Rig) -
 
 @pytest.mark.parametrize("offset_s", [-3600.0, 3600.0])
 async def test_a_prompt_for_a_worker_with_a_wrong_clock_is_queued(
-    open_rig: Rig, offset_s: float
+    open_rig: Rig, offset_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(connection, "_CLOCK_SET_PAUSE_S", 0.1)
     decode = await open_rig.add_decode(hang)
     decode.clock_offset_s = offset_s
     offsets = open_rig.router.workers.clock_offsets_s
     await until(lambda: abs(offsets().get("d0", 0.0) - offset_s) < 1)
     await open_rig.add_prefill(hand_over)
+    ref = WorkerRef("d0", decode.member.incarnation)
+    await until(lambda: open_rig.router.workers.accepts_tickets(ref))
     direct = (await route(open_rig, prefill_placement=REMOTE)).direct
     assert direct.ticket_lifetime.ToSeconds() == 10
     done = await open_rig.stub.Prefill(inference_pb2.PrefillRequest(direct=direct), timeout=5)
     assert done.worker_id == "p0"
+
+
+async def test_a_reservation_may_be_sent_to_another_router_also_after_its_own_has_left(
+    open_rig: Rig,
+) -> None:
+    worker = await open_rig.add_decode(hang)
+    await open_rig.add_prefill(hand_over)
+    direct = (await route(open_rig, prefill_placement=REMOTE)).direct
+    other = await Rig(look_aside=True).start()
+    try:
+        other.router.update([worker.member])
+        prefill = await other.add_prefill(hand_over)
+        error = await prefill_error(other, direct)
+        assert isinstance(error, Unauthenticated)
+        assert error.metadata["ticket"] == "key_id"
+        granting = registry_pb2.Member(
+            role=registry_pb2.Member.ROLE_ROUTER,
+            worker_id="router-1",
+            ticket_public_key=open_rig.router_key.key.public.public_key,
+        )
+        wrong = registry_pb2.Member(
+            role=registry_pb2.Member.ROLE_ROUTER, worker_id="router-2", ticket_public_key=b"short"
+        )
+        other.router.update([worker.member, granting, wrong])
+        other.router.update([worker.member])
+        done = await other.stub.Prefill(inference_pb2.PrefillRequest(direct=direct), timeout=5)
+        assert done.worker_id == "p0"
+        # The router that queues the prompt signs for it.
+        (task,) = prefill.tasks
+        ticket = handoff_pb2.HandoffTicket.FromString(task.handoff_ticket)
+        assert ticket.key_id == other.router_key.key_id
+    finally:
+        await other.close()
+
+
+async def test_a_key_of_a_worker_is_no_key_of_a_router(open_rig: Rig) -> None:
+    worker = await open_rig.add_decode(hang)
+    await open_rig.add_prefill(hand_over)
+    forger = RouterKey()
+    worker.member.ticket_public_key = forger.key.public.public_key
+    open_rig.refresh()
+    direct = (await route(open_rig, prefill_placement=REMOTE)).direct
+    direct.ticket = TicketSigner(forger.key, 10.0).sign(decode_request_of(direct), "d0", "default")
+    error = await prefill_error(open_rig, direct)
+    assert isinstance(error, Unauthenticated)
+    assert error.metadata["ticket"] == "key_id"
 
 
 async def test_a_prompt_with_local_prefill_is_not_queued(open_rig: Rig) -> None:

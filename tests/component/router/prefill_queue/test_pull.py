@@ -103,3 +103,23 @@ async def test_a_stream_must_begin_with_a_complete_hello(
     await worker.start(rig.endpoint, credit=0)
     assert (await _end_of(worker)).code() is grpc.StatusCode.FAILED_PRECONDITION
     await worker.close()
+
+
+async def test_each_worker_that_gets_a_task_gets_a_ticket_of_its_own(rig: Rig) -> None:
+    """The first worker returns the task, so the second one gets it with the same transfer id."""
+    decode = WorkerRef("d0", "d" * 16)
+    first = await rig.add_prefill(stall, credit=1)
+    task = prefill_pb2.PrefillTask(
+        transfer_id="a", decode_worker_id=decode.worker_id, decode_incarnation=decode.incarnation
+    )
+    rig.router.queue.enqueue(task, layout=LAYOUT, terms=TaskTerms(1.0, returns_max=1))
+    await until(lambda: _names(first) == ["a"])
+    second = await rig.add_prefill(stall, credit=1)
+    await first.done("a", "QUEUE_FULL", "no room")
+    await until(lambda: _names(second) == ["a"])
+    for worker in (first, second):
+        (received,) = worker.tasks
+        ref = WorkerRef(worker.worker_id, worker.incarnation)
+        expected = rig.router_key.ticket("a", prefill=ref, decode=decode, layout=LAYOUT)
+        assert received.handoff_ticket == expected
+    assert not task.handoff_ticket

@@ -1,46 +1,44 @@
-"""Decode workers with wrong clocks, and decode workers that refuse tickets."""
+"""Decode workers with wrong clocks, and the direct tickets for them."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from typing import Any
 
+import grpc.aio
 import pytest
 
-from headrace.decode.v1 import decode_pb2
+from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
+from headrace.inference.v1 import inference_pb2
 from headrace_common.errors import Unauthenticated
-from headrace_common.rpc.tickets import check_ticket
-from headrace_common.telemetry import schema
+from headrace_common.rpc.status import error_from_rpc
+from headrace_common.tickets.direct import check_ticket, decode_request_of
 from headrace_kv.layout.layout import WorkerRef
 from headrace_router.workers import connection
-from tests.collector import collecting
-from tests.component.router.fakes import TICKET_KEY, FakeDecode, Rig, reject, reply, text_of
+from tests.component.router.fakes import FakeDecode, Rig, reply, text_of, with_settings
 from tests.waiting import until
 
+LOOK_ASIDE = with_settings(look_aside=True)
 
-def strict(text: str) -> Any:
+
+def strict(rig: Rig, text: str) -> Any:
     """A script that checks the ticket by the worker's own clock, as a decode worker does."""
 
     async def run(worker: FakeDecode, request: decode_pb2.GenerateRequest) -> AsyncIterator[Any]:
-        worker_id = worker.member.worker_id
-        check_ticket(TICKET_KEY, request, worker_id, clock=lambda *_: worker.unix_ns())
+        if request.ticket:
+            name, clock = worker.member.worker_id, worker.unix_ns
+            check_ticket(rig.router_key.known.find, request, name, clock=lambda *_: clock())
         async for event in reply(text)(worker, request):
             yield event
 
     return run
 
 
-def ref_of(worker: FakeDecode) -> WorkerRef:
-    return WorkerRef(worker.member.worker_id, worker.member.incarnation)
-
-
 async def add_shifted(rig: Rig, offset_s: float) -> FakeDecode:
     """A decode worker with this clock offset, once the router knows it."""
-    worker = await rig.add_decode(strict("ok"))
+    worker = await rig.add_decode(strict(rig, "ok"))
     await shift(rig, worker, offset_s)
     return worker
 
@@ -51,14 +49,40 @@ async def shift(rig: Rig, worker: FakeDecode, offset_s: float) -> None:
     await until(lambda: abs(workers.clock_offsets_s().get(name, 1e9) - offset_s) < 1)
 
 
+async def granted(rig: Rig) -> inference_pb2.DirectRequest | None:
+    """A direct request, None when the router grants none."""
+    request = inference_pb2.GenerateRequest(text="a prompt")
+    routed = await rig.stub.Route(inference_pb2.RouteRequest(request=request), timeout=5)
+    return routed.direct if routed.HasField("direct") else None
+
+
+async def stream(direct: inference_pb2.DirectRequest) -> None:
+    """Streams a direct request. Raises the worker's error."""
+    async with grpc.aio.insecure_channel(direct.endpoint) as channel:
+        stub: Any = decode_pb2_grpc.DecodeServiceStub(channel)
+        try:
+            async for _ in stub.Generate(decode_request_of(direct), timeout=5):
+                pass
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from error
+
+
+@LOOK_ASIDE
 @pytest.mark.parametrize("offset_s", [-3600.0, -11.0, 11.0, 3600.0])
 async def test_a_worker_accepts_the_tickets_although_its_clock_is_wrong(
-    rig: Rig, caplog: pytest.LogCaptureFixture, offset_s: float
+    rig: Rig,
+    caplog: pytest.LogCaptureFixture,
+    offset_s: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(connection, "_CLOCK_SET_PAUSE_S", 0.1)
     worker = await add_shifted(rig, offset_s)
-    assert text_of(await rig.ask()) == "ok"
-    assert len(worker.requests) == 1, "the first attempt was accepted"
-    (warning,) = (r for r in caplog.records if "the clock of decode worker" in r.getMessage())
+    ref = WorkerRef(worker.member.worker_id, worker.member.incarnation)
+    await until(lambda: rig.router.workers.accepts_tickets(ref))
+    direct = await granted(rig)
+    assert direct is not None
+    await stream(direct)
+    (warning,) = (r for r in caplog.records if "Tickets allow for it" in r.getMessage())
     found = re.search(r"is ([0-9.]+) s (ahead of|behind) this router's", warning.getMessage())
     assert found, warning.getMessage()
     assert warning.levelno == logging.WARNING
@@ -66,62 +90,33 @@ async def test_a_worker_accepts_the_tickets_although_its_clock_is_wrong(
     assert sign * float(found[1]) == pytest.approx(offset_s, abs=5)
 
 
-async def test_a_clock_that_is_set_costs_one_attempt(rig: Rig) -> None:
-    worker = await add_shifted(rig, 0.0)
-    worker.reports.clear()
-    worker.clock_offset_s = 3600.0
-    try:
-        responses = await rig.ask()
-    finally:
-        worker.reports.set()
-    assert text_of(responses) == "ok"
-    assert responses[-1].timing.attempts == 2
-    assert not rig.router.workers.table("sim").refuses_tickets.any()
-
-
-async def test_a_worker_that_refuses_tickets_is_not_chosen_and_the_warning_names_its_clock(
-    caplog: pytest.LogCaptureFixture,
+@LOOK_ASIDE
+async def test_a_clock_that_is_set_forward_stops_the_grants_and_a_warning_names_the_offset(
+    rig: Rig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    not_signed = Unauthenticated("it was not signed", metadata={"ticket": "signature"})
-    async with collecting() as (collector, endpoint), AsyncExitStack() as stack:
-        rig = await Rig(otlp_endpoint=endpoint).start()
-        stack.push_async_callback(rig.close)
-        refusing, other = await rig.add_decodes(reject(not_signed), reply("ok"))
-        await shift(rig, refusing, 30.0)
-        for _ in range(4):
-            assert text_of(await rig.ask()) == "ok"
-        assert (len(refusing.requests), len(other.requests)) == (1, 4)
-        refused = [r.getMessage() for r in caplog.records if "refused this" in r.getMessage()]
-        assert len(refused) == 1
-        assert f"{ref_of(refusing)} refused this router's ticket (signature)" in refused[0]
-        found = re.search(r"Its clock is ([0-9.]+) s ahead", refused[0])
-        assert found, refused[0]
-        assert float(found[1]) == pytest.approx(30, abs=5)
-        rig.router.metrics.sample()
-        await asyncio.to_thread(rig.telemetry.metrics.force_flush)
-        name = {schema.ATTRIBUTE_WORKER_ID: refusing.member.worker_id}
-        counted = name | {schema.ATTRIBUTE_TICKET_PART: "signature"}
-        assert collector.value(schema.METRIC_TICKET_REFUSALS, **counted) == 1
-        offset_ms = collector.value(schema.METRIC_CLOCK_OFFSET_MS, **name)
-        assert offset_ms == pytest.approx(30_000, abs=2_000)
+    monkeypatch.setattr(connection, "_CLOCK_SET_PAUSE_S", 60.0)
+    worker = await add_shifted(rig, 0.0)
+    before = await granted(rig)
+    assert before is not None
+    await shift(rig, worker, 3600.0)
+    with pytest.raises(Unauthenticated, match="expired"):
+        await stream(before)
+    assert await granted(rig) is None
+    assert text_of(await rig.ask()) == "ok", "requests go through the router"
+    (warning,) = (r.getMessage() for r in caplog.records if "set forward" in r.getMessage())
+    found = re.search(r"set forward by ([0-9.]+) s, .* ([0-9.]+) s ahead", warning)
+    assert found, warning
+    assert [float(one) for one in found.groups()] == pytest.approx([3600, 3600], abs=5)
 
 
-async def test_a_worker_that_refused_a_ticket_is_asked_again_after_a_pause(
+@LOOK_ASIDE
+async def test_grants_go_on_after_a_pause_by_the_new_clock(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "_REFUSAL_PAUSE_S", 0.2)
+    monkeypatch.setattr(connection, "_CLOCK_SET_PAUSE_S", 0.2)
     worker = await add_shifted(rig, 0.0)
-    rig.router.workers.ticket_refused(ref_of(worker), "signature", 0)
-    refuses = rig.router.workers.table("sim").refuses_tickets
-    assert refuses.any()
-    await until(lambda: not refuses.any())
-
-
-async def test_a_worker_that_does_not_send_its_time_gets_tickets_by_the_router_s_clock(
-    rig: Rig,
-) -> None:
-    worker = await rig.add_decode(strict("ok"))
-    worker.clock_offset_s = None
-    worker.running_requests = 1
-    await rig.loads_known()
-    assert text_of(await rig.ask()) == "ok"
+    await shift(rig, worker, 30.0)
+    direct: inference_pb2.DirectRequest | None = None
+    while direct is None:
+        direct = await granted(rig)
+    await stream(direct)

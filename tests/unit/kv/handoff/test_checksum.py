@@ -40,15 +40,16 @@ def test_both_sides_agree_on_any_list_of_runs(count: int, length_max: int, seed:
         piece = source[at[i] : at[i] + lengths[i]]
         destination[to[i] : to[i] + lengths[i]] = piece
         pieces.append(piece.tobytes())
-    expected = xxh3_64_intdigest(b"".join(pieces))
-    assert source_digest(HOST_MEMORY, runs) == expected
-    assert destination_digest(HOST_MEMORY, runs) == expected
+    expected = xxh3_64_intdigest(b"".join(pieces), seed)
+    assert source_digest(HOST_MEMORY, runs, seed) == expected
+    assert destination_digest(HOST_MEMORY, runs, seed) == expected
     relisted = Runs(
         runs.source_addresses[order], runs.destination_addresses[order], runs.lengths[order]
     )
-    assert source_digest(HOST_MEMORY, relisted) == expected
+    assert source_digest(HOST_MEMORY, relisted, seed) == expected
+    assert source_digest(HOST_MEMORY, runs, seed + 1) != expected, "another handoff"
     destination[to[order[0]]] ^= 1
-    assert destination_digest(HOST_MEMORY, runs) != expected
+    assert destination_digest(HOST_MEMORY, runs, seed) != expected
 
 
 def test_sampling_selects_its_share_and_the_same_pairs_on_both_sides() -> None:

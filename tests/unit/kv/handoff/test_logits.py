@@ -12,12 +12,13 @@ from headrace.kv.v1 import handoff_pb2
 from headrace_common.errors import HeadraceError, KvCorrupt, ProtocolViolation
 from headrace_kv.handoff.logits import PART_BYTES, IncomingLogits, logits_parts
 
+SEED = 7
 SIZES = (1, 8, PART_BYTES - 1, PART_BYTES, PART_BYTES + 1, 3 * PART_BYTES + 5)
 
 
 def parts_of(size: int) -> tuple[bytes, list[handoff_pb2.LogitsPart]]:
     logits = Random(size).randbytes(size)
-    return logits, [request.logits for request in logits_parts("x1", logits)]
+    return logits, [request.logits for request in logits_parts("x1", logits, SEED)]
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -28,7 +29,7 @@ async def test_sent_logits_are_received(size: int) -> None:
         assert not incoming.complete
         assert part.transfer_id == "x1"
         assert len(part.data) <= PART_BYTES
-        incoming.receive_part(part)
+        incoming.receive_part(part, SEED)
     assert incoming.complete
     assert await incoming.wait() == logits
 
@@ -45,7 +46,7 @@ def test_a_part_is_refused_where_none_is_due() -> None:
     incoming = IncomingLogits("x1", 0)
     assert incoming.complete
     with pytest.raises(ProtocolViolation):
-        incoming.receive_part(parts_of(8)[1][0])
+        incoming.receive_part(parts_of(8)[1][0], SEED)
 
 
 Change = Callable[[handoff_pb2.LogitsPart], None]
@@ -67,16 +68,16 @@ def test_a_wrong_part_is_refused(name: str) -> None:
     _, parts = parts_of(PART_BYTES + 100)
     incoming = IncomingLogits("x1", PART_BYTES + 100)
     for part in parts[:place]:
-        incoming.receive_part(part)
+        incoming.receive_part(part, SEED)
     change(parts[place])
     with pytest.raises(error, match="x1"):
-        incoming.receive_part(parts[place])
+        incoming.receive_part(parts[place], SEED)
     assert not incoming.complete
 
 
 def test_a_part_after_the_last_is_refused() -> None:
     _, parts = parts_of(8)
     incoming = IncomingLogits("x1", 8)
-    incoming.receive_part(parts[0])
+    incoming.receive_part(parts[0], SEED)
     with pytest.raises(ProtocolViolation):
-        incoming.receive_part(parts[0])
+        incoming.receive_part(parts[0], SEED)

@@ -65,7 +65,7 @@ class Arrival:
             for rank in {source for source, _, _ in self.keys}
         }
         for peer in self.peers.values():
-            self.transfer.add_writer(peer)
+            self.transfer.add_writer(peer, b"")
 
     def land(self, key: Key) -> None:
         source, destination, layer = key

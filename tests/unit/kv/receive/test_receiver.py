@@ -12,6 +12,7 @@ from headrace.kv.v1 import handoff_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError, TransferFailed
 from headrace_kv.handoff.messages import Reservation
+from headrace_kv.handoff.tickets import NoTickets
 from headrace_kv.layout.layout import KvDescriptor, WorkerRef
 from headrace_kv.layout.proto import layout_to_proto
 from headrace_kv.plan.shard_map import Key, edges
@@ -76,6 +77,7 @@ class Stage:
         self.receiver = Receiver(
             ref=REF,
             layout=layout,
+            tickets=NoTickets(),
             on_released=self.released.append,
             timers=self.timers,
             features=features,
@@ -205,7 +207,7 @@ class RecordingChecks(DigestChecks):
         self.submitted: list[tuple[LayerLanded, ...]] = []
 
     def submit(
-        self, reservation: Reservation, ranges: tuple[LayerLanded, ...]
+        self, reservation: Reservation, ranges: tuple[LayerLanded, ...], seed: int
     ) -> Future[tuple[LayerLanded, ...]]:
         self.submitted.append(ranges)
         return Future()

@@ -26,11 +26,11 @@ def test_only_a_worker_that_asks_for_digests_has_an_observer() -> None:
 def test_a_digest_is_sent_with_its_write_and_freed_with_it() -> None:
     digests = WriteDigests(HOST_MEMORY, 1.0)
     digested, other = make_write("a", runs=RUNS), make_write("a", runs=RUNS)
-    digests.on_all_started("a", digested)
+    digests.on_all_started("a", digested, 7)
     messages = [handoff_pb2.LayerDone(), handoff_pb2.LayerDone()]
     for write, message in zip((digested, other), messages, strict=True):
         digests.on_acknowledge(write, message)
-    assert messages[0].digest == source_digest(HOST_MEMORY, RUNS)
+    assert messages[0].digest == source_digest(HOST_MEMORY, RUNS, 7)
     assert not messages[1].HasField("digest")
     assert len(digests._digests) == 1
     del write, digested

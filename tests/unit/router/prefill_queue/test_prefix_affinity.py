@@ -17,7 +17,16 @@ from headrace_router.prefill_queue.estimate import ThroughputEstimator
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.task import QueuedTask
 from headrace_router.prefill_queue.worker_stream import PrefillWorkerStream
-from tests.unit.router.prefill_queue.test_queue import LAYOUT, add, end, join, pulling, sent, where
+from tests.unit.router.prefill_queue.test_queue import (
+    LAYOUT,
+    add,
+    end,
+    join,
+    pulling,
+    sent,
+    unsigned,
+    where,
+)
 from tests.waiting import until
 
 
@@ -158,7 +167,7 @@ class _Model:
     """Drives a queue, and records beside it which tasks and workers there are."""
 
     def __init__(self) -> None:
-        self.queue = PrefillQueue(1_000, prefix_wait_s=60.0)
+        self.queue = PrefillQueue(1_000, prefix_wait_s=60.0, sign=unsigned)
         self.streams: dict[str, PrefillWorkerStream] = {}
         self.tasks: list[QueuedTask] = []
         self.joins = 0
@@ -246,7 +255,7 @@ async def _lines_per_task(count: int, workers: int) -> float:
         lines += event == "line"
         return trace
 
-    queue = PrefillQueue(count)
+    queue = PrefillQueue(count, sign=unsigned)
     streams = [join(queue, f"p{number}") for number in range(workers)]
     refs = [stream.ref for stream in streams]
     before = sys.gettrace()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import grpc.aio
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -63,7 +65,7 @@ class _Naive:
 async def _check(events: list[tuple[str, int, int]]) -> None:
     channel = grpc.aio.insecure_channel(_WORKER.endpoint)
     changes: list[Any] = []
-    connection = WorkerConnection(_WORKER, channel, changes.append)
+    connection = WorkerConnection(_WORKER, channel, changes.append, b"")
     made: list[LoadReservation] = []
     naive = _Naive()
     try:
@@ -98,3 +100,31 @@ def test_running_sums_equal_sums_over_the_reservations(
     events: list[tuple[str, int, int]],
 ) -> None:
     asyncio.run(_check(events))
+
+
+async def test_a_worker_accepts_tickets_while_it_reports_and_its_clock_is_known(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    channel = grpc.aio.insecure_channel(_WORKER.endpoint)
+    connection = WorkerConnection(_WORKER, channel, lambda _: None, b"")
+
+    def accepts() -> bool:
+        return connection.accepts_tickets
+
+    try:
+        assert not accepts(), "the worker has not reported"
+        connection._set_status(worker_pb2.WatchStatusResponse())
+        assert not accepts(), "it has not sent its time"
+        now_ns = time.monotonic_ns()
+        connection.clock.answered(now_ns, request_ns=now_ns, received_ns=now_ns)
+        assert accepts()
+        forward = worker_pb2.WatchStatusResponse(sent_unix_ns=time.monotonic_ns() + 5 * 10**9)
+        connection._read_clock(forward, None)
+        assert not accepts(), "its clock was set forward"
+        assert "set forward by 5" in caplog.text
+        connection._no_tickets_until_s = 0.0
+        assert accepts()
+        connection._set_status(None)
+        assert not accepts(), "it may have forgotten the key"
+    finally:
+        await connection.close()

@@ -41,7 +41,7 @@ async def test_the_channel_of_a_worker_that_left_closes_after_its_last_request()
         channels.append(grpc.aio.insecure_channel(endpoint))
         return channels[-1]
 
-    directory = WorkerDirectory(open_channel)
+    directory = WorkerDirectory(open_channel, b"")
     directory.update([_member()])
     directory.update([_member(max_model_len=1_024)])
     assert directory.max_model_len() == {"sim": 1_024}
@@ -65,7 +65,7 @@ async def test_the_channel_of_a_worker_that_left_closes_after_its_last_request()
 async def test_the_slots_of_reachable_workers_are_reported_with_the_number_of_routers() -> None:
     seen: list[tuple[str, DecodeSlots]] = []
     directory = WorkerDirectory(
-        grpc.aio.insecure_channel, on_slots=lambda *change: seen.append(change)
+        grpc.aio.insecure_channel, b"", on_slots=lambda *change: seen.append(change)
     )
     router = registry_pb2.Member(role=registry_pb2.Member.ROLE_ROUTER)
     directory.update([_member(), router, router])
@@ -80,7 +80,7 @@ async def test_the_slots_of_reachable_workers_are_reported_with_the_number_of_ro
 
 
 async def test_slots_count_workers_that_accept_requests() -> None:
-    directory = WorkerDirectory(grpc.aio.insecure_channel)
+    directory = WorkerDirectory(grpc.aio.insecure_channel, b"")
     directory.update([_member()])
     worker = directory.worker(_REF)
     assert worker is not None

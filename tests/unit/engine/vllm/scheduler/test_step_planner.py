@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -243,8 +244,10 @@ def test_every_missing_token_is_planned_once(
 
 
 def test_params_are_equal_after_conversion() -> None:
-    target = target_of(32, 77)
+    target = replace(target_of(32, 77), ticket=bytes(range(256)))
     assert read_params(send_params(target)) == target
+    # vLLM passes them between its processes.
+    assert read_params(json.loads(json.dumps(send_params(target)))) == target
     assert read_params({}) is None
 
 

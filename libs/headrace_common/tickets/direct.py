@@ -1,4 +1,4 @@
-"""Tickets: a router's signed permission to send one request to one decode worker.
+"""Direct tickets: a router's signed permission to send one request to one decode worker.
 
 A ticket is bound to the content of the request, to one incarnation of a worker and to one attempt. A worker accepts an
 attempt once. A ticket expires, by the clock of its worker. It contains no secret and does not identify its bearer.
@@ -10,14 +10,16 @@ import hashlib
 import hmac
 import time
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from google.protobuf.message import DecodeError
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import inference_pb2
-from headrace_common.errors import Unauthenticated
 from headrace_common.limits import TICKET_BYTES_MAX
+from headrace_common.tickets.keys import FindKey, SigningKey, require_signed, unauthenticated
+
+_KIND: Final = decode_pb2.TicketClaims.DESCRIPTOR.full_name
 
 WorkerClock: TypeAlias = Callable[[str, str], int]
 """The wall clock of a worker, by its id and incarnation, in nanoseconds since the Unix epoch."""
@@ -29,25 +31,15 @@ def own_clock(worker_id: str, incarnation: str) -> int:
 
 
 class TicketSigner:
-    """Signs tickets that are valid for `ttl_s`. `key` returns the deployment's key."""
+    """Signs tickets that are valid for `ttl_s`."""
 
-    def __init__(
-        self, key: Callable[[], bytes], ttl_s: float, clock: WorkerClock = own_clock
-    ) -> None:
+    def __init__(self, key: SigningKey, ttl_s: float, clock: WorkerClock = own_clock) -> None:
         self._key = key
         self._clock = clock
         self.ttl_s = ttl_s
 
-    @property
-    def key(self) -> bytes:
-        """The current key; empty while it is unknown."""
-        return self._key()
-
     def sign(self, request: decode_pb2.GenerateRequest, worker_id: str, tenant: str) -> bytes:
-        """A ticket for the request, without regard to the ticket in it. Empty while the key is unknown."""
-        key = self.key
-        if not key:
-            return b""
+        """A ticket for the request, without regard to the ticket in it."""
         claims = decode_pb2.TicketClaims(
             worker_id=worker_id,
             incarnation=request.incarnation,
@@ -56,8 +48,11 @@ class TicketSigner:
             tenant=tenant,
             expire_unix_ns=self._clock(worker_id, request.incarnation) + round(self.ttl_s * 1e9),
         ).SerializeToString()
-        ticket = decode_pb2.Ticket(claims=claims, signature=_signature(key, claims))
-        return ticket.SerializeToString()
+        return decode_pb2.Ticket(
+            claims=claims,
+            signature=self._key.sign(_KIND, claims),
+            key_id=self._key.public.key_id,
+        ).SerializeToString()
 
 
 def decode_request_of(direct: inference_pb2.DirectRequest) -> decode_pb2.GenerateRequest:
@@ -72,11 +67,12 @@ def decode_request_of(direct: inference_pb2.DirectRequest) -> decode_pb2.Generat
         remote_prefill=direct.remote_prefill,
         ticket=direct.ticket,
         generated_token_count=direct.generated_token_count,
+        cache_salt=direct.cache_salt,
     )
 
 
 def check_ticket(
-    key: bytes,
+    find_key: FindKey,
     request: decode_pb2.GenerateRequest,
     worker_id: str | None,
     *,
@@ -93,25 +89,23 @@ def check_ticket(
         if len(request.ticket) > TICKET_BYTES_MAX:
             raise DecodeError("too long")
         ticket.ParseFromString(request.ticket)
-        signed = hmac.compare_digest(ticket.signature, _signature(key, ticket.claims))
-        if signed:
-            claims.ParseFromString(ticket.claims)
+        claims.ParseFromString(ticket.claims)
     except DecodeError:
-        signed = False
-    # Without a key no signature is valid: every program can sign with an empty key.
-    if not (signed and key):
-        raise _refused("was not signed by a router of this deployment, or was changed", "signature")
+        raise unauthenticated("is not a ticket", "signature") from None
+    require_signed(
+        find_key, _KIND, claims=ticket.claims, signature=ticket.signature, key_id=ticket.key_id
+    )
     now_ns = clock(claims.worker_id, claims.incarnation)
     if now_ns > claims.expire_unix_ns + late_s * 1e9:
-        error = _refused("has expired; ask the router for another", "expiry")
+        error = unauthenticated("has expired; ask the router for another", "expiry")
         error.add_metadata(unix_ns=str(now_ns))
         raise error
     if worker_id is not None and claims.worker_id != worker_id:
-        raise _refused(f"is for {claims.worker_id}, this is {worker_id}", "worker_id")
+        raise unauthenticated(f"is for {claims.worker_id}, this is {worker_id}", "worker_id")
     if (claims.incarnation, claims.transfer_id) != (request.incarnation, request.transfer_id):
-        raise _refused("is for another attempt", "transfer_id")
+        raise unauthenticated("is for another attempt", "transfer_id")
     if not hmac.compare_digest(claims.request_hash, _hash_of(request)):
-        raise _refused(
+        raise unauthenticated(
             "is for another request; send what the router gave, unchanged", "request_hash"
         )
     return claims
@@ -124,11 +118,3 @@ def _hash_of(request: decode_pb2.GenerateRequest) -> bytes:
         bare.ClearField("ticket")
         request = bare
     return hashlib.sha256(request.SerializeToString(deterministic=True)).digest()
-
-
-def _signature(key: bytes, claims: bytes) -> bytes:
-    return hmac.digest(key, claims, "sha256")
-
-
-def _refused(why: str, field: str) -> Unauthenticated:
-    return Unauthenticated(f"the ticket {why}", metadata={"ticket": field})

@@ -1,0 +1,1 @@
+"""Tickets: permissions that a router signs and a decode worker verifies."""

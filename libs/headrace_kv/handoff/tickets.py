@@ -1,0 +1,87 @@
+"""Which prefill worker may fill a transfer: the one with the handoff ticket of the router that made the reservation."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Protocol
+
+from headrace.kv.v1 import handoff_pb2
+from headrace_common.errors import HeadraceError
+from headrace_common.tickets.handoff import check_handoff
+from headrace_common.tickets.keys import TicketKey, TicketKeys
+from headrace_kv.layout.layout import KvLayout, WorkerRef
+from headrace_kv.layout.proto import layout_hash
+
+_SEED_BYTES = 8
+
+
+class HandoffTickets(Protocol):
+    """Checks the tickets that prefill ranks present to one decode worker."""
+
+    def check(
+        self, ticket: bytes, transfer_id: str, prefill: WorkerRef, signer: TicketKey | None
+    ) -> None:
+        """Raises Unauthenticated or PermissionDenied, with the refused part as `ticket` in its metadata.
+
+        `signer` is the only key that counts. None: that of any router that the worker has now.
+        """
+
+
+class RouterTickets:
+    """Tickets for decode worker `decode` with `layout`. `keys` are those of its routers.
+
+    `on_refused` gets the part of each refused ticket.
+    """
+
+    def __init__(
+        self,
+        keys: TicketKeys,
+        decode: WorkerRef,
+        layout: KvLayout,
+        on_refused: Callable[[str], None],
+    ) -> None:
+        self._keys = keys
+        self._on_refused = on_refused
+        self._decode = decode
+        self._layout_hash = layout_hash(layout)
+
+    def check(
+        self, ticket: bytes, transfer_id: str, prefill: WorkerRef, signer: TicketKey | None
+    ) -> None:
+        """See HandoffTickets."""
+        required = handoff_pb2.HandoffClaims(
+            transfer_id=transfer_id,
+            prefill_worker_id=prefill.worker_id,
+            prefill_incarnation=prefill.incarnation,
+            decode_worker_id=self._decode.worker_id,
+            decode_incarnation=self._decode.incarnation,
+            layout_hash=self._layout_hash,
+        )
+
+        def find(key_id: bytes) -> TicketKey | None:
+            if signer is None:
+                return self._keys.find(key_id)
+            return signer if signer.key_id == key_id else None
+
+        try:
+            check_handoff(find, ticket, required)
+        except HeadraceError as error:
+            self._on_refused(error.metadata["ticket"])
+            raise
+
+
+class NoTickets:
+    """Accepts every prefill worker. For pairs of stock vLLM servers, which have no routers."""
+
+    def check(
+        self, ticket: bytes, transfer_id: str, prefill: WorkerRef, signer: TicketKey | None
+    ) -> None:
+        """Raises nothing."""
+
+
+def digest_seed(ticket: bytes) -> int:
+    """The seed of a transfer's digests: a digest of another handoff does not match. 0 without a ticket."""
+    if not ticket:
+        return 0
+    return int.from_bytes(hashlib.sha256(ticket).digest()[:_SEED_BYTES], "little")
