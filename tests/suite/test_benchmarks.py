@@ -184,3 +184,20 @@ def test_overload(tmp_path: Path) -> None:
     assert not any("WRONG" in row["other ends"] for row in table)
     assert re.search(r"Goodput at 3x is \d\.\d\d of the peak, at 1x \d\.\d\d\.", output)
     assert tables((tmp_path / "overload.md").read_text()) == [table]
+
+
+def test_security(tmp_path: Path) -> None:
+    sizes = ("--rounds=1", "--seconds=0.5", "--streams=2", "--attacks=messages,without_key")
+    attacks, costs = tables(run("security", *sizes, f"--output={tmp_path}"))
+    assert [row["attack"] for row in attacks] == ["quiet", "messages", "without key"]
+    times = ("answers", "TTFT p50, ms", "TTFT p99, ms", "gap p99, ms", "longest gap, ms")
+    assert_columns_positive(attacks, *times, "p99 over quiet", "gap p99 over quiet")
+    assert_columns_positive(attacks[1:], "rejected/s")
+    kinds = ["plaintext", "tokens", "TLS", "TLS, roles"]
+    assert [(row["path"], row["kind"]) for row in costs] == [
+        (path, kind) for path in ("router", "look-aside") for kind in kinds
+    ]
+    assert_columns_positive(costs, "requests/s", "TTFT p50, ms", "TTFT p99, ms")
+    assert_columns_positive(costs, "CPU ms a request", "CPU ratio")
+    assert tables((tmp_path / "security_bystander.md").read_text()) == [attacks]
+    assert tables((tmp_path / "security_cost.md").read_text()) == [costs]

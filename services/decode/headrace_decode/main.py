@@ -18,6 +18,7 @@ from headrace_common.process.run import run_service
 from headrace_common.tickets.keys import TicketKeys
 from headrace_decode.admission import Admission, Capacity
 from headrace_decode.config import DecodeConfig
+from headrace_decode.request_gate import DecodeGate, message_bytes_max
 from headrace_decode.service import DecodeService
 from headrace_decode.transfer_peers import TransferPeers
 from headrace_engine.interface import Engine
@@ -67,6 +68,8 @@ class DecodeServer(RoleServer):
         self.descriptor = engine.descriptor
         self.ticket_keys = keys = TicketKeys()
         count_refusal = partial(host.metrics.ticket_refused, ref.worker_id)
+        self.interceptors = (DecodeGate(engine.max_model_len),)
+        self.message_bytes_max = message_bytes_max(engine.max_model_len)
         self._drain_grace_s = config.drain_grace_s
         self._checks = checks = _digest_checks(config, engine)
         self._peers = TransferPeers(

@@ -68,7 +68,9 @@ class RouterConfig(ServiceConfig):
         "rejected before it is tokenized.",
     )
     max_request_bytes: PositiveCount = Field(
-        8_388_608, description="Bytes of a request before and after decompression, at most."
+        4_456_448,
+        description="Bytes of a request before and after decompression, at most. The default is enough for a "
+        "context of 131,072 tokens: 1 MiB, and 26 bytes for each token.",
     )
     admission_wait_s: PositiveSeconds = Field(
         2.0,

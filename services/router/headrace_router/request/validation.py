@@ -183,6 +183,9 @@ def _tokenized(
     try:
         token_ids = _prompt_tokens(request, codec, context or None)
     except TooManyTokens as error:
+        if not error.count:
+            why = f"has far more tokens than the context of {context}; shorten it"
+            return (), {_prompt_field(request): why}
         return (), _length_violations(request, error.count, context)
     except InvalidRequest as error:
         return (), error.violations
