@@ -24,7 +24,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=None, help="the same one gives the same faults")
     parser.add_argument("--scenario", choices=SCENARIOS, default="all")
-    parser.add_argument("--break", dest="broken", default="", help="quarantine, lease or ledger")
+    parser.add_argument("--break", dest="broken", default="", help="quarantine, lease, ledger or kill_timer")
     parser.add_argument("--folder", type=Path, default=None, help="for logs; a new one by default")
     parser.add_argument("--seconds", type=float, default=math.inf, help="sends none after that")
     arguments = parser.parse_args()
