@@ -134,9 +134,12 @@ async def list_members(registry: str) -> list[registry_pb2.Member]:
     return list(response.members)
 
 
-async def worker_status(endpoint: str) -> worker_pb2.WatchStatusResponse:
-    """The state of a worker. Raises WorkerGone when it sends none."""
-    async with call_channel(endpoint) as channel:
+async def worker_status(
+    endpoint: str, credentials: Credentials | None = None
+) -> worker_pb2.WatchStatusResponse:
+    """The state of a worker, by `credentials` or those of `call_channel`. Raises WorkerGone when it sends none."""
+    channel = call_channel(endpoint) if credentials is None else open_channel(endpoint, credentials)
+    async with channel:
         with rpc_errors(f"the worker on {endpoint}"):
             call = worker_pb2_grpc.WorkerServiceStub(channel).WatchStatus(
                 worker_pb2.WatchStatusRequest(), timeout=CALL_TIMEOUT_S

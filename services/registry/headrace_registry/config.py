@@ -106,6 +106,11 @@ class RegistryConfig(ServiceConfig):
     max_members: PositiveCount = Field(
         10_000, description="Maximum number of members registered at once."
     )
+    max_unnamed_members: PositiveCount = Field(
+        1_024,
+        description="Members of one role, up to which a credential without a name may register another one. A "
+        "credential with a name registers the member of that name also beyond that.",
+    )
     prefix_hash_key: Annotated[SecretStr, AfterValidator(_check_secret)] = Field(
         SecretStr(""),
         description="Secret from which hashes of cached prompt prefixes are keyed, the same for every registry of a "

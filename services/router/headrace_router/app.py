@@ -41,6 +41,7 @@ from headrace_router.service import InferenceService
 from headrace_router.tracing.request_span import RequestTracer
 from headrace_router.tracing.service import OTLP_SERVICE_NAME, SpanCollector, TraceReader
 from headrace_router.tracing.store import StoreExporter, TraceLimits, TraceStore
+from headrace_router.workers.dials import Dials
 from headrace_router.workers.directory import WorkerDirectory
 from headrace_router.workers.slots import DecodeSlots
 from headrace_text.codec import TextCodec
@@ -114,14 +115,16 @@ def assemble(
         if model in codecs:
             admission.resize_slots(model, slots.available())
 
+    dials = Dials()
     workers = WorkerDirectory(
         lambda endpoint: open_channel(endpoint, config),
         ticket_key.public.public_key,
         config.worker_wait_s,
         resize_slots,
+        dials,
     )
     prefixes = PrefixCacheDirectory(
-        lambda endpoint: open_channel(endpoint, config), prefix_hash_key
+        lambda endpoint: open_channel(endpoint, config), prefix_hash_key, dials=dials
     )
     queue = PrefillQueue(
         config.max_queued_tasks, config.prefix_wait_s, sign=_task_signer(ticket_key)

@@ -161,6 +161,7 @@ class Registry:
             RegistryServicer(
                 self.store,
                 config.max_members,
+                config.max_unnamed_members,
                 config.read_prefix_hash_key(),
             ),
             self.server.server,

@@ -72,6 +72,9 @@ class LoadTable:
     def __len__(self) -> int:
         return len(self.workers)
 
+    def __contains__(self, ref: WorkerRef) -> bool:
+        return ref in self._rows
+
     def set(self, ref: WorkerRef, load: Load) -> None:
         """Sets a worker's load."""
         row = self._rows[ref]

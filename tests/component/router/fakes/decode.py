@@ -65,6 +65,11 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
         self.member.endpoint = await self._server.start()
         return self
 
+    def change_member(self, **fields: Any) -> None:
+        """Registers other values. A registry's member never changes, so this is another object."""
+        self.member = registry_pb2.Member.FromString(self.member.SerializeToString())
+        self.member.MergeFrom(registry_pb2.Member(**fields))
+
     def unix_ns(self) -> int:
         """Its wall clock."""
         return time.time_ns() + round((self.clock_offset_s or 0.0) * 1e9)

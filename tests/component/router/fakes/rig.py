@@ -78,9 +78,13 @@ class Rig:
         worker.hashing = hashing
         self.decodes.append(worker)
         self.refresh()
-        known = {other.ref.worker_id for other in self.router.workers.table("sim").workers}
-        assert worker.member.worker_id in known
-        await until(lambda: bool(self.router.workers.table("sim").reachable.all()))
+
+        def reported() -> bool:
+            table = self.router.workers.table("sim")
+            known = {other.ref.worker_id for other in table.workers}
+            return worker.member.worker_id in known and bool(table.reachable.all())
+
+        await until(reported)
         return worker
 
     async def add_decodes(self, *scripts: Script) -> list[FakeDecode]:
