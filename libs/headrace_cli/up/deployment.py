@@ -139,9 +139,11 @@ async def run_up(topology: Topology, folder: Path | None, console: Console) -> N
 def ready_text(topology: Topology, deployment: Deployment) -> str:
     """The addresses of a deployment and the commands to use it."""
     port = "" if topology.port == DEFAULT_PORT else f" --router {deployment.router}"
+    http = topology.http_listen
     return "\n".join(
         [
             f"{topology.model_name} is served on {deployment.router}",
+            *([f"OpenAI HTTP on http://{http}/v1"] if http else []),
             f"registry on {deployment.registry}, logs in {deployment.folder}",
             f'  headrace chat{port} "What is the capital of France?"',
             f"  headrace workers{port}",

@@ -11,6 +11,7 @@ from headrace_common.errors import ConfigError
 
 SERVICES = ("registry", "router", "prefill", "decode")
 DEFAULT_PORT = 7050
+DEFAULT_HTTP_PORT = 7051
 SIM = "sim"
 VLLM = "vllm"
 # Fits small machines. The models allow contexts several times longer.
@@ -34,6 +35,13 @@ class Topology:
     cpu_threads: int = 1
     log_level: str = "info"
     settings: tuple[tuple[str, str, str], ...] = field(default=())
+
+    @property
+    def http_listen(self) -> str:
+        """host:port of the OpenAI HTTP API, which has a port of its own beside the default one. Empty: no HTTP."""
+        default = f"127.0.0.1:{DEFAULT_HTTP_PORT}" if self.port == DEFAULT_PORT else ""
+        chosen = {name: value for service, name, value in self.settings if service == "router"}
+        return chosen.get("http_listen", default)
 
     @property
     def model_name(self) -> str:
@@ -115,6 +123,7 @@ def router_spec(topology: Topology, folder: Path, registry: str) -> ProcessSpec:
         [
             f"--listen=127.0.0.1:{topology.port}",
             "--internal-listen=127.0.0.1:0",
+            f"--http-listen={topology.http_listen}",
             f"--registry={registry}",
             f"--model={model}",
             "--router-id=router-0",

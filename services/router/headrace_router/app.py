@@ -30,6 +30,7 @@ from headrace_router.lookaside.tickets import LookAside
 from headrace_router.lookaside.tracking import DirectRequestTracker
 from headrace_router.metrics import RouterMetrics
 from headrace_router.models import ModelCatalog
+from headrace_router.openai.app import OpenAiApp, OpenAiParts
 from headrace_router.placement import KvAware, Placement
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.service import PullService
@@ -38,6 +39,7 @@ from headrace_router.prefix_cache.directory import PrefixCacheDirectory
 from headrace_router.prefix_cache.salts import CacheSalts
 from headrace_router.request.client_gate import ClientGate, needed_request_bytes
 from headrace_router.request.preparation import RequestPreparer
+from headrace_router.runner import RequestRunner
 from headrace_router.service import InferenceService
 from headrace_router.tracing.request_span import RequestTracer
 from headrace_router.tracing.service import OTLP_SERVICE_NAME, SpanCollector, TraceReader
@@ -63,6 +65,7 @@ class Router:
     """The parts of one router. `update` must be called with every change of the registry's members."""
 
     inference: InferenceService
+    runner: RequestRunner
     workers: WorkerDirectory
     prefixes: PrefixCacheDirectory
     queue: PrefillQueue
@@ -73,6 +76,7 @@ class Router:
     preparer: RequestPreparer
     gate: ClientGate
     """For the interceptors of the client listener."""
+    openai: OpenAiApp
     admission: Admission
 
     def new_server(self, config: RouterConfig) -> GrpcServer:
@@ -180,16 +184,25 @@ def assemble(
     preparer = RequestPreparer(
         codecs, workers, telemetry, config.max_bytes_per_token, salts.salt_of
     )
+    tracer = RequestTracer(telemetry, traces)
+    runner = RequestRunner(
+        admission=admission,
+        preparer=preparer,
+        dispatcher=dispatcher,
+        tracer=tracer,
+        metrics=metrics,
+    )
+    models = ModelCatalog(codecs, workers, queue)
     inference = InferenceService(
-        models=ModelCatalog(codecs, workers, queue),
+        models=models,
         prefixes=prefixes,
         tenants=tenants,
+        runner=runner,
         admission=admission,
         preparer=preparer,
         dispatcher=dispatcher,
         look_aside=look_aside,
-        tracer=RequestTracer(telemetry, traces),
-        metrics=metrics,
+        tracer=tracer,
         default_deadline_s=config.default_deadline_s,
     )
 
@@ -198,10 +211,16 @@ def assemble(
         return {name: live.get(name) or codec.max_model_len for name, codec in codecs.items()}
 
     gate = ClientGate(tenants, metrics, max_model_len, config.max_bytes_per_token)
+    openai = OpenAiApp(
+        OpenAiParts(codecs, models, tenants, runner, preparer, gate, metrics),
+        deadline_s=config.default_deadline_s,
+        body_bytes_max=config.max_request_bytes,
+    )
     return Router(
-        *(inference, workers, prefixes, queue, traces, metrics, direct, router_keys),
+        *(inference, runner, workers, prefixes, queue, traces, metrics, direct, router_keys),
         preparer=preparer,
         gate=gate,
+        openai=openai,
         admission=admission,
     )
 

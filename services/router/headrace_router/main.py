@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from headrace.registry.v1 import registry_pb2
 from headrace_common.config import load_config, redacted, split_host_port
+from headrace_common.deadlines import Deadline
 from headrace_common.identity import new_incarnation
 from headrace_common.logs import setup_logging
 from headrace_common.process.run import run_service
@@ -23,6 +24,7 @@ from headrace_common.telemetry.setup import init_telemetry
 from headrace_common.tickets.keys import SigningKey
 from headrace_router.app import Router, assemble
 from headrace_router.config import RouterConfig
+from headrace_router.openai.server import HttpServer
 from headrace_text.load import load_codecs
 
 _LOG = logging.getLogger(__name__)
@@ -89,6 +91,9 @@ async def serve_router(config: RouterConfig) -> None:
         await members.start()
         server = router.new_server(config)
         stack.push_async_callback(server.stop, None)
+        http = HttpServer(router.openai, config) if config.http_listen else None
+        if http is not None:
+            stack.push_async_callback(http.stop)
         endpoint = await server.start()
         member = _member(router_id, incarnation, (endpoint, server.client_endpoint), ticket_key)
         membership = Membership(registry, member)
@@ -98,12 +103,19 @@ async def serve_router(config: RouterConfig) -> None:
             "%s serves clients of %s on %s, and the deployment on %s",
             *(router_id, ", ".join(codecs), server.client_endpoint, endpoint),
         )
-        await server.serve_until_signal(lambda deadline: _drain(router, membership))
+        if http is not None:
+            http.start()
+            _LOG.info("%s serves OpenAI HTTP on %s", router_id, http.url)
+        await server.serve_until_signal(lambda deadline: _drain(router, membership, http, deadline))
 
 
-async def _drain(router: Router, membership: Membership) -> None:
-    router.inference.drain()
+async def _drain(
+    router: Router, membership: Membership, http: HttpServer | None, deadline: Deadline
+) -> None:
+    router.runner.drain()
     await membership.stop()
+    if http is not None:
+        await http.drain(deadline)
 
 
 def _member(
