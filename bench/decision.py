@@ -160,7 +160,7 @@ class Site:
     def filled(self) -> bool:
         """Whether every worker has reported, and every worker with a part of the graded prompt is in the index."""
         table, tokens = self.view.table(MODEL), self.workload.graded_tokens
-        holders = np.count_nonzero(self.prefixes.cached_tokens(table, tokens))
+        holders = np.count_nonzero(self.prefixes.cached_tokens(table, tokens, ""))
         least = self.decode_count - 1 - self.decode_count // (len(tokens) // BLOCK_TOKENS)
         return bool(table.reachable.all()) and int(holders) >= least
 
@@ -179,7 +179,7 @@ class Site:
         turns, others = itertools.cycle(requests[:2]), itertools.cycle(requests[2:])
         table = self.view.table(MODEL)
         candidates = Candidates(
-            table, self.prefixes.cached_tokens(table, tokens), self.queue.pulling_workers()
+            table, self.prefixes.cached_tokens(table, tokens, ""), self.queue.pulling_workers()
         )
         wish = inference_pb2.PREFILL_PLACEMENT_UNSPECIFIED
         asked = PlacementRequest(MODEL, len(tokens), wish, RoutePolicy(64), 30.0)
@@ -190,10 +190,10 @@ class Site:
             request = next(turns)
             decision = self.generator.route(request, root, deadline)
             if decision.remote:
-                self.generator.task_terms(decision.worker, request.token_ids, deadline)
+                self.generator.task_terms(decision.worker, request.token_ids, "", deadline)
 
         def look_up() -> object:
-            return self.prefixes.cached_tokens(table, next(others).token_ids)
+            return self.prefixes.cached_tokens(table, next(others).token_ids, "")
 
         return {
             "whole decision": decide,

@@ -192,7 +192,12 @@ class Tally:
     took_s: float = 0.0
 
 
-async def converse(stub: Any, conversation: Conversation, tally: Tally) -> None:
+async def converse(
+    stub: Any,
+    conversation: Conversation,
+    tally: Tally,
+    metadata: tuple[tuple[str, str], ...] = (),
+) -> None:
     """Sends every turn after the answer to the one before."""
     history = list(conversation.system)
     for turn in conversation.turns:
@@ -207,7 +212,7 @@ async def converse(stub: Any, conversation: Conversation, tally: Tally) -> None:
         start_s = time.monotonic()
         first_s = 0.0
         trace_id = ""
-        async for response in stub.Generate(request, timeout=REQUEST_TIMEOUT_S):
+        async for response in stub.Generate(request, timeout=REQUEST_TIMEOUT_S, metadata=metadata):
             trace_id = trace_id or response.trace_id
             if response.token_ids and not first_s:
                 first_s = time.monotonic()
@@ -252,12 +257,14 @@ def _prefilled(router: Router, trace_id: str) -> int | None:
 
 
 @asynccontextmanager
-async def router_of(registry: str, placement: Placement) -> AsyncIterator[tuple[Router, str]]:
-    """A router in this process, assembled as by its own main."""
-    settings: dict[str, Any] = {"model": "sim", "registry": registry, "trace_count": 4_096}
+async def router_of(
+    registry: str, placement: Placement, router_id: str = "router-0", **more: str
+) -> AsyncIterator[tuple[Router, str]]:
+    """A router in this process, assembled as by its own main. `more` are further settings."""
+    settings: dict[str, Any] = {"model": "sim", "registry": registry, "trace_count": 4_096, **more}
     config = RouterConfig(**settings)
     async with AsyncExitStack() as stack:
-        telemetry = init_telemetry("router", "router-0", config)
+        telemetry = init_telemetry("router", router_id, config)
         stack.push_async_callback(asyncio.to_thread, telemetry.shutdown)
         channel = await stack.enter_async_context(open_channel(registry, config))
         view = RegistryView(channel, on_change=lambda view: router.update(view.members.values()))
@@ -280,7 +287,7 @@ async def router_of(registry: str, placement: Placement) -> AsyncIterator[tuple[
         stack.push_async_callback(server.server.stop, None)
         endpoint = await server.start()
         member = registry_pb2.Member(
-            worker_id="router-0",
+            worker_id=router_id,
             incarnation=new_incarnation(),
             role=registry_pb2.Member.ROLE_ROUTER,
             endpoint=endpoint,
@@ -293,7 +300,8 @@ async def router_of(registry: str, placement: Placement) -> AsyncIterator[tuple[
         yield router, endpoint
 
 
-async def _wait_joined(router: Router, prefill_count: int, decode_count: int) -> None:
+async def wait_joined(router: Router, prefill_count: int, decode_count: int) -> None:
+    """Waits until the router uses these numbers of workers."""
     for _ in range(600):
         table = router.workers.table("sim")
         pulling = router.queue.worker_counts().get("sim", 0)
@@ -338,10 +346,9 @@ def _row(tally: Tally, computed: int) -> Row:
     )
 
 
-async def measure(
-    rounds: range, shape: Shape, prefill_count: int, decode_count: int
-) -> dict[str, list[Row]]:
-    """Starts registry and workers as processes, and the router here."""
+@asynccontextmanager
+async def workers_running(prefill_count: int, decode_count: int) -> AsyncIterator[str]:
+    """Starts registry and workers as processes, with the policy of the benchmark. Yields the registry's endpoint."""
     topology = Topology(
         engine="sim", prefill_count=prefill_count, decode_count=decode_count, settings=SETTINGS
     )
@@ -359,12 +366,22 @@ async def measure(
                 policy = registry_pb2.Policy(local_prefill_max_tokens=LOCAL_TOKENS)
                 stub = registry_pb2_grpc.RegistryServiceStub(channel)
                 await stub.SetPolicy(registry_pb2.SetPolicyRequest(policy=policy), timeout=5)
-            placement = InTurns()
-            async with router_of(registry.endpoint, placement) as (router, endpoint):
-                await _wait_joined(router, prefill_count, decode_count)
-                return await replay(router, endpoint, placement, rounds, shape)
+            yield registry.endpoint
         finally:
             await supervisor.stop()
+
+
+async def measure(
+    rounds: range, shape: Shape, prefill_count: int, decode_count: int
+) -> dict[str, list[Row]]:
+    """Starts registry and workers as processes, and the router here."""
+    placement = InTurns()
+    async with (
+        workers_running(prefill_count, decode_count) as registry,
+        router_of(registry, placement) as (router, endpoint),
+    ):
+        await wait_joined(router, prefill_count, decode_count)
+        return await replay(router, endpoint, placement, rounds, shape)
 
 
 def _with_earlier(file: Path, rows: dict[str, list[Row]]) -> dict[str, list[Row]]:

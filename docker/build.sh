@@ -2,7 +2,7 @@
 # Builds the images of every service without a container daemon: docker/build.sh [SERVICE...]
 # Docker works as well: docker compose -f docker/compose.yaml build
 #
-# Wheels are fetched by this machine's own pip into .cache/wheels, so that the builds themselves need no package index.
+# Wheels are fetched by this machine's own pip into .cache/images, so that the builds themselves need no package index.
 # Where the official Python and Debian images cannot be pulled, a stand-in is made from this machine's Debian mirror.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -22,7 +22,7 @@ for service in "${services[@]}"; do
     --build-arg "PIP_ARGS=--no-index --find-links /wheels" \
     --build-arg "PYTHON_IMAGE=$PYTHON_IMAGE" --build-arg "DEBIAN_IMAGE=$DEBIAN_IMAGE" \
     --tag "headrace/$service:dev" --file "docker/$service.Dockerfile" . >"$CACHE/build-$service.log" 2>&1 \
-    || { tail -n 30 "$CACHE/build-$service.log" >&2; say "headrace/$service:dev failed: see $CACHE/build-$service.log"; exit 1; }
+    || fail "headrace/$service:dev failed" "$CACHE/build-$service.log"
   say "headrace/$service:dev built in $((SECONDS - started)) s"
 done
 buildah_ images --format '{{.Name}}:{{.Tag}}  {{.Size}}'

@@ -7,8 +7,11 @@ ARG PIP_ARGS=""
 WORKDIR /src
 RUN python -m venv /opt/tools && python -m venv /opt/headrace
 COPY requirements/build.txt requirements/registry.txt requirements/
-RUN /opt/tools/bin/pip install --no-cache-dir --no-deps ${PIP_ARGS} -r requirements/build.txt
-RUN /opt/headrace/bin/pip install --no-cache-dir --no-deps ${PIP_ARGS} -r requirements/registry.txt
+RUN /opt/tools/bin/pip install --no-cache-dir --no-deps --require-hashes ${PIP_ARGS} -r requirements/build.txt
+# etcd3 is source only: the setuptools of build.txt builds it, since pip's isolated builds fetch one without a hash.
+RUN /opt/tools/bin/pip wheel --no-cache-dir --no-deps --require-hashes --no-build-isolation ${PIP_ARGS} \
+      --wheel-dir /wheelhouse -r requirements/registry.txt \
+    && /opt/headrace/bin/pip install --no-cache-dir --no-deps --no-index /wheelhouse/*.whl
 COPY pyproject.toml README.md LICENSE ./
 COPY scripts/generate_stubs.sh scripts/
 COPY protos/ protos/
@@ -20,6 +23,9 @@ RUN scripts/generate_stubs.sh /opt/tools/bin/python \
 
 FROM ${PYTHON_IMAGE}
 COPY --from=build /opt/headrace /opt/headrace
+# A new volume takes the owner of the folder that it covers. credentials.sh writes one volume for each service.
+RUN install -d -o 10001 -g 10001 /credentials /credentials/key /credentials/registry /credentials/router \
+      /credentials/prefill /credentials/decode /credentials/operator
 USER 10001:10001
 ENV PYTHONUNBUFFERED=1
 ENTRYPOINT ["/opt/headrace/bin/headrace-registry"]

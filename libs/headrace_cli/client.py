@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager, asynccontextmanager
+from pathlib import Path
 
 import grpc.aio
 
@@ -20,11 +22,12 @@ from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_common.access.credentials import Credentials
 from headrace_common.access.roles import Role
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import NotFound, WorkerGone
+from headrace_common.errors import ConfigError, NotFound, WorkerGone
 from headrace_common.rpc.channel import open_channel
 
 CALL_TIMEOUT_S = 5.0
 TRACE_POLL_S = 0.1
+API_KEY_VARIABLE = "HEADRACE_API_KEY_FILE"
 _HINT = "is it running? `headrace up` starts it"
 
 
@@ -38,12 +41,25 @@ def call_channel(endpoint: str) -> grpc.aio.Channel:
     return open_channel(endpoint, Credentials.from_environment(Role.OPERATOR))
 
 
+def _api_key() -> str:
+    """The key in the file that the environment names, for routers that require one. Raises ConfigError."""
+    path = os.environ.get(API_KEY_VARIABLE, "")
+    if not path:
+        return ""
+    try:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{API_KEY_VARIABLE} names {path}, which cannot be read: name a text file with one API key"
+        ) from error
+
+
 class RouterClient:
     """Calls one router. `open_router` makes one."""
 
-    def __init__(self, endpoint: str, channel: grpc.aio.Channel) -> None:
+    def __init__(self, endpoint: str, channel: grpc.aio.Channel, api_key: str = "") -> None:
         self.endpoint = endpoint
-        self._client = headrace_client.Client(channel, hint=_HINT, name=endpoint)
+        self._client = headrace_client.Client(channel, api_key=api_key, hint=_HINT, name=endpoint)
         self._inference = inference_pb2_grpc.InferenceServiceStub(channel)
         self._traces = trace_pb2_grpc.TraceServiceStub(channel)
 
@@ -102,8 +118,9 @@ class RouterClient:
 @asynccontextmanager
 async def open_router(endpoint: str) -> AsyncIterator[RouterClient]:
     """Opens a client of the router at "host:port"."""
+    api_key = _api_key()
     async with call_channel(endpoint) as channel:
-        yield RouterClient(endpoint, channel)
+        yield RouterClient(endpoint, channel, api_key)
 
 
 async def list_members(registry: str) -> list[registry_pb2.Member]:

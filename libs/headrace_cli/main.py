@@ -7,6 +7,7 @@ import typer
 from headrace_cli.commands import (
     chat,
     demo,
+    doctor,
     drain,
     pair,
     policy,
@@ -28,7 +29,7 @@ app = typer.Typer(
 )
 
 # The help lists them in this order.
-for command in (up, demo, chat, route, workers, drain, trace, pair, policy, token):
+for command in (up, demo, chat, route, workers, drain, trace, pair, policy, token, doctor):
     command.register(app)
 
 

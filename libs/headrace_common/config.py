@@ -54,6 +54,13 @@ def split_host_port(text: str) -> tuple[str, int]:
     return match["host"], int(match["port"])
 
 
+def split_list(value: Any) -> Any:
+    """Splits a text with commas into a tuple. Returns other values unchanged, for pydantic to check."""
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    return value
+
+
 def _check_host_port(text: str) -> str:
     split_host_port(text)
     return text

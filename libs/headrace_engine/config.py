@@ -8,6 +8,7 @@ from typing import Literal
 from headrace_common.access.credentials import Credentials
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.receive.layer_overlap import OverlapSettings
+from headrace_kv.transport.networks import Networks
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,8 @@ class EngineConfig:
     host copy equal KV to each other, where the engine supports it. `link_path`: socket between
     service and engine processes, for engines with processes; empty picks one. `credentials`:
     what handoff streams present. `overlap_layers`: how many layers may be missing when a
-    decode request begins. For GPUs: `gpu_direct` gives RDMA adapters access to their memory, and
+    decode request begins. `admitted`: networks from which hosts may connect to the KV transport at first; None
+    means every host. For GPUs: `gpu_direct` gives RDMA adapters access to their memory, and
     `enforce_eager` disables graphs.
     """
 
@@ -49,3 +51,4 @@ class EngineConfig:
     gpu_direct: bool = True
     enforce_eager: bool = False
     overlap_layers: OverlapSettings = field(default_factory=OverlapSettings)
+    admitted: Networks | None = None

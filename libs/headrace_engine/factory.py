@@ -8,6 +8,7 @@ from headrace_common.errors import ConfigError
 from headrace_engine.config import EngineConfig
 
 if TYPE_CHECKING:
+    from headrace_common.process.kill_timer import KillTimer
     from headrace_engine.interface import Engine
     from headrace_kv.send.context import DescriptorSource
     from headrace_kv.send.thread import SenderThread
@@ -17,10 +18,12 @@ def build_engine(
     config: EngineConfig,
     descriptors: DescriptorSource,
     sender_thread: SenderThread | None = None,
+    kill_timer: KillTimer | None = None,
 ) -> Engine:
     """The engine that `config` names, not started yet. `descriptors` finds the memory of decode workers.
 
-    Sim engines of one process may share a `sender_thread`; other engines have threads of their own.
+    Sim engines of one process may share a `sender_thread` and a `kill_timer`, see SenderContext. Other engines have
+    processes of their own.
     Raises ConfigError when there is no such engine, or it is not installed.
     """
     if config.engine == "sim":
@@ -31,7 +34,7 @@ def build_engine(
             )
         from headrace_engine.sim.engine import SimEngine
 
-        return SimEngine(config, descriptors, sender_thread=sender_thread)
+        return SimEngine(config, descriptors, sender_thread=sender_thread, kill_timer=kill_timer)
     if config.engine == "vllm":
         try:
             from headrace_engine.vllm.engine import VllmEngine

@@ -13,6 +13,7 @@ from headrace_kv.layout.layout import KvDescriptor
 from headrace_kv.receive.local_broadcast import LocalBroadcast
 from headrace_kv.receive.observer import TransferObserver
 from headrace_kv.transport.memory import Memory
+from headrace_kv.transport.networks import Networks
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,8 @@ class PrefillWork:
     token_ids: tuple[int, ...]
     target: TransferTarget
     sampling: Sampling | None = None
+    cache_salt: str = ""
+    """Only requests with an equal salt share cached blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,8 @@ class DecodeWork:
     generated_tokens: int = 0
     awaits_first_token: bool = False
     from_logits: bool = False
+    cache_salt: str = ""
+    """As in PrefillWork."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -200,6 +205,12 @@ class Engine(ABC):
     @abstractmethod
     def released(self, transfer_id: str) -> None:
         """The transfer has failed and nothing writes into the reservation: its blocks may be reused."""
+
+    async def admit_transfer_peers(self, networks: Networks) -> None:  # noqa: B027
+        """From now on only hosts in `networks` may connect to the transports of this engine's KV memory.
+
+        Returns when that is so for every rank. Raises as KvTransport.admit does, or InternalError.
+        """
 
     @abstractmethod
     def usage(self) -> EngineUsage:

@@ -16,10 +16,10 @@ class ChatMessage:
 
 
 class TooManyTokens(Exception):
-    """A text has more tokens than the caller accepts. `count` is their number."""
+    """A text has more tokens than the caller accepts. `count` is their number, or 0 where it was not counted."""
 
-    def __init__(self, count: int) -> None:
-        super().__init__(f"{count} tokens")
+    def __init__(self, count: int = 0) -> None:
+        super().__init__(f"{count or 'too many'} tokens")
         self.count = count
 
 

@@ -35,6 +35,11 @@ _CONTEXT_FIELDS = (
     "max_seq_len",
     "seq_length",
 )
+# A text with more characters for each token of the bound is counted in pieces first. English has four to five.
+_CHARACTERS_PER_TOKEN = 6
+_PIECE_CHARACTERS = 32_768
+# Cutting a text changes the number of its tokens by a few at each cut.
+_PIECES_SURPLUS = 1.25
 
 
 class HuggingFaceCodec(TextCodec):
@@ -62,6 +67,7 @@ class HuggingFaceCodec(TextCodec):
         )
 
     def encode(self, text: str, tokens_max: int | None = None) -> list[int]:
+        _reject_far_too_long(self._tokenizer, text, tokens_max)
         return _bounded_ids(_encode(self._tokenizer, text, add_special_tokens=True), tokens_max)
 
     def encode_chat(
@@ -118,6 +124,8 @@ class _ChatEncoder:
     def encode(
         self, messages: Sequence[ChatMessage], continue_final_message: bool, tokens_max: int | None
     ) -> list[int]:
+        contents = "\n".join(message.content for message in messages)
+        _reject_far_too_long(self._tokenizer, contents, tokens_max)
         escaped = self._control_tokens.escape(messages)
         if self._normalizes_control_texts:
             self._check_normalized(escaped.messages)
@@ -173,6 +181,19 @@ class _ChatEncoder:
 def _encode(tokenizer: Any, text: str, *, add_special_tokens: bool = False) -> Any:
     # `encode` keeps the global interpreter lock, and `encode_batch_fast` releases it.
     return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+
+
+def _reject_far_too_long(tokenizer: Any, text: str, tokens_max: int | None) -> None:
+    """Raises TooManyTokens as soon as the first pieces of a long text have far too many tokens."""
+    if tokens_max is None:
+        return
+    if len(text) <= max(_CHARACTERS_PER_TOKEN * tokens_max, 2 * _PIECE_CHARACTERS):
+        return
+    count = 0
+    for start in range(0, len(text), _PIECE_CHARACTERS):
+        count += len(_encode(tokenizer, text[start : start + _PIECE_CHARACTERS]))
+        if count > _PIECES_SURPLUS * tokens_max + _PIECE_CHARACTERS:
+            raise TooManyTokens
 
 
 def _bounded_ids(encoding: Any, tokens_max: int | None) -> list[int]:

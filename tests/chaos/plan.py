@@ -175,7 +175,7 @@ def requests(plan: ChaosPlan) -> Iterator[ChaosRequest]:
         )
 
 
-SCENARIOS = ("all", "ledger", "quarantine", "lease")
+SCENARIOS = ("all", "ledger", "quarantine", "lease", "kill_timer")
 
 
 def scenario(name: str, seed: int, requests: int, broken: str = "") -> ChaosPlan:
@@ -201,6 +201,21 @@ def scenario(name: str, seed: int, requests: int, broken: str = "") -> ChaosPlan
                 freezes_s=(4.0,),
                 lease_ttl_s=0.4,
                 quarantine_s=0.5,
+            )
+        case "kill_timer":
+            # A sender is frozen within a write for longer than lease and quarantine.
+            wire = WireFaults(
+                seed, cut_after_silence_s=1.0, slow_write_max_s=0.3, break_part=broken
+            )
+            return ChaosPlan(
+                seed,
+                requests,
+                wire=wire,
+                kinds=frozenset({(_PREFILL, FaultKind.FREEZE)}),
+                gap_max_s=1.0,
+                freezes_s=(8.0,),
+                lease_ttl_s=0.4,
+                quarantine_s=5.0,
             )
     wire = WireFaults(
         seed,

@@ -201,7 +201,8 @@ class Processes:
     async def keep(self, ended: Counter[str], crashes: list[str]) -> None:
         """Restarts services that end by themselves, as an operator's supervisor would, until cancelled.
 
-        A service may end when it finds no registry at its start, which is counted. Any other end is a crash.
+        A service may end when it finds no registry at its start, and a prefill worker while it is frozen, by its kill
+        timer. Both are counted. Any other end is a crash.
         """
         while True:
             for name, one in self._all.items():
@@ -209,6 +210,9 @@ class Processes:
                     status = one.child.process.returncode
                     if status == EXIT_MISCONFIGURED:
                         ended[f"{one.spec.service} found no registry"] += 1
+                    elif status == -signal.SIGKILL and one.frozen and one.spec.service == "prefill":
+                        ended["prefill ended within a write"] += 1
+                        one.frozen = False
                     else:
                         crashes.append(f"{name} ended by itself with status {status}")
                     await self.begin(name)

@@ -28,6 +28,7 @@ import headrace_prefill.puller
 from headrace.kv.v1 import handoff_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.errors import ProtocolViolation, WorkerGone
+from headrace_common.process.kill_timer import KillTimer
 from headrace_engine.sim.engine import SimEngine
 from headrace_kv.handoff.leases import QuarantinePolicy, WriteLease
 from headrace_kv.handoff.messages import Reservation
@@ -214,6 +215,9 @@ def break_part(name: str) -> None:
         case "lease":
             put(WriteLease, "alive", lambda lease, now_s: True)
             put(WriteLease, "remaining_s", lambda lease, now_s: 3600.0)
+            put(KillTimer, "set", lambda timer, owner, deadline_s: None)
+        case "kill_timer":
+            put(KillTimer, "set", lambda timer, owner, deadline_s: None)
         case "ledger":
             put(headrace_kv.receive.transfer, "Ledger", CountingLedger)
         case _:

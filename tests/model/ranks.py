@@ -70,7 +70,7 @@ class Rank:
             event_loop=cast("Any", None),
             on_quiet=partial(world.check_quiet, self),
             handshake_timeout_s=HANDSHAKE_S,
-            clock=Clock(world.timers.time),
+            clock=Clock(world.timers.time, world.timers.time),
         )
         connect = partial(world.connect, self)
         make_stream = partial(SenderEnd, timers=world.timers, connect=connect)

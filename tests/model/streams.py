@@ -195,9 +195,8 @@ class ModelStream:
         except HeadraceError as error:
             self.end_at_decode(error)
             return
-        ttl = duration_from_seconds(receiver.lease_ttl_s)
         self._welcome_s = self._timers.time()
-        self.to_prefill.put(handoff_pb2.HandoffResponse(welcome=handoff_pb2.Welcome(lease_ttl=ttl)))
+        self.to_prefill.put(handoff_pb2.HandoffResponse(welcome=receiver.welcome()))
         self._renew_later()
 
     def _renew_later(self) -> None:

@@ -42,6 +42,12 @@ export PATH=/usr/sbin:/usr/bin:/sbin:/bin
 # An emulated machine may stand still for longer than a real one that is well.
 export HEADRACE_PING_TIMEOUT_S=60
 export PYTHONPATH PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 HOME=/tmp XDG_STATE_HOME=/tmp/state
+# The host made them, so that the machines of one job share a key.
+for service in REGISTRY ROUTER PREFILL DECODE; do
+    export "HEADRACE_${service}_TOKEN_FILE=/credentials/${service,,}.token"
+    export "HEADRACE_${service}_TOKEN_KEYS_FILE=/credentials/token_keys.pem"
+done
+export HEADRACE_TOKEN_FILE=/credentials/operator.token
 read -r up_s _ </proc/uptime
 echo "the machine is up after $up_s s"
 python3 -m tests.rdma.guest

@@ -62,11 +62,10 @@ class Site:
 def center(site: Site) -> Iterator[None]:
     """A registry and a router that serves a model for each layout."""
     models = ",".join(f"{layout}=sim" for layout in MODELS)
-    started = [start_service("registry", "registry", ["--insecure", f"--listen={site.registry}"])]
+    started = [start_service("registry", "registry", [f"--listen={site.registry}"])]
     try:
         wait_serving(started)
         flags = [
-            "--insecure",
             f"--listen={site.router}",
             f"--registry={site.registry}",
             f"--model={models}",
@@ -85,7 +84,6 @@ def start_worker(role: str, group: Group, ranks: int, site: Site) -> Forked:
     """A prefill or decode worker of the group, on this machine."""
     worker_id = group.prefill_id if role == "prefill" else group.decode_id(ranks)
     flags = {
-        "insecure": "true",
         "listen": f"{site.here}:0",
         "registry": site.registry,
         "worker-id": worker_id,

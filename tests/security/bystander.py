@@ -13,14 +13,34 @@ from pathlib import Path
 from typing import Any
 
 from headrace.inference.v1 import inference_pb2_grpc
-from tests.suite.deployment import DEADLINE_S, Suite, greedy, prompt_of
+from tests.security.text_model import CONTEXT_TOKENS, write_text_model
+from tests.suite.deployment import DEADLINE_S, Suite, greedy, prompt_of, suite
 from tests.waiting import until
 
+KEY = "the-key-of-the-bystander"
+STRANGER_KEY = "the-key-of-the-stranger"
 ROOT = Path(__file__).resolve().parents[2]
 ANSWER_TOKENS = 100
 # The suite sets this time of a decode step.
 STEP_S = 0.01
 _ATTACK_S = 90.0
+
+
+@asynccontextmanager
+async def attacked(folder: Path) -> AsyncIterator[Suite]:
+    """A deployment with API keys, and a real tokenizer in the router."""
+    keys = folder / "keys"
+    keys.write_text(f"{KEY} bystander\n{STRANGER_KEY} stranger\n")
+    model = write_text_model(folder / "model")
+    workers = f"sim:decode_step_s={STEP_S},context={CONTEXT_TOKENS}"
+    settings = (
+        ("router", "model", f"sim={model}"),
+        ("router", "api_keys_file", str(keys)),
+        ("prefill", "model", workers),
+        ("decode", "model", workers),
+    )
+    async with suite(folder, settings=settings) as it:
+        yield it
 
 
 @dataclass(slots=True)

@@ -11,6 +11,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,30 +23,72 @@ from headrace_kv.plan.copy_plan import Runs
 from headrace_kv.transport.factory import open_transport
 
 LOOPBACK, HERE, HERE_IPV6 = "127.0.0.1", "10.77.0.1", "fd77::1"
-# Read as an IPv4 packet's, the header of an IPv6 packet from there has the destination HERE.
-_THERE, _THERE_IPV6 = "10.77.0.2", "fd77::a4d:1:0:2"
-_INTERFACE, _PEER_INTERFACE = "local0", "remote0"
 _CONNECT_TIMEOUT_S = 1.0
 _WRITE_TIMEOUT_S = 4.0
 
 Target = tuple[str, int]
 
 
-class OtherHost:
-    """Packets to LOOPBACK from the other host reach this one, as with Kubernetes' setting route_localnet."""
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """The pair of interfaces that joins other host `number`, from 0. The first has the addresses HERE and HERE_IPV6."""
 
-    def __init__(self) -> None:
+    number: int
+
+    @property
+    def here(self) -> str:
+        return f"10.77.{self.number}.1"
+
+    @property
+    def here_ipv6(self) -> str:
+        return f"fd77:{self.number:x}::1" if self.number else HERE_IPV6
+
+    @property
+    def there(self) -> str:
+        return f"10.77.{self.number}.2"
+
+    @property
+    def there_ipv6(self) -> str:
+        """Read as an IPv4 packet's, the header of an IPv6 packet from the first one has the destination HERE."""
+        return f"fd77:{self.number:x}::2" if self.number else "fd77::a4d:1:0:2"
+
+    @property
+    def interface(self) -> str:
+        return f"local{self.number}"
+
+    @property
+    def peer_interface(self) -> str:
+        return f"remote{self.number}"
+
+
+class OtherHost:
+    """Packets to LOOPBACK from the other host reach this one, as with Kubernetes' setting route_localnet.
+
+    There may be several, each with a `number`. All reach HERE.
+    """
+
+    def __init__(self, number: int = 0) -> None:
+        self._link = link = _Link(number)
         self._process = subprocess.Popen(
-            ["unshare", "--net", sys.executable, "-m", __name__],
+            ["unshare", "--net", sys.executable, "-m", __name__, str(number)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
         self._read()
-        pair = f"type veth peer name {_PEER_INTERFACE} netns {self._process.pid}"
-        _run_ip(f"link set lo up; link add {_INTERFACE} {pair}")
-        _configure(_INTERFACE, HERE, HERE_IPV6)
+        pair = f"type veth peer name {link.peer_interface} netns {self._process.pid}"
+        _run_ip(f"link set lo up; link add {link.interface} {pair}")
+        _configure(link.interface, link.here, link.here_ipv6)
         self._ask("configure")
+
+    @property
+    def address(self) -> str:
+        """The other host's address."""
+        return self._link.there
+
+    def command(self, *words: str) -> list[str]:
+        """A command line that runs `words` on the other host."""
+        return ["nsenter", f"--net=/proc/{self._process.pid}/ns/net", *words]
 
     def reached(self, targets: Sequence[Target]) -> set[Target]:
         """The targets that accept a connection of the other host."""
@@ -83,9 +127,10 @@ def _run_ip(commands: str) -> None:
         subprocess.run(["ip", *command.split()], check=True)
 
 
-def _configure_there() -> None:
-    _configure(_PEER_INTERFACE, _THERE, _THERE_IPV6)
-    _run_ip(f"route add {LOOPBACK}/32 dev {_PEER_INTERFACE} src {_THERE}")
+def _configure_there(link: _Link) -> None:
+    _configure(link.peer_interface, link.there, link.there_ipv6)
+    for address in {LOOPBACK, HERE}:
+        _run_ip(f"route replace {address}/32 dev {link.peer_interface} src {link.there}")
 
 
 def _connect(targets: Sequence[Target]) -> list[Target]:
@@ -102,9 +147,9 @@ def _connect(targets: Sequence[Target]) -> list[Target]:
         return [target for target, result in zip(targets, results, strict=True) if result]
 
 
-def _write(session: str, address: int, nbytes: int) -> str:
+def _write(link: _Link, session: str, address: int, nbytes: int) -> str:
     source = np.full(nbytes, 7, dtype=np.uint8)
-    transport = open_transport("mooncake", _THERE, "tcp")
+    transport = open_transport("mooncake", link.there, "tcp")
     transport.register(source.ctypes.data, source.nbytes)
     one = [np.array([value], dtype=np.int64) for value in (source.ctypes.data, address, nbytes)]
     try:
@@ -114,12 +159,13 @@ def _write(session: str, address: int, nbytes: int) -> str:
     return "ok"
 
 
-def _main() -> None:
+def _main(number: int) -> None:
     """Answers the parent's commands until it kills this process."""
+    link = _Link(number)
     operations: dict[str, Any] = {
-        "configure": _configure_there,
+        "configure": partial(_configure_there, link),
         "connect": _connect,
-        "write": _write,
+        "write": partial(_write, link),
     }
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
@@ -128,4 +174,4 @@ def _main() -> None:
 
 
 if __name__ == "__main__":
-    _main()
+    _main(int(sys.argv[1]))

@@ -1,53 +1,30 @@
-"""Another host reaches Mooncake's ports at the worker's own address only, and not at all on loopback."""
+"""Other hosts reach Mooncake's ports at the worker's own address only, and not at all on loopback.
+
+In a deployment only hosts of prefill workers reach them.
+"""
 
 from __future__ import annotations
 
-import json
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.security.network_namespaces import require_network_namespaces, run_alone
 from tests.security.other_host import HERE, HERE_IPV6, LOOPBACK
 
-_ROOT = Path(__file__).resolve().parents[2]
-_OWN_NETWORK = ("unshare", "--map-root-user", "--net")
-_TIMEOUT_S = 120.0
 # A receiving and a sending engine have two ports each.
 _PORTS = 4
 
 
 @pytest.fixture(autouse=True)
 def _network_namespaces() -> None:
-    missing = [name for name in ("unshare", "ip") if shutil.which(name) is None]
-    if missing:
-        pytest.skip(f"{' and '.join(missing)} is not installed")
-    probe = subprocess.run(
-        [*_OWN_NETWORK, "ip", "link", "add", "probe0", "type", "veth", "peer", "name", "probe1"],
-        capture_output=True,
-        text=True,
-        timeout=_TIMEOUT_S,
-        check=False,
-    )
-    if probe.returncode != 0:
-        pytest.skip(f"network namespaces are not permitted here: {probe.stderr.strip()}")
+    require_network_namespaces("nsenter")
 
 
 def report(host: str) -> dict[str, Any]:
     """What tests.security.mooncake_ports prints about a transport at `host`."""
-    ended = subprocess.run(
-        [*_OWN_NETWORK, sys.executable, "-m", "tests.security.mooncake_ports", host],
-        cwd=_ROOT,
-        capture_output=True,
-        text=True,
-        timeout=_TIMEOUT_S,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    found = run_alone("mooncake_ports", host)
     assert found["written_here"]
     assert set(found["control"]) == {LOOPBACK, HERE, HERE_IPV6}
     assert len(found["ports"]) == _PORTS
@@ -70,3 +47,22 @@ def test_other_hosts_reach_a_transport_at_its_own_address_only() -> None:
     ]
     assert found["write"] == "ok"
     assert found["written_there"]
+
+
+def test_only_hosts_of_prefill_workers_reach_the_ports_of_a_deployment(tmp_path: Path) -> None:
+    found = run_alone("transfer_hosts", str(tmp_path))
+    # Two of Mooncake, and one of the receiver of packed bytes.
+    assert len(found["kv_ports"]) == 3, found
+    # Its packets arrive: it reaches the services, which know roles.
+    assert found["public"] == [7000, 7001, 7100]
+    assert found["before"] == []
+    assert found["prefilled_by"] == "prefill-0"
+    assert found["peer"] == found["kv_ports"]
+    # The stranger knows the session and the address of the memory.
+    assert found["stranger"] == found["public"]
+    assert found["write"] != "ok"
+    assert found["prefilled_again_by"] == "prefill-0"
+    # Nothing connects to a prefill worker's transport.
+    assert len(found["prefill_ports"]["all"]) == 6
+    assert found["prefill_ports"]["reached"] == [7200]
+    assert found["after"] == []

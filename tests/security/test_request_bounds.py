@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +12,13 @@ import grpc
 import psutil
 import pytest
 
-from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
-from tests.security.bystander import STEP_S, attack, bystander
-from tests.security.text_model import CONTEXT_TOKENS, write_text_model
-from tests.suite.deployment import DEADLINE_S, Suite, greedy, suite
+from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
+from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
+from headrace_common.rpc.channel import open_channel
+from tests.security.bystander import KEY, STRANGER_KEY, attack, attacked, bystander
+from tests.suite.deployment import DEADLINE_S, greedy
 from tests.suite.loop_lag import measured_loop_lag
 
-KEY = "the-key-of-the-bystander"
-STRANGER_KEY = "the-key-of-the-stranger"
 STALL_MAX_S = 1.0
 FLOOD = 20
 GROWTH_BYTES_MAX = 128 * 1024 * 1024
@@ -30,8 +27,7 @@ STATUSES = {
         *["INVALID_ARGUMENT text: has "] * 6,
     ],
     "messages": [
-        "INVALID_ARGUMENT chat.messages: ",
-        "INVALID_ARGUMENT request: has ",
+        *["INVALID_ARGUMENT chat.messages: the request has more than "] * 2,
         "INVALID_ARGUMENT chat.messages: must hold at most 2048 messages",
     ],
     "stops": [
@@ -40,24 +36,13 @@ STATUSES = {
     ],
     "bodies": ["RESOURCE_EXHAUSTED SERVER: Received message larger than max"] * 6,
     "zipped_bodies": ["RESOURCE_EXHAUSTED Decompressed message larger than max"] * 6,
+    "zipped_texts": ["INVALID_ARGUMENT text: has "] * 6,
+    "fields": [
+        *["INVALID_ARGUMENT chat.messages: must hold at most 2048 messages"] * 2,
+        # The wrong text is too far from the beginning to be named.
+        *["INVALID_ARGUMENT request: cannot be parsed"] * 4,
+    ],
 }
-
-
-@asynccontextmanager
-async def attacked(folder: Path) -> AsyncIterator[Suite]:
-    """A deployment with API keys, and a real tokenizer in the router."""
-    keys = folder / "keys"
-    keys.write_text(f"{KEY} bystander\n{STRANGER_KEY} stranger\n")
-    model = write_text_model(folder / "model")
-    workers = f"sim:decode_step_s={STEP_S},context={CONTEXT_TOKENS}"
-    settings = (
-        ("router", "model", f"sim={model}"),
-        ("router", "api_keys_file", str(keys)),
-        ("prefill", "model", workers),
-        ("decode", "model", workers),
-    )
-    async with suite(folder, settings=settings) as it:
-        yield it
 
 
 @pytest.mark.parametrize("name", STATUSES)
@@ -95,6 +80,24 @@ async def test_without_a_key_every_attack_is_rejected_before_its_body_arrives(
             client.report("\nwithout a key", start_s, end_s)
         assert client.gaps_s(start_s, end_s)[-1] - lag.since(start_s) < STALL_MAX_S
         assert peak_bytes(router) - before_bytes < GROWTH_BYTES_MAX
+
+
+async def test_a_decode_worker_parses_no_large_request_of_a_stranger(tmp_path: Path) -> None:
+    """Its ticket is part of the request. A request that is parsed is refused for its ticket."""
+    stops = sampling_pb2.SamplingParams(stop=[""] * 300_000)
+    asked = {
+        "UNAUTHENTICATED": decode_pb2.GenerateRequest(token_ids=[1] * 100),
+        "INVALID_ARGUMENT": decode_pb2.GenerateRequest(sampling=stops),
+        "RESOURCE_EXHAUSTED": decode_pb2.GenerateRequest(request_id="a" * 60_000_000),
+    }
+    async with (
+        attacked(tmp_path) as it,
+        bystander(it, KEY),
+        open_channel(it.child("decode-0").endpoint) as channel,
+    ):
+        stub: Any = decode_pb2_grpc.DecodeServiceStub(channel)
+        for status, request in asked.items():
+            assert (await stub.Generate(request, timeout=DEADLINE_S).code()).name == status
 
 
 async def test_cancelled_texts_leave_the_tokenizer_to_others(tmp_path: Path) -> None:

@@ -149,6 +149,19 @@ def test_placement(tmp_path: Path) -> None:
     assert ET.parse(tmp_path / "placement.svg").getroot().tag.endswith("svg")
 
 
+def test_tenant_caches(tmp_path: Path) -> None:
+    size = ("--rounds=1", "--tenants=2", "--requests=1,3", "--system-tokens=128")
+    [table] = tables(run("tenant_caches", *size, f"--output={tmp_path}"))
+    columns = ("requests of a tenant", "prefix cache")
+    found = [tuple(row[column] for column in columns) for row in table]
+    assert found == [(count, way) for count in ("1", "3") for way in ("shared", "tenant")]
+    assert_columns_positive(table, "TTFT p50, ms", "TTFT p99, ms")
+    # A tenant's first request finds nothing of its own.
+    assert [row["hits"].split()[0] for row in table[1:2]] == ["0.0%"]
+    assert_columns_positive(table[3:], "hits")
+    assert tables((tmp_path / "tenant_caches.md").read_text()) == [table]
+
+
 def test_proxy(tmp_path: Path) -> None:
     size = ("--gaps=0", "--streams=1", "--rounds=1", "--vllm-router=", f"--output={tmp_path}")
     [table] = tables(run("proxy", *size))
@@ -171,3 +184,20 @@ def test_overload(tmp_path: Path) -> None:
     assert not any("WRONG" in row["other ends"] for row in table)
     assert re.search(r"Goodput at 3x is \d\.\d\d of the peak, at 1x \d\.\d\d\.", output)
     assert tables((tmp_path / "overload.md").read_text()) == [table]
+
+
+def test_security(tmp_path: Path) -> None:
+    sizes = ("--rounds=1", "--seconds=0.5", "--streams=2", "--attacks=messages,without_key")
+    attacks, costs = tables(run("security", *sizes, f"--output={tmp_path}"))
+    assert [row["attack"] for row in attacks] == ["quiet", "messages", "without key"]
+    times = ("answers", "TTFT p50, ms", "TTFT p99, ms", "gap p99, ms", "longest gap, ms")
+    assert_columns_positive(attacks, *times, "p99 over quiet", "gap p99 over quiet")
+    assert_columns_positive(attacks[1:], "rejected/s")
+    kinds = ["plaintext", "tokens", "TLS", "TLS, roles"]
+    assert [(row["path"], row["kind"]) for row in costs] == [
+        (path, kind) for path in ("router", "look-aside") for kind in kinds
+    ]
+    assert_columns_positive(costs, "requests/s", "TTFT p50, ms", "TTFT p99, ms")
+    assert_columns_positive(costs, "CPU ms a request", "CPU ratio")
+    assert tables((tmp_path / "security_bystander.md").read_text()) == [attacks]
+    assert tables((tmp_path / "security_cost.md").read_text()) == [costs]

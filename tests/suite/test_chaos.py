@@ -38,8 +38,15 @@ async def test_duplicate_acknowledgements_cause_no_violation(tmp_path: Path) -> 
     assert not report.violations
 
 
+async def test_senders_that_are_frozen_within_a_write_end_and_write_nothing(tmp_path: Path) -> None:
+    report = await chaos(scenario("kill_timer", SEED, 200), tmp_path)
+    assert not report.violations
+    assert report.process_faults["prefill ended within a write"]
+
+
 @pytest.mark.parametrize(
-    ("safeguard", "requests"), [("ledger", 150), ("quarantine", 120), ("lease", 200)]
+    ("safeguard", "requests"),
+    [("ledger", 150), ("quarantine", 120), ("lease", 200), ("kill_timer", 200)],
 )
 async def test_a_missing_safeguard_is_detected(
     safeguard: str, requests: int, tmp_path: Path

@@ -115,3 +115,33 @@ def test_the_navigation_lists_every_page_once() -> None:
     listed = list(listed_pages(site["project"]["nav"]))
     pages = {str(page.relative_to(ROOT)) for page in PAGES} | GENERATED
     assert sorted(listed) == sorted(pages)
+
+
+SECURITY = ROOT / "docs" / "security.md"
+TEST = re.compile(r"`tests/[\w/]+\.py:test_\w+`")
+
+
+def untested_rows(text: str) -> Iterator[str]:
+    """The rows of tables that name no test. In a table without a column for tests, its section names one."""
+    for section in re.split(r"^## ", text, flags=re.MULTILINE):
+        for table in re.findall(r"(?:^\|.*\n?)+", section, re.MULTILINE):
+            head, _, *rows = table.splitlines()
+            if head.rstrip(" |").endswith("| test"):
+                # "-" admits that there is none. "the same" is the test of the row before.
+                tested = re.compile(rf"{TEST.pattern}|\| (?:-|the same) \|$")
+                yield from (row for row in rows if not tested.search(row))
+            elif not TEST.search(section):
+                yield from rows
+
+
+def test_every_row_of_the_security_page_names_a_test() -> None:
+    assert not list(untested_rows(SECURITY.read_text(encoding="utf-8")))
+
+
+def test_a_row_without_a_test_is_found() -> None:
+    cited = "`tests/a/test_b.py:test_c`"
+    text = (
+        f"## One\n\n| a | test |\n|---|---|\n| 1 | {cited} |\n| 2 | |\n| 3 | - |\n| 4 | the same |\n\n"
+        f"## Two\n\n| a | b |\n|---|---|\n| 5 | 6 |\n\n## Three\n\n| a |\n|---|\n| 7 |\n\n{cited}\n"
+    )
+    assert list(untested_rows(text)) == ["| 2 | |", "| 5 | 6 |"]

@@ -27,10 +27,9 @@ FOREIGN = {
     ("libs/headrace_kv/transport/mooncake/transport.py", "os.environ"): "Mooncake reads its settings there",
     ("libs/headrace_kv/transport/same_host/process_memory.py", "function.argtypes"): "ctypes",
     ("libs/headrace_kv/transport/same_host/process_memory.py", "function.restype"): "ctypes",
-    ("libs/headrace_kv/transport/same_host/process_memory.py", "prctl.argtypes"): "ctypes",
     ("services/registry/headrace_registry/store/etcd3_compat.py", "sys.modules"): "etcd3's modules are made here",
     ("services/registry/headrace_registry/store/etcd3_compat.py", "module.__dict__"): "etcd3's modules are made here",
-    ("services/registry/headrace_registry/store/etcd_endpoint.py", "self.client.metadata"): "etcd3's token of a user",
+    ("services/registry/headrace_registry/store/etcd_endpoint.py", "client.metadata"): "etcd3's token of a user",
     # The objects are vLLM's, which has no methods for these changes.
     ("libs/headrace_engine/vllm/continuation.py", "request.prefill_stats"): "vLLM's Request",
     ("libs/headrace_engine/vllm/continuation.py", "request.sampling_params.extra_args"): "vLLM's SamplingParams",

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 
@@ -134,7 +135,7 @@ class Pair:
         generated: Sequence[int] = (),
         *,
         remote_kv: bool = True,
-        **first_token: bool,
+        **more: Any,
     ) -> DecodeWork:
         """Work for decode, under a new transfer id."""
         return DecodeWork(
@@ -143,31 +144,41 @@ class Pair:
             sampling,
             remote_kv=remote_kv,
             generated_tokens=len(generated),
-            **first_token,
+            **more,
         )
 
     async def plain(
-        self, prompt: Sequence[int], sampling: Sampling = GREEDY, generated: Sequence[int] = ()
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling = GREEDY,
+        generated: Sequence[int] = (),
+        cache_salt: str = "",
     ) -> Answer:
         """Generates on the decode engine alone, after the `generated` tokens."""
         answer = Answer()
         async with asyncio.timeout(TIMEOUT_S):
-            work = self.work(prompt, sampling, generated, remote_kv=False)
+            work = self.work(prompt, sampling, generated, remote_kv=False, cache_salt=cache_salt)
             async for event in self.decode.decode(work):
                 answer.take(event)
         return answer
 
     async def split(
-        self, prompt: Sequence[int], sampling: Sampling = GREEDY, generated: Sequence[int] = ()
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling = GREEDY,
+        generated: Sequence[int] = (),
+        cache_salt: str = "",
     ) -> Answer:
         """Prefills on one engine and decodes on the other, after the `generated` tokens."""
         answer = Answer()
-        work = self.work(prompt, sampling, generated)
+        work = self.work(prompt, sampling, generated, cache_salt=cache_salt)
         async with asyncio.timeout(TIMEOUT_S):
             async for event in self.decode.decode(work):
                 answer.take(event)
                 if isinstance(event, Reservation) and event.start_token < event.end_token:
-                    answer.prefill, answer.summary = await self.hand_over(work.token_ids, event)
+                    answer.prefill, answer.summary = await self.hand_over(
+                        work.token_ids, event, cache_salt
+                    )
                     self.decode.arrived(work.transfer_id)
         return answer
 
@@ -240,11 +251,11 @@ class Pair:
         )
 
     async def hand_over(
-        self, prompt: Sequence[int], reservation: Reservation
+        self, prompt: Sequence[int], reservation: Reservation, cache_salt: str = ""
     ) -> tuple[PrefillOutcome, TransferSummary]:
         """Transfers the prompt's KV into a reservation."""
         transfer = self.reserve(reservation)
-        work = PrefillWork(tuple(prompt[:-1]), self.target(reservation))
+        work = PrefillWork(tuple(prompt[:-1]), self.target(reservation), cache_salt=cache_salt)
         outcome, summary = await asyncio.gather(self.prefill.prefill(work), transfer.wait())
         return outcome, summary
 

@@ -64,6 +64,37 @@ async def test_both_engines_announce_their_cached_blocks(pair: Pair) -> None:
         await until_announced(engine, lambda found: not found)
 
 
+async def test_only_requests_with_an_equal_salt_share_blocks(pair: Pair) -> None:
+    random = Random(3)
+    hasher = hasher_of(pair.decode)
+    hasher_of(pair.prefill)
+    await pair.reset()
+    # More than a hash chunk, in several steps of both engines.
+    prompt = [random.randrange(3, 500) for _ in range(11 * BLOCK_TOKENS + 1)]
+    whole = 11 * BLOCK_TOKENS
+    answers: set[tuple[int, ...]] = set()
+    cached = []
+    for salt in ("aa", "bb", "", "aa", "bb", ""):
+        # A longer prompt, so that prefill has something to compute.
+        longer = [*prompt, *(random.randrange(3, 500) for _ in range(BLOCK_TOKENS))]
+        answer = await pair.split(longer, cache_salt=salt)
+        assert answer.end is not None
+        assert answer.prefill is not None
+        cached.append((answer.end.cached_tokens, answer.prefill.cached_tokens))
+        plain = await pair.plain(prompt, cache_salt=salt)
+        assert plain.end is not None
+        assert plain.end.cached_tokens == whole
+        answers.add(tuple(plain.token_ids))
+    assert cached == [(0, 0)] * 3 + [(whole, whole)] * 3
+    assert len(answers) == 1
+    names = {salt: hasher.hashes(prompt, hasher.root_of(salt)) for salt in ("aa", "bb", "")}
+    assert len({name for chain in names.values() for name in chain}) == 3 * 11
+    for engine in (pair.prefill, pair.decode):
+        for chain in names.values():
+            await until_announced(engine, set(chain).issubset)
+        assert not set(hasher.hashes(prompt, hasher.root_of("cc"))) & await announced(engine)
+
+
 async def test_a_cache_in_use_is_not_reset(pair: Pair) -> None:
     work = pair.work(range(3, 100))
     events = pair.decode.decode(work)

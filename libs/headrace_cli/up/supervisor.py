@@ -205,6 +205,8 @@ def unexpected_end(child: Child) -> HeadraceError:
     if code == EXIT_MISCONFIGURED:
         return ConfigError(last, metadata={"process": child.spec.name})
     how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with {code}"
+    if code == -signal.SIGKILL and child.spec.service == "prefill":
+        how += " (for want of memory, or because it stood still within a write: docs/operations.md)"
     return WorkerGone(
         f"{child.spec.name} {how}; its log is {child.spec.log_file}",
         metadata={"process": child.spec.name, "log": "\n".join(lines)},

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Final
 
 from headrace_common.access.roles import ANONYMOUS, Caller, Role
@@ -25,8 +26,14 @@ def caller_of_certificate(
 
     An empty `trust_domain` accepts every domain that the certificate authority signs.
     """
+    return _caller_of_names(tuple(auth_context.get(_NAMES, ())), trust_domain)
+
+
+# Every call of a connection has the same names.
+@lru_cache(maxsize=1024)
+def _caller_of_names(names: tuple[bytes, ...], trust_domain: str) -> Caller:
     callers: set[Caller] = set()
-    for raw in auth_context.get(_NAMES, ()):
+    for raw in names:
         found = _ID.fullmatch(raw.decode("ascii", "replace"))
         if found is None or (trust_domain and found["domain"] != trust_domain):
             continue

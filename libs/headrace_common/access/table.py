@@ -38,8 +38,9 @@ _BY_SERVICE: Final[Mapping[str, Mapping[str, tuple[Role, ...]]]] = {
         "Deregister": _MEMBERS,
         "Watch": (*_MEMBERS, _OPERATOR),
         "ListMembers": (*_MEMBERS, _OPERATOR),
-        "PutKvDescriptor": (_PREFILL, _DECODE),
-        "GetKvDescriptor": (_PREFILL, _DECODE),
+        # Prefill workers write into the memory of decode workers, and no worker into theirs.
+        "PutKvDescriptor": (_DECODE,),
+        "GetKvDescriptor": (_PREFILL,),
         "GetPolicy": (*_MEMBERS, _OPERATOR),
         "SetPolicy": (_OPERATOR,),
     },

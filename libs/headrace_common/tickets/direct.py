@@ -67,6 +67,7 @@ def decode_request_of(direct: inference_pb2.DirectRequest) -> decode_pb2.Generat
         remote_prefill=direct.remote_prefill,
         ticket=direct.ticket,
         generated_token_count=direct.generated_token_count,
+        cache_salt=direct.cache_salt,
     )
 
 

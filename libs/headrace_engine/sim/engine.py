@@ -58,10 +58,12 @@ from headrace_kv.transport.factory import open_transport
 from headrace_kv.transport.memory import HOST_MEMORY
 
 if TYPE_CHECKING:
+    from headrace_common.process.kill_timer import KillTimer
     from headrace_engine.config import EngineConfig
     from headrace_kv.send.context import DescriptorSource
     from headrace_kv.send.thread import SenderThread
     from headrace_kv.transport.base import KvTransport
+    from headrace_kv.transport.networks import Networks
 
 _logger = logging.getLogger(__name__)
 _SENDERS_CLOSE_S = 40.0
@@ -70,8 +72,8 @@ _SENDERS_CLOSE_S = 40.0
 class SimEngine(Engine):
     """Runs in the caller's process: one task, and a sender thread for each rank of a prefill engine.
 
-    Engines may share one `sender_thread`. For tests: `transports` opens one transport per rank,
-    `clock` gives the time of computing, and `faults` are injected.
+    Engines may share one `sender_thread` and one `kill_timer`, see SenderContext. For tests:
+    `transports` opens one transport per rank, `clock` gives the time of computing, and `faults` are injected.
     """
 
     landed_memory = HOST_MEMORY
@@ -85,13 +87,17 @@ class SimEngine(Engine):
         transports: Callable[[], KvTransport] | None = None,
         clock: SimClock | None = None,
         sender_thread: SenderThread | None = None,
+        kill_timer: KillTimer | None = None,
     ) -> None:
         """Raises ConfigError naming the wrong field."""
         self._config = config
         self._descriptors = descriptors
         self._faults = faults or SimFaults()
-        self._open_transport = transports or (lambda: open_transport(config.transport, config.host))
+        self._open_transport = transports or (
+            lambda: open_transport(config.transport, config.host, admitted=config.admitted)
+        )
         self._sender_thread = sender_thread
+        self._kill_timer = kill_timer
         self._shape = plan_shape(config)
         self._clock = clock or open_clock(self._shape.settings.clock)
         self.model = SimModel(self._shape.settings)
@@ -145,8 +151,13 @@ class SimEngine(Engine):
             event_loop=loop,
             on_quiet=lambda report: _call_soon(loop, self._rank_quiesced, report),
             credentials=self._config.credentials,
+            kill_timer=self._kill_timer,
         )
         return RankSender(context, thread=self._sender_thread)
+
+    async def admit_transfer_peers(self, networks: Networks) -> None:
+        for transport in self._transports:
+            await asyncio.to_thread(transport.admit, networks)
 
     async def prefill(
         self, work: PrefillWork, on_first_token: Callable[[DecodeTokens], None] | None = None

@@ -12,12 +12,18 @@ from headrace_engine.torch_memory.event_ordered_sender import EventOrderedSender
 from headrace_engine.torch_memory.order import DeviceOrder, open_order
 from headrace_kv.transport.base import KvTransport
 from headrace_kv.transport.factory import open_transport
+from headrace_kv.transport.networks import Networks
 
 _log = logging.getLogger(__name__)
 
 
 def open_tensor_transport(
-    tensor: Tensor, kind: str, host: str, *, gpu_direct: bool = True
+    tensor: Tensor,
+    kind: str,
+    host: str,
+    *,
+    gpu_direct: bool = True,
+    admitted: Networks | None = None,
 ) -> tuple[KvTransport, DeviceOrder]:
     """A transport of `kind` that has registered the tensor's whole allocation, and its order. See open_transport.
 
@@ -26,37 +32,39 @@ def open_tensor_transport(
     """
     if tensor.device.type == "cpu":
         storage = tensor.untyped_storage()
-        transport = open_transport(kind, host)
+        transport = open_transport(kind, host, admitted=admitted)
         transport.register(storage.data_ptr(), storage.nbytes())
         return transport, open_order(tensor.device, transport.memory)
     if gpu_direct and kind in ("auto", "mooncake"):
-        opened = _open_direct(tensor, host)
+        opened = _open_direct(tensor, host, admitted)
         if opened is not None:
             return opened
     memory = TorchMemory(tensor.device)
     address, nbytes = memory.hold(tensor)
-    transport = open_transport(kind, host, memory=memory)
+    transport = open_transport(kind, host, memory=memory, admitted=admitted)
     transport.register(address, nbytes)
     return transport, open_order(tensor.device, memory)
 
 
-def _open_direct(tensor: Tensor, host: str) -> tuple[KvTransport, DeviceOrder] | None:
+def _open_direct(
+    tensor: Tensor, host: str, admitted: Networks | None
+) -> tuple[KvTransport, DeviceOrder] | None:
     """A transport without host memory in between. None where that is not possible, which only trying shows."""
     transport: KvTransport | None = None
     try:
         memory = TorchMemory(tensor.device, direct=True)
         order = open_order(tensor.device, memory)
         address, nbytes = memory.hold(tensor)
-        transport = open_transport("mooncake", host, "rdma", memory)
+        transport = open_transport("mooncake", host, "rdma", memory, admitted)
         transport.register(address, nbytes)
         # Mooncake registers the memory with the adapter when it makes the session.
-        session = transport.session
+        transport.session  # noqa: B018
     except ConfigError as error:
         _log.info("KV bytes of %s cross host memory: %s", tensor.device, error)
         if transport is not None:
             transport.close()
         return None
-    _log.info("adapters read and write the memory of %s, as %s", tensor.device, session)
+    _log.info("adapters read and write the memory of %s", tensor.device)
     return transport, order
 
 

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from headrace_engine.vllm.service.first_token_sampler import FirstTokenSampler
     from headrace_engine.vllm.service.kv_events import KvEventReader
     from headrace_kv.send.context import DescriptorSource
+    from headrace_kv.transport.networks import Networks
 
 log = logging.getLogger(__name__)
 
@@ -181,6 +182,9 @@ class VllmEngine(Engine):
 
     def released(self, transfer_id: str) -> None:
         self._require_started()[1].released(transfer_id)
+
+    async def admit_transfer_peers(self, networks: Networks) -> None:
+        await self._require_started()[1].admit_networks(networks)
 
     def usage(self) -> EngineUsage:
         held = len(self._decodes) + len(self._prefills)

@@ -36,6 +36,8 @@ class ConnectorSettings:
     gpu_direct: bool = True
     """Whether RDMA adapters may read and write KV memory on a device, where they can."""
     overlap_layers: OverlapSettings = field(default_factory=OverlapSettings)
+    admitted: tuple[str, ...] | None = None
+    """Networks from which hosts may connect to the transport at first. None means every host."""
 
     @property
     def ref(self) -> WorkerRef:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from headrace.registry.v1 import registry_pb2
 from headrace_common.access.credentials import Credentials
@@ -15,6 +15,7 @@ from headrace_common.config import (
     ServiceConfig,
     WorkerId,
     split_host_port,
+    split_list,
 )
 from headrace_common.identity import is_worker_id
 from headrace_engine.config import EngineConfig
@@ -22,6 +23,17 @@ from headrace_engine.interface import Engine
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.layout.proto import layout_to_proto
 from headrace_kv.receive.layer_overlap import OverlapSettings
+from headrace_kv.transport.networks import parse_networks
+
+
+def _check_networks(entries: tuple[str, ...]) -> tuple[str, ...]:
+    parse_networks(entries)
+    return entries
+
+
+NetworkList = Annotated[
+    tuple[str, ...], BeforeValidator(split_list), AfterValidator(_check_networks)
+]
 
 
 class WorkerConfig(ServiceConfig):
@@ -46,6 +58,12 @@ class WorkerConfig(ServiceConfig):
         "mooncake",
         description="What moves KV bytes; auto takes same_host for peers of this host and mooncake for others, "
         "in_memory only reaches the same process.",
+    )
+    transfer_peer_networks: NetworkList = Field(
+        (),
+        description="Networks such as 10.0.0.0/24, separated by commas. Their hosts always reach the ports of KV "
+        "transfers. A decode worker also admits the hosts of prefill workers with an open handoff stream, so this is "
+        "for address translation between them. 0.0.0.0/0 admits every host.",
     )
     tensor_parallel_size: PositiveCount = Field(1, description="Ranks the model is spread over.")
     max_model_len: NonNegativeCount = Field(
@@ -171,6 +189,8 @@ def engine_config(
         enforce_eager=config.enforce_eager,
         credentials=Credentials.from_config(config),
         overlap_layers=config.overlap_settings,
+        # A decode worker adds the hosts of prefill workers when these open handoff streams.
+        admitted=parse_networks(config.transfer_peer_networks),
     )
 
 

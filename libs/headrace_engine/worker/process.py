@@ -10,6 +10,7 @@ from typing import Any
 
 from headrace_common.identity import new_incarnation
 from headrace_common.logs import setup_logging
+from headrace_common.process.kill_timer import KillTimer
 from headrace_engine.factory import build_engine
 from headrace_engine.worker.config import Config, engine_config, worker_configs
 from headrace_engine.worker.descriptors import RegistryDescriptors
@@ -29,6 +30,7 @@ async def run_workers(role: Role, config: Config, build: BuildServer[Config]) ->
     if config.workers_per_process > 1:
         _raise_file_limit()
     sender_thread = SenderThread("kv-sender") if config.workers_per_process > 1 else None
+    kill_timer = KillTimer() if role == "prefill" and config.engine == "sim" else None
     descriptors = RegistryDescriptors()
     workers: list[HostedWorker[Config]] = []
     try:
@@ -36,7 +38,7 @@ async def run_workers(role: Role, config: Config, build: BuildServer[Config]) ->
             start_unix_ns = time.time_ns()
             ref = WorkerRef(own.worker_id, new_incarnation())
             engine = build_engine(
-                engine_config(own, role=role, ref=ref), descriptors, sender_thread
+                engine_config(own, role=role, ref=ref), descriptors, sender_thread, kill_timer
             )
             workers.append(HostedWorker(own, ref, engine, start_unix_ns))
             await engine.start()

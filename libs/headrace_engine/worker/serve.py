@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import grpc.aio
@@ -11,6 +11,7 @@ import grpc.aio
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_common.deadlines import Deadline
+from headrace_common.rpc.channel import MESSAGE_BYTES_MAX
 from headrace_common.rpc.server import GrpcServer
 from headrace_common.tickets.keys import TicketKeys
 from headrace_engine.worker.config import Config, worker_member
@@ -28,7 +29,7 @@ class RoleServer(ABC):
     `services` are the full names of the gRPC services. `reserves_blocks`: whether its KV blocks are
     reserved by requests, rather than used as a cache only. `descriptor` is registered, if there is
     one. `on_routers` is called with the live routers. `ticket_keys` gets the keys that routers send
-    with WatchStatus.
+    with WatchStatus. `interceptors` and `message_bytes_max` are for the server.
     """
 
     role: ClassVar[registry_pb2.Member.Role.ValueType]
@@ -37,6 +38,8 @@ class RoleServer(ABC):
     descriptor: KvDescriptor | None = None
     on_routers: RouterListener | None = None
     ticket_keys: TicketKeys | None = None
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
+    message_bytes_max: int = MESSAGE_BYTES_MAX
 
     @abstractmethod
     def add_servicers(self, server: grpc.aio.Server) -> None:
@@ -69,7 +72,8 @@ async def serve_worker(
     """Registers and serves one worker until `host` stops or drains it."""
     config, ref, engine = hosted.config, hosted.ref, hosted.engine
     worker = build(host, hosted)
-    server = GrpcServer(config, (*worker.services, WORKER_SERVICE))
+    services = (*worker.services, WORKER_SERVICE)
+    server = GrpcServer(config, services, worker.interceptors, worker.message_bytes_max)
     worker.add_servicers(server.server)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(
         WorkerStatusServicer(

@@ -8,12 +8,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from headrace_common.process.kill_timer import boottime_s
+
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """Seconds of a monotonic clock, by which leases, deadlines and durations count."""
+    """Seconds of a monotonic clock, by which deadlines and durations count, and of the clock of write leases.
+
+    Leases also run out while the machine is suspended.
+    """
 
     monotonic_s: Callable[[], float] = time.monotonic
+    lease_s: Callable[[], float] = boottime_s
 
 
 class TimerHandle(Protocol):

@@ -44,6 +44,11 @@ class WriteLease:
         """Ends the lease at once."""
         self._expires_s = float("-inf")
 
+    @property
+    def end_s(self) -> float:
+        """When the lease ends, unless it is renewed."""
+        return self._expires_s
+
     def alive(self, now_s: float) -> bool:
         """Whether a write may start now."""
         return now_s < self._expires_s

@@ -9,6 +9,9 @@ between only where a match ends.
 
 Equal prefixes get equal hashes in every process of a deployment. Without the secret nothing can compute the hash of a
 prefix, nor construct two prefixes that collide. A collision only misleads routing, because engines compare tokens.
+
+The first block of a prompt with a cache salt is seeded by `PrefixHasher.root_of` the salt. So its hashes differ from
+those of the same tokens with another salt.
 """
 
 from __future__ import annotations
@@ -59,10 +62,15 @@ class PrefixHasher:
         self._block = np.dtype(f"V{4 * block_tokens}")
         self._segment = np.dtype(f"V{4 * block_tokens * CHECKPOINT_BLOCKS}")
 
+    def root_of(self, cache_salt: str) -> int:
+        """The seed of first blocks of prompts with this salt. It is `root` for the empty salt."""
+        return root_hash(self.root, cache_salt) if cache_salt else self.root
+
     def hashes(self, tokens: TokenIds, parent: int | None = None) -> list[int]:
         """One hash per whole block. Tokens beyond the last whole block have none.
 
-        `parent` is the checkpoint before the first token, None at the start of the prompt.
+        `parent` is the checkpoint before the first token. At the start of the prompt it is `root_of` its salt, or None
+        for a prompt without a salt.
         """
         return self.lazy(tokens, parent).all()
 

@@ -97,9 +97,10 @@ class Receiver:
         self._tickets = tickets
         self._refused_tickets: dict[PrefillPeer, int] = {}
         self._features = tuple(features)
+        self._policy = QuarantinePolicy(lease_ttl_s, quarantine_s)
         self._transfers = TransferTable(
             on_released,
-            QuarantinePolicy(lease_ttl_s, quarantine_s),
+            self._policy,
             quiesce_timeout_s=limits.quiesce_timeout_s,
             remembered_max=limits.remembered,
             timers=timers,
@@ -132,7 +133,10 @@ class Receiver:
 
     def welcome(self) -> handoff_pb2.Welcome:
         """The answer to a Hello."""
-        welcome = handoff_pb2.Welcome(lease_ttl=duration_from_seconds(self.lease_ttl_s))
+        welcome = handoff_pb2.Welcome(
+            lease_ttl=duration_from_seconds(self.lease_ttl_s),
+            quarantine=duration_from_seconds(self._policy.transport_s),
+        )
         for feature in self._features:
             feature.extend_welcome(welcome)
         return welcome
@@ -224,9 +228,16 @@ class Receiver:
         self._peers.discard(peer)
         self._refused_tickets.pop(peer, None)
         self._pending_opens.remove_peer(peer)
-        for transfer in self._transfers:
-            if not transfer.has_writer(peer):
-                continue
+        written = [transfer for transfer in self._transfers if transfer.has_writer(peer)]
+        if written:
+            _log.warning(
+                "the handoff stream of %s ended while %d transfers were written: their blocks stay unused for %g s. If "
+                "that process was frozen within a write, the kernel ends it (SIGKILL) before it can write on",
+                peer,
+                len(written),
+                self._policy.total_s,
+            )
+        for transfer in written:
             self._transfers.quarantine_writer(transfer, peer)
             if not transfer.landed:
                 what = f"the handoff stream of {peer} ended; missing are {transfer.missing()}"

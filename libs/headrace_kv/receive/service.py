@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ipaddress
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import grpc.aio
@@ -15,9 +18,19 @@ from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import HeadraceError, ProtocolViolation, QueueFull
 from headrace_kv.receive.receiver import Receiver
 from headrace_kv.receive.transfer import PrefillPeer
+from headrace_kv.transport.networks import (
+    Address,
+    address_of_peer,
+    plain_address,
+    with_ipv4_loopback,
+)
 
 _HELLO_TIMEOUT_S = 10.0
 _OUTBOX_LIMIT = 65_536
+_ADDRESSES_MAX = 8
+
+AdmitPeer = Callable[[frozenset[Address]], AbstractAsyncContextManager[None]]
+"""Lets the transport of a peer with these addresses connect, within the context and a while longer."""
 
 
 class _Outbox:
@@ -44,10 +57,14 @@ class _Outbox:
 
 
 class HandoffServicer(handoff_pb2_grpc.HandoffServiceServicer):
-    """Serves handoff streams into a receiver."""
+    """Serves handoff streams into a receiver.
 
-    def __init__(self, receiver: Receiver) -> None:
+    A rank gets its Welcome within the context of `admit`, when its transport may connect.
+    """
+
+    def __init__(self, receiver: Receiver, admit: AdmitPeer | None = None) -> None:
         self._receiver = receiver
+        self._admit = admit or (lambda addresses: contextlib.nullcontext())
 
     async def Handoff(  # type: ignore[override]
         self,
@@ -57,16 +74,18 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServiceServicer):
         """See handoff.proto. Raises as Receiver.connect does, or the error with which the receiver ended the stream."""
         hello = await _read_hello(request_iterator)
         require_own_name(hello.worker_id)
+        addresses = peer_addresses(hello, context.peer())
         outbox = _Outbox()
         peer = self._receiver.connect(hello, outbox.send, outbox.end)
         tasks: set[asyncio.Task[None]] = set()
         try:
-            reader = asyncio.create_task(self._read(peer, request_iterator))
-            tasks.add(reader)
-            writer = asyncio.create_task(self._write(outbox, context))
-            tasks.add(writer)
-            waited: set[asyncio.Future[Any]] = {reader, writer, outbox.ended}
-            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            async with self._admit(addresses):
+                reader = asyncio.create_task(self._read(peer, request_iterator))
+                tasks.add(reader)
+                writer = asyncio.create_task(self._write(outbox, context))
+                tasks.add(writer)
+                waited: set[asyncio.Future[Any]] = {reader, writer, outbox.ended}
+                await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         finally:
             # The rank receives no more renewals: from here on its lease runs out.
             self._receiver.disconnect(peer)
@@ -109,6 +128,24 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServiceServicer):
                     await outbox.wake.wait()
             except TimeoutError:
                 continue
+
+
+def peer_addresses(hello: handoff_pb2.Hello, peer: str) -> frozenset[Address]:
+    """The addresses from which a rank writes. `peer` is gRPC's name of the other end of its stream.
+
+    Raises ProtocolViolation for a Hello with too many addresses, or with other texts.
+    """
+    named = hello.transfer_addresses
+    if len(named) > _ADDRESSES_MAX:
+        raise ProtocolViolation(
+            f"the Hello names {len(named)} transfer_addresses: give at most {_ADDRESSES_MAX}"
+        )
+    try:
+        found = {plain_address(ipaddress.ip_address(text)) for text in named}
+    except ValueError as error:
+        raise ProtocolViolation(f"the transfer_addresses of the Hello are wrong: {error}") from None
+    own = address_of_peer(peer)
+    return with_ipv4_loopback(found if own is None else found | {own})
 
 
 async def _read_hello(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from headrace_common.access.credentials import Credentials
 from headrace_common.deadlines import Deadline
+from headrace_common.process.kill_timer import KillTimer
 from headrace_kv.handoff.clock import Clock
 from headrace_kv.handoff.messages import SendReport
 from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
@@ -24,7 +25,7 @@ class SenderContext:
     `ref` is the prefill worker, `layout` its KV layout, `memory` the rank's part of it, registered with `transport`.
     The streams run on `event_loop` and present `credentials`. A handshake with a decode worker takes
     `handshake_timeout_s` at most. `on_quiet` is called once for each opened transfer, on the sender's thread, when
-    nothing of the transfer is or will be written.
+    nothing of the transfer is or will be written. `kill_timer` ends the process when it writes too late (I1).
     """
 
     ref: WorkerRef
@@ -38,3 +39,4 @@ class SenderContext:
     handshake_timeout_s: float = 10.0
     credentials: Credentials = field(default_factory=Credentials)
     clock: Clock = field(default_factory=Clock)
+    kill_timer: KillTimer | None = None

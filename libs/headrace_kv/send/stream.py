@@ -24,6 +24,7 @@ from headrace_common.errors import (
 )
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
+from headrace_kv.handoff.late_writes import LateWriteGuard
 from headrace_kv.handoff.leases import WriteLease
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.handoff.proto import reservation_from_proto
@@ -76,6 +77,7 @@ class HandoffStream:
     ) -> None:
         self.decode = decode
         self.lease = WriteLease.none()
+        self.late_writes = LateWriteGuard(context.kill_timer)
         self.ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._context = context
         self._endpoint = endpoint
@@ -88,6 +90,7 @@ class HandoffStream:
             decode_worker_id=decode.worker_id,
             decode_incarnation=decode.incarnation,
         )
+        self._quarantine_s = 0.0
         self._outbox: deque[handoff_pb2.HandoffRequest | handoff_pb2.LayerDone] = deque()
         self._wake = asyncio.Event()
         self._wake_scheduled = False
@@ -146,6 +149,14 @@ class HandoffStream:
         self.lease.revoke()
         if not self._closing:
             _log.warning("the handoff stream to %s ended: %s", self.decode, error.detail)
+        if self.late_writes.in_flight and self._context.kill_timer is not None:
+            _log.warning(
+                "%d writes to %s are in flight without a stream: the kernel ends this process (SIGKILL) if they go on "
+                "for %g s after their lease",
+                self.late_writes.in_flight,
+                self.decode,
+                LateWriteGuard.allowed_s(self._quarantine_s),
+            )
         self._listener.on_lost(self, error)
         if not self.ended.done():
             self.ended.set_result(None)
@@ -158,6 +169,7 @@ class HandoffStream:
         try:
             async with asyncio.timeout(timeout_s):
                 descriptor = await self._context.descriptors(self.decode, Deadline.after(timeout_s))
+                await self._name_addresses(descriptor)
             require_compatible(self._context.layout, descriptor.layout)
             async with open_channel(self._endpoint, self._context.credentials) as channel:
                 await self._exchange_messages(channel, descriptor)
@@ -178,6 +190,12 @@ class HandoffStream:
             error = InternalError(f"the handoff stream to {self.decode} met a bug")
         finally:
             self._report_lost(error)
+
+    async def _name_addresses(self, descriptor: KvDescriptor) -> None:
+        """Puts into Hello the addresses that decode must admit."""
+        sessions = {rank.session for rank in descriptor.ranks}
+        addresses = await asyncio.to_thread(self._context.transport.source_addresses, sessions)
+        self._hello.transfer_addresses.extend(sorted(map(str, addresses)))
 
     async def _exchange_messages(self, channel: grpc.aio.Channel, descriptor: KvDescriptor) -> None:
         call = handoff_pb2_grpc.HandoffServiceStub(channel).Handoff()
@@ -201,7 +219,7 @@ class HandoffStream:
         """Sends Hello and takes the lease from the Welcome."""
         async with asyncio.timeout(self._context.handshake_timeout_s):
             # Decode's lease starts after this moment, so this side's ends before decode's.
-            hello_s = self._context.clock.monotonic_s()
+            hello_s = self._context.clock.lease_s()
             await call.write(handoff_pb2.HandoffRequest(hello=self._hello))
             response = await call.read()
         if not isinstance(response, handoff_pb2.HandoffResponse):
@@ -214,11 +232,15 @@ class HandoffStream:
 
     def _grant_lease(self, hello_s: float, welcome: handoff_pb2.Welcome) -> None:
         ttl_s = seconds_from_duration(welcome.lease_ttl)
-        self.lease = WriteLease(hello_s, self._context.clock.monotonic_s(), ttl_s)
+        self._quarantine_s = seconds_from_duration(welcome.quarantine)
+        if self._quarantine_s <= 0.0:
+            raise ProtocolViolation(f"the Welcome of {self.decode} has no quarantine")
+        self.lease = WriteLease(hello_s, self._context.clock.lease_s(), ttl_s)
+        self.late_writes.lease_granted(self.lease.end_s, self._quarantine_s)
 
     async def _receive_messages(self, call: Any) -> None:
         while True:
-            remaining_s = self.lease.remaining_s(self._context.clock.monotonic_s())
+            remaining_s = self.lease.remaining_s(self._context.clock.lease_s())
             try:
                 async with asyncio.timeout(remaining_s):
                     response = await call.read()
@@ -239,8 +261,9 @@ class HandoffStream:
             case "renewal":
                 ttl_s = seconds_from_duration(response.renewal.lease_ttl)
                 sent_s = seconds_from_duration(response.renewal.sent_after)
-                if not self.lease.renew(self._context.clock.monotonic_s(), sent_s, ttl_s):
+                if not self.lease.renew(self._context.clock.lease_s(), sent_s, ttl_s):
                     raise TransferFailed(f"the write lease from {self.decode} was renewed too late")
+                self.late_writes.lease_granted(self.lease.end_s, self._quarantine_s)
             case "cancel":
                 self._listener.on_cancel(self, response.cancel)
             case _:

@@ -138,11 +138,15 @@ class WriteWindow:
         count, before = self._sessions.get(write.session, (0, 0))
         self._sessions[write.session] = (count + 1, before + nbytes)
         transfer.batch_started()
+        late_writes = transfer.peer.stream.late_writes
+        late_writes.write_started()
         try:
             future = self._transport.submit(write.session, batch, timeout_s)
         except Exception as error:  # noqa: BLE001 - a result like any other
             future = Future()
             future.set_exception(error)
+        # On the transport's thread: this one may be waiting in the transport for another peer.
+        future.add_done_callback(lambda _: late_writes.write_ended())
         self._in_flight[future] = (transfer, write, nbytes, now_s + timeout_s)
         return future
 

@@ -83,7 +83,7 @@ class WriteScheduler:
         """Starts a write's next batch. Raises TransferFailed without a lease, TransferTimeout after the deadline."""
         now_s = self._clock.monotonic_s()
         stream = transfer.peer.stream
-        lease_s = stream.lease.remaining_s(now_s)
+        lease_s = stream.lease.remaining_s(self._clock.lease_s())
         if lease_s <= 0.0:
             raise TransferFailed(f"the write lease from {stream.decode} is over")
         if now_s >= transfer.deadline_s:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Literal
@@ -10,6 +11,7 @@ from typing import Literal
 from headrace_common.errors import HeadraceError, TransferFailed
 from headrace_kv.plan.copy_plan import Runs
 from headrace_kv.transport.memory import HOST_MEMORY, Memory
+from headrace_kv.transport.networks import Address, Networks
 
 Strategy = Literal["direct", "gather", "scatter", "gather_scatter"]
 """How runs are written.
@@ -95,6 +97,20 @@ class KvTransport(ABC):
         future: Future[WriteResult] = Future()
         future.set_result(result)
         return future
+
+    def admit(self, networks: Networks | None) -> None:  # noqa: B027
+        """From now on only hosts in `networks` reach the ports that peers write to. None means every host.
+
+        Ends the connections of other hosts. Any thread may call it, also before there are ports. A transport without
+        ports ignores it. Raises QueueFull when there are too many networks, or ConfigError when the kernel refuses.
+        """
+
+    def source_addresses(self, sessions: Collection[str]) -> frozenset[Address]:
+        """The addresses from which this transport connects to peers with `sessions`. Any thread may call it.
+
+        May block for the time of a look-up.
+        """
+        return frozenset()
 
     def route(self, session: str) -> str:
         """Name of the transport that carries writes to `session`; empty while that is not decided."""

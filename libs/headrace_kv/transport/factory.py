@@ -12,6 +12,7 @@ from headrace_kv.transport.fallback import FallbackTransport
 from headrace_kv.transport.in_memory import InMemoryTransport
 from headrace_kv.transport.memory import HOST_MEMORY, Memory
 from headrace_kv.transport.mooncake.transport import open_mooncake
+from headrace_kv.transport.networks import Networks
 from headrace_kv.transport.same_host.transport import SameHostTransport
 from headrace_kv.transport.staging.cost_model import WireCostModel, initial_costs
 from headrace_kv.transport.staging.scatter_server import LandingLimits
@@ -33,18 +34,29 @@ _DEVICE_LIMITS = StagingLimits(
 
 
 def open_transport(
-    kind: str, host: str, protocol: str = "auto", memory: Memory = HOST_MEMORY
+    kind: str,
+    host: str,
+    protocol: str = "auto",
+    memory: Memory = HOST_MEMORY,
+    admitted: Networks | None = None,
 ) -> KvTransport:
-    """A transport that peers reach at `host`.
+    """A transport that peers reach at `host`, from `admitted` until its `admit` is called.
 
     `kind` is "mooncake", "same_host", "in_memory", or "auto": same_host for peers of this host, else mooncake.
     `protocol` is Mooncake's "auto", "rdma" or "tcp". `memory` is the memory that holds the KV.
 
-    "same_host" by name also lets other processes of this user into this one, where Yama's ptrace_scope asks for that.
+    "same_host" by name also lets senders with its session write to this process, where Yama's ptrace_scope is 1.
     Raises ConfigError for another kind, or when the transport cannot start on this machine.
     """
+    transport = _open(kind, host, protocol, memory)
+    # No transport has ports before its session is used.
+    transport.admit(admitted)
+    return transport
+
+
+def _open(kind: str, host: str, protocol: str, memory: Memory) -> KvTransport:
     if kind == "auto" and memory.on_host:
-        return FallbackTransport([*_open_same_host(), open_transport("mooncake", host, protocol)])
+        return FallbackTransport([*_open_same_host(), _open("mooncake", host, protocol, memory)])
     inner = _open_unstaged(kind, host, protocol, memory)
     # Over RDMA, host memory is written run by run: an entry costs about as much as the copy that staging would save,
     # and every rank would pin a landing area.

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 
 from headrace_common.errors import ConfigError, TransferFailed
 from headrace_kv.plan.copy_plan import Runs
 from headrace_kv.transport.base import KvTransport, WriteResult, failed_future
-from headrace_kv.transport.sessions import join_sessions, session_of
+from headrace_kv.transport.networks import Address, Networks
+from headrace_kv.transport.sessions import host_of, join_sessions, session_of
 
 _log = logging.getLogger(__name__)
 
@@ -45,6 +46,15 @@ class FallbackTransport(KvTransport):
     def register(self, base_address: int, nbytes: int) -> None:
         for transport in self._transports.values():
             transport.register(base_address, nbytes)
+
+    def admit(self, networks: Networks | None) -> None:
+        for transport in self._transports.values():
+            transport.admit(networks)
+
+    def source_addresses(self, sessions: Collection[str]) -> frozenset[Address]:
+        return frozenset[Address]().union(
+            *(transport.source_addresses(sessions) for transport in self._transports.values())
+        )
 
     def route(self, session: str) -> str:
         names = self._names_by_session.get(session)
@@ -87,8 +97,10 @@ class FallbackTransport(KvTransport):
             ours = tuple(self._transports)
             names = tuple(n for n in ours if session_of(n, session)) if shared else ours[-1:]
             if not names:
-                raise TransferFailed(f'no transport of {", ".join(ours)} reaches "{session}"')
-            _log.info("KV bytes to %s go by %s", session_of(ours[-1], session), names[0])
+                raise TransferFailed(
+                    f"no transport of {', '.join(ours)} reaches {host_of(session)}"
+                )
+            _log.info("KV bytes to %s go by %s", host_of(session), names[0])
             self._names_by_session[session] = names
             if len(self._names_by_session) > _PEER_LIMIT:
                 self._names_by_session.popitem(last=False)

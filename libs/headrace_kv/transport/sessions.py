@@ -25,3 +25,9 @@ def session_of(name: str, session: str) -> str | None:
         if found == name:
             return value
     return None
+
+
+def host_of(session: str) -> str:
+    """The host in a session, for messages: its ports and secrets stay out of them."""
+    part = session.rsplit(_PART, maxsplit=1)[-1].rpartition(_NAME)[2]
+    return part.partition("/")[0].rpartition(":")[0] or "the peer"

@@ -18,7 +18,9 @@ from headrace_common.process.run import run_service
 from headrace_common.tickets.keys import TicketKeys
 from headrace_decode.admission import Admission, Capacity
 from headrace_decode.config import DecodeConfig
+from headrace_decode.request_gate import DecodeGate, message_bytes_max
 from headrace_decode.service import DecodeService
+from headrace_decode.transfer_peers import TransferPeers
 from headrace_engine.interface import Engine
 from headrace_engine.worker.host import HostedWorker, WorkerHost
 from headrace_engine.worker.process import run_workers
@@ -27,6 +29,7 @@ from headrace_kv.handoff.tickets import RouterTickets
 from headrace_kv.receive.receiver import Receiver
 from headrace_kv.receive.service import HandoffServicer
 from headrace_kv.receive.verification import DigestChecks
+from headrace_kv.transport.networks import parse_networks
 
 PROG = "headrace-decode"
 # Engines keep one block for themselves: vLLM's null block.
@@ -65,8 +68,16 @@ class DecodeServer(RoleServer):
         self.descriptor = engine.descriptor
         self.ticket_keys = keys = TicketKeys()
         count_refusal = partial(host.metrics.ticket_refused, ref.worker_id)
+        self.interceptors = (DecodeGate(engine.max_model_len),)
+        self.message_bytes_max = message_bytes_max(engine.max_model_len)
         self._drain_grace_s = config.drain_grace_s
         self._checks = checks = _digest_checks(config, engine)
+        self._peers = TransferPeers(
+            engine.admit_transfer_peers,
+            parse_networks(config.transfer_peer_networks),
+            # By then the rank's write lease has ended.
+            linger_s=2.0 * config.lease_ttl_s,
+        )
         self._receiver = receiver = Receiver(
             ref=ref,
             layout=engine.descriptor.layout,
@@ -90,7 +101,7 @@ class DecodeServer(RoleServer):
     def add_servicers(self, server: grpc.aio.Server) -> None:
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(self._service, server)
         handoff_pb2_grpc.add_HandoffServiceServicer_to_server(
-            HandoffServicer(self._receiver), server
+            HandoffServicer(self._receiver, self._peers.admitted), server
         )
 
     def status(self) -> worker_pb2.WatchStatusResponse:
@@ -105,6 +116,7 @@ class DecodeServer(RoleServer):
         await self._receiver.drain(min(QUIESCE_WAIT_S, self._drain_grace_s))
 
     async def close(self) -> None:
+        await self._peers.close()
         if self._checks is not None:
             # The engine's memory, which the checks read, is freed next.
             await asyncio.to_thread(self._checks.close)

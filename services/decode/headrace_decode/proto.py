@@ -10,11 +10,12 @@ from headrace_common.errors import InvalidRequest
 from headrace_common.limits import TRANSFER_ID_CHARACTERS_MAX
 from headrace_engine.interface import DecodeTokens, DecodeWork
 from headrace_engine.proto import logprobs_to_proto, sampling_from_proto
+from headrace_kv.prefix.cache_salt import salt_violations
 
 
 def work_from_proto(request: decode_pb2.GenerateRequest) -> DecodeWork:
     """Raises InvalidRequest naming every wrong or missing field."""
-    violations: dict[str, str] = {}
+    violations = salt_violations(request.cache_salt)
     if not 0 < len(request.transfer_id) <= TRANSFER_ID_CHARACTERS_MAX:
         violations["transfer_id"] = f"must be 1 to {TRANSFER_ID_CHARACTERS_MAX} characters"
     if not request.token_ids:
@@ -38,6 +39,7 @@ def work_from_proto(request: decode_pb2.GenerateRequest) -> DecodeWork:
         generated_tokens=generated,
         awaits_first_token=by_prefill,
         from_logits=from_logits,
+        cache_salt=request.cache_salt,
     )
 
 

@@ -24,6 +24,7 @@ from headrace_engine.interface import DecodeTokens, Engine, PrefillOutcome, Pref
 from headrace_engine.proto import logprobs_to_proto, sampling_from_proto
 from headrace_kv.handoff.messages import TransferTarget
 from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.prefix.cache_salt import salt_violations
 from headrace_prefill.spans import record_task
 
 log = logging.getLogger(__name__)
@@ -159,7 +160,7 @@ class PrefillWorker:
 
 def _work_from_proto(task: prefill_pb2.PrefillTask, deadline: Deadline) -> PrefillWork:
     """Raises InvalidRequest naming every wrong field."""
-    violations: dict[str, str] = {}
+    violations = salt_violations(task.cache_salt)
     if not task.transfer_id:
         violations["transfer_id"] = "must not be empty"
     if not task.token_ids:
@@ -183,6 +184,7 @@ def _work_from_proto(task: prefill_pb2.PrefillTask, deadline: Deadline) -> Prefi
             ticket=task.handoff_ticket,
         ),
         sampling=sampling_from_proto(task.sampling, ()) if task.HasField("sampling") else None,
+        cache_salt=task.cache_salt,
     )
 
 

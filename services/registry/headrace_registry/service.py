@@ -153,6 +153,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         if not request.lease_id:
             violations["lease_id"] = "give the lease that Register granted"
         validation.require(violations)
+        require_own_name(request.member.worker_id)
         revision = await self._store.put_descriptor(
             request.lease_id, request.member, request.descriptor
         )

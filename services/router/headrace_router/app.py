@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from random import Random
@@ -33,7 +34,8 @@ from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.service import PullService
 from headrace_router.prefill_queue.task import SignTask
 from headrace_router.prefix_cache.directory import PrefixCacheDirectory
-from headrace_router.request.client_gate import ClientGate
+from headrace_router.prefix_cache.salts import CacheSalts
+from headrace_router.request.client_gate import ClientGate, needed_request_bytes
 from headrace_router.request.preparation import RequestPreparer
 from headrace_router.service import InferenceService
 from headrace_router.tracing.request_span import RequestTracer
@@ -42,6 +44,8 @@ from headrace_router.tracing.store import StoreExporter, TraceLimits, TraceStore
 from headrace_router.workers.directory import WorkerDirectory
 from headrace_router.workers.slots import DecodeSlots
 from headrace_text.codec import TextCodec
+
+_LOG = logging.getLogger(__name__)
 
 SERVICES = (
     "headrace.inference.v1.InferenceService",
@@ -155,8 +159,12 @@ def assemble(
         late_s=config.default_deadline_s,
         direct=direct,
     )
+    _warn_of_short_requests(config, codecs)
     tenants = load_tenants(config.api_keys_file)
-    preparer = RequestPreparer(codecs, workers, telemetry, config.max_bytes_per_token)
+    salts = CacheSalts(by_tenant=config.separates_tenants, prefix_hash_key=prefix_hash_key)
+    preparer = RequestPreparer(
+        codecs, workers, telemetry, config.max_bytes_per_token, salts.salt_of
+    )
     inference = InferenceService(
         models=ModelCatalog(codecs, workers, queue),
         prefixes=prefixes,
@@ -196,6 +204,16 @@ def _task_signer(key: SigningKey) -> SignTask:
         return sign_handoff(key, claims)
 
     return sign
+
+
+def _warn_of_short_requests(config: RouterConfig, codecs: Mapping[str, TextCodec]) -> None:
+    for name, codec in codecs.items():
+        needed_bytes = needed_request_bytes(codec.max_model_len, config.max_bytes_per_token)
+        if needed_bytes > config.max_request_bytes:
+            _LOG.warning(
+                "a prompt for the context of %s, %d tokens, may need %d bytes: set max_request_bytes, which is %d",
+                *(name, codec.max_model_len, needed_bytes, config.max_request_bytes),
+            )
 
 
 def _build_traces(config: RouterConfig, telemetry: Telemetry, metrics: RouterMetrics) -> TraceStore:

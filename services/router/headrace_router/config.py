@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -15,14 +15,10 @@ from headrace_common.config import (
     PositiveSeconds,
     ServiceConfig,
     require_order,
+    split_list,
 )
 from headrace_common.limits import POLICY_RETRY_BUDGET_MAX, TICKET_LIFETIME_MAX_S
-
-
-def _split_list(value: Any) -> Any:
-    if isinstance(value, str):
-        return tuple(part.strip() for part in value.split(",") if part.strip())
-    return value
+from headrace_router.prefix_cache.salts import PrefixCacheScope
 
 
 def _name_and_folder(entry: str) -> tuple[str, str]:
@@ -44,7 +40,7 @@ def _check_models(entries: tuple[str, ...]) -> tuple[str, ...]:
     return entries
 
 
-ModelList = Annotated[tuple[str, ...], BeforeValidator(_split_list), AfterValidator(_check_models)]
+ModelList = Annotated[tuple[str, ...], BeforeValidator(split_list), AfterValidator(_check_models)]
 
 
 class RouterConfig(ServiceConfig):
@@ -72,7 +68,9 @@ class RouterConfig(ServiceConfig):
         "rejected before it is tokenized.",
     )
     max_request_bytes: PositiveCount = Field(
-        8_388_608, description="Bytes of a request before and after decompression, at most."
+        4_456_448,
+        description="Bytes of a request before and after decompression, at most. The default is enough for a "
+        "context of 131,072 tokens: 1 MiB, and 26 bytes for each token.",
     )
     admission_wait_s: PositiveSeconds = Field(
         2.0,
@@ -83,6 +81,11 @@ class RouterConfig(ServiceConfig):
         "",
         description="File of API keys: one line KEY TENANT for each, or TOML; read again when it changes. "
         "Empty: requests need no key.",
+    )
+    prefix_cache_scope: PrefixCacheScope = Field(
+        "auto",
+        description="Which requests share cached prefixes: all (shared), or those of one tenant (tenant), so that no "
+        "tenant can find out what others have asked. auto: tenant with api_keys_file, shared without.",
     )
     max_queued_tasks: PositiveCount = Field(
         1_024, description="Prompts that may wait for a prefill worker before more are rejected."
@@ -142,6 +145,22 @@ class RouterConfig(ServiceConfig):
             ("max_trace_bytes", "max_stored_trace_bytes"),
         )
         return self
+
+    @model_validator(mode="after")
+    def _check_scope(self) -> RouterConfig:
+        if self.prefix_cache_scope == "tenant" and not self.api_keys_file:
+            raise ValueError(
+                "prefix_cache_scope is tenant, and without API keys all callers are one tenant: set api_keys_file, or "
+                "leave prefix_cache_scope at auto"
+            )
+        return self
+
+    @property
+    def separates_tenants(self) -> bool:
+        """Whether each tenant has a prefix cache of its own."""
+        if self.prefix_cache_scope == "auto":
+            return bool(self.api_keys_file)
+        return self.prefix_cache_scope == "tenant"
 
     @property
     def models(self) -> dict[str, str]:

@@ -21,6 +21,7 @@ from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.server import GrpcServer
 from headrace_common.telemetry.setup import Telemetry, init_telemetry
 from headrace_decode.admission import Admission, Capacity
+from headrace_decode.request_gate import DecodeGate, message_bytes_max
 from headrace_decode.service import DecodeService
 from headrace_engine.worker.status import WorkerStatusServicer
 from headrace_kv.receive.receiver import Receiver
@@ -65,6 +66,9 @@ class Served:
         return call
 
 
+CONTEXT_TOKENS = 256
+
+
 @pytest.fixture
 def insecure() -> bool:
     """Whether callers have every role."""
@@ -90,12 +94,17 @@ async def served(insecure: bool) -> AsyncIterator[Served]:
         engine=engine,
         receiver=receiver,
         # A clock that stands still: what was refused stays contended, however slow the machine is.
-        admission=Admission(Capacity(32, 16, 256, 2), clock=lambda: 0.0),
+        admission=Admission(Capacity(32, 16, CONTEXT_TOKENS, 2), clock=lambda: 0.0),
         telemetry=telemetry,
         request_timeout_s=10,
         ticket_keys=ROUTER.known,
     )
-    server = GrpcServer(ServiceConfig(insecure=insecure), ["headrace.decode.v1.DecodeService"])
+    server = GrpcServer(
+        ServiceConfig(insecure=insecure),
+        ["headrace.decode.v1.DecodeService"],
+        [DecodeGate(CONTEXT_TOKENS)],
+        message_bytes_max(CONTEXT_TOKENS),
+    )
     decode_pb2_grpc.add_DecodeServiceServicer_to_server(service, server.server)
     handoff_pb2_grpc.add_HandoffServiceServicer_to_server(HandoffServicer(receiver), server.server)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(

@@ -9,6 +9,7 @@ import grpc.aio
 import pytest
 
 from headrace.decode.v1 import decode_pb2
+from headrace.inference.v1 import sampling_pb2
 from headrace.kv.v1 import handoff_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_common.access.credentials import Credentials
@@ -188,3 +189,25 @@ async def test_a_transfer_of_a_router_takes_tickets_of_that_router_only(
         await rank.receive("reservation")
         rank.leave()
         call.cancel()
+
+
+@pytest.mark.parametrize(
+    ("asked", "status"),
+    [
+        (request("x6", token_ids=[1] * 1_100_000), "INVALID_ARGUMENT"),
+        (
+            request("x7", sampling=sampling_pb2.SamplingParams(stop=[""] * 300_000)),
+            "INVALID_ARGUMENT",
+        ),
+        (request("x8", token_ids=[1] * 9_000_000), "RESOURCE_EXHAUSTED"),
+    ],
+    ids=["bytes", "fields", "body"],
+)
+async def test_a_caller_without_a_ticket_sends_no_large_request(
+    served: Served, asked: decode_pb2.GenerateRequest, status: str
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        async for _ in served.decode.Generate(asked, timeout=10):
+            pass
+    # A request that is parsed is refused for its ticket.
+    assert raised.value.code().name == status

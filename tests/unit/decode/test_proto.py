@@ -41,6 +41,15 @@ def test_every_wrong_field_is_named_at_once() -> None:
     assert set(refused.value.violations) == {"transfer_id", "token_ids", "sampling.max_tokens"}
 
 
+def test_a_salt_reaches_the_engine_if_it_is_one() -> None:
+    assert work_from_proto(request()).cache_salt == ""
+    assert work_from_proto(request(cache_salt="0a1b")).cache_salt == "0a1b"
+    for wrong in ("tenant-a", "a" * 65):
+        with pytest.raises(InvalidRequest) as refused:
+            work_from_proto(request(cache_salt=wrong))
+        assert set(refused.value.violations) == {"cache_salt"}
+
+
 def test_a_prompt_of_one_token_needs_no_transfer() -> None:
     assert work_from_proto(request()).remote_kv
     assert not work_from_proto(request(token_ids=[5])).remote_kv

@@ -155,11 +155,18 @@ async def test_the_engine_gets_the_transfer_target(telemetry: Telemetry) -> None
         works.append(work)
         return OUTCOME
 
-    await worker_of(note, telemetry).run(task(token_ids=[1] * 9, start_token=4))
+    await worker_of(note, telemetry).run(task(token_ids=[1] * 9, start_token=4, cache_salt="0a1b"))
+    assert works[0].cache_salt == "0a1b"
     target = works[0].target
     assert (target.start_token, target.end_token) == (4, 9)
     assert target.decode == WorkerRef("decode-0", "ff")
     assert target.handoff_endpoint == "127.0.0.1:1"
+
+
+async def test_a_task_with_a_salt_that_is_none_is_rejected(telemetry: Telemetry) -> None:
+    done = await worker_of(good, telemetry).run(task(cache_salt="tenant-a"))
+    assert done.reason == "INVALID_FIELD"
+    assert "cache_salt" in done.detail
 
 
 @pytest.mark.parametrize(

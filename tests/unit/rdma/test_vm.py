@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import rdma_vm
+from headrace_common.access.tokens import TokenVerifier
 from rdma_vm_archive import folder_entries, write_archive
 from rdma_vm_machines import EMULATION, VIRTUALIZATION, Console, Machine, command
 from tests.rdma.cases import BETWEEN_HOSTS, JOBS, LANES, RANKS, REQUESTS_VARIABLE, SEED_VARIABLE
@@ -205,3 +206,22 @@ def test_proof_between_machines_can_fail(sends: bool) -> None:
     ):
         with pytest.raises(AssertionError, match=words):
             check_crossed_by_rdma(wrong, 1_000_000, sends=sends)
+
+
+def test_the_credentials_are_those_that_the_machine_names(tmp_path: Path) -> None:
+    entries = dict(rdma_vm.write_credentials(tmp_path / "credentials"))
+    init = (rdma_vm.ROOT / "tests/rdma/init.sh").read_text()
+    start = init.index("for service in REGISTRY")
+    exports = init[start : init.index("read -r up_s", start)]
+    shown = subprocess.run(
+        ["bash", "-euc", f"{exports}\nenv"], env={}, capture_output=True, text=True, check=True
+    ).stdout
+    named = dict(line.split("=", 1) for line in shown.splitlines() if "TOKEN" in line)
+    assert {path.removeprefix("/") for path in named.values()} == {
+        name for name in entries if "/" in name
+    }
+    verifier = TokenVerifier.from_pem(entries["credentials/token_keys.pem"].read_bytes())
+    for role in ("registry", "router", "prefill", "decode", "operator"):
+        prefix = "" if role == "operator" else f"{role.upper()}_"
+        token = entries[named[f"HEADRACE_{prefix}TOKEN_FILE"].removeprefix("/")].read_text()
+        assert verifier.verify(token).roles == {role}

@@ -10,8 +10,12 @@ import pytest
 
 from headrace_common.config import load_config
 from headrace_common.errors import ConfigError
+from headrace_common.limits import UNKNOWN_CONTEXT_TOKENS
+from headrace_router.app import _warn_of_short_requests
 from headrace_router.config import RouterConfig
 from headrace_router.main import join_models
+from headrace_router.request.client_gate import needed_request_bytes
+from headrace_text.byte_codec import ByteCodec
 
 
 def _load(*arguments: str) -> RouterConfig:
@@ -49,6 +53,20 @@ def test_model_settings_map_names_to_folders(arguments: list[str], models: dict[
 def test_invalid_settings_are_reported(arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         _load(*arguments)
+
+
+def test_requests_fit_the_default_context_and_longer_ones_are_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = _load("--model=sim")
+    assert config.max_request_bytes == needed_request_bytes(
+        UNKNOWN_CONTEXT_TOKENS, config.max_bytes_per_token
+    )
+    codec = ByteCodec()
+    for tokens, warned in ((UNKNOWN_CONTEXT_TOKENS, False), (UNKNOWN_CONTEXT_TOKENS + 1, True)):
+        codec.max_model_len = tokens
+        _warn_of_short_requests(config, {"long": codec})
+        assert ("may need" in caplog.text) == warned
 
 
 def test_the_router_starts_without_engine_libraries() -> None:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -15,6 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from headrace_common.errors import InvalidRequest
 from headrace_common.limits import CONTROL_TEXTS_MAX
+from headrace_text import hugging_face
 from headrace_text.codec import ChatMessage, TooManyTokens
 from headrace_text.hugging_face import HuggingFaceCodec
 
@@ -202,6 +204,47 @@ def test_too_many_tokens_are_counted_and_not_listed(
         codec.encode("abcdefgh", 7)
 
 
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_far_too_long_text_is_not_encoded_to_its_end(
+    codecs: dict[str, HuggingFaceCodec], monkeypatch: pytest.MonkeyPatch, chat: bool
+) -> None:
+    codec = codecs["adjacent"]
+    encoded: list[int] = []
+    encode = hugging_face._encode
+
+    def recorded(tokenizer: Any, text: str, **options: bool) -> Any:
+        encoded.append(len(text))
+        return encode(tokenizer, text, **options)
+
+    monkeypatch.setattr(hugging_face, "_encode", recorded)
+    for length, tokens_max in ((1_000_000, 10_000), (3_000_000, 100_000)):
+        encoded.clear()
+        text = "some words " * (length // 11)
+        messages = [ChatMessage("user", text)]
+        with pytest.raises(TooManyTokens) as caught:
+            _ = (
+                codec.encode_chat(messages, continue_final_message=False, tokens_max=tokens_max)
+                if chat
+                else codec.encode(text, tokens_max)
+            )
+        assert not caught.value.count
+        assert sum(encoded) < length / 5
+
+
+@pytest.mark.parametrize(
+    "text", ["<|user|>" * 20_000, "<|user|> <eos>x" * 12_000, "<eos>" * 40_000]
+)
+def test_a_long_text_of_long_tokens_is_encoded(
+    codecs: dict[str, HuggingFaceCodec], text: str
+) -> None:
+    codec = codecs["adjacent"]
+    ids = codec.encode(text)
+    assert codec.encode(text, len(ids)) == ids
+    with pytest.raises(TooManyTokens) as caught:
+        codec.encode(text, len(ids) - 1)
+    assert caught.value.count == len(ids)
+
+
 def test_the_longest_token_bounds_the_tokens_of_a_text(
     codecs: dict[str, HuggingFaceCodec], tmp_path: Path
 ) -> None:
@@ -219,7 +262,7 @@ def test_other_threads_continue_while_a_long_text_is_encoded(
     def encode() -> None:
         begun.set()
         with pytest.raises(TooManyTokens):
-            codec.encode("some words " * 200_000, 64)
+            codec.encode("some words " * 200_000, 1_000_000)
         ended.set()
 
     thread = threading.Thread(target=encode)

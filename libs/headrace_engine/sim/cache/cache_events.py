@@ -30,7 +30,7 @@ class _CachedBlock:
 class CacheEventReporter:
     """Reports the cached blocks of one pool to `events`, from the time on when that has a hasher.
 
-    A prefix is the engine's own hash of all tokens up to the end of a block.
+    A prefix is the engine's own hash of the salt and all tokens up to the end of a block.
     """
 
     def __init__(self, events: PrefixEventPublisher) -> None:
@@ -44,7 +44,7 @@ class CacheEventReporter:
         size = self._events.block_tokens
         hashes = sequence.block_hashes(indices[-1] + 1, self._events.hasher, size)
         for index in indices:
-            prefix = int(sequence.hashes[(index + 1) * size - 1])
+            prefix = sequence.prefix_at((index + 1) * size)
             parent = hashes[index - 1] if index else None
             block = self._by_prefix.setdefault(prefix, _CachedBlock(hashes[index], parent))
             block.tier_added()

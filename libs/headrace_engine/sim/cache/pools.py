@@ -162,7 +162,7 @@ class CachePools:
             cached = [
                 index
                 for index in range(start_token // size, end_token // size)
-                if pool.register(block_ids[index], int(sequence.hashes[(index + 1) * size - 1]))
+                if pool.register(block_ids[index], sequence.prefix_at((index + 1) * size))
             ]
             if pool_index == 0:
                 self._reporter.blocks_cached(sequence, cached)

@@ -22,7 +22,7 @@ from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.request.event_queue import DecodeEventQueue
 from headrace_engine.sim.request.handover import Handover
 from headrace_kv.handoff.messages import Reservation
-from headrace_kv.prefix.hashing import CHECKPOINT_BLOCKS, PrefixHasher
+from headrace_kv.prefix.hashing import CHECKPOINT_BLOCKS, PrefixHasher, root_hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,9 @@ class Sequence:
     `computed` tokens have their KV in `block_ids_by_group`. Of these, `cached` were not computed
     here, and of those `loaded` were copied from main memory. `block_tables` holds the same block ids
     as arrays. `hashes` has room for every position that needs KV; those of `tokens` are filled.
-    `pushed` tokens were given to the senders. Exactly one of `handover` (prefill) and `generation`
-    (decode) is set. The blocks are in use until `is_releasable`.
+    Only sequences with an equal `cache_salt` share cached blocks. `pushed` tokens were given to the
+    senders. Exactly one of `handover` (prefill) and `generation` (decode) is set. The blocks are in
+    use until `is_releasable`.
     """
 
     transfer_id: str
@@ -59,6 +60,7 @@ class Sequence:
     prompt_count: int
     hashes: U64Array
     hash_sum: int
+    cache_salt: str = ""
     handover: Handover | None = None
     generation: Generation | None = None
     first_token: FirstTokenRequest | None = None
@@ -127,10 +129,20 @@ class Sequence:
         return generation.transferable_tokens - (1 if self.awaits_first_token else 0)
 
     def prefixes(self, block_tokens: int, token_count: int) -> list[int]:
-        """Prefix hashes of the full blocks among the first tokens."""
+        """Names in the cache of the full blocks among the first tokens."""
         full = token_count // block_tokens
         ends: U64Array = self.hashes[block_tokens - 1 : full * block_tokens : block_tokens]
-        return [int(value) for value in ends]
+        salt_word = self._salt_word
+        return [int(value) ^ salt_word for value in ends]
+
+    def prefix_at(self, end_token: int) -> int:
+        """The name in the cache of the block that `end_token` ends."""
+        return int(self.hashes[end_token - 1]) ^ self._salt_word
+
+    @property
+    def _salt_word(self) -> int:
+        """Distinguishes equal prefixes with different salts. The KV of a token does not depend on the salt."""
+        return root_hash(0, self.cache_salt) if self.cache_salt else 0
 
     def block_hashes(self, count: int, hasher: PrefixHasher, block_tokens: int) -> list[int]:
         """The prefix hashes of the first `count` blocks or more, as routers compute them. Do not change."""
@@ -138,7 +150,8 @@ class Sequence:
         if len(hashes) < count:
             start = len(hashes) - len(hashes) % CHECKPOINT_BLOCKS
             tokens = self.tokens[start * block_tokens : count * block_tokens]
-            hashes[start:] = hasher.hashes(tokens, hashes[start - 1] if start else None)
+            parent = hashes[start - 1] if start else hasher.root_of(self.cache_salt)
+            hashes[start:] = hasher.hashes(tokens, parent)
         return hashes
 
     def blocks_allocated(
@@ -261,6 +274,7 @@ def prefill_sequence(
         prompt_count=len(work.token_ids),
         hashes=hashes,
         hash_sum=hash_sum,
+        cache_salt=work.cache_salt,
         handover=handover,
         first_token=first_token,
         pushed=work.target.start_token,
@@ -279,6 +293,7 @@ def decode_sequence(
         prompt_count=work.prompt_tokens,
         hashes=hashes,
         hash_sum=hash_sum,
+        cache_salt=work.cache_salt,
         generation=Generation(sampling, work.remote_kv, work.transferable_tokens),
         awaits_first_token=work.awaits_first_token,
     )

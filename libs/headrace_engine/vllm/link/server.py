@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ import grpc.aio
 from headrace.engine.v1 import link_pb2, link_pb2_grpc
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_seconds, seconds_from_duration
-from headrace_common.errors import HeadraceError, InternalError, ProtocolViolation
+from headrace_common.errors import HeadraceError, InternalError, ProtocolViolation, from_reason
 from headrace_common.rpc.channel import LOCAL_OPTIONS
 from headrace_engine.vllm.link.messages import (
     EngineLoad,
@@ -29,6 +30,7 @@ from headrace_kv.layout.proto import descriptor_to_proto, layout_from_proto, ran
 
 if TYPE_CHECKING:
     from headrace_kv.send.context import DescriptorSource
+    from headrace_kv.transport.networks import Networks
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +77,9 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
         self._ranks: dict[int, _Peer] = {}
         self._changed = asyncio.Event()
         self._closing = False
+        self._update_ids = count(1)
+        # By rank and update.
+        self._admissions: dict[tuple[int, int], asyncio.Future[link_pb2.NetworksAdmitted]] = {}
 
     async def start(self) -> None:
         """Serves on the socket. Raises InternalError when it cannot be bound."""
@@ -166,6 +171,26 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
         for peer in self._ranks.values():
             self._send(peer, link_pb2.AttachResponse(stop=link_pb2.Stop(transfer_id=transfer_id)))
 
+    async def admit_networks(self, networks: Networks) -> None:
+        """Replaces the networks from which hosts may connect to the ranks' transports. Raises a rank's error.
+
+        The caller bounds the wait.
+        """
+        update = link_pb2.AdmitNetworks(
+            update_id=next(self._update_ids), networks=map(str, networks)
+        )
+        keys = [(rank, update.update_id) for rank in self._ranks]
+        for key in keys:
+            self._admissions[key] = asyncio.get_running_loop().create_future()
+            self._send(self._ranks.get(key[0]), link_pb2.AttachResponse(admit_networks=update))
+        try:
+            for admitted in await asyncio.gather(*map(self._admissions.__getitem__, keys)):
+                if admitted.reason:
+                    raise from_reason(admitted.reason, admitted.detail)
+        finally:
+            for key in keys:
+                del self._admissions[key]
+
     def _send(self, peer: _Peer | None, response: link_pb2.AttachResponse) -> None:
         if peer is None:
             return
@@ -231,6 +256,11 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
             self._events.report(report_from_proto(request.report))
         elif kind == "load":
             self._events.load(load_from_proto(request.load))
+        elif kind == "networks_admitted":
+            key = (peer.attachment.rank, request.networks_admitted.update_id)
+            answer = self._admissions.get(key)
+            if answer is not None and not answer.done():
+                answer.set_result(request.networks_admitted)
         elif kind == "descriptor_query" and len(peer.queries) < QUERIES_MAX:
             query = asyncio.create_task(self._answer(peer, request.descriptor_query))
             peer.queries.add(query)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.engine.v1 import link_pb2
+from headrace_common.errors import HeadraceError
+from headrace_common.process.kill_timer import KillTimer
 from headrace_engine.torch_memory.event_ordered_sender import EventOrderedSender
 from headrace_engine.torch_memory.opening import open_tensor_transport, order_sender
 from headrace_engine.torch_memory.order import DeviceOrder
@@ -32,6 +35,7 @@ from headrace_kv.layout.proto import layout_to_proto, rank_memory_to_proto
 from headrace_kv.send.context import SenderContext
 from headrace_kv.send.sender import RankSender
 from headrace_kv.transport.base import KvTransport
+from headrace_kv.transport.networks import parse_networks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,6 +66,8 @@ class ConnectorWorker:
         self._link: Link | None = None
         self._executor = StepExecutor(self._rank, self._send_report)
         self._layer_wait: LayerWait | None = None
+        # One thread, which keeps the order of the updates.
+        self._admissions = ThreadPoolExecutor(1, "kv-admit")
 
     def register_kv_caches(self, kv_caches: Mapping[str, Tensor]) -> None:
         """Registers the memory with the transport and attaches to the service. Raises ConfigError."""
@@ -77,11 +83,13 @@ class ConnectorWorker:
             fingerprint=self._settings.fingerprint,
             tensor_parallel_size=self._tensor_parallel_size,
         )
+        admitted = self._settings.admitted
         self._transport, order = open_tensor_transport(
             next(iter(kv_caches.values())),
             self._settings.transport,
             self._settings.host,
             gpu_direct=self._settings.gpu_direct,
+            admitted=None if admitted is None else parse_networks(admitted),
         )
         memory = rank_memory(
             arena,
@@ -119,6 +127,7 @@ class ConnectorWorker:
             event_loop=link.loop,
             on_quiet=self._executor.transfer_quiet,
             credentials=self._settings.credentials,
+            kill_timer=KillTimer(),
         )
         self._sender = RankSender(context)
         self._ordered_sender = order_sender(self._sender, order)
@@ -174,6 +183,7 @@ class ConnectorWorker:
                 log.error("the sender of rank %d did not end in %g s", self._rank, CLOSE_TIMEOUT_S)
         if self._link is not None:
             self._link.close()
+        self._admissions.shutdown(wait=True, cancel_futures=True)
         if self._transport is not None:
             self._transport.close()
 
@@ -189,3 +199,16 @@ class ConnectorWorker:
             self._layer_wait.layers_arrived(
                 arrived.transfer_id, arrived.layer_count, failed=arrived.failed
             )
+        elif response.HasField("admit_networks"):
+            self._admissions.submit(self._admit, response.admit_networks)
+
+    def _admit(self, update: link_pb2.AdmitNetworks) -> None:
+        """Runs on a thread of its own, because the transport may wait for connections to end."""
+        answer = link_pb2.NetworksAdmitted(update_id=update.update_id)
+        try:
+            if self._transport is not None:
+                self._transport.admit(parse_networks(update.networks))
+        except HeadraceError as error:
+            answer.reason, answer.detail = error.reason, error.detail
+        if self._link is not None:
+            self._link.send(link_pb2.AttachRequest(networks_admitted=answer))

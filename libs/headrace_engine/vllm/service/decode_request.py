@@ -14,6 +14,7 @@ from headrace_common.errors import (
     TransferFailed,
 )
 from headrace_engine.interface import DecodeEnded, DecodeEvent, DecodeTokens, DecodeWork
+from headrace_engine.vllm.service.prompt import token_prompt
 from headrace_engine.vllm.service.sampling import sampling_params, tokens_of
 from headrace_engine.vllm.settings import receive_params
 from headrace_kv.handoff.messages import Reservation
@@ -54,7 +55,7 @@ class DecodeRequest:
         if work.remote_kv:
             params = receive_params(work.transfer_id, work.awaits_first_token)
         self._outputs = llm.generate(
-            {"prompt_token_ids": list(work.token_ids[: work.prompt_tokens])},
+            token_prompt(work.token_ids[: work.prompt_tokens], work.cache_salt),
             sampling_params(work.sampling, params, work.token_ids[work.prompt_tokens :]),
             work.transfer_id,
         )

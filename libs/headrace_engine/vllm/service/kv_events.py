@@ -16,6 +16,7 @@ import zmq.asyncio
 
 from headrace_common.tasks import end_task, run_forever
 from headrace_engine.prefix.event_publisher import PrefixEventPublisher
+from headrace_kv.prefix.cache_salt import is_cache_salt
 from headrace_kv.prefix.events import Tier
 from headrace_kv.prefix.hashing import CHECKPOINT_BLOCKS
 
@@ -37,21 +38,18 @@ def events_endpoint(link_path: Path) -> str:
 class _Block:
     """A block that vLLM has cached. `name`: its hash for routers.
 
-    `checkpoint`: name of the last block before it that ends a hash chunk, None in a prompt's first chunk. `offset`: its
-    position after that. `words`: its token ids. `before`: the block before it in the same chunk. `copies`: by tier.
+    `parent`: name of the block before it, None for a prompt's first. `seed`: the seed of its hash chunk, which is the
+    name of the block before the chunk, or the root of the prompt's salt. `offset`: its position in the chunk. `words`:
+    its token ids. `before`: the block before it in the same chunk. `copies`: by tier.
     """
 
     name: int
-    checkpoint: int | None
+    parent: int | None
+    seed: int
     offset: int
     words: bytes
     before: _Block | None
     copies: list[int] = field(default_factory=lambda: [0] * (max(Tier) + 1))
-
-    @property
-    def parent(self) -> int | None:
-        """The name of the block before it."""
-        return self.before.name if self.before is not None else self.checkpoint
 
     def add_copy(self, tier: Tier) -> None:
         self.copies[tier] += 1
@@ -130,12 +128,13 @@ class VllmPrefixes:
         hashes, token_ids, size = event["block_hashes"], event["token_ids"], event["block_size"]
         parent_hash = event["parent_block_hash"]
         parent = None if parent_hash is None else self._blocks.get(parent_hash)
+        cache_salt = _salt_of(event)
         if (
             self._events.hasher is None
             or (parent_hash is not None and parent is None)
             or not self._fits(size)
             or len(token_ids) != len(hashes) * size
-            or any(event.get("extra_keys") or ())
+            or cache_salt is None
         ):
             return
         chunk: list[_Block] = []
@@ -143,22 +142,25 @@ class VllmPrefixes:
         while ancestor is not None:
             chunk.insert(0, ancestor)
             ancestor = ancestor.before
-        checkpoint = parent.name if parent and not chunk else chunk[0].checkpoint if chunk else None
+        root = self._events.hasher.root_of(cache_salt)
+        seed = chunk[0].seed if chunk else parent.name if parent else root
         words = array("I", token_ids).tobytes()
         known_words = b"".join(block.words for block in chunk)
-        names = self._events.hasher.hashes(known_words + words, checkpoint)[len(chunk) :]
+        names = self._events.hasher.hashes(known_words + words, seed)[len(chunk) :]
         self._events.stored(parent.name if parent else None, names, tier)
         last, offset = (chunk[-1], len(chunk)) if chunk else (None, 0)
+        before = parent.name if parent else None
         for position, (block_hash, name) in enumerate(zip(hashes, names, strict=True)):
             block = self._blocks.get(block_hash)
             if block is None:
                 own = words[4 * size * position : 4 * size * (position + 1)]
-                block = self._blocks[block_hash] = _Block(name, checkpoint, offset, own, last)
+                block = _Block(name, before, seed, offset, own, last)
+                self._blocks[block_hash] = block
             block.add_copy(tier)
             offset += 1
-            last = block
+            before, last = name, block
             if offset == CHECKPOINT_BLOCKS:
-                checkpoint, last, offset = name, None, 0
+                seed, last, offset = name, None, 0
 
     def _remove(self, block_hashes: Sequence[int | bytes], tier: Tier) -> None:
         gone: list[int] = []
@@ -171,6 +173,21 @@ class VllmPrefixes:
                 if not any(block.copies):
                     del self._blocks[block_hash]
         self._events.removed(gone, tier)
+
+
+def _salt_of(event: Mapping[str, Any]) -> str | None:
+    """The salt of the blocks of an event, "" for none or for blocks with a parent. None when they depend on more.
+
+    vLLM lists the further keys of each block. The first block of a prompt has its salt, beside the name of an adapter.
+    """
+    first, *others = event.get("extra_keys") or [None]
+    if any(others) or event.get("lora_name") or event.get("lora_id"):
+        return None
+    if not first:
+        return ""
+    salt, *more = first
+    salted = isinstance(salt, str) and is_cache_salt(salt)
+    return salt if salted and not more and event["parent_block_hash"] is None else None
 
 
 class KvEventReader:

@@ -147,6 +147,7 @@ def _engine_args(config: EngineConfig, folder: ModelFolder, link_path: Path) -> 
         link_path=str(link_path),
         credentials=config.credentials,
         gpu_direct=config.gpu_direct,
+        admitted=None if config.admitted is None else tuple(map(str, config.admitted)),
         overlap_layers=config.overlap_layers,
     )
     return AsyncEngineArgs(

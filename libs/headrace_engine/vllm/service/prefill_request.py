@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError, InternalError, TransferTimeout, from_reason
 from headrace_engine.interface import DecodeTokens, PrefillOutcome, PrefillWork, Sampling
+from headrace_engine.vllm.service.prompt import token_prompt
 from headrace_engine.vllm.service.sampling import sampling_params, tokens_of
 from headrace_engine.vllm.settings import PrefillTimes, send_params
 from headrace_kv.handoff.messages import SendReport
@@ -121,7 +122,7 @@ class PrefillRequest:
             sampling = replace(self._work.sampling, max_tokens=1, stop_token_ids=())
         logits_for = target.transfer_id if target.with_logits else ""
         params = sampling_params(sampling, send_params(target), logits_for=logits_for)
-        prompt = {"prompt_token_ids": list(self._work.token_ids)}
+        prompt = token_prompt(self._work.token_ids, self._work.cache_salt)
         last = None
         try:
             async for output in self._llm.generate(prompt, params, target.transfer_id):

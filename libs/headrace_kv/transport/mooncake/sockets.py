@@ -39,14 +39,23 @@ class OwnSocket:
     @property
     def local_address(self) -> str:
         """An IPv4 address has its IPv4 form also on an IPv6 socket."""
-        address: str = self.copy.getsockname()[0]
-        return address.removeprefix(_MAPPED) if "." in address else address
+        return _plain(self.copy.getsockname()[0])
+
+    @property
+    def remote_address(self) -> str:
+        """The address of the other end, in the form of `local_address`. Raises OSError when it is not connected."""
+        return _plain(self.copy.getpeername()[0])
 
     @property
     def waiting_connections(self) -> int:
         """Connections of a listening socket that wait for accept."""
         info = self.copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
         return int(struct.unpack_from("@I", info, _TCP_INFO_UNACKED)[0])
+
+
+def _plain(address: str) -> str:
+    address = address.partition("%")[0]
+    return address.removeprefix(_MAPPED) if "." in address else address
 
 
 def own_tcp_sockets() -> Iterator[OwnSocket]:

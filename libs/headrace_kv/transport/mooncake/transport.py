@@ -14,6 +14,7 @@ import contextlib
 import logging
 import os
 import threading
+from collections.abc import Collection
 from concurrent.futures import Future
 from importlib import metadata
 from pathlib import Path
@@ -32,14 +33,25 @@ from headrace_kv.transport.mooncake.accept_timeout import set_accept_timeout
 from headrace_kv.transport.mooncake.listen_filter import (
     STARTING,
     RestrictedPorts,
+    filter_program,
     open_listeners,
     resolve_host,
     restrict_listeners,
+    restrict_ports,
 )
+from headrace_kv.transport.mooncake.lost_peers import end_lost_connections
 from headrace_kv.transport.mooncake.write_job import Engine
 from headrace_kv.transport.mooncake.write_worker import WriteWorker
+from headrace_kv.transport.networks import (
+    Address,
+    Networks,
+    addresses_of,
+    merge_networks,
+    networks_of,
+    source_address,
+)
 from headrace_kv.transport.ranges import MemoryRanges
-from headrace_kv.transport.sessions import session_of
+from headrace_kv.transport.sessions import host_of, session_of
 
 _log = logging.getLogger(__name__)
 
@@ -97,7 +109,8 @@ class MooncakeTransport(KvTransport):
     """KV memory over Mooncake, by RDMA where a device is present and otherwise by TCP.
 
     Peers are not authenticated and reach every registered byte. Only packets to `host` reach the engines' ports, so on
-    a loopback address they are closed to other hosts. Raises ConfigError for a host that has IPv6 addresses only.
+    a loopback address they are closed to other hosts. Once `admit` has named networks, the packets must also come from
+    there. Raises ConfigError for a host that has IPv6 addresses only.
     """
 
     name = "mooncake"
@@ -118,6 +131,11 @@ class MooncakeTransport(KvTransport):
         self._sending: Any = None
         self._worker: WriteWorker | None = None
         self._closed = False
+        self._admitted: Networks | None = None
+        self._receiving_ports: frozenset[int] = frozenset()
+        self._sending_ports: frozenset[int] = frozenset()
+        # Over RDMA, a peer connects back to the sending engine for its handshake.
+        self._called: frozenset[Address] = frozenset()
         _log.info("KV bytes move by Mooncake over %s, from %s", self.protocol, host)
 
     @property
@@ -132,7 +150,7 @@ class MooncakeTransport(KvTransport):
     def session(self) -> str:
         with self._lock:
             if self._receiving is None:
-                self._receiving = self._make_engine()
+                self._receiving, self._receiving_ports = self._make_engine(self._admitted)
                 self._session = f"{self._host}:{self._receiving.get_rpc_port()}"
             return self._session
 
@@ -144,6 +162,24 @@ class MooncakeTransport(KvTransport):
             for engine in (self._receiving, self._sending):
                 if engine is not None:
                     _register(engine, base_address, nbytes)
+
+    def admit(self, networks: Networks | None) -> None:
+        with self._lock:
+            # A list that is too long changes nothing.
+            filter_program(self._addresses, networks)
+            self._admitted = networks
+            receiving = restrict_ports(self._receiving_ports, self._addresses, networks)
+            sending = self._restrict_sending()
+        if receiving.open or sending.open:
+            raise ConfigError(
+                "the kernel refused to replace a socket filter, so a transfer peer may stay locked out: raise "
+                "net.core.optmem_max, or set transfer_peer_networks to fewer networks"
+            )
+
+    def source_addresses(self, sessions: Collection[str]) -> frozenset[Address]:
+        own = filter(None, (session_of(self.name, session) for session in sessions))
+        found = {source_address(host) for host in {host_of(session) for session in own}}
+        return frozenset(address for address in found if address is not None)
 
     def write(self, session: str, runs: Runs, timeout_s: float) -> WriteResult:
         return wait_for_write(self.submit(session, runs, timeout_s), timeout_s)
@@ -163,6 +199,7 @@ class MooncakeTransport(KvTransport):
                 self.wire,
                 stall_s=TRANSFER_TIMEOUT_S,
                 rest_s=_PEER_REST_S,
+                on_connect=self._admit_called,
             )
         return self._worker.submit(session, runs, timeout_s)
 
@@ -174,25 +211,51 @@ class MooncakeTransport(KvTransport):
             self._worker.close()
         with self._lock:
             self._receiving = None
+            self._receiving_ports = frozenset()
 
     def _open_sending(self) -> Engine:
         with self._lock:
-            self._sending = self._make_engine()
+            self._sending, self._sending_ports = self._make_engine(self._sending_sources())
             engine: Engine = self._sending
             return engine
 
     def _drop_sending(self) -> None:
         with self._lock:
             self._sending = None
+            self._sending_ports = frozenset()
+            self._called = frozenset()
 
-    def _make_engine(self) -> Any:
+    def _restrict_sending(self) -> RestrictedPorts:
+        return restrict_ports(self._sending_ports, self._addresses, self._sending_sources())
+
+    def _sending_sources(self) -> Networks | None:
+        """The networks that reach the sending engine. Over TCP no peer connects to it."""
+        if self._admitted is None:
+            return None
+        if self.protocol == "tcp":
+            return ()
+        return merge_networks((*self._admitted, *networks_of(self._called)))
+
+    def _admit_called(self, session: str) -> None:
+        """Lets a peer connect back, where it does, before the sending engine calls it."""
+        if self.protocol == "tcp" or self._admitted is None:
+            return
+        called = addresses_of(host_of(session))
+        with self._lock:
+            if not called <= self._called:
+                self._called |= called
+                self._restrict_sending()
+
+    def _make_engine(self, sources: Networks | None) -> tuple[Any, frozenset[int]]:
+        """An engine and its restricted ports."""
         if self._closed:
             raise TransferFailed("the transport is closed")
         engine = self._engine_type()
         with STARTING:
             known = open_listeners()
             code = engine.initialize(self._host, "P2PHANDSHAKE", self.protocol, "")
-            ports = restrict_listeners(known, self._addresses)
+            ports = restrict_listeners(known, self._addresses, sources)
+            end_lost_connections(ports.filtered | ports.open)
         if code != 0:
             raise ConfigError(
                 f"Mooncake cannot start over {self.protocol} on {self._host} (code {code}): check that the address is "
@@ -203,7 +266,7 @@ class MooncakeTransport(KvTransport):
         set_accept_timeout(engine.get_rpc_port(), _ACCEPT_TIMEOUT_S)
         for start, end in self._memory.spans:
             _register(engine, start, end - start)
-        return engine
+        return engine, ports.filtered
 
     def _report_open_ports(self, ports: RestrictedPorts, rpc_port: int) -> None:
         unfiltered = set(ports.open)
@@ -213,7 +276,7 @@ class MooncakeTransport(KvTransport):
             return
         cause = (
             "the kernel refused a socket filter"
-            if self._addresses
+            if self._addresses or self._admitted is not None
             else f"{self._host} is no address of this machine"
         )
         _log.warning(

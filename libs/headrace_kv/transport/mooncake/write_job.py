@@ -10,6 +10,7 @@ from typing import Final, Protocol
 from headrace_common.errors import TransferFailed
 from headrace_kv.plan.copy_plan import Runs
 from headrace_kv.transport.base import WriteResult
+from headrace_kv.transport.sessions import host_of
 
 _WINDOW_ENTRIES = 256
 # The library may return a failure as the largest unsigned number.
@@ -43,6 +44,11 @@ class WriteJob:
         self._pending: deque[int] = deque()
 
     @property
+    def host(self) -> str:
+        """The peer's host, for messages: they do not show its ports."""
+        return host_of(self.session)
+
+    @property
     def entry_count(self) -> int:
         return len(self._lengths)
 
@@ -68,7 +74,7 @@ class WriteJob:
                 self.session, self.sources[at], self.destinations[at], self._lengths[at]
             )
             if batch in NO_BATCH:
-                raise TransferFailed(f"Mooncake took no write to {self.session}")
+                raise TransferFailed(f"Mooncake took no write to {self.host}")
             self._pending.append(batch)
             self._position += 1
         return self._position - start
@@ -82,7 +88,7 @@ class WriteJob:
                 break
             if code != 1:
                 # The entry stays pending: its bytes are not whole, and its batch must not be checked again.
-                raise TransferFailed(f"Mooncake could not write to {self.session} (code {code})")
+                raise TransferFailed(f"Mooncake could not write to {self.host} (code {code})")
             self._pending.popleft()
             ended += 1
         return ended

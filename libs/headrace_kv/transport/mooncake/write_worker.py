@@ -18,6 +18,7 @@ from headrace_common.errors import HeadraceError, TransferFailed
 from headrace_kv.plan.copy_plan import Runs
 from headrace_kv.transport.base import WriteResult
 from headrace_kv.transport.mooncake.write_job import NO_BATCH, Engine, PeerWrites, WriteJob
+from headrace_kv.transport.sessions import host_of
 
 _log = logging.getLogger(__name__)
 
@@ -26,8 +27,10 @@ _PAUSE_MIN_S = 20e-6
 _PAUSE_MAX_S = 200e-6
 # Time for writes to other peers to end before the engine is dropped.
 _DRAIN_S = 0.25
-# How long entries in flight may make no progress after their deadline.
+# How long entries in flight may make no progress after their deadline, and how long they may take in all. A peer that
+# reads slowly must not keep a write in flight until the kill timer ends this process (LateWriteGuard).
 _LATE_STALL_S = 1.0
+_LATE_MAX_S = 1.5
 _CLOSE_TIMEOUT_S = 20.0
 # Mooncake's own timeout for connecting is about a minute.
 _CONNECT_TIMEOUT_S = 70.0
@@ -40,7 +43,8 @@ class WriteWorker:
     the engine. Every other write to that peer fails too, and for `rest_s` new ones fail at once.
 
     At its deadline a write submits no more entries, and fails once those in flight have ended. A future raises
-    TransferFailed, or what `open_engine` raises, when its write reads the source no more.
+    TransferFailed, or what `open_engine` raises, when its write reads the source no more. `on_connect` is called with a
+    session before the engine first connects to it, on a thread of its own.
     """
 
     def __init__(
@@ -51,9 +55,11 @@ class WriteWorker:
         *,
         stall_s: float,
         rest_s: float,
+        on_connect: Callable[[str], None] = lambda session: None,
     ) -> None:
         self._open_engine = open_engine
         self._drop_engine = drop_engine
+        self._on_connect = on_connect
         self._transport = transport
         self._stall_s = stall_s
         self._rest_s = rest_s
@@ -134,8 +140,8 @@ class WriteWorker:
         if failed_s is not None and time.monotonic() - failed_s < self._rest_s:
             job.future.set_exception(
                 TransferFailed(
-                    f"a write to {job.session} failed less than {self._rest_s:.0f} s ago; nothing was written",
-                    metadata={"session": job.session},
+                    f"a write to {job.host} failed less than {self._rest_s:.0f} s ago; nothing was written",
+                    metadata={"host": job.host},
                 )
             )
             return
@@ -161,7 +167,7 @@ class WriteWorker:
         if not peer:
             del self._peers[session]
         elif now_s - peer.progress_s > self._stall_s:
-            self._fail(session, f"{session} has not moved for {self._stall_s:.0f} s")
+            self._fail(session, f"{host_of(session)} has not moved for {self._stall_s:.0f} s")
         else:
             self._end_late(session, peer, now_s)
         return progress
@@ -181,7 +187,7 @@ class WriteWorker:
             engine, addresses = self._engine, (job.sources[0], job.destinations[0])
             threading.Thread(
                 target=_connect,
-                args=(engine, session, addresses, connecting),
+                args=(engine, session, addresses, connecting, self._on_connect),
                 name="kv-open",
                 daemon=True,
             ).start()
@@ -189,7 +195,7 @@ class WriteWorker:
             return None
         del self._connecting[session]
         if connecting.exception() is not None or connecting.result() in NO_BATCH:
-            raise TransferFailed(f"Mooncake does not reach {session}")
+            raise TransferFailed(f"Mooncake does not reach {job.host}")
         self._connected.add(session)
         return self._engine
 
@@ -198,19 +204,24 @@ class WriteWorker:
         now_s = time.monotonic()
         if now_s >= min(peer.progress_s + self._stall_s, peer.first_deadline_s):
             self._failed_s[session] = now_s
-            self._fail_peer(session, f"{session} does not answer")
+            self._fail_peer(session, f"{host_of(session)} does not answer")
 
     def _end_late(self, session: str, peer: PeerWrites, now_s: float) -> None:
-        """Fails late writes. Drops the engine only when their entries make no progress: other peers use it too."""
+        """Fails late writes. Drops the engine only when their entries make no or slow progress: other peers use it."""
         for job in peer.remove_late(now_s):
             job.future.set_exception(
-                TransferFailed(f"writing to {session} took longer than its time")
+                TransferFailed(f"writing to {job.host} took longer than its time")
             )
         if not peer:
             del self._peers[session]
             return
         if now_s - max(peer.first_deadline_s, peer.progress_s) > _LATE_STALL_S:
-            self._fail(session, f"writing to {session} took longer than its time, and stands still")
+            self._fail(
+                session,
+                f"writing to {host_of(session)} took longer than its time, and stands still",
+            )
+        elif now_s - peer.first_deadline_s > _LATE_MAX_S:
+            self._fail(session, f"writing to {host_of(session)} took much longer than its time")
 
     def _fail(self, session: str, detail: str) -> None:
         """Drops the engine and fails all writes to one peer."""
@@ -238,7 +249,7 @@ class WriteWorker:
 
     def _fail_peer(self, session: str, detail: str) -> None:
         for job in self._peers.pop(session).remove_all():
-            job.future.set_exception(TransferFailed(detail, metadata={"session": session}))
+            job.future.set_exception(TransferFailed(detail, metadata={"host": job.host}))
 
     def _end_engine(self) -> None:
         # Threads that connect reference the engine too.
@@ -255,10 +266,15 @@ class WriteWorker:
 
 
 def _connect(
-    engine: Engine, session: str, addresses: tuple[int, int], connecting: Future[int]
+    engine: Engine,
+    session: str,
+    addresses: tuple[int, int],
+    connecting: Future[int],
+    on_connect: Callable[[str], None],
 ) -> None:
     """Writes zero bytes, which makes the engine connect to a peer."""
     try:
+        on_connect(session)
         connecting.set_result(engine.transfer_submit_write(session, *addresses, 0))
     except Exception as error:  # noqa: BLE001 - the worker handles it
         connecting.set_exception(error)

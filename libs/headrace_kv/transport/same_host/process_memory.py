@@ -18,8 +18,6 @@ ENTRIES_PER_CALL = 1024
 """The kernel's IOV_MAX."""
 
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
-_PR_SET_PTRACER = 0x59616D61
-_PR_SET_PTRACER_ANY = -1
 _START_TIME_FIELD = 19  # of /proc/<pid>/stat, counted after the name in brackets
 
 
@@ -172,15 +170,6 @@ def start_time_ticks(pid: int) -> int:
 def tracing_scope() -> int:
     """Yama's ptrace_scope: 0 (or no Yama) leaves it to user ids, 1 asks the target for permission, more forbids."""
     return int(_YAMA.read_text()) if _YAMA.exists() else 0
-
-
-def permit_any_tracer() -> None:
-    """Under Yama's scope 1, lets every process of this user read and write this one. Raises ConfigError."""
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
-    if prctl(_PR_SET_PTRACER, ctypes.c_ulong(_PR_SET_PTRACER_ANY).value, 0, 0, 0) != 0:
-        reason = os.strerror(ctypes.get_errno())
-        raise ConfigError(f"this process cannot let others write to it: {reason}")
 
 
 def _failure(code: int, pid: int, action: str, written_bytes: int = 0) -> TransferFailed:

@@ -28,10 +28,10 @@ from headrace_kv.transport.ranges import MemoryRanges
 from headrace_kv.transport.same_host.process_memory import (
     ENTRIES_PER_CALL,
     ProcessMemory,
-    permit_any_tracer,
     start_time_ticks,
     tracing_scope,
 )
+from headrace_kv.transport.same_host.tracers import Permit, PermitServer
 from headrace_kv.transport.sessions import session_of
 
 _log = logging.getLogger(__name__)
@@ -55,18 +55,19 @@ class _Address:
     start_ticks: int
     page_address: int
     token: bytes
+    permit_server: str = ""
 
     def text(self) -> str:
-        return ".".join(
-            (
-                self.boot_id,
-                self.pid_namespace,
-                str(self.pid),
-                str(self.start_ticks),
-                f"{self.page_address:x}",
-                self.token.hex(),
-            )
+        parts = (
+            self.boot_id,
+            self.pid_namespace,
+            str(self.pid),
+            str(self.start_ticks),
+            f"{self.page_address:x}",
+            self.token.hex(),
+            self.permit_server,
         )
+        return ".".join(parts if self.permit_server else parts[:-1])
 
 
 class _Peer:
@@ -74,13 +75,22 @@ class _Peer:
 
     def __init__(self, address: _Address) -> None:
         self._address = address
+        self._permit: Permit | None = None
         self.memory = ProcessMemory(address.pid, address.start_ticks)
         self.ranges = MemoryRanges()
         try:
+            if address.permit_server:
+                self._permit = Permit(address.permit_server, address.token)
             self.refresh()
         except TransferFailed:
-            self.memory.close()
+            self.close()
             raise
+
+    def close(self) -> None:
+        """Releases the process. Call it once."""
+        self.memory.close()
+        if self._permit is not None:
+            self._permit.close()
 
     def check(self) -> None:
         """Raises TransferFailed unless the process is alive and its transport is open."""
@@ -102,8 +112,8 @@ class _Peer:
 class SameHostTransport(KvTransport):
     """Connects processes that share a host, a pid namespace and a user.
 
-    Where Yama's ptrace_scope is 1, `permit_tracers` lets every process of this user read and write this one. Without it
-    they cannot prove permission there. Raises ConfigError where the kernel cannot identify processes.
+    Where Yama's ptrace_scope is 1, `permit_tracers` lets connected senders read and write this process (tracers.py).
+    Without it they cannot prove permission there. Raises ConfigError where the kernel cannot identify processes.
     """
 
     name = "same_host"
@@ -118,15 +128,19 @@ class SameHostTransport(KvTransport):
         token = secrets.token_bytes(_TOKEN_BYTES)
         self._page[:2] = np.frombuffer(token, np.uint64)
         self._host = _host_identity()
+        scope = tracing_scope()
+        self._permits = PermitServer(token) if scope == 1 and permit_tracers else None
         self._address = _Address(
-            *self._host, os.getpid(), start_time_ticks(os.getpid()), self._page.ctypes.data, token
+            *self._host,
+            os.getpid(),
+            start_time_ticks(os.getpid()),
+            self._page.ctypes.data,
+            token,
+            self._permits.name if self._permits is not None else "",
         )
         self._peers: OrderedDict[str, _Peer] = OrderedDict()
         self._closed = False
-        scope = tracing_scope()
-        if scope == 1 and permit_tracers:
-            permit_any_tracer()
-        elif scope:
+        if scope and self._permits is None:
             _log.info(
                 "Yama's ptrace_scope is %d: peers of this host can hardly write to process %d directly",
                 scope,
@@ -163,7 +177,7 @@ class SameHostTransport(KvTransport):
                 self._write(peer, runs, time.monotonic() + timeout_s)
             except TransferFailed:
                 # The next write repeats the proof.
-                self._peers.pop(session).memory.close()
+                self._peers.pop(session).close()
                 raise
         return WriteResult(self.name, "direct", len(runs))
 
@@ -172,8 +186,11 @@ class SameHostTransport(KvTransport):
             self._closed = True
             self._page[:] = 0
             for peer in self._peers.values():
-                peer.memory.close()
+                peer.close()
             self._peers.clear()
+            permits, self._permits = self._permits, None
+        if permits is not None:
+            permits.close()
 
     def _write(self, peer: _Peer, runs: Runs, deadline_s: float) -> None:
         if not peer.ranges.covers(runs.destination_addresses, runs.lengths):
@@ -200,12 +217,13 @@ class SameHostTransport(KvTransport):
             peer = _Peer(self._parse(session))
             self._peers[session] = peer
             if len(self._peers) > _PEER_LIMIT:
-                self._peers.popitem(last=False)[1].memory.close()
+                self._peers.popitem(last=False)[1].close()
         return peer
 
     def _parse(self, session: str) -> _Address:
         try:
-            boot_id, namespace, pid, start_ticks, page_address, token = session.split(".")
+            boot_id, namespace, pid, start_ticks, page_address, token, *last = session.split(".")
+            (permit_server,) = last or [""]
             address = _Address(
                 boot_id,
                 namespace,
@@ -213,9 +231,10 @@ class SameHostTransport(KvTransport):
                 int(start_ticks),
                 int(page_address, 16),
                 bytes.fromhex(token),
+                permit_server,
             )
         except ValueError as error:
-            raise _unproven(f'"{session}" does not name a process') from error
+            raise _unproven("the peer's session does not name a process") from error
         if (address.boot_id, address.pid_namespace) != self._host:
             raise _unproven("the peer is on another host or in another pid namespace")
         return address

@@ -7,6 +7,7 @@ import time
 from collections import OrderedDict
 
 from headrace_common.errors import TransferFailed
+from headrace_kv.transport.sessions import host_of
 from headrace_kv.transport.staging.scatter_client import ScatterClient, ScatterWatchdog
 from headrace_kv.transport.staging.scatter_server import LandingLimits
 
@@ -43,7 +44,7 @@ class ScatterClients:
             client = ScatterClient(server, min(timeout_s, _ATTACH_TIMEOUT_S), self._watchdog.wake)
             self._require_equal_slots(client)
         except (TransferFailed, ValueError) as error:
-            _log.info("runs to %s cannot be staged there: %s", server.partition("/")[0], error)
+            _log.info("runs to %s cannot be staged there: %s", host_of(server), error)
             self._refused_until_s[session] = time.monotonic() + self._retry_s
             if len(self._refused_until_s) > _CLIENT_LIMIT:
                 self._refused_until_s.popitem(last=False)

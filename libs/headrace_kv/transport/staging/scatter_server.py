@@ -17,6 +17,8 @@ import numpy as np
 from headrace.kv.v1 import scatter_pb2, scatter_pb2_grpc
 from headrace_common.errors import ConfigError
 from headrace_kv.transport.memory import HOST_MEMORY, Memory
+from headrace_kv.transport.mooncake.listen_filter import restrict_ports
+from headrace_kv.transport.networks import Networks
 from headrace_kv.transport.ranges import MemoryRanges
 
 # Bytes of a vanished sender's last write may still land, for as long as a transport's own timeout.
@@ -58,11 +60,17 @@ class _DaemonThreads(Executor):
 class ScatterServer(scatter_pb2_grpc.ScatterServiceServicer):
     """A gRPC server for at most `limits.senders` senders at a time.
 
-    It copies into `ranges` only. Raises ConfigError when the server cannot listen on `host`.
+    It copies into `ranges` only. Only hosts in `admitted` reach it; None means every host. Raises ConfigError when the
+    server cannot listen on `host`.
     """
 
     def __init__(
-        self, host: str, ranges: MemoryRanges, limits: LandingLimits, memory: Memory = HOST_MEMORY
+        self,
+        host: str,
+        ranges: MemoryRanges,
+        limits: LandingLimits,
+        memory: Memory = HOST_MEMORY,
+        admitted: Networks | None = None,
     ) -> None:
         self._ranges = ranges
         self._limits = limits
@@ -79,11 +87,17 @@ class ScatterServer(scatter_pb2_grpc.ScatterServiceServicer):
         )
         scatter_pb2_grpc.add_ScatterServiceServicer_to_server(self, self._server)
         try:
-            port = self._server.add_insecure_port(f"{host}:0")
+            self._port = self._server.add_insecure_port(f"{host}:0")
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {host} for packed KV bytes: {error}") from error
+        if admitted is not None:
+            self.admit(admitted)
         self._server.start()
-        self.session = f"{host}:{port}/{self._token.hex()}"
+        self.session = f"{host}:{self._port}/{self._token.hex()}"
+
+    def admit(self, networks: Networks | None) -> None:
+        """From now on only hosts in `networks` reach the server. Ends the connections of others."""
+        restrict_ports({self._port}, (), networks)
 
     def close(self) -> None:
         """Ends every stream and waits until no copy runs."""

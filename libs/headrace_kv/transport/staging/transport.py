@@ -8,8 +8,9 @@ scatter overlap within a write and between writes.
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +27,7 @@ from headrace_kv.transport.base import (
     wait_for_write,
 )
 from headrace_kv.transport.memory import HOST_MEMORY, Memory
+from headrace_kv.transport.networks import Address, Networks
 from headrace_kv.transport.ranges import MemoryRanges
 from headrace_kv.transport.sessions import join_sessions, session_of
 from headrace_kv.transport.staging.buffer import StagingBuffer, packed_addresses
@@ -90,13 +92,19 @@ class StagedTransport(KvTransport):
             memory, limits.staging_slots, limits.landing.slot_bytes, inner.register
         )
         self._planner = StagingPlanner(costs)
+        # Held while the filter of the server's port changes.
+        self._admit_lock = threading.Lock()
+        self._admitted: Networks | None = None
         self._clients = ScatterClients(limits.landing, limits.retry_s)
         self._closed = False
 
     @property
     def session(self) -> str:
         if self._server is None:
-            self._server = ScatterServer(self._host, self._ranges, self._landing, self.memory)
+            with self._admit_lock:
+                self._server = ScatterServer(
+                    self._host, self._ranges, self._landing, self.memory, self._admitted
+                )
             area = self._server.landing
             self._inner.register(int(area.ctypes.data), area.nbytes)
         part = _ONLY_SERVER_PART if self.memory.staged else _SERVER_PART
@@ -107,6 +115,16 @@ class StagedTransport(KvTransport):
         if not self.memory.staged:
             self._inner.register(base_address, nbytes)
         self._ranges.add(base_address, nbytes)
+
+    def admit(self, networks: Networks | None) -> None:
+        with self._admit_lock:
+            self._admitted = networks
+            if self._server is not None:
+                self._server.admit(networks)
+        self._inner.admit(networks)
+
+    def source_addresses(self, sessions: Collection[str]) -> frozenset[Address]:
+        return self._inner.source_addresses(sessions)
 
     def route(self, session: str) -> str:
         return self._inner.route(session)

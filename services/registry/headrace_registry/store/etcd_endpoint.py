@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import ssl
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any, Final, TypeVar
 import grpc
 
 from headrace_common.errors import ConfigError
+from headrace_common.reloading import ReloadedFiles
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -58,6 +60,26 @@ class EtcdAccess:
     user: str = ""
     password_file: str = ""
 
+    @property
+    def tls_files(self) -> tuple[str, ...]:
+        """The TLS files that are set."""
+        files = (self.authority_file, self.certificate_file, self.key_file)
+        return tuple(path for path in files if path)
+
+    def check_tls_files(self) -> None:
+        """Raises ConfigError when gRPC could make no connection with the TLS files."""
+        try:
+            context = ssl.create_default_context(cafile=self.authority_file or None)
+            if self.certificate_file:
+                context.load_cert_chain(self.certificate_file, self.key_file, "")
+        except (OSError, ValueError) as error:
+            named = ", ".join(self.tls_files)
+            raise ConfigError(
+                f"store: the TLS files of etcd cannot be used: {error} ({named}); name PEM files that this user can "
+                "read, and the key of the certificate",
+                metadata={"files": named},
+            ) from error
+
     def password(self) -> str:
         """Reads the password's file, so that a changed password needs no restart. Raises ConfigError."""
         try:
@@ -77,33 +99,32 @@ class EtcdAccess:
 
 
 class EtcdEndpoint:
-    """One endpoint of etcd, through an etcd3 client. Connects on first use. Any thread may call it."""
+    """One endpoint of etcd, through an etcd3 client. Connects on first use. Any thread may call it.
+
+    When TLS files change, the next call makes a new client, which presents the new certificate. Calls and watches in
+    progress end on the old one, which is closed at the next change.
+    """
 
     def __init__(self, etcd3: Any, access: EtcdAccess, host: str, port: int) -> None:
         """Raises ConfigError when a file cannot be read."""
         self.name = f"{host}:{port}"
         self.messages: Any = etcd3.etcdrpc
+        self._etcd3 = etcd3
+        self._host, self._port = host, port
         self._errors: tuple[type[Exception], ...] = (etcd3.Etcd3Exception, grpc.RpcError)
         self._access = access
         self._authenticating = threading.Lock()
         self._token: str | None = None
+        self._clients: list[Any] = []
+        """The client in use last. Before it, the one that it replaced."""
         if access.user:
             access.password()
-        try:
-            self.client: Any = etcd3.client(
-                host=host,
-                port=port,
-                timeout=access.timeout_s,
-                grpc_options=_CHANNEL_OPTIONS,
-                ca_cert=access.authority_file or None,
-                cert_cert=access.certificate_file or None,
-                cert_key=access.key_file or None,
-            )
-        except OSError as error:
-            raise ConfigError(
-                f"store: a TLS file of etcd cannot be read: {error.strerror} ({error.filename})",
-                metadata={"file": str(error.filename)},
-            ) from error
+        self._client = ReloadedFiles(access.tls_files, self._connect)
+
+    @property
+    def client(self) -> Any:
+        """The client for the next call."""
+        return self._client.current()
 
     @property
     def token_metadata(self) -> tuple[tuple[str, str], ...]:
@@ -134,7 +155,27 @@ class EtcdEndpoint:
 
     def close(self) -> None:
         """Closes the connection. Calls in progress fail."""
-        self.client.close()
+        for client in self._clients:
+            client.close()
+
+    def _connect(self) -> Any:
+        """A client with the files of now. Raises ConfigError."""
+        self._access.check_tls_files()
+        client: Any = self._etcd3.client(
+            host=self._host,
+            port=self._port,
+            timeout=self._access.timeout_s,
+            grpc_options=_CHANNEL_OPTIONS,
+            ca_cert=self._access.authority_file or None,
+            cert_cert=self._access.certificate_file or None,
+            cert_key=self._access.key_file or None,
+        )
+        self._present_token(client)
+        *closed, replaced = self._clients or [None]
+        for old in closed:
+            old.close()
+        self._clients = [client] if replaced is None else [replaced, client]
+        return client
 
     def _authenticate(self, refused: str | None) -> None:
         """Gets a token in place of `refused`, unless another thread has done so."""
@@ -153,8 +194,11 @@ class EtcdEndpoint:
                 _log.warning("etcd at %s needs no password: its authentication is off", self.name)
                 token = ""
             self._token = token
-            # A call credential would do the same, but gRPC sends none over plaintext.
-            self.client.metadata = self.token_metadata
+            self._present_token(self.client)
+
+    def _present_token(self, client: Any) -> None:
+        # A call credential would do the same, but gRPC sends none over plaintext.
+        client.metadata = self.token_metadata
 
 
 class EtcdCallFailed(Exception):

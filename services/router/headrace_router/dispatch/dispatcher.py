@@ -49,14 +49,18 @@ _POLL_INTERVAL_S = 0.1
 
 
 class PrefixSource(Protocol):
-    """How much of a prompt each worker has in its prefix cache."""
+    """How much of a prompt each worker has in its prefix cache, for requests with a cache salt."""
 
-    def cached_tokens(self, table: LoadTable, token_ids: Sequence[int]) -> Numbers:
+    def cached_tokens(self, table: LoadTable, token_ids: Sequence[int], cache_salt: str) -> Numbers:
         """Cached prompt tokens of each worker in the table, weighted less in slower tiers. Shape [worker]."""
         ...
 
     def cached_refs(
-        self, model: str, token_ids: Sequence[int], refs: Collection[WorkerRef]
+        self,
+        model: str,
+        token_ids: Sequence[int],
+        cache_salt: str,
+        refs: Collection[WorkerRef],
     ) -> dict[WorkerRef, int]:
         """The same for a few prefill workers. Workers without a cached token are left out."""
         ...
@@ -159,6 +163,7 @@ class RequestDispatcher:
         self,
         worker: Worker,
         token_ids: Sequence[int],
+        cache_salt: str,
         deadline: Deadline,
         *,
         avoid: frozenset[WorkerRef] = frozenset(),
@@ -168,7 +173,7 @@ class RequestDispatcher:
         cached: dict[WorkerRef, int] = {}
         if token_ids:
             refs = self._queue.pulling_workers().get(fingerprint(worker.layout), frozenset())
-            cached = self._prefixes.cached_refs(worker.model, token_ids, refs)
+            cached = self._prefixes.cached_refs(worker.model, token_ids, cache_salt, refs)
         return TaskTerms(
             deadline_s=deadline.monotonic_s,
             avoid=avoid | self._workers.distrusted(worker.ref),
@@ -236,7 +241,7 @@ class RequestDispatcher:
                         suspect=retries.avoided,
                         local_only=retries.local_only,
                     ),
-                    self._candidates(request.model, token_ids),
+                    self._candidates(request.model, token_ids, request.cache_salt),
                 )
                 attributes |= {
                     schema.ATTRIBUTE_DECODE_WORKER_ID: decision.worker.ref.worker_id,
@@ -249,11 +254,11 @@ class RequestDispatcher:
             # The failure that excluded the workers is more precise than NoDecodeWorker.
             raise retries.last_error or error from None
 
-    def _candidates(self, model: str, token_ids: Sequence[int]) -> Candidates:
+    def _candidates(self, model: str, token_ids: Sequence[int], cache_salt: str) -> Candidates:
         table = self._workers.table(model)
         return Candidates(
             decode=table,
-            cached_tokens=self._prefixes.cached_tokens(table, token_ids),
+            cached_tokens=self._prefixes.cached_tokens(table, token_ids, cache_salt),
             prefill=self._queue.pulling_workers(),
             queue_wait_s=self._queue.estimate(model).wait_s,
         )
@@ -271,6 +276,7 @@ class RequestDispatcher:
         terms = self.task_terms(
             decision.worker,
             token_ids if decision.remote else (),
+            request.prepared.cache_salt,
             request.deadline,
             avoid=retries.failed,
             front=retries.prefill_excluded or generated_tokens > 0,

@@ -31,6 +31,7 @@ def decode_request(
         stop_token_ids=request.stop_token_ids,
         remote_prefill=decision.remote,
         first_token=_UNSPECIFIED if first_token == BY_DECODE else first_token,
+        cache_salt=request.cache_salt,
     )
 
 
@@ -58,4 +59,5 @@ def prefill_task(
         traceparent=traceparent,
         sampling=request.sampling if first_token == BY_PREFILL else None,
         send_logits=first_token == FROM_LOGITS,
+        cache_salt=request.cache_salt,
     )

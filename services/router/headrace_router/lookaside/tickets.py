@@ -116,6 +116,7 @@ class LookAside:
             traceparent=traceparent,
             generated_token_count=call.generated_token_count,
             ticket_lifetime=duration_from_seconds(self._signer.ttl_s),
+            cache_salt=call.cache_salt,
         )
 
     def check(self, request: inference_pb2.PrefillRequest) -> decode_pb2.TicketClaims:
@@ -162,8 +163,9 @@ class LookAside:
             decode_incarnation=worker.ref.incarnation,
             decode_endpoint=worker.endpoint,
             traceparent=direct.traceparent,
+            cache_salt=direct.cache_salt,
         )
-        terms = self._dispatcher.task_terms(worker, direct.token_ids, deadline)
+        terms = self._dispatcher.task_terms(worker, direct.token_ids, direct.cache_salt, deadline)
         self._end_expectation(direct.transfer_id)
         queued = self._queue.enqueue(task, layout=worker.layout, terms=terms)
         try:

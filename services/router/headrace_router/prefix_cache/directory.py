@@ -113,11 +113,13 @@ class PrefixCacheDirectory:
         if self._upkeep is None:
             self._upkeep = asyncio.create_task(self._run_upkeep(), name="prefix-index-upkeep")
 
-    def cached_tokens(self, table: LoadTable, token_ids: TokenIds | Sequence[int]) -> Numbers:
-        """The cached tokens of the prompt for each worker of the table. Shape [worker]."""
+    def cached_tokens(
+        self, table: LoadTable, token_ids: TokenIds | Sequence[int], cache_salt: str
+    ) -> Numbers:
+        """The cached tokens of a prompt with this salt for each worker of the table. Shape [worker]."""
         found: Numbers = np.zeros(len(table))
         if table.workers:
-            for model_index, prompt in self._prompts(table.workers[0].model, token_ids):
+            for model_index, prompt in self._prompts(table.workers[0].model, token_ids, cache_salt):
                 known = model_index.table_slots(table)
                 if len(known.rows):
                     index = model_index.index
@@ -127,11 +129,15 @@ class PrefixCacheDirectory:
         return found
 
     def cached_refs(
-        self, model: str, token_ids: TokenIds | Sequence[int], refs: Collection[WorkerRef]
+        self,
+        model: str,
+        token_ids: TokenIds | Sequence[int],
+        cache_salt: str,
+        refs: Collection[WorkerRef],
     ) -> dict[WorkerRef, int]:
         """The same for some workers of a model, in either role. Workers without any are left out."""
         found: dict[WorkerRef, int] = {}
-        for model_index, prompt in self._prompts(model, token_ids):
+        for model_index, prompt in self._prompts(model, token_ids, cache_salt):
             index, block_tokens = model_index.index, model_index.block_tokens
             among = model_index.mask_of(refs)
             device, *slower = (_masked(depths, among) for depths in model_index.depths(prompt))
@@ -170,7 +176,7 @@ class PrefixCacheDirectory:
             _LOG.warning("%s gets no credit for its cache: %s", key.ref, fault)
 
     def _prompts(
-        self, model: str, token_ids: TokenIds | Sequence[int]
+        self, model: str, token_ids: TokenIds | Sequence[int], cache_salt: str
     ) -> Iterable[tuple[ModelIndex, PromptHashes]]:
         key = self._prefix_hash_key()
         indexes = self._indexes.get(model)
@@ -179,7 +185,7 @@ class PrefixCacheDirectory:
         if not isinstance(token_ids, _HASHABLE):
             token_ids = list(token_ids)
         for model_index in indexes.values():
-            yield model_index, model_index.prompt(key, token_ids)
+            yield model_index, model_index.prompt(key, token_ids, cache_salt)
 
     def _credited_blocks(self, tiers: Sequence[Numbers]) -> Numbers:
         """Converts the blocks of each tier to blocks of the fastest. A tier contains the blocks of faster ones."""

@@ -41,6 +41,7 @@ class ModelIndex:
         self._hasher: PrefixHasher | None = None
         self._table_slots: TableSlots | None = None
         self._tokens: object = None
+        self._cache_salt = ""
         self._prompt: PromptHashes | None = None
         self._depths: list[Depths] = []
         self._depths_prompt: PromptHashes | None = None
@@ -49,13 +50,14 @@ class ModelIndex:
         self._refs_generation = 0
         self._refs_mask = 0
 
-    def prompt(self, key: int, token_ids: TokenIds) -> PromptHashes:
+    def prompt(self, key: int, token_ids: TokenIds, cache_salt: str) -> PromptHashes:
         """The hashes of a prompt. Cached for a tuple, because a request looks up its prompt several times."""
-        if self._prompt is None or self._tokens is not token_ids:
-            prompt = self._hasher_of(key).lazy(token_ids)
+        if self._prompt is None or self._tokens is not token_ids or self._cache_salt != cache_salt:
+            hasher = self._hasher_of(key)
+            prompt = hasher.lazy(token_ids, hasher.root_of(cache_salt))
             if not isinstance(token_ids, tuple):
                 return prompt
-            self._tokens, self._prompt = token_ids, prompt
+            self._tokens, self._cache_salt, self._prompt = token_ids, cache_salt, prompt
         return self._prompt
 
     def mask_of(self, refs: Collection[WorkerRef]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from opentelemetry import trace
@@ -22,7 +22,8 @@ from headrace_text.codec import TextCodec
 class RequestPreparer:
     """Prepares requests for the models in `codecs`, by served name.
 
-    A prompt may have `bytes_per_token` bytes of text for each token of the context.
+    A prompt may have `bytes_per_token` bytes of text for each token of the context. `salt_of` gives the cache salt of a
+    tenant.
     """
 
     def __init__(
@@ -31,11 +32,13 @@ class RequestPreparer:
         workers: WorkerDirectory,
         telemetry: Telemetry,
         bytes_per_token: int,
+        salt_of: Callable[[str], str],
     ) -> None:
         self._codecs = codecs
         self._workers = workers
         self._telemetry = telemetry
         self._bytes_per_token = bytes_per_token
+        self._salt_of = salt_of
         self._threads = TextThreads()
 
     def close(self) -> None:
@@ -72,6 +75,7 @@ class RequestPreparer:
                 codecs=self._codecs,
                 max_model_len=self._workers.max_model_len(),
                 bytes_per_token=self._bytes_per_token,
+                cache_salt=self._salt_of(tenant),
             )
             prepared = await self._threads.run(tenant, request.ByteSize(), prepare_request)
         root.set_attribute(schema.ATTRIBUTE_MODEL, prepared.model)

@@ -39,6 +39,8 @@ class PreparedRequest:
     )
     generated: tuple[int, ...] = ()
     """Tokens of the completion that the client already has."""
+    cache_salt: str = ""
+    """Only requests with an equal salt share cached blocks. Never from the client."""
 
 
 def resolve_model(name: str, codecs: Mapping[str, TextCodec]) -> str:
@@ -60,6 +62,7 @@ def prepare(
     codecs: Mapping[str, TextCodec],
     max_model_len: Mapping[str, int],
     bytes_per_token: int,
+    cache_salt: str = "",
 ) -> PreparedRequest:
     """Validates and tokenizes a request. Slow for a long prompt: call it on a thread.
 
@@ -102,6 +105,7 @@ def prepare(
         placement=request.prefill_placement,
         first_token=request.first_token,
         generated=tuple(request.generated.ids),
+        cache_salt=cache_salt,
     )
 
 
@@ -179,6 +183,9 @@ def _tokenized(
     try:
         token_ids = _prompt_tokens(request, codec, context or None)
     except TooManyTokens as error:
+        if not error.count:
+            why = f"has far more tokens than the context of {context}; shorten it"
+            return (), {_prompt_field(request): why}
         return (), _length_violations(request, error.count, context)
     except InvalidRequest as error:
         return (), error.violations

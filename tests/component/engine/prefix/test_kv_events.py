@@ -129,6 +129,26 @@ async def test_another_key_or_block_size_gives_no_credit_and_one_warning(
         assert all(f"{fingerprint:08x}" in warning for warning in warnings)
 
 
+async def test_a_lookup_finds_the_blocks_of_its_salt_only(rig: EventRig) -> None:
+    prompt = random_prompt(Random(14), 150)
+    salts = {"": 16, "aa": 72, "bb": 144}
+    worker = await rig.add("w-0")
+    table = rig.follow()
+    for salt, tokens in salts.items():
+        _, cached = await worker.answer(prompt[: tokens + 1], cache_salt=salt)
+        assert cached == 0
+    # Twice, because the router caches the hashes of a tuple.
+    fixed = tuple(prompt)
+    await until(lambda: salts == {salt: rig.cached(table, prompt, salt)["w-0"] for salt in salts})
+    for _ in range(2):
+        for salt, tokens in salts.items():
+            assert rig.indexes.cached_tokens(table, fixed, salt).tolist() == [tokens]
+            assert rig.indexes.cached_refs(MODEL, fixed, salt, [worker.ref]) == {worker.ref: tokens}
+    assert rig.cached(table, prompt, "cc") == {"w-0": 0}
+    await until(worker.engine.reset_prefix_cache)
+    await until(lambda: not any(rig.cached(table, prompt, salt)["w-0"] for salt in salts))
+
+
 async def test_prefill_and_decode_workers_publish_a_transferred_prompt(rig: EventRig) -> None:
     prompt = random_prompt(Random(3), 67)
     refs = [WorkerRef(name, "0123456789abcdef") for name in ("p-0", "d-0", "x-0")]
@@ -144,10 +164,13 @@ async def test_prefill_and_decode_workers_publish_a_transferred_prompt(rig: Even
             workers.append(await CachingWorker.serving(engine, ref, role))
         rig.follow(workers)
         await engines.generate(prompt)
-        found = partial(rig.indexes.cached_refs, MODEL)
+
+        def found(token_ids: list[int], refs: list[WorkerRef]) -> dict[WorkerRef, int]:
+            return rig.indexes.cached_refs(MODEL, token_ids, "", refs)
+
         await until(lambda: found(prompt, refs) == {prefill: 64, decode: 64})
         assert found(prompt[:40], refs) == {prefill: 40, decode: 32}
-        assert rig.indexes.cached_refs("another", prompt, refs) == {}
+        assert rig.indexes.cached_refs("another", prompt, "", refs) == {}
         for worker in workers:
             await worker.cut()
 
@@ -370,7 +393,7 @@ async def test_a_repeated_lookup_sees_new_blocks_and_workers(rig: EventRig) -> N
     first, second = await rig.add("w-0"), await rig.add("w-1")
     refs = frozenset({first.ref, second.ref})
 
-    held = partial(rig.indexes.cached_refs, MODEL, prompt, refs)
+    held = partial(rig.indexes.cached_refs, MODEL, prompt, "", refs)
     table = rig.follow([first])
     await rig.until_cached(table, list(prompt), w_0=0)
     assert held() == {}
@@ -380,7 +403,7 @@ async def test_a_repeated_lookup_sees_new_blocks_and_workers(rig: EventRig) -> N
     await second.answer(list(prompt[:20]))
     table = rig.follow([first, second])
     await until(lambda: held() == {first.ref: 48, second.ref: 16})
-    assert rig.indexes.cached_tokens(table, prompt).tolist() == [48.0, 16.0]
+    assert rig.indexes.cached_tokens(table, prompt, "").tolist() == [48.0, 16.0]
     rig.follow([second])
     assert held() == {second.ref: 16}
 

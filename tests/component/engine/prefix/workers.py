@@ -122,13 +122,16 @@ class CachingWorker:
             start_unix_ns=int(self.ref.incarnation, 16),
         )
 
-    async def answer(self, prompt: list[int], max_tokens: int = 1) -> tuple[list[int], int]:
+    async def answer(
+        self, prompt: list[int], max_tokens: int = 1, cache_salt: str = ""
+    ) -> tuple[list[int], int]:
         """The prompt with its answer, and how many tokens of it the engine had cached."""
         self.prompt_count += 1
         work = decode_work(
             prompt,
             Sampling(temperature=0.0, max_tokens=max_tokens),
             transfer_id=f"x{self.prompt_count}",
+            cache_salt=cache_salt,
         )
         tokens, end, _ = await answer_of(self.engine, work)
         return [*prompt, *tokens], end.cached_tokens
@@ -176,9 +179,9 @@ class EventRig:
         for worker in self.workers:
             await worker.close()
 
-    def cached(self, table: LoadTable, prompt: list[int]) -> dict[str, int]:
+    def cached(self, table: LoadTable, prompt: list[int], cache_salt: str = "") -> dict[str, int]:
         """Credited tokens by worker id."""
-        found = self.indexes.cached_tokens(table, prompt).tolist()
+        found = self.indexes.cached_tokens(table, prompt, cache_salt).tolist()
         refs = [worker.ref.worker_id for worker in table.workers]
         return dict(zip(refs, map(int, found), strict=True))
 

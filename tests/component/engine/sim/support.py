@@ -118,6 +118,7 @@ def decode_work(
     generated: tuple[int, ...] = (),
     awaits_first_token: bool = False,
     from_logits: bool = False,
+    cache_salt: str = "",
 ) -> DecodeWork:
     """A decode request; by default a local one."""
     return DecodeWork(
@@ -128,6 +129,7 @@ def decode_work(
         generated_tokens=len(generated),
         awaits_first_token=awaits_first_token,
         from_logits=from_logits,
+        cache_salt=cache_salt,
     )
 
 
@@ -264,6 +266,7 @@ class Pair:
             work.token_ids[: work.transferable_tokens],
             target,
             work.sampling if on_first_token is not None else None,
+            work.cache_salt,
         )
         task = asyncio.create_task(self.prefill.prefill(prefill, on_first_token))
         return Started(reader, reservation, transfer, task)
@@ -276,10 +279,15 @@ class Pair:
         *,
         generated: tuple[int, ...] = (),
         check: bool = True,
+        cache_salt: str = "",
     ) -> Handed:
         """Runs one request as the router and both services do. With `check`, the answer must be correct."""
         work = decode_work(
-            prompt, sampling, transfer_id=transfer_id, remote_kv=True, generated=generated
+            *(prompt, sampling),
+            transfer_id=transfer_id,
+            remote_kv=True,
+            generated=generated,
+            cache_salt=cache_salt,
         )
         reader = self.decode.decode(work)
         try:

@@ -5,20 +5,27 @@ from __future__ import annotations
 import ipaddress
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 
 import pytest
 
-from headrace_common.errors import ConfigError
+from headrace_common.errors import ConfigError, QueueFull
+from headrace_kv.transport.base import KvTransport
+from headrace_kv.transport.factory import open_transport
 from headrace_kv.transport.mooncake import listen_filter
+from headrace_kv.transport.mooncake import transport as mooncake_transport
 from headrace_kv.transport.mooncake.listen_filter import (
+    RestrictedPorts,
     open_listeners,
     resolve_host,
     restrict_listeners,
+    restrict_ports,
 )
 from headrace_kv.transport.mooncake.sockets import own_tcp_sockets
 from headrace_kv.transport.mooncake.transport import MooncakeTransport
+from headrace_kv.transport.networks import Address, Networks, networks_of, parse_networks
+from headrace_kv.transport.sessions import session_of
 
 OWN, OTHER = "127.0.0.1", "127.0.0.2"
 NOT_HERE = "203.0.113.7"
@@ -40,9 +47,10 @@ def listener(known: frozenset[int]) -> Iterator[socket.socket]:
         yield listener
 
 
-def connects(host: str, port: int) -> bool:
+def connects(host: str, port: int, source: str = "") -> bool:
+    origin = (source, 0) if source else None
     try:
-        socket.create_connection((host, port), timeout=REFUSED_S).close()
+        socket.create_connection((host, port), REFUSED_S, source_address=origin).close()
     except TimeoutError:
         return False
     return True
@@ -65,6 +73,72 @@ def test_only_the_own_addresses_are_admitted(
     assert (ports.filtered, ports.open) == (frozenset({port}), frozenset())
     reached = [host for host in (OWN, OTHER, "::1") if connects(host, port)]
     assert reached == [host for host in (OWN, OTHER, "::1") if host in admitted]
+
+
+@pytest.mark.parametrize(
+    ("sources", "admitted"),
+    [
+        ([], []),
+        (["127.0.0.3"], ["127.0.0.3"]),
+        (["127.0.0.4/31", "10.0.0.0/8"], ["127.0.0.4", "127.0.0.5"]),
+        (["::1", "127.0.0.3"], ["127.0.0.3", "::1"]),
+        (["::/0"], ["::1"]),
+        (["0.0.0.0/0"], ["127.0.0.3", "127.0.0.4", "127.0.0.5"]),
+        (None, ["127.0.0.3", "127.0.0.4", "127.0.0.5", "::1"]),
+    ],
+)
+@pytest.mark.parametrize("addresses", [[], [OWN, "::1"]], ids=["any address", "own addresses"])
+def test_only_the_sources_are_admitted(
+    known: frozenset[int],
+    listener: socket.socket,
+    addresses: list[str],
+    sources: list[str] | None,
+    admitted: list[str],
+) -> None:
+    port = listener.getsockname()[1]
+    networks = None if sources is None else parse_networks(sources)
+    restrict_listeners(known, [ipaddress.ip_address(text) for text in addresses], networks)
+    hosts = {"127.0.0.3": OWN, "127.0.0.4": OWN, "127.0.0.5": OWN, "::1": "::1"}
+    found = [source for source, host in hosts.items() if connects(host, port, source)]
+    assert found == admitted
+
+
+def test_a_source_that_is_withdrawn_loses_its_connections(
+    known: frozenset[int], listener: socket.socket
+) -> None:
+    port = listener.getsockname()[1]
+    own = [ipaddress.ip_address(OWN)]
+    restrict_listeners(known, own, parse_networks(["127.0.0.3", "127.0.0.4"]))
+    with ExitStack() as stack:
+        leaving, staying = (
+            stack.enter_context(
+                socket.create_connection((OWN, port), DEADLINE_S, source_address=(source, 0))
+            )
+            for source in ("127.0.0.3", "127.0.0.4")
+        )
+        accepted = [stack.enter_context(listener.accept()[0]) for _ in range(2)]
+        restrict_ports({port}, own, parse_networks(["127.0.0.4"]))
+        assert leaving.recv(1) == b""
+        staying.sendall(b"x")
+        accepted[1].settimeout(DEADLINE_S)
+        assert accepted[1].recv(1) == b"x"
+    assert not connects(OWN, port, "127.0.0.3")
+    assert connects(OWN, port, "127.0.0.4")
+
+
+def test_the_number_of_sources_is_bounded(known: frozenset[int], listener: socket.socket) -> None:
+    port = listener.getsockname()[1]
+    own = [ipaddress.ip_address(OWN)]
+    first = int(ipaddress.ip_address("200.0.0.1"))
+    scattered = [ipaddress.ip_address(first + 2 * number) for number in range(200)]
+    with pytest.raises(QueueFull, match="set transfer_peer_networks to a network that contains"):
+        restrict_listeners(known, own, networks_of(scattered))
+    most = networks_of([*scattered[:90], ipaddress.ip_address("127.0.0.3")])
+    # The kernel holds two such filters while it replaces one.
+    for _ in range(3):
+        assert restrict_ports({port}, own, most).filtered == {port}
+    assert connects(OWN, port, "127.0.0.3")
+    assert not connects(OWN, port, "127.0.0.4")
 
 
 def test_other_listeners_of_the_process_stay_open(known: frozenset[int]) -> None:
@@ -136,6 +210,54 @@ def test_an_engine_accepts_connections_to_its_host_only(caplog: pytest.LogCaptur
         assert not caplog.records
     finally:
         transport.close()
+
+
+def test_a_transport_admits_named_hosts_only() -> None:
+    known = open_listeners()
+    transport = open_transport("mooncake", OWN, "tcp", admitted=parse_networks(["127.0.0.3"]))
+    try:
+        assert session_of("mooncake", transport.session)
+        # Two of the receiving engine, and one of the receiver of packed bytes.
+        ports = new_ports(known)
+        assert len(ports) == 3
+        for admitted, other in (("127.0.0.3", "127.0.0.4"), ("127.0.0.4", "127.0.0.3")):
+            transport.admit(parse_networks([admitted]))
+            assert all(connects(OWN, port, admitted) for port in ports)
+            assert not any(connects(OWN, port, other) for port in ports)
+        transport.admit(None)
+        assert all(connects(OWN, port, "127.0.0.3") for port in ports)
+        assert not any(connects(OTHER, port, "127.0.0.3") for port in ports - packed(transport))
+        assert {str(one) for one in transport.source_addresses({transport.session})} == {OWN}
+    finally:
+        transport.close()
+
+
+def packed(transport: KvTransport) -> set[int]:
+    """The port of a transport's receiver of packed bytes, which listens on its own address only."""
+    server = session_of("scatter", transport.session) or ""
+    return {int(server.partition("/")[0].rpartition(":")[2])}
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "rdma"])
+def test_only_over_rdma_a_called_peer_may_connect_to_the_sending_engine(
+    protocol: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport = MooncakeTransport(OWN, "tcp")
+    # No engine is made: there may be no device.
+    monkeypatch.setattr(transport, "protocol", protocol)
+    filters: list[Networks | None] = []
+
+    def restrict(
+        ports: Collection[int], addresses: Collection[Address], sources: Networks | None
+    ) -> RestrictedPorts:
+        filters.append(sources)
+        return RestrictedPorts(frozenset(ports), frozenset())
+
+    monkeypatch.setattr(mooncake_transport, "restrict_ports", restrict)
+    transport.admit(parse_networks(["10.0.0.0/24"]))
+    transport._admit_called("127.0.0.9:15000")
+    expected = {"tcp": (), "rdma": parse_networks(["10.0.0.0/24", "127.0.0.9"])}
+    assert filters[-1] == expected[protocol]
 
 
 @pytest.mark.parametrize("cause", ["no address of this machine", "the kernel refused"])

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from headrace.registry.v1 import registry_pb2
+from headrace_common import reloading
 from headrace_common.access.credentials import TlsFiles
 from headrace_common.errors import ConfigError, RegistryUnavailable
 from tests.component.registry.harness import (
@@ -62,6 +65,58 @@ async def test_mutual_tls(tmp_path: Path) -> None:
             rejected = etcd.store(PREFIX, **settings, **QUICK)
             with pytest.raises(ConfigError, match="does not serve"):
                 await rejected.start()
+
+
+def copy_into(files: TlsFiles, other: TlsFiles, *names: str) -> None:
+    for name in names:
+        Path(getattr(files, name)).write_bytes(Path(getattr(other, name)).read_bytes())
+
+
+async def test_replaced_certificates_are_used_without_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(reloading, "CHECK_INTERVAL_S", 0.05)
+    caplog.set_level(logging.INFO)
+    old, new = Authority(tmp_path / "old"), Authority(tmp_path / "new")
+    both = tmp_path / "both.pem"
+    files = replace(old.sign("registry"), tls_authority_file=str(both))
+    both.write_bytes(old.file.read_bytes() + new.file.read_bytes())
+    with running_etcd(tmp_path, old.sign("etcd")) as etcd:
+        store = etcd.store(PREFIX, **tls_settings(files))
+        await store.start()
+        member = worker()
+        registration = await store.register(member, 30)
+        # etcd now accepts and has certificates of the new authority only.
+        etcd.kill()
+        etcd.tls = new.sign("etcd")
+        etcd.start()
+        fresh = new.sign("registry")
+        copy_into(files, fresh, "tls_certificate_file")
+        # The key does not belong to the new certificate yet.
+        await until(lambda: "the old content stays in force" in caplog.text, 5, "the wrong pair")
+        copy_into(files, fresh, "tls_key_file")
+
+        async def renewed() -> bool:
+            try:
+                return await store.keep_alive(registration.lease_id) is not None
+            except RegistryUnavailable:
+                return False
+
+        await until(renewed, 20, "a call with the new certificate")
+        other = worker("decode-1")
+        await store.register(other, 30)
+        # The watch uses the new certificate too.
+        await until(lambda: "decode-1" in store.members, 20, "the member")
+        # The connections of the second and third certificates stay open.
+        endpoint = store._connection.endpoint
+        closed: list[object] = []
+        first, second = endpoint._clients
+        monkeypatch.setattr(first, "close", lambda: closed.append(first))
+        copy_into(files, new.sign("registry"), "tls_certificate_file", "tls_key_file")
+        await until(lambda: endpoint.client is not second, 5, "a new client")
+        assert closed == [first]
+        assert endpoint._clients == [second, endpoint.client]
+        await store.close()
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:

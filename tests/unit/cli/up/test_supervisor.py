@@ -102,6 +102,18 @@ async def test_a_later_end_is_reported(supervisor: Supervisor, make_spec: MakeSp
         await asyncio.wait_for(supervisor.wait_any_end(), 5)
 
 
+@pytest.mark.parametrize(("service", "explained"), [("prefill", True), ("decode", False)])
+async def test_the_sigkill_of_a_prefill_worker_is_explained(
+    supervisor: Supervisor, make_spec: MakeSpec, service: str, explained: bool
+) -> None:
+    child = await supervisor.start(make_spec(ENDS_ON_SIGTERM, f"{service}-0", service))
+    await supervisor.wait_ready([child])
+    child.process.send_signal(signal.SIGKILL)
+    with pytest.raises(WorkerGone) as caught:
+        await asyncio.wait_for(supervisor.wait_any_end(), 5)
+    assert ("stood still within a write" in caught.value.detail) is explained
+
+
 async def test_children_that_ignore_sigterm_are_killed_and_reported(
     supervisor: Supervisor, make_spec: MakeSpec
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from google.rpc import error_details_pb2
 from hypothesis import given
 from hypothesis import strategies as st
@@ -54,6 +56,23 @@ def test_exactly_the_invalid_fields_are_named(
 def test_random_bytes_never_raise(data: bytes) -> None:
     for path in invalid_text_fields(data, REQUEST):
         assert path
+
+
+def test_a_wrong_text_far_from_the_beginning_is_not_searched() -> None:
+    class Counted(bytes):
+        reads = 0
+
+        def __getitem__(self, index: Any) -> Any:
+            Counted.reads += 1
+            return super().__getitem__(index)
+
+    message = b"\x0a\x03\x12\x01a"
+    wrong = b"\x0a\x03\x12\x01\xff"
+    for before, found in ((10, ["messages[10].content"]), (100_000, [])):
+        Counted.reads = 0
+        data = Counted(message * before + wrong)
+        assert invalid_text_fields(data, inference_pb2.Chat.DESCRIPTOR) == found
+        assert Counted.reads < 2_000
 
 
 def test_the_search_ends_at_a_depth_limit() -> None:

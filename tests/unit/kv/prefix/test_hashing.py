@@ -79,6 +79,29 @@ def test_hashes_are_computed_only_as_far_as_needed(
     assert prompt.all() == expected
 
 
+SALTS = st.from_regex(r"[0-9a-f]{0,64}", fullmatch=True)
+
+
+@given(
+    tokens=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=200),
+    block_tokens=st.integers(1, 16),
+    salt=SALTS,
+    other=SALTS,
+)
+def test_a_salt_changes_every_hash_from_the_first_block_on(
+    tokens: list[int], block_tokens: int, salt: str, other: str
+) -> None:
+    hasher = PrefixHasher(root_hash(SECRET, "model", block_tokens), block_tokens)
+    chain, other_chain = (hasher.hashes(tokens, hasher.root_of(one)) for one in (salt, other))
+    assert chain == naive(tokens, block_tokens, hasher.root_of(salt))
+    assert hasher.lazy(tuple(tokens), hasher.root_of(salt)).all() == chain
+    assert (chain == hasher.hashes(tokens)) == (not salt or not chain)
+    if salt == other:
+        assert chain == other_chain
+    else:
+        assert not set(chain) & set(other_chain)
+
+
 def test_secret_and_scope_keep_hashes_apart() -> None:
     roots = {
         root_hash(secret, *scope)

@@ -81,7 +81,7 @@ class Rank:
             descriptors=no_descriptor,
             event_loop=asyncio.get_running_loop(),
             on_quiet=self.reports.append,
-            clock=Clock(lambda: self.now_s),
+            clock=Clock(lambda: self.now_s, lambda: self.now_s),
         )
         self.inbox = SenderInbox(8, waiting_ranges, threading.Condition())
         self.loop = SendLoop(context, self.inbox, self._make_stream)

@@ -137,6 +137,7 @@ def test_a_late_write_that_makes_progress_fails_alone(
 ) -> None:
     # However long this process stands still, the peer is late but not stalled.
     monkeypatch.setattr(write_worker, "_LATE_STALL_S", 60.0)
+    monkeypatch.setattr(write_worker, "_LATE_MAX_S", 60.0)
     engine = rig.next
     engine.stuck.add("slow")
     late = rig.worker.submit("slow", runs(600), 0.5)
@@ -150,6 +151,19 @@ def test_a_late_write_that_makes_progress_fails_alone(
     assert rig.worker.submit("slow", runs(), 30.0).result(20.0).entry_count == 4
     assert rig.dropped == 0
     assert 0 < engine.first_write_entry_count < 600
+
+
+@pytest.mark.parametrize("rig", [(60.0,)], indirect=True)
+def test_a_late_write_that_makes_slow_progress_costs_the_engine(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # However long this process stands still, the peer is late but not stalled.
+    monkeypatch.setattr(write_worker, "_LATE_STALL_S", 60.0)
+    monkeypatch.setattr(write_worker, "_LATE_MAX_S", 0.2)
+    rig.next.stuck.add("slow")
+    with pytest.raises(TransferFailed, match="much longer than its time"):
+        rig.worker.submit("slow", runs(), 0.1).result(20.0)
+    assert rig.dropped == 1
 
 
 def test_two_stuck_peers_fail_together(rig: Rig) -> None:
@@ -172,6 +186,17 @@ def test_a_peer_that_never_answers_does_not_delay_others(rig: Rig) -> None:
     time.sleep(0.25)
     engine.answer.set()
     assert rig.worker.submit("bad", runs(), 5.0).result(2.0).entry_count == 4
+
+
+def test_errors_show_the_peers_host_and_no_port(rig: Rig) -> None:
+    session = "10.0.0.7:15123"
+    rig.next.failing.add(session)
+    for _ in range(2):
+        # The second write fails because the first has.
+        with pytest.raises(TransferFailed) as raised:
+            rig.worker.submit(session, runs(), 5.0).result(5.0)
+        assert "10.0.0.7" in raised.value.detail
+        assert "15123" not in f"{raised.value.detail} {raised.value.metadata}"
 
 
 def test_an_engine_that_does_not_start_fails_the_write(rig: Rig) -> None:

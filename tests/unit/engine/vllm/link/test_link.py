@@ -12,7 +12,7 @@ import pytest
 
 from headrace.engine.v1 import link_pb2
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import InternalError, StaleIncarnation
+from headrace_common.errors import InternalError, QueueFull, StaleIncarnation
 from headrace_engine.vllm.link.client import Link
 from headrace_engine.vllm.link.messages import report_to_proto, reservation_to_proto
 from headrace_engine.vllm.link.server import LinkEvents, LinkServer
@@ -20,6 +20,7 @@ from headrace_engine.vllm.link.startup_error import read_startup_error, write_st
 from headrace_kv.handoff.messages import LayerSent, Reservation, SendReport
 from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
 from headrace_kv.layout.proto import layout_to_proto, rank_memory_to_proto
+from headrace_kv.transport.networks import parse_networks
 from tests.waiting import until
 
 LAYOUT = KvLayout.attention(
@@ -92,6 +93,36 @@ async def attached(path: Path) -> AsyncIterator[Ends]:
         for link in ends.links.values():
             link.close()
         await ends.server.close()
+
+
+async def test_every_rank_confirms_the_networks_that_it_admits(tmp_path: Path) -> None:
+    async with attached(tmp_path / "link") as ends:
+        await ends.server.wait_attached(2, timeout_s=10)
+        networks = parse_networks(["10.0.0.7"])
+        admitting = asyncio.create_task(ends.server.admit_networks(networks))
+        await until(
+            lambda: ends.received["rank 0"] == ends.received["rank 1"] == ["admit_networks"]
+        )
+        assert ends.received["scheduler"] == []
+
+        def confirm(name: str, update_id: int, **failure: str) -> None:
+            admitted = link_pb2.NetworksAdmitted(update_id=update_id, **failure)
+            ends.links[name].send(link_pb2.AttachRequest(networks_admitted=admitted))
+
+        confirm("rank 0", 1)
+        # The second rank's answer to another update does not count.
+        confirm("rank 1", 7)
+        await asyncio.sleep(0.1)
+        assert not admitting.done()
+        confirm("rank 1", 1)
+        await asyncio.wait_for(admitting, 5)
+        failing = asyncio.create_task(ends.server.admit_networks(networks))
+        confirm("rank 0", 2)
+        await until(lambda: len(ends.received["rank 1"]) == 2)
+        confirm("rank 1", 2, reason="QUEUE_FULL", detail="too many networks")
+        confirm("rank 0", 2)
+        with pytest.raises(QueueFull, match="too many networks"):
+            await asyncio.wait_for(failing, 5)
 
 
 async def test_messages_arrive_at_the_connectors_and_at_the_service(tmp_path: Path) -> None:

@@ -16,7 +16,9 @@ from headrace_kv.prefix.hashing import prefix_hasher
 
 BLOCK = 4
 KEY = 77
-names = prefix_hasher(KEY, "m", BLOCK).hashes
+HASHER = prefix_hasher(KEY, "m", BLOCK)
+names = HASHER.hashes
+SALTS = ("", "aa", "bb")
 
 
 def vllm_hashes(tokens: list[int]) -> list[int]:
@@ -84,6 +86,42 @@ async def test_names_of_blocks_do_not_depend_on_how_events_group_them(rig: Rig, 
     assert await rig.announced() == {*names(base), *names(other)}
 
 
+def salted(cache_salt: str, tokens: list[int], first: int, end: int) -> dict[str, Any]:
+    """The same for a prompt with a salt: vLLM's hashes differ, and the first block's event has the salt."""
+    event = stored(tokens, first, end)
+    for name in ("block_hashes", "parent_block_hash"):
+        hashes = event[name]
+        if isinstance(hashes, list):
+            event[name] = [hash((cache_salt, one)) for one in hashes]
+        elif hashes is not None:
+            event[name] = hash((cache_salt, hashes))
+    extra = [None] * (end - first)
+    return event | {"extra_keys": [[cache_salt], *extra[1:]] if cache_salt and not first else extra}
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_blocks_with_a_salt_have_names_of_their_own(rig: Rig, seed: int) -> None:
+    """Also in chunks that begin in an earlier event, and after a removal."""
+    random = Random(seed)
+    tokens = [random.randrange(1 << 31) for _ in range(random.randrange(10, 40) * BLOCK)]
+    count = len(tokens) // BLOCK
+    positions = dict.fromkeys(SALTS, 0)
+    while any(first < count for first in positions.values()):
+        cache_salt = random.choice([salt for salt in SALTS if positions[salt] < count])
+        first = positions[cache_salt]
+        end = positions[cache_salt] = min(first + random.randrange(1, 12), count)
+        rig.prefixes.apply(salted(cache_salt, tokens, first, end))
+    chains = {salt: names(tokens, HASHER.root_of(salt)) for salt in SALTS}
+    assert await rig.announced() == {name for chain in chains.values() for name in chain}
+    assert len({name for chain in chains.values() for name in chain}) == len(SALTS) * count
+    gone = salted("aa", tokens, 2, count)["block_hashes"]
+    rig.prefixes.apply(removed(*reversed(gone)))
+    left = {*chains[""], *chains["aa"][:2], *chains["bb"]}
+    assert await rig.announced() == left
+    rig.prefixes.apply(salted("aa", tokens, 2, 5))
+    assert await rig.announced() == left | set(chains["aa"][:5])
+
+
 async def test_removal_from_the_end_and_storing_again(rig: Rig) -> None:
     tokens = list(range(20 * BLOCK))
     hashes = vllm_hashes(tokens)
@@ -130,7 +168,10 @@ async def test_only_one_attention_group_of_a_hybrid_is_followed(rig: Rig) -> Non
 async def test_blocks_that_depend_on_more_than_known_tokens_are_not_announced(rig: Rig) -> None:
     tokens = list(range(4 * BLOCK))
     rig.prefixes.apply(stored(tokens, 1, 2))
-    rig.prefixes.apply(stored(tokens, 0, 1, extra_keys=[("adapter",)]))
+    for keys in (["adapter"], ["aa", "bb"], [b"aa"], [["aa", 0]]):
+        rig.prefixes.apply(stored(tokens, 0, 1, extra_keys=[keys]))
+    rig.prefixes.apply(stored(tokens, 0, 1, extra_keys=[["aa"]], lora_name="aa"))
+    rig.prefixes.apply(stored(tokens, 0, 2, extra_keys=[None, ["aa"]]))
     rig.prefixes.apply(stored(tokens, 0, 1, group_idx=1))
     rig.prefixes.apply(stored(tokens, 0, 1, block_size=2 * BLOCK))
     rig.prefixes.apply(stored(tokens, 0, 2, token_ids=tokens[:BLOCK]))

@@ -1,0 +1,157 @@
+"""A prefill process that freezes itself within its first write.
+
+Started as `python -m tests.component.kv.handoff.frozen_sender ORDER`, an Order as JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headrace.kv.v1 import layout_pb2
+from headrace_common.deadlines import Deadline
+from headrace_common.process.kill_timer import KillTimer
+from headrace_kv.handoff.messages import LayerRange, SendReport, TransferTarget
+from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
+from headrace_kv.layout.proto import descriptor_from_proto
+from headrace_kv.plan.regions import place_regions
+from headrace_kv.send.context import SenderContext
+from headrace_kv.send.sender import RankSender
+from headrace_kv.transport.factory import open_transport
+from headrace_kv.transport.mooncake.write_job import WriteJob
+from headrace_kv.transport.same_host.process_memory import ProcessMemory
+
+BLOCK_TOKENS, BLOCKS = 8, 4
+TOKENS = BLOCK_TOKENS * BLOCKS
+LAYOUT = KvLayout.attention(
+    model="frozen:1",
+    dtype="float32",
+    layer_count=1,
+    kv_head_count=1,
+    tensor_parallel_size=1,
+    block_tokens=BLOCK_TOKENS,
+    # So long that an entry is in flight for milliseconds.
+    parts={"k": 1 << 20},
+)
+SENT = 7
+"""The value of every byte that is sent."""
+TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What the sender does. It joins the control group `cgroup`, if there is one, and writes `frozen` to `switch`.
+
+    Without a control group it stops itself by SIGSTOP. Unless `guarded`, it has no kill timer.
+    """
+
+    name: str
+    decode: str
+    endpoint: str
+    descriptor: str
+    transport: str
+    guarded: bool
+    cgroup: str = ""
+    switch: str = ""
+    frozen: str = ""
+
+
+def freeze(order: Order) -> None:
+    """Freezes this process. Returns when it has been woken."""
+    if order.cgroup:
+        Path(order.cgroup, order.switch).write_text(order.frozen, encoding="utf-8")
+    else:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def freeze_within_a_write(order: Order) -> None:
+    """Changes the transports: the process freezes once Mooncake has an entry, or between two system calls."""
+    submit: Callable[..., int] = WriteJob.submit
+    write: Callable[..., None] = ProcessMemory.write
+    calls = 0
+
+    def submit_and_freeze(job: WriteJob, *arguments: Any) -> int:
+        nonlocal calls
+        started = submit(job, *arguments)
+        calls += 1
+        if calls == 1:
+            freeze(order)
+        return started
+
+    def freeze_and_write(memory: ProcessMemory, *arguments: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            freeze(order)
+        write(memory, *arguments)
+
+    setattr(WriteJob, "submit", submit_and_freeze)  # noqa: B010
+    setattr(ProcessMemory, "write", freeze_and_write)  # noqa: B010
+
+
+async def send(order: Order) -> None:
+    """Sends one transfer, and returns when it is quiet."""
+    descriptor = descriptor_from_proto(
+        layout_pb2.KvDescriptor.FromString(bytes.fromhex(order.descriptor))
+    )
+    transport = open_transport(order.transport, "127.0.0.1", "tcp")
+    placed = place_regions(LAYOUT, 0, (BLOCKS,))
+    arena = np.full(placed.arena_bytes, SENT, np.uint8)
+    address = int(arena.ctypes.data)
+    transport.register(address, arena.nbytes)
+
+    async def descriptors(ref: WorkerRef, deadline: Deadline) -> KvDescriptor:
+        return descriptor
+
+    loop = asyncio.get_running_loop()
+    quiet = asyncio.Event()
+
+    def quiet_on_loop(report: SendReport) -> None:
+        loop.call_soon_threadsafe(quiet.set)
+
+    sender = RankSender(
+        SenderContext(
+            ref=WorkerRef(order.name, "1"),
+            rank=0,
+            layout=LAYOUT,
+            memory=RankMemory(
+                0, transport.name, transport.session, address, arena.nbytes, placed.regions
+            ),
+            transport=transport,
+            descriptors=descriptors,
+            event_loop=loop,
+            on_quiet=quiet_on_loop,
+            kill_timer=KillTimer() if order.guarded else None,
+        )
+    )
+    decode = WorkerRef(*order.decode.split("@"))
+    deadline_s = time.monotonic() + TIMEOUT_S
+    sender.open(TransferTarget(order.name, decode, order.endpoint, 0, TOKENS, deadline_s))
+    sender.push(LayerRange(order.name, 0, 0, TOKENS, tuple(range(BLOCKS)), time.time_ns()))
+    async with asyncio.timeout(TIMEOUT_S):
+        await quiet.wait()
+    sender.close()
+    await asyncio.wrap_future(sender.closed)
+    transport.close()
+
+
+def main() -> None:
+    order = Order(**json.loads(sys.argv[1]))
+    if order.cgroup:
+        Path(order.cgroup, "cgroup.procs").write_text(str(os.getpid()), encoding="utf-8")
+    freeze_within_a_write(order)
+    asyncio.run(send(order))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,232 @@
+"""A prefill process that is frozen within a write, and woken after its lease and decode's quarantine (I1).
+
+Each test freezes two processes, one of them without the kill timer. Once decode has released their blocks, other
+bytes stand there, and both are woken. The process without the timer writes into these blocks. This shows that the
+other one would.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import grpc.aio
+import numpy as np
+import pytest
+
+from headrace.kv.v1 import handoff_pb2_grpc
+from headrace_common.deadlines import Deadline
+from headrace_common.rpc.status import ErrorInterceptor
+from headrace_kv.handoff.messages import Reservation
+from headrace_kv.layout.layout import KvDescriptor, RankMemory, WorkerRef
+from headrace_kv.layout.proto import descriptor_to_proto
+from headrace_kv.plan.regions import place_regions
+from headrace_kv.receive.receiver import Receiver, ReceiverLimits
+from headrace_kv.receive.service import HandoffServicer
+from headrace_kv.transport.factory import open_transport
+from tests.component.kv.handoff.frozen_sender import BLOCKS, LAYOUT, SENT, TOKENS, Order
+from tests.waiting import until
+
+DECODE = WorkerRef("decode-0", "1")
+OTHER = 9
+"""The value of the bytes of another request."""
+GUARDED, UNGUARDED = "guarded", "unguarded"
+LEASE_S, QUARANTINE_S = 0.4, 4.0
+RELEASED_WITHIN_S = 40.0
+# How long a woken process may take to write on.
+WOKEN_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Freezer:
+    """A way to freeze a process from within. `frozen` reads whether a process is, `wake` wakes it."""
+
+    order: Callable[[Order], Order]
+    frozen: Callable[[Order, int], bool]
+    wake: Callable[[Order, int], None]
+
+
+def _stopped(order: Order, pid: int) -> bool:
+    return _state_of(pid) == "T"
+
+
+def _state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+
+
+SIGNAL = Freezer(lambda order: order, _stopped, lambda order, pid: os.kill(pid, signal.SIGCONT))
+
+
+@contextmanager
+def control_groups(root: Path, switch: str, frozen: str, thawed: str) -> Iterator[Freezer]:
+    """A control group for each sender, or a skipped test where the machine allows none."""
+    made: list[Path] = []
+
+    def order_in_group(order: Order) -> Order:
+        folder = root / f"headrace-test-{os.getpid()}-{order.name}"
+        folder.mkdir()
+        made.append(folder)
+        return replace(order, cgroup=str(folder), switch=switch, frozen=frozen)
+
+    def is_frozen(order: Order, pid: int) -> bool:
+        folder = Path(order.cgroup)
+        if switch == "freezer.state":
+            return (folder / switch).read_text(encoding="utf-8").strip() == frozen
+        return "frozen 1" in (folder / "cgroup.events").read_text(encoding="utf-8")
+
+    def wake(order: Order, pid: int) -> None:
+        Path(order.cgroup, switch).write_text(thawed, encoding="utf-8")
+
+    probe = root / f"headrace-test-{os.getpid()}"
+    try:
+        probe.mkdir()
+    except OSError as error:
+        pytest.skip(f"no control group can be made in {root}: {error}")
+    usable = (probe / switch).exists()
+    probe.rmdir()
+    if not usable:
+        pytest.skip(f"{root} cannot freeze processes")
+    try:
+        yield Freezer(order_in_group, is_frozen, wake)
+    finally:
+        for folder in made:
+            (folder / switch).write_text(thawed, encoding="utf-8")
+            folder.rmdir()
+
+
+class Decode:
+    """A decode worker with memory for both senders' blocks."""
+
+    def __init__(self, transport: str) -> None:
+        self.released: set[str] = set()
+        self.receiver = Receiver(
+            ref=DECODE,
+            layout=LAYOUT,
+            on_released=self.released.add,
+            lease_ttl_s=LEASE_S,
+            quarantine_s=QUARANTINE_S,
+            # The stream of a rank that does not answer a Cancel is ended after this time.
+            limits=ReceiverLimits(quiesce_timeout_s=0.1),
+        )
+        self.transport = open_transport(transport, "127.0.0.1", "tcp")
+        self.placed = place_regions(LAYOUT, 0, (2 * BLOCKS,))
+        self.memory = np.zeros(self.placed.arena_bytes, np.uint8)
+        self.transport.register(int(self.memory.ctypes.data), self.memory.nbytes)
+        self.server = grpc.aio.server(interceptors=[ErrorInterceptor()])
+        handoff_pb2_grpc.add_HandoffServiceServicer_to_server(
+            HandoffServicer(self.receiver), self.server
+        )
+        self.endpoint = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
+
+    def describe(self) -> str:
+        """The worker's descriptor, as the senders read it."""
+        memory = RankMemory(
+            0,
+            self.transport.name,
+            self.transport.session,
+            int(self.memory.ctypes.data),
+            self.memory.nbytes,
+            self.placed.regions,
+        )
+        proto = descriptor_to_proto(KvDescriptor(LAYOUT, (memory,)))
+        return proto.SerializeToString(deterministic=True).hex()
+
+    def reserve(self, name: str, first_block: int) -> None:
+        ids = tuple(range(first_block, first_block + BLOCKS))
+        self.receiver.reserve(Reservation(name, ids, 0, TOKENS), Deadline.after(60.0))
+
+    def count(self, first_block: int, value: int) -> int:
+        """Bytes with a value in a sender's blocks."""
+        half = self.memory.nbytes // 2
+        start = 0 if first_block == 0 else half
+        return int(np.count_nonzero(self.memory[start : start + half] == value))
+
+
+@asynccontextmanager
+async def decode_worker(transport: str) -> AsyncIterator[Decode]:
+    decode = Decode(transport)
+    await decode.server.start()
+    try:
+        yield decode
+    finally:
+        decode.receiver.close()
+        await decode.server.stop(1.0)
+        decode.transport.close()
+
+
+@asynccontextmanager
+async def started(order: Order, freezer: Freezer) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A sender, which is woken and killed at the end if it still runs."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.component.kv.handoff.frozen_sender"),
+        json.dumps(asdict(order)),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+            freezer.wake(order, process.pid)
+        await process.wait()
+
+
+def stands_still(freezer: Freezer, order: Order, process: asyncio.subprocess.Process) -> bool:
+    """Whether a process is frozen, or has been ended meanwhile."""
+    return process.returncode is not None or freezer.frozen(order, process.pid)
+
+
+async def freeze_and_wake(transport: str, freezer: Freezer) -> None:
+    async with decode_worker(transport) as decode:
+        first_blocks = {GUARDED: 0, UNGUARDED: BLOCKS}
+        common = (str(DECODE), decode.endpoint, decode.describe(), transport)
+        orders = {
+            name: freezer.order(Order(name, *common, guarded=name == GUARDED))
+            for name in first_blocks
+        }
+        for name, first in first_blocks.items():
+            decode.reserve(name, first)
+        async with (
+            started(orders[GUARDED], freezer) as guarded,
+            started(orders[UNGUARDED], freezer) as unguarded,
+        ):
+            processes = {GUARDED: guarded, UNGUARDED: unguarded}
+            for name, process in processes.items():
+                await until(partial(stands_still, freezer, orders[name], process), WOKEN_S)
+                decode.receiver.cancel(name, "CANCELLED", "the request was cancelled")
+            await until(lambda: decode.released == set(orders), RELEASED_WITHIN_S)
+            decode.memory[:] = OTHER
+            for name, process in processes.items():
+                if process.returncode is None:
+                    freezer.wake(orders[name], process.pid)
+            await until(lambda: decode.count(BLOCKS, SENT) > 0, WOKEN_S, "a late write lands")
+            async with asyncio.timeout(WOKEN_S):
+                assert await guarded.wait() == -signal.SIGKILL
+            assert unguarded.returncode is None
+            assert decode.count(0, OTHER) == decode.memory.nbytes // 2
+
+
+@pytest.mark.parametrize("transport", ["mooncake", "same_host"])
+async def test_a_stopped_sender_ends_before_it_can_write_late(transport: str) -> None:
+    await freeze_and_wake(transport, SIGNAL)
+
+
+async def test_a_sender_in_a_frozen_cgroup_ends_before_it_can_write_late() -> None:
+    root = Path("/sys/fs/cgroup")
+    unified = root / "unified" if (root / "unified").is_dir() else root
+    with control_groups(unified, "cgroup.freeze", "1", "0") as freezer:
+        await freeze_and_wake("mooncake", freezer)
+
+
+async def test_a_sender_in_a_frozen_cgroup_of_version_1_ends_before_it_can_write_late() -> None:
+    root = Path("/sys/fs/cgroup/freezer")
+    with control_groups(root, "freezer.state", "FROZEN", "THAWED") as freezer:
+        await freeze_and_wake("mooncake", freezer)

@@ -1,0 +1,115 @@
+"""Requests of one tenant carry one salt to every worker, through retries, migration and look-aside."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+from headrace_common.rpc.tickets import check_ticket, decode_request_of
+
+from headrace.inference.v1 import inference_pb2
+from headrace_common.errors import Unauthenticated
+from headrace_common.rpc.status import error_from_rpc
+from headrace_kv.prefix.cache_salt import is_cache_salt
+from tests.component.router.dispatch.recitation import TEXT, recite, sampling
+from tests.component.router.fakes import (
+    TICKET_KEY,
+    FakeDecode,
+    Rig,
+    fail,
+    hand_over,
+    hang,
+    reply,
+    text_of,
+    with_settings,
+)
+
+REMOTE = inference_pb2.PREFILL_PLACEMENT_REMOTE
+TENANTS = ("tenant-a", "tenant-b")
+
+
+@pytest.fixture
+async def rig(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Rig]:
+    """A router with API keys: each tenant's name and a number is one."""
+    path = tmp_path / "keys"
+    path.write_text("".join(f"{tenant}-{n} {tenant}\n" for tenant in TENANTS for n in (1, 2)))
+    settings = {"look_aside": True, **getattr(request, "param", {})}
+    rig = await Rig(api_keys_file=str(path), **settings).start()
+    yield rig
+    await rig.close()
+
+
+async def ask(rig: Rig, key: str, **fields: Any) -> list[inference_pb2.GenerateResponse]:
+    request = inference_pb2.GenerateRequest(text="a prompt", **fields)
+    call = rig.stub.Generate(request, timeout=10, metadata=(("x-api-key", key),))
+    return [response async for response in call]
+
+
+async def route(rig: Rig, key: str) -> inference_pb2.DirectRequest:
+    asked = inference_pb2.GenerateRequest(text="a prompt", prefill_placement=REMOTE)
+    request = inference_pb2.RouteRequest(request=asked)
+    routed = await rig.stub.Route(request, timeout=5, metadata=(("x-api-key", key),))
+    direct: inference_pb2.DirectRequest = routed.direct
+    return direct
+
+
+async def test_tenants_have_opaque_salts_of_their_own(rig: Rig) -> None:
+    decode = await rig.add_decode(reply("ok"))
+    prefill = await rig.add_prefill(hand_over)
+    for key in ("tenant-a-1", "tenant-a-2", "tenant-b-1"):
+        await ask(rig, key, prefill_placement=REMOTE)
+    first, second, third = (request.cache_salt for request in decode.requests)
+    assert [task.cache_salt for task in prefill.tasks] == [first, second, third]
+    assert first == second != third
+    for salt in (first, third):
+        assert salt
+        assert is_cache_salt(salt)
+        assert "tenant" not in salt
+
+
+@with_settings(prefix_cache_scope="shared")
+async def test_with_a_shared_cache_there_is_no_salt(rig: Rig) -> None:
+    decode = await rig.add_decode(reply("ok"))
+    prefill = await rig.add_prefill(hand_over)
+    await ask(rig, "tenant-a-1", prefill_placement=REMOTE)
+    assert (await route(rig, "tenant-a-1")).cache_salt == ""
+    assert [request.cache_salt for request in decode.requests] == [""]
+    assert [task.cache_salt for task in prefill.tasks] == [""]
+
+
+async def test_a_retried_and_migrated_request_keeps_its_salt(rig: Rig) -> None:
+    await rig.add_decodes(recite(3, FakeDecode.die), recite(99))
+    migrated = await ask(rig, "tenant-a-1", sampling=sampling())
+    failing = await rig.add_prefill(fail("TRANSFER_FAILED"))
+    retried = await ask(rig, "tenant-a-1", sampling=sampling())
+    for responses in (migrated, retried):
+        assert text_of(responses) == TEXT
+        assert responses[-1].timing.attempts >= 2
+    requests = [request for decode in rig.decodes for request in decode.requests]
+    salt = requests[0].cache_salt
+    assert salt
+    assert len(requests) >= 4
+    assert {request.cache_salt for request in requests} == {salt}
+    assert [task.cache_salt for task in failing.tasks] == [salt]
+
+
+async def test_a_ticket_is_for_the_salt_of_its_tenant(rig: Rig) -> None:
+    await rig.add_decode(hang)
+    prefill = await rig.add_prefill(hand_over)
+    direct, other = await route(rig, "tenant-a-1"), await route(rig, "tenant-b-1")
+    assert direct.cache_salt != other.cache_salt
+    check_ticket(TICKET_KEY, decode_request_of(direct), "d0")
+    for cache_salt in (other.cache_salt, "", direct.cache_salt + "0"):
+        changed = inference_pb2.DirectRequest()
+        changed.CopyFrom(direct)
+        changed.cache_salt = cache_salt
+        with pytest.raises(Unauthenticated, match="unchanged"):
+            check_ticket(TICKET_KEY, decode_request_of(changed), "d0")
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await rig.stub.Prefill(inference_pb2.PrefillRequest(direct=changed), timeout=5)
+        assert isinstance(error_from_rpc(raised.value), Unauthenticated)
+    await rig.stub.Prefill(inference_pb2.PrefillRequest(direct=direct), timeout=5)
+    assert [task.cache_salt for task in prefill.tasks] == [direct.cache_salt]

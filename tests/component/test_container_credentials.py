@@ -1,0 +1,66 @@
+"""The credentials that docker/credentials.sh creates for compose.yaml."""
+
+from __future__ import annotations
+
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+from headrace_common.access.roles import Role
+from headrace_common.access.tokens import TokenVerifier
+from tests.unit.test_architecture import ROOT
+
+SERVICES = {
+    "registry": "",
+    "router": "",
+    "prefill": "prefill-0",
+    "decode": "decode-0",
+    "operator": "",
+}
+_TIMEOUT_S = 120
+
+
+def _create(folder: Path, programs: Path) -> None:
+    subprocess.run(
+        ["/bin/sh", ROOT / "docker" / "credentials.sh", folder],
+        env={"PATH": f"{programs}:/usr/bin:/bin"},
+        check=True,
+        timeout=_TIMEOUT_S,
+    )
+
+
+def test_each_service_gets_its_token_and_no_private_key(tmp_path: Path) -> None:
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    (programs / "headrace").write_text(
+        f'#!/bin/sh\nexec {sys.executable} {ROOT / ".venv" / "bin" / "headrace"} "$@"\n'
+    )
+    (programs / "headrace").chmod(0o755)
+    folder = tmp_path / "credentials"
+    _create(folder, programs)
+    first = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert {str(path.relative_to(folder)) for path in first} == {
+        *(f"{service}/{name}" for service in SERVICES for name in ("token", "token_keys.pem")),
+        *("key/token_key.pem", "key/token_keys.pem"),
+    }
+    verifier = TokenVerifier.from_pem(first[folder / "key" / "token_keys.pem"])
+    for service, worker in SERVICES.items():
+        token = folder / service / "token"
+        caller = verifier.verify(token.read_text().strip())
+        assert caller.roles == {Role(service)}
+        assert caller.name == worker
+        assert stat.S_IMODE(token.stat().st_mode) == 0o600
+        assert first[folder / service / "token_keys.pem"] == first[folder / "key/token_keys.pem"]
+    assert stat.S_IMODE((folder / "key" / "token_key.pem").stat().st_mode) == 0o600
+
+    # Another start keeps the key. An interrupted first start, which has written the private key only, begins again.
+    (folder / "router" / "token").unlink()
+    _create(folder, programs)
+    assert (folder / "key/token_key.pem").read_bytes() == first[folder / "key/token_key.pem"]
+    assert verifier.verify((folder / "router" / "token").read_text().strip()).roles == {Role.ROUTER}
+    (folder / "key" / "token_keys.pem").unlink()
+    _create(folder, programs)
+    assert (folder / "key/token_key.pem").read_bytes() != first[folder / "key/token_key.pem"]
+    renewed = TokenVerifier.from_pem((folder / "router" / "token_keys.pem").read_bytes())
+    assert renewed.verify((folder / "router" / "token").read_text().strip()).roles == {Role.ROUTER}

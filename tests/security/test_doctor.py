@@ -1,0 +1,56 @@
+"""`headrace doctor`: a live deployment, and the rules of its firewall."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from headrace_cli.commands.doctor import examine
+from headrace_cli.doctor.finding import Verdict
+from headrace_cli.main import app
+from tests.security.network_namespaces import require_network_namespaces, run_alone
+from tests.suite.deployment import suite
+from tests.waiting import until
+
+_MEMBERS = {"decode-0", "prefill-0"}
+
+
+async def test_every_member_of_a_deployment_is_examined(tmp_path: Path) -> None:
+    async with suite(tmp_path) as deployed:
+        registry = deployed.deployment.registry
+        # Other deployments of the machine have ports too, so those are not compared.
+        found = {
+            one.subject: one for one in await examine(registry, "") if one.subject != "KV ports"
+        }
+        assert found.keys() >= _MEMBERS | {"registry", "local key", "socket filters"}
+        assert all(found[name].verdict is Verdict.OK for name in (*_MEMBERS, "registry"))
+        with deployed.frozen("prefill-0"):
+            (one,) = [one for one in await examine(registry, "") if one.subject == "prefill-0"]
+            assert one.verdict is Verdict.ERROR
+            assert one.remedy
+        deployed.kill("decode-0")
+
+        async def missing() -> bool:
+            return any("no decode worker" in one.detail for one in await examine(registry, ""))
+
+        await until(missing, 30.0, "the end of the decode worker", 0.5)
+
+
+def test_the_exit_status_shows_an_error() -> None:
+    ended = CliRunner().invoke(app, ["doctor", "--registry", "127.0.0.1:1"])
+    assert ended.exit_code == 1
+    assert "the registry on 127.0.0.1:1" in " ".join(ended.output.split())
+
+
+def test_other_hosts_reach_what_the_firewall_allows_and_nothing_else() -> None:
+    require_network_namespaces("nft")
+    found = run_alone("firewall_hosts")
+    ports = [2379, 7001, 7100, 8080, 15_100, 16_999]
+    assert found["before"] == ports
+    assert found["note"] == ""
+    assert found["prefill"] == [7001, 7100, 8080, 15_100, 16_999]
+    assert found["operator"] == [7001, 7100, 8080]
+    # 8080 is not of the deployment.
+    assert found["stranger"] == [8080]
+    assert found["registry_reaches_etcd"]
