@@ -8,15 +8,14 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from headrace_common.rpc.tickets import check_ticket, decode_request_of
 
 from headrace.inference.v1 import inference_pb2
 from headrace_common.errors import Unauthenticated
 from headrace_common.rpc.status import error_from_rpc
+from headrace_common.tickets.direct import check_ticket, decode_request_of
 from headrace_kv.prefix.cache_salt import is_cache_salt
 from tests.component.router.dispatch.recitation import TEXT, recite, sampling
 from tests.component.router.fakes import (
-    TICKET_KEY,
     FakeDecode,
     Rig,
     fail,
@@ -101,13 +100,13 @@ async def test_a_ticket_is_for_the_salt_of_its_tenant(rig: Rig) -> None:
     prefill = await rig.add_prefill(hand_over)
     direct, other = await route(rig, "tenant-a-1"), await route(rig, "tenant-b-1")
     assert direct.cache_salt != other.cache_salt
-    check_ticket(TICKET_KEY, decode_request_of(direct), "d0")
+    check_ticket(rig.router_key.known.find, decode_request_of(direct), "d0")
     for cache_salt in (other.cache_salt, "", direct.cache_salt + "0"):
         changed = inference_pb2.DirectRequest()
         changed.CopyFrom(direct)
         changed.cache_salt = cache_salt
         with pytest.raises(Unauthenticated, match="unchanged"):
-            check_ticket(TICKET_KEY, decode_request_of(changed), "d0")
+            check_ticket(rig.router_key.known.find, decode_request_of(changed), "d0")
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await rig.stub.Prefill(inference_pb2.PrefillRequest(direct=changed), timeout=5)
         assert isinstance(error_from_rpc(raised.value), Unauthenticated)

@@ -26,6 +26,7 @@ from headrace.kv.v1 import handoff_pb2_grpc
 from headrace_common.deadlines import Deadline
 from headrace_common.rpc.status import ErrorInterceptor
 from headrace_kv.handoff.messages import Reservation
+from headrace_kv.handoff.tickets import NoTickets
 from headrace_kv.layout.layout import KvDescriptor, RankMemory, WorkerRef
 from headrace_kv.layout.proto import descriptor_to_proto
 from headrace_kv.plan.regions import place_regions
@@ -110,6 +111,7 @@ class Decode:
         self.receiver = Receiver(
             ref=DECODE,
             layout=LAYOUT,
+            tickets=NoTickets(),
             on_released=self.released.add,
             lease_ttl_s=LEASE_S,
             quarantine_s=QUARANTINE_S,

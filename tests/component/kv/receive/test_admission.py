@@ -14,6 +14,7 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError
 from headrace_common.rpc.channel import open_channel
 from headrace_kv.handoff.messages import Reservation
+from headrace_kv.handoff.tickets import NoTickets
 from headrace_kv.layout.layout import KvDescriptor, WorkerRef
 from headrace_kv.receive.receiver import Receiver
 from headrace_kv.receive.service import HandoffServicer
@@ -83,7 +84,9 @@ async def gate() -> Gate:
 
 @pytest.fixture
 async def endpoint(gate: Gate) -> AsyncIterator[str]:
-    receiver = Receiver(ref=REF, layout=LAYOUT, on_released=lambda transfer_id: None)
+    receiver = Receiver(
+        ref=REF, layout=LAYOUT, tickets=NoTickets(), on_released=lambda transfer_id: None
+    )
     server = grpc.aio.server()
     servicer = HandoffServicer(receiver, gate.admit)
     handoff_pb2_grpc.add_HandoffServiceServicer_to_server(servicer, server)
