@@ -72,7 +72,7 @@ VLLM_TESTS := vllm
 test-vllm: setup $(MODEL)/config.json $(TINY_MODEL)/config.json $(SINGLE_HEAD_MODEL)/config.json $(DEEP_MODEL)/config.json $(addsuffix /config.json,$(HYBRID_MODELS)) ## the tests with vLLM, the long ones too
 	@$(PYTEST) -m '$(VLLM_TESTS)' $(ARGS)
 
-chaos: setup ## 10,000 requests while services die, freeze and restart (SEED=... replays, REQUESTS=..., ARGS="--seconds 600"; RDMA=1: 200 over RDMA verbs)
+chaos: setup ## 10,000 requests while services with mutual TLS die, freeze and restart (SEED=... replays, REQUESTS=..., ARGS="--credentials tokens"; RDMA=1: 200 over RDMA verbs)
 	@$(BIN)/python $(if $(RDMA),scripts/rdma_vm.py --only chaos,-m tests.chaos) --requests $(REQUESTS) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 test-gpu: setup ## the KV data plane in a CUDA device's memory (GPU_PYTHON: one whose torch knows CUDA)

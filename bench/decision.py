@@ -162,7 +162,8 @@ class Site:
         table, tokens = self.view.table(MODEL), self.workload.graded_tokens
         holders = np.count_nonzero(self.prefixes.cached_tokens(table, tokens, ""))
         least = self.decode_count - 1 - self.decode_count // (len(tokens) // BLOCK_TOKENS)
-        return bool(table.reachable.all()) and int(holders) >= least
+        reported = len(table) == self.decode_count and bool(table.reachable.all())
+        return reported and int(holders) >= least
 
     def ways(self, size: str) -> dict[str, Callable[[], object]]:
         """The operations to time, for a prompt with half of it cached on a quarter of the workers."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from tests.chaos.identities import CredentialKind
 from tests.chaos.plan import SCENARIOS, scenario
 from tests.chaos.run import ChaosReport, run_chaos
 
@@ -24,15 +25,23 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=None, help="the same one gives the same faults")
     parser.add_argument("--scenario", choices=SCENARIOS, default="all")
+    parser.add_argument(
+        "--credentials",
+        choices=tuple(CredentialKind),
+        default=CredentialKind.TLS,
+        help="what proves the roles: mutual TLS, tokens, or the key of this user",
+    )
     parser.add_argument("--break", dest="broken", default="", help="quarantine, lease or ledger")
     parser.add_argument("--folder", type=Path, default=None, help="for logs; a new one by default")
     parser.add_argument("--seconds", type=float, default=math.inf, help="sends none after that")
     arguments = parser.parse_args()
     seed = random.randrange(1 << 31) if arguments.seed is None else arguments.seed
-    plan = scenario(arguments.scenario, seed, arguments.requests, arguments.broken)
+    plan = scenario(
+        *(arguments.scenario, seed, arguments.requests, arguments.broken, arguments.credentials)
+    )
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="headrace-chaos-"))
     console = Console(width=110)
-    console.print(f"seed {seed}, logs in {folder}")
+    console.print(f"seed {seed}, credentials {arguments.credentials}, logs in {folder}")
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "errors.log").open("w", encoding="utf-8") as errors:
         report = ChaosReport(plan)

@@ -61,14 +61,15 @@ class Clients:
 
     def __init__(
         self,
-        routers: Sequence[str],
+        channels: Sequence[grpc.aio.Channel],
         model: SimModel,
         deadline_s: float,
         outcomes: Outcomes,
         late_s: float = 1.0,
     ) -> None:
-        self._channels = [grpc.aio.insecure_channel(endpoint) for endpoint in routers]
-        self._stubs = [inference_pb2_grpc.InferenceServiceStub(one) for one in self._channels]
+        """`channels`: one for each router. `close` closes them."""
+        self._channels = channels
+        self._stubs = [inference_pb2_grpc.InferenceServiceStub(one) for one in channels]
         self._model = model
         self._deadline_s = deadline_s
         self._late_s = late_s

@@ -78,7 +78,10 @@ ALL_KINDS = frozenset((role, kind) for role, kinds in _KINDS.items() for kind in
 
 @dataclass(frozen=True, slots=True)
 class ChaosPlan:
-    """A whole run. Its times are those of a real machine times `slowness`, see `slowed`."""
+    """A whole run. Its times are those of a real machine times `slowness`, see `slowed`.
+
+    `credentials`: see CredentialKind.
+    """
 
     seed: int
     requests: int
@@ -104,6 +107,7 @@ class ChaosPlan:
     block_count: int = 512
     head_bytes: int = 16
     slowness: float = 1.0
+    credentials: str = "local"
 
     @property
     def model(self) -> str:
@@ -178,8 +182,14 @@ def requests(plan: ChaosPlan) -> Iterator[ChaosRequest]:
 SCENARIOS = ("all", "ledger", "quarantine", "lease", "kill_timer")
 
 
-def scenario(name: str, seed: int, requests: int, broken: str = "") -> ChaosPlan:
+def scenario(
+    name: str, seed: int, requests: int, broken: str = "", credentials: str = "local"
+) -> ChaosPlan:
     """All faults at once, or only those against one safeguard, so that its loss shows within few requests."""
+    return replace(_scenario(name, seed, requests, broken), credentials=credentials)
+
+
+def _scenario(name: str, seed: int, requests: int, broken: str) -> ChaosPlan:
     match name:
         case "ledger":
             wire = WireFaults(seed, doubled=0.3, break_part=broken)

@@ -8,9 +8,12 @@ import json
 import os
 import signal
 import sys
+import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+
+import grpc.aio
 
 from headrace_cli.up.supervisor import EXIT_MISCONFIGURED, Child, Spawn, Supervisor, spawn_program
 from headrace_cli.up.topology import (
@@ -21,6 +24,7 @@ from headrace_cli.up.topology import (
     worker_specs,
 )
 from headrace_common.errors import InternalError
+from tests.chaos.identities import CredentialKind, Identities
 from tests.chaos.plan import ChaosPlan
 from tests.component.registry.harness import EtcdServer
 from tests.ports import free_port
@@ -31,6 +35,8 @@ TERMINATE_TIMEOUT_S = 40.0
 STOP_GRACE_S = 20.0
 ETCD_START_TIMEOUT_S = 20.0
 ETCD = "etcd"
+# A client connects to a router that is back within 2 s.
+RECONNECT_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +82,7 @@ class Process:
     child: Child | None = None
     starts: int = 0
     wanted: bool = False
+    serving_since_s: float = 0.0
     frozen: bool = False
     starting: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -93,6 +100,7 @@ class Processes:
         self._plan = plan
         self._folder = folder
         self._all: dict[str, Process] = {}
+        self.identities = Identities(CredentialKind(plan.credentials), folder / "credentials")
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -104,6 +112,10 @@ class Processes:
 
     def endpoint(self, name: str) -> str:
         return self._all[name].endpoint
+
+    def client_channels(self) -> list[grpc.aio.Channel]:
+        """A channel of a client to each router."""
+        return [self.identities.client_channel(self.endpoint(name)) for name in self.routers]
 
     def process_ids(self) -> dict[str, int]:
         """The running processes of all services."""
@@ -119,6 +131,12 @@ class Processes:
             return self.etcd.process is not None
         one = self._all[name]
         return one.child is not None and one.child.running and not one.frozen
+
+    def serving(self, name: str) -> bool:
+        """Whether the process runs, is not frozen, does not drain, and has served for so long that clients know."""
+        one = self._all[name]
+        known_s = one.serving_since_s + RECONNECT_S * self._plan.slowness
+        return self.running(name) and one.wanted and time.monotonic() >= known_s
 
     async def start(self) -> None:
         """Starts all. Raises as Supervisor.check does."""
@@ -145,12 +163,17 @@ class Processes:
         await asyncio.gather(*(self.begin(name) for name in self._all if name != "registry"))
 
     def _add(self, spec: ProcessSpec) -> None:
-        endpoint = f"{self._host}:{free_port()}"
-        arguments = tuple(
-            f"--listen={endpoint}" if text.startswith("--listen=") else text
-            for text in spec.arguments
-        )
-        self._all[spec.name] = Process(replace(spec, arguments=arguments), endpoint)
+        listens = {
+            flag: f"{self._host}:{free_port()}"
+            for flag in (text.partition("=")[0] for text in spec.arguments)
+            if flag in ("--listen", "--internal-listen")
+        }
+        fixed = {flag: f"{flag}={address}" for flag, address in listens.items()}
+        arguments = tuple(fixed.get(text.partition("=")[0], text) for text in spec.arguments)
+        # That of a router is for clients.
+        endpoint = listens.get("--listen", listens["--internal-listen"])
+        identity = self.identities.flags(spec.service, spec.name)
+        self._all[spec.name] = Process(replace(spec, arguments=(*arguments, *identity)), endpoint)
 
     def _wired(self, spec: ProcessSpec, ranks: int) -> ProcessSpec:
         """A worker with faults in its messages."""
@@ -192,7 +215,7 @@ class Processes:
                         one.starts += 1
                         one.child = await self._supervisor.start(replace(one.spec, log_file=log))
                     elif one.spec.port_file.exists():
-                        one.wanted = True
+                        one.wanted, one.serving_since_s = True, time.monotonic()
                         return
                     await asyncio.sleep(0.05)
         except TimeoutError:

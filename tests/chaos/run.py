@@ -13,8 +13,9 @@ from functools import partial
 from pathlib import Path
 
 from headrace.worker.v1 import worker_pb2
-from headrace_cli.client import RouterClient, open_router, worker_status
+from headrace_cli.client import RouterClient, worker_status
 from headrace_common.errors import HeadraceError
+from headrace_common.rpc.channel import open_channel
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.settings import parse_settings
 from tests.chaos.load import Clients, Outcomes
@@ -87,9 +88,9 @@ async def run_chaos(
 async def _load(plan: ChaosPlan, processes: Processes, report: ChaosReport, last_s: float) -> None:
     """Sends all requests, or those until `last_s`, while faults happen."""
     started_s = time.monotonic()
-    routers = [processes.endpoint(name) for name in processes.routers]
     model = SimModel(parse_settings(plan.model))
-    clients = Clients(routers, model, plan.deadline_s, report.outcomes, plan.late_s)
+    channels = processes.client_channels()
+    clients = Clients(channels, model, plan.deadline_s, report.outcomes, plan.late_s)
     faults = asyncio.create_task(_inject(plan, processes, report))
     try:
         await clients.run(requests(plan), plan.concurrency, last_s)
@@ -107,7 +108,9 @@ async def _load(plan: ChaosPlan, processes: Processes, report: ChaosReport, last
 async def until_served(processes: Processes, timeout_s: float = SERVED_WITHIN_S) -> None:
     """Workers register by themselves. Before every router has one, no request can be served."""
     for name in processes.routers:
-        async with open_router(processes.endpoint(name)) as router:
+        endpoint = processes.endpoint(name)
+        async with open_channel(endpoint, processes.identities.operator) as channel:
+            router = RouterClient(endpoint, channel)
             await until(partial(_serves, router), timeout_s, f"{name} serves", interval_s=0.05)
 
 
@@ -134,7 +137,7 @@ async def _inject(plan: ChaosPlan, processes: Processes, report: ChaosReport) ->
             # A repair task needs the process in the state in which the fault left it.
             if fault.target in repairs or not processes.running(fault.target):
                 continue
-            if fault.target.startswith("router") and not _others_run(processes, fault.target):
+            if fault.target.startswith("router") and not _another_serves(processes, fault.target):
                 continue
             report.process_faults[f"{fault.target.partition('-')[0]} {fault.kind}"] += 1
             repairs[fault.target] = asyncio.create_task(_break_and_repair(fault, processes))
@@ -144,8 +147,8 @@ async def _inject(plan: ChaosPlan, processes: Processes, report: ChaosReport) ->
         await asyncio.gather(*repairs.values(), return_exceptions=True)
 
 
-def _others_run(processes: Processes, name: str) -> bool:
-    return any(processes.running(other) for other in processes.routers if other != name)
+def _another_serves(processes: Processes, name: str) -> bool:
+    return any(processes.serving(other) for other in processes.routers if other != name)
 
 
 async def _break_and_repair(fault: ProcessFault, processes: Processes) -> None:
@@ -180,7 +183,9 @@ async def left_behind(processes: Processes, timeout_s: float = QUIESCE_S) -> lis
     while True:
         for name in processes.workers:
             try:
-                held = _held(await worker_status(processes.endpoint(name)))
+                held = _held(
+                    await worker_status(processes.endpoint(name), processes.identities.operator)
+                )
             except HeadraceError as error:
                 held = f"does not answer: {error.detail}"
             left[name] = held

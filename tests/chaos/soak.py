@@ -104,9 +104,8 @@ async def soak(seconds: float, seed: int, folder: Path) -> SoakReport:
     processes = Processes(plan, folder)
     try:
         await processes.start()
-        routers = [processes.endpoint(name) for name in processes.routers]
         model = SimModel(parse_settings(plan.model))
-        clients = Clients(routers, model, plan.deadline_s, report.outcomes)
+        clients = Clients(processes.client_channels(), model, plan.deadline_s, report.outcomes)
         watched = {name: psutil.Process(pid) for name, pid in processes.process_ids().items()}
         samples: dict[str, list[Sample]] = {name: [] for name in watched}
         try:

@@ -38,6 +38,12 @@ def _messages(count: int) -> bytes:
     return inference_pb2.GenerateRequest(chat=chat).SerializeToString()
 
 
+def _route() -> bytes:
+    """A RouteRequest that asks for a ticket."""
+    request = inference_pb2.GenerateRequest(tokens=inference_pb2.TokenIds(ids=range(100)))
+    return inference_pb2.RouteRequest(request=request).SerializeToString()
+
+
 def _stops(length: int) -> bytes:
     sampling = sampling_pb2.SamplingParams(stop=["a" * length] * 16)
     return inference_pb2.GenerateRequest(text="hi", sampling=sampling).SerializeToString()
@@ -59,7 +65,9 @@ ATTACKS: Mapping[str, Callable[[], list[bytes]]] = {
     # These reach the checks of the router, which compressing makes cheap to send.
     "zipped_texts": lambda: [_text(4 * _MEBIBYTE)] * 6,
     "fields": lambda: [_messages(8_000)] * 2 + [_wrong_texts(4_000)] * 4,
+    "tickets": lambda: [_route()] * 10_000,
 }
+_THREADS_MAX = 8
 
 
 class Attack:
@@ -69,7 +77,11 @@ class Attack:
         self._stream: Any = channel.unary_stream(_GENERATE)
         self._single: Any = channel.unary_unary(_ROUTE)
         bodies = ATTACKS[attack]()
-        self._bodies = [_as_route(body) if index % 2 else body for index, body in enumerate(bodies)]
+        self._asks_tickets = attack == "tickets"
+        self._bodies = [
+            _as_route(body) if index % 2 and not self._asks_tickets else body
+            for index, body in enumerate(bodies)
+        ]
         self.callers = range(len(bodies))
         self._options: dict[str, Any] = {
             "metadata": (("x-api-key", key),) if key else (),
@@ -80,6 +92,10 @@ class Attack:
     def call(self, caller: int) -> tuple[str, str]:
         """Calls Route or Generate. Returns the status code and its detail."""
         try:
+            if self._asks_tickets:
+                data = self._single(self._bodies[caller], **self._options)
+                routed = inference_pb2.RouteResponse.FromString(data)
+                return ("OK", "with a ticket") if routed.HasField("direct") else ("OK", "")
             if caller % 2:
                 self._single(self._bodies[caller], **self._options)
             else:
@@ -104,12 +120,12 @@ def main(endpoint: str, attack: str, key: str = "", repeated: str = "") -> None:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     with open_blocking_channel(endpoint) as channel:
         calls = Attack(channel, attack, key)
-        with ThreadPoolExecutor(len(calls.callers)) as threads:
+        with ThreadPoolExecutor(min(len(calls.callers), _THREADS_MAX)) as threads:
             if repeated:
                 _attack_in_periods(calls, threads)
                 return
             for code, detail in threads.map(calls.call, calls.callers):
-                print(f"{code} {detail}".replace("\n", " "))
+                print(f"{code} {detail}".replace("\n", " ").strip())
 
 
 def _attack_in_periods(calls: Attack, threads: ThreadPoolExecutor) -> None:

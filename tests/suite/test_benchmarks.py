@@ -173,6 +173,16 @@ def test_proxy(tmp_path: Path) -> None:
     assert tables((tmp_path / "proxy.md").read_text()) == [table]
 
 
+def test_fairness(tmp_path: Path) -> None:
+    size = ("--seconds=2", "--rounds=1", "--loops=6", "--slots=4", "--answer=10")
+    output = run("fairness", *size, f"--output={tmp_path}")
+    [table] = tables(output[output.index("| load") :])
+    assert [row["load"] for row in table] == ["B alone", "fair shares", "first come"]
+    assert_columns_positive(table, "tokens/s of both", "B asked", "B's TTFT p50 s")
+    assert re.search(r"With fair shares, B got (\d+) of \1 answers\.", output)
+    assert tables((tmp_path / "fairness.md").read_text()) == [table]
+
+
 def test_overload(tmp_path: Path) -> None:
     output = run(
         "overload", "--seconds=1.5", "--scenario=decode", "--answer=4", f"--output={tmp_path}"

@@ -23,7 +23,7 @@ async def chaos(plan: ChaosPlan, folder: Path) -> ChaosReport:
 
 
 async def test_500_requests_through_killed_frozen_and_restarted_services(tmp_path: Path) -> None:
-    report = await chaos(scenario("all", SEED, 500), tmp_path)
+    report = await chaos(scenario("all", SEED, 500, credentials="tls"), tmp_path)
     assert not report.violations
     assert report.process_faults.total() >= 3
     assert report.wire_faults["lost"]
@@ -34,7 +34,7 @@ async def test_500_requests_through_killed_frozen_and_restarted_services(tmp_pat
 
 
 async def test_duplicate_acknowledgements_cause_no_violation(tmp_path: Path) -> None:
-    report = await chaos(scenario("ledger", SEED, 150), tmp_path)
+    report = await chaos(scenario("ledger", SEED, 150, credentials="tokens"), tmp_path)
     assert not report.violations
 
 

@@ -37,9 +37,10 @@ LOGGED_LINES_SHOWN = 15
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """A running deployment. `router` and `registry` are "host:port"."""
+    """A running deployment. `router` is the "host:port" for clients, the others are those of internal listeners."""
 
     router: str
+    router_internal: str
     registry: str
     folder: Path
     children: tuple[Child, ...]
@@ -176,7 +177,14 @@ async def _start(
             waiting.result()
         finally:
             waiting.cancel()
-    deployment = Deployment(router.endpoint, registry.endpoint, folder, tuple(children), supervisor)
+    deployment = Deployment(
+        router.client_endpoint,
+        router.endpoint,
+        registry.endpoint,
+        folder,
+        tuple(children),
+        supervisor,
+    )
     await _wait_joined(topology, deployment)
     return deployment
 

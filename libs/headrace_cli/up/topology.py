@@ -43,7 +43,7 @@ class Topology:
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """How to start one process. Once it serves, `port_file` has the "host:port" of each worker, one a line."""
+    """How to start one process. Once it serves, `port_file` has a line with the addresses of each worker."""
 
     name: str
     service: str
@@ -100,7 +100,7 @@ def registry_spec(topology: Topology, folder: Path) -> ProcessSpec:
         folder,
         "registry",
         "registry",
-        ["--listen=127.0.0.1:0", f"--store={topology.store}"],
+        ["--internal-listen=127.0.0.1:0", f"--store={topology.store}"],
     )
 
 
@@ -114,6 +114,7 @@ def router_spec(topology: Topology, folder: Path, registry: str) -> ProcessSpec:
         "router",
         [
             f"--listen=127.0.0.1:{topology.port}",
+            "--internal-listen=127.0.0.1:0",
             f"--registry={registry}",
             f"--model={model}",
             "--router-id=router-0",
@@ -132,7 +133,7 @@ def worker_specs(topology: Topology, folder: Path, registry: str) -> list[Proces
     for service, count in counts.items():
         for name, members in _processes(topology, service, count):
             flags = [
-                "--listen=127.0.0.1:0",
+                "--internal-listen=127.0.0.1:0",
                 f"--registry={registry}",
                 f"--worker-id={name}",
                 f"--engine={topology.engine}",
@@ -140,6 +141,8 @@ def worker_specs(topology: Topology, folder: Path, registry: str) -> list[Proces
                 f"--served-model={topology.model_name}",
                 f"--tensor-parallel-size={ranks[service]}",
             ]
+            if service == "decode" and ("router", "look_aside", "true") in topology.settings:
+                flags.append("--listen=127.0.0.1:0")
             if topology.engine == VLLM:
                 flags.append(f"--max-model-len={VLLM_CONTEXT_TOKENS}")
             if members > 1:

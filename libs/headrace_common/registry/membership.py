@@ -15,7 +15,7 @@ from headrace.kv.v1 import layout_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_seconds
-from headrace_common.errors import HeadraceError, RegistryUnavailable
+from headrace_common.errors import HeadraceError, NotFound, RegistryUnavailable
 from headrace_common.registry.link import CALL_TIMEOUT_S, RegistryLink
 from headrace_common.tasks import end_task, run_forever
 
@@ -60,8 +60,9 @@ class Membership:
     async def start(self, timeout_s: float = 15.0) -> None:
         """Registers the member, then keeps it registered in the background.
 
-        Raises RegistryUnavailable when the registry cannot be reached in time, InvalidRequest when
-        the registry rejects the record, Conflict when a newer incarnation is registered.
+        Raises RegistryUnavailable when the registry cannot be reached in time, InvalidRequest when the registry
+        rejects the record, Conflict when a newer incarnation is registered. Raises NotFound when no lease lasts until
+        the descriptor is published.
         """
         deadline = Deadline.after(timeout_s)
         while True:
@@ -70,7 +71,8 @@ class Membership:
                     min(CALL_TIMEOUT_S, max(_START_CALL_TIMEOUT_MIN_S, deadline.remaining_s()))
                 )
                 break
-            except RegistryUnavailable as error:
+            # The lease may end before the descriptor arrives, for instance when etcd stands still.
+            except (RegistryUnavailable, NotFound) as error:
                 if deadline.expired:
                     raise
                 await self._link.back_off(error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Final
 
 import grpc.aio
 
@@ -14,13 +15,17 @@ from headrace_common.registry.link import CALL_TIMEOUT_S, RegistryLink
 from headrace_common.registry.policy import default_policy
 from headrace_common.tasks import end_task, run_forever
 
+# Reading the members takes a time that grows with their number.
+_NOTIFICATION_INTERVAL_S: Final = 0.05
+
 
 class RegistryView:
     """The members and the policy in force, as of the registry's last message.
 
     During an outage of the registry the view does not change. A registry may return without its
     records. Members that it does not list then stay in the view for `grace_s`, in which they register
-    again. The event loop calls `on_change` soon after each change of members, policy or connection.
+    again. The event loop calls `on_change` soon after each change of members, policy or connection, and at most every
+    50 ms.
     """
 
     def __init__(
@@ -42,6 +47,8 @@ class RegistryView:
         self._grace_timer: asyncio.TimerHandle | None = None
         self._follower: asyncio.Task[None] | None = None
         self._last_error: HeadraceError | None = None
+        self._notification: asyncio.TimerHandle | None = None
+        self._next_notification_s = 0.0
 
     @property
     def members(self) -> Mapping[str, registry_pb2.Member]:
@@ -76,8 +83,9 @@ class RegistryView:
         await end_task(self._follower)
         self._follower = None
         self._connected = False
-        if self._grace_timer is not None:
-            self._grace_timer.cancel()
+        for timer in (self._grace_timer, self._notification):
+            if timer is not None:
+                timer.cancel()
         await self._link.close()
 
     async def _follow(self) -> None:
@@ -166,6 +174,13 @@ class RegistryView:
             self._notify()
 
     def _notify(self) -> None:
+        if self._on_change is not None and self._notification is None:
+            loop = asyncio.get_running_loop()
+            self._notification = loop.call_at(self._next_notification_s, self._call_on_change)
+
+    def _call_on_change(self) -> None:
+        self._notification = None
+        self._next_notification_s = asyncio.get_running_loop().time() + _NOTIFICATION_INTERVAL_S
         if self._on_change is not None:
             # The event loop logs an exception of the callback, and the watch continues.
-            asyncio.get_running_loop().call_soon(self._on_change, self)
+            self._on_change(self)

@@ -66,8 +66,9 @@ class RegistryConfig(ServiceConfig):
 
     role = Role.REGISTRY
 
-    listen: HostPort = Field(
-        "127.0.0.1:7001", description="host:port to serve on; port 0 takes any free port."
+    internal_listen: HostPort = Field(
+        "127.0.0.1:7001",
+        description="host:port to serve the other services and operators on; port 0 takes any free port.",
     )
     store: Annotated[str, AfterValidator(_check_store)] = Field(
         MEMORY_STORE,
@@ -105,6 +106,11 @@ class RegistryConfig(ServiceConfig):
     )
     max_members: PositiveCount = Field(
         10_000, description="Maximum number of members registered at once."
+    )
+    max_unnamed_members: PositiveCount = Field(
+        1_024,
+        description="Members of one role, up to which a credential without a name may register another one. A "
+        "credential with a name registers the member of that name also beyond that.",
     )
     prefix_hash_key: Annotated[SecretStr, AfterValidator(_check_secret)] = Field(
         SecretStr(""),

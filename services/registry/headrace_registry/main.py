@@ -39,7 +39,9 @@ async def serve() -> None:
     try:
         server = GrpcServer(config, [SERVICE])
         registry_pb2_grpc.add_RegistryServiceServicer_to_server(
-            RegistryServicer(store, config.max_members, prefix_hash_key),
+            RegistryServicer(
+                store, config.max_members, config.max_unnamed_members, prefix_hash_key
+            ),
             server.server,
         )
         endpoint = await server.start()

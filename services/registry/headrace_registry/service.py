@@ -51,9 +51,16 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
     `prefix_hash_key` overrides the store's key, unless it is 0.
     """
 
-    def __init__(self, store: Store, max_members: int, prefix_hash_key: int = 0) -> None:
+    def __init__(
+        self,
+        store: Store,
+        max_members: int,
+        max_unnamed_members: int,
+        prefix_hash_key: int = 0,
+    ) -> None:
         self._store = store
         self._max_members = max_members
+        self._max_unnamed_members = max_unnamed_members
         self._prefix_hash_key = prefix_hash_key
 
     async def Register(
@@ -67,12 +74,8 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             }
         )
         _require_own_identity(request.member)
-        known = self._store.members
-        if request.member.worker_id not in known and len(known) >= self._max_members:
-            raise QueueFull(
-                f"the registry has reached its limit of {self._max_members} members: raise its max_members",
-                metadata={"max_members": str(self._max_members)},
-            )
+        if request.member.worker_id not in self._store.members:
+            self._require_room(request.member.role)
         ttl_s = math.ceil(seconds_from_duration(request.ttl))
         prefix_hash_key = self._prefix_hash_key or await self._store.ensure_prefix_hash_key(
             request.prefix_hash_key
@@ -87,6 +90,25 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             prefix_hash_key=prefix_hash_key,
             registration_order=registration.order,
         )
+
+    def _require_room(self, role: registry_pb2.Member.Role.ValueType) -> None:
+        """Raises QueueFull when the caller may not register another member."""
+        known = self._store.members
+        if len(known) >= self._max_members:
+            raise QueueFull(
+                f"the registry has reached its limit of {self._max_members} members: raise its max_members",
+                metadata={"max_members": str(self._max_members)},
+            )
+        if current_caller().name:
+            return
+        bound = self._max_unnamed_members
+        if sum(member.role == role for member in known.values()) >= bound:
+            name = _CREDENTIAL_ROLES[role]
+            raise QueueFull(
+                f"{bound} members of the role {name} are registered, and a credential without a name cannot register "
+                "more: give each worker a credential with its name, or raise the registry's max_unnamed_members",
+                metadata={"max_unnamed_members": str(bound), "role": name},
+            )
 
     def _note_offset(self, request: registry_pb2.RegisterRequest) -> None:
         """Warns of a clock that is far from this registry's."""

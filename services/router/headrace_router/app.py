@@ -15,6 +15,7 @@ from headrace.prefill.v1 import prefill_pb2, prefill_pb2_grpc
 from headrace.registry.v1 import registry_pb2
 from headrace_common.limits import TICKET_LIFETIME_MAX_S
 from headrace_common.rpc.channel import open_channel
+from headrace_common.rpc.server import ClientServices, GrpcServer
 from headrace_common.telemetry.setup import Telemetry
 from headrace_common.tickets.direct import TicketSigner
 from headrace_common.tickets.handoff import sign_handoff
@@ -41,14 +42,16 @@ from headrace_router.service import InferenceService
 from headrace_router.tracing.request_span import RequestTracer
 from headrace_router.tracing.service import OTLP_SERVICE_NAME, SpanCollector, TraceReader
 from headrace_router.tracing.store import StoreExporter, TraceLimits, TraceStore
+from headrace_router.workers.dials import Dials
 from headrace_router.workers.directory import WorkerDirectory
 from headrace_router.workers.slots import DecodeSlots
 from headrace_text.codec import TextCodec
 
 _LOG = logging.getLogger(__name__)
 
-SERVICES = (
-    "headrace.inference.v1.InferenceService",
+CLIENT_SERVICES = ("headrace.inference.v1.InferenceService",)
+INTERNAL_SERVICES = (
+    *CLIENT_SERVICES,
     "headrace.inference.v1.TraceService",
     "headrace.prefill.v1.PrefillQueueService",
     OTLP_SERVICE_NAME,
@@ -69,11 +72,21 @@ class Router:
     router_keys: RouterKeys
     preparer: RequestPreparer
     gate: ClientGate
-    """For the server's interceptors."""
+    """For the interceptors of the client listener."""
     admission: Admission
 
-    def add_to(self, server: grpc.aio.Server) -> None:
-        """Adds every servicer in SERVICES."""
+    def new_server(self, config: RouterConfig) -> GrpcServer:
+        """A server with every service of the router. Raises ConfigError."""
+        clients = ClientServices(CLIENT_SERVICES, [self.gate], config.max_request_bytes)
+        server = GrpcServer(config, INTERNAL_SERVICES, clients)
+        self._add_internal(server.server)
+        if server.client_server is not None:
+            inference_pb2_grpc.add_InferenceServiceServicer_to_server(
+                self.inference, server.client_server
+            )
+        return server
+
+    def _add_internal(self, server: grpc.aio.Server) -> None:
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self.inference, server)
         trace_pb2_grpc.add_TraceServiceServicer_to_server(TraceReader(self.traces), server)
         prefill_pb2_grpc.add_PrefillQueueServiceServicer_to_server(PullService(self.queue), server)
@@ -114,14 +127,16 @@ def assemble(
         if model in codecs:
             admission.resize_slots(model, slots.available())
 
+    dials = Dials()
     workers = WorkerDirectory(
         lambda endpoint: open_channel(endpoint, config),
         ticket_key.public.public_key,
         config.worker_wait_s,
         resize_slots,
+        dials,
     )
     prefixes = PrefixCacheDirectory(
-        lambda endpoint: open_channel(endpoint, config), prefix_hash_key
+        lambda endpoint: open_channel(endpoint, config), prefix_hash_key, dials=dials
     )
     queue = PrefillQueue(
         config.max_queued_tasks, config.prefix_wait_s, sign=_task_signer(ticket_key)

@@ -8,12 +8,12 @@ from typing import Annotated
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from headrace_common.access.roles import Role
+from headrace_common.client_config import ClientFacingConfig
 from headrace_common.config import (
     NonNegativeSeconds,
     OptionalWorkerId,
     PositiveCount,
     PositiveSeconds,
-    ServiceConfig,
     require_order,
     split_list,
 )
@@ -43,7 +43,7 @@ def _check_models(entries: tuple[str, ...]) -> tuple[str, ...]:
 ModelList = Annotated[tuple[str, ...], BeforeValidator(split_list), AfterValidator(_check_models)]
 
 
-class RouterConfig(ServiceConfig):
+class RouterConfig(ClientFacingConfig):
     """Headrace's router: places requests on workers and streams the responses."""
 
     role = Role.ROUTER
@@ -112,7 +112,7 @@ class RouterConfig(ServiceConfig):
     )
     look_aside: bool = Field(
         False,
-        description="Whether clients may stream from decode workers directly. Clients must be able to reach them.",
+        description="Whether clients may stream directly from decode workers that have the setting listen.",
     )
     ticket_ttl_s: PositiveSeconds = Field(
         10.0,
@@ -134,6 +134,10 @@ class RouterConfig(ServiceConfig):
         64 * 1024 * 1024,
         description="Bytes of the spans of all stored traces, before the oldest traces are removed.",
     )
+
+    @property
+    def clients_prove_themselves(self) -> bool:
+        return bool(self.api_keys_file)
 
     @model_validator(mode="after")
     def _check_waits(self) -> RouterConfig:

@@ -13,11 +13,11 @@ import grpc.aio
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from headrace_common.access.roles import Role, current_caller
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import Draining, PermissionDenied
+from headrace_common.errors import Draining, InvalidRequest, PermissionDenied, Unauthenticated
 from headrace_common.process.pacing import LoopLoad
 from headrace_common.rpc.trace_context import traceparent
 from headrace_router.admission.admission import Admission, AdmissionPermit
-from headrace_router.admission.tenants import Tenants
+from headrace_router.admission.tenants import DEFAULT_TENANT, Tenants
 from headrace_router.dispatch.completion import finish_reason_name
 from headrace_router.dispatch.dispatcher import RequestDispatcher
 from headrace_router.lookaside.tickets import LookAside, candidates_to_proto
@@ -142,17 +142,24 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.RouteResponse:
         """The placement of a request, with a ticket for its decode worker unless only an explanation is wanted.
 
-        Costs and cached tokens of the candidates show what others have asked, so they are for operators only.
+        Costs and cached tokens of the candidates show what others have asked, so they are for operators only, on the
+        internal listener. An API key names the tenant to explain for.
         """
         explains = Role.OPERATOR in current_caller().roles
         if request.explain and not explains:
             raise PermissionDenied(
-                "an explanation is for the role operator; call Route without explain",
+                "an explanation is for the role operator, on internal_listen; call Route without explain",
                 metadata={"field": "explain", "allowed_roles": Role.OPERATOR},
+            )
+        if explains and not request.explain:
+            raise InvalidRequest(
+                {"explain": "internal_listen only explains; set it, or call Route on listen"}
             )
         arrival_unix_ns = time.time_ns()
         deadline = _deadline_of(context, self._default_deadline_s)
-        permit = await self._admit(context, deadline)
+        tenant = self._explained_tenant(context) if explains else self._tenant_of(context)
+        self._reject_when_draining()
+        permit = await self._admission.admit(tenant, deadline)
         request_id = _request_id(request.request)
         with (
             ExitStack() as held,
@@ -231,9 +238,19 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self, context: grpc.aio.ServicerContext[Any, Any], deadline: Deadline
     ) -> AdmissionPermit:
         """Raises Unauthenticated, Draining, QueueFull or DeadlineExceeded, before any work is done."""
-        tenant = self._tenants.tenant_of(context.invocation_metadata())
+        tenant = self._tenant_of(context)
         self._reject_when_draining()
         return await self._admission.admit(tenant, deadline)
+
+    def _explained_tenant(self, context: grpc.aio.ServicerContext[Any, Any]) -> str:
+        """The tenant with the caches that an operator asks about."""
+        try:
+            return self._tenant_of(context)
+        except Unauthenticated:
+            return DEFAULT_TENANT
+
+    def _tenant_of(self, context: grpc.aio.ServicerContext[Any, Any]) -> str:
+        return self._tenants.tenant_of(context.invocation_metadata())
 
     def _reject_when_draining(self) -> None:
         if self._draining:

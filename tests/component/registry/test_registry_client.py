@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,6 +29,7 @@ from tests.component.registry.harness import (
     Registry,
     joined,
     kv_descriptor,
+    reference,
     registry_process,
     registry_stub,
     running_registry,
@@ -157,6 +159,28 @@ async def test_start_waits_for_a_registry(registry: Registry) -> None:
     await until(lambda: "decode-0" in view.members, 2, "the member")
     await membership.stop()
     await view.stop()
+
+
+async def test_start_registers_again_when_its_lease_ends_before_the_descriptor_arrives(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert registry.store is not None
+    put, ended = registry.store.put_descriptor, list[str]()
+    end_lease = registry.store.deregister
+
+    async def put_late(lease_id: str, *arguments: Any) -> int:
+        if not ended:
+            ended.append(lease_id)
+            await end_lease(lease_id)
+        return await put(lease_id, *arguments)
+
+    monkeypatch.setattr(registry.store, "put_descriptor", put_late)
+    async with joined(registry.endpoint, worker(), 2.0, kv_descriptor()) as membership:
+        assert membership.registered
+        assert ended
+        async with registry_stub(registry.endpoint) as stub:
+            request = registry_pb2.GetKvDescriptorRequest(member=reference(worker()))
+            assert (await stub.GetKvDescriptor(request)).HasField("descriptor")
 
 
 async def test_a_rejected_record_ends_the_start(registry: Registry) -> None:

@@ -11,6 +11,9 @@ import grpc.aio
 import pytest
 
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
+from headrace_common.access.local_key import load_local_key
+from headrace_common.access.roles import TOKEN_KEY, Role
+from headrace_common.access.tokens import create_token
 from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import (
     Conflict,
@@ -181,6 +184,28 @@ async def test_a_full_registry_rejects_only_new_members() -> None:
         await stub.Register(register(worker()))
         await error_of(QueueFull, stub.Register(register(worker("decode-1"))))
         await stub.Register(register(worker(generation=2)))
+
+
+async def test_credentials_without_a_name_register_a_bounded_number_of_each_role() -> None:
+    prefill = worker("prefill-0")
+    prefill.role = registry_pb2.Member.ROLE_PREFILL
+    key = load_local_key()
+    decode = [((TOKEN_KEY, create_token(key, Role.DECODE, name, 60)),) for name in ("", "decode-1")]
+    async with (
+        running_registry(insecure=False, max_unnamed_members=1) as registry,
+        grpc.aio.insecure_channel(registry.endpoint) as channel,
+    ):
+        stub = registry_pb2_grpc.RegistryServiceStub(channel)
+        await stub.Register(register(worker()), metadata=decode[0])
+        refused = register(worker("decode-1"))
+        error = await error_of(QueueFull, stub.Register(refused, metadata=decode[0]))
+        assert "raise the registry's max_unnamed_members" in error.detail
+        assert error.metadata["role"] == "decode"
+        # It may register its own member again. Another role, and the holder of the name, are not bound by it.
+        await stub.Register(register(worker(generation=2)), metadata=decode[0])
+        own = ((TOKEN_KEY, create_token(key, Role.PREFILL, "", 60)),)
+        await stub.Register(register(prefill), metadata=own)
+        await stub.Register(refused, metadata=decode[1])
 
 
 async def test_a_watcher_that_does_not_read_expires_and_delays_no_other() -> None:

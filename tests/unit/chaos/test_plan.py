@@ -10,7 +10,7 @@ from tests.chaos.plan import ChaosPlan, process_faults, requests, scenario, slow
 SLOWNESS = 5.0
 NO_TIMES = {
     *("seed", "requests", "concurrency", "decode_tensor_parallel", "prefill_tensor_parallel"),
-    *("routers", "wire", "kinds", "layer_s", "block_count", "head_bytes"),
+    *("routers", "wire", "kinds", "layer_s", "block_count", "head_bytes", "credentials"),
 }
 WIRE_TIMES = {
     *("delay_max_s", "cut_after_silence_s", "slow_write_max_s", "slow_turn_max_s"),

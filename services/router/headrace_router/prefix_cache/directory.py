@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,9 +19,10 @@ from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.layout.proto import layout_from_proto
 from headrace_kv.prefix.hashing import PromptHashes, TokenIds, key_fingerprint
 from headrace_router.prefix_cache.event_stream import EVENT_TIMEOUT_S, KvEventFeed
-from headrace_router.prefix_cache.index import SLOTS_MAX
+from headrace_router.prefix_cache.index import SLOTS_MAX, PrefixIndex
 from headrace_router.prefix_cache.lookup import Depths
 from headrace_router.prefix_cache.model_index import ModelIndex
+from headrace_router.workers.dials import Dials
 from headrace_router.workers.table import LoadTable, Numbers
 
 _LOG = logging.getLogger(__name__)
@@ -50,7 +50,8 @@ class PrefixCacheDirectory:
     """Applies the events of all workers to one index for each model and block size. One event loop owns it.
 
     `prefix_hash_key` returns the deployment's key, or 0 while it is unknown. Without it no worker gets credit. Blocks
-    in slower tiers count for less: `host_credit` and `disk_credit` are their shares.
+    in slower tiers count for less: `host_credit` and `disk_credit` are their shares. `dials` bounds the tries to reach
+    members, and may be shared.
     """
 
     def __init__(
@@ -61,7 +62,10 @@ class PrefixCacheDirectory:
         host_credit: float = HOST_CREDIT,
         disk_credit: float = DISK_CREDIT,
         event_timeout_s: float = EVENT_TIMEOUT_S,
+        dials: Dials | None = None,
     ) -> None:
+        self._dials = dials or Dials()
+        self._registered: dict[tuple[str, str], tuple[registry_pb2.Member, _FeedKey]] = {}
         self._open_channel = open_channel
         self._prefix_hash_key = prefix_hash_key
         self._credits = (host_credit, disk_credit)
@@ -87,28 +91,30 @@ class PrefixCacheDirectory:
         """Follows exactly these members. Does nothing after `close`."""
         if self._closed:
             return
-        wanted = {_feed_key(member) for member in members if member.role in _ROLES}
+        self._registered = {
+            (member.worker_id, member.incarnation): (member, self._key_of(member))
+            for member in members
+            if member.role in _ROLES
+        }
+        wanted = {key for _, key in self._registered.values()}
         for gone in set(self._feeds) - wanted:
             self._end(self._feeds.pop(gone))
             self._faults.pop(gone.ref, None)
-        used = Counter((key.model, key.block_tokens) for key in self._feeds)
-        for key in wanted - set(self._feeds):
-            if used[key.model, key.block_tokens] >= _WORKERS_MAX:
-                _LOG.warning("%s gets no credit for its cache: too many workers", key.ref)
-                continue
-            used[key.model, key.block_tokens] += 1
+        for key in wanted - self._feeds.keys():
             self._feeds[key] = KvEventFeed(
                 key.ref,
                 key.endpoint,
-                self._model_index(key.model, key.block_tokens).index,
+                partial(self._find_index, key),
                 self._open_channel,
+                self._dials,
                 self._event_timeout_s,
                 partial(self._check_hashing, key),
             )
+        used = {(key.model, key.block_tokens) for key in wanted}
         self._indexes = {
             model: kept
             for model, indexes in self._indexes.items()
-            if (kept := {size: index for size, index in indexes.items() if used[model, size]})
+            if (kept := {size: index for size, index in indexes.items() if (model, size) in used})
         }
         if self._upkeep is None:
             self._upkeep = asyncio.create_task(self._run_upkeep(), name="prefix-index-upkeep")
@@ -201,6 +207,20 @@ class PrefixCacheDirectory:
         if block_tokens not in indexes:
             indexes[block_tokens] = ModelIndex(model, block_tokens)
         return indexes[block_tokens]
+
+    def _find_index(self, key: _FeedKey) -> PrefixIndex | None:
+        """The index for a worker that sends events. None when it has no room for another worker."""
+        index = self._model_index(key.model, key.block_tokens).index
+        if sum(feed.index is index for feed in self._feeds.values()) < _WORKERS_MAX:
+            return index
+        _LOG.warning("%s gets no credit for its cache: too many workers", key.ref)
+        return None
+
+    def _key_of(self, member: registry_pb2.Member) -> _FeedKey:
+        """Most members are the same objects as before."""
+        ref = member.worker_id, member.incarnation
+        known, key = self._registered.get(ref, (None, None))
+        return key if key is not None and known is member else _feed_key(member)
 
     def _end(self, feed: KvEventFeed) -> None:
         closing = feed.close()

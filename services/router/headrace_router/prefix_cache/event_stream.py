@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import Callable
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import grpc
 import grpc.aio
@@ -16,6 +15,7 @@ from headrace_common.errors import ProtocolViolation
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.prefix.events import event_from_proto
 from headrace_router.prefix_cache.index import ApplyResult, PrefixIndex
+from headrace_router.workers.dials import Dials, RetryDelay
 
 _LOG = logging.getLogger(__name__)
 
@@ -28,80 +28,95 @@ _EndReason = Literal["broken", "resync", "unserved"]
 
 
 class KvEventFeed:
-    """Applies the events of one incarnation of a worker to `index`, until closed.
+    """Applies the events of one incarnation of a worker to an index, until closed.
 
     After a lost event, a different digest or a broken stream it subscribes again. The delay grows with each attempt
     until a heartbeat matches. A worker that serves no events gets no credit, and neither does another incarnation.
     `on_hashing` receives the worker's hashing parameters with every heartbeat.
+
+    `find_index` is called when the first event arrives. It returns None when the index is full. Until then the worker
+    has no place in an index, and between two tries no channel.
     """
 
     def __init__(
         self,
         ref: WorkerRef,
         endpoint: str,
-        index: PrefixIndex,
+        find_index: Callable[[], PrefixIndex | None],
         open_channel: Callable[[str], grpc.aio.Channel],
+        dials: Dials,
         event_timeout_s: float = EVENT_TIMEOUT_S,
         on_hashing: Callable[[worker_pb2.KvHashing], None] | None = None,
     ) -> None:
         self.ref = ref
         self.endpoint = endpoint
-        self.index = index
+        self.index: PrefixIndex | None = None
+        self._find_index = find_index
+        self._open_channel = open_channel
+        self._dials = dials
+        self._retry = RetryDelay(_BACKOFF_MIN_S, _BACKOFF_MAX_S)
+        self._channel: grpc.aio.Channel | None = None
         self._event_timeout_s = event_timeout_s
         self._on_hashing = on_hashing
-        self._failure_count = 0
         self._last_event_s = asyncio.get_running_loop().time()
         self._closing: asyncio.Task[None] | None = None
-        index.add_worker(ref)
-        self._channel = open_channel(endpoint)
         self._task = asyncio.create_task(self._follow(), name=f"kv-events-{ref}")
         self._task.add_done_callback(self._on_task_done)
 
     def check_timeout(self) -> None:
         """Suspends the worker when its last event is too old. Must be called regularly."""
         if asyncio.get_running_loop().time() - self._last_event_s > self._event_timeout_s:
-            self.index.suspend(self.ref)
+            self._suspend()
 
     def close(self) -> asyncio.Task[None]:
         """Removes the worker from the index at once. The returned task ends once the channel is closed."""
         if self._closing is None:
-            self.index.remove_worker(self.ref)
+            if self.index is not None:
+                self.index.remove_worker(self.ref)
             self._task.cancel()
             self._closing = asyncio.create_task(self._end_stream())
         return self._closing
 
     async def _end_stream(self) -> None:
         await asyncio.wait([self._task])
-        await self._channel.close()
+        await self._close_channel()
+
+    async def _close_channel(self) -> None:
+        if self._channel is not None:
+            channel, self._channel = self._channel, None
+            await channel.close()
+
+    def _suspend(self) -> None:
+        if self.index is not None:
+            self.index.suspend(self.ref)
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self.index.suspend(self.ref)
+            self._suspend()
             _LOG.critical("a bug ended the KV event stream of %s", self.ref, exc_info=error)
 
     async def _follow(self) -> None:
         while True:
             if await self._subscribe() == "unserved":
-                self.index.suspend(self.ref)
+                self._suspend()
                 return
-            delay_s = min(_BACKOFF_MAX_S, _BACKOFF_MIN_S * 2.0 ** min(self._failure_count, 16))
-            self._failure_count += 1
-            await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
+            if self.index is None:
+                await self._close_channel()
+            await asyncio.sleep(self._retry.failed_s())
 
     async def _subscribe(self) -> _EndReason:
         """Applies events until the stream ends or the index needs another subscription."""
-        request = worker_pb2.SubscribeKvEventsRequest(
-            incarnation=self.ref.incarnation, since_sequence=self.index.resume_after(self.ref)
-        )
-        call = worker_pb2_grpc.WorkerServiceStub(self._channel).SubscribeKvEvents(request)
+        call: Any = None
         try:
-            while True:
-                async with asyncio.timeout(self._event_timeout_s):
-                    message = await call.read()
-                if not isinstance(message, worker_pb2.SubscribeKvEventsResponse):
-                    return "broken"
-                if self._apply(message) is ApplyResult.NEEDS_RESYNC:
+            async with self._dials.turn(self._retry):
+                call = self._call()
+                message = await self._next_message(call)
+            if message is not None and self.index is None:
+                self._open_index()
+            while message is not None and self.index is not None:
+                if self._apply(self.index, message) is ApplyResult.NEEDS_RESYNC:
                     return "resync"
+                message = await self._next_message(call)
         except grpc.aio.AioRpcError as error:
             return self._end_reason(error)
         except TimeoutError:
@@ -109,25 +124,50 @@ class KvEventFeed:
         except ProtocolViolation as error:
             _LOG.warning("KV events of %s: %s", self.ref, error.detail)
         finally:
-            call.cancel()
+            if call is not None:
+                call.cancel()
         return "broken"
 
-    def _apply(self, message: worker_pb2.SubscribeKvEventsResponse) -> ApplyResult:
+    def _call(self) -> Any:
+        if self._channel is None:
+            self._channel = self._open_channel(self.endpoint)
+        since = 0 if self.index is None else self.index.resume_after(self.ref)
+        return worker_pb2_grpc.WorkerServiceStub(self._channel).SubscribeKvEvents(
+            worker_pb2.SubscribeKvEventsRequest(
+                incarnation=self.ref.incarnation, since_sequence=since
+            )
+        )
+
+    async def _next_message(self, call: Any) -> worker_pb2.SubscribeKvEventsResponse | None:
+        """None at the end of the stream."""
+        async with asyncio.timeout(self._event_timeout_s):
+            message = await call.read()
+        return message if isinstance(message, worker_pb2.SubscribeKvEventsResponse) else None
+
+    def _open_index(self) -> None:
+        index = self._find_index()
+        if index is not None:
+            index.add_worker(self.ref)
+            self.index = index
+
+    def _apply(
+        self, index: PrefixIndex, message: worker_pb2.SubscribeKvEventsResponse
+    ) -> ApplyResult:
         event = event_from_proto(message)
         if self._on_hashing is not None and message.heartbeat.HasField("hashing"):
             self._on_hashing(message.heartbeat.hashing)
-        result = self.index.apply(self.ref, event)
+        result = index.apply(self.ref, event)
         if result is ApplyResult.APPLIED:
             self._last_event_s = asyncio.get_running_loop().time()
             if event.kind == "heartbeat":
-                self._failure_count = 0
+                self._retry.answered()
         return result
 
     def _end_reason(self, error: grpc.aio.AioRpcError) -> _EndReason:
         if error.code() is grpc.StatusCode.UNIMPLEMENTED:
             _LOG.info("%s serves no KV events", self.ref)
             return "unserved"
-        if self._failure_count == 0:
+        if self._retry.failures == 0:
             _LOG.warning(
                 "KV events of %s ended: %s: %s", self.ref, error.code().name, error.details()
             )

@@ -18,6 +18,7 @@ from headrace_common.durations import duration_from_seconds
 from headrace_common.limits import CLOCK_OFFSET_NOTED_S
 from headrace_kv.layout.layout import WorkerRef
 from headrace_router.workers.clock import WorkerClock
+from headrace_router.workers.dials import Dials, RetryDelay
 from headrace_router.workers.table import Load, Worker
 
 _LOG = logging.getLogger(__name__)
@@ -25,6 +26,7 @@ _LOG = logging.getLogger(__name__)
 _STATUS_INTERVAL_S = 1.0
 # A worker without a status message for this long counts as unreachable.
 _STATUS_TIMEOUT_S = 3.0
+# The delay before the second try. See RetryDelay.
 _RECONNECT_S = 0.5
 # No tickets are granted for a worker for this long after its clock was set forward: it may be set again.
 _CLOCK_SET_PAUSE_S = 5.0
@@ -62,18 +64,25 @@ class _ReservedLoad:
 
 
 class WorkerConnection:
-    """Follows one decode worker's status. Calls `on_load` after every change of its load."""
+    """Follows one decode worker's status. Calls `on_load` after every change of its load.
+
+    A worker that has never sent a status has no open channel between two tries: gRPC would go on to connect it.
+    """
 
     def __init__(
         self,
         worker: Worker,
-        channel: grpc.aio.Channel,
+        open_channel: Callable[[str], grpc.aio.Channel],
+        dials: Dials,
         on_load: Callable[[WorkerConnection], None],
         ticket_public_key: bytes,
     ) -> None:
         """`ticket_public_key` is the router's, for the worker."""
         self.worker = worker
-        self.channel = channel
+        self._open_channel = open_channel
+        self._channel: grpc.aio.Channel | None = None
+        self._dials = dials
+        self._retry = RetryDelay(_RECONNECT_S)
         self._reservations: set[LoadReservation] = set()
         self._reserved = _ReservedLoad()
         # Of the reservations since the latest status.
@@ -85,10 +94,25 @@ class WorkerConnection:
         self.clock = WorkerClock()
         self._noted_offset_s = 0.0
         self._no_tickets_until_s = 0.0
-        self._ticket_public_key = ticket_public_key
+        self._request = worker_pb2.WatchStatusRequest(
+            max_interval=duration_from_seconds(_STATUS_INTERVAL_S),
+            ticket_public_key=ticket_public_key,
+        )
         self._retired = False
         self._closing: asyncio.Task[None] | None = None
         self._watch = asyncio.create_task(self._watch_status())
+
+    @property
+    def has_reported(self) -> bool:
+        """Whether the worker has ever sent its status."""
+        return self._status_count > 0
+
+    @property
+    def channel(self) -> grpc.aio.Channel:
+        """The channel to the worker, opened on first use."""
+        if self._channel is None:
+            self._channel = self._open_channel(self.worker.endpoint)
+        return self._channel
 
     def load(self) -> Load:
         """What the worker reported, and what this router has reserved on it since."""
@@ -164,7 +188,12 @@ class WorkerConnection:
         self._watch.cancel()
         with suppress(asyncio.CancelledError):
             await self._watch
-        await self.channel.close()
+        await self._close_channel()
+
+    async def _close_channel(self) -> None:
+        if self._channel is not None:
+            channel, self._channel = self._channel, None
+            await channel.close()
 
     def _set_status(self, status: worker_pb2.WatchStatusResponse | None) -> None:
         if status is not None:
@@ -214,28 +243,40 @@ class WorkerConnection:
         )
 
     async def _watch_status(self) -> None:
-        stub = worker_pb2_grpc.WorkerServiceStub(self.channel)
-        request = worker_pb2.WatchStatusRequest(
-            max_interval=duration_from_seconds(_STATUS_INTERVAL_S),
-            ticket_public_key=self._ticket_public_key,
-        )
         while True:
             try:
-                request_ns: int | None = time.monotonic_ns()
-                call = stub.WatchStatus(request)
-                while True:
-                    async with asyncio.timeout(_STATUS_TIMEOUT_S):
-                        status: Any = await call.read()
-                    if status is grpc.aio.EOF or status.incarnation != self.worker.ref.incarnation:
-                        break
-                    self._read_clock(status, request_ns)
-                    request_ns = None
-                    self._set_status(status)
+                await self._follow_status()
             except (grpc.aio.AioRpcError, TimeoutError) as error:
                 if self._status is not None:
                     _LOG.warning("decode worker %s stopped reporting: %r", self.worker.ref, error)
             self._set_status(None)
-            await asyncio.sleep(_RECONNECT_S)
+            if not self.has_reported:
+                await self._close_channel()
+            await asyncio.sleep(self._retry.failed_s())
+
+    async def _follow_status(self) -> None:
+        """Returns when the stream has ended. Raises AioRpcError or TimeoutError when it breaks."""
+        async with self._dials.turn(self._retry):
+            request_ns = time.monotonic_ns()
+            call = worker_pb2_grpc.WorkerServiceStub(self.channel).WatchStatus(self._request)
+            status = await self._next_status(call)
+        first_request_ns: int | None = request_ns
+        while status is not None:
+            self._retry.answered()
+            self._read_clock(status, first_request_ns)
+            first_request_ns = None
+            self._set_status(status)
+            status = await self._next_status(call)
+        call.cancel()
+
+    async def _next_status(self, call: Any) -> worker_pb2.WatchStatusResponse | None:
+        """None when the stream has ended, or belongs to another incarnation."""
+        async with asyncio.timeout(_STATUS_TIMEOUT_S):
+            status = await call.read()
+        if status is grpc.aio.EOF or status.incarnation != self.worker.ref.incarnation:
+            return None
+        found: worker_pb2.WatchStatusResponse = status
+        return found
 
     def _close_if_unused(self) -> None:
         if self._retired and not self._reservations and self._closing is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import grpc.aio
 
@@ -14,14 +15,22 @@ from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.layout.proto import layout_from_proto
 from headrace_router.workers.availability import WorkerAvailability
 from headrace_router.workers.connection import LoadReservation, WorkerConnection
+from headrace_router.workers.dials import Dials
 from headrace_router.workers.slots import DecodeSlots
 from headrace_router.workers.table import LoadTable, Worker
+
+
+@dataclass(frozen=True, slots=True)
+class _Registered:
+    member: registry_pb2.Member
+    worker: Worker
 
 
 class WorkerDirectory:
     """The decode workers and their load, by model. One event loop owns it.
 
-    `update` must be called on every change of the registry's view.
+    A registered worker is used, and counted, once it has reported its status to this router. `update` must be called
+    on every change of the registry's view.
     """
 
     def __init__(
@@ -30,13 +39,17 @@ class WorkerDirectory:
         ticket_public_key: bytes,
         worker_wait_s: float = 0.0,
         on_slots: Callable[[str, DecodeSlots], None] | None = None,
+        dials: Dials | None = None,
     ) -> None:
         """`ticket_public_key` is this router's. `worker_wait_s`: see RouterConfig.
 
-        `on_slots` gets a model and the slots of its workers after each change.
+        `on_slots` gets a model and the slots of its workers after each change. `dials` bounds the tries to reach
+        members, and may be shared.
         """
         self._open_channel = open_channel
         self._ticket_public_key = ticket_public_key
+        self._dials = dials or Dials()
+        self._registered: dict[WorkerRef, _Registered] = {}
         self._connections: dict[WorkerRef, WorkerConnection] = {}
         self._tables: dict[str, LoadTable] = {}
         self._availability = WorkerAvailability(worker_wait_s)
@@ -53,28 +66,37 @@ class WorkerDirectory:
         members = tuple(members)
         routers = sum(member.role == registry_pb2.Member.ROLE_ROUTER for member in members)
         self._router_count = max(1, routers)
-        workers = {
-            worker.ref: worker
-            for worker in (
-                worker_from_member(member)
-                for member in members
-                if member.role == registry_pb2.Member.ROLE_DECODE
-            )
-        }
-        for ref in set(self._connections) - set(workers):
+        registered = (
+            self._convert(member)
+            for member in members
+            if member.role == registry_pb2.Member.ROLE_DECODE
+        )
+        self._registered = {one.worker.ref: one for one in registered}
+        for ref in self._connections.keys() - self._registered.keys():
             self._connections.pop(ref).retire()
-        for ref, worker in workers.items():
+        for ref, one in self._registered.items():
+            worker = one.worker
             connection = self._connections.get(ref)
             if connection is not None and connection.worker.endpoint == worker.endpoint:
                 connection.replace_worker(worker)
                 continue
             if connection is not None:
                 connection.retire()
-            channel = self._open_channel(worker.endpoint)
             self._connections[ref] = WorkerConnection(
-                worker, channel, self._update_load, self._ticket_public_key
+                worker,
+                self._open_channel,
+                self._dials,
+                self._update_load,
+                self._ticket_public_key,
             )
         self._rebuild_tables()
+
+    def _convert(self, member: registry_pb2.Member) -> _Registered:
+        """Most members are the same objects as before."""
+        known = self._registered.get(WorkerRef(member.worker_id, member.incarnation))
+        if known is not None and known.member is member:
+            return known
+        return _Registered(member, worker_from_member(member))
 
     def table(self, model: str) -> LoadTable:
         """The decode workers of `model` and their load. Loads stay current until members join or leave."""
@@ -86,20 +108,14 @@ class WorkerDirectory:
 
     def max_model_len(self) -> dict[str, int]:
         """By model, the most tokens that every live decode worker of it accepts."""
-        lengths: dict[str, int] = {}
-        for connection in self._connections.values():
-            worker = connection.worker
-            lengths[worker.model] = min(
-                lengths.get(worker.model, worker.max_model_len), worker.max_model_len
-            )
-        return lengths
+        return {
+            model: min(worker.max_model_len for worker in table.workers)
+            for model, table in self._tables.items()
+        }
 
     def decode_worker_counts(self) -> dict[str, int]:
         """The number of live decode workers by model."""
-        counts: dict[str, int] = {}
-        for connection in self._connections.values():
-            counts[connection.worker.model] = counts.get(connection.worker.model, 0) + 1
-        return counts
+        return {model: len(table) for model, table in self._tables.items()}
 
     def worker(self, ref: WorkerRef) -> Worker | None:
         """A live decode worker as it registered. None when it has left."""
@@ -141,9 +157,11 @@ class WorkerDirectory:
             connection.mark_unreachable()
 
     def reserve_load(self, ref: WorkerRef, tokens: int) -> LoadReservation | None:
-        """Counts a request of `tokens` as placed on the worker. None when the worker has left."""
+        """Counts a request of `tokens` as placed on the worker. None when the worker has left or never reported."""
         connection = self._connections.get(ref)
-        return None if connection is None else connection.reserve(tokens)
+        if connection is None or not connection.has_reported:
+            return None
+        return connection.reserve(tokens)
 
     async def close(self) -> None:
         """Closes every channel."""
@@ -153,25 +171,38 @@ class WorkerDirectory:
     def _rebuild_tables(self) -> None:
         by_model: dict[str, list[WorkerConnection]] = {}
         for connection in self._connections.values():
-            by_model.setdefault(connection.worker.model, []).append(connection)
+            if connection.has_reported:
+                by_model.setdefault(connection.worker.model, []).append(connection)
         unserved = self._tables.keys() - by_model.keys()
-        self._tables = {
-            model: LoadTable(connection.worker for connection in connections)
-            for model, connections in by_model.items()
-        }
+        for model in unserved:
+            del self._tables[model]
         for model, connections in by_model.items():
-            for connection in connections:
-                self._tables[model].set(connection.worker.ref, connection.load())
+            self._rebuild_table(model, connections)
         for model in (*unserved, *self._tables):
             self._table_changed(model)
 
+    def _rebuild_table(self, model: str, connections: Iterable[WorkerConnection]) -> None:
+        """Makes a new table, unless the workers are those of the present one."""
+        rows = sorted(connections, key=lambda connection: str(connection.worker.ref))
+        workers = tuple(connection.worker for connection in rows)
+        known = self._tables.get(model)
+        if known is not None and known.workers == workers:
+            return
+        table = self._tables[model] = LoadTable(workers)
+        for connection in rows:
+            table.set(connection.worker.ref, connection.load())
+
     def _update_load(self, connection: WorkerConnection) -> None:
         worker = connection.worker
-        table = self._tables.get(worker.model)
         # A worker that has left may still report.
-        if self._connections.get(worker.ref) is connection and table is not None:
-            table.set(worker.ref, connection.load())
-            self._table_changed(worker.model)
+        if self._connections.get(worker.ref) is not connection or not connection.has_reported:
+            return
+        table = self._tables.get(worker.model)
+        if table is None or worker.ref not in table:
+            self._rebuild_tables()
+            return
+        table.set(worker.ref, connection.load())
+        self._table_changed(worker.model)
 
     def _table_changed(self, model: str) -> None:
         table = self.table(model)
@@ -189,6 +220,7 @@ def worker_from_member(member: registry_pb2.Member) -> Worker:
     return Worker(
         ref=WorkerRef(member.worker_id, member.incarnation),
         endpoint=member.endpoint,
+        client_endpoint=member.client_endpoint,
         model=member.model,
         max_model_len=member.max_model_len,
         max_num_seqs=member.max_num_seqs,

@@ -287,6 +287,7 @@ async def test_a_slow_subscriber_is_ended_and_delays_no_other(
             worker_pb2.SubscribeKvEventsRequest(incarnation=worker.ref.incarnation)
         )
         await slow.read()
+        await until(lambda: bool(rig.indexes._indexes))
         (by_size,) = rig.indexes._indexes.values()
         (model_index,) = by_size.values()
         for _ in range(45):

@@ -43,7 +43,7 @@ async def _one_at_a_time(worker: FakePrefill, task: prefill_pb2.PrefillTask) -> 
 async def _add_workers(rig: Rig) -> tuple[FakeDecode, FakePrefill]:
     """Adds a slow decode and a slow prefill worker, and lets the queue measure how long one prompt takes."""
     decode = await rig.add_decode(_reserves_slowly)
-    decode.member.max_num_seqs = 2 * _PROMPTS
+    decode.change_member(max_num_seqs=2 * _PROMPTS)
     rig.refresh()
     prefill = await rig.add_prefill(_one_at_a_time, credit=1)
     rig.policy.policy.max_queue_wait.FromMilliseconds(round(1e3 * _BOUND_S))

@@ -311,7 +311,7 @@ async def test_models_are_listed_with_their_workers(rig: Rig) -> None:
     assert not empty.models
     await rig.add_decode(hang)
     await rig.add_decode(hang)
-    rig.decodes[1].member.max_model_len = 512
+    rig.decodes[1].change_member(max_model_len=512)
     rig.refresh()
     await rig.add_prefill(stall)
     listed = await rig.stub.ListModels(inference_pb2.ListModelsRequest(), timeout=5)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from headrace.worker.v1 import worker_pb2
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_router.workers.connection import LoadReservation, WorkerConnection
+from headrace_router.workers.dials import Dials
 from headrace_router.workers.table import Worker
 
 _BLOCK_TOKENS = 16
@@ -63,9 +64,8 @@ class _Naive:
 
 
 async def _check(events: list[tuple[str, int, int]]) -> None:
-    channel = grpc.aio.insecure_channel(_WORKER.endpoint)
     changes: list[Any] = []
-    connection = WorkerConnection(_WORKER, channel, changes.append, b"")
+    connection = WorkerConnection(_WORKER, grpc.aio.insecure_channel, Dials(), changes.append, b"")
     made: list[LoadReservation] = []
     naive = _Naive()
     try:
@@ -105,8 +105,7 @@ def test_running_sums_equal_sums_over_the_reservations(
 async def test_a_worker_accepts_tickets_while_it_reports_and_its_clock_is_known(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    channel = grpc.aio.insecure_channel(_WORKER.endpoint)
-    connection = WorkerConnection(_WORKER, channel, lambda _: None, b"")
+    connection = WorkerConnection(_WORKER, grpc.aio.insecure_channel, Dials(), lambda _: None, b"")
 
     def accepts() -> bool:
         return connection.accepts_tickets

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-
-import grpc
-import grpc.aio
+from typing import Any
 
 from headrace.registry.v1 import registry_pb2
+from headrace.worker.v1 import worker_pb2
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_kv.layout.proto import layout_to_proto
 from headrace_router.workers.directory import WorkerDirectory
@@ -21,10 +20,45 @@ _LAYOUT = KvLayout.attention(
 _REF = WorkerRef("d0", "a")
 
 
-def _member(max_model_len: int = 4_096) -> registry_pb2.Member:
+class _Channel:
+    """A channel to a worker that sends `incarnation` in its statuses, once a second."""
+
+    def __init__(self, incarnation: str) -> None:
+        self.closed = False
+        self._incarnation = incarnation
+
+    def unary_stream(self, *arguments: object, **options: object) -> Any:
+        return lambda request: self
+
+    unary_unary = unary_stream
+
+    async def read(self) -> worker_pb2.WatchStatusResponse:
+        await asyncio.sleep(0.01)
+        return worker_pb2.WatchStatusResponse(incarnation=self._incarnation)
+
+    def cancel(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class _Channels:
+    """Opens channels to one worker."""
+
+    def __init__(self, incarnation: str = _REF.incarnation) -> None:
+        self.opened: list[_Channel] = []
+        self._incarnation = incarnation
+
+    def __call__(self, endpoint: str) -> Any:
+        self.opened.append(_Channel(self._incarnation))
+        return self.opened[-1]
+
+
+def _member(max_model_len: int = 4_096, worker_id: str = _REF.worker_id) -> registry_pb2.Member:
     return registry_pb2.Member(
         role=registry_pb2.Member.ROLE_DECODE,
-        worker_id=_REF.worker_id,
+        worker_id=worker_id,
         incarnation=_REF.incarnation,
         endpoint="127.0.0.1:1",
         model="sim",
@@ -34,15 +68,15 @@ def _member(max_model_len: int = 4_096) -> registry_pb2.Member:
     )
 
 
+async def _reported(directory: WorkerDirectory) -> None:
+    await until(lambda: directory.table("sim").any_available)
+
+
 async def test_the_channel_of_a_worker_that_left_closes_after_its_last_request() -> None:
-    channels: list[grpc.aio.Channel] = []
-
-    def open_channel(endpoint: str) -> grpc.aio.Channel:
-        channels.append(grpc.aio.insecure_channel(endpoint))
-        return channels[-1]
-
-    directory = WorkerDirectory(open_channel, b"")
+    channels = _Channels()
+    directory = WorkerDirectory(channels, b"")
     directory.update([_member()])
+    await _reported(directory)
     directory.update([_member(max_model_len=1_024)])
     assert directory.max_model_len() == {"sim": 1_024}
     first, last = (directory.reserve_load(_REF, 100) for _ in range(2))
@@ -55,32 +89,60 @@ async def test_the_channel_of_a_worker_that_left_closes_after_its_last_request()
     assert (table.requests.tolist(), table.held_tokens.tolist()) == ([1], [100])
     directory.update([])
     assert directory.reserve_load(_REF, 100) is None
-    (channel,) = channels
+    (channel,) = channels.opened
     await asyncio.sleep(0)
-    assert channel.get_state() is not grpc.ChannelConnectivity.SHUTDOWN
+    assert not channel.closed
     last.release()
-    await until(lambda: channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN)
+    await until(lambda: channel.closed)
+
+
+async def test_a_worker_that_has_never_reported_is_no_candidate_and_limits_nothing() -> None:
+    channels = _Channels(incarnation="another")
+    seen: list[object] = []
+    directory = WorkerDirectory(channels, b"", on_slots=lambda *change: seen.append(change))
+    directory.update([_member(max_model_len=1)])
+    # It was tried twice.
+    await until(lambda: len(channels.opened) >= 2)
+    assert not len(directory.table("sim"))
+    assert directory.max_model_len() == directory.decode_worker_counts() == {}
+    assert directory.reserve_load(_REF, 1) is None
+    assert not seen
+    assert channels.opened[0].closed
+    await directory.close()
+
+
+async def test_a_table_lists_the_workers_that_have_reported() -> None:
+    directory = WorkerDirectory(_Channels(), b"")
+    directory.update([_member()])
+    await _reported(directory)
+    table = directory.table("sim")
+    dead = _member(worker_id="dead")
+    dead.incarnation = "dead"
+    directory.update([_member(), dead])
+    assert directory.table("sim").workers == table.workers
+    assert directory.decode_worker_counts() == {"sim": 1}
+    await directory.close()
 
 
 async def test_the_slots_of_reachable_workers_are_reported_with_the_number_of_routers() -> None:
     seen: list[tuple[str, DecodeSlots]] = []
-    directory = WorkerDirectory(
-        grpc.aio.insecure_channel, b"", on_slots=lambda *change: seen.append(change)
-    )
+    directory = WorkerDirectory(_Channels(), b"", on_slots=lambda *change: seen.append(change))
     router = registry_pb2.Member(role=registry_pb2.Member.ROLE_ROUTER)
     directory.update([_member(), router, router])
     # The worker has not reported yet.
-    assert seen == [("sim", DecodeSlots(0, 0, 2))]
+    assert not seen
+    await _reported(directory)
+    assert seen == [("sim", DecodeSlots(8, 0, 2))]
     directory.update([_member(), router])
     directory.update([_member(), router])
-    assert seen[1:] == [("sim", DecodeSlots(0, 0, 1))]
+    assert seen[1:] == [("sim", DecodeSlots(8, 0, 1))]
     directory.update([router])
-    assert directory.reserve_load(_REF, 1) is None
+    assert seen[2:] == [("sim", DecodeSlots(0, 0, 1))]
     await directory.close()
 
 
 async def test_slots_count_workers_that_accept_requests() -> None:
-    directory = WorkerDirectory(grpc.aio.insecure_channel, b"")
+    directory = WorkerDirectory(_Channels(), b"")
     directory.update([_member()])
     worker = directory.worker(_REF)
     assert worker is not None
