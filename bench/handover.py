@@ -102,7 +102,7 @@ class Bench:
                 placed = response.timing.prefill_worker_id
             cpu_s = tree.cpu_s() - before_s
             assert placed, "it was not prefilled remotely"
-            times = trace_times(await deployment.router.trace(trace_id, TRACE_S))
+            times = trace_times(await deployment.operator.trace(trace_id, TRACE_S))
             await deployment.forget()
             return sample_of(seed, start_ns, pieces, cpu_s, *times)
 

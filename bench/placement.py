@@ -42,11 +42,10 @@ from headrace_common.identity import new_incarnation
 from headrace_common.registry.membership import Membership
 from headrace_common.registry.view import RegistryView
 from headrace_common.rpc.channel import open_channel
-from headrace_common.rpc.server import GrpcServer
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.setup import init_telemetry
 from headrace_common.tickets.keys import SigningKey
-from headrace_router.app import SERVICES, Router, assemble
+from headrace_router.app import Router, assemble
 from headrace_router.config import RouterConfig
 from headrace_router.placement import (
     Candidates,
@@ -282,22 +281,22 @@ async def router_of(
         stack.push_async_callback(router.close)
         stack.push_async_callback(view.stop)
         await view.start()
-        server = GrpcServer(config, SERVICES, [router.gate], config.max_request_bytes)
-        router.add_to(server.server)
-        stack.push_async_callback(server.server.stop, None)
+        server = router.new_server(config)
+        stack.push_async_callback(server.stop, None)
         endpoint = await server.start()
         member = registry_pb2.Member(
             worker_id=router_id,
             incarnation=new_incarnation(),
             role=registry_pb2.Member.ROLE_ROUTER,
             endpoint=endpoint,
+            client_endpoint=server.client_endpoint,
             start_unix_ns=time.time_ns(),
             ticket_public_key=ticket_key.public.public_key,
         )
         membership = Membership(channel, member)
         stack.push_async_callback(membership.stop)
         await membership.start()
-        yield router, endpoint
+        yield router, server.client_endpoint
 
 
 async def wait_joined(router: Router, prefill_count: int, decode_count: int) -> None:

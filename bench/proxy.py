@@ -162,7 +162,7 @@ async def ways(folder: Path, vllm_router: str) -> AsyncIterator[list[Way]]:
             log = folder / f"{name}.log"
             return await stack.enter_async_context(process(*command, log=log)), log
 
-        service = (sys.executable, "-m", "headrace_registry", f"--listen={here}")
+        service = (sys.executable, "-m", "headrace_registry", f"--internal-listen={here}")
         await until_listening(registry, *await start("registry", *service))
         workers = (sys.executable, "-m", "bench.proxy_workers", here, str(http_worker))
         await until_listening(http_worker, *await start("workers", *workers))
@@ -211,7 +211,8 @@ async def sim_ways(folder: Path, gap_ms: int) -> AsyncIterator[list[Way]]:
 
         async def start(port: int, name: str, *flags: str) -> asyncio.subprocess.Process:
             log = folder / f"{name}.log"
-            command = (sys.executable, "-m", f"headrace_{name}", f"--listen=127.0.0.1:{port}")
+            listen = "listen" if name == "router" else "internal-listen"
+            command = (sys.executable, "-m", f"headrace_{name}", f"--{listen}=127.0.0.1:{port}")
             child = await stack.enter_async_context(
                 process(*command, *flags, "--log-level=warning", log=log)
             )
@@ -221,7 +222,8 @@ async def sim_ways(folder: Path, gap_ms: int) -> AsyncIterator[list[Way]]:
         await start(registry, "registry")
         engine = ("--worker-id=decode-0", "--engine=sim", f"--model={model}", "--served-model=sim")
         room = ("--max-num-seqs=256", "--num-gpu-blocks-override=4096")
-        await start(decode, "decode", f"--registry={here}", *engine, *room)
+        clients = "--listen=127.0.0.1:0"
+        await start(decode, "decode", f"--registry={here}", clients, *engine, *room)
         ours = await start(
             router, "router", f"--registry={here}", f"--model={MODEL}", "--look-aside"
         )

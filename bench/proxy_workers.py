@@ -130,7 +130,7 @@ async def serve_grpc(registry: str) -> tuple[GrpcServer, Membership]:
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(Status(member), server.server)
     port = server.server.add_insecure_port("127.0.0.1:0")
     await server.server.start()
-    member.endpoint = f"127.0.0.1:{port}"
+    member.endpoint = member.client_endpoint = f"127.0.0.1:{port}"
     # The channel ends with the process.
     channel = open_channel(registry, Credentials(role=Role.DECODE))
     membership = Membership(channel, member)

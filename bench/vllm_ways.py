@@ -19,7 +19,13 @@ from rich.console import Console
 from bench.proxy import free_port
 from bench.vllm_child import TIMES_VARIABLE, Child, Piece, engine
 from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
-from headrace_cli.client import RouterClient, open_router, reset_prefix_cache
+from headrace_cli.client import (
+    RouterClient,
+    RouterOperator,
+    open_router,
+    open_router_internally,
+    reset_prefix_cache,
+)
 from headrace_cli.up.deployment import Deployment, Signals, deployed
 from headrace_cli.up.topology import Topology
 
@@ -76,10 +82,11 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class Ours:
-    """A running deployment of one prefill and one decode worker, and a client of its router."""
+    """A running deployment of one prefill and one decode worker, and a client and an operator of its router."""
 
     deployment: Deployment
     router: RouterClient
+    operator: RouterOperator
 
     def tree(self, *services: str) -> Tree:
         """The processes of these services, or of all services."""
@@ -128,8 +135,9 @@ async def ours(model: Path, dtype: str, cache_tokens: int, folder: Path) -> Asyn
             # Without open signals, asyncio handles Ctrl-C and cancels everything.
             deployed(topology, folder, Console(file=log), Signals()) as deployment,
             open_router(deployment.router) as router,
+            open_router_internally(deployment.router_internal) as operator,
         ):
-            yield Ours(deployment, router)
+            yield Ours(deployment, router, operator)
 
 
 def engine_arguments(model: Path, dtype: str, cache_tokens: int, **more: Any) -> dict[str, Any]:

@@ -56,7 +56,7 @@ done
 printf '%s\n' "$workers"
 timeout "$CALL_TIMEOUT_S" .venv/bin/headrace chat --router 127.0.0.1:7050 --temperature 0 --max-tokens 24 \
   "What is the capital of France?"
-operator trace --router router:7050 --no-layers
+operator trace --registry registry:7051 --no-layers
 
 # Without a token of this deployment, a caller reaches nothing of its own but InferenceService.
 ! timeout "$CALL_TIMEOUT_S" .venv/bin/headrace workers --registry 127.0.0.1:7051 >"$CACHE/stranger.log" 2>&1 \

@@ -55,13 +55,12 @@ def _api_key() -> str:
 
 
 class RouterClient:
-    """Calls one router. `open_router` makes one."""
+    """Calls the client listener of one router. `open_router` makes one."""
 
     def __init__(self, endpoint: str, channel: grpc.aio.Channel, api_key: str = "") -> None:
         self.endpoint = endpoint
         self._client = headrace_client.Client(channel, api_key=api_key, hint=_HINT, name=endpoint)
         self._inference = inference_pb2_grpc.InferenceServiceStub(channel)
-        self._traces = trace_pb2_grpc.TraceServiceStub(channel)
 
     async def generate(
         self, request: inference_pb2.GenerateRequest, timeout_s: float
@@ -70,23 +69,35 @@ class RouterClient:
         async for response in self._client.stream(request, timeout_s):
             yield response
 
+    async def models(self) -> list[inference_pb2.Model]:
+        """The models served."""
+        with rpc_errors(f"the router on {self.endpoint}"):
+            listed = await self._inference.ListModels(
+                inference_pb2.ListModelsRequest(), timeout=CALL_TIMEOUT_S
+            )
+        return list(listed.models)
+
+
+class RouterOperator:
+    """Calls the internal listener of one router. `open_router_internally` makes one."""
+
+    def __init__(self, endpoint: str, channel: grpc.aio.Channel, api_key: str = "") -> None:
+        self.endpoint = endpoint
+        self._client = headrace_client.Client(channel, api_key=api_key, hint=_HINT, name=endpoint)
+        self._inference = inference_pb2_grpc.InferenceServiceStub(channel)
+        self._traces = trace_pb2_grpc.TraceServiceStub(channel)
+
     async def explain(self, request: inference_pb2.GenerateRequest) -> inference_pb2.RouteResponse:
         """Where the prompt would be routed now, with all candidates."""
         return await self._client.route(request, CALL_TIMEOUT_S, explain=True)
 
-    async def models(self) -> list[inference_pb2.Model]:
-        """The models served."""
-        return list((await self._list_models()).models)
-
     async def prefix_key_fingerprint(self) -> int:
         """Fingerprint of the key with which the router hashes prompts; 0 while it has none."""
-        return (await self._list_models()).prefix_key_fingerprint
-
-    async def _list_models(self) -> inference_pb2.ListModelsResponse:
         with rpc_errors(f"the router on {self.endpoint}"):
-            return await self._inference.ListModels(
+            listed = await self._inference.ListModels(
                 inference_pb2.ListModelsRequest(), timeout=CALL_TIMEOUT_S
             )
+        return listed.prefix_key_fingerprint
 
     async def trace(self, trace_id: str, wait_s: float) -> trace_pb2.Trace:
         """The trace, after a wait of up to `wait_s` for its last spans. Raises NotFound."""
@@ -117,10 +128,18 @@ class RouterClient:
 
 @asynccontextmanager
 async def open_router(endpoint: str) -> AsyncIterator[RouterClient]:
-    """Opens a client of the router at "host:port"."""
+    """Opens a client of the router with its client listener at "host:port"."""
     api_key = _api_key()
     async with call_channel(endpoint) as channel:
         yield RouterClient(endpoint, channel, api_key)
+
+
+@asynccontextmanager
+async def open_router_internally(endpoint: str) -> AsyncIterator[RouterOperator]:
+    """As open_router, for the internal listener."""
+    api_key = _api_key()
+    async with call_channel(endpoint) as channel:
+        yield RouterOperator(endpoint, channel, api_key)
 
 
 async def list_members(registry: str) -> list[registry_pb2.Member]:

@@ -15,12 +15,23 @@ DEFAULT_MODEL = Path("models/SmolLM2-135M-Instruct")
 Router = Annotated[
     str,
     typer.Option(
-        "--router", metavar="HOST:PORT", envvar="HEADRACE_ENDPOINT", help="Router to call."
+        "--router",
+        metavar="HOST:PORT",
+        envvar="HEADRACE_ENDPOINT",
+        help="Router to call, by its address for clients.",
     ),
 ]
 Registry = Annotated[
     str,
     typer.Option(metavar="HOST:PORT", help="Registry to call; empty means that of `headrace up`."),
+]
+RouterInternal = Annotated[
+    str,
+    typer.Option(
+        "--internal",
+        metavar="HOST:PORT",
+        help="Internal address of the router; empty means as the registry has it.",
+    ),
 ]
 Engine = Annotated[str, typer.Option(help="vllm for real models, sim for the simulated one.")]
 Model = Annotated[

@@ -36,7 +36,7 @@ from headrace_common.access.roles import Role
 from headrace_common.errors import ConfigError
 from headrace_common.identity import is_worker_id
 
-_WILDCARD_HOSTS = ("0.0.0.0", "[::]", "::")
+WILDCARD_HOSTS = ("0.0.0.0", "[::]", "::")
 _HOST_PORT = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})")
 _MISSING = "\0missing"
 # Kubernetes sets these in every container of a namespace with a Service of our name.
@@ -115,13 +115,14 @@ class ServiceConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    listen: HostPort = Field(
-        default="127.0.0.1:0", description="host:port to serve on; port 0 takes any free port."
+    internal_listen: HostPort = Field(
+        default="127.0.0.1:0",
+        description="host:port to serve the other services and operators on; port 0 takes any free port.",
     )
-    advertise: OptionalHostPort = Field(
+    internal_advertise: OptionalHostPort = Field(
         default="",
-        description="host:port at which other processes reach this one. Port 0 means the port of "
-        "listen; empty means the address of listen.",
+        description="host:port at which the other services reach internal_listen. Port 0 means the port of "
+        "internal_listen; empty means its address.",
     )
     registry: Endpoint = Field(default="127.0.0.1:7001", description="host:port of the registry.")
     log_level: LogLevel = Field(default="info", description="Lowest level that is logged.")
@@ -135,7 +136,8 @@ class ServiceConfig(BaseModel):
     )
     port_file: str = Field(
         default="",
-        description="File to which the service writes its host:port when it serves; empty means none.",
+        description="File to which the service writes the host:port of internal_listen, and after a space that of "
+        "listen if it has one, when it serves; empty means none.",
     )
     tls_certificate_file: str = Field(
         default="",
@@ -179,22 +181,34 @@ class ServiceConfig(BaseModel):
             problems.append(
                 "set tls_certificate_file, tls_key_file and tls_authority_file together, or none"
             )
-        host, _ = split_host_port(self.listen)
-        if host in _WILDCARD_HOSTS and not self.advertise:
-            problems.append(
-                f"listen on {host} needs advertise: set it to the host:port at which other processes "
-                "reach this one"
-            )
+        problems += wildcard_problems(self, "internal_listen", "internal_advertise")
         if not (self.insecure or any(tls) or self.token_keys_file):
             problems += [
                 f"{name} is {address}, which other hosts may reach, and no credentials are configured: set the tls_ "
                 "files or token_keys_file, or set insecure, which lets every caller make every RPC"
-                for name, address in (("listen", self.listen), ("advertise", self.advertise))
-                if address and not is_loopback(address)
+                for name, address in reachable_addresses(
+                    self, "internal_listen", "internal_advertise"
+                )
             ]
         if problems:
             raise ValueError("; ".join(problems))
         return self
+
+
+def wildcard_problems(config: ServiceConfig, listen: str, advertise: str) -> list[str]:
+    """What is wrong with an address to listen on that is no address to call. The arguments are settings' names."""
+    host = split_host_port(getattr(config, listen))[0]
+    if host not in WILDCARD_HOSTS or getattr(config, advertise):
+        return []
+    return [
+        f"{listen} on {host} needs {advertise}: set it to the host:port at which others reach this process"
+    ]
+
+
+def reachable_addresses(config: ServiceConfig, *settings: str) -> list[tuple[str, str]]:
+    """The settings, of these, with an address that is not on loopback, and their values."""
+    addresses = [(name, getattr(config, name)) for name in settings]
+    return [(name, address) for name, address in addresses if address and not is_loopback(address)]
 
 
 Config = TypeVar("Config", bound=ServiceConfig)
@@ -329,7 +343,7 @@ def _parser(cls: type[ServiceConfig], prog: str, prefix: str) -> argparse.Argume
         prog=prog,
         description=textwrap.dedent(cls.__doc__ or "").strip().split("\n\n")[0],
         epilog=f"Flags override environment variables ({prefix}*), which override the file. "
-        f'A file holds lines such as listen = "127.0.0.1:7000".'
+        f'A file holds lines such as internal_listen = "127.0.0.1:7000".'
         + (f" Secrets have no flag, but variables: {', '.join(secrets)}." if secrets else ""),
         allow_abbrev=False,
     )

@@ -163,11 +163,15 @@ class Processes:
         await asyncio.gather(*(self.begin(name) for name in self._all if name != "registry"))
 
     def _add(self, spec: ProcessSpec) -> None:
-        endpoint = f"{self._host}:{free_port()}"
-        arguments = tuple(
-            f"--listen={endpoint}" if text.startswith("--listen=") else text
-            for text in spec.arguments
-        )
+        listens = {
+            flag: f"{self._host}:{free_port()}"
+            for flag in (text.partition("=")[0] for text in spec.arguments)
+            if flag in ("--listen", "--internal-listen")
+        }
+        fixed = {flag: f"{flag}={address}" for flag, address in listens.items()}
+        arguments = tuple(fixed.get(text.partition("=")[0], text) for text in spec.arguments)
+        # That of a router is for clients.
+        endpoint = listens.get("--listen", listens["--internal-listen"])
         identity = self.identities.flags(spec.service, spec.name)
         self._all[spec.name] = Process(replace(spec, arguments=(*arguments, *identity)), endpoint)
 

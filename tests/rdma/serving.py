@@ -62,11 +62,13 @@ class Site:
 def center(site: Site) -> Iterator[None]:
     """A registry and a router that serves a model for each layout."""
     models = ",".join(f"{layout}=sim" for layout in MODELS)
-    started = [start_service("registry", "registry", [f"--listen={site.registry}"])]
+    started = [start_service("registry", "registry", [f"--internal-listen={site.registry}"])]
     try:
         wait_serving(started)
         flags = [
             f"--listen={site.router}",
+            "--anonymous-clients",
+            f"--internal-listen={site.here}:0",
             f"--registry={site.registry}",
             f"--model={models}",
         ]
@@ -84,7 +86,7 @@ def start_worker(role: str, group: Group, ranks: int, site: Site) -> Forked:
     """A prefill or decode worker of the group, on this machine."""
     worker_id = group.prefill_id if role == "prefill" else group.decode_id(ranks)
     flags = {
-        "listen": f"{site.here}:0",
+        "internal_listen": f"{site.here}:0",
         "registry": site.registry,
         "worker-id": worker_id,
         "engine": "sim",

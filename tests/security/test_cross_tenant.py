@@ -14,7 +14,7 @@ import pytest
 
 from headrace.decode.v1 import decode_pb2_grpc
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
-from headrace_cli.client import API_KEY_VARIABLE, open_router
+from headrace_cli.client import API_KEY_VARIABLE, open_router_internally
 from headrace_common.access.credentials import Credentials
 from headrace_common.rpc.channel import open_channel
 from headrace_common.tickets.direct import decode_request_of
@@ -119,7 +119,7 @@ async def two_tenants(folder: Path, scope: str) -> AsyncIterator[tuple[Tenant, T
 
 async def explained_tokens(it: Suite, prompt: Sequence[int]) -> int:
     """The cached tokens in an explanation that an operator gets with the tenant's key, as by `headrace route`."""
-    async with open_router(it.deployment.router) as operator:
+    async with open_router_internally(it.deployment.router_internal) as operator:
         routed = await operator.explain(greedy(prompt, ANSWER_TOKENS))
     return max(int(candidate.cached_tokens) for candidate in routed.candidates)
 

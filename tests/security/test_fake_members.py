@@ -73,7 +73,7 @@ async def measure(it: Suite, first: int) -> tuple[list[float], list[float]]:
         assert (await it.generate(prompt, 2)).token_ids == it.expected(prompt, 2)
 
     async def route(number: int) -> None:
-        decision = await it.client.explain(greedy(prompt_of(40, number), 2))
+        decision = await it.operator.explain(greedy(prompt_of(40, number), 2))
         assert [candidate.worker_id for candidate in decision.candidates] == ["decode-0"]
 
     return await durations_ms(generate, first), await durations_ms(route, first + ASKED)

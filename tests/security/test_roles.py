@@ -1,4 +1,4 @@
-"""Every RPC of a live deployment, called without a credential and in every role."""
+"""Every RPC of a live deployment, called on both listeners, without a credential and in every role."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from headrace.kv.v1 import handoff_pb2, layout_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_cli.client import list_members
+from headrace_client import Client
 from headrace_common.access.credentials import Credentials
 from headrace_common.access.local_key import load_local_key
 from headrace_common.access.roles import Role
-from headrace_common.access.table import GUARDED, PUBLIC, roles_of
+from headrace_common.access.table import Listener, methods_of, needs_role, roles_of
 from headrace_common.access.tokens import create_token
 from headrace_common.rpc.channel import open_channel
-from tests.suite.deployment import Suite, prompt_of, suite
+from tests.suite.deployment import Suite, greedy, prompt_of, suite
 
 _CALL_TIMEOUT_S = 2.0
 _REFUSALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
@@ -35,7 +36,7 @@ _NOT_DEPLOYED = {
 }
 
 
-async def methods_of(endpoint: str) -> set[str]:
+async def listed_methods(endpoint: str) -> set[str]:
     """The RPCs that a server lists by reflection."""
     async with open_channel(endpoint) as channel:
         reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
@@ -83,10 +84,10 @@ async def status_of(
     return grpc.StatusCode.OK
 
 
-async def check_server(endpoint: str, methods: Iterable[str]) -> None:
+async def check_internal(endpoint: str, methods: Iterable[str]) -> None:
     for role in (None, *Role):
         async with open_channel(endpoint, Credentials(role=role)) as channel:
-            for method in set(methods) - PUBLIC:
+            for method in filter(needs_role, methods):
                 permitted = role in roles_of(method)
                 status = await status_of(channel, method, b"" if permitted else None)
                 if role is None:
@@ -97,15 +98,47 @@ async def check_server(endpoint: str, methods: Iterable[str]) -> None:
                     assert status is grpc.StatusCode.PERMISSION_DENIED, (method, role)
 
 
+async def check_unserved(endpoint: str, methods: Iterable[str]) -> None:
+    """RPCs of the other listener are UNIMPLEMENTED, whatever the caller's role."""
+    for role in (None, *Role):
+        async with open_channel(endpoint, Credentials(role=role)) as channel:
+            for method in methods:
+                status = await status_of(channel, method)
+                assert status is grpc.StatusCode.UNIMPLEMENTED, (method, role)
+
+
 async def test_every_rpc_serves_the_roles_of_its_row_and_no_others(tmp_path: Path) -> None:
-    async with suite(tmp_path) as deployed:
-        found: set[str] = set()
+    settings = (("router", "look_aside", "true"),)
+    async with suite(tmp_path, settings=settings) as deployed:
+        found: dict[Listener, set[str]] = {listener: set() for listener in Listener}
         for child in deployed.deployment.children:
-            methods = await methods_of(child.endpoint)
-            await check_server(child.endpoint, methods)
-            found |= methods
-        assert found == (PUBLIC | GUARDED) - _NOT_DEPLOYED
+            internal = await listed_methods(child.endpoint)
+            found[Listener.INTERNAL] |= internal
+            await check_internal(child.endpoint, internal)
+            assert bool(child.client_endpoint) is (child.spec.service in ("router", "decode"))
+            if child.client_endpoint:
+                facing = await listed_methods(child.client_endpoint)
+                found[Listener.CLIENT] |= facing
+                await check_unserved(child.endpoint, facing - internal)
+                rest = methods_of(Listener.INTERNAL) - methods_of(Listener.CLIENT)
+                await check_unserved(child.client_endpoint, rest)
+        assert found[Listener.CLIENT] == methods_of(Listener.CLIENT)
+        assert found[Listener.INTERNAL] == methods_of(Listener.INTERNAL) - _NOT_DEPLOYED
         await check_answers(deployed)
+
+
+async def test_a_decode_worker_without_listen_has_no_port_for_clients(tmp_path: Path) -> None:
+    settings = (("router", "look_aside", "true"), ("decode", "listen", ""))
+    async with suite(tmp_path, settings=settings) as deployed:
+        child = deployed.child("decode-0")
+        assert not child.client_endpoint
+        members = {m.worker_id: m for m in await list_members(deployed.deployment.registry)}
+        assert members["decode-0"].endpoint == child.endpoint
+        assert not members["decode-0"].client_endpoint
+        async with Client(deployed.deployment.router) as client:
+            routed = await client.route(greedy(prompt_of(40, 1), 4))
+        assert routed.worker_id == "decode-0"
+        assert not routed.HasField("direct")
 
 
 async def test_a_credential_with_a_name_acts_as_that_member_only(tmp_path: Path) -> None:
@@ -132,7 +165,7 @@ async def test_a_credential_with_a_name_acts_as_that_member_only(tmp_path: Path)
             register = registry_pb2.RegisterRequest(member=member, ttl=Duration(seconds=2))
             for endpoint, method, request in (
                 (
-                    deployed.deployment.router,
+                    deployed.deployment.router_internal,
                     "/headrace.prefill.v1.PrefillQueueService/Pull",
                     prefill_pb2.PullRequest(hello=pull),
                 ),
@@ -160,21 +193,25 @@ async def check_answers(deployed: Suite) -> None:
     assert (await deployed.generate(prompt, 6)).token_ids == deployed.expected(prompt, 6)
 
 
-def _documented() -> dict[str, str]:
-    """The roles of each RPC in the table of docs/security.md."""
+def _documented() -> dict[tuple[str, str], str]:
+    """The roles of each RPC of each listener in the table of docs/security.md."""
     rows = re.findall(
-        r"^\| `([\w.]+)` \| ([\w, ]+) \| ([\w, ]+) \|$", _DOCUMENT.read_text(), re.MULTILINE
+        r"^\| `(\w+)` \| `([\w.]+)` \| ([\w, ]+) \| ([\w, ]+) \|$",
+        _DOCUMENT.read_text(),
+        re.MULTILINE,
     )
     return {
-        f"/{service}/{method}": roles
-        for service, methods, roles in rows
+        (listener, f"/{service}/{method}"): roles
+        for listener, service, methods, roles in rows
         for method in methods.split(", ")
     }
 
 
 def test_the_document_has_the_table() -> None:
     documented = _documented()
-    assert set(documented) == PUBLIC | GUARDED
-    for method, text in documented.items():
-        expected = "every caller" if method in PUBLIC else ", ".join(sorted(roles_of(method)))
-        assert text == expected, method
+    assert set(documented) == {
+        (listener.value, method) for listener in Listener for method in methods_of(listener)
+    }
+    for (listener, method), text in documented.items():
+        roles = roles_of(method) if listener == Listener.INTERNAL else ()
+        assert text == (", ".join(sorted(roles)) or "every caller"), (listener, method)

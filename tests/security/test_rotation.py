@@ -87,7 +87,9 @@ async def rotate_certificates(
         files = authority.sign(service, service)
 
         async def presented(child: Child = child, files: TlsFiles = files) -> bool:
-            return await presented_serial(child.endpoint, client) == serial_in(files)
+            endpoints = filter(None, (child.endpoint, child.client_endpoint))
+            serials = {await presented_serial(endpoint, client) for endpoint in endpoints}
+            return serials == {serial_in(files)}
 
         await until(presented, 10, f"the new certificate of the {service}", 0.05)
 
@@ -118,10 +120,10 @@ async def test_certificates_and_keys_are_replaced_and_no_request_fails(tmp_path:
     more = (("router", "api_keys_file", str(keys)),)
     async with (
         deployed(tmp_path, authority, more) as children,
-        open_channel(children["router"].endpoint, client) as channel,
+        open_channel(children["router"].client_endpoint, client) as channel,
     ):
         await joined(channel)
-        load = Load(children["router"].endpoint, client)
+        load = Load(children["router"].client_endpoint, client)
         async with load.running():
             await load.answer_more()
             for _ in range(2):

@@ -55,8 +55,11 @@ class Services:
     ) -> Iterator[subprocess.Popen[bytes]]:
         """Runs a service, on this host or another, from its readiness to the end of the context."""
         port_file = self._folder / f"{role}.port"
+        listens = [f"--internal-listen={listen}"]
+        if role is Role.ROUTER:
+            listens = [f"--listen={listen}", f"--internal-listen={HERE}:0", "--anonymous-clients"]
         words = [
-            *(sys.executable, "-m", f"headrace_{role}", f"--listen={listen}"),
+            *(sys.executable, "-m", f"headrace_{role}", *listens),
             f"--registry={HERE}:{REGISTRY}",
             f"--port-file={port_file}",
             f"--token-file={self.token_file(role)}",

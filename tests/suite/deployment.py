@@ -22,10 +22,11 @@ from headrace.inference.v1 import (
     trace_pb2,
 )
 from headrace.worker.v1 import worker_pb2
-from headrace_cli.client import RouterClient, worker_status
+from headrace_cli.client import RouterClient, RouterOperator, worker_status
 from headrace_cli.up.deployment import Deployment, Signals, deployed
 from headrace_cli.up.supervisor import Child, Spawn
 from headrace_cli.up.topology import ProcessSpec, Topology
+from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
 from headrace_engine.proto import sampling_from_proto
 from headrace_engine.sim.clock_control import ClockController
@@ -63,11 +64,17 @@ class Suite:
 
     deployment: Deployment
     channel: grpc.aio.Channel
+    internal_channel: grpc.aio.Channel
+    """To the internal listener of the same router."""
     model: SimModel
 
     @property
     def client(self) -> RouterClient:
         return RouterClient(self.deployment.router, self.channel)
+
+    @property
+    def operator(self) -> RouterOperator:
+        return RouterOperator(self.deployment.router_internal, self.internal_channel)
 
     def child(self, name: str) -> Child:
         """The latest process of that name, including processes that a test added or restarted."""
@@ -127,7 +134,7 @@ class Suite:
         return self.model.expected_tokens(request.tokens.ids, count, sampling)
 
     async def trace(self, trace_id: str, wait_s: float = 5.0) -> trace_pb2.Trace:
-        return await self.client.trace(trace_id, wait_s)
+        return await self.operator.trace(trace_id, wait_s)
 
     async def status(self, name: str) -> worker_pb2.WatchStatusResponse:
         return await worker_status(self.child(name).endpoint)
@@ -221,7 +228,14 @@ class Suite:
         old = self.child(like).spec
         port_file = old.port_file.with_name(f"{name}.port")
         identity = "--router-id" if old.service == "router" else "--worker-id"
-        own = ("--listen=127.0.0.1:0", f"--port-file={port_file}", f"{identity}={name}", *flags)
+        own = (
+            "--internal-listen=127.0.0.1:0",
+            f"--port-file={port_file}",
+            f"{identity}={name}",
+            *flags,
+        )
+        if old.service == "router":
+            own = ("--listen=127.0.0.1:0", *own)
         chosen = {flag.partition("=")[0]: flag for flag in (*old.arguments, *own)}
         spec = ProcessSpec(
             name=name,
@@ -239,8 +253,11 @@ class Suite:
     @asynccontextmanager
     async def through(self, router: Child) -> AsyncIterator[Suite]:
         """The same deployment through another router."""
-        async with operator_channel(router.endpoint) as channel:
-            yield replace(self, channel=channel)
+        async with (
+            open_channel(router.client_endpoint) as channel,
+            operator_channel(router.endpoint) as internal_channel,
+        ):
+            yield replace(self, channel=channel, internal_channel=internal_channel)
 
     async def wait_joined(self, prefill_count: int, decode_count: int) -> None:
         """Waits until this router has these numbers of workers."""
@@ -257,14 +274,15 @@ class Suite:
         return await self.restart_killed(self.child(name), *extra)
 
     async def restart_killed(self, old: Child, *extra: str) -> Child:
-        """Restarts a process that was killed, on the same address."""
-        arguments = [text for text in old.spec.arguments if not text.startswith("--listen=")]
-        endpoint = old.endpoint
+        """Restarts a process that was killed, on the same addresses."""
+        listens = {"--internal-listen": old.endpoint, "--listen": old.client_endpoint}
+        arguments = [text for text in old.spec.arguments if text.partition("=")[0] not in listens]
+        arguments += [f"{flag}={address}" for flag, address in listens.items() if address]
         old.spec.port_file.unlink(missing_ok=True)
         spec = ProcessSpec(
             name=old.spec.name,
             service=old.spec.service,
-            arguments=(*arguments, f"--listen={endpoint}", *extra),
+            arguments=(*arguments, *extra),
             port_file=old.spec.port_file,
             log_file=old.spec.log_file.with_suffix(".again.log"),
             environment=old.spec.environment,
@@ -273,7 +291,7 @@ class Suite:
         # The process may end instead.
         await until(lambda: spec.port_file.exists() or not child.running, START_S, str(spec))
         assert child.running, spec.log_file.read_text()
-        child.endpoint = endpoint
+        child.endpoint, child.client_endpoint = old.endpoint, old.client_endpoint
         return child
 
 
@@ -320,9 +338,10 @@ async def suite(
             forking(wanted.engine) as spawn,
             nullcontext(spawn if spawning is None else spawning(spawn)) as start,
             deployed(wanted, folder, Console(file=log), signals, start) as deployment,
-            operator_channel(deployment.router) as channel,
+            open_channel(deployment.router) as channel,
+            operator_channel(deployment.router_internal) as internal_channel,
         ):
-            yield Suite(deployment, channel, sim or default_model())
+            yield Suite(deployment, channel, internal_channel, sim or default_model())
 
 
 @asynccontextmanager

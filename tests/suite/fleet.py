@@ -30,8 +30,8 @@ class _Host(WorkerHost):
         super().__init__(role, config)
         self.servers: dict[str, GrpcServer] = {}
 
-    async def serve(self, endpoint: str, server: GrpcServer, on_drain: Drainer) -> None:
-        self.servers[endpoint] = server
+    async def serve(self, server: GrpcServer, on_drain: Drainer) -> None:
+        self.servers[server.port_line] = server
         await server.serve_until_stopped(on_drain)
 
 

@@ -21,7 +21,7 @@ async def test_no_request_fails_while_the_registry_is_away_and_comes_back(tmp_pa
     # The worker restarts on its address, so the address must stay free in between.
     settings = (
         ("decode", "model", "sim:decode_step_s=0.02"),
-        ("registry", "listen", f"127.0.0.1:{free_port()}"),
+        ("registry", "internal_listen", f"127.0.0.1:{free_port()}"),
         ("prefill", "member_ttl_s", str(MEMBER_TTL_S)),
         ("decode", "member_ttl_s", str(MEMBER_TTL_S)),
     )

@@ -31,6 +31,7 @@ from headrace.worker.v1 import worker_pb2
 from headrace_cli.client import list_members
 from headrace_common.access.credentials import Credentials
 from headrace_common.access.roles import Role
+from headrace_common.access.table import Listener, methods_of
 from headrace_common.deadlines import Deadline
 from headrace_common.registry.descriptors import DescriptorCache
 from headrace_common.rpc.channel import open_blocking_channel, open_channel
@@ -71,13 +72,13 @@ class Target:
 
     name: str
     process_id: int
-    channel: grpc.Channel
+    channels: dict[Listener, grpc.Channel]
     fuzz: Fuzz
     good: dict[str, list[Message]]
     incarnation: str
     numbers: Iterator[int] = field(default_factory=itertools.count)
 
-    def fire_at(self, method: MethodDescriptor) -> None:
+    def fire_at(self, method: MethodDescriptor, channel: grpc.Channel) -> None:
         """Sends examples. Each gets a status in time, and never INTERNAL."""
         kind = method.input_type
         goods = self.good.get(kind.full_name, [])
@@ -103,7 +104,7 @@ class Target:
         )
         @given(begun, calls, st.booleans())
         def fire(first: list[Message], messages: list[Message], half_closes: bool) -> None:
-            self._call(method, [self._fresh(m) for m in (*first, *messages)], half_closes)
+            self._call(method, channel, [self._fresh(m) for m in (*first, *messages)], half_closes)
 
         fire()
 
@@ -115,7 +116,13 @@ class Target:
             message.incarnation = "f" * 16
         return message
 
-    def _call(self, method: MethodDescriptor, messages: list[Message], half_closes: bool) -> None:
+    def _call(
+        self,
+        method: MethodDescriptor,
+        channel: grpc.Channel,
+        messages: list[Message],
+        half_closes: bool,
+    ) -> None:
         service = method.containing_service
         path = f"/{service.full_name}/{method.name}"
         codec: dict[str, Callable[..., Any]] = {
@@ -133,13 +140,11 @@ class Target:
         call: Any
         match method.client_streaming, method.server_streaming:
             case True, True:
-                call = self.channel.stream_stream(path, **codec)(requests(), **options)
+                call = channel.stream_stream(path, **codec)(requests(), **options)
             case False, True:
-                call = self.channel.unary_stream(path, **codec)(messages[0], **options)
+                call = channel.unary_stream(path, **codec)(messages[0], **options)
             case _:
-                call = iter(
-                    [self.channel.unary_unary(path, **codec).future(messages[0], **options)]
-                )
+                call = iter([channel.unary_unary(path, **codec).future(messages[0], **options)])
         failure: grpc.RpcError | None = None
         try:
             for response in itertools.islice(call, READ_MAX):
@@ -298,9 +303,11 @@ async def targets_of(it: Suite) -> list[Target]:
     found = []
     for name in SERVICES:
         child = it.child(name)
-        channel = open_blocking_channel(child.endpoint)
+        channels = {Listener.INTERNAL: open_blocking_channel(child.endpoint)}
+        if child.client_endpoint:
+            channels[Listener.CLIENT] = open_blocking_channel(child.client_endpoint)
         incarnation = members[name].incarnation if name in members else ""
-        found.append(Target(name, child.process.pid, channel, fuzz, good, incarnation))
+        found.append(Target(name, child.process.pid, channels, fuzz, good, incarnation))
     return found
 
 
@@ -315,7 +322,11 @@ async def answers_right(it: Suite, seed: int) -> None:
 
 
 async def test_bad_peers_and_bad_messages_end_no_process_and_grow_none(tmp_path: Path) -> None:
-    settings = (("decode", "quarantine_s", "1"), ("decode", "lease_ttl_s", "1"))
+    settings = (
+        ("decode", "quarantine_s", "1"),
+        ("decode", "lease_ttl_s", "1"),
+        ("decode", "listen", "127.0.0.1:0"),
+    )
     async with suite(tmp_path, settings=settings) as it:
         await answers_right(it, 1)
         targets = await targets_of(it)
@@ -323,7 +334,9 @@ async def test_bad_peers_and_bad_messages_end_no_process_and_grow_none(tmp_path:
         left: list[socket.socket] = []
         try:
             for target in targets:
-                left += opened_and_left(it.child(target.name).endpoint)
+                child = it.child(target.name)
+                for endpoint in filter(None, (child.endpoint, child.client_endpoint)):
+                    left += opened_and_left(endpoint)
             # Most of the time is spent waiting for answers that do not come.
             await asyncio.gather(*(asyncio.to_thread(fire_all, target) for target in targets))
             await answers_right(it, 2)
@@ -331,7 +344,8 @@ async def test_bad_peers_and_bad_messages_end_no_process_and_grow_none(tmp_path:
             for connection in left:
                 connection.close()
             for target in targets:
-                target.channel.close()
+                for channel in target.channels.values():
+                    channel.close()
         for target in targets:
             assert it.child(target.name).running, target.name
             grown = target.resident_bytes() - before[target.name]
@@ -347,11 +361,14 @@ async def test_bad_peers_and_bad_messages_end_no_process_and_grow_none(tmp_path:
 
 def fire_all(target: Target) -> None:
     waiting = (
-        waiting_attempts(target.channel, target.incarnation)
+        waiting_attempts(target.channels[Listener.INTERNAL], target.incarnation)
         if target.name == "decode-0"
         else contextlib.nullcontext()
     )
     with waiting:
         for service in SERVICES[target.name]:
             for method in service.methods:
-                target.fire_at(method)
+                path = f"/{service.full_name}/{method.name}"
+                for listener, channel in target.channels.items():
+                    if path in methods_of(listener):
+                        target.fire_at(method, channel)

@@ -23,7 +23,7 @@ async def test_evicted_prefixes_are_announced_credited_explained_and_used(tmp_pa
         first, second = (prompt_of(PROMPT_TOKENS, number) for number in range(2))
 
         async def credit(prompt: list[int]) -> int:
-            (candidate,) = (await it.client.explain(greedy(prompt, 1))).candidates
+            (candidate,) = (await it.operator.explain(greedy(prompt, 1))).candidates
             return candidate.cached_tokens
 
         async def credited(prompt: list[int], tokens: int) -> None:

@@ -45,7 +45,7 @@ def fresh(length: int) -> list[int]:
 
 async def goes_remote(it: Suite, length: int) -> bool:
     """Whether an uncached prompt would go to a prefill worker now."""
-    return (await it.client.explain(greedy(fresh(length), 1))).remote_prefill
+    return (await it.operator.explain(greedy(fresh(length), 1))).remote_prefill
 
 
 async def answered(it: Suite, length: int, **options: object) -> Outcome:
@@ -118,7 +118,7 @@ async def _a_full_queue_is_avoided_until_it_drains(it: Suite, clock: ClockContro
 
     # The queue keeps these prompts until the clock advances.
     await until(full, 20.0)
-    why = (await it.client.explain(greedy(fresh(LONG_TOKENS), 1))).explanation
+    why = (await it.operator.explain(greedy(fresh(LONG_TOKENS), 1))).explanation
     assert "the prefill queue takes" in why
     during = await asyncio.gather(*(answered(it, LONG_TOKENS) for _ in range(5)))
     assert not any(map(was_remote, during))

@@ -228,7 +228,7 @@ async def test_the_router_detects_a_dead_worker_while_the_registry_is_away(
 ) -> None:
     settings = (
         SLOW_DECODE,
-        ("registry", "listen", f"127.0.0.1:{free_port()}"),
+        ("registry", "internal_listen", f"127.0.0.1:{free_port()}"),
         ("prefill", "log_level", "debug"),
     )
     async with suite(tmp_path, prefill_count=2, decode_count=2, settings=settings) as it:

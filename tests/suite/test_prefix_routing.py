@@ -31,7 +31,7 @@ async def until_known(it: Suite, prompt: list[int], home: str) -> None:
     whole = (len(prompt) - 1) // BLOCK * BLOCK
 
     async def known() -> bool:
-        candidates = (await it.client.explain(greedy(prompt, 1))).candidates
+        candidates = (await it.operator.explain(greedy(prompt, 1))).candidates
         cached = {one.worker_id: one.cached_tokens for one in candidates}
         return cached.get(home, 0) >= whole
 

@@ -12,7 +12,7 @@ SETTINGS = (("decode", "model", "sim:decode_step_s=0.04"), ("decode", "max_num_s
 
 async def _held_tokens(it: Suite, seed: int) -> dict[str, int]:
     """The load of the decode workers as this router has it."""
-    routed = await it.client.explain(greedy(prompt_of(50, seed), 1))
+    routed = await it.operator.explain(greedy(prompt_of(50, seed), 1))
     return {candidate.worker_id: candidate.held_tokens for candidate in routed.candidates}
 
 

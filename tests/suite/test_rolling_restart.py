@@ -50,7 +50,10 @@ async def connected(way: Suite) -> None:
 
 async def test_a_rolling_restart_of_every_service_fails_no_request(tmp_path: Path) -> None:
     # Routers and registry restart on their addresses, which must stay free in between.
-    listen = [(name, "listen", f"127.0.0.1:{free_port()}") for name in ("registry", "router")]
+    listen = [
+        (name, setting, f"127.0.0.1:{free_port()}")
+        for name, setting in (("registry", "internal_listen"), ("router", "listen"))
+    ]
     settings = (*SETTINGS, *listen)
     async with suite(tmp_path, prefill_count=2, decode_count=2, settings=settings) as it:
         other = await it.add("router-1", "router", f"--listen=127.0.0.1:{free_port()}")

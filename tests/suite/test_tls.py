@@ -45,7 +45,7 @@ async def check_client(children: dict[str, Child], tls: TlsFiles) -> None:
     """The client library connects with the files, to the router and to decode workers."""
     prompt = prompt_of(80, 3)
     wanted = default_model().expected_tokens(prompt, ANSWER_TOKENS)
-    async with Client(children["router"].endpoint, tls=tls, look_aside=True) as client:
+    async with Client(children["router"].client_endpoint, tls=tls, look_aside=True) as client:
         for tokens_only in (False, True):
             answer = [
                 token
@@ -83,7 +83,7 @@ async def check_commands(
     assert {"prefill-0", "decode-0"} <= ids
     status = await worker_status(children["decode"].endpoint)
     assert status.state == worker_pb2.WatchStatusResponse.STATE_SERVING
-    async with open_router(children["router"].endpoint) as router:
+    async with open_router(children["router"].client_endpoint) as router:
         assert await router.models()
 
 
@@ -109,15 +109,72 @@ async def test_a_deployment_with_certificates_answers_and_refuses_other_callers(
     trusting = grpc.ssl_channel_credentials(authority.file.read_bytes())
     async with (
         deployed(tmp_path, authority) as children,
-        open_channel(children["router"].endpoint, ours) as channel,
+        open_channel(children["router"].client_endpoint, ours) as channel,
     ):
         await joined(channel)
         await check_answer(channel, 1)
         for service, child in children.items():
-            assert await refused(grpc.aio.insecure_channel(child.endpoint)), service
-            assert await refused(grpc.aio.secure_channel(child.endpoint, trusting)), service
-            assert await refused(open_channel(child.endpoint, half)), service
-            assert not await refused(open_channel(child.endpoint, ours)), service
+            for endpoint in filter(None, (child.endpoint, child.client_endpoint)):
+                assert await refused(grpc.aio.insecure_channel(endpoint)), service
+                assert await refused(grpc.aio.secure_channel(endpoint, trusting)), service
+                assert await refused(open_channel(endpoint, half)), service
+                assert not await refused(open_channel(endpoint, ours)), service
         await check_answer(channel, 2)
         await check_client(children, client)
         await check_commands(children, client, ours, monkeypatch)
+
+
+async def ask(endpoint: str, identity: TlsFiles, key: str) -> tuple[int, ...]:
+    stub_of = inference_pb2_grpc.InferenceServiceStub
+    async with open_channel(endpoint, identity) as channel:
+        call = stub_of(channel).Generate(
+            greedy(prompt_of(40, 1), ANSWER_TOKENS), timeout=20, metadata=(("x-api-key", key),)
+        )
+        return tuple([token async for response in call for token in response.token_ids])
+
+
+async def test_clients_need_no_certificate_where_the_settings_say_so(tmp_path: Path) -> None:
+    """The client listener has a certificate of its own, of another authority than the deployment's."""
+    internal, public = Authority(tmp_path / "internal"), Authority(tmp_path / "public")
+    served = public.sign("web")
+    keys = tmp_path / "keys"
+    keys.write_text("the-key tenant\n")
+    more = tuple(
+        (service, field, value)
+        for service in ("router", "decode")
+        for field, value in (
+            ("listen_tls_certificate_file", served.tls_certificate_file),
+            ("listen_tls_key_file", served.tls_key_file),
+            ("client_certificates", "false"),
+        )
+    )
+    more += (("router", "api_keys_file", str(keys)),)
+    anonymous = TlsFiles(tls_authority_file=str(public.file))
+    wanted = default_model().expected_tokens(prompt_of(40, 1), ANSWER_TOKENS)
+    async with deployed(tmp_path, internal, more) as children:
+        router = children["router"]
+        async with open_channel(router.client_endpoint, anonymous) as channel:
+            await joined(channel)
+        assert await ask(router.client_endpoint, anonymous, "the-key") == wanted
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await ask(router.client_endpoint, anonymous, "another-key")
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        async with Client(
+            router.client_endpoint, api_key="the-key", tls=anonymous, look_aside=True
+        ) as client:
+            pieces = client.generate(
+                tokens=prompt_of(40, 1),
+                max_tokens=ANSWER_TOKENS,
+                temperature=0.0,
+                tokens_only=True,
+                timeout_s=20,
+            )
+            assert [token async for piece in pieces for token in piece.token_ids]
+            assert client.direct_answers == 1
+        trusting = TlsFiles(tls_authority_file=str(internal.file))
+        for service, child in children.items():
+            assert await refused(open_channel(child.endpoint, trusting)), service
+            assert await refused(grpc.aio.insecure_channel(child.endpoint)), service
+        assert await refused(grpc.aio.insecure_channel(router.client_endpoint))
+        # The deployment's authority did not sign the certificate of the client listener.
+        assert await refused(open_channel(router.client_endpoint, trusting))

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from headrace_cli.client import open_router
+from headrace_cli.client import open_router, open_router_internally
 from headrace_cli.commands.chat import ChatAnswer, ChatOptions, chat_once, summary
 from headrace_cli.commands.trace import show_trace
 from headrace_cli.commands.up import topology_of
@@ -98,10 +98,13 @@ async def _ask_and_show(
     consoles: tuple[Console, Console],
 ) -> None:
     answers, notices = consoles
-    async with open_router(deployment.router) as router:
+    async with (
+        open_router(deployment.router) as router,
+        open_router_internally(deployment.router_internal) as operator,
+    ):
         answer = await chat_once(router, prompt, options)
         notices.print(summary(answer), style="dim")
-        trace = await router.trace(answer.trace_id, TRACE_WAIT_S)
+        trace = await operator.trace(answer.trace_id, TRACE_WAIT_S)
         answers.print()
         show_trace(trace, answers, layers=True)
         _check(answer, topology, len(layer_spans(trace)), complete=trace.complete)

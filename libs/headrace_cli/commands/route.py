@@ -12,10 +12,21 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.inference.v1 import inference_pb2
-from headrace_cli.client import chat_request, open_router
+from headrace_cli.client import (
+    chat_request,
+    open_router_internally,
+)
 from headrace_cli.console import answer_console
 from headrace_cli.exit_status import run_command
-from headrace_cli.options import DEFAULT_ROUTER, RequestModel, Router, SystemMessage
+from headrace_cli.internal_router import find_internal
+from headrace_cli.options import (
+    DEFAULT_ROUTER,
+    Registry,
+    RequestModel,
+    Router,
+    RouterInternal,
+    SystemMessage,
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -29,6 +40,8 @@ def register(app: typer.Typer) -> None:
 def route(
     prompt: Annotated[str, typer.Argument(help="Prompt to route.")],
     router: Router = DEFAULT_ROUTER,
+    registry: Registry = "",
+    internal: RouterInternal = "",
     model: RequestModel = "",
     system: SystemMessage = "",
     explain: Annotated[
@@ -39,7 +52,8 @@ def route(
     messages = [("system", system)] if system else []
 
     async def work() -> None:
-        async with open_router(router) as client:
+        found = await find_internal(internal, registry, router)
+        async with open_router_internally(found) as client:
             routed = await client.explain(chat_request([*messages, ("user", prompt)], model=model))
             answer_console().print(route_view(routed, explain=explain))
 

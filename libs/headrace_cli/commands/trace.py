@@ -12,10 +12,14 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace.inference.v1 import trace_pb2
-from headrace_cli.client import RouterClient, open_router
+from headrace_cli.client import (
+    RouterOperator,
+    open_router_internally,
+)
 from headrace_cli.console import answer_console, can_draw_blocks
 from headrace_cli.exit_status import run_command
-from headrace_cli.options import DEFAULT_ROUTER, Router
+from headrace_cli.internal_router import find_internal
+from headrace_cli.options import DEFAULT_ROUTER, Registry, Router, RouterInternal
 from headrace_cli.waterfall.draw import draw_waterfall
 from headrace_cli.waterfall.rows import layer_spans
 from headrace_cli.waterfall.units import format_bytes, format_ms
@@ -40,6 +44,8 @@ def trace(
         str, typer.Argument(metavar="[ID]", help="Trace id or request id; empty means the newest.")
     ] = "",
     router: Router = DEFAULT_ROUTER,
+    registry: Registry = "",
+    internal: RouterInternal = "",
     layers: Annotated[
         bool, typer.Option("--layers/--no-layers", help="One line per layer, or one for all.")
     ] = True,
@@ -55,7 +61,8 @@ def trace(
 
     async def work() -> None:
         console = answer_console()
-        async with open_router(router) as client:
+        found = await find_internal(internal, registry, router)
+        async with open_router_internally(found) as client:
             if list_count:
                 console.print(await traces_table(client, list_count))
             else:
@@ -146,7 +153,7 @@ def _pairs_text(pairs: set[tuple[int, int]]) -> str:
     return ", ".join(named) + (f" and {more} more" if more else "")
 
 
-async def traces_table(router: RouterClient, count: int) -> Table:
+async def traces_table(router: RouterOperator, count: int) -> Table:
     """The newest traces, one row each."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for title in ("started (UTC)", "trace", "request", "complete"):

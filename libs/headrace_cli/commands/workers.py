@@ -17,7 +17,7 @@ from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_cli.client import (
     list_members,
-    open_router,
+    open_router_internally,
     reset_prefix_cache,
     worker_status,
 )
@@ -158,7 +158,7 @@ async def reset_caches(registry: str, worker_ids: list[str], timeout_s: float) -
 async def _row(member: registry_pb2.Member) -> Row:
     try:
         if member.role == Role.ROLE_ROUTER:
-            async with open_router(member.endpoint) as router:
+            async with open_router_internally(member.endpoint) as router:
                 fingerprint = await router.prefix_key_fingerprint()
             return Row(member, hashing=worker_pb2.KvHashing(key_fingerprint=fingerprint))
         status = await worker_status(member.endpoint)

@@ -122,12 +122,17 @@ def _rules(members: Sequence[registry_pb2.Member], around: Surroundings) -> Iter
         yield _Rule("etcd: the registry only", port, _networks(registry_hosts))
     workers = False
     for member in sorted(members, key=lambda one: one.worker_id):
-        if member.role == _Role.ROLE_ROUTER or not hosts[member.worker_id] & here:
+        if not hosts[member.worker_id] & here:
             continue
-        workers = True
         callers = routers | operators
-        if member.role == _Role.ROLE_DECODE:
-            callers |= prefills | clients
+        if member.role == _Role.ROLE_ROUTER:
+            callers = everyone | operators
+        elif member.role == _Role.ROLE_DECODE:
+            callers |= prefills
+            if member.client_endpoint:
+                port = str(split_host_port(member.client_endpoint)[1])
+                yield _Rule(f"{member.worker_id}: its clients", port, clients)
+        workers |= member.role != _Role.ROLE_ROUTER
         port = str(split_host_port(member.endpoint)[1])
         yield _Rule(f"{member.worker_id}: its services", port, callers)
     if workers:

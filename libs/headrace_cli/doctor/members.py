@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
-from headrace_cli.client import list_members, open_router, worker_status
+from headrace_cli.client import list_members, open_router_internally, worker_status
 from headrace_cli.doctor.finding import Finding, Verdict
 from headrace_common.errors import HeadraceError
 from headrace_common.limits import CLOCK_OFFSET_NOTED_S
@@ -43,8 +43,8 @@ async def _check_member(member: registry_pb2.Member) -> list[Finding]:
     start_ns = time.time_ns()
     try:
         if member.role == _Role.ROLE_ROUTER:
-            async with open_router(member.endpoint) as router:
-                await router.models()
+            async with open_router_internally(member.endpoint) as router:
+                await router.prefix_key_fingerprint()
             return [Finding(Verdict.OK, member.worker_id, "answers")]
         status = await worker_status(member.endpoint)
     except HeadraceError as error:

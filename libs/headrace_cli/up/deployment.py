@@ -37,9 +37,10 @@ LOGGED_LINES_SHOWN = 15
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """A running deployment. `router` and `registry` are "host:port"."""
+    """A running deployment. `router` is the "host:port" for clients, the others are those of internal listeners."""
 
     router: str
+    router_internal: str
     registry: str
     folder: Path
     children: tuple[Child, ...]
@@ -138,9 +139,11 @@ async def run_up(topology: Topology, folder: Path | None, console: Console) -> N
 def ready_text(topology: Topology, deployment: Deployment) -> str:
     """The addresses of a deployment and the commands to use it."""
     port = "" if topology.port == DEFAULT_PORT else f" --router {deployment.router}"
+    http = topology.http_listen
     return "\n".join(
         [
             f"{topology.model_name} is served on {deployment.router}",
+            *([f"OpenAI HTTP on http://{http}/v1"] if http else []),
             f"registry on {deployment.registry}, logs in {deployment.folder}",
             f'  headrace chat{port} "What is the capital of France?"',
             f"  headrace workers{port}",
@@ -176,7 +179,14 @@ async def _start(
             waiting.result()
         finally:
             waiting.cancel()
-    deployment = Deployment(router.endpoint, registry.endpoint, folder, tuple(children), supervisor)
+    deployment = Deployment(
+        router.client_endpoint,
+        router.endpoint,
+        registry.endpoint,
+        folder,
+        tuple(children),
+        supervisor,
+    )
     await _wait_joined(topology, deployment)
     return deployment
 

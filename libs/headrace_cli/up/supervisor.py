@@ -61,13 +61,18 @@ async def spawn_program(spec: ProcessSpec) -> ChildProcess:
 
 @dataclass(slots=True)
 class Child:
-    """A process that was started. `endpoint` is that of its first worker, empty until it serves."""
+    """A process that was started.
+
+    `endpoint` is the address of the internal listener of its first worker, and `client_endpoint` that of the client
+    listener. Both are empty until it serves.
+    """
 
     spec: ProcessSpec
     process: ChildProcess
     started_s: float = field(default_factory=time.monotonic)
     ready_s: float = 0.0
     endpoint: str = ""
+    client_endpoint: str = ""
     stopping: bool = False
 
     @property
@@ -75,9 +80,9 @@ class Child:
         """Whether the process has not ended."""
         return self.process.returncode is None
 
-    def mark_ready(self, endpoint: str) -> None:
-        """Records that the process serves."""
-        self.endpoint = endpoint
+    def mark_ready(self, port_line: str) -> None:
+        """Records that the process serves. `port_line` is the first line of its port file."""
+        self.endpoint, _, self.client_endpoint = port_line.strip().partition(" ")
         self.ready_s = time.monotonic()
 
     def mark_stopping(self) -> None:
@@ -124,7 +129,9 @@ class Supervisor:
             self.check()
             for child in children:
                 if not child.endpoint and child.spec.port_file.exists():
-                    child.mark_ready(child.spec.port_file.read_text(encoding="utf-8").split()[0])
+                    child.mark_ready(
+                        child.spec.port_file.read_text(encoding="utf-8").splitlines()[0]
+                    )
             if all(child.endpoint for child in children):
                 return
             await asyncio.sleep(POLL_S)

@@ -11,6 +11,7 @@ from headrace_common.errors import ConfigError
 
 SERVICES = ("registry", "router", "prefill", "decode")
 DEFAULT_PORT = 7050
+DEFAULT_HTTP_PORT = 7051
 SIM = "sim"
 VLLM = "vllm"
 # Fits small machines. The models allow contexts several times longer.
@@ -36,6 +37,13 @@ class Topology:
     settings: tuple[tuple[str, str, str], ...] = field(default=())
 
     @property
+    def http_listen(self) -> str:
+        """host:port of the OpenAI HTTP API, which has a port of its own beside the default one. Empty: no HTTP."""
+        default = f"127.0.0.1:{DEFAULT_HTTP_PORT}" if self.port == DEFAULT_PORT else ""
+        chosen = {name: value for service, name, value in self.settings if service == "router"}
+        return chosen.get("http_listen", default)
+
+    @property
     def model_name(self) -> str:
         """The name that clients use."""
         return SIM if self.engine == SIM else Path(self.model).resolve().name
@@ -43,7 +51,7 @@ class Topology:
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """How to start one process. Once it serves, `port_file` has the "host:port" of each worker, one a line."""
+    """How to start one process. Once it serves, `port_file` has a line with the addresses of each worker."""
 
     name: str
     service: str
@@ -100,7 +108,7 @@ def registry_spec(topology: Topology, folder: Path) -> ProcessSpec:
         folder,
         "registry",
         "registry",
-        ["--listen=127.0.0.1:0", f"--store={topology.store}"],
+        ["--internal-listen=127.0.0.1:0", f"--store={topology.store}"],
     )
 
 
@@ -114,6 +122,8 @@ def router_spec(topology: Topology, folder: Path, registry: str) -> ProcessSpec:
         "router",
         [
             f"--listen=127.0.0.1:{topology.port}",
+            "--internal-listen=127.0.0.1:0",
+            f"--http-listen={topology.http_listen}",
             f"--registry={registry}",
             f"--model={model}",
             "--router-id=router-0",
@@ -132,7 +142,7 @@ def worker_specs(topology: Topology, folder: Path, registry: str) -> list[Proces
     for service, count in counts.items():
         for name, members in _processes(topology, service, count):
             flags = [
-                "--listen=127.0.0.1:0",
+                "--internal-listen=127.0.0.1:0",
                 f"--registry={registry}",
                 f"--worker-id={name}",
                 f"--engine={topology.engine}",
@@ -140,6 +150,8 @@ def worker_specs(topology: Topology, folder: Path, registry: str) -> list[Proces
                 f"--served-model={topology.model_name}",
                 f"--tensor-parallel-size={ranks[service]}",
             ]
+            if service == "decode" and ("router", "look_aside", "true") in topology.settings:
+                flags.append("--listen=127.0.0.1:0")
             if topology.engine == VLLM:
                 flags.append(f"--max-model-len={VLLM_CONTEXT_TOKENS}")
             if members > 1:

@@ -1,4 +1,4 @@
-"""Decides for one server which caller an RPC has, and whether that caller may make it."""
+"""Decides for an internal listener which caller an RPC has, and whether that caller may make it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headrace_common.access.certificates import caller_of_certificate
 from headrace_common.access.local_key import load_local_key
 from headrace_common.access.roles import ANONYMOUS, TOKEN_KEY, TRUSTED, Caller
 from headrace_common.access.settings import AccessSettings
-from headrace_common.access.table import PUBLIC, roles_of
+from headrace_common.access.table import needs_role, roles_of
 from headrace_common.access.tokens import TokenVerifier, public_key_of
 from headrace_common.errors import ConfigError, PermissionDenied, Unauthenticated
 from headrace_common.reloading import ReloadedFiles
@@ -74,7 +74,7 @@ class Authorizer:
                 return self._permitted(method, verifier.verify(token))
             except Unauthenticated:
                 # A command may send its local token to a service of another deployment.
-                if method not in PUBLIC:
+                if needs_role(method):
                     raise
                 return ANONYMOUS
         return None if self.reads_certificates else self._permitted(method, ANONYMOUS)
@@ -86,7 +86,7 @@ class Authorizer:
         return self._permitted(method, caller_of_certificate(auth_context, self._trust_domain))
 
     def _permitted(self, method: str, caller: Caller) -> Caller:
-        if method in PUBLIC:
+        if not needs_role(method):
             return caller
         if not caller.roles:
             raise Unauthenticated(f"{method} needs a role; {_REMEDY}")

@@ -21,24 +21,34 @@ _LOCAL_LIFETIME_S: Final = 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """The files of mutual TLS, for code without a ServiceConfig. Empty means plaintext."""
+    """The files of TLS, for code without a ServiceConfig. All empty means plaintext.
+
+    A caller without a certificate names the authority only. A server without one asks callers for no certificate.
+    """
 
     tls_certificate_file: str = ""
     tls_key_file: str = ""
     tls_authority_file: str = ""
 
+    @property
+    def encrypts(self) -> bool:
+        """Whether a caller with these files uses TLS."""
+        return bool(self.tls_authority_file)
+
     @classmethod
     def from_environment(cls) -> TlsFiles:
         """The files that HEADRACE_TLS_CERTIFICATE_FILE, _KEY_FILE and _AUTHORITY_FILE name.
 
-        For programs that call services. Raises ConfigError when only some are set.
+        For programs that call services. The authority alone is enough for servers that ask for no certificate. Raises
+        ConfigError when others are missing.
         """
         names = {field.name: f"HEADRACE_{field.name.upper()}" for field in fields(cls)}
         files = {field: os.environ.get(name, "") for field, name in names.items()}
         missing = [names[field] for field, path in files.items() if not path]
-        if 0 < len(missing) < len(files):
+        given = {field for field, path in files.items() if path}
+        if missing and given - {"tls_authority_file"}:
             raise ConfigError(
-                f"{' and '.join(missing)} not set: name all three files of mutual TLS, or none"
+                f"{' and '.join(missing)} not set: name all three files of mutual TLS, the authority alone, or none"
             )
         return cls(**files)
 
@@ -85,7 +95,7 @@ class Credentials:
         """
         if self.token_file:
             return _token_of(self.token_file).current()
-        if self.role is None or self.tls.tls_certificate_file or not is_loopback(endpoint):
+        if self.role is None or self.tls.encrypts or not is_loopback(endpoint):
             return ""
         return _local_token(self.role, int(time.time() / (_LOCAL_LIFETIME_S / 2)))
 

@@ -1,72 +1,109 @@
-"""The roles that may call each RPC. An RPC that is missing here is refused to all callers."""
+"""The RPCs of each listener, and the roles that may call them. A listener refuses every RPC that is missing here."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from enum import StrEnum
+from typing import Final, TypeAlias
 
 from headrace_common.access.roles import Role
+
+
+class Listener(StrEnum):
+    """The addresses of a service. The value is the setting with the address."""
+
+    CLIENT = "listen"
+    """For clients. It checks no roles: its RPCs are guarded by API keys and tickets."""
+    INTERNAL = "internal_listen"
+    """For the services of the deployment and its operators."""
+
+
+_Methods: TypeAlias = Mapping[str, tuple[Role, ...]]
 
 _ROUTER, _PREFILL, _DECODE = Role.ROUTER, Role.PREFILL, Role.DECODE
 _OPERATOR = Role.OPERATOR
 _MEMBERS = (_ROUTER, _PREFILL, _DECODE)
+_EVERY_CALLER: Final = ()
 
-PUBLIC: Final = frozenset(
-    {
-        "/grpc.health.v1.Health/Check",
-        "/grpc.health.v1.Health/List",
-        "/grpc.health.v1.Health/Watch",
-        "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+_COMMON: Final[Mapping[str, _Methods]] = {
+    "grpc.health.v1.Health": dict.fromkeys(("Check", "List", "Watch"), _EVERY_CALLER),
+    "grpc.reflection.v1alpha.ServerReflection": {"ServerReflectionInfo": _EVERY_CALLER},
+}
+
+_BY_SERVICE: Final[Mapping[Listener, Mapping[str, _Methods]]] = {
+    Listener.CLIENT: {
+        **_COMMON,
         # API keys guard these, where api_keys_file names some.
-        "/headrace.inference.v1.InferenceService/Generate",
-        "/headrace.inference.v1.InferenceService/ListModels",
-        "/headrace.inference.v1.InferenceService/Prefill",
-        "/headrace.inference.v1.InferenceService/Route",
-        # The handler requires the role router or a router's ticket.
-        "/headrace.decode.v1.DecodeService/Generate",
+        "headrace.inference.v1.InferenceService": dict.fromkeys(
+            ("Generate", "ListModels", "Prefill", "Route"), _EVERY_CALLER
+        ),
+        # The handler requires a router's ticket.
+        "headrace.decode.v1.DecodeService": {"Generate": _EVERY_CALLER},
+    },
+    Listener.INTERNAL: {
+        **_COMMON,
+        "headrace.inference.v1.InferenceService": {
+            "ListModels": (_OPERATOR,),
+            "Route": (_OPERATOR,),
+        },
+        "headrace.inference.v1.TraceService": {
+            "GetTrace": (_OPERATOR,),
+            "ListTraces": (_OPERATOR,),
+        },
+        "headrace.prefill.v1.PrefillQueueService": {"Pull": (_PREFILL,)},
+        "opentelemetry.proto.collector.trace.v1.TraceService": {"Export": _MEMBERS},
+        "headrace.registry.v1.RegistryService": {
+            "Register": _MEMBERS,
+            "KeepAlive": _MEMBERS,
+            "Deregister": _MEMBERS,
+            "Watch": (*_MEMBERS, _OPERATOR),
+            "ListMembers": (*_MEMBERS, _OPERATOR),
+            # Prefill workers write into the memory of decode workers, and no worker into theirs.
+            "PutKvDescriptor": (_DECODE,),
+            "GetKvDescriptor": (_PREFILL,),
+            "GetPolicy": (*_MEMBERS, _OPERATOR),
+            "SetPolicy": (_OPERATOR,),
+        },
+        "headrace.decode.v1.DecodeService": {"Generate": (_ROUTER,), "SetFirstToken": (_ROUTER,)},
+        "headrace.kv.v1.HandoffService": {"Handoff": (_PREFILL,)},
         # Stock vLLM has no credentials: docs/stock-vllm.md.
-        "/headrace.kv.v1.PairService/Describe",
-        "/headrace.kv.v1.PairService/Fetch",
+        "headrace.kv.v1.PairService": {"Describe": _EVERY_CALLER, "Fetch": _EVERY_CALLER},
+        "headrace.worker.v1.WorkerService": {
+            "WatchStatus": (_ROUTER, _OPERATOR),
+            "SubscribeKvEvents": (_ROUTER,),
+            "ResetPrefixCache": (_OPERATOR,),
+            "Drain": (_OPERATOR,),
+        },
+    },
+}
+
+_ROLES: Final[Mapping[Listener, Mapping[str, frozenset[Role]]]] = {
+    listener: {
+        f"/{service}/{name}": frozenset(roles)
+        for service, methods in services.items()
+        for name, roles in methods.items()
     }
-)
-"""RPCs that need no role."""
-
-_BY_SERVICE: Final[Mapping[str, Mapping[str, tuple[Role, ...]]]] = {
-    "headrace.registry.v1.RegistryService": {
-        "Register": _MEMBERS,
-        "KeepAlive": _MEMBERS,
-        "Deregister": _MEMBERS,
-        "Watch": (*_MEMBERS, _OPERATOR),
-        "ListMembers": (*_MEMBERS, _OPERATOR),
-        # Prefill workers write into the memory of decode workers, and no worker into theirs.
-        "PutKvDescriptor": (_DECODE,),
-        "GetKvDescriptor": (_PREFILL,),
-        "GetPolicy": (*_MEMBERS, _OPERATOR),
-        "SetPolicy": (_OPERATOR,),
-    },
-    "headrace.prefill.v1.PrefillQueueService": {"Pull": (_PREFILL,)},
-    "headrace.inference.v1.TraceService": {"GetTrace": (_OPERATOR,), "ListTraces": (_OPERATOR,)},
-    "opentelemetry.proto.collector.trace.v1.TraceService": {"Export": _MEMBERS},
-    "headrace.decode.v1.DecodeService": {"SetFirstToken": (_ROUTER,)},
-    "headrace.kv.v1.HandoffService": {"Handoff": (_PREFILL,)},
-    "headrace.worker.v1.WorkerService": {
-        "WatchStatus": (_ROUTER, _OPERATOR),
-        "SubscribeKvEvents": (_ROUTER,),
-        "ResetPrefixCache": (_OPERATOR,),
-        "Drain": (_OPERATOR,),
-    },
+    for listener, services in _BY_SERVICE.items()
 }
 
-_ROLES: Final[Mapping[str, frozenset[Role]]] = {
-    f"/{service}/{name}": frozenset(roles)
-    for service, methods in _BY_SERVICE.items()
-    for name, roles in methods.items()
-}
 
-GUARDED: Final = frozenset(_ROLES)
-"""RPCs that need a role."""
+def methods_of(listener: Listener) -> frozenset[str]:
+    """The RPCs of a listener, such as "/package.Service/Method"."""
+    return frozenset(_ROLES[listener])
+
+
+def is_served(method: str, listener: Listener) -> bool:
+    """Whether a listener may serve a method. The internal one may also serve methods that no table names."""
+    if method in _ROLES[listener]:
+        return True
+    return listener is Listener.INTERNAL and method not in _ROLES[Listener.CLIENT]
+
+
+def needs_role(method: str) -> bool:
+    """Whether the internal listener serves a method to callers with a role only, or not at all."""
+    return _ROLES[Listener.INTERNAL].get(method) != frozenset()
 
 
 def roles_of(method: str) -> frozenset[Role]:
-    """The roles that may call a method, such as "/package.Service/Method". Empty for an unknown one."""
-    return _ROLES.get(method, frozenset())
+    """The roles that may call a method on the internal listener. Empty for an unknown one."""
+    return _ROLES[Listener.INTERNAL].get(method, frozenset())

@@ -13,7 +13,7 @@ from headrace_common.reloading import ReloadedFiles
 
 @dataclass(frozen=True, slots=True)
 class TlsIdentity:
-    """The contents of TlsFiles in PEM. The key belongs to the certificate."""
+    """The contents of TlsFiles in PEM, empty where there is no file. The key belongs to the certificate."""
 
     certificate: bytes
     key: bytes
@@ -31,7 +31,7 @@ def tls_identity(files: TlsFiles) -> ReloadedFiles[TlsIdentity]:
     ConfigError that names every file that cannot be read.
     """
     paths = (files.tls_certificate_file, files.tls_key_file, files.tls_authority_file)
-    return ReloadedFiles(paths, lambda: _read(files))
+    return ReloadedFiles([path for path in paths if path], lambda: _read(files))
 
 
 def _read(files: TlsFiles) -> TlsIdentity:
@@ -40,7 +40,7 @@ def _read(files: TlsFiles) -> TlsIdentity:
     for field in ("tls_certificate_file", "tls_key_file", "tls_authority_file"):
         path: str = getattr(files, field)
         try:
-            contents.append(Path(path).read_bytes())
+            contents.append(Path(path).read_bytes() if path else b"")
         except OSError as error:
             problems[field] = f"cannot read {path}: {error.strerror}"
     if problems:
@@ -58,11 +58,14 @@ def _check(files: TlsFiles, identity: TlsIdentity) -> None:
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-    field = "tls_certificate_file"
+    field = "tls_authority_file"
     try:
+        if files.tls_authority_file:
+            x509.load_pem_x509_certificates(identity.authority)
+        if not files.tls_certificate_file:
+            return
+        field = "tls_certificate_file"
         certificate = x509.load_pem_x509_certificates(identity.certificate)[0]
-        field = "tls_authority_file"
-        x509.load_pem_x509_certificates(identity.authority)
         field = "tls_key_file"
         key = load_pem_private_key(identity.key, None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:

@@ -1,4 +1,4 @@
-"""Refuses callers without the role that an RPC needs, before its handler runs."""
+"""Refuses RPCs of another listener, and callers without the role that an RPC needs, before its handler runs."""
 
 from __future__ import annotations
 
@@ -9,16 +9,37 @@ import grpc
 import grpc.aio
 
 from headrace_common.access.authorizer import Authorizer
-from headrace_common.access.roles import Caller, set_current_caller
+from headrace_common.access.roles import ANONYMOUS, Caller, set_current_caller
+from headrace_common.access.table import Listener, is_served
 from headrace_common.errors import HeadraceError
-from headrace_common.rpc.handlers import Context, Continuation, Handler, guarded, rejecting
+from headrace_common.rpc.handlers import (
+    Context,
+    Continuation,
+    Handler,
+    guarded,
+    reading_inside,
+    rejecting,
+)
+from headrace_common.rpc.status import parser
 
 
-class AccessInterceptor(grpc.aio.ServerInterceptor):
-    """Checks the caller of every RPC. `current_caller` returns the caller to the handler.
+class ClientAccess(grpc.aio.ServerInterceptor):
+    """Serves the RPCs of the client listener, to callers without a role. Every other RPC is UNIMPLEMENTED."""
 
-    A token stands in the metadata, so a caller that it excludes is refused before gRPC reads the request. A certificate
-    is known later: gRPC then has read and parsed the request of a unary RPC.
+    async def intercept_service(
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler | None:
+        if not is_served(handler_call_details.method, Listener.CLIENT):
+            return None
+        handler = await continuation(handler_call_details)
+        return None if handler is None else guarded(handler, lambda _: _calling(ANONYMOUS))
+
+
+class InternalAccess(grpc.aio.ServerInterceptor):
+    """Checks the role of every caller of the internal listener. `current_caller` returns the caller to the handler.
+
+    A refused caller's request is never received: a token stands in the metadata, and where a certificate decides, gRPC
+    receives the request after the check. RPCs that only the client listener serves are UNIMPLEMENTED.
     """
 
     def __init__(self, authorizer: Authorizer) -> None:
@@ -27,10 +48,12 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Handler | None:
+        method = handler_call_details.method
+        if not is_served(method, Listener.INTERNAL):
+            return None
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        method = handler_call_details.method
         try:
             caller = self._authorizer.caller_of_metadata(
                 method, handler_call_details.invocation_metadata
@@ -48,7 +71,9 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
             set_current_caller(caller)
             yield
 
-        return guarded(handler, guard)
+        if handler.request_streaming:
+            return guarded(handler, guard)
+        return reading_inside(handler, guard, parser(handler.request_deserializer or bytes, method))
 
 
 @asynccontextmanager

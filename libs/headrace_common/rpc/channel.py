@@ -116,11 +116,13 @@ def open_blocking_channel(endpoint: str, identity: Identity = None) -> grpc.Chan
 
 def _identity_of(credentials: Credentials) -> ReloadedFiles[TlsIdentity] | None:
     """None means plaintext."""
-    return tls_identity(credentials.tls) if credentials.tls.tls_certificate_file else None
+    return tls_identity(credentials.tls) if credentials.tls.encrypts else None
 
 
 def _presenting(identity: TlsIdentity) -> grpc.ChannelCredentials:
-    return grpc.ssl_channel_credentials(identity.authority, identity.key, identity.certificate)
+    return grpc.ssl_channel_credentials(
+        identity.authority, identity.key or None, identity.certificate or None
+    )
 
 
 def _credentials_of(identity: Identity) -> Credentials:

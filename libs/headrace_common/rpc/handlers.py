@@ -14,6 +14,8 @@ from typing import Any, NoReturn, TypeAlias
 import grpc
 import grpc.aio
 
+from headrace_common.errors import InvalidRequest
+
 Continuation: TypeAlias = Callable[[grpc.HandlerCallDetails], Awaitable["Handler | None"]]
 """Finds the handler of an RPC; None for an unknown method."""
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -71,6 +73,36 @@ def guarded(
     wrapped = wrap(behaviour, guard, prepare or _unchanged)
     make = _maker(handler)
     return make(wrapped, deserializer or handler.request_deserializer, handler.response_serializer)
+
+
+def reading_inside(handler: Handler, guard: Guard, parse: Callable[[bytes], Any]) -> Handler:
+    """The same handler of a unary request, run inside `guard(context)`. gRPC receives the request inside it too.
+
+    gRPC sees a handler of a stream, which it calls before a message has come.
+    """
+    behaviour = _behaviour_of(handler)
+
+    async def first(requests: AsyncIterator[bytes]) -> Any:
+        async for data in requests:
+            return parse(data)
+        raise InvalidRequest({"request": "is missing: send one message"})
+
+    if inspect.isasyncgenfunction(behaviour):
+
+        async def generate(requests: Any, context: Context) -> AsyncIterator[Any]:
+            async with guard(context):
+                async for response in behaviour(await first(requests), context):
+                    yield response
+
+        return grpc.stream_stream_rpc_method_handler(generate, None, handler.response_serializer)
+
+    async def answer(requests: Any, context: Context) -> Any:
+        async with guard(context):
+            return await behaviour(await first(requests), context)
+
+    if handler.response_streaming:
+        return grpc.stream_stream_rpc_method_handler(answer, None, handler.response_serializer)
+    return grpc.stream_unary_rpc_method_handler(answer, None, handler.response_serializer)
 
 
 def with_deserializer(handler: Handler, deserializer: Callable[[bytes], Any]) -> Handler:

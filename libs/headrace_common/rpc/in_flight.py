@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import Draining
+from headrace_common.errors import DeadlineExceeded, Draining
 from headrace_common.rpc.handlers import Context, Handler, WrappingInterceptor, guarded
 
 # Streams that last until one end stops. Waiting for them would always use up the grace.
@@ -91,6 +92,46 @@ class InFlightInterceptor(WrappingInterceptor):
                 raise
             task.uncancel()
             raise Draining("the process is shutting down") from None
+
+
+class ClientStreams(WrappingInterceptor):
+    """Knows which connections have an RPC in flight, and ends endless streams after `age_s`.
+
+    An endless stream does not count: any caller may open one, and would keep its connection by it.
+    """
+
+    def __init__(self, age_s: float) -> None:
+        self._age_s = age_s
+        self._calls: Counter[str] = Counter()
+
+    def busy(self) -> set[str]:
+        """The peers with an RPC in flight, as gRPC names them."""
+        return set(self._calls)
+
+    def wrap(self, handler: Handler, method: str) -> Handler:
+        return guarded(handler, self._bound_age if method in _ENDLESS else self._count)
+
+    @asynccontextmanager
+    async def _count(self, context: Context) -> AsyncIterator[None]:
+        peer = context.peer()
+        self._calls[peer] += 1
+        try:
+            yield
+        finally:
+            self._calls[peer] -= 1
+            if not self._calls[peer]:
+                del self._calls[peer]
+
+    @asynccontextmanager
+    async def _bound_age(self, context: Context) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(self._age_s):
+                yield
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"a stream without end lasts {self._age_s:g} s here; open another",
+                metadata={"waited_for": "the end of the stream"},
+            ) from None
 
 
 def _current_task() -> asyncio.Task[Any]:

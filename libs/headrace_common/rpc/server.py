@@ -1,4 +1,4 @@
-"""The gRPC server of every service: health, reflection, errors, traces, drain."""
+"""The gRPC server of every service: its listeners, errors, traces, drain."""
 
 from __future__ import annotations
 
@@ -7,43 +7,32 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-import grpc
 import grpc.aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from headrace_common.access.authorizer import Authorizer
 from headrace_common.access.credentials import Credentials
-from headrace_common.access.tls import TlsIdentity, tls_identity
-from headrace_common.config import ServiceConfig, split_host_port
+from headrace_common.access.table import Listener
+from headrace_common.client_config import ClientFacingConfig
+from headrace_common.config import ServiceConfig
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError
-from headrace_common.reloading import ReloadedFiles
-from headrace_common.rpc.access import AccessInterceptor
-from headrace_common.rpc.channel import (
-    MESSAGE_BYTES_MAX,
-    METADATA_BYTES_MAX,
-    keepalive_options,
+from headrace_common.process.connections import (
+    ConnectionBounds,
+    ConnectionGuard,
+    reserve_descriptors,
 )
-from headrace_common.rpc.in_flight import InFlightInterceptor
+from headrace_common.rpc.access import ClientAccess, InternalAccess
+from headrace_common.rpc.channel import MESSAGE_BYTES_MAX
+from headrace_common.rpc.in_flight import ClientStreams, InFlightInterceptor
+from headrace_common.rpc.listener import INTERNAL_OPTIONS, Address, RpcListener, client_options
 from headrace_common.rpc.status import ErrorInterceptor
 from headrace_common.rpc.trace_context import TraceInterceptor
 
 _LOG = logging.getLogger(__name__)
-
-# so_reuseport is off, because otherwise two services could share a port, each with half of the connections.
-_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.so_reuseport", 0),
-    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
-    ("grpc.max_metadata_size", METADATA_BYTES_MAX),
-    ("grpc.absolute_max_metadata_size", 2 * METADATA_BYTES_MAX),
-    ("grpc.max_concurrent_streams", 4_096),
-    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
-)
 
 _CANCEL_WAIT_S = 1.0
 DRAIN_OVERRUN_MAX_S = 4.0
@@ -52,48 +41,88 @@ DRAIN_OVERRUN_MAX_S = 4.0
 Drainer = Callable[[Deadline], Awaitable[None]]
 
 
+@dataclass(frozen=True, slots=True)
+class ClientServices:
+    """What the client listener serves.
+
+    `names` are the full names for health checks and reflection. `interceptors` run inside those for errors and traces.
+    `message_bytes_max` bounds a received message, also after decompression.
+    """
+
+    names: Sequence[str]
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
+    message_bytes_max: int = MESSAGE_BYTES_MAX
+
+
 class GrpcServer:
-    """One server on one port. Add servicers to `.server`, start it, then serve until a signal.
+    """The server of one service. Add servicers to `.server` and `.client_server`, start it, then serve until a signal.
 
-    It refuses callers as the access table says. Raises ConfigError when a file of the settings cannot be read.
-
-    `services` are the full names for health checks and reflection. `interceptors` run inside those for
-    errors and traces. `message_bytes_max` bounds a received message, also after decompression.
+    `.server` serves `services`, by their full names, on internal_listen. It refuses callers as the access table says.
+    `interceptors` and `message_bytes_max` are those of internal_listen, as in ClientServices. `.client_server` serves
+    `clients` on listen. It is None without `clients`, or where `listen` is empty. Raises
+    ConfigError when a file of the settings cannot be read.
     """
 
     def __init__(
         self,
         config: ServiceConfig,
         services: Sequence[str],
+        clients: ClientServices | None = None,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
         message_bytes_max: int = MESSAGE_BYTES_MAX,
     ) -> None:
         self._config = config
-        self._services = tuple(services)
         self._in_flight = InFlightInterceptor()
-        self.server: grpc.aio.Server = grpc.aio.server(
-            interceptors=[
+        common = (self._in_flight, TraceInterceptor())
+        internal = RpcListener(
+            Address(Listener.INTERNAL, config.internal_listen, config.internal_advertise),
+            services,
+            [
                 ErrorInterceptor(),
-                AccessInterceptor(Authorizer.from_config(config)),
-                self._in_flight,
-                TraceInterceptor(),
+                InternalAccess(Authorizer.from_config(config)),
+                *common,
                 *interceptors,
             ],
-            options=(
-                *_OPTIONS,
-                ("grpc.max_receive_message_length", message_bytes_max),
-                *keepalive_options(),
-            ),
+            tls=Credentials.from_config(config).tls,
+            message_bytes_max=message_bytes_max,
+            options=INTERNAL_OPTIONS,
         )
-        self._health = health.aio.HealthServicer()
+        self.server: grpc.aio.Server = internal.server
+        self.client_server: grpc.aio.Server | None = None
+        self._endpoint = ""
+        self.client_endpoint = ""
+        """The "host:port" at which clients reach this server, once it has started. Empty without a client listener."""
+        self._listeners = [internal]
+        self._guard: ConnectionGuard | None = None
+        if clients is not None and isinstance(config, ClientFacingConfig) and config.listen:
+            facing = self._client_listener(config, clients, common)
+            self.client_server = facing.server
+            self._listeners.append(facing)
         self._health_updates: set[asyncio.Task[None]] = set()
         self._drain_requested = asyncio.Event()
         self._drain_deadline: Deadline | None = None
         self._stop_requested = False
         self._stop_now = asyncio.Event()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
-        names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self.server)
+
+    def _client_listener(
+        self,
+        config: ClientFacingConfig,
+        clients: ClientServices,
+        common: Sequence[grpc.aio.ServerInterceptor],
+    ) -> RpcListener:
+        total = reserve_descriptors(config.max_connections)
+        streams = ClientStreams(config.connection_age_s)
+        bounds = ConnectionBounds(total, config.max_connections_per_host)
+        self._guard = ConnectionGuard(bounds, streams.busy)
+        return RpcListener(
+            Address(Listener.CLIENT, config.listen, config.advertise),
+            clients.names,
+            [ErrorInterceptor(), ClientAccess(), *common, streams, *clients.interceptors],
+            tls=config.listen_tls,
+            certificates_required=config.client_certificates,
+            message_bytes_max=clients.message_bytes_max,
+            options=client_options(config, total),
+        )
 
     @property
     def draining(self) -> bool:
@@ -101,30 +130,35 @@ class GrpcServer:
         return self._drain_requested.is_set()
 
     async def start(self) -> str:
-        """Listens, reports SERVING and returns the host:port at which others reach this server.
+        """Listens, reports SERVING and returns the host:port at which other services reach this server.
 
-        Raises ConfigError when it cannot listen on the address or read a TLS file.
+        Raises ConfigError when it cannot listen on an address or read a TLS file.
         """
-        host, port = split_host_port(self._config.listen)
-        _check_free(self._config.listen, host, port)
-        credentials = self._credentials()
-        try:
-            if credentials is None:
-                port = self.server.add_insecure_port(self._config.listen)
-            else:
-                port = self.server.add_secure_port(self._config.listen, credentials)
-        except RuntimeError as error:
-            raise _cannot_listen(self._config.listen, str(error)) from error
-        await self.server.start()
-        await self._set_health(True)
-        advertised = self._advertised(host, port)
+        endpoints = [listener.bind() for listener in self._listeners]
+        for listener in self._listeners:
+            await listener.start()
+        if self._guard is not None:
+            self._guard.start(self._listeners[1].port)
+        self._endpoint = endpoints[0]
+        self.client_endpoint = endpoints[1] if len(endpoints) > 1 else ""
         if self._config.port_file:
-            write_port_file(self._config.port_file, advertised)
-        return advertised
+            write_port_file(self._config.port_file, self.port_line)
+        return self._endpoint
+
+    @property
+    def port_line(self) -> str:
+        """The content of the port file: the internal address, and that for clients if there is one."""
+        return " ".join(filter(None, (self._endpoint, self.client_endpoint)))
+
+    async def stop(self, grace_s: float | None) -> None:
+        """Ends both listeners. RPCs in flight may take `grace_s`; None ends them at once."""
+        if self._guard is not None:
+            await self._guard.close()
+        await asyncio.gather(*(listener.server.stop(grace_s) for listener in self._listeners))
 
     def set_serving(self, serving: bool) -> None:
         """Sets the health status of the server and of each of its services."""
-        update = asyncio.get_running_loop().create_task(self._set_health(serving))
+        update = asyncio.get_running_loop().create_task(self._set_health(serving=serving))
         self._health_updates.add(update)
         update.add_done_callback(self._health_updates.discard)
 
@@ -164,7 +198,7 @@ class GrpcServer:
             await self._drain_requested.wait()
             await self._drain(on_drain, self.request_drain())
         finally:
-            await self.server.stop(None)
+            await self.stop(None)
 
     async def _drain(self, on_drain: Drainer, deadline: Deadline) -> None:
         _LOG.info("draining for up to %g s", deadline.remaining_s())
@@ -179,13 +213,13 @@ class GrpcServer:
             await drain
 
     async def _drain_in_order(self, on_drain: Drainer, deadline: Deadline) -> None:
-        await self._set_health(False)
+        await self._set_health(serving=False)
         try:
             async with asyncio.timeout(deadline.remaining_s() + DRAIN_OVERRUN_MAX_S):
                 await on_drain(deadline)
         except TimeoutError:
             _LOG.warning("work in flight did not end within the drain grace")
-        stop = asyncio.create_task(self.server.stop(deadline.remaining_s() + _CANCEL_WAIT_S))
+        stop = asyncio.create_task(self.stop(deadline.remaining_s() + _CANCEL_WAIT_S))
         if not await self._in_flight.wait_answered(deadline):
             _LOG.warning("ending %d unfinished requests", self._in_flight.answer_count)
         self._in_flight.cancel_all()
@@ -193,50 +227,9 @@ class GrpcServer:
         # the end of the grace. stop(None) in serve_until_stopped ends it.
         await asyncio.wait({stop}, timeout=_CANCEL_WAIT_S)
 
-    async def _set_health(self, serving: bool) -> None:
-        states = health_pb2.HealthCheckResponse
-        state = states.SERVING if serving else states.NOT_SERVING
-        for service in ("", *self._services):
-            await self._health.set(service, state)
-
-    def _credentials(self) -> grpc.ServerCredentials | None:
-        if not self._config.tls_certificate_file:
-            return None
-        certificates = _ServedCertificates(tls_identity(Credentials.from_config(self._config).tls))
-        return grpc.dynamic_ssl_server_credentials(
-            certificates.initial,
-            certificates.changed,  # type: ignore[arg-type]  # the stubs lack the None of gRPC's documentation
-            require_client_authentication=True,
-        )
-
-    def _advertised(self, host: str, port: int) -> str:
-        if not self._config.advertise:
-            return f"{host}:{port}"
-        advertised_host, advertised_port = split_host_port(self._config.advertise)
-        return f"{advertised_host}:{advertised_port or port}"
-
-
-class _ServedCertificates:
-    """The certificates of a server in the form that gRPC takes. Connections that exist are unaffected by changes."""
-
-    def __init__(self, files: ReloadedFiles[TlsIdentity]) -> None:
-        self._files = files
-        self._used = files.current()
-        self.initial = _configuration(self._used)
-
-    def changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """The new configuration after a change, else None. gRPC calls it before each handshake, from its threads."""
-        identity = self._files.current()
-        if identity is self._used:
-            return None
-        self._used = identity
-        return _configuration(identity)
-
-
-def _configuration(identity: TlsIdentity) -> grpc.ServerCertificateConfiguration:
-    return grpc.ssl_server_certificate_configuration(
-        [(identity.key, identity.certificate)], identity.authority
-    )
+    async def _set_health(self, *, serving: bool) -> None:
+        for listener in self._listeners:
+            await listener.set_health(serving=serving)
 
 
 @contextlib.contextmanager
@@ -250,27 +243,6 @@ def stop_signals(on_signal: Callable[[], None]) -> Iterator[None]:
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
-
-
-def _cannot_listen(listen: str, why: str) -> ConfigError:
-    return ConfigError(
-        f"cannot listen on {listen}: {why}; stop what uses the port or set listen",
-        metadata={"listen": listen, "cause": why},
-    )
-
-
-def _check_free(listen: str, host: str, port: int) -> None:
-    """Binds the port once before gRPC does, because gRPC hides the reason of a failure."""
-    try:
-        addresses = socket.getaddrinfo(
-            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-        for family, kind, protocol, _, address in addresses:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(address)
-    except OSError as error:
-        raise _cannot_listen(listen, error.strerror or str(error)) from error
 
 
 def write_port_file(path: str, advertised: str) -> None:

@@ -148,16 +148,28 @@ class _Malformed:
     error: InvalidRequest
 
 
-def _parse_or_malformed(deserialize: Callable[[bytes], Any], method: str) -> Callable[[bytes], Any]:
+def parser(deserialize: Callable[[bytes], Any], method: str) -> Callable[[bytes], Any]:
+    """As `deserialize`, but it raises InvalidRequest for data that protobuf cannot parse."""
+
     def parse(data: bytes) -> Any:
         try:
             return deserialize(data)
-        except InvalidRequest as error:
-            return _Malformed(error)
         except DecodeError as error:
-            return _Malformed(_violations_of(data, method, error))
+            raise _violations_of(data, method, error) from error
 
     return parse
+
+
+def _parse_or_malformed(deserialize: Callable[[bytes], Any], method: str) -> Callable[[bytes], Any]:
+    parse = parser(deserialize, method)
+
+    def parse_or_malformed(data: bytes) -> Any:
+        try:
+            return parse(data)
+        except InvalidRequest as error:
+            return _Malformed(error)
+
+    return parse_or_malformed
 
 
 def _violations_of(data: bytes, method: str, error: DecodeError) -> InvalidRequest:

@@ -128,8 +128,9 @@ class WorkerConfig(ServiceConfig):
             for field, value in needed.items()
             if getattr(self, field) != value
         ]
-        for field in ("listen", "advertise"):
-            address: str = getattr(self, field)
+        for field in ("internal_listen", "internal_advertise", "listen", "advertise"):
+            # Prefill workers have no listen.
+            address: str = getattr(self, field, "")
             if address and split_host_port(address)[1]:
                 problems.append(
                     f"workers_per_process is {workers}: give {field} the port 0, which takes any"
@@ -167,7 +168,7 @@ def engine_config(
     config: WorkerConfig, *, role: Literal["prefill", "decode"], ref: WorkerRef
 ) -> EngineConfig:
     """The engine's part of the worker's settings."""
-    host, _ = split_host_port(config.advertise or config.listen)
+    host, _ = split_host_port(config.internal_advertise or config.internal_listen)
     return EngineConfig(
         engine=config.engine,
         model=config.model,
@@ -200,6 +201,7 @@ def worker_member(
     role: registry_pb2.Member.Role.ValueType,
     ref: WorkerRef,
     endpoint: str,
+    client_endpoint: str,
     engine: Engine,
     start_unix_ns: int,
 ) -> registry_pb2.Member:
@@ -210,6 +212,7 @@ def worker_member(
         incarnation=ref.incarnation,
         role=role,
         endpoint=endpoint,
+        client_endpoint=client_endpoint,
         model=served_model(config, engine),
         max_model_len=engine.max_model_len,
         layout=layout_to_proto(layout),

@@ -67,12 +67,12 @@ class WorkerHost:
         if listener in self._listeners:
             self._listeners.remove(listener)
 
-    async def serve(self, endpoint: str, server: GrpcServer, on_drain: Drainer) -> None:
+    async def serve(self, server: GrpcServer, on_drain: Drainer) -> None:
         """Serves a worker until it is drained or the process gets a signal.
 
         Signals are handled once all workers of the process serve.
         """
-        self._servers[endpoint] = server
+        self._servers[server.port_line] = server
         if len(self._servers) == self._config.workers_per_process:
             if self._config.workers_per_process > 1 and self._config.port_file:
                 write_port_file(self._config.port_file, "\n".join(self._servers))

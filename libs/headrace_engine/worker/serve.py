@@ -12,7 +12,7 @@ from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_common.deadlines import Deadline
 from headrace_common.rpc.channel import MESSAGE_BYTES_MAX
-from headrace_common.rpc.server import GrpcServer
+from headrace_common.rpc.server import ClientServices, GrpcServer
 from headrace_common.tickets.keys import TicketKeys
 from headrace_engine.worker.config import Config, worker_member
 from headrace_engine.worker.host import HostedWorker, RouterListener, WorkerHost
@@ -26,7 +26,8 @@ WORKER_SERVICE = "headrace.worker.v1.WorkerService"
 class RoleServer(ABC):
     """What one worker serves beside WorkerService, and how it drains; each role has its own.
 
-    `services` are the full names of the gRPC services. `reserves_blocks`: whether its KV blocks are
+    `services` are the full names of the gRPC services on the internal listener, and `client_services` of those on the
+    client listener. `reserves_blocks`: whether its KV blocks are
     reserved by requests, rather than used as a cache only. `descriptor` is registered, if there is
     one. `on_routers` is called with the live routers. `ticket_keys` gets the keys that routers send
     with WatchStatus. `interceptors` and `message_bytes_max` are for the server.
@@ -34,6 +35,7 @@ class RoleServer(ABC):
 
     role: ClassVar[registry_pb2.Member.Role.ValueType]
     services: ClassVar[tuple[str, ...]] = ()
+    client_services: ClassVar[tuple[str, ...]] = ()
     reserves_blocks: ClassVar[bool] = False
     descriptor: KvDescriptor | None = None
     on_routers: RouterListener | None = None
@@ -44,6 +46,9 @@ class RoleServer(ABC):
     @abstractmethod
     def add_servicers(self, server: grpc.aio.Server) -> None:
         """Adds the servicers of `services`."""
+
+    def add_client_servicers(self, server: grpc.aio.Server) -> None:  # noqa: B027 - most have none
+        """Adds the servicers of `client_services`."""
 
     @abstractmethod
     def status(self) -> worker_pb2.WatchStatusResponse:
@@ -72,9 +77,16 @@ async def serve_worker(
     """Registers and serves one worker until `host` stops or drains it."""
     config, ref, engine = hosted.config, hosted.ref, hosted.engine
     worker = build(host, hosted)
+    clients: ClientServices | None = None
+    if worker.client_services:
+        clients = ClientServices(
+            worker.client_services, worker.interceptors, worker.message_bytes_max
+        )
     services = (*worker.services, WORKER_SERVICE)
-    server = GrpcServer(config, services, worker.interceptors, worker.message_bytes_max)
+    server = GrpcServer(config, services, clients, worker.interceptors, worker.message_bytes_max)
     worker.add_servicers(server.server)
+    if server.client_server is not None:
+        worker.add_client_servicers(server.client_server)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(
         WorkerStatusServicer(
             worker.status,
@@ -92,6 +104,7 @@ async def serve_worker(
         role=worker.role,
         ref=ref,
         endpoint=endpoint,
+        client_endpoint=server.client_endpoint,
         engine=engine,
         start_unix_ns=hosted.start_unix_ns,
     )
@@ -110,7 +123,7 @@ async def serve_worker(
         with host.metrics.reporting(
             ref.worker_id, worker.status, reserves_blocks=worker.reserves_blocks
         ):
-            await host.serve(endpoint, server, drain)
+            await host.serve(server, drain)
     finally:
         await membership.leave()
         await worker.close()

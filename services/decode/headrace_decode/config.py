@@ -5,16 +5,28 @@ from __future__ import annotations
 from pydantic import Field, model_validator
 
 from headrace_common.access.roles import Role
-from headrace_common.config import NonNegativeCount, PositiveSeconds, require_order
+from headrace_common.client_config import ClientFacingConfig
+from headrace_common.config import (
+    NonNegativeCount,
+    OptionalHostPort,
+    PositiveSeconds,
+    require_order,
+)
 from headrace_engine.worker.config import WorkerConfig
 from headrace_kv.handoff.checksum import DigestMode
 from headrace_kv.receive.layer_overlap import OverlapSettings
 
 
-class DecodeConfig(WorkerConfig):
+class DecodeConfig(WorkerConfig, ClientFacingConfig):
     """A decode worker: receives KV caches and generates tokens."""
 
     role = Role.DECODE
+
+    listen: OptionalHostPort = Field(
+        "",
+        description="host:port to serve clients on that a router has given a ticket; port 0 takes any free port. "
+        "Empty: no client can reach this worker, and routers stream its tokens.",
+    )
 
     lease_ttl_s: PositiveSeconds = Field(
         5.0,
@@ -22,8 +34,8 @@ class DecodeConfig(WorkerConfig):
     )
     quarantine_s: PositiveSeconds = Field(
         15.0,
-        description="Seconds that blocks of a failed transfer stay unused after the lease; "
-        "longer than the transport's own timeout.",
+        description="Seconds that blocks of a failed transfer stay unused after the lease; at least 5, longer than the "
+        "transport's own timeout. A frozen sender is ended after half of them.",
     )
     digest: DigestMode = Field(
         "off",
@@ -47,6 +59,11 @@ class DecodeConfig(WorkerConfig):
     request_timeout_s: PositiveSeconds = Field(
         600.0, description="Seconds until the deadline of requests that have none."
     )
+
+    @property
+    def clients_prove_themselves(self) -> bool:
+        """Clients need a router's ticket."""
+        return True
 
     @property
     def overlap_settings(self) -> OverlapSettings:

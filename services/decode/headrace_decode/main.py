@@ -56,6 +56,7 @@ class DecodeServer(RoleServer):
 
     role = registry_pb2.Member.ROLE_DECODE
     services = ("headrace.decode.v1.DecodeService", "headrace.kv.v1.HandoffService")
+    client_services = ("headrace.decode.v1.DecodeService",)
     reserves_blocks = True
 
     def __init__(
@@ -103,6 +104,9 @@ class DecodeServer(RoleServer):
         handoff_pb2_grpc.add_HandoffServiceServicer_to_server(
             HandoffServicer(self._receiver, self._peers.admitted), server
         )
+
+    def add_client_servicers(self, server: grpc.aio.Server) -> None:
+        decode_pb2_grpc.add_DecodeServiceServicer_to_server(self._service, server)
 
     def status(self) -> worker_pb2.WatchStatusResponse:
         return self._service.status()

@@ -66,8 +66,9 @@ class RegistryConfig(ServiceConfig):
 
     role = Role.REGISTRY
 
-    listen: HostPort = Field(
-        "127.0.0.1:7001", description="host:port to serve on; port 0 takes any free port."
+    internal_listen: HostPort = Field(
+        "127.0.0.1:7001",
+        description="host:port to serve the other services and operators on; port 0 takes any free port.",
     )
     store: Annotated[str, AfterValidator(_check_store)] = Field(
         MEMORY_STORE,

@@ -16,7 +16,7 @@ from headrace_registry.store.base import Store
 def start_metrics(store: Store, config: ServiceConfig) -> Metrics:
     """Exports the metrics of a registry, where otlp_endpoint is set. The caller shuts them down."""
     resource = Resource.create(
-        {"service.name": "headrace-registry", "service.instance.id": config.listen}
+        {"service.name": "headrace-registry", "service.instance.id": config.internal_listen}
     )
     metrics = Metrics(resource, config.otlp_endpoint)
 

@@ -15,6 +15,7 @@ from headrace.prefill.v1 import prefill_pb2, prefill_pb2_grpc
 from headrace.registry.v1 import registry_pb2
 from headrace_common.limits import TICKET_LIFETIME_MAX_S
 from headrace_common.rpc.channel import open_channel
+from headrace_common.rpc.server import ClientServices, GrpcServer
 from headrace_common.telemetry.setup import Telemetry
 from headrace_common.tickets.direct import TicketSigner
 from headrace_common.tickets.handoff import sign_handoff
@@ -29,6 +30,7 @@ from headrace_router.lookaside.tickets import LookAside
 from headrace_router.lookaside.tracking import DirectRequestTracker
 from headrace_router.metrics import RouterMetrics
 from headrace_router.models import ModelCatalog
+from headrace_router.openai.app import OpenAiApp, OpenAiParts
 from headrace_router.placement import KvAware, Placement
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.service import PullService
@@ -37,6 +39,7 @@ from headrace_router.prefix_cache.directory import PrefixCacheDirectory
 from headrace_router.prefix_cache.salts import CacheSalts
 from headrace_router.request.client_gate import ClientGate, needed_request_bytes
 from headrace_router.request.preparation import RequestPreparer
+from headrace_router.runner import RequestRunner
 from headrace_router.service import InferenceService
 from headrace_router.tracing.request_span import RequestTracer
 from headrace_router.tracing.service import OTLP_SERVICE_NAME, SpanCollector, TraceReader
@@ -48,8 +51,9 @@ from headrace_text.codec import TextCodec
 
 _LOG = logging.getLogger(__name__)
 
-SERVICES = (
-    "headrace.inference.v1.InferenceService",
+CLIENT_SERVICES = ("headrace.inference.v1.InferenceService",)
+INTERNAL_SERVICES = (
+    *CLIENT_SERVICES,
     "headrace.inference.v1.TraceService",
     "headrace.prefill.v1.PrefillQueueService",
     OTLP_SERVICE_NAME,
@@ -61,6 +65,7 @@ class Router:
     """The parts of one router. `update` must be called with every change of the registry's members."""
 
     inference: InferenceService
+    runner: RequestRunner
     workers: WorkerDirectory
     prefixes: PrefixCacheDirectory
     queue: PrefillQueue
@@ -70,11 +75,22 @@ class Router:
     router_keys: RouterKeys
     preparer: RequestPreparer
     gate: ClientGate
-    """For the server's interceptors."""
+    """For the interceptors of the client listener."""
+    openai: OpenAiApp
     admission: Admission
 
-    def add_to(self, server: grpc.aio.Server) -> None:
-        """Adds every servicer in SERVICES."""
+    def new_server(self, config: RouterConfig) -> GrpcServer:
+        """A server with every service of the router. Raises ConfigError."""
+        clients = ClientServices(CLIENT_SERVICES, [self.gate], config.max_request_bytes)
+        server = GrpcServer(config, INTERNAL_SERVICES, clients)
+        self._add_internal(server.server)
+        if server.client_server is not None:
+            inference_pb2_grpc.add_InferenceServiceServicer_to_server(
+                self.inference, server.client_server
+            )
+        return server
+
+    def _add_internal(self, server: grpc.aio.Server) -> None:
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self.inference, server)
         trace_pb2_grpc.add_TraceServiceServicer_to_server(TraceReader(self.traces), server)
         prefill_pb2_grpc.add_PrefillQueueServiceServicer_to_server(PullService(self.queue), server)
@@ -168,16 +184,25 @@ def assemble(
     preparer = RequestPreparer(
         codecs, workers, telemetry, config.max_bytes_per_token, salts.salt_of
     )
+    tracer = RequestTracer(telemetry, traces)
+    runner = RequestRunner(
+        admission=admission,
+        preparer=preparer,
+        dispatcher=dispatcher,
+        tracer=tracer,
+        metrics=metrics,
+    )
+    models = ModelCatalog(codecs, workers, queue)
     inference = InferenceService(
-        models=ModelCatalog(codecs, workers, queue),
+        models=models,
         prefixes=prefixes,
         tenants=tenants,
+        runner=runner,
         admission=admission,
         preparer=preparer,
         dispatcher=dispatcher,
         look_aside=look_aside,
-        tracer=RequestTracer(telemetry, traces),
-        metrics=metrics,
+        tracer=tracer,
         default_deadline_s=config.default_deadline_s,
     )
 
@@ -186,10 +211,16 @@ def assemble(
         return {name: live.get(name) or codec.max_model_len for name, codec in codecs.items()}
 
     gate = ClientGate(tenants, metrics, max_model_len, config.max_bytes_per_token)
+    openai = OpenAiApp(
+        OpenAiParts(codecs, models, tenants, runner, preparer, gate, metrics),
+        deadline_s=config.default_deadline_s,
+        body_bytes_max=config.max_request_bytes,
+    )
     return Router(
-        *(inference, workers, prefixes, queue, traces, metrics, direct, router_keys),
+        *(inference, runner, workers, prefixes, queue, traces, metrics, direct, router_keys),
         preparer=preparer,
         gate=gate,
+        openai=openai,
         admission=admission,
     )
 

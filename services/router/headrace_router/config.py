@@ -7,13 +7,15 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from headrace_common.access.addresses import is_loopback
 from headrace_common.access.roles import Role
+from headrace_common.client_config import ClientFacingConfig
 from headrace_common.config import (
     NonNegativeSeconds,
+    OptionalHostPort,
     OptionalWorkerId,
     PositiveCount,
     PositiveSeconds,
-    ServiceConfig,
     require_order,
     split_list,
 )
@@ -43,13 +45,20 @@ def _check_models(entries: tuple[str, ...]) -> tuple[str, ...]:
 ModelList = Annotated[tuple[str, ...], BeforeValidator(split_list), AfterValidator(_check_models)]
 
 
-class RouterConfig(ServiceConfig):
+class RouterConfig(ClientFacingConfig):
     """Headrace's router: places requests on workers and streams the responses."""
 
     role = Role.ROUTER
 
     model: ModelList = Field(
         description="Served models, separated by commas: NAME=FOLDER, FOLDER (its last part is the name) or sim."
+    )
+    http_listen: OptionalHostPort = Field(
+        "",
+        description="host:port of the OpenAI HTTP API; port 0 takes any free port. Empty: no HTTP.",
+    )
+    http_max_connections: PositiveCount = Field(
+        4_096, description="HTTP connections before new ones are rejected."
     )
     router_id: OptionalWorkerId = Field(
         "",
@@ -112,7 +121,7 @@ class RouterConfig(ServiceConfig):
     )
     look_aside: bool = Field(
         False,
-        description="Whether clients may stream from decode workers directly. Clients must be able to reach them.",
+        description="Whether clients may stream directly from decode workers that have the setting listen.",
     )
     ticket_ttl_s: PositiveSeconds = Field(
         10.0,
@@ -135,6 +144,10 @@ class RouterConfig(ServiceConfig):
         description="Bytes of the spans of all stored traces, before the oldest traces are removed.",
     )
 
+    @property
+    def clients_prove_themselves(self) -> bool:
+        return bool(self.api_keys_file)
+
     @model_validator(mode="after")
     def _check_waits(self) -> RouterConfig:
         require_order(
@@ -144,6 +157,12 @@ class RouterConfig(ServiceConfig):
             ("worker_wait_s", "default_deadline_s"),
             ("max_trace_bytes", "max_stored_trace_bytes"),
         )
+        keyed = self.insecure or self.api_keys_file
+        if self.http_listen and not keyed and not is_loopback(self.http_listen):
+            raise ValueError(
+                f"http_listen is {self.http_listen}, which other hosts may reach, and requests need no key: set "
+                "api_keys_file, or set insecure, which lets every caller make every request"
+            )
         return self
 
     @model_validator(mode="after")

@@ -13,17 +13,18 @@ from typing import NoReturn
 
 from headrace.registry.v1 import registry_pb2
 from headrace_common.config import load_config, redacted, split_host_port
+from headrace_common.deadlines import Deadline
 from headrace_common.identity import new_incarnation
 from headrace_common.logs import setup_logging
 from headrace_common.process.run import run_service
 from headrace_common.registry.membership import Membership
 from headrace_common.registry.view import RegistryView
 from headrace_common.rpc.channel import open_channel
-from headrace_common.rpc.server import GrpcServer
 from headrace_common.telemetry.setup import init_telemetry
 from headrace_common.tickets.keys import SigningKey
-from headrace_router.app import SERVICES, Router, assemble
+from headrace_router.app import Router, assemble
 from headrace_router.config import RouterConfig
+from headrace_router.openai.server import HttpServer
 from headrace_text.load import load_codecs
 
 _LOG = logging.getLogger(__name__)
@@ -88,30 +89,44 @@ async def serve_router(config: RouterConfig) -> None:
         stack.push_async_callback(router.close)
         stack.push_async_callback(members.stop)
         await members.start()
-        server = GrpcServer(config, SERVICES, [router.gate], config.max_request_bytes)
-        router.add_to(server.server)
-        stack.push_async_callback(server.server.stop, None)
+        server = router.new_server(config)
+        stack.push_async_callback(server.stop, None)
+        http = HttpServer(router.openai, config) if config.http_listen else None
+        if http is not None:
+            stack.push_async_callback(http.stop)
         endpoint = await server.start()
-        membership = Membership(registry, _member(router_id, incarnation, endpoint, ticket_key))
+        member = _member(router_id, incarnation, (endpoint, server.client_endpoint), ticket_key)
+        membership = Membership(registry, member)
         stack.push_async_callback(membership.stop)
         await membership.start()
-        _LOG.info("%s serves %s on %s", router_id, ", ".join(codecs), endpoint)
-        await server.serve_until_signal(lambda deadline: _drain(router, membership))
+        _LOG.info(
+            "%s serves clients of %s on %s, and the deployment on %s",
+            *(router_id, ", ".join(codecs), server.client_endpoint, endpoint),
+        )
+        if http is not None:
+            http.start()
+            _LOG.info("%s serves OpenAI HTTP on %s", router_id, http.url)
+        await server.serve_until_signal(lambda deadline: _drain(router, membership, http, deadline))
 
 
-async def _drain(router: Router, membership: Membership) -> None:
-    router.inference.drain()
+async def _drain(
+    router: Router, membership: Membership, http: HttpServer | None, deadline: Deadline
+) -> None:
+    router.runner.drain()
     await membership.stop()
+    if http is not None:
+        await http.drain(deadline)
 
 
 def _member(
-    router_id: str, incarnation: str, endpoint: str, ticket_key: SigningKey
+    router_id: str, incarnation: str, endpoints: tuple[str, str], ticket_key: SigningKey
 ) -> registry_pb2.Member:
     return registry_pb2.Member(
         worker_id=router_id,
         incarnation=incarnation,
         role=registry_pb2.Member.ROLE_ROUTER,
-        endpoint=endpoint,
+        endpoint=endpoints[0],
+        client_endpoint=endpoints[1],
         start_unix_ns=time.time_ns(),
         ticket_public_key=ticket_key.public.public_key,
     )

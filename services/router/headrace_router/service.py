@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import secrets
 import time
 from contextlib import ExitStack
 from typing import Any
@@ -13,22 +11,17 @@ import grpc.aio
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from headrace_common.access.roles import Role, current_caller
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import Draining, PermissionDenied
-from headrace_common.process.pacing import LoopLoad
+from headrace_common.errors import InvalidRequest, PermissionDenied, Unauthenticated
 from headrace_common.rpc.trace_context import traceparent
-from headrace_router.admission.admission import Admission, AdmissionPermit
-from headrace_router.admission.tenants import Tenants
-from headrace_router.dispatch.completion import finish_reason_name
+from headrace_router.admission.admission import Admission
+from headrace_router.admission.tenants import DEFAULT_TENANT, Tenants
 from headrace_router.dispatch.dispatcher import RequestDispatcher
 from headrace_router.lookaside.tickets import LookAside, candidates_to_proto
-from headrace_router.metrics import RouterMetrics
 from headrace_router.models import ModelCatalog
 from headrace_router.prefix_cache.directory import PrefixCacheDirectory
 from headrace_router.request.preparation import RequestPreparer
-from headrace_router.request.request import RoutedRequest
-from headrace_router.request.response_stream import ResponseStream
-from headrace_router.request.validation import REQUEST_ID_CHARACTERS_MAX
-from headrace_router.tracing.request_span import RequestTracer, trace_id_of
+from headrace_router.runner import RequestRunner, request_id_of
+from headrace_router.tracing.request_span import RequestTracer
 
 # The router's error names what was waited for. It must reach the client before the client's own deadline.
 _DEADLINE_MARGIN_S = 0.2
@@ -44,31 +37,25 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         models: ModelCatalog,
         prefixes: PrefixCacheDirectory,
         tenants: Tenants,
+        runner: RequestRunner,
         admission: Admission,
         preparer: RequestPreparer,
         dispatcher: RequestDispatcher,
         look_aside: LookAside,
         tracer: RequestTracer,
-        metrics: RouterMetrics,
         default_deadline_s: float,
     ) -> None:
         self._models = models
         self._prefixes = prefixes
         self._tenants = tenants
+        self._runner = runner
         self._admission = admission
         self._preparer = preparer
         self._dispatcher = dispatcher
         self._look_aside = look_aside
         self._direct = look_aside.direct
         self._tracer = tracer
-        self._metrics = metrics
         self._default_deadline_s = default_deadline_s
-        self._load = LoopLoad()
-        self._draining = False
-
-    def drain(self) -> None:
-        """Rejects new requests from now on. Requests in flight continue."""
-        self._draining = True
 
     async def Generate(  # type: ignore[override]
         self,
@@ -76,64 +63,12 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> None:
         """Streams one response. A cancelled call ends all work for the request."""
-        arrival_unix_ns = time.time_ns()
-        deadline = _deadline_of(context, self._default_deadline_s)
-        with self._metrics.count_failures():
-            permit = await self._admit(context, deadline)
-            with self._admission.holding(permit):
-                response = await self._generate(request, context, permit, deadline, arrival_unix_ns)
-        self._metrics.count_request(
-            finish_reason_name(response.finish_reason),
-            (response.first_token_unix_ns - arrival_unix_ns) / 1e6 if response.started else None,
+        await self._runner.run(
+            request,
+            self._tenant_of(context),
+            _deadline_of(context, self._default_deadline_s),
+            context.write,
         )
-
-    async def _generate(
-        self,
-        request: inference_pb2.GenerateRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
-        permit: AdmissionPermit,
-        deadline: Deadline,
-        arrival_unix_ns: int,
-    ) -> ResponseStream:
-        request_id = _request_id(request)
-        with self._tracer.request_span(request_id, arrival_unix_ns) as root:
-            prepared = await self._preparer.prepare(
-                request, request_id, root, deadline, permit.tenant
-            )
-            await permit.acquire_tokens(len(prepared.token_ids))
-            await permit.acquire_slot(prepared.model)
-            response = ResponseStream(prepared, trace_id_of(root), self._load)
-            routed = RoutedRequest(
-                *(prepared, response, root, deadline, arrival_unix_ns, permit.tenant),
-                slot_wait_s=lambda: permit.slot_wait_s,
-            )
-            await self._stream(routed, context, permit)
-            return response
-
-    async def _stream(
-        self,
-        request: RoutedRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
-        permit: AdmissionPermit,
-    ) -> None:
-        """Runs the request and writes its response to the client."""
-        response = request.response
-
-        async def produce() -> None:
-            try:
-                await self._dispatcher.run(request)
-            # `next_message` raises it again.
-            except Exception as error:  # noqa: BLE001
-                response.fail(error)
-
-        producer = asyncio.create_task(produce())
-        try:
-            while (message := await response.next_message()) is not None:
-                permit.release_tokens()
-                await context.write(message)
-        finally:
-            producer.cancel()
-            await asyncio.wait({producer})
 
     async def Route(
         self,
@@ -142,18 +77,24 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.RouteResponse:
         """The placement of a request, with a ticket for its decode worker unless only an explanation is wanted.
 
-        Costs and cached tokens of the candidates show what others have asked, so they are for operators only.
+        Costs and cached tokens of the candidates show what others have asked, so they are for operators only, on the
+        internal listener. An API key names the tenant to explain for.
         """
         explains = Role.OPERATOR in current_caller().roles
         if request.explain and not explains:
             raise PermissionDenied(
-                "an explanation is for the role operator; call Route without explain",
+                "an explanation is for the role operator, on internal_listen; call Route without explain",
                 metadata={"field": "explain", "allowed_roles": Role.OPERATOR},
+            )
+        if explains and not request.explain:
+            raise InvalidRequest(
+                {"explain": "internal_listen only explains; set it, or call Route on listen"}
             )
         arrival_unix_ns = time.time_ns()
         deadline = _deadline_of(context, self._default_deadline_s)
-        permit = await self._admit(context, deadline)
-        request_id = _request_id(request.request)
+        tenant = self._explained_tenant(context) if explains else self._tenant_of(context)
+        permit = await self._runner.admit(tenant, deadline)
+        request_id = request_id_of(request.request)
         with (
             ExitStack() as held,
             self._tracer.request_span(
@@ -200,7 +141,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Queues the prompt of a direct request, which has reserved blocks on its decode worker itself."""
         deadline = _deadline_of(context, self._default_deadline_s)
         claims = self._look_aside.check(request)
-        self._reject_when_draining()
+        self._runner.reject_when_draining()
         prompt_tokens = len(request.direct.token_ids)
         held_permit = self._direct.permit(request.direct.transfer_id)
         if held_permit is not None:
@@ -227,27 +168,20 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             prefix_key_fingerprint=self._prefixes.key_fingerprint,
         )
 
-    async def _admit(
-        self, context: grpc.aio.ServicerContext[Any, Any], deadline: Deadline
-    ) -> AdmissionPermit:
-        """Raises Unauthenticated, Draining, QueueFull or DeadlineExceeded, before any work is done."""
-        tenant = self._tenants.tenant_of(context.invocation_metadata())
-        self._reject_when_draining()
-        return await self._admission.admit(tenant, deadline)
+    def _explained_tenant(self, context: grpc.aio.ServicerContext[Any, Any]) -> str:
+        """The tenant with the caches that an operator asks about."""
+        try:
+            return self._tenant_of(context)
+        except Unauthenticated:
+            return DEFAULT_TENANT
 
-    def _reject_when_draining(self) -> None:
-        if self._draining:
-            raise Draining("the router is shutting down; use another router, or retry in a moment")
+    def _tenant_of(self, context: grpc.aio.ServicerContext[Any, Any]) -> str:
+        return self._tenants.tenant_of(context.invocation_metadata())
 
 
 def _host_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
     """The client's host, such as "ipv4:10.0.0.7"."""
     return context.peer().rpartition(":")[0]
-
-
-def _request_id(request: inference_pb2.GenerateRequest) -> str:
-    """The client's id, cut to the size limit: a rejected request can be found by it, too."""
-    return request.request_id[:REQUEST_ID_CHARACTERS_MAX] or f"r{secrets.token_hex(12)}"
 
 
 def _deadline_of(context: grpc.aio.ServicerContext[Any, Any], default_s: float) -> Deadline:

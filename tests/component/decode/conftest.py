@@ -15,10 +15,11 @@ from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
 from headrace.inference.v1 import sampling_pb2
 from headrace.kv.v1 import handoff_pb2_grpc
 from headrace.worker.v1 import worker_pb2_grpc
+from headrace_common.client_config import ClientFacingConfig
 from headrace_common.config import ServiceConfig
 from headrace_common.deadlines import Deadline
 from headrace_common.rpc.channel import open_channel
-from headrace_common.rpc.server import GrpcServer
+from headrace_common.rpc.server import ClientServices, GrpcServer
 from headrace_common.telemetry.setup import Telemetry, init_telemetry
 from headrace_common.tickets.request_gate import DecodeGate, message_bytes_max
 from headrace_decode.admission import Admission, Capacity
@@ -42,6 +43,8 @@ class Served:
     telemetry: Telemetry
     spans: InMemorySpanExporter
     channel: grpc.aio.Channel
+    client_channel: grpc.aio.Channel
+    """To the client listener."""
     endpoint: str
 
     @property
@@ -99,13 +102,14 @@ async def served(insecure: bool) -> AsyncIterator[Served]:
         request_timeout_s=10,
         ticket_keys=ROUTER.known,
     )
-    server = GrpcServer(
-        ServiceConfig(insecure=insecure),
-        ["headrace.decode.v1.DecodeService"],
-        [DecodeGate(CONTEXT_TOKENS)],
-        message_bytes_max(CONTEXT_TOKENS),
-    )
-    decode_pb2_grpc.add_DecodeServiceServicer_to_server(service, server.server)
+    names = ["headrace.decode.v1.DecodeService"]
+    gate, bytes_max = [DecodeGate(CONTEXT_TOKENS)], message_bytes_max(CONTEXT_TOKENS)
+    config = ClientFacingConfig(insecure=insecure)
+    clients = ClientServices(names, gate, bytes_max)
+    server = GrpcServer(config, names, clients, gate, bytes_max)
+    for listening in (server.server, server.client_server):
+        assert listening is not None
+        decode_pb2_grpc.add_DecodeServiceServicer_to_server(service, listening)
     handoff_pb2_grpc.add_HandoffServiceServicer_to_server(HandoffServicer(receiver), server.server)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(
         WorkerStatusServicer(
@@ -114,9 +118,12 @@ async def served(insecure: bool) -> AsyncIterator[Served]:
         server.server,
     )
     endpoint = await server.start()
-    async with open_channel(endpoint) as channel:
-        yield Served(engine, receiver, service, telemetry, spans, channel, endpoint)
-    await server.server.stop(None)
+    async with (
+        open_channel(endpoint) as channel,
+        open_channel(server.client_endpoint) as client_channel,
+    ):
+        yield Served(engine, receiver, service, telemetry, spans, channel, client_channel, endpoint)
+    await server.stop(None)
     # Requests that a test left open must have read the end of their transfers.
     await service.finish_drain(Deadline.after(0.0))
     receiver.close()

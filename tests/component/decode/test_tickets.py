@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import grpc.aio
 import pytest
 
-from headrace.decode.v1 import decode_pb2
+from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
 from headrace.inference.v1 import sampling_pb2
 from headrace.kv.v1 import handoff_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_common.access.credentials import Credentials
-from headrace_common.access.roles import Role
+from headrace_common.access.roles import TOKEN_KEY, Role
 from headrace_common.errors import (
     DuplicateTransfer,
     HeadraceError,
@@ -44,15 +45,15 @@ def insecure() -> bool:
     return False
 
 
-async def failure_of(served: Served, asked: decode_pb2.GenerateRequest) -> HeadraceError:
+async def failure_of(channel: grpc.aio.Channel, asked: decode_pb2.GenerateRequest) -> HeadraceError:
     with pytest.raises(grpc.aio.AioRpcError) as raised:
-        async for _ in served.decode.Generate(asked, timeout=5):
+        async for _ in decode_pb2_grpc.DecodeServiceStub(channel).Generate(asked, timeout=5):
             pass
     return error_from_rpc(raised.value)
 
 
-async def check_accepted(served: Served, asked: decode_pb2.GenerateRequest) -> None:
-    call = served.decode.Generate(asked, timeout=5)
+async def check_accepted(channel: grpc.aio.Channel, asked: decode_pb2.GenerateRequest) -> None:
+    call = decode_pb2_grpc.DecodeServiceStub(channel).Generate(asked, timeout=5)
     first = await call.read()
     assert isinstance(first, decode_pb2.GenerateResponse)
     assert first.WhichOneof("event") == "reserved"
@@ -68,8 +69,9 @@ def signed(
 
 
 async def test_a_ticket_is_valid_once(served: Served) -> None:
-    await check_accepted(served, signed("x1"))
-    assert isinstance(await failure_of(served, signed("x1")), DuplicateTransfer)
+    await check_accepted(served.client_channel, signed("x1"))
+    error = await failure_of(served.client_channel, signed("x1"))
+    assert isinstance(error, DuplicateTransfer)
 
 
 @pytest.mark.parametrize(
@@ -83,20 +85,28 @@ async def test_a_ticket_is_valid_once(served: Served) -> None:
 async def test_an_invalid_ticket_is_refused_before_resources_are_spent(
     served: Served, asked: decode_pb2.GenerateRequest, field: str
 ) -> None:
-    error = await failure_of(served, asked)
+    error = await failure_of(served.client_channel, asked)
     assert isinstance(error, Unauthenticated)
     assert error.metadata["ticket"] == field
     assert served.service.status().reserved_blocks == 0
     served.service._seen.check(asked.transfer_id)
 
 
-async def test_a_router_needs_no_ticket(served: Served) -> None:
+async def test_a_router_needs_no_ticket_on_the_internal_listener_only(served: Served) -> None:
     asked = request("x5", remote_prefill=False)
     async with open_channel(served.endpoint, Credentials(role=Role.ROUTER)) as channel:
-        await check_accepted(replace(served, channel=channel), asked)
+        await check_accepted(channel, asked)
+    # A ticket is no credential there.
+    assert isinstance(await failure_of(served.channel, signed("x6")), Unauthenticated)
     async with open_channel(served.endpoint, Credentials(role=Role.PREFILL)) as channel:
-        error = await failure_of(replace(served, channel=channel), asked)
-    assert error.metadata["ticket"] == "missing"
+        assert isinstance(await failure_of(channel, signed("x7")), PermissionDenied)
+    with_role: Any = served.client_channel.unary_stream(
+        "/headrace.decode.v1.DecodeService/Generate"
+    )
+    token = Credentials(role=Role.ROUTER).token_for("127.0.0.1:1")
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await with_role(asked.SerializeToString(), metadata=((TOKEN_KEY, token),)).read()
+    assert error_from_rpc(raised.value).metadata["ticket"] == "missing"
 
 
 async def test_a_router_s_remote_prefill_needs_a_key_that_its_status_stream_has_sent(
@@ -108,13 +118,13 @@ async def test_a_router_s_remote_prefill_needs_a_key_that_its_status_stream_has_
     async with open_channel(served.endpoint, Credentials(role=Role.ROUTER)) as channel:
         router = replace(served, channel=channel)
         for unknown in (key.key_id, b""):
-            error = await failure_of(router, request("x6", ticket_key_id=unknown))
+            error = await failure_of(router.channel, request("x6", ticket_key_id=unknown))
             assert isinstance(error, Unauthenticated)
             assert error.metadata["ticket"] == "key_id"
         assert served.service.status().reserved_blocks == 0
         monkeypatch.setattr(service, "KEY_WAIT_S", 60.0)
         served.engine.play(replace(RESERVATION, transfer_id="x6"))
-        accepted = asyncio.create_task(check_accepted(router, asked))
+        accepted = asyncio.create_task(check_accepted(router.channel, asked))
         watch = router.worker.WatchStatus(
             worker_pb2.WatchStatusRequest(ticket_public_key=key.public_key)
         )
@@ -207,7 +217,9 @@ async def test_a_caller_without_a_ticket_sends_no_large_request(
     served: Served, asked: decode_pb2.GenerateRequest, status: str
 ) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as raised:
-        async for _ in served.decode.Generate(asked, timeout=10):
+        async for _ in decode_pb2_grpc.DecodeServiceStub(served.client_channel).Generate(
+            asked, timeout=10
+        ):
             pass
     # A request that is parsed is refused for its ticket.
     assert raised.value.code().name == status

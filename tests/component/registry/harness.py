@@ -152,7 +152,7 @@ class Registry:
     async def start(self) -> None:
         listen = self.endpoint or f"127.0.0.1:{free_port()}"
         config = RegistryConfig.model_validate(
-            {"insecure": True, **self.settings, "listen": listen}
+            {"insecure": True, **self.settings, "internal_listen": listen}
         )
         self.store = open_store(config)
         await self.store.start()
@@ -191,7 +191,7 @@ async def registry_process(
 ) -> AsyncIterator[tuple[subprocess.Popen[bytes], str]]:
     """A registry in a separate process, and its host:port."""
     port_file = folder / "port"
-    command = [sys.executable, "-m", "headrace_registry", "--listen", "127.0.0.1:0"]
+    command = [sys.executable, "-m", "headrace_registry", "--internal-listen", "127.0.0.1:0"]
     command += ["--insecure", "--port-file", str(port_file), *arguments]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     with (folder / "registry.log").open("wb") as log:

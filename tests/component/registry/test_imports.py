@@ -57,7 +57,9 @@ async def test_the_registry_serves_and_ends_at_once_on_sigterm(
         etcd: EtcdServer = request.getfixturevalue("shared_etcd")
         store = f"etcd://127.0.0.1:{etcd.port}"
     port_file = tmp_path / "port"
-    process = start("--listen", "127.0.0.1:0", "--port-file", str(port_file), "--store", store)
+    process = start(
+        "--internal-listen", "127.0.0.1:0", "--port-file", str(port_file), "--store", store
+    )
     try:
         for _ in range(300):
             if port_file.exists():

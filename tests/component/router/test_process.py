@@ -38,7 +38,7 @@ class Processes:
         self._started: list[asyncio.subprocess.Process] = []
 
     async def start(self, module: str, *arguments: str) -> tuple[asyncio.subprocess.Process, str]:
-        """The process and the address it serves on; the address is empty when it ended first."""
+        """The process and its addresses, as in its port file; empty when it ended first."""
         port_file = self._folder / f"{len(self._started)}.port"
         process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -70,10 +70,11 @@ async def processes(tmp_path: Path) -> AsyncIterator[Processes]:
 
 
 async def test_a_router_registers_serves_and_deregisters(processes: Processes) -> None:
-    _, registry = await processes.start("headrace_registry", "--listen", "127.0.0.1:0")
-    router, endpoint = await processes.start(
+    _, registry = await processes.start("headrace_registry", "--internal-listen", "127.0.0.1:0")
+    router, addresses = await processes.start(
         "headrace_router", "--model", "sim", "--registry", registry, "--router-id", "router-0"
     )
+    internal, endpoint = addresses.split()
     handoff = Handoff()
     stack = AsyncExitStack()
     decode = await FakeDecode("d0", handoff, reply("ok")).start()  # type: ignore[abstract]
@@ -81,7 +82,7 @@ async def test_a_router_registers_serves_and_deregisters(processes: Processes) -
     membership = Membership(registry, decode.member)
     stack.push_async_callback(membership.stop)
     await membership.start()
-    prefill = await FakePrefill("p0", handoff, hand_over).start(endpoint)
+    prefill = await FakePrefill("p0", handoff, hand_over).start(internal)
     stack.push_async_callback(prefill.close)
     async with stack, open_channel(endpoint) as channel, open_channel(registry) as to_registry:
         stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
@@ -96,13 +97,14 @@ async def test_a_router_registers_serves_and_deregisters(processes: Processes) -
         assert text_of(responses) == "ok"
         assert responses[-1].timing.prefill_worker_id == "p0"
         health: Any = health_pb2_grpc.HealthStub(channel)
-        name = "headrace.prefill.v1.PrefillQueueService"
+        name = "headrace.inference.v1.InferenceService"
         state = await health.Check(health_pb2.HealthCheckRequest(service=name), timeout=5)
         assert state.status == health_pb2.HealthCheckResponse.SERVING
         members: Any = registry_pb2_grpc.RegistryServiceStub(to_registry)
         routers = registry_pb2.ListMembersRequest(role=registry_pb2.Member.ROLE_ROUTER)
         (member,) = (await members.ListMembers(routers, timeout=5)).members
-        assert (member.worker_id, member.endpoint) == ("router-0", endpoint)
+        assert member.worker_id == "router-0"
+        assert (member.endpoint, member.client_endpoint) == (internal, endpoint)
         router.send_signal(signal.SIGTERM)
         async with asyncio.timeout(10):
             assert await router.wait() == 0

@@ -56,7 +56,7 @@ def problems_of(argv: Sequence[str] = (), environment: dict[str, str] | None = N
 
 def test_defaults_alone_are_valid() -> None:
     config = load()
-    assert config.listen == "127.0.0.1:0"
+    assert config.internal_listen == "127.0.0.1:0"
     assert config.drain_grace_s == 20.0
     assert config.bricks_max == 8
 
@@ -101,9 +101,9 @@ def test_flags_override_environment_and_environment_overrides_file(
 
 def test_file_can_be_named_by_the_environment(tmp_path: Path) -> None:
     path = tmp_path / "kiln.toml"
-    path.write_text('listen = "127.0.0.1:7003"\nquick = true\n')
+    path.write_text('internal_listen = "127.0.0.1:7003"\nquick = true\n')
     config = load(environment={"HEADRACE_KILN_CONFIG": str(path)})
-    assert (config.listen, config.quick) == ("127.0.0.1:7003", True)
+    assert (config.internal_listen, config.quick) == ("127.0.0.1:7003", True)
 
 
 def test_every_wrong_setting_is_listed_with_its_source_and_remedy(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_every_wrong_setting_is_listed_with_its_source_and_remedy(tmp_path: Path
 def test_a_missing_file_and_invalid_toml_are_distinguished(tmp_path: Path) -> None:
     assert "No such file" in problems_of(["--config", str(tmp_path / "none.toml")])
     path = tmp_path / "wrong.toml"
-    path.write_text("listen = ")
+    path.write_text("internal_listen = ")
     assert "is not TOML" in problems_of(["--config", str(path)])
 
 
@@ -162,11 +162,11 @@ _OTLP_ENDPOINTS = ("kiln", "http://kiln", "grpc://kiln:4317", "http://kiln:0")
     "flag, problem",
     [
         ("--bricks-max", "--bricks-max: needs a value"),
-        *((f"--listen={text}", "host:port") for text in _ADDRESSES),
+        *((f"--internal-listen={text}", "host:port") for text in _ADDRESSES),
         *((f"--otlp-endpoint={text}", "otlp_endpoint") for text in _OTLP_ENDPOINTS),
         ("--registry=127.0.0.1:0", "name the port"),
         ("--tls-key-file=key.pem", "together"),
-        ("--listen=0.0.0.0:7000", "needs advertise"),
+        ("--internal-listen=0.0.0.0:7000", "needs internal_advertise"),
     ],
 )
 def test_an_invalid_flag_is_rejected_with_its_problem(flag: str, problem: str) -> None:
@@ -175,18 +175,23 @@ def test_an_invalid_flag_is_rejected_with_its_problem(flag: str, problem: str) -
 
 @pytest.mark.parametrize("text", ["localhost:0", "127.0.0.1:7000", "[::1]:7000", "a.b-c_d:65535"])
 def test_valid_addresses_are_accepted(text: str) -> None:
-    assert load([f"--listen={text}", "--insecure"]).listen == text
+    assert load([f"--internal-listen={text}", "--insecure"]).internal_listen == text
 
 
 def test_an_open_address_is_accepted_with_advertise() -> None:
-    load(["--listen=0.0.0.0:7000", "--advertise=router:7000", "--insecure"])
+    load(["--internal-listen=0.0.0.0:7000", "--internal-advertise=router:7000", "--insecure"])
 
 
 @pytest.mark.parametrize(
-    "address", ["--listen=10.0.0.1:7000", "--listen=router:7000", "--advertise=router:7000"]
+    "address",
+    [
+        "--internal-listen=10.0.0.1:7000",
+        "--internal-listen=router:7000",
+        "--internal-advertise=router:7000",
+    ],
 )
 def test_an_address_beyond_loopback_needs_credentials(address: str) -> None:
-    name = address.removeprefix("--").partition("=")[0]
+    name = address.removeprefix("--").partition("=")[0].replace("-", "_")
     problem = problems_of([address])
     assert f"{name} is" in problem
     assert "set insecure" in problem
@@ -197,7 +202,7 @@ def test_an_address_beyond_loopback_needs_credentials(address: str) -> None:
 def test_settings_are_frozen() -> None:
     config = load()
     with pytest.raises(ValidationError, match="frozen"):
-        config.listen = "127.0.0.1:1"
+        config.internal_listen = "127.0.0.1:1"
 
 
 @pytest.mark.parametrize(

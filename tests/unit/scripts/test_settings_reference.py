@@ -59,7 +59,7 @@ def test_types_defaults_and_bounds_of_a_setting(monkeypatch: pytest.MonkeyPatch)
     assert "| `tiles` | `KILN_TILES` | `--tiles` | list of text | required | - |" in rows
     assert "| `secret` | `KILN_SECRET` | - | secret | none |" in rows
     assert "hunter2" not in rows
-    assert "| `listen` |" in rows
+    assert "| `internal_listen` |" in rows
 
 
 def test_no_type_is_shown_as_python_code() -> None:

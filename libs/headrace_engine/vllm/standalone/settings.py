@@ -85,12 +85,12 @@ class StandaloneSettings:
             problems["overlap_layers"] = "must be a number of layers, 0 or above"
         taken.setdefault("listen", DECODE_LISTEN if role == "decode" else PREFILL_LISTEN)
         try:
-            ServiceConfig(
-                listen=taken["listen"], advertise=taken.get("advertise", ""), insecure=True
-            )
+            _server_of(taken["listen"], taken.get("advertise", ""))
         except ValidationError as exc:
             for wrong in exc.errors():
-                problems[str((wrong["loc"] or ("listen",))[0])] = wrong["msg"]
+                # A stock server has one address, so its settings have the short names.
+                name = str((wrong["loc"] or ("listen",))[0]).removeprefix("internal_")
+                problems[name] = wrong["msg"].replace("internal_", "")
         if problems:
             listed = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
             raise ConfigError(f"kv_connector_extra_config: {listed}", metadata=problems)
@@ -110,12 +110,16 @@ class StandaloneSettings:
     @property
     def server(self) -> ServiceConfig:
         """For the server on the pair address. Stock vLLM servers have no roles: docs/stock-vllm.md."""
-        return ServiceConfig(listen=self.listen, advertise=self.advertise, insecure=True)
+        return _server_of(self.listen, self.advertise)
 
     @property
     def host(self) -> str:
         """The host under which others reach this one."""
         return split_host_port(self.advertise or self.listen)[0]
+
+
+def _server_of(listen: str, advertise: str) -> ServiceConfig:
+    return ServiceConfig(internal_listen=listen, internal_advertise=advertise, insecure=True)
 
 
 def standalone_settings(vllm_config: VllmConfig) -> tuple[ConnectorSettings, StandaloneSettings]:

@@ -90,7 +90,7 @@ class LookAside:
         if ended_by(request, request.generated):
             return None
         worker = decision.worker
-        if not self._workers.accepts_tickets(worker.ref):
+        if not worker.client_endpoint or not self._workers.accepts_tickets(worker.ref):
             return None
         tokens = len(request.token_ids) + len(request.generated)
         reservation = self._workers.reserve_load(worker.ref, tokens)
@@ -103,7 +103,7 @@ class LookAside:
         if call.remote_prefill:
             self._expect_prompt(worker, call.transfer_id, len(call.token_ids) - 1)
         return inference_pb2.DirectRequest(
-            endpoint=worker.endpoint,
+            endpoint=worker.client_endpoint,
             request_id=call.request_id,
             transfer_id=call.transfer_id,
             incarnation=call.incarnation,

@@ -60,12 +60,14 @@ class ClientGate(GateInterceptor):
         request_type = _REQUEST_TYPES.get(method)
         if request_type is None:
             return
-        if len(data) > _OTHER_BYTES:
-            self._check_bytes(len(data))
+        self.check_bytes(len(data))
         if len(data) > _UNCOUNTED_BYTES:
             require_few_fields(data, request_type, REQUEST_FIELDS_MAX)
 
-    def _check_bytes(self, request_bytes: int) -> None:
+    def check_bytes(self, request_bytes: int) -> None:
+        """Raises InvalidRequest for more bytes than a prompt for the longest context needs."""
+        if request_bytes <= _OTHER_BYTES:
+            return
         lengths = self._max_model_len().values()
         context = max((length or UNKNOWN_CONTEXT_TOKENS for length in lengths), default=0)
         bytes_max = needed_request_bytes(context, self._bytes_per_token)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from opentelemetry import trace
@@ -10,6 +10,8 @@ from opentelemetry.trace import Span
 
 from headrace.inference.v1 import inference_pb2
 from headrace_common.deadlines import Deadline
+from headrace_common.errors import InvalidRequest
+from headrace_common.limits import UNKNOWN_CONTEXT_TOKENS
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.setup import Telemetry
 from headrace_router.request.text_threads import TextThreads
@@ -63,21 +65,55 @@ class RequestPreparer:
             prepared = await self._prepare(request, request_id, root, tenant)
         return prepared
 
+    async def tokenize(
+        self, request: inference_pb2.GenerateRequest, tenant: str
+    ) -> PreparedRequest:
+        """The validated request, outside any trace. Raises InvalidRequest."""
+        return await self._run(request, "", tenant)
+
+    async def detokenize(self, model: str, token_ids: Sequence[int], tenant: str) -> str:
+        """The text of tokens. Raises InvalidRequest when they are invalid or exceed the context length."""
+        codec = self._codecs[model]
+        length_max = self.max_model_len(model) or UNKNOWN_CONTEXT_TOKENS
+        if len(token_ids) > length_max:
+            raise InvalidRequest(
+                {"tokens": f"must hold at most {length_max} tokens, not {len(token_ids)}"}
+            )
+        wrong = next(
+            (i for i, token in enumerate(token_ids) if token >= codec.vocabulary_size), None
+        )
+        if wrong is not None:
+            raise InvalidRequest(
+                {
+                    f"tokens[{wrong}]": f"must be below {codec.vocabulary_size}, not {token_ids[wrong]}"
+                }
+            )
+        return await self._threads.run(tenant, 4 * len(token_ids), lambda: codec.decode(token_ids))
+
+    def max_model_len(self, model: str) -> int:
+        """The context length of a served model. 0 while it is unknown."""
+        return self._workers.max_model_len().get(model) or self._codecs[model].max_model_len
+
     async def _prepare(
         self, request: inference_pb2.GenerateRequest, request_id: str, root: Span, tenant: str
     ) -> PreparedRequest:
         parent = trace.set_span_in_context(root)
         with recorded_span(self._telemetry, schema.SPAN_TOKENIZE, parent):
-            prepare_request = partial(
-                prepare,
-                request,
-                request_id=request_id,
-                codecs=self._codecs,
-                max_model_len=self._workers.max_model_len(),
-                bytes_per_token=self._bytes_per_token,
-                cache_salt=self._salt_of(tenant),
-            )
-            prepared = await self._threads.run(tenant, request.ByteSize(), prepare_request)
+            prepared = await self._run(request, request_id, tenant)
         root.set_attribute(schema.ATTRIBUTE_MODEL, prepared.model)
         root.set_attribute(schema.ATTRIBUTE_PROMPT_TOKENS, len(prepared.token_ids))
         return prepared
+
+    async def _run(
+        self, request: inference_pb2.GenerateRequest, request_id: str, tenant: str
+    ) -> PreparedRequest:
+        prepare_request = partial(
+            prepare,
+            request,
+            request_id=request_id,
+            codecs=self._codecs,
+            max_model_len=self._workers.max_model_len(),
+            bytes_per_token=self._bytes_per_token,
+            cache_salt=self._salt_of(tenant),
+        )
+        return await self._threads.run(tenant, request.ByteSize(), prepare_request)

@@ -18,7 +18,7 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One incarnation of a decode worker, as it registered."""
+    """One incarnation of a decode worker, as it registered. Without a `client_endpoint`, clients cannot reach it."""
 
     ref: WorkerRef
     endpoint: str
@@ -26,6 +26,7 @@ class Worker:
     max_model_len: int
     max_num_seqs: int
     layout: KvLayout
+    client_endpoint: str = ""
 
 
 @dataclass(frozen=True, slots=True)

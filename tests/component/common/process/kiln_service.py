@@ -1,6 +1,6 @@
 """A complete service in one file, for tests in a separate process.
 
-Generate streams five responses, one each 0.2 s, or one a minute for the text "stuck". Watch never ends.
+Generate streams five responses, one each 0.2 s, or one a minute for the text "stuck".
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
-from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
-from headrace_common.config import ServiceConfig, load_config
+from headrace_common.client_config import ClientFacingConfig
+from headrace_common.config import load_config
 from headrace_common.deadlines import Deadline
 from headrace_common.logs import setup_logging
 from headrace_common.process.run import run_service
-from headrace_common.rpc.server import GrpcServer
+from headrace_common.rpc.server import ClientServices, GrpcServer
 
 SERVICE = "headrace.inference.v1.InferenceService"
 
@@ -35,29 +35,19 @@ class Kiln(inference_pb2_grpc.InferenceServiceServicer):
         return inference_pb2.ListModelsResponse()
 
 
-class Watched(registry_pb2_grpc.RegistryServiceServicer):
-    """An endless stream. Other RPCs are not implemented."""
-
-    async def Watch(
-        self, request: registry_pb2.WatchRequest, context: object
-    ) -> AsyncIterator[registry_pb2.WatchResponse]:
-        yield registry_pb2.WatchResponse(revision=1)
-        await asyncio.Event().wait()
-
-
 async def serve() -> None:
-    config = load_config(ServiceConfig, None, prog="headrace-kiln", env_prefix="HEADRACE_KILN_")
+    config = load_config(
+        ClientFacingConfig, None, prog="headrace-kiln", env_prefix="HEADRACE_KILN_"
+    )
     setup_logging(config.log_level, "headrace-kiln", "kiln-0")
-    server = GrpcServer(config, [SERVICE])
+    server = GrpcServer(config, (), ClientServices([SERVICE]))
+    assert server.client_server is not None
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(
         Kiln(),  # type: ignore[abstract]
-        server.server,
+        server.client_server,
     )
-    registry_pb2_grpc.add_RegistryServiceServicer_to_server(
-        Watched(),  # type: ignore[abstract]
-        server.server,
-    )
-    print(await server.start(), flush=True)
+    await server.start()
+    print(server.client_endpoint, flush=True)
 
     async def on_drain(deadline: Deadline) -> None:
         print("draining", flush=True)

@@ -20,7 +20,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
-from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
 from headrace_common.errors import Draining
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
@@ -74,7 +73,8 @@ async def test_health_answers_for_the_server_and_its_service(tmp_path: Path) -> 
         running(f"--port-file={port_file}") as (_, endpoint),
         open_channel(endpoint) as channel,
     ):
-        assert port_file.read_text() == endpoint
+        internal, client = port_file.read_text().split()
+        assert (client, internal != client) == (endpoint, True)
         serving = health_pb2.HealthCheckResponse.SERVING
         assert await health_of(channel, "") == serving
         assert await health_of(channel, SERVICE) == serving
@@ -102,8 +102,8 @@ async def test_reflection_describes_the_contract() -> None:
 async def test_sigterm_lets_streams_end_and_rejects_new_rpcs() -> None:
     async with running() as (process, endpoint), open_channel(endpoint) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
-        watch = registry_pb2_grpc.RegistryServiceStub(channel).Watch(registry_pb2.WatchRequest())
-        assert await watch.read() == registry_pb2.WatchResponse(revision=1)
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
         stream = aiter(stub.Generate(inference_pb2.GenerateRequest()))
         texts = [(await anext(stream)).text]
         process.send_signal(signal.SIGTERM)
@@ -118,6 +118,7 @@ async def test_sigterm_lets_streams_end_and_rejects_new_rpcs() -> None:
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
         texts += [response.text async for response in stream]
         assert texts == ["0", "1", "2", "3", "4"]
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
         await error_of(Draining, watch.read())
         code, out, _ = await outcome(process)
         assert (code, out) == (0, "stopped\n")
@@ -156,9 +157,7 @@ async def test_a_stuck_request_ends_after_the_grace_or_a_second_signal(
 async def test_an_idle_service_with_a_watcher_ends_at_once_on_sigint() -> None:
     async with running("--drain-grace-s=60") as (process, endpoint):
         async with open_channel(endpoint) as channel:
-            watch = registry_pb2_grpc.RegistryServiceStub(channel).Watch(
-                registry_pb2.WatchRequest()
-            )
+            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
             await watch.read()
             process.send_signal(signal.SIGINT)
             seconds, code = await seconds_to_end(process)
@@ -171,21 +170,41 @@ def taken_port(folder: Path) -> tuple[list[str], str]:
     holder = socket.create_server(("127.0.0.1", 0))
     HELD.append(holder)
     listen = f"127.0.0.1:{holder.getsockname()[1]}"
-    return [f"--listen={listen}"], (
+    return [f"--internal-listen={listen}"], (
         f"headrace-kiln: cannot listen on {listen}: Address already in use; "
-        "stop what uses the port or set listen"
+        "stop what uses the port or set internal_listen"
+    )
+
+
+def taken_port_of_clients(folder: Path) -> tuple[list[str], str]:
+    flags, error = taken_port(folder)
+    return [flags[0].replace("internal-", "")], error.replace("internal_", "")
+
+
+def one_port_for_both(folder: Path) -> tuple[list[str], str]:
+    return (
+        [
+            "--listen=0.0.0.0:7000",
+            "--advertise=kiln:7000",
+            "--internal-listen=127.0.0.1:7000",
+            "--insecure",
+        ],
+        "headrace-kiln: settings: listen and internal_listen both take port 7000: give them different",
     )
 
 
 def foreign_address(folder: Path) -> tuple[list[str], str]:
     return [
-        "--listen=192.0.2.1:7000",
+        "--internal-listen=192.0.2.1:7000",
         "--insecure",
     ], "headrace-kiln: cannot listen on 192.0.2.1:7000: Cannot"
 
 
 def wrong_settings(folder: Path) -> tuple[list[str], str]:
-    return ["--listen=nowhere", "--log-level=loud"], "headrace-kiln: listen = 'nowhere' (flag"
+    return [
+        "--internal-listen=nowhere",
+        "--log-level=loud",
+    ], "headrace-kiln: internal_listen = 'nowhere' (flag"
 
 
 def missing_certificate(folder: Path) -> tuple[list[str], str]:
@@ -198,7 +217,15 @@ HELD: list[socket.socket] = []
 
 
 @pytest.mark.parametrize(
-    "situation", [taken_port, foreign_address, wrong_settings, missing_certificate]
+    "situation",
+    [
+        taken_port,
+        taken_port_of_clients,
+        one_port_for_both,
+        foreign_address,
+        wrong_settings,
+        missing_certificate,
+    ],
 )
 async def test_a_service_that_cannot_start_prints_one_line_and_exits_2(
     situation: Callable[[Path], tuple[list[str], str]], tmp_path: Path

@@ -15,11 +15,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace_common import reloading
 from headrace_common.access.credentials import TlsFiles
-from headrace_common.config import ServiceConfig
+from headrace_common.client_config import ClientFacingConfig
 from headrace_common.errors import ConfigError
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.handlers import Context, Handler, WrappingInterceptor, guarded
-from headrace_common.rpc.server import GrpcServer
+from headrace_common.rpc.server import ClientServices, GrpcServer
 from tests.suite.certificates import Authority, presented_serial, serial_in
 
 
@@ -45,15 +45,17 @@ class Secured:
     def __init__(self, authority: Authority) -> None:
         self.files = authority.sign("server")
         self.seen = SeenCertificates()
-        self._server = GrpcServer(ServiceConfig(**asdict(self.files)), (), [self.seen])
+        config = ClientFacingConfig(**asdict(self.files))
+        self._server = GrpcServer(config, (), ClientServices((), [self.seen]))
         self.address = ""
 
     async def __aenter__(self) -> Secured:
-        self.address = await self._server.start()
+        await self._server.start()
+        self.address = self._server.client_endpoint
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        await self._server.server.stop(None)
+        await self._server.stop(None)
 
 
 def key_of(files: TlsFiles) -> bytes:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from headrace.prefill.v1 import prefill_pb2, prefill_pb2_grpc
-from headrace_common.config import ServiceConfig
+from headrace_common.client_config import ClientFacingConfig
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import (
     Cancelled,
@@ -26,7 +26,7 @@ from headrace_common.errors import (
 )
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.handlers import Context
-from headrace_common.rpc.server import GrpcServer
+from headrace_common.rpc.server import ClientServices, GrpcServer
 from headrace_common.rpc.status import error_from_rpc
 from tests.rpc_errors import Kind, error_of
 
@@ -65,15 +65,33 @@ class Failing(
 
 
 @pytest.fixture
-async def served() -> AsyncIterator[tuple[Failing, grpc.aio.Channel]]:
+async def server() -> AsyncIterator[tuple[Failing, GrpcServer]]:
     failing = Failing()  # type: ignore[abstract]
-    server = GrpcServer(ServiceConfig(insecure=True), ["headrace.inference.v1.InferenceService"])
-    inference_pb2_grpc.add_InferenceServiceServicer_to_server(failing, server.server)
+    clients = ClientServices(["headrace.inference.v1.InferenceService"])
+    server = GrpcServer(ClientFacingConfig(insecure=True), (), clients)
+    assert server.client_server is not None
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(failing, server.client_server)
     prefill_pb2_grpc.add_PrefillQueueServiceServicer_to_server(failing, server.server)
-    endpoint = await server.start()
-    async with open_channel(endpoint) as channel:
-        yield failing, channel
-    await server.server.stop(None)
+    yield failing, server
+    await server.stop(None)
+
+
+@pytest.fixture
+async def served(
+    server: tuple[Failing, GrpcServer],
+) -> AsyncIterator[tuple[Failing, grpc.aio.Channel]]:
+    """With a channel for clients."""
+    await server[1].start()
+    async with open_channel(server[1].client_endpoint) as channel:
+        yield server[0], channel
+
+
+@pytest.fixture
+async def served_internally(
+    server: tuple[Failing, GrpcServer],
+) -> AsyncIterator[tuple[Failing, grpc.aio.Channel]]:
+    async with open_channel(await server[1].start()) as channel:
+        yield server[0], channel
 
 
 async def unary_error(
@@ -177,9 +195,9 @@ async def test_malformed_requests_name_the_field(
 
 
 async def test_malformed_messages_of_a_stream_name_the_field(
-    served: tuple[Failing, grpc.aio.Channel],
+    served_internally: tuple[Failing, grpc.aio.Channel],
 ) -> None:
-    _, channel = served
+    _, channel = served_internally
     hello = prefill_pb2.PullRequest(hello=prefill_pb2.Hello(worker_id="a")).SerializeToString()
     pull: Any = channel.stream_stream(PULL)
     call = pull()

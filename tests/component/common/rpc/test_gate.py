@@ -11,11 +11,11 @@ import grpc.aio
 import pytest
 
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
-from headrace_common.config import ServiceConfig
+from headrace_common.client_config import ClientFacingConfig
 from headrace_common.errors import HeadraceError, InvalidRequest, QueueFull, Unauthenticated
 from headrace_common.rpc.channel import MESSAGE_BYTES_MAX, open_channel
 from headrace_common.rpc.gate import GateInterceptor, Metadata
-from headrace_common.rpc.server import GrpcServer
+from headrace_common.rpc.server import ClientServices, GrpcServer
 from headrace_common.rpc.status import error_from_rpc
 
 _KEY = (("x-api-key", "right"),)
@@ -62,10 +62,12 @@ class _Servicer(inference_pb2_grpc.InferenceServiceServicer):
 @asynccontextmanager
 async def _served() -> AsyncIterator[tuple[_Gate, _Servicer, Any, Any]]:
     gate, servicer = _Gate(), _Servicer()
-    server = GrpcServer(ServiceConfig(), (), [gate], _BYTES_MAX)
-    inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server.server)
-    endpoint = await server.start()
-    async with open_channel(endpoint) as channel:
+    clients = ClientServices((), [gate], _BYTES_MAX)
+    server = GrpcServer(ClientFacingConfig(), (), clients)
+    assert server.client_server is not None
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server.client_server)
+    await server.start()
+    async with open_channel(server.client_endpoint) as channel:
         path = "/headrace.inference.v1.InferenceService/"
         yield (
             gate,
@@ -73,7 +75,7 @@ async def _served() -> AsyncIterator[tuple[_Gate, _Servicer, Any, Any]]:
             channel.unary_stream(f"{path}Generate"),
             channel.unary_unary(f"{path}ListModels"),
         )
-    await server.server.stop(0)
+    await server.stop(0)
 
 
 async def _finish(call: Any) -> None:

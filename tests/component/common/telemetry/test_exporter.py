@@ -29,7 +29,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
 
 async def _serving(files: TlsFiles, listen: str = "127.0.0.1:0") -> tuple[GrpcServer, str]:
-    server = GrpcServer(ServiceConfig(listen=listen, **asdict(files)), ())
+    server = GrpcServer(ServiceConfig(internal_listen=listen, **asdict(files)), ())
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(  # type: ignore[no-untyped-call]
         Collector(), server.server
     )

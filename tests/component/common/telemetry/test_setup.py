@@ -18,9 +18,10 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
+from headrace_common.client_config import ClientFacingConfig
 from headrace_common.config import ServiceConfig
 from headrace_common.rpc.channel import open_channel
-from headrace_common.rpc.server import GrpcServer
+from headrace_common.rpc.server import ClientServices, GrpcServer
 from headrace_common.rpc.trace_context import (
     context_from_traceparent,
     metadata_with_trace,
@@ -82,9 +83,10 @@ class Traced(inference_pb2_grpc.InferenceServiceServicer):
 
 
 def traced_server(telemetry: Telemetry) -> GrpcServer:
-    server = GrpcServer(ServiceConfig(insecure=True), [])
+    server = GrpcServer(ClientFacingConfig(), (), ClientServices(()))
     traced = Traced(telemetry)  # type: ignore[abstract]
-    inference_pb2_grpc.add_InferenceServiceServicer_to_server(traced, server.server)
+    assert server.client_server is not None
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(traced, server.client_server)
     return server
 
 
@@ -116,7 +118,8 @@ async def test_spans_of_two_services_form_one_tree(receiver: tuple[Receiver, str
     router.set_collectors([collector])
     decode.set_collectors([collector])
     server = traced_server(decode)
-    async with open_channel(await server.start()) as channel:
+    await server.start()
+    async with open_channel(server.client_endpoint) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         with (
             router.tracer.start_as_current_span(SPAN_REQUEST),
@@ -136,7 +139,7 @@ async def test_spans_of_two_services_form_one_tree(receiver: tuple[Receiver, str
             error="torn",
         )
         await until(lambda: len(receiving.spans) == 4)
-    await server.server.stop(None)
+    await server.stop(None)
     spans = receiving.spans
     root, layer = spans[SPAN_REQUEST], spans[SPAN_TRANSFER_LAYER]
     assert root.parent_span_id == b""
@@ -165,12 +168,13 @@ async def test_a_call_without_trace_context_has_a_root_span(receiver: tuple[Rece
     telemetry.set_collectors([collector])
     server = traced_server(telemetry)
     assert metadata_with_trace() == ()
-    async with open_channel(await server.start()) as channel:
+    await server.start()
+    async with open_channel(server.client_endpoint) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         async for _ in stub.Generate(inference_pb2.GenerateRequest()):
             pass
     await stop(telemetry)
-    await server.server.stop(None)
+    await server.stop(None)
     assert receiving.spans[SPAN_DECODE].parent_span_id == b""
 
 

@@ -96,7 +96,7 @@ class CachingWorker:
         return worker
 
     async def serve(self) -> None:
-        self.server = GrpcServer(ServiceConfig(listen=self.endpoint, insecure=True), ())
+        self.server = GrpcServer(ServiceConfig(internal_listen=self.endpoint, insecure=True), ())
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self.servicer, self.server.server)
         self.endpoint = await self.server.start()
 

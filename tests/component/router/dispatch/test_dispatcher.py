@@ -302,7 +302,7 @@ async def test_a_full_prefill_queue_rejects_only_requests_that_ask_for_remote_pr
 
 async def test_a_draining_router_rejects_new_requests(rig: Rig) -> None:
     await rig.add_decode(reply("ok"))
-    rig.router.inference.drain()
+    rig.router.runner.drain()
     assert isinstance(await rig.error_of(), Draining)
 
 

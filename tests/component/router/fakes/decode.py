@@ -13,10 +13,10 @@ from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
 from headrace.inference.v1 import first_token_pb2, sampling_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
-from headrace_common.config import ServiceConfig
+from headrace_common.client_config import ClientFacingConfig
 from headrace_common.errors import DecodeFull
 from headrace_common.identity import new_incarnation
-from headrace_common.rpc.server import GrpcServer
+from headrace_common.rpc.server import ClientServices, GrpcServer
 from headrace_kv.layout.proto import layout_to_proto
 from tests.component.router.fakes.handoff import LAYOUT, Handoff
 
@@ -57,12 +57,16 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
             max_num_seqs=8,
             start_unix_ns=time.time_ns(),
         )
-        self._server = GrpcServer(ServiceConfig(insecure=True), ())
-        decode_pb2_grpc.add_DecodeServiceServicer_to_server(self, self._server.server)
+        config = ClientFacingConfig(insecure=True)
+        self._server = GrpcServer(config, (), ClientServices(()))
+        for server in (self._server.server, self._server.client_server):
+            assert server is not None
+            decode_pb2_grpc.add_DecodeServiceServicer_to_server(self, server)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server.server)
 
     async def start(self) -> FakeDecode:
         self.member.endpoint = await self._server.start()
+        self.member.client_endpoint = self._server.client_endpoint
         return self
 
     def change_member(self, **fields: Any) -> None:
@@ -76,7 +80,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
 
     async def kill(self) -> None:
         """Breaks every connection, as the death of the process does."""
-        await self._server.server.stop(0)
+        await self._server.stop(0)
 
     async def die(self) -> None:
         """Kills the worker from within a script, which never continues."""

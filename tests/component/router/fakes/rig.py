@@ -14,13 +14,13 @@ from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_common.errors import HeadraceError
 from headrace_common.rpc.channel import open_channel
-from headrace_common.rpc.server import GrpcServer
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.telemetry.setup import Telemetry, init_telemetry
 from headrace_kv.layout.layout import KvLayout
-from headrace_router.app import SERVICES, Router, assemble
+from headrace_router.app import Router, assemble
 from headrace_router.config import RouterConfig
 from headrace_text.byte_codec import ByteCodec
+from tests.channels import operator_channel
 from tests.component.router.fakes.decode import FakeDecode, Script
 from tests.component.router.fakes.handoff import LAYOUT, Handoff
 from tests.component.router.fakes.prefill import Behaviour, FakePrefill
@@ -60,13 +60,13 @@ class Rig:
             lambda: PREFIX_KEY,
             self.router_key.key,
         )
-        self._server = GrpcServer(
-            self.config, SERVICES, [self.router.gate], self.config.max_request_bytes
-        )
-        self.router.add_to(self._server.server)
-        self.endpoint = await self._server.start()
+        self._server = self.router.new_server(self.config)
+        self.internal_endpoint = await self._server.start()
+        self.endpoint = self._server.client_endpoint
         self.channel = open_channel(self.endpoint)
+        self.internal_channel = operator_channel(self.internal_endpoint)
         self.stub: Any = inference_pb2_grpc.InferenceServiceStub(self.channel)
+        self.operator_stub: Any = inference_pb2_grpc.InferenceServiceStub(self.internal_channel)
         return self
 
     async def add_decode(
@@ -117,7 +117,7 @@ class Rig:
         self, behaviour: Behaviour, credit: int = 4, layout: KvLayout = LAYOUT
     ) -> FakePrefill:
         worker = FakePrefill(f"p{len(self.prefills)}", self.handoff, behaviour, layout)
-        await worker.start(self.endpoint, credit)
+        await worker.start(self.internal_endpoint, credit)
         self.prefills.append(worker)
         await until(lambda: worker.worker_id in self.pulling())
         return worker
@@ -149,7 +149,8 @@ class Rig:
     async def close(self) -> None:
         await asyncio.gather(*(worker.close() for worker in self.prefills))
         await self.channel.close()
-        await self._server.server.stop(0)
+        await self.internal_channel.close()
+        await self._server.stop(0)
         await self.router.close()
         for worker in self.decodes:
             await asyncio.gather(*worker.background)

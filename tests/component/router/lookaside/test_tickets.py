@@ -11,7 +11,7 @@ import grpc.aio
 import pytest
 
 from headrace.decode.v1 import decode_pb2
-from headrace.inference.v1 import inference_pb2
+from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from headrace.kv.v1 import handoff_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_client import Client, build_request
@@ -27,6 +27,7 @@ from headrace_common.errors import (
     Unauthenticated,
     WorkerGone,
 )
+from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.tickets.direct import TicketSigner, check_ticket, decode_request_of
 from headrace_kv.layout.layout import WorkerRef
@@ -58,10 +59,25 @@ async def open_rig() -> AsyncIterator[Rig]:
 
 async def route(rig: Rig, *, explain: bool = False, **fields: Any) -> inference_pb2.RouteResponse:
     request = inference_pb2.GenerateRequest(text=PROMPT.decode(), **fields)
-    routed: inference_pb2.RouteResponse = await rig.stub.Route(
+    stub = rig.operator_stub if explain else rig.stub
+    routed: inference_pb2.RouteResponse = await stub.Route(
         inference_pb2.RouteRequest(request=request, explain=explain), timeout=5
     )
     return routed
+
+
+async def open_route(endpoint: str, request: inference_pb2.RouteRequest) -> None:
+    """Calls Route without a credential."""
+    async with open_channel(endpoint) as channel:
+        await inference_pb2_grpc.InferenceServiceStub(channel).Route(request, timeout=5)
+
+
+async def test_a_worker_without_a_client_listener_gets_no_direct_request(open_rig: Rig) -> None:
+    worker = await open_rig.add_decode(reply("abc"))
+    assert (await route(open_rig)).direct.endpoint == worker.member.client_endpoint
+    worker.member.client_endpoint = ""
+    open_rig.refresh()
+    assert not (await route(open_rig)).HasField("direct")
 
 
 async def prefill_error(rig: Rig, direct: inference_pb2.DirectRequest) -> HeadraceError:
@@ -97,9 +113,20 @@ async def test_an_explanation_lists_costs_and_reserves_no_load(open_rig: Rig) ->
 @pytest.mark.parametrize("rig", [{"look_aside": True, "insecure": False}], indirect=True)
 async def test_only_operators_learn_what_the_candidates_cache(rig: Rig) -> None:
     await rig.add_decode(reply("abc"))
+    asked = inference_pb2.RouteRequest(
+        request=inference_pb2.GenerateRequest(text=PROMPT.decode()), explain=True
+    )
     with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await route(rig, explain=True)
+        await rig.stub.Route(asked, timeout=5)
     assert isinstance(error_from_rpc(raised.value), PermissionDenied)
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await open_route(rig.internal_endpoint, asked)
+    assert isinstance(error_from_rpc(raised.value), Unauthenticated)
+    asked.explain = False
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await rig.operator_stub.Route(asked, timeout=5)
+    assert isinstance(error_from_rpc(raised.value), InvalidRequest)
+    assert [one.worker_id for one in (await route(rig, explain=True)).candidates] == ["d0"]
     routed = await route(rig)
     assert routed.HasField("direct")
     assert (routed.worker_id, routed.explanation, len(routed.candidates)) == ("d0", "", 0)
@@ -125,7 +152,7 @@ async def test_route_fails_with_the_same_errors_as_generate(open_rig: Rig) -> No
 async def test_a_ticket_is_for_the_request_and_counts_on_its_worker(open_rig: Rig) -> None:
     worker = await open_rig.add_decode(reply("abc"))
     direct = (await route(open_rig, request_id="mine")).direct
-    assert direct.endpoint == worker.member.endpoint
+    assert direct.endpoint == worker.member.client_endpoint
     assert bytes(direct.token_ids) == PROMPT
     claims = check_ticket(open_rig.router_key.known.find, decode_request_of(direct), "d0")
     assert claims.tenant == "default"
@@ -335,7 +362,8 @@ async def test_the_command_line_lists_the_candidates(rig: Rig) -> None:
         await rig.add_decode(reply("abc"))
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "headrace_cli", "route", "--explain", "a prompt", "--router", rig.endpoint),
+        *("-m", "headrace_cli", "route", "--explain", "a prompt"),
+        *("--router", rig.endpoint, "--internal", rig.internal_endpoint),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )

@@ -53,7 +53,7 @@ async def test_one_incarnation_has_one_pull_stream(rig: Rig) -> None:
     first = await rig.add_prefill(stall)
     second = FakePrefill("p0", rig.handoff, stall)
     second.incarnation = first.incarnation
-    await second.start(rig.endpoint, credit=0)
+    await second.start(rig.internal_endpoint, credit=0)
     error = await _end_of(second)
     assert error.code() is grpc.StatusCode.ALREADY_EXISTS
     assert isinstance(error_from_rpc(error), DuplicateTransfer)
@@ -100,7 +100,7 @@ async def test_a_stream_must_begin_with_a_complete_hello(
 ) -> None:
     worker = FakePrefill("p0", rig.handoff, stall)
     worker.hello = first
-    await worker.start(rig.endpoint, credit=0)
+    await worker.start(rig.internal_endpoint, credit=0)
     assert (await _end_of(worker)).code() is grpc.StatusCode.FAILED_PRECONDITION
     await worker.close()
 

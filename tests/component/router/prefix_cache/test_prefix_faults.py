@@ -41,7 +41,7 @@ async def test_a_worker_with_other_hashing_appears_in_warning_and_explanation(
     route = inference_pb2.RouteRequest(
         request=inference_pb2.GenerateRequest(text="a prompt"), explain=True
     )
-    routed = await rig.stub.Route(route, timeout=5)
+    routed = await rig.operator_stub.Route(route, timeout=5)
     shown = {one.worker_id: one.prefix_fault for one in routed.candidates}
     assert shown == {"d0": "", "d1": "", "d2": fault}
     cells = list(candidates_table(routed).columns[-1].cells)

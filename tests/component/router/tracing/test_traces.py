@@ -42,7 +42,7 @@ async def workers(rig: Rig) -> Any:
         init_telemetry("decode", "d0", ServiceConfig()),
     )
     for telemetry in (made.prefill, made.decode):
-        telemetry.set_collectors([rig.endpoint])
+        telemetry.set_collectors([rig.internal_endpoint])
     yield made
     await asyncio.to_thread(made.prefill.shutdown)
     await asyncio.to_thread(made.decode.shutdown)
@@ -50,7 +50,7 @@ async def workers(rig: Rig) -> Any:
 
 async def _complete_trace(rig: Rig, name: str) -> trace_pb2.Trace:
     """Waits for the spans of the workers, which arrive after the response."""
-    stub: Any = trace_pb2_grpc.TraceServiceStub(rig.channel)
+    stub: Any = trace_pb2_grpc.TraceServiceStub(rig.internal_channel)
     async with asyncio.timeout(5):
         while True:
             response = await stub.GetTrace(trace_pb2.GetTraceRequest(id=name), timeout=5)
@@ -139,7 +139,7 @@ async def test_traces_are_listed_newest_first(rig: Rig) -> None:
     await rig.add_decode(reply("ok"))
     for number in range(3):
         await rig.ask(request_id=f"r{number}")
-    stub: Any = trace_pb2_grpc.TraceServiceStub(rig.channel)
+    stub: Any = trace_pb2_grpc.TraceServiceStub(rig.internal_channel)
     first = await stub.ListTraces(trace_pb2.ListTracesRequest(page_size=2), timeout=5)
     second = await stub.ListTraces(
         trace_pb2.ListTracesRequest(page_size=2, page_token=first.next_page_token), timeout=5
@@ -167,7 +167,7 @@ async def test_a_clients_own_trace_is_continued(rig: Rig) -> None:
 
 
 async def test_an_export_beyond_the_bound_is_refused_by_name(rig: Rig) -> None:
-    export: Any = rig.channel.unary_unary(f"/{OTLP_SERVICE_NAME}/Export")
+    export: Any = rig.internal_channel.unary_unary(f"/{OTLP_SERVICE_NAME}/Export")
     await export(b"", timeout=5)
     for data, why in (
         (b"\0" * (EXPORT_BYTES_MAX + 1), "at most"),

@@ -18,7 +18,8 @@ from headrace_common.config import ServiceConfig
 from headrace_common.errors import ConfigError, HeadraceError, PermissionDenied, Unauthenticated
 
 SET_POLICY = "/headrace.registry.v1.RegistryService/SetPolicy"
-GENERATE = "/headrace.inference.v1.InferenceService/Generate"
+HEALTH = "/grpc.health.v1.Health/Check"
+CLIENTS_ONLY = "/headrace.inference.v1.InferenceService/Generate"
 UNKNOWN = "/headrace.registry.v1.RegistryService/Nonsense"
 
 
@@ -35,8 +36,9 @@ def metadata_of(role: Role | None) -> tuple[tuple[str, str], ...]:
         (SET_POLICY, None, Unauthenticated),
         (UNKNOWN, Role.OPERATOR, PermissionDenied),
         (UNKNOWN, None, Unauthenticated),
-        (GENERATE, None, None),
-        (GENERATE, Role.PREFILL, None),
+        (HEALTH, None, None),
+        (HEALTH, Role.PREFILL, None),
+        (CLIENTS_ONLY, Role.OPERATOR, PermissionDenied),
     ],
 )
 def test_the_table_decides(
@@ -54,7 +56,7 @@ def test_the_table_decides(
 def test_a_public_rpc_ignores_a_token_of_another_deployment() -> None:
     authorizer = Authorizer.from_config(ServiceConfig())
     foreign = ((TOKEN_KEY, create_token(new_private_key(), Role.OPERATOR, "", 60)),)
-    assert authorizer.caller_of_metadata(GENERATE, foreign) == ANONYMOUS
+    assert authorizer.caller_of_metadata(HEALTH, foreign) == ANONYMOUS
     with pytest.raises(Unauthenticated):
         authorizer.caller_of_metadata(SET_POLICY, foreign)
 

@@ -26,7 +26,7 @@ def test_each_worker_has_its_name_and_its_share_of_the_memory() -> None:
 
 def test_a_single_worker_keeps_its_settings() -> None:
     alone = config(
-        workers_per_process=1, engine="vllm", transport="mooncake", listen="127.0.0.1:7003"
+        workers_per_process=1, engine="vllm", transport="mooncake", internal_listen="127.0.0.1:7003"
     )
     assert worker_configs(alone) == (alone,)
 
@@ -36,8 +36,8 @@ def test_a_single_worker_keeps_its_settings() -> None:
     [
         ({"engine": "vllm"}, "set engine to sim, or start 4 processes"),
         ({"transport": "mooncake"}, "set transport to same_host"),
-        ({"listen": "127.0.0.1:7003"}, "give listen the port 0"),
-        ({"advertise": "127.0.0.1:7003"}, "give advertise the port 0"),
+        ({"internal_listen": "127.0.0.1:7003"}, "give internal_listen the port 0"),
+        ({"internal_advertise": "127.0.0.1:7003"}, "give internal_advertise the port 0"),
         ({"worker_id": "w" * 62}, "choose a shorter worker_id"),
     ],
 )

@@ -1,0 +1,133 @@
+"""Settings of the services that clients call: the router, and decode workers that clients stream from directly."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from headrace_common.access.credentials import TlsFiles
+from headrace_common.config import (
+    WILDCARD_HOSTS,
+    OptionalHostPort,
+    PositiveCount,
+    PositiveSeconds,
+    ServiceConfig,
+    reachable_addresses,
+    split_host_port,
+    wildcard_problems,
+)
+
+
+class ClientFacingConfig(ServiceConfig):
+    """The settings of the client listener. It serves no RPC of internal_listen."""
+
+    listen: OptionalHostPort = Field(
+        default="127.0.0.1:0",
+        description="host:port to serve clients on; port 0 takes any free port.",
+    )
+    advertise: OptionalHostPort = Field(
+        default="",
+        description="host:port at which clients reach listen. Port 0 means the port of listen; empty means its "
+        "address.",
+    )
+    listen_tls_certificate_file: str = Field(
+        default="",
+        description="PEM certificate of listen, read again when it changes; empty means tls_certificate_file.",
+    )
+    listen_tls_key_file: str = Field(
+        default="",
+        description="PEM private key of listen_tls_certificate_file; read again when it changes.",
+    )
+    listen_tls_authority_file: str = Field(
+        default="",
+        description="PEM certificates of the authorities that sign clients' certificates; read again when it changes. "
+        "Empty means tls_authority_file.",
+    )
+    client_certificates: bool = Field(
+        default=True,
+        description="Whether clients need a certificate where listen has TLS. Without it, the connection is encrypted "
+        "and API keys or tickets decide.",
+    )
+    anonymous_clients: bool = Field(
+        default=False,
+        description="Whether clients beyond loopback may call listen without a credential. For networks, or behind a "
+        "proxy, that only permitted clients reach.",
+    )
+    max_connections: PositiveCount = Field(
+        default=4_096,
+        description="Connections to listen. Beyond this number, new ones are closed, and idle ones of the hosts with "
+        "the most.",
+    )
+    max_connections_per_host: PositiveCount = Field(
+        default=1_024,
+        description="Connections of one host to listen, before idle ones are closed. A proxy is one host.",
+    )
+    max_streams_per_connection: PositiveCount = Field(
+        default=1_024, description="RPCs in flight on one connection to listen; more wait."
+    )
+    connection_idle_s: PositiveSeconds = Field(
+        default=300.0, description="Seconds without an RPC before a connection to listen is closed."
+    )
+    connection_age_s: PositiveSeconds = Field(
+        default=3_600.0,
+        description="Seconds before a connection to listen takes no new RPC. Those in flight go on, and the client "
+        "opens another connection.",
+    )
+
+    @property
+    def clients_prove_themselves(self) -> bool:
+        """Whether the RPCs of listen need a credential of their own, such as a ticket."""
+        return False
+
+    @property
+    def listen_tls(self) -> TlsFiles:
+        """The files of listen, without an authority where clients need no certificate. Empty means plaintext."""
+        authority = self.listen_tls_authority_file or self.tls_authority_file
+        own = (self.listen_tls_certificate_file, self.listen_tls_key_file)
+        certificate, key = own if any(own) else (self.tls_certificate_file, self.tls_key_file)
+        return TlsFiles(certificate, key, authority if self.client_certificates else "")
+
+    @model_validator(mode="after")
+    def _check_listen(self) -> ClientFacingConfig:
+        if not self.listen:
+            return self
+        problems = wildcard_problems(self, "listen", "advertise") + self._tls_problems()
+        guarded = (
+            self.insecure
+            or self.anonymous_clients
+            or self.clients_prove_themselves
+            or bool(self.listen_tls.tls_authority_file)
+        )
+        if not guarded:
+            problems += [
+                f"{name} is {address}, which other hosts may reach, and clients need no credential there: set "
+                "api_keys_file, or TLS with client_certificates, or set anonymous_clients, which lets every caller "
+                "send requests"
+                for name, address in reachable_addresses(self, "listen", "advertise")
+            ]
+        host, port = split_host_port(self.listen)
+        internal_host, internal_port = split_host_port(self.internal_listen)
+        overlap = host == internal_host or {host, internal_host} & set(WILDCARD_HOSTS)
+        if port and port == internal_port and overlap:
+            problems.append(
+                f"listen and internal_listen both take port {port}: give them different ports, because they serve "
+                "different callers"
+            )
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    def _tls_problems(self) -> list[str]:
+        problems: list[str] = []
+        if bool(self.listen_tls_certificate_file) != bool(self.listen_tls_key_file):
+            problems.append("set listen_tls_certificate_file and listen_tls_key_file together")
+        files = self.listen_tls
+        if files.tls_certificate_file and self.client_certificates and not files.tls_authority_file:
+            problems.append(
+                "client_certificates needs listen_tls_authority_file: name the authorities of clients, or set "
+                "client_certificates to false"
+            )
+        if self.listen_tls_authority_file and not files.tls_certificate_file:
+            problems.append(
+                "listen_tls_authority_file needs listen_tls_certificate_file and listen_tls_key_file"
+            )
+        return problems

@@ -1,0 +1,189 @@
+"""One address of a service: a gRPC server with health, reflection and TLS."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from headrace_common.access.credentials import TlsFiles
+from headrace_common.access.described import descriptors_of
+from headrace_common.access.table import Listener
+from headrace_common.access.tls import TlsIdentity, tls_identity
+from headrace_common.client_config import ClientFacingConfig
+from headrace_common.config import split_host_port
+from headrace_common.errors import ConfigError
+from headrace_common.reloading import ReloadedFiles
+from headrace_common.rpc.channel import (
+    MESSAGE_BYTES_MAX,
+    METADATA_BYTES_MAX,
+    keepalive_options,
+)
+
+# so_reuseport is off, because otherwise two services could share a port, each with half of the connections.
+_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_metadata_size", METADATA_BYTES_MAX),
+    ("grpc.absolute_max_metadata_size", 2 * METADATA_BYTES_MAX),
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+)
+INTERNAL_OPTIONS: tuple[tuple[str, int], ...] = (("grpc.max_concurrent_streams", 4_096),)
+# A caller that connects has this long to complete the handshakes of TLS and HTTP/2.
+_HANDSHAKE_S = 10.0
+
+
+def client_options(config: ClientFacingConfig, max_connections: int) -> tuple[tuple[str, int], ...]:
+    """The bounds on connections to the client listener."""
+    return (
+        ("grpc.max_concurrent_streams", config.max_streams_per_connection),
+        ("grpc.max_connection_idle_ms", _milliseconds(config.connection_idle_s)),
+        # Without max_connection_age_grace_ms, RPCs in flight go on until their own deadlines.
+        ("grpc.max_connection_age_ms", _milliseconds(config.connection_age_s)),
+        ("grpc.max_allowed_incoming_connections", max_connections),
+        ("grpc.server_handshake_timeout_ms", _milliseconds(_HANDSHAKE_S)),
+    )
+
+
+def _milliseconds(seconds: float) -> int:
+    return min(round(1e3 * seconds), 2**31 - 1) or 1
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a listener listens, and the "host:port" at which others reach it. Empty: the same."""
+
+    listener: Listener
+    listen: str
+    advertise: str = ""
+
+
+class RpcListener:
+    """Add servicers to `.server`, then bind and start.
+
+    `services` are the full names for health checks and reflection. With `tls`, connections are encrypted. Callers then
+    need a certificate if `certificates_required`.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        services: Sequence[str],
+        interceptors: Sequence[grpc.aio.ServerInterceptor],
+        *,
+        tls: TlsFiles,
+        certificates_required: bool = True,
+        message_bytes_max: int = MESSAGE_BYTES_MAX,
+        options: Sequence[tuple[str, int]] = (),
+    ) -> None:
+        self._address = address
+        self._services = tuple(services)
+        self._tls = tls
+        self._certificates_required = certificates_required
+        self.server: grpc.aio.Server = grpc.aio.server(
+            interceptors=interceptors,
+            options=(
+                *_OPTIONS,
+                ("grpc.max_receive_message_length", message_bytes_max),
+                *keepalive_options(),
+                *options,
+            ),
+        )
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        described = descriptors_of(address.listener, names)
+        reflection.enable_server_reflection(names, self.server, described)
+        self.port = 0
+
+    def bind(self) -> str:
+        """Listens, and returns the "host:port" at which others reach it. gRPC accepts calls after `start`.
+
+        Raises ConfigError when it cannot listen on the address or read a TLS file.
+        """
+        listen, setting = self._address.listen, self._address.listener.value
+        host, port = split_host_port(listen)
+        _check_free(setting, listen, host, port)
+        credentials = self._credentials()
+        try:
+            if credentials is None:
+                self.port = self.server.add_insecure_port(listen)
+            else:
+                self.port = self.server.add_secure_port(listen, credentials)
+        except RuntimeError as error:
+            raise _cannot_listen(setting, listen, str(error)) from error
+        if not self._address.advertise:
+            return f"{host}:{self.port}"
+        advertised_host, advertised_port = split_host_port(self._address.advertise)
+        return f"{advertised_host}:{advertised_port or self.port}"
+
+    async def start(self) -> None:
+        """Accepts calls, and reports SERVING."""
+        await self.server.start()
+        await self.set_health(serving=True)
+
+    async def set_health(self, *, serving: bool) -> None:
+        """Sets the health status of the listener and of each of its services."""
+        states = health_pb2.HealthCheckResponse
+        state = states.SERVING if serving else states.NOT_SERVING
+        for service in ("", *self._services):
+            await self._health.set(service, state)
+
+    def _credentials(self) -> grpc.ServerCredentials | None:
+        if not self._tls.tls_certificate_file:
+            return None
+        certificates = _ServedCertificates(tls_identity(self._tls))
+        return grpc.dynamic_ssl_server_credentials(
+            certificates.initial,
+            certificates.changed,  # type: ignore[arg-type]  # the stubs lack the None of gRPC's documentation
+            require_client_authentication=self._certificates_required,
+        )
+
+
+class _ServedCertificates:
+    """The certificates of a server in the form that gRPC takes. Connections that exist are unaffected by changes."""
+
+    def __init__(self, files: ReloadedFiles[TlsIdentity]) -> None:
+        self._files = files
+        self._used = files.current()
+        self.initial = _configuration(self._used)
+
+    def changed(self) -> grpc.ServerCertificateConfiguration | None:
+        """The new configuration after a change, else None. gRPC calls it before each handshake, from its threads."""
+        identity = self._files.current()
+        if identity is self._used:
+            return None
+        self._used = identity
+        return _configuration(identity)
+
+
+def _configuration(identity: TlsIdentity) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration(
+        [(identity.key, identity.certificate)], identity.authority or None
+    )
+
+
+def _cannot_listen(setting: str, listen: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"cannot listen on {listen}: {why}; stop what uses the port or set {setting}",
+        metadata={setting: listen, "cause": why},
+    )
+
+
+def _check_free(setting: str, listen: str, host: str, port: int) -> None:
+    """Binds the port once before gRPC does, because gRPC hides the reason of a failure."""
+    try:
+        addresses = socket.getaddrinfo(
+            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        for family, kind, protocol, _, address in addresses:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+    except OSError as error:
+        raise _cannot_listen(setting, listen, error.strerror or str(error)) from error

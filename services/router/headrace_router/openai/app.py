@@ -1,0 +1,300 @@
+"""The OpenAI HTTP API: routes, keys, and the way of a request through the router."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from opentelemetry import context as otel_context
+
+from headrace.inference.v1 import inference_pb2
+from headrace_common.deadlines import Deadline
+from headrace_common.errors import HeadraceError, InternalError, InvalidRequest, Unauthenticated
+from headrace_common.rpc.trace_context import context_from_traceparent
+from headrace_router.admission.tenants import Tenants
+from headrace_router.metrics import RouterMetrics
+from headrace_router.models import ModelCatalog
+from headrace_router.openai.conversion import (
+    chat_requests,
+    completion_requests,
+    openai_violations,
+    tokenize_request,
+)
+from headrace_router.openai.errors import HttpError
+from headrace_router.openai.exchange import HttpExchange, Receive, Scope, Send
+from headrace_router.openai.requests import (
+    ChatCompletionBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerationBody,
+    TokenizeBody,
+    parse_body,
+)
+from headrace_router.openai.responses import (
+    DONE_EVENT,
+    ChatFormat,
+    CollectedChoice,
+    CompletionFormat,
+    ResponseFormat,
+    ResponseHead,
+    models_object,
+)
+from headrace_router.request.client_gate import ClientGate
+from headrace_router.request.preparation import RequestPreparer
+from headrace_router.request.validation import REQUEST_ID_CHARACTERS_MAX, resolve_model
+from headrace_router.runner import RequestRunner
+from headrace_text.codec import TextCodec
+
+_LOG = logging.getLogger(__name__)
+_SSE_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    # Proxies such as nginx would collect events.
+    "x-accel-buffering": "no",
+}
+
+_Handler: TypeAlias = Callable[[HttpExchange], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenAiParts:
+    """The parts of a router that the HTTP API uses."""
+
+    codecs: Mapping[str, TextCodec]
+    models: ModelCatalog
+    tenants: Tenants
+    runner: RequestRunner
+    preparer: RequestPreparer
+    gate: ClientGate
+    metrics: RouterMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class _Generation:
+    """One HTTP request as requests of the InferenceService. `prompts` of them have a prompt of their own."""
+
+    requests: Sequence[inference_pb2.GenerateRequest]
+    prompts: int
+    streamed: bool
+    format: ResponseFormat
+
+    @property
+    def choices_per_prompt(self) -> int:
+        return len(self.requests) // self.prompts
+
+
+class OpenAiApp:
+    """The ASGI application. `deadline_s` bounds every request, and `body_bytes_max` every body."""
+
+    def __init__(self, parts: OpenAiParts, *, deadline_s: float, body_bytes_max: int) -> None:
+        self._parts = parts
+        self._deadline_s = deadline_s
+        self._body_bytes_max = body_bytes_max
+        self._started_s = int(time.time())
+        self._routes: Mapping[str, tuple[str, _Handler]] = {
+            "/v1/chat/completions": ("POST", self._chat),
+            "/v1/completions": ("POST", self._complete),
+            "/v1/models": ("GET", self._list_models),
+            "/tokenize": ("POST", self._tokenize),
+            "/detokenize": ("POST", self._detokenize),
+            "/health": ("GET", self._report_health),
+            "/ready": ("GET", self._report_ready),
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one HTTP request."""
+        exchange = HttpExchange(scope, receive, send)
+        try:
+            await self._serve(exchange)
+        except (HeadraceError, HttpError) as error:
+            await exchange.respond_error(error)
+        except Exception as error:  # noqa: BLE001 - the outermost frame of a request
+            error_id = secrets.token_hex(4)
+            _LOG.exception("%s failed, error %s", exchange.path, error_id)
+            await exchange.respond_error(
+                InternalError(
+                    f"a bug in Headrace; the log of this process has error {error_id}",
+                    metadata={"error_id": error_id, "exception": type(error).__name__},
+                )
+            )
+
+    async def _serve(self, exchange: HttpExchange) -> None:
+        method, handler = self._routes.get(exchange.path, ("", None))
+        if handler is None:
+            raise HttpError(404, "unknown_path", f"use one of {', '.join(self._routes)}")
+        if exchange.method != method:
+            raise HttpError(405, "method", f"use {method} for {exchange.path}", {"allow": method})
+        otel_context.attach(context_from_traceparent(exchange.headers.get("traceparent", "")))
+        await handler(exchange)
+
+    def _tenant_of(self, exchange: HttpExchange) -> str:
+        with self._parts.metrics.count_failures():
+            try:
+                return self._parts.tenants.tenant_of(exchange.headers.items())
+            except Unauthenticated as error:
+                # The remedy names gRPC's metadata.
+                raise Unauthenticated(
+                    "a valid API key is required; send it as header 'Authorization: Bearer KEY'"
+                ) from error
+
+    async def _body(self, exchange: HttpExchange) -> bytes:
+        data = await exchange.read_json(self._body_bytes_max)
+        self._parts.gate.check_bytes(len(data))
+        return data
+
+    async def _chat(self, exchange: HttpExchange) -> None:
+        tenant = self._tenant_of(exchange)
+        body = parse_body(ChatCompletionBody, await self._body(exchange))
+        request_id = _request_id(exchange)
+        head = self._head(body, f"chatcmpl-{request_id}")
+        generation = _Generation(
+            chat_requests(body, request_id),
+            prompts=1,
+            streamed=body.stream,
+            format=ChatFormat(
+                head, self._parts.codecs[head.model], includes_usage=body.includes_usage
+            ),
+        )
+        await self._generate(exchange, generation, tenant)
+
+    async def _complete(self, exchange: HttpExchange) -> None:
+        tenant = self._tenant_of(exchange)
+        body = parse_body(CompletionBody, await self._body(exchange))
+        request_id = _request_id(exchange)
+        head = self._head(body, f"cmpl-{request_id}")
+        requests = completion_requests(body, request_id)
+        generation = _Generation(
+            requests,
+            prompts=len(requests) // body.choice_count,
+            streamed=body.stream,
+            format=CompletionFormat(
+                head, self._parts.codecs[head.model], includes_usage=body.includes_usage
+            ),
+        )
+        await self._generate(exchange, generation, tenant)
+
+    def _head(self, body: GenerationBody, response_id: str) -> ResponseHead:
+        """Raises InvalidRequest when the model is not served."""
+        model = resolve_model(body.model, self._parts.codecs)
+        return ResponseHead(response_id, int(time.time()), model)
+
+    async def _generate(self, exchange: HttpExchange, generation: _Generation, tenant: str) -> None:
+        respond = self._stream if generation.streamed else self._collect
+        chat = isinstance(generation.format, ChatFormat)
+        try:
+            await exchange.run_while_connected(respond(exchange, generation, tenant))
+        except InvalidRequest as error:
+            raise InvalidRequest(openai_violations(error.violations, chat=chat)) from error
+
+    async def _stream(self, exchange: HttpExchange, generation: _Generation, tenant: str) -> None:
+        """Sends an event for each message of each choice."""
+        form = generation.format
+        usages = [inference_pb2.Usage() for _ in generation.requests]
+        offsets: dict[int, int] = {}
+
+        async def write(index: int, message: inference_pb2.GenerateResponse) -> None:
+            if not exchange.started:
+                await exchange.start(200, _SSE_HEADERS)
+            data = form.event(index, message, offsets.get(index, 0))
+            if index not in offsets:
+                data = form.first_event(index) + data
+            offsets[index] = offsets.get(index, 0) + len(message.text)
+            if message.finish_reason:
+                usages[index] = message.usage
+            await exchange.write(data)
+
+        await self._run_all(generation, tenant, write)
+        await exchange.write(form.usage_event(usages, generation.prompts) + DONE_EVENT)
+        await exchange.finish()
+
+    async def _collect(self, exchange: HttpExchange, generation: _Generation, tenant: str) -> None:
+        """Sends one object at the end."""
+        form = generation.format
+        choices = [CollectedChoice() for _ in generation.requests]
+
+        async def write(index: int, message: inference_pb2.GenerateResponse) -> None:
+            choices[index].add(message, form.tokens_of(message))
+
+        await self._run_all(generation, tenant, write)
+        await exchange.respond(200, form.whole(choices, generation.prompts))
+
+    async def _run_all(
+        self,
+        generation: _Generation,
+        tenant: str,
+        write: Callable[[int, inference_pb2.GenerateResponse], Awaitable[None]],
+    ) -> None:
+        """Runs all choices. The first error ends them all.
+
+        The first choice of a prompt starts alone. The others start with its first token, when the prompt is cached.
+        """
+        deadline = Deadline.after(self._deadline_s)
+        started = [asyncio.Event() for _ in range(generation.prompts)]
+
+        async def run(index: int) -> None:
+            prompt, choice = divmod(index, generation.choices_per_prompt)
+
+            async def write_choice(message: inference_pb2.GenerateResponse) -> None:
+                started[prompt].set()
+                await write(index, message)
+
+            if choice:
+                await started[prompt].wait()
+            await self._parts.runner.run(generation.requests[index], tenant, deadline, write_choice)
+            started[prompt].set()
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for index in range(len(generation.requests)):
+                    group.create_task(run(index))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def _list_models(self, exchange: HttpExchange) -> None:
+        self._tenant_of(exchange)
+        models = self._parts.models.list_models()
+        await exchange.respond_object(models_object(models, self._started_s))
+
+    async def _tokenize(self, exchange: HttpExchange) -> None:
+        tenant = self._tenant_of(exchange)
+        request = tokenize_request(parse_body(TokenizeBody, await self._body(exchange)))
+        try:
+            prepared = await self._parts.preparer.tokenize(request, tenant)
+        except InvalidRequest as error:
+            raise InvalidRequest(openai_violations(error.violations, chat=False)) from error
+        await exchange.respond_object(
+            {
+                "count": len(prepared.token_ids),
+                "max_model_len": self._parts.preparer.max_model_len(prepared.model),
+                "tokens": list(prepared.token_ids),
+            }
+        )
+
+    async def _detokenize(self, exchange: HttpExchange) -> None:
+        tenant = self._tenant_of(exchange)
+        body = parse_body(DetokenizeBody, await self._body(exchange))
+        model = resolve_model(body.model, self._parts.codecs)
+        text = await self._parts.preparer.detokenize(model, body.tokens, tenant)
+        await exchange.respond_object({"prompt": text})
+
+    async def _report_health(self, exchange: HttpExchange) -> None:
+        await exchange.respond_object({"status": "ok"})
+
+    async def _report_ready(self, exchange: HttpExchange) -> None:
+        """200 while new requests can be served."""
+        self._parts.runner.reject_when_draining()
+        if not self._parts.models.list_models():
+            raise HttpError(503, "no_decode_worker", "no decode worker serves a model yet")
+        await exchange.respond_object({"status": "ready"})
+
+
+def _request_id(exchange: HttpExchange) -> str:
+    """The client's id in X-Request-Id, or a new one."""
+    return exchange.headers.get("x-request-id", "")[
+        :REQUEST_ID_CHARACTERS_MAX
+    ] or secrets.token_hex(12)

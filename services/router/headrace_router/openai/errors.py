@@ -1,0 +1,93 @@
+"""Errors in the form of the OpenAI API."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+import grpc
+
+from headrace_common.errors import HeadraceError, InvalidRequest
+
+_STATUSES: Final[Mapping[grpc.StatusCode, int]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: 400,
+    grpc.StatusCode.UNAUTHENTICATED: 401,
+    grpc.StatusCode.PERMISSION_DENIED: 403,
+    grpc.StatusCode.NOT_FOUND: 404,
+    grpc.StatusCode.ALREADY_EXISTS: 409,
+    grpc.StatusCode.ABORTED: 409,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
+    grpc.StatusCode.CANCELLED: 499,
+    grpc.StatusCode.UNAVAILABLE: 503,
+    grpc.StatusCode.DEADLINE_EXCEEDED: 504,
+}
+_TYPES: Final[Mapping[int, str]] = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+_VIOLATIONS_SHOWN = 16
+
+
+class HttpError(Exception):
+    """A request that is wrong as HTTP. `code` is a word for programs."""
+
+    def __init__(
+        self, status: int, code: str, message: str, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.headers = dict(headers or {})
+
+
+def status_of(error: HeadraceError | HttpError) -> int:
+    """The HTTP status of an error. 404 for an unknown model, as OpenAI has it."""
+    if isinstance(error, HttpError):
+        return error.status
+    if isinstance(error, InvalidRequest) and list(error.violations) == ["model"]:
+        return 404
+    return _STATUSES.get(error.code, 500)
+
+
+def headers_of(error: HeadraceError | HttpError) -> dict[str, str]:
+    """Headers of an error response, such as Retry-After, in whole seconds."""
+    if isinstance(error, HttpError):
+        return error.headers
+    if error.retry_after_s is None:
+        return {}
+    return {"retry-after": str(max(1, round(error.retry_after_s)))}
+
+
+def error_object(error: HeadraceError | HttpError) -> dict[str, Any]:
+    """`{"error": ...}` with OpenAI's fields. `headrace` beside them has the reason and metadata of the gRPC status."""
+    status = status_of(error)
+    body: dict[str, Any] = {
+        "message": str(error),
+        "type": _TYPES.get(status, "server_error"),
+        "param": None,
+        "code": error.code if isinstance(error, HttpError) else error.reason.lower(),
+    }
+    if isinstance(error, HeadraceError):
+        body["message"] = error.detail
+        body["headrace"] = {
+            "reason": error.reason,
+            "metadata": dict(list(error.metadata.items())[:_VIOLATIONS_SHOWN]),
+        }
+    if isinstance(error, InvalidRequest):
+        body["param"] = next(iter(error.violations), None)
+    return {"error": body}
+
+
+def error_bytes(error: HeadraceError | HttpError) -> bytes:
+    """`error_object` as JSON."""
+    return json.dumps(error_object(error)).encode()

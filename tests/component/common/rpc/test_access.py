@@ -1,0 +1,179 @@
+"""The listeners of a server: what each serves, and when it reads a request."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import psutil
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from headrace_common.access.credentials import TlsFiles
+from headrace_common.client_config import ClientFacingConfig
+from headrace_common.config import ServiceConfig
+from headrace_common.errors import (
+    HeadraceError,
+    InvalidRequest,
+    PermissionDenied,
+    Unauthenticated,
+)
+from headrace_common.process.connections import connections_to
+from headrace_common.rpc.channel import MESSAGE_BYTES_MAX, open_channel
+from headrace_common.rpc.server import ClientServices, GrpcServer
+from headrace_common.rpc.status import error_from_rpc
+from tests.suite.certificates import Authority
+from tests.waiting import until
+
+_SERVICE = "headrace.registry.v1.RegistryService"
+_SET_POLICY = f"/{_SERVICE}/SetPolicy"
+_WATCH = f"/{_SERVICE}/Watch"
+
+
+class Recorded:
+    """Handlers of a unary and of a streaming RPC, and the requests that were parsed."""
+
+    def __init__(self) -> None:
+        self.parsed: list[bytes] = []
+
+    def parse(self, data: bytes) -> bytes:
+        self.parsed.append(data[:10])
+        return data
+
+    async def answer(self, request: bytes, context: Any) -> bytes:
+        return b"answer to " + request
+
+    async def stream(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
+        yield b"answer to " + request
+        yield b"end"
+
+    def handlers(self) -> grpc.GenericRpcHandler:
+        return grpc.method_handlers_generic_handler(
+            _SERVICE,
+            {
+                "SetPolicy": grpc.unary_unary_rpc_method_handler(self.answer, self.parse, None),
+                "Watch": grpc.unary_stream_rpc_method_handler(self.stream, self.parse, None),
+            },
+        )
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path / "authority")
+
+
+@pytest.fixture
+async def served(authority: Authority) -> AsyncIterator[tuple[Recorded, str]]:
+    """A server with mutual TLS, and its internal address."""
+    recorded = Recorded()
+    config = ServiceConfig(**asdict(authority.sign("registry", "registry")))
+    server = GrpcServer(config, ())
+    server.server.add_generic_rpc_handlers([recorded.handlers()])
+    yield recorded, await server.start()
+    await server.stop(None)
+
+
+async def error_of(endpoint: str, identity: TlsFiles, method: str, data: bytes) -> HeadraceError:
+    async with open_channel(endpoint, identity) as channel:
+        start: Any = channel.unary_stream(method)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await start(data, timeout=20).read()
+    return error_from_rpc(caught.value)
+
+
+@pytest.mark.parametrize("method", [_SET_POLICY, _WATCH])
+async def test_a_request_is_read_after_the_certificate_is_checked(
+    served: tuple[Recorded, str], authority: Authority, method: str
+) -> None:
+    recorded, endpoint = served
+    body = bytes(MESSAGE_BYTES_MAX - 1_000)
+    error = await error_of(endpoint, authority.sign("client"), method, body)
+    assert isinstance(error, Unauthenticated)
+    error = await error_of(endpoint, authority.sign("registry-1", "registry"), method, body)
+    assert isinstance(error, PermissionDenied)
+    assert recorded.parsed == []
+    async with open_channel(endpoint, authority.sign("operator", "operator")) as channel:
+        if method == _WATCH:
+            call: Any = channel.unary_stream(method)
+            assert [one async for one in call(b"hi", timeout=20)] == [b"answer to hi", b"end"]
+        else:
+            call = channel.unary_unary(method)
+            assert await call(b"hi", timeout=20) == b"answer to hi"
+    assert recorded.parsed == [b"hi"]
+
+
+async def test_a_refused_caller_need_not_send_its_request(
+    served: tuple[Recorded, str], authority: Authority
+) -> None:
+    _, endpoint = served
+    async with open_channel(endpoint, authority.sign("client")) as channel:
+        call: Any = channel.stream_stream(_SET_POLICY)(timeout=20)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await asyncio.wait_for(call.read(), 10)
+    assert isinstance(error_from_rpc(caught.value), Unauthenticated)
+
+
+async def test_a_permitted_caller_without_a_request_gets_an_error(
+    served: tuple[Recorded, str], authority: Authority
+) -> None:
+    _, endpoint = served
+    async with open_channel(endpoint, authority.sign("operator", "operator")) as channel:
+        call: Any = channel.stream_stream(_SET_POLICY)(timeout=20)
+        await call.done_writing()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+    error = error_from_rpc(caught.value)
+    assert isinstance(error, InvalidRequest)
+    assert "missing" in error.violations["request"]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "localhost"])
+async def test_both_listeners_take_free_ports_of_their_own(host: str) -> None:
+    config = ClientFacingConfig(listen=f"{host}:0", internal_listen=f"{host}:0")
+    server = GrpcServer(config, (), ClientServices(()))
+    endpoints = (await server.start(), server.client_endpoint)
+    assert len({*endpoints}) == 2
+    for endpoint in endpoints:
+        assert endpoint.startswith(f"{host}:")
+        async with open_channel(endpoint) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=10)
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    await server.stop(None)
+
+
+async def test_an_advertised_port_of_zero_is_the_port_of_its_own_listener() -> None:
+    config = ClientFacingConfig(
+        advertise="clients.example:0", internal_advertise="inside.example:0", insecure=True
+    )
+    server = GrpcServer(config, (), ClientServices(()))
+    internal, _, internal_port = (await server.start()).partition(":")
+    facing, _, port = server.client_endpoint.partition(":")
+    assert (internal, facing) == ("inside.example", "clients.example")
+    assert port != internal_port
+    for number in (port, internal_port):
+        with socket.create_connection(("127.0.0.1", int(number)), timeout=5):
+            pass
+    await server.stop(None)
+
+
+async def test_idle_connections_of_a_host_beyond_its_bound_are_closed() -> None:
+    server = GrpcServer(ClientFacingConfig(max_connections_per_host=5), (), ClientServices(()))
+    await server.start()
+    port = int(server.client_endpoint.rpartition(":")[2])
+    opened = [socket.create_connection(("127.0.0.1", port), timeout=5) for _ in range(20)]
+    await until(lambda: len(connections_to(port)) == 5, 10, "the end of surplus connections")
+    # A count leaves no descriptor open.
+    before = psutil.Process().num_fds()
+    for _ in range(10):
+        connections_to(port)
+    assert psutil.Process().num_fds() <= before
+    for connection in opened:
+        connection.close()
+    await server.stop(None)

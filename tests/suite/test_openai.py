@@ -1,0 +1,261 @@
+"""OpenAI's own client, and raw HTTP, against a deployment of processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from headrace.inference.v1 import inference_pb2, sampling_pb2
+from tests.ports import free_port
+from tests.suite.deployment import Suite, suite
+
+MESSAGES: Any = [{"role": "user", "content": "hello"}]
+WAIT_S = 20.0
+KEY = "the-key-of-a-tenant"
+
+
+@asynccontextmanager
+async def served(
+    folder: Path, *settings: tuple[str, str, str], key: str = "none", decode_count: int = 1
+) -> AsyncIterator[tuple[Suite, openai.AsyncOpenAI]]:
+    listen = f"127.0.0.1:{free_port()}"
+    every = (("router", "http_listen", listen), *settings)
+    async with (
+        suite(folder, settings=every, decode_count=decode_count) as it,
+        openai.AsyncOpenAI(
+            base_url=f"http://{listen}/v1", api_key=key, max_retries=0, timeout=WAIT_S
+        ) as client,
+    ):
+        yield it, client
+
+
+async def raw(client: openai.AsyncOpenAI, data: bytes, wait_s: float = WAIT_S) -> bytes:
+    """All that the server answers to bytes on a connection, until it closes that."""
+    assert client.base_url.host
+    assert client.base_url.port
+    reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
+    try:
+        writer.write(data)
+        async with asyncio.timeout(wait_s):
+            return await reader.read()
+    finally:
+        writer.close()
+
+
+def post(path: str, body: bytes, *headers: str) -> bytes:
+    lines = [
+        f"POST {path} HTTP/1.1",
+        "host: localhost",
+        "connection: close",
+        *(headers or ("content-type: application/json", f"content-length: {len(body)}")),
+    ]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+async def grpc_text(it: Suite, count: int, seed: int | None = None) -> str:
+    chat = inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="user", content="hello")])
+    sampling = sampling_pb2.SamplingParams(max_tokens=count, temperature=0)
+    if seed is not None:
+        sampling = sampling_pb2.SamplingParams(max_tokens=count, seed=seed)
+    return (await it.ask(inference_pb2.GenerateRequest(chat=chat, sampling=sampling))).text
+
+
+async def test_the_official_client_gets_the_same_text_as_grpc(tmp_path: Path) -> None:
+    async with served(tmp_path) as (it, client):
+        (model,) = (await client.models.list()).data
+        assert (model.id, model.owned_by) == ("sim", "headrace")
+        chat = await client.chat.completions.create(
+            model="sim", messages=MESSAGES, max_completion_tokens=8, temperature=0
+        )
+        expected = await grpc_text(it, 8)
+        assert chat.choices[0].message.content == expected
+        assert chat.choices[0].finish_reason == "length"
+        assert chat.usage is not None
+        assert chat.usage.completion_tokens == 8
+        texts: list[str] = []
+        usages: list[openai.types.CompletionUsage | None] = []
+        async for chunk in await client.chat.completions.create(
+            model="sim",
+            messages=MESSAGES,
+            max_completion_tokens=8,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        ):
+            usages.append(chunk.usage)
+            texts += [choice.delta.content or "" for choice in chunk.choices]
+        assert "".join(texts) == expected
+        assert usages[-1] is not None
+        assert usages[-1].total_tokens == chat.usage.total_tokens
+        completion = await client.completions.create(
+            model="sim", prompt=["a", "b"], n=2, max_tokens=3, seed=1
+        )
+        assert [choice.index for choice in completion.choices] == [0, 1, 2, 3]
+        assert completion.usage is not None
+        assert completion.usage.completion_tokens == 12
+
+
+async def test_choices_are_those_of_their_seeds_and_logprobs_name_the_text(tmp_path: Path) -> None:
+    async with served(tmp_path) as (it, client):
+        chat = await client.chat.completions.create(
+            model="sim", messages=MESSAGES, max_tokens=6, n=3, seed=5, logprobs=True, top_logprobs=2
+        )
+        expected = [await grpc_text(it, 6, seed=5 + index) for index in range(3)]
+        assert [choice.message.content for choice in chat.choices] == expected
+        assert len(set(expected)) == 3
+        for choice in chat.choices:
+            assert choice.logprobs is not None
+            assert choice.logprobs.content is not None
+            assert (
+                "".join(token.token for token in choice.logprobs.content) == choice.message.content
+            )
+            assert all(len(token.top_logprobs) == 2 for token in choice.logprobs.content)
+
+
+async def test_a_closed_connection_frees_the_blocks(tmp_path: Path) -> None:
+    slow = ("decode", "model", "sim:decode_step_s=0.02")
+    async with served(tmp_path, slow) as (it, client):
+        stream = await client.chat.completions.create(
+            model="sim", messages=MESSAGES, max_tokens=2_000, stream=True, n=2
+        )
+        seen: set[int] = set()
+        async for chunk in stream:
+            seen |= {choice.index for choice in chunk.choices}
+            if len(seen) == 2:
+                break
+        await stream.close()
+        await it.wait_empty("decode-0")
+
+
+async def test_a_stream_goes_on_when_its_decode_worker_is_killed(tmp_path: Path) -> None:
+    slow = ("decode", "model", "sim:decode_step_s=0.02")
+    async with served(tmp_path, slow, decode_count=2) as (it, client):
+        expected = await grpc_text(it, 60)
+        texts: list[str] = []
+        usages: list[openai.types.CompletionUsage | None] = []
+        killed = ""
+        async for chunk in await client.chat.completions.create(
+            model="sim",
+            messages=MESSAGES,
+            max_tokens=60,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        ):
+            usages.append(chunk.usage)
+            texts += [choice.delta.content or "" for choice in chunk.choices]
+            if not killed and len(texts) > 3:
+                killed, _ = await it.busier("decode-0", "decode-1")
+                it.kill(killed)
+        assert killed
+        assert "".join(texts) == expected
+        assert usages[-1] is not None
+        assert usages[-1].completion_tokens == 60
+
+
+async def test_errors_have_openais_shape(tmp_path: Path) -> None:
+    async with served(tmp_path) as (_, client):
+        with pytest.raises(openai.BadRequestError) as wrong:
+            await client.chat.completions.create(model="sim", messages=MESSAGES, temperature=9.0)
+        assert wrong.value.param == "temperature"
+        assert wrong.value.code == "invalid_field"
+        with pytest.raises(openai.NotFoundError, match="use one of: sim"):
+            await client.chat.completions.create(model="other", messages=MESSAGES)
+        with pytest.raises(openai.NotFoundError, match="/v1/chat/completions"):
+            await client.embeddings.create(model="sim", input="x")
+        answer = await raw(
+            client, b"GET /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+        )
+        assert answer.startswith(b"HTTP/1.1 405 ")
+        assert b"allow: POST" in answer
+
+
+async def test_keys_come_before_bodies_and_bodies_are_bounded(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"{KEY} tenant\n")
+    settings = (("router", "api_keys_file", str(keys)), ("router", "max_request_bytes", "100000"))
+    async with served(tmp_path, *settings, key=KEY) as (_, client):
+        assert (await client.models.list()).data
+        stranger = client.with_options(api_key="wrong")
+        for call in (
+            stranger.models.list(),
+            stranger.chat.completions.create(model="sim", messages=MESSAGES),
+        ):
+            with pytest.raises(openai.AuthenticationError, match="Authorization: Bearer"):
+                await call
+        # The body of a stranger is not received.
+        path, json_type = "/v1/completions", "content-type: application/json"
+        unread = await raw(client, post(path, b"", json_type, "content-length: 50000"))
+        assert unread.startswith(b"HTTP/1.1 401 ")
+        mine = f"authorization: Bearer {KEY}"
+        large = await raw(client, post(path, b"", mine, json_type, "content-length: 100001"))
+        assert large.startswith(b"HTTP/1.1 413 ")
+        chunk = b"%x\r\n%s\r\n" % (60_000, b" " * 60_000)
+        chunked = post(path, chunk * 2, mine, json_type, "transfer-encoding: chunked")
+        assert (await raw(client, chunked)).startswith(b"HTTP/1.1 413 ")
+        simple = await raw(
+            client, post(path, b"{}", mine, "content-type: text/plain", "content-length: 2")
+        )
+        assert simple.startswith(b"HTTP/1.1 415 ")
+        zipped = ("content-encoding: gzip", "content-length: 2")
+        assert (await raw(client, post(path, b"{}", mine, json_type, *zipped))).startswith(
+            b"HTTP/1.1 415 "
+        )
+
+
+async def test_a_connection_without_a_request_is_closed(tmp_path: Path) -> None:
+    async with served(tmp_path) as (_, client):
+        assert await raw(client, b"POST /v1/completions HTTP/1.1\r\nhost:", 40) == b""
+
+
+async def test_readiness_follows_the_workers_and_a_drain_ends_streams_in_order(
+    tmp_path: Path,
+) -> None:
+    slow = ("decode", "model", "sim:decode_step_s=0.02")
+    async with served(tmp_path, slow) as (it, client):
+        ready = b"GET /ready HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+        assert (await raw(client, ready)).startswith(b"HTTP/1.1 200 ")
+        stream = await client.chat.completions.create(
+            model="sim", messages=MESSAGES, max_tokens=100, stream=True
+        )
+        chunks = [await anext(stream)]
+        ended = asyncio.create_task(it.terminate("router"))
+        chunks += [chunk async for chunk in stream]
+        assert chunks[-1].choices[0].finish_reason == "length"
+        assert await ended == 0
+
+
+async def test_tokens_of_a_text_and_back(tmp_path: Path) -> None:
+    async with served(tmp_path) as (_, client):
+        body = json.dumps({"prompt": "hi"}).encode()
+        answer = (await raw(client, post("/tokenize", body))).partition(b"\r\n\r\n")[2]
+        assert json.loads(answer) == {"count": 2, "max_model_len": 8192, "tokens": [104, 105]}
+        body = json.dumps({"tokens": [104, 105]}).encode()
+        answer = (await raw(client, post("/detokenize", body))).partition(b"\r\n\r\n")[2]
+        assert json.loads(answer) == {"prompt": "hi"}
+
+
+async def test_a_client_that_reads_nothing_blocks_only_itself(tmp_path: Path) -> None:
+    async with served(tmp_path) as (it, client):
+        body = json.dumps({"prompt": "x", "max_tokens": 4_000, "stream": True}).encode()
+        assert client.base_url.host
+        reader, writer = await asyncio.open_connection(
+            client.base_url.host, client.base_url.port, limit=1
+        )
+        writer.write(post("/v1/completions", body))
+        try:
+            await reader.readexactly(1)
+            chat = await client.chat.completions.create(
+                model="sim", messages=MESSAGES, max_completion_tokens=8, temperature=0
+            )
+            assert chat.choices[0].message.content == await grpc_text(it, 8)
+        finally:
+            writer.transport.abort()
+        await it.wait_empty("decode-0")

@@ -1,0 +1,74 @@
+"""Which connections are closed when there are too many."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace_common.process.connections import (
+    Connection,
+    ConnectionBounds,
+    _names_of,
+    surplus,
+)
+
+
+def connections(**counts: int) -> list[Connection]:
+    return [
+        Connection(number, host, f"{host}:{number}")
+        for host, count in counts.items()
+        for number in range(count)
+    ]
+
+
+def test_within_the_bounds_nothing_is_closed() -> None:
+    assert surplus(connections(a=50, b=30), (), ConnectionBounds(100, 50)) == []
+
+
+def test_a_host_keeps_its_bound_and_its_busy_connections() -> None:
+    found = connections(a=60, b=30)
+    busy = {one.peer for one in found if one.host == "a" and one.descriptor >= 5}
+    closed = surplus(found, busy, ConnectionBounds(1_000, 50))
+    assert {(one.host, one.descriptor) for one in closed} == {("a", n) for n in range(5)}
+
+
+def test_the_largest_hosts_make_room_when_the_listener_is_nearly_full() -> None:
+    closed = surplus(connections(a=60, b=35, c=5), (), ConnectionBounds(100, 100))
+    assert Counter(one.host for one in closed) == {"a": 10}
+    closed = surplus(connections(a=60, b=60, c=5), (), ConnectionBounds(100, 100))
+    assert set(Counter(one.host for one in closed).values()) <= {17, 18}
+    assert len(closed) == 35
+
+
+@given(
+    st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 40), min_size=1),
+    st.integers(1, 100),
+    st.integers(1, 40),
+)
+def test_only_idle_connections_are_closed_and_small_hosts_last(
+    counts: dict[str, int], total: int, per_host: int
+) -> None:
+    found = connections(**counts)
+    busy = {one.peer for one in found if one.descriptor % 3 == 0}
+    closed = surplus(found, busy, ConnectionBounds(total, per_host))
+    assert len({one.peer for one in closed}) == len(closed)
+    assert not {one.peer for one in closed} & busy
+    left = [one for one in found if one not in closed]
+    idle_left = Counter(one.host for one in left if one.peer not in busy)
+    left_of = Counter(one.host for one in left)
+    for host, count in left_of.items():
+        assert count <= per_host or not idle_left[host]
+    if len(left) > total:
+        assert not idle_left
+    for host in {one.host for one in closed}:
+        # No host with idle connections keeps more than one that lost some.
+        assert all(left_of[other] <= left_of[host] + 1 for other in idle_left)
+
+
+def test_callers_are_named_as_grpc_names_them() -> None:
+    assert _names_of("10.0.0.7", 4) == ("10.0.0.7", "ipv4:10.0.0.7:4")
+    assert _names_of("::ffff:10.0.0.7", 4) == ("10.0.0.7", "ipv4:10.0.0.7:4")
+    host, peer = _names_of("2001:db8::1:2:3:4", 5)
+    assert (host, peer) == ("2001:db8::/64", "ipv6:%5B2001:db8::1:2:3:4%5D:5")
