@@ -196,7 +196,10 @@ class ModelStream:
             self.end_at_decode(error)
             return
         self._welcome_s = self._timers.time()
-        self.to_prefill.put(handoff_pb2.HandoffResponse(welcome=receiver.welcome()))
+        welcome = receiver.welcome()
+        # A model may shorten the quarantine that decode keeps. Senders count on the one of the transport.
+        welcome.quarantine.CopyFrom(duration_from_seconds(TRANSPORT_S))
+        self.to_prefill.put(handoff_pb2.HandoffResponse(welcome=welcome))
         self._renew_later()
 
     def _renew_later(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import typer
 
 from headrace_cli.console import notice_console
@@ -20,7 +22,7 @@ from headrace_cli.options import (
     TensorParallel,
 )
 from headrace_cli.up.deployment import run_up
-from headrace_cli.up.topology import DEFAULT_PORT, SIM, Topology, parse_ranks, parse_setting
+from headrace_cli.up.topology import DEFAULT_HTTP_PORT, DEFAULT_PORT, SIM, Topology, parse_ranks, parse_setting
 
 
 def register(app: typer.Typer) -> None:
@@ -49,6 +51,9 @@ def up(
         topology = topology_of(
             engine, model, (prefill, decode), port, store, tensor_parallel, cpu_threads, settings
         )
+        # Another deployment may have the default one.
+        http_port = DEFAULT_HTTP_PORT if port == DEFAULT_PORT else 0
+        topology = replace(topology, http_port=http_port)
         await run_up(topology, logs, notice_console())
 
     run_command(work())

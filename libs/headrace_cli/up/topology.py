@@ -29,6 +29,8 @@ class Topology:
     prefill_count: int = 1
     decode_count: int = 1
     port: int = DEFAULT_PORT
+    http_port: int = 0
+    """Port of the OpenAI HTTP API; 0 means none."""
     store: str = "memory"
     prefill_tensor_parallel: int = 1
     decode_tensor_parallel: int = 1
@@ -38,8 +40,8 @@ class Topology:
 
     @property
     def http_listen(self) -> str:
-        """host:port of the OpenAI HTTP API, which has a port of its own beside the default one. Empty: no HTTP."""
-        default = f"127.0.0.1:{DEFAULT_HTTP_PORT}" if self.port == DEFAULT_PORT else ""
+        """host:port of the OpenAI HTTP API. Empty: no HTTP."""
+        default = f"127.0.0.1:{self.http_port}" if self.http_port else ""
         chosen = {name: value for service, name, value in self.settings if service == "router"}
         return chosen.get("http_listen", default)
 

@@ -123,7 +123,8 @@ async def test_bytes_grow_with_blocks_and_layers_only() -> None:
         assert 24 <= found[layers, 32] - found[layers, 8] <= 24 + 2 * layers + 3
     per_layer = (found[12, 32] - found[6, 32]) / 6
     assert 40 <= per_layer <= 60
-    assert found[12, 32] - 12 * per_layer < 200
+    # Some 200 bytes of it are the handoff ticket.
+    assert found[12, 32] - 12 * per_layer < 400
 
 
 async def test_a_cancelled_request_is_counted_too(monkeypatch: pytest.MonkeyPatch) -> None:
