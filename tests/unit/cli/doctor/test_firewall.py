@@ -13,13 +13,15 @@ from headrace_common.errors import ConfigError
 
 Role = registry_pb2.Member.Role
 MEMBERS = [
-    registry_pb2.Member(worker_id=name, role=role, endpoint=endpoint)
-    for name, role, endpoint in (
-        ("router-0", Role.ROLE_ROUTER, "10.0.0.1:7000"),
-        ("prefill-0", Role.ROLE_PREFILL, "10.0.0.2:7200"),
-        ("prefill-1", Role.ROLE_PREFILL, "10.0.0.3:7200"),
-        ("decode-0", Role.ROLE_DECODE, "10.0.0.4:7100"),
-        ("decode-1", Role.ROLE_DECODE, "[fd00::5]:7100"),
+    registry_pb2.Member(
+        worker_id=name, role=role, endpoint=endpoint, client_endpoint=client_endpoint
+    )
+    for name, role, endpoint, client_endpoint in (
+        ("router-0", Role.ROLE_ROUTER, "10.0.0.1:7000", "10.0.0.1:7050"),
+        ("prefill-0", Role.ROLE_PREFILL, "10.0.0.2:7200", ""),
+        ("prefill-1", Role.ROLE_PREFILL, "10.0.0.3:7200", ""),
+        ("decode-0", Role.ROLE_DECODE, "10.0.0.4:7100", "10.0.0.4:7150"),
+        ("decode-1", Role.ROLE_DECODE, "[fd00::5]:7100", ""),
     )
 ]
 
@@ -33,12 +35,21 @@ def rules_of(host: str, **surroundings: object) -> list[str]:
 
 def test_a_decode_worker_is_reached_by_routers_prefill_workers_and_named_networks() -> None:
     assert rules_of("10.0.0.4", operators=("10.9.0.0/16",), clients=("fd09::/64",)) == [
+        "ip6 saddr { fd09::/64 } tcp dport 7150 accept",
+        "tcp dport 7150 drop",
         "ip saddr { 10.0.0.1/32, 10.0.0.2/31, 10.9.0.0/16 } tcp dport 7100 accept",
-        "ip6 saddr { fd09::/64 } tcp dport 7100 accept",
         "tcp dport 7100 drop",
         "ip saddr { 10.0.0.2/31, 10.0.0.4/32 } tcp dport 15000-17000 accept",
         "ip6 saddr { fd00::5/128 } tcp dport 15000-17000 accept",
         "tcp dport 15000-17000 drop",
+    ]
+
+
+def test_the_client_listener_of_a_router_is_open_and_its_internal_one_is_not() -> None:
+    assert rules_of("10.0.0.1", operators=("10.9.0.0/16",), clients=("10.8.0.0/16",)) == [
+        "ip saddr { 10.0.0.1/32, 10.0.0.2/31, 10.0.0.4/32, 10.9.0.0/16 } tcp dport 7000 accept",
+        "ip6 saddr { fd00::5/128 } tcp dport 7000 accept",
+        "tcp dport 7000 drop",
     ]
 
 
@@ -63,7 +74,6 @@ def test_the_registry_and_etcd_are_reached_by_the_deployment() -> None:
     ("host", "surroundings", "text"),
     [
         ("10.0.0.77", {}, "no service of the deployment is on 10.0.0.77"),
-        ("10.0.0.1", {}, "no service of the deployment is on 10.0.0.1"),
         ("10.0.0.4", {"operators": ("10.0.0.1/8",)}, "give networks such as"),
         ("worker.invalid", {}, "the host worker.invalid is unknown here"),
     ],
