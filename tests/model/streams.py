@@ -15,6 +15,7 @@ from headrace_kv.receive.receiver import Receiver
 from headrace_kv.receive.transfer import PrefillPeer
 from headrace_kv.send.context import SenderContext
 from headrace_kv.send.stream import HandoffStream, HandoffStreamListener
+from tests.model.ground import TRANSPORT_S
 from tests.model.virtual_time import VirtualHandle, VirtualTimers
 
 Direction = Literal["to_decode", "to_prefill"]

@@ -34,6 +34,9 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
 )
 INTERNAL_OPTIONS: tuple[tuple[str, int], ...] = (("grpc.max_concurrent_streams", 4_096),)
+# RPCs that have arrived and that the event loop has not begun. Beyond it, gRPC cancels RPCs of every client. Its own
+# limit is a thousand, which a burst of one client exceeds.
+_PENDING_MAX = 65_536
 # A caller that connects has this long to complete the handshakes of TLS and HTTP/2.
 _HANDSHAKE_S = 10.0
 
@@ -46,6 +49,8 @@ def client_options(config: ClientFacingConfig, max_connections: int) -> tuple[tu
         # Without max_connection_age_grace_ms, RPCs in flight go on until their own deadlines.
         ("grpc.max_connection_age_ms", _milliseconds(config.connection_age_s)),
         ("grpc.max_allowed_incoming_connections", max_connections),
+        ("grpc.server.max_pending_requests", _PENDING_MAX),
+        ("grpc.server.max_pending_requests_hard_limit", _PENDING_MAX),
         ("grpc.server_handshake_timeout_ms", _milliseconds(_HANDSHAKE_S)),
     )
 

@@ -75,7 +75,10 @@ async def open_route(endpoint: str, request: inference_pb2.RouteRequest) -> None
 async def test_a_worker_without_a_client_listener_gets_no_direct_request(open_rig: Rig) -> None:
     worker = await open_rig.add_decode(reply("abc"))
     assert (await route(open_rig)).direct.endpoint == worker.member.client_endpoint
-    worker.member.client_endpoint = ""
+    member = registry_pb2.Member()
+    member.CopyFrom(worker.member)
+    member.client_endpoint = ""
+    worker.member = member
     open_rig.refresh()
     assert not (await route(open_rig)).HasField("direct")
 
