@@ -132,7 +132,7 @@ async def _open(
     held: AsyncExitStack, spawn: Spawn, folder: Path, kind: str, settings: Settings, tls: TlsFiles
 ) -> list[_Way]:
     children = await held.enter_async_context(_deployed(spawn, folder, settings))
-    router = children["router"].endpoint
+    router = children["router"].client_endpoint
     channel = await held.enter_async_context(open_channel(router, tls))
     await joined(channel)
     client = await held.enter_async_context(Client(router, tls=tls, look_aside=True))

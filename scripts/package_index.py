@@ -15,12 +15,14 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from packaging.utils import canonicalize_name, canonicalize_version
-from pip._internal.commands import create_command
-from pip._internal.index.package_finder import PackageFinder
-from pip._internal.models.link import Link
-from pip._internal.models.target_python import TargetPython
+
+# pip replaces setuptools' distutils in the whole process, so only the commands that need it import it.
+if TYPE_CHECKING:
+    from pip._internal.index.package_finder import PackageFinder
+    from pip._internal.models.link import Link
 
 # requirements/ is for these: CPython on Linux x86-64 with glibc.
 PYTHONS = ((3, 11), (3, 12), (3, 13))
@@ -62,6 +64,9 @@ class PackageIndex:
 @contextmanager
 def open_index() -> Iterator[PackageIndex]:
     """pip's indices, as pip's configuration names them."""
+    from pip._internal.commands import create_command
+    from pip._internal.models.target_python import TargetPython
+
     logging.getLogger("pip").setLevel(logging.ERROR)
     command = create_command("index")
     options, _ = command.parse_args(["versions", "unused"])

@@ -51,6 +51,7 @@ PROJECT = (
     "tests/fork_server.py",
     "tests/forked.py",
     "tests/ports.py",
+    "tests/suite/certificates.py",
     "tests/waiting.py",
 )
 # The host's etcd. Only the machines of the chaos job have it.

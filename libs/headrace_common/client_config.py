@@ -91,19 +91,7 @@ class ClientFacingConfig(ServiceConfig):
         if not self.listen:
             return self
         problems = wildcard_problems(self, "listen", "advertise") + self._tls_problems()
-        guarded = (
-            self.insecure
-            or self.anonymous_clients
-            or self.clients_prove_themselves
-            or bool(self.listen_tls.tls_authority_file)
-        )
-        if not guarded:
-            problems += [
-                f"{name} is {address}, which other hosts may reach, and clients need no credential there: set "
-                "api_keys_file, or TLS with client_certificates, or set anonymous_clients, which lets every caller "
-                "send requests"
-                for name, address in reachable_addresses(self, "listen", "advertise")
-            ]
+        problems += self.unguarded_problems("listen", "advertise")
         host, port = split_host_port(self.listen)
         internal_host, internal_port = split_host_port(self.internal_listen)
         overlap = host == internal_host or {host, internal_host} & set(WILDCARD_HOSTS)
@@ -115,6 +103,22 @@ class ClientFacingConfig(ServiceConfig):
         if problems:
             raise ValueError("; ".join(problems))
         return self
+
+    def unguarded_problems(self, *settings: str) -> list[str]:
+        """What is wrong with these addresses for clients: other hosts reach them, and clients need no credential."""
+        guarded = (
+            self.insecure
+            or self.anonymous_clients
+            or self.clients_prove_themselves
+            or bool(self.listen_tls.tls_authority_file)
+        )
+        return [
+            f"{name} is {address}, which other hosts may reach, and clients need no credential there: set "
+            "api_keys_file, or TLS with client_certificates, or set anonymous_clients, which lets every caller "
+            "send requests"
+            for name, address in reachable_addresses(self, *settings)
+            if not guarded
+        ]
 
     def _tls_problems(self) -> list[str]:
         problems: list[str] = []

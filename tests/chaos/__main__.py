@@ -31,7 +31,9 @@ def main() -> int:
         default=CredentialKind.TLS,
         help="what proves the roles: mutual TLS, tokens, or the key of this user",
     )
-    parser.add_argument("--break", dest="broken", default="", help="quarantine, lease or ledger")
+    parser.add_argument(
+        "--break", dest="broken", default="", help="quarantine, lease, ledger or kill_timer"
+    )
     parser.add_argument("--folder", type=Path, default=None, help="for logs; a new one by default")
     parser.add_argument("--seconds", type=float, default=math.inf, help="sends none after that")
     arguments = parser.parse_args()

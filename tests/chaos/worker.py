@@ -174,8 +174,8 @@ def slow_down(faults: WireFaults, dice: Dice) -> None:
     if faults.slow_write_max_s:
         open_fast = open_transport
 
-        def open_slow(kind: str, host: str) -> KvTransport:
-            return SlowWrites(open_fast(kind, host), dice, faults.slow_write_max_s)
+        def open_slow(kind: str, host: str, **settings: Any) -> KvTransport:
+            return SlowWrites(open_fast(kind, host, **settings), dice, faults.slow_write_max_s)
 
         put(headrace_engine.sim.engine, "open_transport", open_slow)
     if faults.slow_turn_max_s:

@@ -52,7 +52,9 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Opened:
         monkeypatch.setattr(memory, "hold", lambda tensor: hold(tensor.data))
         return memory
 
-    def open_one(kind: str, host: str, protocol: str = "auto", memory: Any = None) -> KvTransport:
+    def open_one(
+        kind: str, host: str, protocol: str = "auto", memory: Any = None, admitted: Any = None
+    ) -> KvTransport:
         seen.calls.append((kind, protocol, memory.staged))
         transport = open_transport("in_memory", host, memory=memory)
         seen.transports.append(transport)
@@ -86,10 +88,12 @@ def test_without_an_adapter_the_memory_is_staged(
 
     usual: Callable[..., KvTransport] = vars(opening)["open_transport"]
 
-    def refuse(kind: str, host: str, protocol: str = "auto", memory: Any = None) -> KvTransport:
+    def refuse(
+        kind: str, host: str, protocol: str = "auto", memory: Any = None, admitted: Any = None
+    ) -> KvTransport:
         if protocol == "rdma":
             raise ConfigError("this machine has no RDMA device")
-        return usual(kind, host, protocol, memory)
+        return usual(kind, host, protocol, memory, admitted)
 
     monkeypatch.setattr(opening, "open_transport", refuse)
     transport, order = open_one()

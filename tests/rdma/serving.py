@@ -86,7 +86,7 @@ def start_worker(role: str, group: Group, ranks: int, site: Site) -> Forked:
     """A prefill or decode worker of the group, on this machine."""
     worker_id = group.prefill_id if role == "prefill" else group.decode_id(ranks)
     flags = {
-        "internal_listen": f"{site.here}:0",
+        "internal-listen": f"{site.here}:0",
         "registry": site.registry,
         "worker-id": worker_id,
         "engine": "sim",

@@ -136,13 +136,13 @@ async def test_no_forged_handoff_changes_an_answer_or_the_prefix_cache(tmp_path:
         members = {m.worker_id: m for m in await list_members(deployed.deployment.registry)}
         async with (
             bystander(deployed) as client,
-            grpc.aio.insecure_channel(members["decode-0"].endpoint) as decode,
+            grpc.aio.insecure_channel(members["decode-0"].client_endpoint) as decode,
         ):
             reservation = await reserve(deployed, decode, prompt, COUNT)
             plan = plan_of(reservation, members)
             # Without a credential.
             assert await forge(plan) == ["UNAUTHENTICATED"]
-            async with grpc.aio.insecure_channel(deployed.deployment.router) as channel:
+            async with grpc.aio.insecure_channel(members["router-0"].endpoint) as channel:
                 status = await status_of(channel, PULL)
                 assert status is grpc.StatusCode.UNAUTHENTICATED
             # With a prefill worker's credential, as the worker that will have the task.
@@ -154,7 +154,7 @@ async def test_no_forged_handoff_changes_an_answer_or_the_prefix_cache(tmp_path:
             )
             pull = prefill_pb2.PullRequest(hello=hello).SerializeToString()
             async with open_channel(
-                deployed.deployment.router, Credentials(token_file=str(token_file))
+                members["router-0"].endpoint, Credentials(token_file=str(token_file))
             ) as channel:
                 assert await status_of(channel, PULL, pull) is grpc.StatusCode.PERMISSION_DENIED
             # As itself, with everything that it has in place of a ticket.
@@ -189,9 +189,9 @@ async def test_a_genuine_ticket_is_of_no_use_to_another_worker_or_for_another_tr
         token_file.write_text(token)
         async with (
             open_channel(
-                deployed.deployment.router, Credentials(token_file=str(token_file))
+                members["router-0"].endpoint, Credentials(token_file=str(token_file))
             ) as router,
-            grpc.aio.insecure_channel(members["decode-0"].endpoint) as decode,
+            grpc.aio.insecure_channel(members["decode-0"].client_endpoint) as decode,
         ):
             call: Any = router.stream_stream(
                 PULL,

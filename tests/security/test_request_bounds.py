@@ -16,7 +16,7 @@ from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
 from headrace_common.rpc.channel import open_channel
 from tests.security.bystander import KEY, STRANGER_KEY, attack, attacked, bystander
-from tests.suite.deployment import DEADLINE_S, greedy
+from tests.suite.deployment import DEADLINE_S, greedy, suite
 from tests.suite.loop_lag import measured_loop_lag
 
 STALL_MAX_S = 1.0
@@ -91,9 +91,9 @@ async def test_a_decode_worker_parses_no_large_request_of_a_stranger(tmp_path: P
         "RESOURCE_EXHAUSTED": decode_pb2.GenerateRequest(request_id="a" * 60_000_000),
     }
     async with (
-        attacked(tmp_path) as it,
-        bystander(it, KEY),
-        open_channel(it.child("decode-0").endpoint) as channel,
+        suite(tmp_path, settings=(("router", "look_aside", "true"),)) as it,
+        bystander(it),
+        open_channel(it.child("decode-0").client_endpoint) as channel,
     ):
         stub: Any = decode_pb2_grpc.DecodeServiceStub(channel)
         for status, request in asked.items():

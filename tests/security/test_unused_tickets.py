@@ -81,7 +81,8 @@ class Watched:
         task = asyncio.ensure_future(attacking)
         while not task.done():
             await self.ask(it)
-        return Counter(line if line.startswith("OK") else line.split()[0] for line in await task)
+        ends = (line.strip() for line in await task)
+        return Counter(end if end.startswith("OK") else end.split()[0] for end in ends)
 
 
 async def test_tickets_that_are_never_used_hold_no_place_of_another_client(

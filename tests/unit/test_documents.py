@@ -126,12 +126,22 @@ def untested_rows(text: str) -> Iterator[str]:
     for section in re.split(r"^## ", text, flags=re.MULTILINE):
         for table in re.findall(r"(?:^\|.*\n?)+", section, re.MULTILINE):
             head, _, *rows = table.splitlines()
-            if head.rstrip(" |").endswith("| test"):
-                # "-" admits that there is none. "the same" is the test of the row before.
-                tested = re.compile(rf"{TEST.pattern}|\| (?:-|the same) \|$")
-                yield from (row for row in rows if not tested.search(row))
+            column = head.rstrip(" |").rpartition("| ")[2]
+            if column.partition(" in ")[0] == "test":
+                yield from (row for row in rows if not is_tested(row, column))
             elif not TEST.search(section):
                 yield from rows
+
+
+def is_tested(row: str, column: str) -> bool:
+    """Whether the row names a test, "the same" as the row before, or "-" for none. `column` may name the file."""
+    if re.search(rf"{TEST.pattern}|\| (?:-|the same) \|$", row):
+        return True
+    file = re.search(r"`(tests/[\w/]+\.py)`", column)
+    name = re.search(r"`(test_\w+)` \|$", row)
+    if file is None or name is None:
+        return False
+    return f"def {name[1]}(" in (ROOT / file[1]).read_text(encoding="utf-8")
 
 
 def test_every_row_of_the_security_page_names_a_test() -> None:
@@ -142,6 +152,8 @@ def test_a_row_without_a_test_is_found() -> None:
     cited = "`tests/a/test_b.py:test_c`"
     text = (
         f"## One\n\n| a | test |\n|---|---|\n| 1 | {cited} |\n| 2 | |\n| 3 | - |\n| 4 | the same |\n\n"
+        "| a | test in `tests/unit/test_documents.py` |\n|---|---|\n| 8 | `test_none` |\n"
+        "| 9 | `test_an_unknown_term_is_found` |\n\n"
         f"## Two\n\n| a | b |\n|---|---|\n| 5 | 6 |\n\n## Three\n\n| a |\n|---|\n| 7 |\n\n{cited}\n"
     )
-    assert list(untested_rows(text)) == ["| 2 | |", "| 5 | 6 |"]
+    assert list(untested_rows(text)) == ["| 2 | |", "| 8 | `test_none` |", "| 5 | 6 |"]

@@ -32,6 +32,7 @@ FOREIGN = {
     ("services/registry/headrace_registry/store/etcd_endpoint.py", "client.metadata"): "etcd3's token of a user",
     ("services/router/headrace_router/openai/server.py", "connection.context"): "ssl has no method for it",
     ("services/router/headrace_router/openai/server.py", "context.sni_callback"): "ssl has no method for it",
+    ("services/router/headrace_router/openai/server.py", "context.verify_mode"): "ssl has no method for it",
     # The objects are vLLM's, which has no methods for these changes.
     ("libs/headrace_engine/vllm/continuation.py", "request.prefill_stats"): "vLLM's Request",
     ("libs/headrace_engine/vllm/continuation.py", "request.sampling_params.extra_args"): "vLLM's SamplingParams",

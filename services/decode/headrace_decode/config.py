@@ -34,8 +34,8 @@ class DecodeConfig(WorkerConfig, ClientFacingConfig):
     )
     quarantine_s: PositiveSeconds = Field(
         15.0,
-        description="Seconds that blocks of a failed transfer stay unused after the lease; "
-        "longer than the transport's own timeout.",
+        description="Seconds that blocks of a failed transfer stay unused after the lease; at least 5, longer than the "
+        "transport's own timeout. A frozen sender is ended after half of them.",
     )
     digest: DigestMode = Field(
         "off",

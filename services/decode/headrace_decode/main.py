@@ -16,9 +16,9 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError
 from headrace_common.process.run import run_service
 from headrace_common.tickets.keys import TicketKeys
-from headrace_decode.admission import Admission, Capacity
+from headrace_common.tickets.request_gate import DecodeGate, message_bytes_max
+from headrace_decode.admission.admission import Admission, Capacity
 from headrace_decode.config import DecodeConfig
-from headrace_decode.request_gate import DecodeGate, message_bytes_max
 from headrace_decode.service import DecodeService
 from headrace_decode.transfer_peers import TransferPeers
 from headrace_engine.interface import Engine

@@ -32,7 +32,7 @@ from headrace_common.telemetry.schema import SPAN_DECODE
 from headrace_common.telemetry.setup import Telemetry
 from headrace_common.tickets.direct import check_ticket
 from headrace_common.tickets.keys import TicketKey, TicketKeys, unauthenticated
-from headrace_decode.admission import Admission, SeenTransfers
+from headrace_decode.admission.admission import Admission, SeenTransfers
 from headrace_decode.attempt import Attempt
 from headrace_decode.proto import work_from_proto
 from headrace_decode.spans import record_attempt, record_transfer, start_attributes

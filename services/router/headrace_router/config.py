@@ -7,7 +7,6 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from headrace_common.access.addresses import is_loopback
 from headrace_common.access.roles import Role
 from headrace_common.client_config import ClientFacingConfig
 from headrace_common.config import (
@@ -56,9 +55,6 @@ class RouterConfig(ClientFacingConfig):
     http_listen: OptionalHostPort = Field(
         "",
         description="host:port of the OpenAI HTTP API; port 0 takes any free port. Empty: no HTTP.",
-    )
-    http_max_connections: PositiveCount = Field(
-        4_096, description="HTTP connections before new ones are rejected."
     )
     router_id: OptionalWorkerId = Field(
         "",
@@ -157,12 +153,9 @@ class RouterConfig(ClientFacingConfig):
             ("worker_wait_s", "default_deadline_s"),
             ("max_trace_bytes", "max_stored_trace_bytes"),
         )
-        keyed = self.insecure or self.api_keys_file
-        if self.http_listen and not keyed and not is_loopback(self.http_listen):
-            raise ValueError(
-                f"http_listen is {self.http_listen}, which other hosts may reach, and requests need no key: set "
-                "api_keys_file, or set insecure, which lets every caller make every request"
-            )
+        problems = self.unguarded_problems("http_listen")
+        if problems:
+            raise ValueError("; ".join(problems))
         return self
 
     @model_validator(mode="after")

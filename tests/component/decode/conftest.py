@@ -21,8 +21,8 @@ from headrace_common.deadlines import Deadline
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.server import ClientServices, GrpcServer
 from headrace_common.telemetry.setup import Telemetry, init_telemetry
-from headrace_decode.admission import Admission, Capacity
-from headrace_decode.request_gate import DecodeGate, message_bytes_max
+from headrace_common.tickets.request_gate import DecodeGate, message_bytes_max
+from headrace_decode.admission.admission import Admission, Capacity
 from headrace_decode.service import DecodeService
 from headrace_engine.worker.status import WorkerStatusServicer
 from headrace_kv.receive.receiver import Receiver

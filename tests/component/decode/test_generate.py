@@ -15,7 +15,7 @@ from headrace.worker.v1 import worker_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import TransferFailed
 from headrace_common.telemetry import schema
-from headrace_decode.retry_hint import HINT_S_MIN
+from headrace_decode.admission.retry_hint import HINT_S_MIN
 from headrace_engine.interface import DecodeEnded, DecodeTokens
 from headrace_kv.handoff.messages import Reservation
 from tests.component.decode.conftest import Served, request

@@ -8,10 +8,12 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable, Iterator
+from dataclasses import astuple
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from headrace_common.access.credentials import TlsFiles
 from headrace_common.config import split_host_port
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError
@@ -23,7 +25,6 @@ _LOG = logging.getLogger(__name__)
 
 HEADER_WAIT_S = 10.0
 """Time in which a client must send the headers of its first request."""
-_KEEP_ALIVE_S = 75
 # The kernel ends a connection to a client that reads nothing for this long.
 _UNREAD_MAX_MS = 60_000
 _BACKLOG = 1_024
@@ -35,7 +36,7 @@ class HttpServer:
 
     def __init__(self, app: OpenAiApp, config: RouterConfig) -> None:
         self._listen = config.http_listen
-        self._tls = _tls_context(config)
+        self._tls = _tls_context(config.listen_tls)
         self._socket = _listening_socket(config.http_listen)
         self._server = _Server(
             uvicorn.Config(
@@ -47,8 +48,8 @@ class HttpServer:
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
-                limit_concurrency=config.http_max_connections,
-                timeout_keep_alive=_KEEP_ALIVE_S,
+                limit_concurrency=config.max_connections,
+                timeout_keep_alive=max(1, round(config.connection_idle_s)),
                 # The drain has a deadline of its own.
                 timeout_graceful_shutdown=None,
                 ssl_context_factory=None if self._tls is None else self._context,
@@ -143,28 +144,36 @@ def _listening_socket(listen: str) -> socket.socket:
     return listener
 
 
-def _tls_context(config: RouterConfig) -> ssl.SSLContext | None:
-    """Presents the server's certificate, and a replaced one in new handshakes. Clients prove themselves by API keys."""
-    if not config.tls_certificate_file:
+def _tls_context(files: TlsFiles) -> ssl.SSLContext | None:
+    """Presents the certificate of the client listener, and a replaced one in new handshakes."""
+    if not files.tls_certificate_file:
         return None
-    paths = (config.tls_certificate_file, config.tls_key_file)
-    contexts = ReloadedFiles(paths, lambda: _read_context(*paths))
+    contexts = ReloadedFiles(
+        [path for path in astuple(files) if path], lambda: _read_context(files)
+    )
 
     def use_current(connection: ssl.SSLObject, name: str | None, first: ssl.SSLContext) -> None:
         connection.context = contexts.current()
 
-    context = _read_context(*paths)
+    context = _read_context(files)
     context.sni_callback = use_current
     return context
 
 
-def _read_context(certificate_file: str, key_file: str) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+def _read_context(files: TlsFiles) -> ssl.SSLContext:
+    """A context that requires certificates of clients, if `files` has an authority."""
     try:
-        context.load_cert_chain(certificate_file, key_file)
+        if not files.tls_authority_file:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        else:
+            context = ssl.create_default_context(
+                ssl.Purpose.CLIENT_AUTH, cafile=files.tls_authority_file
+            )
+            context.verify_mode = ssl.CERT_REQUIRED
+        context.load_cert_chain(files.tls_certificate_file, files.tls_key_file)
     except OSError as error:
         raise ConfigError(
-            f"tls_certificate_file {certificate_file} and tls_key_file {key_file} cannot be used: {error.strerror}; "
-            "they must be PEM, and the key must belong to the certificate"
+            f"the TLS files of listen, {files.tls_certificate_file} and {files.tls_key_file}, cannot be used: "
+            f"{error.strerror}; they must be PEM, and the key must belong to the certificate"
         ) from error
     return context

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,7 +46,8 @@ LAYOUT = KvLayout.attention(
 )
 SENT = 7
 """The value of every byte that is sent."""
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
+WOKEN_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,8 @@ def freeze(order: Order) -> None:
     if order.cgroup:
         Path(order.cgroup, order.switch).write_text(order.frozen, encoding="utf-8")
     else:
-        os.kill(os.getpid(), signal.SIGSTOP)
+        # To this thread, which then stops before its next instruction.
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
 def freeze_within_a_write(order: Order) -> None:
@@ -86,6 +89,8 @@ def freeze_within_a_write(order: Order) -> None:
         calls += 1
         if calls == 1:
             freeze(order)
+            # Mooncake's threads go on before this one gives the engine up.
+            time.sleep(WOKEN_S)
         return started
 
     def freeze_and_write(memory: ProcessMemory, *arguments: Any) -> None:

@@ -242,7 +242,7 @@ async def test_a_stream_with_refused_tickets_only_ends_with_the_claim() -> None:
         transfer = rig.start()
         await until(lambda: transfer.state is TransferState.OPEN)
         forged = opening(transfer.transfer_id, self_signed(rig, transfer.transfer_id))
-        async with raw_stream(rig, hello(rig), *[forged] * 80) as call:
+        async with raw_stream(rig, hello(rig), *[forged] * 64) as call:
             with pytest.raises(grpc.aio.AioRpcError) as raised:
                 await asyncio.wait_for(read_all(call), 10)
         error = error_from_rpc(raised.value)

@@ -8,9 +8,12 @@ other one would.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import os
 import signal
+import socket
+import struct
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -33,6 +36,10 @@ from headrace_kv.plan.regions import place_regions
 from headrace_kv.receive.receiver import Receiver, ReceiverLimits
 from headrace_kv.receive.service import HandoffServicer
 from headrace_kv.transport.factory import open_transport
+from headrace_kv.transport.mooncake import listen_filter
+from headrace_kv.transport.mooncake.listen_filter import open_listeners
+from headrace_kv.transport.mooncake.sockets import own_tcp_sockets
+from headrace_kv.transport.sessions import session_of
 from tests.component.kv.handoff.frozen_sender import BLOCKS, LAYOUT, SENT, TOKENS, Order
 from tests.waiting import until
 
@@ -40,10 +47,15 @@ DECODE = WorkerRef("decode-0", "1")
 OTHER = 9
 """The value of the bytes of another request."""
 GUARDED, UNGUARDED = "guarded", "unguarded"
-LEASE_S, QUARANTINE_S = 0.4, 4.0
-RELEASED_WITHIN_S = 40.0
-# How long a woken process may take to write on.
-WOKEN_S = 20.0
+LEASE_S, QUARANTINE_S = 3.0, 4.0
+# How long a process may take to start and to write, or to write on.
+PATIENCE_S = 60.0
+SO_DETACH_FILTER = 27
+# Classic BPF: drop packets of more than 500 bytes.
+SMALL_PACKETS = b"".join(
+    struct.pack("@HBBI", *instruction)
+    for instruction in ((0x80, 0, 0, 0), (0x25, 1, 0, 500), (6, 0, 0, 0xFFFFFFFF), (6, 0, 0, 0))
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +68,11 @@ class Freezer:
 
 
 def _stopped(order: Order, pid: int) -> bool:
-    return _state_of(pid) == "T"
-
-
-def _state_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return False
+    return text.rpartition(")")[2].split()[0] == "T"
 
 
 SIGNAL = Freezer(lambda order: order, _stopped, lambda order, pid: os.kill(pid, signal.SIGCONT))
@@ -118,15 +130,40 @@ class Decode:
             # The stream of a rank that does not answer a Cancel is ended after this time.
             limits=ReceiverLimits(quiesce_timeout_s=0.1),
         )
+        known = open_listeners()
         self.transport = open_transport(transport, "127.0.0.1", "tcp")
         self.placed = place_regions(LAYOUT, 0, (2 * BLOCKS,))
         self.memory = np.zeros(self.placed.arena_bytes, np.uint8)
         self.transport.register(int(self.memory.ctypes.data), self.memory.nbytes)
+        self.hold_bytes(known)
         self.server = grpc.aio.server(interceptors=[ErrorInterceptor()])
         handoff_pb2_grpc.add_HandoffServiceServicer_to_server(
             HandoffServicer(self.receiver), self.server
         )
         self.endpoint = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
+
+    def hold_bytes(self, known: frozenset[int]) -> None:
+        """Mooncake's data port drops the packets of KV, so that no write can end before its sender is frozen."""
+        handshake = (session_of("mooncake", self.transport.session) or "").rpartition(":")[2]
+        self.data_ports = {
+            own.local_port
+            for own in own_tcp_sockets()
+            if own.listens
+            and not own.close_on_exec
+            and own.inode not in known
+            and str(own.local_port) != handshake
+        }
+        code = ctypes.create_string_buffer(SMALL_PACKETS, len(SMALL_PACKETS))
+        header = struct.pack("@HP", len(SMALL_PACKETS) // 8, ctypes.addressof(code))
+        for own in own_tcp_sockets():
+            if own.listens and own.local_port in self.data_ports:
+                own.copy.setsockopt(socket.SOL_SOCKET, listen_filter._SO_ATTACH_FILTER, header)
+
+    def pass_bytes(self) -> None:
+        """The sender's kernel sends the dropped packets again."""
+        for own in own_tcp_sockets():
+            if own.local_port in self.data_ports:
+                own.copy.setsockopt(socket.SOL_SOCKET, SO_DETACH_FILTER, 0)
 
     def describe(self) -> str:
         """The worker's descriptor, as the senders read it."""
@@ -202,15 +239,16 @@ async def freeze_and_wake(transport: str, freezer: Freezer) -> None:
         ):
             processes = {GUARDED: guarded, UNGUARDED: unguarded}
             for name, process in processes.items():
-                await until(partial(stands_still, freezer, orders[name], process), WOKEN_S)
+                await until(partial(stands_still, freezer, orders[name], process), PATIENCE_S)
                 decode.receiver.cancel(name, "CANCELLED", "the request was cancelled")
-            await until(lambda: decode.released == set(orders), RELEASED_WITHIN_S)
+            decode.pass_bytes()
+            await until(lambda: decode.released == set(orders), PATIENCE_S)
             decode.memory[:] = OTHER
             for name, process in processes.items():
                 if process.returncode is None:
                     freezer.wake(orders[name], process.pid)
-            await until(lambda: decode.count(BLOCKS, SENT) > 0, WOKEN_S, "a late write lands")
-            async with asyncio.timeout(WOKEN_S):
+            await until(lambda: decode.count(BLOCKS, SENT) > 0, PATIENCE_S, "a late write lands")
+            async with asyncio.timeout(PATIENCE_S):
                 assert await guarded.wait() == -signal.SIGKILL
             assert unguarded.returncode is None
             assert decode.count(0, OTHER) == decode.memory.nbytes // 2

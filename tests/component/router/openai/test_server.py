@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import ssl
 from dataclasses import asdict
@@ -41,7 +42,7 @@ class SlowApp:
         await send({"type": "http.response.body", "body": b"done"})
 
 
-async def test_a_replaced_certificate_is_presented_and_clients_need_none(tmp_path: Path) -> None:
+async def test_a_replaced_certificate_is_presented(tmp_path: Path) -> None:
     authority = Authority(tmp_path / "authority")
     files = authority.sign("router", "router")
     server = HttpServer(SlowApp(), config_of(http_listen="127.0.0.1:0", **asdict(files)))  # type: ignore[arg-type]
@@ -54,10 +55,31 @@ async def test_a_replaced_certificate_is_presented_and_clients_need_none(tmp_pat
         assert serial_in(files) != first
         await asyncio.sleep(CHECK_INTERVAL_S)
         assert await presented_serial(endpoint, files) == serial_in(files)
-        host, _, port = endpoint.partition(":")
+    finally:
+        await server.stop()
+
+
+@pytest.mark.parametrize("required", ["true", "false"])
+async def test_clients_need_a_certificate_unless_the_settings_say_otherwise(
+    tmp_path: Path, required: str
+) -> None:
+    files = Authority(tmp_path / "authority").sign("router", "router")
+    settings = {"http_listen": "127.0.0.1:0", "client_certificates": required, **asdict(files)}
+    app = SlowApp()
+    app.release.set()
+    server = HttpServer(app, config_of(**settings))  # type: ignore[arg-type]
+    server.start()
+    try:
+        host, _, port = server.url.removeprefix("https://").partition(":")
         trusting = ssl.create_default_context(cafile=files.tls_authority_file)
-        _, writer = await asyncio.open_connection(host, int(port), ssl=trusting)
-        writer.close()
+        reader, writer = await asyncio.open_connection(host, int(port), ssl=trusting)
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        answer = b""
+        # The handshake of a client ends before the server has checked its certificate.
+        with contextlib.suppress(ssl.SSLError, ConnectionError):
+            answer = await reader.read()
+        assert app.entered.is_set() == (b"done" in answer) == (required == "false")
+        writer.transport.abort()
     finally:
         await server.stop()
 

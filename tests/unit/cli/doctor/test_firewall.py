@@ -20,7 +20,7 @@ MEMBERS = [
         ("router-0", Role.ROLE_ROUTER, "10.0.0.1:7000", "10.0.0.1:7050"),
         ("prefill-0", Role.ROLE_PREFILL, "10.0.0.2:7200", ""),
         ("prefill-1", Role.ROLE_PREFILL, "10.0.0.3:7200", ""),
-        ("decode-0", Role.ROLE_DECODE, "10.0.0.4:7100", "10.0.0.4:7150"),
+        ("decode-0", Role.ROLE_DECODE, "10.0.0.4:7100", "10.0.0.4:7055"),
         ("decode-1", Role.ROLE_DECODE, "[fd00::5]:7100", ""),
     )
 ]
@@ -35,8 +35,8 @@ def rules_of(host: str, **surroundings: object) -> list[str]:
 
 def test_a_decode_worker_is_reached_by_routers_prefill_workers_and_named_networks() -> None:
     assert rules_of("10.0.0.4", operators=("10.9.0.0/16",), clients=("fd09::/64",)) == [
-        "ip6 saddr { fd09::/64 } tcp dport 7150 accept",
-        "tcp dport 7150 drop",
+        "ip6 saddr { fd09::/64 } tcp dport 7055 accept",
+        "tcp dport 7055 drop",
         "ip saddr { 10.0.0.1/32, 10.0.0.2/31, 10.9.0.0/16 } tcp dport 7100 accept",
         "tcp dport 7100 drop",
         "ip saddr { 10.0.0.2/31, 10.0.0.4/32 } tcp dport 15000-17000 accept",
@@ -45,18 +45,18 @@ def test_a_decode_worker_is_reached_by_routers_prefill_workers_and_named_network
     ]
 
 
-def test_the_client_listener_of_a_router_is_open_and_its_internal_one_is_not() -> None:
-    assert rules_of("10.0.0.1", operators=("10.9.0.0/16",), clients=("10.8.0.0/16",)) == [
-        "ip saddr { 10.0.0.1/32, 10.0.0.2/31, 10.0.0.4/32, 10.9.0.0/16 } tcp dport 7000 accept",
-        "ip6 saddr { fd00::5/128 } tcp dport 7000 accept",
-        "tcp dport 7000 drop",
-    ]
-
-
 def test_a_prefill_worker_is_reached_by_routers() -> None:
     assert rules_of("10.0.0.2")[:2] == [
         "ip saddr { 10.0.0.1/32 } tcp dport 7200 accept",
         "tcp dport 7200 drop",
+    ]
+
+
+def test_a_router_is_open_to_clients_and_reached_by_the_deployment() -> None:
+    assert rules_of("10.0.0.1", operators=("10.9.0.0/16",)) == [
+        "ip saddr { 10.0.0.1/32, 10.0.0.2/31, 10.0.0.4/32, 10.9.0.0/16 } tcp dport 7000 accept",
+        "ip6 saddr { fd00::5/128 } tcp dport 7000 accept",
+        "tcp dport 7000 drop",
     ]
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_decode.completion_time import CompletionTimeEstimator
+from headrace_decode.admission.completion_time import CompletionTimeEstimator
 
 
 # Answers: lead, stream, tokens and max_tokens.

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from headrace_common.errors import DecodeFull, DuplicateTransfer, InvalidRequest
-from headrace_decode.completion_time import CompletionTimeEstimator
-from headrace_decode.retry_hint import RetryHint
+from headrace_decode.admission.completion_time import CompletionTimeEstimator
+from headrace_decode.admission.retry_hint import RetryHint
 
 # Callers wait for up to one and a half times the hint.
 RETRY_JITTER_MAX = 1.5

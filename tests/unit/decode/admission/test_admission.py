@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_common.errors import DecodeFull, DuplicateTransfer, InvalidRequest
-from headrace_decode.admission import Admission, Capacity, SeenTransfers
-from headrace_decode.retry_hint import HINT_S_MIN
+from headrace_decode.admission.admission import Admission, Capacity, SeenTransfers
+from headrace_decode.admission.retry_hint import HINT_S_MIN
 
 CAPACITY = Capacity(usable_blocks=10, block_tokens=16, max_model_len=96, max_num_seqs=3)
 
