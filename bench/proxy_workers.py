@@ -86,6 +86,7 @@ class Status(worker_pb2_grpc.WorkerServiceServicer):
                 incarnation=self._member.incarnation,
                 state=worker_pb2.WatchStatusResponse.STATE_SERVING,
                 total_blocks=1_000_000,
+                sent_unix_ns=time.time_ns(),
             )
             await asyncio.sleep(_STATUS_INTERVAL_S)
 

@@ -22,7 +22,14 @@ from headrace_cli.options import (
     TensorParallel,
 )
 from headrace_cli.up.deployment import run_up
-from headrace_cli.up.topology import DEFAULT_HTTP_PORT, DEFAULT_PORT, SIM, Topology, parse_ranks, parse_setting
+from headrace_cli.up.topology import (
+    DEFAULT_HTTP_PORT,
+    DEFAULT_PORT,
+    SIM,
+    Topology,
+    parse_ranks,
+    parse_setting,
+)
 
 
 def register(app: typer.Typer) -> None:
