@@ -242,6 +242,22 @@ async def test_tokens_of_a_text_and_back(tmp_path: Path) -> None:
         assert json.loads(answer) == {"prompt": "hi"}
 
 
+async def test_tokenizing_takes_a_place_of_the_tenant(tmp_path: Path) -> None:
+    settings = (
+        ("decode", "model", "sim:decode_step_s=0.02"),
+        ("router", "max_concurrent_requests", "1"),
+    )
+    async with served(tmp_path, *settings) as (_, client):
+        stream = await client.chat.completions.create(
+            model="sim", messages=MESSAGES, max_tokens=2_000, stream=True
+        )
+        await anext(stream)
+        answer = await raw(client, post("/tokenize", json.dumps({"prompt": "hi"}).encode()))
+        assert answer.startswith(b"HTTP/1.1 429 ")
+        assert b"retry-after: " in answer
+        await stream.close()
+
+
 async def test_a_client_that_reads_nothing_blocks_only_itself(tmp_path: Path) -> None:
     async with served(tmp_path) as (it, client):
         body = json.dumps({"prompt": "x", "max_tokens": 4_000, "stream": True}).encode()

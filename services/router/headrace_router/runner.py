@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import TypeAlias
 
 from headrace.inference.v1 import inference_pb2
@@ -82,6 +83,14 @@ class RequestRunner:
             finish_reason_name(response.finish_reason),
             (response.first_token_unix_ns - arrival_unix_ns) / 1e6 if response.started else None,
         )
+
+    @asynccontextmanager
+    async def admitted(self, tenant: str, deadline: Deadline) -> AsyncIterator[None]:
+        """A place over the block, for work that is not a request, such as tokenizing. Raises as `admit` does."""
+        with self._metrics.count_failures():
+            permit = await self.admit(tenant, deadline)
+            with self._admission.holding(permit):
+                yield
 
     async def admit(self, tenant: str, deadline: Deadline) -> AdmissionPermit:
         """A place for one request. Raises Draining, QueueFull or DeadlineExceeded, before any work is done."""

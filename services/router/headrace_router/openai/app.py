@@ -264,7 +264,8 @@ class OpenAiApp:
         tenant = self._tenant_of(exchange)
         request = tokenize_request(parse_body(TokenizeBody, await self._body(exchange)))
         try:
-            prepared = await self._parts.preparer.tokenize(request, tenant)
+            async with self._parts.runner.admitted(tenant, Deadline.after(self._deadline_s)):
+                prepared = await self._parts.preparer.tokenize(request, tenant)
         except InvalidRequest as error:
             raise InvalidRequest(openai_violations(error.violations, chat=False)) from error
         await exchange.respond_object(
@@ -279,7 +280,8 @@ class OpenAiApp:
         tenant = self._tenant_of(exchange)
         body = parse_body(DetokenizeBody, await self._body(exchange))
         model = resolve_model(body.model, self._parts.codecs)
-        text = await self._parts.preparer.detokenize(model, body.tokens, tenant)
+        async with self._parts.runner.admitted(tenant, Deadline.after(self._deadline_s)):
+            text = await self._parts.preparer.detokenize(model, body.tokens, tenant)
         await exchange.respond_object({"prompt": text})
 
     async def _report_health(self, exchange: HttpExchange) -> None:

@@ -64,6 +64,19 @@ def test_a_setting_replaces_the_flag_of_its_service_only() -> None:
     assert flag(router, "listen") == ["--listen=127.0.0.1:9"]
 
 
+def test_http_is_off_unless_a_port_or_a_setting_names_its_address() -> None:
+    setting = ("router", "http_listen", "127.0.0.1:8000")
+    for topology, address in (
+        (Topology(engine="sim"), ""),
+        (Topology(engine="sim", http_port=7051), "127.0.0.1:7051"),
+        (Topology(engine="sim", settings=(setting,)), "127.0.0.1:8000"),
+    ):
+        router = router_spec(topology, FOLDER, "127.0.0.1:7001")
+        assert [text for text in router.arguments if text.startswith("--http-listen=")][-1] == (
+            f"--http-listen={address}"
+        )
+
+
 def test_the_model_is_served_under_its_folders_name() -> None:
     topology = Topology(model="models/tiny/")
     router = router_spec(topology, FOLDER, "127.0.0.1:7001")
