@@ -30,6 +30,8 @@ from tests.suite.deployment import greedy, prompt_of
 
 REGISTRY, ROUTER, DECODE, PREFILL = 7001, 7000, 7100, 7200
 _START_S, _END_S, _POLL_S = 60.0, 20.0, 0.1
+_ASKS_MAX = 20
+_ASK_AGAIN_S = 0.5
 _ANSWER_S = 30.0
 _LEASE_S = 1.0
 _SCRIPT = "from tests.security.mooncake_ports import listening_ports; print(*listening_ports())"
@@ -78,7 +80,18 @@ class Services:
             process.wait(_END_S)
 
     async def ask(self, seed: int) -> str:
-        """Sends a request and returns the name of the worker that prefilled it, or the error."""
+        """The name of the worker that prefilled a request, or the error.
+
+        Decode prefills while no prefill worker pulls. So further requests follow, up to a limit.
+        """
+        for attempt in range(_ASKS_MAX):
+            prefill = await self._ask_once(_ASKS_MAX * seed + attempt)
+            if prefill:
+                return prefill
+            await asyncio.sleep(_ASK_AGAIN_S)
+        return ""
+
+    async def _ask_once(self, seed: int) -> str:
         async with open_router(f"{HERE}:{ROUTER}") as router:
             prefill = ""
             try:
