@@ -75,7 +75,6 @@ async def deployed(
     name: str, folder: Path, python: str, sim: str, streams: int
 ) -> AsyncIterator[Way]:
     """One registry, router and prefill worker, and two decode workers."""
-    folder.mkdir()
     registry, router = free_port(), free_port()
     here = f"127.0.0.1:{registry}"
     async with AsyncExitStack() as stack:
@@ -106,10 +105,15 @@ async def deployed(
             for number in range(2)
         ]
         ids["decode"] = tuple(child.pid for child in decodes)
-        async with asyncio.timeout(_JOIN_S):
-            while len(await list_members(here)) < 1 + len(ids["prefill"]) + len(decodes):
-                await asyncio.sleep(0.1)
+        await _joined(here, 2 + len(decodes))
         yield Way(name, f"127.0.0.1:{router}", ids)
+
+
+async def _joined(registry: str, members: int) -> None:
+    """Waits for all to be registered."""
+    async with asyncio.timeout(_JOIN_S):
+        while len(await list_members(registry)) < members:  # noqa: ASYNC110 - another process changes it
+            await asyncio.sleep(0.1)
 
 
 async def load(way: Way, streams: int, seconds: float, numbers: Any) -> Round:
@@ -151,6 +155,12 @@ async def load(way: Way, streams: int, seconds: float, numbers: Any) -> Round:
     return found
 
 
+def _subfolder(folder: Path, number: int) -> Path:
+    made = folder / str(number)
+    made.mkdir()
+    return made
+
+
 def _cpu(way: Way) -> dict[str, float]:
     return {service: sum(map(cpu_seconds, ids)) for service, ids in way.process_ids.items()}
 
@@ -182,7 +192,7 @@ async def main(arguments: argparse.Namespace) -> None:
     here = sys.executable
     kinds = [("verify on", here, sim), ("verify off", here, f"{sim},verify=off")]
     if arguments.other:
-        there = str(Path(arguments.other).resolve() / ".venv/bin/python")
+        there = f"{arguments.other}/.venv/bin/python"
         kinds.insert(0, ("the other checkout, verify on", there, sim))
     if arguments.ways:
         kinds = [kinds[int(index)] for index in arguments.ways.split(",")]
@@ -192,7 +202,7 @@ async def main(arguments: argparse.Namespace) -> None:
         folder = Path(held.enter_context(TemporaryDirectory()))
         ways = [
             await held.enter_async_context(
-                deployed(name, folder / str(number), python, model, arguments.streams)
+                deployed(name, _subfolder(folder, number), python, model, arguments.streams)
             )
             for number, (name, python, model) in enumerate(kinds)
         ]

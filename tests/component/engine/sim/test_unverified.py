@@ -31,27 +31,27 @@ def memory_of(both: Pair) -> set[bytes]:
 
 
 async def test_answers_depend_on_the_tokens_alone_and_the_memory_stays_empty() -> None:
-    # At its end, `pair` reads the guard words, which there are none of.
-    with pytest.raises(ConfigError, match="omit verify=off"):
-        async with pair(model=MODEL) as both:
-            remote = await both.generate(PROMPT)
-            assert remote.summary is not None
-            assert remote.summary.payload_bytes > 0
-            other = [*PROMPT[:20], 7, *PROMPT[21:]]
-            local, _, _ = await answer_of(both.decode, decode_work(other, transfer_id="x2"))
-            assert local == both.decode.model.expected_tokens(other, 6)
-            assert local != remote.tokens
-            assert memory_of(both) == {bytes(len(next(iter(memory_of(both)))))}
+    async with pair(model=MODEL, guarded=False) as both:
+        remote = await both.generate(PROMPT)
+        assert remote.summary is not None
+        assert remote.summary.payload_bytes > 0
+        other = [*PROMPT[:20], 7, *PROMPT[21:]]
+        local, _, _ = await answer_of(both.decode, decode_work(other, transfer_id="x2"))
+        assert local == both.decode.model.expected_tokens(other, 6)
+        assert local != remote.tokens
+        assert memory_of(both) == {bytes(len(next(iter(memory_of(both)))))}
+        with pytest.raises(ConfigError, match="omit verify=off"):
+            both.decode.guard_violations()
 
 
 async def test_an_engine_that_verifies_takes_no_kv_from_one_that_writes_none() -> None:
-    with pytest.raises(ConfigError, match="omit verify=off"):
-        async with pair(prefill={"model": MODEL}, decode={"model": "sim:context=512"}) as both:
-            started = await both.start(decode_work(PROMPT, remote_kv=True))
-            with pytest.raises(LayoutMismatch):
-                await started.prefill
-            both.receiver.cancel("x1", "CANCELLED", "the prefill was refused")
-            await close(started.reader)
+    sides = {"prefill": {"model": MODEL}, "decode": {"model": "sim:context=512"}}
+    async with pair(**sides, guarded=False) as both:
+        started = await both.start(decode_work(PROMPT, remote_kv=True))
+        with pytest.raises(LayoutMismatch):
+            await started.prefill
+        both.receiver.cancel("x1", "CANCELLED", "the prefill was refused")
+        await close(started.reader)
 
 
 def test_faults_that_need_the_bytes_are_refused() -> None:
