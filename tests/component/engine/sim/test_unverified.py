@@ -45,8 +45,8 @@ async def test_answers_depend_on_the_tokens_alone_and_the_memory_stays_empty() -
 
 
 async def test_an_engine_that_verifies_takes_no_kv_from_one_that_writes_none() -> None:
-    sides = {"prefill": {"model": MODEL}, "decode": {"model": "sim:context=512"}}
-    async with pair(**sides, guarded=False) as both:
+    reader = {"model": "sim:context=512"}
+    async with pair(prefill={"model": MODEL}, decode=reader, guarded=False) as both:
         started = await both.start(decode_work(PROMPT, remote_kv=True))
         with pytest.raises(LayoutMismatch):
             await started.prefill
