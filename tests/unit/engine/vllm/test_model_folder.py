@@ -53,7 +53,7 @@ def error_of(path: Path, max_model_len: int = 0) -> str:
 
 
 @pytest.mark.parametrize("model", ["", "sim", "sim:layers=2"])
-def test_an_engine_without_a_model_is_told_how_to_get_one(model: str) -> None:
+def test_an_engine_without_a_model_names_the_remedy(model: str) -> None:
     with pytest.raises(ConfigError, match="make model"):
         read_model_folder(model, 0)
 
