@@ -143,7 +143,7 @@ class RecordedSpan(trace.Span):
 
 
 class SpanTracer:
-    """Makes spans. A span whose parent is not sampled is not recorded, as the W3C's flag asks."""
+    """Makes spans. A span with a parent that is not sampled is not recorded, as the flag of the W3C asks."""
 
     def __init__(self, source: SpanSource) -> None:
         self.source = source
