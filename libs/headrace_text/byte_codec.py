@@ -9,14 +9,41 @@ from headrace_text.codec import ChatMessage, TextCodec, TooManyTokens
 _BYTE_COUNT = 256
 # The simulated engine has the same default.
 _VOCABULARY_SIZE = 32_000
-# Tokens beyond the bytes have no text of their own. Each decodes to one ideograph: completions then consist of whole
-# characters, and different completions look different.
-_FIRST_IDEOGRAPH = 0x4E00
-_IDEOGRAPH_COUNT = 0x5000
+# Tokens beyond the bytes have no text of their own. Each decodes to a word of two syllables, so that people can read,
+# compare and search completions on any terminal.
+_SYLLABLES = tuple(
+    consonant + vowel + end
+    for end in ("", "n")
+    for vowel in "aeiou"
+    for consonant in (
+        "b",
+        "c",
+        "d",
+        "f",
+        "g",
+        "h",
+        "j",
+        "k",
+        "l",
+        "m",
+        "n",
+        "p",
+        "r",
+        "s",
+        "t",
+        "v",
+        "w",
+        "y",
+        "z",
+    )
+)
 
 
 class ByteCodec(TextCodec):
-    """Tokens 0-255 are the bytes of UTF-8. Other tokens decode to one ideograph, and `encode` never returns them."""
+    """Tokens 0-255 are the bytes of UTF-8. Other tokens decode to a space and a word, each to its own.
+
+    `encode` never returns them.
+    """
 
     vocabulary_size = _VOCABULARY_SIZE
     longest_token_bytes = 1
@@ -42,9 +69,12 @@ class ByteCodec(TextCodec):
 
     def decode(self, token_ids: Sequence[int]) -> str:
         content = b"".join(
-            bytes((token_id,))
-            if token_id < _BYTE_COUNT
-            else chr(_FIRST_IDEOGRAPH + (token_id - _BYTE_COUNT) % _IDEOGRAPH_COUNT).encode()
+            bytes((token_id,)) if token_id < _BYTE_COUNT else _word(token_id - _BYTE_COUNT)
             for token_id in token_ids
         )
         return content.decode(errors="replace")
+
+
+def _word(number: int) -> bytes:
+    first, second = divmod(number, len(_SYLLABLES))
+    return f" {_SYLLABLES[first % len(_SYLLABLES)]}{_SYLLABLES[second]}".encode("ascii")

@@ -153,10 +153,13 @@ def test_a_broken_folder_is_rejected_in_one_line(tmp_path: Path, damage: str, me
     assert "\n" not in caught.value.detail
 
 
-def test_tokens_of_the_simulated_model_are_bytes_and_ideographs() -> None:
+def test_tokens_of_the_simulated_model_are_bytes_and_words_in_ascii() -> None:
     codec = ByteCodec()
     assert codec.encode("é") == [0xC3, 0xA9]
-    assert codec.decode([0xC3, 0xA9, 256, 511]) == "é\u4e00\u4eff"
+    assert codec.decode([0xC3, 0xA9, 256, 511]) == "é baba calo"
+    words = [codec.decode([token]) for token in range(256, codec.vocabulary_size)]
+    assert len(set(words)) == len(words)
+    assert all(word.isascii() and word[0] == " " and word[1:].isalpha() for word in words)
     assert _chat(codec) == "user: hé\nassistant: "
     assert _chat(codec, continued=True) == "user: hé"
 
