@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from headrace_text.codec import ChatMessage, TextCodec, TooManyTokens
 
@@ -62,8 +64,12 @@ class ByteCodec(TextCodec):
         *,
         continue_final_message: bool,
         tokens_max: int | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        lines = [f"{message.role}: {message.content}" for message in messages]
+        lines = [f"{name}: {value}" for name, value in sorted((template_kwargs or {}).items())]
+        lines += [f"tool: {json.dumps(tool, ensure_ascii=False)}" for tool in tools]
+        lines += map(_line, messages)
         text = "\n".join(lines)
         return self.encode(text if continue_final_message else f"{text}\nassistant: ", tokens_max)
 
@@ -73,6 +79,14 @@ class ByteCodec(TextCodec):
             for token_id in token_ids
         )
         return content.decode(errors="replace")
+
+
+def _line(message: ChatMessage) -> str:
+    calls = [
+        f" {call.name}({json.dumps(call.arguments, ensure_ascii=False)})"
+        for call in message.tool_calls
+    ]
+    return f"{message.role}: {message.reasoning}{message.content}{''.join(calls)}"
 
 
 def _word(number: int) -> bytes:
