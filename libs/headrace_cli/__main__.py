@@ -1,12 +1,6 @@
 """Starts the command line."""
 
-from headrace_common.process.start import start
-
-
-def main() -> None:
-    """Entry point of the console script."""
-    start("headrace_cli.main", "headrace", ("cli",))
-
+from headrace_cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import signal
 import sys
 
 from headrace_common.errors import ConfigError
@@ -17,7 +18,11 @@ def start(module: str, prog: str, extras: tuple[str, ...]) -> None:
 
     Imported objects are never garbage. A collection during the imports would cost a tenth of the start, and each later
     one a pause, so this excludes them from collections.
+
+    Until the service handles SIGINT, it ends the process at once, without a traceback.
     """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     gc.disable()
     try:
         main = importlib.import_module(module).main
