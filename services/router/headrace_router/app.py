@@ -44,7 +44,7 @@ from headrace_router.runner import RequestRunner
 from headrace_router.service import InferenceService
 from headrace_router.tracing.request_span import RequestTracer
 from headrace_router.tracing.service import OTLP_SERVICE_NAME, SpanCollector, TraceReader
-from headrace_router.tracing.store import StoreExporter, TraceLimits, TraceStore
+from headrace_router.tracing.store import TraceLimits, TraceStore
 from headrace_router.workers.dials import Dials
 from headrace_router.workers.directory import WorkerDirectory
 from headrace_router.workers.slots import DecodeSlots
@@ -255,7 +255,7 @@ def _warn_of_short_requests(config: RouterConfig, codecs: Mapping[str, TextCodec
 def _build_traces(config: RouterConfig, telemetry: Telemetry, metrics: RouterMetrics) -> TraceStore:
     limits = TraceLimits(config.trace_count, config.max_trace_bytes, config.max_stored_trace_bytes)
     traces = TraceStore(limits, metrics.count_dropped_spans)
-    telemetry.add_exporter(StoreExporter(traces))
+    telemetry.add_sink(traces.add_ended)
     return traces
 
 
