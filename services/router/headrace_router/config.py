@@ -80,13 +80,13 @@ class RouterConfig(ClientFacingConfig):
     )
     tool_call_parser: ToolCallParserList = Field(
         (),
-        description="How the models write tool calls: a parser's name, or MODEL=NAME for each model, separated by commas. "
-        "Empty: tools need tool_choice required or a function. Names: docs/openai.md.",
+        description="How the models write tool calls: a parser's name, or MODEL=NAME for each model, separated by "
+        "commas. Empty: tools need tool_choice required or a function. Names: docs/openai.md.",
     )
     reasoning_parser: ReasoningParserList = Field(
         (),
-        description="How the models write reasoning: a parser's name, or MODEL=NAME for each model, separated by commas. "
-        "Empty: reasoning stays in the content. Names: docs/openai.md.",
+        description="How the models write reasoning: a parser's name, or MODEL=NAME for each model, separated by "
+        "commas. Empty: reasoning stays in the content. Names: docs/openai.md.",
     )
     router_id: OptionalWorkerId = Field(
         "",

@@ -24,6 +24,7 @@ from headrace_router.openai.conversion import (
     chat_request,
     completion_requests,
     openai_violations,
+    single_choices,
     tokenize_request,
 )
 from headrace_router.openai.errors import HttpError
@@ -239,21 +240,36 @@ class OpenAiApp:
         tenant: str,
         write: Callable[[int, inference_pb2.GenerateResponse], Awaitable[None]],
     ) -> None:
-        """Runs the requests of all prompts. The first error ends them all."""
+        """Runs all choices. The first error ends them all.
+
+        The first choice of a prompt starts alone. The others start with its first token, when the prompt is cached.
+        """
         deadline = Deadline.after(self._deadline_s)
-        first = 0
 
-        async def run(request: inference_pb2.GenerateRequest, first: int) -> None:
+        async def run(
+            index: int,
+            request: inference_pb2.GenerateRequest,
+            started: asyncio.Event,
+            *,
+            waits: bool,
+        ) -> None:
             async def write_choice(message: inference_pb2.GenerateResponse) -> None:
-                await write(first + message.choice, message)
+                started.set()
+                await write(index, message)
 
+            if waits:
+                await started.wait()
             await self._parts.runner.run(request, tenant, deadline, write_choice)
+            started.set()
 
+        index = 0
         try:
             async with asyncio.TaskGroup() as group:
                 for request in generation.requests:
-                    group.create_task(run(request, first))
-                    first += request.n
+                    started = asyncio.Event()
+                    for number, choice in enumerate(single_choices(request)):
+                        group.create_task(run(index, choice, started, waits=number > 0))
+                        index += 1
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
 

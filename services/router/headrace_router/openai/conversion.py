@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from headrace.inference.v1 import chat_pb2, inference_pb2, sampling_pb2
+from headrace.inference.v1 import inference_pb2, sampling_pb2, tools_pb2
 from headrace_common.errors import InvalidRequest
 from headrace_router.openai.messages import MessageBody, ToolBody, ToolChoice
 from headrace_router.openai.requests import (
@@ -30,10 +30,11 @@ _SAME_NAMES = (
     "seed",
     "skip_special_tokens",
 )
+_SEEDS = 2**63
 _MODES = {
-    "none": chat_pb2.ToolChoice.MODE_NONE,
-    "auto": chat_pb2.ToolChoice.MODE_AUTO,
-    "required": chat_pb2.ToolChoice.MODE_REQUIRED,
+    "none": tools_pb2.ToolChoice.MODE_NONE,
+    "auto": tools_pb2.ToolChoice.MODE_AUTO,
+    "required": tools_pb2.ToolChoice.MODE_REQUIRED,
 }
 # Fields of gRPC's requests that have another name, or another place, in OpenAI's.
 _RENAMED = (
@@ -168,47 +169,64 @@ def _set_response_format(sampling: sampling_pb2.SamplingParams, body: ResponseFo
         sampling.structured_outputs.json = _json(body.json_schema.schema_)
 
 
+def single_choices(
+    request: inference_pb2.GenerateRequest,
+) -> list[inference_pb2.GenerateRequest]:
+    """A request for each choice. Each but the first has another seed, if there is one, and another id."""
+    choices: list[inference_pb2.GenerateRequest] = []
+    for index in range(request.n):
+        choice = inference_pb2.GenerateRequest()
+        choice.CopyFrom(request)
+        choice.n = 1
+        if index:
+            choice.request_id = f"{request.request_id}-{index}"
+            if request.sampling.HasField("seed"):
+                choice.sampling.seed = (request.sampling.seed + index) % _SEEDS
+        choices.append(choice)
+    return choices
+
+
 def _chat(
     messages: list[MessageBody], tools: list[ToolBody] | None, variables: Mapping[str, Any]
-) -> chat_pb2.Chat:
-    return chat_pb2.Chat(
+) -> inference_pb2.Chat:
+    return inference_pb2.Chat(
         messages=map(_message, messages),
         tools=map(_tool, tools or ()),
         template_kwargs=_json(variables) if variables else "",
     )
 
 
-def _message(body: MessageBody) -> chat_pb2.ChatMessage:
-    return chat_pb2.ChatMessage(
+def _message(body: MessageBody) -> inference_pb2.ChatMessage:
+    return inference_pb2.ChatMessage(
         role=body.role,
         content=body.text,
-        name=body.name,
+        name=body.name or "",
         tool_calls=[
-            chat_pb2.ToolCall(
-                id=call.id, name=call.function.name, arguments=call.function.arguments
+            tools_pb2.ToolCall(
+                id=call.id or "", name=call.function.name, arguments=call.function.arguments or ""
             )
             for call in body.tool_calls or ()
         ],
-        tool_call_id=body.tool_call_id,
-        reasoning=body.reasoning_content or body.reasoning,
+        tool_call_id=body.tool_call_id or "",
+        reasoning=body.reasoning_content or body.reasoning or "",
     )
 
 
-def _tool(body: ToolBody) -> chat_pb2.Tool:
+def _tool(body: ToolBody) -> tools_pb2.Tool:
     function = body.function
-    return chat_pb2.Tool(
+    return tools_pb2.Tool(
         name=function.name,
-        description=function.description,
-        parameters=None if function.parameters is None else _json(function.parameters),
+        description=function.description or "",
+        parameters="" if function.parameters is None else _json(function.parameters),
         strict=function.strict,
     )
 
 
-def _tool_choice(body: ToolChoice, *, single: bool) -> chat_pb2.ToolChoice:
+def _tool_choice(body: ToolChoice, *, single: bool) -> tools_pb2.ToolChoice:
     if not isinstance(body, str):
-        mode = chat_pb2.ToolChoice.MODE_FUNCTION
-        return chat_pb2.ToolChoice(mode=mode, function_name=body.function.name)
-    return chat_pb2.ToolChoice(mode=_MODES[body], single_call=single and body == "required")
+        mode = tools_pb2.ToolChoice.MODE_FUNCTION
+        return tools_pb2.ToolChoice(mode=mode, function_name=body.function.name)
+    return tools_pb2.ToolChoice(mode=_MODES[body], single_call=single and body == "required")
 
 
 def _json(value: Any) -> str:

@@ -10,6 +10,7 @@ from pydantic import Field, ValidationError, model_validator
 from headrace_common.errors import InvalidRequest
 from headrace_common.limits import (
     ALLOWED_TOKENS_MAX,
+    ANSWERS_MAX,
     BAD_WORDS_MAX,
     CHOICE_TEXTS_MAX,
     LOGIT_BIASES_MAX,
@@ -60,7 +61,7 @@ class GenerationBody(Body):
     model: str = ""
     stream: bool = False
     stream_options: StreamOptions | None = None
-    n: Uint32 | None = None
+    n: Annotated[int, Field(ge=1, le=ANSWERS_MAX)] | None = None
     max_tokens: Uint32 | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -108,8 +109,6 @@ class GenerationBody(Body):
             raise ValueError("stream_options: only for stream=true; leave it out")
         if self.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs: is not supported; leave it out")
-        if self.n == 0:
-            raise ValueError("n: must be at least 1; leave it out")
         for token in self.logit_bias or ():
             if not token.isdecimal() or int(token) >= 2**32:
                 raise ValueError(f"logit_bias: {token[:64]!r} is no token id; write it in digits")
@@ -191,6 +190,8 @@ class CompletionBody(GenerationBody):
     def _check_completion(self) -> CompletionBody:
         if self.echo:
             raise ValueError("echo: is not supported; put the prompt before the text yourself")
+        if self.best_of is not None and self.best_of != self.choice_count:
+            raise ValueError("best_of: must equal n; leave it out")
         if self.suffix:
             raise ValueError("suffix: is not supported; leave it out")
         return self
