@@ -47,6 +47,7 @@ from headrace_router.tracing.service import OTLP_SERVICE_NAME, SpanCollector, Tr
 from headrace_router.tracing.store import TraceLimits, TraceStore
 from headrace_router.workers.dials import Dials
 from headrace_router.workers.directory import WorkerDirectory
+from headrace_router.workers.pairs import PairReporter
 from headrace_router.workers.slots import DecodeSlots
 from headrace_text.codec import TextCodec
 
@@ -79,6 +80,7 @@ class Router:
     """For the interceptors of the client listener."""
     openai: OpenAiApp
     admission: Admission
+    pairs: PairReporter
 
     def new_server(self, config: RouterConfig) -> GrpcServer:
         """A server with every service of the router. Raises ConfigError."""
@@ -102,6 +104,7 @@ class Router:
         self.workers.update(members)
         self.prefixes.update(members)
         self.router_keys.update(members)
+        self.pairs.update(members)
 
     async def close(self) -> None:
         """Ends every stream to workers."""
@@ -224,6 +227,7 @@ def assemble(
         gate=gate,
         openai=openai,
         admission=admission,
+        pairs=PairReporter(),
     )
 
 
