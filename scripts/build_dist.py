@@ -1,4 +1,4 @@
-"""Build the source archive from the files that git tracks, and the wheel from that archive: scripts/build_dist.py FOLDER
+"""Build the source archive from what git tracks, and the wheel from that archive: scripts/build_dist.py FOLDER
 
 Uses the hatchling and the compiler of the environment that runs this, and no package index. Files that git ignores or
 does not track are never in an archive. The same content gives the same bytes.
