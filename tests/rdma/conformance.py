@@ -61,7 +61,7 @@ class Harness:
         self._peers: list[Peer] = []
 
     def new_transport(self) -> KvTransport:
-        return open_transport(self.settings.transport, self.settings.host, self.settings.protocol)
+        return open_settings(self.settings)
 
     def new_memory(self, nbytes: int) -> Memory:
         """Memory with random bytes."""
