@@ -40,6 +40,12 @@ def read_model_folder(model: str, max_model_len: int) -> ModelFolder:
     """
     hub_model = parse_hub_model(model)
     path = Path(model) if hub_model is None else fetch_model(hub_model, MODEL_FILES)
+    if not model or (model.partition(":")[0] == "sim" and not path.is_dir()):
+        raise _wrong(
+            model,
+            f"engine is vllm, and model is {model!r}: set model to a folder in the Hugging Face layout (`make model` "
+            "prepares a small one), or engine to sim",
+        )
     if not path.is_dir():
         raise _wrong(
             model,
