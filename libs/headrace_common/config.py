@@ -122,7 +122,7 @@ class ServiceConfig(BaseModel):
     """The role in which the service calls others."""
 
     dashed_values: ClassVar[frozenset[str]] = frozenset()
-    """Settings whose value may begin with a dash."""
+    """Settings with values that may begin with a dash."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
