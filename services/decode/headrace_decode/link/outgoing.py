@@ -129,11 +129,11 @@ class Outgoing:
             if pending is None:
                 continue
             if columns.room_bytes <= 0:
-                self._queue += queue[index:]
+                # Before those that had their turn.
+                self._queue = queue[index:] + self._queue
                 break
             pending.queued = False
             self._take(stream_id, pending, columns)
-            # The rest waits until the others had their turn.
             self._enqueue(stream_id, pending)
         if columns.room_bytes == self._bytes_max:
             return None

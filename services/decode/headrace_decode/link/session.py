@@ -20,6 +20,7 @@ from headrace_decode.link.outgoing import Outgoing
 from headrace_decode.running import RunningAttempt
 
 _FLUSH_S = 2.0
+_LAST_WRITE_S = 0.5
 _NAME = "a request of Link"
 
 StartAttempt = Callable[[decode_pb2.GenerateRequest, Deadline], Awaitable[RunningAttempt]]
@@ -67,6 +68,7 @@ class LinkSession:
         self._last_stream_id = 0
         self._wake = asyncio.Event()
         self._finishing = False
+        self._stopping = False
         self._refusal: HeadraceError | None = None
 
     async def run(self, requests: AsyncIterator[decode_pb2.LinkRequest]) -> None:
@@ -80,12 +82,21 @@ class LinkSession:
             await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_EXCEPTION)
         finally:
             reader.cancel()
-            writer.cancel()
             self._end_all()
+            await self._stop_writer(writer)
             results = await asyncio.gather(reader, writer, return_exceptions=True)
         for result in results:
             if isinstance(result, Exception):
                 raise result
+
+    async def _stop_writer(self, writer: asyncio.Task[None]) -> None:
+        """gRPC sends no status while a message is being written."""
+        self._stopping = True
+        self._wake.set()
+        try:
+            await asyncio.wait({writer}, timeout=_LAST_WRITE_S)
+        finally:
+            writer.cancel()
 
     def end(self, refusal: HeadraceError) -> None:
         """Ends the link with `refusal` once the requests have ended and their events are sent."""
@@ -178,9 +189,11 @@ class LinkSession:
             await self._wake.wait()
             self._wake.clear()
             self._collect()
-            while (message := self._outgoing.next_message()) is not None:
+            while not self._stopping and (message := self._outgoing.next_message()) is not None:
                 await self._write(message)
                 self._collect()
+            if self._stopping:
+                return
             if self._finishing and not self._outgoing.count:
                 if self._refusal is not None:
                     raise self._refusal

@@ -62,15 +62,20 @@ class LinkedAnswer:
 
     async def read(self) -> decode_pb2.GenerateResponse:
         """The next event. Tokens that have arrived meanwhile are one event. Raises the error of `fail`."""
-        self._return_credit()
         while True:
-            event = self._next_event()
+            event = self.poll()
             if event is not None:
                 return event
-            if self._error is not None:
-                raise self._error
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
+
+    def poll(self) -> decode_pb2.GenerateResponse | None:
+        """As `read`. None when nothing has arrived."""
+        self._return_credit()
+        event = self._next_event()
+        if event is None and self._error is not None:
+            raise self._error
+        return event
 
     def _next_event(self) -> decode_pb2.GenerateResponse | None:
         if self._reserved is not None:

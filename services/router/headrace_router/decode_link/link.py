@@ -23,9 +23,10 @@ from headrace_common.errors import (
     WorkerGone,
 )
 from headrace_common.limits import LINK_MESSAGE_BYTES_MAX
-from headrace_common.rpc.status import error_from_rpc, error_from_status
+from headrace_common.rpc.status import error_from_rpc
 from headrace_common.rpc.trace_context import carrier_of
 from headrace_router.decode_link.answer import LinkedAnswer
+from headrace_router.decode_link.answers import LinkedAnswers
 from headrace_router.decode_link.outgoing import OutgoingRequests
 
 _LOG = logging.getLogger(__name__)
@@ -45,19 +46,21 @@ class DecodeLink:
     def __init__(self, channel: grpc.aio.Channel, on_end: Callable[[DecodeLink], None]) -> None:
         self.ended = False
         self._on_end = on_end
-        self._answers: dict[int, LinkedAnswer] = {}
+        self._answers = LinkedAnswers()
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._outgoing = OutgoingRequests(LINK_MESSAGE_BYTES_MAX)
         self._wake = asyncio.Event()
         self._last_stream_id = 0
         self._started_s = time.monotonic()
         self._retired = False
+        self._failure: _Failure = _closed_here
         self._task = asyncio.create_task(self._run(channel))
+        self._task.add_done_callback(self._finish)
 
     @property
     def count(self) -> int:
         """Requests in progress."""
-        return len(self._answers)
+        return self._answers.count
 
     @property
     def age_s(self) -> float:
@@ -83,7 +86,8 @@ class DecodeLink:
             )
         )
         self._wake.set()
-        answer = self._answers[stream_id] = LinkedAnswer(stream_id, WINDOW_TOKENS, self._grant)
+        answer = LinkedAnswer(stream_id, WINDOW_TOKENS, self._grant)
+        self._answers.add(answer)
         self._timers[stream_id] = asyncio.get_running_loop().call_later(
             remaining_s, lambda: answer.fail(DeadlineExceeded("the deadline passed"))
         )
@@ -91,7 +95,8 @@ class DecodeLink:
 
     def release(self, answer: LinkedAnswer) -> None:
         """The caller reads no more. Cancels the request unless it has ended. Repeats are ignored."""
-        if self._forget(answer.stream_id) is not None:
+        self._stop_timer(answer.stream_id)
+        if self._answers.remove(answer.stream_id) is not None:
             self._outgoing.cancel(answer.stream_id)
             self._wake.set()
             self._close_if_unused()
@@ -107,7 +112,7 @@ class DecodeLink:
         await asyncio.wait({self._task})
 
     def _close_if_unused(self) -> None:
-        if self._retired and not self._answers:
+        if self._retired and not self._answers.count:
             self._task.cancel()
 
     def _grant(self, stream_id: int, credit_tokens: int) -> None:
@@ -115,34 +120,30 @@ class DecodeLink:
             self._outgoing.grant(stream_id, credit_tokens)
             self._wake.set()
 
-    def _forget(self, stream_id: int) -> LinkedAnswer | None:
-        """None when the request has ended."""
+    def _stop_timer(self, stream_id: int) -> None:
         timer = self._timers.pop(stream_id, None)
         if timer is not None:
             timer.cancel()
-        return self._answers.pop(stream_id, None)
 
     async def _run(self, channel: grpc.aio.Channel) -> None:
-        failure: _Failure = _closed_here
-        tasks: list[asyncio.Task[None]] = []
-        call: Any = None
+        call: Any = decode_pb2_grpc.DecodeServiceStub(channel).Link()
+        writer = asyncio.create_task(self._send(call))
         try:
-            call = decode_pb2_grpc.DecodeServiceStub(channel).Link()
-            tasks.append(asyncio.create_task(self._send(call)))
-            failure = await self._receive_all(call)
-        except Exception:
-            _LOG.exception("a link to a decode worker met a bug")
-            failure = _bug
-            raise
+            self._failure = await self._receive_all(call)
         finally:
-            self.ended = True
-            for task in tasks:
-                task.cancel()
-            if call is not None:
-                call.cancel()
-            for stream_id in tuple(self._answers):
-                self._fail(stream_id, failure())
-            self._on_end(self)
+            writer.cancel()
+            call.cancel()
+
+    def _finish(self, task: asyncio.Task[None]) -> None:
+        bug = None if task.cancelled() else task.exception()
+        if bug is not None:
+            _LOG.error("the link to a decode worker met a bug", exc_info=bug)
+            self._failure = _bug
+        self.ended = True
+        for timer in self._timers.values():
+            timer.cancel()
+        self._answers.fail_all(self._failure)
+        self._on_end(self)
 
     async def _send(self, call: Any) -> None:
         try:
@@ -164,54 +165,15 @@ class DecodeLink:
                 response = await call.read()
                 if response is grpc.aio.EOF:
                     return lambda: WorkerGone("it ended its link too early")
-                self._receive(response)
+                for stream_id in self._answers.receive(response):
+                    self._stop_timer(stream_id)
+                self._close_if_unused()
             except grpc.aio.AioRpcError as error:
                 broken = error
                 return lambda: error_from_rpc(broken)
             except ProtocolViolation as error:
                 detail = error.detail
                 return lambda: ProtocolViolation(detail)
-
-    def _receive(self, response: decode_pb2.LinkResponse) -> None:
-        """Passes on all events of a message. Ignores requests that have ended here."""
-        answers = self._answers
-        for reserved in response.reserved:
-            answer = answers.get(reserved.stream_id)
-            if answer is not None:
-                answer.reserve(reserved.reserved)
-        if response.HasField("tokens"):
-            self._receive_columns(response.tokens)
-        for one in response.tokens_with_logprobs:
-            answer = answers.get(one.stream_id)
-            if answer is not None:
-                answer.add_tokens(one.tokens.token_ids, one.tokens.logprobs)
-        for finished in response.finished:
-            answer = self._forget(finished.stream_id)
-            if answer is not None:
-                answer.finish(finished.finished)
-        for failure in response.failures:
-            self._fail(failure.stream_id, error_from_status(failure.status))
-        if self._retired:
-            self._close_if_unused()
-
-    def _receive_columns(self, tokens: decode_pb2.LinkTokens) -> None:
-        token_ids = list(tokens.token_ids)
-        answers = self._answers
-        if len(tokens.stream_ids) != len(tokens.token_counts):
-            raise ProtocolViolation("the worker sent columns of tokens that differ in length")
-        start = 0
-        for stream_id, count in zip(tokens.stream_ids, tokens.token_counts, strict=True):
-            answer = answers.get(stream_id)
-            if answer is not None:
-                answer.add_tokens(token_ids[start : start + count])
-            start += count
-        if start != len(token_ids):
-            raise ProtocolViolation("the worker sent more or fewer tokens than it counted")
-
-    def _fail(self, stream_id: int, error: HeadraceError) -> None:
-        answer = self._forget(stream_id)
-        if answer is not None:
-            answer.fail(error)
 
 
 def _closed_here() -> HeadraceError:
