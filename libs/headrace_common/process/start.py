@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import signal
 
 
 def start(module: str) -> None:
@@ -11,7 +12,11 @@ def start(module: str) -> None:
 
     Imported objects are never garbage. A collection during the imports would cost a tenth of the start, and each later
     one a pause, so this excludes them from collections.
+
+    Until the service handles SIGINT, it ends the process at once, without a traceback.
     """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     gc.disable()
     main = importlib.import_module(module).main
     gc.freeze()

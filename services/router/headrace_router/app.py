@@ -43,9 +43,10 @@ from headrace_router.runner import RequestRunner
 from headrace_router.service import InferenceService
 from headrace_router.tracing.request_span import RequestTracer
 from headrace_router.tracing.service import OTLP_SERVICE_NAME, SpanCollector, TraceReader
-from headrace_router.tracing.store import StoreExporter, TraceLimits, TraceStore
+from headrace_router.tracing.store import TraceLimits, TraceStore
 from headrace_router.workers.dials import Dials
 from headrace_router.workers.directory import WorkerDirectory
+from headrace_router.workers.pairs import PairReporter
 from headrace_router.workers.slots import DecodeSlots
 from headrace_text.codec import TextCodec
 
@@ -78,6 +79,7 @@ class Router:
     """For the interceptors of the client listener."""
     openai: OpenAiApp
     admission: Admission
+    pairs: PairReporter
 
     def new_server(self, config: RouterConfig) -> GrpcServer:
         """A server with every service of the router. Raises ConfigError."""
@@ -101,6 +103,7 @@ class Router:
         self.workers.update(members)
         self.prefixes.update(members)
         self.router_keys.update(members)
+        self.pairs.update(members)
 
     async def close(self) -> None:
         """Ends every stream to workers."""
@@ -222,6 +225,7 @@ def assemble(
         gate=gate,
         openai=openai,
         admission=admission,
+        pairs=PairReporter(),
     )
 
 
@@ -253,7 +257,7 @@ def _warn_of_short_requests(config: RouterConfig, codecs: Mapping[str, TextCodec
 def _build_traces(config: RouterConfig, telemetry: Telemetry, metrics: RouterMetrics) -> TraceStore:
     limits = TraceLimits(config.trace_count, config.max_trace_bytes, config.max_stored_trace_bytes)
     traces = TraceStore(limits, metrics.count_dropped_spans)
-    telemetry.add_exporter(StoreExporter(traces))
+    telemetry.add_sink(traces.add_ended)
     return traces
 
 

@@ -30,6 +30,7 @@ from headrace_kv.transport.base import (
 )
 from headrace_kv.transport.memory import HOST_MEMORY, Memory
 from headrace_kv.transport.mooncake.accept_timeout import set_accept_timeout
+from headrace_kv.transport.mooncake.known_lines import without_known_lines
 from headrace_kv.transport.mooncake.listen_filter import (
     STARTING,
     RestrictedPorts,
@@ -253,7 +254,8 @@ class MooncakeTransport(KvTransport):
         engine = self._engine_type()
         with STARTING:
             known = open_listeners()
-            code = engine.initialize(self._host, "P2PHANDSHAKE", self.protocol, "")
+            with without_known_lines():
+                code = engine.initialize(self._host, "P2PHANDSHAKE", self.protocol, "")
             ports = restrict_listeners(known, self._addresses, sources)
             end_lost_connections(ports.filtered | ports.open)
         if code != 0:
