@@ -31,7 +31,8 @@ class FakeLink:
     """The messages of one link. Tokens wait for credit."""
 
     def __init__(self) -> None:
-        self.messages: asyncio.Queue[decode_pb2.LinkResponse] = asyncio.Queue()
+        self.messages: asyncio.Queue[decode_pb2.LinkResponse | None] = asyncio.Queue()
+        """None ends the link."""
         self._credit: defaultdict[int, asyncio.Semaphore] = defaultdict(
             lambda: asyncio.Semaphore(0)
         )
@@ -58,6 +59,8 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
         self.metadata: list[dict[str, Any]] = []
         self.cancelled: set[str] = set()
         self.links = 0
+        """Links that were opened, in all."""
+        self._open_links: list[FakeLink] = []
         self.running_requests = 0
         self.reports = asyncio.Event()
         """Cleared by a test to stop the status stream."""
@@ -104,6 +107,15 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
         """Breaks every connection, as the death of the process does."""
         await self._server.stop(0)
 
+    @property
+    def open_links(self) -> int:
+        return len(self._open_links)
+
+    def end_links(self) -> None:
+        """Ends every link, with the requests on it. The connection stays."""
+        for link in self._open_links:
+            link.messages.put_nowait(None)
+
     async def die(self) -> None:
         """Kills the worker from within a script, which never continues."""
         self.background.append(asyncio.create_task(self.kill()))
@@ -126,6 +138,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
     ) -> AsyncIterator[decode_pb2.LinkResponse]:
         """Runs the script for each open, within its credit. Every event is a message."""
         link = FakeLink()
+        self._open_links.append(link)
         running: dict[int, asyncio.Task[None]] = {}
         self.links += 1
 
@@ -141,9 +154,10 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
 
         reader = asyncio.create_task(read())
         try:
-            while True:
-                yield await link.messages.get()
+            while (message := await link.messages.get()) is not None:
+                yield message
         finally:
+            self._open_links.remove(link)
             for task in (reader, *running.values()):
                 task.cancel()
 

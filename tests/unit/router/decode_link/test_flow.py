@@ -157,7 +157,7 @@ class _Link:
                     moved = True
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(_EVENTS, max_size=120), st.sampled_from((2, 3, 8, 64)), st.sampled_from((80, 10**6))
 )
