@@ -316,7 +316,8 @@ def _load_engine_type() -> Any:
         from mooncake.engine import TransferEngine
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"Mooncake is not installed: pip install {_BUILDS[0]}, or {_BUILDS[1]} for KV on CUDA devices"
+            f"Mooncake is not installed: pip install {_BUILDS[0]}, or {_BUILDS[1]} for KV on CUDA devices. The extras "
+            "sim, vllm-cpu and vllm-cuda contain it"
         ) from error
     except ImportError as error:
         cuda = f" Without CUDA's libraries, install {_BUILDS[0]}." if "libcud" in str(error) else ""
