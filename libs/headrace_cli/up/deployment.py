@@ -14,6 +14,7 @@ from typing import TypeVar
 from rich.console import Console
 
 from headrace_cli.client import list_members, open_router
+from headrace_cli.up.extras import require_extras
 from headrace_cli.up.lock import locked
 from headrace_cli.up.progress import StartProgress
 from headrace_cli.up.restarts import RestartPolicy, Restarts
@@ -98,6 +99,7 @@ async def deployed(
     when a process did not exit with status 0.
     """
     check_topology(topology)
+    require_extras(topology)
     logs = make_folder(folder or default_folder(topology.port))
     folders = {logs}
     if topology.port:

@@ -30,7 +30,9 @@ from headrace_router.lookaside.tickets import LookAside
 from headrace_router.lookaside.tracking import DirectRequestTracker
 from headrace_router.metrics import RouterMetrics
 from headrace_router.models import ModelCatalog
+from headrace_router.openai.answers import ModelParsers
 from headrace_router.openai.app import OpenAiApp, OpenAiParts
+from headrace_router.openai.metrics_page import MetricsPage
 from headrace_router.placement import KvAware, Placement
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.service import PullService
@@ -214,8 +216,12 @@ def assemble(
         return {name: live.get(name) or codec.max_model_len for name, codec in codecs.items()}
 
     gate = ClientGate(tenants, metrics, max_model_len, config.max_bytes_per_token)
+    parsers = {name: ModelParsers(*names) for name, names in config.parsers.items()}
     openai = OpenAiApp(
-        OpenAiParts(codecs, models, tenants, runner, preparer, gate, metrics),
+        OpenAiParts(codecs, parsers, models, tenants, runner, preparer, gate, metrics),
+        MetricsPage(
+            load_tenants(config.metrics_keys_file, "metrics_keys_file"), telemetry.metrics.text
+        ),
         deadline_s=config.default_deadline_s,
         body_bytes_max=config.max_request_bytes,
     )
