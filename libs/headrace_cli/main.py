@@ -1,38 +1,28 @@
-"""The `headrace` command, assembled from its subcommands."""
+"""Entry point of the `headrace` command."""
 
 from __future__ import annotations
 
-import typer
+import importlib
+import signal
+import sys
 
-from headrace_cli.commands import (
-    chat,
-    demo,
-    doctor,
-    drain,
-    pair,
-    policy,
-    route,
-    token,
-    trace,
-    up,
-    workers,
-)
+from headrace_common.process.start import exit_without_extras
 
-app = typer.Typer(
-    name="headrace",
-    help="Serves large language models with prefill and decode on separate workers.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-# The help lists them in this order.
-for command in (up, demo, chat, route, workers, drain, trace, pair, policy, token, doctor):
-    command.register(app)
+EXIT_INTERRUPTED = 130
 
 
 def main() -> None:
-    """Entry point."""
-    app()
+    """Runs the command. Ctrl-C ends it without a traceback, also while its modules are imported."""
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        app = importlib.import_module("headrace_cli.app").app
+    except ModuleNotFoundError:
+        exit_without_extras("headrace", ("cli",))
+        raise
+    signal.signal(signal.SIGINT, handler)
+    try:
+        app(prog_name="headrace")
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from headrace_cli.up.topology import DEFAULT_PORT
+from headrace_common import ports
 
-DEFAULT_ROUTER = f"127.0.0.1:{DEFAULT_PORT}"
+DEFAULT_ROUTER = f"127.0.0.1:{ports.ROUTER}"
 DEFAULT_MODEL = Path("models/SmolLM2-135M-Instruct")
 
 Router = Annotated[

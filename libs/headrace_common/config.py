@@ -31,13 +31,16 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
+from headrace_common import ports
 from headrace_common.access.addresses import is_loopback
 from headrace_common.access.roles import Role
 from headrace_common.errors import ConfigError
 from headrace_common.identity import is_worker_id
+from headrace_common.version import version
 
 WILDCARD_HOSTS = ("0.0.0.0", "[::]", "::")
 _HOST_PORT = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})")
+_PORT_MAX = 65_535
 _MISSING = "\0missing"
 # Kubernetes sets these in every container of a namespace with a Service of our name.
 _KUBERNETES_LINK = re.compile(
@@ -48,10 +51,15 @@ _URL_USER = re.compile(r"(?<=://)[^/@]+@")
 
 def split_host_port(text: str) -> tuple[str, int]:
     """Splits "host:port". Raises ValueError with the expected form."""
+    if "://" in text:
+        raise ValueError("write it as host:port, such as 127.0.0.1:7000, and not as a URL")
     match = _HOST_PORT.fullmatch(text)
-    if match is None or int(match["port"]) > 65_535:
+    if match is None:
         raise ValueError("write it as host:port, such as 127.0.0.1:7000, with a port of 0 to 65535")
-    return match["host"], int(match["port"])
+    port = int(match["port"])
+    if port > _PORT_MAX:
+        raise ValueError(f"there is no port {port}: write host:port with one of 0 to {_PORT_MAX}")
+    return match["host"], port
 
 
 def split_list(value: Any) -> Any:
@@ -124,7 +132,9 @@ class ServiceConfig(BaseModel):
         description="host:port at which the other services reach internal_listen. Port 0 means the port of "
         "internal_listen; empty means its address.",
     )
-    registry: Endpoint = Field(default="127.0.0.1:7001", description="host:port of the registry.")
+    registry: Endpoint = Field(
+        default=f"127.0.0.1:{ports.REGISTRY}", description="host:port of the registry."
+    )
     log_level: LogLevel = Field(default="info", description="Lowest level that is logged.")
     otlp_endpoint: OtlpEndpoint = Field(
         default="",
@@ -353,6 +363,9 @@ def _parser(cls: type[ServiceConfig], prog: str, prefix: str) -> argparse.Argume
         nargs="?",
         const=_MISSING,
         help=f"TOML file of settings with the names below. [env: {prefix}CONFIG]",
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"{prog} {version()}", help="Show the version."
     )
     for name, field in cls.model_fields.items():
         if is_secret(field):

@@ -24,13 +24,39 @@ TICKET_LIFETIME_MAX_S: Final = 60.0
 TICKET_KEY_KEPT_S: Final = TICKET_LIFETIME_MAX_S + 30.0
 """How long a decode worker accepts tickets of a router after the end of its status stream."""
 NAME_CHARACTERS_MAX: Final = 255
+TRANSPORT_CHARACTERS_MAX: Final = 63
 """Longest name of a model, cache group, data type or block format in a member's record."""
-REQUEST_FIELDS_MAX: Final = 8_192
+REQUEST_FIELDS_MAX: Final = 16_384
 """Most fields in one client's request, in nested messages too. A packed list is one field."""
 CHAT_ROLES: Final = ("system", "user", "assistant", "tool", "developer")
 """Roles that a chat message may have."""
 CHAT_MESSAGES_MAX: Final = 2_048
 """Most messages of one chat."""
+CHAT_NAME_CHARACTERS_MAX: Final = 128
+"""Longest name of an author or function, and longest id of a function call."""
+CHAT_TOOLS_MAX: Final = 128
+"""Most functions of one chat, and most calls in one message."""
+TEMPLATE_KWARGS_BYTES_MAX: Final = 16_384
+"""Most bytes of JSON with variables for a chat template."""
+JSON_LEVELS_MAX: Final = 64
+"""Deepest nesting of JSON from a client. Engines have the same bound."""
+SCHEMA_BYTES_MAX: Final = 65_536
+"""Most bytes of a JSON Schema or grammar."""
+REGEX_BYTES_MAX: Final = 4_096
+"""Longest regular expression."""
+CHOICE_TEXTS_MAX: Final = 1_024
+"""Most texts that an answer may be restricted to, and most characters of each."""
+LOGIT_BIASES_MAX: Final = 1_024
+"""Most tokens with a bias."""
+LOGIT_BIAS_MAX: Final = 100.0
+"""Largest bias of a token, in both directions."""
+BAD_WORDS_MAX: Final = 64
+BAD_WORD_CHARACTERS_MAX: Final = 256
+BAD_SEQUENCES_MAX: Final = 256
+BAD_SEQUENCE_TOKENS_MAX: Final = 256
+ALLOWED_TOKENS_MAX: Final = 16_384
+ANSWERS_MAX: Final = 16
+"""Most answers to one prompt."""
 STOP_STRINGS_MAX: Final = 16
 STOP_STRING_CHARACTERS_MAX: Final = 256
 """Longest stop string. Scanning generated text takes time in proportion to it."""

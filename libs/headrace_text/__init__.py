@@ -3,6 +3,9 @@
 - codec: the interface of a model's tokenizer and chat template
 - hugging_face: the codec of a model folder in Hugging Face's format
 - byte_codec: the codec of the simulated model
+- tokenizing: bounded calls of the library tokenizers
+- chat_encoder: conversations to tokens
+- control_tokens: protection against control tokens in clients' texts
 - chat_template: Jinja chat templates, rendered in a sandbox
 - load: the codecs of all served models
 - detokenizer: tokens to text while they are generated

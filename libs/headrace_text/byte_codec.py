@@ -2,21 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from headrace_text.codec import ChatMessage, TextCodec, TooManyTokens
 
 _BYTE_COUNT = 256
 # The simulated engine has the same default.
 _VOCABULARY_SIZE = 32_000
-# Tokens beyond the bytes have no text of their own. Each decodes to one ideograph: completions then consist of whole
-# characters, and different completions look different.
-_FIRST_IDEOGRAPH = 0x4E00
-_IDEOGRAPH_COUNT = 0x5000
+# Tokens beyond the bytes have no text of their own. Each decodes to a word of two syllables, so that people can read,
+# compare and search completions on any terminal.
+_SYLLABLES = tuple(
+    consonant + vowel + end
+    for end in ("", "n")
+    for vowel in "aeiou"
+    for consonant in (
+        "b",
+        "c",
+        "d",
+        "f",
+        "g",
+        "h",
+        "j",
+        "k",
+        "l",
+        "m",
+        "n",
+        "p",
+        "r",
+        "s",
+        "t",
+        "v",
+        "w",
+        "y",
+        "z",
+    )
+)
 
 
 class ByteCodec(TextCodec):
-    """Tokens 0-255 are the bytes of UTF-8. Other tokens decode to one ideograph, and `encode` never returns them."""
+    """Tokens 0-255 are the bytes of UTF-8. Other tokens decode to a space and a word, each to its own.
+
+    `encode` never returns them.
+    """
 
     vocabulary_size = _VOCABULARY_SIZE
     longest_token_bytes = 1
@@ -35,16 +64,31 @@ class ByteCodec(TextCodec):
         *,
         continue_final_message: bool,
         tokens_max: int | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        lines = [f"{message.role}: {message.content}" for message in messages]
+        lines = [f"{name}: {value}" for name, value in sorted((template_kwargs or {}).items())]
+        lines += [f"tool: {json.dumps(tool, ensure_ascii=False)}" for tool in tools]
+        lines += map(_line, messages)
         text = "\n".join(lines)
         return self.encode(text if continue_final_message else f"{text}\nassistant: ", tokens_max)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         content = b"".join(
-            bytes((token_id,))
-            if token_id < _BYTE_COUNT
-            else chr(_FIRST_IDEOGRAPH + (token_id - _BYTE_COUNT) % _IDEOGRAPH_COUNT).encode()
+            bytes((token_id,)) if token_id < _BYTE_COUNT else _word(token_id - _BYTE_COUNT)
             for token_id in token_ids
         )
         return content.decode(errors="replace")
+
+
+def _line(message: ChatMessage) -> str:
+    calls = [
+        f" {call.name}({json.dumps(call.arguments, ensure_ascii=False)})"
+        for call in message.tool_calls
+    ]
+    return f"{message.role}: {message.reasoning}{message.content}{''.join(calls)}"
+
+
+def _word(number: int) -> bytes:
+    first, second = divmod(number, len(_SYLLABLES))
+    return f" {_SYLLABLES[first % len(_SYLLABLES)]}{_SYLLABLES[second]}".encode("ascii")

@@ -20,6 +20,10 @@ _FIELD = "chat.messages"
 # Marks the end of the final message: text that the template adds after it is cut off. The space after the mark shows
 # whether the template trimmed the message.
 _END_MARK = "\u2060headrace-end-of-message\u2060 "
+_TEMPLATE_ERRORS = (
+    *(jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError),
+    *(AttributeError, RecursionError),
+)
 
 
 class _GenerationBlock(Extension):
@@ -51,29 +55,67 @@ class ChatTemplate:
                 metadata={"cause": str(error)},
             ) from error
 
-    def render(self, messages: Sequence[ChatMessage], *, continue_final_message: bool) -> str:
-        """The conversation as text. Raises InvalidRequest with the template's own error message."""
-        plain = [{"role": message.role, "content": message.content} for message in messages]
-        if not continue_final_message:
-            return self._render(plain, add_generation_prompt=True)
-        final_content = plain[-1]["content"]
-        plain[-1]["content"] = final_content + _END_MARK
-        rendered = self._render(plain, add_generation_prompt=False)
-        return _cut_at_mark(rendered, final_content)
+    def render(self, values: Mapping[str, Any], *, continue_final_message: bool) -> str:
+        """The conversation as text. `values` are as of `template_values`.
 
-    def _render(self, messages: list[dict[str, str]], *, add_generation_prompt: bool) -> str:
+        Raises InvalidRequest with the template's own error message.
+        """
+        if not continue_final_message:
+            return self._render(values, add_generation_prompt=True)
+        *others, final = values["messages"]
+        marked = {**final, "content": final["content"] + _END_MARK}
+        rendered = self._render(
+            {**values, "messages": [*others, marked]}, add_generation_prompt=False
+        )
+        return _cut_at_mark(rendered, final["content"])
+
+    def _render(self, values: Mapping[str, Any], *, add_generation_prompt: bool) -> str:
+        variables = {
+            "documents": None,
+            **values,
+            **self._special_tokens,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            return self._template.render(
-                messages=messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-            )
-        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+            return self._template.render(variables)
+        except _TEMPLATE_ERRORS as error:
             raise InvalidRequest(
                 {_FIELD: f"the chat template rejects them: {str(error) or type(error).__name__}"}
             ) from error
+
+
+def template_values(
+    messages: Sequence[ChatMessage],
+    tools: Sequence[Mapping[str, Any]] = (),
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The variables of a chat template: JSON values, in the form that templates of Hugging Face's format expect."""
+    return {
+        **(template_kwargs or {}),
+        "messages": [_message_object(message) for message in messages],
+        "tools": list(tools) or None,
+    }
+
+
+def _message_object(message: ChatMessage) -> dict[str, Any]:
+    found: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.name:
+        found["name"] = message.name
+    if message.reasoning:
+        # Templates have either name.
+        found["reasoning"] = found["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        found["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": dict(call.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id:
+        found["tool_call_id"] = message.tool_call_id
+    return found
 
 
 def _cut_at_mark(rendered: str, final_content: str) -> str:

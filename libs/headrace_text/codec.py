@@ -3,16 +3,49 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+SPECIAL_TOKEN_NAMES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+"""Variables of chat templates with the text of a control token."""
+RESERVED_NAMES = frozenset(
+    (
+        *SPECIAL_TOKEN_NAMES,
+        *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
+        *("raise_exception", "strftime_now", "chat_template", "tokenize"),
+    )
+)
+"""Variables of chat templates that a caller cannot set."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a function, made by the model. `arguments` is a JSON object."""
+
+    id: str
+    name: str
+    arguments: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One message of a conversation."""
+    """One message of a conversation. Empty fields other than `content` are not passed to the chat template."""
 
     role: str
     content: str
+    name: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    reasoning: str = ""
 
 
 class TooManyTokens(Exception):
@@ -50,12 +83,19 @@ class TextCodec(ABC):
         *,
         continue_final_message: bool,
         tokens_max: int | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Tokens of a conversation, formatted by the model's chat template.
 
-        Only the template makes control tokens: their text in a message's content stays text. Raises InvalidRequest with
-        the template's own error message, and TooManyTokens above `tokens_max`.
+        `tools` are OpenAI's objects. `template_kwargs` are further variables of the template, by names that are not in
+        RESERVED_NAMES. Only the template makes control tokens: their text in the arguments stays text. Raises
+        InvalidRequest with the template's own error message, and TooManyTokens above `tokens_max`.
         """
+
+    def encode_part(self, text: str) -> list[int]:
+        """Tokens of plain text without special tokens around it."""
+        return self.encode(text)
 
     @abstractmethod
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -1,48 +1,54 @@
-"""Keeps the text of control tokens in message contents apart from the control tokens that a chat template makes."""
+"""Keeps the text of control tokens in clients' texts apart from the control tokens that a chat template makes."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, models
 
 from headrace_common.errors import InvalidRequest
 from headrace_common.limits import CONTROL_TEXTS_MAX
-from headrace_text.codec import ChatMessage
 
 _UNKNOWN = "?"
+_KWARGS = "chat.template_kwargs"
+# Keys of a message with a value that no client chooses freely.
+_FIXED_KEYS = frozenset({"role"})
+# Keys of a message that differ from the field in the request.
+_FIELDS = {"reasoning_content": "reasoning"}
 _PRIVATE_CHARACTERS = frozenset(map(chr, range(0xE000, 0xF900)))
 
 
 @dataclass(frozen=True, slots=True)
 class EscapedChat:
-    """A conversation in which placeholders replace the texts of control tokens.
+    """Values of a chat template in which placeholders replace the texts of control tokens.
 
-    A placeholder is the number of its original between two characters that no content has.
+    A placeholder is the number of its original between two characters that no text has.
     """
 
-    messages: Sequence[ChatMessage]
+    values: Mapping[str, Any]
     signs: tuple[str, str]
     originals: tuple[str, ...]
     """The replaced texts."""
 
+    def placeholder_characters(self, text: str) -> int:
+        """The length of all placeholders in `text` together."""
+        return sum(len(found[0]) for found in self._placeholders.finditer(text))
+
     @property
-    def placeholder_characters(self) -> int:
-        """The length of all placeholders together, if the template keeps each once."""
-        return sum(len(str(number)) + 2 for number in range(len(self.originals)))
+    def _placeholders(self) -> re.Pattern[str]:
+        opening, closing = self.signs
+        return re.compile(f"{opening}([0-9]+){closing}")
 
     def restore(self, text: str) -> str:
         """The text with the originals. Raises InvalidRequest when the template has cut a placeholder."""
-        opening, closing = self.signs
-        restored = re.sub(
-            f"{opening}([0-9]+){closing}", lambda match: self.originals[int(match[1])], text
-        )
-        if opening in restored or closing in restored:
+        restored = self._placeholders.sub(lambda match: self.originals[int(match[1])], text)
+        if any(form in restored for sign in self.signs for form in (sign, f"\\u{ord(sign):04x}")):
             raise InvalidRequest(
                 {
-                    "chat.messages": "the chat template splits the text of a control token in them; remove it"
+                    "chat.messages": "the chat template splits the text of a control token in the chat; remove it"
                 }
             )
         return restored
@@ -58,37 +64,34 @@ class ControlTokens:
         self._beginnings = frozenset(text[:end] for text in texts for end in range(1, len(text)))
         self._longest = max(map(len, self._beginnings), default=0)
 
-    def escape(self, messages: Sequence[ChatMessage]) -> EscapedChat:
-        """Replaces control texts in the contents. So is the beginning of one at the end of a content, which the next
-        text could complete.
+    def escape(self, values: Mapping[str, Any]) -> EscapedChat:
+        """Replaces control texts in the texts of a template's values, which `template_values` has made. So is the
+        beginning of one at the end of a text, which the next text could complete.
 
         Raises InvalidRequest when there are more than CONTROL_TEXTS_MAX.
         """
-        contents = [message.content for message in messages]
-        found = list(self._find(contents))
+        paths, texts = zip(*texts_in(values), strict=True)
+        found = list(self._find(texts))
         if not any(found):
-            return EscapedChat(messages, ("", ""), ())
-        _check_count(found)
-        signs = _unused_characters(contents)
+            return EscapedChat(values, ("", ""), ())
+        _check_count(paths, found)
+        signs = _unused_characters(texts)
         originals: list[str] = []
-        escaped: list[ChatMessage] = []
-        for message, spans in zip(messages, found, strict=True):
+        escaped: list[str] = []
+        for text, spans in zip(texts, found, strict=True):
             pieces: list[str] = []
             position = 0
             for start, end in spans:
-                pieces += (
-                    message.content[position:start],
-                    str(len(originals)).join(signs),
-                )
-                originals.append(message.content[start:end])
+                pieces += (text[position:start], str(len(originals)).join(signs))
+                originals.append(text[start:end])
                 position = end
-            pieces.append(message.content[position:])
-            escaped.append(replace(message, content="".join(pieces)))
-        return EscapedChat(escaped, signs, tuple(originals))
+            pieces.append(text[position:])
+            escaped.append("".join(pieces))
+        return EscapedChat(_with_texts(values, iter(escaped)), signs, tuple(originals))
 
-    def _find(self, contents: list[str]) -> Iterator[list[tuple[int, int]]]:
-        encodings = self._finder.encode_batch(contents, add_special_tokens=False)
-        for content, encoding in zip(contents, encodings, strict=True):
+    def _find(self, texts: Sequence[str]) -> Iterator[list[tuple[int, int]]]:
+        encodings = self._finder.encode_batch(texts, add_special_tokens=False)
+        for text, encoding in zip(texts, encodings, strict=True):
             # Each control text is one token, and so is the text between two of them.
             if len(encoding) > 2 * CONTROL_TEXTS_MAX + 1:
                 yield [(0, 0)] * (CONTROL_TEXTS_MAX + 1)
@@ -98,12 +101,12 @@ class ControlTokens:
                 for token_id, span in zip(encoding.ids, encoding.offsets, strict=True)
                 if token_id
             ]
-            yield spans + self._beginning_at_end(content, spans[-1][1] if spans else 0)
+            yield spans + self._beginning_at_end(text, spans[-1][1] if spans else 0)
 
-    def _beginning_at_end(self, content: str, start: int) -> list[tuple[int, int]]:
-        end = len(content.rstrip())
+    def _beginning_at_end(self, text: str, start: int) -> list[tuple[int, int]]:
+        end = len(text.rstrip())
         for size in range(min(self._longest, end - start), 0, -1):
-            if content[end - size : end] in self._beginnings:
+            if text[end - size : end] in self._beginnings:
                 return [(end - size, end)]
         return []
 
@@ -132,22 +135,77 @@ def _is_sign(text: str) -> bool:
     return bool(visible) and not visible[0].isalnum()
 
 
-def _check_count(found: Sequence[Sequence[tuple[int, int]]]) -> None:
+def texts_in(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """All texts of a client in a template's values, with the path of the field that each is from. Keys count."""
+    for name, value in values.items():
+        if name not in ("messages", "tools"):
+            yield _KWARGS, name
+            yield from ((_KWARGS, text) for text in _texts(value))
+    for index, message in enumerate(values["messages"]):
+        for name, value in message.items():
+            if name not in _FIXED_KEYS:
+                path = f"chat.messages[{index}].{_FIELDS.get(name, name)}"
+                yield from ((path, text) for text in _texts(value))
+    for index, tool in enumerate(values["tools"] or ()):
+        yield from ((f"chat.tools[{index}]", text) for text in _texts(tool))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, child in value.items():
+            yield key
+            yield from _texts(child)
+    elif isinstance(value, list | tuple):
+        for child in value:
+            yield from _texts(child)
+
+
+def _with_texts(values: Mapping[str, Any], texts: Iterator[str]) -> dict[str, Any]:
+    """The values with other texts, in the order of `texts_in`."""
+    replaced: dict[str, Any] = {}
+    for name, value in values.items():
+        if name not in ("messages", "tools"):
+            key = next(texts)
+            replaced[key] = _replaced(value, texts)
+    replaced["messages"] = [
+        {
+            name: value if name in _FIXED_KEYS else _replaced(value, texts)
+            for name, value in message.items()
+        }
+        for message in values["messages"]
+    ]
+    replaced["tools"] = [_replaced(tool, texts) for tool in values["tools"] or ()] or None
+    return replaced
+
+
+def _replaced(value: Any, texts: Iterator[str]) -> Any:
+    if isinstance(value, str):
+        return next(texts)
+    if isinstance(value, Mapping):
+        # The key comes before the value, as in `_texts`.
+        return {next(texts): _replaced(child, texts) for child in value.values()}
+    if isinstance(value, list | tuple):
+        return [_replaced(child, texts) for child in value]
+    return value
+
+
+def _check_count(paths: Sequence[str], found: Sequence[Sequence[tuple[int, int]]]) -> None:
     count = 0
-    for index, spans in enumerate(found):
+    for path, spans in zip(paths, found, strict=True):
         count += len(spans)
         if count > CONTROL_TEXTS_MAX:
             raise InvalidRequest(
                 {
-                    f"chat.messages[{index}].content": f"the chat has more than {CONTROL_TEXTS_MAX} texts of control "
-                    "tokens; remove some"
+                    path: f"the chat has more than {CONTROL_TEXTS_MAX} texts of control tokens; remove some"
                 }
             )
 
 
-def _unused_characters(contents: Sequence[str]) -> tuple[str, str]:
-    """Two characters for private use that no content has."""
-    unused = _PRIVATE_CHARACTERS.difference(*contents)
+def _unused_characters(texts: Sequence[str]) -> tuple[str, str]:
+    """Two characters for private use that no text has."""
+    unused = _PRIVATE_CHARACTERS.difference(*texts)
     if len(unused) < 2:
         raise InvalidRequest(
             {

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
+from headrace_cli.app import app
 from headrace_cli.commands.doctor import examine
 from headrace_cli.doctor.finding import Verdict
-from headrace_cli.main import app
 from tests.security.network_namespaces import require_network_namespaces, run_alone
 from tests.suite.deployment import suite
 from tests.waiting import until

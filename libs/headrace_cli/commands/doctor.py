@@ -29,7 +29,7 @@ _STYLES: Final = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.ERROR:
 def register(app: typer.Typer) -> None:
     """Adds `headrace doctor`."""
     app.command(
-        epilog="Examples:  headrace doctor   |   headrace doctor --registry 10.0.0.1:7001 --firewall --host 10.0.0.7 "
+        epilog="Examples:  headrace doctor   |   headrace doctor --registry 10.0.0.1:7051 --firewall --host 10.0.0.7 "
         "--operator 10.0.9.0/24 > headrace.nft"
     )(doctor)
 

@@ -23,13 +23,12 @@ from headrace_cli.options import (
 )
 from headrace_cli.up.deployment import run_up
 from headrace_cli.up.topology import (
-    DEFAULT_HTTP_PORT,
-    DEFAULT_PORT,
     SIM,
     Topology,
     parse_ranks,
     parse_setting,
 )
+from headrace_common import ports
 
 
 def register(app: typer.Typer) -> None:
@@ -45,7 +44,7 @@ def up(
     model: Model = "",
     prefill: PrefillCount = 1,
     decode: DecodeCount = 1,
-    port: Port = DEFAULT_PORT,
+    port: Port = ports.ROUTER,
     store: Store = "memory",
     tensor_parallel: TensorParallel = "1",
     cpu_threads: CpuThreads = 1,
@@ -59,7 +58,7 @@ def up(
             engine, model, (prefill, decode), port, store, tensor_parallel, cpu_threads, settings
         )
         # Another deployment may have the default one.
-        http_port = DEFAULT_HTTP_PORT if port == DEFAULT_PORT else 0
+        http_port = ports.ROUTER_HTTP if port == ports.ROUTER else 0
         topology = replace(topology, http_port=http_port)
         await run_up(topology, logs, notice_console())
 

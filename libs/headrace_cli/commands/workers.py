@@ -55,7 +55,7 @@ class Row:
 def register(app: typer.Typer) -> None:
     """Adds `headrace workers` and `headrace reset-cache`."""
     app.command(
-        epilog="Examples:  headrace workers   |   headrace workers --registry 127.0.0.1:7001"
+        epilog="Examples:  headrace workers   |   headrace workers --registry 127.0.0.1:7051"
     )(workers)
     app.command(
         "reset-cache",

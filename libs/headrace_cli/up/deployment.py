@@ -14,17 +14,18 @@ from typing import TypeVar
 from rich.console import Console
 
 from headrace_cli.client import open_router
+from headrace_cli.up.extras import require_extras
 from headrace_cli.up.progress import StartProgress
 from headrace_cli.up.state import UpState, clear_state, default_folder, make_folder, write_state
 from headrace_cli.up.supervisor import Child, Spawn, Supervisor, spawn_program
 from headrace_cli.up.topology import (
-    DEFAULT_PORT,
     Topology,
     check_topology,
     registry_spec,
     router_spec,
     worker_specs,
 )
+from headrace_common import ports
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import Cancelled, DeadlineExceeded, HeadraceError, InternalError
 
@@ -94,6 +95,7 @@ async def deployed(
     exit with status 0.
     """
     check_topology(topology)
+    require_extras(topology)
     logs = make_folder(folder or default_folder(topology.port))
     supervisor = Supervisor(spawn=spawn)
     await supervisor.open()
@@ -138,7 +140,7 @@ async def run_up(topology: Topology, folder: Path | None, console: Console) -> N
 
 def ready_text(topology: Topology, deployment: Deployment) -> str:
     """The addresses of a deployment and the commands to use it."""
-    port = "" if topology.port == DEFAULT_PORT else f" --router {deployment.router}"
+    port = "" if topology.port == ports.ROUTER else f" --router {deployment.router}"
     http = topology.http_listen
     return "\n".join(
         [

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from headrace_common import ports
 from headrace_common.errors import ConfigError
 
 SERVICES = ("registry", "router", "prefill", "decode")
-DEFAULT_PORT = 7050
-DEFAULT_HTTP_PORT = 7051
 SIM = "sim"
 VLLM = "vllm"
 # Fits small machines. The models allow contexts several times longer.
@@ -28,7 +27,7 @@ class Topology:
     model: str = ""
     prefill_count: int = 1
     decode_count: int = 1
-    port: int = DEFAULT_PORT
+    port: int = ports.ROUTER
     http_port: int = 0
     """Port of the OpenAI HTTP API; 0 means none."""
     store: str = "memory"
@@ -69,12 +68,13 @@ def check_topology(topology: Topology) -> None:
         raise ConfigError(f"engine {topology.engine!r} is unknown: choose vllm or sim")
     if topology.engine == VLLM and not topology.model:
         raise ConfigError(
-            "no model folder: give --model FOLDER, run `make setup` for the small one, "
+            "no model folder: give --model FOLDER, run `make model` for the small one, "
             "or try --engine sim"
         )
     if topology.engine == VLLM and not (Path(topology.model) / "config.json").is_file():
         raise ConfigError(
-            f"{topology.model} is not a model folder: it has no config.json; give another --model"
+            f"{topology.model} is not a model folder: it has no config.json; give another --model, or run "
+            "`make model` for the small one"
         )
     if topology.decode_count < 1 or topology.prefill_count < 0:
         raise ConfigError("at least one decode worker is needed: give --decode 1 or more")

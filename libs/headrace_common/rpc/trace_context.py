@@ -18,9 +18,10 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 
 def traceparent(span: Span) -> str:
     """The W3C traceparent of a span, for a message field. Empty for an invalid span."""
-    carrier: dict[str, str] = {}
-    _PROPAGATOR.inject(carrier, context=trace.set_span_in_context(span))
-    return carrier.get("traceparent", "")
+    context = span.get_span_context()
+    if not context.is_valid:
+        return ""
+    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
 
 
 def context_from_traceparent(text: str) -> Context:
@@ -32,9 +33,14 @@ def metadata_with_trace(
     metadata: Sequence[tuple[str, str | bytes]] = (), context: Context | None = None
 ) -> tuple[tuple[str, str | bytes], ...]:
     """`metadata` with the trace context of the current span, or of the span in `context`."""
-    carrier: dict[str, str] = {}
-    _PROPAGATOR.inject(carrier, context=context)
-    return (*metadata, *carrier.items())
+    span = trace.get_current_span(context)
+    parent = traceparent(span)
+    if not parent:
+        return tuple(metadata)
+    state = span.get_span_context().trace_state
+    if state:
+        return (*metadata, ("traceparent", parent), ("tracestate", state.to_header()))
+    return (*metadata, ("traceparent", parent))
 
 
 class TraceInterceptor(handlers.WrappingInterceptor):

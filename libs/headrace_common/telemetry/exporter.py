@@ -10,13 +10,12 @@ from typing import Any, Final
 
 import grpc
 import grpc.aio
-from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from headrace_common.config import ServiceConfig
 from headrace_common.rpc.channel import open_blocking_channel
+from headrace_common.telemetry.otlp import export_request
+from headrace_common.telemetry.spans import EndedSpan, SpanSource
 
 _LOG = logging.getLogger(__name__)
 
@@ -25,7 +24,7 @@ SHUTDOWN_TIMEOUT_S: Final = 1.5
 _EXPORT_METHOD: Final = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
 
 
-class CollectorExporter(SpanExporter):
+class CollectorExporter:
     """Sends each batch to every current collector. A collector that cannot be reached misses the batch."""
 
     def __init__(self, config: ServiceConfig) -> None:
@@ -41,6 +40,11 @@ class CollectorExporter(SpanExporter):
         with self._lock:
             return tuple(sorted(self._channels))
 
+    @property
+    def has_endpoints(self) -> bool:
+        """Whether there is a collector. Never waits."""
+        return bool(self._channels)
+
     def set_endpoints(self, endpoints: Sequence[str]) -> None:
         """Replaces the collectors. Those that stay keep their channels."""
         with self._lock:
@@ -52,14 +56,14 @@ class CollectorExporter(SpanExporter):
         for channel in gone:
             channel.close()
 
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Sends the spans to all collectors in parallel and waits up to 1 s."""
+    def export(self, spans: Sequence[tuple[SpanSource, EndedSpan]]) -> bool:
+        """Sends the spans to all collectors in parallel and waits up to 1 s. Whether all have them now."""
         timeout_s = min(EXPORT_TIMEOUT_S, self._close_monotonic_s - time.monotonic())
         with self._lock:
             channels = dict(self._channels)
         if timeout_s <= 0 or not channels:
-            return SpanExportResult.FAILURE if channels else SpanExportResult.SUCCESS
-        request = encode_spans(spans)
+            return not channels
+        request = export_request(spans)
         calls: dict[str, Any] = {}
         for name, channel in channels.items():
             try:
@@ -70,7 +74,7 @@ class CollectorExporter(SpanExporter):
             except ValueError:
                 _LOG.debug("collector %s was removed during an export", name)
         delivered = [self._wait_delivered(name, call) for name, call in calls.items()]
-        return SpanExportResult.SUCCESS if all(delivered) else SpanExportResult.FAILURE
+        return all(delivered)
 
     def close_at(self, monotonic_s: float) -> None:
         """Drops exports after this time."""

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
-from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
-from opentelemetry.trace import Span, Status, StatusCode, Tracer
+from opentelemetry.sdk.trace.export import SpanExporter
+from opentelemetry.trace import Span
 from opentelemetry.util.types import AttributeValue
 
 from headrace_common.config import ServiceConfig
@@ -22,44 +19,45 @@ from headrace_common.telemetry.exporter import (
     CollectorExporter,
 )
 from headrace_common.telemetry.metrics import Metrics
-
-_LOG = logging.getLogger(__name__)
-
-_BATCH_DELAY_MS = 200
-_QUEUED_SPANS_MAX = 8_192
+from headrace_common.telemetry.otlp import readable_span
+from headrace_common.telemetry.span_queue import Export, SpanQueue
+from headrace_common.telemetry.spans import (
+    EndedSpan,
+    SpanEvent,
+    SpanSink,
+    SpanSource,
+    SpanTracer,
+)
 
 
 class Telemetry:
     """The spans and metrics of one process, made by init_telemetry.
 
-    With `processors`, the spans of one of several workers of the process, exported with its own spans.
+    With `queues`, the spans of one of several workers of the process, exported with its own spans.
     """
 
     def __init__(
         self,
-        service: str,
-        provider: TracerProvider,
+        source: SpanSource,
         collector: CollectorExporter,
-        processors: Sequence[BatchSpanProcessor] = (),
+        queues: Sequence[SpanQueue] = (),
         *,
         metrics: Metrics,
     ) -> None:
         self.metrics = metrics
-        self._service = service
-        self._provider = provider
+        self.tracer = SpanTracer(source)
         self._collector = collector
-        self._processors: list[tuple[BatchSpanProcessor, SpanExporter]] = []
-        self.tracer: Tracer = provider.get_tracer("headrace")
-        for processor in processors:
-            provider.add_span_processor(processor)
-        if not processors:
-            self.add_exporter(collector)
+        self._owned: list[tuple[SpanQueue, Callable[[], None]]] = []
+        self._queues = list(queues)
+        for queue in queues:
+            self.add_sink(queue.add)
+        if not queues:
+            self._add_queue(collector.export, collector.shutdown, lambda: collector.has_endpoints)
 
     def for_worker(self, worker_id: str) -> Telemetry:
         """The telemetry of one of several workers of this process. Its spans have the worker's id."""
-        provider = _new_provider(self._service, worker_id)
-        processors = [processor for processor, _ in self._processors]
-        return Telemetry(self._service, provider, self._collector, processors, metrics=self.metrics)
+        source = _new_source(self.tracer.source.service, worker_id)
+        return Telemetry(source, self._collector, self._queues, metrics=self.metrics)
 
     @property
     def collectors(self) -> tuple[str, ...]:
@@ -72,73 +70,81 @@ class Telemetry:
 
     def add_exporter(self, exporter: SpanExporter) -> None:
         """Adds an exporter of every span that ends from now on, in batches each 200 ms."""
-        processor = BatchSpanProcessor(
-            exporter, max_queue_size=_QUEUED_SPANS_MAX, schedule_delay_millis=_BATCH_DELAY_MS
-        )
-        self._processors.append((processor, exporter))
-        self._provider.add_span_processor(processor)
+
+        def export(spans: Sequence[tuple[SpanSource, EndedSpan]]) -> None:
+            exporter.export([readable_span(source, span) for source, span in spans])
+
+        self._add_queue(export, exporter.shutdown)
+
+    def add_sink(self, sink: SpanSink) -> None:
+        """`sink` receives every span that ends from now on, at once."""
+        self.tracer.add_sink(sink)
+
+    def _add_queue(
+        self,
+        export: Export,
+        shutdown: Callable[[], None],
+        wanted: Callable[[], bool] = lambda: True,
+    ) -> None:
+        queue = SpanQueue(export, wanted)
+        self._queues.append(queue)
+        self._owned.append((queue, shutdown))
+        self.add_sink(queue.add)
 
     def record_span(
         self,
         name: str,
-        parent_context: Context | None,
+        parent: Context | Span | None,
         start_unix_ns: int,
         end_unix_ns: int,
         attributes: Mapping[str, AttributeValue] | None = None,
         error: str = "",
-        events: Iterable[tuple[str, int, Mapping[str, AttributeValue]]] = (),
-    ) -> Span:
-        """Records a span that has ended, and returns it. A nonempty `error` sets its status.
+        events: Iterable[SpanEvent] = (),
+    ) -> None:
+        """Records a span that has ended. A nonempty `error` means that it failed.
 
-        Each of `events` has a name, a time in Unix nanoseconds, and attributes.
+        The attributes must not be changed afterwards.
         """
-        span = self.tracer.start_span(
-            name, context=parent_context, start_time=start_unix_ns, attributes=attributes
-        )
-        for event, unix_ns, details in events:
-            span.add_event(event, details, unix_ns)
-        if error:
-            span.set_status(Status(StatusCode.ERROR, error))
-        span.end(max(start_unix_ns, end_unix_ns))
-        return span
+        times = (start_unix_ns, end_unix_ns)
+        self.tracer.record(name, parent, times, attributes or {}, error, tuple(events))
 
     def force_flush(self) -> None:
         """Exports every span that has ended. Blocks for up to 1 s per batch."""
-        self._provider.force_flush()
+        for queue in self._queues:
+            queue.flush()
 
     def shutdown(self) -> None:
         """Exports the remaining spans and stops. Blocks for less than 2 s, also without a response."""
         deadline_s = time.monotonic() + SHUTDOWN_TIMEOUT_S
         self._collector.close_at(deadline_s)
         threads = [
-            threading.Thread(target=processor.shutdown, name="telemetry-shutdown", daemon=True)
-            for processor, _ in self._processors
+            threading.Thread(target=queue.close, name="telemetry-shutdown", daemon=True)
+            for queue, _ in self._owned
         ]
         for thread in threads:
             thread.start()
         self.metrics.shutdown()
-        for thread, (_, exporter) in zip(threads, self._processors, strict=True):
+        for thread, (_, shutdown) in zip(threads, self._owned, strict=True):
             thread.join(max(0.0, deadline_s - time.monotonic()))
-            if thread.is_alive():
-                exporter.shutdown()
-        self._processors.clear()
+            shutdown()
+        self._owned.clear()
 
 
 def init_telemetry(service: str, worker_id: str, config: ServiceConfig) -> Telemetry:
     """Sets up the telemetry of a process. `service` is such as "router"."""
-    provider = _new_provider(service, worker_id)
-    metrics = Metrics(provider.resource, config.otlp_endpoint)
-    telemetry = Telemetry(service, provider, CollectorExporter(config), metrics=metrics)
+    source = _new_source(service, worker_id)
+    metrics = Metrics(source.resource, config.otlp_endpoint)
+    telemetry = Telemetry(source, CollectorExporter(config), metrics=metrics)
     if config.otlp_endpoint:
         telemetry.add_exporter(_otlp_exporter(config.otlp_endpoint))
     return telemetry
 
 
-def _new_provider(service: str, worker_id: str) -> TracerProvider:
+def _new_source(service: str, worker_id: str) -> SpanSource:
     resource = Resource.create(
         {"service.name": f"headrace-{service}", "service.instance.id": worker_id}
     )
-    return TracerProvider(sampler=ParentBased(ALWAYS_ON), resource=resource, shutdown_on_exit=False)
+    return SpanSource(service, worker_id, resource)
 
 
 def _otlp_exporter(endpoint: str) -> SpanExporter:

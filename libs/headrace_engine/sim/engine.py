@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from headrace_common.errors import (
+    ConfigError,
     DecodeFull,
     Draining,
     HeadraceError,
@@ -99,6 +100,11 @@ class SimEngine(Engine):
         self._sender_thread = sender_thread
         self._kill_timer = kill_timer
         self._shape = plan_shape(config)
+        if self._faults.corrupt is not None and not self._shape.settings.verify:
+            raise ConfigError(
+                "a corrupted byte is found only with verify=on: omit verify=off",
+                metadata={"field": "model.verify", "value": "off"},
+            )
         self._clock = clock or open_clock(self._shape.settings.clock)
         self.model = SimModel(self._shape.settings)
         self.logits_bytes = logits_bytes(self.model.vocabulary)

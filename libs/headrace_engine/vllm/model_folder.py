@@ -38,6 +38,12 @@ def read_model_folder(model: str, max_model_len: int) -> ModelFolder:
     Raises ConfigError with one line that names the remedy.
     """
     path = Path(model)
+    if not model or (model.partition(":")[0] == "sim" and not path.is_dir()):
+        raise _wrong(
+            model,
+            f"engine is vllm, and model is {model!r}: set model to a folder in the Hugging Face layout (`make model` "
+            "prepares a small one), or engine to sim",
+        )
     if not path.is_dir():
         raise _wrong(
             model,

@@ -218,6 +218,7 @@ def worker_member(
         layout=layout_to_proto(layout),
         max_num_seqs=config.max_num_seqs,
         start_unix_ns=start_unix_ns,
+        transport=config.transport,
     )
 
 

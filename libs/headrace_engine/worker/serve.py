@@ -75,7 +75,7 @@ async def serve_worker(
     host: WorkerHost, hosted: HostedWorker[Config], build: BuildServer[Config]
 ) -> None:
     """Registers and serves one worker until `host` stops or drains it."""
-    config, ref, engine = hosted.config, hosted.ref, hosted.engine
+    config, engine = hosted.config, hosted.engine
     worker = build(host, hosted)
     clients: ClientServices | None = None
     if worker.client_services:
@@ -97,6 +97,19 @@ async def serve_worker(
         ),
         server.server,
     )
+    try:
+        await _serve(host, hosted, worker, server)
+    finally:
+        # gRPC would stop it later, when the event loop is closed.
+        await server.stop(None)
+        await worker.close()
+
+
+async def _serve(
+    host: WorkerHost, hosted: HostedWorker[Config], worker: RoleServer, server: GrpcServer
+) -> None:
+    """Listens, registers and serves, until `host` stops or drains the worker."""
+    config, ref, engine = hosted.config, hosted.ref, hosted.engine
     endpoint = await server.start()
     server.set_serving(False)
     member = worker_member(
@@ -126,4 +139,3 @@ async def serve_worker(
             await host.serve(server, drain)
     finally:
         await membership.leave()
-        await worker.close()

@@ -9,6 +9,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, SecretStr, model_validator
 
+from headrace_common import ports
 from headrace_common.access.roles import Role
 from headrace_common.config import (
     HostPort,
@@ -67,7 +68,7 @@ class RegistryConfig(ServiceConfig):
     role = Role.REGISTRY
 
     internal_listen: HostPort = Field(
-        "127.0.0.1:7001",
+        f"127.0.0.1:{ports.REGISTRY}",
         description="host:port to serve the other services and operators on; port 0 takes any free port.",
     )
     store: Annotated[str, AfterValidator(_check_store)] = Field(

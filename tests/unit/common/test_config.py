@@ -22,6 +22,7 @@ from headrace_common.config import (
     redacted,
 )
 from headrace_common.errors import ConfigError
+from headrace_common.version import version
 
 
 class KilnConfig(ServiceConfig):
@@ -233,6 +234,22 @@ def test_secrets_are_never_shown() -> None:
     assert shown["signing_key"] == "***"
     assert shown["otlp_endpoint"] == "http://***@collector:4317"
     assert shown["bricks_max"] == 8
+
+
+def test_version_is_a_flag_and_not_a_misspelt_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        load(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out.split()[1:] == [version()]
+
+
+@pytest.mark.parametrize(
+    ("address", "remedy"),
+    [("127.0.0.1:99999", "no port 99999"), ("http://127.0.0.1:7050", "not as a URL")],
+)
+def test_a_wrong_address_is_explained(address: str, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=remedy):
+        load(["--registry", address])
 
 
 def test_help_names_every_setting_with_default_and_variable(

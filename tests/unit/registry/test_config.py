@@ -17,7 +17,7 @@ def load(*arguments: str) -> RegistryConfig:
 
 def test_the_defaults_need_no_etcd() -> None:
     config = load()
-    assert (config.store, config.internal_listen) == ("memory", "127.0.0.1:7001")
+    assert (config.store, config.internal_listen) == ("memory", "127.0.0.1:7051")
 
 
 def test_etcd_endpoints() -> None:

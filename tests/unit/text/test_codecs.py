@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from headrace_common.errors import ConfigError, InvalidRequest
 from headrace_text.byte_codec import ByteCodec
-from headrace_text.chat_template import ChatTemplate
+from headrace_text.chat_template import ChatTemplate, template_values
 from headrace_text.codec import ChatMessage, TextCodec
 from headrace_text.detokenizer import IncrementalDetokenizer
 from headrace_text.hugging_face import HuggingFaceCodec
@@ -79,13 +79,15 @@ def test_the_final_message_can_be_continued(tmp_path: Path) -> None:
 def test_a_template_that_trims_is_continued_without_trailing_space() -> None:
     template = ChatTemplate("{% for m in messages %}{{ m.content | trim }}|{% endfor %}", {})
     messages = [_USER, ChatMessage("assistant", " well ")]
-    assert template.render(messages, continue_final_message=True) == "hé|well"
+    assert template.render(template_values(messages), continue_final_message=True) == "hé|well"
 
 
 def test_a_template_that_drops_the_final_message_cannot_be_continued() -> None:
     template = ChatTemplate("{{ messages[0].content }}", {})
     with pytest.raises(InvalidRequest, match="cannot be continued"):
-        template.render([_USER, ChatMessage("assistant", "x")], continue_final_message=True)
+        template.render(
+            template_values([_USER, ChatMessage("assistant", "x")]), continue_final_message=True
+        )
 
 
 @pytest.mark.parametrize(
@@ -100,7 +102,7 @@ def test_a_template_that_drops_the_final_message_cannot_be_continued() -> None:
 )
 def test_an_error_of_a_template_reaches_the_client(source: str, message: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        ChatTemplate(source, {}).render([_USER], continue_final_message=False)
+        ChatTemplate(source, {}).render(template_values([_USER]), continue_final_message=False)
     assert message in caught.value.violations["chat.messages"]
 
 
@@ -109,7 +111,9 @@ def test_templates_may_use_generation_blocks_json_and_loop_controls() -> None:
         "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
         "{% generation %}{{ m | tojson }}{% endgeneration %}{% endfor %}"
     )
-    text = ChatTemplate(source, {}).render([_USER, _USER], continue_final_message=False)
+    text = ChatTemplate(source, {}).render(
+        template_values([_USER, _USER]), continue_final_message=False
+    )
     assert text == '{"role": "user", "content": "hé"}'
 
 
@@ -153,10 +157,13 @@ def test_a_broken_folder_is_rejected_in_one_line(tmp_path: Path, damage: str, me
     assert "\n" not in caught.value.detail
 
 
-def test_tokens_of_the_simulated_model_are_bytes_and_ideographs() -> None:
+def test_tokens_of_the_simulated_model_are_bytes_and_words_in_ascii() -> None:
     codec = ByteCodec()
     assert codec.encode("é") == [0xC3, 0xA9]
-    assert codec.decode([0xC3, 0xA9, 256, 511]) == "é\u4e00\u4eff"
+    assert codec.decode([0xC3, 0xA9, 256, 511]) == "é baba calo"
+    words = [codec.decode([token]) for token in range(256, codec.vocabulary_size)]
+    assert len(set(words)) == len(words)
+    assert all(word.isascii() and word[0] == " " and word[1:].isalpha() for word in words)
     assert _chat(codec) == "user: hé\nassistant: "
     assert _chat(codec, continued=True) == "user: hé"
 

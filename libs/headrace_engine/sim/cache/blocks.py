@@ -123,9 +123,12 @@ class BlockPool:
         if count == 0:
             return []
         free = np.flatnonzero(self._free)
-        runs = np.split(free, np.flatnonzero(np.diff(free) != 1) + 1)
-        fitting = [run for run in runs if len(run) >= count]
-        if fitting:
-            return [int(block) for block in min(fitting, key=len)[:count]]
+        starts = np.flatnonzero(np.diff(free, prepend=-2) != 1)
+        lengths = np.diff(starts, append=len(free))
+        fitting = np.flatnonzero(lengths >= count)
+        if len(fitting):
+            start = starts[fitting[lengths[fitting].argmin()]]
+            return [int(block) for block in free[start : start + count]]
+        runs = np.split(free, starts[1:])
         runs.sort(key=len, reverse=True)
         return [int(block) for block in np.concatenate(runs)[:count]]

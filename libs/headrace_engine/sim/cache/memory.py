@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace_common.errors import ConfigError
 from headrace_engine.sim.cache.arena_views import HeldCache, held_caches
 from headrace_engine.sim.model.bit_mixer import WORD_MASK, U64Array, mix_int
 from headrace_engine.sim.model.model import SimModel, WordArray
@@ -23,7 +24,7 @@ class SimMemory:
     """Writes a model's KV and reads it back. Not thread-safe. Transports write into it too.
 
     Free blocks are filled with a guard word, which differs between memories. Block ids by group are
-    in the layout's order.
+    in the layout's order. Where the model's setting `verify` is off, its bytes are neither written nor read.
     """
 
     def __init__(self, model: SimModel, shape: SimShape, guard_seed: int) -> None:
@@ -41,6 +42,12 @@ class SimMemory:
         self._readings = tuple(_readings(self._held))
         # The keys are the layers that a step writes at once: one or all.
         self._by_layers: dict[range, tuple[HeldCache, ...]] = {}
+        self._verifies = shape.settings.verify
+        if not self._verifies:
+            for arena in self._arenas:
+                # Transfers send them, so they must not be what this process had in that memory.
+                arena.fill(0)
+            return
         for group, _ in enumerate(self.groups):
             for view in self._views_of(group):
                 view[...] = self._guard.astype(view.dtype)
@@ -170,7 +177,7 @@ class SimMemory:
 
     def fill_guard(self, group: int, block_ids: Sequence[int]) -> None:
         """Overwrites freed blocks of a group with the guard word."""
-        if block_ids:
+        if block_ids and self._verifies:
             for view in self._views_of(group):
                 view[:, list(block_ids)] = self._guard.astype(view.dtype)
 
@@ -184,7 +191,12 @@ class SimMemory:
             view[:, block] = saved
 
     def guard_violations(self, group: int, block_ids: Sequence[int]) -> tuple[int, ...]:
-        """Those of the given free blocks of a group that were written to."""
+        """Those of the given free blocks of a group that were written to. Raises ConfigError with verify=off."""
+        if not self._verifies:
+            raise ConfigError(
+                "the sim engine has no guard words in free blocks: omit verify=off",
+                metadata={"field": "model.verify", "value": "off"},
+            )
         ids = np.asarray(block_ids, np.intp)
         touched = np.zeros(len(ids), bool)
         for view in self._views_of(group):

@@ -159,6 +159,8 @@ class CachePools:
             if group.kind == STATE:
                 continue
             size = group.block_tokens
+            if start_token // size == end_token // size:
+                continue
             cached = [
                 index
                 for index in range(start_token // size, end_token // size)

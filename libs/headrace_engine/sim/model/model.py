@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from headrace_engine.interface import Sampling
 from headrace_engine.sim.model.bit_mixer import (
     WORD_MASK,
+    CountedWords,
     U64Array,
     counted_words,
     mix_int,
@@ -38,6 +39,7 @@ _WEIGHT_SEED = 13
 _POSITION_SEED = 14
 _FURTHER_SEEDS = 100
 _CLOSED_FORM_POSITIONS = 1024
+_TOKEN_WORDS = CountedWords(_TOKEN_SEED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,7 @@ class SimModel:
         self.caches = settings.caches
         self.layer_count = settings.layer_count
         self.vocabulary = settings.vocabulary
+        self._verifies = settings.verify
         formulas: list[tuple[PartFormula, ...]] = []
         number = 0
         for cache in self.caches:
@@ -98,6 +101,10 @@ class SimModel:
         positions = counted_words(len(token_ids), _TOKEN_SEED, start)
         terms = mix_words(positions ^ mix_words(tokens + np.uint64(1)))
         return np.cumsum(terms, dtype=np.uint64) + np.array([base], np.uint64)
+
+    def next_sum(self, token_id: int, position: int, base: int) -> int:
+        """`prefix_sums` of one token."""
+        return (base + mix_int(_TOKEN_WORDS.at(position) ^ mix_int(token_id + 1))) & WORD_MASK
 
     def prefix_hashes(self, token_ids: Sequence[int]) -> U64Array:
         """A hash for each position, of all tokens up to and including it. Shape [tokens]."""
@@ -149,6 +156,8 @@ class SimModel:
         answer: list[int] = []
         while len(answer) < count:
             whole = (digest + self._state_digest(hashes)) & WORD_MASK
+            if not self._verifies:
+                whole = unverified_digest(running)
             choice = choose_token(whole, self.vocabulary, sampling, prompt, answer)
             answer.append(choice.token_id)
             if choice.token_id in sampling.stop_token_ids:
@@ -162,4 +171,10 @@ class SimModel:
 
     def name(self) -> str:
         """Identifies the weights: equal names and layouts give equal KV bytes and answers."""
-        return f"sim-{mix_int(self.vocabulary):016x}"
+        suffix = "" if self._verifies else "-unverified"
+        return f"sim-{mix_int(self.vocabulary):016x}{suffix}"
+
+
+def unverified_digest(prefix_sum: int) -> int:
+    """Stands for the digest where `verify` is off. Depends on the tokens alone, by the sum over all of them."""
+    return mix_int(prefix_sum)

@@ -30,9 +30,9 @@ def choose_token(
     With a temperature, `sampling.seed` must be set. Logprobs are those of the model, before
     penalties and temperature.
     """
-    tokens = _candidates(digest, vocabulary)
     if not _needs_scores(sampling):
-        return Choice(tokens[0], None)
+        return Choice(mix_int(digest) % vocabulary, None)
+    tokens = _candidates(digest, vocabulary)
     scores = _scores(digest, len(tokens))
     penalized = _penalized(tokens, scores, sampling, prompt, answer)
     order = sorted(range(len(tokens)), key=lambda index: -penalized[index])

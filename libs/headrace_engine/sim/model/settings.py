@@ -54,6 +54,10 @@ class SimSettings:
     - `host_copy_s_per_token`: seconds that copying them back takes.
     - `clock`: the path of a Unix socket where a test advances the time of computing by hand, see
       clock_control. Without it, computing takes real time.
+
+    Both sides need the same one:
+    - `verify`: "on", or "off" for measurements of everything but the simulation. With "off", KV memory is transferred
+      but neither written nor read: answers depend on the tokens alone, and no wrong byte is found.
     """
 
     layers: int = 2
@@ -78,6 +82,7 @@ class SimSettings:
     host_blocks: int = 0
     host_copy_s_per_token: float = 0.0
     clock: str = ""
+    verify: bool = True
 
     @cached_property
     def caches(self) -> tuple[SimCache, ...]:
@@ -219,6 +224,7 @@ def _read(key: str, text: str, kind: type) -> object:
         "order": _order,
         "block_format": _parse_block_format,
         "clock": _parse_clock,
+        "verify": _parse_switch,
     }
     if key in readers:
         return readers[key](text)
@@ -265,6 +271,12 @@ def _parse_block_format(text: str) -> str:
     if text not in (TOKEN_OUTER, TOKEN_INNER):
         raise ValueError(f"take {TOKEN_OUTER} or {TOKEN_INNER}")
     return text
+
+
+def _parse_switch(text: str) -> bool:
+    if text not in ("on", "off"):
+        raise ValueError("take on or off")
+    return text == "on"
 
 
 def _parse_clock(text: str) -> str:

@@ -17,7 +17,7 @@ from headrace_engine.interface import (
     Sampling,
     TokenLogprobs,
 )
-from headrace_engine.sim.model.bit_mixer import U64Array, mix_words
+from headrace_engine.sim.model.bit_mixer import U64Array, mix_int, mix_words
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.request.event_queue import DecodeEventQueue
 from headrace_engine.sim.request.handover import Handover
@@ -79,6 +79,7 @@ class Sequence:
     _loading: bool = False
     _in_step: bool = False
     _block_hashes: list[int] = field(default_factory=list)
+    _prompt: list[int] = field(default_factory=list)
 
     @property
     def capacity(self) -> int:
@@ -107,7 +108,9 @@ class Sequence:
     @property
     def prompt(self) -> list[int]:
         """The tokens of the prompt."""
-        return self.tokens[: self.prompt_count]
+        if not self._prompt:
+            self._prompt = self.tokens[: self.prompt_count]
+        return self._prompt
 
     @property
     def answer(self) -> list[int]:
@@ -240,9 +243,8 @@ class Sequence:
         position = len(self.tokens)
         self.tokens.append(token_id)
         if position < self.capacity:
-            sums = model.prefix_sums([token_id], position, self.hash_sum)
-            self.hash_sum = int(sums[0])
-            self.hashes[position] = mix_words(sums)[0]
+            self.hash_sum = model.next_sum(token_id, position, self.hash_sum)
+            self.hashes[position] = mix_int(self.hash_sum)
 
     def fail(self, failure: HeadraceError) -> None:
         """Stops a prefill's senders; ends a decode request with the failure."""

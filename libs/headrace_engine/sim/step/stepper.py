@@ -11,7 +11,7 @@ from headrace_engine.sim.cache.pools import CachePools
 from headrace_engine.sim.clock import SimClock
 from headrace_engine.sim.faults import SimFaults
 from headrace_engine.sim.model.logits import digest_of, logits_of
-from headrace_engine.sim.model.model import SimModel
+from headrace_engine.sim.model.model import SimModel, unverified_digest
 from headrace_engine.sim.model.sampling import Choice, choose_token
 from headrace_engine.sim.model.settings import SimSettings, SimShape
 from headrace_engine.sim.request.handover import Handover
@@ -80,16 +80,21 @@ class Stepper:
                 raise InternalError(f"chunk {self._faults.fail_chunk} fails: a fault was injected")
 
     async def _compute(self, chunks: Items[Chunk]) -> None:
-        writes = StepWrites(chunks, self._layout.groups)
         layers = self._model.layer_count
         layer_s = step_layer_s(chunks, self._settings)
+        writes = StepWrites(chunks, self._layout.groups) if self._settings.verify else None
         stalls = self._faults.stall_layer is not None and not all(c.is_decode for c in chunks)
-        if not layer_s and not stalls and all(c.sequence.handover is None for c in chunks):
-            writes.execute(self._memory, range(layers))
+        if not stalls and all(chunk.sequence.handover is None for chunk in chunks):
+            # Without a sender, only the end of the step matters.
+            if writes is not None:
+                writes.execute(self._memory, range(layers))
+            if layer_s:
+                await self._clock.sleep_until(self._clock.now_s() + layers * layer_s)
             return
         due_s = self._clock.now_s()
         for layer in range(layers):
-            writes.execute(self._memory, range(layer, layer + 1))
+            if writes is not None:
+                writes.execute(self._memory, range(layer, layer + 1))
             due_s += layer_s
             if stalls and layer == self._faults.stall_layer:
                 due_s += self._faults.stall_s
@@ -143,6 +148,8 @@ class Stepper:
         sequence.token_generated(choice.token_id, choice.logprobs, self._model)
 
     def _digest(self, sequence: Sequence) -> int:
+        if not self._settings.verify:
+            return unverified_digest(sequence.hash_sum)
         return self._memory.digest(sequence.block_ids_by_group, sequence.computed)
 
     def _choose(self, sequence: Sequence, sampling: Sampling, digest: int) -> Choice:

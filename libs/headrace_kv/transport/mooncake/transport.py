@@ -30,6 +30,7 @@ from headrace_kv.transport.base import (
 )
 from headrace_kv.transport.memory import HOST_MEMORY, Memory
 from headrace_kv.transport.mooncake.accept_timeout import set_accept_timeout
+from headrace_kv.transport.mooncake.known_lines import without_known_lines
 from headrace_kv.transport.mooncake.listen_filter import (
     STARTING,
     RestrictedPorts,
@@ -253,7 +254,8 @@ class MooncakeTransport(KvTransport):
         engine = self._engine_type()
         with STARTING:
             known = open_listeners()
-            code = engine.initialize(self._host, "P2PHANDSHAKE", self.protocol, "")
+            with without_known_lines():
+                code = engine.initialize(self._host, "P2PHANDSHAKE", self.protocol, "")
             ports = restrict_listeners(known, self._addresses, sources)
             end_lost_connections(ports.filtered | ports.open)
         if code != 0:
@@ -314,7 +316,8 @@ def _load_engine_type() -> Any:
         from mooncake.engine import TransferEngine
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"Mooncake is not installed: pip install {_BUILDS[0]}, or {_BUILDS[1]} for KV on CUDA devices"
+            f"Mooncake is not installed: pip install {_BUILDS[0]}, or {_BUILDS[1]} for KV on CUDA devices. The extras "
+            "sim, vllm-cpu and vllm-cuda contain it"
         ) from error
     except ImportError as error:
         cuda = f" Without CUDA's libraries, install {_BUILDS[0]}." if "libcud" in str(error) else ""

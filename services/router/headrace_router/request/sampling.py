@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from headrace.inference.v1 import sampling_pb2
-from headrace_common.limits import STOP_STRING_CHARACTERS_MAX, STOP_STRINGS_MAX, STOP_TOKENS_MAX
+from headrace_common.limits import (
+    ALLOWED_TOKENS_MAX,
+    BAD_SEQUENCE_TOKENS_MAX,
+    BAD_SEQUENCES_MAX,
+    BAD_WORD_CHARACTERS_MAX,
+    BAD_WORDS_MAX,
+    LOGIT_BIAS_MAX,
+    LOGIT_BIASES_MAX,
+    STOP_STRING_CHARACTERS_MAX,
+    STOP_STRINGS_MAX,
+    STOP_TOKENS_MAX,
+)
+from headrace_router.request.structured_outputs import structured_outputs_violations
 
 LOGPROBS_MAX = 20
 SEED_MAX = 2**63 - 1
@@ -53,22 +66,101 @@ def sampling_violations(sampling: sampling_pb2.SamplingParams) -> dict[str, str]
         violations["sampling.logprobs"] = (
             f"must be from 0 to {LOGPROBS_MAX}, not {sampling.logprobs}"
         )
-    if len(sampling.stop) > STOP_STRINGS_MAX:
-        violations["sampling.stop"] = (
-            f"must hold at most {STOP_STRINGS_MAX} strings, not {len(sampling.stop)}"
+    violations.update(
+        _text_violations(
+            "sampling.stop", sampling.stop, STOP_STRINGS_MAX, STOP_STRING_CHARACTERS_MAX
         )
-    for index, stop in enumerate(sampling.stop[:STOP_STRINGS_MAX]):
-        if not stop:
-            violations[f"sampling.stop[{index}]"] = "must not be empty; leave it out"
-        elif len(stop) > STOP_STRING_CHARACTERS_MAX:
-            violations[f"sampling.stop[{index}]"] = (
-                f"must have at most {STOP_STRING_CHARACTERS_MAX} characters, not {len(stop)}"
-            )
-    if len(sampling.stop_token_ids) > STOP_TOKENS_MAX:
-        violations["sampling.stop_token_ids"] = (
-            f"must hold at most {STOP_TOKENS_MAX} tokens, not {len(sampling.stop_token_ids)}"
+    )
+    violations.update(
+        _text_violations(
+            "sampling.bad_words", sampling.bad_words, BAD_WORDS_MAX, BAD_WORD_CHARACTERS_MAX
         )
+    )
+    violations.update(_token_violations(sampling))
+    if sampling.HasField("structured_outputs"):
+        violations.update(structured_outputs_violations(sampling.structured_outputs))
     return violations
+
+
+def vocabulary_violations(
+    sampling: sampling_pb2.SamplingParams, vocabulary_size: int
+) -> dict[str, str]:
+    """Remedies by path of the field with a token beyond the vocabulary. Ignores lists that are too long."""
+    violations: dict[str, str] = {}
+    lists: dict[str, tuple[Sequence[int], int]] = {
+        "stop_token_ids": (sampling.stop_token_ids, STOP_TOKENS_MAX),
+        "allowed_token_ids": (sampling.allowed_token_ids, ALLOWED_TOKENS_MAX),
+    }
+    for index, sequence in enumerate(sampling.bad_token_sequences[:BAD_SEQUENCES_MAX]):
+        lists[f"bad_token_sequences[{index}].ids"] = (sequence.ids, BAD_SEQUENCE_TOKENS_MAX)
+    for path, (ids, count_max) in lists.items():
+        violations.update(beyond_vocabulary(f"sampling.{path}", ids, count_max, vocabulary_size))
+    if len(sampling.logit_bias) <= LOGIT_BIASES_MAX:
+        for token_id in sampling.logit_bias:
+            if token_id >= vocabulary_size:
+                violations[f"sampling.logit_bias[{token_id}]"] = (
+                    f"the token must be below {vocabulary_size}; leave it out"
+                )
+                break
+    return violations
+
+
+def beyond_vocabulary(
+    path: str, ids: Sequence[int], count_max: int, vocabulary_size: int
+) -> dict[str, str]:
+    """The remedy for the first token beyond the vocabulary. None for a list of more than `count_max`, if not 0."""
+    if count_max and len(ids) > count_max:
+        return {}
+    index = next((i for i, token_id in enumerate(ids) if token_id >= vocabulary_size), None)
+    if index is None:
+        return {}
+    return {f"{path}[{index}]": f"must be below {vocabulary_size}, not {ids[index]}"}
+
+
+def _text_violations(
+    path: str, texts: Sequence[str], count_max: int, characters_max: int
+) -> Iterator[tuple[str, str]]:
+    if len(texts) > count_max:
+        yield path, f"must hold at most {count_max} strings, not {len(texts)}"
+    for index, text in enumerate(texts[:count_max]):
+        if not text:
+            yield f"{path}[{index}]", "must not be empty; leave it out"
+        elif len(text) > characters_max:
+            yield (
+                f"{path}[{index}]",
+                f"must have at most {characters_max} characters, not {len(text)}",
+            )
+
+
+def _token_violations(sampling: sampling_pb2.SamplingParams) -> Iterator[tuple[str, str]]:
+    bounded = {
+        "stop_token_ids": (len(sampling.stop_token_ids), STOP_TOKENS_MAX),
+        "allowed_token_ids": (len(sampling.allowed_token_ids), ALLOWED_TOKENS_MAX),
+        "logit_bias": (len(sampling.logit_bias), LOGIT_BIASES_MAX),
+        "bad_token_sequences": (len(sampling.bad_token_sequences), BAD_SEQUENCES_MAX),
+    }
+    for name, (count, count_max) in bounded.items():
+        if count > count_max:
+            what = "sequences" if name == "bad_token_sequences" else "tokens"
+            yield f"sampling.{name}", f"must hold at most {count_max} {what}, not {count}"
+    for index, sequence in enumerate(sampling.bad_token_sequences[:BAD_SEQUENCES_MAX]):
+        if not 0 < len(sequence.ids) <= BAD_SEQUENCE_TOKENS_MAX:
+            yield (
+                f"sampling.bad_token_sequences[{index}].ids",
+                f"must hold 1 to {BAD_SEQUENCE_TOKENS_MAX} tokens, not {len(sequence.ids)}",
+            )
+    for token_id, bias in sampling.logit_bias.items():
+        if not -LOGIT_BIAS_MAX <= bias <= LOGIT_BIAS_MAX:
+            yield (
+                f"sampling.logit_bias[{token_id}]",
+                f"must be from {-LOGIT_BIAS_MAX:g} to {LOGIT_BIAS_MAX:g}, not {bias:g}",
+            )
+            break
+    if sampling.HasField("max_tokens") and sampling.min_tokens > sampling.max_tokens:
+        yield (
+            "sampling.min_tokens",
+            f"must be at most max_tokens, {sampling.max_tokens}, not {sampling.min_tokens}",
+        )
 
 
 def with_defaults(

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
 from headrace_common.errors import InvalidRequest
-from headrace_common.limits import (
-    CHAT_MESSAGES_MAX,
-    CHAT_ROLES,
-    STOP_TOKENS_MAX,
-    UNKNOWN_CONTEXT_TOKENS,
+from headrace_common.limits import ANSWERS_MAX, UNKNOWN_CONTEXT_TOKENS
+from headrace_router.request.chat import (
+    chat_violations,
+    messages_of,
+    template_kwargs_of,
+    text_bytes,
+    tools_of,
 )
-from headrace_router.request.sampling import sampling_violations, with_defaults
-from headrace_text.codec import ChatMessage, TextCodec, TooManyTokens
+from headrace_router.request.sampling import (
+    beyond_vocabulary,
+    sampling_violations,
+    vocabulary_violations,
+    with_defaults,
+)
+from headrace_text.codec import TextCodec, TooManyTokens
 
 REQUEST_ID_CHARACTERS_MAX = 128
 _REQUEST_ID = re.compile(r"[!-~]*")
@@ -87,12 +94,9 @@ def prepare(
     if violations:
         raise InvalidRequest(violations)
     max_tokens = request.sampling.max_tokens or _room(context, len(token_ids))
-    if len(request.generated.ids) > max_tokens:
-        raise InvalidRequest(
-            {
-                "generated.ids": f"must hold at most max_tokens, {max_tokens}, not {len(request.generated.ids)}"
-            }
-        )
+    violations = _room_violations(request, max_tokens)
+    if violations:
+        raise InvalidRequest(violations)
     model_stops = frozenset() if request.sampling.ignore_eos else codec.stop_token_ids
     return PreparedRequest(
         request_id=request_id,
@@ -122,11 +126,12 @@ def request_violations(request: inference_pb2.GenerateRequest) -> dict[str, str]
     if given == ["tokens"] and not request.tokens.ids:
         violations["tokens.ids"] = "must not be empty"
     if given == ["chat"]:
-        violations.update(_chat_violations(request.chat))
+        violations.update(chat_violations(request.chat))
     if len(request.request_id) > REQUEST_ID_CHARACTERS_MAX:
         violations["request_id"] = f"must have at most {REQUEST_ID_CHARACTERS_MAX} characters"
     elif not _REQUEST_ID.fullmatch(request.request_id):
         violations["request_id"] = "must hold visible ASCII characters only, without spaces"
+    violations.update(_answer_violations(request))
     if request.prefill_placement not in inference_pb2.PrefillPlacement.values():
         violations["prefill_placement"] = "must be one of the named values"
     if request.first_token not in first_token_pb2.FirstTokenPolicy.values():
@@ -134,18 +139,15 @@ def request_violations(request: inference_pb2.GenerateRequest) -> dict[str, str]
     return violations
 
 
-def _chat_violations(chat: inference_pb2.Chat) -> dict[str, str]:
-    if not chat.messages:
-        return {"chat.messages": "must hold at least one message"}
-    if len(chat.messages) > CHAT_MESSAGES_MAX:
-        return {
-            "chat.messages": f"must hold at most {CHAT_MESSAGES_MAX} messages, not {len(chat.messages)}"
-        }
-    return {
-        f"chat.messages[{index}].role": f"must be one of {', '.join(CHAT_ROLES)}"
-        for index, message in enumerate(chat.messages)
-        if message.role not in CHAT_ROLES
-    }
+def _answer_violations(request: inference_pb2.GenerateRequest) -> Iterator[tuple[str, str]]:
+    if request.n > ANSWERS_MAX:
+        yield "n", f"must be from 1 to {ANSWERS_MAX}, not {request.n}"
+    if request.best_of > ANSWERS_MAX:
+        yield "best_of", f"must be from n to {ANSWERS_MAX}, not {request.best_of}"
+    elif request.best_of and request.best_of < max(1, request.n):
+        yield "best_of", f"must be at least n, {request.n}, not {request.best_of}"
+    if request.generated.ids and max(request.n, request.best_of) > 1:
+        yield "generated", "must be empty for several answers; send n=1 for each of them"
 
 
 def _prompt_field(request: inference_pb2.GenerateRequest) -> str:
@@ -160,19 +162,16 @@ def _byte_violations(
     """Counts bytes and ids, which takes far less time than tokenizing does."""
     if request.HasField("tokens"):
         return _length_violations(request, len(request.tokens.ids), context)
-    if request.HasField("text"):
-        text_bytes = len(request.text.encode())
-    else:
-        text_bytes = sum(len(message.content.encode()) for message in request.chat.messages)
+    size = len(request.text.encode()) if request.HasField("text") else text_bytes(request.chat)
     tokens_max = context or UNKNOWN_CONTEXT_TOKENS
     bytes_max = tokens_max * min(bytes_per_token, codec.longest_token_bytes or bytes_per_token)
-    if text_bytes <= bytes_max:
+    if size <= bytes_max:
         return {}
     return {
         _prompt_field(
             request
-        ): f"has {text_bytes} bytes of text, and the context of {tokens_max} tokens takes at "
-        f"most {bytes_max}; shorten it by {text_bytes - bytes_max} bytes"
+        ): f"has {size} bytes of text, and the context of {tokens_max} tokens takes at "
+        f"most {bytes_max}; shorten it by {size - bytes_max} bytes"
     }
 
 
@@ -199,11 +198,12 @@ def _prompt_tokens(
         return request.tokens.ids
     if request.HasField("text"):
         return codec.encode(request.text, tokens_max)
-    messages = [ChatMessage(message.role, message.content) for message in request.chat.messages]
     return codec.encode_chat(
-        messages,
+        messages_of(request.chat),
         continue_final_message=request.chat.continue_final_message,
         tokens_max=tokens_max,
+        tools=tools_of(request.chat),
+        template_kwargs=template_kwargs_of(request.chat),
     )
 
 
@@ -232,19 +232,26 @@ def _length_violations(
 def _vocabulary_violations(
     request: inference_pb2.GenerateRequest, vocabulary_size: int, context: int
 ) -> dict[str, str]:
-    violations: dict[str, str] = {}
-    fields = {
-        "tokens.ids": (request.tokens.ids, context),
-        "generated.ids": (request.generated.ids, context),
-        "sampling.stop_token_ids": (request.sampling.stop_token_ids, STOP_TOKENS_MAX),
-    }
-    for path, (ids, count_max) in fields.items():
+    violations = vocabulary_violations(request.sampling, vocabulary_size)
+    for path, ids in (
+        ("tokens.ids", request.tokens.ids),
+        ("generated.ids", request.generated.ids),
+    ):
         # A longer list is rejected for its length.
-        if count_max and len(ids) > count_max:
-            continue
-        index = next((i for i, token_id in enumerate(ids) if token_id >= vocabulary_size), None)
-        if index is not None:
-            violations[f"{path}[{index}]"] = f"must be below {vocabulary_size}, not {ids[index]}"
+        violations.update(beyond_vocabulary(path, ids, context, vocabulary_size))
+    return violations
+
+
+def _room_violations(request: inference_pb2.GenerateRequest, max_tokens: int) -> dict[str, str]:
+    """Those that need the number of tokens that fit into the context."""
+    violations: dict[str, str] = {}
+    count = len(request.generated.ids)
+    if count > max_tokens:
+        violations["generated.ids"] = f"must hold at most max_tokens, {max_tokens}, not {count}"
+    if request.sampling.min_tokens > max_tokens:
+        violations["sampling.min_tokens"] = (
+            f"must be at most {max_tokens}, the rest of the context, not {request.sampling.min_tokens}"
+        )
     return violations
 
 

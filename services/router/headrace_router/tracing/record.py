@@ -3,26 +3,69 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from opentelemetry.proto.trace.v1 import trace_pb2 as otlp_pb2
 
 from headrace.inference.v1 import trace_pb2
 from headrace_common.durations import duration_from_ns, timestamp_from_unix_ns
 from headrace_common.telemetry import schema
+from headrace_common.telemetry.otlp import span_to_proto
+from headrace_common.telemetry.spans import EndedSpan
 from headrace_router.tracing.batches import attributes_as_text
 
 SPANS_PER_TRACE_MAX: Final = 8_192
 NAMES_PER_TRACE_MAX: Final = 64
 # What Python's objects of one stored span take beside its bytes: about 400 were measured.
 SPAN_OVERHEAD_BYTES: Final = 512
+SPAN_ID_BYTES: Final = 8
+# The ids, the times and the name of a span.
+_FIXED_FIELDS_BYTES: Final = 96
+_NUMBER_BYTES: Final = 8
+_NAMES_WITH_ATTRIBUTES: Final = (schema.SPAN_REQUEST, schema.SPAN_ATTEMPT)
 
+StoredSpan: TypeAlias = tuple[str, str, bytes | tuple[Any, ...], int]
+"""The service and the worker id of the process that made a span, the span, and its bytes.
 
-StoredSpan: TypeAlias = tuple[str, str, bytes]
-"""The service and the worker id of the process that made a span, and the span in OTLP's encoding.
-
-A message would keep its whole export in memory. A tuple of these types costs the garbage collector no time.
+A worker's span is in OTLP's encoding: a message would keep its whole export in memory. A span of this router is the
+fields of an EndedSpan, which are encoded only for a reader. Tuples of these types cost the garbage collector no time.
 """
+
+
+@dataclass(frozen=True, slots=True)
+class SpanFacts:
+    """What a trace needs to know of a span when it is added."""
+
+    name: str
+    span_id: bytes
+    parent_id: bytes
+    failed: bool
+    request_id: str
+    prefill_worker_id: str
+
+    @classmethod
+    def of_proto(cls, span: otlp_pb2.Span) -> SpanFacts:
+        """The facts of a worker's span."""
+        attributes = (
+            attributes_as_text(span.attributes) if span.name in _NAMES_WITH_ATTRIBUTES else {}
+        )
+        return cls(
+            *(span.name, span.span_id, span.parent_span_id, _failed(span)),
+            attributes.get(schema.ATTRIBUTE_REQUEST_ID, ""),
+            attributes.get(schema.ATTRIBUTE_PREFILL_WORKER_ID, ""),
+        )
+
+    @classmethod
+    def of_ended(cls, span: EndedSpan) -> SpanFacts:
+        """The facts of a span of this router."""
+        return cls(
+            span.name,
+            span.span_id.to_bytes(SPAN_ID_BYTES, "big"),
+            span.parent_id.to_bytes(SPAN_ID_BYTES, "big"),
+            bool(span.error),
+            str(span.attributes.get(schema.ATTRIBUTE_REQUEST_ID, "")),
+            str(span.attributes.get(schema.ATTRIBUTE_PREFILL_WORKER_ID, "")),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +88,16 @@ class _Completeness:
         self._reported: set[tuple[str, bytes]] = set()
         self._missing: set[tuple[str, bytes]] = set()
 
-    def add(self, span: otlp_pb2.Span) -> None:
+    def add(self, span: SpanFacts) -> None:
         if span.name == schema.SPAN_REQUEST:
-            attributes = attributes_as_text(span.attributes)
-            self._roots.add(attributes.get(schema.ATTRIBUTE_REQUEST_ID, ""))
+            self._roots.add(span.request_id)
         elif span.name in (schema.SPAN_DECODE, schema.SPAN_PREFILL):
-            reported = (span.name, span.parent_span_id)
+            reported = (span.name, span.parent_id)
             self._reported.add(reported)
             self._missing.discard(reported)
-        elif span.name == schema.SPAN_ATTEMPT and not _failed(span):
+        elif span.name == schema.SPAN_ATTEMPT and not span.failed:
             expected = [schema.SPAN_DECODE]
-            if attributes_as_text(span.attributes).get(schema.ATTRIBUTE_PREFILL_WORKER_ID):
+            if span.prefill_worker_id:
                 expected.append(schema.SPAN_PREFILL)
             keys = {(name, span.span_id) for name in expected}
             self._missing |= keys - self._reported
@@ -99,7 +141,7 @@ class TraceRecord:
         del self._names[oldest]
         return oldest
 
-    def add(self, span: otlp_pb2.Span, stored: StoredSpan, bytes_max: int) -> bool:
+    def add(self, span: SpanFacts, stored: StoredSpan, bytes_max: int) -> bool:
         """Adds a span, or replaces the span with its id. False when the trace has no room for it."""
         previous = self._spans.get(span.span_id)
         replaced_bytes = _stored_bytes(previous) if previous is not None else 0
@@ -126,9 +168,7 @@ class TraceRecord:
 
 def trace_to_proto(summary: TraceSummary, spans: tuple[StoredSpan, ...] = ()) -> trace_pb2.Trace:
     """Converts a trace, with its spans by start time. Takes long for many spans: call it in a thread."""
-    parsed = [
-        (otlp_pb2.Span.FromString(data), service, worker_id) for service, worker_id, data in spans
-    ]
+    parsed = [(_span_of(content), service, worker_id) for service, worker_id, content, _ in spans]
     parsed.sort(key=lambda part: part[0].start_time_unix_nano)
     return trace_pb2.Trace(
         trace_id=summary.trace_id,
@@ -155,9 +195,29 @@ def _span_to_proto(span: otlp_pb2.Span, service: str, worker_id: str) -> trace_p
     )
 
 
+def ended_span_bytes(span: EndedSpan) -> int:
+    """About as many bytes as the contents of the span take."""
+    attributes = span.attributes
+    texts = sum(map(_text_bytes, attributes.values())) + sum(map(len, attributes))
+    return texts + _text_bytes(span.error) + _FIXED_FIELDS_BYTES
+
+
+def _text_bytes(value: object) -> int:
+    if not isinstance(value, str):
+        return _NUMBER_BYTES
+    # One character of other texts may take four bytes.
+    return len(value) if value.isascii() else 4 * len(value)
+
+
+def _span_of(content: bytes | tuple[Any, ...]) -> otlp_pb2.Span:
+    if isinstance(content, bytes):
+        return otlp_pb2.Span.FromString(content)
+    return span_to_proto(EndedSpan(*content))
+
+
 def _stored_bytes(stored: StoredSpan) -> int:
-    service, worker_id, data = stored
-    return len(service) + len(worker_id) + len(data) + SPAN_OVERHEAD_BYTES
+    service, worker_id, _, size = stored
+    return len(service) + len(worker_id) + size + SPAN_OVERHEAD_BYTES
 
 
 def _failed(span: otlp_pb2.Span) -> bool:

@@ -9,20 +9,24 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
-from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.proto.trace.v1 import trace_pb2 as otlp_pb2
-from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from headrace.inference.v1 import trace_pb2
 from headrace_common.errors import InvalidRequest, NotFound
 from headrace_common.limits import PAGE_SIZE_MAX
+from headrace_common.telemetry.spans import EndedSpan, SpanSource
 from headrace_router.tracing.batches import SpanBatch, span_batches
-from headrace_router.tracing.record import StoredSpan, TraceRecord, trace_to_proto
+from headrace_router.tracing.record import (
+    SPAN_ID_BYTES,
+    SpanFacts,
+    StoredSpan,
+    TraceRecord,
+    ended_span_bytes,
+    trace_to_proto,
+)
 
 PAGE_SIZE_DEFAULT: Final = 20
 SPAN_BYTES_MAX: Final = 65_536
-_SPAN_ID_BYTES: Final = 8
 
 DROPPED_SPAN: Final = "span"
 """The span has more than SPAN_BYTES_MAX bytes, or no valid id."""
@@ -102,14 +106,30 @@ class TraceStore:
             # Routers receive the spans of each other's requests, so most spans may be of unknown traces.
             if trace_id not in self._records:
                 continue
-            if span.ByteSize() > SPAN_BYTES_MAX or len(span.span_id) != _SPAN_ID_BYTES:
+            size = span.ByteSize()
+            if size > SPAN_BYTES_MAX or len(span.span_id) != SPAN_ID_BYTES:
                 dropped[DROPPED_SPAN] = dropped.get(DROPPED_SPAN, 0) + 1
                 continue
-            stored: StoredSpan = (batch.service, batch.worker_id, span.SerializeToString())
+            content = span.SerializeToString()
+            stored: StoredSpan = (batch.service, batch.worker_id, content, size)
             with self._lock:
-                self._add(trace_id, span, stored, dropped)
-        for reason, count in dropped.items():
-            self._on_dropped(reason, count)
+                self._add(trace_id, SpanFacts.of_proto(span), stored, dropped)
+        self._report(dropped)
+
+    def add_ended(self, source: SpanSource, span: EndedSpan) -> None:
+        """Adds a span of this router. A SpanSink."""
+        trace_id = f"{span.trace_id:032x}"
+        if trace_id not in self._records:
+            return
+        dropped: dict[str, int] = {}
+        size = ended_span_bytes(span)
+        if size > SPAN_BYTES_MAX:
+            dropped[DROPPED_SPAN] = 1
+        else:
+            stored: StoredSpan = (source.service, "", tuple(span), size)
+            with self._lock:
+                self._add(trace_id, SpanFacts.of_ended(span), stored, dropped)
+        self._report(dropped)
 
     def get(self, name: str) -> trace_pb2.Trace:
         """The trace with this trace id or request id. The newest for an empty name. Raises NotFound."""
@@ -147,7 +167,7 @@ class TraceStore:
         return [trace_to_proto(summary) for summary in chosen], token
 
     def _add(
-        self, trace_id: str, span: otlp_pb2.Span, stored: StoredSpan, dropped: dict[str, int]
+        self, trace_id: str, span: SpanFacts, stored: StoredSpan, dropped: dict[str, int]
     ) -> None:
         record = self._records.get(trace_id)
         if record is None:
@@ -161,6 +181,10 @@ class TraceStore:
             removed = self._remove_oldest()
             dropped[DROPPED_STORE] = dropped.get(DROPPED_STORE, 0) + len(removed.spans)
 
+    def _report(self, dropped: dict[str, int]) -> None:
+        for reason, count in dropped.items():
+            self._on_dropped(reason, count)
+
     def _remove_oldest(self) -> TraceRecord:
         trace_id, record = self._records.popitem(last=False)
         self._stored_bytes -= record.stored_bytes
@@ -172,18 +196,3 @@ class TraceStore:
         # Another trace may have a request with the same id.
         if self._trace_of_request.get(name) == trace_id:
             del self._trace_of_request[name]
-
-
-class StoreExporter(SpanExporter):
-    """Adds the router's own spans to its store."""
-
-    def __init__(self, store: TraceStore) -> None:
-        self._store = store
-
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Always succeeds."""
-        self._store.add_spans(encode_spans(spans).resource_spans)
-        return SpanExportResult.SUCCESS
-
-    def shutdown(self) -> None:
-        """Nothing to flush: `export` adds spans at once."""

@@ -16,6 +16,7 @@ from opentelemetry import trace
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.trace.v1 import trace_pb2
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import use_span
 
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from headrace_common.client_config import ClientFacingConfig
@@ -71,7 +72,7 @@ class Traced(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: object
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        with self._telemetry.tracer.start_as_current_span(SPAN_DECODE):
+        with use_span(self._telemetry.tracer.start_span(SPAN_DECODE), end_on_exit=True):
             yield inference_pb2.GenerateResponse(text="a")
             await asyncio.sleep(0)
             yield inference_pb2.GenerateResponse(text="b")
@@ -122,8 +123,8 @@ async def test_spans_of_two_services_form_one_tree(receiver: tuple[Receiver, str
     async with open_channel(server.client_endpoint) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         with (
-            router.tracer.start_as_current_span(SPAN_REQUEST),
-            router.tracer.start_as_current_span(SPAN_ATTEMPT) as attempt,
+            use_span(router.tracer.start_span(SPAN_REQUEST), end_on_exit=True),
+            use_span(router.tracer.start_span(SPAN_ATTEMPT), end_on_exit=True) as attempt,
         ):
             metadata = metadata_with_trace([("x-kiln", "1")])
             call = stub.Generate(inference_pb2.GenerateRequest(), metadata=metadata)

@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from opentelemetry.trace import use_span
 
 from headrace.inference.v1 import inference_pb2, trace_pb2, trace_pb2_grpc
 from headrace.prefill.v1 import prefill_pb2
@@ -75,7 +76,9 @@ async def test_one_trace_covers_all_processes_of_a_request(rig: Rig, workers: Wo
 
     async def decode(worker: FakeDecode, request: Any) -> Any:
         parent = context_from_traceparent(str(worker.metadata[-1]["traceparent"]))
-        with workers.decode.tracer.start_as_current_span(schema.SPAN_DECODE, context=parent):
+        with use_span(
+            workers.decode.tracer.start_span(schema.SPAN_DECODE, parent), end_on_exit=True
+        ):
             async for event in generate(worker, request):
                 yield event
 

@@ -52,6 +52,12 @@ def error_of(path: Path, max_model_len: int = 0) -> str:
     return caught.value.detail
 
 
+@pytest.mark.parametrize("model", ["", "sim", "sim:layers=2"])
+def test_an_engine_without_a_model_names_the_remedy(model: str) -> None:
+    with pytest.raises(ConfigError, match="make model"):
+        read_model_folder(model, 0)
+
+
 def test_wrong_folders_are_rejected_in_one_line(tmp_path: Path) -> None:
     assert "does not exist" in error_of(tmp_path / "missing")
     empty = tmp_path / "empty"

@@ -8,9 +8,12 @@ import pytest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, KeyValue
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, Status
+from opentelemetry.sdk.resources import Resource as OtelResource
 
 from headrace_common.errors import InvalidRequest, NotFound
 from headrace_common.telemetry import schema
+from headrace_common.telemetry.otlp import export_request
+from headrace_common.telemetry.spans import EndedSpan, SpanSource
 from headrace_router.tracing import batches, record
 from headrace_router.tracing import store as trace_store
 from headrace_router.tracing.store import TraceLimits, TraceStore
@@ -182,6 +185,48 @@ def test_a_span_that_is_too_large_or_has_no_valid_id_is_dropped() -> None:
     store.add_spans([_span(schema.SPAN_TRANSFER_LAYER, "01" * 9)])
     assert not store.get("r1").spans
     assert dropped == {trace_store.DROPPED_SPAN: 2}
+
+
+def _own(name: str, span_id: int, parent: int = 0, **attributes: str) -> EndedSpan:
+    keys = {"worker": schema.ATTRIBUTE_PREFILL_WORKER_ID, "request": schema.ATTRIBUTE_REQUEST_ID}
+    named = {keys[key]: value for key, value in attributes.items()}
+    return EndedSpan(int(_TRACE, 16), span_id, parent, name, 1_000, 3_000, named, "", ())
+
+
+def test_own_spans_are_stored_as_those_of_workers_are() -> None:
+    source = SpanSource("router", "router-0", OtelResource({}))
+    own, exported = _store(), _store()
+    root, attempt = int(_ROOT, 16), int(_ATTEMPT, 16)
+    spans = [
+        _own(schema.SPAN_ATTEMPT, attempt, root, worker="p0"),
+        _own(schema.SPAN_REQUEST, root, request="r1"),
+    ]
+    for span in spans:
+        own.add_ended(source, span)
+        exported.add_spans(export_request([(source, span)]).resource_spans)
+    for store in (own, exported):
+        store.add_spans([_span(schema.SPAN_DECODE, "03" * 8, _ATTEMPT, service="decode")])
+        assert not store.get("r1").complete
+        store.add_spans([_span(schema.SPAN_PREFILL, "04" * 8, _ATTEMPT, service="prefill")])
+        assert store.get("r1").complete
+    # The service's name is a part of the resource, which has none here.
+    found = list(exported.get("r1").spans)
+    for one in found:
+        one.service = one.service or "router"
+    assert list(own.get("r1").spans) == found
+    assert own.stored_bytes > 0
+
+
+def test_an_own_span_that_is_too_large_is_dropped() -> None:
+    dropped: Counter[str] = Counter()
+    store = TraceStore(_limits(10), lambda why, count: dropped.update({why: count}))
+    store.start_trace(_TRACE, "r1", 500)
+    source = SpanSource("router", "router-0", OtelResource({}))
+    # A character of this text may take four bytes.
+    text = "\u00e4" * (trace_store.SPAN_BYTES_MAX // 4)
+    store.add_ended(source, _own(schema.SPAN_REQUEST, 1, request=text))
+    assert dropped == {trace_store.DROPPED_SPAN: 1}
+    assert not store.get("r1").spans
 
 
 def test_names_of_requests_that_share_a_trace_are_bounded() -> None:

@@ -24,6 +24,9 @@ def test_prefix_sums_can_be_continued(prompt: list[int], cut: int) -> None:
     whole = model.prefix_sums(prompt)
     base = int(whole[cut - 1]) if cut else 0
     assert whole[cut:].tolist() == model.prefix_sums(prompt[cut:], cut, base).tolist()
+    for position, token in enumerate(prompt):
+        before = int(whole[position - 1]) if position else 0
+        assert model.next_sum(token, position, before) == int(whole[position])
 
 
 def test_order_and_prefix_affect_the_hash() -> None:

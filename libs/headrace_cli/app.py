@@ -1,0 +1,50 @@
+"""The `headrace` command, assembled from its subcommands."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from headrace_cli.commands import (
+    chat,
+    demo,
+    doctor,
+    drain,
+    pair,
+    policy,
+    route,
+    token,
+    trace,
+    up,
+    workers,
+)
+from headrace_common.version import version
+
+app = typer.Typer(
+    name="headrace",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+# The help lists them in this order.
+for command in (up, demo, chat, route, workers, drain, trace, pair, policy, token, doctor):
+    command.register(app)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"headrace {version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def headrace(
+    asked_version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Serves large language models with prefill and decode on separate workers."""

@@ -1,0 +1,20 @@
+"""The default ports, each with one use. docs/deployment.md lists them."""
+
+from __future__ import annotations
+
+from typing import Final
+
+ROUTER: Final = 7050
+"""`listen` of routers: gRPC for clients."""
+REGISTRY: Final = 7051
+"""`internal_listen` of the registry."""
+PREFILL: Final = 7052
+"""`internal_listen` of prefill workers, where a port is fixed."""
+DECODE: Final = 7053
+"""`internal_listen` of decode workers, where a port is fixed."""
+ROUTER_INTERNAL: Final = 7054
+"""`internal_listen` of routers, where a port is fixed."""
+DECODE_CLIENTS: Final = 7055
+"""`listen` of decode workers, for look-aside."""
+ROUTER_HTTP: Final = 7056
+"""`http_listen` of routers: OpenAI HTTP for clients."""

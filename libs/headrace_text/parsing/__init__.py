@@ -1,0 +1,1 @@
+"""Parsers of generated text: reasoning, tool calls and content. Pure."""

@@ -1,0 +1,61 @@
+"""Sim engines with verify=off: the same path of a request, without the bytes."""
+
+import ctypes
+
+import pytest
+
+from headrace_common.errors import ConfigError, LayoutMismatch
+from headrace_engine.sim.engine import SimEngine
+from headrace_engine.sim.faults import CorruptByte, SimFaults
+from tests.component.engine.sim.support import (
+    Pair,
+    answer_of,
+    close,
+    decode_work,
+    engine_config,
+    no_descriptors,
+    pair,
+)
+
+PROMPT = list(range(100, 150))
+MODEL = "sim:context=512,verify=off"
+
+
+def memory_of(both: Pair) -> set[bytes]:
+    """The bytes of every rank of both engines."""
+    return {
+        ctypes.string_at(rank.base_address, rank.arena_bytes)
+        for engine in (both.prefill, both.decode)
+        for rank in engine.descriptor.ranks
+    }
+
+
+async def test_answers_depend_on_the_tokens_alone_and_the_memory_stays_empty() -> None:
+    async with pair(model=MODEL, guarded=False) as both:
+        remote = await both.generate(PROMPT)
+        assert remote.summary is not None
+        assert remote.summary.payload_bytes > 0
+        other = [*PROMPT[:20], 7, *PROMPT[21:]]
+        local, _, _ = await answer_of(both.decode, decode_work(other, transfer_id="x2"))
+        assert local == both.decode.model.expected_tokens(other, 6)
+        assert local != remote.tokens
+        assert memory_of(both) == {bytes(len(next(iter(memory_of(both)))))}
+        with pytest.raises(ConfigError, match="omit verify=off"):
+            both.decode.guard_violations()
+
+
+async def test_an_engine_that_verifies_takes_no_kv_from_one_that_writes_none() -> None:
+    reader = {"model": "sim:context=512"}
+    async with pair(prefill={"model": MODEL}, decode=reader, guarded=False) as both:
+        started = await both.start(decode_work(PROMPT, remote_kv=True))
+        with pytest.raises(LayoutMismatch):
+            await started.prefill
+        both.receiver.cancel("x1", "CANCELLED", "the prefill was refused")
+        await close(started.reader)
+
+
+def test_faults_that_need_the_bytes_are_refused() -> None:
+    config = engine_config("decode", model=MODEL)
+    with pytest.raises(ConfigError) as raised:
+        SimEngine(config, no_descriptors, faults=SimFaults(corrupt=CorruptByte()))
+    assert raised.value.metadata["field"] == "model.verify"

@@ -1,0 +1,65 @@
+"""The command as a whole: its version and its completion."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from headrace_cli.app import app
+from headrace_common.version import version
+
+COMMAND = (sys.executable, "-m", "headrace_cli")
+
+
+def run(*arguments: str, **environment: str) -> str:
+    finished = subprocess.run(
+        [*COMMAND, *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert not finished.stderr
+    return finished.stdout
+
+
+def test_version_is_printed() -> None:
+    shown = CliRunner().invoke(app, ["--version"])
+    assert shown.exit_code == 0
+    assert shown.stdout == f"headrace {version()}\n"
+
+
+@pytest.mark.parametrize(
+    "shell,line",
+    [
+        ("bash", "complete -o default -F _headrace_completion headrace"),
+        ("zsh", "compdef _headrace_completion headrace"),
+        ("fish", "complete --command headrace"),
+    ],
+)
+def test_each_shell_has_a_completion_script(shell: str, line: str) -> None:
+    script = run("--show-completion", shell, _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
+    assert line in script
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"_HEADRACE_COMPLETE": "complete_bash", "COMP_WORDS": "headrace dr", "COMP_CWORD": "1"},
+        {"_HEADRACE_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": "headrace dr"},
+        {
+            "_HEADRACE_COMPLETE": "complete_fish",
+            "_TYPER_COMPLETE_ARGS": "headrace dr",
+            "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+        },
+    ],
+)
+def test_a_shell_completes_the_names_of_commands(environment: dict[str, str]) -> None:
+    offered = run(**environment)
+    assert "drain" in offered
+    assert "workers" not in offered
