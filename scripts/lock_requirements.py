@@ -73,7 +73,6 @@ _WRONG_BUILD = "the index offers a CUDA build, which breaks the CPU build of tor
 _FASTAPI_TOOL = "serves FastAPI's own command line, which nothing here runs"
 _HUB = {"huggingface-hub": "only loading a tokenizer by its name on a hub would use it"}
 LEFT_OUT = {
-    "router": _HUB,
     "model": _HUB,
     "worker": {
         "torchaudio": _WRONG_BUILD,
