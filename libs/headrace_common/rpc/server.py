@@ -18,7 +18,6 @@ from headrace_common.access.authorizer import Authorizer
 from headrace_common.access.credentials import Credentials
 from headrace_common.access.table import Listener
 from headrace_common.callers.bounds import CallerBounds, CallerLimits
-from headrace_common.callers.interceptor import CallerInterceptor, TenantOf
 from headrace_common.client_config import ClientFacingConfig
 from headrace_common.config import ServiceConfig
 from headrace_common.deadlines import Deadline
@@ -29,6 +28,7 @@ from headrace_common.process.connections import (
     reserve_descriptors,
 )
 from headrace_common.rpc.access import ClientAccess, InternalAccess
+from headrace_common.rpc.callers import CallerInterceptor, TenantOf
 from headrace_common.rpc.channel import MESSAGE_BYTES_MAX
 from headrace_common.rpc.in_flight import ClientStreams, InFlightInterceptor
 from headrace_common.rpc.listener import INTERNAL_OPTIONS, Address, RpcListener, client_options

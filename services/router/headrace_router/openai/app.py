@@ -14,9 +14,9 @@ from opentelemetry import context as otel_context
 
 from headrace.inference.v1 import inference_pb2
 from headrace_common.callers.bounds import CallerBounds
-from headrace_common.callers.interceptor import caller_name
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError, InternalError, InvalidRequest, Unauthenticated
+from headrace_common.rpc.callers import caller_name
 from headrace_common.rpc.trace_context import context_from_traceparent
 from headrace_router.admission.tenants import Tenants, tenant_or_none
 from headrace_router.metrics import RouterMetrics

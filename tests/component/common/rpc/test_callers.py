@@ -13,10 +13,10 @@ import grpc.aio
 import pytest
 
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
-from headrace_common.callers import interceptor
 from headrace_common.callers.bounds import REFUSED_BODY, CallerBounds, CallerLimits
 from headrace_common.client_config import ClientFacingConfig
 from headrace_common.errors import HeadraceError, InvalidRequest, QueueFull
+from headrace_common.rpc import callers as interceptor
 from headrace_common.rpc.channel import MESSAGE_BYTES_MAX, open_channel
 from headrace_common.rpc.server import ClientServices, GrpcServer
 from headrace_common.rpc.status import error_from_rpc
