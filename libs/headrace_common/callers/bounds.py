@@ -75,8 +75,7 @@ class CallerBounds:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.count_refused = count_refused
-        self.on_flood: Callable[[str], None] = _ignore_flood
-        """Called with the host of a flood, if no other caller has calls in flight from there."""
+        self._on_flood: Callable[[str], None] = _ignore_flood
         self._limits = limits
         self._rejected = RateByCaller(
             limits.rejected_per_s, _BURST_S * limits.rejected_per_s, clock
@@ -87,6 +86,10 @@ class CallerBounds:
         self._callers_of: dict[str, Counter[str]] = {}
         """Calls in flight of each caller, by host."""
         self._turns = FairTurns(lambda: len(self._calls) <= 1)
+
+    def report_floods(self, on_flood: Callable[[str], None]) -> None:
+        """Lets `on_flood` be called with the host of a flood, if no other caller has calls in flight from there."""
+        self._on_flood = on_flood
 
     def calls(self, caller: str) -> int:
         """Calls in flight of a caller."""
@@ -149,7 +152,7 @@ class CallerBounds:
         self._floods.count(host)
         alone = self._callers_of.get(host, {}).keys() <= {caller}
         if alone and self._floods.excess_s(host):
-            self.on_flood(host)
+            self._on_flood(host)
 
 
 def _too_many_rejected(per_s: float, retry_after_s: float) -> HeadraceError:

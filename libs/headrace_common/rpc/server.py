@@ -130,7 +130,7 @@ class GrpcServer:
         )
         callers = clients.callers or CallerBounds(CallerLimits.from_config(config))
         self._guard = ConnectionGuard(bounds, streams.busy, callers.count_refused)
-        callers.on_flood = self._guard.block
+        callers.report_floods(self._guard.block)
         in_turns = CallerInterceptor(callers, clients.tenant_of)
         return RpcListener(
             Address(Listener.CLIENT, config.listen, config.advertise),

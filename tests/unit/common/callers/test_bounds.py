@@ -109,7 +109,7 @@ def test_a_flood_is_reported_unless_another_caller_has_calls_from_its_host(
 ) -> None:
     bounds = bounds_of(refused, calls_max=1)
     floods: list[str] = []
-    bounds.on_flood = floods.append
+    bounds.report_floods(floods.append)
     with ExitStack() as held:
         held.enter_context(bounds.call(HOST, HOST))
         if shared:
