@@ -34,6 +34,7 @@ from headrace_router.metrics import RouterMetrics
 from headrace_router.models import ModelCatalog
 from headrace_router.openai.answers import ModelParsers
 from headrace_router.openai.app import OpenAiApp, OpenAiParts
+from headrace_router.openai.metrics_page import MetricsPage
 from headrace_router.placement import KvAware, Placement
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.service import PullService
@@ -229,6 +230,9 @@ def assemble(
     parsers = {name: ModelParsers(*names) for name, names in config.parsers.items()}
     openai = OpenAiApp(
         OpenAiParts(codecs, parsers, models, tenants, runner, preparer, gate, metrics, callers),
+        MetricsPage(
+            load_tenants(config.metrics_keys_file, "metrics_keys_file"), telemetry.metrics.text
+        ),
         deadline_s=config.default_deadline_s,
         body_bytes_max=config.max_request_bytes,
     )

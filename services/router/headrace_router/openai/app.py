@@ -31,6 +31,7 @@ from headrace_router.openai.conversion import (
 )
 from headrace_router.openai.errors import HttpError
 from headrace_router.openai.exchange import HttpExchange, Receive, Scope, Send
+from headrace_router.openai.metrics_page import MetricsPage
 from headrace_router.openai.requests import (
     ChatCompletionBody,
     CompletionBody,
@@ -100,7 +101,9 @@ class _Generation:
 class OpenAiApp:
     """The ASGI application. `deadline_s` bounds every request, and `body_bytes_max` every body."""
 
-    def __init__(self, parts: OpenAiParts, *, deadline_s: float, body_bytes_max: int) -> None:
+    def __init__(
+        self, parts: OpenAiParts, metrics: MetricsPage, *, deadline_s: float, body_bytes_max: int
+    ) -> None:
         self._parts = parts
         self._deadline_s = deadline_s
         self._body_bytes_max = body_bytes_max
@@ -113,6 +116,7 @@ class OpenAiApp:
             "/detokenize": ("POST", self._detokenize),
             "/health": ("GET", self._report_health),
             "/ready": ("GET", self._report_ready),
+            "/metrics": ("GET", metrics.respond),
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
