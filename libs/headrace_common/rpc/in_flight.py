@@ -15,6 +15,7 @@ from headrace_common.rpc.handlers import Context, Handler, WrappingInterceptor, 
 # Streams that last until one end stops. Waiting for them would always use up the grace.
 _ENDLESS = frozenset(
     {
+        "/headrace.decode.v1.DecodeService/Link",
         "/grpc.health.v1.Health/Watch",
         "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
         "/headrace.registry.v1.RegistryService/KeepAlive",
