@@ -34,8 +34,8 @@ class GrpcTarget:
                 if response.token_ids:
                     sample.arrivals_s.append(clock())
                 if response.finish_reason:
-                    sample.prompt_tokens = response.usage.prompt_tokens
-                    sample.output_tokens = response.usage.completion_tokens
+                    usage = response.usage
+                    sample.count(usage.prompt_tokens, usage.completion_tokens)
         except HeadraceError as error:
             raise RequestFailure(error.reason, error.detail) from error
         if not sample.output_tokens:

@@ -138,8 +138,8 @@ async def _read(response: aiohttp.ClientResponse, sample: RequestSample, clock: 
         if "error" in event:
             raise RequestFailure("STREAM_ERROR", str(event["error"])[:300])
         if event.get("usage"):
-            sample.prompt_tokens = event["usage"]["prompt_tokens"]
-            sample.output_tokens = event["usage"]["completion_tokens"]
+            usage = event["usage"]
+            sample.count(usage["prompt_tokens"], usage["completion_tokens"])
         if any(_has_text(choice) for choice in event.get("choices", ())):
             sample.arrivals_s.append(clock())
     raise RequestFailure("CUT_OFF", "the stream ended without [DONE]")

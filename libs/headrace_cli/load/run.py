@@ -46,9 +46,9 @@ async def run_load(
         try:
             await target.send(request, sample, clock)
         except RequestFailure as error:
-            sample.failure, sample.detail = error.name, error.detail
+            sample.fail(error)
         finally:
-            sample.end_s = clock()
+            sample.end(clock())
             places.release()
         on_end(sample)
 

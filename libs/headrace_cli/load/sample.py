@@ -32,6 +32,18 @@ class RequestSample:
     failure: str = ""
     detail: str = ""
 
+    def count(self, prompt_tokens: int, output_tokens: int) -> None:
+        """Records the server's counts."""
+        self.prompt_tokens, self.output_tokens = prompt_tokens, output_tokens
+
+    def fail(self, failure: RequestFailure) -> None:
+        """Records that the answer is not complete."""
+        self.failure, self.detail = failure.name, failure.detail
+
+    def end(self, now_s: float) -> None:
+        """Records the end of the answer."""
+        self.end_s = now_s
+
     @property
     def ttft_s(self) -> float | None:
         """Time to the first token. None before it."""
