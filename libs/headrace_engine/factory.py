@@ -33,6 +33,11 @@ def build_engine(
                 "engine sim needs complete KV caches: set overlap_layers to 0",
                 metadata={"field": "overlap_layers"},
             )
+        if config.engine_args:
+            raise ConfigError(
+                "engine sim takes no engine_args: leave them out, or start with engine vllm",
+                metadata={"field": "engine_args"},
+            )
         from headrace_engine.sim.engine import SimEngine
 
         return SimEngine(config, descriptors, sender_thread=sender_thread, kill_timer=kill_timer)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from tokenizers.decoders import DecodeStream
 
 from headrace_common.errors import InvalidRequest
 from headrace_text.chat_encoder import ChatEncoder
@@ -76,6 +78,10 @@ class HuggingFaceCodec(TextCodec):
     def decode(self, token_ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         return text
+
+    def decode_step(self, token_ids: Sequence[int]) -> Callable[[int], str | None] | None:
+        step, tokenizer = DecodeStream(token_ids, skip_special_tokens=True).step, self._tokenizer
+        return lambda token_id: step(tokenizer, token_id)
 
     def _stop_tokens(
         self, config: Mapping[str, Any], special_tokens: Mapping[str, str]

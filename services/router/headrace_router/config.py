@@ -21,12 +21,16 @@ from headrace_common.config import (
 )
 from headrace_common.limits import POLICY_RETRY_BUDGET_MAX, TICKET_LIFETIME_MAX_S
 from headrace_router.prefix_cache.salts import PrefixCacheScope
+from headrace_text.model_hub import parse_hub_model
 from headrace_text.parsing.registry import REASONING_PARSERS, TOOL_CALL_PARSERS
 
 
 def _name_and_folder(entry: str) -> tuple[str, str]:
     name, equals, folder = entry.partition("=")
-    return (name.strip(), folder.strip()) if equals else (Path(entry).name, entry)
+    if equals:
+        return name.strip(), folder.strip()
+    hub_model = parse_hub_model(entry)
+    return (Path(entry).name if hub_model is None else hub_model.repository), entry
 
 
 def _check_models(entries: tuple[str, ...]) -> tuple[str, ...]:
@@ -36,6 +40,7 @@ def _check_models(entries: tuple[str, ...]) -> tuple[str, ...]:
     for entry, (name, folder) in zip(entries, pairs, strict=True):
         if not name or not folder:
             raise ValueError(f"write {entry!r} as NAME=FOLDER")
+        parse_hub_model(folder)
     names = [name for name, _ in pairs]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -72,7 +77,8 @@ class RouterConfig(ClientFacingConfig):
     role = Role.ROUTER
 
     model: ModelList = Field(
-        description="Served models, separated by commas: NAME=FOLDER, FOLDER (its last part is the name) or sim."
+        description="Served models, separated by commas: NAME=FOLDER, FOLDER (its last part is the name), "
+        "NAME=hf:OWNER/NAME or hf:OWNER/NAME on a Hugging Face hub (its tokenizer is downloaded), or sim."
     )
     http_listen: OptionalHostPort = Field(
         "",
@@ -118,6 +124,11 @@ class RouterConfig(ClientFacingConfig):
         "",
         description="File of API keys: one line KEY TENANT for each, or TOML; read again when it changes. "
         "Empty: requests need no key.",
+    )
+    metrics_keys_file: str = Field(
+        "",
+        description="File of keys that permit reading /metrics of http_listen, and nothing else: one line KEY NAME for "
+        "each; read again when it changes. Empty: /metrics is closed.",
     )
     prefix_cache_scope: PrefixCacheScope = Field(
         "auto",

@@ -47,7 +47,7 @@ class ResponseStream:
     ) -> None:
         self._request = request
         self._trace_id = trace_id
-        self._detokenizer = IncrementalDetokenizer(request.codec.decode, request.token_ids)
+        self._detokenizer = IncrementalDetokenizer(request.codec, request.token_ids)
         self._stop_scanner = StopStringScanner(request.stop_strings)
         self._stop_token_ids = frozenset(request.stop_token_ids)
         self._generated = list(request.generated)
