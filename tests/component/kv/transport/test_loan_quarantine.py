@@ -20,7 +20,13 @@ def test_a_loan_is_quarantined_for_longer_than_a_late_write_may_take(
 ) -> None:
     """A lease ends after two times to live at last, and a frozen sender after half of the quarantine."""
     config = DecodeConfig.model_validate(
-        {"model": "sim", "engine": "sim", "lease_ttl_s": lease_s, "quarantine_s": quarantine_s}
+        {
+            "model": "sim",
+            "engine": "sim",
+            "worker_id": "decode-0",
+            "lease_ttl_s": lease_s,
+            "quarantine_s": quarantine_s,
+        }
     )
     engine = engine_config(config, role="decode", ref=WorkerRef("decode-0", "1"))
     transport = open_transport("mooncake", "127.0.0.1", "tcp", quiet_s=engine.write_quiet_s)
@@ -34,5 +40,5 @@ def test_a_loan_is_quarantined_for_longer_than_a_late_write_may_take(
 
 
 def test_the_defaults_are_derived_in_one_place() -> None:
-    config = DecodeConfig.model_validate({"model": "sim", "engine": "sim"})
+    config = DecodeConfig.model_validate({"model": "sim", "engine": "sim", "worker_id": "decode-0"})
     assert config.write_quiet_s == write_quiet_s() == 25.0
