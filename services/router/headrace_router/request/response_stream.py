@@ -10,8 +10,8 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
 from headrace_common.process.pacing import FlushPace, LoopLoad
 from headrace_router.request.validation import PreparedRequest
@@ -19,6 +19,20 @@ from headrace_text.detokenizer import IncrementalDetokenizer
 from headrace_text.stop_strings import StopStringScanner
 
 PENDING_TOKENS_MAX = 1_024
+
+
+class NewTokens(Protocol):
+    """Tokens of one request. Each has an entry of logprobs if those were requested."""
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The tokens."""
+        ...
+
+    @property
+    def logprobs(self) -> Sequence[sampling_pb2.TokenLogprobs]:
+        """The logprobs."""
+        ...
 
 
 @dataclass(slots=True)
@@ -105,7 +119,7 @@ class ResponseStream:
         return self._start_unix_ns + time.monotonic_ns() - self._start_ns
 
     async def add_first_tokens(
-        self, tokens: decode_pb2.Tokens, maker: first_token_pb2.FirstTokenPolicy.ValueType
+        self, tokens: NewTokens, maker: first_token_pb2.FirstTokenPolicy.ValueType
     ) -> None:
         """As `add_tokens`, for a first token that `maker` generated before decode had the KV cache.
 
@@ -114,8 +128,24 @@ class ResponseStream:
         self.first_token_by = maker
         await self.add_tokens(tokens)
 
-    async def add_tokens(self, tokens: decode_pb2.Tokens) -> None:
+    async def add_tokens(self, tokens: NewTokens) -> None:
         """Adds tokens from a worker. Waits while more than PENDING_TOKENS_MAX tokens are not sent yet."""
+        self.add_tokens_now(tokens)
+        await self.wait_room()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether at most PENDING_TOKENS_MAX tokens are not sent yet."""
+        return len(self._pending.token_ids) <= PENDING_TOKENS_MAX
+
+    async def wait_room(self) -> None:
+        """Returns when the response has room."""
+        while not self.has_room:
+            self._drained.clear()
+            await self._drained.wait()
+
+    def add_tokens_now(self, tokens: NewTokens) -> None:
+        """As `add_tokens`, without waiting. The caller adds no more while the response has no room."""
         if self.stopped or not tokens.token_ids:
             return
         now_unix_ns = self.now_unix_ns()
@@ -131,9 +161,6 @@ class ResponseStream:
             self._pending.token_ids.extend(tokens.token_ids)
             self._pending.logprobs.extend(tokens.logprobs)
         self._readable.set()
-        while len(self._pending.token_ids) > PENDING_TOKENS_MAX:
-            self._drained.clear()
-            await self._drained.wait()
 
     def finish(
         self,
@@ -179,7 +206,7 @@ class ResponseStream:
                 return None
             self._readable.clear()
 
-    def _append_until_stop(self, tokens: decode_pb2.Tokens) -> None:
+    def _append_until_stop(self, tokens: NewTokens) -> None:
         """Converts tokens one by one, to find the token that completes a stop string. Ignores the tokens after it."""
         for index, token_id in enumerate(tokens.token_ids):
             if self.stopped:
