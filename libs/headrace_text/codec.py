@@ -98,5 +98,5 @@ class TextCodec(ABC):
         return self.encode(text)
 
     @abstractmethod
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of the tokens without special tokens. U+FFFD replaces bytes of incomplete characters."""
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of the tokens. U+FFFD replaces bytes of incomplete characters."""

@@ -73,8 +73,8 @@ class HuggingFaceCodec(TextCodec):
     def encode_part(self, text: str) -> list[int]:
         return bounded_ids(encode(self._tokenizer, text), None)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def _stop_tokens(

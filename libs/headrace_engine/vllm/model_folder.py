@@ -23,13 +23,14 @@ class ModelFolder:
     """`fingerprint`: the model's identity for KvLayout.model, "name:digest".
 
     `max_model_len`: the longest context that the model was made for, 0 when config.json does not state it.
-    `model_type`: as in config.json.
+    `model_type`: as in config.json. `has_tokenizer`: whether it has a tokenizer, which structured outputs need.
     """
 
     path: Path
     fingerprint: str
     max_model_len: int
     model_type: str
+    has_tokenizer: bool = True
 
 
 def read_model_folder(model: str, max_model_len: int) -> ModelFolder:
@@ -68,7 +69,8 @@ def read_model_folder(model: str, max_model_len: int) -> ModelFolder:
             metadata={"field": "max_model_len", "model": model},
         )
     fingerprint = f"{path.resolve().name}:{digest_of(config)}"
-    return ModelFolder(path, fingerprint, longest, str(config.get("model_type", "")))
+    model_type = str(config.get("model_type", ""))
+    return ModelFolder(path, fingerprint, longest, model_type, (path / "tokenizer.json").is_file())
 
 
 def _read_config(path: Path) -> dict[str, Any]:
