@@ -112,18 +112,21 @@ format: setup ## rewrite the code and the protos in the project's format
 type: setup ## types only
 	$(BIN)/mypy
 
-.PHONY: lock protos-baseline images clean
+.PHONY: lock protos-baseline dist images clean
 lock: setup ## rewrite requirements/ from pyproject.toml and what is installed in .venv
 	@$(BIN)/python scripts/lock_requirements.py
 
 protos-baseline: setup ## take the protos as they are for the released contract (only when releasing)
 	$(BUF) build protos --exclude-source-info --output $(BASELINE)
 
+dist: setup ## build the wheel and the source archive into dist/, from the files that git tracks
+	@$(BIN)/python scripts/build_dist.py dist
+
 images: runtime $(MODEL)/config.json ## build the container images and ask them a question
 	@docker/build.sh
 	@docker/try.sh
 
 clean: ## remove everything that set-up and tests wrote, the models too
-	rm -rf .venv .cache libs/headrace models node_modules tests/clients/node/node_modules build
+	rm -rf .venv .cache libs/headrace models node_modules tests/clients/node/node_modules build dist
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find libs services scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -13,12 +13,11 @@ RUN /opt/tools/bin/pip wheel --no-cache-dir --no-deps --require-hashes --no-buil
       --wheel-dir /wheelhouse -r requirements/registry.txt \
     && /opt/headrace/bin/pip install --no-cache-dir --no-deps --no-index /wheelhouse/*.whl
 COPY pyproject.toml README.md LICENSE ./
-COPY scripts/generate_stubs.sh scripts/
+COPY scripts/compile_protos.py scripts/hatch_build.py scripts/
 COPY protos/ protos/
 COPY libs/ libs/
 COPY services/ services/
-RUN scripts/generate_stubs.sh /opt/tools/bin/python \
-    && /opt/tools/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /dist . \
+RUN /opt/tools/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /dist . \
     && /opt/headrace/bin/pip install --no-cache-dir --no-deps --no-index /dist/*.whl
 
 FROM ${PYTHON_IMAGE}

@@ -32,7 +32,7 @@ def write(path: Path, content: str, *, mode: int = 0o644) -> str:
 def main() -> int:
     configuration = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     project = configuration["project"]
-    sources = configuration["tool"]["setuptools"]["packages"]["find"]["where"]
+    sources = configuration["tool"]["hatch"]["build"]["dev-mode-dirs"]
     packages = Path(sysconfig.get_path("purelib"))
     scripts = Path(sysconfig.get_path("scripts"))
     metadata = packages / f"{project['name']}-{project['version']}.dist-info"

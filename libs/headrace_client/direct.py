@@ -15,7 +15,7 @@ from headrace_client.progress import Progress
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import ProtocolViolation, WorkerGone
-from headrace_common.tickets.direct import decode_request_of
+from headrace_common.tickets.direct_request import decode_request_of
 
 # The prefill worker reports at about the time of the first token.
 _REPORT_WAIT_S: Final = 1.0

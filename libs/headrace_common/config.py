@@ -121,6 +121,9 @@ class ServiceConfig(BaseModel):
     role: ClassVar[Role | None] = None
     """The role in which the service calls others."""
 
+    dashed_values: ClassVar[frozenset[str]] = frozenset()
+    """Settings with values that may begin with a dash."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     internal_listen: HostPort = Field(
@@ -310,7 +313,7 @@ def _read_flags(
     cls: type[ServiceConfig], argv: Sequence[str], prog: str, prefix: str, problems: dict[str, str]
 ) -> tuple[dict[str, _Setting], str]:
     parser = _parser(cls, prog, prefix)
-    given, unknown = parser.parse_known_args(list(argv))
+    given, unknown = parser.parse_known_args(_join_dashed_values(cls, argv))
     flags: dict[str, _Setting] = {}
     for name, value in vars(given).items():
         if value == _MISSING:
@@ -325,6 +328,18 @@ def _read_flags(
         problems[flag] = f": {kind}: {_suggestion(flag, known)}"
     config_file = flags.pop("config", None)
     return flags, str(config_file.value) if config_file else ""
+
+
+def _join_dashed_values(cls: type[ServiceConfig], argv: Sequence[str]) -> list[str]:
+    """Writes `--flag -value` as `--flag=-value`, because argparse takes `-value` for a flag."""
+    flags = {flag_of(name) for name in cls.dashed_values}
+    joined: list[str] = []
+    for argument in argv:
+        if joined and joined[-1] in flags and argument.startswith("-"):
+            joined[-1] += f"={argument}"
+        else:
+            joined.append(argument)
+    return joined
 
 
 def _shows_secret(field: FieldInfo, value: str | None) -> bool:

@@ -24,6 +24,7 @@ TICKET_LIFETIME_MAX_S: Final = 60.0
 TICKET_KEY_KEPT_S: Final = TICKET_LIFETIME_MAX_S + 30.0
 """How long a decode worker accepts tickets of a router after the end of its status stream."""
 NAME_CHARACTERS_MAX: Final = 255
+TRANSPORT_CHARACTERS_MAX: Final = 63
 """Longest name of a model, cache group, data type or block format in a member's record."""
 REQUEST_FIELDS_MAX: Final = 16_384
 """Most fields in one client's request, in nested messages too. A packed list is one field."""

@@ -50,3 +50,7 @@ class BoundedQueue(Generic[T]):
     async def get(self) -> T:
         """Waits for an item and removes the oldest. The caller bounds the wait."""
         return await self._items.get()
+
+    def get_nowait(self) -> T:
+        """Removes the oldest item. There must be one."""
+        return self._items.get_nowait()

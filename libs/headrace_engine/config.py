@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
 from headrace_common.access.credentials import Credentials
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.receive.layer_overlap import OverlapSettings
 from headrace_kv.transport.networks import Networks
+
+DEFAULT_KV_CACHE_GIB: Final = 1.0
+"""KV memory of a rank where neither a setting nor a GPU's share decides it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +22,8 @@ class EngineConfig:
     `host`: the address under which other workers reach this one's memory. `tensor_parallel_size`:
     ranks. `max_model_len`: most tokens of prompt and answer together; 0 takes the model's own.
     `max_num_seqs`: requests held at a time. `dtype`: type of the weights, "auto" for the model's
-    own. `num_gpu_blocks_override`: KV blocks per rank; 0 takes what `kv_cache_gib` holds. `max_num_batched_tokens`:
+    own. `num_gpu_blocks_override`: KV blocks per rank; 0 takes what `kv_cache_gib` holds. `kv_cache_gib`: memory for KV
+    blocks per rank; 0 takes what a GPU's share leaves, and 1 GiB elsewhere. `max_num_batched_tokens`:
     most prompt tokens computed in one step. `block_size`: tokens of one KV block; 0 takes the
     engine's own. `seed`: of requests without one. `local_broadcast`: whether decode ranks of one
     host copy equal KV to each other, where the engine supports it. `link_path`: socket between
@@ -27,7 +31,9 @@ class EngineConfig:
     what handoff streams present. `overlap_layers`: how many layers may be missing when a
     decode request begins. `admitted`: networks from which hosts may connect to the KV transport at first; None
     means every host. For GPUs: `gpu_direct` gives RDMA adapters access to their memory, and
-    `enforce_eager` disables graphs.
+    `enforce_eager` disables graphs. `gpu_memory_utilization`: share of a GPU's memory for weights, activations and KV
+    blocks, where `kv_cache_gib` is 0. `rdma_devices`: RDMA adapters that carry KV; empty means all. `engine_args`:
+    further arguments in the syntax of vLLM's command line.
     """
 
     engine: Literal["vllm", "sim"]
@@ -41,7 +47,7 @@ class EngineConfig:
     max_num_seqs: int = 64
     dtype: str = "auto"
     num_gpu_blocks_override: int = 0
-    kv_cache_gib: float = 1.0
+    kv_cache_gib: float = 0.0
     max_num_batched_tokens: int = 2048
     block_size: int = 0
     seed: int = 0
@@ -50,5 +56,8 @@ class EngineConfig:
     credentials: Credentials = field(default_factory=Credentials)
     gpu_direct: bool = True
     enforce_eager: bool = False
+    gpu_memory_utilization: float = 0.9
+    rdma_devices: tuple[str, ...] = ()
+    engine_args: str = ""
     overlap_layers: OverlapSettings = field(default_factory=OverlapSettings)
     admitted: Networks | None = None

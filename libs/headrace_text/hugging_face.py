@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from tokenizers.decoders import DecodeStream
 
 from headrace_common.errors import InvalidRequest
 from headrace_text.chat_encoder import ChatEncoder
@@ -76,6 +78,13 @@ class HuggingFaceCodec(TextCodec):
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
+
+    def decode_step(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = True
+    ) -> Callable[[int], str | None] | None:
+        stream = DecodeStream(token_ids, skip_special_tokens=skip_special_tokens)
+        step, tokenizer = stream.step, self._tokenizer
+        return lambda token_id: step(tokenizer, token_id)
 
     def _stop_tokens(
         self, config: Mapping[str, Any], special_tokens: Mapping[str, str]

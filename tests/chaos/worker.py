@@ -36,7 +36,7 @@ from headrace_kv.layout.layout import KvLayout
 from headrace_kv.plan.copy_plan import Runs
 from headrace_kv.plan.shard_map import Key
 from headrace_kv.receive.ledger import Ledger
-from headrace_kv.receive.service import HandoffServicer
+from headrace_kv.receive.service import HandoffServicer, unpacked
 from headrace_kv.send.write_scheduler import WriteScheduler
 from headrace_kv.transport.base import KvTransport, WriteResult
 from headrace_kv.transport.factory import open_transport
@@ -116,8 +116,9 @@ def lossy_handoffs(dice: Dice) -> type[HandoffServicer]:
         requests: AsyncIterator[handoff_pb2.HandoffRequest],
     ) -> AsyncIterator[handoff_pb2.HandoffRequest]:
         while (request := await dice.next_or_cut(requests)) is not None:
-            for _ in range(await dice.copies(request.WhichOneof("message"))):
-                yield request
+            for each in unpacked(request):
+                for _ in range(await dice.copies(each.WhichOneof("message"))):
+                    yield each
 
     class LossyHandoffs(HandoffServicer):
         async def Handoff(  # type: ignore[override]
@@ -137,8 +138,10 @@ def lossy_pulls(dice: Dice) -> type[PullSession]:
     class LossyPulls(PullSession):
         async def _requests(self) -> AsyncIterator[prefill_pb2.PullRequest]:
             async for request in super()._requests():
-                for _ in range(await dice.copies(request.WhichOneof("message"))):
-                    yield request
+                batched = request.batch.requests if request.HasField("batch") else (request,)
+                for each in batched:
+                    for _ in range(await dice.copies(each.WhichOneof("message"))):
+                        yield each
 
     return LossyPulls
 

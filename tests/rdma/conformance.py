@@ -20,7 +20,6 @@ import numpy as np
 from headrace_common.errors import ConfigError, TransferFailed
 from headrace_kv.plan.copy_plan import Runs
 from headrace_kv.transport.base import KvTransport
-from headrace_kv.transport.factory import open_transport
 from tests.rdma.peers import (
     ALLOCATORS,
     PEER_BYTES,
@@ -31,6 +30,7 @@ from tests.rdma.peers import (
     PeerSettings,
     ProcessPeer,
     digest_of,
+    open_settings,
 )
 
 TIMEOUT_S = 20.0
@@ -61,7 +61,7 @@ class Harness:
         self._peers: list[Peer] = []
 
     def new_transport(self) -> KvTransport:
-        return open_transport(self.settings.transport, self.settings.host, self.settings.protocol)
+        return open_settings(self.settings)
 
     def new_memory(self, nbytes: int) -> Memory:
         """Memory with random bytes."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-_COUNTERS = Path("/sys/class/infiniband/rxe0/ports/1/hw_counters")
+DEVICE = "rxe0"
+_COUNTERS = Path(f"/sys/class/infiniband/{DEVICE}/ports/1/hw_counters")
 _INTERFACES = Path("/sys/class/net")
 # Soft-RoCE never sends more in one packet, and on a link with an MTU of 1,500 bytes never more than the second.
 PACKET_BYTES = 4096

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from headrace_kv.transport.base import KvTransport
 from headrace_kv.transport.factory import open_transport
+from tests.rdma.device import DEVICE
 
 Bytes = NDArray[np.uint8]
 
@@ -202,7 +203,10 @@ class ProcessPeer(Peer):
 
 def open_settings(settings: PeerSettings) -> KvTransport:
     """The transport of a peer with host memory."""
-    return open_transport(settings.transport, settings.host, settings.protocol)
+    devices = (DEVICE,) if settings.protocol == "rdma" else ()
+    return open_transport(
+        settings.transport, settings.host, settings.protocol, rdma_devices=devices
+    )
 
 
 def serve(words: list[str], open_peer: Callable[[PeerSettings], KvTransport]) -> None:

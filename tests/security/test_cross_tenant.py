@@ -17,7 +17,7 @@ from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from headrace_cli.client import API_KEY_VARIABLE, open_router_internally
 from headrace_common.access.credentials import Credentials
 from headrace_common.rpc.channel import open_channel
-from headrace_common.tickets.direct import decode_request_of
+from headrace_common.tickets.direct_request import decode_request_of
 from tests.suite.deployment import DEADLINE_S, Suite, greedy, prompt_of, suite
 from tests.waiting import until
 

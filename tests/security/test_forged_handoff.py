@@ -26,7 +26,7 @@ from headrace_common.access.local_key import load_local_key
 from headrace_common.access.roles import Role
 from headrace_common.access.tokens import create_token
 from headrace_common.rpc.channel import open_channel
-from headrace_common.tickets.direct import decode_request_of
+from headrace_common.tickets.direct_request import decode_request_of
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.layout.proto import layout_from_proto
 from tests.router_key import RouterKey

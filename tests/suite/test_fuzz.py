@@ -195,6 +195,8 @@ def good_messages(
     )
     landed = handoff_pb2.LayerDone(transfer_id=LIVE[0], end_token=19, payload_bytes=304)
     failed = handoff_pb2.Failed(transfer_id=LIVE[1], reason="TRANSFER_FAILED", detail="x")
+    commit = handoff_pb2.HandoffRequest(commit=handoff_pb2.Commit(transfer_id=LIVE[0]))
+    task_done = prefill_pb2.PullRequest(done=prefill_pb2.TaskDone(transfer_id=LIVE[0]))
     messages: list[Message] = [
         asked,
         inference_pb2.RouteRequest(request=asked),
@@ -209,13 +211,15 @@ def good_messages(
             )
         ),
         prefill_pb2.PullRequest(credit=prefill_pb2.Credit(task_count=3)),
-        prefill_pb2.PullRequest(done=prefill_pb2.TaskDone(transfer_id=LIVE[0])),
+        task_done,
+        prefill_pb2.PullRequest(batch=prefill_pb2.PullRequestBatch(requests=[task_done] * 2)),
         decode_request("fresh", decode.incarnation),
         decode_pb2.SetFirstTokenRequest(transfer_id=LIVE[0], incarnation=decode.incarnation),
         handoff_pb2.HandoffRequest(hello=hello),
         handoff_pb2.HandoffRequest(open=handoff_pb2.Open(transfer_id=LIVE[0], ticket=ticket)),
         handoff_pb2.HandoffRequest(layers_done=handoff_pb2.LayersDone(layers=[landed])),
-        handoff_pb2.HandoffRequest(commit=handoff_pb2.Commit(transfer_id=LIVE[0])),
+        commit,
+        handoff_pb2.HandoffRequest(batch=handoff_pb2.HandoffRequestBatch(requests=[commit] * 2)),
         handoff_pb2.HandoffRequest(failed=failed),
         handoff_pb2.HandoffRequest(quiesced=handoff_pb2.Quiesced(transfer_id=LIVE[1])),
         worker_pb2.WatchStatusRequest(max_interval=Duration(seconds=1)),

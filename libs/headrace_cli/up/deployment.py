@@ -14,6 +14,7 @@ from typing import TypeVar
 from rich.console import Console
 
 from headrace_cli.client import open_router
+from headrace_cli.up.extras import require_extras
 from headrace_cli.up.progress import StartProgress
 from headrace_cli.up.state import UpState, clear_state, default_folder, make_folder, write_state
 from headrace_cli.up.supervisor import Child, Spawn, Supervisor, spawn_program
@@ -94,6 +95,7 @@ async def deployed(
     exit with status 0.
     """
     check_topology(topology)
+    require_extras(topology)
     logs = make_folder(folder or default_folder(topology.port))
     supervisor = Supervisor(spawn=spawn)
     await supervisor.open()

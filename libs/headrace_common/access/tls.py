@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -53,10 +54,14 @@ def _read(files: TlsFiles) -> TlsIdentity:
 
 def _check(files: TlsFiles, identity: TlsIdentity) -> None:
     """Raises ConfigError when gRPC could make no connection with the identity."""
-    # Programs without TLS do without these modules.
-    from cryptography import x509
-    from cryptography.exceptions import UnsupportedAlgorithm
-    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+    # Programs without TLS do without these modules, and clients are installed without them.
+    try:
+        from cryptography import x509
+        from cryptography.exceptions import UnsupportedAlgorithm
+        from cryptography.hazmat.primitives.serialization import load_pem_private_key
+    except ModuleNotFoundError:
+        check_files(files)
+        return
 
     field = "tls_authority_file"
     try:
@@ -77,3 +82,21 @@ def _check(files: TlsFiles, identity: TlsIdentity) -> None:
             f"tls_key_file {files.tls_key_file} is not the key of tls_certificate_file {files.tls_certificate_file}; "
             "replace both files"
         )
+
+
+def check_files(files: TlsFiles) -> None:
+    """As the check of an identity, by the standard library alone, which reads the files again. Raises ConfigError."""
+    names = ["tls_authority_file"]
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        if files.tls_authority_file:
+            context.load_verify_locations(files.tls_authority_file)
+        names = ["tls_certificate_file", "tls_key_file"]
+        if files.tls_certificate_file:
+            # A password, although keys have none: without one, OpenSSL would ask the terminal.
+            context.load_cert_chain(files.tls_certificate_file, files.tls_key_file, password="")
+    except (OSError, ValueError) as error:
+        stated = " and ".join(f"{name} {getattr(files, name)}" for name in names)
+        raise ConfigError(
+            f"{stated}: not valid ({error}); write PEM, a key without a password that belongs to its certificate"
+        ) from error

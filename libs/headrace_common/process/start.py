@@ -5,10 +5,16 @@ from __future__ import annotations
 import gc
 import importlib
 import signal
+import sys
+
+from headrace_common.errors import ConfigError
+from headrace_common.extras import require_extra
+
+_EXIT_MISCONFIGURED = 2
 
 
-def start(module: str) -> None:
-    """Imports `module` and runs its `main`.
+def start(module: str, prog: str, extras: tuple[str, ...]) -> None:
+    """Imports `module` and runs its `main`. Exits with status 2 when the import needs one of `extras` that is missing.
 
     Imported objects are never garbage. A collection during the imports would cost a tenth of the start, and each later
     one a pause, so this excludes them from collections.
@@ -18,7 +24,21 @@ def start(module: str) -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     gc.disable()
-    main = importlib.import_module(module).main
+    try:
+        main = importlib.import_module(module).main
+    except ModuleNotFoundError:
+        exit_without_extras(prog, extras)
+        raise
     gc.freeze()
     gc.enable()
     main()
+
+
+def exit_without_extras(prog: str, extras: tuple[str, ...]) -> None:
+    """After a failed import: prints which of `extras` is missing and exits with status 2. Returns when none is."""
+    try:
+        for extra in extras:
+            require_extra(prog, extra)
+    except ConfigError as error:
+        print(error.detail, file=sys.stderr)
+        sys.exit(_EXIT_MISCONFIGURED)

@@ -15,7 +15,6 @@ from typing import Final, TypeAlias
 from google.protobuf.message import DecodeError
 
 from headrace.decode.v1 import decode_pb2
-from headrace.inference.v1 import inference_pb2
 from headrace_common.limits import TICKET_BYTES_MAX
 from headrace_common.tickets.keys import FindKey, SigningKey, require_signed, unauthenticated
 
@@ -53,22 +52,6 @@ class TicketSigner:
             signature=self._key.sign(_KIND, claims),
             key_id=self._key.public.key_id,
         ).SerializeToString()
-
-
-def decode_request_of(direct: inference_pb2.DirectRequest) -> decode_pb2.GenerateRequest:
-    """The request that a client sends to the decode worker, with the ticket."""
-    return decode_pb2.GenerateRequest(
-        request_id=direct.request_id,
-        transfer_id=direct.transfer_id,
-        incarnation=direct.incarnation,
-        token_ids=direct.token_ids,
-        sampling=direct.sampling,
-        stop_token_ids=direct.stop_token_ids,
-        remote_prefill=direct.remote_prefill,
-        ticket=direct.ticket,
-        generated_token_count=direct.generated_token_count,
-        cache_salt=direct.cache_salt,
-    )
 
 
 def check_ticket(

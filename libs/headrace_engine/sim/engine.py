@@ -95,7 +95,12 @@ class SimEngine(Engine):
         self._descriptors = descriptors
         self._faults = faults or SimFaults()
         self._open_transport = transports or (
-            lambda: open_transport(config.transport, config.host, admitted=config.admitted)
+            lambda: open_transport(
+                config.transport,
+                config.host,
+                rdma_devices=config.rdma_devices,
+                admitted=config.admitted,
+            )
         )
         self._sender_thread = sender_thread
         self._kill_timer = kill_timer

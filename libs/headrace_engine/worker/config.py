@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeVar
+import re
+import shlex
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -18,12 +20,13 @@ from headrace_common.config import (
     split_list,
 )
 from headrace_common.identity import is_worker_id
-from headrace_engine.config import EngineConfig
+from headrace_engine.config import DEFAULT_KV_CACHE_GIB, EngineConfig
 from headrace_engine.interface import Engine
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.layout.proto import layout_to_proto
 from headrace_kv.receive.layer_overlap import OverlapSettings
 from headrace_kv.transport.networks import parse_networks
+from headrace_text.model_hub import parse_hub_model
 
 
 def _check_networks(entries: tuple[str, ...]) -> tuple[str, ...]:
@@ -31,6 +34,33 @@ def _check_networks(entries: tuple[str, ...]) -> tuple[str, ...]:
     return entries
 
 
+def _check_devices(names: tuple[str, ...]) -> tuple[str, ...]:
+    wrong = [name for name in names if not _DEVICE.fullmatch(name)]
+    if wrong:
+        raise ValueError(
+            f"{', '.join(wrong)}: name adapters as `ibv_devices` lists them, such as mlx5_0"
+        )
+    return names
+
+
+def _join_arguments(value: Any) -> Any:
+    """Joins a list of arguments. Returns other values unchanged, for pydantic to check."""
+    if isinstance(value, list) and all(isinstance(part, str) for part in value):
+        return shlex.join(value)
+    return value
+
+
+_DEVICE = re.compile(r"[A-Za-z0-9_.-]{1,63}")
+DeviceList = Annotated[tuple[str, ...], BeforeValidator(split_list), AfterValidator(_check_devices)]
+EngineArgs = Annotated[str, BeforeValidator(_join_arguments), Field(max_length=16_384)]
+
+
+def _check_model(text: str) -> str:
+    parse_hub_model(text)
+    return text
+
+
+ModelName = Annotated[str, AfterValidator(_check_model)]
 NetworkList = Annotated[
     tuple[str, ...], BeforeValidator(split_list), AfterValidator(_check_networks)
 ]
@@ -38,6 +68,8 @@ NetworkList = Annotated[
 
 class WorkerConfig(ServiceConfig):
     """Settings of every worker."""
+
+    dashed_values: ClassVar[frozenset[str]] = frozenset({"engine_args"})
 
     worker_id: WorkerId = Field(description="Name that stays the same over restarts.")
     workers_per_process: PositiveCount = Field(
@@ -48,8 +80,10 @@ class WorkerConfig(ServiceConfig):
     engine: Literal["vllm", "sim"] = Field(
         "vllm", description="What computes: vllm for real models, sim for the simulated one."
     )
-    model: str = Field(
-        "sim", description="Folder of the model in the Hugging Face layout; sim needs none."
+    model: ModelName = Field(
+        "sim",
+        description="Folder of the model in the Hugging Face layout, or hf:OWNER/NAME or hf:OWNER/NAME@REVISION, which "
+        "is downloaded from a Hugging Face hub; sim needs none.",
     )
     served_model: str = Field(
         "", description="Name that clients call the model by; empty means the engine's own."
@@ -77,9 +111,17 @@ class WorkerConfig(ServiceConfig):
         0, description="KV blocks on each rank; 0 means as many as kv_cache_gib holds."
     )
     kv_cache_gib: float = Field(
-        1.0,
+        0.0,
+        ge=0,
+        description="Memory for KV blocks on each rank, in GiB; the workers of a process share it. 0 means what "
+        "gpu_memory_utilization leaves on a GPU, and 1 elsewhere.",
+    )
+    gpu_memory_utilization: float = Field(
+        0.9,
         gt=0,
-        description="Memory for KV blocks on each rank, in GiB; the workers of a process share it.",
+        le=1,
+        description="Share of a GPU's memory that one rank uses for weights, activations and KV blocks, where "
+        "kv_cache_gib is 0. Workers on one GPU need shares that add up to less than 1.",
     )
     max_num_batched_tokens: PositiveCount = Field(
         2048, description="Most tokens of one engine step, which is the size of a prefill chunk."
@@ -104,6 +146,15 @@ class WorkerConfig(ServiceConfig):
         False,
         description="Whether a GPU computes without compiled code and graphs: starts sooner, answers later. On "
         "processors vllm always does.",
+    )
+    rdma_devices: DeviceList = Field(
+        (),
+        description="RDMA adapters that carry KV, such as mlx5_0,mlx5_1; empty means all of this host.",
+    )
+    engine_args: EngineArgs = Field(
+        "",
+        description='Further arguments of engine vllm, as on its own command line: "--quantization fp8 '
+        '--kv-cache-dtype fp8". In a file also a list. Those that a setting or Headrace owns are refused by name.',
     )
     registration_timeout_s: PositiveSeconds = Field(
         30.0, description="Seconds that the registry may take to answer at start."
@@ -152,7 +203,7 @@ def worker_configs(config: Config) -> tuple[Config, ...]:
     shared = {
         "workers_per_process": 1,
         "port_file": "",
-        "kv_cache_gib": config.kv_cache_gib / config.workers_per_process,
+        "kv_cache_gib": (config.kv_cache_gib or DEFAULT_KV_CACHE_GIB) / config.workers_per_process,
     }
     return tuple(
         config.model_copy(update={**shared, "worker_id": _worker_id(config, number)})
@@ -188,6 +239,9 @@ def engine_config(
         local_broadcast=config.local_broadcast,
         gpu_direct=config.gpu_direct,
         enforce_eager=config.enforce_eager,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        rdma_devices=config.rdma_devices,
+        engine_args=config.engine_args,
         credentials=Credentials.from_config(config),
         overlap_layers=config.overlap_settings,
         # A decode worker adds the hosts of prefill workers when these open handoff streams.
@@ -218,6 +272,7 @@ def worker_member(
         layout=layout_to_proto(layout),
         max_num_seqs=config.max_num_seqs,
         start_unix_ns=start_unix_ns,
+        transport=config.transport,
     )
 
 
@@ -227,4 +282,7 @@ def served_model(config: WorkerConfig, engine: Engine) -> str:
         return config.served_model
     if config.engine == "sim":
         return "sim"
+    hub_model = parse_hub_model(config.model)
+    if hub_model is not None:
+        return hub_model.repository
     return config.model.rstrip("/").rpartition("/")[2] or engine.descriptor.layout.model

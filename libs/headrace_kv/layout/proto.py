@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import asdict, fields
 from typing import Final
 
 from headrace.kv.v1 import layout_pb2
+from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import LayoutMismatch
 from headrace_common.limits import require_limits
 from headrace_kv.layout.compatibility import fingerprint
@@ -21,11 +23,28 @@ from headrace_kv.layout.layout import (
     RankMemory,
     Region,
 )
+from headrace_kv.layout.pairs import PairFault, PairSide, pair_faults
 
 _KINDS: Final[dict[GroupKind, layout_pb2.CacheGroup.Kind.ValueType]] = {
     TOKENS: layout_pb2.CacheGroup.KIND_TOKENS,
     STATE: layout_pb2.CacheGroup.KIND_STATE,
 }
+
+
+def pair_faults_of(members: Iterable[registry_pb2.Member]) -> list[PairFault]:
+    """As pair_faults, for the members of a registry. Raises LayoutMismatch as layout_from_proto does."""
+    sides: dict[registry_pb2.Member.Role.ValueType, list[PairSide]] = {}
+    for member in members:
+        if member.HasField("layout"):
+            sides.setdefault(member.role, []).append(pair_side(member))
+    role = registry_pb2.Member
+    return pair_faults(sides.get(role.ROLE_PREFILL, ()), sides.get(role.ROLE_DECODE, ()))
+
+
+def pair_side(member: registry_pb2.Member) -> PairSide:
+    """A worker's record as a member of pairs. Raises LayoutMismatch as layout_from_proto does."""
+    layout = layout_from_proto(member.layout)
+    return PairSide(member.worker_id, member.model, layout, member.transport)
 
 
 def layout_to_proto(layout: KvLayout) -> layout_pb2.KvLayout:

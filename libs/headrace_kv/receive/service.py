@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import ipaddress
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -102,7 +102,8 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServiceServicer):
         self, peer: PrefillPeer, requests: AsyncIterator[handoff_pb2.HandoffRequest]
     ) -> None:
         async for request in requests:
-            self._receiver.handle(peer, request)
+            for each in unpacked(request):
+                self._receiver.handle(peer, each)
 
     async def _write(self, outbox: _Outbox, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         welcome = self._receiver.welcome()
@@ -128,6 +129,11 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServiceServicer):
                     await outbox.wake.wait()
             except TimeoutError:
                 continue
+
+
+def unpacked(request: handoff_pb2.HandoffRequest) -> Sequence[handoff_pb2.HandoffRequest]:
+    """The messages of a batch, or the message itself."""
+    return request.batch.requests if request.HasField("batch") else (request,)
 
 
 def peer_addresses(hello: handoff_pb2.Hello, peer: str) -> frozenset[Address]:

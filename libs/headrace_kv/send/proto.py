@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from typing import Final
+
 from headrace.kv.v1 import handoff_pb2
 from headrace_common.errors import (
     Cancelled,
@@ -13,6 +16,8 @@ from headrace_common.errors import (
     class_of,
 )
 from headrace_kv.send.layer_write import LayerWrite
+
+_REQUESTS_PER_BATCH: Final = 256
 
 
 def reason_from_peer(reason: str) -> str:
@@ -50,6 +55,30 @@ def enclosed_bytes(layer: handoff_pb2.LayerDone) -> int:
 
 def layers_done(layers: list[handoff_pb2.LayerDone]) -> handoff_pb2.HandoffRequest:
     return handoff_pb2.HandoffRequest(layers_done=handoff_pb2.LayersDone(layers=layers))
+
+
+def batches(
+    requests: Iterable[handoff_pb2.HandoffRequest],
+) -> Iterator[handoff_pb2.HandoffRequest]:
+    """The requests in order, in as few messages as possible. Logits, which are large, stay alone."""
+    waiting: list[handoff_pb2.HandoffRequest] = []
+    for request in requests:
+        alone = request.HasField("logits")
+        if waiting and (alone or len(waiting) == _REQUESTS_PER_BATCH):
+            yield _batch(waiting)
+            waiting = []
+        if alone:
+            yield request
+        else:
+            waiting.append(request)
+    if waiting:
+        yield _batch(waiting)
+
+
+def _batch(requests: list[handoff_pb2.HandoffRequest]) -> handoff_pb2.HandoffRequest:
+    if len(requests) == 1:
+        return requests[0]
+    return handoff_pb2.HandoffRequest(batch=handoff_pb2.HandoffRequestBatch(requests=requests))
 
 
 def commit(transfer_id: str, payload_bytes: int) -> handoff_pb2.HandoffRequest:

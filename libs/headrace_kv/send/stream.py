@@ -39,6 +39,8 @@ _log = logging.getLogger(__name__)
 _LAYERS_PER_MESSAGE = 4096
 _OUTBOX_LIMIT = 262_144
 _FLUSH_TIMEOUT_S = 2.0
+# The longest wait of an acknowledgement for others. The message after a transfer's last one is sent at once.
+_ACKNOWLEDGEMENT_WAIT_S = 0.001
 
 
 class HandoffStreamListener(Protocol):
@@ -94,6 +96,7 @@ class HandoffStream:
         self._outbox: deque[handoff_pb2.HandoffRequest | handoff_pb2.LayerDone] = deque()
         self._wake = asyncio.Event()
         self._wake_scheduled = False
+        self._delayed_wake_scheduled = False
         self._closing = False
         self._handshake_complete = False
         self._overflow = False
@@ -105,11 +108,11 @@ class HandoffStream:
             self._report_lost(WorkerGone("the event loop of the handoff streams has ended"))
 
     def send(self, request: handoff_pb2.HandoffRequest) -> None:
-        """Queues a message behind those that are queued already."""
+        """Queues a message behind those that are queued already, and sends them all."""
         self._enqueue(request)
 
     def acknowledge(self, layer: handoff_pb2.LayerDone) -> None:
-        """Queues a LayerDone. Neighbours in the queue are sent in one message."""
+        """Queues a LayerDone, which waits for the next message, but not for long."""
         self._enqueue(layer)
 
     def close(self) -> None:
@@ -122,9 +125,17 @@ class HandoffStream:
             self._overflow = True
         else:
             self._outbox.append(item)
-        if not self._wake_scheduled:
+        if self._wake_scheduled:
+            return
+        if not isinstance(item, handoff_pb2.LayerDone) or self._overflow:
             self._wake_scheduled = True
             self._schedule(self._wake.set)
+        elif not self._delayed_wake_scheduled:
+            self._delayed_wake_scheduled = True
+            self._schedule(self._wake_later)
+
+    def _wake_later(self) -> None:
+        self._context.event_loop.call_later(_ACKNOWLEDGEMENT_WAIT_S, self._wake.set)
 
     def _schedule(self, call: Callable[[], Any]) -> bool:
         try:
@@ -273,8 +284,8 @@ class HandoffStream:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            self._wake_scheduled = False
-            for request in self._drain():
+            self._wake_scheduled = self._delayed_wake_scheduled = False
+            for request in proto.batches(self._drain()):
                 await call.write(request)
             if self._overflow:
                 call.cancel()
@@ -284,7 +295,7 @@ class HandoffStream:
                 return
 
     def _drain(self) -> Iterator[handoff_pb2.HandoffRequest]:
-        """Everything queued, in order, with neighbouring layers in one message."""
+        """Everything queued, in order, with neighbouring layers together."""
         layers: list[handoff_pb2.LayerDone] = []
         while self._outbox:
             item = self._outbox.popleft()

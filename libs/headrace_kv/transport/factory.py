@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from headrace_common.errors import ConfigError
@@ -20,12 +21,25 @@ from headrace_kv.transport.staging.transport import StagedTransport, StagingLimi
 
 _log = logging.getLogger(__name__)
 
-_OPENERS: Final[dict[str, Callable[[str, str, Memory], KvTransport]]] = {
-    "mooncake": open_mooncake,
-    "same_host": lambda host, protocol, memory: SameHostTransport(permit_tracers=True),
-    "in_memory": lambda host, protocol, memory: InMemoryTransport(),
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a transport moves KV: see open_transport."""
+
+    host: str
+    protocol: str
+    memory: Memory
+    rdma_devices: tuple[str, ...]
+
+
+_OPENERS: Final[dict[str, Callable[[_Place], KvTransport]]] = {
+    "mooncake": lambda place: open_mooncake(
+        place.host, place.protocol, place.memory, place.rdma_devices
+    ),
+    "same_host": lambda place: SameHostTransport(permit_tracers=True),
+    "in_memory": lambda place: InMemoryTransport(),
 }
-"""By kind: (host, protocol, memory) to a transport that writes runs as they are. A new transport adds a line."""
+"""By kind: a transport that writes runs as they are. A new transport adds a line."""
 
 # Device memory is only reachable through a slot, so there are slots for more senders, and a refusal is short.
 _DEVICE_LIMITS = StagingLimits(
@@ -38,45 +52,48 @@ def open_transport(
     host: str,
     protocol: str = "auto",
     memory: Memory = HOST_MEMORY,
+    *,
+    rdma_devices: Sequence[str] = (),
     admitted: Networks | None = None,
 ) -> KvTransport:
     """A transport that peers reach at `host`, from `admitted` until its `admit` is called.
 
     `kind` is "mooncake", "same_host", "in_memory", or "auto": same_host for peers of this host, else mooncake.
     `protocol` is Mooncake's "auto", "rdma" or "tcp". `memory` is the memory that holds the KV.
+    `rdma_devices` are the adapters that Mooncake may use over RDMA; empty means all.
 
     "same_host" by name also lets senders with its session write to this process, where Yama's ptrace_scope is 1.
     Raises ConfigError for another kind, or when the transport cannot start on this machine.
     """
-    transport = _open(kind, host, protocol, memory)
+    transport = _open(kind, _Place(host, protocol, memory, tuple(rdma_devices)))
     # No transport has ports before its session is used.
     transport.admit(admitted)
     return transport
 
 
-def _open(kind: str, host: str, protocol: str, memory: Memory) -> KvTransport:
+def _open(kind: str, place: _Place) -> KvTransport:
+    memory = place.memory
     if kind == "auto" and memory.on_host:
-        return FallbackTransport([*_open_same_host(), _open("mooncake", host, protocol, memory)])
-    inner = _open_unstaged(kind, host, protocol, memory)
+        return FallbackTransport([*_open_same_host(), _open("mooncake", place)])
+    inner = _open_unstaged(kind, place)
     # Over RDMA, host memory is written run by run: an entry costs about as much as the copy that staging would save,
     # and every rank would pin a landing area.
     if memory.on_host and not inner.stages_host_memory:
         return inner
     costs = WireCostModel(initial_costs(inner.wire))
     limits = StagingLimits() if memory.on_host else _DEVICE_LIMITS
-    return StagedTransport(inner, host, costs, limits, memory=memory)
+    return StagedTransport(inner, place.host, costs, limits, memory=memory)
 
 
-def _open_unstaged(kind: str, host: str, protocol: str, memory: Memory) -> KvTransport:
+def _open_unstaged(kind: str, place: _Place) -> KvTransport:
     if kind == "auto":
-        mooncake = _OPENERS["mooncake"](host, protocol, memory)
-        return FallbackTransport([*_open_same_host(), mooncake])
+        return FallbackTransport([*_open_same_host(), _OPENERS["mooncake"](place)])
     opener = _OPENERS.get(kind)
     if opener is None:
         raise ConfigError(
             f'there is no transport "{kind}": choose auto, mooncake or in_memory, or same_host'
         )
-    return opener(host, protocol, memory)
+    return opener(place)
 
 
 def _open_same_host() -> list[KvTransport]:

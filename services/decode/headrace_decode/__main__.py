@@ -5,7 +5,7 @@ from headrace_common.process.start import start
 
 def main() -> None:
     """Runs until SIGTERM."""
-    start("headrace_decode.main")
+    start("headrace_decode.main", "headrace-decode", ("cli", "worker"))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from headrace_common.process.start import start
 
 def main() -> None:
     """Runs until SIGTERM."""
-    start("headrace_prefill.main")
+    start("headrace_prefill.main", "headrace-prefill", ("cli", "worker"))
 
 
 if __name__ == "__main__":

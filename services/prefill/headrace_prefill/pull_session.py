@@ -15,6 +15,7 @@ from headrace_prefill.worker import PrefillWorker
 log = logging.getLogger(__name__)
 
 REPORTS_MAX = 1_024
+BATCH_MAX = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class PullSession:
         self._unsent = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._send(prefill_pb2.PullRequest(hello=hello))
+        self._hello = prefill_pb2.PullRequest(hello=hello)
         self.set_credit_share(credit_share)
 
     @property
@@ -147,14 +148,24 @@ class PullSession:
         return report.written
 
     async def _requests(self) -> AsyncIterator[prefill_pb2.PullRequest]:
+        yield self._hello
         while True:
-            report = await self._outgoing.get()
-            yield report.message
+            reports = [await self._outgoing.get()]
+            while self._outgoing.depth and len(reports) < BATCH_MAX:
+                reports.append(self._outgoing.get_nowait())
+            yield _combined([report.message for report in reports])
             # gRPC requests the next message once this one is written.
-            report.written.set()
-            self._unsent -= 1
+            for report in reports:
+                report.written.set()
+            self._unsent -= len(reports)
             self._update_idle()
 
     def _update_idle(self) -> None:
         if not self._tasks and self._unsent == 0:
             self._idle.set()
+
+
+def _combined(messages: list[prefill_pb2.PullRequest]) -> prefill_pb2.PullRequest:
+    if len(messages) == 1:
+        return messages[0]
+    return prefill_pb2.PullRequest(batch=prefill_pb2.PullRequestBatch(requests=messages))

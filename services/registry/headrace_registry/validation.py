@@ -26,6 +26,7 @@ from headrace_common.limits import (
     POLICY_TENANTS_MAX,
     START_AHEAD_MAX_S,
     TICKET_PUBLIC_KEY_BYTES,
+    TRANSPORT_CHARACTERS_MAX,
     limit_violations,
 )
 
@@ -211,6 +212,8 @@ def _worker_violations(member: registry_pb2.Member, path: str) -> dict[str, str]
     for name in ("max_model_len", "max_num_seqs"):
         if getattr(member, name) == 0:
             violations[f"{path}.{name}"] = "give a number above 0"
+    if len(member.transport) > TRANSPORT_CHARACTERS_MAX:
+        violations[f"{path}.transport"] = f"give at most {TRANSPORT_CHARACTERS_MAX} characters"
     if not member.HasField("layout"):
         violations[f"{path}.layout"] = "give the KV layout"
     else:

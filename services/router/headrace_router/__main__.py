@@ -5,7 +5,7 @@ from headrace_common.process.start import start
 
 def main() -> None:
     """Runs until SIGTERM."""
-    start("headrace_router.main")
+    start("headrace_router.main", "headrace-router", ("cli", "router"))
 
 
 if __name__ == "__main__":

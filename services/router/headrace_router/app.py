@@ -30,6 +30,7 @@ from headrace_router.lookaside.tickets import LookAside
 from headrace_router.lookaside.tracking import DirectRequestTracker
 from headrace_router.metrics import RouterMetrics
 from headrace_router.models import ModelCatalog
+from headrace_router.openai.answers import ModelParsers
 from headrace_router.openai.app import OpenAiApp, OpenAiParts
 from headrace_router.placement import KvAware, Placement
 from headrace_router.prefill_queue.queue import PrefillQueue
@@ -46,6 +47,7 @@ from headrace_router.tracing.service import OTLP_SERVICE_NAME, SpanCollector, Tr
 from headrace_router.tracing.store import TraceLimits, TraceStore
 from headrace_router.workers.dials import Dials
 from headrace_router.workers.directory import WorkerDirectory
+from headrace_router.workers.pairs import PairReporter
 from headrace_router.workers.slots import DecodeSlots
 from headrace_text.codec import TextCodec
 
@@ -78,6 +80,7 @@ class Router:
     """For the interceptors of the client listener."""
     openai: OpenAiApp
     admission: Admission
+    pairs: PairReporter
 
     def new_server(self, config: RouterConfig) -> GrpcServer:
         """A server with every service of the router. Raises ConfigError."""
@@ -101,6 +104,7 @@ class Router:
         self.workers.update(members)
         self.prefixes.update(members)
         self.router_keys.update(members)
+        self.pairs.update(members)
 
     async def close(self) -> None:
         """Ends every stream to workers."""
@@ -211,8 +215,9 @@ def assemble(
         return {name: live.get(name) or codec.max_model_len for name, codec in codecs.items()}
 
     gate = ClientGate(tenants, metrics, max_model_len, config.max_bytes_per_token)
+    parsers = {name: ModelParsers(*names) for name, names in config.parsers.items()}
     openai = OpenAiApp(
-        OpenAiParts(codecs, models, tenants, runner, preparer, gate, metrics),
+        OpenAiParts(codecs, parsers, models, tenants, runner, preparer, gate, metrics),
         deadline_s=config.default_deadline_s,
         body_bytes_max=config.max_request_bytes,
     )
@@ -222,6 +227,7 @@ def assemble(
         gate=gate,
         openai=openai,
         admission=admission,
+        pairs=PairReporter(),
     )
 
 

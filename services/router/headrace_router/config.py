@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
 
@@ -20,11 +21,16 @@ from headrace_common.config import (
 )
 from headrace_common.limits import POLICY_RETRY_BUDGET_MAX, TICKET_LIFETIME_MAX_S
 from headrace_router.prefix_cache.salts import PrefixCacheScope
+from headrace_text.model_hub import parse_hub_model
+from headrace_text.parsing.registry import REASONING_PARSERS, TOOL_CALL_PARSERS
 
 
 def _name_and_folder(entry: str) -> tuple[str, str]:
     name, equals, folder = entry.partition("=")
-    return (name.strip(), folder.strip()) if equals else (Path(entry).name, entry)
+    if equals:
+        return name.strip(), folder.strip()
+    hub_model = parse_hub_model(entry)
+    return (Path(entry).name if hub_model is None else hub_model.repository), entry
 
 
 def _check_models(entries: tuple[str, ...]) -> tuple[str, ...]:
@@ -34,6 +40,7 @@ def _check_models(entries: tuple[str, ...]) -> tuple[str, ...]:
     for entry, (name, folder) in zip(entries, pairs, strict=True):
         if not name or not folder:
             raise ValueError(f"write {entry!r} as NAME=FOLDER")
+        parse_hub_model(folder)
     names = [name for name, _ in pairs]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -44,17 +51,48 @@ def _check_models(entries: tuple[str, ...]) -> tuple[str, ...]:
 ModelList = Annotated[tuple[str, ...], BeforeValidator(split_list), AfterValidator(_check_models)]
 
 
+def _check_parsers(entries: tuple[str, ...], known: Collection[str]) -> tuple[str, ...]:
+    for entry in entries:
+        name = entry.rpartition("=")[2].strip()
+        if name not in known:
+            raise ValueError(f"{name!r} is no parser; use one of: {', '.join(sorted(known))}")
+    return entries
+
+
+ToolCallParserList = Annotated[
+    tuple[str, ...],
+    BeforeValidator(split_list),
+    AfterValidator(lambda entries: _check_parsers(entries, TOOL_CALL_PARSERS)),
+]
+ReasoningParserList = Annotated[
+    tuple[str, ...],
+    BeforeValidator(split_list),
+    AfterValidator(lambda entries: _check_parsers(entries, REASONING_PARSERS)),
+]
+
+
 class RouterConfig(ClientFacingConfig):
     """Headrace's router: places requests on workers and streams the responses."""
 
     role = Role.ROUTER
 
     model: ModelList = Field(
-        description="Served models, separated by commas: NAME=FOLDER, FOLDER (its last part is the name) or sim."
+        description="Served models, separated by commas: NAME=FOLDER, FOLDER (its last part is the name), "
+        "NAME=hf:OWNER/NAME or hf:OWNER/NAME on a Hugging Face hub (its tokenizer is downloaded), or sim."
     )
     http_listen: OptionalHostPort = Field(
         "",
         description="host:port of the OpenAI HTTP API; port 0 takes any free port. Empty: no HTTP.",
+    )
+    tool_call_parser: ToolCallParserList = Field(
+        (),
+        description="How the models write tool calls: a parser's name, or MODEL=NAME for each model, separated by "
+        "commas. Empty: tools need tool_choice required or a function. Names: docs/openai.md.",
+    )
+    reasoning_parser: ReasoningParserList = Field(
+        (),
+        description="How the models write reasoning: a parser's name, or MODEL=NAME for each model, separated by "
+        "commas. Empty: reasoning stays in the content. Names: docs/openai.md.",
     )
     router_id: OptionalWorkerId = Field(
         "",
@@ -166,6 +204,31 @@ class RouterConfig(ClientFacingConfig):
                 "leave prefix_cache_scope at auto"
             )
         return self
+
+    @model_validator(mode="after")
+    def _check_parsed_models(self) -> RouterConfig:
+        for setting in ("tool_call_parser", "reasoning_parser"):
+            self._by_model(setting)
+        return self
+
+    def _by_model(self, setting: str) -> dict[str, str]:
+        """The setting's value for each served model. Raises ValueError."""
+        values: dict[str, str] = {}
+        for entry in getattr(self, setting):
+            model, equals, value = entry.rpartition("=")
+            for name in [model.strip()] if equals else list(self.models):
+                if name not in self.models:
+                    raise ValueError(f"{setting} has the model {name!r}, which model does not name")
+                if name in values:
+                    raise ValueError(f"{setting} has two parsers for the model {name!r}; leave one")
+                values[name] = value.strip()
+        return values
+
+    @property
+    def parsers(self) -> dict[str, tuple[str, str]]:
+        """The parsers of tool calls and of reasoning for each served model. Empty: none."""
+        calls, reasoning = self._by_model("tool_call_parser"), self._by_model("reasoning_parser")
+        return {name: (calls.get(name, ""), reasoning.get(name, "")) for name in self.models}
 
     @property
     def separates_tenants(self) -> bool:

@@ -80,17 +80,22 @@ class RouterQueue(prefill_pb2_grpc.PrefillQueueServiceServicer):
 
     async def _record(self, requests: AsyncIterator[prefill_pb2.PullRequest]) -> None:
         async for request in requests:
-            match request.WhichOneof("message"):
-                case "hello":
-                    self.hellos.append(request.hello)
-                case "credit":
-                    self.credit += request.credit.task_count
-                case "started":
-                    self.started.append(request.started.transfer_id)
-                case "first_token":
-                    self.first_tokens.append(request.first_token)
-                case "done":
-                    self.done.append(request.done)
+            self._record_one(request)
+
+    def _record_one(self, request: prefill_pb2.PullRequest) -> None:
+        for each in request.batch.requests:
+            self._record_one(each)
+        match request.WhichOneof("message"):
+            case "hello":
+                self.hellos.append(request.hello)
+            case "credit":
+                self.credit += request.credit.task_count
+            case "started":
+                self.started.append(request.started.transfer_id)
+            case "first_token":
+                self.first_tokens.append(request.first_token)
+            case "done":
+                self.done.append(request.done)
 
     def send_task(self, name: str, **fields: Any) -> None:
         self.credit -= 1

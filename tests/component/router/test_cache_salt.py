@@ -12,7 +12,8 @@ import pytest
 from headrace.inference.v1 import inference_pb2
 from headrace_common.errors import Unauthenticated
 from headrace_common.rpc.status import error_from_rpc
-from headrace_common.tickets.direct import check_ticket, decode_request_of
+from headrace_common.tickets.direct import check_ticket
+from headrace_common.tickets.direct_request import decode_request_of
 from headrace_kv.prefix.cache_salt import is_cache_salt
 from tests.component.router.dispatch.recitation import TEXT, recite, sampling
 from tests.component.router.fakes import (

@@ -50,6 +50,7 @@ def test_a_valid_record_has_no_violations() -> None:
         ("client_endpoint", "host:0"),
         ("model", ""),
         ("model", "m" * 256),
+        ("transport", "t" * 64),
         ("max_model_len", 0),
         ("max_num_seqs", 0),
         ("start_unix_ns", 0),

@@ -48,11 +48,25 @@ def test_model_settings_map_names_to_folders(arguments: list[str], models: dict[
         (["--model", "sim", "--prefix-wait-s", "-1"], "prefix_wait_s"),
         (["--model", "sim", "--admission-wait-s", "0"], "admission_wait_s"),
         (["--model", "sim", "--router-id", "Not Good"], "router_id"),
+        (
+            ["--model", "sim", "--tool-call-parser", "x"],
+            "'x' is no parser; use one of: deepseek_v3",
+        ),
+        (["--model", "sim", "--reasoning-parser", "x"], "use one of: deepseek_r1"),
+        (["--model", "sim", "--tool-call-parser", "b=hermes"], "the model 'b', which model does"),
+        (["--model", "sim", "--tool-call-parser", "hermes,mistral"], "two parsers"),
     ],
 )
 def test_invalid_settings_are_reported(arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         _load(*arguments)
+
+
+def test_each_model_has_its_parsers() -> None:
+    config = _load(
+        "--model", "a=sim,b=sim", "--tool-call-parser", "b=hermes", "--reasoning-parser", "qwen3"
+    )
+    assert config.parsers == {"a": ("", "qwen3"), "b": ("hermes", "qwen3")}
 
 
 def test_requests_fit_the_default_context_and_longer_ones_are_warned_of(

@@ -12,15 +12,20 @@ from types import SimpleNamespace
 import pytest
 
 from lock_requirements import (
+    CONSTRAINTS,
     FILES,
     FIXED,
     FOLDER,
     RESOLVED,
     LockError,
     Pin,
+    constraints,
+    locked_versions,
     parse,
     problem_of,
     render,
+    resolved_roots,
+    roots_of,
     with_hashes,
 )
 from package_index import PackageIndex
@@ -28,12 +33,63 @@ from tests.unit.test_architecture import ROOT
 
 HASH = "0" * 64
 OTHER = "1" * 64
-LOCKS = sorted(FOLDER.glob("*.txt"))
+LOCKS = sorted(path for path in FOLDER.glob("*.txt") if path.stem not in CONSTRAINTS)
 NODE_FOLDERS = (ROOT, ROOT / "tests" / "clients" / "node")
 
 
 def test_every_lock_file_is_written_by_the_script() -> None:
     assert {path.stem for path in LOCKS} == {*FILES, *RESOLVED, *FIXED}
+    assert {path.stem for path in FOLDER.glob("*")} == {*FILES, *RESOLVED, *FIXED, *CONSTRAINTS}
+
+
+@pytest.mark.parametrize("name", CONSTRAINTS)
+def test_constraints_have_the_versions_of_their_lock_files(name: str) -> None:
+    versions = {
+        lock: {package: pin.version for package, pin in parse(_text(lock)).items()}
+        for lock in CONSTRAINTS[name][1]
+    }
+    text = _text(name)
+
+    assert constraints(name, versions) == text
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    assert set(lines) >= {
+        f"{p}=={v}" for v_of in versions.values() for p, v in v_of.items() if "+" not in v
+    }
+    assert "torch==2.13.0" in lines
+
+
+def test_extras_include_the_requirements_of_the_extras_in_them() -> None:
+    pyproject = {
+        "project": {
+            "dependencies": ["a>=1"],
+            "optional-dependencies": {"small": ["b>=2"], "large": ["headrace[small]", "c>=3"]},
+        },
+        "dependency-groups": {"tools": ["d==4"]},
+    }
+
+    assert roots_of(pyproject, ["headrace[large]", "tools"]) == ["a>=1", "c>=3", "d==4", "b>=2"]
+    assert roots_of(pyproject, ["tools"]) == ["d==4"]
+
+
+def test_a_resolved_file_keeps_its_versions_until_a_range_or_an_installed_version_excludes_them() -> (
+    None
+):
+    locked = {"a": Pin("1.0", (HASH,)), "b": Pin("2.0", (HASH,)), "of-a": Pin("7", (HASH,))}
+    current = {"a": "1.0", "b": "2.0", "of-a": "7"}
+
+    kept = resolved_roots(["a>=1,<2", "b>=2"], {"a": "1.0+cpu"}, locked)
+    assert kept == ["a==1.0", "b==2.0"]
+    assert locked_versions(kept, locked) == current
+    raised = resolved_roots(["a>=1,<2", "b>=2"], {"a": "1.1"}, locked)
+    assert raised == ["a==1.1", "b==2.0"]
+    assert locked_versions(raised, locked) == {}
+    excluded = resolved_roots(["a>=1,<2", "b>=3"], {"a": "1.0"}, locked)
+    assert excluded == ["a==1.0", "b>=3"]
+    assert locked_versions(excluded, locked) == {}
+
+
+def _text(name: str) -> str:
+    return (FOLDER / f"{name}.txt").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("path", LOCKS, ids=lambda path: path.stem)

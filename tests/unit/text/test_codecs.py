@@ -171,5 +171,5 @@ def test_tokens_of_the_simulated_model_are_bytes_and_words_in_ascii() -> None:
 def test_special_tokens_have_no_text_when_streamed(tmp_path: Path) -> None:
     codec = HuggingFaceCodec(_write_model(tmp_path))
     tokens = [*codec.encode("a€")[1:], 257, *codec.encode("b")[1:]]
-    detokenizer = IncrementalDetokenizer(codec.decode, codec.encode("prompt"))
+    detokenizer = IncrementalDetokenizer(codec, codec.encode("prompt"))
     assert [detokenizer.append(token) for token in tokens] == ["a", "", "", "€", "", "b"]

@@ -102,7 +102,7 @@ def test_control_texts_in_a_content_are_tokenized_as_plain_text(
 @pytest.mark.parametrize("text", _TEXTS)
 def test_streamed_text_is_in_whole_characters(codec: HuggingFaceCodec, text: str) -> None:
     tokens = codec.encode(text)
-    detokenizer = IncrementalDetokenizer(codec.decode, codec.encode("The prompt:"))
+    detokenizer = IncrementalDetokenizer(codec, codec.encode("The prompt:"))
     pieces = [detokenizer.append(token) for token in tokens]
     assert "".join(pieces) + detokenizer.flush() == codec.decode(tokens)
     assert not any("\ufffd" in piece for piece in pieces)

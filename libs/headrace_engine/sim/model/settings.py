@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from headrace_common.errors import ConfigError
+from headrace_engine.config import DEFAULT_KV_CACHE_GIB
 from headrace_engine.sim.model.caches import TOKEN_INNER, SimCache, SimPart, spread_caches
 from headrace_kv.layout.layout import STATE, TOKEN_OUTER, TOKENS, CacheGroup
 from headrace_kv.plan.regions import HEAD_OUTER, TOKENS_OUTER, Dimension
@@ -339,7 +340,9 @@ def _block_count(config: EngineConfig, settings: SimSettings, context: int) -> i
             page_bytes += nbytes
         else:
             token_bytes += nbytes
-    budget = int(config.kv_cache_gib * _GIB) - config.max_num_seqs * page_bytes
+    budget = (
+        int((config.kv_cache_gib or DEFAULT_KV_CACHE_GIB) * _GIB) - config.max_num_seqs * page_bytes
+    )
     affordable = budget // (token_bytes * config.block_size)
     if affordable < 1:
         remedy = "it does not hold one block: take more"

@@ -89,6 +89,7 @@ class ConnectorWorker:
             self._settings.transport,
             self._settings.host,
             gpu_direct=self._settings.gpu_direct,
+            rdma_devices=self._settings.rdma_devices,
             admitted=None if admitted is None else parse_networks(admitted),
         )
         memory = rank_memory(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace_common.errors import ConfigError
-from headrace_engine.config import EngineConfig
+from headrace_engine.config import DEFAULT_KV_CACHE_GIB, EngineConfig
 from headrace_engine.vllm.compat import (
     import_vllm,
     require_vllm,
@@ -19,6 +19,11 @@ from headrace_engine.vllm.compat import (
 )
 from headrace_engine.vllm.link.startup_error import read_startup_error
 from headrace_engine.vllm.model_folder import ModelFolder, read_model_folder
+from headrace_engine.vllm.service.engine_args import (
+    fingerprint_with,
+    parse_engine_args,
+    split_engine_args,
+)
 from headrace_engine.vllm.service.process import engine_children
 from headrace_engine.vllm.settings import ConnectorSettings
 
@@ -56,6 +61,7 @@ def check_config(config: EngineConfig) -> ModelFolder:
             metadata={"field": "max_num_batched_tokens"},
         )
     _require_room(config)
+    split_engine_args(config.engine_args)
     return read_model_folder(config.model, config.max_model_len)
 
 
@@ -82,7 +88,7 @@ def launch(config: EngineConfig, folder: ModelFolder, link_path: Path) -> AsyncL
     """
     set_vllm_environment(
         host=config.host,
-        kv_cache_gib=config.kv_cache_gib,
+        kv_cache_gib=config.kv_cache_gib or DEFAULT_KV_CACHE_GIB,
         tensor_parallel_size=config.tensor_parallel_size,
     )
     with warnings.catch_warnings():
@@ -122,9 +128,12 @@ def _device_args(config: EngineConfig, *, on_cpu: bool) -> dict[str, Any]:
     if on_cpu:
         # Compiling takes minutes on a CPU. The environment has the size of the KV cache.
         return {"enforce_eager": True}
+    # Graphs are captured around the layer hooks, see HeadraceConnector.requires_piecewise_for_cudagraph.
+    args: dict[str, Any] = {"enforce_eager": config.enforce_eager}
+    if not config.kv_cache_gib:
+        return {**args, "gpu_memory_utilization": config.gpu_memory_utilization}
     return {
-        # Graphs are captured around the layer hooks, see HeadraceConnector.requires_piecewise_for_cudagraph.
-        "enforce_eager": config.enforce_eager,
+        **args,
         "kv_cache_memory_bytes": int(config.kv_cache_gib * _GIB),
         # The KV cache has a fixed size. vLLM only compares this share with the free memory at the start.
         "gpu_memory_utilization": _LEAST_FREE_SHARE,
@@ -137,20 +146,22 @@ def _engine_args(config: EngineConfig, folder: ModelFolder, link_path: Path) -> 
 
     from headrace_engine.vllm.service.kv_events import events_endpoint
 
+    given = parse_engine_args(split_engine_args(config.engine_args))
     settings = ConnectorSettings(
         role=config.role,
         worker_id=config.ref.worker_id,
         incarnation=config.ref.incarnation,
         host=config.host,
         transport=config.transport,
-        fingerprint=folder.fingerprint,
+        fingerprint=fingerprint_with(folder.fingerprint, given),
         link_path=str(link_path),
         credentials=config.credentials,
         gpu_direct=config.gpu_direct,
+        rdma_devices=config.rdma_devices,
         admitted=None if config.admitted is None else tuple(map(str, config.admitted)),
         overlap_layers=config.overlap_layers,
     )
-    return AsyncEngineArgs(
+    ours: dict[str, Any] = dict(
         model=str(folder.path),
         dtype=config.dtype,
         seed=config.seed,
@@ -183,3 +194,4 @@ def _engine_args(config: EngineConfig, folder: ModelFolder, link_path: Path) -> 
             "kv_connector_extra_config": settings.to_extra_config(),
         },
     )
+    return AsyncEngineArgs(**{**ours, **given})

@@ -14,7 +14,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from importlib import metadata
 from pathlib import Path
@@ -120,10 +120,11 @@ class MooncakeTransport(KvTransport):
     byte_limit = 16 * 1024 * 1024
     pending_limit = 4
 
-    def __init__(self, host: str, protocol: str = "auto") -> None:
+    def __init__(self, host: str, protocol: str = "auto", rdma_devices: Sequence[str] = ()) -> None:
         self._host = host
         self._addresses = resolve_host(host)
         self.protocol = configure_environment(protocol)
+        self._rdma_devices = _device_filter(rdma_devices, self.protocol)
         self._engine_type = _load_engine_type()
         self._lock = threading.Lock()
         self._memory = MemoryRanges()
@@ -255,7 +256,9 @@ class MooncakeTransport(KvTransport):
         with STARTING:
             known = open_listeners()
             with without_known_lines():
-                code = engine.initialize(self._host, "P2PHANDSHAKE", self.protocol, "")
+                code = engine.initialize(
+                    self._host, "P2PHANDSHAKE", self.protocol, self._rdma_devices
+                )
             ports = restrict_listeners(known, self._addresses, sources)
             end_lost_connections(ports.filtered | ports.open)
         if code != 0:
@@ -289,11 +292,28 @@ class MooncakeTransport(KvTransport):
         )
 
 
-def open_mooncake(host: str, protocol: str, memory: Memory = HOST_MEMORY) -> MooncakeTransport:
+def open_mooncake(
+    host: str, protocol: str, memory: Memory = HOST_MEMORY, rdma_devices: Sequence[str] = ()
+) -> MooncakeTransport:
     """A transport for KV in `memory`. Raises ConfigError as MooncakeTransport does."""
     if not memory.on_host and not memory.staged:
         prepare_device_memory()
-    return MooncakeTransport(host, protocol)
+    return MooncakeTransport(host, protocol, rdma_devices)
+
+
+def _device_filter(names: Sequence[str], protocol: str) -> str:
+    """The adapters as Mooncake takes them: "" for all. Raises ConfigError for those that this host lacks."""
+    if not names:
+        return ""
+    present = sorted(path.name for path in _INFINIBAND.iterdir()) if _INFINIBAND.is_dir() else []
+    missing = [name for name in names if name not in present]
+    if missing:
+        raise ConfigError(
+            f"rdma_devices: this host has no RDMA adapter {', '.join(missing)}, but "
+            f"{', '.join(present) or 'none'}: name one of those, or leave rdma_devices empty",
+            metadata={"field": "rdma_devices"},
+        )
+    return ",".join(names) if protocol == "rdma" else ""
 
 
 def _register(engine: Any, base_address: int, nbytes: int) -> None:
@@ -316,7 +336,8 @@ def _load_engine_type() -> Any:
         from mooncake.engine import TransferEngine
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"Mooncake is not installed: pip install {_BUILDS[0]}, or {_BUILDS[1]} for KV on CUDA devices"
+            f"Mooncake is not installed: pip install {_BUILDS[0]}, or {_BUILDS[1]} for KV on CUDA devices. The extras "
+            "sim, vllm-cpu and vllm-cuda contain it"
         ) from error
     except ImportError as error:
         cuda = f" Without CUDA's libraries, install {_BUILDS[0]}." if "libcud" in str(error) else ""

@@ -18,6 +18,8 @@ from typing import Any
 
 from google.protobuf import descriptor_pool, message_factory
 
+from headrace_common.extras import install_command
+
 # In the order of their imports.
 _GENERATED = ("kv_pb2", "auth_pb2", "rpc_pb2")
 
@@ -27,7 +29,9 @@ def load_etcd3() -> Any:
     """The `etcd3` package, untyped. Raises ImportError when it is missing or not as expected."""
     specification = importlib.util.find_spec("etcd3")
     if specification is None or specification.origin is None:
-        raise ImportError("the etcd store needs the package etcd3: pip install etcd3", name="etcd3")
+        raise ImportError(
+            f"the etcd store needs the extra etcd: {install_command('etcd')}", name="etcd3"
+        )
     folder = Path(specification.origin).parent / "etcdrpc"
     # Not the default pool: another package may have registered files named rpc.proto or kv.proto.
     pool = descriptor_pool.DescriptorPool()

@@ -25,7 +25,8 @@ from headrace_common.errors import (
     WorkerGone,
 )
 from headrace_common.identity import new_transfer_id
-from headrace_common.tickets.direct import TicketSigner, check_ticket, decode_request_of
+from headrace_common.tickets.direct import TicketSigner, check_ticket
+from headrace_common.tickets.direct_request import decode_request_of
 from headrace_kv.layout.layout import WorkerRef
 from headrace_router.dispatch.dispatcher import RequestDispatcher
 from headrace_router.dispatch.first_token import BY_DECODE

@@ -19,10 +19,12 @@ from headrace_common.rpc.trace_context import context_from_traceparent
 from headrace_router.admission.tenants import Tenants
 from headrace_router.metrics import RouterMetrics
 from headrace_router.models import ModelCatalog
+from headrace_router.openai.answers import ModelParsers, rules_of
 from headrace_router.openai.conversion import (
-    chat_requests,
+    chat_request,
     completion_requests,
     openai_violations,
+    single_choices,
     tokenize_request,
 )
 from headrace_router.openai.errors import HttpError
@@ -66,6 +68,8 @@ class OpenAiParts:
     """The parts of a router that the HTTP API uses."""
 
     codecs: Mapping[str, TextCodec]
+    parsers: Mapping[str, ModelParsers]
+    """By served model."""
     models: ModelCatalog
     tenants: Tenants
     runner: RequestRunner
@@ -76,16 +80,18 @@ class OpenAiParts:
 
 @dataclass(frozen=True, slots=True)
 class _Generation:
-    """One HTTP request as requests of the InferenceService. `prompts` of them have a prompt of their own."""
+    """One HTTP request as requests of the InferenceService, one for each prompt."""
 
     requests: Sequence[inference_pb2.GenerateRequest]
-    prompts: int
     streamed: bool
     format: ResponseFormat
+    formatted: bool = False
+    """Whether response_format sets the form of the answer."""
 
     @property
-    def choices_per_prompt(self) -> int:
-        return len(self.requests) // self.prompts
+    def choices(self) -> int:
+        """The number of choices of all prompts."""
+        return sum(request.n for request in self.requests)
 
 
 class OpenAiApp:
@@ -152,13 +158,17 @@ class OpenAiApp:
         body = parse_body(ChatCompletionBody, await self._body(exchange))
         request_id = _request_id(exchange)
         head = self._head(body, f"chatcmpl-{request_id}")
+        rules = rules_of(body, self._parts.parsers[head.model])
+        request = chat_request(body, request_id)
+        if rules.divides and not request.sampling.HasField("skip_special_tokens"):
+            # The tags around calls and reasoning may be special tokens.
+            request.sampling.skip_special_tokens = False
+        codec = self._parts.codecs[head.model]
         generation = _Generation(
-            chat_requests(body, request_id),
-            prompts=1,
+            [request],
             streamed=body.stream,
-            format=ChatFormat(
-                head, self._parts.codecs[head.model], includes_usage=body.includes_usage
-            ),
+            format=ChatFormat(head, codec, includes_usage=body.includes_usage, rules=rules),
+            formatted=body.response_format is not None,
         )
         await self._generate(exchange, generation, tenant)
 
@@ -167,14 +177,11 @@ class OpenAiApp:
         body = parse_body(CompletionBody, await self._body(exchange))
         request_id = _request_id(exchange)
         head = self._head(body, f"cmpl-{request_id}")
-        requests = completion_requests(body, request_id)
+        codec = self._parts.codecs[head.model]
         generation = _Generation(
-            requests,
-            prompts=len(requests) // body.choice_count,
+            completion_requests(body, request_id),
             streamed=body.stream,
-            format=CompletionFormat(
-                head, self._parts.codecs[head.model], includes_usage=body.includes_usage
-            ),
+            format=CompletionFormat(head, codec, includes_usage=body.includes_usage),
         )
         await self._generate(exchange, generation, tenant)
 
@@ -189,12 +196,15 @@ class OpenAiApp:
         try:
             await exchange.run_while_connected(respond(exchange, generation, tenant))
         except InvalidRequest as error:
-            raise InvalidRequest(openai_violations(error.violations, chat=chat)) from error
+            violations = openai_violations(
+                error.violations, chat=chat, formatted=generation.formatted
+            )
+            raise InvalidRequest(violations) from error
 
     async def _stream(self, exchange: HttpExchange, generation: _Generation, tenant: str) -> None:
         """Sends an event for each message of each choice."""
         form = generation.format
-        usages = [inference_pb2.Usage() for _ in generation.requests]
+        usages = [inference_pb2.Usage() for _ in range(generation.choices)]
         offsets: dict[int, int] = {}
 
         async def write(index: int, message: inference_pb2.GenerateResponse) -> None:
@@ -206,22 +216,23 @@ class OpenAiApp:
             offsets[index] = offsets.get(index, 0) + len(message.text)
             if message.finish_reason:
                 usages[index] = message.usage
-            await exchange.write(data)
+            if data:
+                await exchange.write(data)
 
         await self._run_all(generation, tenant, write)
-        await exchange.write(form.usage_event(usages, generation.prompts) + DONE_EVENT)
+        await exchange.write(form.usage_event(usages, len(generation.requests)) + DONE_EVENT)
         await exchange.finish()
 
     async def _collect(self, exchange: HttpExchange, generation: _Generation, tenant: str) -> None:
         """Sends one object at the end."""
         form = generation.format
-        choices = [CollectedChoice() for _ in generation.requests]
+        choices = [CollectedChoice() for _ in range(generation.choices)]
 
         async def write(index: int, message: inference_pb2.GenerateResponse) -> None:
             choices[index].add(message, form.tokens_of(message))
 
         await self._run_all(generation, tenant, write)
-        await exchange.respond(200, form.whole(choices, generation.prompts))
+        await exchange.respond(200, form.whole(choices, len(generation.requests)))
 
     async def _run_all(
         self,
@@ -234,24 +245,31 @@ class OpenAiApp:
         The first choice of a prompt starts alone. The others start with its first token, when the prompt is cached.
         """
         deadline = Deadline.after(self._deadline_s)
-        started = [asyncio.Event() for _ in range(generation.prompts)]
 
-        async def run(index: int) -> None:
-            prompt, choice = divmod(index, generation.choices_per_prompt)
-
+        async def run(
+            index: int,
+            request: inference_pb2.GenerateRequest,
+            started: asyncio.Event,
+            *,
+            waits: bool,
+        ) -> None:
             async def write_choice(message: inference_pb2.GenerateResponse) -> None:
-                started[prompt].set()
+                started.set()
                 await write(index, message)
 
-            if choice:
-                await started[prompt].wait()
-            await self._parts.runner.run(generation.requests[index], tenant, deadline, write_choice)
-            started[prompt].set()
+            if waits:
+                await started.wait()
+            await self._parts.runner.run(request, tenant, deadline, write_choice)
+            started.set()
 
+        index = 0
         try:
             async with asyncio.TaskGroup() as group:
-                for index in range(len(generation.requests)):
-                    group.create_task(run(index))
+                for request in generation.requests:
+                    started = asyncio.Event()
+                    for number, choice in enumerate(single_choices(request)):
+                        group.create_task(run(index, choice, started, waits=number > 0))
+                        index += 1
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from headrace.inference.v1 import inference_pb2, sampling_pb2
+from headrace_router.openai.answers import AnswerRules, ChatAnswer, whole_message
 from headrace_text.codec import TextCodec
 
 DONE_EVENT: Final = b"data: [DONE]\n\n"
@@ -19,6 +20,7 @@ _FINISH_REASONS: Final = {
 }
 # JSON has no infinity.
 _LOGPROB_MIN = -9999.0
+_ALL_CONTENT: Final = AnswerRules()
 _quote = json.encoder.encode_basestring_ascii
 
 
@@ -37,7 +39,7 @@ class CollectedChoice:
 
     texts: list[str] = field(default_factory=list)
     tokens: list[dict[str, Any]] = field(default_factory=list)
-    finish_reason: str | None = None
+    reason: sampling_pb2.FinishReason.ValueType = sampling_pb2.FINISH_REASON_UNSPECIFIED
     usage: inference_pb2.Usage = field(default_factory=inference_pb2.Usage)
 
     def add(self, message: inference_pb2.GenerateResponse, tokens: list[dict[str, Any]]) -> None:
@@ -45,7 +47,7 @@ class CollectedChoice:
         self.texts.append(message.text)
         self.tokens += tokens
         if message.finish_reason:
-            self.finish_reason = _FINISH_REASONS.get(message.finish_reason)
+            self.reason = message.finish_reason
             self.usage = message.usage
 
 
@@ -75,8 +77,11 @@ class ResponseFormat(ABC):
         """The choice of an object."""
 
     @abstractmethod
-    def _delta(self, text: str) -> str:
-        """The JSON field that has the text of an event."""
+    def _delta(self, index: int, message: inference_pb2.GenerateResponse) -> str | None:
+        """The JSON field that has the text of an event. None: there is nothing to send yet."""
+
+    def _finish_reason(self, index: int, reason: sampling_pb2.FinishReason.ValueType) -> str | None:
+        return _FINISH_REASONS.get(reason)
 
     @abstractmethod
     def _logprobs(self, tokens: list[dict[str, Any]], offset: int) -> dict[str, Any]:
@@ -87,14 +92,17 @@ class ResponseFormat(ABC):
         return b""
 
     def event(self, index: int, message: inference_pb2.GenerateResponse, offset: int = 0) -> bytes:
-        """The event for one message. `offset` is the number of characters before it."""
-        reason = _FINISH_REASONS.get(message.finish_reason)
+        """The event for one message, or nothing. `offset` is the number of characters before it."""
+        delta = self._delta(index, message)
+        if delta is None:
+            return b""
+        reason = self._finish_reason(index, message.finish_reason)
         logprobs = "null"
         if message.logprobs:
             logprobs = json.dumps(self._logprobs(self.tokens_of(message), offset))
         ending = f'"{reason}"' if reason else "null"
         return (
-            f'{self._prefix}{{"index": {index}, {self._delta(message.text)}, "logprobs": {logprobs}, '
+            f'{self._prefix}{{"index": {index}, {delta}, "logprobs": {logprobs}, '
             f'"finish_reason": {ending}}}{self._suffix}'
         ).encode()
 
@@ -113,10 +121,7 @@ class ResponseFormat(ABC):
                 "object": self.kind,
                 "created": self._head.created,
                 "model": self._head.model,
-                "choices": [
-                    {**self._choice(index, choice), "finish_reason": choice.finish_reason}
-                    for index, choice in enumerate(choices)
-                ],
+                "choices": [self._choice(index, choice) for index, choice in enumerate(choices)],
                 "usage": usage_object([choice.usage for choice in choices], prompts),
             }
         ).encode()
@@ -149,21 +154,58 @@ class ChatFormat(ResponseFormat):
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
+    def __init__(
+        self,
+        head: ResponseHead,
+        codec: TextCodec,
+        *,
+        includes_usage: bool,
+        rules: AnswerRules = _ALL_CONTENT,
+    ) -> None:
+        super().__init__(head, codec, includes_usage=includes_usage)
+        self._rules = rules
+        self._answers: dict[int, ChatAnswer] = {}
+
     def first_event(self, index: int) -> bytes:
         return (
             f'{self._prefix}{{"index": {index}, "delta": {{"role": "assistant", "content": ""}}, '
             f'"logprobs": null, "finish_reason": null}}{self._suffix}'
         ).encode()
 
-    def _delta(self, text: str) -> str:
-        return f'"delta": {{"content": {_quote(text)}}}' if text else '"delta": {}'
+    def _delta(self, index: int, message: inference_pb2.GenerateResponse) -> str | None:
+        if not self._rules.divides:
+            text = message.text
+            return f'"delta": {{"content": {_quote(text)}}}' if text else '"delta": {}'
+        answer = self._answers.get(index)
+        if answer is None:
+            answer = self._answers[index] = ChatAnswer(self._rules)
+        last = bool(message.finish_reason)
+        delta = answer.delta(message.text, last=last)
+        if not delta and not last and not message.logprobs:
+            return None
+        return f'"delta": {json.dumps(delta)}'
+
+    def _finish_reason(self, index: int, reason: sampling_pb2.FinishReason.ValueType) -> str | None:
+        answer = self._answers.get(index)
+        return self._reason_after_calls(reason, called=answer is not None and answer.called)
+
+    def _reason_after_calls(
+        self, reason: sampling_pb2.FinishReason.ValueType, *, called: bool
+    ) -> str | None:
+        # As OpenAI, a call of the function that the request names ends with stop.
+        if called and reason == sampling_pb2.FINISH_REASON_STOP and not self._rules.required:
+            return "tool_calls"
+        return _FINISH_REASONS.get(reason)
 
     def _choice(self, index: int, choice: CollectedChoice) -> dict[str, Any]:
-        content = "".join(choice.texts)
+        message = whole_message("".join(choice.texts), self._rules)
         return {
             "index": index,
-            "message": {"role": "assistant", "content": content, "refusal": None},
+            "message": message,
             "logprobs": self._logprobs(choice.tokens, 0) if choice.tokens else None,
+            "finish_reason": self._reason_after_calls(
+                choice.reason, called="tool_calls" in message
+            ),
         }
 
     def _logprobs(self, tokens: list[dict[str, Any]], offset: int) -> dict[str, Any]:
@@ -176,14 +218,15 @@ class CompletionFormat(ResponseFormat):
     kind = "text_completion"
     chunk_kind = "text_completion"
 
-    def _delta(self, text: str) -> str:
-        return f'"text": {_quote(text)}'
+    def _delta(self, index: int, message: inference_pb2.GenerateResponse) -> str | None:
+        return f'"text": {_quote(message.text)}'
 
     def _choice(self, index: int, choice: CollectedChoice) -> dict[str, Any]:
         return {
             "index": index,
             "text": "".join(choice.texts),
             "logprobs": self._logprobs(choice.tokens, 0) if choice.tokens else None,
+            "finish_reason": _FINISH_REASONS.get(choice.reason),
         }
 
     def _logprobs(self, tokens: list[dict[str, Any]], offset: int) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc.aio
@@ -38,7 +38,8 @@ class PullService(prefill_pb2_grpc.PrefillQueueServiceServicer):
         writer = asyncio.create_task(_write(stream, context))
         try:
             async for request in request_iterator:
-                self._handle(stream, request)
+                for each in unpacked(request):
+                    self._handle(stream, each)
         finally:
             self._queue.remove_worker(stream)
             writer.cancel()
@@ -59,6 +60,11 @@ class PullService(prefill_pb2_grpc.PrefillQueueServiceServicer):
                 f"{stream.ref} sent {kind or 'nothing'} where Credit, TaskStarted, FirstToken or "
                 "TaskDone is expected"
             )
+
+
+def unpacked(request: prefill_pb2.PullRequest) -> Sequence[prefill_pb2.PullRequest]:
+    """The messages of a batch, or the message itself."""
+    return request.batch.requests if request.HasField("batch") else (request,)
 
 
 async def _read_hello(requests: AsyncIterator[prefill_pb2.PullRequest]) -> prefill_pb2.Hello:

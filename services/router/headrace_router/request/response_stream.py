@@ -10,7 +10,6 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
@@ -48,8 +47,9 @@ class ResponseStream:
     ) -> None:
         self._request = request
         self._trace_id = trace_id
-        decode = partial(request.codec.decode, skip_special_tokens=request.skips_special_tokens)
-        self._detokenizer = IncrementalDetokenizer(decode, request.token_ids)
+        self._detokenizer = IncrementalDetokenizer(
+            *(request.codec, request.token_ids), skip_special_tokens=request.skips_special_tokens
+        )
         self._stop_scanner = StopStringScanner(request.stop_strings, keeps_stop=request.keeps_stop)
         self._stop_token_ids = frozenset(() if request.keeps_stop else request.stop_token_ids)
         self._generated = list(request.generated)

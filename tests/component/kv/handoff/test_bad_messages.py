@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -62,6 +61,10 @@ def message(kind: str, transfer_id: str) -> handoff_pb2.HandoffRequest:
     return request
 
 
+def batch(*requests: handoff_pb2.HandoffRequest) -> handoff_pb2.HandoffRequest:
+    return handoff_pb2.HandoffRequest(batch=handoff_pb2.HandoffRequestBatch(requests=requests))
+
+
 def layers_done(*layers: handoff_pb2.LayerDone) -> handoff_pb2.HandoffRequest:
     return handoff_pb2.HandoffRequest(layers_done=handoff_pb2.LayersDone(layers=layers))
 
@@ -73,16 +76,21 @@ async def test_a_second_sender_is_refused_and_garbage_fails_no_transfer() -> Non
         await until(lambda: transfer.state is TransferState.OPEN)
         async with raw_stream(rig, hello(rig)) as call:
             await call.read()
-            for request in (handoff_pb2.HandoffRequest(), hello(rig), opening(rig, name)):
+            nested = batch(batch(opening(rig, name)), hello(rig))
+            for request in (handoff_pb2.HandoffRequest(), hello(rig), nested, opening(rig, name)):
                 await call.write(request)
             refused = await call.read()
             assert isinstance(refused, handoff_pb2.HandoffResponse)
             assert refused.cancel.reason == "PROTOCOL_VIOLATION"
+            # Nothing in the batch was an Open, so only the last request was answered.
             foreign = handoff_pb2.LayerDone(transfer_id=name, layer=99)
             await call.write(layers_done(foreign, handoff_pb2.LayerDone()))
             for kind in ("commit", "failed", "quiesced"):
                 await call.write(message(kind, name))
-            await asyncio.sleep(0.1)
+            await call.write(batch(message("commit", name), opening(rig, name)))
+            again = await call.read()
+            assert isinstance(again, handoff_pb2.HandoffResponse)
+            assert again.cancel.reason == "PROTOCOL_VIOLATION"
             assert transfer.active
             rig.push(name)
             await rig.received(transfer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,9 @@ from headrace.kv.v1 import handoff_pb2
 from headrace_common.deadlines import Deadline
 from headrace_kv.handoff.messages import SendReport
 from headrace_kv.layout.layout import KvDescriptor, WorkerRef
+from headrace_kv.receive import service
 from headrace_kv.receive.receiver import Receiver
+from headrace_kv.receive.service import unpacked
 from headrace_kv.receive.transfer import PrefillPeer
 from headrace_kv.send.context import SenderContext
 from headrace_kv.send.sender import RankSender
@@ -28,9 +31,11 @@ class Wire:
         self.messages: dict[str, Counter[str]] = defaultdict(Counter)
         self.message_bytes = 0
         self.layer_messages = 0
+        self.batches: list[tuple[str, ...]] = []
         self.queries: list[WorkerRef] = []
         monkeypatch.setattr(harness, "Receiver", self._receiver_class())
         monkeypatch.setattr(harness, "RankSender", self._sender)
+        monkeypatch.setattr(service, "unpacked", self._unpacked)
 
     def _receiver_class(self) -> type[Receiver]:
         wire = self
@@ -48,6 +53,13 @@ class Wire:
                 super().handle(peer, request)
 
         return RecordingReceiver
+
+    def _unpacked(
+        self, request: handoff_pb2.HandoffRequest
+    ) -> Sequence[handoff_pb2.HandoffRequest]:
+        found = unpacked(request)
+        self.batches.append(tuple(str(one.WhichOneof("message")) for one in found))
+        return found
 
     def _sender(self, context: SenderContext, **settings: Any) -> RankSender:
         inner = context.descriptors
@@ -92,6 +104,9 @@ async def test_descriptors_are_queried_once_and_requests_carry_block_ids(
         assert len(wire.messages) == 20
         expected = {"open": 2, "reservation": 2, "layer": 12, "commit": 2}
         await until(lambda: all(counts == expected for counts in wire.messages.values()))
+        # A rank's last acknowledgement waits for its Commit, however fast the machine is.
+        together = sum(batch[-2:] == ("layers_done", "commit") for batch in wire.batches)
+        assert together > len(wire.messages)
 
 
 async def test_counted_bytes_are_those_on_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:

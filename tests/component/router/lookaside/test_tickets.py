@@ -29,7 +29,8 @@ from headrace_common.errors import (
 )
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
-from headrace_common.tickets.direct import TicketSigner, check_ticket, decode_request_of
+from headrace_common.tickets.direct import TicketSigner, check_ticket
+from headrace_common.tickets.direct_request import decode_request_of
 from headrace_kv.layout.layout import WorkerRef
 from headrace_router.workers import connection
 from tests.component.router.fakes import (

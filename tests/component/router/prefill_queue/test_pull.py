@@ -28,6 +28,10 @@ def _names(worker: FakePrefill) -> list[str]:
     return [task.transfer_id for task in worker.tasks]
 
 
+def batch(*requests: prefill_pb2.PullRequest) -> prefill_pb2.PullRequest:
+    return prefill_pb2.PullRequest(batch=prefill_pb2.PullRequestBatch(requests=requests))
+
+
 async def _end_of(worker: FakePrefill) -> grpc.aio.AioRpcError:
     """The error with which the router ended the worker's stream."""
     async with asyncio.timeout(5):
@@ -73,6 +77,8 @@ async def test_one_incarnation_has_one_pull_stream(rig: Rig) -> None:
             prefill_pb2.PullRequest(credit=prefill_pb2.Credit(task_count=CREDITS_MAX + 1)),
             "more than",
         ),
+        (batch(prefill_pb2.PullRequest(hello=prefill_pb2.Hello())), "hello where Credit"),
+        (batch(batch()), "batch where Credit"),
     ],
 )
 async def test_a_protocol_violation_ends_only_that_workers_stream(

@@ -14,7 +14,8 @@ from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
 from headrace.inference.v1 import inference_pb2
 from headrace_common.errors import Unauthenticated
 from headrace_common.rpc.status import error_from_rpc
-from headrace_common.tickets.direct import check_ticket, decode_request_of
+from headrace_common.tickets.direct import check_ticket
+from headrace_common.tickets.direct_request import decode_request_of
 from headrace_kv.layout.layout import WorkerRef
 from headrace_router.workers import connection
 from tests.component.router.fakes import FakeDecode, Rig, reply, text_of, with_settings

@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.inference.v1 import sampling_pb2, tools_pb2
 from headrace_common.errors import InvalidRequest
 from headrace_router.openai.conversion import (
-    chat_requests,
+    chat_request,
     completion_requests,
     openai_violations,
+    single_choices,
     tokenize_request,
 )
 from headrace_router.openai.requests import (
@@ -23,6 +25,7 @@ from headrace_router.openai.requests import (
     TokenizeBody,
     parse_body,
 )
+from headrace_router.request.validation import request_violations
 
 USER = {"role": "user", "content": "hi"}
 
@@ -57,7 +60,7 @@ def test_a_chat_becomes_one_request_with_its_sampling() -> None:
         user="somebody",
         metadata={"a": "b"},
     )
-    (request,) = chat_requests(body, "r1")
+    request = chat_request(body, "r1")
     assert [(one.role, one.content) for one in request.chat.messages] == [
         ("system", "be brief"),
         ("user", "ab"),
@@ -71,7 +74,7 @@ def test_a_chat_becomes_one_request_with_its_sampling() -> None:
 
 
 def test_fields_that_are_left_out_stay_unset() -> None:
-    (request,) = chat_requests(chat(), "r1")
+    request = chat_request(chat(), "r1")
     assert request.sampling.ListFields() == []
 
 
@@ -94,10 +97,95 @@ def test_each_prompt_of_a_completion_becomes_a_request(prompt: Any, fields: Any)
 
 
 def test_choices_have_their_own_seeds_and_ids() -> None:
-    requests = chat_requests(chat(n=3, seed=2**63 - 1), "r1")
+    requests = single_choices(chat_request(chat(n=3, seed=2**63 - 1), "r1"))
     assert [one.sampling.seed for one in requests] == [2**63 - 1, 0, 1]
     assert [one.request_id for one in requests] == ["r1", "r1-1", "r1-2"]
-    assert not any(one.sampling.HasField("seed") for one in chat_requests(chat(n=2), "r1"))
+    without = single_choices(chat_request(chat(n=2), "r1"))
+    assert not any(one.sampling.HasField("seed") for one in without)
+
+
+WEATHER: dict[str, Any] = {
+    "name": "weather",
+    "description": "The weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    "strict": True,
+}
+
+
+def test_tools_and_calls_become_those_of_the_contract() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    body = chat(
+        messages=[
+            USER,
+            # As the official client sends back a message that it received.
+            {"role": "assistant", "content": None, "refusal": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+            {"role": "assistant", "content": "So.", "reasoning_content": "why"},
+        ],
+        tools=[{"type": "function", "function": WEATHER}],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        reasoning_effort="low",
+        chat_template_kwargs={"enable_thinking": False},
+    )
+    request = chat_request(body, "r1").chat
+    (tool,) = request.tools
+    assert (tool.name, tool.description, tool.strict) == ("weather", "The weather", True)
+    assert json.loads(tool.parameters) == WEATHER["parameters"]
+    (sent,) = request.messages[1].tool_calls
+    assert (sent.id, sent.name, sent.arguments) == ("c1", "weather", "{}")
+    assert request.messages[2].tool_call_id == "c1"
+    assert request.messages[3].reasoning == "why"
+    assert request.tool_choice.mode == tools_pb2.ToolChoice.MODE_REQUIRED
+    assert request.tool_choice.single_call
+    variables = {"reasoning_effort": "low", "enable_thinking": False}
+    assert json.loads(request.template_kwargs) == variables
+    assert request_violations(chat_request(body, "r1")) == {}
+
+
+def test_a_named_function_is_a_choice() -> None:
+    choice = {"type": "function", "function": {"name": "weather"}}
+    body = chat(tools=[{"type": "function", "function": WEATHER}], tool_choice=choice)
+    request = chat_request(body, "r1").chat
+    assert request.tool_choice.function_name == "weather"
+    assert not chat_request(chat(tool_choice="none"), "r1").chat.HasField("tool_choice")
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "value"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json_object", True),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"a": 1}}}},
+            "json",
+            '{"a": 1}',
+        ),
+        ({"structured_outputs": {"json": {"a": 1}}}, "json", '{"a": 1}'),
+        ({"structured_outputs": {"json": "{}"}}, "json", "{}"),
+        ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
+        ({"structured_outputs": {"choice": ["a"]}}, "choice", sampling_pb2.Choice(texts=["a"])),
+        ({"response_format": {"type": "text"}}, None, None),
+    ],
+)
+def test_the_form_of_the_answer_is_a_constraint(
+    fields: dict[str, Any], kind: Any, value: Any
+) -> None:
+    outputs = chat_request(chat(**fields), "r1").sampling.structured_outputs
+    assert outputs.WhichOneof("constraint") == kind
+    assert kind is None or getattr(outputs, kind) == value
+
+
+def test_two_constraints_are_rejected() -> None:
+    body = chat(structured_outputs={"regex": "a", "choice": ["b"]})
+    with pytest.raises(InvalidRequest, match="only one of regex and choice"):
+        chat_request(body, "r1")
+
+
+def test_the_bias_of_tokens_is_kept() -> None:
+    body = chat(logit_bias={"5": -100, "7": 1.5}, min_tokens=2, bad_words=["x"])
+    sampling = chat_request(body, "r1").sampling
+    assert dict(sampling.logit_bias) == {5: -100.0, 7: 1.5}
+    assert (sampling.min_tokens, list(sampling.bad_words)) == (2, ["x"])
 
 
 @pytest.mark.parametrize(
@@ -107,20 +195,40 @@ def test_choices_have_their_own_seeds_and_ids() -> None:
         ({"messages": []}, "messages", "at least 1"),
         ({"messages": [USER] * 2_049}, "messages", "at most 2048"),
         ({"messages": [{"role": 5, "content": "x"}]}, "messages[0].role", "valid string"),
-        ({"messages": [{**USER, "tool_calls": [{}]}]}, "messages[0]", "tool_calls"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            {"messages": [{**USER, "tool_calls": [{}]}]},
+            "messages[0].tool_calls[0].function",
+            "required",
+        ),
+        ({"messages": [{**USER, "function_call": {}}]}, "messages[0].function_call", "tool_calls"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
             "messages[0].content[0].type",
-            "'text'",
+            "'image_url' is not supported; send parts of type 'text'",
         ),
         ({"temperature": "hot"}, "temperature", "valid number"),
         ({"max_completion_tokens": -1}, "max_completion_tokens", "greater than or equal to 0"),
         ({"seed": 2**64}, "seed", "less than"),
         ({"n": 17}, "n", "less than or equal to 16"),
-        ({"tools": [{"type": "function"}]}, "tools", "not supported"),
-        ({"tool_choice": "required"}, "tool_choice", "'none'"),
-        ({"response_format": {"type": "json_object"}}, "response_format.type", "'text'"),
-        ({"logit_bias": {"5": 1.0}}, "logit_bias", "not supported"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "required"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'function'"),
+        ({"tool_choice": "any"}, "tool_choice", "'required'"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "'json_object'"),
+        (
+            {"response_format": {"type": "json_schema"}},
+            "response_format.json_schema",
+            "needs schema",
+        ),
+        (
+            {
+                "response_format": {"type": "json_object"},
+                "structured_outputs": {"regex": "a"},
+            },
+            "structured_outputs",
+            "leave one out",
+        ),
+        ({"logit_bias": {"word": 1.0}}, "logit_bias", "'word' is no token id"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs", "not supported"),
         ({"top_logprobs": 3}, "top_logprobs", "needs logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream=true"),
         ({"add_generation_prompt": False}, "add_generation_prompt", "continue_final_message"),
@@ -208,3 +316,22 @@ def test_violations_have_the_names_of_openai_fields() -> None:
         "model": "f",
     }
     assert openai_violations({"tokens.ids[3]": "x"}, chat=False) == {"prompt[3]": "x"}
+
+
+def test_violations_of_tools_and_forms_have_the_names_of_openai_fields() -> None:
+    violations = {
+        "chat.tools[1].parameters": "a",
+        "chat.tool_choice.function_name": "b",
+        "chat.template_kwargs": "c",
+        "chat.messages[2].tool_calls[0].name": "d",
+        "sampling.structured_outputs.choice.texts[3]": "e",
+        "sampling.structured_outputs.json": "f",
+    }
+    assert openai_violations(violations, chat=True, formatted=True) == {
+        "tools[1].function.parameters": "a",
+        "tool_choice": "b",
+        "chat_template_kwargs": "c",
+        "messages[2].tool_calls[0].function.name": "d",
+        "structured_outputs.choice[3]": "e",
+        "response_format.json_schema.schema": "f",
+    }

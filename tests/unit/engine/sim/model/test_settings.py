@@ -88,7 +88,7 @@ def test_wrong_settings_are_named(model: str, field: str) -> None:
         ({"max_num_seqs": 0}, "max_num_seqs"),
         ({"max_num_batched_tokens": 8}, "max_num_batched_tokens"),
         ({"num_gpu_blocks_override": -1}, "num_gpu_blocks_override"),
-        ({"kv_cache_gib": 0.0}, "kv_cache_gib"),
+        ({"kv_cache_gib": 1e-9}, "kv_cache_gib"),
         ({"max_model_len": -1}, "max_model_len"),
         ({"max_model_len": 500, "num_gpu_blocks_override": 4}, "max_model_len"),
         ({"block_size": -1, "max_num_seqs": 0}, "block_size, max_num_seqs"),

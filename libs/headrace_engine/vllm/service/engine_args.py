@@ -1,0 +1,193 @@
+"""Arguments that a user passes through to vLLM: which ones are accepted, and their parsing by vLLM's own parser."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, Final, NoReturn
+
+from headrace_common.errors import ConfigError
+
+SETTINGS: Final[Mapping[str, str]] = {
+    "model": "model",
+    "served_model_name": "served_model",
+    "dtype": "dtype",
+    "seed": "seed",
+    "max_model_len": "max_model_len",
+    "tensor_parallel_size": "tensor_parallel_size",
+    "block_size": "block_size",
+    "num_gpu_blocks_override": "num_gpu_blocks_override",
+    "max_num_seqs": "max_num_seqs",
+    "max_num_batched_tokens": "max_num_batched_tokens",
+    "enforce_eager": "enforce_eager",
+    "gpu_memory_utilization": "gpu_memory_utilization",
+    "kv_cache_memory_bytes": "kv_cache_gib",
+}
+"""vLLM's arguments that are settings of the worker, which reads them for itself as well."""
+
+_CONNECTOR = "Headrace's connector is the engine's only one"
+_TOKENIZER = "the router tokenizes, with the tokenizer of the folder in its models"
+_ONE_ENGINE = "a worker is one engine: start more workers"
+_RANKS = "a KV transfer knows tensor-parallel ranks of one host only: set tensor_parallel_size"
+_DRAFT = "a KV transfer carries the target model's cache only"
+_LORA = "routers do not know adapters: serve a merged model"
+_HOOKS = "the connector's hooks depend on vLLM's own class"
+_NETWORK = "the engine has no port of its own"
+_SAMPLING = "routers fill in the sampling defaults, so that each attempt of a request has the same"
+
+REFUSED: Final[Mapping[str, str]] = {
+    "kv_transfer_config": _CONNECTOR,
+    "kv_offloading_size": _CONNECTOR,
+    "kv_offloading_backend": _CONNECTOR,
+    "ec_transfer_config": _CONNECTOR,
+    "kv_events_config": "routers need the events of each worker's prefix cache",
+    "async_scheduling": "a step's plan needs the results of the step before it",
+    "enable_chunked_prefill": "prompts are computed in chunks: set max_num_batched_tokens",
+    "skip_tokenizer_init": _TOKENIZER,
+    "tokenizer": _TOKENIZER,
+    "tokenizer_mode": _TOKENIZER,
+    "tokenizer_revision": _TOKENIZER,
+    "generation_config": _SAMPLING,
+    "override_generation_config": _SAMPLING,
+    "logits_processors": "the first token may be sampled outside the engine, without them",
+    "disable_log_stats": "the worker's own metrics replace vLLM's",
+    "use_tqdm_on_load": "logs have no progress bars",
+    "pipeline_parallel_size": _RANKS,
+    "prefill_context_parallel_size": _RANKS,
+    "decode_context_parallel_size": _RANKS,
+    "nnodes": _RANKS,
+    "node_rank": _RANKS,
+    "distributed_executor_backend": "the engine's processes are forked, with the connector's link",
+    "data_parallel_size": _ONE_ENGINE,
+    "data_parallel_rank": _ONE_ENGINE,
+    "data_parallel_start_rank": _ONE_ENGINE,
+    "data_parallel_size_local": _ONE_ENGINE,
+    "data_parallel_backend": _ONE_ENGINE,
+    "data_parallel_hybrid_lb": _ONE_ENGINE,
+    "data_parallel_external_lb": _ONE_ENGINE,
+    "enable_elastic_ep": _ONE_ENGINE,
+    "speculative_config": _DRAFT,
+    "spec_method": _DRAFT,
+    "spec_model": _DRAFT,
+    "spec_tokens": _DRAFT,
+    "enable_lora": _LORA,
+    "default_mm_loras": _LORA,
+    "worker_cls": _HOOKS,
+    "scheduler_cls": _HOOKS,
+    "runner": "the contract generates text: no pooling",
+    "otlp_traces_endpoint": "set otlp_endpoint, which sends the whole request's spans",
+    "weight_transfer_config": "weights that change would make cached KV wrong",
+    "enable_sleep_mode": "a sleeping engine cannot receive KV",
+    "revision": "name the model as NAME@REVISION, so that routers and workers load the same",
+    "hf_token": "no secret on a command line: set the variable HF_TOKEN",
+}
+"""Arguments of vLLM that contradict what Headrace needs of the engine, and why."""
+
+KV_ARGUMENTS: Final = (
+    "hf_overrides",
+    "kv_cache_dtype",
+    "kv_cache_dtype_skip_layers",
+    "mamba_cache_dtype",
+    "mamba_ssm_cache_dtype",
+)
+"""Arguments that change the meaning of the KV bytes: workers with different values must not exchange KV."""
+
+ARGUMENTS_MAX: Final = 256
+_MESSAGE_CHARACTERS_MAX: Final = 300
+_UNSET: Final = object()
+
+
+def split_engine_args(text: str) -> tuple[str, ...]:
+    """Splits arguments as a shell does. Raises ConfigError for those that Headrace owns, without loading vLLM."""
+    try:
+        arguments = tuple(shlex.split(text))
+    except ValueError as error:
+        raise _wrong(f"engine_args has an open quote ({error}): close it") from error
+    if len(arguments) > ARGUMENTS_MAX:
+        raise _wrong(f"engine_args has more than {ARGUMENTS_MAX} parts: shorten it")
+    if arguments and not arguments[0].startswith("-"):
+        raise _wrong(
+            f"engine_args begins with {arguments[0]!r}: begin with an argument, such as --quantization fp8; "
+            "the model is the setting model"
+        )
+    _check_owned(_name(argument) for argument in arguments if argument.startswith("--"))
+    return arguments
+
+
+def parse_engine_args(arguments: Sequence[str]) -> dict[str, Any]:
+    """The fields of vLLM's AsyncEngineArgs that `arguments` set. vLLM must be imported. Raises ConfigError."""
+    if not arguments:
+        return {}
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    names = [field.name for field in fields(AsyncEngineArgs)]
+    # A parser fills in its defaults only where the namespace has no value.
+    parsed = _vllm_parser(names).parse_args(
+        list(arguments), argparse.Namespace(**dict.fromkeys(names, _UNSET))
+    )
+    given = {name: value for name in names if (value := getattr(parsed, name)) is not _UNSET}
+    # The parser has resolved short names.
+    _check_owned(given)
+    return given
+
+
+def fingerprint_with(fingerprint: str, given: Mapping[str, Any]) -> str:
+    """The model's identity together with the arguments that change the meaning of its KV bytes."""
+    changes = [f"{name}={given[name]}" for name in KV_ARGUMENTS if name in given]
+    return ";".join((fingerprint, *changes))
+
+
+def _name(argument: str) -> str:
+    """The field that an argument sets, such as enable_prefix_caching for --no-enable-prefix-caching=x."""
+    flag = argument.partition("=")[0].partition(".")[0]
+    return flag.removeprefix("--").replace("-", "_").removeprefix("no_")
+
+
+def _check_owned(names: Iterable[str]) -> None:
+    problems: list[str] = []
+    for name in dict.fromkeys(names):
+        if name in SETTINGS:
+            problems.append(f"{name} is a setting of the worker: set {SETTINGS[name]} instead")
+        elif name in REFUSED:
+            problems.append(f"{name} belongs to Headrace ({REFUSED[name]}): leave it out")
+        elif name in ("config", "help"):
+            problems.append(f"{name} is no argument of the engine: leave it out")
+    if problems:
+        raise _wrong("engine_args: " + "; ".join(problems))
+
+
+def _rejection(message: str, names: Sequence[str]) -> ConfigError:
+    """The error for a message of vLLM's parser."""
+    message = " ".join(message.split())[:_MESSAGE_CHARACTERS_MAX]
+    _, unknown, rest = message.partition("unrecognized arguments: ")
+    if not unknown or not rest.startswith("--"):
+        return _wrong(f"engine_args: vLLM rejects them: {message}")
+    near = difflib.get_close_matches(_name(rest.split()[0]), names, n=1)
+    hint = (
+        f"did you mean --{near[0].replace('_', '-')}?"
+        if near
+        else "`vllm serve --help=all` lists them"
+    )
+    return _wrong(f"engine_args: this vLLM has no argument {rest.split()[0]}: {hint}")
+
+
+def _wrong(detail: str) -> ConfigError:
+    return ConfigError(detail, metadata={"field": "engine_args"})
+
+
+def _vllm_parser(names: Sequence[str]) -> argparse.ArgumentParser:
+    """vLLM's parser, which raises ConfigError where it would end the process."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    class Parser(FlexibleArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise _rejection(message, names)
+
+    parser: argparse.ArgumentParser = AsyncEngineArgs.add_cli_args(
+        Parser(add_help=False, allow_abbrev=False)
+    )
+    return parser

@@ -1,0 +1,133 @@
+"""What a command prints when an extra is missing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from headrace_cli.up.extras import require_extras
+from headrace_cli.up.topology import SIM, SIM_PROCESSES, Topology
+from headrace_common import extras
+from headrace_common.errors import ConfigError
+from headrace_common.extras import MODULES, install_command, require_extra
+from tests.unit.test_architecture import ROOT
+
+SOURCES = ("libs", "services/registry", "services/router", "services/prefill", "services/decode")
+TIMEOUT_S = 60.0
+# Hides modules as if their distributions were not installed.
+HIDING = """
+import importlib.abc, runpy, sys
+hidden = set(sys.argv[1].split(","))
+class Hide(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name in hidden:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Hide())
+module, sys.argv = sys.argv[2], sys.argv[2:]
+if module == "headrace_client":
+    import headrace_client
+else:
+    runpy.run_module(module, run_name="__main__")
+"""
+
+
+def _hide(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
+    found = extras._installed
+    monkeypatch.setattr(
+        extras, "_installed", lambda module: module not in modules and found(module)
+    )
+
+
+@pytest.mark.parametrize(
+    ("module", "argument", "hidden", "extra"),
+    [
+        ("headrace_cli", "workers", "typer", "cli"),
+        ("headrace_registry", "--help", "uvloop", "cli"),
+        ("headrace_router", "--help", "sortedcontainers", "router"),
+        ("headrace_prefill", "--help", "xxhash", "worker"),
+        ("headrace_decode", "--help", "numpy", "worker"),
+    ],
+)
+def test_a_program_names_the_extra_that_it_lacks(
+    module: str, argument: str, hidden: str, extra: str
+) -> None:
+    done = _run(hidden, module, argument)
+
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert f"needs the extra {extra}" in done.stderr
+    assert install_command(extra) in done.stderr
+    assert hidden in done.stderr
+
+
+def test_a_complete_extra_passes_and_no_module_is_imported() -> None:
+    for extra in MODULES.keys() - {"vllm-cuda"}:
+        require_extra("a test", extra)
+
+
+def test_a_module_inside_a_missing_package_counts_as_missing() -> None:
+    assert not extras._installed("no_such_package.inside")
+
+
+@pytest.mark.parametrize(
+    ("hidden", "topology", "extra"),
+    [
+        ("uvicorn", Topology(engine=SIM), "router"),
+        ("etcd3", Topology(engine=SIM, store="etcd://127.0.0.1:2379"), "etcd"),
+        ("xxhash", Topology(engine=SIM), "router"),
+        ("mooncake", Topology(engine=SIM), "sim"),
+        ("vllm", Topology(), "vllm-cpu or vllm-cuda"),
+    ],
+)
+def test_up_names_the_extra_that_it_lacks(
+    monkeypatch: pytest.MonkeyPatch, hidden: str, topology: Topology, extra: str
+) -> None:
+    _hide(monkeypatch, hidden)
+    with pytest.raises(ConfigError, match=f"the extra {extra}") as caught:
+        require_extras(topology)
+    assert hidden in caught.value.metadata["module"]
+
+
+@pytest.mark.parametrize(
+    ("hidden", "topology"),
+    [
+        ("etcd3", Topology(engine=SIM)),
+        ("vllm", Topology(engine=SIM)),
+        ("mooncake", Topology(engine=SIM, settings=(("decode", "transport", "same_host"),))),
+        ("mooncake", Topology(engine=SIM, decode_count=SIM_PROCESSES + 1)),
+    ],
+)
+def test_up_does_without_the_extras_that_it_does_not_use(
+    monkeypatch: pytest.MonkeyPatch, hidden: str, topology: Topology
+) -> None:
+    _hide(monkeypatch, hidden)
+    require_extras(topology)
+
+
+def test_the_client_imports_no_module_of_an_extra() -> None:
+    # What its own requirements install is allowed: tests/suite/test_installation.py installs no more.
+    modules = {module for found in MODULES.values() for module in found}
+    done = _run(",".join(sorted(modules)), "headrace_client")
+
+    assert done.returncode == 0, done.stderr
+
+
+def _run(hidden: str, module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs a package as a program without the hidden modules. Imports headrace_client, which is none."""
+    path = [str(ROOT / source) for source in SOURCES]
+    return subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"import sys; sys.path[:0] = {path!r}\n{HIDING}",
+            hidden,
+            module,
+            *arguments,
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=TIMEOUT_S,
+    )

@@ -1,0 +1,75 @@
+"""Arguments for vLLM that are checked before vLLM is loaded."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace_common.errors import ConfigError
+from headrace_engine.config import EngineConfig
+from headrace_engine.factory import build_engine
+from headrace_engine.vllm.service.engine_args import (
+    ARGUMENTS_MAX,
+    REFUSED,
+    SETTINGS,
+    fingerprint_with,
+    split_engine_args,
+)
+from headrace_engine.worker.config import WorkerConfig
+from headrace_kv.layout.layout import WorkerRef
+
+
+def test_arguments_are_split_as_in_a_shell() -> None:
+    text = """--quantization fp8 --hf-overrides '{"a": 1}' --no-enable-prefix-caching"""
+    assert split_engine_args(text) == (
+        *("--quantization", "fp8", "--hf-overrides", '{"a": 1}'),
+        "--no-enable-prefix-caching",
+    )
+    assert split_engine_args("") == ()
+
+
+@pytest.mark.parametrize("name", [*SETTINGS, *REFUSED])
+@pytest.mark.parametrize("form", ["--{dashed} 1", "--{name}=1", "--no-{dashed}", "--{dashed}.x 1"])
+def test_an_argument_that_headrace_owns_is_refused_by_name(name: str, form: str) -> None:
+    argument = form.format(name=name, dashed=name.replace("_", "-"))
+    with pytest.raises(ConfigError) as caught:
+        split_engine_args(f"--max-logprobs 5 {argument}")
+    assert caught.value.metadata["field"] == "engine_args"
+    assert f"engine_args: {name} " in caught.value.detail
+    assert SETTINGS.get(name, REFUSED.get(name, "")) in caught.value.detail
+
+
+def test_all_refused_arguments_are_named_together() -> None:
+    with pytest.raises(ConfigError) as caught:
+        split_engine_args("--dtype half --kv-transfer-config {} --config file.yaml")
+    for word in ("set dtype instead", "kv_transfer_config belongs", "config is no argument"):
+        assert word in caught.value.detail
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("--hf-overrides '{", "open quote"),
+        ("models/a --quantization fp8", "the model is the setting model"),
+        ("-x " * (ARGUMENTS_MAX + 1), f"more than {ARGUMENTS_MAX}"),
+    ],
+)
+def test_broken_texts_are_refused(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        split_engine_args(text)
+
+
+def test_only_arguments_about_kv_change_the_models_identity() -> None:
+    assert fingerprint_with("m:1", {"max_logprobs": 3}) == "m:1"
+    assert fingerprint_with("m:1", {"kv_cache_dtype": "fp8"}) == "m:1;kv_cache_dtype=fp8"
+
+
+def test_a_file_may_have_a_list() -> None:
+    values = {"worker_id": "d", "engine_args": ["--hf-overrides", '{"a": 1}']}
+    text = WorkerConfig.model_validate(values).engine_args
+    assert split_engine_args(text) == ("--hf-overrides", '{"a": 1}')
+
+
+def test_the_simulated_engine_refuses_them() -> None:
+    config = EngineConfig("sim", "sim", "decode", WorkerRef("d", "1"), engine_args="--seed 1")
+    with pytest.raises(ConfigError, match="takes no engine_args"):
+        build_engine(config, lambda *_: None)  # type: ignore[arg-type]

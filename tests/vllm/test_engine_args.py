@@ -1,0 +1,81 @@
+"""Arguments that users pass through to vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from headrace_common.errors import ConfigError
+from headrace_engine.vllm.service.engine_args import (
+    KV_ARGUMENTS,
+    REFUSED,
+    SETTINGS,
+    parse_engine_args,
+    split_engine_args,
+)
+from tests.vllm.conftest import IMPORTS_VLLM, RunJob
+
+pytestmark = IMPORTS_VLLM
+
+
+def test_the_tables_name_arguments_of_the_installed_vllm() -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    names = {field.name for field in fields(AsyncEngineArgs)}
+    assert {*SETTINGS, *REFUSED, *KV_ARGUMENTS} <= names
+
+
+def test_only_given_arguments_are_set() -> None:
+    text = "-q fp8 --no-enable-prefix-caching --kv_cache_dtype=fp8 --compilation-config.mode 3 -O2"
+    given = parse_engine_args(split_engine_args(text))
+    assert given.pop("compilation_config").mode == 3
+    assert given == {
+        "quantization": "fp8",
+        "enable_prefix_caching": False,
+        "kv_cache_dtype": "fp8",
+        "optimization_level": "2",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("--quantizaton fp8", "no argument --quantizaton: did you mean --quantization?"),
+        ("--wholly-unknown 1", "no argument --wholly-unknown: `vllm serve --help=all` lists them"),
+        # It could be short for several arguments.
+        ("--max-num 4", "no argument --max-num"),
+        ("--max-logprobs many", "rejects them: argument --max-logprobs: invalid int value: 'many'"),
+        ("--scheduling-policy lifo", "choose from 'fcfs', 'priority'"),
+        ("--max-logprobs 3 stray", "unrecognized arguments: stray"),
+        ("-tp 2", "set tensor_parallel_size instead"),
+        ("-sc {}", "speculative_config belongs to Headrace"),
+    ],
+)
+def test_what_vllm_does_not_know_is_refused_by_name(text: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_engine_args(split_engine_args(text))
+    assert words in caught.value.detail
+    assert caught.value.metadata["field"] == "engine_args"
+
+
+def test_arguments_take_effect(run_job: RunJob) -> None:
+    result = run_job("tests.vllm.engine_args:answer", model="tiny-llama")
+    assert result["in_effect"] == {
+        "enable_prefix_caching": False,
+        "max_logprobs": 3,
+        "scheduling_policy": "priority",
+        "long_prefill_token_threshold": 64,
+        "load_format": "safetensors",
+        "hf_overrides": 20000.0,
+        "prefix_caching_hash_algo": "sha256_cbor",
+        "watermark": 0.05,
+        "additional_config": {"note": 1},
+        "structured_outputs_config.backend": "guidance",
+        "max_num_scheduled_tokens": 256,
+    }
+    # Without a prefix cache, the second answer transfers the whole prompt again.
+    assert result["cached"] == [0, 0]
+    first, second, plain = result["answers"]
+    assert first == second == plain
+    assert ";hf_overrides={" in result["identity"]
