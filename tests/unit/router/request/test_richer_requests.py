@@ -160,12 +160,12 @@ _INVALID: list[tuple[inference_pb2.GenerateRequest, str, str]] = [
 ]
 
 
-def _prepare(request: inference_pb2.GenerateRequest) -> Any:
+def _prepare(request: inference_pb2.GenerateRequest, context: int = 64) -> Any:
     return prepare(
         request,
         request_id="r1",
         codecs={"sim": _CODEC},
-        max_model_len={"sim": 64},
+        max_model_len={"sim": context},
         bytes_per_token=16,
     )
 
@@ -267,11 +267,11 @@ def test_workers_get_what_the_router_does_not_do_itself() -> None:
 
 def test_a_forced_call_becomes_a_structured_output() -> None:
     request = _choice(mode=Mode.MODE_FUNCTION, function_name="look")
-    sampling = _prepare(request).sampling
+    sampling = _prepare(request, 512).sampling
     assert json.loads(sampling.structured_outputs.json) == json.loads(_SCHEMA)
     request.sampling.structured_outputs.json_object = True
     with pytest.raises(InvalidRequest) as caught:
-        _prepare(request)
+        _prepare(request, 512)
     assert "excludes" in caught.value.violations["chat.tool_choice.mode"]
 
 
