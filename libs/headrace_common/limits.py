@@ -13,6 +13,10 @@ HEADS_MAX: Final = 65_536
 PARTS_MAX: Final = 256
 TRANSFER_ID_CHARACTERS_MAX: Final = 128
 """Longest transfer id that a worker accepts."""
+LINK_STREAMS_MAX: Final = 4_096
+"""Most requests in progress on one link between a router and a decode worker."""
+LINK_MESSAGE_BYTES_MAX: Final = 1024 * 1024
+"""Size from which messages of a link are split. A single request may be longer."""
 TICKET_BYTES_MAX: Final = 1_024
 """Longest ticket that a decode worker parses."""
 TICKET_PUBLIC_KEY_BYTES: Final = 32

@@ -37,20 +37,20 @@ def constrain(
     """
     allowed = _allowed(sampling, answer)
     prevented = _prevented(sampling, answer)
-    scores = dict(zip(*candidates, strict=True))
-    others = (
-        _in_random_order(digest, allowed) if allowed is not None else _spare(digest, vocabulary)
-    )
     biases = dict(sampling.logit_bias)
-    for token in (*(token for token in biases if biases[token] > 0), *others):
-        scores.setdefault(token, min(scores.values()) - 1.0)
+    scores = dict(zip(*candidates, strict=True))
+    lowest = min(scores.values()) - 1.0
+    liked = (token for token, bias in biases.items() if bias > 0)
+    for token in (*liked, *_in_random_order(digest, allowed or ())):
+        scores.setdefault(token, lowest)
     kept = {
         token: score + biases.get(token, 0.0)
         for token, score in scores.items()
         if token not in prevented and (allowed is None or token in allowed)
     }
-    # Real models choose some token even when all are prevented.
-    ranked = sorted((kept or scores).items(), key=lambda item: -item[1])
+    if not kept:
+        kept = {_first_not_prevented(digest, vocabulary, prevented): lowest}
+    ranked = sorted(kept.items(), key=lambda item: -item[1])
     return [token for token, _ in ranked], [score for _, score in ranked]
 
 
@@ -93,6 +93,8 @@ def _in_random_order(digest: int, tokens: Iterable[int]) -> list[int]:
     return sorted(tokens, key=lambda token: mix_int(digest ^ token))[:_CANDIDATES]
 
 
-def _spare(digest: int, vocabulary: int) -> list[int]:
-    """Further candidates, for when others are prevented."""
-    return [mix_int(digest + index) % vocabulary for index in range(1, _CANDIDATES)]
+def _first_not_prevented(digest: int, vocabulary: int, prevented: frozenset[int]) -> int:
+    """Real models choose some token even when all are prevented."""
+    start = mix_int(digest) % vocabulary
+    order = ((start + step) % vocabulary for step in range(vocabulary))
+    return next((token for token in order if token not in prevented), start)
