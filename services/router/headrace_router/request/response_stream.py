@@ -61,9 +61,11 @@ class ResponseStream:
     ) -> None:
         self._request = request
         self._trace_id = trace_id
-        self._detokenizer = IncrementalDetokenizer(request.codec, request.token_ids)
-        self._stop_scanner = StopStringScanner(request.stop_strings)
-        self._stop_token_ids = frozenset(request.stop_token_ids)
+        self._detokenizer = IncrementalDetokenizer(
+            *(request.codec, request.token_ids), skip_special_tokens=request.skips_special_tokens
+        )
+        self._stop_scanner = StopStringScanner(request.stop_strings, keeps_stop=request.keeps_stop)
+        self._stop_token_ids = frozenset(() if request.keeps_stop else request.stop_token_ids)
         self._generated = list(request.generated)
         self._pending = _Pending()
         self._last_message: inference_pb2.GenerateResponse | None = None
@@ -171,7 +173,9 @@ class ResponseStream:
         """Ends the response. The next message is the last."""
         self._detokenize_pending()
         if not self.stopped:
-            self._pending.text.append(self._stop_scanner.scan(self._detokenizer.flush()))
+            may_stop = len(self._generated) > self._request.sampling.min_tokens
+            rest = self._stop_scanner.scan(self._detokenizer.flush(), may_stop=may_stop)
+            self._pending.text.append(rest)
         self._pending.text.append(self._stop_scanner.flush())
         # The flushed characters can complete a stop string.
         self.finish_reason = sampling_pb2.FINISH_REASON_STOP if self.stopped else reason
@@ -216,17 +220,21 @@ class ResponseStream:
             self._pending.logprobs.extend(tokens.logprobs[index : index + 1])
             # A stop token ends the completion and is not part of its text.
             if token_id not in self._stop_token_ids:
-                text = self._stop_scanner.scan(self._detokenizer.append(token_id))
-                self._pending.text.append(text)
+                self._pending.text.append(self._scan(token_id, len(self._generated)))
 
     def _replay(self, token_ids: Sequence[int]) -> None:
         """Advances the detokenizer and the stop scanner over tokens that the client already has."""
         with_text = self._without_stop_tokens(token_ids)
         if self._request.stop_strings:
-            for token_id in with_text:
-                self._stop_scanner.scan(self._detokenizer.append(token_id))
+            for number, token_id in enumerate(with_text, start=1):
+                self._scan(token_id, number)
         else:
             self._detokenizer.extend(with_text)
+
+    def _scan(self, token_id: int, number: int) -> str:
+        """The text after the completion's token number `number`, from 1."""
+        may_stop = number > self._request.sampling.min_tokens
+        return self._stop_scanner.scan(self._detokenizer.append(token_id), may_stop=may_stop)
 
     def _detokenize_pending(self) -> None:
         """Converts the pending tokens to text in one call. With stop strings, `add_tokens` has done so."""
