@@ -2,11 +2,11 @@
 
     python -m bench.decode_link [--gaps 0,5] [--streams 1,32,64,256] [--rounds 5]
 
-The ways: a gRPC stream for each request with a message for each token (Generate), the decode link (Link, one message
-for each step of the engine), and the messages of the decode link over a plain TCP connection, each behind its length.
-The last two differ in the transport only, so their difference is the price of grpc.aio. Reading side: this process,
-which only collects the tokens. Worker: bench/proxy_workers.py's step engine, which costs little. Ratios are medians
-over the rounds. All ways take turns.
+The first way is a gRPC stream for each request, with a message for each token (Generate). The second is the decode
+link, with a message for each step of the engine. The third is the link's messages over TCP, each behind its length: its
+difference from the second is the price of grpc.aio. The reading side is this process, which only collects the tokens.
+The worker is the step engine of bench/proxy_workers.py, which costs little. Ratios are medians over the rounds, in
+which all ways take turns.
 """
 
 from __future__ import annotations

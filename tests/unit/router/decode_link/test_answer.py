@@ -116,7 +116,7 @@ async def test_an_error_follows_the_events_before_it() -> None:
     st.lists(st.tuples(st.integers(1, 3), st.integers(0, 3)), max_size=30),
     st.sampled_from((2, 3, 5, 1_000)),
 )
-def test_no_token_is_lost_or_moved_whoever_takes_it(
+def test_no_token_is_lost_or_moved_between_sink_and_reader(
     steps: list[tuple[int, int]], stop_at: int
 ) -> None:
     async def run() -> None:
