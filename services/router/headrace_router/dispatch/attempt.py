@@ -11,8 +11,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import grpc.aio
-
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import sampling_pb2
 from headrace.prefill.v1 import prefill_pb2
@@ -20,6 +18,8 @@ from headrace_common.errors import HeadraceError, NotFound, ProtocolViolation, W
 from headrace_common.identity import new_transfer_id
 from headrace_common.telemetry.setup import Telemetry
 from headrace_kv.layout.layout import WorkerRef
+from headrace_router.decode_link.answer import TokenBatch
+from headrace_router.decode_link.links import DecodeLinks
 from headrace_router.dispatch.attempt_span import AttemptSpan
 from headrace_router.dispatch.decode_call import DecodeCall
 from headrace_router.dispatch.first_token import BY_DECODE, BY_PREFILL, FROM_LOGITS, Policy
@@ -56,12 +56,12 @@ class AttemptContext:
 class AttemptPlan:
     """What was decided for one attempt, number `number` from 1.
 
-    `channel` leads to the decode worker of `decision`. `terms` are those of the prefill task, if there is one.
+    `links` lead to the decode worker of `decision`. `terms` are those of the prefill task, if there is one.
     """
 
     number: int
     decision: Decision
-    channel: grpc.aio.Channel
+    links: DecodeLinks
     terms: TaskTerms
     first_token: Policy = BY_DECODE
 
@@ -77,7 +77,7 @@ class Attempt:
         self._decision = plan.decision
         self._terms = plan.terms
         self._first_token_by = plan.first_token
-        self._channel = plan.channel
+        self._links = plan.links
         self._transfer_id = new_transfer_id()
         self._span = AttemptSpan(
             *(context.telemetry, request, plan.decision),
@@ -158,7 +158,7 @@ class Attempt:
 
     def _open_call(self) -> DecodeCall:
         return DecodeCall(
-            *(self._channel, self.decode_worker, self._request),
+            *(self._links, self.decode_worker, self._request),
             deadline=self._deadline,
             context=self._span.context,
             waited_for=self._waited_for,
@@ -237,6 +237,9 @@ class Attempt:
             kind = event.WhichOneof("event")
             if kind == "tokens":
                 await self._add_batch(event.tokens)
+                if self._decode_generated:
+                    # The prefill cannot fail any more, so only the end and errors need this task.
+                    call.forward(self._add_now)
                 if self._response.stopped:
                     return self.outcome_of(sampling_pb2.FINISH_REASON_STOP)
             elif kind == "finished":
@@ -249,6 +252,11 @@ class Attempt:
                     f"{self.decode_worker} sent {kind or 'nothing'} after Reserved"
                 )
 
+    def _add_now(self, tokens: TokenBatch) -> bool:
+        """False when the response has stopped or has no room."""
+        self._response.add_tokens_now(tokens)
+        return self._response.has_room and not self._response.stopped
+
     async def _add_batch(self, tokens: decode_pb2.Tokens) -> None:
         if self._first_token_by == FROM_LOGITS and not self._response.started:
             await self._response.add_first_tokens(tokens, FROM_LOGITS)
@@ -256,6 +264,7 @@ class Attempt:
             self._decode_generated = len(tokens.token_ids) > 1
         else:
             self._decode_generated = True
+            # Without tokens, it waits for room.
             await self._response.add_tokens(tokens)
         self._received_tokens = self._response.started
 

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapp
 from typing import Any, TypeAlias, TypeVar
 
 from headrace_common.errors import Cancelled, HeadraceError
+from headrace_common.process.connections import host_of
 from headrace_router.openai.errors import (
     HttpError,
     error_bytes,
@@ -35,6 +36,8 @@ class HttpExchange:
             name.decode("latin-1").lower(): value.decode("latin-1")
             for name, value in scope["headers"]
         }
+        self.host = host_of((scope.get("client") or ("unknown", 0))[0])
+        """The client's host."""
         self._receive = receive
         self._send = send
         self.started = False
