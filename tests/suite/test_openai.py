@@ -13,6 +13,7 @@ from typing import Any
 import openai
 import pydantic
 import pytest
+from openai.types.chat import ChatCompletionMessage, ChatCompletionMessageFunctionToolCall
 
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from tests.ports import free_port
@@ -150,16 +151,22 @@ class Answer(pydantic.BaseModel):
     days: int
 
 
+def the_call(message: ChatCompletionMessage) -> ChatCompletionMessageFunctionToolCall:
+    """The only call of a message."""
+    (call,) = message.tool_calls or ()  # type: ignore[misc]
+    assert isinstance(call, ChatCompletionMessageFunctionToolCall)
+    return call
+
+
 async def test_tools_are_called_and_forms_are_kept(tmp_path: Path) -> None:
     parsers = (("router", "tool_call_parser", "hermes"), ("router", "reasoning_parser", "qwen3"))
     async with served(tmp_path, *parsers) as (_, client):
         ask = partial(client.chat.completions.create, model="sim", tools=TOOLS)
         for choice in ("required", NAMED):
             answer = await ask(messages=MESSAGES, tool_choice=choice)
-            (call,) = answer.choices[0].message.tool_calls or ()
-            assert call.type == "function"
+            call = the_call(answer.choices[0].message)
             assert call.function.name == "weather"
-            assert Answer.model_validate_json(call.function.arguments)
+            assert Answer.model_validate_json(call.function.arguments).city
             reason = "tool_calls" if choice == "required" else "stop"
             assert answer.choices[0].finish_reason == reason
         # The simulated model writes the first of the choices.
@@ -167,20 +174,22 @@ async def test_tools_are_called_and_forms_are_kept(tmp_path: Path) -> None:
         forced = {"structured_outputs": {"choice": [text]}}
         answer = await ask(messages=MESSAGES, extra_body=forced)
         message = answer.choices[0].message
-        (call,) = message.tool_calls or ()
+        call = the_call(message)
         assert (message.content, message.model_extra) == ("Well. ", {"reasoning_content": "Hm."})
-        assert (call.type, call.function.arguments) == ("function", '{"a": "é"}')
+        assert (call.function.name, call.function.arguments) == ("now", '{"a": "é"}')
         # The client's helper puts the deltas together, and the call is sent back with its result.
         async with client.chat.completions.stream(
             model="sim", tools=TOOLS, messages=MESSAGES, extra_body=forced
         ) as stream:
             streamed = (await stream.get_final_completion()).choices[0]
-        (again,) = streamed.message.tool_calls or ()
-        assert again.function == call.function
+        again = the_call(streamed.message)
+        assert (again.function.name, again.function.arguments) == ("now", '{"a": "é"}')
         assert (streamed.message.content, streamed.finish_reason) == ("Well. ", "tool_calls")
         result = {"role": "tool", "tool_call_id": call.id, "content": "noon"}
         after = await ask(messages=[*MESSAGES, message, result], tool_choice="none", max_tokens=4)
-        assert after.choices[0].message.content
+        # A text without a closing tag is reasoning.
+        assert after.choices[0].message.content is None
+        assert (after.choices[0].message.model_extra or {})["reasoning_content"]
         parsed = await client.chat.completions.parse(
             model="sim", messages=MESSAGES, response_format=Answer
         )

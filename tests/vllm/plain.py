@@ -24,5 +24,5 @@ async def chat_texts(model: str, prompts: Sequence[str], max_tokens: int) -> Tex
     chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
     sampling = SamplingParams(temperature=0, max_tokens=max_tokens)
     # One at a time, as the deployment of the test gets them.
-    texts = [llm.chat(chat, sampling, use_tqdm=False)[0].outputs[0].text for chat in chats]  # type: ignore[arg-type]
+    texts = [llm.chat(chat, sampling, use_tqdm=False)[0].outputs[0].text for chat in chats]
     return Texts(texts)

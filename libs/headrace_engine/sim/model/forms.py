@@ -1,4 +1,4 @@
-"""The answers of the simulated model to requests for a form. Pure."""
+"""The texts that the simulated model can write where a request asks for a form. Pure."""
 
 from __future__ import annotations
 
@@ -7,32 +7,23 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from headrace_common.errors import InvalidRequest
 from headrace_engine.interface import StructuredOutputs
 
+SUPPORTED_FORMS = ("choice", "json", "json_object")
 _LEVELS_MAX = 16
+_ITEMS_MAX = 16
 
 
 @lru_cache(maxsize=256)
-def forced_answer(outputs: StructuredOutputs) -> tuple[int, ...]:
-    """The tokens of the only answer that the model gives: the first choice, or a JSON value that matches the schema.
+def texts_of_form(outputs: StructuredOutputs) -> tuple[str, ...]:
+    """The choices, or for JSON one value that matches the schema. `outputs` must be one of SUPPORTED_FORMS.
 
-    Raises InvalidRequest for forms that it cannot make.
+    It knows the words of JSON Schema that tools and typed answers use, and no others.
     """
     if outputs.kind == "choice":
-        text = outputs.choices[0]
-    elif outputs.kind == "json_object":
-        text = "{}"
-    elif outputs.kind == "json":
-        text = json.dumps(_example(json.loads(outputs.text)), ensure_ascii=False)
-    else:
-        raise InvalidRequest(
-            {
-                f"sampling.structured_outputs.{outputs.kind}": "the simulated engine has json, json_object and choice "
-                "only; use one of them, or the vLLM engine"
-            }
-        )
-    return tuple(text.encode())
+        return outputs.choices
+    value = {} if outputs.kind == "json_object" else _example(json.loads(outputs.text))
+    return (json.dumps(value, ensure_ascii=False),)
 
 
 def _example(schema: Any, definitions: Mapping[str, Any] | None = None, level: int = 0) -> Any:
@@ -56,6 +47,6 @@ def _example(schema: Any, definitions: Mapping[str, Any] | None = None, level: i
         return {name: _example(one, definitions, level + 1) for name, one in properties.items()}
     if kind == "array":
         item = _example(schema.get("items") or {}, definitions, level + 1)
-        return [item] * int(schema.get("minItems", 1))
+        return [item] * min(_ITEMS_MAX, int(schema.get("minItems", 1)))
     plain = {"integer": schema.get("minimum", 3), "number": schema.get("minimum", 0.5)}
     return {**plain, "boolean": True, "null": None}.get(kind, "sim")
