@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from headrace_cli.commands import (
+    bench,
     chat,
     context,
     demo,
@@ -32,7 +33,11 @@ app = typer.Typer(
 )
 
 # The help lists them in this order.
-for command in (up, demo, chat, route, workers, drain, trace, pair, policy, context, token, doctor):
+COMMANDS = (
+    *(up, demo, chat, bench, route, workers, drain, trace),
+    *(pair, policy, context, token, doctor),
+)
+for command in COMMANDS:
     command.register(app)
 
 

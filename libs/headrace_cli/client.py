@@ -42,7 +42,7 @@ def call_channel(endpoint: str) -> grpc.aio.Channel:
     return open_channel(endpoint, Credentials.from_environment(Role.OPERATOR))
 
 
-def _api_key() -> str:
+def read_api_key() -> str:
     """The key in the environment, or in the file that it names, for routers that require one. Raises ConfigError."""
     key, path = os.environ.get(API_KEY_VARIABLE, ""), os.environ.get(API_KEY_FILE_VARIABLE, "")
     if key and path:
@@ -134,7 +134,7 @@ class RouterOperator:
 @asynccontextmanager
 async def open_router(endpoint: str) -> AsyncIterator[RouterClient]:
     """Opens a client of the router with its client listener at "host:port"."""
-    api_key = _api_key()
+    api_key = read_api_key()
     async with call_channel(endpoint) as channel:
         yield RouterClient(endpoint, channel, api_key)
 
@@ -142,7 +142,7 @@ async def open_router(endpoint: str) -> AsyncIterator[RouterClient]:
 @asynccontextmanager
 async def open_router_internally(endpoint: str) -> AsyncIterator[RouterOperator]:
     """As open_router, for the internal listener."""
-    api_key = _api_key()
+    api_key = read_api_key()
     async with call_channel(endpoint) as channel:
         yield RouterOperator(endpoint, channel, api_key)
 

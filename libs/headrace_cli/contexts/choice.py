@@ -16,6 +16,8 @@ from headrace_cli.options import REGISTRY_VARIABLE, ROUTER_VARIABLE
 from headrace_common.errors import ConfigError
 
 CONTEXT_OPTION: Final = "context"
+# Of a command that calls any server, at this URL.
+_URL: Final = "url"
 _ADDRESSES: Final = ("router", "registry", "internal")
 _VARIABLES: Final = {"router": ROUTER_VARIABLE, "registry": REGISTRY_VARIABLE}
 _GIVEN: Final = ("COMMANDLINE", "ENVIRONMENT")
@@ -51,6 +53,8 @@ def apply_context(ctx: typer.Context) -> None:
     if context is None:
         return
     other = [option for option, text in given.items() if text != getattr(context, option)]
+    if ctx.params.get(_URL):
+        other.append(_URL)
     if other and named_by_flag:
         raise ConfigError(
             f"--{other[0]} is not that of the context {name}: leave out --{other[0]} or --context"

@@ -10,8 +10,8 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
 from headrace_common.process.pacing import FlushPace, LoopLoad
 from headrace_router.request.validation import PreparedRequest
@@ -19,6 +19,20 @@ from headrace_text.detokenizer import IncrementalDetokenizer
 from headrace_text.stop_strings import StopStringScanner
 
 PENDING_TOKENS_MAX = 1_024
+
+
+class NewTokens(Protocol):
+    """Tokens of one request. Each has an entry of logprobs if those were requested."""
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The tokens."""
+        ...
+
+    @property
+    def logprobs(self) -> Sequence[sampling_pb2.TokenLogprobs]:
+        """The logprobs."""
+        ...
 
 
 @dataclass(slots=True)
@@ -47,9 +61,11 @@ class ResponseStream:
     ) -> None:
         self._request = request
         self._trace_id = trace_id
-        self._detokenizer = IncrementalDetokenizer(request.codec, request.token_ids)
-        self._stop_scanner = StopStringScanner(request.stop_strings)
-        self._stop_token_ids = frozenset(request.stop_token_ids)
+        self._detokenizer = IncrementalDetokenizer(
+            *(request.codec, request.token_ids), skip_special_tokens=request.skips_special_tokens
+        )
+        self._stop_scanner = StopStringScanner(request.stop_strings, keeps_stop=request.keeps_stop)
+        self._stop_token_ids = frozenset(() if request.keeps_stop else request.stop_token_ids)
         self._generated = list(request.generated)
         self._pending = _Pending()
         self._last_message: inference_pb2.GenerateResponse | None = None
@@ -105,7 +121,7 @@ class ResponseStream:
         return self._start_unix_ns + time.monotonic_ns() - self._start_ns
 
     async def add_first_tokens(
-        self, tokens: decode_pb2.Tokens, maker: first_token_pb2.FirstTokenPolicy.ValueType
+        self, tokens: NewTokens, maker: first_token_pb2.FirstTokenPolicy.ValueType
     ) -> None:
         """As `add_tokens`, for a first token that `maker` generated before decode had the KV cache.
 
@@ -114,8 +130,24 @@ class ResponseStream:
         self.first_token_by = maker
         await self.add_tokens(tokens)
 
-    async def add_tokens(self, tokens: decode_pb2.Tokens) -> None:
+    async def add_tokens(self, tokens: NewTokens) -> None:
         """Adds tokens from a worker. Waits while more than PENDING_TOKENS_MAX tokens are not sent yet."""
+        self.add_tokens_now(tokens)
+        await self.wait_room()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether at most PENDING_TOKENS_MAX tokens are not sent yet."""
+        return len(self._pending.token_ids) <= PENDING_TOKENS_MAX
+
+    async def wait_room(self) -> None:
+        """Returns when the response has room."""
+        while not self.has_room:
+            self._drained.clear()
+            await self._drained.wait()
+
+    def add_tokens_now(self, tokens: NewTokens) -> None:
+        """As `add_tokens`, without waiting. The caller adds no more while the response has no room."""
         if self.stopped or not tokens.token_ids:
             return
         now_unix_ns = self.now_unix_ns()
@@ -131,9 +163,6 @@ class ResponseStream:
             self._pending.token_ids.extend(tokens.token_ids)
             self._pending.logprobs.extend(tokens.logprobs)
         self._readable.set()
-        while len(self._pending.token_ids) > PENDING_TOKENS_MAX:
-            self._drained.clear()
-            await self._drained.wait()
 
     def finish(
         self,
@@ -144,7 +173,9 @@ class ResponseStream:
         """Ends the response. The next message is the last."""
         self._detokenize_pending()
         if not self.stopped:
-            self._pending.text.append(self._stop_scanner.scan(self._detokenizer.flush()))
+            may_stop = len(self._generated) > self._request.sampling.min_tokens
+            rest = self._stop_scanner.scan(self._detokenizer.flush(), may_stop=may_stop)
+            self._pending.text.append(rest)
         self._pending.text.append(self._stop_scanner.flush())
         # The flushed characters can complete a stop string.
         self.finish_reason = sampling_pb2.FINISH_REASON_STOP if self.stopped else reason
@@ -179,7 +210,7 @@ class ResponseStream:
                 return None
             self._readable.clear()
 
-    def _append_until_stop(self, tokens: decode_pb2.Tokens) -> None:
+    def _append_until_stop(self, tokens: NewTokens) -> None:
         """Converts tokens one by one, to find the token that completes a stop string. Ignores the tokens after it."""
         for index, token_id in enumerate(tokens.token_ids):
             if self.stopped:
@@ -189,17 +220,21 @@ class ResponseStream:
             self._pending.logprobs.extend(tokens.logprobs[index : index + 1])
             # A stop token ends the completion and is not part of its text.
             if token_id not in self._stop_token_ids:
-                text = self._stop_scanner.scan(self._detokenizer.append(token_id))
-                self._pending.text.append(text)
+                self._pending.text.append(self._scan(token_id, len(self._generated)))
 
     def _replay(self, token_ids: Sequence[int]) -> None:
         """Advances the detokenizer and the stop scanner over tokens that the client already has."""
         with_text = self._without_stop_tokens(token_ids)
         if self._request.stop_strings:
-            for token_id in with_text:
-                self._stop_scanner.scan(self._detokenizer.append(token_id))
+            for number, token_id in enumerate(with_text, start=1):
+                self._scan(token_id, number)
         else:
             self._detokenizer.extend(with_text)
+
+    def _scan(self, token_id: int, number: int) -> str:
+        """The text after the completion's token number `number`, from 1."""
+        may_stop = number > self._request.sampling.min_tokens
+        return self._stop_scanner.scan(self._detokenizer.append(token_id), may_stop=may_stop)
 
     def _detokenize_pending(self) -> None:
         """Converts the pending tokens to text in one call. With stop strings, `add_tokens` has done so."""

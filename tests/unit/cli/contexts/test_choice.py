@@ -53,7 +53,10 @@ def call(*arguments: str, use: str = "prod", **environment: str) -> dict[str, An
 
     @app.command(cls=AddressedCommand)
     def ask(
-        router: Router = DEFAULT_ROUTER, registry: Registry = "", internal: RouterInternal = ""
+        router: Router = DEFAULT_ROUTER,
+        registry: Registry = "",
+        internal: RouterInternal = "",
+        url: str = "",
     ) -> None:
         used.update(router=router, registry=registry, internal=internal)
         used.update({name: os.environ[name] for name in VARIABLES if os.environ.get(name)})
@@ -88,6 +91,7 @@ def test_the_context_in_use_gives_addresses_and_credentials() -> None:
         (("ask", "--router", "10.0.0.9:7050"), {}),
         (("ask", "--registry", "10.0.0.9:7051"), {}),
         (("ask", "--internal", "10.0.0.9:7054"), {}),
+        (("ask", "--url", "http://10.0.0.9:8000"), {}),
         (("ask",), {"HEADRACE_ENDPOINT": "10.0.0.9:7050"}),
         (("ask",), {"HEADRACE_REGISTRY": "10.0.0.9:7051"}),
         (("--context", "local", "ask"), {}),
@@ -151,7 +155,7 @@ def test_a_wrong_address_is_explained_in_one_line(
 
 ADDRESSED = [
     ("chat", "x"), ("route", "x"), ("workers",), ("reset-cache", "w"), ("drain", "w"), ("trace",),
-    ("policy", "get"), ("policy", "set", "temperature="), ("doctor",),
+    ("policy", "get"), ("policy", "set", "temperature="), ("doctor",), ("bench",),
 ]  # fmt: skip
 
 

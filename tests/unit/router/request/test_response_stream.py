@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -17,10 +18,9 @@ _STOP = sampling_pb2.FINISH_REASON_STOP
 _LENGTH = sampling_pb2.FINISH_REASON_LENGTH
 
 
-def _response(*stops: str, stop_token_ids: tuple[int, ...] = ()) -> ResponseStream:
+def _response(*stops: str, **sampling: Any) -> ResponseStream:
     request = inference_pb2.GenerateRequest(
-        text="prompt",
-        sampling=sampling_pb2.SamplingParams(stop=stops, stop_token_ids=stop_token_ids),
+        text="prompt", sampling=sampling_pb2.SamplingParams(stop=stops, **sampling)
     )
     prepared = prepare(
         request,
@@ -129,3 +129,34 @@ async def test_a_slow_client_blocks_the_producer(monkeypatch: pytest.MonkeyPatch
     assert response.text == "abcde"
     async with asyncio.timeout(1):
         await adding
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize(
+    ("min_tokens", "text"),
+    [(0, "x"), (2, "x"), (3, "xENDyENDz"), (4, "xENDyENDz"), (7, "xENDyENDz"), (8, "xENDyENDz")],
+)
+async def test_a_stop_string_ends_no_answer_before_its_least_length(
+    min_tokens: int, text: str, together: bool
+) -> None:
+    stream = _response("EN", min_tokens=min_tokens)
+    for piece in ["xENDyENDz"] if together else "xENDyENDz":
+        await stream.add_tokens(_tokens(piece))
+    expected = {0: "x", 2: "x", 3: "xENDy", 4: "xENDy"}.get(min_tokens, text)
+    _finish(stream)
+    assert "".join(response.text for response in await _rest(stream)) == expected
+
+
+async def test_the_stop_string_may_be_kept() -> None:
+    stream = _response("EN", include_stop_str_in_output=True)
+    await stream.add_tokens(_tokens("xENDy"))
+    _finish(stream)
+    assert "".join(response.text for response in await _rest(stream)) == "xEN"
+
+
+async def test_the_text_of_a_stop_token_may_be_kept() -> None:
+    for kept, text in ((False, "x"), (True, "xE")):
+        stream = _response(stop_token_ids=[ord("E")], include_stop_str_in_output=kept)
+        await stream.add_tokens(_tokens("xE"))
+        _finish(stream, _STOP)
+        assert "".join(response.text for response in await _rest(stream)) == text
