@@ -61,9 +61,8 @@ def apply_context(ctx: typer.Context) -> None:
         )
     if other:
         return
-    for option in _ADDRESSES:
-        if option in ctx.params and option not in given:
-            ctx.params[option] = getattr(context, option)
+    missing = [option for option in _ADDRESSES if option in ctx.params and option not in given]
+    ctx.params.update({option: getattr(context, option) for option in missing})
     os.environ.update(_variables(context))
 
 

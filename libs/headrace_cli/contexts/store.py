@@ -160,7 +160,7 @@ def _parsed(content: bytes) -> Contexts:
             raise ValueError(f"context {name[:63]!r} is wrong")
         if not all(isinstance(value, str) for value in values.values()):
             raise ValueError(f"context {name!r} has a value that is no text")
-        contexts.by_name[name] = Context(**values)
+        contexts.add(name, Context(**values))
     if contexts.current and contexts.current not in contexts.by_name:
         raise ValueError(f"the current context {contexts.current[:63]!r} is missing")
     return contexts
