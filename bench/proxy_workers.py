@@ -13,7 +13,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Final
 
 import grpc
@@ -70,6 +70,80 @@ async def generate(request: decode_pb2.GenerateRequest, context: Any) -> AsyncIt
     yield _FINISHED
 
 
+class Steps:
+    """The requests of one link with the same gap. As in an engine, each step gives all of them a token."""
+
+    def __init__(self, gap_s: float, send: Callable[[decode_pb2.LinkResponse], None]) -> None:
+        self._gap_s = gap_s
+        self._send = send
+        self._next_token: dict[int, int] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    def add(self, stream_id: int) -> None:
+        """Starts a request."""
+        self._next_token[stream_id] = 0
+        if self._task is None:
+            self._task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        due_s = time.perf_counter()
+        while self._next_token:
+            self._send(self._step())
+            due_s += self._gap_s
+            await asyncio.sleep(max(0.0, due_s - time.perf_counter()) if self._gap_s else 0)
+        self._task = None
+
+    def _step(self) -> decode_pb2.LinkResponse:
+        message = decode_pb2.LinkResponse()
+        generating = [s for s, index in self._next_token.items() if index < TOKENS]
+        for stream_id in self._next_token.keys() - set(generating):
+            message.finished.add(
+                stream_id=stream_id
+            ).finished.reason = sampling_pb2.FINISH_REASON_LENGTH
+            del self._next_token[stream_id]
+        message.tokens.stream_ids.extend(generating)
+        message.tokens.token_counts.extend([1] * len(generating))
+        message.tokens.token_ids.extend([97 + self._next_token[s] % 26 for s in generating])
+        for stream_id in generating:
+            self._next_token[stream_id] += 1
+        return message
+
+
+async def link(requests: AsyncIterator[decode_pb2.LinkRequest], context: Any) -> None:
+    """DecodeService.Link, with one message for each step. Steps join while a message is written."""
+    pending: list[decode_pb2.LinkResponse] = []
+    wake = asyncio.Event()
+    engines: dict[float, Steps] = {}
+
+    def send(message: decode_pb2.LinkResponse) -> None:
+        pending.append(message)
+        wake.set()
+
+    async def read() -> None:
+        async for request in requests:
+            for opened in request.opens:
+                send(
+                    decode_pb2.LinkResponse(
+                        reserved=[decode_pb2.LinkReserved(stream_id=opened.stream_id)]
+                    )
+                )
+                gap_s = (opened.request.sampling.max_tokens - TOKENS) / 1e3
+                engines.setdefault(gap_s, Steps(gap_s, send)).add(opened.stream_id)
+
+    reader = asyncio.create_task(read())
+    try:
+        while True:
+            await wake.wait()
+            wake.clear()
+            message, *others = pending
+            pending.clear()
+            for other in others:
+                message.MergeFrom(other)
+            await context.write(message)
+    finally:
+        reader.cancel()
+
+
 class Status(worker_pb2_grpc.WorkerServiceServicer):
     """Sends a status now and then."""
 
@@ -121,10 +195,15 @@ async def serve_grpc(registry: str) -> tuple[GrpcServer, Membership]:
     handler: Any = grpc.unary_stream_rpc_method_handler(
         generate, request_deserializer=decode_pb2.GenerateRequest.FromString
     )
+    links: Any = grpc.stream_stream_rpc_method_handler(
+        link,
+        request_deserializer=decode_pb2.LinkRequest.FromString,
+        response_serializer=decode_pb2.LinkResponse.SerializeToString,
+    )
     server.server.add_generic_rpc_handlers(
         (
             grpc.method_handlers_generic_handler(
-                "headrace.decode.v1.DecodeService", {"Generate": handler}
+                "headrace.decode.v1.DecodeService", {"Generate": handler, "Link": links}
             ),
         )
     )

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from headrace_cli.commands import (
+    bench,
     chat,
     demo,
     doctor,
@@ -30,7 +31,7 @@ app = typer.Typer(
 )
 
 # The help lists them in this order.
-for command in (up, demo, chat, route, workers, drain, trace, pair, policy, token, doctor):
+for command in (up, demo, chat, bench, route, workers, drain, trace, pair, policy, token, doctor):
     command.register(app)
 
 

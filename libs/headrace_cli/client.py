@@ -41,7 +41,7 @@ def call_channel(endpoint: str) -> grpc.aio.Channel:
     return open_channel(endpoint, Credentials.from_environment(Role.OPERATOR))
 
 
-def _api_key() -> str:
+def read_api_key() -> str:
     """The key in the file that the environment names, for routers that require one. Raises ConfigError."""
     path = os.environ.get(API_KEY_VARIABLE, "")
     if not path:
@@ -129,7 +129,7 @@ class RouterOperator:
 @asynccontextmanager
 async def open_router(endpoint: str) -> AsyncIterator[RouterClient]:
     """Opens a client of the router with its client listener at "host:port"."""
-    api_key = _api_key()
+    api_key = read_api_key()
     async with call_channel(endpoint) as channel:
         yield RouterClient(endpoint, channel, api_key)
 
@@ -137,7 +137,7 @@ async def open_router(endpoint: str) -> AsyncIterator[RouterClient]:
 @asynccontextmanager
 async def open_router_internally(endpoint: str) -> AsyncIterator[RouterOperator]:
     """As open_router, for the internal listener."""
-    api_key = _api_key()
+    api_key = read_api_key()
     async with call_channel(endpoint) as channel:
         yield RouterOperator(endpoint, channel, api_key)
 

@@ -13,6 +13,10 @@ HEADS_MAX: Final = 65_536
 PARTS_MAX: Final = 256
 TRANSFER_ID_CHARACTERS_MAX: Final = 128
 """Longest transfer id that a worker accepts."""
+LINK_STREAMS_MAX: Final = 4_096
+"""Most requests in progress on one link between a router and a decode worker."""
+LINK_MESSAGE_BYTES_MAX: Final = 1024 * 1024
+"""Size from which messages of a link are split. A single request may be longer."""
 TICKET_BYTES_MAX: Final = 1_024
 """Longest ticket that a decode worker parses."""
 TICKET_PUBLIC_KEY_BYTES: Final = 32
@@ -86,6 +90,19 @@ POLICY_TEMPERATURE_MAX: Final = 10
 POLICY_QUEUE_WAIT_MAX_S: Final = 3_600
 POLICY_TENANTS_MAX: Final = 1_000
 POLICY_TENANT_WEIGHT_MAX: Final = 1_000
+
+
+WRITE_LEASE_S: Final = 5.0
+"""Seconds that a prefill rank may write without a message from decode, unless a setting says otherwise."""
+WRITE_QUARANTINE_S: Final = 15.0
+"""Seconds after the lease in which a transport may end a write that has started, unless a setting says otherwise."""
+
+
+def write_quiet_s(
+    lease_ttl_s: float = WRITE_LEASE_S, quarantine_s: float = WRITE_QUARANTINE_S
+) -> float:
+    """Seconds after a sender was lost until none of its writes can land: see `headrace_kv.handoff.leases`."""
+    return 2 * lease_ttl_s + quarantine_s
 
 
 def limit_violations(layout: layout_pb2.KvLayout) -> dict[str, str]:

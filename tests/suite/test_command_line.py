@@ -191,7 +191,7 @@ async def test_killing_up_ends_every_service(tmp_path: Path) -> None:
 
 async def test_up_ends_and_prints_the_log_of_a_dead_worker(tmp_path: Path) -> None:
     folder = tmp_path / "logs"
-    async with up(folder, "--port", "0") as process:
+    async with up(folder, "--port", "0", "--no-restart") as process:
         assert process.stderr is not None
         os.kill(processes_in(folder, "headrace_decode")[0], signal.SIGKILL)
         told = (await asyncio.wait_for(process.stderr.read(), 40)).decode()
@@ -199,6 +199,34 @@ async def test_up_ends_and_prints_the_log_of_a_dead_worker(tmp_path: Path) -> No
     assert "decode-0 was killed by signal 9" in told
     assert "Traceback" not in told
     await wait_none_in(folder)
+
+
+async def test_up_repairs_a_killed_worker_and_refuses_a_second_up(tmp_path: Path) -> None:
+    folder, port = tmp_path / "logs", free_port()
+    heads = ("--set", "prefill.model=sim:heads=3", "--set", "decode.model=sim:heads=6")
+    async with up(folder, "--port", str(port), *heads) as process:
+        assert process.stderr is not None
+        shown = (await asyncio.wait_for(process.stderr.readline(), 20)).decode()
+        assert "prefill-0 cannot hand KV over to decode-0" in shown
+        assert "head_count (3 != 6)" in shown
+        before = (folder / "router.log").read_bytes()
+        assert b"head_count (3 != 6)" in before
+        for arguments in (("--port", str(port)), ("--port", "0", "--logs", str(folder))):
+            second = await headrace("up", "--engine", "sim", *arguments)
+            assert second.status == 2
+            assert f"process {process.pid}, router 127.0.0.1:{port}" in second.err
+        assert (folder / "router.log").read_bytes().startswith(before)
+        os.kill(processes_in(folder, "headrace_decode")[0], signal.SIGKILL)
+        told = [(await asyncio.wait_for(process.stderr.readline(), 40)).decode() for _ in "12"]
+        assert "decode-0 was killed by signal 9; it starts again in 1 s" in told[0]
+        assert "decode-0 serves again on 127.0.0.1:" in told[1]
+        answered = await headrace("chat", "Hello", "--router", f"127.0.0.1:{port}")
+        assert answered.status == 0, answered.err
+        assert answered.out.isascii()
+        process.send_signal(signal.SIGINT)
+        assert await asyncio.wait_for(process.wait(), 40) == 0
+    assert "it starts again" in (folder / "decode-0.log").read_text()
+    assert processes_in(folder) == []
 
 
 @pytest.mark.parametrize(
@@ -209,7 +237,7 @@ async def test_up_ends_and_prints_the_log_of_a_dead_worker(tmp_path: Path) -> No
         (("up", "--engine", "sim", "--tensor-parallel", "x"), "write N"),
         (("up", "--engine", "sim", "--port", "0", "--set", "decode.model=sim:layers=0"), "layers"),
         (("up", "--engine", "sim", "--port", "0", "--set", "router.nonsense=1"), "nonsense"),
-        (("up", "--model", "/nowhere"), "not a model folder"),
+        (("up", "--model", "/nowhere"), "make model"),
     ],
 )
 async def test_a_failed_start_prints_one_line_and_exits_with_2(

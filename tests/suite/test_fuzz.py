@@ -112,6 +112,9 @@ class Target:
         """Replaces fields that would make later examples fail early or end the worker."""
         if isinstance(message, decode_pb2.GenerateRequest) and message.transfer_id == "fresh":
             message.transfer_id = f"fresh-{next(self.numbers)}"
+        if isinstance(message, decode_pb2.LinkRequest):
+            for opened in message.opens:
+                self._fresh(opened.request)
         if isinstance(message, worker_pb2.DrainRequest) and message.incarnation == self.incarnation:
             message.incarnation = "f" * 16
         return message
@@ -214,6 +217,18 @@ def good_messages(
         task_done,
         prefill_pb2.PullRequest(batch=prefill_pb2.PullRequestBatch(requests=[task_done] * 2)),
         decode_request("fresh", decode.incarnation),
+        decode_pb2.LinkRequest(
+            opens=[
+                decode_pb2.LinkOpen(
+                    stream_id=1,
+                    request=decode_request("fresh", decode.incarnation),
+                    timeout=Duration(seconds=1),
+                    credit_tokens=2,
+                )
+            ],
+            credits=[decode_pb2.LinkCredit(stream_id=1, credit_tokens=8)],
+        ),
+        decode_pb2.LinkRequest(cancelled_stream_ids=[1]),
         decode_pb2.SetFirstTokenRequest(transfer_id=LIVE[0], incarnation=decode.incarnation),
         handoff_pb2.HandoffRequest(hello=hello),
         handoff_pb2.HandoffRequest(open=handoff_pb2.Open(transfer_id=LIVE[0], ticket=ticket)),

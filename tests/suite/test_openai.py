@@ -59,6 +59,11 @@ def post(path: str, body: bytes, *headers: str) -> bytes:
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 
+def get(path: str, *headers: str) -> bytes:
+    lines = [f"GET {path} HTTP/1.1", "host: localhost", "connection: close", *headers]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n"
+
+
 async def grpc_text(it: Suite, count: int, seed: int | None = None) -> str:
     chat = inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="user", content="hello")])
     sampling = sampling_pb2.SamplingParams(max_tokens=count, temperature=0)
@@ -170,17 +175,24 @@ async def test_errors_have_openais_shape(tmp_path: Path) -> None:
             await client.chat.completions.create(model="other", messages=MESSAGES)
         with pytest.raises(openai.NotFoundError, match="/v1/chat/completions"):
             await client.embeddings.create(model="sim", input="x")
-        answer = await raw(
-            client, b"GET /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
-        )
+        answer = await raw(client, get("/v1/completions"))
         assert answer.startswith(b"HTTP/1.1 405 ")
         assert b"allow: POST" in answer
+        closed = await raw(client, get("/metrics"))
+        assert closed.startswith(b"HTTP/1.1 403 ")
+        assert b"metrics_keys_file" in closed
 
 
 async def test_keys_come_before_bodies_and_bodies_are_bounded(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text(f"{KEY} tenant\n")
-    settings = (("router", "api_keys_file", str(keys)), ("router", "max_request_bytes", "100000"))
+    readers = tmp_path / "readers"
+    readers.write_text("the-key-of-a-reader scraper\n")
+    settings = (
+        ("router", "api_keys_file", str(keys)),
+        ("router", "max_request_bytes", "100000"),
+        ("router", "metrics_keys_file", str(readers)),
+    )
     async with served(tmp_path, *settings, key=KEY) as (_, client):
         assert (await client.models.list()).data
         stranger = client.with_options(api_key="wrong")
@@ -208,6 +220,14 @@ async def test_keys_come_before_bodies_and_bodies_are_bounded(tmp_path: Path) ->
         assert (await raw(client, post(path, b"{}", mine, json_type, *zipped))).startswith(
             b"HTTP/1.1 415 "
         )
+        # A key of one kind is none of the other.
+        for headers in ((), (mine,)):
+            assert (await raw(client, get("/metrics", *headers))).startswith(b"HTTP/1.1 401 ")
+        reader = "authorization: Bearer the-key-of-a-reader"
+        assert (await raw(client, get("/v1/models", reader))).startswith(b"HTTP/1.1 401 ")
+        metrics = await raw(client, get("/metrics", reader))
+        assert metrics.startswith(b"HTTP/1.1 200 ")
+        assert b"headrace_requests_total{" in metrics
 
 
 async def test_a_connection_without_a_request_is_closed(tmp_path: Path) -> None:
@@ -220,8 +240,7 @@ async def test_readiness_follows_the_workers_and_a_drain_ends_streams_in_order(
 ) -> None:
     slow = ("decode", "model", "sim:decode_step_s=0.02")
     async with served(tmp_path, slow) as (it, client):
-        ready = b"GET /ready HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
-        assert (await raw(client, ready)).startswith(b"HTTP/1.1 200 ")
+        assert (await raw(client, get("/ready"))).startswith(b"HTTP/1.1 200 ")
         stream = await client.chat.completions.create(
             model="sim", messages=MESSAGES, max_tokens=100, stream=True
         )

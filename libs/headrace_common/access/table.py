@@ -64,7 +64,11 @@ _BY_SERVICE: Final[Mapping[Listener, Mapping[str, _Methods]]] = {
             "GetPolicy": (*_MEMBERS, _OPERATOR),
             "SetPolicy": (_OPERATOR,),
         },
-        "headrace.decode.v1.DecodeService": {"Generate": (_ROUTER,), "SetFirstToken": (_ROUTER,)},
+        "headrace.decode.v1.DecodeService": {
+            "Generate": (_ROUTER,),
+            "Link": (_ROUTER,),
+            "SetFirstToken": (_ROUTER,),
+        },
         "headrace.kv.v1.HandoffService": {"Handoff": (_PREFILL,)},
         # Stock vLLM has no credentials: docs/stock-vllm.md.
         "headrace.kv.v1.PairService": {"Describe": _EVERY_CALLER, "Fetch": _EVERY_CALLER},

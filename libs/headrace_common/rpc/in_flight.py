@@ -15,6 +15,7 @@ from headrace_common.rpc.handlers import Context, Handler, WrappingInterceptor, 
 # Streams that last until one end stops. Waiting for them would always use up the grace.
 _ENDLESS = frozenset(
     {
+        "/headrace.decode.v1.DecodeService/Link",
         "/grpc.health.v1.Health/Watch",
         "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
         "/headrace.registry.v1.RegistryService/KeepAlive",
@@ -31,6 +32,7 @@ class InFlightInterceptor(WrappingInterceptor):
     """Tracks RPCs in flight: answers, which end by themselves, and endless streams, which do not."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._answering: set[asyncio.Task[Any]] = set()
         self._streams: set[asyncio.Task[Any]] = set()
         self._idle = asyncio.Event()
@@ -101,6 +103,7 @@ class ClientStreams(WrappingInterceptor):
     """
 
     def __init__(self, age_s: float) -> None:
+        super().__init__()
         self._age_s = age_s
         self._calls: Counter[str] = Counter()
 

@@ -74,8 +74,21 @@ def error_from_rpc(exc: grpc.RpcError) -> HeadraceError:
     """The error that the server raised. Without Headrace's details, the error nearest to the status."""
     code, detail, trailers = _parts_of(exc)
     status = _rich_status(trailers)
-    if status is None:
-        return _error_without_details(code, detail)
+    error = _error_with_details(status) if status is not None else None
+    return error or _error_without_details(code, detail)
+
+
+def error_from_status(data: bytes) -> HeadraceError:
+    """The error of a serialized google.rpc.Status. InternalError where it is none of Headrace's."""
+    try:
+        status = status_pb2.Status.FromString(data)
+    except DecodeError:
+        return InternalError("the status of an error cannot be parsed")
+    return _error_with_details(status) or InternalError(status.message or "no reason was given")
+
+
+def _error_with_details(status: status_pb2.Status) -> HeadraceError | None:
+    """None when the details are not Headrace's."""
     info, bad_request, retry = (
         error_details_pb2.ErrorInfo(),
         error_details_pb2.BadRequest(),
@@ -86,7 +99,7 @@ def error_from_rpc(exc: grpc.RpcError) -> HeadraceError:
             packed.Unpack(message)
     kind = errors.class_of(info.reason) if info.domain == DOMAIN else None
     if kind is None:
-        return _error_without_details(code, detail)
+        return None
     retry_after_s = (
         seconds_from_duration(retry.retry_delay) if retry.HasField("retry_delay") else None
     )
@@ -120,20 +133,20 @@ async def _reporting(method: str, context: Context) -> AsyncIterator[None]:
         yield
     except (asyncio.CancelledError, grpc.aio.AbortError):
         raise
-    except HeadraceError as error:
+    except Exception as error:  # noqa: BLE001 - the outermost frame of a request
+        await _abort(context, reported_error(error, method))
+
+
+def reported_error(error: Exception, method: str) -> HeadraceError:
+    """The error to send for one that a handler raised. A bug becomes InternalError, with an id and in the log."""
+    if isinstance(error, HeadraceError):
         if error.code is grpc.StatusCode.INTERNAL:
             _LOG.error("%s failed: %s", method, error.detail, exc_info=error)
-        await _abort(context, error)
-    except Exception as error:  # noqa: BLE001 - the outermost frame of a request
-        error_id = secrets.token_hex(4)
-        _LOG.exception("%s failed, error %s", method, error_id)
-        detail = f"a bug in Headrace; the log of this process has error {error_id}"
-        await _abort(
-            context,
-            InternalError(
-                detail, metadata={"error_id": error_id, "exception": type(error).__name__}
-            ),
-        )
+        return error
+    error_id = secrets.token_hex(4)
+    _LOG.error("%s failed, error %s", method, error_id, exc_info=error)
+    detail = f"a bug in Headrace; the log of this process has error {error_id}"
+    return InternalError(detail, metadata={"error_id": error_id, "exception": type(error).__name__})
 
 
 async def _abort(context: Context, error: HeadraceError) -> None:

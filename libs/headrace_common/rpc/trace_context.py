@@ -29,6 +29,20 @@ def context_from_traceparent(text: str) -> Context:
     return _PROPAGATOR.extract({"traceparent": text}, context=Context())
 
 
+def carrier_of(context: Context) -> dict[str, str]:
+    """The trace context of the span in `context`, as traceparent and tracestate. Empty without a span."""
+    carrier: dict[str, str] = {}
+    _PROPAGATOR.inject(carrier, context=context)
+    return carrier
+
+
+def context_of_carrier(traceparent: str, tracestate: str) -> Context:
+    """The context of the span that `carrier_of` described. Empty for none."""
+    return _PROPAGATOR.extract(
+        {"traceparent": traceparent, "tracestate": tracestate}, context=Context()
+    )
+
+
 def metadata_with_trace(
     metadata: Sequence[tuple[str, str | bytes]] = (), context: Context | None = None
 ) -> tuple[tuple[str, str | bytes], ...]:

@@ -130,10 +130,15 @@ class Telemetry:
         self._owned.clear()
 
 
-def init_telemetry(service: str, worker_id: str, config: ServiceConfig) -> Telemetry:
-    """Sets up the telemetry of a process. `service` is such as "router"."""
+def init_telemetry(
+    service: str, worker_id: str, config: ServiceConfig, *, readable_metrics: bool = False
+) -> Telemetry:
+    """Sets up the telemetry of a process. `service` is such as "router".
+
+    With `readable_metrics`, the process can return its metrics as text.
+    """
     source = _new_source(service, worker_id)
-    metrics = Metrics(source.resource, config.otlp_endpoint)
+    metrics = Metrics(source.resource, config.otlp_endpoint, readable=readable_metrics)
     telemetry = Telemetry(source, CollectorExporter(config), metrics=metrics)
     if config.otlp_endpoint:
         telemetry.add_exporter(_otlp_exporter(config.otlp_endpoint))

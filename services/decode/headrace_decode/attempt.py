@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
+from typing import NamedTuple
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import sampling_pb2
@@ -18,7 +19,6 @@ from headrace_common.errors import (
 from headrace_common.process.pacing import LoopLoad
 from headrace_common.tickets.keys import TicketKey
 from headrace_decode.event_buffer import EventBuffer
-from headrace_decode.proto import tokens_to_proto
 from headrace_decode.timestamps import RequestTimestamps
 from headrace_decode.transfer_waiter import TransferWaiter
 from headrace_engine.interface import DecodeEnded, DecodeEvent, DecodeTokens, DecodeWork, Engine
@@ -31,6 +31,13 @@ log = logging.getLogger(__name__)
 # missing keys still reaches the client.
 ERROR_MARGIN_S = 0.5
 ERROR_MARGIN_SHARE = 0.1
+
+
+class Progress(NamedTuple):
+    """New tokens, and the end if it was reached."""
+
+    tokens: list[DecodeTokens]
+    finished: decode_pb2.Finished | None
 
 
 class Attempt:
@@ -73,39 +80,67 @@ class Attempt:
         """The summary of its transfer, once that is complete."""
         return self._waiter.summary if self._waiter is not None else None
 
-    async def responses(
+    async def reserve(
         self, on_transfer_free: Callable[[IncomingTransfer], None] | None = None
-    ) -> AsyncIterator[decode_pb2.GenerateResponse]:
-        """The attempt's stream. `close` must be called afterwards in any case.
+    ) -> decode_pb2.Reserved:
+        """Starts the engine's request, and returns once it has its blocks. `close` must be called in any case.
 
         `on_transfer_free` is called when the transfer's blocks are free. Raises HeadraceError.
         """
-        transfer_id = self.work.transfer_id
-        self._events = EventBuffer(
-            self._engine.decode(self.work), f"request {transfer_id}", self._load
-        )
-        if self.work.remote_kv:
-            reservation = await self._reserve(self._events, on_transfer_free)
-            yield decode_pb2.GenerateResponse(
-                reserved=decode_pb2.Reserved(
-                    start_token=reservation.start_token, end_token=reservation.end_token
-                )
-            )
-            if self._waiter is not None:
-                if self.work.from_logits:
-                    self._waiter.start_forwarding(self._events)
-                else:
-                    await self._waiter.wait_complete(self._events, self._deadline)
-        else:
+        name = f"request {self.work.transfer_id}"
+        self._events = EventBuffer(self._engine.decode(self.work), name, self._load)
+        if not self.work.remote_kv:
             self.timestamps.blocks_reserved()
-            yield decode_pb2.GenerateResponse(reserved=decode_pb2.Reserved())
-        while True:
-            tokens, ended = self._process(await self._read_events(self._events))
-            if tokens:
-                yield decode_pb2.GenerateResponse(tokens=tokens_to_proto(tokens))
-            if ended is not None:
-                yield decode_pb2.GenerateResponse(finished=self._finished(ended))
-                return
+            return decode_pb2.Reserved()
+        reservation = await self._reserve(self._events, on_transfer_free)
+        return decode_pb2.Reserved(
+            start_token=reservation.start_token, end_token=reservation.end_token
+        )
+
+    async def wait_ready(self) -> None:
+        """Returns once the engine may generate: with the KV cache, or before it if it begins with logits.
+
+        Follows `reserve`. Raises HeadraceError.
+        """
+        if self._waiter is None:
+            return
+        if self.work.from_logits:
+            self._waiter.start_forwarding(self._buffer)
+        else:
+            await self._waiter.wait_complete(self._buffer, self._deadline)
+
+    async def read(self) -> Progress:
+        """The events since the last call. Waits for one, and briefly for more. Follows `wait_ready`.
+
+        Raises HeadraceError.
+        """
+        try:
+            events = await self._buffer.read(self._deadline)
+        except HeadraceError:
+            self._raise_transfer_error()
+            raise
+        return self._progress(events)
+
+    def take(self) -> Progress:
+        """As `read`, without waiting. Only while the attempt is readable."""
+        try:
+            events = self._buffer.take()
+        except HeadraceError:
+            self._raise_transfer_error()
+            raise
+        return self._progress(events)
+
+    @property
+    def readable(self) -> bool:
+        """Whether `take` has events, the end or an error."""
+        return self._buffer.readable
+
+    def notify(self, on_readable: Callable[[], None]) -> None:
+        """From now on calls `on_readable` for every event, the end and an error; at once if there is one.
+
+        The deadline counts as an error.
+        """
+        self._buffer.notify(on_readable, self._deadline)
 
     def set_first_token(self, token_id: int) -> None:
         """Gives the engine the answer's first token, which a prefill worker has chosen.
@@ -153,16 +188,17 @@ class Attempt:
             self._waiter = TransferWaiter(transfer, self._engine, self.timestamps)
         return first
 
-    async def _read_events(self, events: EventBuffer) -> list[DecodeEvent]:
-        try:
-            return await events.read(self._deadline)
-        except HeadraceError:
-            # The transfer's own error is more precise than the engine's, which may come first.
-            if self.work.from_logits and self._waiter is not None and self._waiter.error:
-                raise self._waiter.error from None
-            raise
+    @property
+    def _buffer(self) -> EventBuffer:
+        assert self._events is not None, "the attempt was not started"
+        return self._events
 
-    def _process(self, events: list[DecodeEvent]) -> tuple[list[DecodeTokens], DecodeEnded | None]:
+    def _raise_transfer_error(self) -> None:
+        """The transfer's own error is more precise than the engine's, which may come first."""
+        if self.work.from_logits and self._waiter is not None and self._waiter.error:
+            raise self._waiter.error from None
+
+    def _progress(self, events: list[DecodeEvent]) -> Progress:
         tokens: list[DecodeTokens] = []
         ended: DecodeEnded | None = None
         for event in events:
@@ -174,7 +210,7 @@ class Attempt:
                 raise InternalError("the engine reserved blocks twice")
         if tokens:
             self._count(sum(len(piece.token_ids) for piece in tokens))
-        return tokens, ended
+        return Progress(tokens, None if ended is None else self._finished(ended))
 
     def _count(self, token_count: int) -> None:
         """Only one token, sampled from logits, may come before the KV cache is complete (I3)."""

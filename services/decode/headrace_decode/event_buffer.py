@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from typing import NoReturn
 
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import DeadlineExceeded, InternalError
@@ -31,27 +32,54 @@ class EventBuffer:
         self._ended = False
         self._readable = asyncio.Event()
         self._pace = FlushPace(load or LoopLoad())
+        self._on_readable: Callable[[], None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._reader = asyncio.create_task(self._fill(events), name=f"engine events of {name}")
 
     async def _fill(self, events: AsyncIterator[DecodeEvent]) -> None:
         try:
             async for event in events:
                 self._events.append(event)
-                self._readable.set()
+                self._set_readable()
         except Exception as error:  # noqa: BLE001 - the next read raises it
             self._error = error
         finally:
             self._ended = True
-            self._readable.set()
+            self._set_readable()
             close = getattr(events, "aclose", None)
             if close is not None:
                 await close()
+
+    @property
+    def readable(self) -> bool:
+        """Whether there are events, an error or the end."""
+        return self._readable.is_set()
+
+    def notify(self, on_readable: Callable[[], None], deadline: Deadline) -> None:
+        """From now on calls `on_readable` for every event, the error and the end; at once if there is one.
+
+        Interrupts at the deadline.
+        """
+        self._on_readable = on_readable
+        self._timer = asyncio.get_running_loop().call_later(
+            deadline.remaining_s(), lambda: self.interrupt(self._deadline_error())
+        )
+        if self.readable:
+            on_readable()
+
+    def take(self) -> list[DecodeEvent]:
+        """All events since the last call, without waiting. Raises as `read`, if there are none."""
+        events, self._events = self._events, []
+        if not events:
+            self._raise_end()
+        self._update_readable()
+        return events
 
     def interrupt(self, error: Exception) -> None:
         """Stops reading from the engine. `error` is raised once all buffered events are read."""
         if not self._ended:
             self._error, self._ended = error, True
-            self._readable.set()
+            self._set_readable()
             self._reader.cancel()
 
     async def wait_readable(self) -> None:
@@ -86,15 +114,25 @@ class EventBuffer:
                 async with asyncio.timeout(deadline.remaining_s()):
                     await self._readable.wait()
             except TimeoutError:
-                raise DeadlineExceeded(
-                    f"the deadline passed while waiting for the engine in {self._name}",
-                    metadata={"waited_for": "engine"},
-                ) from None
-        if self._events:
-            return
+                raise self._deadline_error() from None
+        if not self._events:
+            self._raise_end()
+
+    def _raise_end(self) -> NoReturn:
         if self._error is not None:
             raise self._error
         raise InternalError(f"the engine ended {self._name} without a reason")
+
+    def _deadline_error(self) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            f"the deadline passed while waiting for the engine in {self._name}",
+            metadata={"waited_for": "engine"},
+        )
+
+    def _set_readable(self) -> None:
+        self._readable.set()
+        if self._on_readable is not None:
+            self._on_readable()
 
     def _update_readable(self) -> None:
         if not self._events and not self._ended:
@@ -102,6 +140,9 @@ class EventBuffer:
 
     async def close(self) -> bool:
         """Closes the engine's iterator, which aborts the request. False when that took too long."""
+        self._on_readable = None
+        if self._timer is not None:
+            self._timer.cancel()
         self._reader.cancel()
         with suppress(asyncio.CancelledError):
             await asyncio.wait({self._reader}, timeout=CLOSE_TIMEOUT_S)

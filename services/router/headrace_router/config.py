@@ -125,6 +125,11 @@ class RouterConfig(ClientFacingConfig):
         description="File of API keys: one line KEY TENANT for each, or TOML; read again when it changes. "
         "Empty: requests need no key.",
     )
+    metrics_keys_file: str = Field(
+        "",
+        description="File of keys that permit reading /metrics of http_listen, and nothing else: one line KEY NAME for "
+        "each; read again when it changes. Empty: /metrics is closed.",
+    )
     prefix_cache_scope: PrefixCacheScope = Field(
         "auto",
         description="Which requests share cached prefixes: all (shared), or those of one tenant (tenant), so that no "

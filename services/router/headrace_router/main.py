@@ -70,7 +70,9 @@ async def serve_router(config: RouterConfig) -> None:
     codecs = await asyncio.to_thread(load_codecs, config.models)
     ticket_key = SigningKey()
     async with AsyncExitStack() as stack:
-        telemetry = init_telemetry("router", router_id, config)
+        telemetry = init_telemetry(
+            "router", router_id, config, readable_metrics=bool(config.metrics_keys_file)
+        )
         stack.push_async_callback(asyncio.to_thread, telemetry.shutdown)
         registry = open_channel(config.registry, config)
         stack.push_async_callback(registry.close)

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from typing import TypeAlias
 
 from headrace.inference.v1 import inference_pb2
+from headrace_common.callers.bounds import CallerBounds
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import Draining
 from headrace_common.process.pacing import LoopLoad
@@ -33,12 +34,14 @@ class RequestRunner:
     def __init__(
         self,
         *,
+        callers: CallerBounds,
         admission: Admission,
         preparer: RequestPreparer,
         dispatcher: RequestDispatcher,
         tracer: RequestTracer,
         metrics: RouterMetrics,
     ) -> None:
+        self._callers = callers
         self._admission = admission
         self._preparer = preparer
         self._dispatcher = dispatcher
@@ -99,6 +102,10 @@ class RequestRunner:
         self.reject_when_draining()
         return await self._admission.admit(tenant, deadline)
 
+    async def wait_turn(self) -> None:
+        """Waits until this request's caller may have it routed."""
+        await self._callers.wait_turn()
+
     async def _run_admitted(
         self,
         request: inference_pb2.GenerateRequest,
@@ -114,6 +121,7 @@ class RequestRunner:
             )
             await permit.acquire_tokens(len(prepared.token_ids))
             await permit.acquire_slot(prepared.model)
+            await self.wait_turn()
             response = ResponseStream(prepared, trace_id_of(root), self._load)
             routed = RoutedRequest(
                 *(prepared, response, root, deadline, arrival_unix_ns, permit.tenant),

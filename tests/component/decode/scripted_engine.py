@@ -25,7 +25,7 @@ LAYOUT = KvLayout.attention(
 
 
 class ScriptedEngine(Engine):
-    """Events put into `script` are yielded; an exception is raised."""
+    """Events put into `script` are yielded; an exception is raised. A request in `scripts` has a script of its own."""
 
     def __init__(self) -> None:
         memory = RankMemory(
@@ -34,6 +34,7 @@ class ScriptedEngine(Engine):
         self.descriptor = KvDescriptor(LAYOUT, (memory,))
         self.max_model_len = 256
         self.script: asyncio.Queue[DecodeEvent | Exception] = asyncio.Queue()
+        self.scripts: dict[str, asyncio.Queue[DecodeEvent | Exception]] = {}
         self.works: list[DecodeWork] = []
         self.arrived_ids: list[str] = []
         self.first_tokens: list[tuple[str, int]] = []
@@ -47,6 +48,12 @@ class ScriptedEngine(Engine):
         for event in events:
             self.script.put_nowait(event)
 
+    def play_for(self, transfer_id: str, *events: DecodeEvent | Exception) -> None:
+        """Appends to the script of one request."""
+        script = self.scripts.setdefault(transfer_id, asyncio.Queue())
+        for event in events:
+            script.put_nowait(event)
+
     async def start(self) -> None:
         """There is nothing to load."""
 
@@ -57,9 +64,10 @@ class ScriptedEngine(Engine):
 
     async def decode(self, work: DecodeWork) -> AsyncIterator[DecodeEvent]:
         self.works.append(work)
+        script = self.scripts.get(work.transfer_id, self.script)
         try:
             while True:
-                event = await self.script.get()
+                event = await script.get()
                 if isinstance(event, Exception):
                     raise event
                 yield event

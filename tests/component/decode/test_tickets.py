@@ -26,7 +26,7 @@ from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.tickets.direct import TicketSigner
 from headrace_common.tickets.keys import SigningKey
-from headrace_decode import service
+from headrace_decode import attempts
 from tests.component.decode.conftest import Served, request
 from tests.component.decode.prefill_rank import (
     PREFILL_REF,
@@ -89,7 +89,7 @@ async def test_an_invalid_ticket_is_refused_before_resources_are_spent(
     assert isinstance(error, Unauthenticated)
     assert error.metadata["ticket"] == field
     assert served.service.status().reserved_blocks == 0
-    served.service._seen.check(asked.transfer_id)
+    served.service._attempts._seen.check(asked.transfer_id)
 
 
 async def test_a_router_needs_no_ticket_on_the_internal_listener_only(served: Served) -> None:
@@ -112,7 +112,7 @@ async def test_a_router_needs_no_ticket_on_the_internal_listener_only(served: Se
 async def test_a_router_s_remote_prefill_needs_a_key_that_its_status_stream_has_sent(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "KEY_WAIT_S", 0.1)
+    monkeypatch.setattr(attempts, "KEY_WAIT_S", 0.1)
     key = SigningKey().public
     asked = request("x6", ticket_key_id=key.key_id)
     async with open_channel(served.endpoint, Credentials(role=Role.ROUTER)) as channel:
@@ -122,7 +122,7 @@ async def test_a_router_s_remote_prefill_needs_a_key_that_its_status_stream_has_
             assert isinstance(error, Unauthenticated)
             assert error.metadata["ticket"] == "key_id"
         assert served.service.status().reserved_blocks == 0
-        monkeypatch.setattr(service, "KEY_WAIT_S", 60.0)
+        monkeypatch.setattr(attempts, "KEY_WAIT_S", 60.0)
         served.engine.play(replace(RESERVATION, transfer_id="x6"))
         accepted = asyncio.create_task(check_accepted(router.channel, asked))
         watch = router.worker.WatchStatus(

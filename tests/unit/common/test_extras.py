@@ -106,6 +106,24 @@ def test_up_does_without_the_extras_that_it_does_not_use(
     require_extras(topology)
 
 
+@pytest.mark.parametrize(
+    ("module", "extras"),
+    [
+        ("headrace_cli", ["cli"]),
+        ("headrace_registry", ["cli", "registry"]),
+        ("headrace_router", ["cli", "registry", "router"]),
+        ("headrace_prefill", ["cli", "worker"]),
+        ("headrace_decode", ["cli", "worker"]),
+    ],
+)
+def test_a_program_starts_with_its_extra_alone(module: str, extras: list[str]) -> None:
+    own = {module for extra in extras for module in MODULES[extra]}
+    others = {module for found in MODULES.values() for module in found} - own
+    done = _run(",".join(sorted(others)), module, "--help")
+
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_client_imports_no_module_of_an_extra() -> None:
     # What its own requirements install is allowed: tests/suite/test_installation.py installs no more.
     modules = {module for found in MODULES.values() for module in found}

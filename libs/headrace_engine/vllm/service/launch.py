@@ -160,6 +160,7 @@ def _engine_args(config: EngineConfig, folder: ModelFolder, link_path: Path) -> 
         rdma_devices=config.rdma_devices,
         admitted=None if config.admitted is None else tuple(map(str, config.admitted)),
         overlap_layers=config.overlap_layers,
+        write_quiet_s=config.write_quiet_s,
     )
     ours: dict[str, Any] = dict(
         model=str(folder.path),

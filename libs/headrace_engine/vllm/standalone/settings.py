@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from headrace_common.config import ServiceConfig, split_host_port
 from headrace_common.errors import ConfigError
+from headrace_common.limits import WRITE_LEASE_S, WRITE_QUARANTINE_S
 from headrace_engine.vllm.compat import (
     engine_id,
     extra_config,
@@ -56,8 +57,8 @@ class StandaloneSettings:
     transport: Literal["mooncake"] = "mooncake"
     transfer_timeout_s: float = 60.0
     kv_hold_timeout_s: float = 60.0
-    lease_ttl_s: float = 5.0
-    quarantine_s: float = 15.0
+    lease_ttl_s: float = WRITE_LEASE_S
+    quarantine_s: float = WRITE_QUARANTINE_S
     fingerprint: str = ""
     gpu_direct: bool = True
     overlap_layers: int = 0

@@ -51,64 +51,76 @@ class Tenants:
         return tenant
 
 
-def load_tenants(path: str) -> Tenants:
-    """The tenants of a keys file, which is read again when it changes. An empty path means no file.
+def tenant_or_none(tenants: Tenants, metadata: Iterable[tuple[str, Any]]) -> str:
+    """The tenant of a known API key in an RPC's metadata. Empty without one."""
+    if not tenants.keyed:
+        return ""
+    try:
+        return tenants.tenant_of(metadata)
+    except Unauthenticated:
+        return ""
+
+
+def load_tenants(path: str, setting: str = "api_keys_file") -> Tenants:
+    """The tenants of the keys file that a setting names. It is read again when it changes. An empty path means no file.
 
     A .toml file has entries `"KEY" = "TENANT"`, any other file has lines `KEY TENANT`. In these # begins a comment. KEY
     may be `sha256:HEX`, the digest of a key. Raises ConfigError, which names file and line but never a key.
     """
-    return Tenants(ReloadedFiles([path], lambda: _read_keys(path)) if path else None)
+    return Tenants(ReloadedFiles([path], lambda: _read_keys(path, setting)) if path else None)
 
 
-def _read_keys(path: str) -> Mapping[str, str]:
+def _read_keys(path: str, setting: str) -> Mapping[str, str]:
     """The tenant of each key's digest."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"api_keys_file {path} cannot be read: {type(error).__name__}; name a readable text file"
+            f"{setting} {path} cannot be read: {type(error).__name__}; name a readable text file"
         ) from error
-    pairs = _toml_pairs(path, text) if path.endswith(".toml") else _line_pairs(path, text)
+    pairs = (
+        _toml_pairs(f"{setting} {path}", text)
+        if path.endswith(".toml")
+        else _line_pairs(f"{setting} {path}", text)
+    )
     if not pairs:
-        raise ConfigError(f"api_keys_file {path} names no key; add one, or leave the setting empty")
+        raise ConfigError(f"{setting} {path} names no key; add one, or leave the setting empty")
     if len(pairs) > KEYS_MAX:
-        raise ConfigError(f"api_keys_file {path} holds more than {KEYS_MAX} keys")
+        raise ConfigError(f"{setting} {path} holds more than {KEYS_MAX} keys")
     by_digest: dict[str, str] = {}
     for where, key, tenant in pairs:
         if not is_worker_id(tenant):
             raise ConfigError(
-                f"api_keys_file {path}, {where}: name the tenant with 1 to 63 characters of "
+                f"{setting} {path}, {where}: name the tenant with 1 to 63 characters of "
                 "a-z, 0-9, '.', '_' and '-'"
             )
         hashed = _HASHED.fullmatch(key)
         if by_digest.setdefault(hashed[1] if hashed else _digest(key.encode()), tenant) != tenant:
-            raise ConfigError(f"api_keys_file {path}, {where}: the key belongs to two tenants")
+            raise ConfigError(f"{setting} {path}, {where}: the key belongs to two tenants")
     return by_digest
 
 
-def _line_pairs(path: str, text: str) -> list[tuple[str, str, str]]:
+def _line_pairs(file: str, text: str) -> list[tuple[str, str, str]]:
     pairs: list[tuple[str, str, str]] = []
     for number, line in enumerate(text.splitlines(), 1):
         words = line.split("#", 1)[0].split()
         if not words:
             continue
         if len(words) != 2:
-            raise ConfigError(f"api_keys_file {path}, line {number}: write it as KEY TENANT")
+            raise ConfigError(f"{file}, line {number}: write it as KEY TENANT")
         pairs.append((f"line {number}", words[0], words[1]))
     return pairs
 
 
-def _toml_pairs(path: str, text: str) -> list[tuple[str, str, str]]:
+def _toml_pairs(file: str, text: str) -> list[tuple[str, str, str]]:
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError:
         # The parser's message may quote a key.
-        raise ConfigError(
-            f'api_keys_file {path} is not TOML; write lines such as "KEY" = "TENANT"'
-        ) from None
+        raise ConfigError(f'{file} is not TOML; write lines such as "KEY" = "TENANT"') from None
     for number, value in enumerate(table.values(), 1):
         if not isinstance(value, str):
-            raise ConfigError(f'api_keys_file {path}, entry {number}: write it as "KEY" = "TENANT"')
+            raise ConfigError(f'{file}, entry {number}: write it as "KEY" = "TENANT"')
     return [
         (f"entry {number}", key, tenant) for number, (key, tenant) in enumerate(table.items(), 1)
     ]

@@ -11,8 +11,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import grpc.aio
-
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import sampling_pb2
 from headrace.prefill.v1 import prefill_pb2
@@ -20,6 +18,7 @@ from headrace_common.errors import HeadraceError, NotFound, ProtocolViolation, W
 from headrace_common.identity import new_transfer_id
 from headrace_common.telemetry.setup import Telemetry
 from headrace_kv.layout.layout import WorkerRef
+from headrace_router.decode_link.links import DecodeLinks
 from headrace_router.dispatch.attempt_span import AttemptSpan
 from headrace_router.dispatch.decode_call import DecodeCall
 from headrace_router.dispatch.first_token import BY_DECODE, BY_PREFILL, FROM_LOGITS, Policy
@@ -56,12 +55,12 @@ class AttemptContext:
 class AttemptPlan:
     """What was decided for one attempt, number `number` from 1.
 
-    `channel` leads to the decode worker of `decision`. `terms` are those of the prefill task, if there is one.
+    `links` lead to the decode worker of `decision`. `terms` are those of the prefill task, if there is one.
     """
 
     number: int
     decision: Decision
-    channel: grpc.aio.Channel
+    links: DecodeLinks
     terms: TaskTerms
     first_token: Policy = BY_DECODE
 
@@ -77,7 +76,7 @@ class Attempt:
         self._decision = plan.decision
         self._terms = plan.terms
         self._first_token_by = plan.first_token
-        self._channel = plan.channel
+        self._links = plan.links
         self._transfer_id = new_transfer_id()
         self._span = AttemptSpan(
             *(context.telemetry, request, plan.decision),
@@ -158,7 +157,7 @@ class Attempt:
 
     def _open_call(self) -> DecodeCall:
         return DecodeCall(
-            *(self._channel, self.decode_worker, self._request),
+            *(self._links, self.decode_worker, self._request),
             deadline=self._deadline,
             context=self._span.context,
             waited_for=self._waited_for,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
 
 import grpc.aio
 from opentelemetry.context import Context
@@ -21,17 +20,18 @@ from headrace_common.errors import (
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.rpc.trace_context import metadata_with_trace
 from headrace_kv.layout.layout import WorkerRef
+from headrace_router.decode_link.links import DecodeLinks
 
 
 class DecodeCall:
-    """One Generate call, and SetFirstToken for its transfer. Close it when the attempt ends.
+    """One request on the link to the worker, and SetFirstToken for its transfer. Close it when the attempt ends.
 
     Every error names the worker. A passed deadline also names `waited_for()`, as gRPC's own error does not.
     """
 
     def __init__(
         self,
-        channel: grpc.aio.Channel,
+        links: DecodeLinks,
         worker: WorkerRef,
         request: decode_pb2.GenerateRequest,
         *,
@@ -44,12 +44,8 @@ class DecodeCall:
         self._deadline = deadline
         self._context = context
         self._waited_for = waited_for
-        self._stub = decode_pb2_grpc.DecodeServiceStub(channel)
-        self._call: Any = self._stub.Generate(
-            request,
-            timeout=deadline.remaining_s(),
-            metadata=metadata_with_trace(context=context),
-        )
+        self._links = links
+        self._call = links.open(request, deadline, context)
         self._read_ahead: asyncio.Task[decode_pb2.GenerateResponse] | None = None
 
     async def read_reservation(self) -> decode_pb2.Reserved:
@@ -81,7 +77,7 @@ class DecodeCall:
             token_id=token_id,
         )
         try:
-            await self._stub.SetFirstToken(
+            await decode_pb2_grpc.DecodeServiceStub(self._links.channel).SetFirstToken(
                 request,
                 timeout=self._deadline.remaining_s(),
                 metadata=metadata_with_trace(context=self._context),
@@ -90,8 +86,8 @@ class DecodeCall:
             raise self._explained(error_from_rpc(error)) from error
 
     async def close(self) -> None:
-        """Cancels the call."""
-        self._call.cancel()
+        """Cancels the request, unless it has ended."""
+        self._call.close()
         read = self._read_ahead
         if read is not None:
             read.cancel()
@@ -102,12 +98,12 @@ class DecodeCall:
 
     async def _read(self) -> decode_pb2.GenerateResponse:
         try:
-            event = await self._call.read()
-        except grpc.aio.AioRpcError as error:
-            raise self._explained(error_from_rpc(error)) from error
-        if event is grpc.aio.EOF:
-            raise self._gone("ended its stream too early")
-        return event  # type: ignore[no-any-return]
+            return await self._call.read()
+        except HeadraceError as error:
+            explained = self._explained(error)
+            if explained is error:
+                raise
+            raise explained from error
 
     def _explained(self, error: HeadraceError) -> HeadraceError:
         """The error with the worker's name. A client would take a rejected credential for its own API key."""

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
-import grpc.aio
 from opentelemetry import trace
 from opentelemetry.trace import Span
 
@@ -18,6 +17,7 @@ from headrace_common.telemetry import schema
 from headrace_common.telemetry.setup import Telemetry
 from headrace_kv.layout.compatibility import fingerprint
 from headrace_kv.layout.layout import WorkerRef
+from headrace_router.decode_link.links import DecodeLinks
 from headrace_router.dispatch.attempt import (
     Attempt,
     AttemptContext,
@@ -130,7 +130,7 @@ class RequestDispatcher:
                     await asyncio.sleep(pause_s)
                 number += 1
                 plan = self._plan(
-                    request, token_ids, decision, load_reservation.channel, number, retries
+                    request, token_ids, decision, load_reservation.links, number, retries
                 )
                 attempt = Attempt(self._attempt_context, request, plan)
                 outcome = await self._run_attempt(request, attempt, number, retries)
@@ -268,7 +268,7 @@ class RequestDispatcher:
         request: RoutedRequest,
         token_ids: Sequence[int],
         decision: Decision,
-        channel: grpc.aio.Channel,
+        links: DecodeLinks,
         number: int,
         retries: RetryState,
     ) -> AttemptPlan:
@@ -284,7 +284,7 @@ class RequestDispatcher:
         first_token = first_token_maker(
             request.prepared, self._policy.policy, decision, generated_tokens, number
         )
-        return AttemptPlan(number, decision, channel, terms, first_token)
+        return AttemptPlan(number, decision, links, terms, first_token)
 
     async def _run_attempt(
         self, request: RoutedRequest, attempt: Attempt, number: int, retries: RetryState

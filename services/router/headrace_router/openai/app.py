@@ -14,10 +14,12 @@ from typing import TypeAlias
 from opentelemetry import context as otel_context
 
 from headrace.inference.v1 import inference_pb2
+from headrace_common.callers.bounds import CallerBounds
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError, InternalError, InvalidRequest, Unauthenticated
+from headrace_common.rpc.callers import caller_name
 from headrace_common.rpc.trace_context import context_from_traceparent
-from headrace_router.admission.tenants import Tenants
+from headrace_router.admission.tenants import Tenants, tenant_or_none
 from headrace_router.metrics import RouterMetrics
 from headrace_router.models import ModelCatalog
 from headrace_router.openai.answers import ModelParsers, rules_of
@@ -30,6 +32,7 @@ from headrace_router.openai.conversion import (
 )
 from headrace_router.openai.errors import HttpError
 from headrace_router.openai.exchange import HttpExchange, Receive, Scope, Send
+from headrace_router.openai.metrics_page import MetricsPage
 from headrace_router.openai.requests import (
     ChatCompletionBody,
     CompletionBody,
@@ -77,6 +80,7 @@ class OpenAiParts:
     preparer: RequestPreparer
     gate: ClientGate
     metrics: RouterMetrics
+    callers: CallerBounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +102,9 @@ class _Generation:
 class OpenAiApp:
     """The ASGI application. `deadline_s` bounds every request, and `body_bytes_max` every body."""
 
-    def __init__(self, parts: OpenAiParts, *, deadline_s: float, body_bytes_max: int) -> None:
+    def __init__(
+        self, parts: OpenAiParts, metrics: MetricsPage, *, deadline_s: float, body_bytes_max: int
+    ) -> None:
         self._parts = parts
         self._deadline_s = deadline_s
         self._body_bytes_max = body_bytes_max
@@ -111,13 +117,14 @@ class OpenAiApp:
             "/detokenize": ("POST", self._detokenize),
             "/health": ("GET", self._report_health),
             "/ready": ("GET", self._report_ready),
+            "/metrics": ("GET", metrics.respond),
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one HTTP request."""
         exchange = HttpExchange(scope, receive, send)
         try:
-            await self._serve(exchange)
+            await self._serve_in_bounds(exchange)
         except (HeadraceError, HttpError) as error:
             await exchange.respond_error(error)
         except Exception as error:  # noqa: BLE001 - the outermost frame of a request
@@ -129,6 +136,18 @@ class OpenAiApp:
                     metadata={"error_id": error_id, "exception": type(error).__name__},
                 )
             )
+
+    async def _serve_in_bounds(self, exchange: HttpExchange) -> None:
+        callers = self._parts.callers
+        tenant = tenant_or_none(self._parts.tenants, exchange.headers.items())
+        caller = caller_name(tenant, exchange.host)
+        with callers.call(caller, exchange.host):
+            await callers.pace(caller, exchange.host)
+            try:
+                await self._serve(exchange)
+            except HttpError:
+                callers.count_rejection(caller)
+                raise
 
     async def _serve(self, exchange: HttpExchange) -> None:
         method, handler = self._routes.get(exchange.path, ("", None))
@@ -152,6 +171,7 @@ class OpenAiApp:
     async def _body(self, exchange: HttpExchange) -> bytes:
         data = await exchange.read_json(self._body_bytes_max)
         self._parts.gate.check_bytes(len(data))
+        await self._parts.callers.wait_turn()
         return data
 
     async def _chat(self, exchange: HttpExchange) -> None:

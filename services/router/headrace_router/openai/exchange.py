@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapp
 from typing import Any, TypeAlias, TypeVar
 
 from headrace_common.errors import Cancelled, HeadraceError
+from headrace_common.process.connections import host_of
 from headrace_router.openai.errors import (
     HttpError,
     error_bytes,
@@ -41,6 +42,8 @@ class HttpExchange:
             for name, value in scope["headers"]
         }
         self._chunks: ChunkWriter | None = scope.get("extensions", {}).get(CHUNKS_EXTENSION)
+        self.host = host_of((scope.get("client") or ("unknown", 0))[0])
+        """The client's host."""
         self._receive = receive
         self._send = send
         self.started = False

@@ -17,6 +17,7 @@ from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_common.durations import duration_from_seconds
 from headrace_common.limits import CLOCK_OFFSET_NOTED_S
 from headrace_kv.layout.layout import WorkerRef
+from headrace_router.decode_link.links import DecodeLinks
 from headrace_router.workers.clock import WorkerClock
 from headrace_router.workers.dials import Dials, RetryDelay
 from headrace_router.workers.table import Load, Worker
@@ -33,14 +34,14 @@ _CLOCK_SET_PAUSE_S = 5.0
 
 
 class LoadReservation:
-    """A request placed on a worker. It keeps the worker's channel open until released."""
+    """A request placed on a worker. It keeps the worker's channel and links open until released."""
 
     def __init__(self, connection: WorkerConnection, tokens: int, status_count: int) -> None:
         """`status_count`: how many statuses had arrived from the worker."""
         self._connection = connection
         self.tokens = tokens
         self.status_count = status_count
-        self.channel = connection.channel
+        self.links = connection.links
 
     def release(self) -> None:
         """The request has ended. Repeats are ignored."""
@@ -81,6 +82,7 @@ class WorkerConnection:
         self.worker = worker
         self._open_channel = open_channel
         self._channel: grpc.aio.Channel | None = None
+        self.links = DecodeLinks(lambda: self.channel)
         self._dials = dials
         self._retry = RetryDelay(_RECONNECT_S)
         self._reservations: set[LoadReservation] = set()
@@ -191,6 +193,7 @@ class WorkerConnection:
         await self._close_channel()
 
     async def _close_channel(self) -> None:
+        await self.links.close()
         if self._channel is not None:
             channel, self._channel = self._channel, None
             await channel.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -17,12 +18,33 @@ from headrace_common.client_config import ClientFacingConfig
 from headrace_common.errors import DecodeFull
 from headrace_common.identity import new_incarnation
 from headrace_common.rpc.server import ClientServices, GrpcServer
+from headrace_common.rpc.status import reported_error, status_of
 from headrace_kv.layout.proto import layout_to_proto
 from tests.component.router.fakes.handoff import LAYOUT, Handoff
 
 CONTEXT_TOKENS = 1_024
 
 Script = Callable[["FakeDecode", decode_pb2.GenerateRequest], AsyncIterator[Any]]
+
+
+class FakeLink:
+    """The messages of one link. Tokens wait for credit."""
+
+    def __init__(self) -> None:
+        self.messages: asyncio.Queue[decode_pb2.LinkResponse | None] = asyncio.Queue()
+        """None ends the link."""
+        self._credit: defaultdict[int, asyncio.Semaphore] = defaultdict(
+            lambda: asyncio.Semaphore(0)
+        )
+
+    def grant(self, stream_id: int, tokens: int) -> None:
+        for _ in range(tokens):
+            self._credit[stream_id].release()
+
+    async def send(self, stream_id: int, event: decode_pb2.GenerateResponse) -> None:
+        for _ in event.tokens.token_ids:
+            await self._credit[stream_id].acquire()
+        self.messages.put_nowait(linked(stream_id, event))
 
 
 class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerServiceServicer):
@@ -36,6 +58,9 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
         self.first_token_set = asyncio.Event()
         self.metadata: list[dict[str, Any]] = []
         self.cancelled: set[str] = set()
+        self.links = 0
+        """Links that were opened, in all."""
+        self._open_links: list[FakeLink] = []
         self.running_requests = 0
         self.reports = asyncio.Event()
         """Cleared by a test to stop the status stream."""
@@ -82,6 +107,15 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
         """Breaks every connection, as the death of the process does."""
         await self._server.stop(0)
 
+    @property
+    def open_links(self) -> int:
+        return len(self._open_links)
+
+    def end_links(self) -> None:
+        """Ends every link, with the requests on it. The connection stays."""
+        for link in self._open_links:
+            link.messages.put_nowait(None)
+
     async def die(self) -> None:
         """Kills the worker from within a script, which never continues."""
         self.background.append(asyncio.create_task(self.kill()))
@@ -98,6 +132,49 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
         except (asyncio.CancelledError, GeneratorExit):
             self.cancelled.add(request.transfer_id)
             raise
+
+    async def Link(
+        self, request_iterator: AsyncIterator[decode_pb2.LinkRequest], context: Any
+    ) -> AsyncIterator[decode_pb2.LinkResponse]:
+        """Runs the script for each open, within its credit. Every event is a message."""
+        link = FakeLink()
+        self._open_links.append(link)
+        running: dict[int, asyncio.Task[None]] = {}
+        self.links += 1
+
+        async def read() -> None:
+            async for request in request_iterator:
+                for opened in request.opens:
+                    link.grant(opened.stream_id, opened.credit_tokens)
+                    running[opened.stream_id] = asyncio.create_task(self._answer(opened, link))
+                for credit in request.credits:
+                    link.grant(credit.stream_id, credit.credit_tokens)
+                for stream_id in request.cancelled_stream_ids:
+                    running.pop(stream_id).cancel()
+
+        reader = asyncio.create_task(read())
+        try:
+            while (message := await link.messages.get()) is not None:
+                yield message
+        finally:
+            self._open_links.remove(link)
+            for task in (reader, *running.values()):
+                task.cancel()
+
+    async def _answer(self, opened: decode_pb2.LinkOpen, link: FakeLink) -> None:
+        stream_id, request = opened.stream_id, opened.request
+        self.requests.append(request)
+        self.metadata.append({"traceparent": opened.traceparent})
+        try:
+            async for event in self.script(self, request):
+                await link.send(stream_id, event)
+        except (asyncio.CancelledError, GeneratorExit):
+            self.cancelled.add(request.transfer_id)
+            raise
+        except Exception as error:  # noqa: BLE001 - sent as the answer
+            status = status_of(reported_error(error, "a script")).SerializeToString()
+            failure = decode_pb2.LinkFailure(stream_id=stream_id, status=status)
+            link.messages.put_nowait(decode_pb2.LinkResponse(failures=[failure]))
 
     async def SetFirstToken(
         self, request: decode_pb2.SetFirstTokenRequest, context: Any
@@ -134,6 +211,23 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
             )
             await asyncio.sleep(0.05)
             await self.reports.wait()
+
+
+def linked(stream_id: int, event: decode_pb2.GenerateResponse) -> decode_pb2.LinkResponse:
+    """The message of a link with one event."""
+    message = decode_pb2.LinkResponse()
+    match event.WhichOneof("event"):
+        case "reserved":
+            message.reserved.add(stream_id=stream_id, reserved=event.reserved)
+        case "tokens" if event.tokens.logprobs:
+            message.tokens_with_logprobs.add(stream_id=stream_id, tokens=event.tokens)
+        case "tokens":
+            message.tokens.stream_ids.append(stream_id)
+            message.tokens.token_counts.append(len(event.tokens.token_ids))
+            message.tokens.token_ids.extend(event.tokens.token_ids)
+        case "finished":
+            message.finished.add(stream_id=stream_id, finished=event.finished)
+    return message
 
 
 def reserved(request: decode_pb2.GenerateRequest, start: int = 0) -> decode_pb2.GenerateResponse:

@@ -1,0 +1,247 @@
+"""Admits attempts, and owns those that have not ended."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable
+
+from opentelemetry import context as otel_context
+
+from headrace.decode.v1 import decode_pb2
+from headrace_common.access.roles import Role, current_caller
+from headrace_common.deadlines import Deadline
+from headrace_common.errors import (
+    Draining,
+    HeadraceError,
+    InvalidRequest,
+    NotFound,
+    StaleIncarnation,
+    Unauthenticated,
+)
+from headrace_common.process.pacing import LoopLoad
+from headrace_common.telemetry.schema import SPAN_DECODE
+from headrace_common.telemetry.setup import Telemetry
+from headrace_common.tickets.direct import check_ticket
+from headrace_common.tickets.keys import TicketKey, TicketKeys, unauthenticated
+from headrace_decode.admission.admission import Admission, SeenTransfers
+from headrace_decode.attempt import Attempt
+from headrace_decode.proto import work_from_proto
+from headrace_decode.running import RunningAttempt
+from headrace_decode.spans import record_attempt, start_attributes
+from headrace_engine.interface import Engine
+from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.receive.receiver import Receiver
+
+log = logging.getLogger(__name__)
+
+# A router's status stream, which brings its key, may reach a new worker after the router's request.
+KEY_WAIT_S = 1.0
+
+
+class Attempts:
+    """The attempts of this worker, whichever RPC they came by."""
+
+    def __init__(
+        self,
+        *,
+        ref: WorkerRef,
+        engine: Engine,
+        receiver: Receiver,
+        admission: Admission,
+        telemetry: Telemetry,
+        ticket_keys: TicketKeys,
+        on_ticket_refused: Callable[[str], None],
+    ) -> None:
+        self._ref = ref
+        self._engine = engine
+        self._receiver = receiver
+        self._admission = admission
+        self._telemetry = telemetry
+        self._ticket_keys = ticket_keys
+        self._on_ticket_refused = on_ticket_refused
+        self._seen = SeenTransfers()
+        self._live: dict[str, Attempt] = {}
+        self._awaiting: dict[str, Attempt] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._load = LoopLoad()
+        self._draining = False
+        self._notice = Deadline.after(0.0)
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def draining(self) -> bool:
+        """Whether new attempts are refused, or will be soon."""
+        return self._draining
+
+    async def start(
+        self, request: decode_pb2.GenerateRequest, deadline: Deadline
+    ) -> RunningAttempt:
+        """Admits an attempt of the current caller, in the current trace. The caller must end it.
+
+        Raises before any resources are spent.
+        """
+        try:
+            signer = await self._check_permission(request)
+        except Unauthenticated as refusal:
+            self._on_ticket_refused(refusal.metadata["ticket"])
+            raise
+        attempt = self._admit(request, deadline, signer)
+        span = self._telemetry.tracer.start_span(
+            SPAN_DECODE,
+            context=otel_context.get_current(),
+            start_time=attempt.timestamps.start_unix_ns,
+            attributes=start_attributes(request.request_id, attempt.work, self._ref),
+        )
+        return RunningAttempt(attempt, span, self._telemetry, self._end)
+
+    async def _check_permission(self, request: decode_pb2.GenerateRequest) -> TicketKey | None:
+        """The key that must sign the handoff ticket, None where any router may.
+
+        A request with a ticket may come from every caller, and any router may queue its prompt. Raises Unauthenticated
+        for a request that no router permits.
+        """
+        if request.ticket:
+            # A ticket for an older incarnation is reported as such.
+            self._check_incarnation(request.incarnation)
+            check_ticket(self._ticket_keys.find, request, self._ref.worker_id)
+            return None
+        if Role.ROUTER not in current_caller().roles:
+            raise Unauthenticated(
+                f"{self._ref.worker_id} requires a ticket; ask a router, by Generate or by Route",
+                metadata={"ticket": "missing"},
+            )
+        if not request.remote_prefill:
+            return None
+        signer = await self._ticket_keys.wait_for(request.ticket_key_id, KEY_WAIT_S)
+        if signer is None:
+            raise unauthenticated(
+                "of the handoff would have an unknown key; send the key by WatchStatus and its id as ticket_key_id",
+                "key_id",
+            )
+        return signer
+
+    def _check_incarnation(self, incarnation: str) -> None:
+        if incarnation != self._ref.incarnation:
+            raise StaleIncarnation(
+                f"the request is for incarnation {incarnation or '(none)'} of "
+                f"{self._ref.worker_id}, this is {self._ref.incarnation}",
+                metadata={"meant": incarnation, "actual": self._ref.incarnation},
+            )
+
+    def _admit(
+        self,
+        request: decode_pb2.GenerateRequest,
+        deadline: Deadline,
+        signer: TicketKey | None,
+    ) -> Attempt:
+        """Reserves resources for an attempt, or raises before any are spent."""
+        if self._draining and self._notice.expired:
+            raise self.refusal()
+        self._check_incarnation(request.incarnation)
+        work = work_from_proto(request)
+        if work.from_logits and not self._engine.logits_bytes:
+            what = f"the engine of {self._ref.worker_id} samples no token from logits"
+            raise InvalidRequest({"first_token": f"{what}: choose decode or prefill"})
+        self._seen.check(work.transfer_id)
+        deadline.check("admission")
+        self._admission.admit(
+            work.transfer_id,
+            prompt_tokens=len(work.token_ids),
+            max_tokens=work.sampling.max_tokens - work.generated_tokens,
+            quarantined_blocks=self._receiver.quarantined_blocks,
+            # A continued answer is useful even if it is cut off at the deadline.
+            remaining_s=math.inf if work.generated_tokens else deadline.remaining_s(),
+        )
+        self._seen.remember(work.transfer_id)
+        self._idle.clear()
+        attempt = Attempt(
+            work,
+            engine=self._engine,
+            receiver=self._receiver,
+            deadline=deadline,
+            on_closed=lambda: self._attempt_closed(work.transfer_id),
+            signer=signer,
+            load=self._load,
+        )
+        self._live[work.transfer_id] = attempt
+        if work.awaits_first_token and not work.from_logits:
+            self._awaiting[work.transfer_id] = attempt
+        return attempt
+
+    def set_first_token(self, request: decode_pb2.SetFirstTokenRequest) -> None:
+        """Gives a waiting attempt its first token. See decode.proto for the errors."""
+        self._check_incarnation(request.incarnation)
+        attempt = self._awaiting.get(request.transfer_id)
+        if attempt is None:
+            raise NotFound(
+                f"no request of transfer {request.transfer_id} waits for its first token",
+                metadata={"transfer_id": request.transfer_id},
+            )
+        attempt.set_first_token(request.token_id)
+
+    def _end(self, running: RunningAttempt) -> None:
+        """Starts to give back the attempt's resources."""
+        self._awaiting.pop(running.attempt.work.transfer_id, None)
+        if running.error is None:
+            self._record_completion(running.attempt)
+        task = asyncio.get_running_loop().create_task(self._close(running))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    def _record_completion(self, attempt: Attempt) -> None:
+        times, work = attempt.timestamps, attempt.work
+        if not attempt.generated_tokens:
+            return
+        first_ns = times.sampled_unix_ns or times.first_token_unix_ns
+        self._admission.answer_completed(
+            prompt_tokens=len(work.token_ids),
+            max_tokens=work.sampling.max_tokens - work.generated_tokens,
+            tokens=attempt.generated_tokens,
+            lead_s=(first_ns - times.start_unix_ns) / 1e9,
+            stream_s=(times.last_token_unix_ns - first_ns) / 1e9,
+        )
+
+    async def _close(self, running: RunningAttempt) -> None:
+        attempt, error = running.attempt, running.error
+        try:
+            await attempt.close(error)
+        except Exception:
+            log.exception("closing %s failed", attempt.work.transfer_id)
+        finally:
+            record_attempt(self._telemetry, running.span, attempt, error)
+
+    def _attempt_closed(self, transfer_id: str) -> None:
+        self._live.pop(transfer_id, None)
+        self._admission.release(transfer_id)
+        if self._admission.request_count == 0:
+            self._idle.set()
+
+    def start_drain(self, notice_s: float) -> None:
+        """Refuses new attempts after `notice_s`. Until then routers may not have read the status."""
+        self._draining = True
+        self._notice = Deadline.after(notice_s)
+
+    async def finish_drain(self, deadline: Deadline) -> None:
+        """Returns once no attempt is left and none can start.
+
+        At the deadline, attempts end with Draining, so that their routers continue on other workers.
+        """
+        await asyncio.sleep(self._notice.remaining_s())
+        try:
+            async with asyncio.timeout(deadline.remaining_s()):
+                await self._idle.wait()
+        except TimeoutError:
+            log.warning("ending %d requests at the end of the drain", len(self._live))
+        for attempt in tuple(self._live.values()):
+            attempt.interrupt(self.refusal())
+        await self._idle.wait()
+        while self._closing:
+            await asyncio.wait(set(self._closing))
+
+    def refusal(self) -> HeadraceError:
+        """The error for requests to a worker that shuts down."""
+        worker_id = self._ref.worker_id
+        return Draining(f"{worker_id} is shutting down", metadata={"worker_id": worker_id})

@@ -1,0 +1,1 @@
+"""Links: one stream for all requests of one router."""

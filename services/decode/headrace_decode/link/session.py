@@ -1,0 +1,258 @@
+"""The worker's side of one link."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from opentelemetry import context as otel_context
+
+from headrace.decode.v1 import decode_pb2
+from headrace_common.deadlines import Deadline
+from headrace_common.durations import seconds_from_duration
+from headrace_common.errors import HeadraceError, InvalidRequest, ProtocolViolation, QueueFull
+from headrace_common.limits import LINK_MESSAGE_BYTES_MAX, LINK_STREAMS_MAX
+from headrace_common.rpc.status import reported_error, status_of
+from headrace_common.rpc.trace_context import context_of_carrier
+from headrace_decode.link.outgoing import Outgoing
+from headrace_decode.running import RunningAttempt
+
+_FLUSH_S = 2.0
+_LAST_WRITE_S = 0.5
+_NAME = "a request of Link"
+
+StartAttempt = Callable[[decode_pb2.GenerateRequest, Deadline], Awaitable[RunningAttempt]]
+Write = Callable[[decode_pb2.LinkResponse], Awaitable[Any]]
+
+
+class _Lane:
+    """One request from its open to its end. `running` is set once it is admitted."""
+
+    def __init__(self, stream_id: int) -> None:
+        self.stream_id = stream_id
+        self.running: RunningAttempt | None = None
+        self.starting: asyncio.Task[None] | None = None
+
+    def admitted(self, running: RunningAttempt) -> None:
+        self.running = running
+
+    def start(self, starting: asyncio.Task[None]) -> None:
+        """`starting` runs until the engine may generate."""
+        self.starting = starting
+
+    def end(self) -> None:
+        """Gives back what the request holds."""
+        if self.starting is not None:
+            self.starting.cancel()
+        if self.running is not None:
+            self.running.end()
+
+
+class LinkSession:
+    """Runs the requests of one router. Sends the events of all requests together, once in a turn of the event loop.
+
+    While a message is written, events gather for the next one.
+    """
+
+    def __init__(self, start: StartAttempt, write: Write, request_timeout_s: float) -> None:
+        """`request_timeout_s` is the deadline of requests that have none."""
+        self._start = start
+        self._write = write
+        self._request_timeout_s = request_timeout_s
+        self._outgoing = Outgoing(LINK_MESSAGE_BYTES_MAX)
+        self._lanes: dict[int, _Lane] = {}
+        self._readable: dict[int, _Lane] = {}
+        self._starting: set[asyncio.Task[None]] = set()
+        self._last_stream_id = 0
+        self._wake = asyncio.Event()
+        self._finishing = False
+        self._stopping = False
+        self._refusal: HeadraceError | None = None
+
+    async def run(self, requests: AsyncIterator[decode_pb2.LinkRequest]) -> None:
+        """Serves the link until the router has closed it and all its requests have ended.
+
+        Raises ProtocolViolation, or the error given to `end`. Every request ends with the link.
+        """
+        reader = asyncio.create_task(self._read(requests))
+        writer = asyncio.create_task(self._send_events())
+        try:
+            await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            reader.cancel()
+            self._end_all()
+            await self._stop_writer(writer)
+            results = await asyncio.gather(reader, writer, return_exceptions=True)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+
+    async def _stop_writer(self, writer: asyncio.Task[None]) -> None:
+        """gRPC sends no status while a message is being written."""
+        self._stopping = True
+        self._wake.set()
+        try:
+            await asyncio.wait({writer}, timeout=_LAST_WRITE_S)
+        finally:
+            writer.cancel()
+
+    def end(self, refusal: HeadraceError) -> None:
+        """Ends the link with `refusal` once the requests have ended and their events are sent."""
+        self._refusal = refusal
+        self._finish()
+
+    async def _read(self, requests: AsyncIterator[decode_pb2.LinkRequest]) -> None:
+        async for request in requests:
+            for opened in request.opens:
+                self._open(opened)
+            for credit in request.credits:
+                self._outgoing.grant(credit.stream_id, credit.credit_tokens)
+            for stream_id in request.cancelled_stream_ids:
+                self._cancel(stream_id)
+            self._wake.set()
+        self._finish()
+
+    def _finish(self) -> None:
+        self._finishing = True
+        self._wake.set()
+
+    def _open(self, opened: decode_pb2.LinkOpen) -> None:
+        stream_id = opened.stream_id
+        if stream_id <= self._last_stream_id:
+            raise ProtocolViolation(
+                f"stream id {stream_id} is not above {self._last_stream_id}, which is in use or was",
+                metadata={"stream_id": str(stream_id)},
+            )
+        self._last_stream_id = stream_id
+        full = self._outgoing.count >= LINK_STREAMS_MAX
+        self._outgoing.open(stream_id, opened.credit_tokens)
+        lane = self._lanes[stream_id] = _Lane(stream_id)
+        if not opened.credit_tokens:
+            self._fail(lane, InvalidRequest({"credit_tokens": "must be 1 or more"}))
+        elif full:
+            self._fail(lane, _link_full())
+        else:
+            starting = asyncio.create_task(self._run(lane, opened))
+            self._starting.add(starting)
+            starting.add_done_callback(self._starting.discard)
+            lane.start(starting)
+
+    async def _run(self, lane: _Lane, opened: decode_pb2.LinkOpen) -> None:
+        """Runs a request until the engine may generate."""
+        otel_context.attach(context_of_carrier(opened.traceparent, opened.tracestate))
+        try:
+            running = await self._start(opened.request, self._deadline_of(opened))
+            lane.admitted(running)
+            self._outgoing.reserve(lane.stream_id, await running.start())
+            self._wake.set()
+            await running.wait_ready()
+            running.attempt.notify(lambda: self._mark_readable(lane))
+        except Exception as error:  # noqa: BLE001 - the outermost frame of a request
+            self._fail(lane, error)
+
+    def _deadline_of(self, opened: decode_pb2.LinkOpen) -> Deadline:
+        if not opened.HasField("timeout"):
+            return Deadline.after(self._request_timeout_s)
+        return Deadline.after(seconds_from_duration(opened.timeout))
+
+    def _mark_readable(self, lane: _Lane) -> None:
+        self._readable[lane.stream_id] = lane
+        self._wake.set()
+
+    def _cancel(self, stream_id: int) -> None:
+        self._outgoing.drop(stream_id)
+        lane = self._lanes.pop(stream_id, None)
+        if lane is not None:
+            lane.end()
+
+    def _fail(self, lane: _Lane, error: Exception) -> None:
+        status = status_of(reported_error(error, _NAME))
+        self._outgoing.fail(lane.stream_id, status.SerializeToString())
+        self._end_lane(lane)
+
+    def _end_lane(self, lane: _Lane) -> None:
+        self._lanes.pop(lane.stream_id, None)
+        if lane.running is not None:
+            lane.running.end()
+        self._wake.set()
+
+    def _end_all(self) -> None:
+        lanes, self._lanes = self._lanes, {}
+        for lane in lanes.values():
+            lane.end()
+
+    async def _send_events(self) -> None:
+        """Returns or raises `_refusal` once the link is finishing and nothing is left to send."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            self._collect()
+            while not self._stopping and (message := self._outgoing.next_message()) is not None:
+                await self._write(message)
+                self._collect()
+            if self._stopping:
+                return
+            if self._finishing and not self._outgoing.count:
+                if self._refusal is not None:
+                    raise self._refusal
+                return
+
+    def _collect(self) -> None:
+        """Moves what the engine has yielded to `_outgoing`."""
+        readable, self._readable = self._readable, {}
+        for stream_id, lane in readable.items():
+            running = lane.running
+            if running is None or stream_id not in self._lanes:
+                continue
+            try:
+                while running.attempt.readable:
+                    progress = running.take()
+                    self._outgoing.add_tokens(stream_id, progress.tokens)
+                    if progress.finished is not None:
+                        self._outgoing.finish(stream_id, progress.finished)
+                        self._end_lane(lane)
+                        break
+            except Exception as error:  # noqa: BLE001 - the outermost frame of a request
+                self._fail(lane, error)
+
+
+class LinkSessions:
+    """The links of a worker."""
+
+    def __init__(self) -> None:
+        self._sessions: set[LinkSession] = set()
+        self._none_left = asyncio.Event()
+
+    @contextmanager
+    def listed(self, session: LinkSession) -> Iterator[None]:
+        """In this context, `end` ends the session."""
+        self._sessions.add(session)
+        try:
+            yield
+        finally:
+            self._sessions.discard(session)
+            if not self._sessions:
+                self._none_left.set()
+
+    async def end(self, refusal: Callable[[], HeadraceError]) -> None:
+        """Ends every link with an error of its own, and waits briefly for what they have to send."""
+        self._none_left.clear()
+        for session in self._sessions:
+            session.end(refusal())
+        if not self._sessions:
+            return
+        try:
+            async with asyncio.timeout(_FLUSH_S):
+                await self._none_left.wait()
+        except TimeoutError:
+            # A router does not read. The server ends the link next.
+            return
+
+
+def _link_full() -> QueueFull:
+    return QueueFull(
+        f"the link has {LINK_STREAMS_MAX} requests in progress",
+        metadata={"streams": str(LINK_STREAMS_MAX)},
+    )

@@ -1,0 +1,87 @@
+"""An admitted attempt with its span and its result."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from opentelemetry.trace import Span
+
+from headrace.decode.v1 import decode_pb2
+from headrace_common.errors import Cancelled, HeadraceError, InternalError
+from headrace_common.telemetry.setup import Telemetry
+from headrace_decode.attempt import Attempt, Progress
+from headrace_decode.proto import tokens_to_proto
+from headrace_decode.spans import record_transfer
+
+
+class RunningAttempt:
+    """Runs an attempt for one caller. `error` is the result; None once the attempt has reached its end.
+
+    Generate reads `responses`. A link calls `start`, then `take` whenever the attempt is readable.
+    """
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        span: Span,
+        telemetry: Telemetry,
+        on_end: Callable[[RunningAttempt], None],
+    ) -> None:
+        """`on_end` is called once, with this object."""
+        self.attempt = attempt
+        self.span = span
+        self.error: HeadraceError | None = Cancelled("the caller cancelled or disconnected")
+        self._on_transfer_free = partial(record_transfer, telemetry, span)
+        self._on_end = on_end
+
+    async def start(self) -> decode_pb2.Reserved:
+        """Reserves blocks. Raises HeadraceError."""
+        with self._recorded():
+            return await self.attempt.reserve(self._on_transfer_free)
+
+    async def wait_ready(self) -> None:
+        """Returns once the engine may generate. Raises HeadraceError."""
+        with self._recorded():
+            await self.attempt.wait_ready()
+
+    def take(self) -> Progress:
+        """What the engine has yielded since the last call, without waiting. Raises HeadraceError."""
+        with self._recorded():
+            return self._noted(self.attempt.take())
+
+    async def responses(self) -> AsyncIterator[decode_pb2.GenerateResponse]:
+        """The stream of Generate. Raises HeadraceError."""
+        yield decode_pb2.GenerateResponse(reserved=await self.start())
+        await self.wait_ready()
+        while True:
+            with self._recorded():
+                progress = self._noted(await self.attempt.read())
+            if progress.tokens:
+                yield decode_pb2.GenerateResponse(tokens=tokens_to_proto(progress.tokens))
+            if progress.finished is not None:
+                yield decode_pb2.GenerateResponse(finished=progress.finished)
+                return
+
+    def end(self) -> None:
+        """Gives back the attempt's resources. Repeats are ignored."""
+        if self.attempt.end():
+            self._on_end(self)
+
+    def _noted(self, progress: Progress) -> Progress:
+        if progress.finished is not None:
+            # The caller may disconnect as soon as it has read this.
+            self.error = None
+        return progress
+
+    @contextmanager
+    def _recorded(self) -> Iterator[None]:
+        try:
+            yield
+        except HeadraceError as failure:
+            self.error = failure
+            raise
+        except Exception as failure:
+            self.error = InternalError(f"{type(failure).__name__}: {failure}")
+            raise

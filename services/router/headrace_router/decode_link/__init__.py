@@ -1,0 +1,1 @@
+"""Links: one stream for all requests on one decode worker."""

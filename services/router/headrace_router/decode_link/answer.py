@@ -1,0 +1,103 @@
+"""The events of one request on a link that its attempt has not read yet."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+
+from headrace.decode.v1 import decode_pb2
+from headrace.inference.v1 import sampling_pb2
+from headrace_common.errors import HeadraceError, ProtocolViolation
+
+
+class LinkedAnswer:
+    """Filled by the link, read by one attempt. It holds at most `window_tokens` tokens.
+
+    `on_read` gets the number of tokens that the worker may send in addition, in few calls.
+    """
+
+    def __init__(
+        self, stream_id: int, window_tokens: int, on_read: Callable[[int, int], None]
+    ) -> None:
+        self.stream_id = stream_id
+        self._window_tokens = window_tokens
+        self._allowed_tokens = window_tokens
+        self._on_read = on_read
+        self._read_tokens = 0
+        self._reserved: decode_pb2.Reserved | None = None
+        self._token_ids: list[int] = []
+        self._logprobs: list[sampling_pb2.TokenLogprobs] = []
+        self._finished: decode_pb2.Finished | None = None
+        self._error: HeadraceError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def reserve(self, reserved: decode_pb2.Reserved) -> None:
+        """The blocks are reserved."""
+        self._reserved = reserved
+        self._wake()
+
+    def add_tokens(
+        self, token_ids: Sequence[int], logprobs: Iterable[sampling_pb2.TokenLogprobs] = ()
+    ) -> None:
+        """New tokens. Raises ProtocolViolation when they are more than the credit allows."""
+        self._allowed_tokens -= len(token_ids)
+        if self._allowed_tokens < 0:
+            raise ProtocolViolation(
+                f"the worker sent {-self._allowed_tokens} tokens more than it had credit for"
+            )
+        self._token_ids += token_ids
+        self._logprobs += logprobs
+        self._wake()
+
+    def finish(self, finished: decode_pb2.Finished) -> None:
+        """The request has ended."""
+        self._finished = finished
+        self._wake()
+
+    def fail(self, error: HeadraceError) -> None:
+        """The request has failed. `read` raises the first error, after the events before it."""
+        if self._error is None:
+            self._error = error
+            self._wake()
+
+    async def read(self) -> decode_pb2.GenerateResponse:
+        """The next event. Tokens that have arrived meanwhile are one event. Raises the error of `fail`."""
+        while True:
+            event = self.poll()
+            if event is not None:
+                return event
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+
+    def poll(self) -> decode_pb2.GenerateResponse | None:
+        """As `read`. None when nothing has arrived."""
+        self._return_credit()
+        event = self._next_event()
+        if event is None and self._error is not None:
+            raise self._error
+        return event
+
+    def _next_event(self) -> decode_pb2.GenerateResponse | None:
+        if self._reserved is not None:
+            reserved, self._reserved = self._reserved, None
+            return decode_pb2.GenerateResponse(reserved=reserved)
+        if self._token_ids:
+            tokens = decode_pb2.Tokens(token_ids=self._token_ids, logprobs=self._logprobs)
+            self._read_tokens += len(self._token_ids)
+            self._token_ids, self._logprobs = [], []
+            return decode_pb2.GenerateResponse(tokens=tokens)
+        if self._finished is not None:
+            return decode_pb2.GenerateResponse(finished=self._finished)
+        return None
+
+    def _return_credit(self) -> None:
+        """Allows as many tokens as were read and, because this is the next read, are used."""
+        if self._read_tokens * 2 < self._window_tokens:
+            return
+        self._on_read(self.stream_id, self._read_tokens)
+        self._allowed_tokens += self._read_tokens
+        self._read_tokens = 0
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -1,0 +1,87 @@
+"""The links to one decode worker: usually one, which is replaced when it has broken, is full or is old."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+import grpc.aio
+from opentelemetry.context import Context
+
+from headrace.decode.v1 import decode_pb2
+from headrace_common.deadlines import Deadline
+from headrace_common.limits import LINK_STREAMS_MAX
+from headrace_router.decode_link.answer import LinkedAnswer
+from headrace_router.decode_link.link import DecodeLink
+
+# The next link presents the certificate and the token that are in force then.
+_AGE_MAX_S: Final = 600.0
+
+
+class LinkedCall:
+    """One request on a link."""
+
+    def __init__(self, link: DecodeLink, answer: LinkedAnswer) -> None:
+        self._link = link
+        self._answer = answer
+
+    async def read(self) -> decode_pb2.GenerateResponse:
+        """See LinkedAnswer."""
+        return await self._answer.read()
+
+    def close(self) -> None:
+        """Cancels the request unless it has ended."""
+        self._link.release(self._answer)
+
+
+class DecodeLinks:
+    """Opens requests on the current link. `channel` returns the channel to the worker.
+
+    A request opens the first link, and the next one after a link has broken. gRPC delays the connection after failed
+    ones by up to 2 s, and refuses links meanwhile.
+    """
+
+    def __init__(
+        self,
+        channel: Callable[[], grpc.aio.Channel],
+        *,
+        streams_max: int = LINK_STREAMS_MAX,
+        age_max_s: float = _AGE_MAX_S,
+    ) -> None:
+        self._channel = channel
+        self._streams_max = streams_max
+        self._age_max_s = age_max_s
+        self._current: DecodeLink | None = None
+        self._open: set[DecodeLink] = set()
+
+    @property
+    def channel(self) -> grpc.aio.Channel:
+        """For RPCs beside the links."""
+        return self._channel()
+
+    @property
+    def count(self) -> int:
+        """Links that have not ended."""
+        return len(self._open)
+
+    def open(
+        self, request: decode_pb2.GenerateRequest, deadline: Deadline, context: Context
+    ) -> LinkedCall:
+        """Sends a request. Close the call when its attempt ends."""
+        link = self._usable()
+        return LinkedCall(link, link.open(request, deadline, context))
+
+    def _usable(self) -> DecodeLink:
+        link = self._current
+        if link is not None and not link.ended:
+            if link.count < self._streams_max and link.age_s < self._age_max_s:
+                return link
+            link.retire()
+        link = self._current = DecodeLink(self._channel(), self._open.discard)
+        self._open.add(link)
+        return link
+
+    async def close(self) -> None:
+        """Ends every link, with the requests on it."""
+        await asyncio.gather(*(link.close() for link in tuple(self._open)))

@@ -1,0 +1,57 @@
+"""What a router has not sent yet on one link, joined into few messages. Pure."""
+
+from __future__ import annotations
+
+from headrace.decode.v1 import decode_pb2
+
+# Most bytes of a credit or a cancel.
+_ENTRY_BYTES = 24
+
+
+class OutgoingRequests:
+    """Opens, credits and cancels that wait for the next message."""
+
+    def __init__(self, bytes_max: int) -> None:
+        """`bytes_max`: the size from which messages are split. A single open may be longer."""
+        self._bytes_max = bytes_max
+        self._opens: dict[int, decode_pb2.LinkOpen] = {}
+        self._credits: dict[int, int] = {}
+        self._cancels: list[int] = []
+
+    def open(self, opened: decode_pb2.LinkOpen) -> None:
+        """Adds a request. Ids must increase."""
+        self._opens[opened.stream_id] = opened
+
+    def grant(self, stream_id: int, credit_tokens: int) -> None:
+        """Adds to the credit of a request."""
+        self._credits[stream_id] = self._credits.get(stream_id, 0) + credit_tokens
+
+    def cancel(self, stream_id: int) -> None:
+        """Cancels a request. One that was not sent yet is forgotten."""
+        self._credits.pop(stream_id, None)
+        if self._opens.pop(stream_id, None) is None:
+            self._cancels.append(stream_id)
+
+    def next_message(self) -> decode_pb2.LinkRequest | None:
+        """The next message, with as much as fits. None when nothing waits.
+
+        Credits and cancels are for requests that were opened before, so they go first.
+        """
+        message = decode_pb2.LinkRequest()
+        room_bytes = self._bytes_max
+        while self._credits and room_bytes > 0:
+            stream_id, tokens = self._credits.popitem()
+            message.credits.add(stream_id=stream_id, credit_tokens=tokens)
+            room_bytes -= _ENTRY_BYTES
+        fitting = max(0, room_bytes // _ENTRY_BYTES)
+        message.cancelled_stream_ids.extend(self._cancels[:fitting])
+        room_bytes -= _ENTRY_BYTES * min(fitting, len(self._cancels))
+        del self._cancels[:fitting]
+        while self._opens:
+            stream_id = next(iter(self._opens))
+            open_bytes = self._opens[stream_id].ByteSize()
+            if open_bytes > room_bytes and room_bytes < self._bytes_max:
+                break
+            message.opens.append(self._opens.pop(stream_id))
+            room_bytes -= open_bytes
+        return None if room_bytes == self._bytes_max else message

@@ -1,0 +1,377 @@
+"""DecodeService.Link over a real connection: many requests on one stream, each with its own end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
+from headrace.inference.v1 import sampling_pb2
+from headrace_common.access.credentials import Credentials
+from headrace_common.access.roles import Role
+from headrace_common.deadlines import Deadline
+from headrace_common.durations import duration_from_seconds
+from headrace_common.errors import (
+    DeadlineExceeded,
+    DecodeFull,
+    Draining,
+    DuplicateTransfer,
+    HeadraceError,
+    InternalError,
+    InvalidRequest,
+    PermissionDenied,
+    ProtocolViolation,
+    QueueFull,
+    StaleIncarnation,
+    TransferFailed,
+)
+from headrace_common.rpc.channel import open_channel
+from headrace_common.rpc.status import error_from_rpc, error_from_status
+from headrace_decode.link import session
+from headrace_engine.interface import DecodeEnded, DecodeTokens
+from headrace_kv.handoff.messages import Reservation
+from tests.component.decode.conftest import Served, request
+from tests.component.decode.prefill_rank import PrefillRank, failure_of
+from tests.waiting import until
+
+_PARENT = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
+
+
+class LinkClient:
+    """A router's end of one link. Collects what arrives by request."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._call: Any = decode_pb2_grpc.DecodeServiceStub(channel).Link()
+        self._stream_id = 0
+        self.messages: list[decode_pb2.LinkResponse] = []
+        self.reserved: dict[int, decode_pb2.Reserved] = {}
+        self.tokens: dict[int, list[int]] = {}
+        self.finished: dict[int, decode_pb2.Finished] = {}
+        self.failures: dict[int, HeadraceError] = {}
+        self.end: grpc.aio.AioRpcError | None = None
+        self.ended = asyncio.Event()
+        self._reader = asyncio.create_task(self._read())
+
+    async def open(
+        self, asked: decode_pb2.GenerateRequest, *, credit: int = 100, **fields: Any
+    ) -> int:
+        """Returns the id of the request."""
+        self._stream_id += 1
+        opened = decode_pb2.LinkOpen(
+            stream_id=self._stream_id, request=asked, credit_tokens=credit, **fields
+        )
+        await self.write(opens=[opened])
+        return self._stream_id
+
+    async def write(self, **fields: Any) -> None:
+        await self._call.write(decode_pb2.LinkRequest(**fields))
+
+    async def half_close(self) -> None:
+        await self._call.done_writing()
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+    async def failure(self, stream_id: int) -> HeadraceError:
+        await until(lambda: stream_id in self.failures, what="the failure")
+        return self.failures[stream_id]
+
+    async def error(self) -> HeadraceError:
+        """The error with which the link ended."""
+        await asyncio.wait_for(self.ended.wait(), 10)
+        assert self.end is not None, "the link ended without an error"
+        return error_from_rpc(self.end)
+
+    async def _read(self) -> None:
+        try:
+            async for message in self._call:
+                self.messages.append(message)
+                self._sort(message)
+        except grpc.aio.AioRpcError as error:
+            self.end = error
+        finally:
+            self.ended.set()
+
+    def _sort(self, message: decode_pb2.LinkResponse) -> None:
+        self.reserved |= {one.stream_id: one.reserved for one in message.reserved}
+        left = list(message.tokens.token_ids)
+        columns = message.tokens
+        for stream_id, count in zip(columns.stream_ids, columns.token_counts, strict=True):
+            self.tokens.setdefault(stream_id, []).extend(left[:count])
+            del left[:count]
+        self.finished |= {one.stream_id: one.finished for one in message.finished}
+        for one in message.failures:
+            self.failures[one.stream_id] = error_from_status(one.status)
+
+
+@pytest.fixture
+async def link(served: Served) -> AsyncIterator[LinkClient]:
+    client = LinkClient(served.channel)
+    yield client
+    client.cancel()
+
+
+def local(name: str, **changes: Any) -> decode_pb2.GenerateRequest:
+    return request(name, remote_prefill=False, **changes)
+
+
+async def freed(served: Served) -> None:
+    await until(lambda: served.service.status().reserved_blocks == 0, what="the blocks")
+
+
+async def test_a_request_with_a_transfer_runs_as_with_generate(
+    served: Served, rank: PrefillRank, link: LinkClient
+) -> None:
+    served.engine.play(Reservation("x1", (3, 4, 5), 0, 39))
+    one = await link.open(request("x1"))
+    await until(lambda: one in link.reserved, what="Reserved")
+    assert (link.reserved[one].start_token, link.reserved[one].end_token) == (0, 39)
+    await rank.open()
+    rank.land(0, 1)
+    await until(lambda: served.engine.arrived_ids == ["x1"], what="arrival")
+    served.engine.play(DecodeTokens((7, 8)), DecodeTokens((9,)), DecodeEnded(True, 0))
+    await until(lambda: one in link.finished, what="Finished")
+    assert link.tokens[one] == [7, 8, 9]
+    finished = link.finished[one]
+    assert finished.reason == sampling_pb2.FINISH_REASON_STOP
+    assert (finished.transferred_tokens, finished.acknowledgement_count) == (39, 2)
+    await freed(served)
+
+
+async def test_all_tokens_of_a_step_are_one_message(served: Served, link: LinkClient) -> None:
+    for name in ("a", "b"):
+        served.engine.play_for(name)
+    ids = [await link.open(local(name)) for name in ("a", "b")]
+    await until(lambda: len(link.reserved) == 2, what="Reserved")
+    before = len(link.messages)
+    for name in ("a", "b"):
+        served.engine.play_for(name, DecodeTokens((1,)))
+    await until(lambda: len(link.tokens) == 2, what="tokens")
+    (message,) = link.messages[before:]
+    assert sorted(message.tokens.stream_ids) == ids
+
+
+async def test_a_client_without_credit_blocks_only_itself(served: Served, link: LinkClient) -> None:
+    for name in ("slow", "fast"):
+        served.engine.play_for(name, *(DecodeTokens((n,)) for n in range(8)), DecodeEnded(False, 0))
+    slow = await link.open(local("slow"), credit=3)
+    fast = await link.open(local("fast"))
+    await until(lambda: fast in link.finished, what="the end of the fast one")
+    assert link.tokens[fast] == list(range(8))
+    assert link.tokens[slow] == [0, 1, 2]
+    assert slow not in link.finished
+    # Both have given back their blocks: the engine has ended both.
+    await freed(served)
+    await link.write(credits=[decode_pb2.LinkCredit(stream_id=slow, credit_tokens=2)])
+    await until(lambda: len(link.tokens[slow]) == 5, what="more tokens")
+    assert slow not in link.finished
+    await link.write(credits=[decode_pb2.LinkCredit(stream_id=slow, credit_tokens=90)])
+    await until(lambda: slow in link.finished, what="the end of the slow one")
+    assert link.tokens[slow] == list(range(8))
+
+
+@pytest.mark.parametrize(
+    "changes,kind",
+    [
+        ({"incarnation": "f" * 16}, StaleIncarnation),
+        ({"token_ids": []}, InvalidRequest),
+        ({"transfer_id": "known"}, DuplicateTransfer),
+        ({"token_ids": [1] * 100, "sampling": sampling_pb2.SamplingParams(max_tokens=156)}, None),
+    ],
+)
+async def test_a_refused_open_has_the_error_of_generate_and_the_link_goes_on(
+    served: Served, link: LinkClient, changes: dict[str, Any], kind: type[HeadraceError] | None
+) -> None:
+    first = await link.open(local("known"))
+    await until(lambda: first in link.reserved, what="Reserved")
+    if kind is None:
+        # A third request has no slot.
+        second = await link.open(local("second"))
+        await until(lambda: second in link.reserved, what="Reserved")
+    asked = {"transfer_id": "x9", **changes}
+    by_link = await link.failure(await link.open(local("x9", **asked)))
+    by_generate = await failure_of(served.decode.Generate(local("x9", **asked)))
+    assert isinstance(by_link, kind or DecodeFull)
+    assert type(by_link) is type(by_generate)
+    assert by_link.detail == by_generate.detail
+    assert by_link.metadata == by_generate.metadata
+    assert (by_link.retry_after_s is None) == (by_generate.retry_after_s is None)
+    served.engine.play(DecodeTokens((5,)))
+    await until(lambda: any(link.tokens.values()), what="tokens of another request")
+
+
+@pytest.mark.parametrize(
+    "failure,kind",
+    [(TransferFailed("the engine lost it"), TransferFailed), (ValueError("a bug"), InternalError)],
+)
+async def test_an_error_of_the_engine_follows_its_tokens(
+    served: Served, link: LinkClient, failure: Exception, kind: type[HeadraceError]
+) -> None:
+    served.engine.play(DecodeTokens((1,)), failure)
+    one = await link.open(local("x1"))
+    error = await link.failure(one)
+    assert type(error) is kind
+    assert link.tokens[one] == [1]
+    assert "a bug in" in error.detail or error.detail == "the engine lost it"
+    await freed(served)
+
+
+async def test_a_cancel_frees_the_blocks_and_nothing_follows_it(
+    served: Served, link: LinkClient
+) -> None:
+    served.engine.play_for("x1", DecodeTokens((1,)))
+    one = await link.open(local("x1"))
+    await until(lambda: one in link.tokens, what="tokens")
+    await link.write(cancelled_stream_ids=[one, 77])
+    await freed(served)
+    assert served.engine.closed == 1
+    served.engine.play_for("x2", DecodeTokens((2,)), DecodeEnded(False, 0))
+    two = await link.open(local("x2"))
+    await until(lambda: two in link.finished, what="another request")
+    assert link.failures == {}
+    assert one not in link.finished
+
+
+async def test_a_cancel_while_the_kv_cache_is_awaited_ends_the_transfer(
+    served: Served, rank: PrefillRank, link: LinkClient
+) -> None:
+    served.engine.play(Reservation("x1", (3, 4, 5), 0, 39))
+    one = await link.open(request("x1"))
+    await until(lambda: one in link.reserved, what="Reserved")
+    await rank.open()
+    await link.write(cancelled_stream_ids=[one])
+    assert (await rank.receive("cancel")).cancel.reason == "CANCELLED"
+    await until(lambda: served.engine.closed == 1, what="the engine's abort")
+
+
+async def test_a_link_that_breaks_ends_its_requests(
+    served: Served, rank: PrefillRank, link: LinkClient
+) -> None:
+    served.engine.play_for("x1", Reservation("x1", (3, 4, 5), 0, 39))
+    served.engine.play_for("x2", DecodeTokens((1,)))
+    one = await link.open(request("x1"))
+    two = await link.open(local("x2"))
+    await until(lambda: one in link.reserved and two in link.tokens, what="both")
+    await rank.open()
+    link.cancel()
+    assert (await rank.receive("cancel")).cancel.reason == "CANCELLED"
+    await until(lambda: served.engine.closed == 2, what="the engine's aborts")
+
+
+async def test_a_deadline_travels_with_its_open(served: Served, link: LinkClient) -> None:
+    served.engine.play_for("x1", DecodeTokens((1,)))
+    served.engine.play_for("x2")
+    one = await link.open(local("x1"), timeout=duration_from_seconds(0.2))
+    two = await link.open(local("x2"), timeout=duration_from_seconds(60.0))
+    error = await link.failure(one)
+    assert isinstance(error, DeadlineExceeded)
+    assert error.metadata == {"waited_for": "engine"}
+    assert link.tokens[one] == [1]
+    assert two not in link.failures
+    passed = await link.failure(await link.open(local("x3"), timeout=duration_from_seconds(0.0)))
+    assert passed.metadata == {"waited_for": "admission"}
+
+
+async def test_the_span_of_a_request_belongs_to_its_caller_s_trace(
+    served: Served, link: LinkClient
+) -> None:
+    served.engine.play(DecodeEnded(False, 0))
+    one = await link.open(local("x1"), traceparent=_PARENT)
+    await until(lambda: one in link.finished, what="the end")
+
+    def traced() -> bool:
+        served.telemetry.force_flush()
+        parents = [span.parent for span in served.spans.get_finished_spans()]
+        return any(parent and f"{parent.span_id:016x}" in _PARENT for parent in parents)
+
+    await until(traced, what="the span")
+
+
+async def test_a_draining_worker_ends_what_runs_and_then_the_link(
+    served: Served, link: LinkClient
+) -> None:
+    served.engine.play_for("x1", DecodeTokens((1,)))
+    one = await link.open(local("x1"))
+    await until(lambda: one in link.tokens, what="tokens")
+    served.service.start_drain()
+    refused = await link.failure(await link.open(local("x2")))
+    assert isinstance(refused, Draining)
+    served.engine.play_for("x1", DecodeTokens((2,)))
+    await until(lambda: link.tokens[one] == [1, 2], what="a token during the drain")
+    await asyncio.wait_for(served.service.finish_drain(Deadline.after(0.1)), 5)
+    assert isinstance(await link.error(), Draining)
+    assert isinstance(link.failures[one], Draining)
+
+
+async def test_a_half_closed_link_ends_after_its_last_request(
+    served: Served, link: LinkClient
+) -> None:
+    one = await link.open(local("x1"))
+    await link.half_close()
+    await until(lambda: one in link.reserved, what="Reserved")
+    assert not link.ended.is_set()
+    served.engine.play(DecodeTokens((1,)), DecodeEnded(False, 0))
+    await asyncio.wait_for(link.ended.wait(), 5)
+    assert link.end is None
+    assert one in link.finished
+
+
+async def test_a_stream_id_that_was_used_ends_the_link(served: Served, link: LinkClient) -> None:
+    one = await link.open(local("x1"))
+    await until(lambda: one in link.reserved, what="Reserved")
+    again = decode_pb2.LinkOpen(stream_id=one, request=local("x2"), credit_tokens=1)
+    await link.write(opens=[again])
+    assert isinstance(await link.error(), ProtocolViolation)
+    await freed(served)
+
+
+async def test_opens_are_bounded_and_need_credit(
+    served: Served, link: LinkClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "LINK_STREAMS_MAX", 1)
+    without = await link.failure(await link.open(local("x0"), credit=0))
+    assert isinstance(without, InvalidRequest)
+    assert without.violations == {"credit_tokens": "must be 1 or more"}
+    one = await link.open(local("x1"))
+    await until(lambda: one in link.reserved, what="Reserved")
+    assert isinstance(await link.failure(await link.open(local("x2"))), QueueFull)
+    await link.write(cancelled_stream_ids=[one])
+    three = await link.open(local("x3"))
+    await until(lambda: three in link.reserved, what="Reserved")
+
+
+@pytest.mark.parametrize("insecure", [False])
+async def test_only_routers_open_links(served: Served) -> None:
+    served.engine.play(DecodeEnded(False, 0))
+    async with open_channel(served.endpoint, Credentials(role=Role.ROUTER)) as channel:
+        router = LinkClient(channel)
+        one = await router.open(local("x1"))
+        await until(lambda: one in router.finished, what="the router's request")
+        router.cancel()
+    for role in (Role.PREFILL, Role.DECODE, Role.OPERATOR):
+        async with open_channel(served.endpoint, Credentials(role=role)) as channel:
+            other = LinkClient(channel)
+            assert isinstance(await other.error(), PermissionDenied)
+    client = LinkClient(served.client_channel)
+    await asyncio.wait_for(client.ended.wait(), 10)
+    assert client.end is not None
+    assert client.end.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_message_beyond_the_limit_is_split(
+    served: Served, link: LinkClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "LINK_MESSAGE_BYTES_MAX", 200)
+    small = LinkClient(served.channel)
+    served.engine.play(DecodeTokens(tuple(range(1_000, 1_100))), DecodeEnded(False, 0))
+    one = await small.open(local("x1"))
+    await until(lambda: one in small.finished, what="the end")
+    assert small.tokens[one] == list(range(1_000, 1_100))
+    assert len(small.messages) >= 3
+    assert max(message.ByteSize() for message in small.messages) < 400
+    small.cancel()

@@ -1,0 +1,151 @@
+"""All requests on a decode worker share one link, and its loss is the loss of a worker to each of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from opentelemetry.context import Context
+
+from headrace.decode.v1 import decode_pb2
+from headrace_common.deadlines import Deadline
+from headrace_common.errors import Cancelled, DeadlineExceeded, ProtocolViolation
+from headrace_common.rpc.channel import open_channel
+from headrace_router.decode_link.links import DecodeLinks, LinkedCall
+from tests.component.router.dispatch.recitation import TEXT, recite, sampling
+from tests.component.router.fakes import FakeDecode, Rig, hang, reply, text_of
+from tests.component.router.fakes.decode import reserved, tokens
+from tests.component.router.fakes.handoff import Handoff
+from tests.waiting import until
+
+
+async def test_requests_on_a_worker_share_one_link(rig: Rig) -> None:
+    worker = await rig.add_decode(reply("abc"))
+    responses = await asyncio.gather(*(rig.ask(f"prompt {number}") for number in range(20)))
+    assert [text_of(response) for response in responses] == ["abc"] * 20
+    assert len(worker.requests) == 20
+    assert worker.links == 1
+
+
+async def test_requests_of_a_link_that_ends_continue_and_the_next_opens_another(rig: Rig) -> None:
+    async def end_links(worker: FakeDecode) -> None:
+        worker.end_links()
+        await asyncio.sleep(60)
+
+    first, second = await rig.add_decodes(recite(5, end_links), recite(99))
+    responses = await rig.ask(sampling=sampling())
+    assert text_of(responses) == TEXT
+    assert responses[-1].timing.attempts == 2
+    assert (first.links, second.links) == (1, 1)
+    await until(lambda: first.open_links == 0, what="the end of the link")
+    first.script = reply("abc")
+    assert text_of(await rig.ask()) == "abc"
+    assert first.links == 2
+
+
+@pytest.fixture
+async def worker() -> AsyncIterator[FakeDecode]:
+    # Without a router, which calls no other RPC.
+    started = await FakeDecode("d0", Handoff(), hang).start()  # type: ignore[abstract]
+    yield started
+    await started.kill()
+
+
+@pytest.fixture
+async def channel(worker: FakeDecode) -> AsyncIterator[grpc.aio.Channel]:
+    async with open_channel(worker.member.endpoint) as opened:
+        yield opened
+
+
+def opened_on(links: DecodeLinks, name: str = "x", deadline_s: float = 30.0) -> LinkedCall:
+    request = decode_pb2.GenerateRequest(transfer_id=name, token_ids=[1, 2])
+    return links.open(request, Deadline.after(deadline_s), Context())
+
+
+async def kind_of(call: LinkedCall) -> str:
+    event = await asyncio.wait_for(call.read(), 5)
+    return str(event.WhichOneof("event"))
+
+
+async def test_a_full_or_old_link_is_replaced_and_ends_with_its_last_request(
+    worker: FakeDecode, channel: grpc.aio.Channel
+) -> None:
+    links = DecodeLinks(lambda: channel, streams_max=2)
+    calls = [opened_on(links, f"x{number}") for number in range(3)]
+    assert [await kind_of(call) for call in calls] == ["reserved"] * 3
+    assert (worker.links, links.count) == (2, 2)
+    calls[0].close()
+    await until(lambda: worker.cancelled == {"x0"}, what="the cancel")
+    assert worker.open_links == 2
+    calls[1].close()
+    await until(lambda: (worker.open_links, links.count) == (1, 1), what="the end of the first")
+    assert "x2" not in worker.cancelled
+    await links.close()
+    assert links.count == 0
+    with pytest.raises(Cancelled):
+        await calls[2].read()
+
+    aged = DecodeLinks(lambda: channel, age_max_s=0.0)
+    one, two = opened_on(aged), opened_on(aged)
+    assert [await kind_of(one), await kind_of(two)] == ["reserved"] * 2
+    assert aged.count == 2
+    await aged.close()
+
+
+async def test_a_call_ends_at_its_deadline_and_a_cancel_reaches_the_worker(
+    worker: FakeDecode, channel: grpc.aio.Channel
+) -> None:
+    links = DecodeLinks(lambda: channel)
+    call = opened_on(links, "late", deadline_s=0.2)
+    other = opened_on(links, "other")
+    assert await kind_of(call) == await kind_of(other) == "reserved"
+    with pytest.raises(DeadlineExceeded):
+        await asyncio.wait_for(call.read(), 5)
+    assert worker.cancelled == set()
+    call.close()
+    call.close()
+    await until(lambda: worker.cancelled == {"late"}, what="the cancel")
+    await links.close()
+
+
+async def test_links_that_close_before_they_begin_fail_their_requests(
+    worker: FakeDecode, channel: grpc.aio.Channel
+) -> None:
+    links = DecodeLinks(lambda: channel)
+    call = opened_on(links)
+    await links.close()
+    with pytest.raises(Cancelled):
+        await call.read()
+
+
+async def test_a_worker_that_breaks_the_protocol_loses_its_link(
+    worker: FakeDecode, channel: grpc.aio.Channel
+) -> None:
+    async def flood(worker: FakeDecode, request: decode_pb2.GenerateRequest) -> AsyncIterator[Any]:
+        yield reserved(request)
+        for link in worker._open_links:
+            link.grant(1, 10_000)
+        yield tokens("a" * 10_000)
+
+    links = DecodeLinks(lambda: channel)
+    worker.script = flood
+    call = opened_on(links)
+    assert await kind_of(call) == "reserved"
+    with pytest.raises(ProtocolViolation, match="credit"):
+        await asyncio.wait_for(call.read(), 5)
+    await until(lambda: links.count == 0, what="the end of the link")
+
+
+async def test_a_server_without_links_fails_the_request() -> None:
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        call = opened_on(DecodeLinks(lambda: channel))
+        with pytest.raises(ProtocolViolation):
+            await asyncio.wait_for(call.read(), 5)
+    await server.stop(0)

@@ -1,0 +1,53 @@
+"""What a router sends on a link: joined, in order, split by size."""
+
+from __future__ import annotations
+
+from headrace.decode.v1 import decode_pb2
+from headrace_router.decode_link.outgoing import OutgoingRequests
+
+
+def opening(stream_id: int, tokens: int = 1) -> decode_pb2.LinkOpen:
+    request = decode_pb2.GenerateRequest(token_ids=[2**28] * tokens)
+    return decode_pb2.LinkOpen(stream_id=stream_id, request=request)
+
+
+def test_everything_that_waits_is_one_message() -> None:
+    outgoing = OutgoingRequests(10_000)
+    assert outgoing.next_message() is None
+    for stream_id in (3, 4):
+        outgoing.open(opening(stream_id))
+    outgoing.grant(1, 100)
+    outgoing.grant(1, 50)
+    outgoing.cancel(2)
+    message = outgoing.next_message()
+    assert message is not None
+    assert [one.stream_id for one in message.opens] == [3, 4]
+    assert [(one.stream_id, one.credit_tokens) for one in message.credits] == [(1, 150)]
+    assert list(message.cancelled_stream_ids) == [2]
+    assert outgoing.next_message() is None
+
+
+def test_a_request_that_is_cancelled_before_it_is_sent_is_never_sent() -> None:
+    outgoing = OutgoingRequests(10_000)
+    outgoing.open(opening(1))
+    outgoing.grant(1, 5)
+    outgoing.cancel(1)
+    assert outgoing.next_message() is None
+
+
+def test_long_messages_are_split_and_a_long_request_goes_alone() -> None:
+    outgoing = OutgoingRequests(1_000)
+    sizes = [10, 150, 10, 400, 10]
+    for stream_id, tokens in enumerate(sizes, 1):
+        outgoing.open(opening(stream_id, tokens))
+    for stream_id in range(100, 200):
+        outgoing.cancel(stream_id)
+    opens: list[list[int]] = []
+    cancels: list[int] = []
+    while (message := outgoing.next_message()) is not None:
+        opens.append([one.stream_id for one in message.opens])
+        cancels += message.cancelled_stream_ids
+        assert message.ByteSize() <= 1_000 or len(message.opens) == 1
+    assert [stream_id for ids in opens for stream_id in ids] == [1, 2, 3, 4, 5]
+    assert [4] in opens
+    assert cancels == list(range(100, 200))
