@@ -34,7 +34,7 @@ _WORD_PIECE: dict[str, Any] = {"type": "WordPiece", "prefix": "##", "cleanup": T
 
 
 class _WithoutStep(HuggingFaceCodec):
-    def decode_step(self, token_ids: Any) -> None:
+    def decode_step(self, token_ids: Any, *, skip_special_tokens: bool = True) -> None:
         return None
 
 
@@ -129,7 +129,7 @@ def test_a_step_that_fails_gives_way_to_the_window() -> None:
     tokens = codec.encode("a long answer")
 
     class Failing(HuggingFaceCodec):
-        def decode_step(self, token_ids: Any) -> Any:
+        def decode_step(self, token_ids: Any, *, skip_special_tokens: bool = True) -> Any:
             step, left = super().decode_step(token_ids), iter(range(3))
 
             def fail_later(token_id: int) -> str | None:

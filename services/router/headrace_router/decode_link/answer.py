@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import sampling_pb2
-from headrace_common.errors import HeadraceError, ProtocolViolation
+from headrace_common.errors import HeadraceError, InternalError, ProtocolViolation
+
+_LOG = logging.getLogger(__name__)
+
+TokenConsumer: TypeAlias = Callable[[Sequence[int]], bool]
+"""Uses tokens at once. False, and nothing is used, when a reader must."""
 
 
 class LinkedAnswer:
@@ -30,6 +38,7 @@ class LinkedAnswer:
         self._finished: decode_pb2.Finished | None = None
         self._error: HeadraceError | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._consumer: TokenConsumer | None = None
 
     def reserve(self, reserved: decode_pb2.Reserved) -> None:
         """The blocks are reserved."""
@@ -37,7 +46,7 @@ class LinkedAnswer:
         self._wake()
 
     def add_tokens(
-        self, token_ids: Sequence[int], logprobs: Iterable[sampling_pb2.TokenLogprobs] = ()
+        self, token_ids: Sequence[int], logprobs: Sequence[sampling_pb2.TokenLogprobs] = ()
     ) -> None:
         """New tokens. Raises ProtocolViolation when they are more than the credit allows."""
         self._allowed_tokens -= len(token_ids)
@@ -45,6 +54,10 @@ class LinkedAnswer:
             raise ProtocolViolation(
                 f"the worker sent {-self._allowed_tokens} tokens more than it had credit for"
             )
+        if not logprobs and self._reader_waits and self._consumed(token_ids):
+            self._read_tokens += len(token_ids)
+            self._return_credit()
+            return
         self._token_ids += token_ids
         self._logprobs += logprobs
         self._wake()
@@ -59,6 +72,10 @@ class LinkedAnswer:
         if self._error is None:
             self._error = error
             self._wake()
+
+    def consume_with(self, consumer: TokenConsumer) -> None:
+        """`consumer` gets the tokens without logprobs that arrive while `read` waits. It saves a turn of the loop."""
+        self._consumer = consumer
 
     async def read(self) -> decode_pb2.GenerateResponse:
         """The next event. Tokens that have arrived meanwhile are one event. Raises the error of `fail`."""
@@ -97,6 +114,26 @@ class LinkedAnswer:
         self._on_read(self.stream_id, self._read_tokens)
         self._allowed_tokens += self._read_tokens
         self._read_tokens = 0
+
+    @property
+    def _reader_waits(self) -> bool:
+        return self._waiter is not None and not self._waiter.done()
+
+    def _consumed(self, token_ids: Sequence[int]) -> bool:
+        if self._consumer is None:
+            return False
+        try:
+            return self._consumer(token_ids)
+        except Exception:  # noqa: BLE001 - a bug with one request must not end the link
+            error_id = secrets.token_hex(4)
+            _LOG.exception("tokens of one request were not used, error %s", error_id)
+            self.fail(
+                InternalError(
+                    f"a bug in Headrace; the log of this process has error {error_id}",
+                    metadata={"error_id": error_id},
+                )
+            )
+            return True
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

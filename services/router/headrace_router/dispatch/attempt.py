@@ -236,6 +236,9 @@ class Attempt:
             kind = event.WhichOneof("event")
             if kind == "tokens":
                 await self._add_batch(event.tokens)
+                if self._decode_generated:
+                    # From here on, tokens change no more than the response.
+                    call.consume_with(self._response.send_now)
                 if self._response.stopped:
                     return self.outcome_of(sampling_pb2.FINISH_REASON_STOP)
             elif kind == "finished":

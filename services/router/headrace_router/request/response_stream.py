@@ -47,9 +47,11 @@ class ResponseStream:
     ) -> None:
         self._request = request
         self._trace_id = trace_id
-        self._detokenizer = IncrementalDetokenizer(request.codec, request.token_ids)
-        self._stop_scanner = StopStringScanner(request.stop_strings)
-        self._stop_token_ids = frozenset(request.stop_token_ids)
+        self._detokenizer = IncrementalDetokenizer(
+            *(request.codec, request.token_ids), skip_special_tokens=request.skips_special_tokens
+        )
+        self._stop_scanner = StopStringScanner(request.stop_strings, keeps_stop=request.keeps_stop)
+        self._stop_token_ids = frozenset(() if request.keeps_stop else request.stop_token_ids)
         self._generated = list(request.generated)
         self._pending = _Pending()
         self._last_message: inference_pb2.GenerateResponse | None = None
@@ -146,6 +148,30 @@ class ResponseStream:
             self._drained.clear()
             await self._drained.wait()
 
+    def send_now(self, token_ids: Sequence[int]) -> bool:
+        """Adds tokens without logprobs and sends their text through the outlet. A TokenConsumer.
+
+        False, and nothing is added, when `add_tokens` must add them.
+        """
+        outlet = self._outlet
+        if outlet is None or not self._reader_waits or not self._sent_first_message:
+            return False
+        pending, now_s = self._pending, time.monotonic()
+        if self._request.stop_strings or pending.token_ids or self._pace.batch_s(now_s) > 0:
+            return False
+        self.last_token_unix_ns = self.now_unix_ns()
+        self.second_token_unix_ns = self.second_token_unix_ns or self.last_token_unix_ns
+        self._generated.extend(token_ids)
+        text = self._detokenizer.extend(self._without_stop_tokens(token_ids))
+        if not text or outlet(text):
+            self._pace.record_flush(now_s)
+            return True
+        pending.token_ids.extend(token_ids)
+        pending.text.append(text)
+        pending.tokens_with_text = len(token_ids)
+        self._readable.set()
+        return True
+
     def finish(
         self,
         reason: sampling_pb2.FinishReason.ValueType,
@@ -155,7 +181,9 @@ class ResponseStream:
         """Ends the response. The next message is the last."""
         self._detokenize_pending()
         if not self.stopped:
-            self._pending.text.append(self._stop_scanner.scan(self._detokenizer.flush()))
+            may_stop = len(self._generated) > self._request.sampling.min_tokens
+            rest = self._stop_scanner.scan(self._detokenizer.flush(), may_stop=may_stop)
+            self._pending.text.append(rest)
         self._pending.text.append(self._stop_scanner.flush())
         # The flushed characters can complete a stop string.
         self.finish_reason = sampling_pb2.FINISH_REASON_STOP if self.stopped else reason
@@ -222,17 +250,21 @@ class ResponseStream:
             self._pending.logprobs.extend(tokens.logprobs[index : index + 1])
             # A stop token ends the completion and is not part of its text.
             if token_id not in self._stop_token_ids:
-                text = self._stop_scanner.scan(self._detokenizer.append(token_id))
-                self._pending.text.append(text)
+                self._pending.text.append(self._scan(token_id, len(self._generated)))
 
     def _replay(self, token_ids: Sequence[int]) -> None:
         """Advances the detokenizer and the stop scanner over tokens that the client already has."""
         with_text = self._without_stop_tokens(token_ids)
         if self._request.stop_strings:
-            for token_id in with_text:
-                self._stop_scanner.scan(self._detokenizer.append(token_id))
+            for number, token_id in enumerate(with_text, start=1):
+                self._scan(token_id, number)
         else:
             self._detokenizer.extend(with_text)
+
+    def _scan(self, token_id: int, number: int) -> str:
+        """The text after the completion's token number `number`, from 1."""
+        may_stop = number > self._request.sampling.min_tokens
+        return self._stop_scanner.scan(self._detokenizer.append(token_id), may_stop=may_stop)
 
     def _detokenize_pending(self) -> None:
         """Converts the pending tokens to text in one call. With stop strings, `add_tokens` has done so."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -18,12 +19,9 @@ _STOP = sampling_pb2.FINISH_REASON_STOP
 _LENGTH = sampling_pb2.FINISH_REASON_LENGTH
 
 
-def _response(
-    *stops: str, stop_token_ids: tuple[int, ...] = (), load: LoopLoad | None = None
-) -> ResponseStream:
+def _response(*stops: str, load: LoopLoad | None = None, **sampling: Any) -> ResponseStream:
     request = inference_pb2.GenerateRequest(
-        text="prompt",
-        sampling=sampling_pb2.SamplingParams(stop=stops, stop_token_ids=stop_token_ids),
+        text="prompt", sampling=sampling_pb2.SamplingParams(stop=stops, **sampling)
     )
     prepared = prepare(
         request,
@@ -200,6 +198,33 @@ async def test_what_an_outlet_refuses_is_in_the_next_message_once() -> None:
     assert (message.text, list(message.token_ids)) == ("bc", [98, 99])
 
 
+async def test_tokens_are_sent_now_or_left_to_the_attempt() -> None:
+    load = _FixedLoad()
+    load.gap_s = 0.0
+    stream = _response(load=load)
+    sent: list[str] = []
+    stream.use_outlet(lambda text: text != "no" and sent.append(text) is None)
+    assert not stream.send_now(b"a")
+    await stream.add_tokens(_ids("a"))
+    await stream.next_message()
+    assert not stream.send_now(b"b")
+    reader = await _waits(stream)
+    assert stream.send_now(b"b")
+    # The outlet refuses this text, so the next message has it. What follows waits behind it.
+    assert stream.send_now(b"no")
+    assert not stream.send_now(b"c")
+    message = await reader
+    assert message is not None
+    assert (message.text, list(message.token_ids)) == ("no", list(b"no"))
+    reader = await _waits(stream)
+    load.gap_s = 0.2
+    assert not stream.send_now(b"c")
+    assert sent == ["b"]
+    assert stream.completion_tokens == 4
+    assert stream.last_token_unix_ns >= stream.second_token_unix_ns >= stream.first_token_unix_ns
+    reader.cancel()
+
+
 async def test_logprobs_never_go_through_an_outlet() -> None:
     load = _FixedLoad()
     load.gap_s = 0.0
@@ -230,3 +255,34 @@ async def test_an_outlet_gets_no_part_of_a_stop_string() -> None:
     last = await reader
     assert last is not None
     assert (last.text, last.finish_reason) == ("", _STOP)
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize(
+    ("min_tokens", "text"),
+    [(0, "x"), (2, "x"), (3, "xENDyENDz"), (4, "xENDyENDz"), (7, "xENDyENDz"), (8, "xENDyENDz")],
+)
+async def test_a_stop_string_ends_no_answer_before_its_least_length(
+    min_tokens: int, text: str, together: bool
+) -> None:
+    stream = _response("EN", min_tokens=min_tokens)
+    for piece in ["xENDyENDz"] if together else "xENDyENDz":
+        await stream.add_tokens(_tokens(piece))
+    expected = {0: "x", 2: "x", 3: "xENDy", 4: "xENDy"}.get(min_tokens, text)
+    _finish(stream)
+    assert "".join(response.text for response in await _rest(stream)) == expected
+
+
+async def test_the_stop_string_may_be_kept() -> None:
+    stream = _response("EN", include_stop_str_in_output=True)
+    await stream.add_tokens(_tokens("xENDy"))
+    _finish(stream)
+    assert "".join(response.text for response in await _rest(stream)) == "xEN"
+
+
+async def test_the_text_of_a_stop_token_may_be_kept() -> None:
+    for kept, text in ((False, "x"), (True, "xE")):
+        stream = _response(stop_token_ids=[ord("E")], include_stop_str_in_output=kept)
+        await stream.add_tokens(_tokens("xE"))
+        _finish(stream, _STOP)
+        assert "".join(response.text for response in await _rest(stream)) == text
