@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import secrets
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import sampling_pb2
-from headrace_common.errors import HeadraceError, InternalError, ProtocolViolation
+from headrace_common.errors import HeadraceError, ProtocolViolation
 
-_LOG = logging.getLogger(__name__)
 
-TokenConsumer: TypeAlias = Callable[[Sequence[int]], bool]
-"""Uses tokens at once. False, and nothing is used, when a reader must."""
+class TokenBatch(NamedTuple):
+    """Tokens that have arrived together. Each has an entry of logprobs if those were requested."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[sampling_pb2.TokenLogprobs]
+
+
+TokenSink: TypeAlias = Callable[[TokenBatch], bool]
+"""Uses tokens at once. False when the reader must act before more of them can be used."""
 
 
 class LinkedAnswer:
@@ -38,7 +42,16 @@ class LinkedAnswer:
         self._finished: decode_pb2.Finished | None = None
         self._error: HeadraceError | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._consumer: TokenConsumer | None = None
+        self._sink: TokenSink | None = None
+        self._sink_error: Exception | None = None
+        self._needs_reader = False
+
+    def forward(self, sink: TokenSink) -> None:
+        """From now on tokens that arrive while `read` waits go to `sink`, which saves a turn of the event loop.
+
+        `read` returns an event without tokens when the sink needs its reader, and raises the sink's error.
+        """
+        self._sink = sink
 
     def reserve(self, reserved: decode_pb2.Reserved) -> None:
         """The blocks are reserved."""
@@ -54,12 +67,22 @@ class LinkedAnswer:
             raise ProtocolViolation(
                 f"the worker sent {-self._allowed_tokens} tokens more than it had credit for"
             )
-        if not logprobs and self._reader_waits and self._consumed(token_ids):
-            self._read_tokens += len(token_ids)
-            self._return_credit()
+        if self._sink is not None and self._waiter is not None and not self._waiter.done():
+            self._use_sink(self._sink, TokenBatch(token_ids, logprobs))
             return
         self._token_ids += token_ids
         self._logprobs += logprobs
+        self._wake()
+
+    def _use_sink(self, sink: TokenSink, batch: TokenBatch) -> None:
+        self._read_tokens += len(batch.token_ids)
+        try:
+            if sink(batch):
+                self._return_credit()
+                return
+        except Exception as error:  # noqa: BLE001 - the reader raises it, and other requests go on
+            self._sink_error = error
+        self._needs_reader = True
         self._wake()
 
     def finish(self, finished: decode_pb2.Finished) -> None:
@@ -73,10 +96,6 @@ class LinkedAnswer:
             self._error = error
             self._wake()
 
-    def consume_with(self, consumer: TokenConsumer) -> None:
-        """`consumer` gets the tokens without logprobs that arrive while `read` waits. It saves a turn of the loop."""
-        self._consumer = consumer
-
     async def read(self) -> decode_pb2.GenerateResponse:
         """The next event. Tokens that have arrived meanwhile are one event. Raises the error of `fail`."""
         while True:
@@ -89,6 +108,8 @@ class LinkedAnswer:
     def poll(self) -> decode_pb2.GenerateResponse | None:
         """As `read`. None when nothing has arrived."""
         self._return_credit()
+        if self._sink_error is not None:
+            raise self._sink_error
         event = self._next_event()
         if event is None and self._error is not None:
             raise self._error
@@ -103,6 +124,9 @@ class LinkedAnswer:
             self._read_tokens += len(self._token_ids)
             self._token_ids, self._logprobs = [], []
             return decode_pb2.GenerateResponse(tokens=tokens)
+        if self._needs_reader:
+            self._needs_reader = False
+            return decode_pb2.GenerateResponse(tokens=decode_pb2.Tokens())
         if self._finished is not None:
             return decode_pb2.GenerateResponse(finished=self._finished)
         return None
@@ -114,26 +138,6 @@ class LinkedAnswer:
         self._on_read(self.stream_id, self._read_tokens)
         self._allowed_tokens += self._read_tokens
         self._read_tokens = 0
-
-    @property
-    def _reader_waits(self) -> bool:
-        return self._waiter is not None and not self._waiter.done()
-
-    def _consumed(self, token_ids: Sequence[int]) -> bool:
-        if self._consumer is None:
-            return False
-        try:
-            return self._consumer(token_ids)
-        except Exception:  # noqa: BLE001 - a bug with one request must not end the link
-            error_id = secrets.token_hex(4)
-            _LOG.exception("tokens of one request were not used, error %s", error_id)
-            self.fail(
-                InternalError(
-                    f"a bug in Headrace; the log of this process has error {error_id}",
-                    metadata={"error_id": error_id},
-                )
-            )
-            return True
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

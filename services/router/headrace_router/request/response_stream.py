@@ -10,9 +10,8 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
-from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
 from headrace_common.process.pacing import FlushPace, LoopLoad
 from headrace_router.request.validation import PreparedRequest
@@ -23,6 +22,20 @@ PENDING_TOKENS_MAX = 1_024
 
 TextOutlet: TypeAlias = Callable[[str], bool]
 """Sends text to the client at once. False, and nothing is sent, when the client cannot take it now."""
+
+
+class NewTokens(Protocol):
+    """Tokens of one request. Each has an entry of logprobs if those were requested."""
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The tokens."""
+        ...
+
+    @property
+    def logprobs(self) -> Sequence[sampling_pb2.TokenLogprobs]:
+        """The logprobs."""
+        ...
 
 
 @dataclass(slots=True)
@@ -116,7 +129,7 @@ class ResponseStream:
         self._outlet = outlet
 
     async def add_first_tokens(
-        self, tokens: decode_pb2.Tokens, maker: first_token_pb2.FirstTokenPolicy.ValueType
+        self, tokens: NewTokens, maker: first_token_pb2.FirstTokenPolicy.ValueType
     ) -> None:
         """As `add_tokens`, for a first token that `maker` generated before decode had the KV cache.
 
@@ -125,8 +138,24 @@ class ResponseStream:
         self.first_token_by = maker
         await self.add_tokens(tokens)
 
-    async def add_tokens(self, tokens: decode_pb2.Tokens) -> None:
+    async def add_tokens(self, tokens: NewTokens) -> None:
         """Adds tokens from a worker. Waits while more than PENDING_TOKENS_MAX tokens are not sent yet."""
+        self.add_tokens_now(tokens)
+        await self.wait_room()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether at most PENDING_TOKENS_MAX tokens are not sent yet."""
+        return len(self._pending.token_ids) <= PENDING_TOKENS_MAX
+
+    async def wait_room(self) -> None:
+        """Returns when the response has room."""
+        while not self.has_room:
+            self._drained.clear()
+            await self._drained.wait()
+
+    def add_tokens_now(self, tokens: NewTokens) -> None:
+        """As `add_tokens`, without waiting. The caller adds no more while the response has no room."""
         if self.stopped or not tokens.token_ids:
             return
         now_unix_ns = self.now_unix_ns()
@@ -144,33 +173,6 @@ class ResponseStream:
         if self._reader_waits and self._outlet is not None and self._send_text(self._outlet):
             return
         self._readable.set()
-        while len(self._pending.token_ids) > PENDING_TOKENS_MAX:
-            self._drained.clear()
-            await self._drained.wait()
-
-    def send_now(self, token_ids: Sequence[int]) -> bool:
-        """Adds tokens without logprobs and sends their text through the outlet. A TokenConsumer.
-
-        False, and nothing is added, when `add_tokens` must add them.
-        """
-        outlet = self._outlet
-        if outlet is None or not self._reader_waits or not self._sent_first_message:
-            return False
-        pending, now_s = self._pending, time.monotonic()
-        if self._request.stop_strings or pending.token_ids or self._pace.batch_s(now_s) > 0:
-            return False
-        self.last_token_unix_ns = self.now_unix_ns()
-        self.second_token_unix_ns = self.second_token_unix_ns or self.last_token_unix_ns
-        self._generated.extend(token_ids)
-        text = self._detokenizer.extend(self._without_stop_tokens(token_ids))
-        if not text or outlet(text):
-            self._pace.record_flush(now_s)
-            return True
-        pending.token_ids.extend(token_ids)
-        pending.text.append(text)
-        pending.tokens_with_text = len(token_ids)
-        self._readable.set()
-        return True
 
     def finish(
         self,
@@ -240,7 +242,7 @@ class ResponseStream:
         self._pending = _Pending()
         return True
 
-    def _append_until_stop(self, tokens: decode_pb2.Tokens) -> None:
+    def _append_until_stop(self, tokens: NewTokens) -> None:
         """Converts tokens one by one, to find the token that completes a stop string. Ignores the tokens after it."""
         for index, token_id in enumerate(tokens.token_ids):
             if self.stopped:

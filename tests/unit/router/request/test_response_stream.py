@@ -198,33 +198,6 @@ async def test_what_an_outlet_refuses_is_in_the_next_message_once() -> None:
     assert (message.text, list(message.token_ids)) == ("bc", [98, 99])
 
 
-async def test_tokens_are_sent_now_or_left_to_the_attempt() -> None:
-    load = _FixedLoad()
-    load.gap_s = 0.0
-    stream = _response(load=load)
-    sent: list[str] = []
-    stream.use_outlet(lambda text: text != "no" and sent.append(text) is None)
-    assert not stream.send_now(b"a")
-    await stream.add_tokens(_ids("a"))
-    await stream.next_message()
-    assert not stream.send_now(b"b")
-    reader = await _waits(stream)
-    assert stream.send_now(b"b")
-    # The outlet refuses this text, so the next message has it. What follows waits behind it.
-    assert stream.send_now(b"no")
-    assert not stream.send_now(b"c")
-    message = await reader
-    assert message is not None
-    assert (message.text, list(message.token_ids)) == ("no", list(b"no"))
-    reader = await _waits(stream)
-    load.gap_s = 0.2
-    assert not stream.send_now(b"c")
-    assert sent == ["b"]
-    assert stream.completion_tokens == 4
-    assert stream.last_token_unix_ns >= stream.second_token_unix_ns >= stream.first_token_unix_ns
-    reader.cancel()
-
-
 async def test_logprobs_never_go_through_an_outlet() -> None:
     load = _FixedLoad()
     load.gap_s = 0.0
