@@ -11,7 +11,7 @@ from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.errors import WorkerGone
 from headrace_common.process.pacing import LoopLoad
-from headrace_router.request.response_stream import ResponseStream
+from headrace_router.request.response_stream import ResponseStream, TextOutlet
 from headrace_router.request.validation import prepare
 from headrace_text.byte_codec import ByteCodec
 
@@ -139,6 +139,14 @@ class _FixedLoad(LoopLoad):
         pass
 
 
+def _into(sent: list[str]) -> TextOutlet:
+    def send(text: str) -> bool:
+        sent.append(text)
+        return True
+
+    return send
+
+
 async def _waits(stream: ResponseStream) -> asyncio.Task[inference_pb2.GenerateResponse | None]:
     """A reader that waits for tokens."""
     reader = asyncio.create_task(stream.next_message())
@@ -156,7 +164,7 @@ async def test_an_outlet_gets_the_text_between_the_first_and_the_last_message() 
     load.gap_s = 0.0
     stream = _response(load=load)
     sent: list[str] = []
-    stream.use_outlet(lambda text: sent.append(text) is None)
+    stream.use_outlet(_into(sent))
     await stream.add_tokens(_ids("a"))
     first = await stream.next_message()
     assert first is not None
@@ -217,7 +225,7 @@ async def test_an_outlet_gets_no_part_of_a_stop_string() -> None:
     load.gap_s = 0.0
     stream = _response("END", load=load)
     sent: list[str] = []
-    stream.use_outlet(lambda text: sent.append(text) is None)
+    stream.use_outlet(_into(sent))
     await stream.add_tokens(_ids("a"))
     await stream.next_message()
     reader = await _waits(stream)
