@@ -48,6 +48,11 @@ class _Pending:
     tokens_with_text: int = 0
     """How many of the token ids `text` contains."""
 
+    def add_text(self, text: str) -> None:
+        """`text` is that of all tokens that had no text yet."""
+        self.tokens_with_text = len(self.token_ids)
+        self.text.append(text)
+
 
 class ResponseStream:
     """The response to one request, over all its attempts.
@@ -274,8 +279,7 @@ class ResponseStream:
         if self._request.stop_strings or pending.tokens_with_text == len(pending.token_ids):
             return
         token_ids = self._without_stop_tokens(pending.token_ids[pending.tokens_with_text :])
-        pending.tokens_with_text = len(pending.token_ids)
-        pending.text.append(self._detokenizer.extend(token_ids))
+        pending.add_text(self._detokenizer.extend(token_ids))
 
     def _without_stop_tokens(self, token_ids: Sequence[int]) -> list[int]:
         return [token_id for token_id in token_ids if token_id not in self._stop_token_ids]
