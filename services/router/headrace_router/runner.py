@@ -20,7 +20,7 @@ from headrace_router.dispatch.dispatcher import RequestDispatcher
 from headrace_router.metrics import RouterMetrics
 from headrace_router.request.preparation import RequestPreparer
 from headrace_router.request.request import RoutedRequest
-from headrace_router.request.response_stream import ResponseStream
+from headrace_router.request.response_stream import ResponseStream, TextOutlet
 from headrace_router.request.validation import REQUEST_ID_CHARACTERS_MAX
 from headrace_router.tracing.request_span import RequestTracer, trace_id_of
 
@@ -70,17 +70,19 @@ class RequestRunner:
         tenant: str,
         deadline: Deadline,
         write: ResponseWriter,
+        outlet: TextOutlet | None = None,
     ) -> None:
         """Writes the response to `request`, message by message. Cancellation ends all work for the request.
 
-        Raises HeadraceError, before or between messages.
+        `outlet` may get the text of some messages instead of `write`, between the first and the last message. Raises
+        HeadraceError, before or between messages.
         """
         arrival_unix_ns = time.time_ns()
         with self._metrics.count_failures():
             permit = await self.admit(tenant, deadline)
             with self._admission.holding(permit):
                 response = await self._run_admitted(
-                    request, write, permit, deadline, arrival_unix_ns
+                    request, (write, outlet), permit, deadline, arrival_unix_ns
                 )
         self._metrics.count_request(
             finish_reason_name(response.finish_reason),
@@ -107,7 +109,7 @@ class RequestRunner:
     async def _run_admitted(
         self,
         request: inference_pb2.GenerateRequest,
-        write: ResponseWriter,
+        writers: tuple[ResponseWriter, TextOutlet | None],
         permit: AdmissionPermit,
         deadline: Deadline,
         arrival_unix_ns: int,
@@ -125,6 +127,9 @@ class RequestRunner:
                 *(prepared, response, root, deadline, arrival_unix_ns, permit.tenant),
                 slot_wait_s=lambda: permit.slot_wait_s,
             )
+            write, outlet = writers
+            if outlet is not None:
+                response.use_outlet(outlet)
             await self._stream(routed, write, permit)
             return response
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from headrace_engine.interface import Sampling, TokenLogprobs
 from headrace_engine.sim.model.bit_mixer import mix_int
+from headrace_engine.sim.model.constraints import constrain, is_constrained
 
 _CANDIDATES = 32
 _BYTES = 256
@@ -31,11 +32,14 @@ def choose_token(
     With a temperature, `sampling.seed` must be set. Logprobs are those of the model, before
     penalties and temperature.
     """
-    if not _needs_scores(sampling):
+    constrained = is_constrained(sampling)
+    if not constrained and not _needs_scores(sampling):
         lowest = _lowest(vocabulary)
         return Choice(lowest + mix_int(digest) % (vocabulary - lowest), None)
     tokens = _candidates(digest, vocabulary)
     scores = _scores(digest, len(tokens))
+    if constrained:
+        tokens, scores = constrain(digest, vocabulary, (tokens, scores), sampling, answer)
     penalized = _penalized(tokens, scores, sampling, prompt, answer)
     order = sorted(range(len(tokens)), key=lambda index: -penalized[index])
     chosen = order[0]

@@ -229,6 +229,7 @@ class OpenAiApp:
         form = generation.format
         usages = [inference_pb2.Usage() for _ in range(generation.choices)]
         offsets: dict[int, int] = {}
+        ending: list[bytes] = []
 
         async def write(index: int, message: inference_pb2.GenerateResponse) -> None:
             if not exchange.started:
@@ -239,12 +240,22 @@ class OpenAiApp:
             offsets[index] = offsets.get(index, 0) + len(message.text)
             if message.finish_reason:
                 usages[index] = message.usage
-            if data:
+            if generation.choices == 1 and message.finish_reason:
+                # One write for all that is left.
+                ending.append(data)
+            elif data:
                 await exchange.write(data)
 
-        await self._run_all(generation, tenant, write)
-        await exchange.write(form.usage_event(usages, len(generation.requests)) + DONE_EVENT)
-        await exchange.finish()
+        def write_text(index: int, text: str) -> bool:
+            data = form.text_event(index, text)
+            if data is None or not exchange.write_now(data):
+                return False
+            offsets[index] += len(text)
+            return True
+
+        await self._run_all(generation, tenant, write, write_text)
+        ending.append(form.usage_event(usages, len(generation.requests)) + DONE_EVENT)
+        await exchange.finish(b"".join(ending))
 
     async def _collect(self, exchange: HttpExchange, generation: _Generation, tenant: str) -> None:
         """Sends one object at the end."""
@@ -262,8 +273,9 @@ class OpenAiApp:
         generation: _Generation,
         tenant: str,
         write: Callable[[int, inference_pb2.GenerateResponse], Awaitable[None]],
+        write_text: Callable[[int, str], bool] | None = None,
     ) -> None:
-        """Runs all choices. The first error ends them all.
+        """Runs all choices. The first error ends them all. `write_text` is a TextOutlet for each choice.
 
         The first choice of a prompt starts alone. The others start with its first token, when the prompt is cached.
         """
@@ -282,9 +294,13 @@ class OpenAiApp:
 
             if waits:
                 await started.wait()
-            await self._parts.runner.run(request, tenant, deadline, write_choice)
+            outlet = None if write_text is None else partial(write_text, index)
+            await self._parts.runner.run(request, tenant, deadline, write_choice, outlet)
             started.set()
 
+        if generation.choices == 1:
+            await run(0, generation.requests[0], asyncio.Event(), waits=False)
+            return
         index = 0
         try:
             async with asyncio.TaskGroup() as group:
