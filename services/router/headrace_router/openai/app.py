@@ -26,7 +26,6 @@ from headrace_router.openai.conversion import (
     chat_request,
     completion_requests,
     openai_violations,
-    single_choices,
     tokenize_request,
 )
 from headrace_router.openai.errors import HttpError
@@ -260,36 +259,21 @@ class OpenAiApp:
         tenant: str,
         write: Callable[[int, inference_pb2.GenerateResponse], Awaitable[None]],
     ) -> None:
-        """Runs all choices. The first error ends them all.
-
-        The first choice of a prompt starts alone. The others start with its first token, when the prompt is cached.
-        """
+        """Runs the requests of all prompts. The first error ends them all."""
         deadline = Deadline.after(self._deadline_s)
 
-        async def run(
-            index: int,
-            request: inference_pb2.GenerateRequest,
-            started: asyncio.Event,
-            *,
-            waits: bool,
-        ) -> None:
+        async def run(first_index: int, request: inference_pb2.GenerateRequest) -> None:
             async def write_choice(message: inference_pb2.GenerateResponse) -> None:
-                started.set()
-                await write(index, message)
+                await write(first_index + message.choice, message)
 
-            if waits:
-                await started.wait()
             await self._parts.runner.run(request, tenant, deadline, write_choice)
-            started.set()
 
-        index = 0
+        first_index = 0
         try:
             async with asyncio.TaskGroup() as group:
                 for request in generation.requests:
-                    started = asyncio.Event()
-                    for number, choice in enumerate(single_choices(request)):
-                        group.create_task(run(index, choice, started, waits=number > 0))
-                        index += 1
+                    group.create_task(run(first_index, request))
+                    first_index += request.n
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
