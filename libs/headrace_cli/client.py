@@ -27,7 +27,8 @@ from headrace_common.rpc.channel import open_channel
 
 CALL_TIMEOUT_S = 5.0
 TRACE_POLL_S = 0.1
-API_KEY_VARIABLE = "HEADRACE_API_KEY_FILE"
+API_KEY_VARIABLE = "HEADRACE_API_KEY"
+API_KEY_FILE_VARIABLE = "HEADRACE_API_KEY_FILE"
 _HINT = "is it running? `headrace up` starts it"
 
 
@@ -42,15 +43,19 @@ def call_channel(endpoint: str) -> grpc.aio.Channel:
 
 
 def read_api_key() -> str:
-    """The key in the file that the environment names, for routers that require one. Raises ConfigError."""
-    path = os.environ.get(API_KEY_VARIABLE, "")
+    """The key in the environment, or in the file that it names, for routers that require one. Raises ConfigError."""
+    key, path = os.environ.get(API_KEY_VARIABLE, ""), os.environ.get(API_KEY_FILE_VARIABLE, "")
+    if key and path:
+        raise ConfigError(
+            f"{API_KEY_VARIABLE} and {API_KEY_FILE_VARIABLE} are both set: unset one of them"
+        )
     if not path:
-        return ""
+        return key.strip()
     try:
         return Path(path).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{API_KEY_VARIABLE} names {path}, which cannot be read: name a text file with one API key"
+            f"{API_KEY_FILE_VARIABLE} names {path}, which cannot be read: name a text file with one API key"
         ) from error
 
 

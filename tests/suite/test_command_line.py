@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -152,12 +153,51 @@ async def test_chat_workers_and_trace_find_the_deployment_of_up(tmp_path: Path) 
         assert "layer 1 " not in folded.out
         many = await headrace("trace", "--list", "5", "--router", router)
         assert trace_id in many.out
+        await every_answer_is_a_document(router, trace_id)
+        await a_watch_goes_on_until_ctrl_c(router)
         unknown = await headrace("trace", "nobody", "--router", router, "--wait", "0")
         assert unknown.status == 1
         assert len(unknown.err.splitlines()) == 1
         process.send_signal(signal.SIGINT)
         assert await asyncio.wait_for(process.wait(), 40) == 0
     assert processes_in(tmp_path / "logs") == []
+
+
+async def every_answer_is_a_document(router: str, trace_id: str) -> None:
+    asked = {
+        ("chat", "Hello", "--max-tokens", "2"): "headrace.chat.v1",
+        ("route", "Hello"): "headrace.route.v1",
+        ("workers",): "headrace.workers.v1",
+        ("reset-cache", "decode-0"): "headrace.reset-cache.v1",
+        ("trace", trace_id): "headrace.trace.v1",
+        ("trace", "--list", "3"): "headrace.traces.v1",
+        ("policy", "get"): "headrace.policy.v1",
+    }
+    for arguments, schema in asked.items():
+        told = await headrace(*arguments, "--router", router, "--json")
+        assert told.status == 0, told.err
+        assert json.loads(told.out)["schema"] == schema
+        assert not told.err
+        if arguments == ("trace", trace_id):
+            assert json.loads(told.out)["trace_id"] == trace_id
+
+
+async def a_watch_goes_on_until_ctrl_c(router: str) -> None:
+    watch = await asyncio.create_subprocess_exec(
+        *COMMAND,
+        *("workers", "--watch", "--json", "--interval", "0.1", "--router", router),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert watch.stdout is not None
+    for _ in range(2):
+        line = await asyncio.wait_for(watch.stdout.readline(), 30)
+        members = json.loads(line)["members"]
+        assert [one["id"] for one in members] == ["router-0", "prefill-0", "decode-0", "decode-1"]
+        assert {one["state"] for one in members[1:]} == {"serving"}
+    watch.send_signal(signal.SIGINT)
+    _, err = await asyncio.wait_for(watch.communicate(), 20)
+    assert (watch.returncode, err) == (130, b"")
 
 
 async def test_a_drained_worker_exits_and_the_others_keep_serving(tmp_path: Path) -> None:
@@ -271,7 +311,7 @@ async def test_an_unreachable_router_is_reported_in_one_line() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["up", "demo", "chat", "workers", "drain", "reset-cache", "trace"]
+    "command", ["up", "demo", "chat", "workers", "drain", "reset-cache", "trace", "doctor"]
 )
 async def test_every_command_has_help_with_examples(command: str) -> None:
     shown = await headrace(command, "--help")

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from headrace_cli.console import answer_console
+from headrace_cli.contexts.choice import AddressedCommand
 from headrace_cli.exit_status import run_command
 from headrace_cli.load.bench import BenchOptions, run_bench
 from headrace_cli.load.report import lines, times_table
@@ -20,8 +21,9 @@ from headrace_common.errors import InternalError
 def register(app: typer.Typer) -> None:
     """Adds `headrace bench`."""
     app.command(
+        cls=AddressedCommand,
         epilog="Examples:  headrace bench --requests 200 --concurrency 32   |   "
-        "headrace bench --url http://127.0.0.1:7051 --rate 4 --goodput ttft:500 --goodput tpot:50"
+        "headrace bench --url http://127.0.0.1:7056 --rate 4 --goodput ttft:500 --goodput tpot:50",
     )(bench)
 
 

@@ -63,7 +63,7 @@ async def open_http(
     concurrency: int,
     tls: TlsFiles,
 ) -> AsyncIterator[HttpTarget]:
-    """A target at `url`, such as http://127.0.0.1:7051.
+    """A target at `url`, such as http://127.0.0.1:7056.
 
     `tls`: the authority to trust besides the system's, and a client's certificate.
     Raises ConfigError for another form.

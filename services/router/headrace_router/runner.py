@@ -24,7 +24,7 @@ from headrace_router.dispatch.dispatcher import RequestDispatcher
 from headrace_router.metrics import RouterMetrics
 from headrace_router.request.preparation import RequestPreparer
 from headrace_router.request.request import RoutedRequest
-from headrace_router.request.response_stream import ResponseStream
+from headrace_router.request.response_stream import ResponseStream, TextOutlet
 from headrace_router.request.validation import REQUEST_ID_CHARACTERS_MAX, PreparedRequest
 from headrace_router.tracing.request_span import RequestTracer, trace_id_of
 
@@ -48,6 +48,7 @@ class _Answer:
     prepare: _Prepare
     write: ResponseWriter
     on_response: Callable[[ResponseStream], None] = lambda response: None
+    outlet: TextOutlet | None = None
 
 
 class RequestRunner:
@@ -92,10 +93,12 @@ class RequestRunner:
         tenant: str,
         deadline: Deadline,
         write: ResponseWriter,
+        outlet: TextOutlet | None = None,
     ) -> None:
         """Writes the response to `request`, message by message. Cancellation ends all work for the request.
 
-        Raises HeadraceError, before or between messages.
+        `outlet` may get the text of some messages instead of `write`, between the first and the last message of a
+        single answer. Raises HeadraceError, before or between messages.
         """
         arrival_unix_ns = time.time_ns()
         terms = _Terms(tenant, deadline, arrival_unix_ns)
@@ -107,7 +110,7 @@ class RequestRunner:
         with self._metrics.count_failures():
             if answer_count(request) == 1:
                 self.reject_when_draining()
-                await self._answer(_Answer(request_id, prepare, write), terms)
+                await self._answer(_Answer(request_id, prepare, write, outlet=outlet), terms)
             else:
                 await self._answer_several(AnswerGroup(request, write), request_id, prepare, terms)
 
@@ -182,6 +185,8 @@ class RequestRunner:
                 *(prepared, response, root, terms.deadline, terms.arrival_unix_ns, permit.tenant),
                 slot_wait_s=lambda: permit.slot_wait_s,
             )
+            if answer.outlet is not None:
+                response.use_outlet(answer.outlet)
             await self._stream(routed, answer.write, permit)
             return response
 

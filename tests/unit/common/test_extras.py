@@ -44,9 +44,9 @@ def _hide(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
     ("module", "argument", "hidden", "extra"),
     [
         ("headrace_cli", "workers", "typer", "cli"),
-        ("headrace_registry", "--help", "uvloop", "cli"),
+        ("headrace_registry", "--help", "uvloop", "registry"),
         ("headrace_router", "--help", "sortedcontainers", "router"),
-        ("headrace_prefill", "--help", "xxhash", "worker"),
+        ("headrace_prefill", "--help", "pydantic", "worker"),
         ("headrace_decode", "--help", "numpy", "worker"),
     ],
 )

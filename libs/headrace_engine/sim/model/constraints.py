@@ -1,6 +1,6 @@
 """Restricts the tokens that the simulated model may choose. Pure.
 
-Of structured outputs it supports `choice`: a token below 256 is a byte of text.
+Structured outputs are texts of which the answer must be one. A token below 256 is a byte of text.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from headrace_engine.interface import Sampling
 from headrace_engine.sim.model.bit_mixer import mix_int
+from headrace_engine.sim.model.forms import texts_of_form
 
 _CANDIDATES = 32
 
@@ -55,9 +56,9 @@ def constrain(
 
 
 def choice_is_complete(sampling: Sampling, answer: Sequence[int]) -> bool:
-    """Whether the answer is one of the texts of a choice, and no longer one."""
+    """Whether the answer is one of the texts of its form, and no longer one."""
     outputs = sampling.structured_outputs
-    return outputs is not None and bool(answer) and not _next_bytes(outputs.choices, answer)
+    return outputs is not None and bool(answer) and not _next_bytes(texts_of_form(outputs), answer)
 
 
 def _allowed(sampling: Sampling, answer: Sequence[int]) -> frozenset[int] | None:
@@ -65,7 +66,7 @@ def _allowed(sampling: Sampling, answer: Sequence[int]) -> frozenset[int] | None
     outputs = sampling.structured_outputs
     if outputs is None:
         return frozenset(sampling.allowed_token_ids) or None
-    found = _next_bytes(outputs.choices, answer)
+    found = _next_bytes(texts_of_form(outputs), answer)
     return found & frozenset(sampling.allowed_token_ids) if sampling.allowed_token_ids else found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from headrace_common.errors import InvalidRequest
 from headrace_engine.interface import DecodeWork, PrefillWork, Sampling
+from headrace_engine.sim.model.forms import SUPPORTED_FORMS
 
 
 def check_prefill(work: PrefillWork, max_model_len: int) -> None:
@@ -33,9 +34,9 @@ def check_decode(work: DecodeWork, max_model_len: int) -> None:
 
 def _constraint_violations(sampling: Sampling | None) -> dict[str, str]:
     outputs = sampling.structured_outputs if sampling is not None else None
-    if outputs is None or outputs.kind == "choice":
+    if outputs is None or outputs.kind in SUPPORTED_FORMS:
         return {}
     return {
-        f"sampling.structured_outputs.{outputs.kind}": "the simulated engine supports choice only; use it, or the "
-        "engine vllm"
+        f"sampling.structured_outputs.{outputs.kind}": f"the simulated engine supports {', '.join(SUPPORTED_FORMS)}; "
+        "use one of these, or the engine vllm"
     }

@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 from opentelemetry import context as otel_context
@@ -225,6 +226,7 @@ class OpenAiApp:
         form = generation.format
         usages = [inference_pb2.Usage() for _ in range(generation.choices)]
         offsets: dict[int, int] = {}
+        ending: list[bytes] = []
 
         async def write(index: int, message: inference_pb2.GenerateResponse) -> None:
             if not exchange.started:
@@ -235,12 +237,22 @@ class OpenAiApp:
             offsets[index] = offsets.get(index, 0) + len(message.text)
             if message.finish_reason:
                 usages[index] = message.usage
-            if data:
+            if generation.choices == 1 and message.finish_reason:
+                # One write for all that is left.
+                ending.append(data)
+            elif data:
                 await exchange.write(data)
 
-        await self._run_all(generation, tenant, write)
-        await exchange.write(form.usage_event(usages, len(generation.requests)) + DONE_EVENT)
-        await exchange.finish()
+        def write_text(index: int, text: str) -> bool:
+            data = form.text_event(index, text)
+            if data is None or not exchange.write_now(data):
+                return False
+            offsets[index] += len(text)
+            return True
+
+        await self._run_all(generation, tenant, write, write_text)
+        ending.append(form.usage_event(usages, len(generation.requests)) + DONE_EVENT)
+        await exchange.finish(b"".join(ending))
 
     async def _collect(self, exchange: HttpExchange, generation: _Generation, tenant: str) -> None:
         """Sends one object at the end."""
@@ -258,16 +270,21 @@ class OpenAiApp:
         generation: _Generation,
         tenant: str,
         write: Callable[[int, inference_pb2.GenerateResponse], Awaitable[None]],
+        write_text: Callable[[int, str], bool] | None = None,
     ) -> None:
-        """Runs the requests of all prompts. The first error ends them all."""
+        """Runs the requests of all prompts. The first error ends them all. `write_text` is a TextOutlet by choice."""
         deadline = Deadline.after(self._deadline_s)
 
         async def run(first_index: int, request: inference_pb2.GenerateRequest) -> None:
             async def write_choice(message: inference_pb2.GenerateResponse) -> None:
                 await write(first_index + message.choice, message)
 
-            await self._parts.runner.run(request, tenant, deadline, write_choice)
+            outlet = None if write_text is None else partial(write_text, first_index)
+            await self._parts.runner.run(request, tenant, deadline, write_choice, outlet)
 
+        if len(generation.requests) == 1:
+            await run(0, generation.requests[0])
+            return
         first_index = 0
         try:
             async with asyncio.TaskGroup() as group:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
 from headrace_common.process.pacing import FlushPace, LoopLoad
@@ -20,6 +20,9 @@ from headrace_text.detokenizer import IncrementalDetokenizer
 from headrace_text.stop_strings import StopStringScanner
 
 PENDING_TOKENS_MAX = 1_024
+
+TextOutlet: TypeAlias = Callable[[str], bool]
+"""Sends text to the client at once. False, and nothing is sent, when the client cannot take it now."""
 
 
 class NewTokens(Protocol):
@@ -43,11 +46,12 @@ class _Pending:
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[sampling_pb2.TokenLogprobs] = field(default_factory=list)
-    detokenized: bool = False
+    tokens_with_text: int = 0
+    """How many of the token ids `text` contains."""
 
-    def add_text_of_all(self, text: str) -> None:
-        """`text` is that of all the token ids."""
-        self.detokenized = True
+    def add_text(self, text: str) -> None:
+        """`text` is that of all tokens that had no text yet."""
+        self.tokens_with_text = len(self.token_ids)
         self.text.append(text)
 
 
@@ -74,6 +78,8 @@ class ResponseStream:
         self._ended = False
         self._sent_first_message = False
         self._readable = asyncio.Event()
+        self._outlet: TextOutlet | None = None
+        self._reader_waits = False
         self._drained = asyncio.Event()
         self._pace = FlushPace(load or LoopLoad())
         self._start_unix_ns, self._start_ns = time.time_ns(), time.monotonic_ns()
@@ -134,6 +140,13 @@ class ResponseStream:
         """
         return self._start_unix_ns + time.monotonic_ns() - self._start_ns
 
+    def use_outlet(self, outlet: TextOutlet) -> None:
+        """Lets `add_tokens` send text itself while `next_message` waits for tokens. It saves a turn of the event loop.
+
+        The first message, the last one and those with logprobs still come from `next_message`.
+        """
+        self._outlet = outlet
+
     async def add_first_tokens(
         self, tokens: NewTokens, maker: first_token_pb2.FirstTokenPolicy.ValueType
     ) -> None:
@@ -176,6 +189,8 @@ class ResponseStream:
             self._generated.extend(tokens.token_ids)
             self._pending.token_ids.extend(tokens.token_ids)
             self._pending.logprobs.extend(tokens.logprobs)
+        if self._reader_waits and self._outlet is not None and self._send_text(self._outlet):
+            return
         self._readable.set()
 
     def finish(
@@ -211,7 +226,12 @@ class ResponseStream:
         Raises the error with which the response failed.
         """
         while True:
-            await self._readable.wait()
+            if not self._readable.is_set():
+                self._reader_waits = True
+                try:
+                    await self._readable.wait()
+                finally:
+                    self._reader_waits = False
             if self._pending.token_ids or self._last_message is not None:
                 rest_s = self._pace.batch_s(time.monotonic())
                 if rest_s > 0:
@@ -223,6 +243,23 @@ class ResponseStream:
             if self._ended:
                 return None
             self._readable.clear()
+
+    def _send_text(self, outlet: TextOutlet) -> bool:
+        """Sends what is pending through the outlet. False when `next_message` must send it."""
+        pending = self._pending
+        if not self._sent_first_message or pending.logprobs or self.stopped:
+            return False
+        now_s = time.monotonic()
+        if self._pace.batch_s(now_s) > 0:
+            return False
+        self._detokenize_pending()
+        text = "".join(pending.text)
+        # No text: the tokens are a part of a character.
+        if text and not outlet(text):
+            return False
+        self._pace.record_flush(now_s)
+        self._pending = _Pending()
+        return True
 
     def _append_until_stop(self, tokens: NewTokens) -> None:
         """Converts tokens one by one, to find the token that completes a stop string. Ignores the tokens after it."""
@@ -253,10 +290,10 @@ class ResponseStream:
     def _detokenize_pending(self) -> None:
         """Converts the pending tokens to text in one call. With stop strings, `add_tokens` has done so."""
         pending = self._pending
-        if self._request.stop_strings or pending.detokenized:
+        if self._request.stop_strings or pending.tokens_with_text == len(pending.token_ids):
             return
-        token_ids = self._without_stop_tokens(pending.token_ids)
-        pending.add_text_of_all(self._detokenizer.extend(token_ids))
+        token_ids = self._without_stop_tokens(pending.token_ids[pending.tokens_with_text :])
+        pending.add_text(self._detokenizer.extend(token_ids))
 
     def _without_stop_tokens(self, token_ids: Sequence[int]) -> list[int]:
         return [token_id for token_id in token_ids if token_id not in self._stop_token_ids]

@@ -70,8 +70,11 @@ def test_different_digests_make_different_choices() -> None:
 
 
 def test_other_constraints_are_refused_by_name() -> None:
-    outputs = StructuredOutputs("json", "{}")
+    outputs = StructuredOutputs("regex", "a+")
     work = DecodeWork("t", (1,), replace(GREEDY, structured_outputs=outputs), remote_kv=False)
     with pytest.raises(InvalidRequest) as caught:
         check_decode(work, 100)
-    assert "choice only" in caught.value.violations["sampling.structured_outputs.json"]
+    assert (
+        "supports choice, json, json_object"
+        in caught.value.violations["sampling.structured_outputs.regex"]
+    )
