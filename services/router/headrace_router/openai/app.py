@@ -138,12 +138,14 @@ class OpenAiApp:
 
     async def _serve_in_bounds(self, exchange: HttpExchange) -> None:
         callers = self._parts.callers
-        tenant = tenant_or_none(self._parts.tenants, exchange.headers.items())
+        tenant_now = partial(tenant_or_none, self._parts.tenants, exchange.headers.items())
+        tenant = tenant_now()
         caller = caller_name(tenant, exchange.host)
         with callers.call(caller, exchange.host):
             await callers.pace(caller, exchange.host)
             try:
-                await self._serve(exchange)
+                async with callers.rechecked(tenant_now, tenant):
+                    await self._serve(exchange)
             except HttpError:
                 callers.count_rejection(caller)
                 raise
