@@ -17,7 +17,7 @@ from headrace_cli.contexts.choice import AddressedCommand
 from headrace_cli.doctor.credentials import check_credentials
 from headrace_cli.doctor.finding import Finding, Verdict
 from headrace_cli.doctor.firewall import Surroundings, check_rules, rule_set
-from headrace_cli.doctor.members import check_members, find_members
+from headrace_cli.doctor.members import check_members, check_pairs, find_members
 from headrace_cli.doctor.this_host import check_host
 from headrace_cli.exit_status import EXIT_FAILED, run_command
 from headrace_cli.json_output import Json, print_record
@@ -112,7 +112,8 @@ async def examine(registry: str, router: str) -> list[Finding]:
             *check_host(),
         ]
     members, about_registry = await find_members(found)
-    return [*findings, *about_registry, *await check_members(members), *check_host()]
+    about_members = [*await check_members(members), *check_pairs(members)]
+    return [*findings, *about_registry, *about_members, *check_host()]
 
 
 def doctor_record(findings: Sequence[Finding]) -> DoctorRecord:

@@ -23,6 +23,7 @@ TAIL_LINES = 15
 KILL_WAIT_S = 5.0
 EXIT_MISCONFIGURED = 2
 DISK_FULL_BYTES = 1024 * 1024
+_TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)
 # The order in which services end, so that each can use the later ones while it finishes its work.
 STOP_ORDER = (("router",), ("prefill", "decode"), ("registry",))
 
@@ -108,6 +109,12 @@ class Child:
     def mark_replaced(self) -> None:
         """Records that the process has ended and that another one takes its place."""
         self.replaced = True
+
+    @property
+    def ended_cleanly(self) -> bool:
+        """Whether it ended with status 0, or by SIGTERM before it served."""
+        code = self.process.returncode
+        return code == 0 or (not self.endpoint and code in _TERMINATED)
 
     @property
     def drained(self) -> bool:
@@ -208,7 +215,7 @@ class Supervisor:
             await asyncio.wait(waits, timeout=KILL_WAIT_S)
         for child in group:
             self._notify_watchdog(f"-{child.process.pid}")
-        return [child for child in group if child.process.returncode != 0 and not child.replaced]
+        return [child for child in group if not (child.ended_cleanly or child.replaced)]
 
     def _notify_watchdog(self, line: str) -> None:
         if self._watchdog is not None and self._watchdog.stdin is not None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ValidationError
 
+from headrace_common import ports
 from headrace_common.config import ServiceConfig, split_host_port
 from headrace_common.errors import ConfigError
 from headrace_common.limits import WRITE_LEASE_S, WRITE_QUARANTINE_S
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 Role = Literal["prefill", "decode", "both"]
 ROLES: dict[str, Role] = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
-PREFILL_LISTEN = "127.0.0.1:7730"
+PREFILL_LISTEN = f"127.0.0.1:{ports.PAIRS}"
 DECODE_LISTEN = "127.0.0.1:0"
 INCARNATION_HEX_LENGTH = 16
 FOLDER_MODE = 0o700

@@ -146,6 +146,23 @@ async def test_a_drained_worker_stays_away(bench: Bench) -> None:
     assert not bench.shown()
 
 
+async def test_a_worker_that_is_stopped_while_it_starts_again_is_no_unclean_end(
+    bench: Bench,
+) -> None:
+    await bench.start()
+    bench.processes[0].returncode = KILLED
+    await bench.step_at(0.0)
+    await bench.step_at(1.0)
+    bench.processes[1].returncode = 128 + signal.SIGTERM
+    assert await bench.supervisor.stop() == []
+
+
+async def test_a_worker_that_served_must_end_with_status_0(bench: Bench) -> None:
+    await bench.start()
+    bench.processes[0].returncode = 128 + signal.SIGTERM
+    assert [child.spec.name for child in await bench.supervisor.stop()] == ["decode-0"]
+
+
 async def test_a_worker_that_waits_for_its_restart_is_no_unclean_end(bench: Bench) -> None:
     await bench.start()
     bench.processes[0].returncode = KILLED
