@@ -1,10 +1,10 @@
 """CPU that idle decode workers cost a router: their status streams and prefix cache events.
 
-    python -m bench.idle_workers [--workers 0,100,500] [--settle 45] [--seconds 20] [--other CHECKOUT] [--output bench/results]
+    python -m bench.idle_workers [--workers 0,100,500] [--settle 45] [--seconds 20] [--other CHECKOUT] [--output DIR]
 
-The workers of one process have no engine, but each has a member of the registry, a port, and the services for its
-status and its prefix cache. Without requests, the router only follows them. CPU is that of the process with all its
-threads. --other measures the router of another checkout too, with its own virtual environment.
+The workers of one process have no engine. Each has a member of the registry, a port, and the services for its status
+and its prefix cache. Without requests, the router only follows them. CPU is that of the process with all its threads.
+--other measures the router of another checkout too, with its own virtual environment.
 """
 
 from __future__ import annotations

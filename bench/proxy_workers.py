@@ -45,9 +45,16 @@ _RESERVED: Final = decode_pb2.GenerateResponse(reserved=decode_pb2.Reserved()).S
 _FINISHED: Final = decode_pb2.GenerateResponse(
     finished=decode_pb2.Finished(reason=sampling_pb2.FINISH_REASON_LENGTH)
 ).SerializeToString()
+
+
+def token_of(index: int) -> int:
+    """A word, in the simulated model and in the real ones."""
+    return 300 + index
+
+
 _MESSAGES: Final = tuple(
     decode_pb2.GenerateResponse(
-        tokens=decode_pb2.Tokens(token_ids=[97 + index % 26])
+        tokens=decode_pb2.Tokens(token_ids=[token_of(index)])
     ).SerializeToString()
     for index in range(TOKENS)
 )
@@ -103,43 +110,57 @@ class Steps:
             del self._next_token[stream_id]
         message.tokens.stream_ids.extend(generating)
         message.tokens.token_counts.extend([1] * len(generating))
-        message.tokens.token_ids.extend([97 + self._next_token[s] % 26 for s in generating])
+        message.tokens.token_ids.extend([token_of(self._next_token[s]) for s in generating])
         for stream_id in generating:
             self._next_token[stream_id] += 1
         return message
 
 
-async def link(requests: AsyncIterator[decode_pb2.LinkRequest], context: Any) -> None:
-    """DecodeService.Link, with one message for each step. Steps join while a message is written."""
-    pending: list[decode_pb2.LinkResponse] = []
-    wake = asyncio.Event()
-    engines: dict[float, Steps] = {}
+class StepWorker:
+    """Answers the opens of one link. Steps join while a message is written."""
 
-    def send(message: decode_pb2.LinkResponse) -> None:
-        pending.append(message)
-        wake.set()
+    def __init__(self) -> None:
+        self._pending: list[decode_pb2.LinkResponse] = []
+        self._wake = asyncio.Event()
+        self._engines: dict[float, Steps] = {}
+
+    def receive(self, request: decode_pb2.LinkRequest) -> None:
+        """Starts the requests of a message. Credit is never short for so few tokens."""
+        for opened in request.opens:
+            reserved = decode_pb2.LinkReserved(stream_id=opened.stream_id)
+            self._send(decode_pb2.LinkResponse(reserved=[reserved]))
+            gap_s = (opened.request.sampling.max_tokens - TOKENS) / 1e3
+            if gap_s not in self._engines:
+                self._engines[gap_s] = Steps(gap_s, self._send)
+            self._engines[gap_s].add(opened.stream_id)
+
+    async def next_message(self) -> decode_pb2.LinkResponse:
+        """Everything since the last message."""
+        await self._wake.wait()
+        self._wake.clear()
+        message, *others = self._pending
+        self._pending = []
+        for other in others:
+            message.MergeFrom(other)
+        return message
+
+    def _send(self, message: decode_pb2.LinkResponse) -> None:
+        self._pending.append(message)
+        self._wake.set()
+
+
+async def link(requests: AsyncIterator[decode_pb2.LinkRequest], context: Any) -> None:
+    """DecodeService.Link, with one message for each step."""
+    worker = StepWorker()
 
     async def read() -> None:
         async for request in requests:
-            for opened in request.opens:
-                send(
-                    decode_pb2.LinkResponse(
-                        reserved=[decode_pb2.LinkReserved(stream_id=opened.stream_id)]
-                    )
-                )
-                gap_s = (opened.request.sampling.max_tokens - TOKENS) / 1e3
-                engines.setdefault(gap_s, Steps(gap_s, send)).add(opened.stream_id)
+            worker.receive(request)
 
     reader = asyncio.create_task(read())
     try:
         while True:
-            await wake.wait()
-            wake.clear()
-            message, *others = pending
-            pending.clear()
-            for other in others:
-                message.MergeFrom(other)
-            await context.write(message)
+            await context.write(await worker.next_message())
     finally:
         reader.cancel()
 

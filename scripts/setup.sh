@@ -18,6 +18,11 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore PIP_NO_INPUT=
 free_kib_needed=$((6 * 1024 * 1024))
 log=.cache/setup.log
 
+# Programs that fail on a full disk may not say so.
+full_disk() {
+    (($(df --output=avail -k . | tail -n 1) >= 10240)) || printf ' (the disk of %s is full)' "$PWD"
+}
+
 say() { printf '[setup] %s\n' "$*"; }
 refuse() { printf 'setup: %s\n' "$*" >&2; exit 2; }
 
@@ -79,7 +84,7 @@ install_packages() {
     say "installing Debian packages: ${packages[*]}"
     # shellcheck disable=SC2086
     { apt-get update && DEBIAN_FRONTEND=noninteractive $install; } </dev/null >"$log" 2>&1 ||
-        { tail -n 15 "$log" >&2; refuse "apt-get failed; see $log"; }
+        { tail -n 15 "$log" >&2; refuse "apt-get failed; see $log$(full_disk)"; }
 }
 
 prepare_machine() {
@@ -142,7 +147,7 @@ install_python_packages() {
         refuse "a package is not the file that requirements/ states. The hash of torch is that of its build for Python 3.11:" \
             "with another Python set HEADRACE_PYTHON. Otherwise the index serves another file: install nothing from it"
     fi
-    refuse "pip failed; see $log"
+    refuse "pip failed; see $log$(full_disk)"
 }
 
 prepare_environment() {
@@ -178,7 +183,7 @@ install_node_packages() {
         say "installing Node packages in $folder"
         # Not `npm ci`: it refuses a lock file without the platforms that an index does not carry.
         (cd "$folder" && npm install --no-save --ignore-scripts --no-audit --no-fund) </dev/null >"$log" 2>&1 ||
-            { grep "npm error" "$log" | head -n 5 >&2; refuse "npm failed; see $log"; }
+            { grep "npm error" "$log" | head -n 5 >&2; refuse "npm failed; see $log$(full_disk)"; }
         printf '%s\n' "$wanted" >"$stamp"
     done
 }

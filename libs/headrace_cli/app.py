@@ -7,7 +7,9 @@ from typing import Annotated
 import typer
 
 from headrace_cli.commands import (
+    bench,
     chat,
+    context,
     demo,
     doctor,
     drain,
@@ -19,6 +21,7 @@ from headrace_cli.commands import (
     up,
     workers,
 )
+from headrace_cli.commands.context import complete_contexts
 from headrace_common.version import version
 
 app = typer.Typer(
@@ -30,7 +33,11 @@ app = typer.Typer(
 )
 
 # The help lists them in this order.
-for command in (up, demo, chat, route, workers, drain, trace, pair, policy, token, doctor):
+COMMANDS = (
+    *(up, demo, chat, bench, route, workers, drain, trace),
+    *(pair, policy, context, token, doctor),
+)
+for command in COMMANDS:
     command.register(app)
 
 
@@ -42,6 +49,16 @@ def _show_version(asked: bool) -> None:
 
 @app.callback()
 def headrace(
+    context: Annotated[
+        str,
+        typer.Option(
+            "--context",
+            metavar="NAME",
+            envvar="HEADRACE_CONTEXT",
+            autocompletion=complete_contexts,
+            help="Deployment to call, as `headrace context list` shows it; local is this machine's.",
+        ),
+    ] = "",
     asked_version: Annotated[
         bool,
         typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),

@@ -27,7 +27,8 @@ from headrace_common.rpc.channel import open_channel
 
 CALL_TIMEOUT_S = 5.0
 TRACE_POLL_S = 0.1
-API_KEY_VARIABLE = "HEADRACE_API_KEY_FILE"
+API_KEY_VARIABLE = "HEADRACE_API_KEY"
+API_KEY_FILE_VARIABLE = "HEADRACE_API_KEY_FILE"
 _HINT = "is it running? `headrace up` starts it"
 
 
@@ -41,16 +42,20 @@ def call_channel(endpoint: str) -> grpc.aio.Channel:
     return open_channel(endpoint, Credentials.from_environment(Role.OPERATOR))
 
 
-def _api_key() -> str:
-    """The key in the file that the environment names, for routers that require one. Raises ConfigError."""
-    path = os.environ.get(API_KEY_VARIABLE, "")
+def read_api_key() -> str:
+    """The key in the environment, or in the file that it names, for routers that require one. Raises ConfigError."""
+    key, path = os.environ.get(API_KEY_VARIABLE, ""), os.environ.get(API_KEY_FILE_VARIABLE, "")
+    if key and path:
+        raise ConfigError(
+            f"{API_KEY_VARIABLE} and {API_KEY_FILE_VARIABLE} are both set: unset one of them"
+        )
     if not path:
-        return ""
+        return key.strip()
     try:
         return Path(path).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{API_KEY_VARIABLE} names {path}, which cannot be read: name a text file with one API key"
+            f"{API_KEY_FILE_VARIABLE} names {path}, which cannot be read: name a text file with one API key"
         ) from error
 
 
@@ -129,7 +134,7 @@ class RouterOperator:
 @asynccontextmanager
 async def open_router(endpoint: str) -> AsyncIterator[RouterClient]:
     """Opens a client of the router with its client listener at "host:port"."""
-    api_key = _api_key()
+    api_key = read_api_key()
     async with call_channel(endpoint) as channel:
         yield RouterClient(endpoint, channel, api_key)
 
@@ -137,7 +142,7 @@ async def open_router(endpoint: str) -> AsyncIterator[RouterClient]:
 @asynccontextmanager
 async def open_router_internally(endpoint: str) -> AsyncIterator[RouterOperator]:
     """As open_router, for the internal listener."""
-    api_key = _api_key()
+    api_key = read_api_key()
     async with call_channel(endpoint) as channel:
         yield RouterOperator(endpoint, channel, api_key)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from rich.console import Console
 
-PIPED_WIDTH = 140
+# Wide enough for rows with the longest names. Lines are not filled up to it.
+PIPED_WIDTH = 1_000
 
 
 def answer_console() -> Console:

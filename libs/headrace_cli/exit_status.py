@@ -11,7 +11,7 @@ from typing import Any
 import typer
 
 from headrace_cli.console import notice_console
-from headrace_common.errors import Cancelled, ConfigError, HeadraceError
+from headrace_common.errors import Cancelled, ConfigError, HeadraceError, InternalError
 
 EXIT_FAILED = 1
 EXIT_MISCONFIGURED = 2
@@ -40,6 +40,9 @@ def failures_as_exit() -> Iterator[None]:
     except BrokenPipeError:
         sys.stderr.close()
         raise typer.Exit(EXIT_FAILED) from None
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        _fail(InternalError(f"{where}{error.strerror or error}"), EXIT_FAILED)
 
 
 def _fail(error: HeadraceError, status: int) -> None:

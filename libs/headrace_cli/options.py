@@ -9,6 +9,8 @@ import typer
 
 from headrace_common import ports
 
+ROUTER_VARIABLE = "HEADRACE_ENDPOINT"
+REGISTRY_VARIABLE = "HEADRACE_REGISTRY"
 DEFAULT_ROUTER = f"127.0.0.1:{ports.ROUTER}"
 DEFAULT_MODEL = Path("models/SmolLM2-135M-Instruct")
 
@@ -17,13 +19,17 @@ Router = Annotated[
     typer.Option(
         "--router",
         metavar="HOST:PORT",
-        envvar="HEADRACE_ENDPOINT",
+        envvar=ROUTER_VARIABLE,
         help="Router to call, by its address for clients.",
     ),
 ]
 Registry = Annotated[
     str,
-    typer.Option(metavar="HOST:PORT", help="Registry to call; empty means that of `headrace up`."),
+    typer.Option(
+        metavar="HOST:PORT",
+        envvar=REGISTRY_VARIABLE,
+        help="Registry to call; empty means that of `headrace up`.",
+    ),
 ]
 RouterInternal = Annotated[
     str,

@@ -7,7 +7,7 @@ import logging
 import random
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, Unpack
 
 import grpc
 import grpc.aio
@@ -16,7 +16,7 @@ from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from headrace_client.channels import Channels
 from headrace_client.direct import DirectAttempt
 from headrace_client.progress import Progress
-from headrace_client.requests import build_request
+from headrace_client.requests import Message, Sampling, build_request
 from headrace_common.access.credentials import TlsFiles
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError, InternalError, InvalidRequest, WorkerGone
@@ -26,6 +26,7 @@ from headrace_common.rpc.status import error_from_rpc
 _LOG = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT_S: Final = 300.0
+LIST_TIMEOUT_S: Final = 10.0
 _PLAINTEXT: Final = TlsFiles()
 _JITTER_SHARE: Final = 0.25
 # Each decode worker that fails uses one. Then the router completes the answer.
@@ -85,28 +86,32 @@ class Client:
         self,
         prompt: str = "",
         *,
-        messages: Iterable[tuple[str, str]] = (),
+        messages: Iterable[Message] = (),
         tokens: Sequence[int] = (),
         model: str = "",
-        max_tokens: int = 0,
-        temperature: float | None = None,
-        seed: int | None = None,
-        stop: Sequence[str] = (),
+        request_id: str = "",
         tokens_only: bool = False,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        **sampling: Unpack[Sampling],
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        """Streams the answer as `stream` does. The prompt is as for build_request."""
+        """Streams the answer as `stream` does. The prompt and `sampling` are as for build_request."""
         request = build_request(
             prompt,
             messages=messages,
             tokens=tokens,
             model=model,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            seed=seed,
-            stop=stop,
+            request_id=request_id,
+            **sampling,
         )
         return self.stream(request, timeout_s, tokens_only=tokens_only)
+
+    async def models(self, timeout_s: float = LIST_TIMEOUT_S) -> list[inference_pb2.Model]:
+        """The models that at least one decode worker serves. Raises HeadraceError."""
+        with rpc_errors(f"the router on {self._endpoint}", self._hint):
+            listed = await self._stub.ListModels(
+                inference_pb2.ListModelsRequest(), timeout=timeout_s, metadata=self._metadata
+            )
+        return list(listed.models)
 
     async def stream(
         self,
@@ -128,7 +133,8 @@ class Client:
                 return
             except HeadraceError as error:
                 delay_s = _retry_delay_s(error)
-                if not retries_left or delay_s is None:
+                # Only one answer can be continued.
+                if not retries_left or delay_s is None or (request.n > 1 and progress.has_tokens):
                     raise
                 if delay_s >= deadline.remaining_s():
                     raise

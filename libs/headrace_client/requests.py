@@ -2,44 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias, TypedDict, Unpack
 
-from headrace.inference.v1 import inference_pb2, sampling_pb2
+from headrace.inference.v1 import inference_pb2, sampling_pb2, tools_pb2
 from headrace_common.errors import InvalidRequest
+
+Message: TypeAlias = tuple[str, str] | inference_pb2.ChatMessage
+"""(role, content), or a whole message, such as one with tool calls."""
+
+
+class Sampling(TypedDict, total=False):
+    """Fields of SamplingParams, which describes them. None and absent mean its defaults."""
+
+    max_tokens: int | None
+    min_tokens: int | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    repetition_penalty: float | None
+    seed: int | None
+    stop: Sequence[str]
+    stop_token_ids: Sequence[int]
+    include_stop_str_in_output: bool
+    ignore_eos: bool
+    skip_special_tokens: bool | None
+    logprobs: int | None
+    logit_bias: Mapping[int, float]
+    bad_words: Sequence[str]
+    allowed_token_ids: Sequence[int]
+    structured_outputs: sampling_pb2.StructuredOutputs
 
 
 def build_request(
     prompt: str = "",
     *,
-    messages: Iterable[tuple[str, str]] = (),
+    messages: Iterable[Message] = (),
     tokens: Sequence[int] = (),
+    tools: Iterable[tools_pb2.Tool] = (),
     model: str = "",
-    max_tokens: int = 0,
-    temperature: float | None = None,
-    seed: int | None = None,
-    stop: Sequence[str] = (),
     request_id: str = "",
+    n: int = 1,
+    **sampling: Unpack[Sampling],
 ) -> inference_pb2.GenerateRequest:
-    """A request with one prompt: plain text, messages of (role, content) oldest first, or token ids.
+    """A request with one prompt: plain text, messages oldest first, or token ids. `tools` go with messages.
 
-    0 `max_tokens` means what the context leaves. Raises InvalidRequest unless exactly one kind of prompt is given. The
-    router validates the rest.
+    `max_tokens` 0 means what the context leaves, and `n` is the number of answers. Raises InvalidRequest unless exactly
+    one kind of prompt is given, and for values of the wrong type. The router validates the rest.
     """
-    chat = [inference_pb2.ChatMessage(role=role, content=content) for role, content in messages]
+    chat = [_message(message) for message in messages]
     if sum(map(bool, (prompt, chat, tokens))) != 1:
         raise InvalidRequest({"prompt": "give exactly one of a text, messages and tokens"})
-    sampling = sampling_pb2.SamplingParams(stop=stop)
-    if max_tokens:
-        sampling.max_tokens = max_tokens
-    if temperature is not None:
-        sampling.temperature = temperature
-    if seed is not None:
-        sampling.seed = seed
-    request = inference_pb2.GenerateRequest(model=model, sampling=sampling, request_id=request_id)
-    if prompt:
-        request.text = prompt
-    elif chat:
-        request.chat.messages.extend(chat)
-    else:
-        request.tokens.ids.extend(tokens)
+    given = {name: value for name, value in sampling.items() if value is not None}
+    if not given.get("max_tokens"):
+        given.pop("max_tokens", None)
+    try:
+        request = inference_pb2.GenerateRequest(
+            model=model,
+            request_id=request_id,
+            n=n if n != 1 else 0,
+            sampling=sampling_pb2.SamplingParams(**given),  # type: ignore[arg-type]
+        )
+        if prompt:
+            request.text = prompt
+        elif chat:
+            request.chat.messages.extend(chat)
+            request.chat.tools.extend(tools)
+        else:
+            request.tokens.ids.extend(tokens)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest({"request": f"a value has the wrong type: {error}"}) from error
     return request
+
+
+def _message(message: Message) -> inference_pb2.ChatMessage:
+    if isinstance(message, inference_pb2.ChatMessage):
+        return message
+    role, content = message
+    return inference_pb2.ChatMessage(role=role, content=content)

@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from headrace_common.access.credentials import TlsFiles
 from headrace_common.config import (
     WILDCARD_HOSTS,
+    NonNegativeSeconds,
     OptionalHostPort,
     PositiveCount,
     PositiveSeconds,
@@ -61,8 +62,28 @@ class ClientFacingConfig(ServiceConfig):
         default=1_024,
         description="Connections of one host to listen, before idle ones are closed. A proxy is one host.",
     )
+    max_new_connections_per_s: PositiveSeconds = Field(
+        default=50.0,
+        description="Connections to listen that one host may open each second, and twice as many at once. A host that "
+        "opens more is blocked for host_block_s.",
+    )
     max_streams_per_connection: PositiveCount = Field(
         default=1_024, description="RPCs in flight on one connection to listen; more wait."
+    )
+    max_calls_per_caller: PositiveCount = Field(
+        default=2_048,
+        description="RPCs and HTTP requests of one caller in flight, before more are refused. A caller is a tenant, or "
+        "without a known API key a host. A proxy is one host.",
+    )
+    max_rejected_per_s: PositiveSeconds = Field(
+        default=50.0,
+        description="Calls of one caller that may be rejected each second, as invalid or without permission. Beyond it "
+        "further calls wait a second and are refused before their request arrives.",
+    )
+    host_block_s: NonNegativeSeconds = Field(
+        default=30.0,
+        description="Seconds in which a host cannot connect to listen after it has flooded it with calls or "
+        "connections beyond the bounds. 0: never, for proxies without API keys.",
     )
     connection_idle_s: PositiveSeconds = Field(
         default=300.0, description="Seconds without an RPC before a connection to listen is closed."

@@ -23,6 +23,7 @@ MODULES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
             "typer",
             "uvloop",
         ),
+        "bench": ("aiohttp",),
         "registry": (),
         "etcd": ("etcd3", "tenacity"),
         "router": (

@@ -92,6 +92,19 @@ POLICY_TENANTS_MAX: Final = 1_000
 POLICY_TENANT_WEIGHT_MAX: Final = 1_000
 
 
+WRITE_LEASE_S: Final = 5.0
+"""Seconds that a prefill rank may write without a message from decode, unless a setting says otherwise."""
+WRITE_QUARANTINE_S: Final = 15.0
+"""Seconds after the lease in which a transport may end a write that has started, unless a setting says otherwise."""
+
+
+def write_quiet_s(
+    lease_ttl_s: float = WRITE_LEASE_S, quarantine_s: float = WRITE_QUARANTINE_S
+) -> float:
+    """Seconds after a sender was lost until none of its writes can land: see `headrace_kv.handoff.leases`."""
+    return 2 * lease_ttl_s + quarantine_s
+
+
 def limit_violations(layout: layout_pb2.KvLayout) -> dict[str, str]:
     """The remedy for each field beyond its limit, by field path."""
     violations: dict[str, str] = {}

@@ -16,5 +16,9 @@ ROUTER_INTERNAL: Final = 7054
 """`internal_listen` of routers, where a port is fixed."""
 DECODE_CLIENTS: Final = 7055
 """`listen` of decode workers, for look-aside."""
+PAIRS: Final = 7730
+"""`listen` of prefill servers of stock vLLM."""
+PAIR_PROXY: Final = 8000
+"""`headrace pair`: OpenAI HTTP for clients of two servers of stock vLLM."""
 ROUTER_HTTP: Final = 7056
 """`http_listen` of routers: OpenAI HTTP for clients."""

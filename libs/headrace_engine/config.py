@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from headrace_common.access.credentials import Credentials
+from headrace_common.limits import write_quiet_s
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.receive.layer_overlap import OverlapSettings
 from headrace_kv.transport.networks import Networks
@@ -30,7 +31,8 @@ class EngineConfig:
     service and engine processes, for engines with processes; empty picks one. `credentials`:
     what handoff streams present. `overlap_layers`: how many layers may be missing when a
     decode request begins. `admitted`: networks from which hosts may connect to the KV transport at first; None
-    means every host. For GPUs: `gpu_direct` gives RDMA adapters access to their memory, and
+    means every host. `write_quiet_s`: how long bytes of a lost sender may still land.
+    For GPUs: `gpu_direct` gives RDMA adapters access to their memory, and
     `enforce_eager` disables graphs. `gpu_memory_utilization`: share of a GPU's memory for weights, activations and KV
     blocks, where `kv_cache_gib` is 0. `rdma_devices`: RDMA adapters that carry KV; empty means all. `engine_args`:
     further arguments in the syntax of vLLM's command line.
@@ -61,3 +63,4 @@ class EngineConfig:
     engine_args: str = ""
     overlap_layers: OverlapSettings = field(default_factory=OverlapSettings)
     admitted: Networks | None = None
+    write_quiet_s: float = write_quiet_s()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
 from headrace_common.errors import InternalError
 from headrace_engine.prefix.event_publisher import PrefixEventPublisher
@@ -14,6 +15,19 @@ from headrace_kv.receive.local_broadcast import LocalBroadcast
 from headrace_kv.receive.observer import TransferObserver
 from headrace_kv.transport.memory import Memory
 from headrace_kv.transport.networks import Networks
+
+ConstraintKind: TypeAlias = Literal[
+    "json", "json_object", "regex", "choice", "grammar", "structural_tag"
+]
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputs:
+    """The form of an answer, as in sampling.proto. `text` is empty for json_object and for choice."""
+
+    kind: ConstraintKind
+    text: str = ""
+    choices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +45,21 @@ class Sampling:
     max_tokens: int = 1
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
+    min_tokens: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Pairs of a token and the value that is added to its score."""
+    bad_token_sequences: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    """Empty for all."""
+    structured_outputs: StructuredOutputs | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillWork:
     """Compute `token_ids` and send the KV of [target.start_token, target.end_token), up to their end.
 
-    With `sampling` they are the whole prompt, and the first token of its answer is chosen too; max_tokens and the
-    stop tokens are ignored. With target.with_logits they are the whole prompt as well, and the last token's logits
+    With `sampling` they are the whole prompt, and the first token of its answer is chosen too; max_tokens is ignored.
+    With target.with_logits they are the whole prompt as well, and the last token's logits
     are sent. Otherwise they are the prompt without its last token, which decode computes.
     """
 

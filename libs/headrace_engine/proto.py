@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headrace.inference.v1 import sampling_pb2
-from headrace_engine.interface import Sampling, TokenLogprobs
+from headrace_engine.interface import Sampling, StructuredOutputs, TokenLogprobs
 
 
 def sampling_from_proto(
@@ -27,7 +27,25 @@ def sampling_from_proto(
         max_tokens=params.max_tokens,
         stop_token_ids=tuple(stop_token_ids),
         logprobs=params.logprobs if params.HasField("logprobs") else None,
+        min_tokens=params.min_tokens,
+        logit_bias=tuple(sorted(params.logit_bias.items())),
+        bad_token_sequences=tuple(tuple(one.ids) for one in params.bad_token_sequences),
+        allowed_token_ids=tuple(params.allowed_token_ids),
+        structured_outputs=_structured_outputs_from_proto(params.structured_outputs),
     )
+
+
+def _structured_outputs_from_proto(
+    outputs: sampling_pb2.StructuredOutputs,
+) -> StructuredOutputs | None:
+    kind = outputs.WhichOneof("constraint")
+    if kind is None:
+        return None
+    if kind == "json_object":
+        return StructuredOutputs(kind)
+    if kind == "choice":
+        return StructuredOutputs(kind, choices=tuple(outputs.choice.texts))
+    return StructuredOutputs(kind, getattr(outputs, kind))
 
 
 def logprobs_to_proto(logprobs: TokenLogprobs) -> sampling_pb2.TokenLogprobs:

@@ -73,7 +73,7 @@ class ByteCodec(TextCodec):
         text = "\n".join(lines)
         return self.encode(text if continue_final_message else f"{text}\nassistant: ", tokens_max)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         content = b"".join(
             bytes((token_id,)) if token_id < _BYTE_COUNT else _word(token_id - _BYTE_COUNT)
             for token_id in token_ids

@@ -9,13 +9,21 @@ from typing import Any
 
 from headrace_common.errors import InvalidRequest
 from headrace_text.chat_template import ChatTemplate, template_values
-from headrace_text.codec import ChatMessage, TooManyTokens
+from headrace_text.codec import ChatMessage, ToolCall, TooManyTokens
 from headrace_text.control_tokens import ControlTokens, EscapedChat, control_texts, texts_in
 from headrace_text.tokenizing import bounded_ids, encode, make_tokenizer, reject_far_too_long
 
 _NO_TEXT = (
     "has the text of a control token, which this model's tokenizer cannot encode as text; remove it"
 )
+_ANY_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "x",
+        "description": "x",
+        "parameters": {"type": "object", "properties": {"x": {"type": "string"}}, "required": []},
+    },
+}
 
 
 class ChatEncoder:
@@ -94,7 +102,14 @@ class ChatEncoder:
 
     def _frames(self) -> Iterator[str]:
         for roles in (("user",), ("system", "user", "assistant", "user")):
-            messages = [ChatMessage(role, "x") for role in roles]
-            # Some templates reject system messages.
-            with suppress(InvalidRequest):
-                yield self._template.render(template_values(messages), continue_final_message=False)
+            yield from self._frame(template_values([ChatMessage(role, "x") for role in roles]))
+        call = ChatMessage("assistant", "", tool_calls=(ToolCall("x", "x", {"x": "x"}),))
+        result = ChatMessage("tool", "x", name="x", tool_call_id="x")
+        yield from self._frame(
+            template_values([ChatMessage("user", "x"), call, result], [_ANY_TOOL])
+        )
+
+    def _frame(self, values: Mapping[str, Any]) -> Iterator[str]:
+        # Some templates reject system messages or tools.
+        with suppress(InvalidRequest):
+            yield self._template.render(values, continue_final_message=False)

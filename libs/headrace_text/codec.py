@@ -98,10 +98,12 @@ class TextCodec(ABC):
         return self.encode(text)
 
     @abstractmethod
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of the tokens without special tokens. U+FFFD replaces bytes of incomplete characters."""
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of the tokens. U+FFFD replaces bytes of incomplete characters."""
 
-    def decode_step(self, token_ids: Sequence[int]) -> Callable[[int], str | None] | None:
+    def decode_step(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = True
+    ) -> Callable[[int], str | None] | None:
         """A function that takes the tokens after `token_ids` one by one, if the tokenizer has one.
 
         It returns the text that a token completes, or None while a character is incomplete. It may raise any error for

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from headrace_text.codec import TextCodec
 
@@ -20,11 +21,21 @@ class IncrementalDetokenizer:
     incomplete character of the prompt. In these cases, the rest of the completion is decoded in a short window.
     """
 
-    def __init__(self, codec: TextCodec, prompt_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        codec: TextCodec,
+        prompt_token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+    ) -> None:
         context = prompt_token_ids[-_WINDOW_TOKENS:]
-        self._codec = codec
-        self._window = _Window(codec.decode, context)
-        self._step = None if self._window.incomplete else codec.decode_step(context)
+        self._decode = partial(codec.decode, skip_special_tokens=skip_special_tokens)
+        self._window = _Window(self._decode, context)
+        self._step = (
+            None
+            if self._window.incomplete
+            else codec.decode_step(context, skip_special_tokens=skip_special_tokens)
+        )
         self._recent: list[int] = list(context)
         """The tokens of the window with which the step would be continued."""
         self._held_tokens = 0
@@ -71,7 +82,7 @@ class IncrementalDetokenizer:
     def _enter_window(self) -> list[int]:
         """Lets the window follow the text that was returned. Returns the tokens that are held back."""
         held = self._recent[-self._held_tokens :]
-        self._window = _Window(self._codec.decode, self._recent[: -self._held_tokens])
+        self._window = _Window(self._decode, self._recent[: -self._held_tokens])
         self._step = None
         self._recent = []
         return held

@@ -75,12 +75,15 @@ class HuggingFaceCodec(TextCodec):
     def encode_part(self, text: str) -> list[int]:
         return bounded_ids(encode(self._tokenizer, text), None)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
-    def decode_step(self, token_ids: Sequence[int]) -> Callable[[int], str | None] | None:
-        step, tokenizer = DecodeStream(token_ids, skip_special_tokens=True).step, self._tokenizer
+    def decode_step(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = True
+    ) -> Callable[[int], str | None] | None:
+        stream = DecodeStream(token_ids, skip_special_tokens=skip_special_tokens)
+        step, tokenizer = stream.step, self._tokenizer
         return lambda token_id: step(tokenizer, token_id)
 
     def _stop_tokens(

@@ -12,10 +12,13 @@ class StopStringScanner:
     which the text arrives.
     """
 
-    def __init__(self, stop_strings: Sequence[str]) -> None:
-        """`stop_strings` must not contain an empty string."""
+    def __init__(self, stop_strings: Sequence[str], *, keeps_stop: bool = False) -> None:
+        """`stop_strings` must not contain an empty string. `keeps_stop`: the text includes the stop string."""
         self._stop_strings = tuple(stop_strings)
+        self._keeps_stop = keeps_stop
         self._held = ""
+        self._ignored = 0
+        """First characters of `_held` in which no stop string ends the text."""
         self._stopped = False
 
     @property
@@ -23,18 +26,25 @@ class StopStringScanner:
         """Whether a stop string is complete."""
         return self._stopped
 
-    def scan(self, text: str) -> str:
-        """The text, including text held back before, that cannot be part of a stop string any more."""
+    def scan(self, text: str, *, may_stop: bool = True) -> str:
+        """The text, including text held back before, that cannot be part of a stop string any more.
+
+        Without `may_stop`, a stop string that ends in `text` does not count.
+        """
         if not self._stop_strings:
             return text
         pending = self._held + text
+        if not may_stop:
+            self._ignored = len(pending)
         match = self._first_match(pending)
         if match is not None:
             self._stopped = True
             self._held = ""
-            return pending[: match[1]]
+            end, start = match
+            return pending[: end if self._keeps_stop else start]
         keep = self._prefix_length(pending)
         self._held = pending[len(pending) - keep :]
+        self._ignored = max(0, self._ignored - (len(pending) - keep))
         return pending[: len(pending) - keep]
 
     def flush(self) -> str:
@@ -47,7 +57,7 @@ class StopStringScanner:
         found = [
             (start + len(stop), start)
             for stop in self._stop_strings
-            if (start := text.find(stop)) >= 0
+            if (start := text.find(stop, max(0, self._ignored - len(stop) + 1))) >= 0
         ]
         return min(found, default=None)
 

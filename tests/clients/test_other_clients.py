@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
 from tests.suite.deployment import suite
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,6 +56,38 @@ async def test_a_node_client_chats(tmp_path: Path) -> None:
         status, _, err = await run("node", str(NODE_CLIENT / "chat.mjs"), endpoint, "Hello", "0")
         assert status == 1
         assert "INVALID_ARGUMENT: sampling.max_tokens" in err
+
+
+@pytest.mark.node
+@pytest.mark.skipif(
+    not (NODE_CLIENT / "node_modules/openai").is_dir() or shutil.which("node") is None,
+    reason="the Node client is not installed: make setup",
+)
+async def test_openais_node_client_uses_what_it_offers(tmp_path: Path) -> None:
+    listen = f"127.0.0.1:{free_port()}"
+    async with suite(tmp_path, settings=(("router", "http_listen", listen),)) as it:
+        status, out, err = await run("node", str(NODE_CLIENT / "openai.mjs"), f"http://{listen}/v1")
+        assert status == 0, err
+        found = json.loads(out)
+        assert found["models"] == ["sim"]
+        text = found["chat"]["choices"][0]["message"]["content"]
+        assert text
+        assert found["streamed"] == text
+        assert found["usage"]["completion_tokens"] == 12
+        choices = found["choices"]["choices"]
+        assert len({choice["message"]["content"] for choice in choices}) == 3
+        assert all(len(choice["logprobs"]["content"]) == 12 for choice in choices)
+        call = found["calls"]["message"]["tool_calls"][0]["function"]
+        assert call["name"] == "weather"
+        assert set(json.loads(call["arguments"])) == {"city", "days"}
+        assert found["calls"]["finish_reason"] == "tool_calls"
+        assert set(json.loads(found["json"]["choices"][0]["message"]["content"])) == {
+            "city",
+            "days",
+        }
+        assert found["aborted"]
+        assert found["error"] == {"status": 400, "param": "temperature", "code": "invalid_field"}
+        await it.wait_empty("decode-0")
 
 
 @pytest.mark.node

@@ -3,7 +3,8 @@
 python -m tests.security.connection_attacker HOST:PORT SOURCE_ADDRESS KIND COUNT
 
 KIND is `silent`, `http2`, or the path of an RPC. With a path, each connection opens that many streams as the server
-allows, and sends no message. A connection that the server closes is opened again. Prints "ready" once all were opened.
+allows, and sends no message. A connection that the server closes is opened again. Prints "ready" once all were opened,
+or the server accepts no more.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ def main(endpoint: str, source: str, kind: str, count: str) -> None:
     target = (host, int(port))
     selector = selectors.DefaultSelector()
     held = attempts = 0
+    ready = False
     while True:
         if held < int(count):
             connection = _opened(target, source, kind)
@@ -66,7 +68,8 @@ def main(endpoint: str, source: str, kind: str, count: str) -> None:
             else:
                 held += 1
                 selector.register(connection, selectors.EVENT_READ)
-            if attempts == int(count):
+            if not ready and (connection is None or attempts == int(count)):
+                ready = True
                 print("ready", flush=True)
         for key, _ in selector.select(0 if held < int(count) else 0.1):
             assert isinstance(key.fileobj, socket.socket)

@@ -93,6 +93,25 @@ async def test_an_attacker_with_many_connections_or_streams_stops_no_other_clien
         await open_before
 
 
+@pytest.mark.timeout(240)
+async def test_a_flood_of_streams_that_are_opened_again_and_again_blocks_its_host(
+    tmp_path: Path,
+) -> None:
+    """A thousand connections with a hundred streams each. All bounds have their defaults."""
+    async with suite(tmp_path) as it:
+        router = it.child("router")
+        assert await joined(it.channel)
+        async with attacking(router.client_endpoint, _GENERATE, 1_000):
+            for seed in range(4 * _ANSWERS):
+                prompt = prompt_of(40, seed)
+                begin_s = time.monotonic()
+                answer = await it.generate(prompt, 4, timeout_s=_ANSWER_S)
+                assert answer.token_ids == it.expected(prompt, 4)
+                print(f"flood: answered after {time.monotonic() - begin_s:.3f} s")
+        log = router.spec.log_file.read_text()
+        assert "blocked 127.0.0.2: it floods this process" in log
+
+
 async def joined(channel: grpc.aio.Channel) -> bool:
     """Whether a channel reaches its server."""
     try:

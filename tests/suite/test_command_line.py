@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -152,12 +153,51 @@ async def test_chat_workers_and_trace_find_the_deployment_of_up(tmp_path: Path) 
         assert "layer 1 " not in folded.out
         many = await headrace("trace", "--list", "5", "--router", router)
         assert trace_id in many.out
+        await every_answer_is_a_document(router, trace_id)
+        await a_watch_goes_on_until_ctrl_c(router)
         unknown = await headrace("trace", "nobody", "--router", router, "--wait", "0")
         assert unknown.status == 1
         assert len(unknown.err.splitlines()) == 1
         process.send_signal(signal.SIGINT)
         assert await asyncio.wait_for(process.wait(), 40) == 0
     assert processes_in(tmp_path / "logs") == []
+
+
+async def every_answer_is_a_document(router: str, trace_id: str) -> None:
+    asked = {
+        ("chat", "Hello", "--max-tokens", "2"): "headrace.chat.v1",
+        ("route", "Hello"): "headrace.route.v1",
+        ("workers",): "headrace.workers.v1",
+        ("reset-cache", "decode-0"): "headrace.reset-cache.v1",
+        ("trace", trace_id): "headrace.trace.v1",
+        ("trace", "--list", "3"): "headrace.traces.v1",
+        ("policy", "get"): "headrace.policy.v1",
+    }
+    for arguments, schema in asked.items():
+        told = await headrace(*arguments, "--router", router, "--json")
+        assert told.status == 0, told.err
+        assert json.loads(told.out)["schema"] == schema
+        assert not told.err
+        if arguments == ("trace", trace_id):
+            assert json.loads(told.out)["trace_id"] == trace_id
+
+
+async def a_watch_goes_on_until_ctrl_c(router: str) -> None:
+    watch = await asyncio.create_subprocess_exec(
+        *COMMAND,
+        *("workers", "--watch", "--json", "--interval", "0.1", "--router", router),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert watch.stdout is not None
+    for _ in range(2):
+        line = await asyncio.wait_for(watch.stdout.readline(), 30)
+        members = json.loads(line)["members"]
+        assert [one["id"] for one in members] == ["router-0", "prefill-0", "decode-0", "decode-1"]
+        assert {one["state"] for one in members[1:]} == {"serving"}
+    watch.send_signal(signal.SIGINT)
+    _, err = await asyncio.wait_for(watch.communicate(), 20)
+    assert (watch.returncode, err) == (130, b"")
 
 
 async def test_a_drained_worker_exits_and_the_others_keep_serving(tmp_path: Path) -> None:
@@ -191,7 +231,7 @@ async def test_killing_up_ends_every_service(tmp_path: Path) -> None:
 
 async def test_up_ends_and_prints_the_log_of_a_dead_worker(tmp_path: Path) -> None:
     folder = tmp_path / "logs"
-    async with up(folder, "--port", "0") as process:
+    async with up(folder, "--port", "0", "--no-restart") as process:
         assert process.stderr is not None
         os.kill(processes_in(folder, "headrace_decode")[0], signal.SIGKILL)
         told = (await asyncio.wait_for(process.stderr.read(), 40)).decode()
@@ -199,6 +239,34 @@ async def test_up_ends_and_prints_the_log_of_a_dead_worker(tmp_path: Path) -> No
     assert "decode-0 was killed by signal 9" in told
     assert "Traceback" not in told
     await wait_none_in(folder)
+
+
+async def test_up_repairs_a_killed_worker_and_refuses_a_second_up(tmp_path: Path) -> None:
+    folder, port = tmp_path / "logs", free_port()
+    heads = ("--set", "prefill.model=sim:heads=3", "--set", "decode.model=sim:heads=6")
+    async with up(folder, "--port", str(port), *heads) as process:
+        assert process.stderr is not None
+        shown = (await asyncio.wait_for(process.stderr.readline(), 20)).decode()
+        assert "prefill-0 cannot hand KV over to decode-0" in shown
+        assert "head_count (3 != 6)" in shown
+        before = (folder / "router.log").read_bytes()
+        assert b"head_count (3 != 6)" in before
+        for arguments in (("--port", str(port)), ("--port", "0", "--logs", str(folder))):
+            second = await headrace("up", "--engine", "sim", *arguments)
+            assert second.status == 2
+            assert f"process {process.pid}, router 127.0.0.1:{port}" in second.err
+        assert (folder / "router.log").read_bytes().startswith(before)
+        os.kill(processes_in(folder, "headrace_decode")[0], signal.SIGKILL)
+        told = [(await asyncio.wait_for(process.stderr.readline(), 40)).decode() for _ in "12"]
+        assert "decode-0 was killed by signal 9; it starts again in 1 s" in told[0]
+        assert "decode-0 serves again on 127.0.0.1:" in told[1]
+        answered = await headrace("chat", "Hello", "--router", f"127.0.0.1:{port}")
+        assert answered.status == 0, answered.err
+        assert answered.out.isascii()
+        process.send_signal(signal.SIGINT)
+        assert await asyncio.wait_for(process.wait(), 40) == 0
+    assert "it starts again" in (folder / "decode-0.log").read_text()
+    assert processes_in(folder) == []
 
 
 @pytest.mark.parametrize(
@@ -209,7 +277,7 @@ async def test_up_ends_and_prints_the_log_of_a_dead_worker(tmp_path: Path) -> No
         (("up", "--engine", "sim", "--tensor-parallel", "x"), "write N"),
         (("up", "--engine", "sim", "--port", "0", "--set", "decode.model=sim:layers=0"), "layers"),
         (("up", "--engine", "sim", "--port", "0", "--set", "router.nonsense=1"), "nonsense"),
-        (("up", "--model", "/nowhere"), "not a model folder"),
+        (("up", "--model", "/nowhere"), "make model"),
     ],
 )
 async def test_a_failed_start_prints_one_line_and_exits_with_2(
@@ -243,7 +311,7 @@ async def test_an_unreachable_router_is_reported_in_one_line() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["up", "demo", "chat", "workers", "drain", "reset-cache", "trace"]
+    "command", ["up", "demo", "chat", "workers", "drain", "reset-cache", "trace", "doctor"]
 )
 async def test_every_command_has_help_with_examples(command: str) -> None:
     shown = await headrace(command, "--help")

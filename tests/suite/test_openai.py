@@ -6,11 +6,14 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import openai
+import pydantic
 import pytest
+from openai.types.chat import ChatCompletionMessage, ChatCompletionMessageFunctionToolCall
 
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from tests.ports import free_port
@@ -122,6 +125,88 @@ async def test_choices_are_those_of_their_seeds_and_logprobs_name_the_text(tmp_p
                 "".join(token.token for token in choice.logprobs.content) == choice.message.content
             )
             assert all(len(token.top_logprobs) == 2 for token in choice.logprobs.content)
+
+
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+                "required": ["city", "days"],
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "now"}},
+]
+NAMED: Any = {"type": "function", "function": {"name": "weather"}}
+
+
+class Answer(pydantic.BaseModel):
+    """The form of an answer, as users of the official client write it."""
+
+    city: str
+    days: int
+
+
+def the_call(message: ChatCompletionMessage) -> ChatCompletionMessageFunctionToolCall:
+    """The only call of a message."""
+    (call,) = message.tool_calls or ()  # type: ignore[misc]
+    assert isinstance(call, ChatCompletionMessageFunctionToolCall)
+    return call
+
+
+async def test_tools_are_called_and_forms_are_kept(tmp_path: Path) -> None:
+    parsers = (("router", "tool_call_parser", "hermes"), ("router", "reasoning_parser", "qwen3"))
+    async with served(tmp_path, *parsers) as (_, client):
+        ask = partial(client.chat.completions.create, model="sim", tools=TOOLS)
+        for choice in ("required", NAMED):
+            answer = await ask(messages=MESSAGES, tool_choice=choice)
+            call = the_call(answer.choices[0].message)
+            assert call.function.name == "weather"
+            assert Answer.model_validate_json(call.function.arguments).city
+            reason = "tool_calls" if choice == "required" else "stop"
+            assert answer.choices[0].finish_reason == reason
+        # The simulated model writes the first of the choices.
+        text = '<think>Hm.</think>Well. <tool_call>{"name": "now", "arguments": {"a": "é"}}</tool_call>'
+        forced = {"structured_outputs": {"choice": [text]}}
+        answer = await ask(messages=MESSAGES, extra_body=forced)
+        message = answer.choices[0].message
+        call = the_call(message)
+        assert (message.content, message.model_extra) == ("Well. ", {"reasoning_content": "Hm."})
+        assert (call.function.name, call.function.arguments) == ("now", '{"a": "é"}')
+        # The client's helper puts the deltas together, and the call is sent back with its result.
+        async with client.chat.completions.stream(
+            model="sim", tools=TOOLS, messages=MESSAGES, extra_body=forced
+        ) as stream:
+            streamed = (await stream.get_final_completion()).choices[0]
+        again = the_call(streamed.message)
+        assert (again.function.name, again.function.arguments) == ("now", '{"a": "é"}')
+        assert (streamed.message.content, streamed.finish_reason) == ("Well. ", "tool_calls")
+        result = {"role": "tool", "tool_call_id": call.id, "content": "noon"}
+        after = await ask(messages=[*MESSAGES, message, result], tool_choice="none", max_tokens=4)
+        # A text without a closing tag is reasoning.
+        assert after.choices[0].message.content is None
+        assert (after.choices[0].message.model_extra or {})["reasoning_content"]
+        parsed = await client.chat.completions.parse(
+            model="sim", messages=MESSAGES, response_format=Answer
+        )
+        assert isinstance(parsed.choices[0].message.parsed, Answer)
+
+
+async def test_tools_without_a_parser_name_the_setting(tmp_path: Path) -> None:
+    async with served(tmp_path) as (_, client):
+        with pytest.raises(openai.BadRequestError, match="tool_call_parser") as wrong:
+            await client.chat.completions.create(model="sim", messages=MESSAGES, tools=TOOLS)
+        assert wrong.value.param == "tool_choice"
+        bad: Any = [{"type": "function", "function": {"name": "not a name"}}]
+        with pytest.raises(openai.BadRequestError) as wrong:
+            await client.chat.completions.create(
+                model="sim", messages=MESSAGES, tools=bad, tool_choice="required"
+            )
+        assert wrong.value.param == "tools[0].function.name"
 
 
 async def test_a_closed_connection_frees_the_blocks(tmp_path: Path) -> None:

@@ -157,3 +157,9 @@ def test_a_row_without_a_test_is_found() -> None:
         f"## Two\n\n| a | b |\n|---|---|\n| 5 | 6 |\n\n## Three\n\n| a |\n|---|\n| 7 |\n\n{cited}\n"
     )
     assert list(untested_rows(text)) == ["| 2 | |", "| 8 | `test_none` |", "| 5 | 6 |"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_command_runs_a_package_that_is_not_installed(page: Path) -> None:
+    """Before `make setup`, npx would fetch an unrelated package of the same name."""
+    assert not re.search(r"\bnpx\b", page.read_text(encoding="utf-8"))

@@ -67,7 +67,7 @@ def run_job() -> RunJob:
 
     def run(job: str, *, model: str, **arguments: object) -> dict[str, Any]:
         if not Path("models", model).is_dir():
-            pytest.skip(f"the model folder models/{model} is missing: make setup")
+            pytest.skip(f"the model folder models/{model} is missing: make test-vllm makes it")
         return jobs.run_job(job, model=f"models/{model}", **arguments)
 
     return run
@@ -77,7 +77,7 @@ def run_job() -> RunJob:
 async def pair() -> AsyncIterator[Pair]:
     """Engines that all tests of the package share."""
     if not MODEL.is_dir():
-        pytest.skip(f"the model folder {MODEL} is missing: make setup")
+        pytest.skip(f"the model folder {MODEL} is missing: make model")
     with warnings.catch_warnings():
         # vLLM's imports warn.
         warnings.simplefilter("ignore")

@@ -38,7 +38,7 @@ asyncio.run(main())
 def service(tmp_path: Path) -> subprocess.Popen[str]:
     """A process with an engine, once that has started."""
     if not MODEL.is_dir():
-        pytest.skip(f"the model folder {MODEL} is missing: make setup")
+        pytest.skip(f"the model folder {MODEL} is missing: make model")
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "TMPDIR": str(tmp_path),

@@ -33,7 +33,7 @@ REQUESTS = 10
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(280),
-    pytest.mark.skipif(not MODEL.is_dir(), reason="the model is not there: make setup"),
+    pytest.mark.skipif(not MODEL.is_dir(), reason="the model is not there: make model"),
 ]
 
 

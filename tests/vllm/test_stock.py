@@ -34,7 +34,7 @@ pytestmark = [
     pytest.mark.long,
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.timeout(480),
-    pytest.mark.skipif(not MODEL.is_dir(), reason="the model is not there: make setup"),
+    pytest.mark.skipif(not MODEL.is_dir(), reason="the model is not there: make model"),
 ]
 
 QUICK = {

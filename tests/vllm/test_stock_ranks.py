@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.long,
     pytest.mark.timeout(480),
-    pytest.mark.skipif(not MODEL.is_dir(), reason="the model is not there: make setup"),
+    pytest.mark.skipif(not MODEL.is_dir(), reason="the model is not there: make model"),
 ]
 
 

@@ -9,13 +9,16 @@ from typing import Annotated
 
 import typer
 
-from headrace.inference.v1 import inference_pb2
+from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_cli.client import RouterClient, chat_request, open_router
 from headrace_cli.console import notice_console
+from headrace_cli.contexts.choice import AddressedCommand
 from headrace_cli.exit_status import failures_as_exit, run_command
+from headrace_cli.json_output import Json, print_record
 from headrace_cli.options import DEFAULT_ROUTER, MaxTokens, RequestModel, Router, SystemMessage
+from headrace_cli.records import ChatRecord
 from headrace_common.durations import seconds_from_duration
-from headrace_common.errors import InternalError
+from headrace_common.errors import ConfigError, InternalError
 
 EXIT_WORDS = ("/exit", "/quit")
 
@@ -49,8 +52,9 @@ class ChatAnswer:
 def register(app: typer.Typer) -> None:
     """Adds `headrace chat`."""
     app.command(
+        cls=AddressedCommand,
         epilog="Examples:  headrace chat   |   headrace chat 'Why is the sky blue?' --max-tokens 80   |   "
-        "echo Hello | headrace chat"
+        "echo Hello | headrace chat",
     )(chat)
 
 
@@ -63,27 +67,36 @@ def chat(
     temperature: Temperature = None,
     seed: Seed = None,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that an answer may take.")] = 300,
+    as_json: Json = False,
 ) -> None:
     """Runs one prompt, or without a prompt a conversation."""
     options = ChatOptions(model, max_tokens, temperature, seed, system, timeout)
 
     async def work() -> None:
         async with open_router(router) as client:
-            answer = await chat_once(client, prompt, options)
-            if sys.stderr.isatty():
+            answer = await chat_once(client, prompt, options, show=not as_json)
+            if as_json:
+                print_record(chat_record(answer))
+            elif sys.stderr.isatty():
                 notice_console().print(summary(answer), style="dim")
 
     if prompt:
         run_command(work())
-    else:
-        with failures_as_exit():
-            converse(router, options)
+        return
+    with failures_as_exit():
+        if as_json:
+            raise ConfigError("--json answers one prompt: give PROMPT")
+        converse(router, options)
 
 
 async def ask(
-    router: RouterClient, messages: list[tuple[str, str]], options: ChatOptions
+    router: RouterClient,
+    messages: list[tuple[str, str]],
+    options: ChatOptions,
+    *,
+    show: bool = True,
 ) -> ChatAnswer:
-    """Sends a conversation and writes the answer to stdout as it arrives.
+    """Sends a conversation. With `show`, writes the answer to stdout as it arrives.
 
     Raises InternalError when the answer ends without a finish reason.
     """
@@ -100,19 +113,23 @@ async def ask(
     async for response in router.generate(request, options.timeout_s):
         trace_id = trace_id or response.trace_id
         text.append(response.text)
-        sys.stdout.write(response.text)
-        sys.stdout.flush()
+        if show:
+            sys.stdout.write(response.text)
+            sys.stdout.flush()
         last = response
-    sys.stdout.write("\n")
-    sys.stdout.flush()
+    if show:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
     if not last.finish_reason:
         raise InternalError("the answer ended without a finish reason")
     return ChatAnswer("".join(text), trace_id, last)
 
 
-async def chat_once(router: RouterClient, prompt: str, options: ChatOptions) -> ChatAnswer:
+async def chat_once(
+    router: RouterClient, prompt: str, options: ChatOptions, *, show: bool = True
+) -> ChatAnswer:
     """Runs one prompt."""
-    return await ask(router, [*_opening(options), ("user", prompt)], options)
+    return await ask(router, [*_opening(options), ("user", prompt)], options, show=show)
 
 
 def converse(endpoint: str, options: ChatOptions) -> None:
@@ -159,6 +176,27 @@ def summary(answer: ChatAnswer) -> str:
     return (
         f"{usage.prompt_tokens} + {usage.completion_tokens} tokens, first after {first_ms:.0f} ms, "
         f"all after {total_s:.1f} s, {path}; {usage.transferred_tokens} tokens' KV transferred"
+    )
+
+
+def chat_record(answer: ChatAnswer) -> ChatRecord:
+    """A complete answer for programs."""
+    last, usage, timing = answer.last, answer.last.usage, answer.last.timing
+    reason = sampling_pb2.FinishReason.Name(last.finish_reason)
+    return ChatRecord(
+        text=answer.text,
+        finish_reason=reason.removeprefix("FINISH_REASON_").lower(),
+        request_id=last.request_id,
+        trace_id=answer.trace_id,
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        decode_cached_tokens=usage.decode_cached_tokens,
+        transferred_tokens=usage.transferred_tokens,
+        time_to_first_token_s=seconds_from_duration(timing.time_to_first_token),
+        total_s=seconds_from_duration(timing.total),
+        prefill_worker=timing.prefill_worker_id or None,
+        decode_worker=timing.decode_worker_id or None,
+        attempts=timing.attempts,
     )
 
 

@@ -13,13 +13,16 @@ from rich.text import Text
 
 from headrace_cli.client import list_members
 from headrace_cli.console import answer_console, notice_console
+from headrace_cli.contexts.choice import AddressedCommand
 from headrace_cli.doctor.credentials import check_credentials
 from headrace_cli.doctor.finding import Finding, Verdict
 from headrace_cli.doctor.firewall import Surroundings, check_rules, rule_set
-from headrace_cli.doctor.members import check_members, find_members
+from headrace_cli.doctor.members import check_members, check_pairs, find_members
 from headrace_cli.doctor.this_host import check_host
 from headrace_cli.exit_status import EXIT_FAILED, run_command
+from headrace_cli.json_output import Json, print_record
 from headrace_cli.options import DEFAULT_ROUTER, Registry, Router
+from headrace_cli.records import DoctorRecord, FindingRecord
 from headrace_cli.up.state import find_registry
 from headrace_common.errors import NotFound
 
@@ -29,8 +32,9 @@ _STYLES: Final = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.ERROR:
 def register(app: typer.Typer) -> None:
     """Adds `headrace doctor`."""
     app.command(
+        cls=AddressedCommand,
         epilog="Examples:  headrace doctor   |   headrace doctor --registry 10.0.0.1:7051 --firewall --host 10.0.0.7 "
-        "--operator 10.0.9.0/24 > headrace.nft"
+        "--operator 10.0.9.0/24 > headrace.nft",
     )(doctor)
 
 
@@ -65,6 +69,7 @@ def doctor(
     etcd: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="With --firewall: the registry's etcd.")
     ] = "",
+    as_json: Json = False,
 ) -> None:
     """Checks credentials, members, clocks, ports and the kernel. Exit status 1 when there is an error."""
 
@@ -84,7 +89,10 @@ def doctor(
             typer.echo(rules, nl=False)
             return
         findings = await examine(registry, router)
-        answer_console().print(_table(findings))
+        if as_json:
+            print_record(doctor_record(findings))
+        else:
+            answer_console().print(_table(findings))
         if any(finding.verdict is Verdict.ERROR for finding in findings):
             raise typer.Exit(EXIT_FAILED)
 
@@ -104,7 +112,18 @@ async def examine(registry: str, router: str) -> list[Finding]:
             *check_host(),
         ]
     members, about_registry = await find_members(found)
-    return [*findings, *about_registry, *await check_members(members), *check_host()]
+    about_members = [*await check_members(members), *check_pairs(members)]
+    return [*findings, *about_registry, *about_members, *check_host()]
+
+
+def doctor_record(findings: Sequence[Finding]) -> DoctorRecord:
+    """The findings for programs."""
+    return DoctorRecord(
+        [
+            FindingRecord(str(one.verdict), one.subject, one.detail, one.remedy or None)
+            for one in findings
+        ]
+    )
 
 
 def _table(findings: Sequence[Finding]) -> Table:

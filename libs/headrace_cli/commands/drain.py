@@ -13,9 +13,13 @@ from rich.console import Console
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_cli.client import CALL_TIMEOUT_S, call_channel, list_members, rpc_errors
+from headrace_cli.completion import complete_workers
 from headrace_cli.console import answer_console
+from headrace_cli.contexts.choice import AddressedCommand
 from headrace_cli.exit_status import run_command
+from headrace_cli.json_output import Json, print_record
 from headrace_cli.options import DEFAULT_ROUTER, Registry, Router
+from headrace_cli.records import DrainRecord
 from headrace_cli.up.state import find_registry
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_seconds, seconds_from_duration
@@ -31,12 +35,18 @@ _ENGINE_STOP_S = 10.0
 def register(app: typer.Typer) -> None:
     """Adds `headrace drain`."""
     app.command(
-        epilog="Examples:  headrace drain decode-0   |   headrace drain prefill-1 --grace 120 --no-wait"
+        cls=AddressedCommand,
+        epilog="Examples:  headrace drain decode-0   |   headrace drain prefill-1 --grace 120 --no-wait",
     )(drain)
 
 
 def drain(
-    worker: Annotated[str, typer.Argument(help="Its id, as `headrace workers` shows it.")],
+    worker: Annotated[
+        str,
+        typer.Argument(
+            help="Its id, as `headrace workers` shows it.", autocompletion=complete_workers
+        ),
+    ],
     router: Router = DEFAULT_ROUTER,
     registry: Registry = "",
     grace: Annotated[
@@ -51,20 +61,24 @@ def drain(
     wait: Annotated[
         bool, typer.Option("--wait/--no-wait", help="Return when the worker has ended, or at once.")
     ] = True,
+    as_json: Json = False,
 ) -> None:
     """Ends a worker as SIGTERM does: it rejects new requests, finishes those it has, and exits."""
 
     async def work() -> None:
         found = registry or find_registry(router)
-        await drain_worker(found, worker, grace, wait=wait, console=answer_console())
+        console = None if as_json else answer_console()
+        record = await drain_worker(found, worker, grace, wait=wait, console=console)
+        if as_json:
+            print_record(record)
 
     run_command(work())
 
 
 async def drain_worker(
-    registry: str, worker_id: str, grace_s: float | None, *, wait: bool, console: Console
-) -> None:
-    """Drains a worker. With `wait`, returns when it has ended.
+    registry: str, worker_id: str, grace_s: float | None, *, wait: bool, console: Console | None
+) -> DrainRecord:
+    """Drains a worker. With `wait`, returns when it has ended. Shows its steps on `console`.
 
     Raises NotFound for an id that no worker has, DeadlineExceeded when it does not end.
     """
@@ -78,12 +92,15 @@ async def drain_worker(
                 request, timeout=CALL_TIMEOUT_S
             )
         remaining_s = seconds_from_duration(begun.remaining)
-        console.print(
-            f"{worker_id} drains: {begun.request_count} requests in flight, up to {remaining_s:.0f} s"
-        )
+        if console is not None:
+            console.print(
+                f"{worker_id} drains: {begun.request_count} requests in flight, up to {remaining_s:.0f} s"
+            )
         if wait:
             await _wait_gone(channel, worker_id, remaining_s + DRAIN_OVERRUN_MAX_S + _ENGINE_STOP_S)
-            console.print(f"{worker_id} has ended")
+            if console is not None:
+                console.print(f"{worker_id} has ended")
+    return DrainRecord(worker_id, begun.request_count, remaining_s, ended=wait)
 
 
 async def _find(registry: str, worker_id: str) -> registry_pb2.Member:

@@ -8,6 +8,7 @@ import typer
 
 from headrace_cli.exit_status import run_command
 from headrace_cli.pair.proxy import Listening, run_pair
+from headrace_common import ports
 
 
 def register(app: typer.Typer) -> None:
@@ -26,9 +27,11 @@ def pair(
     ],
     pair_address: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="The prefill server's `listen` setting.")
-    ] = "127.0.0.1:7730",
+    ] = f"127.0.0.1:{ports.PAIRS}",
     host: Annotated[str, typer.Option(help="Host to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8000,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on.")
+    ] = ports.PAIR_PROXY,
     timeout: Annotated[float, typer.Option(min=0.001, help="Most seconds of a request.")] = 600.0,
     transfer_timeout: Annotated[
         float, typer.Option(min=0.001, help="Seconds after which decode prefills by itself.")

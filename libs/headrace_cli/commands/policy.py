@@ -13,13 +13,17 @@ from google.protobuf.duration_pb2 import Duration
 from rich import box
 from rich.table import Table
 
+from headrace.inference.v1.first_token_pb2 import FirstTokenPolicy
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
 from headrace_cli.client import CALL_TIMEOUT_S, call_channel, rpc_errors
 from headrace_cli.console import answer_console
+from headrace_cli.contexts.choice import AddressedCommand
 from headrace_cli.exit_status import run_command
+from headrace_cli.json_output import Json, print_record
 from headrace_cli.options import DEFAULT_ROUTER, Registry, Router
+from headrace_cli.records import PolicyRecord
 from headrace_cli.up.state import find_registry
-from headrace_common.durations import duration_from_seconds
+from headrace_common.durations import duration_from_seconds, seconds_from_duration
 from headrace_common.errors import ConfigError
 
 _FIELDS = registry_pb2.Policy.DESCRIPTOR.fields_by_name
@@ -30,9 +34,12 @@ def register(app: typer.Typer) -> None:
     policy_app = typer.Typer(
         no_args_is_help=True, help="Shows and changes the policy that all routers follow."
     )
-    policy_app.command("get", epilog="Example:  headrace policy get")(get_policy)
+    policy_app.command("get", cls=AddressedCommand, epilog="Example:  headrace policy get")(
+        get_policy
+    )
     policy_app.command(
         "set",
+        cls=AddressedCommand,
         epilog="Examples:  headrace policy set local_prefill_max_tokens=256 temperature=0.2   |   "
         "headrace policy set max_queue_wait=2s   |   headrace policy set tenant_weights.batch=0.5   |   "
         "headrace policy set temperature=",
@@ -40,11 +47,13 @@ def register(app: typer.Typer) -> None:
     app.add_typer(policy_app, name="policy")
 
 
-def get_policy(router: Router = DEFAULT_ROUTER, registry: Registry = "") -> None:
+def get_policy(
+    router: Router = DEFAULT_ROUTER, registry: Registry = "", as_json: Json = False
+) -> None:
     """Shows the policy in force."""
 
     async def work() -> None:
-        answer_console().print(await show_policy(registry or find_registry(router)))
+        _show(await read_policy(registry or find_registry(router)), as_json=as_json)
 
     run_command(work())
 
@@ -56,23 +65,23 @@ def change_policy(
     ],
     router: Router = DEFAULT_ROUTER,
     registry: Registry = "",
+    as_json: Json = False,
 ) -> None:
     """Changes the named fields; every router follows within a second."""
 
     async def work() -> None:
-        answer_console().print(await set_policy(registry or find_registry(router), changes))
+        _show(await set_policy(registry or find_registry(router), changes), as_json=as_json)
 
     run_command(work())
 
 
-async def show_policy(registry: str) -> Table:
-    """The policy in force, a row for each field."""
+async def read_policy(registry: str) -> registry_pb2.GetPolicyResponse:
+    """The policy in force and its revision."""
     async with call_channel(registry) as channel:
-        response = await _get(registry_pb2_grpc.RegistryServiceStub(channel), registry)
-    return policy_table(response.policy)
+        return await _get(registry_pb2_grpc.RegistryServiceStub(channel), registry)
 
 
-async def set_policy(registry: str, changes: Sequence[str]) -> Table:
+async def set_policy(registry: str, changes: Sequence[str]) -> registry_pb2.GetPolicyResponse:
     """Changes the named fields, keeps the others, and returns the new policy.
 
     Raises ConfigError for an unknown field or a value that cannot be parsed. Raises InvalidRequest for a value that
@@ -87,7 +96,35 @@ async def set_policy(registry: str, changes: Sequence[str]) -> Table:
         request = registry_pb2.SetPolicyRequest(policy=policy, expected_revision=current.revision)
         with rpc_errors(f"the registry on {registry}"):
             await stub.SetPolicy(request, timeout=CALL_TIMEOUT_S)
-        return policy_table((await _get(stub, registry)).policy)
+        return await _get(stub, registry)
+
+
+def _show(response: registry_pb2.GetPolicyResponse, *, as_json: bool) -> None:
+    if as_json:
+        print_record(policy_record(response))
+    else:
+        answer_console().print(policy_table(response.policy))
+
+
+def policy_record(response: registry_pb2.GetPolicyResponse) -> PolicyRecord:
+    """The policy for programs."""
+    policy = response.policy
+    first_token = FirstTokenPolicy.Name(policy.first_token)
+    first_token = first_token.removeprefix("FIRST_TOKEN_POLICY_").lower()
+    return PolicyRecord(
+        revision=response.revision,
+        local_prefill_max_tokens=policy.local_prefill_max_tokens,
+        retry_budget=policy.retry_budget if policy.HasField("retry_budget") else None,
+        overlap_weight=policy.overlap_weight if policy.HasField("overlap_weight") else None,
+        temperature=policy.temperature,
+        max_queue_wait_s=(
+            seconds_from_duration(policy.max_queue_wait)
+            if policy.HasField("max_queue_wait")
+            else None
+        ),
+        tenant_weights=dict(policy.tenant_weights),
+        first_token=None if first_token == "unspecified" else first_token,
+    )
 
 
 def apply_change(policy: registry_pb2.Policy, change: str) -> None:

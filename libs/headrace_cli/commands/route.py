@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from typing import Annotated
 
 import typer
-from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -17,8 +16,10 @@ from headrace_cli.client import (
     open_router_internally,
 )
 from headrace_cli.console import answer_console
+from headrace_cli.contexts.choice import AddressedCommand
 from headrace_cli.exit_status import run_command
 from headrace_cli.internal_router import find_internal
+from headrace_cli.json_output import Json, print_record
 from headrace_cli.options import (
     DEFAULT_ROUTER,
     Registry,
@@ -27,13 +28,16 @@ from headrace_cli.options import (
     RouterInternal,
     SystemMessage,
 )
+from headrace_cli.records import CandidateRecord, RouteRecord
+from headrace_cli.tables import Column, fitted_table
 
 
 def register(app: typer.Typer) -> None:
     """Adds `headrace route`."""
     app.command(
+        cls=AddressedCommand,
         epilog="Examples:  headrace route 'Why is the sky blue?'   |   "
-        "headrace route --explain 'Why is the sky blue?'"
+        "headrace route --explain 'Why is the sky blue?'",
     )(route)
 
 
@@ -47,6 +51,7 @@ def route(
     explain: Annotated[
         bool, typer.Option("--explain", help="List the candidates and the cost of each.")
     ] = False,
+    as_json: Json = False,
 ) -> None:
     """Shows where a prompt would be routed now, and why, without running it."""
     messages = [("system", system)] if system else []
@@ -55,28 +60,58 @@ def route(
         found = await find_internal(internal, registry, router)
         async with open_router_internally(found) as client:
             routed = await client.explain(chat_request([*messages, ("user", prompt)], model=model))
-            answer_console().print(route_view(routed, explain=explain))
+            if as_json:
+                print_record(route_record(routed))
+            else:
+                console = answer_console()
+                console.print(route_view(routed, console, explain=explain))
 
     run_command(work())
 
 
-def route_view(routed: inference_pb2.RouteResponse, *, explain: bool) -> RenderableType:
+def route_record(routed: inference_pb2.RouteResponse) -> RouteRecord:
+    """The decision and all candidates for programs."""
+    return RouteRecord(
+        worker=routed.worker_id,
+        incarnation=routed.incarnation,
+        remote_prefill=routed.remote_prefill,
+        explanation=routed.explanation,
+        candidates=[
+            CandidateRecord(
+                worker=one.worker_id,
+                cost=one.cost,
+                cached_tokens=one.cached_tokens,
+                missing_tokens=one.missing_tokens,
+                held_tokens=one.held_tokens,
+                requests=one.requests,
+                unfit=one.unfit or None,
+                prefix_fault=one.prefix_fault or None,
+            )
+            for one in routed.candidates
+        ],
+    )
+
+
+def route_view(
+    routed: inference_pb2.RouteResponse, console: Console, *, explain: bool
+) -> RenderableType:
     """One line. With `explain`, also a row for each candidate, the chosen one first."""
     how = "prefilled by a prefill worker" if routed.remote_prefill else "prefilled there"
     line = Text(f"{routed.worker_id}, {how}: {routed.explanation}")
-    return Group(line, candidates_table(routed)) if explain else line
+    return Group(line, candidates_table(routed, console)) if explain else line
 
 
-def candidates_table(routed: inference_pb2.RouteResponse) -> Table:
+def candidates_table(routed: inference_pb2.RouteResponse, console: Console) -> Table:
     """The cost of each candidate, in tokens."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("", no_wrap=True)
-    table.add_column("decode worker", no_wrap=True)
-    for name in ("cost", "cached", "missing", "held", "requests"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("but it is")
-    for candidate in routed.candidates:
-        table.add_row(
+    numbers = ("cost", "cached", "missing", "held", "requests")
+    columns = [
+        Column(""),
+        Column("decode worker"),
+        *(Column(name, right=True) for name in numbers),
+        Column("but it is"),
+    ]
+    rows = [
+        (
             "*" if candidate.worker_id == routed.worker_id else "",
             candidate.worker_id,
             f"{candidate.cost:,.0f}",
@@ -86,7 +121,9 @@ def candidates_table(routed: inference_pb2.RouteResponse) -> Table:
             f"{candidate.requests:,}",
             "; ".join(_caveats(candidate)) or "-",
         )
-    return table
+        for candidate in routed.candidates
+    ]
+    return fitted_table(console, columns, rows)[0]
 
 
 def _caveats(candidate: inference_pb2.Candidate) -> Iterator[str]:

@@ -12,14 +12,14 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace.inference.v1 import trace_pb2
-from headrace_cli.client import (
-    RouterOperator,
-    open_router_internally,
-)
+from headrace_cli.client import open_router_internally
 from headrace_cli.console import answer_console, can_draw_blocks
+from headrace_cli.contexts.choice import AddressedCommand
 from headrace_cli.exit_status import run_command
 from headrace_cli.internal_router import find_internal
+from headrace_cli.json_output import Json, print_record
 from headrace_cli.options import DEFAULT_ROUTER, Registry, Router, RouterInternal
+from headrace_cli.records import SpanRecord, TraceRecord, TracesRecord, TraceSummaryRecord
 from headrace_cli.waterfall.draw import draw_waterfall
 from headrace_cli.waterfall.rows import layer_spans
 from headrace_cli.waterfall.units import format_bytes, format_ms
@@ -34,8 +34,9 @@ PAIRS_NAMED = 4
 def register(app: typer.Typer) -> None:
     """Adds `headrace trace`."""
     app.command(
+        cls=AddressedCommand,
         epilog="Examples:  headrace trace   |   headrace trace my-request --no-layers   |   "
-        "headrace trace --list 10"
+        "headrace trace --list 10",
     )(trace)
 
 
@@ -56,6 +57,7 @@ def trace(
         ),
     ] = 0,
     wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for the last spans.")] = 2.0,
+    as_json: Json = False,
 ) -> None:
     """Draws where one request's time went, over all processes."""
 
@@ -63,12 +65,54 @@ def trace(
         console = answer_console()
         found = await find_internal(internal, registry, router)
         async with open_router_internally(found) as client:
-            if list_count:
-                console.print(await traces_table(client, list_count))
+            if list_count and as_json:
+                print_record(traces_record(await client.traces(list_count)))
+            elif list_count:
+                console.print(traces_table(await client.traces(list_count)))
+            elif as_json:
+                print_record(trace_record(await client.trace(id, wait)))
             else:
                 show_trace(await client.trace(id, wait), console, layers=layers)
 
     run_command(work())
+
+
+def trace_record(trace: trace_pb2.Trace) -> TraceRecord:
+    """A trace for programs."""
+    return TraceRecord(
+        trace_id=trace.trace_id,
+        request_id=trace.request_id,
+        start_unix_ns=unix_ns_from_timestamp(trace.start_time),
+        complete=trace.complete,
+        spans=[
+            SpanRecord(
+                span_id=span.span_id,
+                parent_span_id=span.parent_span_id or None,
+                name=span.name,
+                service=span.service,
+                worker=span.worker_id or None,
+                start_unix_ns=unix_ns_from_timestamp(span.start_time),
+                duration_ns=ns_from_duration(span.duration),
+                attributes=dict(span.attributes),
+            )
+            for span in trace.spans
+        ],
+    )
+
+
+def traces_record(traces: Iterable[trace_pb2.Trace]) -> TracesRecord:
+    """Traces without their spans, for programs."""
+    return TracesRecord(
+        [
+            TraceSummaryRecord(
+                trace.trace_id,
+                trace.request_id,
+                unix_ns_from_timestamp(trace.start_time),
+                trace.complete,
+            )
+            for trace in traces
+        ]
+    )
 
 
 def show_trace(trace: trace_pb2.Trace, console: Console, *, layers: bool) -> None:
@@ -153,12 +197,12 @@ def _pairs_text(pairs: set[tuple[int, int]]) -> str:
     return ", ".join(named) + (f" and {more} more" if more else "")
 
 
-async def traces_table(router: RouterOperator, count: int) -> Table:
-    """The newest traces, one row each."""
+def traces_table(traces: Iterable[trace_pb2.Trace]) -> Table:
+    """One row for each trace."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for title in ("started (UTC)", "trace", "request", "complete"):
-        table.add_column(title, no_wrap=True)
-    for trace in await router.traces(count):
+        table.add_column(title, overflow="fold")
+    for trace in traces:
         started = trace.start_time.ToDatetime().strftime("%H:%M:%S.%f")[:-3]
         table.add_row(started, trace.trace_id, trace.request_id, "yes" if trace.complete else "no")
     return table

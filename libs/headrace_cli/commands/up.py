@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Annotated
 
 import typer
 
@@ -22,6 +23,7 @@ from headrace_cli.options import (
     TensorParallel,
 )
 from headrace_cli.up.deployment import run_up
+from headrace_cli.up.restarts import NO_RESTARTS, RestartPolicy
 from headrace_cli.up.topology import (
     SIM,
     Topology,
@@ -39,7 +41,7 @@ def register(app: typer.Typer) -> None:
     )(up)
 
 
-def up(
+def up(  # noqa: PLR0913, PLR0917 - every option is one of the user's
     engine: Engine = "vllm",
     model: Model = "",
     prefill: PrefillCount = 1,
@@ -50,6 +52,12 @@ def up(
     cpu_threads: CpuThreads = 1,
     settings: Settings = None,
     logs: Logs = None,
+    restart: Annotated[
+        bool,
+        typer.Option(
+            "--restart/--no-restart", help="Start a killed worker again, or end everything."
+        ),
+    ] = True,
 ) -> None:
     """Starts registry, router and workers on this machine, and stops them on Ctrl-C."""
 
@@ -60,7 +68,8 @@ def up(
         # Another deployment may have the default one.
         http_port = ports.ROUTER_HTTP if port == ports.ROUTER else 0
         topology = replace(topology, http_port=http_port)
-        await run_up(topology, logs, notice_console())
+        policy = RestartPolicy() if restart else NO_RESTARTS
+        await run_up(topology, logs, notice_console(), policy)
 
     run_command(work())
 

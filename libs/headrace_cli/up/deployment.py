@@ -6,16 +6,18 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from rich.console import Console
 
-from headrace_cli.client import open_router
+from headrace_cli.client import list_members, open_router
 from headrace_cli.up.extras import require_extras
+from headrace_cli.up.lock import locked
 from headrace_cli.up.progress import StartProgress
+from headrace_cli.up.restarts import RestartPolicy, Restarts
 from headrace_cli.up.state import UpState, clear_state, default_folder, make_folder, write_state
 from headrace_cli.up.supervisor import Child, Spawn, Supervisor, spawn_program
 from headrace_cli.up.topology import (
@@ -26,8 +28,10 @@ from headrace_cli.up.topology import (
     worker_specs,
 )
 from headrace_common import ports
+from headrace_common.config import split_host_port
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import Cancelled, DeadlineExceeded, HeadraceError, InternalError
+from headrace_kv.layout.proto import pair_faults_of
 
 Result = TypeVar("Result")
 
@@ -90,19 +94,35 @@ async def deployed(
 ) -> AsyncIterator[Deployment]:
     """Starts all processes with `spawn`, yields when the router has found every worker, then ends them.
 
-    Raises ConfigError when a process cannot start as configured, WorkerGone when one ends
-    unexpectedly, Cancelled on a signal during the start. Raises InternalError when a process did not
-    exit with status 0.
+    Raises ConfigError when a process cannot start as configured, or when another deployment uses the port or the
+    folder. Raises WorkerGone when a process ends unexpectedly, Cancelled on a signal during the start, InternalError
+    when a process did not exit with status 0.
     """
     check_topology(topology)
     require_extras(topology)
     logs = make_folder(folder or default_folder(topology.port))
+    folders = {logs}
+    if topology.port:
+        folders.add(make_folder(default_folder(topology.port)))
+    with ExitStack() as locks:
+        # Before any log of a running deployment is emptied.
+        for one in sorted(folders):
+            locks.enter_context(locked(one, f"127.0.0.1:{topology.port}"))
+        async with _supervised(topology, logs, console, signals, spawn) as deployment:
+            yield deployment
+
+
+@asynccontextmanager
+async def _supervised(
+    topology: Topology, logs: Path, console: Console, signals: Signals, spawn: Spawn
+) -> AsyncIterator[Deployment]:
     supervisor = Supervisor(spawn=spawn)
     await supervisor.open()
     failed = True
     try:
         deployment = await signals.unless_stopped(_start(topology, logs, console, supervisor))
-        state_folder = make_folder(default_folder(topology.port))
+        # The port that the router has, where any was asked for.
+        state_folder = make_folder(default_folder(split_host_port(deployment.router)[1]))
         write_state(state_folder, UpState(deployment.router, deployment.registry, os.getpid()))
         try:
             yield deployment
@@ -121,12 +141,20 @@ async def deployed(
         )
 
 
-async def run_up(topology: Topology, folder: Path | None, console: Console) -> None:
-    """Serves until SIGINT or SIGTERM. Raises as Supervisor.check does when a process ends unexpectedly."""
+async def run_up(
+    topology: Topology,
+    folder: Path | None,
+    console: Console,
+    policy: RestartPolicy,
+) -> None:
+    """Serves until SIGINT or SIGTERM. Raises as Supervisor.check does when a process has ended for good."""
     with Signals() as signals:
         async with deployed(topology, folder, console, signals) as deployment:
             console.print(ready_text(topology, deployment))
-            end = asyncio.create_task(deployment.supervisor.wait_any_end())
+            for fault in pair_faults_of(await list_members(deployment.registry)):
+                console.print(str(fault), style="yellow", markup=False)
+            keeper = Restarts(deployment.supervisor, console, policy)
+            end = asyncio.create_task(keeper.run())
             stopped = asyncio.create_task(signals.stop.wait())
             try:
                 await asyncio.wait({end, stopped}, return_when=asyncio.FIRST_COMPLETED)

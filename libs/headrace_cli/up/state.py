@@ -7,6 +7,7 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from headrace_common.access.addresses import is_loopback
 from headrace_common.errors import ConfigError, NotFound
 
 STATE_FILE = "up.json"
@@ -40,7 +41,14 @@ def make_folder(folder: Path) -> Path:
 
 
 def write_state(folder: Path, state: UpState) -> None:
-    (folder / STATE_FILE).write_text(json.dumps(asdict(state)) + "\n", encoding="utf-8")
+    """Writes the file. Raises ConfigError."""
+    path = folder / STATE_FILE
+    try:
+        path.write_text(json.dumps(asdict(state)) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {path}: {error.strerror}; free it, or set XDG_STATE_HOME to another folder"
+        ) from error
 
 
 def clear_state(folder: Path) -> None:
@@ -52,9 +60,11 @@ def find_registry(router: str) -> str:
     port = router.rpartition(":")[2]
     path = default_folder(int(port) if port.isdecimal() else 0) / STATE_FILE
     try:
+        if not is_loopback(router):
+            raise ValueError("a deployment elsewhere may have the port of one here")
         return UpState(**json.loads(path.read_text(encoding="utf-8"))).registry
     except (OSError, ValueError, TypeError) as error:
         raise NotFound(
-            f"no registry is known for the router on {router}: name it with --registry HOST:PORT",
+            f"no registry is known for the router on {router}: name it with --registry HOST:PORT or HEADRACE_REGISTRY",
             metadata={"router": router},
         ) from error

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -21,6 +22,8 @@ TAIL_BYTES = 8_192
 TAIL_LINES = 15
 KILL_WAIT_S = 5.0
 EXIT_MISCONFIGURED = 2
+DISK_FULL_BYTES = 1024 * 1024
+_TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)
 # The order in which services end, so that each can use the later ones while it finishes its work.
 STOP_ORDER = (("router",), ("prefill", "decode"), ("registry",))
 
@@ -48,7 +51,13 @@ Spawn = Callable[[ProcessSpec], Awaitable[ChildProcess]]
 
 async def spawn_program(spec: ProcessSpec) -> ChildProcess:
     """Starts a process in its own process group, with its output in its log file."""
-    with spec.log_file.open("wb") as log:
+    try:
+        log = spec.log_file.open("ab" if spec.keeps_log else "wb")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {spec.log_file}: {error.strerror}; free it, or name another folder with --logs"
+        ) from error
+    with log:
         return await asyncio.create_subprocess_exec(
             *spec.arguments,
             stdin=asyncio.subprocess.DEVNULL,
@@ -74,11 +83,19 @@ class Child:
     endpoint: str = ""
     client_endpoint: str = ""
     stopping: bool = False
+    replaced: bool = False
 
     @property
     def running(self) -> bool:
         """Whether the process has not ended."""
         return self.process.returncode is None
+
+    def read_port_file(self) -> bool:
+        """Whether the process serves by now."""
+        if not self.endpoint and self.spec.port_file.exists():
+            lines = self.spec.port_file.read_text(encoding="utf-8").splitlines()
+            self.mark_ready(lines[0])
+        return bool(self.endpoint)
 
     def mark_ready(self, port_line: str) -> None:
         """Records that the process serves. `port_line` is the first line of its port file."""
@@ -88,6 +105,16 @@ class Child:
     def mark_stopping(self) -> None:
         """Records that the end of the process is expected from now on."""
         self.stopping = True
+
+    def mark_replaced(self) -> None:
+        """Records that the process has ended and that another one takes its place."""
+        self.replaced = True
+
+    @property
+    def ended_cleanly(self) -> bool:
+        """Whether it ended with status 0, or by SIGTERM before it served."""
+        code = self.process.returncode
+        return code == 0 or (not self.endpoint and code in _TERMINATED)
 
     @property
     def drained(self) -> bool:
@@ -127,32 +154,35 @@ class Supervisor:
         """Waits until all of these serve. Raises as `check` does when any child ends."""
         while True:
             self.check()
-            for child in children:
-                if not child.endpoint and child.spec.port_file.exists():
-                    child.mark_ready(
-                        child.spec.port_file.read_text(encoding="utf-8").splitlines()[0]
-                    )
-            if all(child.endpoint for child in children):
+            ready = [child.read_port_file() for child in children]
+            if all(ready):
                 return
             await asyncio.sleep(POLL_S)
 
     def check(self) -> None:
-        """Raises ConfigError or WorkerGone when a child has ended unexpectedly.
+        """Raises ConfigError or WorkerGone when a child has ended unexpectedly."""
+        for child in self.unexpected_ends():
+            raise unexpected_end(child)
 
-        The end of a drained worker is expected.
-        """
+    def unexpected_ends(self) -> list[Child]:
+        """The children that have ended unexpectedly. The end of a drained or replaced one is expected."""
+        ended: list[Child] = []
         for child in self.children:
-            if child.running or child.stopping:
+            if child.running or child.stopping or child.replaced:
                 continue
-            if not child.drained:
-                raise unexpected_end(child)
-            child.mark_stopping()
+            if child.drained:
+                child.mark_stopping()
+            else:
+                ended.append(child)
+        return ended
 
-    async def wait_any_end(self) -> None:
-        """Waits until a child ends unexpectedly, then raises as `check` does. Never returns."""
-        while True:
-            self.check()
-            await asyncio.sleep(4 * POLL_S)
+    async def restart(self, child: Child) -> Child:
+        """Starts a child that has ended again, with the same log. Ends what is left of its process group."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.process.pid, signal.SIGKILL)
+        self._notify_watchdog(f"-{child.process.pid}")
+        self.children.remove(child)
+        return await self.start(replace(child.spec, keeps_log=True))
 
     async def stop(self) -> list[Child]:
         """Ends all children, service by service. Returns those that did not exit with status 0.
@@ -185,7 +215,7 @@ class Supervisor:
             await asyncio.wait(waits, timeout=KILL_WAIT_S)
         for child in group:
             self._notify_watchdog(f"-{child.process.pid}")
-        return [child for child in group if child.process.returncode != 0]
+        return [child for child in group if not (child.ended_cleanly or child.replaced)]
 
     def _notify_watchdog(self, line: str) -> None:
         if self._watchdog is not None and self._watchdog.stdin is not None:
@@ -207,17 +237,41 @@ def unexpected_end(child: Child) -> HeadraceError:
     ConfigError with the child's own message for a wrong setting, else WorkerGone with the end of its log.
     """
     lines = log_tail(child.spec.log_file, TAIL_LINES)
-    last = lines[-1] if lines else f"{child.spec.name} has an invalid setting, and an empty log"
+    full = disk_note(child.spec.log_file.parent)
+    if child.process.returncode == EXIT_MISCONFIGURED:
+        last = lines[-1] if lines else f"{child.spec.name} has an invalid setting, and an empty log"
+        return ConfigError(f"{last}{full}", metadata={"process": child.spec.name})
+    return WorkerGone(
+        f"{end_text(child)}; its log is {child.spec.log_file}{full}",
+        metadata={"process": child.spec.name, "log": "\n".join(lines)},
+    )
+
+
+def end_text(child: Child) -> str:
+    """How a child has ended."""
     code = child.process.returncode
-    if code == EXIT_MISCONFIGURED:
-        return ConfigError(last, metadata={"process": child.spec.name})
     how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with {code}"
     if code == -signal.SIGKILL and child.spec.service == "prefill":
         how += " (for want of memory, or because it stood still within a write: docs/operations.md)"
-    return WorkerGone(
-        f"{child.spec.name} {how}; its log is {child.spec.log_file}",
-        metadata={"process": child.spec.name, "log": "\n".join(lines)},
-    )
+    return f"{child.spec.name} {how}"
+
+
+def disk_note(folder: Path) -> str:
+    """A clause for messages where the disk of a folder is full, as logs may lack the reason then."""
+    try:
+        free_bytes = shutil.disk_usage(folder).free
+    except OSError:
+        return ""
+    if free_bytes >= DISK_FULL_BYTES:
+        return ""
+    return f"; the disk of {folder} is full, with {free_bytes // 1024} KiB free: free some, and start again"
+
+
+def log_line(path: Path, text: str) -> None:
+    """Adds a line of `headrace up` to the log of a child. Without room on the disk, it is missing there."""
+    moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime())
+    with contextlib.suppress(OSError), path.open("a", encoding="utf-8") as log:
+        log.write(f"{moment}Z WARNING up headrace_cli: {text}\n")
 
 
 def log_tail(path: Path, line_count: int) -> list[str]:

@@ -52,7 +52,10 @@ class Topology:
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """How to start one process. Once it serves, `port_file` has a line with the addresses of each worker."""
+    """How to start one process. Once it serves, `port_file` has a line with the addresses of each worker.
+
+    `keeps_log`: whether the log of an earlier process is continued.
+    """
 
     name: str
     service: str
@@ -60,6 +63,7 @@ class ProcessSpec:
     port_file: Path
     log_file: Path
     environment: Mapping[str, str]
+    keeps_log: bool = False
 
 
 def check_topology(topology: Topology) -> None:

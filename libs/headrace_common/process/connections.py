@@ -1,7 +1,7 @@
 """Bounds the connections to one port of this process: in all, and of one host.
 
 gRPC bounds them in all, and then closes new ones. So one host could shut out all others. This closes idle connections
-of the hosts with the most, so that there is room for others.
+of the hosts with the most, so that there is room for others. A host that floods the port is blocked for a while.
 """
 
 from __future__ import annotations
@@ -9,31 +9,46 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+import math
 import os
 import resource
 import socket
+import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from headrace_common.process.host_blocks import HostBlocks, block_hosts
+from headrace_common.process.rates import RateByCaller
+
 _LOG = logging.getLogger(__name__)
 
-_CHECK_S: Final = 0.2
+_CHECK_S: Final = 0.05
 _DESCRIPTORS: Final = Path("/proc/self/fd")
 # For connections that the process opens, its files and its libraries.
 _RESERVED_DESCRIPTORS: Final = 512
 # Above this share of the bound, idle connections are closed until others fit.
 _FULL_SHARE: Final = 0.9
+CLOSED_SURPLUS: Final = "surplus connection"
+CLOSED_BLOCKED: Final = "blocked host"
+# A host may open the connections of so many seconds at once.
+_BURST_S: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionBounds:
-    """Connections in all, and of one host."""
+    """Connections in all, and of one host.
+
+    A host that opens more than `opened_per_s` is blocked for `block_s`.
+    """
 
     total: int
     per_host: int
+    opened_per_s: float = math.inf
+    block_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,41 +116,93 @@ def _of_largest(
 class ConnectionGuard:
     """Keeps the connections to a port of this process within bounds, from `start` to `close`.
 
-    `busy` returns the peers of which an RPC is in flight.
+    It runs in a thread of its own, because calls of a flood occupy the event loop. `busy` returns the peers of which an
+    RPC is in flight. `count_closed` gets a reason and a number of connections.
     """
 
-    def __init__(self, bounds: ConnectionBounds, busy: Callable[[], Collection[str]]) -> None:
+    def __init__(
+        self,
+        bounds: ConnectionBounds,
+        busy: Callable[[], Collection[str]],
+        count_closed: Callable[[str, int], None],
+    ) -> None:
         self._bounds = bounds
         self._busy = busy
-        self._task: asyncio.Task[None] | None = None
+        self._count_closed = count_closed
+        self._blocks = HostBlocks(bounds.block_s)
+        self._in_force: frozenset[str] = frozenset()
+        self._opened = RateByCaller(bounds.opened_per_s, _BURST_S * bounds.opened_per_s)
+        self._known: frozenset[str] = frozenset()
+        """The peers of the last check."""
+        self._port = 0
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
 
     def start(self, port: int) -> None:
         """Guards this port from now on."""
-        self._task = asyncio.create_task(self._guard(port))
+        self._port = port
+        self._thread = threading.Thread(target=self._guard, name="connection-guard", daemon=True)
+        self._thread.start()
+
+    def block(self, host: str) -> None:
+        """Ends all connections of a host that floods the port, and lets it open none for a while. Any thread may."""
+        with self._lock:
+            if self._blocks.block(host):
+                _LOG.warning("blocked %s: it floods this process with calls or connections", host)
+                with _logged(self._port):
+                    self._enforce(connections_to(self._port))
 
     async def close(self) -> None:
         """Ends the guard."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait({self._task})
+        self._ended.set()
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join)
 
-    async def _guard(self, port: int) -> None:
+    def _guard(self) -> None:
         least = min(self._bounds.per_host, int(self._bounds.total * _FULL_SHARE))
-        while True:
-            await asyncio.sleep(_CHECK_S)
-            try:
-                if len(os.listdir(_DESCRIPTORS)) > least:  # noqa: PTH208 - cheaper than paths, 5 times a second
-                    await self._close_surplus(port)
-            except OSError as error:
-                # Such as too many open files.
-                _LOG.warning("cannot count the connections to port %d: %s", port, error)
+        least = min(least, int(_BURST_S * self._bounds.opened_per_s))
+        while not self._ended.wait(_CHECK_S):
+            with _logged(self._port):
+                crowded = len(list(_DESCRIPTORS.iterdir())) > least
+                if crowded or self._in_force:
+                    self._check(connections_to(self._port))
 
-    async def _close_surplus(self, port: int) -> None:
-        found = await asyncio.to_thread(connections_to, port)
-        closed = surplus(found, self._busy(), self._bounds)
-        ended = await asyncio.to_thread(_end_all, closed)
+    def _check(self, found: Sequence[Connection]) -> None:
+        busy = self._busy()
+        closed = surplus(found, busy, self._bounds)
+        ended = _end_all(closed)
         if ended:
-            _LOG.warning("closed %d of %d connections to port %d", ended, len(found), port)
+            _LOG.warning("closed %d of %d connections to port %d", ended, len(found), self._port)
+            self._count_closed(CLOSED_SURPLUS, ended)
+        for connection in found:
+            if connection.peer not in self._known:
+                self._opened.count(connection.host)
+        self._known = frozenset(connection.peer for connection in found)
+        for host in {connection.host for connection in found}:
+            if self._opened.excess_s(host):
+                self.block(host)
+        with self._lock:
+            self._enforce(found)
+
+    def _enforce(self, found: Sequence[Connection]) -> None:
+        """Ends the connections of blocked hosts. Called with the lock."""
+        blocked = self._blocks.current()
+        if blocked != self._in_force:
+            self._in_force = blocked
+            _block_at(self._port, blocked)
+        ended = _end_all([one for one in found if one.host in blocked]) if blocked else 0
+        if ended:
+            self._count_closed(CLOSED_BLOCKED, ended)
+
+
+@contextmanager
+def _logged(port: int) -> Iterator[None]:
+    """Logs that connections cannot be counted, such as for too many open files."""
+    try:
+        yield
+    except OSError as error:
+        _LOG.warning("cannot count the connections to port %d: %s", port, error)
 
 
 def connections_to(port: int) -> list[Connection]:
@@ -146,6 +213,19 @@ def connections_to(port: int) -> list[Connection]:
         if connection is not None:
             found.append(connection)
     return found
+
+
+def _block_at(port: int, hosts: Collection[str]) -> None:
+    """Drops the packets of these hosts at the listening sockets of a port."""
+    for descriptor in list(_DESCRIPTORS.iterdir()):
+        try:
+            with _copy_of(int(descriptor.name)) as held:
+                listens = held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                if listens and held.getsockname()[1] == port:
+                    block_hosts([held], hosts)
+        except (OSError, IndexError):
+            # It is no socket of an address, or was closed meanwhile.
+            continue
 
 
 def _connection_of(descriptor: int, port: int) -> Connection | None:
@@ -175,13 +255,24 @@ def _copy_of(descriptor: int) -> socket.socket:
 
 def _names_of(address: str, port: int) -> tuple[str, str]:
     """The host, and the peer as gRPC names it. The addresses of one IPv6 network of 64 bits are one host."""
-    ip = ipaddress.ip_address(address.partition("%")[0])
+    host = host_of(address)
+    if "/" in host:
+        return host, f"ipv6:%5B{address.replace('%', '%25')}%5D:{port}"
+    return host, f"ipv4:{host}:{port}"
+
+
+def host_of(address: str) -> str:
+    """The host of an IP address. The addresses of one IPv6 network of 64 bits are one host."""
+    try:
+        ip = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        # Such as the path of a Unix socket.
+        return address
     if isinstance(ip, ipaddress.IPv6Address):
         if ip.ipv4_mapped is None:
-            network = ipaddress.ip_network((ip, 64), strict=False)
-            return str(network), f"ipv6:%5B{address.replace('%', '%25')}%5D:{port}"
+            return str(ipaddress.ip_network((ip, 64), strict=False))
         ip = ip.ipv4_mapped
-    return str(ip), f"ipv4:{ip}:{port}"
+    return str(ip)
 
 
 def _end_all(connections: Sequence[Connection]) -> int:

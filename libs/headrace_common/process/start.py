@@ -8,7 +8,7 @@ import signal
 import sys
 
 from headrace_common.errors import ConfigError
-from headrace_common.extras import require_extra
+from headrace_common.extras import missing_extra, require_extra
 
 _EXIT_MISCONFIGURED = 2
 
@@ -35,10 +35,13 @@ def start(module: str, prog: str, extras: tuple[str, ...]) -> None:
 
 
 def exit_without_extras(prog: str, extras: tuple[str, ...]) -> None:
-    """After a failed import: prints which of `extras` is missing and exits with status 2. Returns when none is."""
-    try:
-        for extra in extras:
+    """After a failed import: prints that the last of `extras`, which includes the others, is missing.
+
+    Then exits with status 2. Returns when all are installed.
+    """
+    for extra in extras:
+        try:
             require_extra(prog, extra)
-    except ConfigError as error:
-        print(error.detail, file=sys.stderr)
-        sys.exit(_EXIT_MISCONFIGURED)
+        except ConfigError as error:
+            print(missing_extra(prog, extras[-1], error.metadata["module"]), file=sys.stderr)
+            sys.exit(_EXIT_MISCONFIGURED)

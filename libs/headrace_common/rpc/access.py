@@ -16,6 +16,7 @@ from headrace_common.rpc.handlers import (
     Context,
     Continuation,
     Handler,
+    WrappingInterceptor,
     guarded,
     reading_inside,
     rejecting,
@@ -23,7 +24,7 @@ from headrace_common.rpc.handlers import (
 from headrace_common.rpc.status import parser
 
 
-class ClientAccess(grpc.aio.ServerInterceptor):
+class ClientAccess(WrappingInterceptor):
     """Serves the RPCs of the client listener, to callers without a role. Every other RPC is UNIMPLEMENTED."""
 
     async def intercept_service(
@@ -31,8 +32,10 @@ class ClientAccess(grpc.aio.ServerInterceptor):
     ) -> Handler | None:
         if not is_served(handler_call_details.method, Listener.CLIENT):
             return None
-        handler = await continuation(handler_call_details)
-        return None if handler is None else guarded(handler, lambda _: _calling(ANONYMOUS))
+        return await super().intercept_service(continuation, handler_call_details)
+
+    def wrap(self, handler: Handler, method: str) -> Handler:
+        return guarded(handler, lambda _: _calling(ANONYMOUS))
 
 
 class InternalAccess(grpc.aio.ServerInterceptor):

@@ -27,7 +27,11 @@ Prepare: TypeAlias = Callable[[Any], Any]
 
 
 class WrappingInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps the handler of every RPC."""
+    """Wraps the handler of every RPC. `wrap` is called once for each handler."""
+
+    def __init__(self) -> None:
+        self._wrapped: dict[str, tuple[Handler, Handler]] = {}
+        """The last handler of each method, and what `wrap` made of it."""
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -36,7 +40,11 @@ class WrappingInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        return self.wrap(handler, handler_call_details.method)
+        method = handler_call_details.method
+        known = self._wrapped.get(method)
+        if known is None or known[0] is not handler:
+            known = self._wrapped[method] = (handler, self.wrap(handler, method))
+        return known[1]
 
     @abstractmethod
     def wrap(self, handler: Handler, method: str) -> Handler:
@@ -68,7 +76,7 @@ def guarded(
     `prepare` runs inside the guard too. `deserializer` replaces the handler's own. Handlers must
     be coroutine functions or asynchronous generators.
     """
-    behaviour = _behaviour_of(handler)
+    behaviour = behaviour_of(handler)
     wrap = _wrap_generator if inspect.isasyncgenfunction(behaviour) else _wrap_coroutine
     wrapped = wrap(behaviour, guard, prepare or _unchanged)
     make = _maker(handler)
@@ -80,7 +88,7 @@ def reading_inside(handler: Handler, guard: Guard, parse: Callable[[bytes], Any]
 
     gRPC sees a handler of a stream, which it calls before a message has come.
     """
-    behaviour = _behaviour_of(handler)
+    behaviour = behaviour_of(handler)
 
     async def first(requests: AsyncIterator[bytes]) -> Any:
         async for data in requests:
@@ -107,10 +115,16 @@ def reading_inside(handler: Handler, guard: Guard, parse: Callable[[bytes], Any]
 
 def with_deserializer(handler: Handler, deserializer: Callable[[bytes], Any]) -> Handler:
     """The same handler with another deserializer for its requests."""
-    return _maker(handler)(_behaviour_of(handler), deserializer, handler.response_serializer)
+    return _maker(handler)(behaviour_of(handler), deserializer, handler.response_serializer)
 
 
-def _behaviour_of(handler: Handler) -> Any:
+def is_generator(handler: Handler) -> bool:
+    """Whether the handler yields its responses."""
+    return inspect.isasyncgenfunction(behaviour_of(handler))
+
+
+def behaviour_of(handler: Handler) -> Any:
+    """The function of a handler: a coroutine function or an asynchronous generator."""
     return (
         handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
     )

@@ -32,6 +32,7 @@ class InFlightInterceptor(WrappingInterceptor):
     """Tracks RPCs in flight: answers, which end by themselves, and endless streams, which do not."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._answering: set[asyncio.Task[Any]] = set()
         self._streams: set[asyncio.Task[Any]] = set()
         self._idle = asyncio.Event()
@@ -102,6 +103,7 @@ class ClientStreams(WrappingInterceptor):
     """
 
     def __init__(self, age_s: float) -> None:
+        super().__init__()
         self._age_s = age_s
         self._calls: Counter[str] = Counter()
 

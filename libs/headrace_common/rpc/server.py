@@ -7,15 +7,17 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 
 from headrace_common.access.authorizer import Authorizer
 from headrace_common.access.credentials import Credentials
 from headrace_common.access.table import Listener
+from headrace_common.callers.bounds import CallerBounds, CallerLimits
 from headrace_common.client_config import ClientFacingConfig
 from headrace_common.config import ServiceConfig
 from headrace_common.deadlines import Deadline
@@ -26,6 +28,7 @@ from headrace_common.process.connections import (
     reserve_descriptors,
 )
 from headrace_common.rpc.access import ClientAccess, InternalAccess
+from headrace_common.rpc.callers import CallerInterceptor, TenantOf
 from headrace_common.rpc.channel import MESSAGE_BYTES_MAX
 from headrace_common.rpc.in_flight import ClientStreams, InFlightInterceptor
 from headrace_common.rpc.listener import INTERNAL_OPTIONS, Address, RpcListener, client_options
@@ -41,17 +44,24 @@ DRAIN_OVERRUN_MAX_S = 4.0
 Drainer = Callable[[Deadline], Awaitable[None]]
 
 
+def _without_tenant(metadata: Iterable[tuple[str, Any]]) -> str:
+    return ""
+
+
 @dataclass(frozen=True, slots=True)
 class ClientServices:
     """What the client listener serves.
 
     `names` are the full names for health checks and reflection. `interceptors` run inside those for errors and traces.
-    `message_bytes_max` bounds a received message, also after decompression.
+    `message_bytes_max` bounds a received message, also after decompression. `tenant_of` finds the tenant of a call.
+    Without `callers`, the listener has bounds of its own, from the settings.
     """
 
     names: Sequence[str]
     interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
     message_bytes_max: int = MESSAGE_BYTES_MAX
+    callers: CallerBounds | None = None
+    tenant_of: TenantOf = _without_tenant
 
 
 class GrpcServer:
@@ -112,12 +122,23 @@ class GrpcServer:
     ) -> RpcListener:
         total = reserve_descriptors(config.max_connections)
         streams = ClientStreams(config.connection_age_s)
-        bounds = ConnectionBounds(total, config.max_connections_per_host)
-        self._guard = ConnectionGuard(bounds, streams.busy)
+        bounds = ConnectionBounds(
+            total,
+            config.max_connections_per_host,
+            config.max_new_connections_per_s,
+            config.host_block_s,
+        )
+        callers = clients.callers or CallerBounds(CallerLimits.from_config(config))
+        self._guard = ConnectionGuard(bounds, streams.busy, callers.count_refused)
+        callers.report_floods(self._guard.block)
+        in_turns = CallerInterceptor(callers, clients.tenant_of)
         return RpcListener(
             Address(Listener.CLIENT, config.listen, config.advertise),
             clients.names,
-            [ErrorInterceptor(), ClientAccess(), *common, streams, *clients.interceptors],
+            [
+                *(ErrorInterceptor(), ClientAccess(), in_turns, *common, streams),
+                *clients.interceptors,
+            ],
             tls=config.listen_tls,
             certificates_required=config.client_certificates,
             message_bytes_max=clients.message_bytes_max,

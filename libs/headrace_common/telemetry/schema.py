@@ -140,6 +140,9 @@ ATTRIBUTE_TICKET_PART: Final = "headrace.ticket.part"
 ATTRIBUTE_WORKER_STATE: Final = "headrace.worker.state"
 # End of a request or transfer: "done", its finish reason, or the reason of its error.
 ATTRIBUTE_END_REASON: Final = "headrace.end_reason"
+# What a client listener refused or closed: "calls in flight" (of one caller), "rejected calls" (too many of one
+# caller), "late request", "removed key", "surplus connection" or "blocked host" (a connection of one).
+ATTRIBUTE_REFUSAL: Final = "headrace.refusal"
 # Bound of the router's trace store: "span" (bytes of one span), "trace" (spans or bytes of one trace) or "store" (bytes
 # of all traces).
 ATTRIBUTE_TRACE_BOUND: Final = "headrace.trace.bound"
@@ -162,6 +165,8 @@ METRIC_TIME_TO_FIRST_TOKEN_MS: Final = "headrace.time_to_first_token_ms"
 METRIC_PREFIX_FAULTS: Final = "headrace.prefix.faulty_workers"
 # How far the wall clock of a decode worker is ahead of the router's, by worker; negative when it is behind.
 METRIC_CLOCK_OFFSET_MS: Final = "headrace.clock.offset_ms"
+# Calls that a client listener refused and connections that it closed, beyond the bounds on each caller, by refusal.
+METRIC_CALLERS_REFUSED: Final = "headrace.callers.refused"
 # Tickets that a decode worker refused, by worker and by part of the ticket.
 METRIC_TICKET_REFUSALS: Final = "headrace.tickets.refused"
 # Spans that the router's trace store dropped, by the bound that they exceeded.

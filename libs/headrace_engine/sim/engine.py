@@ -100,6 +100,7 @@ class SimEngine(Engine):
                 config.host,
                 rdma_devices=config.rdma_devices,
                 admitted=config.admitted,
+                quiet_s=config.write_quiet_s,
             )
         )
         self._sender_thread = sender_thread

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from headrace_common.errors import ConfigError
+from headrace_common.limits import write_quiet_s
 from headrace_engine.torch_memory.device_memory import TorchMemory
 from headrace_engine.torch_memory.event_ordered_sender import EventOrderedSender, Sender
 from headrace_engine.torch_memory.order import DeviceOrder, open_order
@@ -26,6 +27,7 @@ def open_tensor_transport(
     gpu_direct: bool = True,
     rdma_devices: Sequence[str] = (),
     admitted: Networks | None = None,
+    quiet_s: float = write_quiet_s(),
 ) -> tuple[KvTransport, DeviceOrder]:
     """A transport of `kind` that has registered the tensor's whole allocation, and its order. See open_transport.
 
@@ -34,24 +36,30 @@ def open_tensor_transport(
     """
     if tensor.device.type == "cpu":
         storage = tensor.untyped_storage()
-        transport = open_transport(kind, host, rdma_devices=rdma_devices, admitted=admitted)
+        transport = open_transport(
+            kind, host, rdma_devices=rdma_devices, admitted=admitted, quiet_s=quiet_s
+        )
         transport.register(storage.data_ptr(), storage.nbytes())
         return transport, open_order(tensor.device, transport.memory)
     if gpu_direct and kind in ("auto", "mooncake"):
-        opened = _open_direct(tensor, host, rdma_devices, admitted)
+        opened = _open_direct(tensor, host, rdma_devices, admitted, quiet_s)
         if opened is not None:
             return opened
     memory = TorchMemory(tensor.device)
     address, nbytes = memory.hold(tensor)
     transport = open_transport(
-        kind, host, memory=memory, rdma_devices=rdma_devices, admitted=admitted
+        kind, host, memory=memory, rdma_devices=rdma_devices, admitted=admitted, quiet_s=quiet_s
     )
     transport.register(address, nbytes)
     return transport, open_order(tensor.device, memory)
 
 
 def _open_direct(
-    tensor: Tensor, host: str, rdma_devices: Sequence[str], admitted: Networks | None
+    tensor: Tensor,
+    host: str,
+    rdma_devices: Sequence[str],
+    admitted: Networks | None,
+    quiet_s: float,
 ) -> tuple[KvTransport, DeviceOrder] | None:
     """A transport without host memory in between. None where that is not possible, which only trying shows."""
     transport: KvTransport | None = None
@@ -60,7 +68,10 @@ def _open_direct(
         order = open_order(tensor.device, memory)
         address, nbytes = memory.hold(tensor)
         transport = open_transport(
-            "mooncake", host, "rdma", memory, rdma_devices=rdma_devices, admitted=admitted
+            *("mooncake", host, "rdma", memory),
+            rdma_devices=rdma_devices,
+            admitted=admitted,
+            quiet_s=quiet_s,
         )
         transport.register(address, nbytes)
         # Mooncake registers the memory with the adapter when it makes the session.

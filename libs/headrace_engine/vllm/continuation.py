@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from headrace_engine.vllm.grammar_state import advance_grammar
 from headrace_engine.vllm.settings import GENERATED_KEY
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ def add_generated_tokens(request: Request) -> None:
     generated = _generated(request.sampling_params)
     if generated:
         request.append_output_token_ids(list(generated))
+        advance_grammar(request, generated)
         # vLLM asserts that a new request has only prompt tokens. Without it, vLLM counts no cached tokens.
         request.prefill_stats = None
 
@@ -32,6 +34,7 @@ def add_generated_tokens(request: Request) -> None:
 def add_first_token(request: Request, token_id: int) -> None:
     """On the scheduler, before the request's first step: the answer continues after this token."""
     request.append_output_token_ids(token_id)
+    advance_grammar(request, (token_id,))
     extra = request.sampling_params.extra_args or {}
     request.sampling_params.extra_args = {**extra, GENERATED_KEY: [token_id]}
 

@@ -181,6 +181,9 @@ class VllmEngine(Engine):
             request.first_logits(logits)
 
     def released(self, transfer_id: str) -> None:
+        request = self._decodes.get(transfer_id)
+        if request is not None:
+            request.transfer_failed()
         self._require_started()[1].released(transfer_id)
 
     async def admit_transfer_peers(self, networks: Networks) -> None:

@@ -24,13 +24,14 @@ class ModelFolder:
     """`fingerprint`: the model's identity for KvLayout.model, "name:digest".
 
     `max_model_len`: the longest context that the model was made for, 0 when config.json does not state it.
-    `model_type`: as in config.json.
+    `model_type`: as in config.json. `has_tokenizer`: whether it has a tokenizer, which structured outputs need.
     """
 
     path: Path
     fingerprint: str
     max_model_len: int
     model_type: str
+    has_tokenizer: bool = True
 
 
 def read_model_folder(model: str, max_model_len: int) -> ModelFolder:
@@ -72,7 +73,8 @@ def read_model_folder(model: str, max_model_len: int) -> ModelFolder:
     # The folder of a downloaded model has the name of its commit.
     name = path.resolve().name if hub_model is None else f"{hub_model.name}@{path.name}"
     fingerprint = f"{name}:{digest_of(config)}"
-    return ModelFolder(path, fingerprint, longest, str(config.get("model_type", "")))
+    model_type = str(config.get("model_type", ""))
+    return ModelFolder(path, fingerprint, longest, model_type, (path / "tokenizer.json").is_file())
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from headrace_common.access.credentials import Credentials
+from headrace_common.limits import write_quiet_s
 from headrace_kv.handoff.messages import TransferTarget
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.receive.layer_overlap import OverlapSettings
@@ -40,6 +41,8 @@ class ConnectorSettings:
     overlap_layers: OverlapSettings = field(default_factory=OverlapSettings)
     admitted: tuple[str, ...] | None = None
     """Networks from which hosts may connect to the transport at first. None means every host."""
+    write_quiet_s: float = write_quiet_s()
+    """How long bytes of a lost sender may still land."""
 
     @property
     def ref(self) -> WorkerRef:

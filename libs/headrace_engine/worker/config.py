@@ -20,6 +20,7 @@ from headrace_common.config import (
     split_list,
 )
 from headrace_common.identity import is_worker_id
+from headrace_common.limits import write_quiet_s
 from headrace_engine.config import DEFAULT_KV_CACHE_GIB, EngineConfig
 from headrace_engine.interface import Engine
 from headrace_kv.layout.layout import WorkerRef
@@ -168,6 +169,11 @@ class WorkerConfig(ServiceConfig):
         """How many layers may be missing when a request begins. Only decode workers configure it."""
         return OverlapSettings()
 
+    @property
+    def write_quiet_s(self) -> float:
+        """How long bytes of a lost sender may still land in this worker's memory. Only decode workers configure it."""
+        return write_quiet_s()
+
     @model_validator(mode="after")
     def _check_workers_per_process(self) -> WorkerConfig:
         workers = self.workers_per_process
@@ -246,6 +252,7 @@ def engine_config(
         overlap_layers=config.overlap_settings,
         # A decode worker adds the hosts of prefill workers when these open handoff streams.
         admitted=parse_networks(config.transfer_peer_networks),
+        write_quiet_s=config.write_quiet_s,
     )
 
 

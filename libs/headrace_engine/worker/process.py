@@ -11,6 +11,8 @@ from typing import Any
 from headrace_common.identity import new_incarnation
 from headrace_common.logs import setup_logging
 from headrace_common.process.kill_timer import KillTimer
+from headrace_common.process.run import interruptible
+from headrace_common.registry.reachable import wait_reachable
 from headrace_engine.factory import build_engine
 from headrace_engine.worker.config import Config, engine_config, worker_configs
 from headrace_engine.worker.descriptors import RegistryDescriptors
@@ -27,6 +29,8 @@ async def run_workers(role: Role, config: Config, build: BuildServer[Config]) ->
     threads.
     """
     setup_logging(config.log_level, role, config.worker_id)
+    with interruptible():
+        wait_reachable(config.registry, config.registration_timeout_s)
     if config.workers_per_process > 1:
         _raise_file_limit()
     sender_thread = SenderThread("kv-sender") if config.workers_per_process > 1 else None

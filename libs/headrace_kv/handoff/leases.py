@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from headrace_common.limits import write_quiet_s
+
 
 class WriteLease:
     """The sender's permission to write, renewed by messages of one stream.
@@ -71,7 +73,7 @@ class QuarantinePolicy:
     @property
     def total_s(self) -> float:
         """Seconds from the end of the stream until no write can land."""
-        return 2 * self.lease_ttl_s + self.transport_s
+        return write_quiet_s(self.lease_ttl_s, self.transport_s)
 
     @property
     def tick_s(self) -> float:

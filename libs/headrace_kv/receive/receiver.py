@@ -27,7 +27,7 @@ from headrace_common.errors import (
     Unauthenticated,
     class_of,
 )
-from headrace_common.limits import TICKET_BYTES_MAX
+from headrace_common.limits import TICKET_BYTES_MAX, WRITE_LEASE_S, WRITE_QUARANTINE_S
 from headrace_common.tickets.keys import TicketKey, unauthenticated
 from headrace_kv.handoff.clock import Timers
 from headrace_kv.handoff.leases import QuarantinePolicy
@@ -80,8 +80,8 @@ class Receiver:
         layout: KvLayout,
         tickets: HandoffTickets,
         on_released: Callable[[str], None],
-        lease_ttl_s: float = 5.0,
-        quarantine_s: float = 15.0,
+        lease_ttl_s: float = WRITE_LEASE_S,
+        quarantine_s: float = WRITE_QUARANTINE_S,
         limits: ReceiverLimits | None = None,
         timers: Timers | None = None,
         features: Sequence[ReceiverFeature] = (),

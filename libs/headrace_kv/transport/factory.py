@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from headrace_common.errors import ConfigError
+from headrace_common.limits import write_quiet_s
 from headrace_kv.transport.base import KvTransport
 from headrace_kv.transport.fallback import FallbackTransport
 from headrace_kv.transport.in_memory import InMemoryTransport
@@ -30,6 +31,7 @@ class _Place:
     protocol: str
     memory: Memory
     rdma_devices: tuple[str, ...]
+    quiet_s: float
 
 
 _OPENERS: Final[dict[str, Callable[[_Place], KvTransport]]] = {
@@ -55,17 +57,19 @@ def open_transport(
     *,
     rdma_devices: Sequence[str] = (),
     admitted: Networks | None = None,
+    quiet_s: float = write_quiet_s(),
 ) -> KvTransport:
     """A transport that peers reach at `host`, from `admitted` until its `admit` is called.
 
     `kind` is "mooncake", "same_host", "in_memory", or "auto": same_host for peers of this host, else mooncake.
     `protocol` is Mooncake's "auto", "rdma" or "tcp". `memory` is the memory that holds the KV.
     `rdma_devices` are the adapters that Mooncake may use over RDMA; empty means all.
+    `quiet_s` is how long bytes of a lost sender may still land.
 
     "same_host" by name also lets senders with its session write to this process, where Yama's ptrace_scope is 1.
     Raises ConfigError for another kind, or when the transport cannot start on this machine.
     """
-    transport = _open(kind, _Place(host, protocol, memory, tuple(rdma_devices)))
+    transport = _open(kind, _Place(host, protocol, memory, tuple(rdma_devices), quiet_s))
     # No transport has ports before its session is used.
     transport.admit(admitted)
     return transport
@@ -82,6 +86,7 @@ def _open(kind: str, place: _Place) -> KvTransport:
         return inner
     costs = WireCostModel(initial_costs(inner.wire))
     limits = StagingLimits() if memory.on_host else _DEVICE_LIMITS
+    limits = replace(limits, landing=replace(limits.landing, quiet_s=place.quiet_s))
     return StagedTransport(inner, place.host, costs, limits, memory=memory)
 
 

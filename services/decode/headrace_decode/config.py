@@ -12,6 +12,7 @@ from headrace_common.config import (
     PositiveSeconds,
     require_order,
 )
+from headrace_common.limits import WRITE_LEASE_S, WRITE_QUARANTINE_S, write_quiet_s
 from headrace_engine.worker.config import WorkerConfig
 from headrace_kv.handoff.checksum import DigestMode
 from headrace_kv.receive.layer_overlap import OverlapSettings
@@ -29,11 +30,11 @@ class DecodeConfig(WorkerConfig, ClientFacingConfig):
     )
 
     lease_ttl_s: PositiveSeconds = Field(
-        5.0,
+        WRITE_LEASE_S,
         description="Seconds that a prefill rank may write without a message from this worker.",
     )
     quarantine_s: PositiveSeconds = Field(
-        15.0,
+        WRITE_QUARANTINE_S,
         description="Seconds that blocks of a failed transfer stay unused after the lease; at least 5, longer than the "
         "transport's own timeout. A frozen sender is ended after half of them.",
     )
@@ -64,6 +65,10 @@ class DecodeConfig(WorkerConfig, ClientFacingConfig):
     def clients_prove_themselves(self) -> bool:
         """Clients need a router's ticket."""
         return True
+
+    @property
+    def write_quiet_s(self) -> float:
+        return write_quiet_s(self.lease_ttl_s, self.quarantine_s)
 
     @property
     def overlap_settings(self) -> OverlapSettings:

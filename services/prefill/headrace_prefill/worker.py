@@ -187,7 +187,9 @@ def _work_from_proto(task: prefill_pb2.PrefillTask, deadline: Deadline) -> Prefi
             with_logits=task.send_logits,
             ticket=task.handoff_ticket,
         ),
-        sampling=sampling_from_proto(task.sampling, ()) if task.HasField("sampling") else None,
+        sampling=sampling_from_proto(task.sampling, task.sampling.stop_token_ids)
+        if task.HasField("sampling")
+        else None,
         cache_salt=task.cache_salt,
     )
 

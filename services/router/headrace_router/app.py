@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 
 import grpc.aio
@@ -13,6 +14,7 @@ from headrace.inference.v1 import inference_pb2_grpc, trace_pb2_grpc
 from headrace.kv.v1 import handoff_pb2
 from headrace.prefill.v1 import prefill_pb2, prefill_pb2_grpc
 from headrace.registry.v1 import registry_pb2
+from headrace_common.callers.bounds import CallerBounds, CallerLimits
 from headrace_common.limits import TICKET_LIFETIME_MAX_S
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.server import ClientServices, GrpcServer
@@ -22,7 +24,7 @@ from headrace_common.tickets.handoff import sign_handoff
 from headrace_common.tickets.keys import SigningKey
 from headrace_kv.layout.layout import WorkerRef
 from headrace_router.admission.admission import Admission, AdmissionLimits
-from headrace_router.admission.tenants import load_tenants
+from headrace_router.admission.tenants import Tenants, load_tenants, tenant_or_none
 from headrace_router.config import RouterConfig
 from headrace_router.dispatch.dispatcher import PolicySource, RequestDispatcher
 from headrace_router.lookaside.keys import RouterKeys
@@ -77,6 +79,9 @@ class Router:
     direct: DirectRequestTracker
     router_keys: RouterKeys
     preparer: RequestPreparer
+    callers: CallerBounds
+    """Of every listener for clients."""
+    tenants: Tenants
     gate: ClientGate
     """For the interceptors of the client listener."""
     openai: OpenAiApp
@@ -85,7 +90,11 @@ class Router:
 
     def new_server(self, config: RouterConfig) -> GrpcServer:
         """A server with every service of the router. Raises ConfigError."""
-        clients = ClientServices(CLIENT_SERVICES, [self.gate], config.max_request_bytes)
+        clients = ClientServices(
+            *(CLIENT_SERVICES, [self.gate], config.max_request_bytes),
+            callers=self.callers,
+            tenant_of=partial(tenant_or_none, self.tenants),
+        )
         server = GrpcServer(config, INTERNAL_SERVICES, clients)
         self._add_internal(server.server)
         if server.client_server is not None:
@@ -190,7 +199,9 @@ def assemble(
         codecs, workers, telemetry, config.max_bytes_per_token, salts.salt_of
     )
     tracer = RequestTracer(telemetry, traces)
+    callers = CallerBounds(CallerLimits.from_config(config), metrics.count_refused)
     runner = RequestRunner(
+        callers=callers,
         admission=admission,
         preparer=preparer,
         dispatcher=dispatcher,
@@ -218,7 +229,7 @@ def assemble(
     gate = ClientGate(tenants, metrics, max_model_len, config.max_bytes_per_token)
     parsers = {name: ModelParsers(*names) for name, names in config.parsers.items()}
     openai = OpenAiApp(
-        OpenAiParts(codecs, parsers, models, tenants, runner, preparer, gate, metrics),
+        OpenAiParts(codecs, parsers, models, tenants, runner, preparer, gate, metrics, callers),
         MetricsPage(
             load_tenants(config.metrics_keys_file, "metrics_keys_file"), telemetry.metrics.text
         ),
@@ -228,6 +239,8 @@ def assemble(
     return Router(
         *(inference, runner, workers, prefixes, queue, traces, metrics, direct, router_keys),
         preparer=preparer,
+        callers=callers,
+        tenants=tenants,
         gate=gate,
         openai=openai,
         admission=admission,

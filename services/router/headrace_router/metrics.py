@@ -90,6 +90,7 @@ class RouterMetrics:
         self._requests = meter.create_counter(schema.METRIC_REQUESTS, "{request}")
         self._migrations = meter.create_counter(schema.METRIC_MIGRATIONS, "{migration}")
         self._dropped_spans = meter.create_counter(schema.METRIC_TRACE_SPANS_DROPPED, "{span}")
+        self._callers_refused = meter.create_counter(schema.METRIC_CALLERS_REFUSED, "{refusal}")
         self._first_token = meter.create_histogram(schema.METRIC_TIME_TO_FIRST_TOKEN_MS, "ms")
         self._gauges = tuple(
             (meter.create_gauge(gauge.name, gauge.unit), gauge)
@@ -118,6 +119,10 @@ class RouterMetrics:
     def count_migration(self, reason: str) -> None:
         """Counts a response that has started and needs another attempt. `reason` is the error's."""
         self._migrations.add(1, {schema.ATTRIBUTE_END_REASON: reason})
+
+    def count_refused(self, refusal: str, count: int) -> None:
+        """Counts calls or connections of clients beyond the bounds on each caller."""
+        self._callers_refused.add(count, {schema.ATTRIBUTE_REFUSAL: refusal})
 
     def count_dropped_spans(self, bound: str, count: int) -> None:
         """Counts spans that the trace store dropped. Any thread may call it."""

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from typing import TypeAlias
 
 from headrace.inference.v1 import inference_pb2
+from headrace_common.callers.bounds import CallerBounds
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import Draining
 from headrace_common.process.pacing import LoopLoad
@@ -19,7 +20,7 @@ from headrace_router.dispatch.dispatcher import RequestDispatcher
 from headrace_router.metrics import RouterMetrics
 from headrace_router.request.preparation import RequestPreparer
 from headrace_router.request.request import RoutedRequest
-from headrace_router.request.response_stream import ResponseStream
+from headrace_router.request.response_stream import ResponseStream, TextOutlet
 from headrace_router.request.validation import REQUEST_ID_CHARACTERS_MAX
 from headrace_router.tracing.request_span import RequestTracer, trace_id_of
 
@@ -33,12 +34,14 @@ class RequestRunner:
     def __init__(
         self,
         *,
+        callers: CallerBounds,
         admission: Admission,
         preparer: RequestPreparer,
         dispatcher: RequestDispatcher,
         tracer: RequestTracer,
         metrics: RouterMetrics,
     ) -> None:
+        self._callers = callers
         self._admission = admission
         self._preparer = preparer
         self._dispatcher = dispatcher
@@ -67,17 +70,19 @@ class RequestRunner:
         tenant: str,
         deadline: Deadline,
         write: ResponseWriter,
+        outlet: TextOutlet | None = None,
     ) -> None:
         """Writes the response to `request`, message by message. Cancellation ends all work for the request.
 
-        Raises HeadraceError, before or between messages.
+        `outlet` may get the text of some messages instead of `write`, between the first and the last message. Raises
+        HeadraceError, before or between messages.
         """
         arrival_unix_ns = time.time_ns()
         with self._metrics.count_failures():
             permit = await self.admit(tenant, deadline)
             with self._admission.holding(permit):
                 response = await self._run_admitted(
-                    request, write, permit, deadline, arrival_unix_ns
+                    request, (write, outlet), permit, deadline, arrival_unix_ns
                 )
         self._metrics.count_request(
             finish_reason_name(response.finish_reason),
@@ -97,10 +102,14 @@ class RequestRunner:
         self.reject_when_draining()
         return await self._admission.admit(tenant, deadline)
 
+    async def wait_turn(self) -> None:
+        """Waits until this request's caller may have it routed."""
+        await self._callers.wait_turn()
+
     async def _run_admitted(
         self,
         request: inference_pb2.GenerateRequest,
-        write: ResponseWriter,
+        writers: tuple[ResponseWriter, TextOutlet | None],
         permit: AdmissionPermit,
         deadline: Deadline,
         arrival_unix_ns: int,
@@ -112,11 +121,15 @@ class RequestRunner:
             )
             await permit.acquire_tokens(len(prepared.token_ids))
             await permit.acquire_slot(prepared.model)
+            await self.wait_turn()
             response = ResponseStream(prepared, trace_id_of(root), self._load)
             routed = RoutedRequest(
                 *(prepared, response, root, deadline, arrival_unix_ns, permit.tenant),
                 slot_wait_s=lambda: permit.slot_wait_s,
             )
+            write, outlet = writers
+            if outlet is not None:
+                response.use_outlet(outlet)
             await self._stream(routed, write, permit)
             return response
 

@@ -109,6 +109,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 None if request.explain else deadline,
                 permit.tenant,
             )
+            await self._runner.wait_turn()
             decision = self._dispatcher.route(prepared, root, deadline, request.avoid_worker_ids)
             direct: inference_pb2.DirectRequest | None = None
             caller = permit.tenant if self._tenants.keyed else _host_of(context)

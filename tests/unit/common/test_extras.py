@@ -44,9 +44,9 @@ def _hide(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
     ("module", "argument", "hidden", "extra"),
     [
         ("headrace_cli", "workers", "typer", "cli"),
-        ("headrace_registry", "--help", "uvloop", "cli"),
+        ("headrace_registry", "--help", "uvloop", "registry"),
         ("headrace_router", "--help", "sortedcontainers", "router"),
-        ("headrace_prefill", "--help", "xxhash", "worker"),
+        ("headrace_prefill", "--help", "pydantic", "worker"),
         ("headrace_decode", "--help", "numpy", "worker"),
     ],
 )
@@ -104,6 +104,24 @@ def test_up_does_without_the_extras_that_it_does_not_use(
 ) -> None:
     _hide(monkeypatch, hidden)
     require_extras(topology)
+
+
+@pytest.mark.parametrize(
+    ("module", "extras"),
+    [
+        ("headrace_cli", ["cli"]),
+        ("headrace_registry", ["cli", "registry"]),
+        ("headrace_router", ["cli", "registry", "router"]),
+        ("headrace_prefill", ["cli", "worker"]),
+        ("headrace_decode", ["cli", "worker"]),
+    ],
+)
+def test_a_program_starts_with_its_extra_alone(module: str, extras: list[str]) -> None:
+    own = {module for extra in extras for module in MODULES[extra]}
+    others = {module for found in MODULES.values() for module in found} - own
+    done = _run(",".join(sorted(others)), module, "--help")
+
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_client_imports_no_module_of_an_extra() -> None:

@@ -16,6 +16,7 @@ from lock_requirements import (
     FILES,
     FIXED,
     FOLDER,
+    NOT_CONSTRAINED,
     RESOLVED,
     LockError,
     Pin,
@@ -53,8 +54,12 @@ def test_constraints_have_the_versions_of_their_lock_files(name: str) -> None:
     assert constraints(name, versions) == text
     lines = [line for line in text.splitlines() if not line.startswith("#")]
     assert set(lines) >= {
-        f"{p}=={v}" for v_of in versions.values() for p, v in v_of.items() if "+" not in v
+        f"{package}=={version}"
+        for found in versions.values()
+        for package, version in found.items()
+        if "+" not in version and package not in NOT_CONSTRAINED
     }
+    assert not [line for line in lines if line.partition("==")[0] in NOT_CONSTRAINED]
     assert "torch==2.13.0" in lines
 
 

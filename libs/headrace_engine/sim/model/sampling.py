@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 from headrace_engine.interface import Sampling, TokenLogprobs
 from headrace_engine.sim.model.bit_mixer import mix_int
+from headrace_engine.sim.model.constraints import constrain, is_constrained
 
 _CANDIDATES = 32
+_BYTES = 256
 _TOP_SCORE = 16.0
 _WORD = float(1 << 64)
 
@@ -30,10 +32,14 @@ def choose_token(
     With a temperature, `sampling.seed` must be set. Logprobs are those of the model, before
     penalties and temperature.
     """
-    if not _needs_scores(sampling):
-        return Choice(mix_int(digest) % vocabulary, None)
+    constrained = is_constrained(sampling)
+    if not constrained and not _needs_scores(sampling):
+        lowest = _lowest(vocabulary)
+        return Choice(lowest + mix_int(digest) % (vocabulary - lowest), None)
     tokens = _candidates(digest, vocabulary)
     scores = _scores(digest, len(tokens))
+    if constrained:
+        tokens, scores = constrain(digest, vocabulary, (tokens, scores), sampling, answer)
     penalized = _penalized(tokens, scores, sampling, prompt, answer)
     order = sorted(range(len(tokens)), key=lambda index: -penalized[index])
     chosen = order[0]
@@ -59,10 +65,17 @@ def _needs_scores(sampling: Sampling) -> bool:
 
 
 def _candidates(digest: int, vocabulary: int) -> list[int]:
-    count = min(_CANDIDATES, vocabulary)
+    lowest = _lowest(vocabulary)
+    width = vocabulary - lowest
+    count = min(_CANDIDATES, width)
     first = mix_int(digest)
-    step = 1 + mix_int(first) % (vocabulary // count)
-    return [(first + index * step) % vocabulary for index in range(count)]
+    step = 1 + mix_int(first) % (width // count)
+    return [lowest + (first + index * step) % width for index in range(count)]
+
+
+def _lowest(vocabulary: int) -> int:
+    """The lowest token of answers. Lower ones are bytes of prompts, which are no readable text one by one."""
+    return _BYTES if vocabulary >= 2 * _BYTES else 0
 
 
 def _scores(digest: int, count: int) -> list[float]:

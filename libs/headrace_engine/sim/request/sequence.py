@@ -239,6 +239,12 @@ class Sequence:
             self.ended = True
             generation.events.put_end(DecodeEnded(stopped, self.cached))
 
+    def answer_completed(self) -> None:
+        """The answer ends after its last token, without a stop token."""
+        assert self.generation is not None
+        self.ended = True
+        self.generation.events.put_end(DecodeEnded(True, self.cached))
+
     def _append(self, token_id: int, model: SimModel) -> None:
         position = len(self.tokens)
         self.tokens.append(token_id)

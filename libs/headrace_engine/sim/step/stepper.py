@@ -10,6 +10,7 @@ from headrace_engine.sim.cache.memory import SimMemory
 from headrace_engine.sim.cache.pools import CachePools
 from headrace_engine.sim.clock import SimClock
 from headrace_engine.sim.faults import SimFaults
+from headrace_engine.sim.model.constraints import choice_is_complete
 from headrace_engine.sim.model.logits import digest_of, logits_of
 from headrace_engine.sim.model.model import SimModel, unverified_digest
 from headrace_engine.sim.model.sampling import Choice, choose_token
@@ -144,7 +145,11 @@ class Stepper:
 
     def _generate(self, sequence: Sequence) -> None:
         assert sequence.generation is not None
-        choice = self._choose(sequence, sequence.generation.sampling, self._digest(sequence))
+        sampling = sequence.generation.sampling
+        if sampling.structured_outputs and choice_is_complete(sampling, sequence.answer):
+            sequence.answer_completed()
+            return
+        choice = self._choose(sequence, sampling, self._digest(sequence))
         sequence.token_generated(choice.token_id, choice.logprobs, self._model)
 
     def _digest(self, sequence: Sequence) -> int:

@@ -91,6 +91,7 @@ class ConnectorWorker:
             gpu_direct=self._settings.gpu_direct,
             rdma_devices=self._settings.rdma_devices,
             admitted=None if admitted is None else parse_networks(admitted),
+            quiet_s=self._settings.write_quiet_s,
         )
         memory = rank_memory(
             arena,

@@ -15,7 +15,12 @@ from headrace_common.errors import (
 )
 from headrace_engine.interface import DecodeEnded, DecodeEvent, DecodeTokens, DecodeWork
 from headrace_engine.vllm.service.prompt import token_prompt
-from headrace_engine.vllm.service.sampling import sampling_params, tokens_of
+from headrace_engine.vllm.service.sampling import (
+    rejected,
+    request_errors,
+    sampling_params,
+    tokens_of,
+)
 from headrace_engine.vllm.settings import receive_params
 from headrace_kv.handoff.messages import Reservation
 
@@ -49,6 +54,7 @@ class DecodeRequest:
         self._logits: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._reservation: Reservation | None = None
         self._reservation_yielded = False
+        self._transfer_failed = False
         self._failure: HeadraceError | None = None
         self._changed = asyncio.Event()
         params = None
@@ -70,6 +76,10 @@ class DecodeRequest:
         """The logits that the first token is chosen from."""
         if not self._logits.done():
             self._logits.set_result(logits)
+
+    def transfer_failed(self) -> None:
+        """The KV cache will not arrive: vLLM ends the request with an error."""
+        self._transfer_failed = True
 
     def fail(self, error: HeadraceError) -> None:
         """The engine's processes have ended."""
@@ -103,7 +113,7 @@ class DecodeRequest:
             if output.finished:
                 if not self._work.remote_kv:
                     cached_tokens = output.num_cached_tokens or 0
-                yield DecodeEnded(_stopped(completion.finish_reason), cached_tokens)
+                yield DecodeEnded(self._stopped(completion.finish_reason), cached_tokens)
                 return
             self._next = asyncio.create_task(self._next_output())
 
@@ -113,7 +123,7 @@ class DecodeRequest:
         if self._sampler is None:
             raise InternalError("this engine chooses no token from logits")
         if not self._logits.done():
-            _stopped((await request).outputs[0].finish_reason)
+            self._stopped((await request).outputs[0].finish_reason)
             raise InternalError("vLLM ended a request that waited for its first token")
         prompt = self._work.token_ids
         return await self._sampler.choose(self._logits.result(), prompt, self._work.sampling)
@@ -126,6 +136,24 @@ class DecodeRequest:
         if stopped or sampling.max_tokens == 1 or tokens + 1 >= self._max_model_len:
             return DecodeEnded(stopped, self._reservation.start_token)
         return None
+
+    def _stopped(self, finish_reason: str | None) -> bool:
+        """Whether a stop token has ended the request. Raises the error of an abnormal end."""
+        if finish_reason == "stop":
+            return True
+        if finish_reason == "length":
+            return False
+        if finish_reason != "error":
+            raise Cancelled(f"vLLM ended the request: {finish_reason}")
+        outputs = self._work.sampling.structured_outputs
+        if outputs is None or self._transfer_failed:
+            raise TransferFailed("the KV cache did not arrive, so nothing was generated")
+        raise InvalidRequest(
+            {
+                f"sampling.structured_outputs.{outputs.kind}": "vLLM cannot compile it, or the tokens that were "
+                "generated before do not follow it; simplify it"
+            }
+        )
 
     async def _wait_reserved(self, first: asyncio.Task[Any]) -> Reservation:
         changed = asyncio.create_task(self._changed.wait())
@@ -149,8 +177,8 @@ class DecodeRequest:
             raise
         except StopAsyncIteration:
             raise InternalError("vLLM ended a request without a last output") from None
-        except ValueError as exc:
-            raise InvalidRequest({"token_ids": f"vLLM rejects it: {exc}"}) from exc
+        except request_errors() as exc:
+            raise rejected(exc, self._work.sampling, "token_ids") from exc
         except Exception as exc:
             raise self._failure or InternalError(
                 f"vLLM failed: {type(exc).__name__}: {exc}"
@@ -168,14 +196,3 @@ class DecodeRequest:
         held = self._reservation
         if held is not None and not self._reservation_yielded and held.start_token < held.end_token:
             self._link.released(held.transfer_id)
-
-
-def _stopped(finish_reason: str | None) -> bool:
-    """Whether a stop token has ended the request. Raises TransferFailed or Cancelled for an abnormal end."""
-    if finish_reason == "stop":
-        return True
-    if finish_reason == "length":
-        return False
-    if finish_reason == "error":
-        raise TransferFailed("the KV cache did not arrive, so nothing was generated")
-    raise Cancelled(f"vLLM ended the request: {finish_reason}")

@@ -8,16 +8,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from headrace_common.errors import InternalError, TransferFailed
 from headrace_engine.interface import DecodeTokens, Sampling, TokenLogprobs
 from headrace_engine.vllm.compat import first_batch, make_sampler, vocabulary_size
-from headrace_engine.vllm.service.sampling import sampling_params
+from headrace_engine.vllm.service.first_token_grammar import FirstTokenGrammars
+from headrace_engine.vllm.service.sampling import rejected, request_errors, sampling_params
 
 if TYPE_CHECKING:
     from torch import Tensor
     from vllm.config import VllmConfig
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request
 
 FLOAT_BYTES = 4
 
@@ -29,6 +33,7 @@ class FirstTokenSampler:
         self._config = vllm_config
         self._vocabulary = vocabulary_size(vllm_config)
         self._sampler = make_sampler(vllm_config)
+        self._grammars: FirstTokenGrammars | None = None
         self._thread = ThreadPoolExecutor(
             1, thread_name_prefix="headrace-first-sample", initializer=_use_one_thread
         )
@@ -47,12 +52,20 @@ class FirstTokenSampler:
                 f"{len(logits)} bytes of logits have arrived, but those of this model have {self.logits_bytes}"
             )
         loop = asyncio.get_running_loop()
+        params = sampling_params(sampling, None)
         try:
-            return await loop.run_in_executor(
-                self._thread, self._choose, logits, list(prompt), sampling
-            )
+            request = await self._compile(params) if params.structured_outputs else None
+            choose = partial(self._choose, logits, list(prompt), sampling, params, request)
+            return await loop.run_in_executor(self._thread, choose)
+        except request_errors() as exc:
+            raise rejected(exc, sampling) from exc
         except RuntimeError as exc:
             raise InternalError(f"vLLM could not sample: {exc}") from exc
+
+    async def _compile(self, params: SamplingParams) -> Request:
+        if self._grammars is None:
+            self._grammars = FirstTokenGrammars(self._config)
+        return await self._grammars.compile(params)
 
     async def warm(self) -> None:
         """Samples once by each code path, since the first use of each is slow."""
@@ -64,15 +77,25 @@ class FirstTokenSampler:
     def close(self) -> None:
         """Ends the thread after the current row."""
         self._thread.shutdown(cancel_futures=True)
+        if self._grammars is not None:
+            self._grammars.close()
 
-    def _choose(self, logits: bytes, prompt: list[int], sampling: Sampling) -> DecodeTokens:
+    def _choose(
+        self,
+        logits: bytes,
+        prompt: list[int],
+        sampling: Sampling,
+        params: SamplingParams,
+        constrained: Request | None,
+    ) -> DecodeTokens:
         import torch
 
-        params = sampling_params(sampling, None)
         batch = first_batch(self._config, prompt, params)
         # Copied, because sampling writes into the row.
         row = torch.frombuffer(bytearray(logits), dtype=torch.float32).unsqueeze(0)
         with torch.inference_mode():
+            if constrained is not None and self._grammars is not None:
+                self._grammars.mask(constrained, row)
             output = self._sampler(row, batch.sampling_metadata)
         token_id = int(output.sampled_token_ids[0, 0])
         if output.logprobs_tensors is None or sampling.logprobs is None:

@@ -160,6 +160,7 @@ def _engine_args(config: EngineConfig, folder: ModelFolder, link_path: Path) -> 
         rdma_devices=config.rdma_devices,
         admitted=None if config.admitted is None else tuple(map(str, config.admitted)),
         overlap_layers=config.overlap_layers,
+        write_quiet_s=config.write_quiet_s,
     )
     ours: dict[str, Any] = dict(
         model=str(folder.path),
@@ -180,7 +181,8 @@ def _engine_args(config: EngineConfig, folder: ModelFolder, link_path: Path) -> 
         **_device_args(config, on_cpu=runs_on_cpu()),
         # A step's plan needs the results of the step before it.
         async_scheduling=False,
-        skip_tokenizer_init=True,
+        # vLLM needs the tokenizer for structured outputs only.
+        skip_tokenizer_init=not folder.has_tokenizer,
         generation_config="vllm",
         disable_log_stats=True,
         use_tqdm_on_load=False,

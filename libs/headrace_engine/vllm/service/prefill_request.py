@@ -13,7 +13,12 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError, InternalError, TransferTimeout, from_reason
 from headrace_engine.interface import DecodeTokens, PrefillOutcome, PrefillWork, Sampling
 from headrace_engine.vllm.service.prompt import token_prompt
-from headrace_engine.vllm.service.sampling import sampling_params, tokens_of
+from headrace_engine.vllm.service.sampling import (
+    rejected,
+    request_errors,
+    sampling_params,
+    tokens_of,
+)
 from headrace_engine.vllm.settings import PrefillTimes, send_params
 from headrace_kv.handoff.messages import SendReport
 
@@ -118,8 +123,7 @@ class PrefillRequest:
         target = self._work.target
         sampling = GREEDY_ONE_TOKEN
         if self._work.sampling is not None:
-            # Decode decides when an answer ends.
-            sampling = replace(self._work.sampling, max_tokens=1, stop_token_ids=())
+            sampling = replace(self._work.sampling, max_tokens=1)
         logits_for = target.transfer_id if target.with_logits else ""
         params = sampling_params(sampling, send_params(target), logits_for=logits_for)
         prompt = token_prompt(self._work.token_ids, self._work.cache_salt)
@@ -131,6 +135,8 @@ class PrefillRequest:
                     self._on_first_token(tokens_of(output.outputs[0], sampling.logprobs))
         except HeadraceError:
             raise
+        except request_errors() as exc:
+            raise rejected(exc, sampling, "token_ids") from exc
         except Exception as exc:
             raise InternalError(f"vLLM failed: {type(exc).__name__}: {exc}") from exc
         times = PrefillTimes.from_params(last.kv_transfer_params if last is not None else None)

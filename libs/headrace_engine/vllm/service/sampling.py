@@ -6,12 +6,17 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from headrace_common.errors import InvalidRequest
-from headrace_engine.interface import DecodeTokens, Sampling, TokenLogprobs
+from headrace_engine.interface import (
+    DecodeTokens,
+    Sampling,
+    StructuredOutputs,
+    TokenLogprobs,
+)
 from headrace_engine.vllm.settings import GENERATED_KEY, LOGITS_KEY
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
-    from vllm.sampling_params import SamplingParams
+    from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 
 def sampling_params(
@@ -35,7 +40,7 @@ def sampling_params(
     if logits_for:
         extra[LOGITS_KEY] = logits_for
     try:
-        return SamplingParams(
+        params = SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
@@ -49,12 +54,53 @@ def sampling_params(
             # `stop_token_ids` are all that count: vLLM must not add the model's own.
             ignore_eos=True,
             logprobs=sampling.logprobs,
+            min_tokens=min(sampling.min_tokens, sampling.max_tokens),
+            logit_bias=dict(sampling.logit_bias) or None,
+            allowed_token_ids=list(sampling.allowed_token_ids) or None,
+            structured_outputs=_structured_outputs(sampling.structured_outputs),
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
             extra_args=extra or None,
         )
-    except ValueError as exc:
-        raise InvalidRequest({"sampling": f"vLLM rejects it: {exc}"}) from exc
+    except request_errors() as exc:
+        raise rejected(exc, sampling) from exc
+    if sampling.bad_token_sequences:
+        # vLLM sets them from the words of `bad_words`, which have been tokenized already.
+        params._bad_words_token_ids = [list(ids) for ids in sampling.bad_token_sequences]  # noqa: SLF001
+    return params
+
+
+def request_errors() -> tuple[type[Exception], ...]:
+    """What vLLM raises for a request that it rejects."""
+    from vllm.exceptions import VLLMClientError
+
+    return (ValueError, VLLMClientError)
+
+
+def rejected(
+    error: Exception, sampling: Sampling, default_field: str = "sampling"
+) -> InvalidRequest:
+    """The error for a request that vLLM rejects. vLLM does not name the field, so this guesses it."""
+    outputs = sampling.structured_outputs
+    if outputs is not None:
+        return InvalidRequest(
+            {
+                f"sampling.structured_outputs.{outputs.kind}": f"vLLM rejects it: {error}; simplify it"
+            }
+        )
+    return InvalidRequest({default_field: f"vLLM rejects it: {error}"})
+
+
+def _structured_outputs(outputs: StructuredOutputs | None) -> StructuredOutputsParams | None:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    if outputs is None:
+        return None
+    if outputs.kind == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    if outputs.kind == "choice":
+        return StructuredOutputsParams(choice=list(outputs.choices))
+    return StructuredOutputsParams(**{outputs.kind: outputs.text})
 
 
 def tokens_of(output: CompletionOutput, logprob_count: int | None) -> DecodeTokens:

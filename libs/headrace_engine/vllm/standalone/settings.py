@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ValidationError
 
+from headrace_common import ports
 from headrace_common.config import ServiceConfig, split_host_port
 from headrace_common.errors import ConfigError
+from headrace_common.limits import WRITE_LEASE_S, WRITE_QUARANTINE_S
 from headrace_engine.vllm.compat import (
     engine_id,
     extra_config,
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 
 Role = Literal["prefill", "decode", "both"]
 ROLES: dict[str, Role] = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
-PREFILL_LISTEN = "127.0.0.1:7730"
+PREFILL_LISTEN = f"127.0.0.1:{ports.PAIRS}"
 DECODE_LISTEN = "127.0.0.1:0"
 INCARNATION_HEX_LENGTH = 16
 FOLDER_MODE = 0o700
@@ -56,8 +58,8 @@ class StandaloneSettings:
     transport: Literal["mooncake"] = "mooncake"
     transfer_timeout_s: float = 60.0
     kv_hold_timeout_s: float = 60.0
-    lease_ttl_s: float = 5.0
-    quarantine_s: float = 15.0
+    lease_ttl_s: float = WRITE_LEASE_S
+    quarantine_s: float = WRITE_QUARANTINE_S
     fingerprint: str = ""
     gpu_direct: bool = True
     overlap_layers: int = 0

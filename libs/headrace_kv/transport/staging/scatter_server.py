@@ -16,24 +16,27 @@ import numpy as np
 
 from headrace.kv.v1 import scatter_pb2, scatter_pb2_grpc
 from headrace_common.errors import ConfigError
+from headrace_common.limits import write_quiet_s
 from headrace_kv.transport.memory import HOST_MEMORY, Memory
 from headrace_kv.transport.mooncake.listen_filter import restrict_ports
 from headrace_kv.transport.networks import Networks
 from headrace_kv.transport.ranges import MemoryRanges
 
-# Bytes of a vanished sender's last write may still land, for as long as a transport's own timeout.
-_LOAN_QUARANTINE_S = 15.0
 # Streams beyond the loans, so that their senders get an answer.
 _REFUSALS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class LandingLimits:
-    """The landing area: at most `senders` at a time, each with `slots` of `slot_bytes`."""
+    """The landing area: at most `senders` at a time, each with `slots` of `slot_bytes`.
+
+    Bytes of a vanished sender may land for `quiet_s`. So long its slots are not lent again.
+    """
 
     senders: int = 8
     slots: int = 3
     slot_bytes: int = 4 * 1024 * 1024
+    quiet_s: float = write_quiet_s()
 
     @property
     def loan_bytes(self) -> int:
@@ -114,7 +117,7 @@ class ScatterServer(scatter_pb2_grpc.ScatterServiceServicer):
         if loan is None:
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "no slots are free")
         assert loan is not None
-        quarantine_s = _LOAN_QUARANTINE_S
+        quarantine_s = self._limits.quiet_s
         try:
             first_byte = int(self.landing.ctypes.data) + loan * self._limits.loan_bytes
             yield scatter_pb2.ScatterResponse(

@@ -51,6 +51,16 @@ class Tenants:
         return tenant
 
 
+def tenant_or_none(tenants: Tenants, metadata: Iterable[tuple[str, Any]]) -> str:
+    """The tenant of a known API key in an RPC's metadata. Empty without one."""
+    if not tenants.keyed:
+        return ""
+    try:
+        return tenants.tenant_of(metadata)
+    except Unauthenticated:
+        return ""
+
+
 def load_tenants(path: str, setting: str = "api_keys_file") -> Tenants:
     """The tenants of the keys file that a setting names. It is read again when it changes. An empty path means no file.
 

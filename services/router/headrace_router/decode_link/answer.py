@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import sampling_pb2
 from headrace_common.errors import HeadraceError, ProtocolViolation
+
+
+class TokenBatch(NamedTuple):
+    """Tokens that have arrived together. Each has an entry of logprobs if those were requested."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[sampling_pb2.TokenLogprobs]
+
+
+TokenSink: TypeAlias = Callable[[TokenBatch], bool]
+"""Uses tokens at once. False when the reader must act before more of them can be used."""
 
 
 class LinkedAnswer:
@@ -30,6 +42,16 @@ class LinkedAnswer:
         self._finished: decode_pb2.Finished | None = None
         self._error: HeadraceError | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._sink: TokenSink | None = None
+        self._sink_error: Exception | None = None
+        self._needs_reader = False
+
+    def forward(self, sink: TokenSink) -> None:
+        """From now on tokens that arrive while `read` waits go to `sink`, which saves a turn of the event loop.
+
+        `read` returns an event without tokens when the sink needs its reader, and raises the sink's error.
+        """
+        self._sink = sink
 
     def reserve(self, reserved: decode_pb2.Reserved) -> None:
         """The blocks are reserved."""
@@ -37,7 +59,7 @@ class LinkedAnswer:
         self._wake()
 
     def add_tokens(
-        self, token_ids: Sequence[int], logprobs: Iterable[sampling_pb2.TokenLogprobs] = ()
+        self, token_ids: Sequence[int], logprobs: Sequence[sampling_pb2.TokenLogprobs] = ()
     ) -> None:
         """New tokens. Raises ProtocolViolation when they are more than the credit allows."""
         self._allowed_tokens -= len(token_ids)
@@ -45,8 +67,22 @@ class LinkedAnswer:
             raise ProtocolViolation(
                 f"the worker sent {-self._allowed_tokens} tokens more than it had credit for"
             )
+        if self._sink is not None and self._waiter is not None and not self._waiter.done():
+            self._use_sink(self._sink, TokenBatch(token_ids, logprobs))
+            return
         self._token_ids += token_ids
         self._logprobs += logprobs
+        self._wake()
+
+    def _use_sink(self, sink: TokenSink, batch: TokenBatch) -> None:
+        self._read_tokens += len(batch.token_ids)
+        try:
+            if sink(batch):
+                self._return_credit()
+                return
+        except Exception as error:  # noqa: BLE001 - the reader raises it, and other requests go on
+            self._sink_error = error
+        self._needs_reader = True
         self._wake()
 
     def finish(self, finished: decode_pb2.Finished) -> None:
@@ -72,6 +108,8 @@ class LinkedAnswer:
     def poll(self) -> decode_pb2.GenerateResponse | None:
         """As `read`. None when nothing has arrived."""
         self._return_credit()
+        if self._sink_error is not None:
+            raise self._sink_error
         event = self._next_event()
         if event is None and self._error is not None:
             raise self._error
@@ -86,6 +124,9 @@ class LinkedAnswer:
             self._read_tokens += len(self._token_ids)
             self._token_ids, self._logprobs = [], []
             return decode_pb2.GenerateResponse(tokens=tokens)
+        if self._needs_reader:
+            self._needs_reader = False
+            return decode_pb2.GenerateResponse(tokens=decode_pb2.Tokens())
         if self._finished is not None:
             return decode_pb2.GenerateResponse(finished=self._finished)
         return None

@@ -12,7 +12,7 @@ from opentelemetry.context import Context
 from headrace.decode.v1 import decode_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.limits import LINK_STREAMS_MAX
-from headrace_router.decode_link.answer import LinkedAnswer
+from headrace_router.decode_link.answer import LinkedAnswer, TokenSink
 from headrace_router.decode_link.link import DecodeLink
 
 # The next link presents the certificate and the token that are in force then.
@@ -29,6 +29,10 @@ class LinkedCall:
     async def read(self) -> decode_pb2.GenerateResponse:
         """See LinkedAnswer."""
         return await self._answer.read()
+
+    def forward(self, sink: TokenSink) -> None:
+        """See LinkedAnswer."""
+        self._answer.forward(sink)
 
     def close(self) -> None:
         """Cancels the request unless it has ended."""

@@ -20,6 +20,7 @@ from headrace_common.errors import (
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.rpc.trace_context import metadata_with_trace
 from headrace_kv.layout.layout import WorkerRef
+from headrace_router.decode_link.answer import TokenSink
 from headrace_router.decode_link.links import DecodeLinks
 
 
@@ -62,6 +63,10 @@ class DecodeCall:
         event = await self._read_ahead
         self._read_ahead = None
         return event
+
+    def forward(self, sink: TokenSink) -> None:
+        """From now on tokens may go to `sink` while `read` waits. See LinkedAnswer."""
+        self._call.forward(sink)
 
     def read_ahead(self) -> asyncio.Task[decode_pb2.GenerateResponse]:
         """The read of the next event as a task, to wait for it beside other futures. `read` returns its event."""

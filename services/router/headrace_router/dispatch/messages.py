@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.decode.v1 import decode_pb2
-from headrace.inference.v1 import first_token_pb2
+from headrace.inference.v1 import first_token_pb2, sampling_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace_router.dispatch.first_token import BY_DECODE, BY_PREFILL, FROM_LOGITS, Policy
 from headrace_router.placement import Decision
@@ -48,6 +48,11 @@ def prefill_task(
     Decode computes the KV cache of the last token itself when it makes the first token.
     """
     worker = decision.worker
+    sampling = None
+    if first_token == BY_PREFILL:
+        sampling = sampling_pb2.SamplingParams()
+        sampling.CopyFrom(request.sampling)
+        sampling.stop_token_ids.extend(request.stop_token_ids)
     return prefill_pb2.PrefillTask(
         transfer_id=request.transfer_id,
         request_id=request.request_id,
@@ -57,7 +62,7 @@ def prefill_task(
         decode_incarnation=worker.ref.incarnation,
         decode_endpoint=worker.endpoint,
         traceparent=traceparent,
-        sampling=request.sampling if first_token == BY_PREFILL else None,
+        sampling=sampling,
         send_logits=first_token == FROM_LOGITS,
         cache_salt=request.cache_salt,
     )

@@ -163,7 +163,7 @@ def whole_message(text: str, rules: AnswerRules) -> dict[str, Any]:
         {name: value for name, value in call.items() if name != "index"}
         for call in delta.get("tool_calls", ())
     ]
-    message["content"] = delta.get("content", None if calls else "")
+    message["content"] = delta.get("content", "" if not delta else None)
     if "reasoning_content" in delta:
         message["reasoning_content"] = delta["reasoning_content"]
     if calls:

@@ -8,15 +8,18 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 from opentelemetry import context as otel_context
 
 from headrace.inference.v1 import inference_pb2
+from headrace_common.callers.bounds import CallerBounds
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError, InternalError, InvalidRequest, Unauthenticated
+from headrace_common.rpc.callers import caller_name
 from headrace_common.rpc.trace_context import context_from_traceparent
-from headrace_router.admission.tenants import Tenants
+from headrace_router.admission.tenants import Tenants, tenant_or_none
 from headrace_router.metrics import RouterMetrics
 from headrace_router.models import ModelCatalog
 from headrace_router.openai.answers import ModelParsers, rules_of
@@ -77,6 +80,7 @@ class OpenAiParts:
     preparer: RequestPreparer
     gate: ClientGate
     metrics: RouterMetrics
+    callers: CallerBounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +124,7 @@ class OpenAiApp:
         """Serves one HTTP request."""
         exchange = HttpExchange(scope, receive, send)
         try:
-            await self._serve(exchange)
+            await self._serve_in_bounds(exchange)
         except (HeadraceError, HttpError) as error:
             await exchange.respond_error(error)
         except Exception as error:  # noqa: BLE001 - the outermost frame of a request
@@ -132,6 +136,18 @@ class OpenAiApp:
                     metadata={"error_id": error_id, "exception": type(error).__name__},
                 )
             )
+
+    async def _serve_in_bounds(self, exchange: HttpExchange) -> None:
+        callers = self._parts.callers
+        tenant = tenant_or_none(self._parts.tenants, exchange.headers.items())
+        caller = caller_name(tenant, exchange.host)
+        with callers.call(caller, exchange.host):
+            await callers.pace(caller, exchange.host)
+            try:
+                await self._serve(exchange)
+            except HttpError:
+                callers.count_rejection(caller)
+                raise
 
     async def _serve(self, exchange: HttpExchange) -> None:
         method, handler = self._routes.get(exchange.path, ("", None))
@@ -155,6 +171,7 @@ class OpenAiApp:
     async def _body(self, exchange: HttpExchange) -> bytes:
         data = await exchange.read_json(self._body_bytes_max)
         self._parts.gate.check_bytes(len(data))
+        await self._parts.callers.wait_turn()
         return data
 
     async def _chat(self, exchange: HttpExchange) -> None:
@@ -210,6 +227,7 @@ class OpenAiApp:
         form = generation.format
         usages = [inference_pb2.Usage() for _ in range(generation.choices)]
         offsets: dict[int, int] = {}
+        ending: list[bytes] = []
 
         async def write(index: int, message: inference_pb2.GenerateResponse) -> None:
             if not exchange.started:
@@ -220,12 +238,22 @@ class OpenAiApp:
             offsets[index] = offsets.get(index, 0) + len(message.text)
             if message.finish_reason:
                 usages[index] = message.usage
-            if data:
+            if generation.choices == 1 and message.finish_reason:
+                # One write for all that is left.
+                ending.append(data)
+            elif data:
                 await exchange.write(data)
 
-        await self._run_all(generation, tenant, write)
-        await exchange.write(form.usage_event(usages, len(generation.requests)) + DONE_EVENT)
-        await exchange.finish()
+        def write_text(index: int, text: str) -> bool:
+            data = form.text_event(index, text)
+            if data is None or not exchange.write_now(data):
+                return False
+            offsets[index] += len(text)
+            return True
+
+        await self._run_all(generation, tenant, write, write_text)
+        ending.append(form.usage_event(usages, len(generation.requests)) + DONE_EVENT)
+        await exchange.finish(b"".join(ending))
 
     async def _collect(self, exchange: HttpExchange, generation: _Generation, tenant: str) -> None:
         """Sends one object at the end."""
@@ -243,8 +271,9 @@ class OpenAiApp:
         generation: _Generation,
         tenant: str,
         write: Callable[[int, inference_pb2.GenerateResponse], Awaitable[None]],
+        write_text: Callable[[int, str], bool] | None = None,
     ) -> None:
-        """Runs all choices. The first error ends them all.
+        """Runs all choices. The first error ends them all. `write_text` is a TextOutlet for each choice.
 
         The first choice of a prompt starts alone. The others start with its first token, when the prompt is cached.
         """
@@ -263,9 +292,13 @@ class OpenAiApp:
 
             if waits:
                 await started.wait()
-            await self._parts.runner.run(request, tenant, deadline, write_choice)
+            outlet = None if write_text is None else partial(write_text, index)
+            await self._parts.runner.run(request, tenant, deadline, write_choice, outlet)
             started.set()
 
+        if generation.choices == 1:
+            await run(0, generation.requests[0], asyncio.Event(), waits=False)
+            return
         index = 0
         try:
             async with asyncio.TaskGroup() as group:

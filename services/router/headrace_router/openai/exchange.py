@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapp
 from typing import Any, TypeAlias, TypeVar
 
 from headrace_common.errors import Cancelled, HeadraceError
+from headrace_common.process.connections import host_of
 from headrace_router.openai.errors import (
     HttpError,
     error_bytes,
@@ -20,6 +21,11 @@ Scope: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
 Result = TypeVar("Result")
+
+ChunkWriter: TypeAlias = Callable[[bytes], bool]
+"""Sends a chunk of a response that has started. False, and nothing is sent, when it would have to wait."""
+CHUNKS_EXTENSION = "headrace.chunks"
+"""The name of the server's ChunkWriter among the extensions of an ASGI scope."""
 
 BODY_WAIT_S = 30.0
 """Time in which a client must send its request."""
@@ -35,6 +41,9 @@ class HttpExchange:
             name.decode("latin-1").lower(): value.decode("latin-1")
             for name, value in scope["headers"]
         }
+        self._chunks: ChunkWriter | None = scope.get("extensions", {}).get(CHUNKS_EXTENSION)
+        self.host = host_of((scope.get("client") or ("unknown", 0))[0])
+        """The client's host."""
         self._receive = receive
         self._send = send
         self.started = False
@@ -105,9 +114,13 @@ class HttpExchange:
         """Sends a part of the body. Waits while the client does not read."""
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
-    async def finish(self) -> None:
-        """Ends the body."""
-        await self._send({"type": "http.response.body", "body": b""})
+    def write_now(self, data: bytes) -> bool:
+        """As `write`, without an event loop's turn. False, and nothing is sent, when the client does not read."""
+        return self.started and self._chunks is not None and self._chunks(data)
+
+    async def finish(self, data: bytes = b"") -> None:
+        """Sends the last part of the body, and ends it."""
+        await self._send({"type": "http.response.body", "body": data})
 
     async def respond(
         self, status: int, data: bytes, headers: Mapping[str, str] | None = None

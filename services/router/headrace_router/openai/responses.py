@@ -22,6 +22,9 @@ _FINISH_REASONS: Final = {
 _LOGPROB_MIN = -9999.0
 _ALL_CONTENT: Final = AnswerRules()
 _quote = json.encoder.encode_basestring_ascii
+# A text that occurs nowhere else in an event: a request's id and a model's name have no such characters.
+_MARK: Final = "\x00\x01"
+_QUOTED_MARK: Final = _quote(_MARK).encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,7 @@ class ResponseFormat(ABC):
         )
         self._prefix = f'data: {fields[:-1]}, "choices": ['
         self._suffix = '], "usage": null}\n\n' if includes_usage else "]}\n\n"
+        self._templates: dict[int, tuple[bytes, bytes]] = {}
 
     @abstractmethod
     def _choice(self, index: int, choice: CollectedChoice) -> dict[str, Any]:
@@ -105,6 +109,16 @@ class ResponseFormat(ABC):
             f'{self._prefix}{{"index": {index}, {delta}, "logprobs": {logprobs}, '
             f'"finish_reason": {ending}}}{self._suffix}'
         ).encode()
+
+    def text_event(self, index: int, text: str) -> bytes | None:
+        """As `event`, for a message with text alone. None when the event depends on more than the text."""
+        template = self._templates.get(index)
+        if template is None:
+            whole = self.event(index, inference_pb2.GenerateResponse(text=_MARK))
+            head, _, tail = whole.partition(_QUOTED_MARK)
+            template = self._templates[index] = (head, tail)
+        head, tail = template
+        return b"%b%b%b" % (head, _quote(text).encode(), tail)
 
     def usage_event(self, usages: Sequence[inference_pb2.Usage], prompts: int) -> bytes:
         """The last event before DONE_EVENT, or nothing if usage is not wanted."""
@@ -184,6 +198,9 @@ class ChatFormat(ResponseFormat):
         if not delta and not last and not message.logprobs:
             return None
         return f'"delta": {json.dumps(delta)}'
+
+    def text_event(self, index: int, text: str) -> bytes | None:
+        return None if self._rules.divides else super().text_event(index, text)
 
     def _finish_reason(self, index: int, reason: sampling_pb2.FinishReason.ValueType) -> str | None:
         answer = self._answers.get(index)

@@ -9,6 +9,7 @@ import socket
 import ssl
 from collections.abc import Callable, Iterator
 from dataclasses import astuple
+from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -20,6 +21,7 @@ from headrace_common.errors import ConfigError
 from headrace_common.reloading import ReloadedFiles
 from headrace_router.config import RouterConfig
 from headrace_router.openai.app import OpenAiApp
+from headrace_router.openai.exchange import CHUNKS_EXTENSION, ChunkWriter
 
 _LOG = logging.getLogger(__name__)
 
@@ -112,6 +114,9 @@ class _Protocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._stop_timer()
         super().on_headers_complete()
+        # The application starts in a later turn of the event loop.
+        cycle: Any = self.cycle
+        self.scope["extensions"] = {CHUNKS_EXTENSION: _chunk_writer(cycle)}  # type: ignore[dict-item]
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
@@ -121,6 +126,21 @@ class _Protocol(HttpToolsProtocol):
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
+
+
+def _chunk_writer(cycle: Any) -> ChunkWriter:
+    """Does what uvicorn's `send` does with a part of a body, without a coroutine and a message for each part."""
+    transport, flow = cycle.transport, cycle.flow
+
+    def write(data: bytes) -> bool:
+        if flow.write_paused or cycle.disconnected or not cycle.chunked_encoding:
+            return False
+        if cycle.response_complete or not data:
+            return False
+        transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
+
+    return write
 
 
 def _listening_socket(listen: str) -> socket.socket:

@@ -41,6 +41,8 @@ def chat_violations(chat: inference_pb2.Chat) -> dict[str, str]:
         violations["chat.continue_final_message"] = "the final message has tool_calls; leave it out"
     violations.update(_tool_violations(chat))
     violations.update(_tool_choice_violations(chat))
+    if not violations and forces_call(chat):
+        violations.update(_forced_call_violations(chat))
     violations.update(_kwargs_violations(chat.template_kwargs))
     return violations
 
@@ -80,10 +82,15 @@ def template_kwargs_of(chat: inference_pb2.Chat) -> dict[str, Any]:
     return parse_object(chat.template_kwargs, TEMPLATE_KWARGS_BYTES_MAX)
 
 
+def forces_call(chat: inference_pb2.Chat) -> bool:
+    """Whether the answer must call a function."""
+    return chat.tool_choice.mode in _FORCING_MODES
+
+
 def forced_call_schema(chat: inference_pb2.Chat) -> str | None:
     """The JSON Schema of an answer that must call a function, as text. None where the model decides."""
     choice = chat.tool_choice
-    if choice.mode not in _FORCING_MODES:
+    if not forces_call(chat):
         return None
     schemas = {tool.name: _parameters(tool) for tool in chat.tools}
     if choice.mode == _MODE.MODE_FUNCTION:
@@ -173,6 +180,26 @@ def _tool_choice_violations(chat: inference_pb2.Chat) -> Iterator[tuple[str, str
         yield f"{path}.function_name", "only MODE_FUNCTION takes it; leave it out"
     if choice.single_call and choice.mode != _MODE.MODE_REQUIRED:
         yield f"{path}.single_call", "only MODE_REQUIRED takes it; leave it out"
+
+
+def _forced_call_violations(chat: inference_pb2.Chat) -> Iterator[tuple[str, str]]:
+    """Of the one schema that tools make together."""
+    definitions: dict[str, Any] = {}
+    if chat.tool_choice.mode == _MODE.MODE_REQUIRED:
+        for index, tool in enumerate(chat.tools):
+            own = _parameters(tool).get("$defs", {})
+            for name, schema in own.items():
+                if definitions.setdefault(name, schema) != schema:
+                    yield (
+                        f"chat.tools[{index}].parameters",
+                        f"$defs has another {name} than an earlier tool; rename it",
+                    )
+    size = len((forced_call_schema(chat) or "").encode())
+    if size > SCHEMA_BYTES_MAX:
+        yield (
+            "chat.tools",
+            f"have {size} bytes of JSON Schema together, more than {SCHEMA_BYTES_MAX}; shorten them",
+        )
 
 
 def _kwargs_violations(text: str) -> dict[str, str]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
 
-from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
 from headrace_common.process.pacing import FlushPace, LoopLoad
 from headrace_router.request.validation import PreparedRequest
@@ -19,6 +19,23 @@ from headrace_text.detokenizer import IncrementalDetokenizer
 from headrace_text.stop_strings import StopStringScanner
 
 PENDING_TOKENS_MAX = 1_024
+
+TextOutlet: TypeAlias = Callable[[str], bool]
+"""Sends text to the client at once. False, and nothing is sent, when the client cannot take it now."""
+
+
+class NewTokens(Protocol):
+    """Tokens of one request. Each has an entry of logprobs if those were requested."""
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The tokens."""
+        ...
+
+    @property
+    def logprobs(self) -> Sequence[sampling_pb2.TokenLogprobs]:
+        """The logprobs."""
+        ...
 
 
 @dataclass(slots=True)
@@ -28,11 +45,12 @@ class _Pending:
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[sampling_pb2.TokenLogprobs] = field(default_factory=list)
-    detokenized: bool = False
+    tokens_with_text: int = 0
+    """How many of the token ids `text` contains."""
 
-    def add_text_of_all(self, text: str) -> None:
-        """`text` is that of all the token ids."""
-        self.detokenized = True
+    def add_text(self, text: str) -> None:
+        """`text` is that of all tokens that had no text yet."""
+        self.tokens_with_text = len(self.token_ids)
         self.text.append(text)
 
 
@@ -47,9 +65,11 @@ class ResponseStream:
     ) -> None:
         self._request = request
         self._trace_id = trace_id
-        self._detokenizer = IncrementalDetokenizer(request.codec, request.token_ids)
-        self._stop_scanner = StopStringScanner(request.stop_strings)
-        self._stop_token_ids = frozenset(request.stop_token_ids)
+        self._detokenizer = IncrementalDetokenizer(
+            *(request.codec, request.token_ids), skip_special_tokens=request.skips_special_tokens
+        )
+        self._stop_scanner = StopStringScanner(request.stop_strings, keeps_stop=request.keeps_stop)
+        self._stop_token_ids = frozenset(() if request.keeps_stop else request.stop_token_ids)
         self._generated = list(request.generated)
         self._pending = _Pending()
         self._last_message: inference_pb2.GenerateResponse | None = None
@@ -57,6 +77,8 @@ class ResponseStream:
         self._ended = False
         self._sent_first_message = False
         self._readable = asyncio.Event()
+        self._outlet: TextOutlet | None = None
+        self._reader_waits = False
         self._drained = asyncio.Event()
         self._pace = FlushPace(load or LoopLoad())
         self._start_unix_ns, self._start_ns = time.time_ns(), time.monotonic_ns()
@@ -104,8 +126,15 @@ class ResponseStream:
         """
         return self._start_unix_ns + time.monotonic_ns() - self._start_ns
 
+    def use_outlet(self, outlet: TextOutlet) -> None:
+        """Lets `add_tokens` send text itself while `next_message` waits for tokens. It saves a turn of the event loop.
+
+        The first message, the last one and those with logprobs still come from `next_message`.
+        """
+        self._outlet = outlet
+
     async def add_first_tokens(
-        self, tokens: decode_pb2.Tokens, maker: first_token_pb2.FirstTokenPolicy.ValueType
+        self, tokens: NewTokens, maker: first_token_pb2.FirstTokenPolicy.ValueType
     ) -> None:
         """As `add_tokens`, for a first token that `maker` generated before decode had the KV cache.
 
@@ -114,8 +143,24 @@ class ResponseStream:
         self.first_token_by = maker
         await self.add_tokens(tokens)
 
-    async def add_tokens(self, tokens: decode_pb2.Tokens) -> None:
+    async def add_tokens(self, tokens: NewTokens) -> None:
         """Adds tokens from a worker. Waits while more than PENDING_TOKENS_MAX tokens are not sent yet."""
+        self.add_tokens_now(tokens)
+        await self.wait_room()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether at most PENDING_TOKENS_MAX tokens are not sent yet."""
+        return len(self._pending.token_ids) <= PENDING_TOKENS_MAX
+
+    async def wait_room(self) -> None:
+        """Returns when the response has room."""
+        while not self.has_room:
+            self._drained.clear()
+            await self._drained.wait()
+
+    def add_tokens_now(self, tokens: NewTokens) -> None:
+        """As `add_tokens`, without waiting. The caller adds no more while the response has no room."""
         if self.stopped or not tokens.token_ids:
             return
         now_unix_ns = self.now_unix_ns()
@@ -130,10 +175,9 @@ class ResponseStream:
             self._generated.extend(tokens.token_ids)
             self._pending.token_ids.extend(tokens.token_ids)
             self._pending.logprobs.extend(tokens.logprobs)
+        if self._reader_waits and self._outlet is not None and self._send_text(self._outlet):
+            return
         self._readable.set()
-        while len(self._pending.token_ids) > PENDING_TOKENS_MAX:
-            self._drained.clear()
-            await self._drained.wait()
 
     def finish(
         self,
@@ -144,7 +188,9 @@ class ResponseStream:
         """Ends the response. The next message is the last."""
         self._detokenize_pending()
         if not self.stopped:
-            self._pending.text.append(self._stop_scanner.scan(self._detokenizer.flush()))
+            may_stop = len(self._generated) > self._request.sampling.min_tokens
+            rest = self._stop_scanner.scan(self._detokenizer.flush(), may_stop=may_stop)
+            self._pending.text.append(rest)
         self._pending.text.append(self._stop_scanner.flush())
         # The flushed characters can complete a stop string.
         self.finish_reason = sampling_pb2.FINISH_REASON_STOP if self.stopped else reason
@@ -166,7 +212,12 @@ class ResponseStream:
         Raises the error with which the response failed.
         """
         while True:
-            await self._readable.wait()
+            if not self._readable.is_set():
+                self._reader_waits = True
+                try:
+                    await self._readable.wait()
+                finally:
+                    self._reader_waits = False
             if self._pending.token_ids or self._last_message is not None:
                 rest_s = self._pace.batch_s(time.monotonic())
                 if rest_s > 0:
@@ -179,7 +230,24 @@ class ResponseStream:
                 return None
             self._readable.clear()
 
-    def _append_until_stop(self, tokens: decode_pb2.Tokens) -> None:
+    def _send_text(self, outlet: TextOutlet) -> bool:
+        """Sends what is pending through the outlet. False when `next_message` must send it."""
+        pending = self._pending
+        if not self._sent_first_message or pending.logprobs or self.stopped:
+            return False
+        now_s = time.monotonic()
+        if self._pace.batch_s(now_s) > 0:
+            return False
+        self._detokenize_pending()
+        text = "".join(pending.text)
+        # No text: the tokens are a part of a character.
+        if text and not outlet(text):
+            return False
+        self._pace.record_flush(now_s)
+        self._pending = _Pending()
+        return True
+
+    def _append_until_stop(self, tokens: NewTokens) -> None:
         """Converts tokens one by one, to find the token that completes a stop string. Ignores the tokens after it."""
         for index, token_id in enumerate(tokens.token_ids):
             if self.stopped:
@@ -189,25 +257,29 @@ class ResponseStream:
             self._pending.logprobs.extend(tokens.logprobs[index : index + 1])
             # A stop token ends the completion and is not part of its text.
             if token_id not in self._stop_token_ids:
-                text = self._stop_scanner.scan(self._detokenizer.append(token_id))
-                self._pending.text.append(text)
+                self._pending.text.append(self._scan(token_id, len(self._generated)))
 
     def _replay(self, token_ids: Sequence[int]) -> None:
         """Advances the detokenizer and the stop scanner over tokens that the client already has."""
         with_text = self._without_stop_tokens(token_ids)
         if self._request.stop_strings:
-            for token_id in with_text:
-                self._stop_scanner.scan(self._detokenizer.append(token_id))
+            for number, token_id in enumerate(with_text, start=1):
+                self._scan(token_id, number)
         else:
             self._detokenizer.extend(with_text)
+
+    def _scan(self, token_id: int, number: int) -> str:
+        """The text after the completion's token number `number`, from 1."""
+        may_stop = number > self._request.sampling.min_tokens
+        return self._stop_scanner.scan(self._detokenizer.append(token_id), may_stop=may_stop)
 
     def _detokenize_pending(self) -> None:
         """Converts the pending tokens to text in one call. With stop strings, `add_tokens` has done so."""
         pending = self._pending
-        if self._request.stop_strings or pending.detokenized:
+        if self._request.stop_strings or pending.tokens_with_text == len(pending.token_ids):
             return
-        token_ids = self._without_stop_tokens(pending.token_ids)
-        pending.add_text_of_all(self._detokenizer.extend(token_ids))
+        token_ids = self._without_stop_tokens(pending.token_ids[pending.tokens_with_text :])
+        pending.add_text(self._detokenizer.extend(token_ids))
 
     def _without_stop_tokens(self, token_ids: Sequence[int]) -> list[int]:
         return [token_id for token_id in token_ids if token_id not in self._stop_token_ids]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from headrace.inference.v1 import sampling_pb2
 from headrace_common.limits import (
@@ -19,7 +20,11 @@ from headrace_common.limits import (
     STOP_TOKENS_MAX,
 )
 from headrace_router.request.structured_outputs import structured_outputs_violations
+from headrace_text.codec import TextCodec
 
+_Field: TypeAlias = Literal[
+    "stop", "stop_token_ids", "bad_words", "include_stop_str_in_output", "skip_special_tokens"
+]
 LOGPROBS_MAX = 20
 SEED_MAX = 2**63 - 1
 
@@ -47,6 +52,12 @@ _RANGES = {
     "frequency_penalty": _Range(-2, 2, 0),
     "repetition_penalty": _Range(0, 2, 1, low_included=False),
 }
+
+
+_ROUTERS_FIELDS: tuple[_Field, ...] = (
+    *("stop", "stop_token_ids", "bad_words", "include_stop_str_in_output"),
+    "skip_special_tokens",
+)
 
 
 def sampling_violations(sampling: sampling_pb2.SamplingParams) -> dict[str, str]:
@@ -168,7 +179,7 @@ def with_defaults(
 ) -> sampling_pb2.SamplingParams:
     """The parameters for the decode worker, with every default filled in.
 
-    They have no stops: the router finds stop strings, and stop tokens have a field of their own.
+    They lack what the router does itself: it finds stop strings, for example. Stop tokens have a field of their own.
     """
     filled = sampling_pb2.SamplingParams()
     filled.CopyFrom(sampling)
@@ -178,6 +189,19 @@ def with_defaults(
     if not filled.HasField("top_k"):
         filled.top_k = 0
     filled.max_tokens = max_tokens
-    filled.ClearField("stop")
-    filled.ClearField("stop_token_ids")
+    for name in _ROUTERS_FIELDS:
+        filled.ClearField(name)
     return filled
+
+
+def bad_word_tokens(words: Sequence[str], codec: TextCodec) -> Iterator[list[int]]:
+    """The token sequences of words that are not allowed, as in vLLM: at the beginning of a text, and after a space."""
+    for word in words:
+        plain = codec.encode_part(word.lstrip())
+        if plain:
+            yield plain
+        after_space = codec.encode_part(f" {word.lstrip()}")
+        if after_space and (
+            not plain or (after_space[0] != plain[0] and len(after_space) == len(plain))
+        ):
+            yield after_space

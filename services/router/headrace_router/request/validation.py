@@ -11,12 +11,15 @@ from headrace_common.errors import InvalidRequest
 from headrace_common.limits import ANSWERS_MAX, UNKNOWN_CONTEXT_TOKENS
 from headrace_router.request.chat import (
     chat_violations,
+    forced_call_schema,
+    forces_call,
     messages_of,
     template_kwargs_of,
     text_bytes,
     tools_of,
 )
 from headrace_router.request.sampling import (
+    bad_word_tokens,
     beyond_vocabulary,
     sampling_violations,
     vocabulary_violations,
@@ -48,6 +51,10 @@ class PreparedRequest:
     """Tokens of the completion that the client already has."""
     cache_salt: str = ""
     """Only requests with an equal salt share cached blocks. Never from the client."""
+    keeps_stop: bool = False
+    """Whether the stop that ended the completion is part of its text."""
+    skips_special_tokens: bool = True
+    """Whether the text of special tokens is left out."""
 
 
 def resolve_model(name: str, codecs: Mapping[str, TextCodec]) -> str:
@@ -103,14 +110,29 @@ def prepare(
         model=model,
         codec=codec,
         token_ids=tuple(token_ids),
-        sampling=with_defaults(request.sampling, max_tokens),
+        sampling=_workers_sampling(request, codec, max_tokens),
         stop_token_ids=tuple(sorted(model_stops.union(request.sampling.stop_token_ids))),
         stop_strings=tuple(request.sampling.stop),
         placement=request.prefill_placement,
         first_token=request.first_token,
         generated=tuple(request.generated.ids),
         cache_salt=cache_salt,
+        keeps_stop=request.sampling.include_stop_str_in_output,
+        skips_special_tokens=not request.sampling.HasField("skip_special_tokens")
+        or request.sampling.skip_special_tokens,
     )
+
+
+def _workers_sampling(
+    request: inference_pb2.GenerateRequest, codec: TextCodec, max_tokens: int
+) -> sampling_pb2.SamplingParams:
+    sampling = with_defaults(request.sampling, max_tokens)
+    for ids in bad_word_tokens(request.sampling.bad_words, codec):
+        sampling.bad_token_sequences.add(ids=ids)
+    schema = forced_call_schema(request.chat)
+    if schema is not None:
+        sampling.structured_outputs.json = schema
+    return sampling
 
 
 def request_violations(request: inference_pb2.GenerateRequest) -> dict[str, str]:
@@ -127,6 +149,10 @@ def request_violations(request: inference_pb2.GenerateRequest) -> dict[str, str]
         violations["tokens.ids"] = "must not be empty"
     if given == ["chat"]:
         violations.update(chat_violations(request.chat))
+        if request.sampling.HasField("structured_outputs") and forces_call(request.chat):
+            violations["chat.tool_choice.mode"] = (
+                "excludes sampling.structured_outputs; leave out one of them"
+            )
     if len(request.request_id) > REQUEST_ID_CHARACTERS_MAX:
         violations["request_id"] = f"must have at most {REQUEST_ID_CHARACTERS_MAX} characters"
     elif not _REQUEST_ID.fullmatch(request.request_id):

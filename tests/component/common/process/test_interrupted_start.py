@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +18,8 @@ import pathlib, time
 pathlib.Path(__file__).with_name("begun").touch()
 time.sleep(60)
 """
+
+DECODE = ("--engine=sim", "--transport=in_memory", "--worker-id=d")
 
 
 @pytest.mark.parametrize(
@@ -33,11 +36,37 @@ def test_ctrl_c_during_imports_prints_nothing(tmp_path: Path, module: str, packa
     assert process.returncode == -signal.SIGINT
 
 
-def test_termination_while_waiting_for_the_registry_is_quiet(tmp_path: Path) -> None:
+def test_termination_while_the_registry_is_absent_is_quiet() -> None:
+    process = _start(["headrace_decode", *DECODE, "--registry=127.0.0.1:1"])
+    assert process.stderr is not None
+    line = process.stderr.readline()
+    assert "waiting for the registry on 127.0.0.1:1" in line
+    _end_quietly(process)
+
+
+def test_termination_while_the_registry_is_silent_is_quiet(tmp_path: Path) -> None:
     port_file = tmp_path / "port"
-    flags = ["--engine=sim", "--transport=in_memory", "--worker-id=d", "--registry=127.0.0.1:1"]
-    process = _start(["headrace_decode", *flags, f"--port-file={port_file}"])
-    _wait_for(process, port_file)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        registry = f"--registry=127.0.0.1:{silent.getsockname()[1]}"
+        process = _start(["headrace_decode", *DECODE, registry, f"--port-file={port_file}"])
+        _wait_for(process, port_file)
+        _end_quietly(process)
+
+
+def test_a_worker_without_a_registry_ends_before_it_loads_a_model() -> None:
+    process = _start(
+        [
+            *("headrace_decode", "--engine=vllm", "--worker-id=d", "--model=/nowhere"),
+            *("--registry=127.0.0.1:1", "--registration-timeout-s=0.3"),
+        ]
+    )
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 2
+    assert "the registry on 127.0.0.1:1 is not reachable" in err.splitlines()[-1]
+    assert "nowhere" not in err
+
+
+def _end_quietly(process: subprocess.Popen[str]) -> None:
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=20)
     assert process.returncode == 128 + signal.SIGTERM

@@ -29,6 +29,7 @@ class SeenCertificates(WrappingInterceptor):
     """The serial numbers of the callers' certificates, in the order of calls."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.serials: list[int] = []
 
     def wrap(self, handler: Handler, method: str) -> Handler:

@@ -8,13 +8,14 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from headrace_common.errors import ConfigError, TransferFailed
+from headrace_common.limits import write_quiet_s
 from headrace_kv.plan.copy_plan import Int64Array, Runs
 from headrace_kv.transport.base import WriteResult
 from headrace_kv.transport.fallback import FallbackTransport
@@ -366,6 +367,15 @@ def test_an_aborted_loan_is_quarantined(packed: PackedPair) -> None:
     client_once_lent(packed.scatter_session).close(clean=True)
 
 
+def test_an_aborted_loan_is_free_again_after_its_quarantine(packed: PackedPair) -> None:
+    before_s = time.monotonic()
+    ScatterClient(packed.scatter_session, 5.0).close(clean=False)
+    server = packed.receiver._server
+    assert server is not None
+    until_sync(lambda: not server._lent)
+    assert server._free_from_s[0] >= before_s + write_quiet_s()
+
+
 def test_a_failed_write_aborts_the_stream(packed: PackedPair) -> None:
     packed.sender.write(packed.session, packed.runs(), 5.0)
     packed.sender._inner = InMemoryTransport(FaultPlan(every=Fault(FaultKind.FAIL)))
@@ -378,10 +388,15 @@ def end_quarantine(packed: PackedPair) -> None:
     """Ends the quarantine of every loan, once the end of the stream has reached the server."""
     server = packed.receiver._server
     assert server is not None
-    deadline_s = time.monotonic() + 5.0
-    while server._lent and time.monotonic() < deadline_s:
-        time.sleep(0.01)
+    until_sync(lambda: not server._lent)
     server._free_from_s = [0.0]
+
+
+def until_sync(reached: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 5.0
+    while not reached() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert reached()
 
 
 def client_once_lent(server: str) -> ScatterClient:

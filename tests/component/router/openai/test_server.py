@@ -17,6 +17,7 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError
 from headrace_common.reloading import CHECK_INTERVAL_S
 from headrace_router.config import RouterConfig
+from headrace_router.openai.exchange import CHUNKS_EXTENSION, ChunkWriter
 from headrace_router.openai.server import HttpServer
 from tests.suite.certificates import Authority, presented_serial, serial_in
 
@@ -106,6 +107,50 @@ async def test_a_drain_waits_for_requests_in_flight_and_accepts_no_more() -> Non
         app.release.set()
         await asyncio.wait_for(drain, 10)
         assert b"done" in await reader.read()
+        writer.close()
+    finally:
+        await server.stop()
+
+
+class ChunkApp:
+    """Sends chunks at once until the client's buffers are full, then the rest with `send`."""
+
+    def __init__(self) -> None:
+        self.sent_at_once = 0
+        self.refused = asyncio.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        write: ChunkWriter = scope["extensions"][CHUNKS_EXTENSION]
+        assert not write(b"too early")
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        number = 0
+        # More than the buffers of both sockets take.
+        while write(_chunk(number)) and number < 4_096:
+            number += 1
+        self.sent_at_once = number
+        self.refused.set()
+        await send({"type": "http.response.body", "body": _chunk(number), "more_body": True})
+        await send({"type": "http.response.body", "body": b"end"})
+        assert not write(b"too late")
+
+
+def _chunk(number: int) -> bytes:
+    return b"%08d" % number * 2_048
+
+
+async def test_chunks_are_sent_at_once_until_the_client_must_read() -> None:
+    app = ChunkApp()
+    server = HttpServer(app, config_of(http_listen="127.0.0.1:0"))  # type: ignore[arg-type]
+    server.start()
+    try:
+        host, _, port = server.url.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        await asyncio.wait_for(app.refused.wait(), 10)
+        assert 0 < app.sent_at_once < 4_096
+        answer = await asyncio.wait_for(reader.read(), 10)
+        body = b"".join(answer.partition(b"\r\n\r\n")[2].split(b"\r\n")[1::2])
+        assert body == b"".join(map(_chunk, range(app.sent_at_once + 1))) + b"end"
         writer.close()
     finally:
         await server.stop()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import logging
 
 import pytest
+from rich.console import Console
 
 from headrace.inference.v1 import inference_pb2
 from headrace.worker.v1 import worker_pb2
@@ -44,8 +46,8 @@ async def test_a_worker_with_other_hashing_appears_in_warning_and_explanation(
     routed = await rig.operator_stub.Route(route, timeout=5)
     shown = {one.worker_id: one.prefix_fault for one in routed.candidates}
     assert shown == {"d0": "", "d1": "", "d2": fault}
-    cells = list(candidates_table(routed).columns[-1].cells)
-    assert [cell for cell in cells if fault in str(cell)] == [
+    cells = list(candidates_table(routed, Console(file=io.StringIO())).columns[-1].cells)
+    assert [str(cell) for cell in cells if fault in str(cell)] == [
         f"unpaired; without credit for its cache: {fault}"
     ]
     listed = await rig.stub.ListModels(inference_pb2.ListModelsRequest(), timeout=5)

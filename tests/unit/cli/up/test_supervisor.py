@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import signal
 import sys
@@ -10,7 +11,9 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from headrace_cli.up.restarts import NO_RESTARTS, Restarts
 from headrace_cli.up.supervisor import Supervisor, log_tail
 from headrace_cli.up.topology import ProcessSpec
 from headrace_common.errors import ConfigError, WorkerGone
@@ -53,6 +56,10 @@ def make_spec(tmp_path: Path) -> MakeSpec:
         )
 
     return make
+
+
+async def until_an_end(supervisor: Supervisor) -> None:
+    await Restarts(supervisor, Console(file=io.StringIO()), NO_RESTARTS).run()
 
 
 def alive(pid: int) -> bool:
@@ -99,7 +106,7 @@ async def test_a_later_end_is_reported(supervisor: Supervisor, make_spec: MakeSp
     await supervisor.wait_ready([child])
     child.process.send_signal(signal.SIGKILL)
     with pytest.raises(WorkerGone, match="killed by signal 9"):
-        await asyncio.wait_for(supervisor.wait_any_end(), 5)
+        await asyncio.wait_for(until_an_end(supervisor), 5)
 
 
 @pytest.mark.parametrize(("service", "explained"), [("prefill", True), ("decode", False)])
@@ -110,7 +117,7 @@ async def test_the_sigkill_of_a_prefill_worker_is_explained(
     await supervisor.wait_ready([child])
     child.process.send_signal(signal.SIGKILL)
     with pytest.raises(WorkerGone) as caught:
-        await asyncio.wait_for(supervisor.wait_any_end(), 5)
+        await asyncio.wait_for(until_an_end(supervisor), 5)
     assert ("stood still within a write" in caught.value.detail) is explained
 
 

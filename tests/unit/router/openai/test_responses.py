@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common import errors
 from headrace_common.errors import HeadraceError, InvalidRequest, QueueFull
+from headrace_router.openai.answers import AnswerRules
 from headrace_router.openai.errors import HttpError, error_object, headers_of, status_of
 from headrace_router.openai.responses import (
     ChatFormat,
@@ -43,6 +44,19 @@ def logprobs(token_id: int, logprob: float) -> dict[str, Any]:
     other = sampling_pb2.TokenAlternative(token_id=98, logprob=-2.0)
     entry = sampling_pb2.TokenLogprobs(logprob=logprob, alternatives=[other])
     return {"token_ids": [token_id], "logprobs": [entry]}
+
+
+@given(st.text(min_size=1), st.booleans(), st.booleans())
+def test_the_event_of_a_text_is_that_of_its_message(text: str, chat: bool, usage: bool) -> None:
+    kind = ChatFormat if chat else CompletionFormat
+    form = kind(HEAD, ByteCodec(), includes_usage=usage)
+    for index in (0, 3, 0):
+        assert form.text_event(index, text) == form.event(index, message(text))
+
+
+def test_a_text_has_no_event_of_its_own_where_the_answer_is_divided() -> None:
+    form = ChatFormat(HEAD, ByteCodec(), includes_usage=False, rules=AnswerRules(required=""))
+    assert form.text_event(0, "a") is None
 
 
 @given(st.text(), st.booleans())

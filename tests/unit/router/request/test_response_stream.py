@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.errors import WorkerGone
-from headrace_router.request.response_stream import ResponseStream
+from headrace_common.process.pacing import LoopLoad
+from headrace_router.request.response_stream import ResponseStream, TextOutlet
 from headrace_router.request.validation import prepare
 from headrace_text.byte_codec import ByteCodec
 
@@ -17,10 +19,9 @@ _STOP = sampling_pb2.FINISH_REASON_STOP
 _LENGTH = sampling_pb2.FINISH_REASON_LENGTH
 
 
-def _response(*stops: str, stop_token_ids: tuple[int, ...] = ()) -> ResponseStream:
+def _response(*stops: str, load: LoopLoad | None = None, **sampling: Any) -> ResponseStream:
     request = inference_pb2.GenerateRequest(
-        text="prompt",
-        sampling=sampling_pb2.SamplingParams(stop=stops, stop_token_ids=stop_token_ids),
+        text="prompt", sampling=sampling_pb2.SamplingParams(stop=stops, **sampling)
     )
     prepared = prepare(
         request,
@@ -29,7 +30,7 @@ def _response(*stops: str, stop_token_ids: tuple[int, ...] = ()) -> ResponseStre
         max_model_len={"sim": 4_096},
         bytes_per_token=16,
     )
-    return ResponseStream(prepared, "trace")
+    return ResponseStream(prepared, "trace", load)
 
 
 def _tokens(text: str) -> decode_pb2.Tokens:
@@ -129,3 +130,140 @@ async def test_a_slow_client_blocks_the_producer(monkeypatch: pytest.MonkeyPatch
     assert response.text == "abcde"
     async with asyncio.timeout(1):
         await adding
+
+
+class _FixedLoad(LoopLoad):
+    """A gap between messages that the test sets."""
+
+    def update(self, now_s: float) -> None:
+        pass
+
+
+def _into(sent: list[str]) -> TextOutlet:
+    def send(text: str) -> bool:
+        sent.append(text)
+        return True
+
+    return send
+
+
+async def _waits(stream: ResponseStream) -> asyncio.Task[inference_pb2.GenerateResponse | None]:
+    """A reader that waits for tokens."""
+    reader = asyncio.create_task(stream.next_message())
+    await asyncio.sleep(0)
+    assert not reader.done()
+    return reader
+
+
+def _ids(text: str) -> decode_pb2.Tokens:
+    return decode_pb2.Tokens(token_ids=text.encode())
+
+
+async def test_an_outlet_gets_the_text_between_the_first_and_the_last_message() -> None:
+    load = _FixedLoad()
+    load.gap_s = 0.0
+    stream = _response(load=load)
+    sent: list[str] = []
+    stream.use_outlet(_into(sent))
+    await stream.add_tokens(_ids("a"))
+    first = await stream.next_message()
+    assert first is not None
+    assert first.text == "a"
+    reader = await _waits(stream)
+    await stream.add_tokens(_ids("bc"))
+    assert sent == ["bc"]
+    # The next tokens come before the gap has passed: the reader sends them.
+    load.gap_s = 0.2
+    await stream.add_tokens(_ids("d"))
+    assert sent == ["bc"]
+    message = await reader
+    assert message is not None
+    assert message.text == "d"
+    load.gap_s = 0.0
+    reader = await _waits(stream)
+    # A part of a character has no text yet.
+    await stream.add_tokens(decode_pb2.Tokens(token_ids="é".encode()[:1]))
+    assert sent == ["bc"]
+    _finish(stream)
+    last = await reader
+    assert last is not None
+    assert (last.text, last.finish_reason) == ("", _LENGTH)
+    assert stream.completion_tokens == 5
+
+
+async def test_what_an_outlet_refuses_is_in_the_next_message_once() -> None:
+    load = _FixedLoad()
+    load.gap_s = 0.0
+    stream = _response(load=load)
+    stream.use_outlet(lambda text: False)
+    await stream.add_tokens(_ids("a"))
+    await stream.next_message()
+    reader = await _waits(stream)
+    await stream.add_tokens(_ids("b"))
+    await stream.add_tokens(_ids("c"))
+    message = await reader
+    assert message is not None
+    assert (message.text, list(message.token_ids)) == ("bc", [98, 99])
+
+
+async def test_logprobs_never_go_through_an_outlet() -> None:
+    load = _FixedLoad()
+    load.gap_s = 0.0
+    stream = _response(load=load)
+    stream.use_outlet(lambda text: True)
+    await stream.add_tokens(_tokens("a"))
+    await stream.next_message()
+    reader = await _waits(stream)
+    await stream.add_tokens(_tokens("b"))
+    message = await reader
+    assert message is not None
+    assert len(message.logprobs) == 1
+
+
+async def test_an_outlet_gets_no_part_of_a_stop_string() -> None:
+    load = _FixedLoad()
+    load.gap_s = 0.0
+    stream = _response("END", load=load)
+    sent: list[str] = []
+    stream.use_outlet(_into(sent))
+    await stream.add_tokens(_ids("a"))
+    await stream.next_message()
+    reader = await _waits(stream)
+    await stream.add_tokens(_ids("bE"))
+    await stream.add_tokens(_ids("NDx"))
+    assert sent == ["b"]
+    _finish(stream, _STOP)
+    last = await reader
+    assert last is not None
+    assert (last.text, last.finish_reason) == ("", _STOP)
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize(
+    ("min_tokens", "text"),
+    [(0, "x"), (2, "x"), (3, "xENDyENDz"), (4, "xENDyENDz"), (7, "xENDyENDz"), (8, "xENDyENDz")],
+)
+async def test_a_stop_string_ends_no_answer_before_its_least_length(
+    min_tokens: int, text: str, together: bool
+) -> None:
+    stream = _response("EN", min_tokens=min_tokens)
+    for piece in ["xENDyENDz"] if together else "xENDyENDz":
+        await stream.add_tokens(_tokens(piece))
+    expected = {0: "x", 2: "x", 3: "xENDy", 4: "xENDy"}.get(min_tokens, text)
+    _finish(stream)
+    assert "".join(response.text for response in await _rest(stream)) == expected
+
+
+async def test_the_stop_string_may_be_kept() -> None:
+    stream = _response("EN", include_stop_str_in_output=True)
+    await stream.add_tokens(_tokens("xENDy"))
+    _finish(stream)
+    assert "".join(response.text for response in await _rest(stream)) == "xEN"
+
+
+async def test_the_text_of_a_stop_token_may_be_kept() -> None:
+    for kept, text in ((False, "x"), (True, "xE")):
+        stream = _response(stop_token_ids=[ord("E")], include_stop_str_in_output=kept)
+        await stream.add_tokens(_tokens("xE"))
+        _finish(stream, _STOP)
+        assert "".join(response.text for response in await _rest(stream)) == text

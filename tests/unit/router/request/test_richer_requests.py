@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import inference_pb2, sampling_pb2, tools_pb2
 from headrace_common.errors import InvalidRequest
+from headrace_kv.layout.layout import WorkerRef
+from headrace_router.dispatch.first_token import BY_PREFILL
+from headrace_router.dispatch.messages import prefill_task
 from headrace_router.request.chat import (
     forced_call_schema,
     messages_of,
@@ -155,12 +160,12 @@ _INVALID: list[tuple[inference_pb2.GenerateRequest, str, str]] = [
 ]
 
 
-def _prepare(request: inference_pb2.GenerateRequest) -> Any:
+def _prepare(request: inference_pb2.GenerateRequest, context: int = 64) -> Any:
     return prepare(
         request,
         request_id="r1",
         codecs={"sim": _CODEC},
-        max_model_len={"sim": 64},
+        max_model_len={"sim": context},
         bytes_per_token=16,
     )
 
@@ -235,3 +240,63 @@ def test_a_required_call_is_one_of_all_functions() -> None:
         "third": {"$ref": "#/$defs/d"},
     }
     assert schema["$defs"] == {"d": {"type": "null"}}
+
+
+def test_workers_get_what_the_router_does_not_do_itself() -> None:
+    prepared = _prepare(
+        _sampling(
+            bad_words=[" ab"],
+            bad_token_sequences=_sequence(5),
+            logit_bias={3: 2.0},
+            min_tokens=2,
+            allowed_token_ids=[7, 8],
+            include_stop_str_in_output=True,
+            skip_special_tokens=False,
+        )
+    )
+    sampling = prepared.sampling
+    words = [list(sequence.ids) for sequence in sampling.bad_token_sequences]
+    assert words == [[5], list(b"ab")]
+    assert (dict(sampling.logit_bias), sampling.min_tokens) == ({3: 2.0}, 2)
+    assert list(sampling.allowed_token_ids) == [7, 8]
+    assert not sampling.bad_words
+    assert not sampling.include_stop_str_in_output
+    assert not sampling.HasField("skip_special_tokens")
+    assert (prepared.keeps_stop, prepared.skips_special_tokens) == (True, False)
+
+
+def test_a_forced_call_becomes_a_structured_output() -> None:
+    request = _choice(mode=Mode.MODE_FUNCTION, function_name="look")
+    sampling = _prepare(request, 512).sampling
+    assert json.loads(sampling.structured_outputs.json) == json.loads(_SCHEMA)
+    request.sampling.structured_outputs.json_object = True
+    with pytest.raises(InvalidRequest) as caught:
+        _prepare(request, 512)
+    assert "excludes" in caught.value.violations["chat.tool_choice.mode"]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "field", "remedy"),
+    [
+        ('{"$defs": {"d": %d}}', "chat.tools[1].parameters", "another d than an earlier tool"),
+        (f'{{"%d": "{"x" * 40_000}"}}', "chat.tools", "more than 65536"),
+    ],
+)
+def test_functions_that_make_no_schema_together_are_refused(
+    parameters: str, field: str, remedy: str
+) -> None:
+    request = _choice(mode=Mode.MODE_REQUIRED)
+    del request.chat.tools[:]
+    request.chat.tools.extend(_tool(f"t{i}", parameters % i) for i in range(2))
+    with pytest.raises(InvalidRequest) as caught:
+        _prepare(request)
+    assert remedy in caught.value.violations[field]
+
+
+def test_prefill_knows_the_tokens_that_end_an_answer() -> None:
+    """With min_tokens or a grammar, they matter for the first token."""
+    worker = SimpleNamespace(ref=WorkerRef("d", "1"), endpoint="d:1")
+    request = decode_pb2.GenerateRequest(token_ids=[1, 2], stop_token_ids=[9])
+    decision: Any = SimpleNamespace(worker=worker)
+    task = prefill_task(request, decision, start_token=0, first_token=BY_PREFILL, traceparent="")
+    assert list(task.sampling.stop_token_ids) == [9]

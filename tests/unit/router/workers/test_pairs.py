@@ -17,7 +17,8 @@ def members(*transports: str) -> list[registry_pb2.Member]:
     """A prefill worker with Mooncake, and a decode worker with each of these transports."""
     prefill = worker("prefill-0")
     prefill.role, prefill.transport = PREFILL, "mooncake"
-    decodes = [worker(f"decode-{number}") for number, _ in enumerate(transports)]
+    # An incarnation never changes its transport.
+    decodes = [worker(f"decode-{number}-{name}") for number, name in enumerate(transports)]
     for decode, transport in zip(decodes, transports, strict=True):
         decode.role, decode.transport = registry_pb2.Member.ROLE_DECODE, transport
     return [prefill, *decodes]
@@ -33,11 +34,16 @@ def test_a_pair_is_reported_once_until_it_ends(caplog: pytest.LogCaptureFixture)
     # More workers of the same kind are no news.
     reporter.update(members("mooncake", "same_host", "same_host"))
     (line,) = caplog.messages
-    assert "prefill-0 cannot hand KV over to decode-1" in line
+    reporter.update(members("mooncake", "same_host", "in_memory"))
+    assert len(caplog.messages) == 2
+    caplog.clear()
+    reporter.update(members("mooncake", "same_host"))
+    assert not caplog.messages
+    assert "prefill-0 cannot hand KV over to decode-1-same_host" in line
     assert "transport (mooncake != same_host)" in line
     reporter.update(members("mooncake"))
     reporter.update(members("mooncake", "same_host"))
-    assert len(caplog.messages) == 2
+    assert len(caplog.messages) == 1
 
 
 def test_an_impossible_layout_is_reported_and_skipped(caplog: pytest.LogCaptureFixture) -> None:
@@ -45,4 +51,4 @@ def test_an_impossible_layout_is_reported_and_skipped(caplog: pytest.LogCaptureF
     del broken[1].layout.stage_starts[:]
     broken[1].layout.stage_starts.extend([3, 1])
     PairReporter().update(broken)
-    assert any("the KV layout of decode-0" in line for line in caplog.messages)
+    assert any("the KV layout of decode-0-mooncake" in line for line in caplog.messages)

@@ -20,13 +20,15 @@ def tokens_of(sampling: Sampling) -> set[int]:
     return {choose_token(5, VOCABULARY, each, [0] * 3, []).token_id for each in seeded}
 
 
-@given(digests, st.integers(2, 60))
+@given(digests, st.integers(2, 60) | st.sampled_from([511, 512, 513, 32_000]))
 def test_candidates_are_in_the_vocabulary(digest: int, vocabulary: int) -> None:
     choice = choose_token(digest, vocabulary, Sampling(temperature=0.0, logprobs=20), [1], [])
     assert choice.logprobs is not None
     ids = [token for token, _ in choice.logprobs.alternatives]
     assert len(set(ids)) == len(ids) == min(20, vocabulary)
-    assert all(0 <= token < vocabulary for token in ids)
+    lowest = 256 if vocabulary >= 512 else 0
+    assert all(lowest <= token < vocabulary for token in ids)
+    assert choose_token(digest, vocabulary, Sampling(temperature=0.0), [1], []).token_id == ids[0]
 
 
 @given(digests)

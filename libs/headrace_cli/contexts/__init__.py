@@ -1,0 +1,1 @@
+"""Contexts: named remote deployments, and the choice of one for a command."""

@@ -1,0 +1,1 @@
+"""The members of a deployment: what they report, as a table and for programs."""

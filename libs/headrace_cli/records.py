@@ -1,0 +1,231 @@
+"""What commands print with --json. docs/commands.md lists every field; a field is never removed or given a new meaning.
+
+A schema's name ends with its version. `None` is "unknown", or "none" where that is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A document. `schema` names it and its version."""
+
+    schema: ClassVar[str] = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberRecord:
+    """A member of the registry. The counts are None for routers, and where a worker gave no answer."""
+
+    id: str
+    role: str
+    incarnation: str
+    endpoint: str
+    client_endpoint: str | None
+    model: str | None
+    transport: str | None
+    tensor_parallel_size: int | None
+    pipeline_stages: int | None
+    max_model_len: int | None
+    max_num_seqs: int | None
+    state: str | None
+    running_requests: int | None
+    waiting_requests: int | None
+    total_blocks: int | None
+    reserved_blocks: int | None
+    quarantined_blocks: int | None
+    used_blocks: int | None
+    active_transfers: int | None
+    prefix_key: str | None
+    prefix_block_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class PairRecord:
+    """Prefill and decode workers that cannot hand KV over, and the fields that differ, with both values."""
+
+    prefill: list[str]
+    decode: list[str]
+    fields: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersRecord(Record):
+    """`headrace workers --json`."""
+
+    schema: ClassVar[str] = "headrace.workers.v1"
+    registry: str
+    members: list[MemberRecord]
+    pairs_apart: list[PairRecord]
+    prefix_faults: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class ResetRecord(Record):
+    """`headrace reset-cache --json`."""
+
+    schema: ClassVar[str] = "headrace.reset-cache.v1"
+    workers: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class DrainRecord(Record):
+    """`headrace drain --json`."""
+
+    schema: ClassVar[str] = "headrace.drain.v1"
+    worker: str
+    requests_in_flight: int
+    remaining_s: float
+    ended: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateRecord:
+    """A decode worker that could take the prompt."""
+
+    worker: str
+    cost: float
+    cached_tokens: int
+    missing_tokens: int
+    held_tokens: int
+    requests: int
+    unfit: str | None
+    prefix_fault: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class RouteRecord(Record):
+    """`headrace route --json`. The first candidate is the chosen worker."""
+
+    schema: ClassVar[str] = "headrace.route.v1"
+    worker: str
+    incarnation: str
+    remote_prefill: bool
+    explanation: str
+    candidates: list[CandidateRecord]
+
+
+@dataclass(frozen=True, slots=True)
+class SpanRecord:
+    """A timed step. Attributes are those of docs/telemetry.md, as text."""
+
+    span_id: str
+    parent_span_id: str | None
+    name: str
+    service: str
+    worker: str | None
+    start_unix_ns: int
+    duration_ns: int
+    attributes: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRecord(Record):
+    """`headrace trace --json`."""
+
+    schema: ClassVar[str] = "headrace.trace.v1"
+    trace_id: str
+    request_id: str
+    start_unix_ns: int
+    complete: bool
+    spans: list[SpanRecord]
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSummaryRecord:
+    """A stored trace without its spans."""
+
+    trace_id: str
+    request_id: str
+    start_unix_ns: int
+    complete: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TracesRecord(Record):
+    """`headrace trace --list N --json`, newest first."""
+
+    schema: ClassVar[str] = "headrace.traces.v1"
+    traces: list[TraceSummaryRecord]
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyRecord(Record):
+    """`headrace policy get|set --json`. A field of the policy that is not set is None."""
+
+    schema: ClassVar[str] = "headrace.policy.v1"
+    revision: int
+    local_prefill_max_tokens: int
+    retry_budget: int | None
+    overlap_weight: float | None
+    temperature: float
+    max_queue_wait_s: float | None
+    tenant_weights: Mapping[str, float]
+    first_token: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class FindingRecord:
+    """The result of one check. `verdict` is ok, warning or error."""
+
+    verdict: str
+    subject: str
+    detail: str
+    remedy: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class DoctorRecord(Record):
+    """`headrace doctor --json`."""
+
+    schema: ClassVar[str] = "headrace.doctor.v1"
+    findings: list[FindingRecord]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRecord(Record):
+    """`headrace chat PROMPT --json`."""
+
+    schema: ClassVar[str] = "headrace.chat.v1"
+    text: str
+    finish_reason: str
+    request_id: str
+    trace_id: str
+    prompt_tokens: int
+    completion_tokens: int
+    decode_cached_tokens: int
+    transferred_tokens: int
+    time_to_first_token_s: float
+    total_s: float
+    prefill_worker: str | None
+    decode_worker: str | None
+    attempts: int
+
+
+@dataclass(frozen=True, slots=True)
+class ContextRecord:
+    """A context. The files are absolute paths."""
+
+    name: str
+    router: str
+    registry: str | None
+    internal: str | None
+    api_key_file: str | None
+    token_file: str | None
+    tls_authority_file: str | None
+    tls_certificate_file: str | None
+    tls_key_file: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ContextsRecord(Record):
+    """`headrace context list --json`. `current` is local where none is in use."""
+
+    schema: ClassVar[str] = "headrace.contexts.v1"
+    current: str
+    file: str
+    contexts: list[ContextRecord]

@@ -1,0 +1,1 @@
+"""Bounds on what one caller of a client listener may cost all others."""

@@ -1,0 +1,169 @@
+"""The bounds on each caller of a client listener: calls in flight, rejected calls, and turns of work.
+
+A caller is a tenant, or where no API key is known, a host.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Final
+
+from headrace_common.callers.turns import FairTurns
+from headrace_common.client_config import ClientFacingConfig
+from headrace_common.errors import (
+    HeadraceError,
+    InvalidRequest,
+    PermissionDenied,
+    QueueFull,
+    Unauthenticated,
+)
+from headrace_common.process.rates import RateByCaller
+
+REFUSED_CALLS: Final = "calls in flight"
+REFUSED_REJECTIONS: Final = "rejected calls"
+REFUSED_BODY: Final = "late request"
+REFUSED_KEY: Final = "removed key"
+
+# A refused call waits so long, which slows a caller that repeats it at once.
+_REFUSAL_WAIT_S: Final = 1.0
+# Calls of one caller that wait so. Beyond them, calls are refused at once.
+_REFUSALS_WAITING_MAX: Final = 64
+# Refusals at once that a host may cause, a second and at first. Beyond them it is blocked.
+_FLOOD_PER_S: Final = 500.0
+_FLOOD_BURST: Final = 1_000.0
+_BURST_S: Final = 2.0
+_CALLER: Final = ContextVar("caller", default="")
+
+
+@dataclass(frozen=True, slots=True)
+class CallerLimits:
+    """`calls_max` bounds a caller's calls in flight, and `rejected_per_s` its invalid ones."""
+
+    calls_max: int
+    rejected_per_s: float
+
+    @classmethod
+    def from_config(cls, config: ClientFacingConfig) -> CallerLimits:
+        """The limits of the settings."""
+        return cls(config.max_calls_per_caller, config.max_rejected_per_s)
+
+
+def _ignore_refusal(reason: str, count: int) -> None:
+    pass
+
+
+def _ignore_flood(host: str) -> None:
+    pass
+
+
+class CallerBounds:
+    """One event loop owns it. Every client listener of a process shares it.
+
+    `count_refused` gets a reason, such as `REFUSED_CALLS`, and a number of calls or connections.
+    """
+
+    def __init__(
+        self,
+        limits: CallerLimits,
+        count_refused: Callable[[str, int], None] = _ignore_refusal,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.count_refused = count_refused
+        self._on_flood: Callable[[str], None] = _ignore_flood
+        self._limits = limits
+        self._rejected = RateByCaller(
+            limits.rejected_per_s, _BURST_S * limits.rejected_per_s, clock
+        )
+        self._floods = RateByCaller(_FLOOD_PER_S, _FLOOD_BURST, clock)
+        self._calls: Counter[str] = Counter()
+        self._waiting: Counter[str] = Counter()
+        self._callers_of: dict[str, Counter[str]] = {}
+        """Calls in flight of each caller, by host."""
+        self._turns = FairTurns(lambda: len(self._calls) <= 1)
+
+    def report_floods(self, on_flood: Callable[[str], None]) -> None:
+        """Lets `on_flood` be called with the host of a flood, if no other caller has calls in flight from there."""
+        self._on_flood = on_flood
+
+    def calls(self, caller: str) -> int:
+        """Calls in flight of a caller."""
+        return self._calls[caller]
+
+    @contextmanager
+    def call(self, caller: str, host: str) -> Iterator[None]:
+        """Counts a call while the block runs, and whether the block rejects it.
+
+        Raises QueueFull for one that exceeds the caller's calls in flight.
+        """
+        if self._calls[caller] >= self._limits.calls_max:
+            self._refuse_at_once(REFUSED_CALLS, caller, host)
+            raise QueueFull(
+                f"{self._limits.calls_max} calls of this caller are in flight; wait for one to end",
+                metadata={"queue": "calls", "maxsize": str(self._limits.calls_max)},
+            )
+        _CALLER.set(caller)
+        self._calls[caller] += 1
+        callers = self._callers_of.setdefault(host, Counter())
+        callers[caller] += 1
+        try:
+            yield
+        except (InvalidRequest, Unauthenticated, PermissionDenied):
+            self._rejected.count(caller)
+            raise
+        finally:
+            _remove_one(self._calls, caller)
+            _remove_one(callers, caller)
+            if not callers:
+                self._callers_of.pop(host, None)
+
+    def count_rejection(self, caller: str) -> None:
+        """Counts a call that was rejected, if `call` does not know its error."""
+        self._rejected.count(caller)
+
+    async def pace(self, caller: str, host: str) -> None:
+        """Raises QueueFull after a wait when too many calls of the caller were rejected. Call it inside `call`."""
+        if not self._rejected.excess_s(caller):
+            return
+        if self._waiting[caller] >= _REFUSALS_WAITING_MAX:
+            self._refuse_at_once(REFUSED_REJECTIONS, caller, host)
+        else:
+            self.count_refused(REFUSED_REJECTIONS, 1)
+            self._waiting[caller] += 1
+            try:
+                await asyncio.sleep(_REFUSAL_WAIT_S)
+            finally:
+                _remove_one(self._waiting, caller)
+        raise _too_many_rejected(self._limits.rejected_per_s, self._rejected.excess_s(caller))
+
+    async def wait_turn(self) -> None:
+        """Waits until the caller may do expensive work, up to the next wait. Outside `call` it is no wait."""
+        caller = _CALLER.get()
+        if caller:
+            await self._turns.wait(caller)
+
+    def _refuse_at_once(self, reason: str, caller: str, host: str) -> None:
+        self.count_refused(reason, 1)
+        self._floods.count(host)
+        alone = self._callers_of.get(host, {}).keys() <= {caller}
+        if alone and self._floods.excess_s(host):
+            self._on_flood(host)
+
+
+def _too_many_rejected(per_s: float, retry_after_s: float) -> HeadraceError:
+    return QueueFull(
+        f"more than {per_s:g} calls a second of this caller were rejected; correct them, and wait",
+        metadata={"queue": "rejections", "maxsize": f"{per_s:g}"},
+        retry_after_s=max(0.1, retry_after_s),
+    )
+
+
+def _remove_one(counter: Counter[str], name: str) -> None:
+    counter[name] -= 1
+    if not counter[name]:
+        del counter[name]

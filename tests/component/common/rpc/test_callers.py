@@ -1,0 +1,154 @@
+"""A caller beyond its bounds is refused before its request arrives, and other callers are served."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
+from headrace_common.callers.bounds import REFUSED_BODY, CallerBounds, CallerLimits
+from headrace_common.client_config import ClientFacingConfig
+from headrace_common.errors import HeadraceError, InvalidRequest, QueueFull
+from headrace_common.rpc import callers as interceptor
+from headrace_common.rpc.channel import MESSAGE_BYTES_MAX, open_channel
+from headrace_common.rpc.server import ClientServices, GrpcServer
+from headrace_common.rpc.status import error_from_rpc
+from tests.waiting import until
+
+_SERVICE = "headrace.inference.v1.InferenceService"
+_CALLS_MAX = 2
+_WAIT_S = 20.0
+
+
+class _Servicer(inference_pb2_grpc.InferenceServiceServicer):
+    """Answers an empty text when `release` is set, and rejects any other."""
+
+    def __init__(self) -> None:
+        self.release = asyncio.Event()
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: Any
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        if request.text:
+            raise InvalidRequest({"text": "must be empty"})
+        await self.release.wait()
+        yield inference_pb2.GenerateResponse(text="answer")
+
+    async def ListModels(self, request: Any, context: Any) -> inference_pb2.ListModelsResponse:
+        return inference_pb2.ListModelsResponse(prefix_key_fingerprint=7)
+
+    async def Route(self, request: Any, context: Any) -> inference_pb2.RouteResponse:
+        raise NotImplementedError
+
+    async def Prefill(self, request: Any, context: Any) -> inference_pb2.PrefillResponse:
+        raise NotImplementedError
+
+
+class _Served:
+    def __init__(self, channel: grpc.aio.Channel, servicer: _Servicer, bounds: CallerBounds):
+        self.channel, self.servicer, self.bounds = channel, servicer, bounds
+        self._generate: Any = channel.unary_stream(f"/{_SERVICE}/Generate")
+
+    async def ask(self, tenant: str, body: bytes = b"") -> str:
+        """The text of the answer. Raises HeadraceError."""
+        metadata = (("x-tenant", tenant),)
+        try:
+            data = [one async for one in self._generate(body, metadata=metadata, timeout=_WAIT_S)]
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from error
+        return inference_pb2.GenerateResponse.FromString(data[0]).text
+
+
+def _tenant_of(metadata: Any) -> str:
+    return str(dict(metadata).get("x-tenant", ""))
+
+
+@asynccontextmanager
+async def _served(refused: Counter[str]) -> AsyncIterator[_Served]:
+    def count(refusal: str, number: int) -> None:
+        refused[refusal] += number
+
+    servicer, bounds = _Servicer(), CallerBounds(CallerLimits(_CALLS_MAX, 1.0), count)
+    clients = ClientServices((_SERVICE,), callers=bounds, tenant_of=_tenant_of)
+    server = GrpcServer(ClientFacingConfig(), (), clients)
+    assert server.client_server is not None
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server.client_server)
+    await server.start()
+    async with open_channel(server.client_endpoint) as channel:
+        yield _Served(channel, servicer, bounds)
+    await server.stop(0)
+
+
+async def _error_of(asking: Any) -> HeadraceError:
+    with pytest.raises(HeadraceError) as caught:
+        await asking
+    return caught.value
+
+
+async def test_the_calls_of_a_tenant_are_bounded_before_the_next_request_arrives() -> None:
+    refused: Counter[str] = Counter()
+    async with _served(refused) as it:
+        held = [asyncio.create_task(it.ask("a")) for _ in range(_CALLS_MAX)]
+        await until(lambda: it.bounds.calls("tenant:a") == _CALLS_MAX, _WAIT_S)
+        error = await _error_of(it.ask("a", bytes(MESSAGE_BYTES_MAX - 1_000)))
+        assert isinstance(error, QueueFull)
+        assert "2 calls of this caller are in flight" in error.detail
+        other = asyncio.create_task(it.ask("b"))
+        await until(lambda: it.bounds.calls("tenant:b") == 1, _WAIT_S)
+        it.servicer.release.set()
+        assert await asyncio.gather(*held, other) == ["answer"] * 3
+        # Both have ended, so there is room again.
+        await until(lambda: not it.bounds.calls("tenant:a"), _WAIT_S)
+        assert await it.ask("a") == "answer"
+
+
+async def test_a_tenant_of_many_invalid_requests_is_refused_and_another_is_not() -> None:
+    refused: Counter[str] = Counter()
+    wrong = inference_pb2.GenerateRequest(text="no").SerializeToString()
+    async with _served(refused) as it:
+        it.servicer.release.set()
+        errors = [await _error_of(it.ask("a", wrong)) for _ in range(5)]
+        assert {type(error) for error in errors} == {InvalidRequest, QueueFull}
+        refused_one = next(error for error in errors if isinstance(error, QueueFull))
+        assert "calls a second of this caller were rejected" in refused_one.detail
+        assert await it.ask("b") == "answer"
+
+
+async def test_a_request_that_does_not_arrive_ends_its_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(interceptor, "BODY_WAIT_S", 0.1)
+    refused: Counter[str] = Counter()
+    async with _served(refused) as it:
+        generate: Any = it.channel.stream_stream(f"/{_SERVICE}/Generate")
+        call = generate(timeout=_WAIT_S)
+        assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert "did not arrive within 0.1 s" in await call.details()
+        missing = generate(timeout=_WAIT_S)
+        await missing.done_writing()
+        assert await missing.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert refused[REFUSED_BODY] == 1
+
+
+async def test_a_unary_request_that_cannot_be_parsed_is_invalid() -> None:
+    async with _served(Counter()) as it:
+        assert isinstance(await _error_of(it.ask("a", b"\xff\xff")), InvalidRequest)
+        models: Any = it.channel.unary_unary(f"/{_SERVICE}/ListModels")
+        response = inference_pb2.ListModelsResponse.FromString(await models(b"", timeout=_WAIT_S))
+        assert response.prefix_key_fingerprint == 7
+
+
+def test_callers_are_tenants_or_hosts() -> None:
+    assert interceptor.host_of_peer("ipv4:10.0.0.7:40112") == "10.0.0.7"
+    assert interceptor.host_of_peer("ipv6:%5B2001:db8::7%5D:40112") == "2001:db8::/64"
+    assert interceptor.host_of_peer("ipv6:%5B::ffff:10.0.0.7%5D:40112") == "10.0.0.7"
+    assert interceptor.caller_name("", "10.0.0.7") == "10.0.0.7"
+    # A tenant may have the name of a host.
+    assert interceptor.caller_name("10.0.0.7", "10.0.0.9") == "tenant:10.0.0.7"

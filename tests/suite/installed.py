@@ -1,0 +1,168 @@
+"""The wheel in environments of its own: the services in one, the client alone in another.
+
+    python -m tests.suite.installed [--versions constraints|lowest|newest] [PYTHON...]
+
+installs both with each PYTHON from pip's index, and asks one question. Interpreters that are missing are named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from build_dist import build
+from lock_requirements import ROOT, roots_of
+from tests.ports import free_port
+
+CONSTRAINTS = ROOT / "requirements" / "constraints.txt"
+PYTHONS = ("python3.11", "python3.12", "python3.13")
+CLIENT = ("client",)
+SERVICES = ("router", "sim")
+INSTALL_TIMEOUT_S = 150.0
+CALL_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 45.0
+_CHAT = """
+import asyncio, sys
+from headrace_client import Client
+
+async def main():
+    async with Client(sys.argv[1]) as client:
+        pieces = [piece async for piece in client.generate(messages=[("user", "hello")], max_tokens=5)]
+    print(sum(len(piece.token_ids) for piece in pieces), "tokens")
+
+asyncio.run(main())
+"""
+_NAMES = "from importlib.metadata import distributions; print(*(d.metadata['Name'] for d in distributions()))"
+
+
+def install(
+    folder: Path, wheel: Path, extras: Sequence[str], options: Sequence[str | Path], python: str
+) -> Path:
+    """A new environment of `python` with the wheel, its extras and what they need. `options` are pip's."""
+    subprocess.run(
+        [python, "-m", "venv", "--without-pip", folder], timeout=CALL_TIMEOUT_S, check=True
+    )
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "install"),
+            *("-qq", "--no-compile", "--only-binary=:all:", "--disable-pip-version-check"),
+            *(*options, f"{wheel}[{','.join(extras)}]"),
+        ],
+        timeout=INSTALL_TIMEOUT_S,
+        check=True,
+    )
+    return folder
+
+
+def installed_names(environment: Path) -> set[str]:
+    """The distributions in an environment."""
+    names = run(environment / "bin" / "python", "-I", "-c", _NAMES).stdout.split()
+    return {name.lower().replace("_", "-") for name in names}
+
+
+def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
+    """Runs a program of an environment, which finds nothing of this checkout."""
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=CALL_TIMEOUT_S,
+        env=_environment(),
+        check=False,
+    )
+
+
+def chat(client: Path, address: str) -> subprocess.CompletedProcess[str]:
+    """Asks the router for 5 tokens with the client library."""
+    return run(client / "bin" / "python", "-I", "-c", _CHAT, address)
+
+
+@contextmanager
+def deployed(services: Path, logs: Path) -> Iterator[str]:
+    """The client address of `headrace up`, with the simulated engine. Raises AssertionError when it does not start."""
+    port = free_port()
+    command: list[str | Path] = [services / "bin" / "headrace", "up", "--engine", "sim"]
+    with subprocess.Popen(
+        [*command, "--port", str(port), "--logs", logs],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=_environment(),
+    ) as process:
+        try:
+            assert process.stderr is not None
+            lines: list[str] = []
+            # The line of its addresses follows when all workers are ready. It ends within deadlines of its own.
+            for line in process.stderr:
+                lines.append(line)
+                if "is served on" in line:
+                    break
+            assert process.poll() is None, "".join(lines)
+            yield f"127.0.0.1:{port}"
+            process.terminate()
+            process.communicate(timeout=STOP_TIMEOUT_S)
+            assert process.returncode == 0
+        finally:
+            process.kill()
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
+def _version_options(versions: str, folder: Path) -> list[str | Path]:
+    if versions == "newest":
+        return []
+    if versions == "constraints":
+        return ["--constraint", CONSTRAINTS]
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    names = [f"headrace[{extra}]" for extra in (*CLIENT, *SERVICES)]
+    lowest = folder / "lowest.txt"
+    with lowest.open("w", encoding="utf-8") as file:
+        for root in map(Requirement, roots_of(pyproject, names)):
+            (bound,) = [each.version for each in root.specifier if each.operator == ">="]
+            print(f"{root.name}=={bound}", file=file)
+    return ["--constraint", lowest]
+
+
+def main() -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("pythons", nargs="*", default=PYTHONS)
+    parser.add_argument(
+        "--versions", choices=("constraints", "lowest", "newest"), default="constraints"
+    )
+    options = parser.parse_args()
+    failed = False
+    with tempfile.TemporaryDirectory(prefix="headrace-installed-") as name:
+        _, wheel = build(Path(name) / "dist")
+        chosen = _version_options(options.versions, Path(name))
+        for python in options.pythons:
+            found = shutil.which(python)
+            if (
+                found is None
+                or subprocess.run([found, "-c", ""], check=False, timeout=CALL_TIMEOUT_S).returncode
+            ):
+                print(f"{python}: not on this machine")
+                continue
+            folder = Path(name) / Path(python).name
+            client = install(folder / "client", wheel, CLIENT, chosen, found)
+            services = install(folder / "services", wheel, SERVICES, chosen, found)
+            with deployed(services, folder / "logs") as address:
+                done = chat(client, address)
+            print(f"{python}, {options.versions}: {done.stdout.strip() or done.stderr.strip()}")
+            failed = failed or done.returncode != 0
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""What `headrace workers` shows on terminals of any width, in pipes, and to programs."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from headrace.kv.v1 import layout_pb2
+from headrace.registry.v1 import registry_pb2
+from headrace.worker.v1 import worker_pb2
+from headrace_cli.json_output import record_text
+from headrace_cli.members.rows import NO_ANSWER, Row
+from headrace_cli.members.view import COLUMNS, workers_record, workers_view
+
+Role = registry_pb2.Member.Role
+LONG = "decode-in-the-second-rack-of-the-first-hall-0017"
+
+
+def worker(name: str, role: Role.ValueType = Role.ROLE_DECODE) -> Row:
+    member = registry_pb2.Member(
+        worker_id=name,
+        incarnation="0" * 16,
+        role=role,
+        endpoint="10.0.0.17:7053",
+        model="SmolLM2-135M-Instruct",
+        max_num_seqs=8,
+        transport="mooncake",
+        layout=layout_pb2.KvLayout(
+            model="m",
+            tensor_parallel_size=2,
+            stage_starts=[0],
+            groups=[
+                layout_pb2.CacheGroup(
+                    name="attention",
+                    layers=[0],
+                    kind=layout_pb2.CacheGroup.KIND_TOKENS,
+                    head_count=2,
+                    block_tokens=16,
+                )
+            ],
+        ),
+    )
+    status = worker_pb2.WatchStatusResponse(
+        running_requests=3,
+        waiting_requests=1,
+        total_blocks=16384,
+        reserved_blocks=10,
+        quarantined_blocks=2,
+        used_blocks=7,
+        active_transfers=4,
+    )
+    hashing = worker_pb2.KvHashing(key_fingerprint=0xABC, block_tokens=16)
+    return Row(member, "serving", status, hashing)
+
+
+def router() -> Row:
+    member = registry_pb2.Member(worker_id="router-0", role=Role.ROLE_ROUTER, endpoint="h:1")
+    return Row(member)
+
+
+def shown(rows: list[Row], width: int, *, terminal: bool = True) -> str:
+    screen = io.StringIO()
+    console = Console(
+        file=screen, width=width, force_terminal=terminal, color_system=None, soft_wrap=terminal
+    )
+    console.print(workers_view(rows, console))
+    return screen.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 100, 120, 200])
+def test_names_are_whole_on_every_terminal(width: int) -> None:
+    text = shown([router(), worker("prefill-0", Role.ROLE_PREFILL), worker(LONG)], width)
+    assert all(len(line.rstrip()) <= width for line in text.splitlines())
+    for name in ("router-0", "prefill-0", LONG, "serving"):
+        assert name in text
+
+
+def test_a_narrow_terminal_names_what_it_leaves_out_and_a_wide_one_shows_all() -> None:
+    narrow, wide = shown([worker(LONG)], 80), shown([worker(LONG)], 200)
+    assert "10.0.0.17:7053" not in narrow
+    assert "left out: " in narrow
+    assert "endpoint" in narrow
+    assert "10.0.0.17:7053" in wide
+    assert "left out" not in wide
+    assert all(column.title in wide for column in COLUMNS)
+
+
+def test_a_pipe_gets_every_column_in_one_line_for_each_member() -> None:
+    text = shown([worker(LONG), worker("x" * 63)], 1000, terminal=False)
+    (line,) = (line for line in text.splitlines() if LONG in line)
+    assert line.split() == [
+        LONG, "decode", "2", "10.0.0.17:7053", "serving", "3", "1", "12/16384", "7", "4",
+        "16/00000abc", "SmolLM2-135M-Instruct",
+    ]  # fmt: skip
+
+
+def test_pairs_that_cannot_talk_are_named_with_their_fields() -> None:
+    prefill = worker("prefill-0", Role.ROLE_PREFILL)
+    prefill.member.transport = "same_host"
+    rows = [prefill, worker("decode-0")]
+    line = "prefill-0 cannot hand KV over to decode-0"
+    assert line in shown(rows, 300)
+    assert "transport (same_host != mooncake)" in shown(rows, 300)
+    (pair,) = json.loads(record_text(workers_record("r:1", rows)))["pairs_apart"]
+    assert pair == {
+        "prefill": ["prefill-0"],
+        "decode": ["decode-0"],
+        "fields": {"transport": "same_host != mooncake"},
+    }
+
+
+def test_programs_get_numbers_and_null_for_what_is_unknown() -> None:
+    silent = replace(worker("decode-1"), state=NO_ANSWER, status=None)
+    document = json.loads(
+        record_text(workers_record("r:1", [router(), worker("decode-0"), silent]))
+    )
+    assert document["schema"] == "headrace.workers.v1"
+    assert document["registry"] == "r:1"
+    first, second, third = document["members"]
+    assert (first["role"], first["state"], first["total_blocks"], first["model"]) == (
+        "router", None, None, None,
+    )  # fmt: skip
+    assert (second["running_requests"], second["reserved_blocks"]) == (3, 10)
+    assert (second["quarantined_blocks"], second["prefix_key"]) == (2, "00000abc")
+    assert (third["state"], third["running_requests"]) == ("no answer", None)
+
+
+def test_a_document_may_be_one_line() -> None:
+    assert "\n" not in record_text(workers_record("r:1", [worker("w")]), one_line=True)

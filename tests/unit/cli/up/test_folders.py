@@ -1,0 +1,89 @@
+"""The folder of a deployment: its lock, its state file, and a full disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import namedtuple
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from headrace_cli.up.lock import LOCK_FILE, locked
+from headrace_cli.up.state import UpState, find_registry, write_state
+from headrace_cli.up.supervisor import Child, disk_note, spawn_program, unexpected_end
+from headrace_cli.up.topology import ProcessSpec
+from headrace_common.errors import ConfigError, NotFound
+
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture
+def ended(tmp_path: Path) -> Child:
+    """A child that has ended with an empty log, as on a full disk."""
+    log = tmp_path / "decode-0.log"
+    log.touch()
+    spec = ProcessSpec("decode-0", "decode", (), tmp_path / "port", log, {})
+    process = type("Ended", (), {"returncode": 1})()
+    return Child(spec, cast("Any", process))
+
+
+def test_a_second_deployment_is_refused_and_names_the_first(tmp_path: Path) -> None:
+    with locked(tmp_path, "127.0.0.1:7050"):
+        with (
+            pytest.raises(ConfigError, match="another deployment uses") as refused,
+            locked(tmp_path, "127.0.0.1:1"),
+        ):
+            raise AssertionError
+        assert f"process {os.getpid()}, router 127.0.0.1:7050" in refused.value.detail
+        assert "--port" in refused.value.detail
+    with locked(tmp_path, "127.0.0.1:7050"):
+        pass
+
+
+def test_a_lock_that_cannot_be_written_names_the_cause(tmp_path: Path) -> None:
+    (tmp_path / LOCK_FILE).symlink_to("/dev/full")
+    with (
+        pytest.raises(ConfigError, match=r"cannot write .*up\.lock: "),
+        locked(tmp_path, "127.0.0.1:7050"),
+    ):
+        raise AssertionError
+
+
+def test_a_state_file_on_a_full_disk_names_the_cause(tmp_path: Path) -> None:
+    (tmp_path / "up.json").symlink_to("/dev/full")
+    with pytest.raises(ConfigError, match=r"cannot write .*up\.json: No space left on device"):
+        write_state(tmp_path, UpState("127.0.0.1:1", "127.0.0.1:2", 1))
+
+
+def test_a_process_that_ends_on_a_full_disk_names_the_cause(
+    ended: Child, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "full" not in unexpected_end(ended).detail
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**9, 10**9, 4096))
+    detail = unexpected_end(ended).detail
+    assert f"the disk of {ended.spec.log_file.parent} is full, with 4 KiB free" in detail
+
+
+def test_a_disk_that_cannot_be_asked_is_not_called_full(tmp_path: Path) -> None:
+    assert disk_note(tmp_path / "absent") == ""
+
+
+async def test_a_log_that_cannot_be_made_names_the_cause(ended: Child) -> None:
+    ended.spec.log_file.unlink()
+    ended.spec.log_file.mkdir()
+    with pytest.raises(ConfigError, match=r"decode-0\.log: Is a directory"):
+        await spawn_program(ended.spec)
+
+
+def test_the_registry_of_a_deployment_here_is_not_that_of_a_router_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    folder = tmp_path / "headrace" / "7050"
+    folder.mkdir(parents=True)
+    write_state(folder, UpState("127.0.0.1:7050", "127.0.0.1:2", 1))
+    assert find_registry("127.0.0.1:7050") == "127.0.0.1:2"
+    with pytest.raises(NotFound, match="HEADRACE_REGISTRY"):
+        find_registry("10.0.0.5:7050")

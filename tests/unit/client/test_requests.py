@@ -1,0 +1,69 @@
+"""Requests from plain values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from headrace.inference.v1 import inference_pb2, sampling_pb2, tools_pb2
+from headrace_client import InvalidRequest, Sampling, build_request
+
+
+def test_every_field_of_sampling_can_be_given() -> None:
+    known = {field.name for field in sampling_pb2.SamplingParams.DESCRIPTOR.fields}
+    # The router makes it from bad_words.
+    assert set(Sampling.__annotations__) == known - {"bad_token_sequences"}
+
+
+def test_given_values_arrive_and_others_keep_their_defaults() -> None:
+    request = build_request(
+        "Hello",
+        model="m",
+        request_id="r1",
+        n=3,
+        top_p=0.9,
+        temperature=0.0,
+        logprobs=2,
+        max_tokens=5,
+        seed=None,
+        stop=["x", "y"],
+        logit_bias={7: -1.5},
+        structured_outputs=sampling_pb2.StructuredOutputs(regex="[0-9]+"),
+    )
+    sampling = request.sampling
+    assert (request.text, request.model, request.request_id, request.n) == ("Hello", "m", "r1", 3)
+    assert (sampling.top_p, sampling.temperature, sampling.logprobs) == (0.9, 0.0, 2)
+    assert sampling.HasField("temperature")
+    assert not sampling.HasField("seed")
+    assert not sampling.HasField("top_k")
+    assert list(sampling.stop) == ["x", "y"]
+    assert dict(sampling.logit_bias) == {7: -1.5}
+    assert sampling.structured_outputs.regex == "[0-9]+"
+    assert not build_request("x", max_tokens=0).sampling.HasField("max_tokens")
+
+
+def test_messages_may_be_pairs_or_whole() -> None:
+    whole = inference_pb2.ChatMessage(role="tool", content="4", tool_call_id="c1")
+    tool = tools_pb2.Tool(name="add")
+    chat = build_request(messages=[("user", "2+2?"), whole], tools=[tool]).chat
+    assert [message.role for message in chat.messages] == ["user", "tool"]
+    assert chat.messages[1].tool_call_id == "c1"
+    assert [one.name for one in chat.tools] == ["add"]
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({}, "prompt"),
+        ({"prompt": "x", "tokens": [1]}, "prompt"),
+        ({"prompt": "x", "top_p": "much"}, "request"),
+        ({"prompt": "x", "heat": 1}, "request"),
+        ({"tokens": [-1]}, "request"),
+        ({"prompt": "x", "n": -1}, "request"),
+    ],
+)
+def test_wrong_values_are_refused(values: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        build_request(**values)
+    assert field in caught.value.detail

@@ -1,0 +1,137 @@
+"""Calls in flight, rejected calls and floods of one caller are bounded, and no other caller is refused for them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from contextlib import ExitStack, suppress
+
+import pytest
+
+from headrace_common.callers import bounds as bounds_module
+from headrace_common.callers.bounds import (
+    REFUSED_CALLS,
+    REFUSED_REJECTIONS,
+    CallerBounds,
+    CallerLimits,
+)
+from headrace_common.errors import InvalidRequest, QueueFull, Unauthenticated
+from headrace_common.process.rates import CALLERS_MAX, RateByCaller
+
+HOST = "10.0.0.7"
+WAIT_S = 0.05
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    monkeypatch.setattr(bounds_module, "_REFUSAL_WAIT_S", WAIT_S)
+    return Counter()
+
+
+def bounds_of(refused: Counter[str], calls_max: int = 4) -> CallerBounds:
+    def count(refusal: str, number: int) -> None:
+        refused[refusal] += number
+
+    # The clock stands still, so that no debt is forgotten.
+    return CallerBounds(CallerLimits(calls_max, 10.0), count, clock=lambda: 0.0)
+
+
+def reject(bounds: CallerBounds, caller: str, count: int, host: str = HOST) -> None:
+    for _ in range(count):
+        with suppress(InvalidRequest), bounds.call(caller, host):
+            raise InvalidRequest({"text": "wrong"})
+
+
+def test_the_calls_of_one_caller_are_bounded_and_another_is_served(refused: Counter[str]) -> None:
+    bounds = bounds_of(refused)
+    with ExitStack() as held:
+        for _ in range(4):
+            held.enter_context(bounds.call("tenant:a", HOST))
+        with (
+            pytest.raises(QueueFull, match="4 calls of this caller"),
+            bounds.call("tenant:a", HOST),
+        ):
+            pass
+        with bounds.call("tenant:b", HOST):
+            assert bounds.calls("tenant:b") == 1
+    assert refused == {REFUSED_CALLS: 1}
+    with bounds.call("tenant:a", HOST):
+        assert bounds.calls("tenant:a") == 1
+
+
+async def test_too_many_rejected_calls_make_the_next_wait_and_be_refused(
+    refused: Counter[str],
+) -> None:
+    bounds = bounds_of(refused)
+    reject(bounds, "tenant:a", 20)
+    await bounds.pace("tenant:a", HOST)
+    reject(bounds, "tenant:a", 1)
+    start_s = time.monotonic()
+    with pytest.raises(QueueFull, match="more than 10 calls a second") as caught:
+        await bounds.pace("tenant:a", HOST)
+    assert time.monotonic() - start_s >= WAIT_S
+    assert caught.value.retry_after_s
+    assert refused == {REFUSED_REJECTIONS: 1}
+    await bounds.pace("tenant:b", HOST)
+
+
+async def test_missing_keys_count_for_the_host_and_not_for_its_tenants(
+    refused: Counter[str],
+) -> None:
+    bounds = bounds_of(refused)
+    for _ in range(30):
+        with suppress(Unauthenticated), bounds.call(HOST, HOST):
+            raise Unauthenticated("no key")
+    with pytest.raises(QueueFull):
+        await bounds.pace(HOST, HOST)
+    await bounds.pace("tenant:a", HOST)
+
+
+async def test_refused_calls_beyond_those_that_wait_are_refused_at_once(
+    refused: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounds_module, "_REFUSAL_WAIT_S", 600.0)
+    bounds = bounds_of(refused)
+    reject(bounds, HOST, 40)
+    waiting = [asyncio.create_task(bounds.pace(HOST, HOST)) for _ in range(64)]
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFull):
+        await asyncio.wait_for(bounds.pace(HOST, HOST), 5)
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_flood_is_reported_unless_another_caller_has_calls_from_its_host(
+    refused: Counter[str], *, shared: bool
+) -> None:
+    bounds = bounds_of(refused, calls_max=1)
+    floods: list[str] = []
+    bounds.report_floods(floods.append)
+    with ExitStack() as held:
+        held.enter_context(bounds.call(HOST, HOST))
+        if shared:
+            held.enter_context(bounds.call("tenant:a", HOST))
+        for _ in range(1_100):
+            with suppress(QueueFull), bounds.call(HOST, HOST):
+                pass
+    assert set(floods) == (set() if shared else {HOST})
+
+
+def test_a_rate_forgets_with_time_and_knows_a_bounded_number_of_callers() -> None:
+    now_s = 0.0
+    rate = RateByCaller(10.0, 5.0, lambda: now_s)
+    for _ in range(8):
+        rate.count("a")
+    assert rate.excess_s("a") == pytest.approx(0.3)
+    assert not rate.excess_s("b")
+    now_s = 0.31
+    assert not rate.excess_s("a")
+    for _ in range(8):
+        rate.count("a")
+    for number in range(CALLERS_MAX):
+        rate.count(f"other {number}")
+    assert not rate.excess_s("a")
+    assert len(rate._debts) == CALLERS_MAX

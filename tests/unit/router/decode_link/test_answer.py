@@ -1,0 +1,135 @@
+"""One request on a link: events in order, credit for what was used, and tokens that bypass the reader."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.decode.v1 import decode_pb2
+from headrace_common.errors import TransferFailed
+from headrace_router.decode_link.answer import LinkedAnswer, TokenBatch
+
+
+class Reader:
+    """Reads an answer with a sink, as an attempt does. The sink stops at each multiple of `stop_at`."""
+
+    def __init__(self, window: int = 8, stop_at: int = 1_000) -> None:
+        self.granted = 0
+        self.answer = LinkedAnswer(1, window, self._grant)
+        self.answer.forward(self._use)
+        self.token_ids: list[int] = []
+        self.used_at_once = 0
+        self.events: list[str] = []
+        self._stop_at = stop_at
+
+    def _grant(self, stream_id: int, tokens: int) -> None:
+        self.granted += tokens
+
+    def _use(self, batch: TokenBatch) -> bool:
+        self.token_ids += batch.token_ids
+        self.used_at_once += len(batch.token_ids)
+        return len(self.token_ids) % self._stop_at != 0
+
+    async def read(self) -> None:
+        while True:
+            event = await self.answer.read()
+            self.token_ids += event.tokens.token_ids
+            self.events.append(str(event.WhichOneof("event")))
+            if event.HasField("finished"):
+                return
+
+
+async def turns(count: int = 3) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_tokens_bypass_a_reader_that_waits() -> None:
+    reader = Reader()
+    task = asyncio.create_task(reader.read())
+    # Before the reader waits.
+    reader.answer.add_tokens([0, 1])
+    await turns()
+    reader.answer.add_tokens([2])
+    reader.answer.add_tokens([3])
+    assert reader.token_ids == [0, 1, 2, 3]
+    assert reader.used_at_once == 2
+    assert reader.events == ["tokens"]
+    reader.answer.finish(decode_pb2.Finished())
+    await asyncio.wait_for(task, 5)
+    assert reader.events == ["tokens", "finished"]
+
+
+async def test_used_tokens_give_credit_without_the_reader() -> None:
+    reader = Reader(window=8)
+    task = asyncio.create_task(reader.read())
+    await turns()
+    for token in range(40):
+        reader.answer.add_tokens([token])
+    assert reader.granted == 40
+    assert reader.events == []
+    task.cancel()
+
+
+async def test_a_sink_that_needs_its_reader_gets_no_more_before_it_acts() -> None:
+    reader = Reader(window=50, stop_at=3)
+    task = asyncio.create_task(reader.read())
+    await turns()
+    for token in range(5):
+        reader.answer.add_tokens([token])
+    # The reader has not run yet: its credit is held back as well.
+    assert reader.used_at_once == 3
+    await turns()
+    assert reader.token_ids == [0, 1, 2, 3, 4]
+    assert reader.events == ["tokens", "tokens"]
+    task.cancel()
+
+
+async def test_the_reader_gets_the_error_of_its_sink() -> None:
+    def broken(batch: TokenBatch) -> bool:
+        raise ValueError("a bug")
+
+    answer = LinkedAnswer(1, 8, lambda stream_id, tokens: None)
+    answer.forward(broken)
+    read = asyncio.create_task(answer.read())
+    await turns()
+    answer.add_tokens([1])
+    with pytest.raises(ValueError, match="a bug"):
+        await asyncio.wait_for(read, 5)
+
+
+async def test_an_error_follows_the_events_before_it() -> None:
+    answer = LinkedAnswer(1, 8, lambda stream_id, tokens: None)
+    answer.add_tokens([1])
+    answer.fail(TransferFailed("first"))
+    answer.fail(TransferFailed("second"))
+    assert list((await answer.read()).tokens.token_ids) == [1]
+    with pytest.raises(TransferFailed, match="first"):
+        await answer.read()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 3), st.integers(0, 3)), max_size=30),
+    st.sampled_from((2, 3, 5, 1_000)),
+)
+def test_no_token_is_lost_or_moved_between_sink_and_reader(
+    steps: list[tuple[int, int]], stop_at: int
+) -> None:
+    async def run() -> None:
+        reader = Reader(window=10_000, stop_at=stop_at)
+        task = asyncio.create_task(reader.read())
+        sent: list[int] = []
+        for count, pause in steps:
+            new = list(range(len(sent), len(sent) + count))
+            reader.answer.add_tokens(new)
+            sent += new
+            await turns(pause)
+        reader.answer.finish(decode_pb2.Finished())
+        await asyncio.wait_for(task, 5)
+        assert reader.token_ids == sent
+
+    asyncio.run(run())

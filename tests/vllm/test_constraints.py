@@ -1,0 +1,124 @@
+"""Answers with biases and structured outputs, equal to those of one vLLM however two engines share the work."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from tokenizers import Tokenizer
+
+from headrace_common.errors import InvalidRequest
+from headrace_engine.interface import ConstraintKind, Sampling, StructuredOutputs
+from tests.vllm.conftest import ON_PAIR
+from tests.vllm.pair import GREEDY, MODEL, Answer, Pair, prompt_of
+
+pytestmark = ON_PAIR
+
+LENGTH = 90
+EOS = 2
+# Random weights would fill objects and arrays with spaces.
+SCHEMA = json.dumps({"enum": ["Rome", "Oslo", {"city": 7, "warm": None}]})
+
+
+def constrained(kind: ConstraintKind, text: str = "", *choices: str) -> Sampling:
+    """An answer in the form of a constraint, that ends with it."""
+    outputs = StructuredOutputs(kind, text, choices)
+    return replace(GREEDY, max_tokens=48, stop_token_ids=(EOS,), structured_outputs=outputs)
+
+
+SAMPLINGS = {
+    "bias": replace(GREEDY, logit_bias=((17, 100.0), (300, 98.0)), presence_penalty=2.0),
+    "allowed": replace(GREEDY, allowed_token_ids=(20, 21, 22), frequency_penalty=2.0),
+    "json": constrained("json", SCHEMA),
+    "regex": replace(constrained("regex", r"[a-f]{3}-[0-9]{4}"), temperature=1.0, seed=5),
+    "choice": constrained("choice", "", "yes, certainly", "no, never"),
+    "grammar": constrained("grammar", 'root ::= "SELECT " [a-z]+ " FROM t"'),
+}
+
+
+def text_of(answer: Answer) -> str:
+    """The text of an answer that ended with a stop token."""
+    text: str = Tokenizer.from_file(str(MODEL / "tokenizer.json")).decode(answer.token_ids)
+    return text
+
+
+async def every_way(pair: Pair, prompt: list[int], sampling: Sampling) -> dict[str, Answer]:
+    """The answer in each way that two engines can share the work, the first entry by one of them alone."""
+    ways = {"plain": await pair.plain(prompt, sampling)}
+    await pair.reset()
+    for name, run in (
+        ("split", pair.split),
+        ("after_first", pair.split_after_first),
+        ("from_logits", pair.split_from_logits),
+    ):
+        ways[name] = await run(prompt, sampling)
+        await pair.reset()
+    for generated in (1, 4):
+        known = ways["plain"].token_ids[:generated]
+        for name, run in (("continued", pair.plain), ("migrated", pair.split)):
+            answer = await run(prompt, sampling, known)
+            answer.token_ids = [*known, *answer.token_ids]
+            ways[f"{name} after {generated}"] = answer
+            await pair.reset()
+    return ways
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+async def test_constrained_answers_equal_those_of_one_vllm(pair: Pair, name: str) -> None:
+    ways = await every_way(pair, prompt_of(LENGTH), SAMPLINGS[name])
+    plain = ways["plain"]
+    assert len(plain.token_ids) > 4
+    assert {way: answer.token_ids for way, answer in ways.items()} == dict.fromkeys(
+        ways, plain.token_ids
+    )
+    if name == "bias":
+        assert set(plain.token_ids) <= {17, 300}
+    elif name == "allowed":
+        assert set(plain.token_ids) <= {20, 21, 22}
+
+
+async def test_an_answer_has_the_form_of_its_schema(pair: Pair) -> None:
+    answer = await pair.split(prompt_of(LENGTH), SAMPLINGS["json"])
+    await pair.reset()
+    assert json.loads(text_of(answer)) in json.loads(SCHEMA)["enum"]
+    assert answer.end is not None
+    assert answer.end.stopped
+
+
+async def test_words_and_early_ends_are_prevented_in_every_way(pair: Pair) -> None:
+    prompt = prompt_of(LENGTH)
+    free = (await pair.plain(prompt)).token_ids
+    bad = replace(GREEDY, bad_token_sequences=((free[0],), (free[1], free[2])))
+    # Without min_tokens, the first token would end each of these answers.
+    lasting = replace(GREEDY, stop_token_ids=(free[0],), min_tokens=3)
+    for sampling in (bad, lasting):
+        ways = await every_way(pair, prompt, sampling)
+        tokens = ways["plain"].token_ids
+        assert {way: answer.token_ids for way, answer in ways.items()} == dict.fromkeys(
+            ways, tokens
+        )
+        assert free[0] not in tokens[:3]
+
+
+@pytest.mark.parametrize(
+    ("outputs", "why"),
+    [
+        (StructuredOutputs("regex", "(a"), "vLLM rejects it"),
+        (StructuredOutputs("grammar", "root ::= missing"), "vLLM rejects it"),
+    ],
+)
+async def test_a_constraint_that_cannot_be_compiled_reserves_nothing(
+    pair: Pair, outputs: StructuredOutputs, why: str
+) -> None:
+    work = pair.work(prompt_of(LENGTH), replace(GREEDY, structured_outputs=outputs))
+    with pytest.raises(InvalidRequest) as caught:
+        await anext(pair.decode.decode(work))
+    assert why in caught.value.violations[f"sampling.structured_outputs.{outputs.kind}"]
+    await pair.reset()
+
+
+async def test_an_answer_that_does_not_follow_its_grammar_is_not_continued(pair: Pair) -> None:
+    with pytest.raises(InvalidRequest, match="do not follow it"):
+        await pair.plain(prompt_of(LENGTH), SAMPLINGS["choice"], [3, 4])
+    await pair.reset()
