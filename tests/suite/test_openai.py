@@ -338,7 +338,8 @@ async def test_readiness_follows_the_workers_and_a_drain_ends_streams_in_order(
 
 async def test_tokens_of_a_text_and_back(tmp_path: Path) -> None:
     async with served(tmp_path) as (_, client):
-        body = json.dumps({"prompt": "hi"}).encode()
+        # As vLLM's load generator sends it.
+        body = json.dumps({"model": "sim", "prompt": "hi", "add_special_tokens": False}).encode()
         answer = (await raw(client, post("/tokenize", body))).partition(b"\r\n\r\n")[2]
         assert json.loads(answer) == {"count": 2, "max_model_len": 8192, "tokens": [104, 105]}
         body = json.dumps({"tokens": [104, 105]}).encode()

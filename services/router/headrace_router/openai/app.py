@@ -139,12 +139,14 @@ class OpenAiApp:
 
     async def _serve_in_bounds(self, exchange: HttpExchange) -> None:
         callers = self._parts.callers
-        tenant = tenant_or_none(self._parts.tenants, exchange.headers.items())
+        tenant_now = partial(tenant_or_none, self._parts.tenants, exchange.headers.items())
+        tenant = tenant_now()
         caller = caller_name(tenant, exchange.host)
         with callers.call(caller, exchange.host):
             await callers.pace(caller, exchange.host)
             try:
-                await self._serve(exchange)
+                async with callers.rechecked(tenant_now, tenant):
+                    await self._serve(exchange)
             except HttpError:
                 callers.count_rejection(caller)
                 raise
@@ -317,17 +319,21 @@ class OpenAiApp:
 
     async def _tokenize(self, exchange: HttpExchange) -> None:
         tenant = self._tenant_of(exchange)
-        request = tokenize_request(parse_body(TokenizeBody, await self._body(exchange)))
+        body = parse_body(TokenizeBody, await self._body(exchange))
+        preparer = self._parts.preparer
         try:
             async with self._parts.runner.admitted(tenant, Deadline.after(self._deadline_s)):
-                prepared = await self._parts.preparer.tokenize(request, tenant)
+                prepared = await preparer.tokenize(tokenize_request(body), tenant)
+                tokens: Sequence[int] = prepared.token_ids
+                if body.prompt is not None and body.add_special_tokens is False:
+                    tokens = await preparer.tokenize_part(prepared.model, body.prompt, tenant)
         except InvalidRequest as error:
             raise InvalidRequest(openai_violations(error.violations, chat=False)) from error
         await exchange.respond_object(
             {
-                "count": len(prepared.token_ids),
-                "max_model_len": self._parts.preparer.max_model_len(prepared.model),
-                "tokens": list(prepared.token_ids),
+                "count": len(tokens),
+                "max_model_len": preparer.max_model_len(prepared.model),
+                "tokens": list(tokens),
             }
         )
 

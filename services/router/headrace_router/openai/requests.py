@@ -206,6 +206,13 @@ class TokenizeBody(Body):
     tools: Tools | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool = False
+    add_special_tokens: bool | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> TokenizeBody:
+        if self.messages is not None and self.add_special_tokens is not None:
+            raise ValueError("add_special_tokens: the template of a chat decides; leave it out")
+        return self
 
 
 class DetokenizeBody(Body):

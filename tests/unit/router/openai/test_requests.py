@@ -298,6 +298,12 @@ def test_tokenize_takes_one_prompt() -> None:
             tokenize_request(body)
 
 
+def test_a_template_decides_about_special_tokens() -> None:
+    data = json.dumps({"messages": [USER], "add_special_tokens": False}).encode()
+    with pytest.raises(InvalidRequest, match="the template of a chat decides"):
+        parse_body(TokenizeBody, data)
+
+
 def test_violations_have_the_names_of_openai_fields() -> None:
     violations = {
         "sampling.max_tokens": "a",
