@@ -15,6 +15,7 @@ from headrace_common.errors import InvalidRequest, PermissionDenied, Unauthentic
 from headrace_common.rpc.trace_context import traceparent
 from headrace_router.admission.admission import Admission
 from headrace_router.admission.tenants import DEFAULT_TENANT, TenantAliases, Tenants
+from headrace_router.answers import answer_count
 from headrace_router.dispatch.dispatcher import RequestDispatcher
 from headrace_router.lookaside.tickets import LookAside, candidates_to_proto
 from headrace_router.models import ModelCatalog
@@ -116,7 +117,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             caller = permit.tenant if self._tenants.keyed else _host_of(context)
             # Without a free slot, the client's request waits for its share in Generate.
             free = self._admission.has_free_slot(prepared.model)
-            if not request.explain and free and self._direct.has_room(caller):
+            one = answer_count(request.request) == 1
+            if one and not request.explain and free and self._direct.has_room(caller):
                 direct = self._look_aside.grant(
                     *(prepared, decision, self._aliases.alias_of(permit.tenant)),
                     traceparent(root),

@@ -27,7 +27,6 @@ from headrace_router.openai.conversion import (
     chat_request,
     completion_requests,
     openai_violations,
-    single_choices,
     tokenize_request,
 )
 from headrace_router.openai.errors import HttpError
@@ -275,40 +274,25 @@ class OpenAiApp:
         write: Callable[[int, inference_pb2.GenerateResponse], Awaitable[None]],
         write_text: Callable[[int, str], bool] | None = None,
     ) -> None:
-        """Runs all choices. The first error ends them all. `write_text` is a TextOutlet for each choice.
-
-        The first choice of a prompt starts alone. The others start with its first token, when the prompt is cached.
-        """
+        """Runs the requests of all prompts. The first error ends them all. `write_text` is a TextOutlet by choice."""
         deadline = Deadline.after(self._deadline_s)
 
-        async def run(
-            index: int,
-            request: inference_pb2.GenerateRequest,
-            started: asyncio.Event,
-            *,
-            waits: bool,
-        ) -> None:
+        async def run(first_index: int, request: inference_pb2.GenerateRequest) -> None:
             async def write_choice(message: inference_pb2.GenerateResponse) -> None:
-                started.set()
-                await write(index, message)
+                await write(first_index + message.choice, message)
 
-            if waits:
-                await started.wait()
-            outlet = None if write_text is None else partial(write_text, index)
+            outlet = None if write_text is None else partial(write_text, first_index)
             await self._parts.runner.run(request, tenant, deadline, write_choice, outlet)
-            started.set()
 
-        if generation.choices == 1:
-            await run(0, generation.requests[0], asyncio.Event(), waits=False)
+        if len(generation.requests) == 1:
+            await run(0, generation.requests[0])
             return
-        index = 0
+        first_index = 0
         try:
             async with asyncio.TaskGroup() as group:
                 for request in generation.requests:
-                    started = asyncio.Event()
-                    for number, choice in enumerate(single_choices(request)):
-                        group.create_task(run(index, choice, started, waits=number > 0))
-                        index += 1
+                    group.create_task(run(first_index, request))
+                    first_index += request.n
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
 

@@ -190,8 +190,6 @@ class CompletionBody(GenerationBody):
     def _check_completion(self) -> CompletionBody:
         if self.echo:
             raise ValueError("echo: is not supported; put the prompt before the text yourself")
-        if self.best_of is not None and self.best_of != self.choice_count:
-            raise ValueError("best_of: must equal n; leave it out")
         if self.suffix:
             raise ValueError("suffix: is not supported; leave it out")
         return self

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
 from headrace_common.errors import InvalidRequest
 from headrace_common.limits import ANSWERS_MAX, UNKNOWN_CONTEXT_TOKENS
+from headrace_kv.layout.layout import WorkerRef
 from headrace_router.request.chat import (
     chat_violations,
     forced_call_schema,
@@ -55,6 +56,8 @@ class PreparedRequest:
     """Whether the stop that ended the completion is part of its text."""
     skips_special_tokens: bool = True
     """Whether the text of special tokens is left out."""
+    cached_on: WorkerRef | None = None
+    """A decode worker that has the prompt's KV cache, as another answer to it has shown."""
 
 
 def resolve_model(name: str, codecs: Mapping[str, TextCodec]) -> str:

@@ -16,7 +16,6 @@ from headrace_router.openai.conversion import (
     chat_request,
     completion_requests,
     openai_violations,
-    single_choices,
     tokenize_request,
 )
 from headrace_router.openai.requests import (
@@ -96,12 +95,9 @@ def test_each_prompt_of_a_completion_becomes_a_request(prompt: Any, fields: Any)
     assert seen == fields
 
 
-def test_choices_have_their_own_seeds_and_ids() -> None:
-    requests = single_choices(chat_request(chat(n=3, seed=2**63 - 1), "r1"))
-    assert [one.sampling.seed for one in requests] == [2**63 - 1, 0, 1]
-    assert [one.request_id for one in requests] == ["r1", "r1-1", "r1-2"]
-    without = single_choices(chat_request(chat(n=2), "r1"))
-    assert not any(one.sampling.HasField("seed") for one in without)
+def test_choices_are_left_to_the_runner() -> None:
+    (request,) = completion_requests(completion(n=2, best_of=3), "r1")
+    assert (request.n, request.best_of) == (2, 3)
 
 
 WEATHER: dict[str, Any] = {
@@ -248,7 +244,6 @@ def test_a_wrong_field_of_a_chat_is_named_with_its_remedy(
     [
         ({"echo": True}, "echo"),
         ({"suffix": "x"}, "suffix"),
-        ({"best_of": 3}, "best_of"),
         ({"prompt": []}, "prompt"),
         ({"prompt": ["a"] * 65}, "prompt"),
         ({"logprobs": True}, "logprobs"),
